@@ -61,7 +61,7 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("loss", ("softmax_gradient",)),
     ("quantization", ("quantize", "largest_kernel")),
     ("optimizer", ("adamw", "muon")),
-    ("experts", ("combine", "grouped_kernel", "held_order", "count_choices", "route_kernel")),
+    ("experts", ("combine", "grouped_kernel", "held_order", "count_choices", "route_kernel", "choice_")),
 )
 OTHER = "other"
 

@@ -14,14 +14,15 @@ from strata.kernels.activation.clamped_swiglu import Clamp, clamped_swiglu
 from strata.kernels.linear.linear import linear
 from strata.kernels.moe.combine import combine_kernel
 from strata.kernels.moe.experts import (
+    choices_take,
     expected_experts,
     give_back,
+    library_takes,
+    ours_take,
     take_rows,
-    tile_kernels,
-    tiles_are_faster,
-    tiles_support,
 )
-from strata.kernels.moe.grouped import grouped_product
+from strata.kernels.moe.few_tokens import CHOICE_KERNELS, by_choices
+from strata.kernels.moe.grouped import grouped_kernel, grouped_product
 from strata.kernels.moe.held_order import held_order, order_kernels
 from strata.kernels.moe.order import Order
 from strata.kernels.op import ATEN, operation
@@ -123,6 +124,51 @@ def _fixed(
     return _by_expert(x, weights, chosen, gate_up, down, *biases, clamp, product, activation)
 
 
+def _choices_support(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor,
+    down_bias: Tensor,
+    *others: object,
+) -> bool:
+    return choices_take(x, weights, chosen, gate_up, down, gate_up_bias, down_bias)
+
+
+def _by_choices(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor,
+    down_bias: Tensor,
+    clamp: Clamp,
+    adds_down_bias: bool = True,
+) -> Tensor:
+    biases = gate_up_bias, down_bias if adds_down_bias else None
+    return by_choices(x, weights, chosen, gate_up, down, biases, clamp)
+
+
+def _tiles_support(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor,
+    down_bias: Tensor,
+    *others: object,
+) -> bool:
+    return ours_take(x, gate_up, down, gate_up_bias, down_bias)
+
+
+def _tile_kernels(x: Tensor, weights: Tensor, chosen: Tensor, *others: object) -> tuple[Any, ...]:
+    return *order_kernels(chosen), grouped_kernel, grouped_kernel, combine_kernel
+
+
 def _by_tiles(
     x: Tensor,
     weights: Tensor,
@@ -134,7 +180,7 @@ def _by_tiles(
     clamp: Clamp,
     adds_down_bias: bool = True,
 ) -> Tensor:
-    """Two products of our own: one fetches the rows and applies the gate, the other follows."""
+    """A product that fetches the rows, adds biases and applies the gate, and one that follows."""
     order = held_order(chosen, 0, len(down))
     inner = grouped_product(
         x,
@@ -150,17 +196,15 @@ def _by_tiles(
     return give_back(rows, order, weights)
 
 
+if HAS_TRITON:
+    biased_experts.implement("choices", "cuda", supports=_choices_support, kernels=CHOICE_KERNELS)(_by_choices)
+    biased_experts.implement("tiles", "cuda", supports=_tiles_support, kernels=_tile_kernels)(_by_tiles)
+
+
 def _library_supports(
     x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *others: object
 ) -> bool:
-    """What the library takes without asking the device: bfloat16, rows that begin at multiples of 16 bytes, Hopper."""
-    aligned = x.shape[-1] % 8 == 0 and down.shape[-1] % 8 == 0
-    capable = not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
-    return x.dtype == torch.bfloat16 and aligned and capable and gate_up.is_contiguous() and down.is_contiguous()
-
-
-if HAS_TRITON:
-    biased_experts.implement("tiles", "cuda", supports=tiles_are_faster, kernels=tile_kernels)(_by_tiles)
+    return library_takes(x, gate_up, down)
 
 
 def _library_kernels(x: Tensor, weights: Tensor, chosen: Tensor, *others: object) -> tuple[Any, ...]:
@@ -188,7 +232,3 @@ def by_library(
     if adds_down_bias:
         rows = rows + down_bias.index_select(0, expert)
     return give_back(rows, order, weights)
-
-
-if HAS_TRITON:
-    biased_experts.implement("triton", "cuda", supports=tiles_support, kernels=tile_kernels)(_by_tiles)

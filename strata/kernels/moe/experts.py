@@ -16,6 +16,7 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.silu_mul import silu_mul, silu_mul_kernel
 from strata.kernels.linear.linear import linear
 from strata.kernels.moe.combine import combine, combine_kernel, permuted
+from strata.kernels.moe.few_tokens import CHOICE_KERNELS, MOST_TOKENS, by_choices
 from strata.kernels.moe.grouped import grouped_kernel, grouped_product
 from strata.kernels.moe.held_order import held_order, order_kernels
 from strata.kernels.moe.order import Order
@@ -133,61 +134,91 @@ def _fixed(
     return _by_expert(x, weights, chosen, gate_up, down, filled, product, activation)
 
 
-def _grouped_supports(
+def library_takes(x: Tensor, *matrices: Tensor) -> bool:
+    """Whether the library multiplies rows like x by such matrices of all experts without asking the device: bfloat16,
+    rows that begin at multiples of 16 bytes, Hopper."""
+    capable = not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
+    aligned = all(size % 8 == 0 for matrix in matrices for size in matrix.shape[1:])
+    return x.dtype == torch.bfloat16 and capable and aligned and all(matrix.is_contiguous() for matrix in matrices)
+
+
+def ours_take(x: Tensor, *matrices: Tensor) -> bool:
+    """Whether kernels of our own do."""
+    kinds = {x.dtype, *(matrix.dtype for matrix in matrices)}
+    known = len(kinds) == 1 and kinds <= {torch.bfloat16, torch.float16, torch.float32}
+    return known and x.stride(-1) == 1 and all(matrix.is_contiguous() for matrix in matrices)
+
+
+def choices_take(x: Tensor, weights: Tensor | None, chosen: Tensor, *matrices: Tensor) -> bool:
+    """Whether there are so few tokens that each reads its experts' weights by itself."""
+    wide = weights is None or (weights.dtype == torch.float32 and weights.is_contiguous())
+    few = 0 < len(chosen) <= MOST_TOKENS
+    return few and wide and chosen.is_contiguous() and ours_take(x, *matrices)
+
+
+def _choices_support(
     x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, *others: object
 ) -> bool:
-    """What the library takes without asking the device: bfloat16, rows that begin at multiples of 16 bytes, Hopper."""
-    aligned = x.shape[-1] % 8 == 0 and down.shape[-1] % 8 == 0
-    capable = not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
-    return x.dtype == torch.bfloat16 and aligned and capable and gate_up.is_contiguous() and down.is_contiguous()
+    return choices_take(x, weights, chosen, gate_up, down)
+
+
+def _tiles_support(
+    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, *others: object
+) -> bool:
+    return ours_take(x, gate_up, down)
+
+
+def _library_supports(
+    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, *others: object
+) -> bool:
+    return library_takes(x, gate_up, down)
+
+
+# Of more rows an expert the library's product is faster, but than one that fetches them and gates.
+_MOST_ROWS = 160
+
+
+def library_is_faster(x: Tensor, rows: int, down: Tensor) -> bool:
+    """For the product of so many rows of all experts by what leads out of them."""
+    return rows > _MOST_ROWS * len(down) and library_takes(x, down)
+
+
+def _tile_kernels(
+    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, *others: object
+) -> tuple[Any, ...]:
+    last = ATEN if library_is_faster(x, chosen.numel(), down) else grouped_kernel
+    return *order_kernels(chosen), grouped_kernel, last, combine_kernel
 
 
 def _library_kernels(x: Tensor, weights: Tensor | None, chosen: Tensor, *others: object) -> tuple[Any, ...]:
     return *order_kernels(chosen), ATEN, silu_mul_kernel, ATEN, combine_kernel
 
 
-def tile_kernels(x: Tensor, weights: Tensor | None, chosen: Tensor, *others: object) -> tuple[Any, ...]:
-    return *order_kernels(chosen), grouped_kernel, grouped_kernel, combine_kernel
-
-
-# So many rows an expert, and the library's products are faster by more than fetching and gating apart from them takes.
-MOST_ROWS = 256
-
-
-def tiles_support(
-    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, *others: object
-) -> bool:
-    kinds = {x.dtype, gate_up.dtype, down.dtype}
-    return (
-        len(kinds) == 1
-        and kinds <= {torch.bfloat16, torch.float16, torch.float32}
-        and gate_up.is_contiguous()
-        and down.is_contiguous()
-    )
-
-
-def tiles_are_faster(
-    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, *others: object
-) -> bool:
-    """Whether few enough rows come to an expert for products of our own."""
-    few = chosen.numel() <= MOST_ROWS * len(down)
-    return few and x.dtype != torch.float32 and tiles_support(x, weights, chosen, gate_up, down)
+def _by_choices(
+    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, filled: int | None = None
+) -> Tensor:
+    return by_choices(x, weights, chosen, gate_up, down)
 
 
 def by_tiles(
     x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, filled: int | None = None
 ) -> Tensor:
-    """Two products of our own: one fetches the rows and applies the gate, the other follows."""
+    """A product that fetches the rows and applies the gate, and one that follows, of the library's if it is faster."""
     order = held_order(chosen, 0, len(down)).with_rows(filled)
-    inner = grouped_product(x, gate_up, order.ends, source=order.source, per_token=chosen.shape[1], gated=True)
-    return give_back(grouped_product(inner, down, order.ends), order, weights)
+    rows = grouped_product(x, gate_up, order.ends, source=order.source, per_token=chosen.shape[1], gated=True)
+    if library_is_faster(x, chosen.numel(), down):
+        rows = torch._grouped_mm(rows, down.transpose(1, 2), offs=order.ends)
+    else:
+        rows = grouped_product(rows, down, order.ends)
+    return give_back(rows, order, weights)
 
 
 if HAS_TRITON:
-    experts.implement("tiles", "cuda", supports=tiles_are_faster, kernels=tile_kernels)(by_tiles)
+    experts.implement("choices", "cuda", supports=_choices_support, kernels=CHOICE_KERNELS)(_by_choices)
+    experts.implement("tiles", "cuda", supports=_tiles_support, kernels=_tile_kernels)(by_tiles)
 
 
-@experts.implement("grouped", "cuda", differentiable=True, supports=_grouped_supports, kernels=_library_kernels)
+@experts.implement("grouped", "cuda", differentiable=True, supports=_library_supports, kernels=_library_kernels)
 def grouped(
     x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, filled: int | None = None
 ) -> Tensor:
@@ -197,7 +228,3 @@ def grouped(
     gate, up = torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=order.ends).chunk(2, -1)
     rows = torch._grouped_mm(silu_mul(gate, up), down.transpose(1, 2), offs=order.ends)
     return give_back(rows, order, weights)
-
-
-if HAS_TRITON:
-    experts.implement("triton", "cuda", supports=tiles_support, kernels=tile_kernels)(by_tiles)

@@ -154,7 +154,7 @@ def _fastest(rows: int, count: int, width: int, dtype: torch.dtype, *, gated: bo
         return GroupedTile(32, 64, 64, 4, 5, turned=True) if gated else GroupedTile(32, 64, 128, 4, 3, turned=True)
     if each <= 48:
         return GroupedTile(64, 64, 64, 4, 4) if gated else GroupedTile(64, 128, 64, 4, 3)
-    return GroupedTile(128, 128, 64, 8, 4 if gated else 3)
+    return GroupedTile(128, 128, 64, 8, 4) if gated else GroupedTile(128, 256, 64, 8, 4)
 
 
 # Of a gate and what it opens, before the activation: gpt-oss bounds both.

@@ -94,9 +94,37 @@ def test_products_in_tiles_are_near_float64(
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 1e-2)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 1e-2), (torch.float32, 1e-5)], ids=str
+)
+@pytest.mark.parametrize(
+    ("count", "per_token", "hidden", "width"), [(9, 8, 2048, 768), (7, 6, 100, 37), (5, 1, 64, 24)]
+)
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_experts_of_few_tokens_are_near_float64(
+    tokens: int, count: int, per_token: int, hidden: int, width: int, dtype: torch.dtype, bound: float
+) -> None:
+    weights, chosen = route(torch.randn(tokens, count, device="cuda"), None, per_token, True)
+    shapes = (tokens, hidden), (count, 2 * width, hidden), (count, hidden, width)
+    x, gate_up, down = ((torch.randn(shape, device="cuda") / 8).to(dtype) for shape in shapes)
+    run = experts.bind("cuda")
+    for given in (
+        [x, weights, chosen, gate_up, down],
+        [x, weights, chosen.where(chosen % 2 == 0, -1), gate_up, down, int((chosen % 2 == 0).sum())],
+        *([[x, None, chosen, gate_up, down]] if per_token == 1 else []),
+    ):
+        exact = [one.double() if isinstance(one, Tensor) and one.is_floating_point() else one for one in given]
+        assert run.choose(*given).name == "choices"
+        found, wanted = run(*given), experts.reference(*exact)
+        assert (found.double() - wanted).norm() <= bound * wanted.norm()
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 1e-2), (torch.float32, 1e-5)], ids=str
+)
 @pytest.mark.parametrize("tokens", [1, 40, 100, 700])
-def test_biased_products_in_tiles_are_near_float64(tokens: int, dtype: torch.dtype, bound: float) -> None:
+def test_biased_products_of_our_own_are_near_float64(tokens: int, dtype: torch.dtype, bound: float) -> None:
     count, hidden, width = 7, 192, 144
     weights, chosen = route(torch.randn(tokens, count, device="cuda"), None, 2, True)
     shapes = (tokens, hidden), (count, 2 * width, hidden), (count, hidden, width), (count, 2 * width), (count, hidden)
@@ -105,7 +133,7 @@ def test_biased_products_in_tiles_are_near_float64(tokens: int, dtype: torch.dty
     given = [floats[0], weights, chosen, *floats[1:], Clamp(1.702, 1.5)]
     exact = [one.double() if isinstance(one, Tensor) and one.is_floating_point() else one for one in given]
     run = biased_experts.bind("cuda")
-    assert run.choose(*given).name == "tiles"
+    assert run.choose(*given).name == ("choices" if tokens == 1 else "tiles")
     for adds in (True, False):
         found, wanted = run(*given, adds), biased_experts.reference(*exact, adds)
         assert (found.double() - wanted).norm() <= bound * wanted.norm()
@@ -125,7 +153,7 @@ def test_other_floats_than_bfloat16_are_recorded(dtype: torch.dtype) -> None:
     x, weights, chosen, gate_up, down = inputs(33)
     given = [x.to(dtype), weights, chosen, gate_up.to(dtype), down.to(dtype)]
     bound = experts.bind("cuda")
-    assert bound.choose(*given).name == ("tiles" if dtype == torch.float16 else "triton")
+    assert bound.choose(*given).name == "tiles"
     with torch.inference_mode():
         bound(*given)
         graph = torch.cuda.CUDAGraph()

@@ -6,6 +6,7 @@ Under newer numpys Triton 3.6 takes no bounds of loops, which `_counts` of the c
 from __future__ import annotations
 
 from dataclasses import astuple
+from functools import partial
 from unittest import mock
 
 import torch
@@ -13,6 +14,9 @@ import torch
 from strata.kernels.activation.clamped_swiglu import Clamp, clamped_swiglu
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.moe import grouped, held_order
+from strata.kernels.moe.biased_experts import biased_experts
+from strata.kernels.moe.experts import experts
+from strata.kernels.moe.few_tokens import by_choices
 from strata.kernels.moe.held_order import held_numbers
 from strata.kernels.moe.order import Order
 from strata.kernels.moe.route import SOFTMAX, in_one_launch, route
@@ -73,6 +77,26 @@ def products(turned: bool) -> None:
             torch.testing.assert_close(plain, given, rtol=1e-4, atol=1e-5)
 
 
+def few_tokens() -> None:
+    """Of a token without one of its experts, too; tokens' experts are no power of two."""
+    for count, tokens, per_token, hidden, width in ((7, 2, 3, 40, 24), (4, 1, 1, 530, 136)):
+        chosen = torch.rand(tokens, count).argsort(1)[:, :per_token].contiguous()
+        x, weights = torch.randn(tokens, hidden), torch.rand(tokens, per_token)
+        gate_up, down = torch.randn(count, 2 * width, hidden) / 8, torch.randn(count, hidden, width) / 8
+        biases, clamp = (torch.randn(count, 2 * width), torch.randn(count, hidden)), Clamp(1.702, 1.0)
+        wanted = biased_experts.reference(x, weights, chosen, gate_up, down, *biases, clamp)
+        close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
+        close(by_choices(x, weights, chosen, gate_up, down, biases, clamp), wanted)
+        wanted = biased_experts.reference(x, weights, chosen, gate_up, down, *biases, clamp, False)
+        close(by_choices(x, weights, chosen, gate_up, down, (biases[0], None), clamp), wanted)
+        chosen[0, -1] = -1
+        rest = tokens * per_token - 1
+        close(by_choices(x, weights, chosen, gate_up, down), experts.reference(x, weights, chosen, gate_up, down, rest))
+        if per_token == 1:
+            wanted = experts.reference(x, None, chosen, gate_up, down, rest)
+            close(by_choices(x, None, chosen, gate_up, down), wanted)
+
+
 if __name__ == "__main__":
     _counts()
     torch.manual_seed(0)
@@ -80,6 +104,7 @@ if __name__ == "__main__":
     routes()
     for turned in (False, True):
         products(turned)
+    few_tokens()
     assert_routed(in_one_launch, distinct(3, 64, torch.float16, "cpu"), None, 6, True, SOFTMAX)
     assert_ties_go_to_the_lower_number(in_one_launch, "cpu")
     for name in ("odd", "V2", "odd groups"):
