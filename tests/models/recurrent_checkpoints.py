@@ -172,7 +172,7 @@ RECURRENT_CONFIGS |= {
         shared_expert_intermediate_size=7,
         norm_topk_prob=False,
         attention_bias=True,
-        rms_norm_eps=1e-4,
+        rms_norm_eps=1e-2,
         rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
         tie_word_embeddings=True,
     ),
