@@ -1,4 +1,4 @@
-"""Experts of so few tokens that each reads its experts' weights alone: two launches, and nothing is sorted.
+"""Experts of a token alone, in two launches: nothing has to be sorted.
 
 The first multiplies a token by gate and up of one of its experts a program, the second adds up what all of a token's
 experts make of that. Both stream weights past the CUDA cores, which keeps more of them coming than tiles of one row do.
@@ -136,9 +136,9 @@ def choice_sum_kernel(
 
 
 # Columns, elements of k that a program holds at a time, and warps.
-_GATE, _SUM = (8, 512, 4), (4, 128, 4)
-# More tokens share experts, whose weights tiles read once.
-MOST_TOKENS = 2
+_GATE, _SUM = (8, 512, 4), (2, 128, 4)
+# Two tokens are faster in tiles already, but with 128 experts (an H200; benchmarks/results/h200_grouped.jsonl).
+MOST_TOKENS = 1
 _NO_CLAMP = Clamp(1.0, 0.0)
 
 
