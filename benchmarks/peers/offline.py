@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ def results(
 ) -> Iterator[Result]:
     """The result of each test on one `LLM` of so many ranks, each after a short form of it. engine: the module of
     `LLM`."""
-    options = SETUP | ({"tensor_parallel_size": ranks} if ranks > 1 else {})
+    longest = max(workloads.MAX_MODEL_LEN, *(test.longest for test in tests))
+    options = SETUP | {"max_model_len": longest} | ({"tensor_parallel_size": ranks} if ranks > 1 else {})
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), model)
         llm = engine.LLM(model=folder, skip_tokenizer_init=True, enable_prefix_caching=False, seed=0, **options)
@@ -67,10 +69,18 @@ def test_names(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
         try:
-            workloads.named(name)
+            named(name)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
     return names
+
+
+def named(name: str) -> workloads.InferenceTest:
+    """A test of `strata bench`, or T2-cN: T2 behind a prompt of N tokens."""
+    context = name.removeprefix("T2-c")
+    if context == name or not context.isdecimal():
+        return workloads.named(name)
+    return replace(workloads.single(), name=name, prompts=workloads.random_prompts(1, int(context)))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +111,7 @@ def main() -> None:
         "turn": asked.turn,
         "command": shlex.join(["python", "-m", "benchmarks.peers.offline", *sys.argv[1:]]),
     }
-    tests, ranks = [workloads.named(name) for name in asked.tests], asked.tensor_parallel_size
+    tests, ranks = [named(name) for name in asked.tests], asked.tensor_parallel_size
     for result in results(engine, asked.model, tests, asked.repeat, ranks):
         append(asked.save, result.values() | origin)
         print(f"{asked.engine} {result.text()}", flush=True)
