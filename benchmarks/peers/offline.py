@@ -33,7 +33,7 @@ def results(
 ) -> Iterator[Result]:
     """The result of each test on one `LLM` of so many ranks, each after a short form of it. engine: the module of
     `LLM`."""
-    longest = max(workloads.MAX_MODEL_LEN, *(test.longest for test in tests))
+    longest = max([workloads.MAX_MODEL_LEN, *(test.longest for test in tests)])
     options = SETUP | {"max_model_len": longest} | ({"tensor_parallel_size": ranks} if ranks > 1 else {})
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), model)
