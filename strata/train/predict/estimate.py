@@ -223,9 +223,10 @@ def _layer_bytes(shape: StepShape, layer: int, recompute: str) -> int:
         return tokens * 2 * hidden // between  # what enters
     queries, keys = config.num_heads * config.head_dim // parts, config.num_kv_heads * config.head_dim // parts
     product = queries + 2 * keys
-    log_sums = 4 * config.num_heads // parts  # bytes of attention
+    wide = _attention_bytes(shape)
     if recompute != "none" and shape.runs_graph:
-        attention = 2 * (product + queries + hidden // between + hidden // between) + log_sums
+        wide = 0 if config.has_sinks else wide  # of the operations that are kept none attends with sinks
+        attention = 2 * (product + queries + hidden // between + hidden // between) + wide
         return tokens * attention + _mlp_bytes(shape, layer, recompute)
     kept = 2 * hidden // between + product + queries  # read by norms and by attention; its result by the product
     if any(rule.placement is Placement.PER_HEAD for rule in TABLES[config.architecture]):
@@ -234,9 +235,16 @@ def _layer_bytes(shape: StepShape, layer: int, recompute: str) -> int:
     read = hidden // (parts if shape.layout.overlap else 1)
     mlp = _mlp_bytes(shape, layer, recompute)
     if shape.precision == "bf16":
-        return tokens * (2 * (kept + read) + log_sums) + mlp
+        return tokens * (2 * (kept + read) + wide) + mlp
     weights = product * hidden + queries * hidden  # a byte each, as the backward pass reads them
-    return tokens * (2 * kept + read + queries + log_sums) + weights + mlp
+    return tokens * (2 * kept + read + queries + wide) + weights + mlp
+
+
+def _attention_bytes(shape: StepShape) -> int:
+    """Of a token, what attention keeps in float32 beside what it reads and gives: the logarithms of sums. With sinks it
+    is made of the library's products: queries, keys and values of each query head, and all scores."""
+    config, heads = shape.config, shape.config.num_heads // shape.layout.tp
+    return 4 * heads * (shape.length + 1 + 3 * config.head_dim if config.has_sinks else 1)
 
 
 def _mlp_bytes(shape: StepShape, layer: int, recompute: str) -> int:
@@ -254,7 +262,9 @@ def _mlp_bytes(shape: StepShape, layer: int, recompute: str) -> int:
             return tokens * 2 * (experts.count + experts.per_token * (gated + hidden)) // between
         # Logits, probabilities (float32), weights and numbers of a token's experts, and their order.
         routing = 2 * hidden + (2 + 4) * experts.count + experts.per_token * (4 + 8 + 16)
-        rows = experts.per_token * 2 * (3 * experts.intermediate_size + 2 * hidden)  # what enters and leaves products
+        # What enters and leaves products; within bounds six numbers in float32 lie between, and what they come to.
+        gated = 2 * 3 if experts.clamp is None else 4 * 6 + 2
+        rows = experts.per_token * (gated * experts.intermediate_size + 2 * 2 * hidden)
         return tokens * (routing + rows) // between
     inner = config.intermediate_size // shape.layout.tp
     if recompute != "none":
@@ -271,6 +281,9 @@ def _layer_working_bytes(shape: StepShape, layer: int) -> int:
     if config.experts is not None and config.experts.layers[layer]:
         # The gradient of the rows of a token's experts.
         found = 2 * tokens * config.experts.per_token * config.hidden_size // shape.between
+    if config.has_sinks:
+        # Of a sequence the gradients of the softmax and of scores, in float32, and of the mask.
+        found = max(found, (2 * 4 + 2) * (config.num_heads // layout.tp) * shape.length * (shape.length + 1))
     if layout.cp > 1 and layout.context == "ring":
         found = max(found, _ring_bytes(shape, config.windows[layer]))
     return found

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from strata.cli.train_estimate import estimate_text
 from strata.hardware.figures import Device
 from strata.hardware.specs import device
+from strata.kernels.activation.clamped_swiglu import clamped_swiglu
+from strata.kernels.attention.spec import AttentionSpec, Sequences
+from strata.kernels.attention.train import packed
+from strata.kernels.fused import storage_of
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
 from strata.train.config import RECOMPUTE, read_train_config
@@ -119,6 +125,35 @@ def test_experts_keep_the_results_of_their_products() -> None:
     assert operations == none
     assert more - none == pytest.approx(48 * 16384 * 2 * 8 * 2 * 768 * 2048 / 800e12)
     assert most > more
+
+
+def saved_bytes(run: Callable[[], Tensor]) -> int:
+    """Of the memory that autograd keeps for the gradients of what `run` computes."""
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        run()
+    return sum({storage_of(one): one.untyped_storage().nbytes() for one in kept}.values())
+
+
+def test_gpt_oss_keeps_all_scores_and_wide_gates() -> None:
+    """By what autograd keeps of attention with sinks, and of gates within bounds. Of one layer: gradients are more."""
+    config = config_from_dict(SHAPES["gpt-oss-20b"], "gpt-oss-20b")
+    given = [torch.randn(192, heads, 64, dtype=torch.bfloat16).requires_grad_() for heads in (64, 8, 8)]
+    batch, sinks = Sequences(torch.tensor([0, 64, 128, 192]), 64, None), torch.zeros(64).requires_grad_()
+    scores = saved_bytes(lambda: packed(*given, batch, AttentionSpec(0, 0.125), sinks)) // 192
+    assert config.experts is not None
+    clamp, width = config.experts.clamp, config.experts.intermediate_size
+    both = torch.randn(192, 2 * width, dtype=torch.bfloat16).requires_grad_()
+    gates = saved_bytes(lambda: clamped_swiglu(*both.add(0).chunk(2, -1), clamp)) // 192
+    attention = 2 * (3 * 2880 + 64 * 64 + 2 * 8 * 64 + 64 * 64)
+    routing, rows = 2 * (2880 + 32) + 4 * 32 + 4 * (4 + 8 + 16), 4 * (2 * (width + 2 * 2880) + gates)
+    found = memory(StepShape(config, 192, 64), "none").activations / 192
+    assert found == pytest.approx(attention + scores + routing + rows, rel=0.01)
 
 
 def test_operations_that_are_kept_exist_in_this_torch() -> None:
