@@ -11,6 +11,7 @@ from strata.hardware.figures import Device
 from strata.kernels.loss.loss import CHUNK_ELEMENTS
 from strata.kernels.loss.loss_grad import CHUNK_BYTES
 from strata.models.config import ModelConfig
+from strata.models.family_config import RecurrenceConfig
 from strata.parallel.buckets import BUCKET_ELEMENTS
 from strata.parallel.families import TABLES
 from strata.parallel.layout import Layout
@@ -21,6 +22,7 @@ from strata.train.optimizer.memory import STREAMED_BYTES
 from strata.train.predict.flops import document_flops
 from strata.train.predict.held import RankParameters
 from strata.train.predict.least_time import StepTime, least_time, predicted_time
+from strata.train.predict.recurrences import recurrent_bytes
 from strata.train.predict.step_shape import StepShape
 from strata.train.steps.passes import LOGITS_BYTES
 
@@ -221,6 +223,8 @@ def _layer_bytes(shape: StepShape, layer: int, recompute: str) -> int:
     hidden = config.hidden_size
     if recompute == "layers":
         return tokens * 2 * hidden // between  # what enters
+    if config.recurrence is not None and config.recurrence.layers[layer]:
+        return _recurrent_layer_bytes(shape, config.recurrence, layer, recompute)
     queries, keys = config.num_heads * config.head_dim // parts, config.num_kv_heads * config.head_dim // parts
     product = queries + 2 * keys
     wide = _attention_bytes(shape)
@@ -238,6 +242,16 @@ def _layer_bytes(shape: StepShape, layer: int, recompute: str) -> int:
         return tokens * (2 * (kept + read) + wide) + mlp
     weights = product * hidden + queries * hidden  # a byte each, as the backward pass reads them
     return tokens * (2 * kept + read + queries + wide) + weights + mlp
+
+
+def _recurrent_layer_bytes(shape: StepShape, recurrence: RecurrenceConfig, layer: int, recompute: str) -> int:
+    hidden, several = shape.config.hidden_size, shape.own_tokens > shape.length
+    residual = (4 if recurrence.wide_residual else 2) * hidden
+    if recompute != "none" and shape.runs_graph:
+        kept = residual + 2 * (recurrence.product_size + hidden)  # what enters, and the results of products
+    else:
+        kept = (1 + recurrence.has_mlps) * residual + 2 * hidden + recurrent_bytes(recurrence, several)
+    return shape.own_tokens * kept + (_mlp_bytes(shape, layer, recompute) if recurrence.has_mlps else 0)
 
 
 def _attention_bytes(shape: StepShape) -> int:

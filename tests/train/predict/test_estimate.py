@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from strata.cli.train_estimate import estimate_text
 from strata.hardware.figures import Device
@@ -16,7 +14,6 @@ from strata.hardware.specs import device
 from strata.kernels.activation.clamped_swiglu import clamped_swiglu
 from strata.kernels.attention.spec import AttentionSpec, Sequences
 from strata.kernels.attention.train import packed
-from strata.kernels.fused import storage_of
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
 from strata.train.config import RECOMPUTE, read_train_config
@@ -24,6 +21,8 @@ from strata.train.predict.estimate import choose_recompute, memory
 from strata.train.predict.least_time import least_time
 from strata.train.predict.step_shape import StepShape
 from strata.train.recompute import _KEPT
+
+from .saved_bytes import saved_bytes
 
 GIB = 2**30
 # T6: Llama-3.2-1B with a head of its own, two sequences of 8192 tokens.
@@ -125,19 +124,6 @@ def test_experts_keep_the_results_of_their_products() -> None:
     assert operations == none
     assert more - none == pytest.approx(48 * 16384 * 2 * 8 * 2 * 768 * 2048 / 800e12)
     assert most > more
-
-
-def saved_bytes(run: Callable[[], Tensor]) -> int:
-    """Of the memory that autograd keeps for the gradients of what `run` computes."""
-    kept: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        run()
-    return sum({storage_of(one): one.untyped_storage().nbytes() for one in kept}.values())
 
 
 def test_gpt_oss_keeps_all_scores_and_wide_gates() -> None:
