@@ -194,7 +194,7 @@ def _follow(job: _Job, leader: Leader) -> None:
     stages = asked.pipeline_parallel_size
     tells = asked.enable_dp_attention or (stages > 1 and job.rank == asked.ranks - asked.ranks // stages)
     steps = _Steps(executor, leader, stages, tells=tells)
-    gc.collect()
+    gc.collect(1)
     gc.freeze()  # no collection walks in the middle of a step what lives as long as the process
     while True:
         message = leader.next(steps.report)
