@@ -139,8 +139,8 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
             warm_up(loop, pages, config.vocab_size, executor.max_recorded_tokens, executor.kernels_are_ready)
         if recorded is not None:
             recorded.unrecorded = dict.fromkeys(REASONS, 0)
-    # What stands now lives as long as the engine: the collector need not walk it in the middle of a step. Of it only what
-    # came since the collector went off can be garbage that nobody has looked for; to walk all takes 0.3 s.
+    # What stands now lives as long as the engine: the collector need not walk it in the middle of a step. Nobody has
+    # looked for garbage only among what came since the collector went off; to walk all objects takes 0.3 s.
     gc.collect(0)
     gc.freeze()
     log(clock.line())
