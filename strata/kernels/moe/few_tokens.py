@@ -75,9 +75,10 @@ def choice_gate_kernel(
         opening += tl.load(bias, mask=held, other=0.0).to(tl.float32)
         opened += tl.load(bias + out, mask=held, other=0.0).to(tl.float32)
     if CLAMPED:
-        opening = tl.minimum(opening, limit)
-        opened = tl.minimum(tl.maximum(opened, -limit), limit) + 1
-        opened *= opening / (1 + tl.exp(-alpha * opening))
+        # By comparisons, which let NaN through.
+        opening = tl.where(opening > limit, limit, opening)
+        opened = tl.where(opened > limit, limit, tl.where(opened < -limit, -limit, opened))
+        opened = (opened + 1) * opening / (1 + tl.exp(-alpha * opening))
     else:
         opened *= opening / (1 + tl.exp(-opening))
     target = inner + tl.cast(choice, tl.int64) * out + column

@@ -114,8 +114,10 @@ def grouped_kernel(
             bias += out
         total += tl.load(bias + column, mask=held, other=0.0).to(tl.float32)[None, :]
     if CLAMPED:
-        gate = tl.minimum(gate, limit)
-        total = (tl.minimum(tl.maximum(total, -limit), limit) + 1) * gate / (1 + tl.exp(-alpha * gate))
+        # By comparisons, which let NaN through.
+        gate = tl.where(gate > limit, limit, gate)
+        total = tl.where(total > limit, limit, tl.where(total < -limit, -limit, total))
+        total = (total + 1) * gate / (1 + tl.exp(-alpha * gate))
     elif GATED:
         total *= gate / (1 + tl.exp(-gate))
     target = result + row.to(tl.int64)[:, None] * out + column[None, :]

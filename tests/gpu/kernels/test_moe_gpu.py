@@ -137,6 +137,8 @@ def test_biased_products_of_our_own_are_near_float64(tokens: int, dtype: torch.d
     for adds in (True, False):
         found, wanted = run(*given, adds), biased_experts.reference(*exact, adds)
         assert (found.double() - wanted).norm() <= bound * wanted.norm()
+    given[0][-1, 3] = torch.nan
+    assert run(*given).isnan().all(1).tolist() == [False] * (tokens - 1) + [True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -61,6 +61,7 @@ def products(turned: bool) -> None:
         order = Order.of(chosen, count)
         x, expert = torch.randn(tokens, hidden), chosen.flatten()[order.source]
         weight, bias = torch.randn(count, 2 * out, hidden) / 8, torch.randn(count, 2 * out)
+        x[0, 1] = torch.nan
         own = x[order.source // per_token]
         both = torch.einsum("rk,rok->ro", own, weight[expert])
         for clamp in (None, Clamp(1.702, 1.0)):
@@ -73,8 +74,8 @@ def products(turned: bool) -> None:
                 more = {} if clamp is None else {"bias": bias}
                 found = grouped.grouped_product(x, weight, order.ends, **fetched, **more)
                 plain = grouped.grouped_product(own, weight, order.ends, **more)
-            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(plain, given, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5, equal_nan=True)
+            torch.testing.assert_close(plain, given, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 def few_tokens() -> None:
@@ -85,10 +86,14 @@ def few_tokens() -> None:
         gate_up, down = torch.randn(count, 2 * width, hidden) / 8, torch.randn(count, hidden, width) / 8
         biases, clamp = (torch.randn(count, 2 * width), torch.randn(count, hidden)), Clamp(1.702, 1.0)
         wanted = biased_experts.reference(x, weights, chosen, gate_up, down, *biases, clamp)
-        close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
+        close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5, equal_nan=True)
         close(by_choices(x, weights, chosen, gate_up, down, biases, clamp), wanted)
         wanted = biased_experts.reference(x, weights, chosen, gate_up, down, *biases, clamp, False)
         close(by_choices(x, weights, chosen, gate_up, down, (biases[0], None), clamp), wanted)
+        broken = x.clone()
+        broken[-1, 0] = torch.nan
+        wanted = biased_experts.reference(broken, weights, chosen, gate_up, down, *biases, clamp)
+        close(by_choices(broken, weights, chosen, gate_up, down, biases, clamp), wanted)
         chosen[0, -1] = -1
         rest = tokens * per_token - 1
         close(by_choices(x, weights, chosen, gate_up, down), experts.reference(x, weights, chosen, gate_up, down, rest))
