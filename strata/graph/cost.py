@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from strata.graph.capture import operation_of
 from strata.graph.overlap import row_part
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.attention.times import Attends
 from strata.kernels.device_limits import DeviceLimits, as_if_on
 from strata.kernels.moe.biased_experts import biased_experts, expert_bytes
 from strata.kernels.moe.experts import expected_experts, experts
@@ -35,6 +36,7 @@ class NodeCost:
 
     weight: [out, width] of the weight that a product multiplies by, merged ones together; None of what is no product.
     backward: of its gradients, if they were asked for.
+    attends: what runs an attention over pages, where that is known.
     implementation, kernels: what runs it on the device that was asked about, and what that launches (see
         `Implementation`); empty if none was.
     """
@@ -50,6 +52,7 @@ class NodeCost:
     kernels: tuple[str, ...] = ()
     weight: tuple[int, int] | None = None
     backward: Cost = field(default_factory=Cost)
+    attends: Attends | None = None
 
 
 def node_costs(

@@ -18,6 +18,7 @@ from strata.hardware.links import HIDDEN, Link
 from strata.hardware.prediction import ORIGINS, Call, Prediction
 from strata.hardware.roofline import Cost, Workload, floor
 from strata.kernels import tuned
+from strata.kernels.attention.times import TIMES, Attends, AttentionTimes
 
 # What stands for a product of which nothing was measured: the same product without what is fused with it.
 _PLAIN = "linear"
@@ -48,7 +49,7 @@ class StepPredictor:
 
     tables: utilization by operation. prompts: of their attention by its FLOPs, None if too little was measured. link:
     to the other ranks, None if there are none. sums: of ranks' sums, by algorithm, None where none was measured. ranks:
-    how many add up.
+    how many add up. attention_times: of attention whose programs are known, None where those were not measured.
     """
 
     device: Device
@@ -58,6 +59,7 @@ class StepPredictor:
     link: Link | None = None
     sums: AllReduceTimes | None = None
     ranks: int = 1
+    attention_times: AttentionTimes | None = None
 
     @staticmethod
     def of(
@@ -85,7 +87,7 @@ class StepPredictor:
             if of_dtype == dtype and kind in ("attention", "prompt")
         )
         sums = None if link is None else AllReduceTimes.of(measured.get("all_reduce", ()), link.latency)
-        return StepPredictor(device, dtype, tables, prompts, link, sums, ranks)
+        return StepPredictor(device, dtype, tables, prompts, link, sums, ranks, TIMES.get(device.product))
 
     def step(self, nodes: Iterable[NodeCost], workload: Workload, *, recorded: bool) -> Prediction:
         """All nodes one after the other, beside them sums over ranks that were begun; or, unless the step is recorded,
@@ -105,9 +107,11 @@ class StepPredictor:
         """The least time of a step of so many operations that the host launches."""
         return operations * HOST_SECONDS + self._seconds("step")
 
-    def attention(self, cost: Cost, workload: Workload) -> Prediction:
-        """One layer's attention of a step."""
-        found = self._attention(cost, workload) or Prediction(floor(cost, self.device, self.dtype).seconds, "analytic")
+    def attention(self, cost: Cost, workload: Workload, attends: Attends | None = None) -> Prediction:
+        """One layer's attention of a step. attends: what runs it, where that is known."""
+        found = self._attention(cost, workload, attends) or Prediction(
+            floor(cost, self.device, self.dtype).seconds, "analytic"
+        )
         return _at_least(found, self._seconds("kernel"))
 
     def node(self, node: NodeCost, workload: Workload) -> Prediction:
@@ -121,7 +125,7 @@ class StepPredictor:
         elif node.cost.messages:
             found = self._message(node)
         elif node.cost.cached:
-            found = self._attention(node.cost, workload)
+            found = self._attention(node.cost, workload, node.attends)
         elif node.cost.bytes and self._knows(alike := _ALIKE.get(node.operation, node.operation), "traffic"):
             found = self.tables[alike].predict("traffic", self.dtype, (node.cost.bytes,))
         if found is not None:
@@ -158,8 +162,13 @@ class StepPredictor:
             return found + self.tables[_NORM].predict("traffic", self.dtype, (moved,))
         return found + Prediction(floor(Cost(read=moved), self.device, self.dtype).seconds, "analytic")
 
-    def _attention(self, cost: Cost, workload: Workload) -> Prediction | None:
-        """Of sequences with a token each by their number and the bytes of their keys, of prompts by FLOPs."""
+    def _attention(self, cost: Cost, workload: Workload, attends: Attends | None) -> Prediction | None:
+        """By the programs of its kernels; else of sequences with a token each by their number and the bytes of their
+        keys, of prompts by FLOPs."""
+        if self.attention_times is not None and attends is not None and workload.tokens:
+            seconds = self.attention_times.seconds(cost, workload, attends)
+            if seconds is not None:
+                return Prediction(seconds, ORIGINS[1])
         decodes = [total for new, total in zip(workload.new, workload.total, strict=True) if new == 1]
         keys, known = sum(workload.total), self._knows(_DECODES, "decode")
         if not workload.tokens or cost.cached < keys or (decodes and not known):

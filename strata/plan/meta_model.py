@@ -34,6 +34,7 @@ from strata.hardware.roofline import Workload
 from strata.kernels import tuned
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.cudnn_plan import keeps_neighbours_apart
+from strata.kernels.attention.times import Attends, Prompts
 from strata.kernels.attention.virtual_sequences import MAX_TOKENS, Rows, VirtualSequences, fresh_rows
 from strata.kernels.device_limits import DeviceLimits, implementations_for
 from strata.models.batch import Batch
@@ -44,6 +45,8 @@ from strata.models.weights import weight_bytes
 from strata.parallel.serving_shard import RankShard
 
 _PAGE_SIZE = EngineConfig.page_size
+# Operations that attend over pages of keys and values.
+_ATTENTIONS = ("attention", "decode_attention")
 
 
 def find_config(model: str) -> ModelConfig:
@@ -89,7 +92,7 @@ class MetaModel:
     """A model without weights, of which it would have so many `parameters` in `dtype`: the graphs of its steps on a
     device that need not be here. library: cuDNN attends for prompts there. shard: of the rank whose share it is, where
     several divide a model; `config` is the rank's own then. division: how ranks divide the tokens of steps. limits:
-    None of a CPU. max_sequences: of the largest recorded steps."""
+    None of a CPU. max_sequences: of the largest recorded steps. deterministic: other kernels attend."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -100,6 +103,7 @@ class MetaModel:
     shard: RankShard | None = None
     division: TokenDivision | None = None
     max_sequences: int = EngineConfig.max_num_seqs
+    deterministic: bool = False
 
     def _batch(self, workload: Workload, size: BufferShape | None) -> Batch:
         """What the graphs are called with in a step of that workload, one-token sequences first; size: recorded."""
@@ -122,6 +126,24 @@ class MetaModel:
         sequences = len(workload.new)
         states = meta_states(self._states, sequences)
         return Batch(tokens, tokens, meta_indices(sequences + 1), max(workload.new), pages, states=states)
+
+    def attends(self, workload: Workload, size: BufferShape | None) -> Attends | None:
+        """What runs the attention of a step over pages; None where it is not known. size: as it is recorded."""
+        known = self.limits is not None and not self.deterministic and self.dtype.itemsize == 2
+        if not known or self.config.latent is not None or not workload.tokens:
+            return None
+        kind: Prompts | None = None
+        sequences = len(workload.new) if size is None else size.sequences
+        if max(workload.new) > 1:
+            kind = "pages" if self._is_divided(workload, size) else "tiles"
+            if size is None:
+                sequences = _decodes(workload)
+            elif size.fresh:
+                kind = "fresh"
+        config = self.config
+        return Attends(
+            config.num_heads, config.num_kv_heads, config.head_dim, self.dtype, sequences, config.longest, kind
+        )
 
     @cached_property
     def _states(self) -> StateShape | None:
@@ -155,9 +177,13 @@ class MetaModel:
             arguments.append((self._arguments(filled, size.draws, size), filled))
 
         timed: list[NodeCost] = []
+        attends = self.attends(workload, size)
 
         def nodes(graph: fx.GraphModule, part: int) -> list[NodeCost]:
-            costed, *padded = (node_costs(graph, given[part], work, self.limits) for given, work in arguments)
+            costed, *padded = (
+                [_attending(node, attends) for node in node_costs(graph, given[part], work, self.limits)]
+                for given, work in arguments
+            )
             ran = padded[0] if padded else costed
             timed.extend(
                 replace(by, cost=node.cost) if node.cost.cached else by for node, by in zip(costed, ran, strict=True)
@@ -274,7 +300,7 @@ def meta_model(
         shape = PoolShape.of(config, _PAGE_SIZE, dtype)
         recorded = min(MAX_TOKENS, max_mixed_tokens(parameters, library))
         division = token_division(graphs, shape, context, "cuda", limits.product, recorded)
-    return MetaModel(config, dtype, limits, graphs, parameters, library, shard, division)
+    return MetaModel(config, dtype, limits, graphs, parameters, library, shard, division, deterministic=deterministic)
 
 
 def host_model(config: ModelConfig, dtype: torch.dtype, deterministic: bool = False) -> MetaModel:
@@ -292,6 +318,10 @@ def _plan(workload: Workload) -> StepPlan:
         for slot, (new, total) in enumerate(zip(workload.new, workload.total, strict=True))
     )
     return StepPlan((), (), chunks, (), workload.tokens)
+
+
+def _attending(node: NodeCost, attends: Attends | None) -> NodeCost:
+    return replace(node, attends=attends) if node.operation in _ATTENTIONS else node
 
 
 def _decodes(workload: Workload) -> int:

@@ -71,8 +71,8 @@ class StepSeconds:
         octave apart, and lie on the line between them."""
         if self.model.division is not None:
             return self.predict(workload).seconds
-        attention = self.attention(workload)
         size = self.model.recorded_size(workload)
+        attention = self._attention(workload, size)
         if size is not None:
             key = _Kind(size, size.tokens, size.sequences, 1 in workload.new)
             return self._base(key, workload).nodes + attention
@@ -92,8 +92,12 @@ class StepSeconds:
 
     def attention(self, workload: Workload) -> float:
         """Seconds of the attention of all layers."""
+        return self._attention(workload, self.model.recorded_size(workload))
+
+    def _attention(self, workload: Workload, size: BufferShape | None) -> float:
+        attends = self.model.attends(workload, size)
         return sum(
-            layers * self.predictor.attention(cost(workload), workload).seconds
+            layers * self.predictor.attention(cost(workload), workload, attends).seconds
             for cost, layers in self.costs.attentions
         )
 

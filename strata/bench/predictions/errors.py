@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from strata.hardware.prediction import Prediction
+from strata.hardware.prediction import ORIGINS
 from strata.hardware.roofline import Workload
 from strata.plan.explain.measurement import MeasuredStep
 from strata.plan.step_seconds import StepSeconds
@@ -20,8 +20,8 @@ _BETWEEN = 200e-6
 @dataclass(frozen=True)
 class StepError:
     """One kind of step of a case. sequences, tokens: of the step; keys: tokens of its sequences, those that were cached
-    included. measured, predicted: seconds from its beginning to that of the next. steps: how many `measured` is the
-    median of. origin: see `Prediction`."""
+    included. measured, predicted: seconds from its beginning to that of the next. steps: how many both are the median
+    of. origin: see `Prediction`."""
 
     case: str
     kind: str
@@ -82,14 +82,9 @@ def step_errors(case: str, runs: Iterable[Sequence[MeasuredStep]], times: StepSe
     found = []
     for (kind, sequences, tokens), group in alike.items():
         seconds = statistics.median(one for one, _ in group)
-        predicted = _middle([times.predict(workload) for workload in {workload for _, workload in group}])
+        each = {workload: times.predict(workload) for _, workload in group}
+        predicted = statistics.median(each[workload].seconds for _, workload in group)
+        origin = max((one.origin for one in each.values()), key=ORIGINS.index)
         keys = statistics.median_low(sum(workload.total) for _, workload in group)
-        found.append(
-            StepError(case, kind, sequences, tokens, keys, len(group), seconds, predicted.seconds, predicted.origin)
-        )
+        found.append(StepError(case, kind, sequences, tokens, keys, len(group), seconds, predicted, origin))
     return found
-
-
-def _middle(predictions: Sequence[Prediction]) -> Prediction:
-    ordered = sorted(predictions, key=lambda one: one.seconds)
-    return ordered[len(ordered) // 2]

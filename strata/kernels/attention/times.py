@@ -1,0 +1,156 @@
+"""How long attention over pages takes, from the programs that its kernels are divided into.
+
+The constants were fitted to whole steps of Qwen3-0.6B, half of the cases of `benchmarks/results/h200_predictions.jsonl`
+(the other half is held out in `tests/plan/test_step_predictions.py`), and to single calls of 8, 32, 128 and 256 decodes
+(`h200_kernels.jsonl`); those of one and of 64 took up to a third less there than in steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.attention.decode_triton import DecodeTile, decode_tile
+
+Prompts = Literal["fresh", "pages", "tiles"]
+# Queries of a tile of cuDNN's, rows of one of the kernel over pages, whose programs fit on a processor in pairs.
+_LIBRARY_QUERIES = 128
+_TILE_ROWS = 128
+_TILE_PROGRAMS = 2
+# That the constants were measured with.
+_HEAD_DIM = 128
+_FEW_WARPS = 2
+
+
+@dataclass(frozen=True)
+class Attends:
+    """What runs the attention of a step. sequences: that get the programs of a decode, padding included. most: keys of
+    the longest sequence there may be. prompts: by cuDNN over a step's own keys ("fresh") or "pages", or by the kernel
+    over pages in "tiles"; None: all sequences decode.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    sequences: int
+    most: int
+    prompts: Prompts | None
+
+
+@dataclass(frozen=True)
+class AttentionTimes:
+    """Seconds of one layer's attention on a device with so many `processors`.
+
+    A decode takes `decode`, `join` for each split of the longest sequence, the way of keys and values at `bandwidth`,
+    `program` for each program of a processor that finds keys, and `key` for each of the longest split where programs
+    have too few warps to hide it. In a step with prompts every sequence of the recorded size gets programs: each of a
+    processor takes `empty`, beside the longest split. Prompts take a start and a time for each key that a tile of
+    queries sees, by what attends for them.
+    """
+
+    processors: int
+    decode: float
+    join: float
+    bandwidth: float
+    program: float
+    key: float
+    empty: float
+    prompts: dict[Prompts, tuple[float, float]]
+
+    def seconds(self, cost: Cost, workload: Workload, attends: Attends) -> float | None:
+        """None for a cost that is not of such attention: of a state, or of latents."""
+        keys = sum(workload.total)
+        of_key = 2 * attends.kv_heads * attends.head_dim * attends.dtype.itemsize
+        if not (cost.flops and 0 < cost.cached <= keys * of_key) or cost.cached % of_key:
+            return None
+        held = cost.cached / (keys * of_key)  # less than all where there is a window
+        if attends.prompts is None:
+            return self.decode + sum(self._decodes(workload.total, held, attends))
+        # The library knows no windows.
+        kind = attends.prompts if held == 1 else "tiles"
+        start, each = self.prompts[kind]
+        steps = list(zip(workload.new, workload.total, strict=True))
+        prompts = [(new, total) for new, total in steps if new > 1]
+        pairs = sum(new * (total - new) + new * (new + 1) // 2 for new, total in steps)
+        seen = min(1.0, cost.flops / (4 * attends.heads * attends.head_dim * pairs))
+        size = attends.head_dim / _HEAD_DIM
+        found = start + each * size * seen * self._longest(prompts, attends, kind)
+        if kind == "fresh" or not attends.sequences:
+            return found
+        programs = attends.sequences * attends.kv_heads * _tile(attends).splits
+        decodes = [total for new, total in steps if new == 1]
+        shared, longest = self._decodes(decodes, held, attends)
+        return found + shared + max(longest, self.empty * programs / self.processors)
+
+    def _decodes(self, keys: Sequence[int], held: float, attends: Attends) -> tuple[float, float]:
+        """Beside their start: of all programs, and of the longest where that is not hidden. keys: of each, of which so
+        large a share is `held`."""
+        if not keys:
+            return 0.0, 0.0
+        tile = _tile(attends)
+        most, splits, used = max(keys) * held, len(keys), 1
+        longest = min(most, tile.split)
+        if most > tile.split:
+            longest = _split(most, tile)
+            used = math.ceil(most / longest)
+            splits = sum(math.ceil(each * held / _split(each * held, tile)) or 1 for each in keys)
+        nbytes = 2 * attends.kv_heads * attends.head_dim * attends.dtype.itemsize * sum(keys) * held
+        found = nbytes / self.bandwidth + self.program * splits * attends.kv_heads / self.processors
+        if used > 1:
+            found += self.join * used
+        hidden = tile.warps > _FEW_WARPS
+        return found, 0.0 if hidden else self.key * attends.head_dim / _HEAD_DIM * longest
+
+    def _longest(self, prompts: Sequence[tuple[int, int]], attends: Attends, kind: Prompts) -> float:
+        """The keys that programs on one processor see one after another, where those of the last prompt start first,
+        and of each prompt those that see most."""
+        if kind == "tiles":
+            queries = max(1, _TILE_ROWS // (attends.heads // attends.kv_heads))
+            copies, places = attends.kv_heads, _TILE_PROGRAMS * self.processors
+        else:
+            queries, copies, places = _LIBRARY_QUERIES, attends.heads, self.processors
+        before = end = least = 0.0
+        programs = 0
+        for new, total in reversed(prompts):
+            tiles, whole = -(-new // queries), new // queries
+            seen = tiles * (total - new) + queries * whole * (whole + 1) // 2 + new * (tiles - whole)
+            end = max(end, before + total)
+            before += seen * copies / places
+            programs += tiles * copies
+            least = total - new + min(new, queries)
+        # Where there are more programs than places, they end at different times: by the shortest at most.
+        return max(end, before + least / 2 if programs > places else before)
+
+
+# By the name that drivers report.
+TIMES = {
+    "NVIDIA H200": AttentionTimes(
+        processors=132,
+        decode=6.0e-6,
+        join=0.11e-6,
+        bandwidth=4.53e12,
+        program=0.81e-6,
+        key=0.0231e-6,
+        empty=0.64e-6,
+        prompts={"fresh": (27.5e-6, 12.5e-9), "pages": (16.3e-6, 15.75e-9), "tiles": (2.7e-6, 42.2e-9)},
+    )
+}
+
+
+def _tile(attends: Attends) -> DecodeTile:
+    return decode_tile(
+        attends.heads // attends.kv_heads, attends.head_dim, attends.dtype, attends.sequences, attends.most
+    )
+
+
+def _split(keys: float, tile: DecodeTile) -> int:
+    """Keys of each of its splits but the last."""
+    if keys <= tile.split * tile.splits:
+        return tile.split
+    return math.ceil(keys / tile.splits / tile.keys) * tile.keys

@@ -1,0 +1,78 @@
+"""Times of attention against hand counts of the programs that run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.attention.times import Attends, AttentionTimes
+
+# Sixteen heads over eight of keys, each of 128: 4,096 bytes of keys and values a token.
+ATTENDS = Attends(16, 8, 128, torch.bfloat16, 2, 40_000, None)
+KEY_BYTES = 4096
+TIMES = AttentionTimes(
+    processors=8,
+    decode=5e-6,
+    join=1e-7,
+    bandwidth=1e12,
+    program=1e-6,
+    key=1e-8,
+    empty=1e-7,
+    prompts={"fresh": (20e-6, 1e-8), "pages": (10e-6, 2e-8), "tiles": (3e-6, 4e-8)},
+)
+
+
+def seconds(workload: Workload, attends: Attends, window: int | None = None) -> float:
+    pairs = sum(new * (total - new) + new * (new + 1) // 2 for new, total in zip(*_parts(workload), strict=True))
+    keys = sum(total if window is None else min(total, window) for total in workload.total)
+    found = TIMES.seconds(Cost(4 * 16 * 128 * pairs, cached=keys * KEY_BYTES), workload, attends)
+    assert found is not None
+    return found
+
+
+def _parts(workload: Workload) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return workload.new, workload.total
+
+
+def test_a_long_decode_is_divided_among_programs() -> None:
+    # Two sequences have splits of 64 keys and 64 at most, of which 100 keys fill two and 12,800 need all, of 256.
+    short, long = (seconds(Workload((1, 1), (keys, keys)), ATTENDS) for keys in (100, 12_800))
+    assert short == pytest.approx(5e-6 + 2 * 1e-7 + 200 * KEY_BYTES / 1e12 + 4 * 1e-6)
+    assert long == pytest.approx(5e-6 + 50 * 1e-7 + 25_600 * KEY_BYTES / 1e12 + 100 * 1e-6)
+
+
+def test_programs_of_two_warps_wait_for_the_longest_split() -> None:
+    one = seconds(Workload((1,), (600,)), replace(ATTENDS, sequences=64))  # a split has 768 keys
+    assert one == pytest.approx(5e-6 + 600 * KEY_BYTES / 1e12 + 1e-6 + 600 * 1e-8)
+
+
+def test_few_queries_over_many_keys_take_as_long_as_their_programs() -> None:
+    attends = replace(ATTENDS, sequences=0, prompts="tiles")  # 64 queries a tile, 16 programs at a time
+    tail = seconds(Workload((60,), (10_000,)), attends)
+    assert tail == pytest.approx(3e-6 + 10_000 * 4e-8)
+    assert seconds(Workload((128,), (10_000,)), attends) == pytest.approx(tail)  # beside it
+
+
+def test_a_prompt_that_starts_last_ends_last() -> None:
+    attends = replace(ATTENDS, sequences=0, prompts="pages")  # tiles of 128 queries of each of 16 heads
+    first = sum(16 * 128 * tile / 8 for tile in range(1, 9))  # of the second prompt, on each of 8 processors
+    assert seconds(Workload((100, 1024), (9000, 1024)), attends) == pytest.approx(
+        10e-6 + 2e-8 * (first + 2 * 9000 + 9000 / 2)
+    )
+
+
+def test_every_sequence_of_the_recorded_size_gets_programs() -> None:
+    small, large = (replace(ATTENDS, sequences=count, prompts="tiles") for count in (16, 256))
+    prompt = Workload((50,), (50,))  # 16 of up to 32 splits, 256 of 4
+    assert seconds(prompt, large) - seconds(prompt, small) == pytest.approx(1e-7 * 8 / 8 * (256 * 4 - 16 * 32))
+    assert seconds(prompt, replace(large, prompts="fresh")) == pytest.approx(20e-6 + 1e-8 * 125)  # it launches none
+
+
+def test_windows_hide_keys_and_other_costs_are_not_of_attention() -> None:
+    decode = Workload((1,), (8000,))
+    assert seconds(decode, ATTENDS, window=1000) < seconds(decode, ATTENDS)
+    assert TIMES.seconds(Cost(cached=KEY_BYTES), decode, ATTENDS) is None  # a state, without products
+    assert TIMES.seconds(Cost(flops=1, cached=576 * 2 * 7999), decode, ATTENDS) is None  # latents
