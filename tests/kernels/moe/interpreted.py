@@ -13,6 +13,7 @@ import torch
 
 from strata.kernels.activation.clamped_swiglu import Clamp, clamped_swiglu
 from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.moe import few_tokens as few_tokens_file
 from strata.kernels.moe import grouped, held_order
 from strata.kernels.moe.biased_experts import biased_experts
 from strata.kernels.moe.experts import experts
@@ -56,7 +57,7 @@ def orders() -> None:
 
 def products(turned: bool) -> None:
     """Of experts without rows, with some, and with more than a tile holds; of more experts than a vector of them."""
-    for count, tokens, per_token, hidden, out in ((5, 21, 2, 40, 24), (131, 9, 3, 64, 20)):
+    for count, tokens, per_token, hidden, out in ((5, 21, 2, 40, 24), (131, 2, 3, 40, 12)):
         chosen = torch.rand(tokens, count - 1).argsort(1)[:, :per_token].contiguous()
         order = Order.of(chosen, count)
         x, expert = torch.randn(tokens, hidden), chosen.flatten()[order.source]
@@ -80,7 +81,7 @@ def products(turned: bool) -> None:
 
 def few_tokens() -> None:
     """Of a token without one of its experts, too; tokens' experts are no power of two."""
-    for count, tokens, per_token, hidden, width in ((7, 2, 3, 40, 24), (4, 1, 1, 530, 136)):
+    for count, tokens, per_token, hidden, width in ((7, 2, 3, 40, 24), (4, 1, 1, 6, 36)):
         chosen = torch.rand(tokens, count).argsort(1)[:, :per_token].contiguous()
         x, weights = torch.randn(tokens, hidden), torch.rand(tokens, per_token)
         gate_up, down = torch.randn(count, 2 * width, hidden) / 8, torch.randn(count, hidden, width) / 8
@@ -109,7 +110,8 @@ if __name__ == "__main__":
     routes()
     for turned in (False, True):
         products(turned)
-    few_tokens()
+    with mock.patch.multiple(few_tokens_file, _GATE=(8, 16, 4), _SUM=(8, 16, 4)):
+        few_tokens()
     assert_routed(in_one_launch, distinct(3, 64, torch.float16, "cpu"), None, 6, True, SOFTMAX)
     assert_ties_go_to_the_lower_number(in_one_launch, "cpu")
     for name in ("odd", "V2", "odd groups"):

@@ -54,7 +54,9 @@ def some_requests(eos: frozenset[int], ids: range, step: float) -> list[Request]
     common = [source.choices(ids, k=24) for _ in range(3)]
     arrival, found = 0.0, []
     for number in range(45):
-        arrival += source.choice([0.0, 0.0, 3.0, 30.0]) * step * source.random()
+        pause = source.choice([0.0, 0.0, 3.0, 30.0]) * step * source.random()
+        # The first come at once, so that pages run out however long steps take.
+        arrival += pause if number >= 15 else 0.0
         prompt = source.choice(common)[: source.choice([0, 9, 24])] + source.choices(ids, k=source.randint(1, 20))
         params = SamplingParams(
             n=source.choice([1, 1, 1, 3]),
