@@ -27,6 +27,7 @@ import strata.kernels
 from strata.bench.kernels.cases import EPS, angles, full_pages, randn
 from strata.bench.kernels.products import Product
 from strata.kernels.activation import silu_mul_grad  # noqa: F401  registers what is run
+from strata.kernels.activation.clamped_swiglu import Clamp
 from strata.kernels.activation.gelu_mul import gelu_mul
 from strata.kernels.activation.sigmoid_gate import sigmoid_gate
 from strata.kernels.activation.silu_mul import silu_mul
@@ -48,6 +49,7 @@ from strata.kernels.loss.loss_grad import cross_entropy_gradients
 from strata.kernels.moe.combine import combine
 from strata.kernels.moe.count import count_choices
 from strata.kernels.moe.counting_order import counting_order
+from strata.kernels.moe.few_tokens import by_choices
 from strata.kernels.moe.grouped import grouped_product
 from strata.kernels.moe.held_order import held_order
 from strata.kernels.moe.route import SOFTMAX, Choice, route
@@ -326,6 +328,12 @@ def _products() -> Iterator[Call]:
     for dtype, taken in ((torch.float16, 128), (torch.float32, 100)):
         operands = randn(70, taken).to(dtype), randn(len(ends), 96, taken).to(dtype), ends
         yield f"grouped_product {_shapes(operands)}", partial(grouped_product, *operands)
+    clamp, matrices, biases = Clamp(1.702, 7.0), (randn(5, 96, 128), randn(5, 128, 48)), (randn(5, 96), randn(5, 128))
+    gated = {"source": torch.arange(140) % 70, "per_token": 2, "gated": True, "bias": randn(4, 96), "clamp": clamp}
+    yield "grouped_product with a gate", partial(grouped_product, randn(70, 128), randn(4, 96, 128), ends, **gated)
+    for bounds in ((), (biases, clamp)):
+        given = randn(1, 128), torch.rand(1, 3), torch.tensor([[3, 0, 4]]), *matrices
+        yield f"by_choices {_shapes(given)}", partial(by_choices, *given, *bounds)
     for choice in (SOFTMAX, Choice("sigmoid", 5, 2, "top2")):
         yield own(route, randn(70, 15), randn(15).float(), 4, True, choice)
     chosen, turns = torch.randint(6, (70, 2)), torch.randint(8, (6, 4), dtype=torch.int32)

@@ -287,7 +287,7 @@ def test_a_context_beyond_what_the_model_is_made_for_is_told() -> None:
 
 
 def test_sizes_end_where_a_count_of_elements_no_longer_fits() -> None:
-    most = run("8B", "--tokens", str(10**8), "--context", str(10**8), "--sequences", str(10**5))
+    most = run("8B", "--tokens", str(10**8), "--context", str(10**8), "--sequences", str(10**3))
     assert "floor of the step" in most
     for option in ("--tokens", "--context", "--sequences"):
         result = CliRunner().invoke(app, ["graph", "8B", option, "9" * 30])

@@ -227,7 +227,7 @@ def test_cuda_has_a_way_that_asks_the_host_for_nothing(
     given = [one.to(dtype) if one.is_floating_point() else one for one in inputs(6, 2, hidden=hidden, width=width)]
     given[1] = given[1].float()
     chosen = experts.bind("cuda").choose(*given)
-    assert chosen.name == "tiles"
+    assert chosen.name == "triton tiles"
 
     def product(
         x: Tensor, weight: Tensor, ends: Tensor, source: Tensor | None = None, per_token: int = 1, gated: bool = False

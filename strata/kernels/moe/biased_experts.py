@@ -197,8 +197,8 @@ def _by_tiles(
 
 
 if HAS_TRITON:
-    biased_experts.implement("choices", "cuda", supports=_choices_support, kernels=CHOICE_KERNELS)(_by_choices)
-    biased_experts.implement("tiles", "cuda", supports=_tiles_support, kernels=_tile_kernels)(_by_tiles)
+    biased_experts.implement("triton choices", "cuda", supports=_choices_support, kernels=CHOICE_KERNELS)(_by_choices)
+    biased_experts.implement("triton tiles", "cuda", supports=_tiles_support, kernels=_tile_kernels)(_by_tiles)
 
 
 def _library_supports(

@@ -214,8 +214,8 @@ def by_tiles(
 
 
 if HAS_TRITON:
-    experts.implement("choices", "cuda", supports=_choices_support, kernels=CHOICE_KERNELS)(_by_choices)
-    experts.implement("tiles", "cuda", supports=_tiles_support, kernels=_tile_kernels)(by_tiles)
+    experts.implement("triton choices", "cuda", supports=_choices_support, kernels=CHOICE_KERNELS)(_by_choices)
+    experts.implement("triton tiles", "cuda", supports=_tiles_support, kernels=_tile_kernels)(by_tiles)
 
 
 @experts.implement("grouped", "cuda", differentiable=True, supports=_library_supports, kernels=_library_kernels)

@@ -114,7 +114,7 @@ def test_experts_of_a_token_are_near_float64(
         *([[x, None, chosen, gate_up, down]] if per_token == 1 else []),
     ):
         exact = [one.double() if isinstance(one, Tensor) and one.is_floating_point() else one for one in given]
-        assert run.choose(*given).name == "choices"
+        assert run.choose(*given).name == "triton choices"
         found, wanted = run(*given), experts.reference(*exact)
         assert (found.double() - wanted).norm() <= bound * wanted.norm()
 
@@ -133,7 +133,7 @@ def test_biased_products_of_our_own_are_near_float64(tokens: int, dtype: torch.d
     given = [floats[0], weights, chosen, *floats[1:], Clamp(1.702, 1.5)]
     exact = [one.double() if isinstance(one, Tensor) and one.is_floating_point() else one for one in given]
     run = biased_experts.bind("cuda")
-    assert run.choose(*given).name == ("choices" if tokens == 1 else "tiles")
+    assert run.choose(*given).name == ("triton choices" if tokens == 1 else "triton tiles")
     for adds in (True, False):
         found, wanted = run(*given, adds), biased_experts.reference(*exact, adds)
         assert (found.double() - wanted).norm() <= bound * wanted.norm()
@@ -155,7 +155,7 @@ def test_other_floats_than_bfloat16_are_recorded(dtype: torch.dtype) -> None:
     x, weights, chosen, gate_up, down = inputs(33)
     given = [x.to(dtype), weights, chosen, gate_up.to(dtype), down.to(dtype)]
     bound = experts.bind("cuda")
-    assert bound.choose(*given).name == "tiles"
+    assert bound.choose(*given).name == "triton tiles"
     with torch.inference_mode():
         bound(*given)
         graph = torch.cuda.CUDAGraph()
