@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -26,6 +27,17 @@ if TYPE_CHECKING:
 # Only the main thread may change that; where it does not run the tests, nothing is changed.
 if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What tests import and are made of is no garbage: every search through it takes most of a second.
+
+    An engine freezes what is there too, and at its end all would be searched again, so that is left out of tests.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
+
 
 TEXT = ["the quick brown fox jumps over the lazy dog", "pack my box with five dozen jugs", "größer, 東京, naïve 🙂"] * 3
 TEMPLATE = (

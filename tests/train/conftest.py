@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -42,12 +41,6 @@ FRESH: dict[str, Any] = {
 
 Small = Callable[..., TrainConfig]
 Tune = Callable[..., TrainConfig]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def imported_is_no_garbage() -> None:
-    """Every run looks for garbage several times, and took most of a second to search all that tests import."""
-    gc.freeze()
 
 
 @pytest.fixture(scope="session")
