@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
 from strata.kernels.moe import combine as moe_combine
 from strata.kernels.moe import counting_order, held, held_order
 from strata.kernels.moe import grouped as moe_grouped
@@ -174,6 +175,7 @@ def test_cuda_asks_the_host_for_nothing(
         monkeypatch.setattr(module, kernel, Launched())
     monkeypatch.setattr(held_order, "implementations_for", lambda device: "cuda")
     monkeypatch.setattr(moe_combine, "combine_kernel", Launched())
+    monkeypatch.setattr(DeviceLimits, "of", lambda device: DeviceLimits("any", (9, 0), SHARED_BYTES, 132))
     monkeypatch.setattr(held, "silu_mul", torch.mul)
     with FakeTensorMode() as mode, torch.inference_mode():
         fake = [mode.from_tensor(one) if isinstance(one, Tensor) else one for one in given]

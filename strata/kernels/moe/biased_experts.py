@@ -124,17 +124,8 @@ def _fixed(
     return _by_expert(x, weights, chosen, gate_up, down, *biases, clamp, product, activation)
 
 
-def _choices_support(
-    x: Tensor,
-    weights: Tensor,
-    chosen: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor,
-    down_bias: Tensor,
-    *others: object,
-) -> bool:
-    return choices_take(x, weights, chosen, gate_up, down, gate_up_bias, down_bias)
+def _choices_support(x: Tensor, weights: Tensor, chosen: Tensor, *others: Any) -> bool:
+    return choices_take(x, weights, chosen, *others[:4])
 
 
 def _by_choices(
@@ -152,17 +143,8 @@ def _by_choices(
     return by_choices(x, weights, chosen, gate_up, down, biases, clamp)
 
 
-def _tiles_support(
-    x: Tensor,
-    weights: Tensor,
-    chosen: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor,
-    down_bias: Tensor,
-    *others: object,
-) -> bool:
-    return ours_take(x, gate_up, down, gate_up_bias, down_bias)
+def _tiles_support(x: Tensor, weights: Tensor, chosen: Tensor, *others: Any) -> bool:
+    return ours_take(x, *others[:4])
 
 
 def _tile_kernels(x: Tensor, weights: Tensor, chosen: Tensor, *others: object) -> tuple[Any, ...]:
@@ -201,10 +183,8 @@ if HAS_TRITON:
     biased_experts.implement("triton tiles", "cuda", supports=_tiles_support, kernels=_tile_kernels)(_by_tiles)
 
 
-def _library_supports(
-    x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *others: object
-) -> bool:
-    return library_takes(x, gate_up, down)
+def _library_supports(x: Tensor, weights: Tensor, chosen: Tensor, *others: Any) -> bool:
+    return library_takes(x, *others[:2])
 
 
 def _library_kernels(x: Tensor, weights: Tensor, chosen: Tensor, *others: object) -> tuple[Any, ...]:

@@ -159,7 +159,7 @@ def by_choices(
     (tokens, per_token), (_, hidden, width) = chosen.shape, down.shape
     inner = torch.empty((tokens * per_token, width), dtype=x.dtype, device=x.device)
     result = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
-    early = DeviceLimits.of(x.device).capability >= (9, 0) if x.device.type != "cpu" else False
+    early = DeviceLimits.of(x.device).capability >= (9, 0)
     alpha, limit = clamp or _NO_CLAMP
     first, last = biases or (None, None)
     columns, block, warps = _GATE

@@ -188,7 +188,7 @@ def grouped_product(
     out = out // 2 if gated else out
     result = torch.empty((rows, out), dtype=x.dtype, device=x.device)
     if result.numel():
-        shared = SHARED_BYTES if x.device.type == "cpu" else DeviceLimits.of(x.device).shared_bytes
+        shared = DeviceLimits.of(x.device).shared_bytes
         tile = choose_tile(rows, count, width, x.dtype, gated=gated, shared_bytes=shared)
         alpha, limit = clamp or _NO_CLAMP
         tiles = min(count, rows) + rows // tile.rows

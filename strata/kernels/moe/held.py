@@ -11,7 +11,7 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.silu_mul import silu_mul, silu_mul_kernel
 from strata.kernels.moe.combine import combine_kernel, weighted_sums
-from strata.kernels.moe.experts import expected_experts, experts, take_rows
+from strata.kernels.moe.experts import expected_experts, experts, library_takes, ours_take, take_rows
 from strata.kernels.moe.grouped import grouped_kernel, grouped_product
 from strata.kernels.moe.held_order import MOST_CHOICES, held_numbers, held_order, order_kernels
 from strata.kernels.op import ATEN, operation
@@ -109,28 +109,16 @@ def _is_long(
     """What the library's grouped product takes (see `experts`), of so many choices that the rows of others, which are
     copied all the same, cost less than its larger tiles save.
     """
-    aligned = x.shape[-1] % 8 == 0 and down.shape[-1] % 8 == 0
-    capable = not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
     return (
-        chosen.numel() > MOST_CHOICES
-        and x.dtype == torch.bfloat16
-        and aligned
-        and capable
-        and _fits(x, weights, chosen, gate_up, down)
+        chosen.numel() > MOST_CHOICES and library_takes(x, gate_up, down) and _fits(x, weights, chosen, gate_up, down)
     )
 
 
 def _fits(
     x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *others: int | Tensor | None
 ) -> bool:
-    kinds = {x.dtype, gate_up.dtype, down.dtype}
-    return (
-        len(kinds) == 1
-        and kinds <= {torch.bfloat16, torch.float16, torch.float32}
-        and weights.dtype == torch.float32
-        and x.stride(-1) == 1
-        and all(tensor.is_contiguous() for tensor in (weights, chosen, gate_up, down))
-    )
+    ours = ours_take(x, gate_up, down)
+    return ours and weights.dtype == torch.float32 and weights.is_contiguous() and chosen.is_contiguous()
 
 
 def grouped_held(

@@ -13,6 +13,7 @@ import torch
 
 from strata.kernels.activation.clamped_swiglu import Clamp, clamped_swiglu
 from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
 from strata.kernels.moe import few_tokens as few_tokens_file
 from strata.kernels.moe import grouped, held_order
 from strata.kernels.moe.biased_experts import biased_experts
@@ -108,10 +109,13 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     orders()
     routes()
-    for turned in (False, True):
-        products(turned)
-    with mock.patch.multiple(few_tokens_file, _GATE=(8, 16, 4), _SUM=(8, 16, 4)):
-        few_tokens()
+    # A GPU that launches nothing early, which the interpreter cannot.
+    ampere = DeviceLimits("any", (8, 0), SHARED_BYTES, 108)
+    with mock.patch.object(DeviceLimits, "of", return_value=ampere):
+        for turned in (False, True):
+            products(turned)
+        with mock.patch.multiple(few_tokens_file, _GATE=(8, 16, 4), _SUM=(8, 16, 4)):
+            few_tokens()
     assert_routed(in_one_launch, distinct(3, 64, torch.float16, "cpu"), None, 6, True, SOFTMAX)
     assert_ties_go_to_the_lower_number(in_one_launch, "cpu")
     for name in ("odd", "V2", "odd groups"):
