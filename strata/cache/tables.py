@@ -105,7 +105,7 @@ class StepBuffer:
     table_rows: [sequences] which rows of the block tables, and of fixed states, are theirs.
     starts, decode_lengths, bounds: see `BatchParts`; only `divide` fills them.
     rows: [draws] row of the hidden states that is sampled. chosen: [draws], of a step that ranks divide; see
-        `strata.graph.divide_tokens`.
+        `strata.graph.ranks.divide_tokens`.
     draw_slots: [draws] slot that receives the id.
     temperatures, top_p, min_p: [draws] the bits of a float32 each. top_k: [draws], 0 for no limit.
     seeds: [2 * draws] an int64 each.

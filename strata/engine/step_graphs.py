@@ -23,20 +23,20 @@ from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose, copied
 from strata.graph.cost import operation_counts
 from strata.graph.count_experts import count_experts
-from strata.graph.divide_tokens import divide_tokens
 from strata.graph.fuse import fuse, fuse_gated_products
 from strata.graph.fuse_attention import fuse_decode_attention
-from strata.graph.fuse_messages import fuse_messages
 from strata.graph.fuse_products import fuse_products
 from strata.graph.gather import gather_after_attention
 from strata.graph.leave_out_padding import leave_out_padding
 from strata.graph.merge import merge
-from strata.graph.overlap import overlap as overlap_messages
-from strata.graph.overlap_rule import overlapping_tokens
 from strata.graph.product_times import measured_seconds, products_of
-from strata.graph.shard import shard as shard_graph
-from strata.graph.slice_products import slice_products
-from strata.graph.stages import capture_stage, exchange, take_rows
+from strata.graph.ranks.divide_tokens import divide_tokens
+from strata.graph.ranks.fuse_messages import fuse_messages
+from strata.graph.ranks.overlap import overlap as overlap_messages
+from strata.graph.ranks.overlap_rule import overlapping_tokens
+from strata.graph.ranks.shard import shard as shard_graph
+from strata.graph.ranks.slice_products import slice_products
+from strata.graph.ranks.stages import capture_stage, exchange, take_rows
 from strata.hardware.figures import Device
 from strata.kernels import tuned
 from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, Rows, virtual_sequences

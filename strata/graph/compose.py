@@ -44,9 +44,11 @@ def _finished(graph: fx.Graph, result: Any, *parts: fx.GraphModule) -> fx.GraphM
     output = graph.output(result)
     output.meta = {"module": "", "layer": None}
     attributes: dict[str, Any] = {
-        str(node.target): attrgetter(str(node.target))(part)
+        name: attrgetter(name)(part)
         for part in parts
         for node in part.graph.nodes
         if node.op == "get_attr"
+        # Of a packed weight, too, the parameter that it stands for.
+        for name in (str(node.target), *node.meta.get("parameters", ()))
     }
     return DeferredGraph(attributes, graph, class_name=type(parts[-1]).__name__)

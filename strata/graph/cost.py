@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from strata.graph.capture import operation_of
-from strata.graph.overlap import row_part
+from strata.graph.ranks.overlap import row_part
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.times import Attends
 from strata.kernels.device_limits import DeviceLimits, as_if_on
@@ -22,6 +22,7 @@ from strata.kernels.moe.biased_experts import biased_experts, expert_bytes
 from strata.kernels.moe.experts import expected_experts, experts
 from strata.kernels.moe.held import held_experts
 from strata.kernels.op import ATEN, Operation
+from strata.kernels.quant.packed import PackedWeight
 from strata.kernels.state.groups import of_group
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.torch_functions import TORCH_FUNCTIONS
@@ -101,9 +102,15 @@ def _run_by(node: fx.Node, args: tuple[Any, ...], limits: DeviceLimits) -> tuple
     """The name of the implementation that runs a node of a bound graph on a device, and the kernels it launches."""
     if operation_of(node) is None:
         return "torch", (ATEN,)
-    placed = [as_if_on(limits, argument) if isinstance(argument, Tensor) else argument for argument in args]
+    placed = [_as_if_on(limits, argument) for argument in args]
     chosen = node.meta["bound"].choose(*placed)
     return chosen.name, chosen.launches(*placed)
+
+
+def _as_if_on(limits: DeviceLimits, argument: Any) -> Any:
+    if isinstance(argument, PackedWeight):
+        return argument.with_tensors({name: as_if_on(limits, tensor) for name, tensor in argument.tensors.items()})
+    return as_if_on(limits, argument) if isinstance(argument, Tensor) else argument
 
 
 def operation_counts(graph: fx.GraphModule) -> Counter[str]:
@@ -298,9 +305,15 @@ def _weight_shape(node: fx.Node, operation: Operation, args: tuple[Any, ...]) ->
     weights = [
         (value.shape[0], value.shape[1])
         for argument, value in zip(node.args, args, strict=True)
-        if isinstance(argument, fx.Node) and argument.meta.get("parameters") and value.dim() == 2
+        if _is_weight(argument) and value.dim() == 2
     ]
     return weights[0] if "linear" in operation.name and len(weights) == 1 else None
+
+
+def _is_weight(argument: Any) -> bool:
+    if isinstance(argument, PackedWeight):
+        return True
+    return isinstance(argument, fx.Node) and bool(argument.meta.get("parameters"))
 
 
 def _parameter_sizes(graph: fx.GraphModule, node: fx.Node) -> dict[str, int]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise, starmap
-from operator import getitem
+from operator import attrgetter, getitem
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from strata.kernels.fused import storage_of
 from strata.kernels.linear.linear import linear
+from strata.kernels.quant.packed import PackedWeight
 
 
 def merge(graph: fx.GraphModule) -> fx.GraphModule:
@@ -24,18 +25,18 @@ def merge(graph: fx.GraphModule) -> fx.GraphModule:
 
     A linear takes part if its weight (and bias) are parameters that nothing else in the graph uses and that share no
     storage with another parameter, unless it is that of many, where those of a group that lie side by side are merged:
-    whoever owns it writes there. All linears of a group have a bias or none has. The results of the merged product
-    are views of it, [..., out of each] with the token stride of the whole. For inference: gradients do not reach the
-    parameters. Memory: a copy of one group at a time.
+    whoever owns it writes there. Packed weights are merged with those of their scheme, scales beside scales. All
+    linears of a group have a bias or none has. The results of the merged product are views of it, [..., out of each]
+    with the token stride of the whole. For inference: gradients do not reach the parameters. Memory: a copy of one
+    group at a time.
     """
     aliased = _aliased(graph)
     groups: dict[object, list[fx.Node]] = defaultdict(list)
     for node in graph.graph.nodes:
         if node.target is linear and _mergeable(graph, node, aliased):
             x, weight, bias = _arguments(node)
-            tensor = graph.get_parameter(str(weight.target))
             parent = node.meta["module"].rpartition(".")[0]
-            groups[x, parent, tensor.shape[1], tensor.dtype, tensor.device, bias is None].append(node)
+            groups[x, parent, *_kind(graph, weight), bias is None].append(node)
     for group in groups.values():
         for run in _where_they_lie(graph, group):
             if len(run) > 1:
@@ -45,26 +46,63 @@ def merge(graph: fx.GraphModule) -> fx.GraphModule:
     return graph
 
 
-def _arguments(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+def _arguments(node: fx.Node) -> tuple[fx.Node, fx.Node | PackedWeight, fx.Node | None]:
     x, weight, *rest = node.args
     bias = rest[0] if rest else None
     assert isinstance(x, fx.Node)
-    assert isinstance(weight, fx.Node)
+    assert isinstance(weight, fx.Node | PackedWeight)
     assert bias is None or isinstance(bias, fx.Node)
     return x, weight, bias
 
 
-def _mergeable(graph: fx.GraphModule, node: fx.Node, aliased: set[str]) -> bool:
+def _parts(node: fx.Node) -> list[fx.Node]:
+    """What fetches the tensors of a product's weight that have rows, and its bias."""
     _, weight, bias = _arguments(node)
+    own = [weight] if isinstance(weight, fx.Node) else list(_with_rows(weight).values())
+    return own if bias is None else [*own, bias]
+
+
+def _with_rows(weight: PackedWeight) -> dict[str, fx.Node]:
+    """Of a packed weight in a graph: what fetches its tensors, by field, but for the order of its columns."""
+    return {name: one for name, one in weight._asdict().items() if isinstance(one, fx.Node) and name != "order"}
+
+
+def _fetched(graph: fx.GraphModule, node: fx.Node) -> Tensor:
+    tensor: Tensor = attrgetter(str(node.target))(graph)
+    return tensor
+
+
+def _kind(graph: fx.GraphModule, weight: fx.Node | PackedWeight) -> tuple[object, ...]:
+    """What weights have in common that can be merged."""
+    if isinstance(weight, fx.Node):
+        tensor = _fetched(graph, weight)
+        return tensor.shape[1], tensor.dtype, tensor.device
+    tensors = {name: _fetched(graph, one) for name, one in _with_rows(weight).items()}
+    order = _fetched(graph, weight.order) if isinstance(weight.order, fx.Node) else None
+    columns = None if order is None or order.is_meta else tuple(order.tolist())
+    return weight.scheme, columns, *((name, one.shape[1], one.dtype, one.device) for name, one in tensors.items())
+
+
+def _mergeable(graph: fx.GraphModule, node: fx.Node, aliased: set[str]) -> bool:
+    _, weight, _ = _arguments(node)
+    if isinstance(weight, PackedWeight) and weight.rows != 1 and not _has_whole_blocks(graph, weight):
+        return False
     return all(
         used.op == "get_attr"
-        and len(used.meta["parameters"]) == 1
+        and len(used.meta["parameters"]) <= 1
         and len(used.users) == 1
         and used.target not in aliased
-        and graph.get_parameter(str(used.target)).is_contiguous()
-        for used in (weight, bias)
-        if used is not None
+        and _fetched(graph, used).is_contiguous()
+        and (isinstance(weight, PackedWeight) or len(used.meta["parameters"]) == 1)
+        for used in _parts(node)
     )
+
+
+def _has_whole_blocks(graph: fx.GraphModule, weight: PackedWeight) -> bool:
+    """Whether no block of rows with one scale is cut off at the end, so that other rows can follow."""
+    values = weight.values
+    assert isinstance(values, fx.Node)
+    return weight.rows > 0 and _fetched(graph, values).shape[0] % weight.rows == 0
 
 
 def _aliased(graph: fx.GraphModule) -> set[str]:
@@ -77,9 +115,7 @@ def _aliased(graph: fx.GraphModule) -> set[str]:
 
 def _where_they_lie(graph: fx.GraphModule, group: Sequence[fx.Node]) -> list[list[fx.Node]]:
     """A group as it can be merged: whole, or, if parameters of it lie in one storage, those that lie side by side."""
-    tensors = [
-        [graph.get_parameter(str(one.target)) for one in _arguments(node)[1:] if one is not None] for node in group
-    ]
+    tensors = [[_fetched(graph, one) for one in _parts(node)] for node in group]
     if len({storage_of(weight) for weight, *_ in tensors}) == len(group):
         return [list(group)]
     runs = [[group[0]]]
@@ -92,19 +128,19 @@ def _where_they_lie(graph: fx.GraphModule, group: Sequence[fx.Node]) -> list[lis
 
 
 def _follows(before: Tensor, after: Tensor) -> bool:
-    """Whether a parameter begins where another ends."""
+    """Whether a tensor begins where another ends."""
     end = storage_of(before), before.storage_offset() + before.numel()
     return (storage_of(after), after.storage_offset()) == end
 
 
 def _merge_group(graph: fx.GraphModule, group: Sequence[fx.Node]) -> None:
     inputs = [_arguments(node) for node in group]
-    sizes = [graph.get_parameter(str(weight.target)).shape[0] for _, weight, _ in inputs]
+    sizes = [_fetched(graph, _parts(node)[0]).shape[0] for node in group]
     parent, _, _ = group[0].meta["module"].rpartition(".")
     parts = [node.meta["module"].rpartition(".")[2] for node in group]
     meta = {"module": ".".join(filter(None, (parent, "&".join(parts)))), "layer": group[0].meta["layer"]}
     with graph.graph.inserting_before(group[0]):
-        weight = _merged(graph, [weight for _, weight, _ in inputs], meta)
+        weight = _merged_weight(graph, [weight for _, weight, _ in inputs], meta)
         biases = [bias for _, _, bias in inputs if bias is not None]
         bias = _merged(graph, biases, meta) if biases else None
         product = graph.graph.call_function(linear, (inputs[0][0], weight, bias))
@@ -117,10 +153,23 @@ def _merge_group(graph: fx.GraphModule, group: Sequence[fx.Node]) -> None:
         graph.graph.erase_node(node)
 
 
+def _merged_weight(
+    graph: fx.GraphModule, weights: Sequence[fx.Node | PackedWeight], meta: dict[str, object]
+) -> fx.Node | PackedWeight:
+    """What fetches the rows of all weights as one."""
+    plain = [weight for weight in weights if isinstance(weight, fx.Node)]
+    if plain:
+        return _merged(graph, plain, meta)
+    packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
+    fields = [_with_rows(weight) for weight in packed]
+    merged = {name: _merged(graph, [field[name] for field in fields], meta) for name in fields[0]}
+    return packed[0].with_tensors(merged)
+
+
 def _merged(graph: fx.GraphModule, nodes: Sequence[fx.Node], meta: dict[str, object]) -> fx.Node:
     """A node that fetches the rows of all `nodes` as one tensor, kept in a buffer beside the parameters."""
     names = [str(node.target) for node in nodes]
-    whole = _join([graph.get_parameter(name) for name in names])
+    whole = _join([_fetched(graph, node) for node in nodes])
     paths = [name.split(".") for name in names]
     holder = graph.get_submodule(".".join(paths[0][:-2]))
     name = "_".join(path[-2] for path in paths) + "_" + paths[0][-1]
@@ -128,23 +177,23 @@ def _merged(graph: fx.GraphModule, nodes: Sequence[fx.Node], meta: dict[str, obj
         name += "_"  # of another group, or the module's own
     holder.register_buffer(name, whole, persistent=False)
     node = graph.graph.get_attr(".".join([*paths[0][:-2], name]))
-    node.meta = meta | {"parameters": tuple(names)}
+    node.meta = meta | {"parameters": tuple(one for node in nodes for one in node.meta["parameters"])}
     return node
 
 
-def _join(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """The rows of all parameters in one tensor, of which they are views from now on (as they may be already)."""
-    first = parameters[0]
-    rows = sum(parameter.shape[0] for parameter in parameters)
-    if all(starmap(_follows, pairwise(parameters))):
+def _join(tensors: Sequence[Tensor]) -> Tensor:
+    """The rows of all tensors in one, of which they are views from now on (as they may be already)."""
+    first = tensors[0]
+    rows = sum(tensor.shape[0] for tensor in tensors)
+    if all(starmap(_follows, pairwise(tensors))):
         return first.data.as_strided((rows, *first.shape[1:]), first.stride())
     whole = torch.empty((rows, *first.shape[1:]), dtype=first.dtype, device=first.device)
     start = 0
-    for parameter in parameters:
-        view = whole[start : start + parameter.shape[0]]
-        view.copy_(parameter.data)
-        parameter.data = view
-        start += parameter.shape[0]
+    for tensor in tensors:
+        view = whole[start : start + tensor.shape[0]]
+        view.copy_(tensor.data)
+        tensor.data = view
+        start += tensor.shape[0]
     return whole
 
 

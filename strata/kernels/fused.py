@@ -12,6 +12,7 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.op import Operation, operation
+from strata.kernels.quant.packed import PackedWeight
 
 Run = Callable[..., Any]
 Composition = Callable[..., Any]
@@ -22,12 +23,13 @@ def fused(
     mutates: tuple[str, ...] = (),
     saved: Callable[..., Cost] | None = None,
     backward: Callable[..., Cost] | None = None,
+    packable: tuple[int, ...] = (),
     **traits: bool,
 ) -> Callable[[Composition], Operation]:
     """Make a composition `name(run, *arguments)` the fused operation `name(*arguments)`, as `operation` does.
 
     Its cost is that of all parts, less what these write for one another and read of it. saved: of the arguments, what
-    it does not do besides (`Cost`). mutates, backward, traits: see `Operation`.
+    it does not do besides (`Cost`). mutates, backward, packable, traits: see `Operation`.
     """
 
     def define(composition: Composition) -> Operation:
@@ -44,13 +46,13 @@ def fused(
             return whole if saved is None else whole - saved(*args)
 
         reference.__name__, reference.__doc__ = composition.__name__, composition.__doc__
-        return operation(cost, meta=meta, mutates=mutates, backward=backward, **traits)(reference)
+        return operation(cost, meta=meta, mutates=mutates, backward=backward, packable=packable, **traits)(reference)
 
     return define
 
 
 def _on_meta(argument: Any) -> Any:
-    return argument.to("meta") if isinstance(argument, Tensor) else argument
+    return argument.to("meta") if isinstance(argument, Tensor | PackedWeight) else argument
 
 
 class _Costs:

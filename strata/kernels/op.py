@@ -17,6 +17,7 @@ from torch.fx import Proxy
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.device_limits import implementations_for
+from strata.kernels.quant.packed import PackedWeight
 
 # Instead of the names of a library's kernels, which are for it to choose; one may stand for several in a row.
 ATEN, CUBLAS, CUDNN, NCCL = "(ATen)", "(cuBLAS)", "(cuDNN)", "(NCCL)"
@@ -30,6 +31,7 @@ class Implementation:
     `invariant`: a row of the result has the same bits whatever the other rows are and however many there are.
     `differentiable`: autograd passes through it.
     `supports`: whether it can run these arguments; None means always.
+    `packed`: it takes packed weights, and no others.
     `kernels`: what it launches on CUDA, in order: Triton kernels and libraries; or a function of the arguments that
     tells. `supports` and such a function are also asked with arguments that are `as_if_on` a device.
     """
@@ -41,6 +43,7 @@ class Implementation:
     differentiable: bool = False
     supports: Callable[..., bool] | None = None
     kernels: Kernels = (ATEN,)
+    packed: bool = False
 
     def launches(self, *args: Any) -> tuple[str, ...]:
         """The names of the kernels that these arguments make it launch, as a profiler shows them, or of libraries."""
@@ -56,6 +59,7 @@ class Operation:
     rowwise: a row of each result follows from the same row of every activation alone.
     product: the first argument, activations, is multiplied by the second, a weight [out, width]; the third is a bias
         [out] or None. gated: of that product the first half of the columns gates the second.
+    packable: the places of arguments that are weights and may be packed ones.
     reads_state: a token's result follows from what its sequence has kept (the keys and values before it), so the work
         depends on how long the sequences are.
     collective: all ranks of an axis run it together; its second argument is the axis.
@@ -70,11 +74,12 @@ class Operation:
     rowwise: bool = False
     product: bool = False
     gated: bool = False
+    packable: tuple[int, ...] = ()
     reads_state: bool = False
     collective: bool = False
     backward: Callable[..., Cost] | None = None
     implementations: list[Implementation] = field(default_factory=list)
-    _bound: dict[tuple[str, bool, bool], Bound] = field(default_factory=dict, repr=False)
+    _bound: dict[tuple[str, bool, bool, bool], Bound] = field(default_factory=dict, repr=False)
 
     @property
     def __name__(self) -> str:  # torch.fx names nodes after it
@@ -108,33 +113,39 @@ class Operation:
         differentiable: bool = False,
         supports: Callable[..., bool] | None = None,
         kernels: Kernels = (ATEN,),
+        packed: bool = False,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Register the decorated function; among those that fit, the one registered first is preferred."""
 
         def register(run: Callable[..., Any]) -> Callable[..., Any]:
-            made = Implementation(name, run, device, invariant, differentiable, supports, kernels)
+            made = Implementation(name, run, device, invariant, differentiable, supports, kernels, packed)
             self.implementations.append(made)
             return run
 
         return register
 
-    def bind(self, device: str, *, deterministic: bool = False, differentiable: bool = False) -> Bound:
+    def bind(
+        self, device: str, *, deterministic: bool = False, differentiable: bool = False, packed: bool = False
+    ) -> Bound:
         """The operation for one kind of device ("cpu", "cuda", "meta"), as a callable that keeps its name.
 
-        "reference" leaves the reference alone, which runs anywhere.
+        "reference" leaves the reference alone, which runs anywhere. packed: for calls with a packed weight.
         """
-        key = (device, deterministic, differentiable)
+        key = (device, deterministic, differentiable, packed)
         if key not in self._bound:
-            self._bound[key] = Bound(self, tuple(self._candidates(device, deterministic, differentiable)))
+            self._bound[key] = Bound(self, tuple(self._candidates(device, deterministic, differentiable, packed)))
         return self._bound[key]
 
-    def _candidates(self, device: str, deterministic: bool, differentiable: bool) -> Iterator[Implementation]:
+    def _candidates(
+        self, device: str, deterministic: bool, differentiable: bool, packed: bool
+    ) -> Iterator[Implementation]:
         if device == "meta":
             yield Implementation("meta", self.meta, "meta")
             return
         for implementation in self.implementations:
             if (
                 implementation.device == device
+                and implementation.packed == packed
                 and implementation.invariant >= deterministic
                 and implementation.differentiable >= differentiable
             ):
@@ -148,7 +159,7 @@ class Operation:
         first = next(argument for argument in args if isinstance(argument, Tensor))
         differentiable = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
         kind = first.device.type if differentiable else implementations_for(first.device)
-        return self.bind(kind, differentiable=differentiable)(*args)
+        return self.bind(kind, differentiable=differentiable, packed=has_packed(args))(*args)
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,6 +189,11 @@ class Bound:
         return self.choose(*args).run(*args)
 
 
+def has_packed(arguments: Iterable[Any]) -> bool:
+    """Whether a weight among the arguments of a call is packed."""
+    return any(isinstance(argument, PackedWeight) for argument in arguments)
+
+
 def _tracer(arguments: Iterable[Any]) -> Any:
     for argument in arguments:
         if isinstance(argument, Proxy):
@@ -201,6 +217,7 @@ def operation(
     rowwise: bool = False,
     product: bool = False,
     gated: bool = False,
+    packable: tuple[int, ...] = (),
     reads_state: bool = False,
     collective: bool = False,
     backward: Callable[..., Cost] | None = None,
@@ -217,7 +234,7 @@ def operation(
             raise ValueError(f"operation {reference.__name__!r} is defined twice")
         name = reference.__name__
         made = Operation(
-            name, reference, cost, meta, mutates, rowwise, product, gated, reads_state, collective, backward
+            name, reference, cost, meta, mutates, rowwise, product, gated, packable, reads_state, collective, backward
         )
         made.__doc__ = reference.__doc__
         OPERATIONS[made.name] = made

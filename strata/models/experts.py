@@ -83,7 +83,7 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """SwiGLU experts, stacked: gate_up_proj [experts, 2 * intermediate, hidden] holds the rows of the gate, then those
     of up; down_proj [experts, hidden, intermediate]. In a part of a model those that it holds, in the order of
-    `config.held`: what it computes is told by its graph then (`strata.graph.shard`), not by calling it.
+    `config.held`: what it computes is told by its graph then (`strata.graph.ranks.shard`), not by calling it.
     """
 
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:

@@ -39,7 +39,7 @@ def keep_layers(model: CausalLM, first: int, end: int) -> CausalLM:
     `model`.
 
     The first stage has the embedding, the last one the last norm and the head; of a model whose head is the embedding,
-    both have that. No such part runs by itself: see `strata.graph.stages`.
+    both have that. No such part runs by itself: see `strata.graph.ranks.stages`.
     """
     decoder, last = model.model, end == len(model.model.layers)
     tied = model.lm_head is None

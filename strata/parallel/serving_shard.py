@@ -3,7 +3,7 @@
 A rank's model is an ordinary model of a smaller config: of fewer heads and narrower matrices, and with expert
 parallelism of fewer experts, each of them whole; where each rank has tokens of its own, of fewer experts and nothing
 else. Where stages of a pipeline share the layers, it has those of its stage, under their names in the whole model. The
-table of its family (`strata.parallel.families`) says how each parameter is divided; `strata.graph.shard` puts the
+table of its family (`strata.parallel.families`) says how each parameter is divided; `strata.graph.ranks.shard` puts the
 messages between the ranks into its graphs.
 """
 

@@ -14,10 +14,10 @@ from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head, operation_of
 from strata.graph.compose import compose
 from strata.graph.cost import node_costs, total
-from strata.graph.divide_tokens import divide_tokens
 from strata.graph.fuse import fuse, fuse_gated_products
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
+from strata.graph.ranks.divide_tokens import divide_tokens
 from strata.hardware.roofline import Workload
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.paged import PagedKV

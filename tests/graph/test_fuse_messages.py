@@ -13,9 +13,9 @@ from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose
 from strata.graph.cost import node_costs, operation_counts, total
 from strata.graph.fuse import fuse
-from strata.graph.fuse_messages import fuse_messages
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
+from strata.graph.ranks.fuse_messages import fuse_messages
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.norm.norm import add_rms_norm
 

@@ -17,10 +17,10 @@ from strata.graph.capture import capture, capture_head, operation_of
 from strata.graph.compose import compose
 from strata.graph.cost import meta_indices, node_costs, operation_counts, total
 from strata.graph.fuse import fuse, fuse_gated_products
-from strata.graph.fuse_messages import fuse_messages
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
-from strata.graph.overlap import PARTS, overlap, row_part
+from strata.graph.ranks.fuse_messages import fuse_messages
+from strata.graph.ranks.overlap import PARTS, overlap, row_part
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.linear.linear import linear
 from strata.kernels.op import Operation

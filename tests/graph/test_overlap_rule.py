@@ -14,7 +14,7 @@ from strata.graph.compose import compose
 from strata.graph.fuse import fuse, fuse_gated_products
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
-from strata.graph.overlap_rule import Product, Stretch, last_stretch, overlapping_tokens, seconds
+from strata.graph.ranks.overlap_rule import Product, Stretch, last_stretch, overlapping_tokens, seconds
 from strata.hardware.links import Link, link_of
 from strata.hardware.specs import DEVICES
 from strata.parallel.serving_shard import RankShard

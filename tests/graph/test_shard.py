@@ -17,7 +17,7 @@ from strata.graph.cost import node_costs, operation_counts
 from strata.graph.fuse import fuse
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
-from strata.graph.shard import shard
+from strata.graph.ranks.shard import shard
 from strata.hardware.roofline import Workload
 from strata.kernels.linear.linear import linear
 from strata.kernels.norm.norm import rms_norm

@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 from strata.comm.operations import Along
 from strata.comm.placement import Placement
 from strata.graph.capture import capture, operation_of
-from strata.graph.shard import shard
-from strata.graph.slice_products import slice_products
+from strata.graph.ranks.shard import shard
+from strata.graph.ranks.slice_products import slice_products
 from strata.kernels.linear.linear import linear
 
 from .lockstep import run_in_lockstep

@@ -13,7 +13,7 @@ from strata.graph.capture import capture, operation_of
 from strata.graph.cost import node_costs, operation_counts
 from strata.graph.fuse import fuse
 from strata.graph.merge import merge
-from strata.graph.stages import exchange, stage
+from strata.graph.ranks.stages import exchange, stage
 from strata.hardware.roofline import Workload
 from strata.kernels.state.paged import PagedKV
 from strata.models.batch import Batch

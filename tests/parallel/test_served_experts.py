@@ -21,7 +21,7 @@ from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose
 from strata.graph.cost import node_costs, operation_counts, step_costs
 from strata.graph.gather import gather_after_attention
-from strata.graph.shard import shard
+from strata.graph.ranks.shard import shard
 from strata.hardware.roofline import Workload
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig

@@ -17,8 +17,8 @@ from strata.comm.operations import Along
 from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose
-from strata.graph.shard import shard as shard_graph
-from strata.graph.stages import exchange, stage
+from strata.graph.ranks.shard import shard as shard_graph
+from strata.graph.ranks.stages import exchange, stage
 from strata.models.config import ModelConfig
 from strata.models.families import build
 from strata.models.layers import CausalLM

@@ -21,12 +21,12 @@ from strata.graph.compose import compose
 from strata.graph.cost import operation_counts
 from strata.graph.fuse import fuse, fuse_gated_products
 from strata.graph.fuse_attention import fuse_decode_attention
-from strata.graph.fuse_messages import fuse_messages
 from strata.graph.fuse_products import fuse_products
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
-from strata.graph.overlap import SLOTS
-from strata.graph.shard import shard
+from strata.graph.ranks.fuse_messages import fuse_messages
+from strata.graph.ranks.overlap import SLOTS
+from strata.graph.ranks.shard import shard
 from strata.models.config import ModelConfig
 from strata.parallel.serving_shard import RankShard
 from tests.graph.lockstep import run_in_lockstep

@@ -1,5 +1,5 @@
 """Which tokens of a step each of several ranks runs that hold the model alike and divide its prompts (context
-parallelism): the host's side of `strata.graph.divide_tokens`.
+parallelism): the host's side of `strata.graph.ranks.divide_tokens`.
 
 A rank's share of a sequence is a sequence to it: with the same block table, and a length up to the share's own end. The
 query at a later position sees more keys, so of a prompt cut into 2 * ranks pieces a rank takes one from the front and

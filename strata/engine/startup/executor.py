@@ -28,7 +28,7 @@ from strata.engine.startup.library import has_library_plan, library_scales, with
 from strata.engine.step_cost import token_division
 from strata.engine.step_graphs import Overlap, StepGraphs, step_graphs
 from strata.engine.steps.runner_config import RunnerConfig
-from strata.graph.overlap import SLOTS, most_rows
+from strata.graph.ranks.overlap import SLOTS, most_rows
 from strata.hardware.figures import Device
 from strata.hardware.specs import recognize
 from strata.kernels import tuned

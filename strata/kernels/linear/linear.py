@@ -10,33 +10,47 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.linear import cublaslt, fixed, measured_algorithms, skinny, skinny_tiles, tile_choice
 from strata.kernels.op import CUBLAS, operation
+from strata.kernels.quant.packed import PackedWeight, dense, packed_product, round_activations
 from strata.kernels.triton_import import HAS_TRITON
 
 
-def _cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, workload: Workload) -> Cost:
+def _cost(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None, *, workload: Workload) -> Cost:
     out, width = weight.shape
     rows = x.numel() // width
     weights = weight.nbytes + (0 if bias is None else bias.nbytes)
+    # What rounds activations: their largest magnitudes and a multiplication.
+    rounding = 3 * x.numel() if isinstance(weight, PackedWeight) and weight.activations else 0
     return Cost(
-        flops=2 * rows * width * out + (0 if bias is None else rows * out),
+        flops=2 * rows * width * out + (0 if bias is None else rows * out) + rounding,
         read=x.nbytes + weights,
         written=rows * out * x.element_size(),
         weights=weights,
     )
 
 
-def _meta(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _meta(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]), device="meta")
 
 
-@operation(_cost, meta=_meta, rowwise=True, product=True)
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight^T + bias`: x [..., width], weight [out, width], bias [out] or None -> [..., out]; one dtype."""
+@operation(_cost, meta=_meta, rowwise=True, product=True, packable=(1,))
+def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight^T + bias`: x [..., width], weight [out, width], bias [out] or None -> [..., out]; one dtype.
+
+    A packed weight counts as what it stands for, and x as its scheme rounds it.
+    """
+    if isinstance(weight, PackedWeight):
+        return packed_product(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
 linear.implement("torch", "cpu", differentiable=True)(F.linear)
 linear.implement("fixed tiles", "cpu", invariant=True)(fixed.buffered_linear)
+
+
+@linear.implement("unpacked, fixed tiles", "cpu", invariant=True, packed=True)
+def _unpacked(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    product = fixed.buffered_linear(round_activations(x, weight.scheme), dense(weight)).to(x.dtype)
+    return product if bias is None else product + bias
 
 
 def _has_tile(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:

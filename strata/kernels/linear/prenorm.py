@@ -21,14 +21,23 @@ from strata.kernels.linear.skinny import SkinnyProduct, kernels_of, multiply
 from strata.kernels.linear.skinny_tiles import IMPLEMENTATION
 from strata.kernels.linear.tile_choice import chosen_tile
 from strata.kernels.op import operation
+from strata.kernels.quant.packed import PackedWeight
 from strata.kernels.triton_import import HAS_TRITON
+
+Weight = Tensor | PackedWeight
 
 # A program reads the squares of whole rows at once.
 _MOST_BLOCKS = 2048
 
 
 def _add_cost(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, *, workload: Workload
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm_weight: Tensor,
+    *,
+    workload: Workload,
 ) -> Cost:
     elements = residual.numel()
     product = linear.cost(x, weight, bias, workload=workload)
@@ -42,15 +51,15 @@ def _add_cost(
 
 
 def _add_meta(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor
+    x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, norm_weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     total, weighted = (residual.new_empty(residual.shape, device="meta") for _ in range(2))
     return total, weighted, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32, device="meta")
 
 
-@operation(_add_cost, meta=_add_meta, rowwise=True)
+@operation(_add_cost, meta=_add_meta, rowwise=True, packable=(1,))
 def linear_add(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor
+    x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, norm_weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`x @ weight^T + bias + residual`, and what the norm of that sum is made from.
 
@@ -64,18 +73,24 @@ def linear_add(
 
 
 def _scaled_cost(
-    weighted: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None, *, workload: Workload
+    weighted: Tensor,
+    squares: Tensor,
+    eps: float,
+    weight: Weight,
+    bias: Tensor | None,
+    *,
+    workload: Workload,
 ) -> Cost:
     product = linear.cost(weighted, weight, bias, workload=workload)
     return product + Cost(flops=weighted.numel() // weight.shape[1] * weight.shape[0], read=squares.nbytes)
 
 
-def _scaled_meta(weighted: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _scaled_meta(weighted: Tensor, squares: Tensor, eps: float, weight: Weight, bias: Tensor | None) -> Tensor:
     return weighted.new_empty((*weighted.shape[:-1], weight.shape[0]), device="meta")
 
 
-@operation(_scaled_cost, meta=_scaled_meta, rowwise=True)
-def scaled_linear(weighted: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+@operation(_scaled_cost, meta=_scaled_meta, rowwise=True, packable=(3,))
+def scaled_linear(weighted: Tensor, squares: Tensor, eps: float, weight: Weight, bias: Tensor | None) -> Tensor:
     """`(weighted @ weight^T) / sqrt(sum(squares) / width + eps) + bias`: the linear layer after a norm.
 
     weighted [..., width] and squares [..., blocks] float32 as `linear_add` makes them, eps of the norm,
@@ -87,9 +102,9 @@ def scaled_linear(weighted: Tensor, squares: Tensor, eps: float, weight: Tensor,
     return product
 
 
-@fused(rowwise=True)
+@fused(rowwise=True, packable=(3,))
 def scaled_linear_silu_mul(
-    run: Run, weighted: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+    run: Run, weighted: Tensor, squares: Tensor, eps: float, weight: Weight, bias: Tensor | None
 ) -> Tensor:
     """`silu_mul` of the two halves of `scaled_linear`.
 

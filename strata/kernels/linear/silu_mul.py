@@ -22,14 +22,15 @@ from strata.kernels.linear.linear import linear
 from strata.kernels.linear.skinny import SkinnyProduct, kernels_of, multiply
 from strata.kernels.linear.skinny_tiles import IMPLEMENTATION
 from strata.kernels.linear.tile_choice import chosen_tile
+from strata.kernels.quant.packed import PackedWeight
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
 
-@fused(rowwise=True, product=True, gated=True)
-def linear_silu_mul(run: Run, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+@fused(rowwise=True, product=True, gated=True, packable=(1,))
+def linear_silu_mul(run: Run, x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
     """`silu(gate) * up`, where gate and up are the halves of the columns of `linear(x, weight, bias)`.
 
     x [..., width], weight [2 * inner, width] (gate's rows, then up's), bias [2 * inner] or None -> [..., inner].

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
@@ -25,7 +24,8 @@ from strata.kernels.moe.few_tokens import CHOICE_KERNELS, by_choices
 from strata.kernels.moe.grouped import grouped_kernel, grouped_product
 from strata.kernels.moe.held_order import held_order, order_kernels
 from strata.kernels.moe.order import Order
-from strata.kernels.op import ATEN, operation
+from strata.kernels.op import ATEN, has_packed, operation
+from strata.kernels.quant.packed import PackedWeight, each_expert
 from strata.kernels.triton_import import HAS_TRITON
 
 
@@ -33,8 +33,8 @@ def _cost(
     x: Tensor,
     weights: Tensor,
     chosen: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | PackedWeight,
+    down: Tensor | PackedWeight,
     gate_up_bias: Tensor,
     down_bias: Tensor,
     clamp: Clamp,
@@ -52,18 +52,18 @@ def _cost(
     return Cost(flops, x.nbytes + weights.nbytes + chosen.nbytes + used, x.nbytes, used)
 
 
-def expert_bytes(*stacked: Tensor) -> int:
+def expert_bytes(*stacked: Tensor | PackedWeight) -> int:
     """Of one expert, in tensors of all."""
-    return sum(one[0].nbytes for one in stacked)
+    return sum(one.nbytes // one.shape[0] for one in stacked)
 
 
-@operation(_cost, rowwise=True)
+@operation(_cost, rowwise=True, packable=(3, 4))
 def biased_experts(
     x: Tensor,
     weights: Tensor,
     chosen: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | PackedWeight,
+    down: Tensor | PackedWeight,
     gate_up_bias: Tensor,
     down_bias: Tensor,
     clamp: Clamp,
@@ -76,28 +76,30 @@ def biased_experts(
     and leave that to another. Returns [tokens, hidden] in x's dtype; the sum is of the dtype of the weights.
     """
     biases = gate_up_bias, down_bias if adds_down_bias else None
-    return _by_expert(x, weights, chosen, gate_up, down, *biases, clamp, F.linear, clamped_swiglu.reference)
+    return _by_expert(x, weights, chosen, gate_up, down, *biases, clamp, linear.reference, clamped_swiglu.reference)
 
 
 def _by_expert(
     x: Tensor,
     weights: Tensor,
     chosen: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | PackedWeight,
+    down: Tensor | PackedWeight,
     gate_up_bias: Tensor,
     down_bias: Tensor | None,
     clamp: Clamp,
-    product: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    product: Callable[..., Tensor],
     activation: Callable[[Tensor, Tensor, Clamp], Tensor],
 ) -> Tensor:
     """One product after another. Waits for the device, which has to tell how many rows each expert has."""
-    order = Order.of(chosen, len(down))
+    order = Order.of(chosen, down.shape[0])
     ends = order.ends.tolist()
     rows = take_rows(x, order).split([end - start for start, end in zip([0, *ends], ends, strict=False)])
-    last_biases = [None] * len(down) if down_bias is None else down_bias
+    last_biases = [None] * down.shape[0] if down_bias is None else down_bias
     parts = []
-    for own, into, bias, out_of, last_bias in zip(rows, gate_up, gate_up_bias, down, last_biases, strict=True):
+    for own, into, bias, out_of, last_bias in zip(
+        rows, each_expert(gate_up), gate_up_bias, each_expert(down), last_biases, strict=True
+    ):
         gate, up = product(own, into, bias).chunk(2, -1)
         parts.append(product(activation(gate, up, clamp), out_of, last_bias))
     return give_back(torch.cat(parts), order, weights)
@@ -118,10 +120,13 @@ def _fixed(
     clamp: Clamp,
     adds_down_bias: bool = True,
 ) -> Tensor:
-    product = linear.bind("cpu", deterministic=True)
+    product = linear.bind("cpu", deterministic=True, packed=has_packed((gate_up, down)))
     activation = clamped_swiglu.bind("cpu", deterministic=True)
     biases = gate_up_bias, down_bias if adds_down_bias else None
     return _by_expert(x, weights, chosen, gate_up, down, *biases, clamp, product, activation)
+
+
+biased_experts.implement("fixed tiles, unpacked", "cpu", invariant=True, packed=True)(_fixed)
 
 
 def _choices_support(x: Tensor, weights: Tensor, chosen: Tensor, *others: Any) -> bool:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
@@ -20,7 +19,8 @@ from strata.kernels.moe.few_tokens import CHOICE_KERNELS, MOST_TOKENS, by_choice
 from strata.kernels.moe.grouped import grouped_kernel, grouped_product
 from strata.kernels.moe.held_order import held_order, order_kernels
 from strata.kernels.moe.order import Order
-from strata.kernels.op import ATEN, operation
+from strata.kernels.op import ATEN, has_packed, operation
+from strata.kernels.quant.packed import PackedWeight, each_expert
 from strata.kernels.triton_import import HAS_TRITON
 
 
@@ -28,8 +28,8 @@ def _cost(
     x: Tensor,
     weights: Tensor | None,
     chosen: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | PackedWeight,
+    down: Tensor | PackedWeight,
     filled: int | None = None,
     *,
     workload: Workload,
@@ -38,7 +38,7 @@ def _cost(
     rows = chosen.numel() if filled is None else filled
     # Three products, the activation's five operations, and the weighted sum.
     flops = 6 * rows * width * hidden + 5 * rows * width + (0 if weights is None else 2 * rows * hidden)
-    used = round(expected_experts(len(chosen), rows, count) * (gate_up[0].nbytes + down[0].nbytes))
+    used = round(expected_experts(len(chosen), rows, count) * (gate_up.nbytes + down.nbytes) / count)
     read = x.nbytes + (0 if weights is None else weights.nbytes) + chosen.nbytes + used
     return Cost(flops, read, x.nbytes, used)
 
@@ -53,9 +53,14 @@ def expected_experts(tokens: int, rows: int, count: int) -> float:
     return count * (1 - (1 - rows / (tokens * count)) ** tokens)
 
 
-@operation(_cost, rowwise=True)
+@operation(_cost, rowwise=True, packable=(3, 4))
 def experts(
-    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, filled: int | None = None
+    x: Tensor,
+    weights: Tensor | None,
+    chosen: Tensor,
+    gate_up: Tensor | PackedWeight,
+    down: Tensor | PackedWeight,
+    filled: int | None = None,
 ) -> Tensor:
     """For each token the sum over its experts e of `weight * down[e](silu(gate[e](x)) * up[e](x))`.
 
@@ -63,10 +68,10 @@ def experts(
     if each token has one expert, of weight 1. filled: how many of `chosen` are experts if the others are -1, which are
     left out; None: all.
     gate_up: [experts, 2 * width, hidden], the rows of gate before those of up; down: [experts, hidden, width]; both of
-    x's dtype. Returns [tokens, hidden] in x's dtype; the sum is of the dtype of the weights. An expert without a token
-    has a gradient of zeros.
+    x's dtype, or packed. Returns [tokens, hidden] in x's dtype; the sum is of the dtype of the weights. An expert
+    without a token has a gradient of zeros.
     """
-    return _by_expert(x, weights, chosen, gate_up, down, filled, F.linear, silu_mul.reference)
+    return _by_expert(x, weights, chosen, gate_up, down, filled, linear.reference, silu_mul.reference)
 
 
 def take_rows(x: Tensor, order: Order) -> Tensor:
@@ -104,19 +109,19 @@ def _by_expert(
     x: Tensor,
     weights: Tensor | None,
     chosen: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | PackedWeight,
+    down: Tensor | PackedWeight,
     filled: int | None,
-    product: Callable[[Tensor, Tensor], Tensor],
+    product: Callable[..., Tensor],
     activation: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """One product after another. Waits for the device, which has to tell how many rows each expert has."""
-    order = Order.of(chosen, len(down), empty=filled is not None).with_rows(filled)
+    order = Order.of(chosen, down.shape[0], empty=filled is not None).with_rows(filled)
     ends = order.ends.tolist()
     rows = take_rows(x, order).split([end - start for start, end in zip([0, *ends], ends, strict=False)])
     parts = []
     # Experts without rows too: every parameter takes part, so each has a gradient.
-    for own, into, out_of in zip(rows, gate_up, down, strict=True):
+    for own, into, out_of in zip(rows, each_expert(gate_up), each_expert(down), strict=True):
         gate, up = product(own, into).chunk(2, -1)
         parts.append(product(activation(gate, up), out_of))
     return give_back(torch.cat(parts), order, weights)
@@ -129,9 +134,12 @@ experts.implement("an expert at a time", "cpu", differentiable=True)(experts.ref
 def _fixed(
     x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, filled: int | None = None
 ) -> Tensor:
-    product = linear.bind("cpu", deterministic=True)
+    product = linear.bind("cpu", deterministic=True, packed=has_packed((gate_up, down)))
     activation = silu_mul.bind("cpu", deterministic=True)
     return _by_expert(x, weights, chosen, gate_up, down, filled, product, activation)
+
+
+experts.implement("fixed tiles, unpacked", "cpu", invariant=True, packed=True)(_fixed)
 
 
 def library_takes(x: Tensor, *matrices: Tensor) -> bool:

@@ -15,6 +15,7 @@ from strata.kernels.moe.experts import expected_experts, experts, library_takes,
 from strata.kernels.moe.grouped import grouped_kernel, grouped_product
 from strata.kernels.moe.held_order import MOST_CHOICES, held_numbers, held_order, order_kernels
 from strata.kernels.op import ATEN, operation
+from strata.kernels.quant.packed import PackedWeight
 from strata.kernels.triton_import import HAS_TRITON
 
 
@@ -22,8 +23,8 @@ def _cost(
     x: Tensor,
     weights: Tensor,
     chosen: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | PackedWeight,
+    down: Tensor | PackedWeight,
     first: int,
     slots: int,
     placement: Tensor | None = None,
@@ -36,19 +37,19 @@ def _cost(
     # Choices fall evenly on all slots. Of a choice: three products, the activation's five operations, the weighted sum.
     flops = round(choices * held / slots * (6 * width * hidden + 5 * width + 2 * hidden))
     used = expected_experts(len(chosen), choices, slots) * held / slots
-    read = round(used * (gate_up[0].nbytes + down[0].nbytes))
+    read = round(used * (gate_up.nbytes + down.nbytes) / held)
     where = 0 if placement is None else choices * placement.itemsize
     return Cost(flops, x.nbytes + weights.nbytes + chosen.nbytes + where + read, x.nbytes, read)
 
 
 # Of copies, which rank computes a row follows from the row's place; the sum over the ranks is rowwise all the same.
-@operation(_cost, rowwise=True)
+@operation(_cost, rowwise=True, packable=(3, 4))
 def held_experts(
     x: Tensor,
     weights: Tensor,
     chosen: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | PackedWeight,
+    down: Tensor | PackedWeight,
     first: int,
     slots: int,
     placement: Tensor | None = None,
@@ -72,15 +73,15 @@ def _by_numbers(
     x: Tensor,
     weights: Tensor,
     chosen: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | PackedWeight,
+    down: Tensor | PackedWeight,
     first: int,
     slots: int,
     placement: Tensor | None = None,
     slot_mapping: Tensor | None = None,
 ) -> Tensor:
     """By `experts`, which has to be told on the host how many choices are this rank's."""
-    numbers = held_numbers(chosen, first, len(down), placement, slot_mapping)
+    numbers = held_numbers(chosen, first, down.shape[0], placement, slot_mapping)
     result: Tensor = run(x, weights, numbers, gate_up, down, int((numbers >= 0).sum()))
     return result
 
@@ -101,6 +102,11 @@ def _cpu(*given: Any) -> Tensor:
 @held_experts.implement("fixed tiles", "cpu", invariant=True, supports=_in_place)
 def _fixed(*given: Any) -> Tensor:
     return _by_numbers(experts.bind("cpu", deterministic=True), *given)
+
+
+@held_experts.implement("fixed tiles, unpacked", "cpu", invariant=True, supports=_in_place, packed=True)
+def _fixed_unpacked(*given: Any) -> Tensor:
+    return _by_numbers(experts.bind("cpu", deterministic=True, packed=True), *given)
 
 
 def _is_long(

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from strata.comm.cost import all_reduce_cost
 from strata.graph.capture import operation_of, reads_state
-from strata.graph.overlap import PARTS, divisible, steps, travels
+from strata.graph.ranks.overlap import PARTS, divisible, steps, travels
 from strata.hardware.figures import Device
 from strata.hardware.links import Link, link_of
 

@@ -1,0 +1,78 @@
+"""Weights of a captured graph give way to packed ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, fx
+
+from strata.graph.capture import operation_of
+from strata.kernels.quant.packed import PackedWeight, with_own_rows
+
+
+def quantize(graph: fx.GraphModule, packed: Mapping[str, PackedWeight]) -> fx.GraphModule:
+    """Let products multiply by the packed weights of these parameters, in place; returns `graph`.
+
+    graph: captured, and not merged yet. packed: by the parameter that each stands for, of its shape; those that the
+    graph does not fetch are passed over. The parameters themselves are not read any more and may be without memory.
+    Raises ValueError if something else than a product reads one of them, or if a shape is another.
+    """
+    for node in list(graph.graph.nodes):
+        names = node.meta.get("parameters", ())
+        if node.op == "get_attr" and len(names) == 1 and names[0] in packed:
+            _replace(graph, node, packed[names[0]])
+    graph.recompile()
+    return graph
+
+
+def weights_of_products(graphs: Iterable[fx.GraphModule]) -> tuple[str, ...]:
+    """Parameters that graphs, captured and not merged yet, read as weights of products alone, in their order."""
+    found: dict[str, None] = {}
+    others: set[str] = set()
+    for graph in graphs:
+        for node in graph.graph.nodes:
+            if node.op != "get_attr" or not node.meta.get("parameters"):
+                continue
+            if all(_reads_weight(user, node) for user in node.users):
+                found[node.target] = None
+            else:
+                others.add(node.target)
+    return tuple(name for name in found if name not in others)
+
+
+def _reads_weight(user: fx.Node, weight: fx.Node) -> bool:
+    """Whether a node multiplies its activations by the weight, and does nothing else with it."""
+    operation = operation_of(user)
+    places = operation.packable if operation is not None else ()
+    read = [place for place, argument in enumerate(user.args) if argument is weight]
+    return bool(read) and all(place in places for place in read)
+
+
+def _replace(graph: fx.GraphModule, node: fx.Node, weight: PackedWeight) -> None:
+    parameter = graph.get_parameter(str(node.target))
+    if weight.shape != parameter.shape:
+        raise ValueError(f"{node.target} is {list(parameter.shape)}, and was packed as {list(weight.shape)}")
+    for user in node.users:
+        if not _reads_weight(user, node):
+            raise ValueError(f"{user.name} reads {node.target} and is no product; leave that parameter as it is")
+    if weight.rows != 1 and (not weight.rows or weight.shape[-2] % weight.rows):
+        weight = with_own_rows(weight)  # so that it can be merged with others
+    fetched = weight.with_tensors(_fetch(graph, node, weight.tensors))
+    for user in list(node.users):
+        user.args = tuple(fetched if argument is node else argument for argument in user.args)
+    graph.graph.erase_node(node)
+
+
+def _fetch(graph: fx.GraphModule, node: fx.Node, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Nodes that fetch the tensors of a weight, which become buffers beside the parameter; the values bear its name."""
+    owner, _, last = str(node.target).rpartition(".")
+    holder = graph.get_submodule(owner)
+    fetched = {}
+    for name, tensor in tensors.items():
+        holder.register_buffer(f"{last}_{name}", tensor, persistent=False)
+        with graph.graph.inserting_before(node):
+            one = graph.graph.get_attr(f"{node.target}_{name}")
+        one.meta = dict(node.meta) | {"parameters": node.meta["parameters"] if name == "values" else ()}
+        fetched[name] = one
+    return fetched

@@ -1,0 +1,1 @@
+"""Passes that make a graph one rank's of several."""
