@@ -254,9 +254,10 @@ def packed_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tens
 
 
 def join(parts: Sequence[PackedWeight]) -> PackedWeight:
-    """The rows of all parts as one weight. All have one scheme and one `order`; see `joinable`."""
+    """The rows of all parts as one weight. All have one scheme, rows that share a scale aside, and one `order`."""
     group = parts[0].rows
-    if not group or any(part.shape[-2] % group for part in parts[:-1]):  # a block would hold rows of two parts
+    is_divided = not group or any(part.shape[-2] % group for part in parts[:-1])  # a block would hold rows of two parts
+    if is_divided or any(part.rows != group for part in parts):
         parts = [with_own_rows(part) for part in parts]
     first = parts[0]
     fields = {name: torch.cat([getattr(part, name) for part in parts], -2) for name in first.tensors if name != "order"}
@@ -265,7 +266,7 @@ def join(parts: Sequence[PackedWeight]) -> PackedWeight:
 
 def joinable(one: PackedWeight, other: PackedWeight) -> bool:
     """Whether rows of both can be those of one weight."""
-    alike = one.scheme == other.scheme and one.tensors.keys() == other.tensors.keys()
+    alike = one.scheme._replace(rows=1) == other.scheme._replace(rows=1) and one.tensors.keys() == other.tensors.keys()
     kinds = alike and all(one.tensors[name].dtype == other.tensors[name].dtype for name in one.tensors)
     return kinds and (one.order is None or (other.order is not None and torch.equal(one.order, other.order)))
 
