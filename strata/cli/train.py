@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from strata.cli.ending import INTERRUPTED, explanation
+from strata.engine.startup.clock import collector_off
 from strata.train.launch import ended_at_once, launch
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ def train(
     """
     if (name := str(config)).startswith("--"):
         raise ValueError(f"{name} stands before the file; write strata train FILE --SECTION.KEY VALUE")
-    from strata.train.config import read_train_config
+    with collector_off():
+        from strata.train.config import read_train_config
 
     run = read_train_config(config, _changes(context.args))
     if estimate is not None:
@@ -87,8 +89,10 @@ def train(
 
 def _train(run: TrainConfig, steps: range | None, *, resume: bool) -> None:
     """On this rank."""
-    from strata.cli.train_run import run_on_this_rank
+    with collector_off():
+        from strata.cli.train_run import run_on_this_rank
 
+    gc.freeze()  # what was imported is no garbage: the collections between steps need not search it
     with ended_at_once(explanation):
         run_on_this_rank(run, _Screen, resume=resume, steps=steps)
 

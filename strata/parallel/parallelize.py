@@ -14,7 +14,6 @@ from strata.parallel.context import parallelize_attention
 from strata.parallel.data_parallel import Gradients, all_ranks, gradient_axes
 from strata.parallel.expert import shard_experts
 from strata.parallel.families import TABLES
-from strata.parallel.fsdp import FsdpGradients
 from strata.parallel.layout import Layout
 from strata.parallel.stages import ModelStages
 from strata.parallel.tensor import TensorSharding, shard_model
@@ -61,6 +60,8 @@ def parallelize(
     axes, world_axis = gradient_axes(mesh, sharding, layout.zero), all_ranks(mesh)
     gradients: Gradients
     if layout.zero == 3:
+        from strata.parallel.fsdp import FsdpGradients  # imports DTensor and with it SymPy: a second
+
         gradients = FsdpGradients(
             model, mesh, sharding, axes, world_axis, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype
         )

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.tensor import DTensor
 
 from strata.comm.collectives import start_all_reduce
 from strata.comm.mesh import Mesh
@@ -54,8 +53,7 @@ class Pipeline:
             raise ValueError(
                 f"this rank holds the stages {model.own} of {model.stages}, but the schedule gives it {own}"
             )
-        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            _check_fsdp(model, schedule)
+        _check_fsdp(model, schedule)
         check(schedule)
         self.program = programs(schedule)[self.axis.index]
         # NCCL wants all ranks of a group in its first call; transfers are between two.
@@ -83,6 +81,10 @@ class Pipeline:
 
 def _check_fsdp(model: ModelStages, schedule: PipelineSchedule) -> None:
     """Raise ValueError for what does not go with weights that are only gathered while a layer computes."""
+    from torch.distributed.tensor import DTensor  # takes a second, and most runs have no pipeline
+
+    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return
     if any(action.kind is Pass.INPUTS for actions in schedule.actions for action in actions):
         raise ValueError(
             "a schedule that splits backward passes does not go with zero = 3, which reduces gradients when a pass "

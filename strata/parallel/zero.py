@@ -233,7 +233,8 @@ def leave_meta(model: nn.Module, device: torch.device) -> None:
                 zeros = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
                 setattr(module, name, nn.Parameter(zeros, parameter.requires_grad))
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
-            module.to_empty(device=device, recurse=False)
+            # Not `to_empty`: its `empty_like` of a tensor on the meta device imports SymPy, half a second.
+            module._apply(lambda one: torch.empty(one.shape, dtype=one.dtype, device=device), recurse=False)
 
 
 def _make_buckets(

@@ -18,20 +18,18 @@ def deterministic(wanted: bool) -> Iterator[None]:
         return
     # cuBLAS is deterministic only with workspaces of a fixed size; it reads this when it is first used.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    enabled, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    before = torch.get_deterministic_debug_mode()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    # Not warn_only: FlashAttention's backward takes its deterministic path only when determinism is demanded.
-    torch.use_deterministic_algorithms(True)
+    # Not "warn": FlashAttention's backward takes its deterministic path only when determinism is demanded. And not by
+    # torch.use_deterministic_algorithms, which imports Inductor, a second, for steps that it does not compile.
+    torch.set_deterministic_debug_mode("error")
     # Results are written whole before they are read; filling them first would cost a pass over memory each.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
     finally:
         torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        torch.set_deterministic_debug_mode(before)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import multiprocessing
@@ -18,7 +19,14 @@ from torch import Tensor
 # Ranks are forks of a process that has imported what most of them need: that is two to four seconds of each.
 _STARTER = multiprocessing.get_context("forkserver")
 _STARTER.set_forkserver_preload(
-    ["strata.comm.launch", "strata.train.launch", "tests.parallel.steps", "tests.train.train_ranks"]
+    [
+        "strata.comm.launch",
+        "strata.train.launch",
+        "strata.parallel.fsdp",
+        "torch.fx.experimental.symbolic_shapes",  # of the first backward pass from a given gradient
+        "tests.parallel.steps",
+        "tests.train.train_ranks",
+    ]
 )
 
 
@@ -93,6 +101,7 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 
 def _rank(told: str, environment: dict[str, str]) -> None:
     """One rank, in a process of its own. told: the job as JSON. environment: its variables, all of them."""
+    gc.freeze()  # what was imported is no garbage: a run searches for it between its steps
     import torch
 
     from strata.comm.launch import join_world
