@@ -35,6 +35,12 @@ def routers(model: nn.Module) -> dict[str, Router]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Router)}
 
 
+def hold_biases(model: nn.Module) -> None:
+    """Let the biases of routers, which no gradient moves, be no parameters of `model`: it is to be trained."""
+    for router in routers(model).values():
+        router.hold_bias()
+
+
 def fractions(counts: Tensor, per_token: int) -> Tensor:
     """The fraction of the tokens that each expert got: its counts [..., experts] over the tokens, which chose
     `per_token` experts each. Zeros without tokens.

@@ -20,6 +20,9 @@ from strata.models.config import ModelConfig
 from strata.models.expert_config import ExpertsConfig
 from strata.models.layers import MLP, CausalLM
 
+# What checkpoints call the biases of routers that no gradient moves.
+CORRECTION = "e_score_correction_bias"
+
 
 @dataclass(frozen=True)
 class ExpertNames:
@@ -62,15 +65,23 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         bias: Tensor | None = self.selection_bias
         if bias is None:
-            bias = getattr(self, "e_score_correction_bias", None)
+            bias = getattr(self, CORRECTION, None)
         logits = wide_linear(x, self.weight) if self.wide_scores else linear(x, self.weight, self.bias)
         weights, chosen = route(logits, bias, self.per_token, self.normalized, self.choice)
         if self.balance is not None:
             weights = self.balance(weights, chosen, logits)
         return weights, chosen
 
+    def hold_bias(self) -> None:
+        """Let the bias of checkpoints be no parameter, which an optimizer would be given, but the `selection_bias`;
+        that is None on the meta device, until somebody sets it."""
+        bias = getattr(self, CORRECTION, None)
+        if bias is not None:
+            self.selection_bias = None if bias.is_meta else bias.data
+            del self.e_score_correction_bias
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        bias = getattr(self, "e_score_correction_bias", None)
+        bias = getattr(self, CORRECTION, None)
         kept = None if bias is None else bias.data
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if bias is not None and kept is not None:

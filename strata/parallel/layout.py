@@ -75,11 +75,8 @@ class Layout:
             )
         self._check_use()
         self._check_recurrence(config)
-        if config.latent is not None and not self.divides_documents_only:
-            raise ValueError(
-                f"{config.architecture} attends to latents, which is trained with all weights on every rank: "
-                "pp, cp, tp and ep must be 1 and zero at most 2"
-            )
+        if config.latent is not None:
+            self._check_latents(config)
         self._check_tensor(config)
         check_heads(config, self.cp, self.tp, self.context)
         self._check_pipeline(config)
@@ -105,6 +102,19 @@ class Layout:
                     f"{name} = {getattr(self, name)} would divide the recurrent layers of {config.architecture}, which "
                     f"ranks do not do yet; set {name} = 1"
                 )
+
+    def _check_latents(self, config: ModelConfig) -> None:
+        for name in ("tp", "cp"):
+            if getattr(self, name) > 1:
+                raise ValueError(
+                    f"{name} = {getattr(self, name)} would divide the latent attention of {config.architecture} among "
+                    f"ranks, which training does not do yet; set {name} = 1, and use zero, ep or pp"
+                )
+        if self.pp > 1 and self.schedule.startswith("zero-bubble"):
+            raise ValueError(
+                f"schedule {self.schedule!r} splits backward passes, in which {config.architecture} uses a weight "
+                "twice, for keys and for values; use schedule '1f1b' or 'interleaved'"
+            )
 
     def _check_tensor(self, config: ModelConfig) -> None:
         for what, size in (("num_attention_heads", config.num_heads), ("num_key_value_heads", config.num_kv_heads)):
@@ -191,10 +201,8 @@ def _candidates(config: ModelConfig, world_size: int) -> list[Layout]:
     """From the least divided on. Ranks of one machine divide, machines repeat, unless only all together suffice."""
     near = _NODE if world_size % _NODE == 0 else world_size
     found = []
-    most = 2 if config.latent is not None else 3  # as `check` says
-    whole = not _has_divided_experts(config) or config.latent is not None
-    whole = whole or (config.experts is not None and config.experts.clamp is not None)
-    for zero, shard in ((1, near), (2, near), (most, near), (most, world_size)):
+    whole = not _has_divided_experts(config) or (config.experts is not None and config.experts.clamp is not None)
+    for zero, shard in ((1, near), (2, near), (3, near), (3, world_size)):
         ep = 1 if whole else math.gcd(shard, config.num_experts)
         found.append(Layout(dp=world_size // shard, shard=shard, ep=ep, zero=zero))  # type: ignore[arg-type]
     return found

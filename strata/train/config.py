@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from strata.files.toml_tables import WrongTable, line_of, read_table, read_toml, replaced
+from strata.models.config import ModelConfig
 from strata.parallel.layout import Layout
 from strata.train.dpo import DpoConfig
 from strata.train.faults.config import FaultsConfig
@@ -107,8 +108,8 @@ class LearningRateSchedule:
 class BalanceConfig:
     """How the experts of a mixture are kept equally busy (`strata.train.steps.balance`).
 
-    method: "loss", weighed by the model's router_aux_loss_coef; "bias", for which the finished model's format has no
-    place; or "none". rate: by how much a step raises or lowers a bias.
+    method: "loss", weighed by the model's router_aux_loss_coef; "bias", for which few families' format has a place; or
+    "none". rate: by how much a step raises or lowers a bias.
     """
 
     method: str = "loss"
@@ -119,10 +120,9 @@ class BalanceConfig:
             raise ValueError(f"balance.method = {self.method!r} must be one of {', '.join(BALANCE)}")
         _positive("balance", self, "rate")
 
-    @property
-    def warning(self) -> str:
+    def warning(self, model: ModelConfig) -> str:
         """What people should know before such a run, and after it; or ""."""
-        if self.method != "bias":
+        if self.method != "bias" or (model.experts is not None and model.experts.biased):
             return ""
         return (
             "the finished model will route tokens without the bias that keeps its experts equally busy: its format has "

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 
 from strata.models.checkpoint import read_checkpoint
 from strata.models.config import DTYPES
+from strata.models.experts import CORRECTION
 from strata.models.save import save
 from strata.models.weights import load
 from strata.train.checkpoints.export import export
@@ -49,8 +50,8 @@ def _write_model(run: Trainer, folder: Path) -> None:
             f"the checkpoint of step {run.position.step} was not written, and the model is made of it; make room and "
             f"resume the run"
         )
-    if config.balance is not None and config.balance.warning:
-        run.warn(config.balance.warning)
+    if config.balance is not None and (about_bias := config.balance.warning(run.start.config)):
+        run.warn(about_bias)
     weights = run.start.weights
     dtype = torch.bfloat16 if weights is None else _stored_dtype(weights)
     export(newest_checkpoint, run.start.config, run.start.tokenizer, folder, dtype)
@@ -69,7 +70,8 @@ def _write_merged(run: Trainer, lora: LoraConfig, folder: Path) -> None:
 
 
 def _stored_dtype(weights: Path) -> torch.dtype:
-    """The one dtype that holds every tensor of a checkpoint, of those that a model may have."""
-    dtypes = (tensor.dtype for tensor in read_checkpoint(weights).values())
+    """The one dtype that holds every tensor of a checkpoint, of those that a model may have; biases of routers are
+    float32 in any."""
+    dtypes = (tensor.dtype for name, tensor in read_checkpoint(weights).items() if not name.endswith(CORRECTION))
     widest = functools.reduce(torch.promote_types, dtypes)
     return widest if widest in DTYPES.values() else torch.float32

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from strata.comm.mesh import Mesh
+from strata.models.balance import hold_biases
 from strata.models.config import ModelConfig
 from strata.models.weights import load
 from strata.parallel.data_parallel import all_ranks
@@ -83,8 +84,11 @@ def chosen_recompute(config: TrainConfig, model: ModelConfig, layout: Layout, de
 
 
 def _balance(setting: Setting) -> BalanceConfig | None:
-    """Experts that nobody has spoken of are balanced by the loss."""
-    return None if setting.start.config.experts is None else setting.config.balance or BalanceConfig()
+    """Experts that nobody has spoken of are balanced by the loss, and those of models with biases by these."""
+    experts = setting.start.config.experts
+    if experts is None:
+        return None
+    return setting.config.balance or BalanceConfig("bias" if experts.biased else "loss")
 
 
 def _tune_step(setting: Setting) -> TuneStep:
@@ -98,6 +102,8 @@ def _tune_step(setting: Setting) -> TuneStep:
     trained: torch.nn.Module = model.to(device)
     if config.lora is not None:
         trained = add_lora(model.to(narrow), config.lora, config.run.seed)
+    else:
+        hold_biases(model)
     return TuneStep(
         model,
         trained,

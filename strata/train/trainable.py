@@ -12,8 +12,3 @@ def check_trainable(config: ModelConfig) -> None:
             f"final_logit_softcapping = {config.logit_softcap} is not supported in training, whose loss takes "
             "the head's products as they are; accepted is null"
         )
-    if config.experts is not None and config.experts.biased:
-        raise ValueError(
-            f"{config.architecture} is not trained yet: the biases of its routers are no parameters that an optimizer "
-            "moves; use Qwen3-MoE or Mixtral"
-        )

@@ -134,8 +134,8 @@ class Trainer:
             peak_flops=peak_flops,
             weights_are_frozen=frozen,
         )
-        if config.balance is not None and config.balance.warning:
-            warn(config.balance.warning)
+        if config.balance is not None and (about_bias := config.balance.warning(self.start.config)):
+            warn(about_bias)
         self._guard = LossGuard(config.faults)
         self._results = Results(self.world.device)
         self._recipe = recipe_of(config, datasets, self.world.device.type)

@@ -60,8 +60,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Which are served and not trained.
-SERVED_CONFIGS: dict[str, dict[str, Any]] = {
+# With biases of routers, which no gradient moves.
+BIASED_CONFIGS: dict[str, dict[str, Any]] = {
     "glm4-moe": {
         "architectures": ["Glm4MoeForCausalLM"],
         "n_routed_experts": 8,
@@ -88,7 +88,7 @@ SERVED_CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
-_V3 = SERVED_CONFIGS["deepseek-v3"]
+_V3 = BIASED_CONFIGS["deepseek-v3"]
 # Which are trained with whole matrices on every rank.
 WHOLE_CONFIGS = {
     "qwen3-next": {
@@ -112,7 +112,7 @@ WHOLE_CONFIGS = {
 
 
 def config_of(name: str, **changes: Any) -> ModelConfig:
-    return config_from_dict(SIZES | (CONFIGS | SERVED_CONFIGS | WHOLE_CONFIGS)[name] | changes)
+    return config_from_dict(SIZES | (CONFIGS | BIASED_CONFIGS | WHOLE_CONFIGS)[name] | changes)
 
 
 def random_model(config: ModelConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> CausalLM:

@@ -16,9 +16,9 @@ from strata.models.layers import CausalLM
 from strata.models.part import held
 from strata.parallel.serving_shard import RankShard
 
-from .models import CONFIGS, SERVED_CONFIGS, config_of
+from .models import BIASED_CONFIGS, CONFIGS, config_of
 
-FAMILIES = (*CONFIGS, *SERVED_CONFIGS)
+FAMILIES = (*CONFIGS, *BIASED_CONFIGS)
 # Whose norms stand before the branches, so that they take up the additions and messages behind the branches, one each.
 PRE_NORM = tuple(name for name in FAMILIES if not name.startswith(("olmo", "gemma", "glm4", "deepseek", "gpt")))
 RANKS = (2, 4, 8)

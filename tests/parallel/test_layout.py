@@ -99,14 +99,17 @@ def test_the_automatic_layout_divides_no_more_than_needed(
     assert world == 1 or f"ZeRO-{layout.zero}" in reason
 
 
-def test_latents_are_laid_out_with_all_weights_on_every_rank() -> None:
+def test_latents_are_laid_out_as_other_models_with_experts() -> None:
     config = config_from_dict(SHAPES["V2-Lite"])
-    for world, gib in ((8, 141), (16, 141)):
+    for world, gib, zero in ((8, 141, 1), (16, 141, 1), (8, 80, 3)):
         layout, _ = auto_layout(config, world, gib * GIB)
         layout.check(config, world)
-        assert (layout.ep, layout.zero) == (1, 2)
-    with pytest.raises(ValueError, match="more than two thirds of 80 GiB; use more ranks"):
-        auto_layout(config, 8, 80 * GIB)
+        assert (layout.ep, layout.zero) == (8, zero)
+    for name in ("tp", "cp"):
+        with pytest.raises(ValueError, match=f"{name} = 2 would divide the latent attention of Deepseek"):
+            Layout(**{name: 2}).check(config, 2)
+    with pytest.raises(ValueError, match="splits backward passes, in which DeepseekV2ForCausalLM uses a weight twice"):
+        Layout(pp=2, micro_batches=2, schedule="zero-bubble").check(config, 2)
 
 
 def test_the_reason_names_the_bytes(llama: ModelConfig) -> None:

@@ -34,7 +34,8 @@ class Plain:
         self.fractions = [torch.zeros(self.count, dtype=torch.float64) for _ in self.routers]
         self.seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.routers]
         for router, seen in zip(self.routers, self.seen, strict=True):
-            if method == "bias":
+            router.hold_bias()
+            if method == "bias" and router.selection_bias is None:
                 router.selection_bias = torch.zeros(self.count)
             router.register_forward_hook(lambda one, given, made, seen=seen: seen.append((given[0], made[1])))
 
@@ -91,7 +92,8 @@ def balanced(
 ) -> tuple[ParallelStep, ModelConfig, int, int]:
     """The step, its config, the number of replicas, and which one this rank belongs to."""
     # Two layers with experts, which pp puts on different ranks.
-    config = config_of(family, router_aux_loss_coef=WEIGHT, num_hidden_layers=3)
+    weight = {} if family.startswith("deepseek") else {"router_aux_loss_coef": WEIGHT}
+    config = config_of(family, num_hidden_layers=3, **weight)
     balance = BalanceConfig(method, RATE)
     step, replicas, own = made(world, config, layout, balance=balance, **options)
     return step, config, replicas, own
@@ -105,7 +107,8 @@ def errors_of(world: World, family: str, method: str, layout: Layout, **options:
     for index, one in enumerate(wanted):
         result = step(packs_of(config, index, own), rate_of(index))
         said = {"loss": result.loss, "norm": result.norm, **result.metrics}
-        for name, value in one.items():
+        for name in said.keys() & one.keys():
+            value = one[name]
             errors[f"{name} {index}"] = abs(float(said[name]) / value - 1)
     state = {"expert_fractions": plain.fractions, "selection_bias": [one.selection_bias for one in plain.routers]}
     layers = [layer for layer, is_sparse in enumerate(config.experts.layers) if is_sparse]  # type: ignore[union-attr]

@@ -27,7 +27,6 @@ CONFIGS = dict(FAMILY_CONFIGS)
     ("name", "said"),
     [
         ("gemma3-softcap-untied-biases", "final_logit_softcapping = 3.0"),
-        ("glm4-moe-groups", "Glm4MoeForCausalLM is not"),
     ],
 )
 def test_neither_a_plan_nor_adapters_nor_preferences_train_them(name: str, said: str, tmp_path: Path) -> None:

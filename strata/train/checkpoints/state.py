@@ -13,7 +13,7 @@ from strata.parallel.data_parallel import GradientAxes, ParameterShard
 from strata.parallel.tensor import TensorSharding
 from strata.train.checkpoints.flat_ranges import Box, FlatRange
 
-MASTER = "master"
+MASTER, SELECTION_BIAS = "master", "selection_bias"
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,17 @@ def state_shards(
                 place = sharding.shapes[shard.name], sharding.box(shard.name), shard.start
                 found.append(StateShard(kind, shard.name, *place, flat, writes[shard.name]))
     return found
+
+
+def whole_shard(kind: str, name: str, tensor: Tensor, is_written: bool) -> StateShard:
+    """Of a vector that every rank has whole. is_written: by this one."""
+    shape = tuple(tensor.shape)
+    return StateShard(kind, name, shape, tuple((0, size) for size in shape), 0, tensor, is_written)
+
+
+def bias_shards(biases: Mapping[str, Tensor], is_written: bool) -> list[StateShard]:
+    """biases: of routers, by the routers' names."""
+    return [whole_shard(SELECTION_BIAS, name, bias, is_written) for name, bias in biases.items()]
 
 
 def _writes(sharding: TensorSharding, axes: Mapping[str, GradientAxes]) -> dict[str, bool]:

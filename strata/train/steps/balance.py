@@ -15,9 +15,10 @@ from strata.comm.mesh import Mesh
 from strata.models.balance import Balance, balancing_loss, balancing_slopes, fractions, routers
 from strata.models.config import ModelConfig
 from strata.models.expert_config import ExpertsConfig
+from strata.models.experts import CORRECTION
 from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout
-from strata.train.checkpoints.state import StateShard
+from strata.train.checkpoints.state import StateShard, bias_shards, whole_shard
 from strata.train.config import BalanceConfig
 
 
@@ -42,6 +43,10 @@ class NoBalancing:
         """Of the step, for the log, [] each."""
         return {}
 
+    def parameters(self) -> dict[str, Tensor]:
+        """What is here of a model folder, by its names there: to be filled before the first step."""
+        return {}
+
     def state_shards(self) -> list[StateShard]:
         """What the next step needs of this one: every rank has all of it, and one writes it to a checkpoint."""
         return []
@@ -63,13 +68,14 @@ class Balancing(NoBalancing):
         self._totals = torch.zeros(shape[0], 2, shape[1], dtype=torch.float64, device=device)
         self._fractions, self._slopes = torch.zeros(2, *shape, dtype=torch.float64, device=device).unbind()
         self._bias = torch.zeros(shape, device=device)
+        self._has_bias = experts.biased or method.method == "bias"
 
     def attach(self, model: nn.Module) -> None:
         for name, router in routers(model).items():
             place = self._layers.index(int(name.split(".")[2]))  # model.layers.N
             slopes = self._slopes[place] if self._method.method == "loss" else None
             router.balance = Balance(self._totals[place], slopes)
-            if self._method.method == "bias":
+            if self._has_bias:
                 router.selection_bias = self._bias[place]
 
     def begin(self, tokens: Tensor) -> None:
@@ -94,32 +100,41 @@ class Balancing(NoBalancing):
     def metrics(self) -> dict[str, Tensor]:
         """balance_loss: without its weight, of this step's own fractions; it is the number of experts of a token where
         all are equally busy. busiest_expert: of the choices of all tokens in a layer, the largest share that went to
-        one expert of any layer; 1 / experts is the least.
+        one expert of any layer; 1 / experts is the least. Scores of each expert by itself are no probabilities, and
+        have no such loss.
         """
         counts, probabilities = self._totals.unbind(1)
         chosen = counts.sum(1, keepdim=True).clamp(min=1)
-        means = probabilities * self._experts.per_token / chosen
-        return {
-            "balance_loss": balancing_loss(fractions(counts, self._experts.per_token), means),
-            "busiest_expert": (counts / chosen).max(),
-        }
+        found = {"busiest_expert": (counts / chosen).max()}
+        if self._experts.choice.scoring == "softmax":
+            means = probabilities * self._experts.per_token / chosen
+            found["balance_loss"] = balancing_loss(fractions(counts, self._experts.per_token), means)
+        return found
+
+    def parameters(self) -> dict[str, Tensor]:
+        if not self._experts.biased:
+            return {}
+        return {f"{name}.{CORRECTION}": bias for name, bias in self._by_router(self._bias).items()}
 
     def state_shards(self) -> list[StateShard]:
-        states = {"loss": ("expert_fractions", self._fractions), "bias": ("selection_bias", self._bias)}
-        if self._method.method not in states:
+        is_written = self._world_axis.index == 0
+        if self._has_bias:
+            return bias_shards(self._by_router(self._bias), is_written)
+        if self._method.method != "loss":
             return []
-        kind, state = states[self._method.method]
-        shape = (self._experts.count,)
-        return [
-            StateShard(
-                kind, f"model.layers.{layer}.mlp.gate", shape, ((0, *shape),), 0, one, self._world_axis.index == 0
-            )
-            for layer, one in zip(self._layers, state, strict=True)
-        ]
+        by_router = self._by_router(self._fractions)
+        return [whole_shard("expert_fractions", name, one, is_written) for name, one in by_router.items()]
+
+    def _by_router(self, rows: Tensor) -> dict[str, Tensor]:
+        return {f"model.layers.{layer}.mlp.gate": one for layer, one in zip(self._layers, rows, strict=True)}
 
 
 def make_balancing(config: ModelConfig, method: BalanceConfig | None, layout: Layout, mesh: Mesh) -> NoBalancing:
-    """A collective call. method: None watches nobody. Raises ValueError for a method without experts to balance."""
+    """A collective call. method: None watches nobody, and leaves a model's own biases as they are. Raises ValueError as
+    `check_balance` does.
+    """
+    if method is None and config.experts is not None and config.experts.biased:
+        method = BalanceConfig("none")
     if method is None:
         return NoBalancing()
     check_balance(config, method)
@@ -128,6 +143,13 @@ def make_balancing(config: ModelConfig, method: BalanceConfig | None, layout: La
 
 
 def check_balance(config: ModelConfig, method: BalanceConfig | None) -> None:
-    """Raise ValueError for a method without experts to balance."""
-    if method is not None and config.experts is None:
+    """Raise ValueError for a method without experts to balance, and for one that does not go with their scores."""
+    if method is None:
+        return
+    if config.experts is None:
         raise ValueError(f"[balance] keeps experts equally busy, and {config.architecture} has none; remove [balance]")
+    if method.method == "loss" and config.experts.choice.scoring != "softmax":
+        raise ValueError(
+            f"balance.method = 'loss' pulls at the probabilities of a softmax, and {config.architecture} scores each "
+            "expert by itself; use 'bias', which moves the model's own biases, or 'none'"
+        )

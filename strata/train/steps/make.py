@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from strata.comm.mesh import Mesh
+from strata.models.balance import hold_biases
 from strata.models.config import ModelConfig
 from strata.models.families import build
 from strata.models.initialize import dummy_values, initial_values
@@ -91,6 +92,7 @@ def make_step(
     narrow = mesh.world.device.type == "cuda" and dtype == torch.float32
     with torch.device("meta"):
         whole, model = (build(config, max_length).to(dtype) for _ in range(2))
+    hold_biases(model)
     balancing = make_balancing(config, balance, layout, mesh)
     setting = _Setting(config, layout, mesh, torch.bfloat16 if narrow else dtype, balancing)
     if layout.divides_documents_only:
@@ -100,7 +102,9 @@ def make_step(
         way = _through_stages if layout.pp > 1 else _through_modules
         parallel, passes = way(model, setting)
     shards = parallel.gradients.shards
-    fill(shards, parallel.sharding, values(whole, {shard.name for shard in shards}))
+    biases = balancing.parameters()
+    given = values(whole, {shard.name for shard in shards} | biases.keys())
+    fill(shards, parallel.sharding, _others(given, biases))
     parallel.gradients.sync_weights()
     optimizer = make_optimizer(shards, optimizer_config, mesh, parallel.sharding)
     axes = gradient_axes(mesh, parallel.sharding, layout.zero)
@@ -118,6 +122,15 @@ def make_step(
         before_update=before_update,
         records=records,
     )
+
+
+def _others(values: Iterable[tuple[str, Tensor]], taken: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """All but those that `taken` has a tensor for, which are copied there."""
+    for name, value in values:
+        if name in taken:
+            taken[name].copy_(value)
+        else:
+            yield name, value
 
 
 def _check(layout: Layout, precision: str, recompute: str) -> None:

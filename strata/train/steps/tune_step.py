@@ -11,12 +11,13 @@ from strata.comm.collectives import start_all_reduce
 from strata.comm.mesh import Mesh
 from strata.comm.placement import Placement
 from strata.comm.to_device import to_device
+from strata.models.balance import routers
 from strata.models.layers import CausalLM
 from strata.parallel.data_parallel import all_ranks, gradient_axes
 from strata.parallel.layout import Layout
 from strata.parallel.tensor import TensorSharding
 from strata.parallel.zero import ZeroGradients
-from strata.train.checkpoints.state import StateShard, state_shards
+from strata.train.checkpoints.state import StateShard, bias_shards, state_shards
 from strata.train.data.pack import PackedBatch
 from strata.train.optimizer.clip import clip_scale
 from strata.train.optimizer.config import OptimizerConfig
@@ -50,7 +51,7 @@ class TuneStep:
         self.model, self._objective, self._clip = model, objective, config.clip
         self._phases, self._before_update = phases, before_update
         self._device = mesh.world.device
-        self._documents = mesh.flattened("dp", "shard")
+        self._documents, self._is_main = mesh.flattened("dp", "shard"), mesh.world.is_main
         shapes = {name: tuple(parameter.shape) for name, parameter in trained.named_parameters()}
         whole = dict.fromkeys(shapes, Placement.PER_TOKEN)
         self._sharding = TensorSharding(mesh.axis("tp"), False, whole, shapes)
@@ -84,7 +85,13 @@ class TuneStep:
         return StepResult(named.pop("loss"), self._update(rate), named | {"counted": counted})
 
     def state_shards(self) -> list[StateShard]:
-        return state_shards(self._gradients.shards, self._optimizer.state(), self._sharding, self._axes)
+        biases = {
+            name: router.selection_bias
+            for name, router in routers(self.model).items()
+            if router.selection_bias is not None
+        }
+        trained = state_shards(self._gradients.shards, self._optimizer.state(), self._sharding, self._axes)
+        return trained + bias_shards(biases, self._is_main)
 
     def restored(self, steps: int) -> None:
         self._optimizer.restored(steps)

@@ -33,6 +33,9 @@ LAYOUTS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("mixtral", "bias", {"cp": 2, "zero": 1}, {}),
     ("mixtral", "loss", {"pp": 2, "micro_batches": 2}, {"recompute": "layers"}),
     ("qwen3-moe", "bias", {"pp": 2, "micro_batches": 2}, {}),
+    ("glm4-moe", "bias", {"shard": 2, "zero": 2}, {}),
+    ("deepseek-v3", "bias", {"shard": 2, "ep": 2, "zero": 3}, {"recompute": "layers"}),
+    ("deepseek-v3", "bias", {"pp": 2, "micro_batches": 2}, {}),
 ]
 
 
@@ -43,7 +46,10 @@ def test_layouts_equal_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "operations", "mlp", "layers"])
-@pytest.mark.parametrize(("family", "method"), [("mixtral", "loss"), ("qwen3-moe", "loss"), ("qwen3-moe", "bias")])
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [("mixtral", "loss"), ("qwen3-moe", "loss"), ("qwen3-moe", "bias"), ("deepseek-v3", "bias")],
+)
 def test_the_graph_of_one_device_equals_plain_pytorch(family: str, method: str, recompute: str) -> None:
     errors = errors_of(ALONE, family, method, Layout(), recompute=recompute)
     assert max(errors.values()) < 1e-9, errors

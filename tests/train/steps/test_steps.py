@@ -41,6 +41,9 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
         ("mixtral", {"shard": 2, "ep": 2, "zero": 2}, {"recompute": "mlp"}),
         ("mixtral", {"shard": 2, "zero": 1}, {}),
         ("qwen3-next", {"shard": 2, "zero": 1}, {}),
+        ("glm4-moe", {"tp": 2}, {}),
+        ("deepseek-v2", {"shard": 2, "ep": 2, "zero": 3}, {"recompute": "layers"}),
+        ("deepseek-v2", {"pp": 2, "micro_batches": 2}, {}),
     ],
     4: [
         ("llama", {"dp": 2, "shard": 2, "zero": 2}, {"recompute": "mlp"}),
