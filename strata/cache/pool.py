@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from strata.models.config import ModelConfig
 from strata.models.state import attention_rows
@@ -13,7 +14,8 @@ from strata.models.state import attention_rows
 
 @dataclass(frozen=True)
 class PoolShape:
-    """What decides the size of the pools. `page_size` in tokens. tensors: 2 for keys and values, 1 if a row is both."""
+    """What decides the size of the pools. `page_size` in tokens. tensors: 2 for keys and values, 1 if a row is both.
+    rounded: in which 8 bits rows are kept (`rounded_rows`); None: in `dtype`, that of the weights."""
 
     layers: int
     page_size: int
@@ -21,6 +23,7 @@ class PoolShape:
     head_dim: int
     dtype: torch.dtype
     tensors: int = 2
+    rounded: torch.dtype | None = None
 
     @staticmethod
     def of(config: ModelConfig, page_size: int, dtype: torch.dtype) -> PoolShape:
@@ -32,7 +35,9 @@ class PoolShape:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers, all tensors."""
-        row = self.kv_heads * self.head_dim * self.dtype.itemsize
+        # With an exponent for each head of a row in 8 bits.
+        head = self.head_dim + 1 if self.rounded else self.head_dim * self.dtype.itemsize
+        row = self.kv_heads * head
         return self.tensors * self.layers * self.page_size * row
 
 
@@ -40,7 +45,7 @@ class KVPool:
     """Keys and values of each layer, [pages, page_size, kv_heads, head_dim], zeroed so that unused rows are finite.
 
     all_keys, all_values: those of all layers, [layers, pages, ...]; the same where a row is both key and value. keys,
-    values: those of a layer, by its number.
+    values: those of a layer, by its number. key_exponents, value_exponents: of pools in 8 bits, as `PagedKV` has them.
     """
 
     def __init__(
@@ -50,18 +55,30 @@ class KVPool:
         self.shape = shape
         self.pages = pages
         size = (shape.layers, pages, shape.page_size, shape.kv_heads, shape.head_dim)
-        made = [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.tensors)]
+        kind = shape.rounded or shape.dtype
+        made = [torch.zeros(size, dtype=kind, device=device) for _ in range(shape.tensors)]
         self.all_keys, self.all_values = made[0], made[-1]
         numbers, layers = held or (range(shape.layers), shape.layers)
         nothing = self.all_keys.new_zeros((0, shape.page_size, 0, 0))
-        self.keys, self.values = (
-            tuple(both[numbers.index(layer)] if layer in numbers else nothing for layer in range(layers))
-            for both in (self.all_keys, self.all_values)
-        )
+
+        def by_layer(of_all: Tensor) -> tuple[Tensor, ...]:
+            return tuple(of_all[numbers.index(layer)] if layer in numbers else nothing for layer in range(layers))
+
+        self.keys, self.values = by_layer(self.all_keys), by_layer(self.all_values)
+        self._exponents: list[Tensor] = []
+        self.key_exponents: tuple[Tensor, ...] = ()
+        self.value_exponents: tuple[Tensor, ...] = ()
+        if shape.rounded is not None:
+            heads = (shape.layers, pages, shape.kv_heads, shape.page_size)
+            self._exponents = [torch.zeros(heads, dtype=torch.uint8, device=device) for _ in range(shape.tensors)]
+            self.key_exponents, self.value_exponents = by_layer(self._exponents[0]), by_layer(self._exponents[-1])
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages (source, destination) in every layer, for copy-on-write."""
         pairs = torch.tensor(copies, pin_memory=self.all_keys.is_cuda)
         source, target = pairs.to(self.all_keys.device, non_blocking=True).unbind(1)
-        for pool in (*self.all_keys, *(self.all_values if self.shape.tensors == 2 else ())):
+        of_all = [self.all_keys, *([self.all_values] if self.shape.tensors == 2 else ()), *self._exponents]
+        for pool in (layer for each in of_all for layer in each):
+            if self.shape.rounded is not None:
+                pool = pool.view(torch.uint8)  # bytes can be copied by index on every device
             pool.index_copy_(0, target, pool.index_select(0, source))

@@ -244,8 +244,13 @@ class StepBuffer:
     ) -> PagedKV:
         on_cpu = mapping.device.type == "cpu"
         index = mapping.long() if on_cpu and not bool((mapping < 0).any()) else None
-        pages = PagedKV(pool.keys, pool.values, tables, self.tensors["lengths"], mapping, index=index, parts=parts)
-        return planned(pages, self.tensors["offsets"], windows) if on_cpu and pool.shape.layers else pages
+        exponents = pool.key_exponents, pool.value_exponents
+        pages = PagedKV(
+            pool.keys, pool.values, tables, self.tensors["lengths"], mapping, None, index, parts, *exponents
+        )
+        if not (on_cpu and pool.shape.layers):
+            return pages
+        return planned(pages, self.tensors["offsets"], pool.shape.dtype, windows)
 
 
 def _placed(

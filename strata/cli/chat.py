@@ -45,6 +45,7 @@ def chat(
     prefill_context_parallel_size: options.PrefillContextParallelSize = 1,
     max_model_len: options.MaxModelLen = None,
     deterministic: options.Deterministic = False,
+    kv_cache_dtype: options.KvCacheDtype = "auto",
 ) -> None:
     """Talk with a model; it keeps the conversation. /help tells what can be typed, /exit or Ctrl-D ends it.
 
@@ -66,6 +67,7 @@ def chat(
             prefill_context_parallel_size=prefill_context_parallel_size,
             max_model_len=max_model_len,
             deterministic=deterministic,
+            kv_cache_dtype=kv_cache_dtype,
         )
     params = sampling_params(llm, asked)
     llm.chat_prompt(

@@ -34,6 +34,7 @@ def generate(
     max_model_len: options.MaxModelLen = None,
     load_format: options.LoadFormat = "auto",
     deterministic: options.Deterministic = False,
+    kv_cache_dtype: options.KvCacheDtype = "auto",
 ) -> None:
     """Answer prompts, all at once, and say how fast.
 
@@ -54,6 +55,7 @@ def generate(
         max_model_len=max_model_len,
         load_format=load_format,
         deterministic=deterministic,
+        kv_cache_dtype=kv_cache_dtype,
     )
     params = sampling_params(llm, asked)
     chats = llm.get_tokenizer().has_chat_template and not raw

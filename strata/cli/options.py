@@ -48,6 +48,7 @@ GpuMemoryUtilization = Annotated[
     float, engine_option(help="Share of the GPU's memory that may be in use with the engine, others' included.")
 ]
 LoadFormat = Annotated[str, engine_option(help="auto reads safetensors, dummy makes random weights.")]
+KvCacheDtype = Annotated[str, engine_option(help="Of keys and values in pages: auto, fp8 or int8.")]
 Deterministic = Annotated[bool, engine_option(help="Bits that do not depend on what else runs.")]
 MaxTokens = Annotated[int | None, sampling_option(help="Most tokens to generate.")]
 Temperature = Annotated[float | None, sampling_option(help="0 is greedy; the model's default if left out.")]

@@ -46,6 +46,7 @@ def run(
     max_num_seqs: options.MaxNumSeqs = 256,
     gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
     deterministic: options.Deterministic = False,
+    kv_cache_dtype: options.KvCacheDtype = "auto",
 ) -> None:
     """Answer a file of requests, without a server; exit code 0 if all succeeded.
 
@@ -78,6 +79,7 @@ def run(
         "max_num_seqs": max_num_seqs,
         "gpu_memory_utilization": gpu_memory_utilization,
         "deterministic": deterministic,
+        "kv_cache_dtype": kv_cache_dtype,
     }
     if results.exists() and requests.exists() and results.samefile(requests):
         raise ValueError(f"{results} holds the requests: name another file for the results")

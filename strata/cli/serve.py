@@ -144,6 +144,7 @@ def serve(
         int | None, options.engine_option(help="Of requests that bring none; left out, every start draws anew.")
     ] = None,
     deterministic: options.Deterministic = False,
+    kv_cache_dtype: options.KvCacheDtype = "auto",
     log_json: Annotated[bool, _log_option(help="Log JSON objects.")] = False,
     log_prompts: Annotated[bool, _log_option(help="Log prompts, too.")] = False,
     otlp_traces_endpoint: Annotated[str | None, _log_option(help="Send OpenTelemetry traces there.")] = None,
@@ -209,6 +210,7 @@ def serve(
         "max_num_batched_tokens": max_num_batched_tokens,
         "seed": seed,
         "deterministic": deterministic,
+        "kv_cache_dtype": kv_cache_dtype,
         "page_size": page_size,
         "num_pages": num_pages,
         "step_target_ms": step_target_ms or None,

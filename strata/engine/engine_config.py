@@ -34,6 +34,10 @@ _AXES = {
 }
 
 
+# In which 8 bits pages keep keys and values; None: in the weights' dtype.
+KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """What an engine is asked for; the names and meanings are vLLM's where it has them.
@@ -53,6 +57,8 @@ class EngineConfig:
         own kernels cannot run.
     seed: of the requests that bring none, and of dummy weights; None draws anew in every engine (weights as for 0).
     deterministic: a request's bits depend on nothing else that runs (see docs/engine.md).
+    kv_cache_dtype: "auto" keeps keys and values in the weights' dtype; "fp8" (e4m3, also "fp8_e4m3") or "int8" keeps
+        them in 8 bits, each row with a power of two of its own, so that nothing has to be calibrated.
     page_size: tokens of a KV page.
     num_pages: KV pages; None takes what memory allows.
     step_target_ms: what a step with decodes is to take at most, so that prompts do not stall those who read along; None
@@ -86,6 +92,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     seed: int | None = None
     deterministic: bool = False
+    kv_cache_dtype: str = "auto"
     page_size: int = 16
     num_pages: int | None = None
     step_target_ms: float | None = None
@@ -114,6 +121,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", *DTYPES):
             raise ValueError(f"dtype {self.dtype!r} is unknown; use auto, {', '.join(DTYPES)}")
+        if self.kv_cache_dtype not in KV_DTYPES:
+            raise ValueError(f"kv_cache_dtype {self.kv_cache_dtype!r} is unknown; use {', '.join(KV_DTYPES)}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         may_be_none = ("max_model_len", "max_num_batched_tokens", "num_pages")
@@ -273,7 +282,7 @@ class EngineSizes:
         filled = max(2048, 8192 // asked.pipeline_parallel_size) if limits is not None else 2048
         max_tokens = asked.max_num_batched_tokens or filled
         dtype = weights.resolve_dtype(asked.dtype, config, device)
-        pool = PoolShape.of(config, asked.page_size, dtype)
+        pool = replace(PoolShape.of(config, asked.page_size, dtype), rounded=KV_DTYPES[asked.kv_cache_dtype])
         with torch.device("meta"):
             own = build(config, max_length) if shard is None else shard.build(max_length)
             weight_bytes = weights.weight_bytes(own, dtype)
@@ -282,11 +291,13 @@ class EngineSizes:
             if shard is not None:
                 most = weights.weight_bytes(build(shard.most_divided, max_length), dtype)
                 parameters = most // dtype.itemsize // shard.stages
+        if pool.rounded is not None and limits is not None:
+            raise ValueError(f"kv_cache_dtype={asked.kv_cache_dtype!r} runs on a CPU only so far: leave it out")
         groups = groups_of(asked, config, pool, max_length)
         states = StateShape.of(FAMILIES[config.architecture].states(config), dtype)
         library, recorded = False, []
         if limits is not None:
-            attends = bool(groups[0].layers) and not asked.deterministic
+            attends = bool(groups[0].layers) and not asked.deterministic and pool.rounded is None
             library = attends and library_limit(limits, config, dtype, asked.page_size) is None
             fresh = library and keeps_neighbours_apart(dtype)
             recorded = recorded_sizes(asked.max_num_seqs, max_tokens, parameters, library, fresh)
@@ -317,6 +328,18 @@ def check_states(asked: EngineConfig, config: ModelConfig) -> None:
             f"{given}={getattr(asked, given)} is not there for {config.architecture}, of which layers keep a state of "
             "fixed size: leave it out"
         )
+    _check_pages(asked, config)
+
+
+def _check_pages(asked: EngineConfig, config: ModelConfig) -> None:
+    """Raises ValueError if rows cannot be kept in the bits that are asked for."""
+    given = f"kv_cache_dtype={asked.kv_cache_dtype!r}"
+    if KV_DTYPES[asked.kv_cache_dtype] is None:
+        return
+    if config.latent is not None:
+        raise ValueError(f"{given} is not there for {config.architecture}, whose pages keep latents: leave it out")
+    if asked.prefill_context_parallel_size > 1:
+        raise ValueError(f"{given} and prefill_context_parallel_size are not there together: leave out one of them")
 
 
 def _apart(asked: EngineConfig) -> str | None:

@@ -43,7 +43,8 @@ def _cost(
     heads, dim = q.shape[1:]
     pool = k if pages is None else pages.keys[spec.layer]
     rows = workload.tokens * heads * dim * q.element_size()
-    key_bytes = 2 * keys * pool.shape[-2] * dim * pool.element_size()
+    exponent = 1 if pages is not None and pages.is_rounded else 0
+    key_bytes = 2 * keys * pool.shape[-2] * (dim * pool.element_size() + exponent)
     weights = 0 if sinks is None else sinks.nbytes
     return Cost(4 * heads * dim * pairs, rows + key_bytes + weights, rows, weights, cached=key_bytes)
 
@@ -106,8 +107,7 @@ def attention(
             key, value = k[first:last], v[first:last]
         else:
             used = pages.tables[sequence, : -(-total // pages.page_size)].long()
-            key = pages.keys[layer][used].flatten(0, 1)[:total]
-            value = pages.values[layer][used].flatten(0, 1)[:total]
+            key, value = (rows.flatten(0, 1)[:total] for rows in pages.rows(layer, used, precision))
         key, value = (x.to(precision).repeat_interleave(group, dim=1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", q[first:last].to(precision), key) * spec.scale
         at = torch.arange(total - (last - first), total, device=q.device)[:, None]
@@ -127,7 +127,7 @@ def attention(
 def _in_pools(
     q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
 ) -> bool:
-    return batch.pages is not None and batch.pages.keys[spec.layer].dtype == q.dtype
+    return batch.pages is not None and (batch.pages.is_rounded or batch.pages.keys[spec.layer].dtype == q.dtype)
 
 
 def _packed(

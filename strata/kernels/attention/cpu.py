@@ -9,33 +9,46 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from strata.kernels.attention.cpu_plan import DecodeGroup, PromptChunk, Schedule, plan
+from strata.kernels.attention.cpu_plan import AttentionPlan, DecodeGroup, PromptChunk, plan
 from strata.kernels.attention.spec import AttentionSpec, PackedBatch
 from strata.kernels.state.paged import PagedKV
 
 
-def planned(pages: PagedKV, offsets: Tensor, windows: Iterable[int | None] = (None,)) -> PagedKV:
-    """`pages` with the plan of this step's attention, for a model whose layers use these windows (CPU only)."""
+def planned(pages: PagedKV, offsets: Tensor, dtype: torch.dtype, windows: Iterable[int | None] = (None,)) -> PagedKV:
+    """`pages` with the plan of this step's attention on a CPU, of a model of `dtype` whose layers use these windows."""
     # All layers that keep rows in these pages have the same shapes; the others have none there.
     keys = next(keys for keys in pages.keys if keys.numel())
-    return dataclasses.replace(pages, plan=plan(offsets, pages.lengths, pages.tables, keys, windows))
+    tables, used = pages.tables, None
+    if pages.is_rounded:
+        counts = -(-pages.lengths // pages.page_size)
+        is_used = torch.arange(tables.shape[1]) < counts[:, None]
+        # What stands past a sequence's pages may be any number.
+        used, places = torch.unique(tables.masked_fill(~is_used, 0).long(), return_inverse=True)
+        tables = places.int()
+    return dataclasses.replace(pages, plan=plan(offsets, pages.lengths, tables, keys, dtype, windows, used))
 
 
-def _schedule(pages: PagedKV, offsets: Tensor, window: int | None) -> Schedule:
+def _plan(pages: PagedKV, offsets: Tensor, dtype: torch.dtype, window: int | None) -> AttentionPlan:
     if pages.plan is not None and window in pages.plan.schedules:
-        return pages.plan.schedules[window]
-    return planned(pages, offsets, (window,)).plan.schedules[window]  # type: ignore[union-attr]
+        return pages.plan
+    made = planned(pages, offsets, dtype, (window,)).plan
+    assert made is not None
+    return made
 
 
 def paged(
     q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
 ) -> Tensor:
-    """Queries of a mixed batch against the pools; no more than a tile (or one sequence) is copied at a time."""
+    """Queries of a mixed batch against the pools; no more than a tile (or one sequence) is copied at a time.
+
+    Of pools in 8 bits, all pages of the batch are widened first.
+    """
     pages, layer, scale = batch.pages, spec.layer, spec.scale
     assert pages is not None
-    work = _schedule(pages, batch.offsets, spec.window)
-    keys = pages.keys[layer].view(-1, *k.shape[1:])
-    values = pages.values[layer].view(-1, *k.shape[1:])
+    made = _plan(pages, batch.offsets, q.dtype, spec.window)
+    work = made.schedules[spec.window]
+    pools = (pages.keys[layer], pages.values[layer]) if made.used is None else pages.rows(layer, made.used, q.dtype)
+    keys, values = (pool.view(-1, *k.shape[1:]) for pool in pools)
     if not work.chunks and not work.padded and len(work.groups) == 1 and isinstance(work.groups[0].rows, slice):
         return _decode(q, keys, values, work.groups[0], scale, sinks)
     out = q.new_zeros(q.shape) if work.padded else q.new_empty(q.shape)

@@ -63,9 +63,14 @@ class Schedule:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """A schedule for each window that the model's layers use."""
+    """A schedule for each window that the model's layers use.
+
+    used: [pages] int64; of pools in 8 bits, the pages that the batch has and that are widened, among which slots count;
+    None: slots are those of the pools.
+    """
 
     schedules: dict[int | None, Schedule]
+    used: Tensor | None = None
 
 
 def schedule(
@@ -80,7 +85,7 @@ def schedule(
     """Divide a step into work.
 
     offsets, lengths, tables, page_size: as in `Batch` and `PagedKV`. token_bytes: bytes of one token's key and value in
-    one layer. dtype: of the pools. window: as in `attention`.
+    one layer. dtype: that keys are read in. window: as in `attention`.
     """
     decoding, chunks, padded = [], [], False
     for sequence, total in enumerate(lengths):
@@ -179,11 +184,17 @@ def _slots(table: Tensor, first: int, last: int, page_size: int) -> slice | Tens
 
 
 def plan(
-    offsets: Tensor, lengths: Tensor, tables: Tensor, keys: Tensor, windows: Iterable[int | None] = (None,)
+    offsets: Tensor,
+    lengths: Tensor,
+    tables: Tensor,
+    keys: Tensor,
+    dtype: torch.dtype,
+    windows: Iterable[int | None] = (None,),
+    used: Tensor | None = None,
 ) -> AttentionPlan:
-    """The plan of a step from the tensors of its batch, all on the CPU; `keys` is the pool of one layer."""
-    token_bytes = 2 * keys[0, 0].numel() * keys.element_size()
+    """The plan of a step from the tensors of its batch, all on the CPU; `keys` is the pool of one layer, which is read
+    in `dtype`. used: see `AttentionPlan`."""
+    token_bytes = 2 * keys[0, 0].numel() * dtype.itemsize
     starts, totals = offsets.tolist(), lengths.tolist()
-    return AttentionPlan(
-        {w: schedule(starts, totals, tables, keys.shape[1], token_bytes, keys.dtype, w) for w in set(windows)}
-    )
+    schedules = {w: schedule(starts, totals, tables, keys.shape[1], token_bytes, dtype, w) for w in set(windows)}
+    return AttentionPlan(schedules, used)

@@ -71,12 +71,7 @@ def attend_exact(
     group = q.shape[1] // kv_heads
     queries = max(1, TILE_ROWS // group)
     bounds = offsets.tolist()
-    if pages is None:
-        lengths = [end - begin for begin, end in pairwise(bounds)]
-        keys, values = k, v
-    else:
-        lengths = pages.lengths.tolist()
-        keys, values = (x[spec.layer].view(-1, kv_heads, head_dim) for x in (pages.keys, pages.values))
+    lengths = [end - begin for begin, end in pairwise(bounds)] if pages is None else pages.lengths.tolist()
     tiles = _tiles(bounds, lengths, queries, window)
     out = q.new_zeros(q.shape)
     most = max(1, STAGED_BYTES // (8 * BLOCK_KEYS * kv_heads * head_dim))
@@ -92,7 +87,11 @@ def attend_exact(
             hidden = positions > at[:, :, None]
             if window is not None:
                 hidden |= positions <= at[:, :, None] - window
-            _join(state, hidden, keys.index_select(0, slots), values.index_select(0, slots))
+            if pages is None:
+                keys, values = k.index_select(0, slots), v.index_select(0, slots)
+            else:
+                keys, values = pages.rows_at(spec.layer, slots, q.dtype)
+            _join(state, hidden, keys, values)
         if sinks is not None:
             _join_sinks(state, sinks.view(kv_heads, 1, group).expand(-1, queries, -1).reshape(kv_heads, -1))
         result = (state.result / state.weight).view(len(tokens), kv_heads, queries, group, head_dim)

@@ -11,13 +11,19 @@ from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
 from strata.kernels.state.paged import PagedKV
+from strata.kernels.state.rounded_rows import round_rows, widen_rows
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 
 def _cost(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int, *, workload: Workload) -> Cost:
     if pages is None:
         return Cost()
-    return Cost(read=k.nbytes + v.nbytes + pages.slot_mapping.nbytes, written=k.nbytes + v.nbytes)
+    given = k.nbytes + v.nbytes
+    written = given
+    if pages.is_rounded:  # and what the rows then stand for, for attention of this step
+        rows = 2 * k.shape[0] * k.shape[1]
+        written += rows * (k.shape[2] + 1)
+    return Cost(read=given + pages.slot_mapping.nbytes, written=written)
 
 
 def _meta(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Tensor, Tensor]:
@@ -28,21 +34,39 @@ def _meta(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Tens
 def kv_write(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Tensor, Tensor]:
     """Write k and v [tokens, kv_heads, head_dim] into the pools of a layer at `pages.slot_mapping`; -1 writes nothing.
 
-    Returns k and v themselves. Without pages nothing is written.
+    Returns k and v themselves; of pools in 8 bits, what those hold of them, so that the step attends as later ones do.
+    Without pages nothing is written.
     """
     if pages is None:
         return k, v
     kept = pages.slot_mapping >= 0
     slots = pages.slot_mapping[kept].long()
+    if pages.is_rounded:
+        return _write_rounded(k, v, pages, layer, kept, slots)
     for new, pool in ((k, pages.keys[layer]), (v, pages.values[layer])):
         pool.flatten(0, 1)[slots] = new[kept].to(pool.dtype)
     return k, v
+
+
+def _write_rounded(
+    k: Tensor, v: Tensor, pages: PagedKV, layer: int, kept: Tensor, slots: Tensor
+) -> tuple[Tensor, Tensor]:
+    held = []
+    pools = (k, pages.keys, pages.key_exponents), (v, pages.values, pages.value_exponents)
+    for new, pool, exponents in pools:
+        values, powers = round_rows(new, pool[layer].dtype)
+        pool[layer].flatten(0, 1)[slots] = values[kept]
+        exponents[layer][slots // pages.page_size, :, slots % pages.page_size] = powers[kept]
+        held.append(widen_rows(values, powers, new.dtype))
+    return held[0], held[1]
 
 
 @kv_write.implement("index_copy", "cpu", invariant=True)
 def _index_copy(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Tensor, Tensor]:
     if pages is None:
         return k, v
+    if pages.is_rounded:
+        return kv_write.reference(k, v, pages, layer)  # type: ignore[no-any-return]
     index = pages.index
     if index is None:
         if bool((pages.slot_mapping < 0).any()):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.cpu_plan import AttentionPlan
+from strata.kernels.state.rounded_rows import widen_rows
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class PagedKV:
         each layer works it out from the tensors above.
     index: [tokens] int64, the slot mapping again, if none of it is -1: a CPU writes by it. None: each layer looks.
     parts: for CUDA, which kernel attends for which rows of a step with prompts; None: attention treats all alike.
+    key_exponents, value_exponents: a tensor a layer, [pages, kv_heads, page_size] uint8, where the pools hold 8 bits
+        (see `rounded_rows`); empty: the pools hold what is written as it is.
     """
 
     keys: tuple[Tensor, ...]
@@ -34,6 +38,12 @@ class PagedKV:
     plan: AttentionPlan | None = None
     index: Tensor | None = None
     parts: BatchParts | None = None
+    key_exponents: tuple[Tensor, ...] = ()
+    value_exponents: tuple[Tensor, ...] = ()
+
+    @property
+    def is_rounded(self) -> bool:
+        return bool(self.key_exponents)
 
     @property
     def page_size(self) -> int:
@@ -42,7 +52,28 @@ class PagedKV:
     def sequences(self, first: int, last: int) -> PagedKV:
         """What attention needs of sequences [first, last); the slot mapping is left as it is."""
         tables, lengths = self.tables[first:last], self.lengths[first:last]
-        return PagedKV(self.keys, self.values, tables, lengths, self.slot_mapping)
+        exponents = self.key_exponents, self.value_exponents
+        return PagedKV(self.keys, self.values, tables, lengths, self.slot_mapping, None, None, None, *exponents)
+
+    def rows(self, layer: int, pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The keys and values of whole pages, by their numbers [count]: [count, page_size, kv_heads, head_dim]."""
+        keys, values = self.keys[layer][pages], self.values[layer][pages]
+        if not self.is_rounded:
+            return keys, values
+        exponents = (each[layer][pages].transpose(1, 2) for each in (self.key_exponents, self.value_exponents))
+        key, value = (widen_rows(one, other, dtype) for one, other in zip((keys, values), exponents, strict=True))
+        return key, value
+
+    def rows_at(self, layer: int, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The keys and values at `slots` [count] int64, page * page_size + offset: [count, kv_heads, head_dim]."""
+        found = []
+        for pool, exponents in ((self.keys, self.key_exponents), (self.values, self.value_exponents)):
+            rows = pool[layer].flatten(0, 1).index_select(0, slots)
+            if exponents:
+                of_rows = exponents[layer][slots // self.page_size, :, slots % self.page_size]
+                rows = widen_rows(rows, of_rows, dtype)
+            found.append(rows)
+        return found[0], found[1]
 
 
 pytree.register_dataclass(PagedKV)

@@ -64,14 +64,15 @@ def qk_rope_kv_write(
     cos, sin: of `rope_angles`, [tokens, 1, head_dim].
     pages: as for `kv_write`; None writes nothing.
     Returns queries [tokens, heads, head_dim] and keys [tokens, kv_heads, head_dim], rotated, and the values, a view of
-    `product`. The bits are those of `rms_norm`, `rope` and `kv_write` one after the other.
+    `product`; of pools in 8 bits keys and values are what those hold. The bits are those of `rms_norm`, `rope` and
+    `kv_write` one after the other.
     """
     q, k, v = _parts(product, spec, cos.shape[-1])
     if q_weight is not None:
         q, k = run(rms_norm, q, q_weight, spec.eps), run(rms_norm, k, k_weight, spec.eps)
     k = run(rope, k, cos, sin)
     if pages is not None:
-        run(kv_write, k, v, pages, spec.layer)
+        k, v = run(kv_write, k, v, pages, spec.layer)
     return run(rope, q, cos, sin), k, v
 
 
@@ -105,7 +106,7 @@ def _torch(
     else:
         q, k, v = _parts(product, spec, cos.shape[-1])
         q, k = _rope(_norm(q, q_weight, eps), cos, sin), _rope(_norm(k, k_weight, eps), cos, sin)
-    _kv_write(k, v, pages, spec.layer)
+    k, v = _kv_write(k, v, pages, spec.layer)
     return q, k, v
 
 

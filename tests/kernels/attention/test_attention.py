@@ -143,7 +143,7 @@ def test_views_of_a_merged_projection_are_accepted():
 def test_a_plan_made_once_gives_the_same_result():
     case = Case.random([200, 31, 64, 90], heads=4, kv_heads=2, head_dim=16)
     q, k, v, batch = case.batch([1, 31, 1, 40])
-    with_plan = batch._replace(pages=planned(batch.pages, batch.offsets, {None, 30}))
+    with_plan = batch._replace(pages=planned(batch.pages, batch.offsets, batch.pages.keys[0].dtype, {None, 30}))
     assert set(with_plan.pages.plan.schedules) == {None, 30}
     run = attention.bind("cpu")
     for window in (None, 30, 50):
