@@ -27,6 +27,7 @@ _MODULES = {
     "warm": "strata.cli.warm:warm",
     "probe": "strata.cli.probe:probe",
     "explain": "strata.cli.explain:explain",
+    "eval": "strata.cli.evaluation.command:evaluate",
     "train": "strata.cli.train:command",
     "data": "strata.cli.train_data:command",
     "bench": "strata.cli.bench.inference:bench",

@@ -21,7 +21,7 @@ from strata.train.export import Finished, accuracy_table, export
 from strata.train.finish import save_model
 from strata.train.log.picture import plot_report
 from strata.train.profile import StepProfiler
-from strata.train.score import Score, makes, questions, score
+from strata.train.score import Score, questions, score
 from strata.train.trainer import Report, Trainer
 
 
@@ -100,27 +100,14 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def evaluate(folder: Path, config: EvaluateConfig, device: torch.device) -> list[Score]:
-    """Held-out accuracy of the model in `folder` by exercise, greedily decoded by the engine.
-
-    Where an example wants a call, the reply to its result counts, and only if the call was made.
-    """
+    """Held-out accuracy of the model in `folder` by exercise, see `replies`."""
     # Imported here: most runs evaluate nothing, and every rank would pay for it.
+    from strata.bench.accuracy.tasks import replies
     from strata.engine.llm import LLM
-    from strata.engine.sampling_params import SamplingParams
 
-    encoder = Encoder.load(folder)
     examples = questions(config.examples)
     llm = LLM(folder, device=str(device))
-    params = SamplingParams(temperature=0.0, max_tokens=config.max_tokens)
-
-    def replies(prompts: list[list[int]]) -> list[str]:
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
-        return [output.outputs[0].text for output in outputs]
-
-    said = replies([encoder.prompt(example) for example in examples])
-    called = [i for i, one in enumerate(examples) if one.call is not None and makes(said[i], one.call)]
-    after = dict(zip(called, replies([encoder.prompt_after_call(examples[i]) for i in called]), strict=True))
-    return score(examples, [said[i] if one.call is None else after.get(i, "") for i, one in enumerate(examples)])
+    return score(examples, replies(llm, Encoder.load(folder), examples, config.max_tokens))
 
 
 def _score_table(scores: list[Score]) -> Table:

@@ -48,11 +48,16 @@ def questions(examples: int) -> list[Example]:
     return [example for task in (*TASKS, *TOOL_TASKS) for example in held_out_examples(task, examples)]
 
 
+def is_right(example: Example, reply: str) -> bool:
+    """Whether a reply gives the answer of its example."""
+    return extract_answer(reply) == example.answer
+
+
 def score(examples: Sequence[Example], replies: Iterable[str]) -> list[Score]:
     """The score of each task, in the order in which tasks first occur."""
     correct: dict[str, int] = {}
     total: dict[str, int] = {}
     for example, reply in zip(examples, replies, strict=True):
         total[example.task] = total.get(example.task, 0) + 1
-        correct[example.task] = correct.get(example.task, 0) + (extract_answer(reply) == example.answer)
+        correct[example.task] = correct.get(example.task, 0) + is_right(example, reply)
     return [Score(task, correct[task], total[task]) for task in total]

@@ -1,0 +1,106 @@
+"""Text that models are compared on, as token ids in passages that fit into a prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+from strata.engine.llm import LLM
+from strata.engine.sampling_params import SamplingParams
+from strata.text.tokenizer import Tokenizer
+from strata.train.tasks.mixture import TASKS, held_out_examples
+
+
+@dataclass(frozen=True)
+class Passage:
+    """ids: a prompt. first: of its ids, the first that is scored, 1 or more. document: where it comes from."""
+
+    ids: tuple[int, ...]
+    first: int
+    document: int
+
+    @property
+    def scored(self) -> int:
+        """How many of its ids are."""
+        return len(self.ids) - self.first
+
+
+def read_passages(file: Path, tokenizer: Tokenizer, length: int) -> list[Passage]:
+    """The documents of a file in passages of at most `length` ids, in order.
+
+    A name that ends in .jsonl is of JSON lines, each {"text": ...} or {"messages": [...]}, a chat by the tokenizer's
+    template; any other file is one document of plain text. Where the tokenizer begins a text with a special id, each
+    passage begins with it. Raises ValueError for a file that is missing, empty, or no such text, by its line.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"{file} does not exist; give a file of JSON lines (.jsonl) or of plain text") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text in UTF-8: byte {error.start} is not; convert it first") from None
+    if file.suffix == ".jsonl":
+        lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        documents = [_ids_of(line, f"{file}, line {number}", tokenizer) for number, line in lines]
+    else:
+        documents = [tokenizer.encode(text)] if text.strip() else []
+    found = [one for number, ids in enumerate(documents) for one in _cut(ids, length, number, tokenizer.bos_id)]
+    if not found:
+        raise ValueError(
+            f"{file} has no document of two tokens or more, so there is nothing to predict; give more text"
+        )
+    return found
+
+
+def _ids_of(line: str, where: str, tokenizer: Tokenizer) -> list[int]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON: {error}") from None
+    fields = set(record) if isinstance(record, dict) else set()
+    if "text" in fields and isinstance(record["text"], str):
+        return tokenizer.encode(record["text"])
+    if "messages" in fields and isinstance(record["messages"], list):
+        return tokenizer.encode_chat(record["messages"], add_generation_prompt=False)
+    raise ValueError(f'{where}: must be {{"text": "..."}} or {{"messages": [...]}}, got {line:.60}')
+
+
+def _cut(ids: Sequence[int], length: int, document: int, begin: int | None) -> list[Passage]:
+    """Passages of a document; a rest of one id is left out, for nothing predicts it."""
+    opening = (begin,) if ids and ids[0] == begin else ()
+    body = tuple(ids[len(opening) :])
+    step = length - len(opening)
+    parts = [(*opening, *body[start : start + step]) for start in range(0, len(body), step)]
+    return [Passage(part, 1, document) for part in parts if len(part) > 1]
+
+
+def generated_passages(llm: LLM, count: int, length: int, seed: int) -> list[Passage]:
+    """What the model says itself, drawn at temperature 1, when it is asked `count` exercises of the built-in model as a
+    chat, or without a template continues them; only what it says is scored. Each is a document.
+
+    Raises ValueError if no prompt leaves room for an answer in `length` ids.
+    """
+    tokenizer = llm.get_tokenizer()
+    of_each = [held_out_examples(task, -(-count // len(TASKS))) for task in TASKS]
+    in_turn = [one.question for some in zip_longest(*of_each) for one in some if one is not None][:count]
+    prompts = [
+        tokenizer.encode_chat([{"role": "user", "content": text}])
+        if tokenizer.has_chat_template
+        else tokenizer.encode(text)
+        for text in in_turn
+    ]
+    fitting = [prompt for prompt in prompts if 0 < len(prompt) < length]
+    if not fitting:
+        raise ValueError(f"passages of {length} tokens leave no room for an answer; give more")
+    params = [
+        SamplingParams(temperature=1.0, top_p=1.0, max_tokens=length - len(prompt), seed=seed + number)
+        for number, prompt in enumerate(fitting)
+    ]
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in fitting], params)
+    return [
+        Passage((*prompt, *output.outputs[0].token_ids), len(prompt), number)
+        for number, (prompt, output) in enumerate(zip(fitting, outputs, strict=True))
+        if output.outputs[0].token_ids
+    ]

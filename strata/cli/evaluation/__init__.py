@@ -1,0 +1,1 @@
+"""`strata eval`: its options, and the table that it prints."""
