@@ -16,6 +16,15 @@ from strata.files.weight_index import INDEX, SINGLE, read_index
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # What packed weights are called, beside their own names: bytes.
 _PACKED = ("_blocks", "_scales")
+# Those of packed weights and their scales in the formats of `strata.models.quantized.formats`.
+_PACKED_DTYPES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 # The format's own limit, so that a corrupt length does not make us read gigabytes.
 _LONGEST_HEADER = 100_000_000
 
@@ -50,18 +59,18 @@ class StoredTensor:
     expert: ExpertPlace | None = None
 
 
-def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
+def read_checkpoint(folder: Path, packed: bool = False) -> dict[str, StoredTensor]:
     """The tensors of `model.safetensors`, or of the shards that `model.safetensors.index.json` lists, by name.
 
-    Reads headers only. Raises ValueError for a missing file, a corrupt or truncated one, an index that does not match
-    its shards, or weights that are not floats.
+    packed: its config.json says how weights are packed. Reads headers only. Raises ValueError for a missing file, a
+    corrupt or truncated one, an index that does not match its shards, or weights that are neither floats nor packed.
     """
     if (folder / SINGLE).is_file():
-        return read_header(folder / SINGLE)
+        return read_header(folder / SINGLE, packed)
     if not (folder / INDEX).is_file():
         raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}; only safetensors weights are read")
     homes = read_index(folder / INDEX)
-    shards = {name: read_header(folder / name) for name in sorted(set(homes.values()))}
+    shards = {name: read_header(folder / name, packed) for name in sorted(set(homes.values()))}
     absent = [name for name, home in homes.items() if name not in shards[home]]
     if absent:
         raise ValueError(f"{folder / INDEX} lists tensors that their files do not hold: {shorten(absent)}")
@@ -71,7 +80,7 @@ def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     return {name: shards[home][name] for name, home in homes.items()}
 
 
-def read_header(file: Path) -> dict[str, StoredTensor]:
+def read_header(file: Path, packed: bool = False) -> dict[str, StoredTensor]:
     """The tensors of one safetensors file: a length (8 bytes, little-endian), a JSON header, then the data."""
     text, data_bytes = _read_header_text(file)
     try:
@@ -83,7 +92,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _corrupt(file, "its metadata is not an object of strings")
-    return _read_entries(file, header, data_bytes)
+    return _read_entries(file, header, data_bytes, _DTYPES | (_PACKED_DTYPES if packed else {}))
 
 
 def _read_header_text(file: Path) -> tuple[bytes, int]:
@@ -103,11 +112,13 @@ def _read_header_text(file: Path) -> tuple[bytes, int]:
     return text, size - 8 - length
 
 
-def _read_entries(file: Path, header: dict[str, Any], data_bytes: int) -> dict[str, StoredTensor]:
+def _read_entries(
+    file: Path, header: dict[str, Any], data_bytes: int, dtypes: dict[str, torch.dtype]
+) -> dict[str, StoredTensor]:
     """The header's entries, which must tile the data without gap or overlap."""
     tensors, spans = {}, []
     for name, entry in header.items():
-        tensors[name], end = _read_entry(file, name, entry)
+        tensors[name], end = _read_entry(file, name, entry, dtypes)
         spans.append((tensors[name].start, end, name))
     covered = 0
     for start, end, name in sorted(spans):
@@ -119,7 +130,7 @@ def _read_entries(file: Path, header: dict[str, Any], data_bytes: int) -> dict[s
     return tensors
 
 
-def _read_entry(file: Path, name: str, entry: Any) -> tuple[StoredTensor, int]:
+def _read_entry(file: Path, name: str, entry: Any, dtypes: dict[str, torch.dtype]) -> tuple[StoredTensor, int]:
     """A tensor and the byte where it ends."""
     try:
         kind, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
@@ -127,10 +138,11 @@ def _read_entry(file: Path, name: str, entry: Any) -> tuple[StoredTensor, int]:
         raise _corrupt(file, f"the header's entry of {name} lacks dtype, shape or data_offsets") from None
     if any(type(value) is not int or value < 0 for value in (*shape, start, end)):
         raise _corrupt(file, f"the header's entry of {name} has a size or offset that is not a count")
-    dtypes = _DTYPES | ({"U8": torch.uint8} if name.endswith(_PACKED) else {})
-    if kind not in list(dtypes):
-        raise ValueError(f"{file}: {name} has dtype {kind}; supported are {', '.join(_DTYPES)} (no quantized weights)")
-    tensor = StoredTensor(name, file, dtypes[kind], shape, start)
+    known = dtypes | ({"U8": torch.uint8} if name.endswith(_PACKED) else {})
+    if kind not in list(known):
+        reason = "" if len(dtypes) > len(_DTYPES) else " (config.json tells of no quantized weights)"
+        raise ValueError(f"{file}: {name} has dtype {kind}; supported are {', '.join(dtypes)}{reason}")
+    tensor = StoredTensor(name, file, known[kind], shape, start)
     if end - start != math.prod(shape) * tensor.dtype.itemsize:
         raise _corrupt(file, f"{name} of shape {list(shape)} and dtype {kind} does not take {end - start} bytes")
     return tensor, end

@@ -15,7 +15,7 @@ from strata.models.checkpoint import ExpertPlace, StoredTensor
 from strata.models.experts import SparseCausalLM
 
 # Of an expert, the matrices that stand in one tensor, output by output in turn.
-_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def split_experts(
@@ -32,7 +32,7 @@ def split_experts(
     tensors, count = dict(tensors), model.expert_count
     for layer in {name.partition(".experts.")[0] for name in parameters if ".experts." in name}:
         block = f"{layer}.experts"
-        for name, parts in _PARTS.items():
+        for name, parts in PARTS.items():
             outputs, inputs = parameters[f"{block}.0.{parts[0]}.weight"].shape
             rows = len(parts) * outputs
             whole, scales = _take_weight(tensors, f"{block}.{name}", (count, rows, inputs), folder)
@@ -115,9 +115,9 @@ def read_expert(reader: Any, stored: StoredTensor, box: tuple[tuple[int, int], .
 def joined_experts(name: str, parameter: Tensor) -> Tensor:
     """A parameter as its checkpoint has it: of all experts gate and up interleaved, inputs before outputs."""
     own = name.partition(".experts.")[2].removesuffix("_bias")
-    if own not in _PARTS:
+    if own not in PARTS:
         return parameter
-    parts = len(_PARTS[own])
+    parts = len(PARTS[own])
     # [experts, parts, outputs, inputs], of a bias without inputs.
     apart: Tensor = parameter.unflatten(1, (parts, -1))
     return apart.transpose(1, 2).flatten(1) if parameter.dim() == 2 else apart.permute(0, 3, 2, 1).flatten(2)

@@ -1,0 +1,1 @@
+"""Checkpoints whose weights are packed, in the formats of the hubs: one file for each."""

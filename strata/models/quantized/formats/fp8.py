@@ -1,0 +1,69 @@
+"""`quant_method: fp8`: e4m3 with one scale for a weight, or for each block of it (DeepSeek, Qwen, transformers).
+
+Scales multiply, "inv" in their name or not (transformers 5.23, integrations/finegrained_fp8.py, read 2026-11-22).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from strata.files.fields import Fields
+from strata.kernels.quant.packed import Scheme
+from strata.models.checkpoint import StoredTensor
+from strata.models.quantized.formats.matrices import PackedMatrix, ScaledMatrix
+from strata.models.quantized.formats.settings import refuse_packed_cache, take_names
+from strata.models.quantized.formats.stored import FLOATS, StoredTensors
+
+# Of the scale beside a weight; of those of activations, which are for one scale of all tokens.
+_SCALES = ("weight_scale_inv", "weight_scale")
+_INPUT_SCALES = ("input_scale", "activation_scale")
+_ONE = ((), (1,), (1, 1))
+
+
+def read_fp8(fields: Fields, stored: StoredTensors) -> dict[str, PackedMatrix]:
+    """The matrices of a checkpoint, by name.
+
+    Activations are rounded as a product reads them: by the blocks of a weight's columns, or by rows. A scale that the
+    file has for activations is passed over.
+    """
+    block = _take_block(fields)
+    static = fields.choice("activation_scheme", ("dynamic", "static"), "dynamic") == "static"
+    if static and block:
+        raise fields.wrong("activation_scheme", "static", "'dynamic' where weights have a scale for each block")
+    fields.only("fmt", "e4m3", "other kinds of 8 bits are not implemented")
+    fields.choice("scale_fmt", ("float", "ue8m0", None), None)  # the scales' dtype tells it
+    fields.only("expert_dtype", "fp8", "experts in 4 bits are not implemented in this format")
+    take_names(fields, "modules_to_not_convert", "ignored_layers", "modules_to_convert")  # the dtypes tell it
+    refuse_packed_cache(fields, "kv_cache_scheme")
+    fields.finish({"dequantize"})
+    return {f"{owner}.weight": _matrix(stored, owner, block) for owner in stored.owners("weight", torch.float8_e4m3fn)}
+
+
+def scalar_matrix(stored: StoredTensors, values: StoredTensor, scales: str) -> ScaledMatrix:
+    """Of e4m3 values with one scale for all, which is called so; what it multiplies is rounded by rows."""
+    scale = stored.take(scales, FLOATS, *_ONE)
+    return ScaledMatrix(stored, Scheme("e4m3", 0, 0, "row"), values, scale)
+
+
+def _matrix(stored: StoredTensors, owner: str, block: tuple[int, int] | None) -> PackedMatrix:
+    values = stored.take(f"{owner}.weight", (torch.float8_e4m3fn,), dims=2)
+    name = next((name for last in _SCALES if (name := f"{owner}.{last}") in stored), f"{owner}.{_SCALES[0]}")
+    if block is None:
+        for last in _INPUT_SCALES:
+            stored.pass_over(f"{owner}.{last}")
+        return scalar_matrix(stored, values, name)
+    (out, width), (rows, columns) = values.shape, block
+    dtypes = (*FLOATS, torch.float8_e8m0fnu, torch.uint8)
+    scales = stored.take(name, dtypes, (-(-out // rows), -(-width // columns)))
+    return ScaledMatrix(stored, Scheme("e4m3", rows, columns, "block"), values, scales)
+
+
+def _take_block(fields: Fields) -> tuple[int, int] | None:
+    value: Any = fields.take("weight_block_size", None)
+    if value is None:
+        return None
+    if not (isinstance(value, list) and len(value) == 2 and all(type(one) is int and one > 0 for one in value)):
+        raise fields.wrong("weight_block_size", value, "two positive integers, or null for one scale a weight")
+    return value[0], value[1]

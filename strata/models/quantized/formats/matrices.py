@@ -1,0 +1,156 @@
+"""Packed matrices of a checkpoint, which are read by rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from strata.kernels.quant.packed import PackedWeight, Scheme, part_of
+from strata.models.checkpoint import StoredTensor
+from strata.models.quantized.formats.stored import StoredTensors
+
+
+class PackedMatrix(Protocol):
+    """One matrix [out, width] of a checkpoint."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def scheme(self) -> Scheme: ...
+
+    @property
+    def step(self) -> int:
+        """Rows are read from a multiple of it to another, or to the last row."""
+
+    def rows(self, first: int, end: int) -> PackedWeight:
+        """The rows [first, end), whole, on the CPU."""
+
+
+def read_box(matrix: PackedMatrix, name: str, rows: tuple[int, int], columns: tuple[int, int]) -> PackedWeight:
+    """The rows and columns [first, end) of a matrix; `name` is for the ValueError where they cannot be had."""
+    out, width = matrix.shape
+    for (low, high), size in ((rows, out), (columns, width)):
+        if not 0 <= low <= high <= size:
+            raise ValueError(f"{name} is {out} x {width}; rows {rows} and columns {columns} are not of it")
+    first = min(rows[0], out - 1) // matrix.step * matrix.step
+    end = min(-(-max(rows[1], first + 1) // matrix.step) * matrix.step, out)
+    weight = matrix.rows(first, end)
+    try:
+        return part_of(weight, (rows[0] - first, rows[1] - first), columns)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def check_fills_bytes(name: str, width: int) -> None:
+    """Raises ValueError where two values of a row to a byte do not fill the last one."""
+    if width % 2:
+        raise ValueError(f"{name} has rows of {width} values of 4 bits; an even number is supported")
+
+
+@dataclass(frozen=True)
+class ScaledMatrix:
+    """Values [out, width] of 8 bits, or [out, width / 2] of two e2m1 to a byte, and scales [out / rows, width /
+    columns] of the scheme; where one stands for all of a dimension it may lack.
+
+    zeros: as scales, or None. whole: one more scale of all, and whether it divides.
+    """
+
+    stored: StoredTensors
+    scheme: Scheme
+    values: StoredTensor
+    scales: StoredTensor
+    zeros: StoredTensor | None = None
+    whole: tuple[StoredTensor, bool] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        out, width = self.values.shape
+        return out, width * (2 if self.scheme.values == "e2m1" else 1)
+
+    @property
+    def step(self) -> int:
+        return self.scheme.rows or 1
+
+    def rows(self, first: int, end: int) -> PackedWeight:
+        values = self.stored.read(self.values, slice(first, end))
+        scales = self.stored.read_scales(self.scales, *self._rows_of(self.scales, first, end))
+        zeros = None
+        if self.zeros is not None:
+            zeros = self._grid(self.stored.read(self.zeros, *self._rows_of(self.zeros, first, end)))
+        return PackedWeight.of(
+            self.scheme, values, self._grid(scales), zeros=zeros, row_scales=self._row_scales(end - first)
+        )
+
+    def _rows_of(self, stored: StoredTensor, first: int, end: int) -> tuple[slice, ...]:
+        group = self.scheme.rows
+        return (slice(first // group, -(-end // group)),) if group else ()
+
+    def _grid(self, scales: Tensor) -> Tensor:
+        return scales.reshape(scales.shape[0] if self.scheme.rows else 1, -1)
+
+    def _row_scales(self, count: int) -> Tensor | None:
+        if self.whole is None:
+            return None
+        stored, divides = self.whole
+        scale = self.stored.read_scales(stored).float().reshape(1, 1)
+        if divides and not bool(scale):
+            raise ValueError(f"{stored.file}: {stored.name} is 0, and scales are divided by it")
+        return (1 / scale if divides else scale).expand(count, 1).contiguous()
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """With memory and strides of its own, which `contiguous` does not give where a dimension is 1."""
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def bytes_of(words: Tensor) -> Tensor:
+    """int32 [rows, words] -> uint8 [rows, 4 * words], the lowest bits of a word first."""
+    return copied(words).view(torch.uint8)
+
+
+def nibbles_of(packed: Tensor) -> Tensor:
+    """Bytes [..., count] -> their halves, the low one first, [..., 2 * count]."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+def join_nibbles(nibbles: Tensor) -> Tensor:
+    """The other way round."""
+    pairs = nibbles.unflatten(-1, (-1, 2))
+    packed: Tensor = pairs[..., 0] | (pairs[..., 1] << 4)
+    return packed
+
+
+def signed(packed: Tensor) -> Tensor:
+    """Bytes that hold a number and 128 more -> int8."""
+    return (packed ^ 128).view(torch.int8)
+
+
+def scheme_of_words(bits: int, group: int, activations: str = "") -> Scheme:
+    """Of integers in words, with a scale for each `group` columns of a row; 0: of all."""
+    return Scheme("int4" if bits == 4 else "int8", 1, group, activations)
+
+
+def reordered(values: Tensor, bits: int, order: Tensor) -> Tensor:
+    """The columns of packed values in this order."""
+    if bits == 8:
+        return values[:, order]
+    return join_nibbles(nibbles_of(values)[:, order])
+
+
+def order_of(groups: Tensor, size: int, name: str) -> Tensor | None:
+    """int32 [width]: columns so that those of a group stand together, groups of `size` in turn; None: they do.
+
+    groups: the group of each column. Raises ValueError where another number than `size` has one.
+    """
+    width = len(groups)
+    in_turn = torch.arange(width) // size
+    if torch.equal(groups.long(), in_turn):
+        return None
+    order = torch.argsort(groups.long(), stable=True)
+    if not torch.equal(groups.long()[order], in_turn):
+        raise ValueError(f"{name} does not give each group {size} columns, as group_size says")
+    return order.to(torch.int32)
