@@ -1,4 +1,4 @@
-"""One rank of `test_all_reduce`: the kernels in Triton's interpreter, with inboxes in files that all ranks map.
+"""The ranks of `test_all_reduce`: the kernels in Triton's interpreter, with inboxes in files that all ranks map.
 
 The interpreter runs the programs of a kernel one after another in the order of their indices, so each finds its peers
 in the other processes. It knows no assembly: an atomic addition of nothing reads flags instead. Under newer numpys
@@ -8,6 +8,7 @@ Triton 3.6 takes no bounds of loops, which `_counts` mends.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
 import time
 from pathlib import Path
@@ -35,6 +36,7 @@ SHAPES = {
     "scatter_sums": [(4, 130), (40, 64)],
 }
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
+GROUPS = ((2, "float32"), (2, "float16"), (4, "float32"))
 
 
 @triton.jit
@@ -62,8 +64,7 @@ def norm_inputs(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Ten
     return numbers(50, 0, shape, dtype), numbers(51, 0, shape, dtype)[0]
 
 
-def main() -> None:
-    folder, rank, ranks, dtype = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), DTYPES[sys.argv[4]]
+def run_rank(folder: Path, rank: int, ranks: int, dtype: torch.dtype) -> None:
     all_reduce._acquired = _read
     launches.PROGRAMS = launches.FLAGGED_PROGRAMS = 2  # so that a program takes several rows
     _counts()
@@ -83,6 +84,25 @@ def main() -> None:
             result = getattr(where, name)(x, axis, *given)
             found[f"{name} {call}"] = [one.tolist() for one in (result if isinstance(result, tuple) else (result,))]
     (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+def main() -> None:
+    """One group of ranks after another, as forks of this process: it has imported what all of them need."""
+    folder, forks = Path(sys.argv[1]), multiprocessing.get_context("fork")
+    for ranks, name in GROUPS:
+        own = folder / f"{ranks}-{name}"
+        own.mkdir()
+        for rank in range(ranks):
+            with (own / f"inbox-{rank}").open("wb") as inbox:
+                inbox.truncate(4 * Layout.of(ranks).end)
+        started = [
+            forks.Process(target=run_rank, args=(own, rank, ranks, DTYPES[name]), daemon=True) for rank in range(ranks)
+        ]
+        for one in started:
+            one.start()
+        for one in started:
+            one.join(100)
+            assert one.exitcode == 0, (ranks, name)
 
 
 if __name__ == "__main__":
