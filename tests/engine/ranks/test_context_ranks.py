@@ -29,7 +29,7 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 256,
     "verbose": False,
 }
-GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
@@ -82,13 +82,13 @@ def test_ranks_that_divide_prompts_answer_as_one() -> None:
     # In chunks, and found again.
     assert_alike(one, two, [prompt(130), prompt(3), prompt(70, 11)], GREEDY)
     assert sum(found is not None for found in shares.found) >= 4
-    assert sum(found is None for found in shares.found) > 60
+    assert sum(found is None for found in shares.found) > 20
     assert_alike(one, two, [prompt(130) + prompt(60, 13)], GREEDY)
     statistics = two.engine.loop.scheduler.statistics
     assert statistics.prefix_hits >= 128
 
     # With decodes beside prompts, and preempted.
-    assert_alike(one, two, [prompt(60 + count, 13 + count) for count in range(8)], GREEDY)
+    assert_alike(one, two, [prompt(80 + count, 13 + count) for count in range(8)], GREEDY)
     assert statistics.preemptions > 0
     assert any(found is not None and 1 in found.counts and found.counts.max() > 8 for found in shares.found)
     sampled = SamplingParams(seed=5, max_tokens=24, temperature=0.8, top_k=20, repetition_penalty=1.2, n=3)
@@ -116,7 +116,7 @@ PROMPTS = [prompt(length, step, 61) for length, step in ((50, 7), (3, 5), (29, 1
 
 
 def mixture_ids(llm: LLM) -> list[list[int]]:
-    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": tokens} for tokens in PROMPTS]
     return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
 

@@ -18,7 +18,7 @@ PROMPTS = [[(7 * place + 3) % 300 for place in range(length)] for length in (90,
 
 
 def ids(llm: LLM) -> list[list[int]]:
-    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 

@@ -23,7 +23,7 @@ SHORT: dict[str, Any] = OPTIONS | {"max_num_batched_tokens": 48}
 
 
 def ids(llm: LLM) -> list[list[int]]:
-    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 

@@ -22,6 +22,7 @@ from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
 from tests.engine.ranks.test_ranked_engine import (
     GREEDY,
+    LONG,
     OPTIONS,
     SCHEMA,
     assert_alike,
@@ -52,7 +53,7 @@ def test_long_prompts_come_in_chunks_and_are_found_again(one: LLM, two: LLM) -> 
 
 def test_sequences_are_preempted(one: LLM, two: LLM) -> None:
     before = two.engine.loop.scheduler.statistics.preemptions
-    assert_alike(one, two, [prompt(60 + count, 13 + count) for count in range(8)], GREEDY)
+    assert_alike(one, two, [prompt(80 + count, 13 + count) for count in range(8)], GREEDY)
     assert two.engine.loop.scheduler.statistics.preemptions > before
 
 
@@ -116,7 +117,7 @@ def test_a_stream_that_is_left_and_an_interrupt_leave_the_ranks_together(one: LL
         timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
-            two.generate([prompt(90, 29), prompt(40, 31)] * 4, GREEDY, use_tqdm=False)
+            two.generate([prompt(90, 29), prompt(40, 31)] * 4, LONG, use_tqdm=False)
         timer.join()
     assert_alike(one, two, [prompt(37, 23)], GREEDY)
     assert_same_ids(two)

@@ -23,6 +23,7 @@ from strata.engine.ranks.followers import Followers
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_pages": 64, "max_model_len": 512, "verbose": False}
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 def alive(pid: int) -> bool:
@@ -60,7 +61,7 @@ def test_a_rank_that_stops_is_named_and_another_engine_can_start(monkeypatch: py
         llm.embed([[1]], use_tqdm=False)
 
     again = LLM(tensor_parallel_size=2, **OPTIONS)  # while the other is kept
-    assert again.generate([[1, 2]], LONG, use_tqdm=False)[0].finished
+    assert again.generate([[1, 2]], SHORT, use_tqdm=False)[0].finished
     pids = others(again)
     before = time.monotonic()
     del again
@@ -74,15 +75,15 @@ def test_ranks_that_were_stopped_together_go_on(monkeypatch: pytest.MonkeyPatch)
     pids, asleep = others(llm), [0.0]
     monkeypatch.setattr(followers, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + asleep[0]))
 
-    def sleep() -> None:
-        os.kill(pids[1], signal.SIGSTOP)
+    def wake_up() -> None:
         time.sleep(0.6)
         asleep[0] = 1000.0
         time.sleep(0.6)
         os.kill(pids[1], signal.SIGCONT)
 
-    threading.Timer(0.05, sleep).start()
-    outputs = llm.generate([[1, 2, 3]] * 2, LONG, use_tqdm=False)
+    os.kill(pids[1], signal.SIGSTOP)
+    threading.Thread(target=wake_up).start()
+    outputs = llm.generate([[1, 2, 3]] * 2, SHORT, use_tqdm=False)
     assert asleep[0]
     assert all(output.finished for output in outputs)
 

@@ -26,7 +26,8 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 256,
     "verbose": False,
 }
-GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -99,7 +100,7 @@ def test_messages_travel_beside_products_in_large_steps(one: LLM, two: LLM, monk
 
 def test_sequences_are_preempted(one: LLM, two: LLM) -> None:
     before = two.engine.loop.scheduler.statistics.preemptions
-    assert_alike(one, two, [prompt(60 + count, 13 + count) for count in range(8)], GREEDY)
+    assert_alike(one, two, [prompt(80 + count, 13 + count) for count in range(8)], GREEDY)
     assert two.engine.loop.scheduler.statistics.preemptions > before
 
 
@@ -177,7 +178,7 @@ def test_an_interrupt_leaves_the_ranks_together(one: LLM, two: LLM) -> None:
         timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
-            two.generate([prompt(90, 29), prompt(40, 31)] * 4, GREEDY, use_tqdm=False)
+            two.generate([prompt(90, 29), prompt(40, 31)] * 4, LONG, use_tqdm=False)
         timer.join()
     assert_alike(one, two, [prompt(37, 23)], GREEDY)
     assert_same_ids(two)

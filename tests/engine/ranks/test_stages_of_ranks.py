@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from strata import LLM
+from strata import LLM, SamplingParams
 from strata.engine.faults import EngineFault
 from tests.engine.ranks.test_mixture import CONFIG
-from tests.engine.ranks.test_ranked_engine import GREEDY, OPTIONS, assert_alike, assert_same_ids, prompt
+from tests.engine.ranks.test_ranked_engine import OPTIONS, assert_alike, assert_same_ids, prompt
 
 DENSE: dict[str, Any] = {}
+SHORT, LONG = (SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (12, 64))
 MIXTURE = {"load_format": "dummy", "skip_tokenizer_init": True, "seed": 0}
 
 
@@ -30,7 +31,7 @@ def test_stages_of_two_ranks_answer_as_one_and_one_that_is_killed_is_named(
     sizes = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
     four = LLM(**sizes, enable_expert_parallel=options["model"] is not None, **options)
     prompts = [prompt(130), prompt(5, 3), prompt(61, 11)]
-    assert_alike(LLM(**options), four, prompts, GREEDY)
+    assert_alike(LLM(**options), four, prompts, SHORT)
     assert_same_ids(four)
     assert four.engine.ranks is not None
     others = four.engine.ranks.processes
@@ -39,5 +40,5 @@ def test_stages_of_two_ranks_answer_as_one_and_one_that_is_killed_is_named(
     threading.Timer(0.2, os.kill, (others[killed], signal.SIGKILL)).start()
     cause = re.escape(f"rank {killed} of 4 (stage 1, process {others[killed]}) was killed by SIGKILL")
     with pytest.raises(EngineFault, match=cause):
-        four.generate(prompts * 20, GREEDY, use_tqdm=False)
+        four.generate(prompts * 20, LONG, use_tqdm=False)
     assert not any(Path(f"/proc/{pid}").exists() for pid in others.values())
