@@ -69,8 +69,7 @@ def run(graphs: Sequence[fx.GraphModule], arguments: Sequence[tuple[Any, ...]]) 
     return [graphs[0](*arguments[0])] if len(graphs) == 1 else run_in_lockstep(graphs, arguments)
 
 
-@pytest.mark.parametrize("stages", [2, 3])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("size", "stages"), [(1, 2), (2, 3)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_stages_have_the_logits_of_the_whole_model(name: str, size: int, stages: int) -> None:
     config = config_of(name)
