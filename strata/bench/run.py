@@ -38,6 +38,7 @@ class Setup:
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
     pipeline_parallel_size: int = 1
+    quantization: str | None = None
 
     @property
     def source(self) -> str:
@@ -53,6 +54,7 @@ class Setup:
         return {
             "model": self.source,
             "load_format": self.load_format or ("dummy" if self.model in SHAPES else "auto"),
+            "quantization": self.quantization,
             "dtype": self.dtype,
             "device": self.device,
             "max_model_len": length,
@@ -66,11 +68,12 @@ class Setup:
         }
 
     def test_name(self, name: str) -> str:
-        """Deterministic mode, and each number of ranks, is a test of its own, so that none passes for the newest result
-        of another."""
+        """Deterministic mode, each number of ranks and each way to pack weights is a test of its own, so that none
+        passes for the newest result of another."""
         ranks = f"-tp{self.tensor_parallel_size}" if self.tensor_parallel_size > 1 else ""
         ranks += f"-pp{self.pipeline_parallel_size}" if self.pipeline_parallel_size > 1 else ""
         ranks += "-ep" if self.enable_expert_parallel else ""
+        ranks += f"-{self.quantization}" if self.quantization is not None else ""
         return f"{name}-deterministic{ranks}" if self.deterministic else f"{name}{ranks}"
 
 
@@ -158,7 +161,8 @@ def costs_on(setup: Setup, product: str) -> CostsOn | None:
     shard = link = None
     if ranks > 1:
         shard, link = RankShard.of(config, ranks, 0, expert_parallel=setup.enable_expert_parallel), link_of(device)
-    model = meta_model(config, device, DTYPES.get(setup.dtype), setup.deterministic, shard)
+    dtype = DTYPES.get(setup.dtype)
+    model = meta_model(config, device, dtype, setup.deterministic, shard, quantization=setup.quantization)
     return CostsOn(model.step_costs(), device, dtype_name(model.dtype), link)
 
 

@@ -38,6 +38,7 @@ def chat(
     top_p: options.TopP = None,
     top_k: options.TopK = None,
     seed: options.Seed = None,
+    quantization: options.Quantization = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     tensor_parallel_size: options.TensorParallelSize = 1,
@@ -60,6 +61,7 @@ def chat(
         llm = LLM(
             folder,
             verbose=False,
+            quantization=quantization,
             dtype=dtype,
             device=device,
             tensor_parallel_size=tensor_parallel_size,

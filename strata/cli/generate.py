@@ -26,6 +26,7 @@ def generate(
     top_p: options.TopP = None,
     top_k: options.TopK = None,
     seed: options.Seed = None,
+    quantization: options.Quantization = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     tensor_parallel_size: options.TensorParallelSize = 1,
@@ -47,6 +48,7 @@ def generate(
     asked = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     llm = LLM(
         model_folder(model),
+        quantization=quantization,
         dtype=dtype,
         device=device,
         tensor_parallel_size=tensor_parallel_size,

@@ -48,6 +48,7 @@ def graph(
     prefill_context_parallel_size: options.PrefillContextParallelSize = 1,
     enable_expert_parallel: options.EnableExpertParallel = False,
     enable_dp_attention: options.EnableDpAttention = False,
+    quantization: options.Quantization = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
     """Show what a step runs and costs, by operation and by part of the model, without weights or device; of several
@@ -82,14 +83,15 @@ def graph(
         shard = RankShard.of(config, size, 0, axis, stages=stages, stage=stage, **by)
     beside = (prompt,) * bool(prompt)
     workload = Workload((tokens,) * sequences + beside, (tokens + context,) * sequences + beside)
-    priced = price(meta_model(config, spec, shard=shard, context=along), workload, spec)
+    priced = price(meta_model(config, spec, shard=shard, context=along, quantization=quantization), workload, spec)
     step = {"model": model, "tokens": tokens, "context": context, "sequences": sequences, "prompt": prompt}
-    step |= {"ranks": ranks, "stages": stages, "stage": stage}
+    step |= {"quantization": quantization, "ranks": ranks, "stages": stages, "stage": stage}
     if as_json:
         print(json.dumps(step | priced.to_dict()))
     else:
         title = f"{model}: {sequences} x {tokens} new tokens, {context} cached each"
         title += f"; a new prompt of {prompt}" * bool(prompt) + f"; one rank of {ranks}" * (ranks > 1)
+        title += f"; weights packed as {quantization}" * (quantization is not None)
         longest = max(workload.total)
         title += f"; {longest} tokens are more than its {config.longest}" * (longest > config.longest)
         priced.draw(title + f", of stage {stage} of {stages}" * (stages > 1))

@@ -19,6 +19,11 @@ Model = Annotated[
     typer.Option(help="Checkpoint folder, org/model of the Hugging Face cache, or builtin, which it is if left out."),
 ]
 Dtype = Annotated[str, engine_option(help="auto, float32, bfloat16 or float16.")]
+# The names of `strata.kernels.quant.schemes`, which loads PyTorch.
+_SCHEMES = "fp8, fp8_block, fp8_weights, int8, int8_weights, int4, mxfp4 or nvfp4"
+Quantization = Annotated[
+    str | None, engine_option(help=f"How the weights of products are packed: {_SCHEMES}; not, if left out.")
+]
 Device = Annotated[str, engine_option(help="auto, cpu, cuda or cuda:N.")]
 TensorParallelSize = Annotated[
     int, engine_option(min=1, help="Ranks that divide each matrix: GPUs, or processes on a CPU.")

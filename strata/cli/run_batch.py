@@ -34,6 +34,7 @@ def run(
     served_model_name: ServedModelName = None,
     tool_call_parser: ToolCalls = None,
     reasoning: Reasoning = False,
+    quantization: options.Quantization = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     tensor_parallel_size: options.TensorParallelSize = 1,
@@ -67,6 +68,7 @@ def run(
     )
     engine = {
         "model": folder,
+        "quantization": quantization,
         "dtype": dtype,
         "device": device,
         "tensor_parallel_size": tensor_parallel_size,

@@ -107,6 +107,7 @@ def serve(
     tokenizer: Annotated[
         str | None, options.engine_option(help="Folder of the tokenizer; the model's own if left out.")
     ] = None,
+    quantization: options.Quantization = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     tensor_parallel_size: options.TensorParallelSize = 1,
@@ -190,6 +191,7 @@ def serve(
     )
     engine = {
         "model": folder,
+        "quantization": quantization,
         "dtype": dtype,
         "device": device,
         "tensor_parallel_size": tensor_parallel_size,

@@ -22,6 +22,7 @@ def warm(
     on: Annotated[
         str, typer.Option("--device", help="Whose kernels: auto, cuda:N, or a name (h200), which need not be here.")
     ] = "auto",
+    quantization: options.Quantization = None,
     dtype: options.Dtype = "auto",
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: options.MaxNumSeqs = 256,
@@ -50,6 +51,7 @@ def warm(
     found = folder_or_shape(model)
     asked = EngineConfig(
         found,
+        quantization=quantization,
         dtype=dtype,
         max_model_len=max_model_len,
         load_format="dummy" if found in SHAPES else "auto",

@@ -17,12 +17,15 @@ from strata.cache.tables import BufferShape
 from strata.engine.ranks.token_division import CONTEXT_AXIS
 from strata.engine.recorded_steps import recorded_sizes
 from strata.engine.sampling_params import RANGES, check_integer
+from strata.engine.startup.packing import NOTHING_PACKED, Packing
 from strata.kernels.attention.cudnn_plan import keeps_neighbours_apart, why_no_plan
 from strata.kernels.device_limits import DeviceLimits
+from strata.kernels.quant.schemes import scheme_of
 from strata.models import weights
 from strata.models.config import DTYPES, ModelConfig
 from strata.models.families import FAMILIES, build
 from strata.models.folder import located
+from strata.models.quantized.load import packed_bytes
 from strata.models.state import FixedState
 from strata.parallel.serving_shard import PIPELINE_AXIS, TENSOR_AXIS, RankShard
 
@@ -43,6 +46,8 @@ class EngineConfig:
     """What an engine is asked for; the names and meanings are vLLM's where it has them.
 
     model: a checkpoint folder, or the name of a shape ("8B", "0.6B") for random weights with load_format="dummy".
+    quantization: the scheme by which the weights of products are packed while they are read ("fp8", "int8", "int4" and
+        others: see `strata.kernels.quant.schemes`); None: none are.
     dtype: "auto" (the checkpoint's, see `strata.models.weights.load`), "float32", "bfloat16" or "float16".
     device: "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N".
     max_model_len: the most tokens of a sequence, prompt and output; None is the model's own.
@@ -81,6 +86,7 @@ class EngineConfig:
     """
 
     model: str
+    quantization: str | None = None
     dtype: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
@@ -145,6 +151,7 @@ class EngineConfig:
             raise ValueError(f"page_size must be a power of two, got {self.page_size}")
         self._check_experts()
         self._check_stages()
+        self._check_quantization()
 
     @property
     def axis_sizes(self) -> dict[str, int]:
@@ -205,6 +212,22 @@ class EngineConfig:
                 f"{self.pipeline_parallel_size} divides them; leave out one of them"
             )
 
+    def _check_quantization(self) -> None:
+        if self.quantization is None:
+            return
+        scheme_of(self.quantization)
+        if self.enable_eplb:
+            raise ValueError(
+                f"enable_eplb=True moves experts that are not packed, and quantization={self.quantization!r} packs "
+                "them; leave out one of them"
+            )
+        if self.deterministic and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"quantization={self.quantization!r} with tensor_parallel_size={self.tensor_parallel_size} and "
+                "deterministic=True: products that ranks divide are summed in one order of floats alone; leave out one "
+                "of them"
+            )
+
     def resolve_device(self, rank: int = 0) -> torch.device:
         """Of a rank. Raises ValueError if the device asked for is not there, or a GPU is missing for any rank."""
         device = self._device()
@@ -249,7 +272,8 @@ class EngineSizes:
 
     recorded: the steps that get a CUDA graph; library: cuDNN attends for prompts in them. weight_bytes: of the model;
     of a rank of several, of its share. parameters: of the model; of several ranks, of the one with the most
-    experts, and of several stages, the mean of a stage.
+    experts, and of several stages, the mean of a stage. packing: which weights of the model, or of the share, are
+    packed.
     """
 
     max_length: int
@@ -261,6 +285,7 @@ class EngineSizes:
     recorded: tuple[BufferShape, ...]
     library: bool
     states: StateShape | None = None
+    packing: Packing = NOTHING_PACKED
 
     @property
     def recorded_tokens(self) -> int:
@@ -285,14 +310,16 @@ class EngineSizes:
         pool = replace(PoolShape.of(config, asked.page_size, dtype), rounded=KV_DTYPES[asked.kv_cache_dtype])
         with torch.device("meta"):
             own = build(config, max_length) if shard is None else shard.build(max_length)
-            weight_bytes = weights.weight_bytes(own, dtype)
+            floats = weights.weight_bytes(own, dtype)
             # All ranks record the same sizes: what one sends has the length that others take.
-            parameters = weight_bytes // dtype.itemsize
+            parameters = floats // dtype.itemsize
             if shard is not None:
                 most = weights.weight_bytes(build(shard.most_divided, max_length), dtype)
                 parameters = most // dtype.itemsize // shard.stages
         if pool.rounded is not None and limits is not None:
             raise ValueError(f"kv_cache_dtype={asked.kv_cache_dtype!r} runs on a CPU only so far: leave it out")
+        packing = Packing.of(asked.quantization, own, shard)
+        weight_bytes = packed_bytes(own, dtype, packing.planned)
         groups = groups_of(asked, config, pool, max_length)
         states = StateShape.of(FAMILIES[config.architecture].states(config), dtype)
         library, recorded = False, []
@@ -302,7 +329,9 @@ class EngineSizes:
             fresh = library and keeps_neighbours_apart(dtype)
             recorded = recorded_sizes(asked.max_num_seqs, max_tokens, parameters, library, fresh)
         sizes = tuple(replace(size, groups=len(groups)) for size in recorded)
-        return EngineSizes(max_length, max_tokens, pool, groups, weight_bytes, parameters, sizes, library, states)
+        return EngineSizes(
+            max_length, max_tokens, pool, groups, weight_bytes, parameters, sizes, library, states, packing
+        )
 
     def without_library(self, max_sequences: int) -> EngineSizes:
         """The same where cuDNN cannot attend after all."""

@@ -30,6 +30,7 @@ from strata.graph.gather import gather_after_attention
 from strata.graph.leave_out_padding import leave_out_padding
 from strata.graph.merge import merge
 from strata.graph.product_times import measured_seconds, products_of
+from strata.graph.quantize import quantize
 from strata.graph.ranks.divide_tokens import divide_tokens
 from strata.graph.ranks.fuse_messages import fuse_messages
 from strata.graph.ranks.overlap import overlap as overlap_messages
@@ -40,6 +41,7 @@ from strata.graph.ranks.stages import capture_stage, exchange, take_rows
 from strata.hardware.figures import Device
 from strata.kernels import tuned
 from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, Rows, virtual_sequences
+from strata.kernels.quant.packed import PackedWeight
 from strata.kernels.state.clear_page_ends import clear_page_ends
 from strata.kernels.state.gather_tables import gather_tables
 from strata.kernels.state.newest_tokens import newest_tokens
@@ -228,11 +230,13 @@ def step_graphs(
     experts: MovingExperts | None = None,
     overlap: Overlap = NO_OVERLAP,
     context: Axis | Along | None = None,
+    packed: Mapping[str, PackedWeight] = MappingProxyType({}),
 ) -> StepGraphs:
     """Capture a model, run the passes, and bind for `kind` (see `Operation.bind`). table: of the device, if it has one.
     shard: of the rank whose model it is, where several share one; a rank of one sums as they do in deterministic mode.
     experts: where its experts may move. overlap: from which number of tokens on messages travel while products run.
-    context: along which ranks divide the tokens of steps.
+    context: along which ranks divide the tokens of steps. packed: what products read instead of these parameters, which
+    may be without memory.
 
     Raises NotImplementedError if an operation has no implementation there. Only on CUDA, and not in deterministic mode,
     are there implementations for which the passes pay that look at the number of rows.
@@ -244,6 +248,9 @@ def step_graphs(
     if shard is not None:
         captured = _of_rank(captured, shard, experts, deterministic)
         head = None if head is None else _of_rank(head, shard, experts, deterministic)
+    quantize(captured, packed)
+    if head is not None:
+        quantize(head, packed)
     axes = dict(NO_AXES if shard is None else shard.axes)
     if context is not None:
         axes[CONTEXT_AXIS] = context

@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from strata.graph.deferred import DeferredGraph
 
@@ -51,4 +51,9 @@ def _finished(graph: fx.Graph, result: Any, *parts: fx.GraphModule) -> fx.GraphM
         # Of a packed weight, too, the parameter that it stands for.
         for name in (str(node.target), *node.meta.get("parameters", ()))
     }
-    return DeferredGraph(attributes, graph, class_name=type(parts[-1]).__name__)
+    made = DeferredGraph(attributes, graph, class_name=type(parts[-1]).__name__)
+    for name, value in attributes.items():  # torch leaves out what no node fetches
+        owner, _, last = name.rpartition(".")
+        if isinstance(value, nn.Parameter) and not hasattr(holder := made.get_submodule(owner), last):
+            holder.register_parameter(last, value)
+    return made

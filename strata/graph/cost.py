@@ -36,6 +36,7 @@ class NodeCost:
     """One node that does work. `shape` is its result's; `parameters` maps the names it reads to their sizes.
 
     weight: [out, width] of the weight that a product multiplies by, merged ones together; None of what is no product.
+    packed: the kind of values of packed weights that it multiplies by ("e4m3"); empty: they are plain.
     backward: of its gradients, if they were asked for.
     attends: what runs an attention over pages, where that is known.
     implementation, kernels: what runs it on the device that was asked about, and what that launches (see
@@ -52,6 +53,7 @@ class NodeCost:
     implementation: str = ""
     kernels: tuple[str, ...] = ()
     weight: tuple[int, int] | None = None
+    packed: str = ""
     backward: Cost = field(default_factory=Cost)
     attends: Attends | None = None
 
@@ -92,6 +94,7 @@ def node_costs(
                 implementation,
                 kernels,
                 _weight_shape(node, operation, args),
+                next((one.kind for one in args if isinstance(one, PackedWeight)), ""),
                 operation.backward_cost(*args, workload=workload) if gradients else Cost(),
             )
         )

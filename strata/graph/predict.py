@@ -120,7 +120,9 @@ class StepPredictor:
 
     def _work(self, node: NodeCost, workload: Workload) -> Prediction:
         found = None
-        if node.weight is not None:
+        if node.packed:  # of which nothing was measured yet
+            found = None
+        elif node.weight is not None:
             found = self._product(node)
         elif node.cost.messages:
             found = self._message(node)

@@ -92,15 +92,18 @@ def randomize_part(model: CausalLM, part: ModelPart, complete: CausalLM, seed: i
     for name, value in dummy_values(complete, seed, like.device, like.dtype):
         if name not in parameters:  # of another stage
             continue
-        for source, target in _pairs(complete, model, name, value, parameters[name]):
+        for source, target in pairs(complete, model, name, value, parameters[name]):
             box = part.box(name, tuple(source.shape))
             held(target, box).copy_(source[tuple(slice(first, end) for first, end in box)])
 
 
-def _pairs(
+def pairs(
     complete: CausalLM, model: CausalLM, name: str, value: Tensor, own: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each stored matrix of a parameter that the part has: the whole one, and its own."""
+    """Of each stored matrix of a parameter that the part has: the whole one, of `value`, and its own.
+
+    model: of a part; or `complete`, and `own` its parameter of that name.
+    """
     sources = dict(stored_views(complete, name, value))
     for stored, target in stored_views(model, name, own.detach()):
         yield sources[stored], target

@@ -113,10 +113,8 @@ def load(
     sources = match_tensors(complete, tensors, folder)
     places = boxes(made, part, {name: stored.shape for name, stored in sources.items()})
     materialize(made, device, dtype)
-    _fill(made, sources, places)
-    embedding = stored_name(complete, _EMBEDDING)
-    if config.tied and _HEAD in tensors and embedding in tensors and embedding in places:
-        _check_tie(tensors, embedding, folder, places[embedding])
+    fill(made, sources, places)
+    check_head(complete, config, tensors, folder, places)
     return made, given
 
 
@@ -133,8 +131,19 @@ def materialize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> N
     does not fit in the free memory.
     """
     require_memory(weight_bytes(model, dtype), device, dtype)
+    allocate(model, device, dtype)
+
+
+def allocate(model: nn.Module, device: torch.device, dtype: torch.dtype, without: Container[str] = ()) -> None:
+    """As `materialize`, without a look at how much memory is free. without: parameters that stay without memory."""
     # Not `to_empty`, whose `empty_like` of a tensor on the meta device imports a package for symbolic algebra.
-    model.to(dtype=dtype)._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
+    model.to(dtype=dtype)
+    left = {id(parameter) for name, parameter in model.named_parameters() if name in without}
+
+    def with_memory(tensor: Tensor) -> Tensor:
+        return tensor if id(tensor) in left else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+    model._apply(with_memory)
 
 
 def match_tensors(model: nn.Module, tensors: dict[str, StoredTensor], folder: Path) -> dict[str, StoredTensor]:
@@ -182,13 +191,13 @@ def stored_values(model: CausalLM, folder: Path, wanted: Container[str]) -> Iter
         value = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
         for stored, view in stored_views(model, name, value):
             with safe_open(sources[stored].file, framework="pt", device="cpu") as reader:
-                for rows, piece in _pieces(reader, sources[stored], whole(sources[stored].shape)):
+                for rows, piece in pieces(reader, sources[stored], whole(sources[stored].shape)):
                     view[rows].copy_(piece)
         yield name, value
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, sources: dict[str, StoredTensor], places: dict[str, Box]) -> None:
+def fill(model: nn.Module, sources: dict[str, StoredTensor], places: dict[str, Box]) -> None:
     """Copy of every tensor that has a box that box to its parameter, file by file and in the order of the file."""
     parameters = stored_parameters(model)
     order = sorted(places, key=lambda name: (sources[name].file, sources[name].start))
@@ -196,11 +205,11 @@ def _fill(model: nn.Module, sources: dict[str, StoredTensor], places: dict[str, 
         with safe_open(file, framework="pt", device="cpu") as reader:
             for name in names:
                 target = held(parameters[name], places[name])
-                for rows, piece in _pieces(reader, sources[name], places[name]):
+                for rows, piece in pieces(reader, sources[name], places[name]):
                     target[rows].copy_(piece)
 
 
-def _pieces(reader: Any, stored: StoredTensor, box: Box) -> Iterator[tuple[slice, Tensor]]:
+def pieces(reader: Any, stored: StoredTensor, box: Box) -> Iterator[tuple[slice, Tensor]]:
     """A box of a stored tensor in pieces of about `_PIECE_BYTES`, each with its rows, counted from the box's first."""
     (first, end), *others = box
     row_bytes = math.prod(last - start for start, last in others) * stored.dtype.itemsize
@@ -217,6 +226,16 @@ def _pieces(reader: Any, stored: StoredTensor, box: Box) -> Iterator[tuple[slice
         yield slice(start - first, last - first), tensor[(rows, *columns)]
 
 
+def check_head(
+    complete: CausalLM, config: ModelConfig, tensors: dict[str, StoredTensor], folder: Path, places: dict[str, Box]
+) -> None:
+    """Raises ValueError if config.json ties the head to the embedding and the checkpoint stores another one; places:
+    of the boxes that are read."""
+    embedding = stored_name(complete, _EMBEDDING)
+    if config.tied and _HEAD in tensors and embedding in tensors and embedding in places:
+        _check_tie(tensors, embedding, folder, places[embedding])
+
+
 def _check_tie(tensors: dict[str, StoredTensor], embedding_name: str, folder: Path, box: Box) -> None:
     """config.json ties the head to the embedding: a head that is stored all the same must be equal to it, in the box
     that is read."""
@@ -224,7 +243,7 @@ def _check_tie(tensors: dict[str, StoredTensor], embedding_name: str, folder: Pa
     equal = head.shape == embedding.shape and head.dtype == embedding.dtype
     if equal:
         with safe_open(head.file, framework="pt") as heads, safe_open(embedding.file, framework="pt") as embeddings:
-            pairs = zip(_pieces(heads, head, box), _pieces(embeddings, embedding, box), strict=True)
+            pairs = zip(pieces(heads, head, box), pieces(embeddings, embedding, box), strict=True)
             equal = all(torch.equal(one, other) for (_, one), (_, other) in pairs)
     if not equal:
         raise ValueError(

@@ -25,6 +25,7 @@ from strata.engine.recorded_steps import (
     smallest_mixed,
 )
 from strata.engine.sampler import DrawInputs
+from strata.engine.startup.packing import Packing
 from strata.engine.step_cost import least_costs, token_division
 from strata.engine.step_graphs import DivisionInputs, DrawStep, Overlap, StepGraphs, StepInputs, step_graphs
 from strata.files.json_object import read_existing_object
@@ -274,11 +275,13 @@ def meta_model(
     deterministic: bool = False,
     shard: RankShard | None = None,
     context: Axis | None = None,
+    quantization: str | None = None,
 ) -> MetaModel:
     """The graphs with which the engine runs a model on a device.
 
     dtype: the checkpoint's by default, bfloat16 if that says nothing. shard: of `config`, for the graphs of its rank.
-    context: along which ranks divide the tokens of steps.
+    context: along which ranks divide the tokens of steps. quantization: as in `EngineConfig`. Raises ValueError for a
+    scheme that cannot pack the model.
     """
     dtype = dtype or config.dtype or torch.bfloat16
     limits = DeviceLimits.listed(device)
@@ -292,7 +295,14 @@ def meta_model(
     overlap = Overlap(EngineConfig.overlap_tokens, device if has_copies else None)
     table = tuned.read(limits.product)
     graphs = step_graphs(
-        model, implementations_for(limits), deterministic, table, shard, overlap=overlap, context=context
+        model,
+        implementations_for(limits),
+        deterministic,
+        table,
+        shard,
+        overlap=overlap,
+        context=context,
+        packed=Packing.of(quantization, model, shard).planned,
     )
     library = not deterministic and library_limit(limits, config, dtype, _PAGE_SIZE) is None
     division = None

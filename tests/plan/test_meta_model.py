@@ -10,6 +10,7 @@ from strata.graph.cost import StepCosts, total
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.models.config import ModelConfig, config_from_dict
+from strata.parallel.serving_shard import RankShard
 from strata.plan.meta_model import find_config, meta_model
 from tests.models.gpt_oss_checkpoints import GPT_OSS_CONFIGS
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
@@ -21,6 +22,21 @@ EXPERT_BYTES = 2 * 3 * 768 * HIDDEN
 @pytest.fixture(scope="module")
 def costs() -> StepCosts:
     return meta_model(find_config("30B-A3B"), device("h200")).step_costs()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_packed_products_of_few_tokens_read_their_packed_bytes(ranks: int) -> None:
+    """int4 with a float32 scale for 128 columns; embedding, norms and head stay in bfloat16."""
+    config = find_config("0.6B")
+    shard = None if ranks == 1 else RankShard.of(config, ranks, 0)
+    model = meta_model(config, device("h200"), shard=shard, quantization="int4")
+    nodes = model.step(Workload((1,) * 4, (20,) * 4)).model
+    hidden, inner, layers = 1024, 3072, 28
+    products = layers * (hidden * (16 + 8 + 8 + 16) * 128 + 3 * inner * hidden) // ranks
+    read = sum(node.cost.weights for node in nodes if node.packed == "int4")
+    assert read == pytest.approx(products * (0.5 + 4 / 128), rel=1e-3)  # some of them with a norm
+    plain = sum(node.cost.weights for node in nodes if not node.packed)
+    assert plain == pytest.approx(2 * 151936 * hidden // ranks, rel=2e-3)
 
 
 @pytest.mark.parametrize("sequences", [1, 2, 16, 256])

@@ -54,6 +54,7 @@ def throughput(
     batch: Annotated[int | None, typer.Option(min=1, help="T3: so many equal requests; T1 if left out.")] = None,
     model: Model = "0.6B",
     load_format: LoadFormat = None,
+    quantization: options.Quantization = None,
     dtype: options.Dtype = "bfloat16",
     device: options.Device = "auto",
     deterministic: options.Deterministic = False,
@@ -78,6 +79,7 @@ def throughput(
         tensor_parallel_size,
         enable_expert_parallel,
         pipeline_parallel_size,
+        quantization,
     )
     result = run(test, setup, repeat)
     report(result.values(), result.text(), as_json=as_json, save=save)
@@ -90,6 +92,7 @@ def _command(name: str, measure: Callable[[Setup, int], Result], help: str) -> N
     def command(
         model: Model = "0.6B",
         load_format: LoadFormat = None,
+        quantization: options.Quantization = None,
         dtype: options.Dtype = "bfloat16",
         device: options.Device = "auto",
         deterministic: options.Deterministic = False,
@@ -109,6 +112,7 @@ def _command(name: str, measure: Callable[[Setup, int], Result], help: str) -> N
             tensor_parallel_size,
             enable_expert_parallel,
             pipeline_parallel_size,
+            quantization,
         )
         result = measure(setup, repeat)
         report(result.values(), result.text(), as_json=as_json, save=save)

@@ -36,6 +36,7 @@ from strata.engine.sampler import DrawInputs, LogprobTensors, Sampler, draw_ids
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.scheduler import Scheduler
+from strata.engine.startup.packing import Packing
 from strata.engine.step_graphs import Overlap, StepGraphs, step_graphs
 from strata.engine.steps.runner_config import RunnerConfig
 from strata.engine.warm_up import warm_up
@@ -86,6 +87,7 @@ def note_variants(asked: EngineConfig, limits: DeviceLimits, note: Callable[[Var
     whole, shard = (share_of_all_layers(asked, one, axis) for one in (config, shortened(config)))
     own = config if whole is None else whole.config
     sizes = EngineSizes.of(asked, own, torch.device("cuda"), limits)
+    sizes.packing.check_kernels("cuda", deterministic=asked.deterministic)
     with as_if_launched(limits, note):
         part = _part(shard)
         _note_draws(own.vocab_size, sizes.pool.dtype, part)  # among them what takes longest to compile
@@ -124,7 +126,10 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
     parts = asked.prefill_context_parallel_size
     context = Along(CONTEXT_AXIS, parts) if parts > 1 else None
     division = TokenDivision.on("cuda", parts, 0) if parts > 1 else None
-    graphs = step_graphs(model, implementations_for(META), asked.deterministic, table, shard, experts, overlap, context)
+    packed = Packing.of(asked.quantization, model, shard).planned
+    graphs = step_graphs(
+        model, implementations_for(META), asked.deterministic, table, shard, experts, overlap, context, packed
+    )
     if asked.ranks > 1:
         _leave_messages_out(graphs, has_copies)
     if shard is not None:

@@ -36,8 +36,8 @@ from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention import fixed as attention_fixed
 from strata.kernels.device_limits import DeviceLimits, implementations_for, why_not
 from strata.kernels.latent import cuda as latent_cuda
-from strata.models import weights
 from strata.models.config import ModelConfig
+from strata.models.quantized.load import load_packed
 from strata.parallel.serving_shard import TENSOR_AXIS
 
 # What NCCL takes for the channels between the ranks of one host, estimated.
@@ -105,6 +105,7 @@ def build_executor(
     shard = share_of(asked, config, rank.index) if divides else None
     own = config if shard is None else shard.config
     sizes = EngineSizes.of(asked, own, device, DeviceLimits.of(device) if own_kernels else None, shard)
+    sizes.packing.check_kernels(implementations_for(device), deterministic=asked.deterministic)
     kernels = None
     if own_kernels:
         from strata.engine.ahead.ahead import KernelsAhead  # needs Triton
@@ -119,10 +120,12 @@ def build_executor(
     ledger = planned_memory(asked, replace(own, vocab_size=config.vocab_size), sizes, device, rank.size)
     for line in ledger.lines():
         log(line)
+    packing, given_dtype = sizes.packing, pool_shape.dtype
+    if asked.quantization is not None:
+        log(packing.line(asked.quantization, given_dtype))
     with clock.phase("weights"), memory_explained("loading the weights", ledger):
-        model, _ = weights.load(
-            asked.model, device, pool_shape.dtype, asked.load_format, max_length, asked.seed or 0, shard
-        )
+        source = device, given_dtype, asked.load_format, max_length, asked.seed or 0, shard
+        model, _, packed = load_packed(asked.model, packing.schemes, *source)
     with clock.phase("ranks"):
         _require_alike(device, rank)
         ledger = ledger.agreed(rank.least)
@@ -141,7 +144,7 @@ def build_executor(
         kind = implementations_for(device)
         table = tuned.read(DeviceLimits.of(device).product) if kind == "cuda" else {}
         overlap = Overlap(asked.overlap_tokens, _sends_by_copies(axes[TENSOR_AXIS], device))
-        graphs = step_graphs(model, kind, asked.deterministic, table, shard, tables, overlap, context)
+        graphs = step_graphs(model, kind, asked.deterministic, table, shard, tables, overlap, context, packed)
     with clock.phase("KV pages"), memory_explained("allocating the KV pages", ledger):
         pool, *others = pools(sizes.groups, ledger.group_pages, own.num_layers, device)
         states = None if sizes.states is None else StatePool(sizes.states, ledger.state_rows, device)

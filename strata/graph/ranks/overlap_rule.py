@@ -19,6 +19,7 @@ from strata.graph.capture import operation_of, reads_state
 from strata.graph.ranks.overlap import PARTS, divisible, steps, travels
 from strata.hardware.figures import Device
 from strata.hardware.links import Link, link_of
+from strata.kernels.quant.packed import PackedWeight
 
 # Products hold so much of the rate of a short burst for long (cuBLAS on an H200, which its power bounds).
 _SUSTAINED = 0.87
@@ -105,7 +106,13 @@ def last_stretch(graph: fx.GraphModule) -> Stretch | None:
 
 
 def _product(graph: fx.GraphModule, node: fx.Node) -> Product:
+    """Of a packed weight as if it were of the dtype of the parameters that it stands for, which is its result's."""
     source = node.args[1]
+    if isinstance(source, PackedWeight):
+        values = source.values
+        assert isinstance(values, fx.Node)
+        out, width = source.with_tensors({"values": attrgetter(str(values.target))(graph)}).shape
+        return Product(out, width, graph.get_parameter(values.meta["parameters"][0]).dtype)
     assert isinstance(source, fx.Node)
     weight = attrgetter(str(source.target))(graph)
     assert isinstance(weight, Tensor)

@@ -1,0 +1,100 @@
+"""Which weights of a model are packed, decided before any of them is read."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from strata.graph.capture import capture, capture_head, operation_of
+from strata.graph.quantize import weights_of_products
+from strata.kernels.moe.experts import experts
+from strata.kernels.moe.held import held_experts
+from strata.kernels.op import Operation
+from strata.kernels.quant.packed import PackedWeight, Scheme
+from strata.kernels.quant.schemes import scheme_of
+from strata.models.experts import Router
+from strata.models.families import build
+from strata.models.layers import CausalLM
+from strata.models.quantized.assembly import meta_weights
+from strata.parallel.serving_shard import RankShard
+
+_HEAD = "lm_head.weight"
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Of a rank's parameters that are packed: how, and on the meta device what each will be.
+
+    operations: that multiply by them.
+    """
+
+    schemes: Mapping[str, Scheme]
+    planned: Mapping[str, PackedWeight]
+    operations: tuple[Operation, ...] = ()
+
+    @staticmethod
+    def of(quantization: str | None, model: CausalLM, shard: RankShard | None = None) -> Packing:
+        """By a scheme's name all that products alone read, but for the head and routers, of which errors would change
+        which token or expert is chosen; by None nothing.
+
+        model: on the meta device; of the rank of `shard`, where there are several. Raises ValueError for an unknown
+        scheme, and for a parameter that it cannot pack.
+        """
+        if quantization is None:
+            return NOTHING_PACKED
+        scheme, layers, complete = scheme_of(quantization), model, model
+        if shard is not None:
+            with torch.device("meta"):
+                layers, complete = build(shard.divided), build(shard.whole)
+        graph, own = capture(layers), {name for name, _ in model.named_parameters()}
+        products = weights_of_products([graph, capture_head(layers)])
+        kept = {name for name in products if name == _HEAD or _is_of_router(layers, name)}
+        schemes = {name: scheme for name in products if name in own and name not in kept}
+        operations = _multiplied(graph, schemes)
+        if shard is not None and shard.slots is not None:
+            operations = tuple(held_experts if one is experts else one for one in operations)
+        return Packing(schemes, meta_weights(model, complete, shard, schemes), operations)
+
+    def check_kernels(self, kind: str, *, deterministic: bool) -> None:
+        """Raises ValueError if an operation that multiplies has nothing for packed weights on such a device."""
+        for operation in self.operations:
+            candidates = operation.bind(kind, deterministic=deterministic, packed=True).candidates
+            # On a GPU the reference would unpack a weight in every call, and some wait for the device.
+            if not any(kind != "cuda" or candidate.name != "reference" for candidate in candidates):
+                how, other = ("deterministic ", " or deterministic=True") if deterministic else ("", "")
+                raise ValueError(
+                    f"quantization: {operation.name} has no {how}kernel for packed weights on {kind} yet; leave it out"
+                    f"{other}, or take another device"
+                )
+
+    def line(self, quantization: str, dtype: torch.dtype) -> str:
+        """What is packed, for the log of a start. dtype: of what is not."""
+        inside = sum(weight.numel() for weight in self.planned.values())
+        size = sum(weight.nbytes for weight in self.planned.values())
+        kind = str(dtype).removeprefix("torch.")
+        return (
+            f"weights: {len(self.planned):,} parameters are packed as {quantization}, {size / _GIB:.3f} GiB instead of "
+            f"{inside * dtype.itemsize / _GIB:.3f} in {kind}"
+        )
+
+
+NOTHING_PACKED = Packing({}, {})
+
+
+def _is_of_router(model: CausalLM, name: str) -> bool:
+    return isinstance(model.get_submodule(name.rpartition(".")[0]), Router)
+
+
+def _multiplied(graph: fx.GraphModule, names: Container[str]) -> tuple[Operation, ...]:
+    """The operations that read these parameters, each once."""
+    found: dict[Operation, None] = {}
+    for node in graph.graph.nodes:
+        operation = operation_of(node)
+        read = (name for source in node.all_input_nodes for name in source.meta.get("parameters", ()))
+        if operation is not None and any(name in names for name in read):
+            found[operation] = None
+    return tuple(found)

@@ -1,0 +1,163 @@
+"""Packed matrices of a checkpoint become the packed weight of a parameter, as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from strata.kernels.quant.packed import MX_GROUP, PackedWeight, Scheme, pack, part_of, with_own_rows
+from strata.models.experts import stored_views
+from strata.models.layers import CausalLM
+from strata.models.part import Box, ModelPart, whole
+
+_VALUES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+class Assembly:
+    """The packed weight of one parameter, put together from the matrices that a checkpoint has apart.
+
+    Of experts, `parts` matrices (gate and up, or down alone) stand above each other in each of `count`; otherwise there
+    is one matrix (count 0).
+    """
+
+    def __init__(self, name: str, count: int, parts: int) -> None:
+        self._name, self._count, self._parts = name, count, parts
+        self._made: PackedWeight | None = None
+
+    def put(self, number: int, matrix: PackedWeight) -> None:
+        """Matrix `number` of the parameter, in the order of `stored_views`. Raises ValueError if it cannot lie beside
+        those that came before."""
+        matrix = self._joinable(matrix)
+        if self._made is None:
+            self._made = matrix if not self._count else self._room_for(matrix)
+        if not self._count:
+            return
+        self._require_alike(matrix)
+        expert, part = divmod(number, self._parts)
+        for name, whole_of in self._made.tensors.items():
+            if name != "order":
+                piece = matrix.tensors[name]
+                rows = piece.shape[0]
+                whole_of[expert, part * rows : (part + 1) * rows].copy_(piece)
+
+    def like_all(self, matrix: PackedWeight) -> PackedWeight:
+        """What it is if all matrices are like this one; their values are not filled in."""
+        matrix = self._joinable(matrix)
+        return self._room_for(matrix) if self._count else matrix
+
+    @property
+    def weight(self) -> PackedWeight:
+        assert self._made is not None
+        return self._made
+
+    def _joinable(self, matrix: PackedWeight) -> PackedWeight:
+        """With scales of which none is of the rows of two parts."""
+        rows = matrix.rows or matrix.shape[0]
+        return with_own_rows(matrix) if self._parts > 1 and (not matrix.rows or matrix.shape[0] % rows) else matrix
+
+    def _room_for(self, matrix: PackedWeight) -> PackedWeight:
+        tensors = {
+            name: one if name == "order" else one.new_empty((self._count, self._parts * one.shape[0], *one.shape[1:]))
+            for name, one in matrix.tensors.items()
+        }
+        return matrix.with_tensors(tensors)
+
+    def _require_alike(self, matrix: PackedWeight) -> None:
+        made = self.weight
+        alike = matrix.scheme == made.scheme and matrix.tensors.keys() == made.tensors.keys()
+        if alike and made.order is not None:
+            assert matrix.order is not None
+            alike = torch.equal(matrix.order, made.order)
+        if not alike or any(matrix.tensors[name].dtype != one.dtype for name, one in made.tensors.items()):
+            raise ValueError(
+                f"the experts of {self._name} are packed in different ways, and one product multiplies by all of them: "
+                "pack them alike"
+            )
+
+
+def assembly(model: CausalLM, name: str) -> Assembly:
+    """For the parameter `name`. model: that has it, or the part of a model; it may be on the meta device."""
+    parameter = model.get_parameter(name)
+    if parameter.dim() == 2:
+        return Assembly(name, 0, 1)
+    _, matrix = next(stored_views(model, name, parameter))
+    return Assembly(name, len(parameter), parameter.shape[-2] // matrix.shape[-2])
+
+
+def packed_box(box: Box, shape: tuple[int, ...], scheme: Scheme) -> Box:
+    """What has to be read of a matrix of `shape` so that the box has the scales that it has in the whole matrix: all
+    columns, as every scale of a row may follow from all of them, and the rows that share scales with the box's."""
+    (first, end), _ = box
+    out, width = shape
+    group = out if _needs_all_rows(scheme) else scheme.rows
+    return (first // group * group, min(out, -(-end // group) * group)), (0, width)
+
+
+def _needs_all_rows(scheme: Scheme) -> bool:
+    """Scales of NVFP4 are themselves scaled by the largest of their matrix."""
+    return not scheme.rows or (scheme.values == "e2m1" and scheme.columns != MX_GROUP)
+
+
+def pack_box(matrix: Tensor, scheme: Scheme, box: Box, taken: Box) -> PackedWeight:
+    """The box of a matrix in a scheme. matrix: the values of `taken`, see `packed_box`."""
+    (first, end), columns = box
+    start = taken[0][0]
+    return part_of(pack(matrix, scheme), (first - start, end - start), columns)
+
+
+def planned_box(shape: tuple[int, ...], box: Box, scheme: Scheme) -> PackedWeight:
+    """On the meta device what `pack_box` makes of a box of a matrix of `shape`, from the sizes alone: an operation on
+    that device would import a package for symbolic algebra.
+
+    Raises ValueError where a byte of two values would be divided.
+    """
+    (first, end), (low, high) = box
+    two = scheme.values in ("int4", "e2m1")
+    if two and (shape[1] % 2 or low % 2 or high % 2):
+        raise ValueError(f"{scheme.values} packs two columns in a byte, and columns {low} to {high} divide one")
+    rows, columns = scheme.rows or shape[0], scheme.columns
+    if (low, high) != (0, shape[1]):
+        columns = gcd(gcd(columns, low), high - low) if columns else 0
+    own_rows = first % rows or (end % rows and end != shape[0])
+    scaled_twice = scheme.values == "e2m1" and _needs_all_rows(scheme)
+    scheme = scheme._replace(rows=1 if own_rows else scheme.rows, columns=columns)
+    out, width = end - first, high - low
+    groups = -(-out // scheme.rows) if scheme.rows else 1, -(-width // columns) if columns else 1
+    values = _VALUES.get(scheme.values, torch.uint8)
+    scales, row_scales = torch.float32, None
+    if scheme.values == "e2m1":
+        scales = torch.float8_e4m3fn if scaled_twice else torch.uint8
+    if scaled_twice:
+        row_scales = torch.empty(out, 1, dtype=torch.float32, device="meta")
+    made = torch.empty(out, width // 2 if two else width, dtype=values, device="meta")
+    return PackedWeight.of(scheme, made, torch.empty(groups, dtype=scales, device="meta"), None, row_scales)
+
+
+def meta_weights(
+    model: CausalLM, complete: CausalLM, part: ModelPart | None, schemes: Mapping[str, Scheme]
+) -> dict[str, PackedWeight]:
+    """The packed weights of these parameters on the meta device, of the shapes that they will have.
+
+    model: of `part`, or, where that is None, `complete`, of the whole config. Raises ValueError, with the parameter's
+    name, for one that cannot be packed.
+    """
+    found = {}
+    for name, scheme in schemes.items():
+        _, matrix = next(stored_views(complete, name, complete.get_parameter(name)))
+        shape = tuple(matrix.shape)
+        box = whole(shape) if part is None else part.box(name, shape)
+        try:
+            found[name] = assembly(model, name).like_all(planned_box(shape, box, scheme))
+        except ValueError as error:
+            raise ValueError(f"{name} cannot be packed: {error}") from None
+    return found
+
+
+def numbered(model: CausalLM, names: Iterable[str]) -> Iterator[tuple[str, str, int]]:
+    """The stored matrices of these parameters: what a checkpoint calls each, the parameter, and its number there."""
+    for name in names:
+        for number, (stored, _) in enumerate(stored_views(model, name, model.get_parameter(name))):
+            yield stored, name, number
