@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -197,6 +198,21 @@ def sequence_bytes(config: ModelConfig, slots: int, max_length: int, page_size: 
     return (slots + 1) * (2 * 4 * pages + 8 * (max_length + 1) + config.vocab_size // 8 + 4)
 
 
+def snapshot_rows(room: int, max_sequences: int, state_bytes: int) -> int:
+    """How many snapshots of fixed states are kept of what is left for pages, beside so many sequences."""
+    return min(_SNAPSHOTS_KEPT * max_sequences, max(0, int(room * _SNAPSHOT_SHARE)) // state_bytes)
+
+
+def numbered_pages(max_sequences: int, per_sequence: int) -> int:
+    """Pages of a model of which no layer keeps any: numbers alone. per_sequence: of the longest one."""
+    return max(per_sequence, min(_SNAPSHOTS_KEPT * max_sequences * per_sequence, _NUMBERED_PAGES))
+
+
+def room_beside_snapshots(pages: int, max_sequences: int, state_bytes: int) -> int:
+    """The bytes that leave so many of them for pages once snapshots have got theirs."""
+    return min(pages + _SNAPSHOTS_KEPT * max_sequences * state_bytes, math.ceil(pages / (1 - _SNAPSHOT_SHARE)))
+
+
 def plan_memory(
     config: ModelConfig,
     pool: PoolShape,
@@ -257,14 +273,13 @@ def plan_memory(
     groups = groups or (PageGroup(tuple(range(pool.layers)), None, pool),)
     snapshots = 0
     if state_bytes and takes_snapshots:
-        snapshots = min(_SNAPSHOTS_KEPT * max_sequences, max(0, int(room * _SNAPSHOT_SHARE)) // state_bytes)
+        snapshots = snapshot_rows(room, max_sequences, state_bytes)
         room -= snapshots * state_bytes
     if device.type == "cpu":
         room = min(room, max_sequences * per_sequence * sum(group.shape.page_bytes for group in groups))
     useful = [group.most_useful(max_sequences, max_tokens, max_length) for group in groups]
     if num_pages is None and not groups[0].layers:
-        useful_pages = _SNAPSHOTS_KEPT * max_sequences * per_sequence
-        counts: tuple[int, ...] = (max(per_sequence, min(useful_pages, _NUMBERED_PAGES)),)
+        counts: tuple[int, ...] = (numbered_pages(max_sequences, per_sequence),)
     elif num_pages is None:
         counts = divide_pages(groups, max(0, room), useful)
     else:

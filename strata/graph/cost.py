@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -23,12 +23,19 @@ from strata.kernels.moe.experts import expected_experts, experts
 from strata.kernels.moe.held import held_experts
 from strata.kernels.op import ATEN, Operation
 from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.recurrent.gated_delta import gated_delta
+from strata.kernels.recurrent.short_convolution import short_convolution
+from strata.kernels.recurrent.state_space import state_space
 from strata.kernels.state.groups import of_group
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.torch_functions import TORCH_FUNCTIONS
 
 # They only change how the same memory is looked at.
 _VIEWS = {getattr, operator.getitem, "split_with_sizes", "narrow", "unflatten", "flatten", row_part, of_group}
+
+
+# Operations that read and write states whose size does not depend on how long sequences are.
+_RECURRENCES = {one.name for one in (state_space, gated_delta, short_convolution)}
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,11 @@ class NodeCost:
     packed: str = ""
     backward: Cost = field(default_factory=Cost)
     attends: Attends | None = None
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether what it has cached are states, no keys and values."""
+        return self.operation in _RECURRENCES
 
 
 def node_costs(
@@ -138,15 +150,16 @@ def parameter_count(nodes: Iterable[NodeCost]) -> int:
 class StepCosts:
     """The least that any step of a model costs, from one look at its graph.
 
-    Outside attention the cost follows from the numbers of tokens and of rows whose logits are wanted; attention is
-    asked for its own. Activations can stay on the chip in principle, so the bytes of a step are the weights and the
-    keys and values that it reads, once each. Of the experts of a mixture it reads those that its tokens are expected
-    to go to.
+    Outside attention the cost follows from the numbers of tokens and of rows whose logits are wanted; attention and
+    recurrences are asked for their own. Activations can stay on the chip in principle, so the bytes of a step are the
+    weights, and the keys, values and states that it reads, once each. Of the experts of a mixture it reads those that
+    its tokens are expected to go to.
 
     token_flops, row_flops: of a token, and of a row behind the last attention. token_weights: bytes of the embedding's
     row. token_traffic: bytes of a token's activations that operations outside attention read and write, which `step`
     leaves out. weights: bytes of the parameters that every step reads. attentions: each distinct attention as a
-    function of the workload, and in how many layers it stands. mixtures: the bytes of experts that so many tokens read,
+    function of the workload, and in how many layers it stands; recurrences: and each operation of fixed states,
+    convolutions too. mixtures: the bytes of experts that so many tokens read,
     whether only rows go to them, and in how many layers. messages: the collectives of a step. token_sent, row_sent:
     bytes that a rank sends in them for a token, and for a row behind the last attention.
     """
@@ -161,13 +174,19 @@ class StepCosts:
     messages: int = 0
     token_sent: int = 0
     row_sent: int = 0
+    recurrences: tuple[tuple[Callable[[Workload], Cost], int], ...] = ()
+
+    @property
+    def states(self) -> tuple[tuple[Callable[[Workload], Cost], int], ...]:
+        """Of all operations that read what sequences keep."""
+        return self.attentions + self.recurrences
 
     def step(self, workload: Workload, rows: int) -> Cost:
         """A step that runs `workload` and projects `rows` hidden states onto the vocabulary."""
         tokens = workload.tokens
         flops, cached = self.token_flops * tokens + self.row_flops * rows, 0
-        for attention_cost, layers in self.attentions:
-            cost = attention_cost(workload)
+        for state_cost, layers in self.states:
+            cost = state_cost(workload)
             flops += layers * cost.flops
             cached += layers * cost.cached
         weights = self.weights + self.token_weights * tokens
@@ -190,6 +209,7 @@ def step_costs(graph: fx.GraphModule, argument: Callable[[int, int], Any]) -> St
     sent: Counter[str] = Counter()
     traffic = messages = 0
     attentions: Counter[Cost] = Counter()
+    recurrences: Counter[Cost] = Counter()
     examples: dict[Cost, Callable[[Workload], Cost]] = {}
     mixtures: Counter[tuple[int, int, int, int, int, bool]] = Counter()
     for one, two in zip(_walk(graph, argument(1, 1)), _walk(graph, argument(2, 1)), strict=True):
@@ -197,10 +217,11 @@ def step_costs(graph: fx.GraphModule, argument: Callable[[int, int], Any]) -> St
             continue
         of_one, of_two = (partial(_cost, one.operation, called.args) for called in (one, two))
         if one.operation.reads_state:
-            kind = of_one(_LONG)
-            attentions[kind] += 1
+            kind, is_recurrent = of_one(_LONG), one.operation.name in _RECURRENCES
+            (recurrences if is_recurrent else attentions)[kind] += 1
             weights["step"] += kind.weights  # of a convolution, a state space, sinks, and of what makes keys of latents
-            examples.setdefault(kind, of_one)
+            more = of_two(_SHORT) - of_one(_SHORT)
+            examples.setdefault(kind, partial(_recurrent_cost, of_one, more) if is_recurrent else of_one)
             continue
         # With twice the tokens and as many rows: what has grown goes by tokens.
         cost, grown = of_one(_SHORT), of_two(_SHORT)
@@ -229,6 +250,7 @@ def step_costs(graph: fx.GraphModule, argument: Callable[[int, int], Any]) -> St
         messages,
         sent["token"],
         sent["row"],
+        tuple((examples[kind], layers) for kind, layers in recurrences.items()),
     )
 
 
@@ -294,6 +316,17 @@ def _work(node: fx.Node) -> Operation | None:
 
 def _cost(operation: Operation, args: tuple[Any, ...], workload: Workload) -> Cost:
     return operation.cost(*args, workload=workload)
+
+
+def _recurrent_cost(of_one: Callable[[Workload], Cost], token: Cost, workload: Workload) -> Cost:
+    """of_one: with the activations of one token. token: of each more, whose state is that of its sequence."""
+    found, more = of_one(workload), workload.tokens - 1
+    return replace(
+        found,
+        flops=found.flops + more * token.flops,
+        read=found.read + more * token.read,
+        written=found.written + more * token.written,
+    )
 
 
 def _expert_bytes(per_token: int, count: int, held: int, size: int, sources: int, tokens: int) -> int:

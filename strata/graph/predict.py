@@ -114,6 +114,11 @@ class StepPredictor:
         )
         return _at_least(found, self._seconds("kernel"))
 
+    def recurrence(self, cost: Cost) -> Prediction:
+        """One operation of fixed states of a step, of which nothing was measured."""
+        found = Prediction(floor(cost, self.device, self.dtype).seconds, "analytic")
+        return _at_least(found, self._seconds("kernel"))
+
     def node(self, node: NodeCost, workload: Workload) -> Prediction:
         """A node of a step: no less than its kernels take in a CUDA graph however little they do."""
         return _at_least(self._work(node, workload), len(node.kernels) * self._seconds("kernel"))
@@ -126,7 +131,7 @@ class StepPredictor:
             found = self._product(node)
         elif node.cost.messages:
             found = self._message(node)
-        elif node.cost.cached:
+        elif node.cost.cached and not node.is_recurrent:
             found = self._attention(node.cost, workload, node.attends)
         elif node.cost.bytes and self._knows(alike := _ALIKE.get(node.operation, node.operation), "traffic"):
             found = self.tables[alike].predict("traffic", self.dtype, (node.cost.bytes,))

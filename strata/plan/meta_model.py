@@ -304,7 +304,8 @@ def meta_model(
         context=context,
         packed=Packing.of(quantization, model, shard).planned,
     )
-    library = not deterministic and library_limit(limits, config, dtype, _PAGE_SIZE) is None
+    attends = any(config.attends) and not deterministic
+    library = attends and library_limit(limits, config, dtype, _PAGE_SIZE) is None
     division = None
     if context is not None:
         shape = PoolShape.of(config, _PAGE_SIZE, dtype)

@@ -11,7 +11,7 @@ from strata.hardware.evidence import evidence_of
 from strata.hardware.figures import Device
 from strata.hardware.links import Link, link_of
 from strata.hardware.prediction import Prediction
-from strata.hardware.roofline import Floor, Workload, floor
+from strata.hardware.roofline import Cost, Floor, Workload, floor
 from strata.kernels import tuned
 from strata.plan.meta_model import MetaModel, dtype_name
 
@@ -30,7 +30,8 @@ class _Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class _Base:
-    """What a kind of step takes outside attention, in seconds. launches: by the host, 0 if it is recorded."""
+    """What a kind of step takes outside attention and recurrences, in seconds. launches: by the host, 0 if it is
+    recorded."""
 
     nodes: float
     launches: float
@@ -39,9 +40,9 @@ class _Base:
 class StepSeconds:
     """Predicts steps of a model, of one rank of several if the model is a shard.
 
-    `predict` prices all nodes of the graph that would run. `seconds` keeps what is outside attention, which follows
-    from the recorded size or from the number of tokens, and asks attention alone anew, so that millions of steps can
-    be asked for.
+    `predict` prices all nodes of the graph that would run. `seconds` keeps what is outside attention and recurrences,
+    which follows from the recorded size or from the number of tokens, and asks those alone anew, so that millions of
+    steps can be asked for.
     """
 
     def __init__(self, model: MetaModel, device: Device) -> None:
@@ -85,20 +86,27 @@ class StepSeconds:
         """The least that the step needs: weights, keys and values moved once, and its products."""
         return floor(self.costs.step(workload, len(workload.new)), self.device, self.dtype, self.link)
 
+    def copy_seconds(self, nbytes: int) -> float:
+        """To copy so many bytes in memory."""
+        return floor(Cost(read=nbytes, written=nbytes), self.device, self.dtype).seconds
+
     @property
     def around(self) -> float:
         """What a step takes beside its nodes: copies of inputs and ids, its start, and until the next begins."""
         return self.predictor.launches(0)
 
     def attention(self, workload: Workload) -> float:
-        """Seconds of the attention of all layers."""
+        """Seconds of the attention and the recurrences of all layers."""
         return self._attention(workload, self.model.recorded_size(workload))
 
     def _attention(self, workload: Workload, size: BufferShape | None) -> float:
         attends = self.model.attends(workload, size)
-        return sum(
-            layers * self.predictor.attention(cost(workload), workload, attends).seconds
-            for cost, layers in self.costs.attentions
+        costs, predictor = self.costs, self.predictor
+        attention = sum(
+            layers * predictor.attention(cost(workload), workload, attends).seconds for cost, layers in costs.attentions
+        )
+        return attention + sum(
+            layers * predictor.recurrence(cost(workload)).seconds for cost, layers in costs.recurrences
         )
 
     def _grid(self, workload: Workload) -> tuple[int, int]:

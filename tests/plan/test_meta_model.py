@@ -12,11 +12,13 @@ from strata.hardware.specs import device
 from strata.models.config import ModelConfig, config_from_dict
 from strata.parallel.serving_shard import RankShard
 from strata.plan.meta_model import find_config, meta_model
+from strata.plan.step_seconds import StepSeconds
 from tests.models.gpt_oss_checkpoints import GPT_OSS_CONFIGS
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 
 HIDDEN, LAYERS, EXPERTS, PER_TOKEN = 2048, 48, 128, 8
 EXPERT_BYTES = 2 * 3 * 768 * HIDDEN
+RECURRENT_NODES, ATTENTIONS = ("state_space", "short_convolution"), ("attention", "decode_attention")
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +104,36 @@ def test_decodes_read_and_write_their_fixed_states_however_long_they_are() -> No
     )
     bandwidth = device("h200").ceiling("bandwidth").value
     assert more.memory - one.memory == pytest.approx(7 * (2 * row + model.step_costs().token_weights) / bandwidth)
+
+
+def test_prompts_of_a_hybrid_cost_what_their_tokens_and_states_do() -> None:
+    """A prompt that begins, a part of one, a decode: 13 tokens; two of the three states are read, all are written."""
+    config = config_from_dict(RECURRENT_CONFIGS["granite-hybrid"])
+    model = meta_model(config, device("h200"), torch.bfloat16)
+    heads, head_dim, state_size, channels = 6, 8, 10, 48 + 2 * 2 * 10
+    workload = Workload((1, 7, 5), (9, 7, 12))
+    nodes = model.step(workload).model
+    spaces, convolutions = ([one for one in nodes if one.operation == name] for name in RECURRENT_NODES)
+    assert (len(spaces), len(convolutions)) == (2, 2)
+    state, tail = heads * head_dim * state_size * 4, channels * 3 * 2
+    assert {one.cost.cached for one in spaces} == {(2 + 3) * state}
+    assert {one.cost.cached for one in convolutions} == {(2 + 3) * tail}
+    assert {one.cost.flops for one in spaces} == {13 * heads * (5 * head_dim * state_size + 3 * head_dim + 6)}
+    assert {one.cost.flops for one in convolutions} == {13 * channels * (2 * 4 + 4)}
+    costs = model.step_costs()
+    assert [layers for _, layers in costs.recurrences] == [2, 2]
+    found = sorted((cost(workload) for cost, _ in costs.recurrences), key=lambda one: one.flops)
+    assert found == [convolutions[0].cost, spaces[0].cost]
+    step, alone = costs.step(workload, 3), costs.step(Workload((1, 1, 1), (9, 9, 9)), 3)
+    rest = sum(one.cost.flops for one in nodes if one.operation not in (*RECURRENT_NODES, *ATTENTIONS))
+    assert step.flops > alone.flops
+    attended = sum(layers * cost(workload).flops for cost, layers in costs.attentions)
+    assert step.flops == rest + attended + 2 * sum(one.flops for one in found)
+    times = StepSeconds(model, device("h200"))
+    assert times.seconds(workload) == pytest.approx(times.predict(workload).seconds, rel=1e-9)
+    assert times.copy_seconds(2 * (state + tail)) == pytest.approx(
+        4 * (state + tail) / device("h200").ceiling("bandwidth").value
+    )
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ class StepTimes:
         memory = device.ceiling("bandwidth", measured=False).value * MEMORY
         linear, bounded = Cost(), Cost()  # attention of one token, by each key before it and whatever is before it
         layers = 0
-        for attention, count in costs.attentions:
+        for attention, count in costs.states:
             near, far = attention(_NEAR), attention(_FAR)
             for _ in range(count):
                 linear, bounded = linear + (far - near), bounded + (near + near - far)

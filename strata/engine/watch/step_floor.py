@@ -35,7 +35,7 @@ class StepFloor:
     def of(cls, costs: StepCosts, device: Device, dtype: str, link: Link | None = None) -> StepFloor:
         """Raises ValueError if the device's peak is not known for `dtype`."""
         linear, bounded = Cost(), Cost()
-        for attention, count in costs.attentions:
+        for attention, count in costs.states:
             near, far = attention(_NEAR), attention(_FAR)
             for _ in range(count):
                 linear, bounded = linear + (far - near), bounded + (near + near - far)

@@ -90,6 +90,7 @@ class Choice:
                 "total": held.total,
                 "weights": held.weights,
                 "workspace": held.workspace,
+                "states": held.states,
                 "kv": held.kv,
                 "margin": held.margin,
                 "kv_tokens": held.tokens,

@@ -78,7 +78,7 @@ def layouts(config: ModelConfig, devices: int, per_host: int) -> Iterator[Layout
             if not _divides(config, tensor, by_experts, own_tokens):
                 continue
             yield Layout(tensor, expert_parallel=by_experts, own_tokens=own_tokens)
-            if own_tokens:
+            if own_tokens or config.recurrence is not None:  # whose states no stage or part of a prompt hands on
                 continue
             for more in sizes[1:]:
                 if tensor * more <= devices and more <= config.num_layers:

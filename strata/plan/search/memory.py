@@ -11,7 +11,7 @@ import torch
 
 from strata.cache.tables import BufferShape
 from strata.engine.engine_config import EngineConfig, EngineSizes
-from strata.engine.ledger import DeviceMemory
+from strata.engine.ledger import DeviceMemory, numbered_pages, room_beside_snapshots, snapshot_rows
 from strata.engine.ranks.rank import share_of
 from strata.engine.recorded_steps import recorded_sizes
 from strata.engine.startup.executor import planned_memory
@@ -38,6 +38,8 @@ _BUDGET = 8192
 class Held:
     """Bytes of the rank of an engine that needs the most. windows: the pools of layers with windows, beside
     pages of all tokens. tokens: that the latter have room for, of each rank where ranks have sequences of their own.
+    sequences: that run at once. state_bytes: of the fixed states of one; snapshots of them share the room of pages.
+    numbered: pages where no layer keeps any.
     """
 
     total: int
@@ -48,6 +50,9 @@ class Held:
     tokens: int
     page_bytes: int
     page_size: int
+    sequences: int = 0
+    state_bytes: int = 0
+    numbered: int = 0
 
     @property
     def token_bytes(self) -> float:
@@ -55,8 +60,19 @@ class Held:
         return self.page_bytes / self.page_size
 
     @property
+    def states(self) -> int:
+        """Of the sequences that run, and of padding."""
+        return (self.sequences + 1) * self.state_bytes
+
+    @property
     def kv(self) -> int:
-        return max(0, self.budget - self.weights - self.workspace)
+        """With snapshots."""
+        return max(0, self.budget - self.weights - self.workspace - self.states)
+
+    @property
+    def snapshots(self) -> int:
+        """How many are kept for prefixes."""
+        return snapshot_rows(self.kv, self.sequences, self.state_bytes) if self.state_bytes else 0
 
     @property
     def margin(self) -> int:
@@ -66,12 +82,16 @@ class Held:
     def lacking(self, tokens: int) -> int:
         """Bytes that are missing for so many tokens; 0 if there are enough."""
         pages = math.ceil(tokens / self.page_size) * self.page_bytes
-        return max(0, self.weights + self.workspace + self.windows + pages - self.budget)
+        if self.state_bytes:
+            pages = room_beside_snapshots(pages, self.sequences, self.state_bytes)
+        return max(0, self.weights + self.workspace + self.states + self.windows + pages - self.budget)
 
     @property
     def room(self) -> int:
         """Pages of all tokens."""
-        return max(0, self.kv - self.windows) // self.page_bytes
+        if not self.page_bytes:
+            return self.numbered
+        return max(0, self.kv - self.windows - self.snapshots * self.state_bytes) // self.page_bytes
 
 
 class Memory:
@@ -108,7 +128,7 @@ class Memory:
         held = self._found[key]
         layers = held.weights * (1 - self._outside)
         weights = held.weights - int(layers * (1 - precision.weights))
-        page_bytes, windows = max(1, int(held.page_bytes * precision.cached)), int(held.windows * precision.cached)
+        page_bytes, windows = int(held.page_bytes * precision.cached), int(held.windows * precision.cached)
         held = replace(held, weights=weights, windows=windows, page_bytes=page_bytes)
         return replace(held, tokens=held.room * held.page_size)
 
@@ -116,6 +136,10 @@ class Memory:
     def _outside(self) -> float:
         """Share of embedding and head, which keep the checkpoint's dtype, of all weights."""
         config = self._config
+        if config.recurrence is not None:
+            sizes = {name: parameter.numel() for name, parameter in self._whole.named_parameters()}
+            layers = sum(size for name, size in sizes.items() if name.startswith("model.layers."))
+            return 1 - layers / sum(sizes.values())
         heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim * config.hidden_size
         experts = config.experts
         width = config.intermediate_size if experts is None else experts.count * experts.intermediate_size
@@ -159,8 +183,18 @@ class Memory:
             pages = group.most_useful(asked.max_num_seqs, budget, self._length)
             windows += (pages or 0) * group.shape.page_bytes
         return Held(
-            self._memory.total, usable, ledger.weights, workspace, windows, 0, ledger.page_bytes, ledger.page_size
-        )  # fmt: skip
+            self._memory.total,
+            usable,
+            ledger.weights,
+            workspace,
+            windows,
+            0,
+            ledger.page_bytes,
+            ledger.page_size,
+            asked.max_num_seqs,
+            ledger.state_bytes,
+            numbered_pages(asked.max_num_seqs, -(-self._length // ledger.page_size)),
+        )
 
 
 def needed_tokens(traffic: Traffic, sequences: int, page_size: int) -> float:

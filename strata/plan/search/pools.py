@@ -95,8 +95,8 @@ def _prompt_parts(search: Search, layouts: Iterable[Layout]) -> Iterator[_Part]:
         step = table.seconds(0, chunk)
         each = step * traffic.computed / chunk
         held = search.memory.held(layout, 1, _BUDGET, AS_CHECKPOINT)
-        # Each rank sends its part of the keys and values.
-        way = traffic.prompt * held.token_bytes / machine.network
+        # Each rank sends its part of the keys and values, and of fixed states.
+        way = (traffic.prompt * held.token_bytes + held.state_bytes) / machine.network
         ttft = SERVER_SECONDS + each * (1 + _BUSY / (2 * (1 - _BUSY))) + step * (layout.stages - 1) + way
         if ttft <= (question.objectives.ttft or math.inf):
             yield _Part(layout, _BUSY / each, ttft)

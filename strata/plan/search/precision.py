@@ -23,7 +23,7 @@ class Precision:
         """Of a node, with what it reads of weights, keys and values in this precision."""
         cost = node.cost
         saved_weights = int(cost.weights * (1 - self.weights)) if _is_layer_product(node) else 0
-        saved_cached = int(cost.cached * (1 - self.cached))
+        saved_cached = 0 if node.is_recurrent else int(cost.cached * (1 - self.cached))
         if not saved_weights and not saved_cached:
             return cost
         read = max(0, cost.read - saved_weights - saved_cached)

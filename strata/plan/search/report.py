@@ -117,7 +117,8 @@ class ServingPlan:
         best = self.best
         point, held, bounds = best.point, best.held, self.decode.bounds
         idle = self.question.devices - best.devices
-        gib = {name: f"{getattr(held, name) / _GIB:,.2f}" for name in ("weights", "kv", "workspace", "margin")}
+        parts = ("weights", "kv", "workspace", "states", "margin")
+        gib = {name: f"{getattr(held, name) / _GIB:,.2f}" for name in parts}
         found = [
             ("load", f"{point.concurrency * best.replicas:,.0f} requests under way, {best.requests:,.2f} a second"),
             (
@@ -132,11 +133,13 @@ class ServingPlan:
             ("MFU", f"{self.mfu:.1%} of the maker's dense peak"),
             (
                 "memory, GiB",
-                f"{held.total / _GIB:,.1f} a device: weights {gib['weights']}, workspace {gib['workspace']}",
+                f"{held.total / _GIB:,.1f} a device: weights {gib['weights']}, workspace {gib['workspace']}"
+                + (f", states {gib['states']} of {held.sequences:,} sequences" if held.states else ""),
             ),
             (
                 "",
-                f"keys and values {gib['kv']} ({held.tokens:,} tokens), others and gaps between blocks {gib['margin']}",
+                f"keys and values{' and snapshots' * bool(held.states)} {gib['kv']} ({held.tokens:,} tokens), "
+                f"others and gaps between blocks {gib['margin']}",
             ),
         ]
         if (rate := self.question.traffic.rate) is not None:
@@ -206,11 +209,6 @@ def serving_plan(
     a device without figures, requests that are longer than the model's, no room, objectives that nothing meets.
     """
     config = find_config(model_file)
-    if config.recurrence is not None:
-        raise ValueError(
-            f"layers of {model} keep a state of fixed size, for which no layout is searched; strata serve runs it on "
-            "one device"
-        )
     if traffic.longest > config.longest and not config.rope.grows:
         raise ValueError(
             f"prompt and answer have up to {traffic.longest:,} tokens, and {model} is made for {config.longest:,}: "

@@ -183,7 +183,7 @@ class Search:
             return f"most sequences that are tried at once, {SEQUENCES[-1]}"
         more = self.choice(replace(settings, sequences=SEQUENCES[at]))
         if more is None:
-            return "memory for keys and values"
+            return "memory for keys and values" + ", and for states" * bool(choice.held.state_bytes)
         wanted = self.question.objectives
         if more.point.tpot > (wanted.tpot or math.inf):
             return "the objective of TPOT"

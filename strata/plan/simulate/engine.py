@@ -56,8 +56,6 @@ def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -
         shard = RankShard.of(config, ranks, 0, axis, expert_parallel=asked.enable_expert_parallel)
     own = config if shard is None else shard.config
     sizes = EngineSizes.of(asked, own, torch.device("cuda"), limits, shard)
-    if sizes.states is not None:
-        raise ValueError("layers with a state of fixed size are not simulated; all others are")
     total = int(device.ceiling("memory").value)
     memory = DeviceMemory(device.product, total - _CONTEXT, total)
     whole = replace(own, vocab_size=config.vocab_size)
@@ -67,12 +65,14 @@ def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -
     target = None
     if asked.step_target_ms is not None:
         recorded = sorted({size.tokens for size in sizes.recorded if size.tokens > size.sequences})
-        found = step_times(model.graphs, sizes.pool, device.product, max(recorded, default=0))
+        found = step_times(model.graphs, sizes.pool, device.product, max(recorded, default=0), sizes.states)
         if found is not None:
             target = StepTarget(asked.step_target_ms / 1e3, found, tuple(recorded))
     scheduler = SchedulerConfig(asked.max_num_seqs, sizes.max_tokens, sizes.max_length, asked.seed or 0, target)
     shape = EngineShape(scheduler, ledger.pages, asked.page_size, asked.enable_prefix_caching)
-    if any(group.window is not None for group in sizes.groups):
-        shape = replace(shape, groups=sizes.groups, group_pages=ledger.group_pages)
-    kv_bytes = sizes.pool.page_bytes // sizes.pool.page_size * ranks
-    return PredictedEngine(shape, PredictedPrices(times), ledger, kv_bytes, times.sources)
+    if sizes.states is not None or any(group.window is not None for group in sizes.groups):
+        snapshots = None if sizes.states is None else ledger.snapshots
+        shape = replace(shape, groups=sizes.groups, group_pages=ledger.group_pages, snapshots=snapshots)
+    kv_bytes = sum(group.shape.page_bytes for group in sizes.groups) // sizes.pool.page_size * ranks
+    prices = PredictedPrices(times, times.copy_seconds(ledger.state_bytes))
+    return PredictedEngine(shape, prices, ledger, kv_bytes, times.sources)

@@ -64,7 +64,7 @@ class FleetConfig:
                 "at least one other to decode"
             )
         if self.handover is not None and self.shape.groups:
-            raise ValueError("engines that hand sequences on are simulated without layers that have windows")
+            raise ValueError("engines that hand sequences on are simulated without windows and fixed states of layers")
         if self.handover is not None and self.failures:
             raise ValueError("engines that hand sequences on are simulated without failures")
 

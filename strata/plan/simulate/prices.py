@@ -43,15 +43,23 @@ class StepPrices(Protocol):
 
 class PredictedPrices:
     """By the cost model of a model on a device. Of decodes the number and the sum of their keys count; of prompts, that
-    are taken to be equal, their tokens up to a multiple of 32 and their pairs of queries and keys within 2 %."""
+    are taken to be equal, their tokens up to a multiple of 32 and their pairs of queries and keys within 2 %.
 
-    def __init__(self, times: StepSeconds) -> None:
-        self._times = times
+    copy_seconds: of the fixed states of a sequence, from or to a snapshot.
+    """
+
+    def __init__(self, times: StepSeconds, copy_seconds: float = 0.0) -> None:
+        self._times, self._copy_seconds = times, copy_seconds
         self._lines: dict[tuple[int, int], Line] = {}
         self._points: dict[tuple[int, int], float] = {}
         self._mixed: dict[tuple[int, ...], tuple[float, Hashable | None]] = {}
 
     def price(self, plan: StepPlan) -> tuple[float, Hashable | None]:
+        seconds, size = self._computed(plan)
+        return seconds + self._copy_seconds * (len(plan.states_before) + len(plan.states_after)), size
+
+    def _computed(self, plan: StepPlan) -> tuple[float, Hashable | None]:
+        """Without copies."""
         chunks = plan.chunks
         if plan.tokens == len(chunks):
             keys = sum([chunk.start for chunk in chunks]) + plan.tokens

@@ -24,7 +24,8 @@ from strata.plan.simulate.runner import BLANK, SimulatedRunner, SimulatedStep
 class EngineShape:
     """What an engine has: pages of so many tokens, a prefix tree if it `caches`. run_ahead, is_late: as a server's
     engine on a GPU launches its steps; without the first, each is waited for. groups, group_pages: of all layers, where
-    some keep the rows of windows alone, and the pages of each; none where no layer does.
+    some keep the rows of windows alone or fixed states, and the pages of each; none where no layer does. snapshots:
+    rows for those of fixed states; None: no layer keeps one.
     """
 
     scheduler: SchedulerConfig
@@ -35,12 +36,14 @@ class EngineShape:
     is_late: bool = True
     groups: tuple[PageGroup, ...] = ()
     group_pages: tuple[int, ...] = ()
+    snapshots: int | None = None
 
     def books(self) -> Books:
         """Of an engine that begins."""
         if not self.groups:
             return Books(PageAllocator(self.num_pages, self.page_size), (), only_windows=False)
-        return books(self.groups, self.group_pages, self.scheduler.max_sequences, self.scheduler.max_length)
+        scheduler = self.scheduler
+        return books(self.groups, self.group_pages, scheduler.max_sequences, scheduler.max_length, self.snapshots)
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +96,7 @@ class Replica:
         held = shape.books()
         self.pages = held.filled
         tree = held.tree() if shape.caches else None
-        self.scheduler = Scheduler(shape.scheduler, held.pages, tree, held.windows)
+        self.scheduler = Scheduler(shape.scheduler, held.pages, tree, held.windows, held.snapshots)
         self.runner = SimulatedRunner(prices, host)
         ledger: Any = None  # no memory is used
         self.loop = EngineLoop(self.scheduler, self.runner, shape.run_ahead, ledger, clock=lambda: self.runner.now)

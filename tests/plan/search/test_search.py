@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +17,11 @@ from strata.cli import plan_training as cli_plan_training
 from strata.cli import serve as serve_cli
 from strata.cli.main import app
 from strata.engine.engine_config import EngineConfig, EngineSizes
-from strata.engine.ledger import DeviceMemory, Ledger
+from strata.engine.ledger import DeviceMemory, Ledger, PoolTooSmall
 from strata.engine.startup.executor import planned_memory
 from strata.hardware.specs import device
 from strata.kernels.device_limits import DeviceLimits
-from strata.models.config import ModelConfig
+from strata.models.config import ModelConfig, config_from_dict
 from strata.plan.meta_model import find_config
 from strata.plan.search import search as search_module
 from strata.plan.search import step_table
@@ -35,6 +36,7 @@ from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 
 RUNNER = CliRunner()
 TRAFFIC = Traffic.of(1000, 200)
+CONTEXT = 1 << 29  # what a process holds of a device before anything is allocated
 
 
 @pytest.fixture(scope="module")
@@ -221,13 +223,53 @@ def test_a_path_that_cannot_be_written_is_said_before_the_search(
         assert isinstance(result.exception, FileNotFoundError), result.output
 
 
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [(["plan", "--isl", "20", "--osl", "9"], "no layout is searched"), (["simulate"], "are not simulated")],
-)
-def test_models_with_fixed_states_are_refused(command: list[str], said: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(RECURRENT_CONFIGS["mamba2"]))
-    result = RUNNER.invoke(app, [*command, str(tmp_path)])
-    assert result.exit_code == 1
-    assert isinstance(result.exception, ValueError)
-    assert said in str(result.exception)
+@pytest.mark.parametrize("name", ["mamba2", "granite-hybrid"])
+def test_fixed_states_have_the_memory_that_the_engine_gives_them(name: str, machine: Machine) -> None:
+    """What the plan says is missing, or has room, on devices of many sizes, and what the engine's ledger says there."""
+    config, layout, length = config_from_dict(RECURRENT_CONFIGS[name]), Layout(), TRAFFIC.longest
+    memory = Memory(config, machine, TRAFFIC, name)
+    asked = memory.asked(layout, 5, 2048)
+    sizes = EngineSizes.of(asked, config, torch.device("cuda"), DeviceLimits.listed(device("h200")))
+    ample = memory.held(layout, 5, 2048, AS_CHECKPOINT)
+    channels, state = (120, 6 * 8 * 12) if name == "mamba2" else (88, 6 * 8 * 10)
+    assert ample.state_bytes == 2 * (channels * 3 * 2 + state * 4)
+    assert (ample.states, ample.page_bytes) == (6 * ample.state_bytes, 0 if name == "mamba2" else 16 * 2 * 2 * 6 * 2)
+    fits = []
+    least = ample.weights + ample.workspace + ample.states
+    for room in range(0, 10**6, 23_003):
+        total = math.ceil((least + room + CONTEXT) / 0.9)
+        held = replace(ample, total=total, budget=int(total * 0.9) - CONTEXT)
+        try:
+            ledger = planned_memory(
+                asked, config, sizes, torch.device("cuda"), 1, DeviceMemory("", total - CONTEXT, total)
+            )
+        except PoolTooSmall:
+            ledger = None
+        fits.append(ledger is not None)
+        assert fits[-1] == (held.lacking(length) == 0), room
+        if ledger is not None:
+            assert (held.room, held.snapshots) == (ledger.pages, ledger.snapshots)
+            assert held.states + held.snapshots * held.state_bytes == ledger.states
+    assert fits[-1]
+    assert fits[0] == (name == "mamba2")
+
+
+@pytest.mark.usefixtures("few_settings")
+def test_models_with_fixed_states_are_planned_and_simulated(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(RECURRENT_CONFIGS["granite-hybrid"]))
+    result = RUNNER.invoke(app, ["plan", str(tmp_path), "--isl", "1000", "--osl", "200", "--gpus", "2", "--json"])
+    assert result.exit_code == 0, result.exception
+    found = json.loads(result.stdout)["best"]
+    assert (found["layout"], found["replicas"]) == ("one device", 2)  # ranks do not divide states
+    held = found["memory_bytes"]
+    row = 2 * (88 * 3 * 2 + 6 * 8 * 10 * 4)
+    assert held["states"] == (found["max_num_seqs"] + 1) * row
+    assert held["weights"] + held["workspace"] + held["states"] + held["kv"] + held["margin"] == held["total"]
+    load = ("--dataset", "shared-prefix", "--num-prompts", "6", "--prefix-groups", "1", "--prefix-len", "64")
+    lengths = ("--input-len", "9", "--output-len", "5", "--request-rate", "50", "--num-pages", "500", "--json")
+    result = RUNNER.invoke(app, ["simulate", str(tmp_path), *load, *lengths])
+    assert result.exit_code == 0, result.exception
+    values = json.loads(result.stdout)
+    assert (values["completed"], values["output_tokens"]) == (6, 30)
+    # Of a prefix of 64 tokens all but the first request find the snapshot behind its last page.
+    assert 0 < values["prefix_hits"] <= 5 * 64 / (6 * 73)

@@ -25,9 +25,11 @@ from strata.plan.simulate.prices import Line
 from strata.plan.simulate.replica import EngineShape, Job, Replica
 from strata.plan.simulate.request import Intervals
 from tests.models.checkpoints import FAMILY_CONFIGS, make_checkpoint
+from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 
-# All layers with one window; and one with a window behind one without.
+# All layers with one window; and one with a window behind one without. Fixed states beside pages of all tokens.
 WINDOWS = ("mistral-window", "qwen3-biases-window")
+STATES = ("granite-hybrid",)
 PAGES, PAGE_SIZE = 40, 4
 OPTIONS: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "page_size": PAGE_SIZE, "num_pages": PAGES}
 
@@ -39,6 +41,7 @@ class Played:
     loop: EngineLoop
     groups: tuple[PageGroup, ...]
     group_pages: tuple[int, ...]
+    snapshots: int | None = None
     requests: list[Request] = field(default_factory=list)
     plans: list[StepPlan] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -71,13 +74,16 @@ def some_requests(eos: frozenset[int], ids: range, step: float) -> list[Request]
     return found
 
 
-@pytest.fixture(scope="module", params=["builtin", *WINDOWS])
+@pytest.fixture(scope="module", params=["builtin", *WINDOWS, *STATES])
 def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Played:
     """A clock that measured steps move on; while nothing runs, it moves to the next request."""
     model = request.param
     if model in WINDOWS:
         config = dict(FAMILY_CONFIGS)[model] | {"sliding_window": 11, "max_position_embeddings": 128}
         model = str(make_checkpoint(tmp_path_factory.mktemp("windows") / model, config))
+    elif model in STATES:
+        config = RECURRENT_CONFIGS[model] | {"max_position_embeddings": 128}
+        model = str(make_checkpoint(tmp_path_factory.mktemp("states") / model, config))
     more = {} if model == "builtin" else {"dtype": "float32", "skip_tokenizer_init": True}
     llm = LLM(model, device="cpu", verbose=False, seed=5, **OPTIONS, **more)
     loop = llm.engine.loop
@@ -85,7 +91,8 @@ def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     heads, width = engine.config.num_kv_heads, engine.config.head_dim
     pool = PoolShape(engine.config.num_layers, PAGE_SIZE, heads, width, torch.float32)
     groups = groups_of(EngineConfig(model), engine.config, pool, length) if model != "builtin" else ()
-    played = Played(loop, groups, engine.ledger.group_pages if groups else ())
+    snapshots = engine.ledger.snapshots if engine.ledger.state_bytes else None
+    played = Played(loop, groups, engine.ledger.group_pages if groups else (), snapshots)
     runner: Any = loop._runner
     launch = runner.launch
 
@@ -150,6 +157,7 @@ def simulate(real: Played, seconds: Callable[[int], float]) -> tuple[Replica, li
         is_late=False,
         groups=real.groups,
         group_pages=real.group_pages,
+        snapshots=real.snapshots,
     )
     prices, ends = Measured(seconds), {}
 
@@ -171,7 +179,9 @@ def simulate(real: Played, seconds: Callable[[int], float]) -> tuple[Replica, li
 def test_every_decision_is_the_real_engines(real: Played) -> None:
     replica, plans, ends = simulate(real, lambda number: real.seconds[number])
     assert len(real.plans) > 100
-    assert bool(real.groups) == any(plan.windows for plan in real.plans)
+    has_windows = any(group.window is not None for group in real.groups)
+    assert has_windows == any(plan.windows for plan in real.plans)
+    assert bool(real.snapshots) == any(plan.states_before and plan.states_after for plan in real.plans)
     for number, (ours, theirs) in enumerate(zip(plans, real.plans, strict=True)):
         assert ours == theirs, f"step {number}"
     assert ends == pytest.approx(real.ends, abs=1e-9)
