@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -10,8 +11,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -25,7 +28,7 @@ pytest.importorskip("triton")
 
 import strata
 from strata.cli.main import app
-from strata.engine.ahead import ahead, manifest
+from strata.engine.ahead import ahead, manifest, worker
 from strata.engine.ahead.ahead import Compiling, KernelsAhead, Progress, compiling, shown
 from strata.engine.engine_config import EngineConfig
 from strata.kernels.compiling import disk_cache
@@ -86,6 +89,11 @@ def first_start(tmp_path_factory: pytest.TempPathFactory) -> FirstStart:
     return FirstStart(folder / "cache", told[-1], start.held, held_early)
 
 
+def smallest_kernels(cache: Path) -> list[Path]:
+    """From the smallest on, which take least to compile again."""
+    return sorted(cache.rglob("*.cubin"), key=lambda path: path.stat().st_size)
+
+
 @pytest.fixture
 def filled(folder: Path, first_start: FirstStart) -> Path:
     """A cache as the first start left it."""
@@ -106,7 +114,7 @@ def test_what_is_compiled_is_found_by_the_next(filled: Path, first_start: FirstS
     assert found is not None
     assert found.is_on_disk
     assert len(found.variants) == first.noted
-    damaged = next(path for path in folder.rglob("*.cubin"))
+    damaged = smallest_kernels(folder)[0]
     damaged.write_bytes(damaged.read_bytes()[:100])
     assert compiled(small()) == Progress(first.noted, first.noted, first.noted - 1, (), True)
 
@@ -118,27 +126,32 @@ def test_what_is_compiled_is_found_by_the_next(filled: Path, first_start: FirstS
 
 
 @pytest.fixture
-def holder(filled: Path) -> Iterator[subprocess.Popen[str]]:
+def holder(filled: Path) -> Iterator[ForkProcess]:
     """A process that holds the lock for kernels, as one that compiles does."""
-    code = (
-        "import sys, time; from strata.engine.ahead.worker import _alone\n"
-        "with _alone(0, print): print('held', flush=True); time.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        yield process
-        process.kill()
+    forks = multiprocessing.get_context("fork")
+    held = forks.Event()
+
+    def hold() -> None:
+        with worker._alone(0, print):
+            held.set()
+            time.sleep(600)
+
+    process = forks.Process(target=hold, daemon=True)
+    process.start()
+    assert held.wait(30)
+    yield process
+    process.kill()
+    process.join()
 
 
-def test_a_start_waits_for_who_compiles_already(holder: subprocess.Popen[str]) -> None:
+def test_a_start_waits_for_who_compiles_already(holder: ForkProcess) -> None:
     said: list[str] = []
 
     def log(line: str) -> None:
         said.append(line)
         holder.kill()
 
-    assert compiled(small(max_num_seqs=1), log).ended
+    assert compiled(small(), log).ended
     assert said == [f"kernels: waiting for process {holder.pid}, which compiles already, for 120 s at most"]
 
 
@@ -161,12 +174,12 @@ def test_warm_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "kernels: waiting for process 17, which compiles already, for 120 s at most" in result.output
 
 
-def test_a_start_waits_for_nobody_for_long(holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_waits_for_nobody_for_long(holder: ForkProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "_LONGEST_WAIT", 0.3)
     said: list[str] = []
-    with compiling(small(max_num_seqs=1), hopper()) as process:
+    with compiling(small(), hopper()) as process:
         Unstarted(process, said.append).finish(show=False)
-    assert holder.poll() is None
+    assert holder.is_alive()
     assert said[0].startswith(f"kernels: waiting for process {holder.pid}")
     assert said[1].endswith(" found on the disk")
 
@@ -189,7 +202,7 @@ def test_a_folder_that_cannot_be_made_is_bypassed(filled: Path) -> None:
         entry.rename(spare / entry.name)
     filled.rmdir()
     filled.write_text("a file")
-    some = sorted(spare.rglob("*.cubin"))[:3]
+    some = smallest_kernels(spare)[:3]
     for kernel in some:
         kernel.unlink()
     first = compiled(small())
@@ -276,7 +289,7 @@ def test_modules_of_the_current_folder_stay_out_of_it(
     (tmp_path / "triton.py").write_text("raise ValueError('not the library')")
     monkeypatch.setenv("PYTHONPATH", str(Path(strata.__file__).parents[1]))
     monkeypatch.chdir(tmp_path)
-    assert compiled(small(max_num_seqs=1)).faults == ()
+    assert compiled(small()).faults == ()
 
 
 def unstartable(*_: Any, **__: Any) -> Any:
@@ -358,8 +371,9 @@ def test_warm_compiles_for_a_device_that_is_not_here(filled: Path) -> None:
     key = manifest.key_of(small(), hopper())
     before = manifest.read(key)
     assert before is not None
-    for entry in (key, *before.entries[:3]):
-        shutil.rmtree(filled / entry)
+    shutil.rmtree(filled / key)
+    for kernel in smallest_kernels(filled)[:3]:
+        shutil.rmtree(kernel.parent)
     command = ["warm", "builtin", "--device", "h200", "--max-num-seqs", "2", "--max-num-batched-tokens", "64"]
     command += ["--max-model-len", "64"]
     result = CliRunner().invoke(app, command)
