@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -40,6 +42,18 @@ def test_kernel_fits_a_hopper_multiprocessor(case: CompileCase) -> None:
     assert resources.shared_bytes <= SHARED_BYTES
     for instruction in case.must_contain:
         assert instruction in resources.ptx
+    if case.constants.get("FUSED"):
+        assert_only_what_depends_on_the_kernel_ahead_waits_for_it(case, resources.ptx)
+
+
+def assert_only_what_depends_on_the_kernel_ahead_waits_for_it(case: CompileCase, ptx: str) -> None:
+    """Of attention of decode steps that starts early: before, keys and values are prefetched and nothing is written."""
+    constants: Mapping[str, Any] = case.constants
+    before, _ = ptx.split("griddepcontrol.wait")
+    assert "st.global" not in before
+    assert "atom" not in before
+    blocks = constants["BLOCK_N"] * constants["HEAD_PAD"] * 2 // (16 * 32 * case.num_warps)
+    assert before.count("prefetch.global.L2") == 2 * max(1, blocks // 8)
 
 
 def test_spills_are_seen() -> None:

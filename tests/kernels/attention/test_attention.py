@@ -169,7 +169,7 @@ def test_padding_rows_are_finite_and_harmless():
 
 
 def test_gradients_of_packed_sequences():
-    case = Case.random([9, 1, 14], heads=4, kv_heads=2, head_dim=8)
+    case = Case.random([7, 1, 9], heads=4, kv_heads=2, head_dim=4)
     q, k, v, batch = case.packed()
     for window in (None, 5):
         spec, grads = AttentionSpec(0, 0.35, window), []

@@ -8,12 +8,10 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.decode import decode_attention
-from strata.kernels.attention.decode_triton import DecodeTile, compile_cases, decode_tile
+from strata.kernels.attention.decode_triton import DecodeTile, decode_tile
 from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, Sequences
 from strata.kernels.rotary.rope import rope_angles
 from strata.kernels.state.paged import PagedKV
-from strata.kernels.triton_import import HAS_TRITON
-from tests.kernels.compiled_for import compile_for
 
 PAGE, PAGES, LAYERS = 4, 12, 2
 
@@ -154,16 +152,3 @@ def test_tiles_divide_every_sequence() -> None:
                     assert tile.splits <= 64
     with pytest.raises(ValueError, match="whole blocks"):
         DecodeTile(keys=64, warps=4, stages=3, split=96, splits=1)
-
-
-FUSED = [case for case in compile_cases() if case.constants["FUSED"]] if HAS_TRITON else []
-
-
-@pytest.mark.parametrize("case", FUSED, ids=lambda case: case.name)
-def test_only_what_depends_on_the_kernel_ahead_waits_for_it(case, tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    before, _ = compile_for(case).ptx.split("griddepcontrol.wait")
-    assert "st.global" not in before
-    assert "atom" not in before
-    blocks = case.constants["BLOCK_N"] * case.constants["HEAD_PAD"] * 2 // (16 * 32 * case.num_warps)
-    assert before.count("prefetch.global.L2") == 2 * max(1, blocks // 8)
