@@ -80,6 +80,24 @@ def test_what_is_read_is_what_the_layout_says(name: str, tmp_path: Path) -> None
         format.read("b.experts.3.down_proj.weight", (0, 41), (0, 96))
 
 
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [
+        ("fp8", {"kv_cache_scheme": "static"}),
+        ("float-tensor", {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"}}),
+        ("modelopt-fp8", {"kv_cache_quant_algo": "FP8"}),
+    ],
+)
+def test_scales_of_a_cache_are_passed_over_where_the_config_tells_of_one(
+    name: str, cache: dict, tmp_path: Path
+) -> None:
+    stored, _ = make(LAYOUTS[name], {"a.k_proj": (40, 64)})
+    scales = {"a.k_proj.k_scale": torch.ones(1), "a.v_scale": torch.ones(1)}
+    assert found(read(tmp_path, LAYOUTS[name].config | cache, stored | scales)).claimed >= scales.keys()
+    with pytest.raises(ValueError, match=r"does not call for: a\.(k_proj\.k|v)_scale"):
+        read(tmp_path, LAYOUTS[name].config, stored | scales)
+
+
 def made_llama() -> tuple[CausalLM, dict[str, tuple[int, int]]]:
     model = build(config_from_dict(LLAMA))
     randomize(model, 0)

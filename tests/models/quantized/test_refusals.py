@@ -14,7 +14,7 @@ from torch import Tensor
 from strata.models.quantized.formats.compressed_rules import Group, Numbers, Rules
 from strata.models.quantized.formats.read import read_format
 
-from .made import LAYOUTS, make, numbers, read
+from .made import LAYOUTS, make, read
 
 Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
 
@@ -50,7 +50,6 @@ REFUSED: list[tuple[str, Change, str]] = [
     ("fp8", put(rotation="hadamard"), "unknown field rotation = 'hadamard'"),
     ("fp8", put(fmt="e5m2"), "fmt = 'e5m2'"),
     ("fp8", put(expert_dtype="fp4"), "expert_dtype = 'fp4'"),
-    ("fp8", put(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme = .* cache of keys"),
     ("fp8", put(weight_block_size=[128]), r"weight_block_size = \[128\]"),
     ("fp8", put(modules_to_not_convert="lm_head"), "modules_to_not_convert = 'lm_head'"),
     ("fp8", without("weight_scale"), r"lacks a\.weight_scale_inv"),
@@ -77,7 +76,6 @@ REFUSED: list[tuple[str, Change, str]] = [
     ("gptq", put(dynamic={"+:(": {}}), "no regular expression"),
     ("gptq", put(dynamic={"a": {"rank": 2}}), "'a': unknown field rank"),
     ("gptq-ordered", without("g_idx"), r"lacks a\.g_idx"),
-    ("pack-4", put(kv_cache_scheme=numbers("float", 8, "tensor")), "kv_cache_scheme"),
     ("pack-4", put(quantization_status="initialized"), "quantization_status = 'initialized'"),
     ("pack-4", put(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config"),
     ("pack-4", put(transform_config={"config_groups": {"u": {}}}), "transform_config"),
@@ -103,7 +101,7 @@ REFUSED: list[tuple[str, Change, str]] = [
     ("nvfp4", in_group("weights", group_size=32), "groups of 32; its format has groups of 16"),
     ("nvfp4", without("weight_global_scale"), r"lacks a\.weight_global_scale"),
     ("mxfp4", other("weight_scale", lambda scales: scales[:, :1]), r"a\.weight_scale is \[40, 1\], expected \[40, 2\]"),
-    ("modelopt-fp8", put(kv_cache_quant_algo="FP8"), "kv_cache_quant_algo = 'FP8'"),
+    ("gptq", put(rotation="hadamard"), "rotation = 'hadamard'"),
     ("modelopt-fp8", put(quant_algo="W4A8_AWQ"), "quant_algo = 'W4A8_AWQ'"),
     ("modelopt-nvfp4", more("a.pre_quant_scale", torch.ones(64)), r"does not call for: a\.pre_quant_scale"),
 ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strata.files.fields import Fields
-from strata.models.quantized.formats.settings import refuse_packed_cache, take_names, take_object
+from strata.models.quantized.formats.settings import take_names, take_object
 
 _BLOCK = re.compile(r"(\d+)x(\d+)")
 _STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
@@ -79,7 +79,6 @@ def _names(rule: str, module: str) -> bool:
 
 def read_rules(fields: Fields) -> Rules:
     """The rules of a quantization_config. Raises ValueError for a key or value that is not known."""
-    refuse_packed_cache(fields, "kv_cache_scheme")
     fields.choice("quantization_status", ("compressed", "frozen", None), None)
     sparsity = take_object(fields, "sparsity_config")
     if sparsity.get("format", "dense") != "dense":

@@ -27,6 +27,7 @@ from strata.models.quantized.formats.matrices import (
     scheme_of_words,
     signed,
 )
+from strata.models.quantized.formats.settings import take_cache
 from strata.models.quantized.formats.stored import FLOATS, StoredTensors
 
 _ONE = ((), (1,), (1, 1))
@@ -40,6 +41,7 @@ def read_compressed_tensors(fields: Fields, stored: StoredTensors) -> dict[str, 
     Activations of 8 bits are rounded as a product reads them, by rows or by the blocks of a weight's columns; a scale
     that the file has for them is passed over. Activations of other bits than the weights are not rounded.
     """
+    take_cache(fields, stored, "kv_cache_scheme")
     rules = read_rules(fields)
     packed = stored.owners("weight_packed")
     matrices = {}

@@ -13,7 +13,7 @@ from strata.files.fields import Fields
 from strata.kernels.quant.packed import Scheme
 from strata.models.checkpoint import StoredTensor
 from strata.models.quantized.formats.matrices import PackedMatrix, ScaledMatrix
-from strata.models.quantized.formats.settings import refuse_packed_cache, take_names
+from strata.models.quantized.formats.settings import take_cache, take_names
 from strata.models.quantized.formats.stored import FLOATS, StoredTensors
 
 # Of the scale beside a weight; of those of activations, which are for one scale of all tokens.
@@ -36,7 +36,7 @@ def read_fp8(fields: Fields, stored: StoredTensors) -> dict[str, PackedMatrix]:
     fields.choice("scale_fmt", ("float", "ue8m0", None), None)  # the scales' dtype tells it
     fields.only("expert_dtype", "fp8", "experts in 4 bits are not implemented in this format")
     take_names(fields, "modules_to_not_convert", "ignored_layers", "modules_to_convert")  # the dtypes tell it
-    refuse_packed_cache(fields, "kv_cache_scheme")
+    take_cache(fields, stored, "kv_cache_scheme")
     fields.finish({"dequantize"})
     return {f"{owner}.weight": _matrix(stored, owner, block) for owner in stored.owners("weight", torch.float8_e4m3fn)}
 

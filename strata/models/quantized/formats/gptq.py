@@ -75,6 +75,8 @@ def read_gptq(fields: Fields, stored: StoredTensors) -> dict[str, PackedMatrix]:
     fields.only("pack_dtype", "int32", "other words are not implemented")
     fields.only("is_marlin_format", False, "this layout is for one kernel")
     fields.only("method", "gptq", "quant_method says so")
+    for key in ("activation", "adapter", "rotation"):
+        fields.only(key, None, "weights alone are read")
     fields.finish(_BOOKKEEPING.split())
     settings = _Settings(bits, group, symmetric, ordered, layout == _V1)
     matrices: dict[str, PackedMatrix] = {}

@@ -12,7 +12,7 @@ from strata.files.fields import Fields
 from strata.kernels.quant.packed import NV_GROUP, Scheme
 from strata.models.quantized.formats.fp8 import scalar_matrix
 from strata.models.quantized.formats.matrices import PackedMatrix, ScaledMatrix
-from strata.models.quantized.formats.settings import refuse_packed_cache, take_names, take_object
+from strata.models.quantized.formats.settings import take_cache, take_names, take_object
 from strata.models.quantized.formats.stored import StoredTensors
 
 _ALGORITHMS = ("FP8", "NVFP4", "W4A16_NVFP4")
@@ -27,7 +27,7 @@ def read_modelopt(fields: Fields, stored: StoredTensors) -> dict[str, PackedMatr
     algorithm = fields.choice("quant_algo", _ALGORITHMS)
     if algorithm != "FP8" and fields.count("group_size", NV_GROUP) != NV_GROUP:
         raise ValueError(f"{fields.where}: group_size of {algorithm} is not {NV_GROUP}")
-    refuse_packed_cache(fields, "kv_cache_quant_algo", "kv_cache_scheme")
+    take_cache(fields, stored, "kv_cache_quant_algo", "kv_cache_scheme")
     take_names(fields, "exclude_modules", "ignore")  # the dtypes tell it
     take_object(fields, "config_groups")  # says of each group what quant_algo says
     fields.finish({"producer"})

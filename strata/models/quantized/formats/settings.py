@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from strata.files.fields import Fields
+from strata.models.quantized.formats.stored import StoredTensors
 
 
 def take_names(fields: Fields, *keys: str) -> tuple[str, ...]:
@@ -28,10 +29,16 @@ def take_object(fields: Fields, key: str) -> dict[str, Any]:
     return value or {}
 
 
-def refuse_packed_cache(fields: Fields, *keys: str) -> None:
-    """Pages have scales of their own, if `kv_cache_dtype` asks for fewer bits; those of a checkpoint are not read."""
-    for key in keys:
-        fields.only(key, None, "scales for a cache of keys and values are not read from a checkpoint")
+def take_cache(fields: Fields, stored: StoredTensors, *keys: str) -> None:
+    """What a config says of a cache of keys and values at any of these keys; then its scales are passed over.
+
+    `kv_cache_dtype` alone says of how many bits pages are, and pages of fewer bits have scales of their own.
+    """
+    told = [fields.take(key, None) for key in keys]
+    if any(one is not None for one in told):
+        for last in ("k_scale", "v_scale"):
+            for owner in stored.owners(last):
+                stored.pass_over(f"{owner}.{last}")
 
 
 def take_group(fields: Fields, *keys: str) -> int:
