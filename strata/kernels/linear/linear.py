@@ -9,7 +9,8 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.linear import cublaslt, fixed, measured_algorithms, skinny, skinny_tiles, tile_choice
-from strata.kernels.op import CUBLAS, operation
+from strata.kernels.linear.packed import few_rows, many_rows
+from strata.kernels.op import ATEN, CUBLAS, operation
 from strata.kernels.quant.packed import PackedWeight, dense, packed_product, round_activations
 from strata.kernels.triton_import import HAS_TRITON
 
@@ -18,7 +19,7 @@ def _cost(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None, 
     out, width = weight.shape
     rows = x.numel() // width
     weights = weight.nbytes + (0 if bias is None else bias.nbytes)
-    # What rounds activations: their largest magnitudes and a multiplication.
+    # What rounds activations: their largest magnitudes and a multiplication. Few rows on CUDA go without.
     rounding = 3 * x.numel() if isinstance(weight, PackedWeight) and weight.activations else 0
     return Cost(
         flops=2 * rows * width * out + (0 if bias is None else rows * out) + rounding,
@@ -36,7 +37,8 @@ def _meta(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) 
 def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
     """`x @ weight^T + bias`: x [..., width], weight [out, width], bias [out] or None -> [..., out]; one dtype.
 
-    A packed weight counts as what it stands for, and x as its scheme rounds it.
+    A packed weight counts as what it stands for, and x as its scheme rounds it. On CUDA many rows of x are
+    rounded, where both operands can be multiplied in 8 bits; others are used as they are.
     """
     if isinstance(weight, PackedWeight):
         return packed_product(x, weight, bias)
@@ -79,3 +81,19 @@ if HAS_TRITON:
     linear.implement("triton", "cuda", invariant=True, supports=fixed.fits, kernels=(fixed.linear_kernel,))(
         fixed.triton_linear
     )
+for _name, _run, _fits, _launched in (
+    (few_rows.IMPLEMENTATION, few_rows.few_rows_linear, few_rows.fits_linear, few_rows.linear_kernels),
+    ("rounded, triton", many_rows.rounded_product, many_rows.fits_rounded, many_rows.ROUNDED_KERNELS),
+    ("rounded, cublas", many_rows.scaled_mm, many_rows.fits_scaled_mm, many_rows.SCALED_MM_KERNELS),
+    ("dequantized, cublas", many_rows.dequantized, many_rows.fits_dequantized, many_rows.DEQUANTIZED_KERNELS),
+    ("unpacked, cublas", many_rows.unpacked, None, (ATEN, CUBLAS)),
+):
+    linear.implement(_name, "cuda", supports=_fits, kernels=_launched, packed=True)(_run)
+linear.implement(
+    "dequantized, fixed tiles",
+    "cuda",
+    invariant=True,
+    supports=many_rows.fits_fixed_tiles,
+    kernels=many_rows.FIXED_KERNELS,
+    packed=True,
+)(many_rows.fixed_tiles)

@@ -17,10 +17,11 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.fused import Run, fused
 from strata.kernels.linear.linear import linear
+from strata.kernels.linear.packed import few_rows
 from strata.kernels.linear.skinny import SkinnyProduct, kernels_of, multiply
 from strata.kernels.linear.skinny_tiles import IMPLEMENTATION
 from strata.kernels.linear.tile_choice import chosen_tile
-from strata.kernels.op import operation
+from strata.kernels.op import ATEN, operation
 from strata.kernels.quant.packed import PackedWeight
 from strata.kernels.triton_import import HAS_TRITON
 
@@ -164,3 +165,82 @@ if HAS_TRITON:
     for _made in (scaled_linear, scaled_linear_silu_mul):
         _run, _fits = partial(_scales_skinny, _made.name), partial(_scales, _made.name)
         _made.implement(IMPLEMENTATION, "cuda", supports=_fits, kernels=partial(_scale_kernels, _made.name))(_run)
+
+
+_packed_linear, _silu_mul = linear.bind("cuda", packed=True), silu_mul.bind("cuda")
+
+
+def _packed_adds(x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor, norm_weight: Tensor) -> bool:
+    same = residual.dtype == norm_weight.dtype == x.dtype and residual.stride(-1) == 1
+    return same and few_rows.chosen_tile(x, weight) is not None
+
+
+def _packed_add_kernels(x: Tensor, weight: PackedWeight, *_: Any) -> tuple[Any, ...]:
+    return few_rows.linear_kernels(x, weight)
+
+
+@linear_add.implement(few_rows.IMPLEMENTATION, "cuda", supports=_packed_adds, kernels=_packed_add_kernels, packed=True)
+def _packed_add(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor, norm_weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    tile = few_rows.chosen_tile(x, weight)
+    assert tile is not None
+    rows, residual_rows = (one.reshape(-1, one.shape[-1]) for one in (x, residual))
+    product = few_rows.PackedProduct(rows, weight, bias, residual=residual_rows, norm_weight=norm_weight)
+    total, weighted, squares = few_rows.multiply(product, tile)
+    return total.view(residual.shape), weighted.view(residual.shape), squares.view(*x.shape[:-1], -1)
+
+
+def _packed_add_parts(x: Tensor, weight: PackedWeight, bias: Tensor | None, *_: Tensor) -> tuple[str, ...]:
+    return (*_packed_linear.launches(x, weight, bias), ATEN)
+
+
+@linear_add.implement("linear, torch", "cuda", kernels=_packed_add_parts, packed=True)
+def _packed_add_in_parts(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor, norm_weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    total = _packed_linear(x, weight, bias) + residual
+    return total, total * norm_weight, total.float().square().sum(-1, keepdim=True)
+
+
+def _packed_scales(weighted: Tensor, squares: Tensor, eps: float, weight: PackedWeight, bias: Tensor | None) -> bool:
+    fits = squares.shape[-1] <= _MOST_BLOCKS and squares.is_contiguous()
+    return fits and few_rows.chosen_tile(weighted, weight) is not None
+
+
+def _packed_scale_kernels(weighted: Tensor, _: Any, eps: float, weight: PackedWeight, __: Any) -> tuple[Any, ...]:
+    return few_rows.linear_kernels(weighted, weight)
+
+
+def _packed_scale(
+    gated: bool, weighted: Tensor, squares: Tensor, eps: float, weight: PackedWeight, bias: Tensor | None
+) -> Tensor:
+    tile = few_rows.chosen_tile(weighted, weight)
+    assert tile is not None
+    rows, row_squares = weighted.reshape(-1, weighted.shape[-1]), squares.view(-1, squares.shape[-1])
+    (result,) = few_rows.multiply(few_rows.PackedProduct(rows, weight, bias, row_squares, eps, gated), tile)
+    return result.view(*weighted.shape[:-1], result.shape[-1])
+
+
+def _packed_scale_in_parts(
+    gated: bool, weighted: Tensor, squares: Tensor, eps: float, weight: PackedWeight, bias: Tensor | None
+) -> Tensor:
+    scale = torch.rsqrt(squares.sum(-1, keepdim=True) / weight.shape[1] + eps)
+    product: Tensor = _packed_linear((weighted * scale).to(weighted.dtype), weight, bias)
+    return _silu_mul(*product.chunk(2, -1)) if gated else product
+
+
+def _packed_scale_parts(
+    gated: bool, weighted: Tensor, squares: Tensor, eps: float, weight: PackedWeight, bias: Tensor | None
+) -> tuple[str, ...]:
+    half = scaled_linear_silu_mul.meta(weighted, squares, eps, weight, bias)
+    return (ATEN, *_packed_linear.launches(weighted, weight, bias), *(_silu_mul.launches(half, half) if gated else ()))
+
+
+for _gated, _made in enumerate((scaled_linear, scaled_linear_silu_mul)):
+    _made.implement(
+        few_rows.IMPLEMENTATION, "cuda", supports=_packed_scales, kernels=_packed_scale_kernels, packed=True
+    )(partial(_packed_scale, bool(_gated)))
+    _made.implement("linear, torch", "cuda", kernels=partial(_packed_scale_parts, bool(_gated)), packed=True)(
+        partial(_packed_scale_in_parts, bool(_gated))
+    )

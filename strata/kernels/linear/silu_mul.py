@@ -19,6 +19,7 @@ from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.fused import Run, fused
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.linear.linear import linear
+from strata.kernels.linear.packed import few_rows
 from strata.kernels.linear.skinny import SkinnyProduct, kernels_of, multiply
 from strata.kernels.linear.skinny_tiles import IMPLEMENTATION
 from strata.kernels.linear.tile_choice import chosen_tile
@@ -177,6 +178,26 @@ if HAS_TRITON:
     linear_silu_mul.implement(IMPLEMENTATION, "cuda", supports=_fits_skinny, kernels=_skinny_kernels)(_skinny)
     linear_silu_mul.implement("triton", "cuda", supports=_fits, kernels=(linear_silu_mul_kernel,))(_triton)
 linear_silu_mul.implement("linear, silu_mul", "cuda", kernels=_kernels_of_both)(one_after_the_other)
+
+_packed_linear = linear.bind("cuda", packed=True)
+
+
+@linear_silu_mul.implement(
+    few_rows.IMPLEMENTATION, "cuda", supports=few_rows.fits_linear, kernels=few_rows.linear_kernels, packed=True
+)
+def _packed_skinny(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    return few_rows.few_rows_linear(x, weight, bias, gated=True)
+
+
+def _packed_kernels(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> tuple[str, ...]:
+    half = linear_silu_mul.meta(x, weight, bias)
+    return _packed_linear.launches(x, weight, bias) + _silu_mul.launches(half, half)
+
+
+@linear_silu_mul.implement("linear, silu_mul", "cuda", kernels=_packed_kernels, packed=True)
+def _packed_one_after_the_other(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    result: Tensor = _silu_mul(*_packed_linear(x, weight, bias).chunk(2, -1))
+    return result
 
 
 def compile_cases() -> list[CompileCase]:

@@ -53,7 +53,7 @@ MAX_LINEAR_ROWS = 64
 _BANDWIDTH_PER_PROCESSOR = 4.8e12 / 132
 # An early start saves a microsecond at most. Where weights stream longer than this it is not worth the room that it
 # takes from the kernel ahead: 8B steps of 8 sequences took 4.87 ms with it for the gated product, 4.44 without.
-_LONG_SECONDS = 30e-6
+LONG_SECONDS = 30e-6
 # Weights and rows for which there is room and time to bring whole parts of k into the L2 cache ahead.
 _SMALL_BYTES, _PREFETCHED_ROWS = 16 << 20, 32
 
@@ -75,7 +75,7 @@ def _expected_tile(operation: str, rows: int, out: int, width: int, device: Devi
     if best.kernel == "gemv" or not early:
         return best
     nbytes = 2 * out * width
-    if nbytes > _LONG_SECONDS * bandwidth(device):
+    if nbytes > LONG_SECONDS * bandwidth(device):
         return replace(best, early=False)
     whole = nbytes <= _SMALL_BYTES and rows <= _PREFETCHED_ROWS
     return replace(best, prefetch=2048 if whole else 512 if best.splits > 1 else 0)

@@ -191,7 +191,7 @@ def group_maxima(magnitudes: Tensor, scheme: Scheme) -> Tensor:
 
 # The largest that values of a kind stand for. Of integers half a step more: as many of them are below 0 as not, and
 # what is largest is rounded or cut by at most half a step either way.
-_LARGEST = {"e4m3": 448.0, "int8": 127.0, "int4": 7.5, "e2m1": 6.0}
+LARGEST = {"e4m3": 448.0, "int8": 127.0, "int4": 7.5, "e2m1": 6.0}
 MX_GROUP, NV_GROUP = 32, 16
 
 
@@ -201,9 +201,9 @@ def _scales_of(largest: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
         # Powers of two: the exponent of the largest becomes that of the largest value, 2 (OCP, section 6.3).
         exponents = torch.floor(torch.log2(largest)) - 2 + E8M0_BIAS
         return exponents.clamp(0, 254).to(torch.uint8), None
-    scales = largest / _LARGEST[scheme.values]
+    scales = largest / LARGEST[scheme.values]
     if scheme.values == "e2m1":
-        whole = (scales.amax((-2, -1), keepdim=True) / _LARGEST["e4m3"]).expand(*scales.shape[:-1], 1).contiguous()
+        whole = (scales.amax((-2, -1), keepdim=True) / LARGEST["e4m3"]).expand(*scales.shape[:-1], 1).contiguous()
         return (scales / whole).to(torch.float8_e4m3fn), whole
     return scales, None
 
@@ -242,9 +242,14 @@ def round_activations(x: Tensor, scheme: Scheme) -> Tensor:
     wide = x.float()
     groups = scheme._replace(rows=1, columns=scheme.columns if scheme.activations == "block" else 0)
     rows = wide.reshape(-1, wide.shape[-1])
-    largest = group_maxima(rows.abs(), groups).clamp(min=torch.finfo(torch.float32).tiny)
-    scales = spread(largest / _LARGEST[scheme.values], groups, rows.shape)
+    scales = spread(scales_of_rows(rows, groups), groups, rows.shape)
     return (rounded(rows / scales, scheme.values) * scales).view(wide.shape)
+
+
+def scales_of_rows(rows: Tensor, groups: Scheme) -> Tensor:
+    """Of float32 rows [rows, width], for each group of columns of each: the largest becomes the largest value."""
+    largest = group_maxima(rows.abs(), groups).clamp(min=torch.finfo(torch.float32).tiny)
+    return largest / torch.full_like(largest, LARGEST[groups.values])
 
 
 def packed_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:

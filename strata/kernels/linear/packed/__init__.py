@@ -1,0 +1,1 @@
+"""Products by packed weights on CUDA."""

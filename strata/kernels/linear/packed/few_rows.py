@@ -1,0 +1,253 @@
+"""Products of few rows (decoding) with a packed weight, which streams through once: launches and the choice of tiles.
+
+What a weight's scheme says of activations is left out: few rows cost nothing as they are, so x is not rounded and the
+result is nearer to that of the plain weight than the reference's. The tiles are chosen by a rule that was not fitted to
+measurements yet; `benchmarks.packed_products --tiles` times them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strata.kernels.device_limits import LEAST_CAPABILITY, DeviceLimits
+from strata.kernels.grid_sizes import ceil_div, next_power_of_2
+from strata.kernels.linear.packed.few_rows_kernels import packed_dot_kernel, packed_gemv_kernel
+from strata.kernels.linear.skinny import Launch
+from strata.kernels.linear.skinny_tiles import MOST_ROWS, SkinnyTile
+from strata.kernels.linear.tile_rule import LONG_SECONDS, bandwidth
+from strata.kernels.op import ATEN
+from strata.kernels.quant.dequantize import E4M3_CAPABILITY
+from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.split_counters import split_counters
+from strata.kernels.triton_import import HAS_TRITON
+
+IMPLEMENTATION = "packed, skinny"
+# Of values in a byte; beyond, tensor cores have less to do.
+_GEMV_ROWS = 2
+# From here on products in 8 bits are the library's: they are bound by arithmetic, which costs half.
+MOST_ROUNDED_ROWS = 64
+_SPLITS = (1, 2, 4, 8, 16)
+# Programs of two warps that a processor should have, to have enough loads under way.
+_PROGRAMS_EACH = 4
+# Sums of a thread that the last program of a tile may load at once, and turns of the loop over k that a split leaves.
+_MOST_SUMS, _LEAST_TURNS = 128, 4
+# A prefetch brings in pieces of so many bytes.
+_PIECE = 256
+
+
+@dataclass(frozen=True)
+class PackedProduct:
+    """A product and what else happens to it in the same kernel: as `SkinnyProduct`, with a packed weight."""
+
+    x: Tensor
+    weight: PackedWeight
+    bias: Tensor | None = None
+    squares: Tensor | None = None
+    eps: float = 0.0
+    gated: bool = False
+    residual: Tensor | None = None
+    norm_weight: Tensor | None = None
+
+    @property
+    def out(self) -> int:
+        """Columns of the result."""
+        return self.weight.shape[0] // (1 + self.gated)
+
+
+def ordered(x: Tensor, weight: PackedWeight) -> Tensor:
+    """x [..., width] as the columns of the values are ordered."""
+    return x if weight.order is None else x.index_select(-1, weight.order)
+
+
+def launch(product: PackedProduct, tile: SkinnyTile) -> Launch:
+    """What multiplies with a tile that `fits`. results: those of `skinny.launch`."""
+    x, weight, squares, residual = product.x, product.weight, product.squares, product.residual
+    (count, width), out = x.shape, product.out
+    tiles = ceil_div(weight.shape[0], tile.columns)
+    results = [torch.empty((count, out), dtype=x.dtype, device=x.device)]
+    if residual is not None:
+        results.append(torch.empty((count, out), dtype=x.dtype, device=x.device))
+        results.append(torch.empty((count, tiles), dtype=torch.float32, device=x.device))
+    outputs = (*results, *(None,) * (3 - len(results)))
+    tensors = (product.bias, squares, residual, product.norm_weight, *outputs)
+    sizes = (
+        count,
+        out,
+        width // tile.splits,
+        x.stride(0),
+        weight.values.stride(0),
+        weight.scales.stride(0),
+        None if residual is None else residual.stride(0),
+        None if squares is None else squares.shape[1],
+        None if squares is None else product.eps,
+    )
+    options: dict[str, Any] = {
+        "KIND": weight.kind,
+        "ROW_GROUP": weight.rows,
+        "GATED": product.gated,
+        "EARLY": tile.early,
+        "BLOCKS": 1 if squares is None else next_power_of_2(squares.shape[1]),
+        "BLOCK_N": tile.columns,
+        "BLOCK_K": tile.width,
+        "num_warps": tile.warps,
+        "launch_pdl": tile.early,
+    }
+    rows = tile.program_rows(count)
+    if tile.kernel == "gemv":
+        options |= {"ROWS": rows, "ONCE": width <= tile.width}
+        args = (x, weight.values, weight.scales, weight.row_scales, *tensors, *sizes)
+        return Launch(packed_gemv_kernel, (tiles,), args, options, tuple(results))
+    grid = (tiles, tile.splits, ceil_div(count, rows))
+    parts = counters = None
+    if tile.splits > 1:
+        parts = torch.empty((math.prod(grid), tile.columns, rows), dtype=torch.float32, device=x.device)
+        counters = split_counters(x.device)
+    each = min(tile.prefetch, width // tile.splits) * weight.values.shape[1] // width
+    options |= {"BLOCK_M": rows, "FULL": count % rows == 0, "STAGES": tile.stages, "SPLITS": tile.splits}
+    options |= {"GROUP": _group(weight), "PIECES": 1 << (each // _PIECE).bit_length() - 1 if each >= _PIECE else 0}
+    operands = (x, weight.values, weight.scales, weight.zeros, weight.row_scales)
+    every = (*operands, *tensors, parts, counters, *sizes)
+    return Launch(packed_dot_kernel, grid, every, options, tuple(results))
+
+
+def multiply(product: PackedProduct, tile: SkinnyTile) -> tuple[Tensor, ...]:
+    """The results of `launch`, x in the order of the weight. Sums are float32; with the same tile, the bits of a row do
+    not depend on other rows."""
+    return launch(replace(product, x=ordered(product.x, product.weight)), tile).run()
+
+
+def chosen_tile(x: Tensor, weight: PackedWeight) -> SkinnyTile | None:
+    """The tile for x [..., width] and a packed weight [out, width]; None where the kernels cannot take them."""
+    out, width = weight.shape
+    rows = x.numel() // width
+    if not 0 < rows <= MOST_ROWS or not readable(x, weight):
+        return None
+    return packed_tile(rows, out, width, weight.kind, _group(weight), DeviceLimits.of(x.device))
+
+
+def _group(weight: PackedWeight) -> int:
+    """Columns that share a scale, 0: all."""
+    return weight.columns if weight.columns < weight.shape[1] else 0
+
+
+def readable(x: Tensor, weight: PackedWeight) -> bool:
+    """Whether kernels can load these: 16-bit floats, and rows of values that start at multiples of 16 bytes."""
+    values, scales, zeros = weight.values, weight.scales, weight.zeros
+    return (
+        HAS_TRITON
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and weight.shape[1] % 16 == values.shape[1] % 16 == 0
+        and values.stride(1) == x.stride(-1) == scales.stride(1) == 1
+        and values.stride(0) % 16 == 0
+        and (x.dim() < 2 or x.stride(-2) % 16 == 0)
+        and x.data_ptr() % 16 == values.data_ptr() % 16 == 0
+        and (zeros is None or zeros.stride() == scales.stride())
+        and (weight.row_scales is None or weight.row_scales.is_contiguous())
+        and (weight.kind != "e4m3" or DeviceLimits.of(x.device).capability >= E4M3_CAPABILITY)
+        # With these a four-bit float times its scale is exact.
+        and (
+            weight.kind != "e2m1" or (x.dtype == torch.bfloat16 and scales.dtype in (torch.uint8, torch.float8_e4m3fn))
+        )
+    )
+
+
+@lru_cache(8192)
+def packed_tile(rows: int, out: int, width: int, kind: str, group: int, device: DeviceLimits) -> SkinnyTile | None:
+    """By the rule; None where columns that share a scale fit no block."""
+    if device.capability < LEAST_CAPABILITY:
+        return None
+    early = device.capability >= (9, 0)
+    a_byte = kind in ("e4m3", "int8")
+    if a_byte and not group and rows <= _GEMV_ROWS:
+        for block in (4096, 2048, 1024):
+            tile = SkinnyTile("gemv", 4, block, 4 if block > 1024 else 2, early=early)
+            if block // 2 < width and tile.fits(rows, out, width):
+                return tile
+    found = dot_tiles(dot_shapes(rows)[0], rows, out, width, kind, group)
+    if not found:
+        return None
+    # The first that has enough programs, else the one that has most.
+    best = next((tile for tile in found if _fills(tile, rows, out, device)), found[-1])
+    nbytes = out * width * (1.0 if a_byte else 0.5)
+    if not early or nbytes > LONG_SECONDS * bandwidth(device):
+        return best
+    return replace(best, early=True, prefetch=1024)
+
+
+def _fills(tile: SkinnyTile, rows: int, out: int, device: DeviceLimits) -> bool:
+    programs = ceil_div(out, tile.columns) * ceil_div(rows, tile.program_rows(rows)) * tile.splits
+    return programs * tile.warps >= 2 * _PROGRAMS_EACH * device.processors
+
+
+def dot_shapes(rows: int) -> tuple[tuple[int, int, int, int], ...]:
+    """For so many rows: columns, warps, stages and the most rows of a program.
+
+    Warps of a program divide its columns, so that each value is converted once; two of them with 64 columns at most
+    take `mma.sync`, whose left operand is in registers in the order in which bytes are loaded.
+    """
+    if rows <= 8:
+        return ((32, 2, 4, 8), (64, 2, 4, 16))
+    if rows <= 16:
+        return ((64, 2, 4, 16), (64, 4, 4, 16))
+    if rows <= 64:
+        return ((64, 4, 4, 64),)
+    return ((128, 8, 4, 128),)
+
+
+def dot_tiles(
+    shape: tuple[int, int, int, int], rows: int, out: int, width: int, kind: str, group: int
+) -> list[SkinnyTile]:
+    """Those of a shape of `dot_shapes` for a weight [out, width]: few splits first; none where no block fits."""
+    columns, warps, stages, most = shape
+    block = _block_of(rows, width, kind, group)
+    sums = columns * min(most, next_power_of_2(rows)) // (32 * warps)
+    tiles = [SkinnyTile("dot", columns, block or 1, warps, stages, splits, rows=most) for splits in _SPLITS]
+    return [
+        tile
+        for tile in tiles
+        if block
+        and tile.fits(rows, out, width)
+        and (tile.splits == 1 or (width // tile.splits >= _LEAST_TURNS * block and tile.splits * sums <= _MOST_SUMS))
+        and (not group or tile.splits == 1 or (width // tile.splits) % group == 0)
+    ]
+
+
+def _block_of(rows: int, width: int, kind: str, group: int) -> int:
+    """Columns of a turn, which divide the width, within a group (or whole groups of four-bit floats); 0: none do."""
+    for block in (256, 128, 64, 32):
+        whole = not group or group % block == 0 or (kind == "e2m1" and block % group == 0)
+        # Long turns take shared memory that many rows, and groups, have other uses for.
+        if whole and width % block == 0 and (block < 256 or (rows <= 16 and not group)):
+            return block
+    return 0
+
+
+def kernels_of(tile: SkinnyTile | None, weight: PackedWeight) -> tuple[Any, ...]:
+    """What multiplies with the tile that was found."""
+    assert tile is not None
+    kernel = packed_gemv_kernel if tile.kernel == "gemv" else packed_dot_kernel
+    return (kernel,) if weight.order is None else (ATEN, kernel)
+
+
+def fits_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
+    """Up to so many rows that arithmetic in 8 bits, where the scheme has it, would not be faster."""
+    most = MOST_ROUNDED_ROWS if weight.activations else MOST_ROWS
+    return x.numel() <= most * weight.shape[1] and chosen_tile(x, weight) is not None
+
+
+def few_rows_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, gated: bool = False) -> Tensor:
+    """`linear`, or `linear_silu_mul` if gated, by the chosen tile."""
+    tile = chosen_tile(x, weight)
+    assert tile is not None
+    (result,) = multiply(PackedProduct(x.reshape(-1, x.shape[-1]), weight, bias, gated=gated), tile)
+    return result.view(*x.shape[:-1], result.shape[-1])
+
+
+def linear_kernels(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> tuple[Any, ...]:
+    return kernels_of(chosen_tile(x, weight), weight)

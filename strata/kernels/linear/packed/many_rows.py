@@ -1,0 +1,149 @@
+"""Products of many rows with a packed weight (prompts, large batches), for which arithmetic counts.
+
+Where the scheme rounds activations, both operands stay in 8 bits; else the weight becomes floats, in a buffer of its
+size, and the product is the library's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strata.kernels.device_limits import DeviceLimits
+from strata.kernels.grid_sizes import ceil_div
+from strata.kernels.linear import fixed
+from strata.kernels.linear.packed.few_rows import ordered
+from strata.kernels.linear.packed.rounded_kernel import WIDTH, choose_tile, rounded_product_kernel
+from strata.kernels.op import ATEN, CUBLAS
+from strata.kernels.quant.dequantize import can_dequantize, dequantize, dequantize_kernel
+from strata.kernels.quant.fp8 import ALIGNMENT
+from strata.kernels.quant.packed import PackedWeight, dense, wide_scales
+from strata.kernels.quant.round_rows import round_rows, round_rows_kernel
+from strata.kernels.triton_import import HAS_TRITON
+
+if HAS_TRITON:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+# Beside the copy engine and 8-bit tensor cores, the library's scales of rows.
+_HOPPER = (9, 0)
+_round = round_rows.bind("cuda")
+
+
+def fits_scaled_mm(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
+    """e4m3 with scales of rows, and activations likewise; the library writes bfloat16 alone for these."""
+    return weight.kind == "e4m3" and weight.activations == "row" and _rounds(x, weight)
+
+
+def scaled_mm(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    out = weight.shape[0]
+    values, x_scales = _round(_rows_of(x, weight), weight.kind, 0)
+    # Scales of rows as float32 [1, out]; views of what is stored, where that is so.
+    scales = wide_scales(weight).expand(out, 1).view(1, out) if weight.rows == 1 else wide_scales(weight).expand(1, out)
+    product = torch._scaled_mm(
+        values,
+        weight.values.t(),
+        scale_a=x_scales,
+        scale_b=scales.contiguous(),
+        bias=bias,
+        out_dtype=x.dtype,
+        use_fast_accum=True,
+    )
+    return product.view(*x.shape[:-1], out)
+
+
+def fits_rounded(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
+    """int8 with scales of rows, or both kinds in blocks of columns, activations likewise."""
+    group, kind = weight.columns, weight.activations
+    if weight.kind not in ("e4m3", "int8") or not HAS_TRITON:
+        return False
+    whole = kind == "row" and group == 0 and weight.kind == "int8"
+    blocks = kind == "block" and group >= WIDTH and group & (group - 1) == 0 and weight.order is None
+    return (whole or blocks) and weight.scales.stride(1) == 1 and _rounds(x, weight)
+
+
+def rounded_product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    out, width = weight.shape
+    values, x_scales = _round(_rows_of(x, weight), weight.kind, weight.columns)
+    rows = values.shape[0]
+    result = torch.empty((rows, out), dtype=x.dtype, device=x.device)
+    processors = DeviceLimits.of(x.device).processors
+    tile = choose_tile(rows, out, weight.columns > 0, processors)
+    tiles = ceil_div(rows, tile.rows) * ceil_div(out, tile.columns)
+    rounded_product_kernel[(min(processors, tiles),)](
+        TensorDescriptor.from_tensor(values, [tile.rows, tile.width]),
+        TensorDescriptor.from_tensor(weight.values, [tile.columns, tile.width]),
+        x_scales,
+        weight.scales,
+        weight.row_scales,
+        bias,
+        TensorDescriptor.from_tensor(result, [tile.rows, tile.columns]),
+        rows,
+        out,
+        width,
+        x_scales.shape[1],
+        weight.scales.stride(0),
+        ROW_GROUP=weight.rows,
+        GROUP=weight.columns,
+        **tile.constants,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return result.view(*x.shape[:-1], out)
+
+
+def fits_dequantized(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
+    return can_dequantize(weight)
+
+
+def dequantized(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """x is not rounded, whatever the scheme says."""
+    return F.linear(ordered(x, weight), dequantize(weight, x.dtype), bias)
+
+
+def fits_fixed_tiles(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
+    return can_dequantize(weight) and x.dtype != torch.float64 and x.stride(-1) == 1
+
+
+def fixed_tiles(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """x is not rounded; however many rows there are, a row has the same bits."""
+    return fixed.triton_linear(ordered(x, weight), dequantize(weight, x.dtype), bias)
+
+
+def unpacked(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """What any device can: the weight in floats by torch, x not rounded."""
+    return F.linear(x, dense(weight, x.dtype), bias)
+
+
+def _rounds(x: Tensor, weight: PackedWeight) -> bool:
+    """Whether the device and the library take these operands in 8 bits."""
+    values = weight.values
+    return (
+        x.dtype == torch.bfloat16
+        and x.numel() > 0
+        and weight.zeros is None
+        and all(size % ALIGNMENT == 0 for size in values.shape)
+        and values.is_contiguous()
+        and values.data_ptr() % 16 == 0
+        and DeviceLimits.of(x.device).capability >= _HOPPER
+    )
+
+
+def _rows_of(x: Tensor, weight: PackedWeight) -> Tensor:
+    rows = ordered(x.reshape(-1, x.shape[-1]), weight)
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _with_order(*kernels: Any) -> Any:
+    def launched(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> tuple[Any, ...]:
+        return kernels if weight.order is None else (ATEN, *kernels)
+
+    return launched
+
+
+SCALED_MM_KERNELS = _with_order(round_rows_kernel, CUBLAS)
+ROUNDED_KERNELS = _with_order(round_rows_kernel, rounded_product_kernel)
+DEQUANTIZED_KERNELS = _with_order(dequantize_kernel, CUBLAS)
+FIXED_KERNELS = _with_order(dequantize_kernel, fixed.linear_kernel)

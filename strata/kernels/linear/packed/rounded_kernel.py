@@ -1,0 +1,122 @@
+"""The Triton kernel of products in 8 bits, activations and weights: integers by rows, and floats by blocks.
+
+Tensor cores of Hopper add up products of 8-bit floats with some 14 bits; sums over a block of columns are therefore
+added up in float32, which the scales of blocks ask for in any case (DeepSeek-V3, 2412.19437, section 3.3.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from strata.kernels.compile_case import CompileCase
+from strata.kernels.grid_sizes import ceil_div
+from strata.kernels.quant.dequantize import wide_scale
+from strata.kernels.triton_import import jit, tl
+
+
+@jit
+def rounded_product_kernel(
+    x,
+    values,
+    x_scales,
+    scales,
+    row_scales,
+    bias,
+    result,
+    rows,
+    out,
+    width,
+    x_groups,
+    scale_stride,
+    ROW_GROUP: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    MEMBERS: tl.constexpr,
+):
+    """Persistent programs take tiles [BLOCK_M, BLOCK_N] of the result in turn, operands through the copy engine.
+
+    x [rows, width], values [out, width]: descriptors of int8 or e4m3. x_scales [rows, x_groups] float32, scales [out /
+    ROW_GROUP, width / GROUP]; GROUP: columns that share a scale, a multiple of BLOCK_K, or 0: all.
+    """
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    tiles_n = tl.cdiv(out, BLOCK_N)
+    kind: tl.constexpr = tl.int32 if x.dtype == tl.int8 and GROUP == 0 else tl.float32
+    # Flattened with the loop inside it, so that a tile's first operands arrive while the one before it is stored.
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=GROUP == 0):
+        # Programs that run together share rows of x and of the weight: MEMBERS tiles of rows for each of columns.
+        group = tile // (MEMBERS * tiles_n)
+        members = min(tiles_m - group * MEMBERS, MEMBERS)
+        within = tile % (MEMBERS * tiles_n)
+        first_row = (group * MEMBERS + within % members) * BLOCK_M
+        first_column = within // members * BLOCK_N
+        row = first_row + tl.arange(0, BLOCK_M)
+        column = first_column + tl.arange(0, BLOCK_N)
+        # Clamped instead of masked: what lies beyond the edge is never stored.
+        x_scale = x_scales + tl.minimum(row, rows - 1).to(tl.int64) * x_groups
+        own = tl.minimum(column, out - 1)
+        scale = scales + (own // ROW_GROUP if ROW_GROUP > 0 else own * 0).to(tl.int64) * scale_stride
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=kind)
+        for k in range(0, width, BLOCK_K):
+            left = x.load([first_row, k])
+            right = values.load([first_column, k]).T
+            if GROUP == 0:
+                total = tl.dot(left, right, total, out_dtype=kind)
+            else:
+                sums = tl.dot(left, right, out_dtype=tl.int32 if x.dtype == tl.int8 else tl.float32).to(tl.float32)
+                of_x = tl.load(x_scale + k // GROUP)
+                total += sums * of_x[:, None] * wide_scale(tl.load(scale + k // GROUP))[None, :]
+        wide = total.to(tl.float32)
+        if GROUP == 0:
+            wide *= tl.load(x_scale)[:, None] * wide_scale(tl.load(scale))[None, :]
+        if row_scales is not None:
+            wide *= tl.load(row_scales + own)[None, :]
+        if bias is not None:
+            wide += tl.load(bias + own).to(tl.float32)[None, :]
+        result.store([first_row, first_column], wide.to(result.dtype))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a program computes at a time: rows and columns of the result over so much of the width."""
+
+    rows: int
+    columns: int
+    width: int
+    warps: int
+    stages: int
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"BLOCK_M": self.rows, "BLOCK_N": self.columns, "BLOCK_K": self.width, "MEMBERS": 8}
+
+
+WIDTH = 128
+_INTEGERS = Tile(128, 256, WIDTH, 8, 3), Tile(128, 128, WIDTH, 8, 4), Tile(64, 64, WIDTH, 4, 6)
+_BLOCKS = Tile(128, 128, WIDTH, 8, 4), Tile(64, 64, WIDTH, 4, 6)
+
+
+def choose_tile(rows: int, out: int, grouped: bool, processors: int) -> Tile:
+    """The widest that leaves a tile for each processor. Integers have the same sums in all of them."""
+    tiles = _BLOCKS if grouped else _INTEGERS
+    full = (tile for tile in tiles if ceil_div(rows, tile.rows) * ceil_div(out, tile.columns) >= processors)
+    return next(full, tiles[-1])
+
+
+def compile_cases() -> list[CompileCase]:
+    cases = []
+    for kind, group, tile in (("i8", 0, _INTEGERS[0]), ("fp8e4nv", 128, _BLOCKS[0])):
+        signature = {
+            "x": f"tensordesc<{kind}[{tile.rows}, {tile.width}]>",
+            "values": f"tensordesc<{kind}[{tile.columns}, {tile.width}]>",
+            "result": f"tensordesc<bf16[{tile.rows}, {tile.columns}]>",
+        }
+        signature |= dict.fromkeys(("x_scales", "scales"), "*fp32:16")
+        signature |= {"rows": "i32", "out": "i32:16", "width": "i32:16", "x_groups": "i32", "scale_stride": "i32"}
+        constants: dict[str, object] = {"ROW_GROUP": 128 if group else 1, "GROUP": group, **tile.constants}
+        constants |= {"row_scales": None, "bias": None}
+        must = ("wgmma.mma_async", "s32.s8.s8" if kind == "i8" else "f32.e4m3.e4m3", "cp.async.bulk.tensor")
+        title = f"products of {kind} by {group or 'rows'}"
+        cases.append(CompileCase(title, rounded_product_kernel, signature, constants, tile.warps, tile.stages, must))
+    return cases

@@ -1,0 +1,106 @@
+"""The Triton kernels of packed weights in Triton's interpreter, against references: run by `test_packed_linear`.
+
+In float32: the interpreter computes nothing in bfloat16, and knows no assembly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+
+from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
+from strata.kernels.linear.packed import many_rows, rounded_kernel
+from strata.kernels.linear.packed.few_rows import PackedProduct, multiply
+from strata.kernels.linear.skinny_tiles import SkinnyTile
+from strata.kernels.quant.dequantize import dequantize
+from strata.kernels.quant.packed import PackedWeight, Scheme, dense, pack, packed_product
+from strata.kernels.quant.round_rows import round_rows
+from tests.kernels.collective.interpreted import _counts
+
+GEMV = SkinnyTile("gemv", 32, 64, 4)
+DOT = SkinnyTile("dot", 32, 32, 2, rows=16)
+WIDTH = 128
+# Every kind, with the tiles that take it.
+CASES: tuple[tuple[Scheme, tuple[SkinnyTile, ...]], ...] = (
+    (Scheme("int8", 1, 0, "row"), (replace(GEMV, width=256), DOT)),
+    (Scheme("e4m3", 1, 0), (GEMV, replace(DOT, splits=2))),
+    (Scheme("e4m3", 0, 0), (DOT,)),
+    (Scheme("e4m3", 64, 64, "block"), (DOT, replace(DOT, splits=2, rows=2, columns=64))),
+    (Scheme("int4", 1, 64), (DOT, replace(DOT, width=64, splits=2))),
+    (Scheme("int4", 1, 0), (DOT,)),
+    (Scheme("e2m1", 1, 32), (replace(DOT, width=64), DOT)),
+    (Scheme("e2m1", 1, 16), (replace(DOT, width=64, splits=2),)),
+)
+
+
+def odd(weight: PackedWeight) -> PackedWeight:
+    """With all that a weight may have: zeros, and columns in an order of their own."""
+    zeros = torch.randint(0, 16, weight.scales.shape, dtype=torch.uint8)
+    return weight._replace(zeros=zeros, order=torch.randperm(weight.shape[1]).int())
+
+
+def few(weight: PackedWeight, tile: SkinnyTile) -> None:
+    """Three rows, of which the last is NaN: it must not reach the others; all that a product may end in."""
+    out, width = weight.shape
+    x, bias, eps = torch.randn(3, 2 * width)[:, width:], torch.randn(out), 1e-5
+    x[2] = torch.nan
+    exact = x @ dense(weight).t()
+    same = {"rtol": 2e-5, "atol": 2e-4, "equal_nan": True}
+    (found,) = multiply(PackedProduct(x, weight, bias), tile)
+    torch.testing.assert_close(found, exact + bias, **same)
+    residual, norm_weight, squares = torch.randn(3, out), torch.randn(out), torch.rand(3, 5)
+    total, weighted, sums = multiply(PackedProduct(x, weight, residual=residual, norm_weight=norm_weight), tile)
+    torch.testing.assert_close(total, exact + residual, **same)
+    torch.testing.assert_close(weighted, total * norm_weight, equal_nan=True, rtol=0, atol=0)
+    torch.testing.assert_close(sums.sum(1), total.square().sum(1), rtol=1e-4, atol=0, equal_nan=True)
+    (found,) = multiply(PackedProduct(x, weight, bias, squares, eps, gated=True), tile)
+    scaled = exact * torch.rsqrt(squares.sum(1, keepdim=True) / width + eps) + bias
+    torch.testing.assert_close(found, F.silu(scaled[:, : out // 2]) * scaled[:, out // 2 :], **same)
+
+
+def rounding() -> None:
+    """Integers to the bit; of floats the interpreter itself rounds some otherwise than torch and the hardware."""
+    x = torch.randn(3, 300)[:, :150] * torch.tensor([1.0, 1e-30, 0.0])[:, None]
+    for kind, columns in (("int8", 0), ("int8", 128), ("e4m3", 0), ("e4m3", 64)):
+        (values, scales), (wanted, same) = many_rows._round(x, kind, columns), round_rows.reference(x, kind, columns)
+        assert torch.equal(scales, same)
+        assert (values.dtype, values.shape) == (wanted.dtype, wanted.shape)
+        assert (values.float() != wanted.float()).float().mean() <= (0 if kind == "int8" else 0.05)
+    x[1, 7] = torch.inf
+    values, scales = many_rows._round(x, "int8", 0)
+    assert scales.isfinite().flatten().tolist() == [True, False, True]
+
+
+def products() -> None:
+    """Several tiles of rows and columns, with edges; x rounded by the reference, see `rounding`."""
+    x, bias = torch.randn(70, 256), torch.randn(80)
+    small = rounded_kernel.Tile(64, 64, 128, 4, 2)
+    hopper = DeviceLimits("any", (9, 0), SHARED_BYTES, 3)
+    for scheme in (Scheme("int8", 1, 0, "row"), Scheme("int8", 16, 128, "block"), Scheme("e4m3", 128, 128, "block")):
+        weight = pack(torch.randn(80, 256), scheme)
+        with (
+            mock.patch.object(many_rows, "choose_tile", return_value=small),
+            mock.patch.object(many_rows, "_round", round_rows.reference),
+            mock.patch.object(DeviceLimits, "of", return_value=hopper),
+        ):
+            found = many_rows.rounded_product(x, weight, bias)
+        wanted = packed_product(x, weight, bias)
+        torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5 * wanted.abs().max().item())
+
+
+if __name__ == "__main__":
+    _counts()
+    torch.manual_seed(0)
+    for scheme, tiles in CASES:
+        packed = pack(torch.randn(72, WIDTH) / 8, scheme)
+        for weight in (packed, odd(packed)) if scheme.values == "int4" else (packed,):
+            ordered = dense(weight._replace(order=None))
+            assert torch.equal(dequantize(weight, torch.float32), ordered)
+            for tile in tiles:
+                few(weight, tile)
+    rounding()
+    products()
+    print("equal")
