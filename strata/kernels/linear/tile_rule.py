@@ -53,7 +53,7 @@ MAX_LINEAR_ROWS = 64
 _BANDWIDTH_PER_PROCESSOR = 4.8e12 / 132
 # An early start saves a microsecond at most. Where weights stream longer than this it is not worth the room that it
 # takes from the kernel ahead: 8B steps of 8 sequences took 4.87 ms with it for the gated product, 4.44 without.
-LONG_SECONDS = 30e-6
+_LONG_SECONDS = 30e-6
 # Weights and rows for which there is room and time to bring whole parts of k into the L2 cache ahead.
 _SMALL_BYTES, _PREFETCHED_ROWS = 16 << 20, 32
 
@@ -72,13 +72,17 @@ def _expected_tile(operation: str, rows: int, out: int, width: int, device: Devi
     if not found:
         return None
     best = min(found, key=lambda tile: expected_seconds(operation, rows, out, width, tile, device))
-    if best.kernel == "gemv" or not early:
-        return best
-    nbytes = 2 * out * width
-    if nbytes > LONG_SECONDS * bandwidth(device):
-        return replace(best, early=False)
+    return started(best, rows, 2 * out * width, device) if early else best
+
+
+def started(tile: SkinnyTile, rows: int, nbytes: int, device: DeviceLimits) -> SkinnyTile:
+    """A tile that may be launched early, for a weight of so many bytes: as early as it pays, with what it prefetches."""
+    if tile.kernel == "gemv":
+        return tile
+    if nbytes > _LONG_SECONDS * bandwidth(device):
+        return replace(tile, early=False)
     whole = nbytes <= _SMALL_BYTES and rows <= _PREFETCHED_ROWS
-    return replace(best, prefetch=2048 if whole else 512 if best.splits > 1 else 0)
+    return replace(tile, prefetch=2048 if whole else 512 if tile.splits > 1 else 0)
 
 
 def expected_seconds(operation: str, rows: int, out: int, width: int, tile: SkinnyTile, device: DeviceLimits) -> float:

@@ -20,7 +20,7 @@ from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.linear.packed.few_rows_kernels import packed_dot_kernel, packed_gemv_kernel
 from strata.kernels.linear.skinny import Launch
 from strata.kernels.linear.skinny_tiles import MOST_ROWS, SkinnyTile
-from strata.kernels.linear.tile_rule import LONG_SECONDS, bandwidth
+from strata.kernels.linear.tile_rule import started
 from strata.kernels.op import ATEN
 from strata.kernels.quant.dequantize import E4M3_CAPABILITY
 from strata.kernels.quant.packed import PackedWeight
@@ -174,10 +174,8 @@ def packed_tile(rows: int, out: int, width: int, kind: str, group: int, device: 
         return None
     # The first that has enough programs, else the one that has most.
     best = next((tile for tile in found if _fills(tile, rows, out, device)), found[-1])
-    nbytes = out * width * (1.0 if a_byte else 0.5)
-    if not early or nbytes > LONG_SECONDS * bandwidth(device):
-        return best
-    return replace(best, early=True, prefetch=1024)
+    nbytes = out * width // (1 if a_byte else 2)
+    return started(replace(best, early=True), rows, nbytes, device) if early else best
 
 
 def _fills(tile: SkinnyTile, rows: int, out: int, device: DeviceLimits) -> bool:

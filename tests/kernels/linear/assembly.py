@@ -1,0 +1,68 @@
+"""The few instructions of PTX that unpack values, in Python: what assembly computes where there is no GPU."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+
+
+def run(text: str, given: int, results: int) -> list[int]:
+    """The 32-bit results of a block of assembly for one 32-bit operand. Raises KeyError for other instructions."""
+    registers = {f"${results}": given}
+    for line in text.strip("{} \n").split(";"):
+        instruction, _, operands = line.strip().partition(" ")
+        if instruction and not instruction.startswith(".reg"):
+            target, *sources = (operand.strip() for operand in operands.split(","))
+            registers[target] = _INSTRUCTIONS[instruction](*(_value(source, registers) for source in sources))
+    return [registers[f"${index}"] for index in range(results)]
+
+
+def halves(word: int) -> list[float]:
+    """The two bfloat16 numbers of a register."""
+    return [_float((word >> shift & 0xFFFF) << 16) for shift in (0, 16)]
+
+
+def _value(source: str, registers: dict[str, int]) -> int:
+    if source in registers:
+        return registers[source]
+    return int(source[2:], 16) if source.startswith("0f") else int(source, 0)
+
+
+def _float(bits: int) -> float:
+    return float(struct.unpack("<f", struct.pack("<I", bits))[0])
+
+
+def _bits(number: float) -> int:
+    return int(struct.unpack("<I", struct.pack("<f", number))[0])
+
+
+def _prmt(low: int, high: int, selector: int) -> int:
+    source = low.to_bytes(4, "little") + high.to_bytes(4, "little")
+    return int.from_bytes(bytes(source[selector >> 4 * index & 15] for index in range(4)), "little")
+
+
+def _lop3(a: int, b: int, c: int, table: int) -> int:
+    """One of the 256 functions of three bits, by its truth table."""
+    return sum((table >> ((a >> bit & 1) << 2 | (b >> bit & 1) << 1 | (c >> bit & 1)) & 1) << bit for bit in range(32))
+
+
+def _fma(*operands: int) -> int:
+    """Of two bfloat16 numbers each; a float holds their product and sum, and is rounded once."""
+    first, second, third = (halves(operand) for operand in operands)
+    exact = torch.tensor([a * b + c for a, b, c in zip(first, second, third, strict=True)], dtype=torch.float64)
+    low, high = exact.to(torch.bfloat16).view(torch.int16).tolist()
+    return (low & 0xFFFF) | (high & 0xFFFF) << 16
+
+
+_INSTRUCTIONS = {
+    "mov.b32": lambda a: a,
+    "and.b32": lambda a, b: a & b,
+    "xor.b32": lambda a, b: a ^ b,
+    "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
+    "shr.b32": lambda a, b: a >> b,
+    "prmt.b32": _prmt,
+    "lop3.b32": _lop3,
+    "fma.rn.bf16x2": _fma,
+    "add.rn.f32": lambda a, b: _bits(_float(a) + _float(b)),
+}
