@@ -40,6 +40,7 @@ ROWWISE: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "linear": ((X,), (WEIGHT, BIAS)),
     "linear_silu_mul": ((X,), (WEIGHT, BIAS)),
     "sliced_linear": ((X,), (WEIGHT, 4, True)),
+    "round_rows": ((X,), ("int8", 0)),
     "scaled_linear": ((X, X.square()), (1e-5, WEIGHT, BIAS)),
     "scaled_linear_silu_mul": ((X, X.square()), (1e-5, WEIGHT, BIAS)),
     "silu_mul": ((X, X + 1), ()),

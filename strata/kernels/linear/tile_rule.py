@@ -76,7 +76,7 @@ def _expected_tile(operation: str, rows: int, out: int, width: int, device: Devi
 
 
 def started(tile: SkinnyTile, rows: int, nbytes: int, device: DeviceLimits) -> SkinnyTile:
-    """A tile that may be launched early, for a weight of so many bytes: as early as it pays, with what it prefetches."""
+    """A tile that may be launched early, for a weight of so many bytes: where it pays, with what it prefetches."""
     if tile.kernel == "gemv":
         return tile
     if nbytes > _LONG_SECONDS * bandwidth(device):

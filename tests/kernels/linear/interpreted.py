@@ -28,10 +28,10 @@ CASES: tuple[tuple[Scheme, tuple[SkinnyTile, ...]], ...] = (
     (Scheme("int8", 1, 0, "row"), (replace(GEMV, width=256), DOT)),
     (Scheme("e4m3", 1, 0), (GEMV, replace(DOT, splits=2))),
     (Scheme("e4m3", 0, 0), (DOT,)),
-    (Scheme("e4m3", 64, 64, "block"), (DOT, replace(DOT, splits=2, rows=2, columns=64))),
-    (Scheme("int4", 1, 64), (DOT, replace(DOT, width=64, splits=2))),
+    (Scheme("e4m3", 32, 64, "block"), (replace(DOT, splits=2, rows=2),)),
+    (Scheme("int4", 1, 64), (replace(DOT, splits=2),)),
     (Scheme("int4", 1, 0), (DOT,)),
-    (Scheme("e2m1", 1, 32), (replace(DOT, width=64), DOT)),
+    (Scheme("e2m1", 1, 32), (replace(DOT, width=64),)),
     (Scheme("e2m1", 1, 16), (replace(DOT, width=64, splits=2),)),
 )
 
@@ -42,23 +42,25 @@ def odd(weight: PackedWeight) -> PackedWeight:
     return weight._replace(zeros=zeros, order=torch.randperm(weight.shape[1]).int())
 
 
+def close(found: Tensor, wanted: Tensor) -> None:
+    atol = 2e-5 * wanted.nan_to_num().abs().max().item()
+    torch.testing.assert_close(found, wanted, rtol=2e-5, atol=atol, equal_nan=True)
+
+
 def few(weight: PackedWeight, tile: SkinnyTile) -> None:
     """Three rows, of which the last is NaN: it must not reach the others; all that a product may end in."""
     out, width = weight.shape
     x, bias, eps = torch.randn(3, 2 * width)[:, width:], torch.randn(out), 1e-5
     x[2] = torch.nan
     exact = x @ dense(weight).t()
-    same = {"rtol": 2e-5, "atol": 2e-4, "equal_nan": True}
-    (found,) = multiply(PackedProduct(x, weight, bias), tile)
-    torch.testing.assert_close(found, exact + bias, **same)
     residual, norm_weight, squares = torch.randn(3, out), torch.randn(out), torch.rand(3, 5)
     total, weighted, sums = multiply(PackedProduct(x, weight, residual=residual, norm_weight=norm_weight), tile)
-    torch.testing.assert_close(total, exact + residual, **same)
+    close(total, exact + residual)
     torch.testing.assert_close(weighted, total * norm_weight, equal_nan=True, rtol=0, atol=0)
     torch.testing.assert_close(sums.sum(1), total.square().sum(1), rtol=1e-4, atol=0, equal_nan=True)
     (found,) = multiply(PackedProduct(x, weight, bias, squares, eps, gated=True), tile)
     scaled = exact * torch.rsqrt(squares.sum(1, keepdim=True) / width + eps) + bias
-    torch.testing.assert_close(found, F.silu(scaled[:, : out // 2]) * scaled[:, out // 2 :], **same)
+    close(found, F.silu(scaled[:, : out // 2]) * scaled[:, out // 2 :])
 
 
 def rounding() -> None:
@@ -76,7 +78,7 @@ def rounding() -> None:
 
 def products() -> None:
     """Several tiles of rows and columns, with edges; x rounded by the reference, see `rounding`."""
-    x, bias = torch.randn(70, 256), torch.randn(80)
+    x, bias = torch.randn(65, 256), torch.randn(80)
     small = rounded_kernel.Tile(64, 64, 128, 4, 2)
     hopper = DeviceLimits("any", (9, 0), SHARED_BYTES, 3)
     for scheme in (Scheme("int8", 1, 0, "row"), Scheme("int8", 16, 128, "block"), Scheme("e4m3", 128, 128, "block")):
@@ -88,14 +90,14 @@ def products() -> None:
         ):
             found = many_rows.rounded_product(x, weight, bias)
         wanted = packed_product(x, weight, bias)
-        torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5 * wanted.abs().max().item())
+        close(found, wanted)
 
 
 if __name__ == "__main__":
     _counts()
     torch.manual_seed(0)
     for scheme, tiles in CASES:
-        packed = pack(torch.randn(72, WIDTH) / 8, scheme)
+        packed = pack(torch.randn(40, WIDTH) / 8, scheme)
         for weight in (packed, odd(packed)) if scheme.values == "int4" else (packed,):
             ordered = dense(weight._replace(order=None))
             assert torch.equal(dequantize(weight, torch.float32), ordered)

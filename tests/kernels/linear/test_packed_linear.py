@@ -9,9 +9,14 @@ import sys
 
 import pytest
 import torch
+from torch import Tensor
 
+from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits, as_if_on
+from strata.kernels.linear.linear import linear
+from strata.kernels.linear.packed.few_rows import packed_tile
 from strata.kernels.quant import dequantize
-from strata.kernels.quant.packed import PackedWeight, Scheme, unpacked_values
+from strata.kernels.quant.packed import PackedWeight, Scheme, pack, unpacked_values
+from strata.kernels.quant.schemes import SCHEMES
 
 from .assembly import halves, run
 
@@ -48,3 +53,64 @@ def test_assembly_unpacks_every_byte(name: str, kind: str, less: int) -> None:
         if kind != "int8":  # the low halves of all bytes come first
             found = [found[half * 4 + place] for place in range(4) for half in range(2)]
         assert found == exact
+
+
+HOPPER = DeviceLimits("NVIDIA H200", (9, 0), SHARED_BYTES, 132)
+AMPERE = DeviceLimits("NVIDIA A100", (8, 0), SHARED_BYTES, 108)
+FEW, ROUNDED, SCALED = "packed, skinny", "rounded, triton", "rounded, cublas"
+DEQUANTIZED, UNPACKED = "dequantized, cublas", "unpacked, cublas"
+
+
+def placed(name: str, rows: int, limits: DeviceLimits, width: int = 1024) -> tuple[Tensor, PackedWeight, None]:
+    """The arguments of `linear` on a device, without memory."""
+    weight = pack(torch.ones(256, width), SCHEMES[name]).to("meta")
+    x = as_if_on(limits, torch.empty(rows, width, dtype=torch.bfloat16, device="meta"))
+    return x, weight.with_tensors({field: as_if_on(limits, one) for field, one in weight.tensors.items()}), None
+
+
+@pytest.mark.parametrize(
+    ("name", "limits", "served"),
+    [
+        ("fp8", HOPPER, ((1, FEW), (64, FEW), (65, SCALED), (8192, SCALED))),
+        ("int8", HOPPER, ((1, FEW), (64, FEW), (65, ROUNDED))),
+        ("fp8_block", HOPPER, ((1, FEW), (65, ROUNDED))),
+        ("int4", HOPPER, ((1, FEW), (256, FEW), (257, DEQUANTIZED))),
+        ("nvfp4", HOPPER, ((1, FEW), (257, DEQUANTIZED))),
+        ("fp8", AMPERE, ((1, UNPACKED), (65, UNPACKED))),
+        ("int8", AMPERE, ((1, FEW), (65, DEQUANTIZED))),
+    ],
+)
+def test_each_number_of_rows_is_served_by(name: str, limits: DeviceLimits, served: tuple[tuple[int, str], ...]) -> None:
+    pytest.importorskip("triton")
+    bound = linear.bind("cuda", packed=True)
+    for rows, implementation in served:
+        assert bound.choose(*placed(name, rows, limits)).name == implementation, rows
+    if limits is HOPPER:
+        exact = linear.bind("cuda", packed=True, deterministic=True)
+        assert {exact.choose(*placed(name, rows, limits)).name for rows in (1, 64, 8192)} == {
+            "dequantized, fixed tiles"
+        }
+
+
+def test_launches_are_told() -> None:
+    pytest.importorskip("triton")
+    bound = linear.bind("cuda", packed=True)
+    assert bound.launches(*placed("fp8", 1, HOPPER)) == ("packed_gemv_kernel",)
+    assert bound.launches(*placed("fp8", 300, HOPPER)) == ("round_rows_kernel", "(cuBLAS)")
+    x, weight, bias = placed("int4", 4, HOPPER)
+    order = as_if_on(HOPPER, torch.empty(1024, dtype=torch.int32, device="meta"))
+    assert bound.launches(x, weight._replace(order=order), bias) == ("(ATen)", "packed_dot_kernel")
+    # Rows that do not start at multiples of 16 bytes.
+    assert bound.choose(*placed("int4", 1, HOPPER, width=1016)).name == DEQUANTIZED
+
+
+def test_splits_keep_groups_whole_and_divide_the_width() -> None:
+    for rows in (1, 5, 16, 64, 256):
+        for out, width in ((1024, 3072), (6144, 4096), (4096, 14336), (896, 4864), (2560, 9728)):
+            for kind, group in (("e4m3", 0), ("e4m3", 128), ("int4", 128), ("int4", 32), ("e2m1", 32), ("e2m1", 16)):
+                tile = packed_tile(rows, out, width, kind, group, HOPPER)
+                assert tile is not None
+                part = width // tile.splits
+                assert width % tile.splits == 0
+                assert tile.kernel == "gemv" or part % tile.width == 0
+                assert group == 0 or part % group == 0

@@ -166,7 +166,7 @@ def packed_tile(rows: int, out: int, width: int, kind: str, group: int, device: 
     a_byte = kind in ("e4m3", "int8")
     if a_byte and not group and rows <= _GEMV_ROWS:
         for block in (4096, 2048, 1024):
-            tile = SkinnyTile("gemv", 4, block, 4 if block > 1024 else 2, early=early)
+            tile = SkinnyTile("gemv", 4, block, min(8, block // 256), early=early)
             if block // 2 < width and tile.fits(rows, out, width):
                 return tile
     found = dot_tiles(dot_shapes(rows)[0], rows, out, width, kind, group)

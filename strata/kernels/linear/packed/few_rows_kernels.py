@@ -337,10 +337,10 @@ def compile_cases() -> list[CompileCase]:
         "BLOCKS": 1,
     }
     gemv = signature | {"values": "*fp8e4nv:16", "width": "i32:16"}
-    sizes = {"KIND": "e4m3", "BLOCK_N": 4, "BLOCK_K": 4096, "ROWS": 1, "ONCE": True}
+    sizes = {"KIND": "e4m3", "BLOCK_N": 4, "BLOCK_K": 2048, "ROWS": 2, "ONCE": False}
     one = {name: value for name, value in constants.items() if name != "zeros"}
     loads = ("ld.global.L1::evict_first", "v4.b32", "cvt.rn.f16x2.e4m3x2")
-    cases = [CompileCase("packed gemv e4m3", packed_gemv_kernel, gemv, one | sizes, 4, 2, loads)]
+    cases = [CompileCase("packed gemv e4m3", packed_gemv_kernel, gemv, one | sizes, 8, 2, loads)]
     for kind, stored, group, rows, columns, block, warps, splits, must in (
         ("int4", "u8", 128, 8, 32, 128, 2, 4, ("mma.sync", "lop3.b32", "cp.async.cg.shared.global")),
         ("e4m3", "fp8e4nv", 128, 64, 64, 128, 4, 1, ("wgmma.mma_async", "cp.async.cg.shared.global")),

@@ -1,0 +1,262 @@
+"""Products by packed weights on CUDA against float64 over what each weight stands for: every kind, tile and way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strata.hardware.replay import time_replayed
+from strata.kernels.device_limits import DeviceLimits
+from strata.kernels.linear.linear import linear
+from strata.kernels.linear.packed.few_rows import (
+    IMPLEMENTATION,
+    PackedProduct,
+    chosen_tile,
+    dot_shapes,
+    dot_tiles,
+    multiply,
+    packed_tile,
+)
+from strata.kernels.linear.prenorm import linear_add, scaled_linear, scaled_linear_silu_mul
+from strata.kernels.linear.silu_mul import linear_silu_mul
+from strata.kernels.linear.skinny_tiles import SkinnyTile
+from strata.kernels.quant.dequantize import dequantize
+from strata.kernels.quant.packed import PackedWeight, Scheme, dense, pack, round_activations
+from strata.kernels.quant.round_rows import round_rows
+from strata.kernels.quant.schemes import SCHEMES
+from strata.kernels.split_counters import split_counters
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
+
+EPS = 1e-5
+# Beside those that users can name: what ranks, other groups and merges leave of them.
+OTHERS = {
+    "a scale a weight": Scheme("e4m3", 0, 0),
+    "rows of blocks": Scheme("e4m3", 1, 128, "block"),
+    "halves of groups": Scheme("int4", 1, 64),
+    "small groups": Scheme("int4", 1, 32),
+    "int4 by rows": Scheme("int4", 1, 0),
+    "int8 in groups": Scheme("int8", 1, 128),
+}
+ALL = dict(SCHEMES) | OTHERS
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def draw_weight(out: int, width: int, scheme: Scheme) -> PackedWeight:
+    weight = torch.randn(out, width) * torch.exp(torch.randn(out, 1)) * width**-0.5
+    return pack(weight, scheme).to("cuda")
+
+
+def odd(weight: PackedWeight, zeros: torch.dtype = torch.uint8) -> PackedWeight:
+    """With zeros and columns in an order of their own."""
+    drawn = torch.randint(0, 16, weight.scales.shape, device="cuda").to(zeros)
+    return weight._replace(zeros=drawn, order=torch.randperm(weight.shape[1], device="cuda").int())
+
+
+def exact_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x.double(), dense(weight).double(), None if bias is None else bias.double())
+
+
+def assert_near(result: Tensor, exact: Tensor) -> None:
+    """One rounding to the dtype, beside what sums in float32 lose."""
+    assert result.isfinite().all()
+    rtol = 0.55 * torch.finfo(result.dtype).eps
+    torch.testing.assert_close(result.double(), exact, rtol=rtol, atol=1e-4 * exact.abs().max().item())
+
+
+def limits() -> DeviceLimits:
+    return DeviceLimits.of(torch.device("cuda", torch.cuda.current_device()))
+
+
+def tiles(rows: int, weight: PackedWeight) -> list[SkinnyTile]:
+    """That of the rule, and of each shape that it may choose the one that divides columns among most programs."""
+    out, width = weight.shape
+    group = weight.columns if weight.columns < width else 0
+    asked = (rows, out, width, weight.kind, group)
+    found = [packed_tile(*asked, limits())]
+    found += [tile for shape in dot_shapes(rows) for tile in dot_tiles(shape, *asked)[-1:]]
+    return [tile for tile in found if tile is not None]
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("out", "width", "several"), [(1008, 2048, (1, 3, 16, 200)), (33, 4096, (2, 30)), (4096, 14336, (1, 64))]
+)
+def test_few_rows_in_every_shape_of_tile(name: str, out: int, width: int, several: tuple[int, ...]) -> None:
+    weight, bias = draw_weight(out, width, ALL[name]), draw(out)
+    for rows in several:
+        x = draw(rows, 2 * width)[:, width:]
+        exact = exact_linear(x, weight, bias)
+        found = tiles(rows, weight)
+        assert found
+        for tile in found:
+            (result,) = multiply(PackedProduct(x, weight, bias), tile)
+            assert_near(result, exact)
+            assert torch.equal(multiply(PackedProduct(x, weight, bias), tile)[0], result)
+    assert not split_counters(bias.device).any()
+
+
+@pytest.mark.parametrize("zeros", [torch.uint8, torch.int32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["int4", "small groups", "int4 by rows"])
+def test_zeros_and_orders_of_columns(name: str, zeros: torch.dtype) -> None:
+    weight = odd(draw_weight(272, 1024, ALL[name]), zeros)
+    for rows in (1, 7, 40, 200):
+        x = draw(rows, 1024)
+        assert linear.bind("cuda", packed=True).choose(x, weight, None).name == IMPLEMENTATION
+        assert_near(linear(x, weight, None), exact_linear(x, weight))
+    assert torch.equal(dequantize(weight, torch.float32), dense(weight._replace(order=None)))
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("rows", [1, 3, 16, 50, 256])
+def test_what_products_end_in(name: str, rows: int) -> None:
+    """By the registry: a residual and a norm, a norm's scale, gates."""
+    hidden, inner = 1024, 1536
+    x, residual, norm_weight = draw(rows, inner), draw(rows, hidden + 24)[:, 8 : hidden + 8], draw(hidden)
+    down, gate_up = draw_weight(hidden, inner, ALL[name]), draw_weight(2 * inner, hidden, ALL[name])
+    bias = draw(2 * inner)
+    total, weighted, squares = linear_add(x, down, None, residual, norm_weight)
+    assert linear_add.bind("cuda", packed=True).choose(x, down, None, residual, norm_weight).name == IMPLEMENTATION
+    assert_near(total, exact_linear(x, down) + residual.double())
+    assert torch.equal(weighted, total * norm_weight)
+    torch.testing.assert_close(squares.double().sum(-1), total.double().square().sum(-1), rtol=1e-5, atol=0)
+    scale = torch.rsqrt(squares.double().sum(-1, keepdim=True) / hidden + EPS)
+    exact = exact_linear(weighted, gate_up) * scale + bias.double()
+    assert_near(scaled_linear(weighted, squares, EPS, gate_up, bias), exact)
+    gated = F.silu(exact[:, :inner]) * exact[:, inner:]
+    assert_near(scaled_linear_silu_mul(weighted, squares, EPS, gate_up, bias), gated)
+    plain = exact_linear(weighted, gate_up, bias)
+    few = linear_silu_mul.bind("cuda", packed=True).choose(weighted, gate_up, bias).name == IMPLEMENTATION
+    if few:
+        wanted = F.silu(plain[:, :inner]) * plain[:, inner:]
+        assert_near(linear_silu_mul(weighted, gate_up, bias), wanted)
+
+
+def test_rows_stand_alone_in_one_tile() -> None:
+    for name in ("fp8", "int4", "fp8_block", "nvfp4"):
+        weight, x = draw_weight(200, 2048, ALL[name]), draw(64, 2048)
+        for tile in tiles(64, weight):
+            together = multiply(PackedProduct(x, weight), tile)[0]
+            for rows in (1, 5, 33):
+                chosen = torch.randint(0, 64, (rows,), device="cuda")
+                alone = multiply(PackedProduct(x[chosen], weight), tile)[0]
+                if tile.program_rows(rows) == tile.program_rows(64):
+                    assert torch.equal(alone, together[chosen]), f"{tile}: other bits among {rows} rows"
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "int8"])
+@pytest.mark.parametrize("columns", [0, 128])
+@pytest.mark.parametrize("shape", [(1, 64), (7, 200), (300, 4096), (33, 14336)])
+def test_rounded_rows_are_the_reference_to_the_bit(shape: tuple[int, int], columns: int, kind: str) -> None:
+    x = draw(shape[0], shape[1] + 8)[:, 8:] * torch.exp(4 * torch.randn(shape[0], 1, device="cuda")).bfloat16()
+    x[0, : shape[1] // 2] = 0
+    assert round_rows.bind("cuda").choose(x, kind, columns).name == "triton"
+    found, wanted = round_rows.bind("cuda")(x, kind, columns), round_rows.reference(x.cpu(), kind, columns)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(mine.cpu().view(torch.uint8), theirs.view(torch.uint8))
+    x[-1, 3] = torch.nan
+    _, scales = round_rows.bind("cuda")(x, kind, columns)
+    assert scales[-1, 0].isnan()
+    assert scales[:-1].isfinite().all()
+
+
+# The relative error (of norms) that rounding the result and, of e4m3, sums of 14 bits leave.
+ROUNDED = {"rounded, cublas": 2e-2, "rounded, triton": 5e-3}
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8", "fp8_block", "rows of blocks"])
+@pytest.mark.parametrize("rows", [65, 127, 333, 2048])
+@pytest.mark.parametrize(("out", "width"), [(1024, 3072), (6144, 4096), (272, 1040)])
+def test_many_rows_in_8_bits(name: str, rows: int, out: int, width: int) -> None:
+    weight, x, bias = draw_weight(out, width, ALL[name]), draw(rows, width), draw(out)
+    chosen = linear.bind("cuda", packed=True).choose(x, weight, bias)
+    assert chosen.name == ("rounded, cublas" if name == "fp8" else "rounded, triton")
+    exact = F.linear(round_activations(x.cpu(), weight.scheme).cuda().double(), dense(weight).double(), bias.double())
+    result = chosen.run(x, weight, bias)
+    assert result.isfinite().all()
+    assert (result.double() - exact).norm() <= ROUNDED[chosen.name] * exact.norm()
+    if name == "int8":
+        assert_near(result, exact)
+    gated = linear_silu_mul(x, weight, bias)
+    gate, up = result.double().chunk(2, -1)
+    assert (gated.double() - F.silu(gate) * up).norm() <= 1e-2 * gated.double().norm()
+
+
+@pytest.mark.parametrize("name", ["int4", "mxfp4", "nvfp4", "fp8_weights", "int8_weights", "small groups"])
+def test_many_rows_with_the_weight_in_floats(name: str) -> None:
+    weight, bias = draw_weight(1000, 1056, ALL[name]), draw(1000)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        assert torch.equal(dequantize(weight, dtype), dense(weight, dtype))
+    x = draw(700, 1056)
+    chosen = linear.bind("cuda", packed=True).choose(x, weight, bias)
+    assert chosen.name == "dequantized, cublas"
+    exact = exact_linear(x, weight, bias)
+    assert (chosen.run(x, weight, bias).double() - exact).norm() <= 5e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4", "fp8_block"])
+def test_bits_of_rows_in_any_company(name: str) -> None:
+    weight, x = draw_weight(520, 1024, ALL[name]), draw(300, 1024)
+    bound = linear.bind("cuda", deterministic=True, packed=True)
+    together = bound(x, weight, None)
+    exact = exact_linear(x, weight)
+    assert (together.double() - exact).norm() <= 5e-3 * exact.norm()
+    for rows in (1, 2, 65, 129):
+        assert torch.equal(bound(x[:rows], weight, None), together[:rows])
+
+
+def test_what_kernels_cannot_read_is_served_in_floats() -> None:
+    """Widths that fill no 16 bytes, groups that fit no block, types other than 16-bit floats."""
+    for scheme, width, dtype in (
+        (Scheme("int8", 1, 0, "row"), 100, torch.bfloat16),
+        (Scheme("int4", 1, 24), 96, torch.bfloat16),
+        (Scheme("int4", 1, 3), 96, torch.bfloat16),
+        (Scheme("e4m3", 1, 0, "row"), 128, torch.float32),
+    ):
+        weight, x = draw_weight(40, width, scheme), draw(5, width, dtype=dtype)
+        assert linear.bind("cuda", packed=True).choose(x, weight, None).name == "dequantized, cublas"
+        exact = exact_linear(x, weight)
+        assert (linear(x, weight, None).double() - exact).norm() <= 1e-2 * exact.norm()
+
+
+def test_empty_and_leading_dimensions() -> None:
+    weight = draw_weight(96, 1024, ALL["fp8"])
+    x = draw(3, 5, 1024)
+    assert_near(linear(x, weight, None), exact_linear(x, weight))
+    assert linear(x[:0], weight, None).shape == (0, 5, 96)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8", "int4", "fp8_block", "nvfp4"])
+@pytest.mark.parametrize("rows", [1, 16, 512])
+def test_a_recorded_chain_reads_what_the_launch_before_wrote(
+    name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # to poison the results would put kernels between the launches
+    weights = [draw_weight(2048, 2048, ALL[name]) for _ in range(5)]
+    x = draw(rows, 2048)
+    run: Callable[..., Tensor] = linear.bind("cuda", packed=True)
+    if rows <= 16:  # each waits for the one before it
+        assert chosen_tile(x, weights[0]) is not None
+    eager = x
+    for weight in weights:
+        eager = run(eager, weight, None)
+        torch.cuda.synchronize()
+    results: list[Tensor] = []
+
+    def chain(into: list[Tensor]) -> None:
+        last = x
+        for weight in weights:
+            last = run(last, weight, None)
+        into.append(last)
+
+    time_replayed([partial(chain, results)], repeats=20)
+    for result in (results[0], results[-1]):
+        assert torch.equal(result, eager)
