@@ -50,6 +50,8 @@ APART |= {
     "finish_all_reduce",
     "finish_add_rms_norm",
 }
+# What products by packed weights do on their way (`benchmarks.packed_products`).
+APART |= {"round_rows"}
 
 
 def all_cases(config: ModelConfig) -> list[Case]:

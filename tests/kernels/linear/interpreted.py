@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
 from strata.kernels.linear.packed import many_rows, rounded_kernel

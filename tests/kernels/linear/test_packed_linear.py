@@ -87,9 +87,8 @@ def test_each_number_of_rows_is_served_by(name: str, limits: DeviceLimits, serve
         assert bound.choose(*placed(name, rows, limits)).name == implementation, rows
     if limits is HOPPER:
         exact = linear.bind("cuda", packed=True, deterministic=True)
-        assert {exact.choose(*placed(name, rows, limits)).name for rows in (1, 64, 8192)} == {
-            "dequantized, fixed tiles"
-        }
+        names = {exact.choose(*placed(name, rows, limits)).name for rows in (1, 64, 8192)}
+        assert names == {"dequantized, fixed tiles"}
 
 
 def test_launches_are_told() -> None:
@@ -100,7 +99,9 @@ def test_launches_are_told() -> None:
     x, weight, bias = placed("int4", 4, HOPPER)
     order = as_if_on(HOPPER, torch.empty(1024, dtype=torch.int32, device="meta"))
     assert bound.launches(x, weight._replace(order=order), bias) == ("(ATen)", "packed_dot_kernel")
-    # Rows that do not start at multiples of 16 bytes.
+    # Zeros of values in a byte, and rows that do not start at multiples of 16 bytes.
+    x, weight, bias = placed("int8_weights", 1, HOPPER)
+    assert bound.choose(x, weight._replace(zeros=weight.scales), bias).name == DEQUANTIZED
     assert bound.choose(*placed("int4", 1, HOPPER, width=1016)).name == DEQUANTIZED
 
 

@@ -147,7 +147,7 @@ def readable(x: Tensor, weight: PackedWeight) -> bool:
         and values.stride(0) % 16 == 0
         and (x.dim() < 2 or x.stride(-2) % 16 == 0)
         and x.data_ptr() % 16 == values.data_ptr() % 16 == 0
-        and (zeros is None or zeros.stride() == scales.stride())
+        and (zeros is None or (weight.kind == "int4" and zeros.stride() == scales.stride()))
         and (weight.row_scales is None or weight.row_scales.is_contiguous())
         and (weight.kind != "e4m3" or DeviceLimits.of(x.device).capability >= E4M3_CAPABILITY)
         # With these a four-bit float times its scale is exact.

@@ -113,6 +113,10 @@ def test_zeros_and_orders_of_columns(name: str, zeros: torch.dtype) -> None:
         assert linear.bind("cuda", packed=True).choose(x, weight, None).name == IMPLEMENTATION
         assert_near(linear(x, weight, None), exact_linear(x, weight))
     assert torch.equal(dequantize(weight, torch.float32), dense(weight._replace(order=None)))
+    whole = odd(draw_weight(272, 1024, ALL["int8_weights"]))
+    assert torch.equal(dequantize(whole, torch.float32), dense(whole._replace(order=None)))
+    exact = exact_linear(x, whole)
+    assert (linear(x, whole, None).double() - exact).norm() <= 5e-3 * exact.norm()
 
 
 @pytest.mark.parametrize("name", ALL)
