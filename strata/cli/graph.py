@@ -6,12 +6,13 @@ import dataclasses
 import json
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from strata.cli import options
-from strata.hardware.figures import Device
+from strata.hardware.figures import Device, Figure
 from strata.hardware.links import Link
 from strata.hardware.prediction import ORIGINS, Prediction
 from strata.hardware.roofline import Floor, Workload, floor
@@ -49,6 +50,10 @@ def graph(
     enable_expert_parallel: options.EnableExpertParallel = False,
     enable_dp_attention: options.EnableDpAttention = False,
     quantization: options.Quantization = None,
+    draw: Annotated[
+        Path | None,
+        typer.Option(help="Also draw it into this file (.svg), a layer and the model, before the passes too."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
     """Show what a step runs and costs, by operation and by part of the model, without weights or device; of several
@@ -65,6 +70,10 @@ def graph(
     from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
     from strata.plan.meta_model import find_config, meta_model
 
+    if draw is not None and draw.suffix != ".svg":
+        raise ValueError(f"--draw {draw}: drawings are SVG; give a name that ends in .svg")
+    if draw is not None and not draw.parent.is_dir():
+        raise ValueError(f"--draw {draw}: there is no folder {draw.parent}; make it first")
     spec, config = device(on), find_config(folder_shape_or_file(model))
     size, stages, shard = tensor_parallel_size, pipeline_parallel_size, None
     parts = prefill_context_parallel_size
@@ -81,17 +90,23 @@ def graph(
         axis = imagined(TENSOR_AXIS, size) if size > 1 else None
         by = {"expert_parallel": enable_expert_parallel, "own_tokens": enable_dp_attention}
         shard = RankShard.of(config, size, 0, axis, stages=stages, stage=stage, **by)
+    if draw is not None and ranks > 1:
+        raise ValueError("--draw shows a model before it is divided and after, of one rank; leave out the other ranks")
     beside = (prompt,) * bool(prompt)
     workload = Workload((tokens,) * sequences + beside, (tokens + context,) * sequences + beside)
-    priced = price(meta_model(config, spec, shard=shard, context=along, quantization=quantization), workload, spec)
+    meta = meta_model(config, spec, shard=shard, context=along, quantization=quantization)
+    priced = price(meta, workload, spec)
     step = {"model": model, "tokens": tokens, "context": context, "sequences": sequences, "prompt": prompt}
     step |= {"quantization": quantization, "ranks": ranks, "stages": stages, "stage": stage}
+    title = f"{model}: {sequences} x {tokens} new tokens, {context} cached each"
+    title += f"; a new prompt of {prompt}" * bool(prompt) + f"; one rank of {ranks}" * (ranks > 1)
+    title += f"; weights packed as {quantization}" * (quantization is not None)
+    if draw is not None:
+        draw.write_text(priced.drawing(title, meta.captured(workload)), encoding="utf-8")
+        typer.echo(f"drawn in {draw}", err=True)
     if as_json:
         print(json.dumps(step | priced.to_dict()))
     else:
-        title = f"{model}: {sequences} x {tokens} new tokens, {context} cached each"
-        title += f"; a new prompt of {prompt}" * bool(prompt) + f"; one rank of {ranks}" * (ranks > 1)
-        title += f"; weights packed as {quantization}" * (quantization is not None)
         longest = max(workload.total)
         title += f"; {longest} tokens are more than its {config.longest}" * (longest > config.longest)
         priced.draw(title + f", of stage {stage} of {stages}" * (stages > 1))
@@ -197,6 +212,22 @@ class PricedStep:
         ran = {"runs": self.step.graph, "kernels": self.step.kernels}
         return {"device": self.device.key, "dtype": self.dtype} | self.totals() | ran | counts | tables
 
+    def drawing(self, title: str, captured: list[NodeCost]) -> str:
+        """An SVG of it beside the nodes of the model before the passes."""
+        from strata.graph.draw import duration
+        from strata.graph.drawing.boxes import boxes
+        from strata.graph.drawing.correspondence import correspondence
+        from strata.graph.drawing.page import Drawing
+
+        before, after = (boxes(nodes, self.device, self.dtype, self.link) for nodes in (captured, self.step.model))
+        notes = [
+            f"floor of the step {duration(self.step_floor.seconds)}: weights and cached keys and values moved once; "
+            f"predicted {duration(self.predicted.seconds)} with inputs, sampling and launches"
+        ]
+        notes += [f"{what}: {figure.source}, {figure.date}" for what, figure in self._rates()]
+        where = f"{title}, {self.device.product}, {self.dtype}"
+        return Drawing(where, before, after, correspondence(captured, self.step.model), notes).svg()
+
     def draw(self, title: str) -> None:
         from strata.bench.load.report import report_console
         from strata.graph.draw import counts_table, duration, quantity, table
@@ -214,7 +245,6 @@ class PricedStep:
         console.print(counts_table(self.captured, self.run))
         for one in tables:
             console.print(one)
-        compute, bandwidth = self.device.ceiling("compute", self.dtype), self.device.ceiling("bandwidth")
         summed = duration(totals["nodes_floor_s"])
         console.print(f"parameters        {totals['parameters']:,}")
         console.print(f"FLOPs per token   {quantity(totals['flops_per_token'])}")
@@ -229,16 +259,24 @@ class PricedStep:
         console.print(f"predicted         {duration(self.predicted.seconds)}, {launched}: {shares}")
         for source in self.sources:
             console.print(f"from {source}", style="dim", soft_wrap=True)
-        for figure in (compute, bandwidth):
-            kind = "measured" if figure.measured else "promised"
-            what = f"{self.dtype}, dense" if figure.quantity == "compute" else "memory, read + written"
-            unit = "FLOP/s" if figure.quantity == "compute" else "B/s"
-            rate = f"{self.device.product}: {quantity(figure.value)}{unit} ({what})"
-            console.print(f"{rate}, {kind}: {figure.source}, {figure.date}", style="dim")
+        for rate, figure in self._rates():
+            console.print(f"{rate}: {figure.source}, {figure.date}", style="dim")
         if self.link is not None:
             link = self.link
             rate = f"{quantity(link.bandwidth)}B/s each way, {duration(link.latency)} a message"
             console.print(f"link between ranks: {rate}: {link.source}, {link.date}", style="dim")
+
+    def _rates(self) -> list[tuple[str, Figure]]:
+        """The ceilings that floors are made of, in words."""
+        from strata.graph.draw import quantity
+
+        found = []
+        for figure in (self.device.ceiling("compute", self.dtype), self.device.ceiling("bandwidth")):
+            kind = "measured" if figure.measured else "promised"
+            what = f"{self.dtype}, dense" if figure.quantity == "compute" else "memory, read + written"
+            unit = "FLOP/s" if figure.quantity == "compute" else "B/s"
+            found.append((f"{self.device.product}: {quantity(figure.value)}{unit} ({what}), {kind}", figure))
+        return found
 
 
 def price(model: MetaModel, workload: Workload, spec: Device) -> PricedStep:

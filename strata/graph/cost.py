@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from strata.graph.capture import operation_of
 from strata.graph.ranks.overlap import row_part
+from strata.graph.reads import Read, Reads
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.times import Attends
 from strata.kernels.device_limits import DeviceLimits, as_if_on
@@ -46,6 +47,7 @@ class NodeCost:
     packed: the kind of values of packed weights that it multiplies by ("e4m3"); empty: they are plain.
     backward: of its gradients, if they were asked for.
     attends: what runs an attention over pages, where that is known.
+    reads: what it reads, see `Read`; of cached keys and values only what attends.
     implementation, kernels: what runs it on the device that was asked about, and what that launches (see
         `Implementation`); empty if none was.
     """
@@ -63,6 +65,7 @@ class NodeCost:
     packed: str = ""
     backward: Cost = field(default_factory=Cost)
     attends: Attends | None = None
+    reads: tuple[Read, ...] = ()
 
     @property
     def is_recurrent(self) -> bool:
@@ -87,9 +90,10 @@ def node_costs(
     Nodes that only view memory are left out. Raises NotImplementedError, naming it, for a function whose cost is not
     known.
     """
-    found = []
+    found, reads = [], Reads()
     for called in _walk(graph, argument):
         node, operation, args, result = called
+        read = reads.look(node, args, works=operation is not None)
         if operation is None:
             continue
         first = result[0] if isinstance(result, tuple) else result
@@ -108,6 +112,7 @@ def node_costs(
                 _weight_shape(node, operation, args),
                 next((one.kind for one in args if isinstance(one, PackedWeight)), ""),
                 operation.backward_cost(*args, workload=workload) if gradients else Cost(),
+                reads=tuple(one for one in read if one.kind != "cache" or "attention" in operation.name),
             )
         )
     return found

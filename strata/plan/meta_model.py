@@ -29,6 +29,7 @@ from strata.engine.startup.packing import Packing
 from strata.engine.step_cost import least_costs, token_division
 from strata.engine.step_graphs import DivisionInputs, DrawStep, Overlap, StepGraphs, StepInputs, step_graphs
 from strata.files.json_object import read_existing_object
+from strata.graph.capture import capture, capture_head
 from strata.graph.cost import NodeCost, StepCosts, meta_indices, meta_pages, node_costs
 from strata.hardware.figures import Device
 from strata.hardware.roofline import Workload
@@ -198,6 +199,14 @@ class MetaModel:
         made, ran = nodes(inputs, 0), nodes(model, 2 if model is prompts else 1)
         drawn = nodes(draw, 3) if graphs.head is not None else []
         return StepNodes(name, made, ran, drawn, size is not None, timed)
+
+    def captured(self, workload: Workload) -> list[NodeCost]:
+        """What the nodes of the model cost in that step before any pass, those of the head of a row a sequence."""
+        with torch.device("meta"):
+            model = build(self.config).to(self.dtype)
+        hidden = torch.empty(len(workload.new), self.config.hidden_size, dtype=self.dtype, device="meta")
+        body = node_costs(capture(model), self._batch(workload, None), workload)
+        return [*body, *node_costs(capture_head(model), hidden, workload)]
 
     def _share(self, draws: int, share: RankStep) -> StepNodes:
         """A rank's share of a step that samples so many rows."""
