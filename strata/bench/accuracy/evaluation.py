@@ -24,6 +24,7 @@ from strata.bench.accuracy.intervals import (
 from strata.bench.accuracy.passages import Passage, generated_passages, read_passages
 from strata.bench.accuracy.states import Predictions, predict
 from strata.bench.accuracy.tasks import replies
+from strata.engine.engine_config import EngineConfig
 from strata.engine.llm import LLM
 from strata.models.config import read_config
 from strata.text.tokenizer import Tokenizer
@@ -103,6 +104,9 @@ class _Answers:
 
 def evaluate(asked: Asked) -> Evaluation:
     """Raises ValueError before a model is loaded for vocabularies that differ, and for text that is none."""
+    for folder, options in ((asked.model, asked.engine), (asked.against, asked.against_engine)):
+        if folder is not None:
+            EngineConfig.from_options(folder, options)  # what it refuses is told before anything is read
     tokenizer, length = _common(asked)
     given = None if asked.text is None else read_passages(asked.text, tokenizer, length)
     examples = questions(asked.examples) if asked.examples else []

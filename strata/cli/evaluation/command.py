@@ -32,6 +32,12 @@ def evaluate(
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
     seed: Annotated[int, typer.Option(help="Of what is generated.")] = 0,
+    quantization: options.Quantization = None,
+    against_quantization: Annotated[
+        str | None, options.engine_option(help="The same of the other model; not, if left out.")
+    ] = None,
+    kv_cache_dtype: options.KvCacheDtype = "auto",
+    against_kv_cache_dtype: Annotated[str, options.engine_option(help="The same of the other model.")] = "auto",
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     max_model_len: options.MaxModelLen = None,
@@ -43,7 +49,7 @@ def evaluate(
     Against a model it tells the mean and the 99th percentile of KL(other || MODEL) over the whole vocabulary, how often
     both find the same token likeliest, and both perplexities, each with its interval of 95 %.
 
-    Example: strata eval path/to/model-fp8 --against path/to/model --text sample.jsonl
+    Example: strata eval path/to/model --quantization fp8 --against path/to/model --text sample.jsonl
     """
     from strata.bench.accuracy.evaluation import Asked, evaluate
     from strata.cli.evaluation.table import show
@@ -56,12 +62,25 @@ def evaluate(
         "gpu_memory_utilization": gpu_memory_utilization,
         "deterministic": deterministic,
     }
-    asked = Asked(
-        folder, other, text, passages, passage_tokens, task_examples, engine, engine, seed, verbose=not as_json
-    )
+    own = engine | {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+    others = engine | {"quantization": against_quantization, "kv_cache_dtype": against_kv_cache_dtype}
+    if other is None and (against_quantization is not None or against_kv_cache_dtype != "auto"):
+        raise ValueError("options of the other model need one: give --against")
+    asked = Asked(folder, other, text, passages, passage_tokens, task_examples, own, others, seed, verbose=not as_json)
     found = evaluate(asked)
     if as_json:
         named = {"model": model, "against": against, "text": None if text is None else str(text)}
+        named |= {"quantization": quantization, "against_quantization": against_quantization}
+        named |= {"kv_cache_dtype": kv_cache_dtype, "against_kv_cache_dtype": against_kv_cache_dtype}
         print(json.dumps(named | found.to_dict()))
     else:
-        show(found, model, against, "what it generated" if text is None else str(text))
+        shown = _named(model, quantization, kv_cache_dtype)
+        compared = None if against is None else _named(against, against_quantization, against_kv_cache_dtype)
+        show(found, shown, compared, "what it generated" if text is None else str(text))
+
+
+def _named(model: str, quantization: str | None, kv_cache_dtype: str) -> str:
+    """A model with the options that tell it from itself."""
+    given = (quantization, None if kv_cache_dtype == "auto" else f"{kv_cache_dtype} KV")
+    told = ", ".join(one for one in given if one is not None)
+    return f"{model} ({told})" if told else model

@@ -16,8 +16,7 @@ from strata.hardware.roofline import floor
 @dataclass(frozen=True)
 class Box:
     """One node. label: of the modules whose work it does, & between merged and + between fused ones. by: what runs it,
-    and the kernels of that.
-    seconds: its floor; measured: what it took, None where nobody measured; bound: what sets the floor."""
+    and the kernels of that. seconds: its floor; bound: what sets the floor."""
 
     name: str
     operation: str
@@ -28,28 +27,16 @@ class Box:
     figures: str
     weights: int
     seconds: float
-    measured: float | None
     bound: str
 
 
-def boxes(
-    nodes: Sequence[NodeCost],
-    device: Device,
-    dtype: str,
-    link: Link | None = None,
-    measured: Sequence[float | None] | None = None,
-) -> list[Box]:
-    """measured: seconds of each node."""
+def boxes(nodes: Sequence[NodeCost], device: Device, dtype: str, link: Link | None = None) -> list[Box]:
+    """In the order of the nodes."""
     found = []
-    for node, seconds in zip(nodes, measured or [None] * len(nodes), strict=True):
+    for node in nodes:
         least = floor(node.cost, device, dtype, link)
-        figures = [
-            f"{quantity(node.cost.flops)}FLOP",
-            f"{quantity(node.cost.bytes)}B",
-            f"floor {duration(least.seconds)}",
-        ]
-        if seconds is not None:
-            figures.append(f"measured {duration(seconds)}")
+        work, moved = quantity(node.cost.flops), quantity(node.cost.bytes)
+        figures = f"{work}FLOP · {moved}B · floor {duration(least.seconds)}"
         found.append(
             Box(
                 node.name,
@@ -58,10 +45,9 @@ def boxes(
                 (node.implementation, *node.kernels) if node.implementation else (),
                 node.layer,
                 node.reads,
-                " · ".join(figures),
+                figures,
                 node.cost.weights,
                 least.seconds,
-                seconds,
                 least.bound if least.seconds else "",
             )
         )

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from strata.graph.draw import quantity
 from strata.graph.drawing.boxes import Box
 from strata.graph.drawing.svg import Svg, bound_class, edge
-from strata.graph.reads import Read
 
 _BOX, _GAP, _BETWEEN = 36, 12, 22
 _KERNEL = 52  # the least height of what runs: its name, what runs it, and figures
@@ -63,7 +62,10 @@ def draw_layer(page: Svg, column: Column, boxes: Sequence[Box], places: Sequence
     for box, (top, height) in zip(boxes, places, strict=True):
         given = [read for read in box.reads if read.kind != "result"]
         for number, read in enumerate(given):
-            _from_the_left(page, column, box, read, top + height / 2 + 26 * (number - (len(given) - 1) / 2))
+            # Of experts less is read than there is; where there are weights of two precisions, all of them are.
+            mixed = sum(one.kind == "weight" for one in given) > 1
+            name = "KV" if read.kind == "cache" else f"{quantity(read.nbytes if mixed else box.weights)}B"
+            _from_the_left(page, column, name, read.precision, top + height / 2 + 26 * (number - (len(given) - 1) / 2))
         _draw_box(page, column, box, top, height)
 
 
@@ -91,10 +93,10 @@ def _pass_by(page: Svg, column: Column, begin: float, ends: Sequence[tuple[float
         page.path(f"M{out:.1f} {end:.1f}H{right:.1f}", edge(precision), edge(precision))
 
 
-def _from_the_left(page: Svg, column: Column, box: Box, read: Read, y: float) -> None:
-    page.path(f"M{column.x - 26:.1f} {y:.1f}H{column.x:.1f}", edge(read.precision), edge(read.precision))
-    page.text(column.x - 30, y - 1, "KV" if read.kind == "cache" else f"{quantity(box.weights)}B", "small", "end")
-    page.text(column.x - 30, y + 10, _short(read.precision), "small", "end")
+def _from_the_left(page: Svg, column: Column, name: str, precision: str, y: float) -> None:
+    page.path(f"M{column.x - 26:.1f} {y:.1f}H{column.x:.1f}", edge(precision), edge(precision))
+    page.text(column.x - 30, y - 1, name, "small", "end")
+    page.text(column.x - 30, y + 10, _short(precision), "small", "end")
 
 
 def _short(precision: str) -> str:

@@ -64,8 +64,6 @@ class Drawing:
         for name, boxes in (("captured", self.captured), ("runs", self.run)):
             seconds = sum(box.seconds for box in boxes)
             text = f"{name}: {len(boxes):,} operations, {duration(seconds)} one after another at their floors"
-            if all(box.measured is not None for box in boxes):
-                text += f", {duration(sum(box.measured or 0.0 for box in boxes))} measured"
             page.text(_MARGIN, y + 21, text, "small")
             x: float = _MARGIN
             last: int | None = None
