@@ -169,11 +169,11 @@ def test_names_come_before_patterns_before_classes() -> None:
     packed = Numbers("int", 4, True, "channel", 1, 0)
     by_class, by_pattern, by_name, later = (
         Group(targets, packed, None, "pack-quantized")
-        for targets in (("Linear",), ("re:.*q_proj$",), ("layers.0.q_proj",), ("re:.*proj",))
+        for targets in (("Linear",), ("re:.*q_proj$",), ("text.0.q_proj",), ("re:.*proj",))
     )
     rules = Rules((by_class, later, by_pattern, by_name), ("lm_head", "re:layers.9", "re:q_proj"))
     found = {
-        "layers.0.q_proj": by_name,
+        "text.0.q_proj": by_name,  # which stands behind "re:" in the alphabet
         "layers.1.q_proj": later,  # "re:.*proj" stands before "re:.*q_proj$"
         "layers.1.mlp.gate": by_class,
         "lm_head": None,
