@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,14 +30,30 @@ if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """What tests import and are made of is no garbage: every search through it takes most of a second.
+# Leaves what is there out of all later searches for garbage. An engine does so too, and at its end all would be
+# searched again: that is left out of tests.
+_freeze = gc.freeze
+gc.freeze = gc.unfreeze = lambda: None
+_MODULES = pytest.StashKey[int]()
 
-    An engine freezes what is there too, and at its end all would be searched again, so that is left out of tests.
-    """
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What tests import and are made of is no garbage: every search through it takes most of a second."""
+    _leave_out_imports(session.config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """The same of what a test was the first to import: transformers and SymPy are another tenth of a second."""
+    yield
+    if len(sys.modules) > item.config.stash[_MODULES] + 100:
+        _leave_out_imports(item.config)
+
+
+def _leave_out_imports(config: pytest.Config) -> None:
+    config.stash[_MODULES] = len(sys.modules)
     gc.collect()
-    gc.freeze()
-    gc.freeze = gc.unfreeze = lambda: None
+    _freeze()
 
 
 TEXT = ["the quick brown fox jumps over the lazy dog", "pack my box with five dozen jugs", "größer, 東京, naïve 🙂"] * 3
