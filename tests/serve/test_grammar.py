@@ -76,8 +76,8 @@ def asked(schema: Any) -> Grammar:
     return Grammar.from_json_schema(schema, SCHEMA)
 
 
-@pytest.mark.parametrize("part", range(8))
-def test_outputs_satisfy_a_thousand_random_schemas(writer: Writer, part: int) -> None:
+@pytest.mark.parametrize("part", range(4))
+def test_outputs_satisfy_five_hundred_random_schemas(writer: Writer, part: int) -> None:
     for seed in range(PART * part, PART * (part + 1)):
         schema = random_schema(seed)
         text = writer.write(asked(schema), seed)

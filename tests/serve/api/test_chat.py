@@ -183,7 +183,7 @@ def test_lengths(live: LiveServer) -> None:
 
 
 def test_without_max_tokens_the_model_is_filled(live: LiveServer) -> None:
-    reply = chat(live, ignore_eos=True)
+    reply = chat(live, [{"role": "user", "content": "Say it. " * 250}], ignore_eos=True)
     assert reply["usage"]["total_tokens"] == 1024
     assert reply["choices"][0]["finish_reason"] == "length"
 

@@ -1,7 +1,7 @@
 """Schemathesis asks the API what its OpenAPI document allows and forbids, and holds the answers against the document.
 
 Half of the cases cover the document (of each field its bounds, null, wrong types, too few, too many), half are random.
-They are 300 unless the environment says another number; `-s` shows how many there were of each operation:
+They are 200 unless the environment says another number; `-s` shows how many there were of each operation:
 
     STRATA_SCHEMATHESIS_CASES=2000 pytest -s tests/serve/http/test_schemathesis.py
 """
@@ -29,7 +29,7 @@ from tests.serve.aim import Aim
 from tests.serve.conftest import BUILTIN
 from tests.serve.live import LiveServer, live_server
 
-CASES = int(os.environ.get("STRATA_SCHEMATHESIS_CASES", "300"))
+CASES = int(os.environ.get("STRATA_SCHEMATHESIS_CASES", "200"))
 CASES_WITH_KEYS = CASES // 5
 KEY = "sk-schemathesis"
 SEED = 4

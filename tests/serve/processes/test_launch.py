@@ -17,6 +17,7 @@ import httpx
 import pytest
 from typer.main import get_command
 
+from strata import LLM
 from strata.cli.serve import command
 from strata.engine.engine_config import EngineConfig
 from strata.serve.processes.launch import bind, greeting
@@ -44,14 +45,6 @@ def test_a_port_in_use_is_one_line_before_the_model_loads() -> None:
     assert output.count("\n") == 1
 
 
-def test_an_open_address_without_a_key_is_refused_in_one_line() -> None:
-    status, output, _ = refusal(environment={"STRATA_HOST": "0.0.0.0"})
-    assert status == 1
-    assert output.startswith("strata: error: --host 0.0.0.0")
-    assert "STRATA_API_KEY" in output
-    assert output.count("\n") == 1
-
-
 def test_a_key_on_the_command_line_is_refused_and_not_repeated() -> None:
     status, output, _ = refusal("--api-key", "sk-secret")
     assert status == 2
@@ -63,9 +56,6 @@ def test_a_key_on_the_command_line_is_refused_and_not_repeated() -> None:
     ("arguments", "what"),
     [
         (("--allowed-origins", "*"), "--allowed-origins *"),
-        (("--api-key-file", "/nowhere"), "/nowhere cannot be read"),
-        (("--host", "not a host"), "--host not a host"),
-        (("/nowhere",), "/nowhere"),
         (("--max-model-len", "5000"), "max_model_len=5000"),
     ],
 )
@@ -106,6 +96,8 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("some-org/model",), "'some-org/model' is no folder here .*`hf download some-org/model`"),
         (("--chat-template", "bare"), "--chat-template bare cannot be read"),
         (("--api-key-file", "empty"), "empty holds no API key"),
+        (("--api-key-file", "/nowhere"), "/nowhere cannot be read"),
+        (("/nowhere",), "model folder '/nowhere' does not exist"),
         (("--served-model-name", ""), "--served-model-name is empty"),
         (("--otlp-traces-endpoint", "collector:4318"), "--otlp-traces-endpoint collector:4318: give a URL"),
     ],
@@ -116,6 +108,14 @@ def test_what_is_given_by_mistake_is_named_before_anything_starts(
     monkeypatch.setattr("strata.cli.serve.launch", lambda asked, engine: 0)
     with pytest.raises(ValueError, match=what) as refused:
         get_command(command).main([*arguments], standalone_mode=False)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_open_address_without_a_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strata.cli.serve.launch", lambda asked, engine: 0)
+    monkeypatch.setenv("STRATA_HOST", "0.0.0.0")
+    with pytest.raises(ValueError, match=r"^--host 0\.0\.0\.0.*STRATA_API_KEY") as refused:
+        get_command(command).main([], standalone_mode=False, **get_command(command).context_settings)
     assert "\n" not in str(refused.value)
 
 
@@ -132,6 +132,11 @@ def test_an_address_of_another_machine_is_a_wrong_host_and_no_wrong_port() -> No
     with pytest.raises(ValueError, match=r"--host 192\.0\.2\.1 is no address of this machine") as refused:
         bind("192.0.2.1", 0)
     assert "--port" not in str(refused.value)
+
+
+def test_what_is_no_host_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^--host not a host cannot be used: [^\n]+$"):
+        bind("not a host", 0)
 
 
 def test_memory_that_is_not_there_is_told_with_the_remedy_and_the_ledger() -> None:
@@ -352,11 +357,8 @@ def lose_tokenizer(folder: Path) -> str:
     return "tokenizer.json"
 
 
-@pytest.mark.parametrize(
-    "breaking", [truncate_shard, lose_index_key, change_shape, change_architecture, lose_tokenizer]
-)
-def test_a_folder_that_cannot_be_served_is_one_line_and_soon(copied: Path, breaking: Any) -> None:
-    what = breaking(copied)
+def test_a_folder_that_cannot_be_served_is_one_line_and_soon(copied: Path) -> None:
+    what = truncate_shard(copied)
     status, output, seconds = refusal(str(copied), "--port", "0")
     assert status == 1
     errors = [line for line in output.splitlines() if line.startswith("strata: error: ")]
@@ -364,3 +366,12 @@ def test_a_folder_that_cannot_be_served_is_one_line_and_soon(copied: Path, break
     assert what in errors[0]
     assert "Traceback" not in output
     assert seconds < 20
+
+
+@pytest.mark.parametrize("breaking", [lose_index_key, change_shape, change_architecture, lose_tokenizer])
+def test_what_a_folder_lacks_is_said_in_one_line(copied: Path, breaking: Any) -> None:
+    """By the engine, which a server's process says as it is."""
+    what = breaking(copied)
+    with pytest.raises(ValueError, match=what) as refused:
+        LLM(copied, device="cpu")
+    assert "\n" not in str(refused.value)

@@ -38,7 +38,7 @@ def test_a_lost_replica_leaves_the_other_serving_and_is_replaced() -> None:
         steps = server.metric("strata_engine_steps_total")
         first, second = engines(server)
         for losses, lost in enumerate((first, second), 1):
-            with server.stream(max_tokens=1000) as one, server.stream(max_tokens=1000, prompt="Another") as other:
+            with server.stream(max_tokens=400) as one, server.stream(max_tokens=400, prompt="Another") as other:
                 next(one), next(other)
                 os.kill(lost, signal.SIGKILL)
                 lasts = [list(events)[-1] for events in (one, other)]
