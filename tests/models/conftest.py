@@ -15,6 +15,7 @@ from strata.models.layers import CausalLM
 from strata.models.weights import load
 
 from .checkpoints import FAMILY_CONFIGS, Config, load_oracle, make_checkpoint
+from .later_checkpoints import THIRD_CONFIGS
 
 logging.disable_progress_bar()
 
@@ -32,7 +33,7 @@ class Checkpoint:
 
 @pytest.fixture(scope="session")
 def open_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
-    configs, opened = dict(FAMILY_CONFIGS), {}
+    configs, opened = dict(FAMILY_CONFIGS + THIRD_CONFIGS), {}
 
     def open_one(name: str) -> Checkpoint:
         if name not in opened:
@@ -44,9 +45,9 @@ def open_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
     return open_one
 
 
-@pytest.fixture(params=[name for name, _ in FAMILY_CONFIGS])
+@pytest.fixture(params=[name for name, _ in FAMILY_CONFIGS + THIRD_CONFIGS])
 def checkpoint(request: pytest.FixtureRequest, open_checkpoint: Callable[[str], Checkpoint]) -> Checkpoint:
-    """Each of `FAMILY_CONFIGS` in turn. Shared by the tests: do not write to it."""
+    """Each of `FAMILY_CONFIGS` and `THIRD_CONFIGS` in turn. Shared by the tests: do not write to it."""
     return open_checkpoint(request.param)
 
 

@@ -412,3 +412,44 @@ LATER_CONFIGS: list[tuple[str, Config]] = [
         ),
     ),
 ]
+# A third of each family, for conformance alone: what graphs do of a family two show.
+THIRD_CONFIGS: list[tuple[str, Config]] = [
+    (
+        # Queries of a latent, narrow values, all layers sparse, every expert of a token but one.
+        "deepseek-v2-odd-linear",
+        _deepseek(
+            2,
+            **sizes(83, 40, 46, 2, 5, 5),
+            **_latent(18, 14, 10, 8, 7),
+            max_position_embeddings=128,
+            n_routed_experts=5,
+            num_experts_per_tok=4,
+            moe_intermediate_size=8,
+            n_shared_experts=3,
+            topk_method="greedy",
+            routed_scaling_factor=0.7,
+            first_k_dense_replace=0,
+            rope_parameters={"rope_type": "linear", "rope_theta": 20000.0, "factor": 2.0},
+        ),
+    ),
+    (
+        # A group of each two experts, all of them kept; one dense layer behind which one is sparse.
+        "deepseek-v3-pairs-linear",
+        _deepseek(
+            3,
+            **sizes(83, 40, 46, 2, 5, None),
+            **_latent(18, 14, 9, 8, 6),
+            max_position_embeddings=128,
+            n_routed_experts=10,
+            num_experts_per_tok=7,
+            moe_intermediate_size=8,
+            n_shared_experts=3,
+            n_group=5,
+            topk_group=5,
+            norm_topk_prob=True,
+            routed_scaling_factor=1.7,
+            first_k_dense_replace=1,
+            rope_parameters={"rope_type": "linear", "rope_theta": 20000.0, "factor": 2.0},
+        ),
+    ),
+]
