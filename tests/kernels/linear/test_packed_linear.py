@@ -99,6 +99,10 @@ def test_launches_are_told() -> None:
     x, weight, bias = placed("int4", 4, HOPPER)
     order = as_if_on(HOPPER, torch.empty(1024, dtype=torch.int32, device="meta"))
     assert bound.launches(x, weight._replace(order=order), bias) == ("(ATen)", "packed_dot_kernel")
+    # Scales that the library does not know for activations by rows: of groups of columns, of several rows.
+    x, weight, bias = placed("fp8", 300, HOPPER)
+    assert bound.choose(x, weight._replace(columns=128), bias).name == DEQUANTIZED
+    assert bound.choose(x, weight._replace(rows=128), bias).name == DEQUANTIZED
     # Zeros of values in a byte, and rows that do not start at multiples of 16 bytes.
     x, weight, bias = placed("int8_weights", 1, HOPPER)
     assert bound.choose(x, weight._replace(zeros=weight.scales), bias).name == DEQUANTIZED

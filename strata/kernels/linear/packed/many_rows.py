@@ -34,7 +34,8 @@ _round = round_rows.bind("cuda")
 
 def fits_scaled_mm(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
     """e4m3 with scales of rows, and activations likewise; the library writes bfloat16 alone for these."""
-    return weight.kind == "e4m3" and weight.activations == "row" and _rounds(x, weight)
+    by_rows = weight.columns == 0 and weight.rows in (0, 1) and weight.activations == "row"
+    return weight.kind == "e4m3" and by_rows and _rounds(x, weight)
 
 
 def scaled_mm(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
