@@ -74,7 +74,8 @@ def graph(
         raise ValueError(f"--draw {draw}: drawings are SVG; give a name that ends in .svg")
     if draw is not None and not draw.parent.is_dir():
         raise ValueError(f"--draw {draw}: there is no folder {draw.parent}; make it first")
-    spec, config = device(on), find_config(folder_shape_or_file(model))
+    source = folder_shape_or_file(model)
+    spec, config = device(on), find_config(source)
     size, stages, shard = tensor_parallel_size, pipeline_parallel_size, None
     parts = prefill_context_parallel_size
     ranks, along = size * stages * parts, imagined(CONTEXT_AXIS, parts) if parts > 1 else None
@@ -94,7 +95,8 @@ def graph(
         raise ValueError("--draw shows a model before it is divided and after, of one rank; leave out the other ranks")
     beside = (prompt,) * bool(prompt)
     workload = Workload((tokens,) * sequences + beside, (tokens + context,) * sequences + beside)
-    meta = meta_model(config, spec, shard=shard, context=along, quantization=quantization)
+    folder = Path(source) if Path(source).is_dir() else None
+    meta = meta_model(config, spec, shard=shard, context=along, quantization=quantization, folder=folder)
     priced = price(meta, workload, spec)
     step = {"model": model, "tokens": tokens, "context": context, "sequences": sequences, "prompt": prompt}
     step |= {"quantization": quantization, "ranks": ranks, "stages": stages, "stage": stage}

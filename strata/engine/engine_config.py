@@ -318,7 +318,8 @@ class EngineSizes:
                 parameters = most // dtype.itemsize // shard.stages
         if pool.rounded is not None and limits is not None:
             raise ValueError(f"kv_cache_dtype={asked.kv_cache_dtype!r} runs on a CPU only so far: leave it out")
-        packing = Packing.of(asked.quantization, own, shard)
+        folder = Path(asked.model) if asked.load_format == "auto" else None
+        packing = Packing.of(asked.quantization, own, shard, folder)
         weight_bytes = packed_bytes(own, dtype, packing.planned)
         groups = groups_of(asked, config, pool, max_length)
         states = StateShape.of(FAMILIES[config.architecture].states(config), dtype)

@@ -23,6 +23,8 @@ from strata.models.rope_config import Ropes, read_ropes, write_ropes
 from strata.models.rotary import RopeConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# How checkpoints are packed that are served from packed weights (`strata.models.quantized.formats`).
+PACKED_METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "modelopt")
 
 
 @dataclass(frozen=True)
@@ -336,14 +338,16 @@ def _read_softcap(fields: Fields, family: FamilyConfig) -> float | None:
 
 
 def _read_packing(fields: Fields, family: FamilyConfig) -> None:
-    """Weights that are packed as the family knows are told by the checkpoint's tensors; here others are refused."""
-    if family.packed is None or not fields.has("quantization_config"):
-        fields.only("quantization_config", None, "only float weights are implemented")
+    """What is packed, and how, is told by the checkpoint's tensors; here methods that are not read are refused."""
+    values = fields.take("quantization_config", None)
+    if values is None:
         return
-    values = fields.take("quantization_config")
     if not isinstance(values, dict):
         raise fields.wrong("quantization_config", values, "an object or null")
     packing = Fields(values, f"{fields.where}, quantization_config")
+    if family.packed is None:
+        packing.choice("quant_method", PACKED_METHODS)  # the rest is read with the weights
+        return
     packing.only("quant_method", family.packed, f"weights of this family are floats or {family.packed}")
     packing.take("modules_to_not_convert", None)  # the tensors' names tell it
     packing.finish(frozenset())

@@ -48,8 +48,8 @@ def resolve(model: str | Path, load_format: str = "auto") -> tuple[ModelConfig, 
     if folder.is_dir():
         config = read_config(folder)
         if config.dtype is None and load_format == "auto":
-            stored = (tensor.dtype for tensor in read_checkpoint(folder).values())
-            floats = (dtype for dtype in stored if dtype.is_floating_point)  # others are packed
+            stored = (tensor.dtype for tensor in read_checkpoint(folder, packed=True).values())
+            floats = (dtype for dtype in stored if dtype in (*DTYPES.values(), torch.float64))  # others are packed
             config = dataclasses.replace(config, dtype=next(floats, None))
         return config, folder
     if str(model) not in SHAPES:

@@ -254,7 +254,7 @@ BAD: list[tuple[str, Config, str]] = [
     ("rope theta", {"rope_theta": 0.5}, "rope_theta = 0.5"),
     ("partial rotary", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
     ("partial rotary in rope", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "0.25"),
-    ("quantized", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config.*gptq.*float"),
+    ("quantized", {"quantization_config": {"quant_method": "hqq"}}, "quantization_config.*quant_method.*hqq"),
     ("window of llama", {"sliding_window": 4096}, "sliding_window = 4096"),
     ("layer types of llama", {"layer_types": ["sliding_attention"] * 2}, "layer_types"),
     ("layer types too few", {"layer_types": ["full_attention"]}, "layer_types.*2 layers"),

@@ -55,7 +55,7 @@ def test_the_published_fields_are_read() -> None:
         ("deepseek-v2-lite-yarn", {"rope_interleave": False}, "unknown field rope_interleave"),
         ("deepseek-v2-groups-biases-wide-values", {"n_group": 5}, "n_group = 5 .* a divisor of n_routed_experts = 12"),
         ("deepseek-v3-groups-yarn", {"topk_group": 5}, "topk_group = 5 .* at most n_group = 4"),
-        ("deepseek-v3-groups-yarn", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config .* float"),
+        ("deepseek-v3-groups-yarn", {"quantization_config": {"quant_method": "hqq"}}, "quantization_config.*hqq"),
         ("deepseek-v3-groups-yarn", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'default' or"),
     ],
 )

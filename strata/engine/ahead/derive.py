@@ -86,7 +86,8 @@ def note_variants(asked: EngineConfig, limits: DeviceLimits, note: Callable[[Var
     axis = imagined(TENSOR_AXIS, asked.tensor_parallel_size)
     whole, shard = (share_of_all_layers(asked, one, axis) for one in (config, shortened(config)))
     own = config if whole is None else whole.config
-    sizes = EngineSizes.of(asked, own, torch.device("cuda"), limits)
+    # A checkpoint that is packed already is taken as floats: what else it launches is compiled when it first is.
+    sizes = EngineSizes.of(replace(asked, load_format="dummy"), own, torch.device("cuda"), limits)
     sizes.packing.check_kernels("cuda", deterministic=asked.deterministic)
     with as_if_launched(limits, note):
         part = _part(shard)

@@ -121,8 +121,8 @@ def build_executor(
     for line in ledger.lines():
         log(line)
     packing, given_dtype = sizes.packing, pool_shape.dtype
-    if asked.quantization is not None:
-        log(packing.line(asked.quantization, given_dtype))
+    if packing.schemes:
+        log(packing.line(given_dtype))
     with clock.phase("weights"), memory_explained("loading the weights", ledger):
         source = device, given_dtype, asked.load_format, max_length, asked.seed or 0, shard
         model, _, packed = load_packed(asked.model, packing.schemes, *source)

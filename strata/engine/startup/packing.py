@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import fx
@@ -15,10 +16,11 @@ from strata.kernels.moe.held import held_experts
 from strata.kernels.op import Operation
 from strata.kernels.quant.packed import PackedWeight, Scheme
 from strata.kernels.quant.schemes import scheme_of
-from strata.models.experts import Router
+from strata.models.experts import Router, stored_views
 from strata.models.families import build
 from strata.models.layers import CausalLM
 from strata.models.quantized.assembly import meta_weights
+from strata.models.quantized.checkpoint import Checkpoint, packed_format
 from strata.parallel.serving_shard import RankShard
 
 _HEAD = "lm_head.weight"
@@ -29,35 +31,53 @@ _GIB = 1 << 30
 class Packing:
     """Of a rank's parameters that are packed: how, and on the meta device what each will be.
 
-    operations: that multiply by them.
+    operations: that multiply by them. name: of the scheme, or of a checkpoint's method and schemes.
     """
 
     schemes: Mapping[str, Scheme]
     planned: Mapping[str, PackedWeight]
     operations: tuple[Operation, ...] = ()
+    name: str = ""
 
     @staticmethod
-    def of(quantization: str | None, model: CausalLM, shard: RankShard | None = None) -> Packing:
+    def of(
+        quantization: str | None, model: CausalLM, shard: RankShard | None = None, folder: Path | None = None
+    ) -> Packing:
         """By a scheme's name all that products alone read, but for the head and routers, of which errors would change
-        which token or expert is chosen; by None nothing.
+        which token or expert is chosen; by None what the checkpoint in `folder` has packed of all that they read.
 
         model: on the meta device; of the rank of `shard`, where there are several. Raises ValueError for an unknown
-        scheme, and for a parameter that it cannot pack.
+        scheme, for a parameter that it cannot pack, and for one where the checkpoint is packed already.
         """
-        if quantization is None:
+        format = None if folder is None else packed_format(folder)
+        if format is not None and quantization is not None:
+            raise ValueError(
+                f"quantization={quantization!r}: the weights of {folder} are packed already ({format.scheme}); leave "
+                "it out"
+            )
+        if quantization is None and format is None:
             return NOTHING_PACKED
-        scheme, layers, complete = scheme_of(quantization), model, model
+        layers = complete = model
         if shard is not None:
             with torch.device("meta"):
                 layers, complete = build(shard.divided), build(shard.whole)
         graph, own = capture(layers), {name for name, _ in model.named_parameters()}
         products = weights_of_products([graph, capture_head(layers)])
-        kept = {name for name in products if name == _HEAD or _is_of_router(layers, name)}
-        schemes = {name: scheme for name in products if name in own and name not in kept}
+        checkpoint = None
+        if quantization is not None:
+            scheme = scheme_of(quantization)
+            kept = {name for name in products if name == _HEAD or _is_of_router(layers, name)}
+            schemes = {name: scheme for name in products if name in own and name not in kept}
+        else:
+            assert folder is not None
+            checkpoint = Checkpoint.of(folder, complete)
+            candidates = (name for name in products if name in own)
+            schemes = _packed_there(checkpoint, candidates, complete, layers)
         operations = _multiplied(graph, schemes)
         if shard is not None and shard.slots is not None:
             operations = tuple(held_experts if one is experts else one for one in operations)
-        return Packing(schemes, meta_weights(model, complete, shard, schemes), operations)
+        name = quantization if format is None else format.scheme
+        return Packing(schemes, meta_weights(model, complete, shard, schemes, checkpoint), operations, name or "")
 
     def check_kernels(self, kind: str, *, deterministic: bool) -> None:
         """Raises ValueError if an operation that multiplies has nothing for packed weights on such a device."""
@@ -65,24 +85,41 @@ class Packing:
             candidates = operation.bind(kind, deterministic=deterministic, packed=True).candidates
             # On a GPU the reference would unpack a weight in every call, and some wait for the device.
             if not any(kind != "cuda" or candidate.name != "reference" for candidate in candidates):
-                how, other = ("deterministic ", " or deterministic=True") if deterministic else ("", "")
+                how = "deterministic " if deterministic else ""
                 raise ValueError(
-                    f"quantization: {operation.name} has no {how}kernel for packed weights on {kind} yet; leave it out"
-                    f"{other}, or take another device"
+                    f"weights packed as {self.name}: {operation.name} has no {how}kernel for them on {kind} yet; take "
+                    "weights that are not packed, or another device"
                 )
 
-    def line(self, quantization: str, dtype: torch.dtype) -> str:
+    def line(self, dtype: torch.dtype) -> str:
         """What is packed, for the log of a start. dtype: of what is not."""
         inside = sum(weight.numel() for weight in self.planned.values())
         size = sum(weight.nbytes for weight in self.planned.values())
         kind = str(dtype).removeprefix("torch.")
         return (
-            f"weights: {len(self.planned):,} parameters are packed as {quantization}, {size / _GIB:.3f} GiB instead of "
+            f"weights: {len(self.planned):,} parameters are packed as {self.name}, {size / _GIB:.3f} GiB instead of "
             f"{inside * dtype.itemsize / _GIB:.3f} in {kind}"
         )
 
 
 NOTHING_PACKED = Packing({}, {})
+
+
+def _packed_there(
+    checkpoint: Checkpoint, products: Iterable[str], complete: CausalLM, layers: CausalLM
+) -> dict[str, Scheme]:
+    """The schemes of the products of which a checkpoint has all matrices packed, but for a head that ranks cannot
+    divide evenly, of which the last rows are zeros."""
+    format = checkpoint.format
+    assert format is not None
+    schemes = {}
+    for name in products:
+        parameter = complete.get_parameter(name)
+        stored = [one for one, _ in stored_views(complete, name, parameter)]
+        has_zeros = name == _HEAD and len(parameter) % len(layers.get_parameter(name))
+        if not has_zeros and all(checkpoint.is_packed(one) for one in stored):
+            schemes[name] = format.scheme_of(checkpoint.sources[stored[0]].name)
+    return schemes
 
 
 def _is_of_router(model: CausalLM, name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from math import gcd
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from strata.kernels.quant.packed import MX_GROUP, PackedWeight, Scheme, pack, pa
 from strata.models.experts import stored_views
 from strata.models.layers import CausalLM
 from strata.models.part import Box, ModelPart, whole
+from strata.models.quantized.checkpoint import Checkpoint
 
 _VALUES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
@@ -137,23 +139,41 @@ def planned_box(shape: tuple[int, ...], box: Box, scheme: Scheme) -> PackedWeigh
 
 
 def meta_weights(
-    model: CausalLM, complete: CausalLM, part: ModelPart | None, schemes: Mapping[str, Scheme]
+    model: CausalLM,
+    complete: CausalLM,
+    part: ModelPart | None,
+    schemes: Mapping[str, Scheme],
+    checkpoint: Checkpoint | None = None,
 ) -> dict[str, PackedWeight]:
     """The packed weights of these parameters on the meta device, of the shapes that they will have.
 
-    model: of `part`, or, where that is None, `complete`, of the whole config. Raises ValueError, with the parameter's
-    name, for one that cannot be packed.
+    model: of `part`, or, where that is None, `complete`, of the whole config. checkpoint: that has them packed already,
+    of which one matrix of each kind is read. Raises ValueError, with the parameter's name, for one that cannot be
+    packed.
     """
     found = {}
+    read: dict[tuple[Any, ...], PackedWeight] = {}
     for name, scheme in schemes.items():
-        _, matrix = next(stored_views(complete, name, complete.get_parameter(name)))
+        stored, matrix = next(stored_views(complete, name, complete.get_parameter(name)))
         shape = tuple(matrix.shape)
         box = whole(shape) if part is None else part.box(name, shape)
         try:
-            found[name] = assembly(model, name).like_all(planned_box(shape, box, scheme))
+            if checkpoint is None:
+                like = planned_box(shape, box, scheme)
+            elif (key := (scheme, shape, box)) in read:
+                like = read[key]
+            else:
+                like = read[key] = _on_meta(checkpoint.read(stored, box))
+            found[name] = assembly(model, name).like_all(like)
         except ValueError as error:
             raise ValueError(f"{name} cannot be packed: {error}") from None
     return found
+
+
+def _on_meta(weight: PackedWeight) -> PackedWeight:
+    return weight.with_tensors(
+        {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in weight.tensors.items()}
+    )
 
 
 def numbered(model: CausalLM, names: Iterable[str]) -> Iterator[tuple[str, str, int]]:

@@ -10,16 +10,18 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from strata.kernels.quant.packed import PackedWeight, Scheme
+from strata.kernels.quant.packed import PackedWeight, Scheme, dense
 from strata.models import weights
-from strata.models.checkpoint import StoredTensor, read_checkpoint
+from strata.models.checkpoint import StoredTensor
 from strata.models.config import ModelConfig
+from strata.models.experts import stored_parameters
 from strata.models.families import build
 from strata.models.initialize import dummy_values
 from strata.models.layers import CausalLM
 from strata.models.memory import require_memory
 from strata.models.part import Box, ModelPart, boxes, held, pairs, whole
 from strata.models.quantized.assembly import Assembly, assembly, meta_weights, numbered, pack_box, packed_box
+from strata.models.quantized.checkpoint import Checkpoint
 
 
 def load_packed(
@@ -35,10 +37,12 @@ def load_packed(
     """As `strata.models.weights.load`, with some parameters packed while they are read; these are on the meta device in
     the model, and their packed weights come beside it.
 
-    schemes: of the parameters that are to be packed; others than the part has are passed over. Values are rounded to
-    `dtype` first, as they are in a model that is not packed. A part's scales are those of the whole matrix, so parts of
-    any number of ranks stand for the same values. Memory: the packed weights, and one matrix in floats (of dummy
-    weights, one parameter). Raises ValueError as `load` does, and for a parameter that its scheme cannot pack.
+    schemes: of the parameters that are to be packed; others than the part has are passed over. Of a checkpoint that is
+    packed already they only tell which parameters stay so; what else is packed there becomes floats. Values are rounded
+    to `dtype` before they are packed, as they are in a model that is not. A part's scales are those of the whole
+    matrix, so parts of any number of ranks stand for the same values. Memory: the packed weights, and one matrix in
+    floats (of dummy weights, one parameter). Raises ValueError as `load` does, and for a parameter that its scheme
+    cannot pack.
     """
     config, folder = weights.resolve(model, load_format)
     device = torch.device(device)
@@ -48,8 +52,11 @@ def load_packed(
         made = complete if part is None else part.build(max_length)
     own = {name for name, _ in made.named_parameters()}
     schemes = {name: scheme for name, scheme in schemes.items() if name in own}
-    reader = None if folder is None or load_format == "dummy" else _Folder(folder, config, complete, made, part)
-    planned = meta_weights(made, complete, part, schemes)
+    reader = None
+    if folder is not None and load_format != "dummy":
+        reader = _Folder(Checkpoint.of(folder, complete), config, complete, made, part)
+    packed_already = reader is not None and reader.checkpoint.format is not None
+    planned = meta_weights(made, complete, part, schemes, reader.checkpoint if reader and packed_already else None)
     require_memory(packed_bytes(made, dtype, planned), device, dtype)
     assemblies = {name: assembly(made, name) for name in schemes}
     weights.allocate(made, device, dtype, schemes)
@@ -95,15 +102,14 @@ def _randomize(
 
 
 class _Folder:
-    """A checkpoint folder, checked against a model before anything is read."""
+    """A checkpoint folder that is read into a model, or into a part of it."""
 
     def __init__(
-        self, folder: Path, config: ModelConfig, complete: CausalLM, model: CausalLM, part: ModelPart | None
+        self, checkpoint: Checkpoint, config: ModelConfig, complete: CausalLM, model: CausalLM, part: ModelPart | None
     ) -> None:
-        self._folder, self._config, self._complete, self._model = folder, config, complete, model
-        self._tensors = read_checkpoint(folder)
-        self._sources = weights.match_tensors(complete, self._tensors, folder)
-        self._places = boxes(model, part, {name: stored.shape for name, stored in self._sources.items()})
+        self.checkpoint, self._config, self._complete, self._model = checkpoint, config, complete, model
+        shapes = {name: stored.shape for name, stored in checkpoint.sources.items()}
+        self._places = boxes(model, part, shapes)
 
     def read(
         self,
@@ -113,11 +119,31 @@ class _Folder:
         dtype: torch.dtype,
     ) -> None:
         """Fill the parameters that are not packed, then pack the others, each file by file."""
-        sources = self._sources
+        checkpoint = self.checkpoint
         found = {stored: (name, number) for stored, name, number in numbered(self._model, schemes)}
-        plain = {stored: box for stored, box in self._places.items() if stored not in found}
-        weights.fill(self._model, sources, plain)
-        weights.check_head(self._complete, self._config, self._tensors, self._folder, plain)
+        left = {stored: box for stored, box in self._places.items() if stored not in found}
+        plain = {stored: box for stored, box in left.items() if not checkpoint.is_packed(stored)}
+        weights.fill(self._model, dict(checkpoint.sources), plain)
+        tensors, heads = dict(checkpoint.tensors), plain if checkpoint.format is None else {}
+        weights.check_head(self._complete, self._config, tensors, checkpoint.folder, heads)
+        parameters = stored_parameters(self._model)
+        for stored in left.keys() - plain.keys():
+            held(parameters[stored].detach(), left[stored]).copy_(dense(checkpoint.read(stored, left[stored])))
+        if checkpoint.format is None:
+            self._pack(found, schemes, assemblies, device, dtype)
+            return
+        for stored, (name, number) in found.items():
+            assemblies[name].put(number, checkpoint.read(stored, self._places[stored]).to(device))
+
+    def _pack(
+        self,
+        found: Mapping[str, tuple[str, int]],
+        schemes: Mapping[str, Scheme],
+        assemblies: Mapping[str, Assembly],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        sources = self.checkpoint.sources
         order = sorted(found, key=lambda stored: (sources[stored].file, sources[stored].start))
         for file, names in itertools.groupby(order, key=lambda stored: sources[stored].file):
             with safe_open(file, framework="pt", device="cpu") as reader:

@@ -129,11 +129,11 @@ def test_deterministic_bits_do_not_depend_on_company(random_folder: Path) -> Non
 
 def test_a_device_without_a_kernel_is_refused_and_a_cpu_has_the_reference() -> None:
     operation = Operation("never", lambda x: x, cost=lambda *_, **__: Cost(), meta=lambda x: x)
-    packing = Packing({}, {}, (operation,))
+    packing = Packing({}, {}, (operation,), "int4")
     packing.check_kernels("cpu", deterministic=False)
-    with pytest.raises(ValueError, match="never has no kernel for packed weights on cuda yet; leave it out, or"):
+    with pytest.raises(ValueError, match="packed as int4: never has no kernel for them on cuda yet; take"):
         packing.check_kernels("cuda", deterministic=False)
-    with pytest.raises(ValueError, match="never has no deterministic kernel for packed weights on cpu yet"):
+    with pytest.raises(ValueError, match="never has no deterministic kernel for them on cpu yet"):
         packing.check_kernels("cpu", deterministic=True)
 
 

@@ -1,0 +1,62 @@
+"""A checkpoint folder, matched with a model: which of its matrices are packed, and reading boxes of these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from strata.files.json_object import read_object
+from strata.files.weight_index import INDEX, SINGLE
+from strata.kernels.quant.packed import PackedWeight
+from strata.models.checkpoint import StoredTensor, read_checkpoint
+from strata.models.part import Box
+from strata.models.quantized.formats.read import PackedFormat, read_format
+from strata.models.weights import match_tensors
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """tensors: of the folder, packed matrices as one tensor of their shape. sources: where each of the stored
+    parameters of a whole model is. format: of the packed matrices; None: there are none."""
+
+    folder: Path
+    tensors: Mapping[str, StoredTensor]
+    sources: Mapping[str, StoredTensor]
+    format: PackedFormat | None
+
+    @staticmethod
+    def of(folder: Path, complete: nn.Module) -> Checkpoint:
+        """complete: the model of the folder's config; it may be on the meta device. Raises ValueError as
+        `read_checkpoint`, `read_format` and `match_tensors` do."""
+        format = packed_format(folder)
+        tensors = read_checkpoint(folder, packed=format is not None)
+        if format is not None:
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in format.claimed}
+            tensors |= {
+                name: StoredTensor(name, folder, torch.float32, format.shape(name), 0) for name in format.matrices
+            }
+        return Checkpoint(folder, tensors, match_tensors(complete, tensors, folder), format)
+
+    def is_packed(self, stored: str) -> bool:
+        """stored: what the model's checkpoints call a matrix; where they join some, of a part."""
+        return self.format is not None and self.sources[stored].name in self.format.matrices
+
+    def read(self, stored: str, box: Box) -> PackedWeight:
+        """A box of a packed matrix, on the CPU."""
+        assert self.format is not None
+        source, (rows, columns) = self.sources[stored], box
+        first, end = (source.first_row + row for row in rows)
+        return self.format.read(source.name, (first, end), columns)
+
+
+def packed_format(folder: Path) -> PackedFormat | None:
+    """Of a folder's packed weights; None if it has none, or no weights at all."""
+    if not ((folder / SINGLE).is_file() or (folder / INDEX).is_file()):
+        return None
+    config = read_object(folder / "config.json")
+    says = config.get("quantization_config") is not None or (folder / "hf_quant_config.json").is_file()
+    return read_format(config, read_checkpoint(folder, packed=True), folder) if says else None

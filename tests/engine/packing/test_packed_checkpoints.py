@@ -1,0 +1,126 @@
+"""An engine serves checkpoints of the hubs that are packed, from their packed weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strata import LLM, SamplingParams
+from strata.engine.startup.packing import Packing
+from strata.kernels.quant.packed import dense
+from strata.models.config import config_from_dict
+from strata.models.experts import stored_parameters, stored_views
+from strata.models.families import build
+from strata.models.initialize import randomize
+from strata.models.layers import CausalLM
+from strata.models.quantized.load import load_packed
+from strata.models.weights import load
+from strata.parallel.serving_shard import RankShard
+from tests.models.batches import packed, random_sequences
+from tests.models.checkpoints import FAMILY_CONFIGS
+from tests.models.quantized.made import LAYOUTS, make, read
+from tests.models.quantized.test_formats import LLAMA, made_llama, plain_llama
+
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "num_pages": 16,
+    "max_model_len": 64,
+    "max_num_seqs": 2,
+    "skip_tokenizer_init": True,
+    "verbose": False,
+}
+(PROMPT,) = random_sequences(LLAMA["vocab_size"], (9,))
+
+
+@torch.no_grad()
+def written(folder: Path, name: str) -> CausalLM:
+    """A checkpoint of a layout, and the plain model of what it stands for."""
+    layout = LAYOUTS[name]
+    model, owners = made_llama()
+    stored, expected = make(layout, owners)
+    kept = {one: value for one, value in model.state_dict().items() if one not in expected and "rotary" not in one}
+    format = read(folder, layout.config, stored | kept)
+    assert format is not None
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": layout.config}))
+    plain_llama(model, expected, layout, format.scheme_of(f"{next(iter(owners))}.weight"))
+    return model
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "pack-4-asymmetric", "nvfp4", "awq", "gptq-ordered"])
+@torch.no_grad()
+def test_greedy_tokens_are_those_of_what_it_stands_for(name: str, tmp_path: Path) -> None:
+    model = written(tmp_path, name)
+    llm = LLM(tmp_path, **OPTIONS)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    (output,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+    ids = list(output.outputs[0].token_ids)
+    logits = model.head(model(packed([PROMPT + ids[:-1]])))[len(PROMPT) - 1 :]
+    assert logits.argmax(-1).tolist() == ids
+    parameters = dict(llm.engine.model.named_parameters())
+    assert sum(one.is_meta for one in parameters.values()) == 7
+    assert llm.engine.ledger.weights < sum(parameter.nbytes for parameter in parameters.values())
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "pack-4-asymmetric"])
+@torch.no_grad()
+def test_ranks_read_their_parts(name: str, tmp_path: Path) -> None:
+    written(tmp_path, name)
+    config = config_from_dict(LLAMA)
+    with torch.device("meta"):
+        empty = build(config)
+        shards = [RankShard.of(config, 2, index) for index in (0, 1)]
+        parts = [(shard, shard.build()) for shard in shards]
+    _, _, whole = load_packed(tmp_path, Packing.of(None, empty, folder=tmp_path).schemes)
+    for shard, own in parts:
+        packing = Packing.of(None, own, shard, tmp_path)
+        _, _, found = load_packed(tmp_path, packing.schemes, part=shard)
+        assert found.keys() == whole.keys()
+        for stored, weight in found.items():
+            box = tuple(slice(first, end) for first, end in shard.box(stored, tuple(whole[stored].shape)))
+            assert torch.equal(dense(weight), dense(whole[stored])[box])
+            assert packing.planned[stored].nbytes == weight.nbytes
+
+
+@torch.no_grad()
+def test_a_mixture_with_latents(tmp_path: Path) -> None:
+    """Experts are put together as they are packed; what attention reads in parts becomes floats."""
+    values = dict(FAMILY_CONFIGS)["deepseek-v2-lite-yarn"]
+    config = config_from_dict(values)
+    model = build(config)
+    randomize(model, 0)
+    plain = {name: value for name, value in stored_parameters(model).items() if value.dim() == 1 or ".gate." in name}
+    kept = ("model.embed_tokens.weight", "lm_head.weight")
+    plain |= {name: model.get_parameter(name) for name in kept}
+    packed_there = {name: one for name, one in stored_parameters(model).items() if name not in plain}
+    owners = {name.removesuffix(".weight"): tuple(one.shape) for name, one in packed_there.items()}
+    layout = LAYOUTS["fp8-block"]
+    stored, expected = make(layout, owners)
+    read(tmp_path, layout.config, stored | {name: value.clone() for name, value in plain.items()})
+    (tmp_path / "config.json").write_text(json.dumps(values | {"quantization_config": layout.config}))
+    with torch.device("meta"):
+        empty = build(config)
+    packing = Packing.of(None, empty, folder=tmp_path)
+    made, _, found = load_packed(tmp_path, packing.schemes, dtype="float32")
+    in_floats = {name for name, one in made.named_parameters() if not one.is_meta and name in expected}
+    assert in_floats == {name for name in expected if "kv_b_proj" in name}
+    for name, parameter in made.named_parameters():
+        whole = dense(found[name]) if name in found else parameter
+        for one, value in stored_views(made, name, whole):
+            assert torch.equal(value, expected.get(one, plain.get(one))), one
+    held = sum(one.nbytes for one in found.values())
+    assert held == sum(one.nbytes for one in packing.planned.values())
+
+
+def test_what_is_packed_already_is_not_packed_again_nor_read_as_floats(tmp_path: Path) -> None:
+    written(tmp_path, "awq")
+    with pytest.raises(
+        ValueError, match=r"quantization='fp8': the weights of .* are packed already \(awq: int4 in gro"
+    ):
+        LLM(tmp_path, quantization="fp8", **OPTIONS)
+    with pytest.raises(ValueError, match="no quantized weights"):
+        load(tmp_path)
