@@ -46,7 +46,7 @@ PROMPTS = [[(7 * place + 3) % 513 for place in range(length)] for length in (40,
 
 
 def ids(llm: LLM) -> list[list[int]]:
-    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 

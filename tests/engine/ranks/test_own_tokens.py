@@ -35,7 +35,8 @@ OPTIONS: dict[str, Any] = {
     "verbose": False,
 }
 RANKED: dict[str, Any] = {"enable_expert_parallel": True, "enable_dp_attention": True}
-GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +163,7 @@ def test_a_stream_that_is_left_and_an_interrupt_leave_the_ranks_together(one: LL
         timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
-            two.generate([prompt(90, 29), prompt(40, 31)] * 8, GREEDY, use_tqdm=False)
+            two.generate([prompt(90, 29), prompt(40, 31)] * 8, LONG, use_tqdm=False)
         timer.join()
     assert_alike(one, two, [prompt(37, 23), prompt(33, 21)], GREEDY)
 

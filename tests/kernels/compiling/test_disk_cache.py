@@ -199,9 +199,9 @@ def test_without_any_folder_for_temporary_files_the_cache_serves(folder: Path, m
 def test_processes_that_compile_the_same_at_once(folder: Path) -> None:
     code = "from tests.kernels.compiling.doubled import compile_doubled; print(compile_doubled()[0].hash)"
     command = [sys.executable, "-c", code]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     said = [process.communicate()[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * 3
+    assert [process.returncode for process in processes] == [0] * 2
     assert len(set(said)) == 1
     assert compile_doubled()[1]
     assert not [path for path in files(folder) if path.name.startswith("tmp")]

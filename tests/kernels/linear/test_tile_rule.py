@@ -46,19 +46,21 @@ def test_published_models_have_tiles_that_fit() -> None:
 def test_tiles_of_published_models_compile_for_hopper(
     operation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In all sizes of blocks that are chosen, once each: within the shared memory, and nothing spilled."""
+    """In all sizes of blocks that are chosen, with the most rows of each: within the shared memory, nothing spilled."""
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    different: dict[tuple[object, ...], Launch] = {}
+    different: dict[tuple[object, ...], tuple[int, Launch]] = {}
     for product, rows in calls():
         tile = expected_tile(product.operation, rows, product.out, product.width, H200)
         if product.operation == operation and rows <= 128:
             assert tile is not None
-            sizes = (tile.kernel, tile.columns, tile.width, tile.warps, tile.stages, tile.program_rows(rows))
-            weight = torch.empty(product.out, product.width, dtype=torch.bfloat16, device="meta")
-            different.setdefault(sizes, launch(product.call(rows, weight), tile))
-    assert len(different) >= 10
-    for sizes, planned in different.items():
+            sizes = (tile.kernel, tile.columns, tile.width, tile.warps, tile.stages)
+            most = tile.program_rows(rows)
+            if sizes not in different or different[sizes][0] < most:
+                weight = torch.empty(product.out, product.width, dtype=torch.bfloat16, device="meta")
+                different[sizes] = most, launch(product.call(rows, weight), tile)
+    assert len(different) >= 9
+    for sizes, (_, planned) in different.items():
         resources = compile_for(case_of(planned))
         assert resources.spills == 0, sizes
         assert resources.shared_bytes <= SHARED_BYTES, sizes
