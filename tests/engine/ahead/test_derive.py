@@ -104,7 +104,7 @@ def test_what_takes_long_to_compile_is_noted_first(alone: Callable[..., Any]) ->
 def test_requests_of_all_kinds_launch_nothing_else(
     elsewhere: Callable[..., Any], model: str, options: dict[str, Any], longest: int
 ) -> None:
-    assert elsewhere(served_beyond, model, options, longest, (1, 2)) == []
+    assert elsewhere(served_beyond, model, options, longest) == []
 
 
 @pytest.mark.parametrize("layers", [1, 2, 7])
@@ -133,7 +133,7 @@ def test_layers_that_keep_a_state_of_fixed_size(elsewhere: Callable[..., Any], t
     told = SHAPES["80B-A3B"] | {"num_hidden_layers": 2, "full_attention_interval": 2, "num_experts": 16}
     (tmp_path / "config.json").write_text(json.dumps(told))
     options = DUMMY | {"max_model_len": 600, "max_num_seqs": 4, "max_num_batched_tokens": 512}
-    assert elsewhere(served_beyond, str(tmp_path), options, 300, (1,)) == []
+    assert elsewhere(served_beyond, str(tmp_path), options, 300) == []
 
 
 def test_experts_that_move_between_ranks(elsewhere: Callable[..., Any], tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_experts_that_move_between_ranks(elsewhere: Callable[..., Any], tmp_path
     move = kernel_names(elsewhere(derived, str(tmp_path), options))
     assert {"held_order_kernel", "grouped_kernel", "combine_kernel"} <= stay
     assert move == stay | {"count_choices_kernel"}
-    assert elsewhere(served_beyond, str(tmp_path), options, 900, (1,)) == []
+    assert elsewhere(served_beyond, str(tmp_path), options, 900) == []
 
 
 def test_ranks_with_sequences_of_their_own(elsewhere: Callable[..., Any], tmp_path: Path) -> None:
