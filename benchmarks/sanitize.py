@@ -26,6 +26,7 @@ from triton import JITFunction
 import strata.kernels
 from strata.bench.kernels.cases import EPS, angles, full_pages, randn
 from strata.bench.kernels.products import Product
+from strata.cache.pool import KVPool, PoolShape
 from strata.kernels.activation import silu_mul_grad  # noqa: F401  registers what is run
 from strata.kernels.activation.clamped_swiglu import Clamp
 from strata.kernels.activation.gelu_mul import gelu_mul
@@ -185,8 +186,16 @@ def _heads(head_dim: int) -> Iterator[Call]:
     yield own(rope_angles, torch.arange(tokens, dtype=torch.int32), torch.randn(tokens, head_dim))
     yield own(rope, q, *cos_sin)
     yield own(kv_write, k, v, pages, 0)
+    yield own(kv_write, k, v, _in_8_bits(pages), 0)
     for weights in ((None, None), (randn(head_dim), randn(head_dim))):
         yield own(qk_rope_kv_write, product, *weights, *cos_sin, pages, HeadsSpec(0, HEADS, KV_HEADS, EPS))
+
+
+def _in_8_bits(pages: PagedKV) -> PagedKV:
+    pool = PoolShape(1, pages.page_size, *pages.keys[0].shape[2:], torch.bfloat16, rounded=torch.int8)
+    held = KVPool(pool, len(pages.keys[0]), pages.keys[0].device)
+    exponents = {"key_exponents": held.key_exponents, "value_exponents": held.value_exponents}
+    return replace(pages, keys=held.keys, values=held.values, **exponents)
 
 
 def _attention(head_dim: int, window: int | None) -> Iterator[Call]:
@@ -203,6 +212,9 @@ def _attention(head_dim: int, window: int | None) -> Iterator[Call]:
     yield own(attention, *drawn(3), step(1, 1, 1, pages=held), spec)
     yield own(attention, *drawn(91), step(70, 1, 20, pages=held), spec)  # of 300, 1 and 37 tokens
     yield own(attention, *drawn(91), step(70, 1, 20, pages=None), spec)
+    packed = _in_8_bits(held)
+    for new in ((1, 1, 1), (70, 1, 20)):
+        yield own(attention, *drawn(sum(new)), step(*new, pages=packed), spec)
     yield f"recorded attention of {head_dim}", lambda: _recorded(*drawn(100), held, spec)
     offsets, bounds = torch.tensor((0, 1, 2, 30), dtype=torch.int32), torch.tensor((1, 3), dtype=torch.int32)
     yield own(virtual_sequences, offsets, held.lengths, bounds, held.tables, Rows(6 * head_dim, 4 * head_dim), 16)

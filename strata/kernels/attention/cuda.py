@@ -31,7 +31,8 @@ def supports(
         q.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and head_dim <= 256
         and q.shape[1] // k.shape[1] <= 32
-        and all(x.dtype == q.dtype and x.stride(-1) == 1 and x.stride(-2) == head_dim for x in sources)
+        and all(x.stride(-1) == 1 and x.stride(-2) == head_dim for x in sources)
+        and (q.dtype == k.dtype == v.dtype if pages is None else pages.holds(spec.layer, q.dtype))
     )
 
 
@@ -88,9 +89,10 @@ def prefill(
     if pages is None:
         lengths, tables, table_stride, page_size = offsets, offsets, 0, 0
         k_stride, v_stride = k.stride(0), v.stride(0)
+        exponents: tuple[Tensor | None, Tensor | None] = (None, None)
     else:
         k, v, lengths, tables = pages.keys[spec.layer], pages.values[spec.layer], pages.lengths, pages.tables
-        table_stride, page_size = tables.stride(0), pages.page_size
+        table_stride, page_size, exponents = tables.stride(0), pages.page_size, pages.exponents(spec.layer)
         k_stride = v_stride = kv_heads * head_dim
     group = heads // kv_heads
     tile = mixed_tile(head_dim, q.dtype, page_size)
@@ -100,6 +102,7 @@ def prefill(
         q,
         k,
         v,
+        *exponents,
         out,
         starts,
         offsets,

@@ -93,7 +93,8 @@ def _fits(
     return (
         product.dtype in (torch.bfloat16, torch.float16)
         and product.stride(-1) == 1
-        and all(pool.dtype == product.dtype and pool.is_contiguous() for pool in pools)
+        and pages.holds(spec.layer, product.dtype)
+        and all(pool.is_contiguous() for pool in pools)
         and all(angle.dtype == torch.float32 and angle.is_contiguous() for angle in (cos, sin))
         and head_dim >= 64  # rows of at least as many, a multiple of 16, are summed in the order of `rms_norm`
         and head_dim % 16 == 0

@@ -11,11 +11,13 @@ from math import e, log2
 import torch
 from torch import Tensor
 
-from strata.kernels.attention.decode_triton import DecodeTile, decode_attention_kernel, decode_tile, shape_constants
+from strata.kernels.attention.decode_tile import DecodeTile, decode_tile, shape_constants
+from strata.kernels.attention.decode_triton import decode_attention_kernel
 from strata.kernels.attention.spec import AttentionSpec
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.split_counters import MOST_COUNTERS, split_counters
 from strata.kernels.state.paged import PagedKV
+from strata.kernels.state.rounded_triton import rounding_constants
 
 
 def fits(pages: PagedKV, heads: int, kv_heads: int, head_dim: int) -> bool:
@@ -64,7 +66,8 @@ def decode(
     if sequences == 0:
         return out
     if tile is None:
-        tile = decode_tile(group, head_dim, product.dtype, sequences, tables.shape[1] * pages.page_size)
+        most = tables.shape[1] * pages.page_size
+        tile = decode_tile(group, head_dim, product.dtype, sequences, most, rounded=pages.is_rounded)
     results = torch.empty((sequences, tile.splits, heads, head_dim), dtype=torch.float32, device=product.device)
     scales = torch.empty((sequences, tile.splits, heads), dtype=torch.float32, device=product.device)
     todo = unfinished or Unfinished(None, None, 0.0, product, product)
@@ -73,6 +76,7 @@ def decode(
         product,
         keys,
         values,
+        *pages.exponents(spec.layer),
         out,
         results,
         scales,
@@ -98,6 +102,7 @@ def decode(
         PAGE_SIZE=pages.page_size,
         WINDOW=spec.window or 0,
         **shape_constants(group, head_dim, tile),
+        **(rounding_constants(keys.dtype) if pages.is_rounded else {}),
         num_warps=tile.warps,
         num_stages=tile.stages,
         launch_pdl=early,

@@ -6,15 +6,15 @@ last of them to finish joins their results. The query heads that share a KV head
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from strata.kernels.attention.decode_tile import decode_tile, shape_constants
 from strata.kernels.attention.varlen_triton import join_sink
 from strata.kernels.compile_case import CompileCase
-from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.norm.norm import inverse_rms, scaled
+from strata.kernels.state.rounded_triton import powers_of, round_rows, rounding_constants
 from strata.kernels.triton_import import gdc_launch_dependents, gdc_wait, jit, tl
 
 
@@ -24,6 +24,20 @@ def _offsets(table, start, end, token_stride, PAGE_SIZE: tl.constexpr, BLOCK_N: 
     position = tl.maximum(tl.minimum(start + tl.arange(0, BLOCK_N), end - 1), 0)
     page = tl.load(table + position // PAGE_SIZE).to(tl.int64)
     return page * (PAGE_SIZE * token_stride) + position % PAGE_SIZE * token_stride
+
+
+@jit
+def _marks(table, start, end, page_stride, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """As `_offsets`, where the exponents of the rows lie."""
+    position = tl.maximum(tl.minimum(start + tl.arange(0, BLOCK_N), end - 1), 0)
+    page = tl.load(table + position // PAGE_SIZE).to(tl.int64)
+    return page * page_stride + position % PAGE_SIZE
+
+
+@jit
+def _widened(rows, exponents, kind: tl.constexpr):
+    """Rows [rows, HEAD_PAD] in 8 bits as what they stand for, exactly."""
+    return (rows.to(tl.float32) * powers_of(exponents)[:, None]).to(kind)
 
 
 @jit
@@ -135,6 +149,8 @@ def decode_attention_kernel(
     product,
     keys,
     values,
+    k_exponents,
+    v_exponents,
     out,
     results,
     scales,
@@ -166,6 +182,9 @@ def decode_attention_kernel(
     WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr,
     JOINED: tl.constexpr,
+    EXPONENT: tl.constexpr = 0,
+    MANTISSA: tl.constexpr = 0,
+    IS_INTEGER: tl.constexpr = False,
 ):
     """Programs [kv_heads, sequences, splits]: the queries of a group over part of the keys of a sequence.
 
@@ -178,6 +197,8 @@ def decode_attention_kernel(
     width: HEAD_DIM, where a division has to round as that of `rms_norm`.
     results [sequences, splits, heads, HEAD_DIM], scales [sequences, splits, heads] float32: what the splits of a
     sequence leave for the last of them, normalized, and the logarithm (to the base two) of its weight.
+    k_exponents, v_exponents: [pages, kv_heads, PAGE_SIZE] of pools in 8 bits, or None. EXPONENT, MANTISSA, IS_INTEGER:
+    of such a pool's type, see `rounding_constants`.
     """
     kv_head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
@@ -203,6 +224,11 @@ def decode_attention_kernel(
     token_stride = kv_heads * HEAD_DIM
     # Earlier steps have written these keys: they are on their way before the kernel ahead has ended.
     offsets = _offsets(table, start, end, token_stride, PAGE_SIZE, BLOCK_N)
+    page_stride = kv_heads * PAGE_SIZE
+    if k_exponents is not None:
+        k_exponents += kv_head * PAGE_SIZE
+        v_exponents += kv_head * PAGE_SIZE
+        marks = _marks(table, start, end, page_stride, PAGE_SIZE, BLOCK_N)
     if EARLY:
         _prefetch(keys, offsets, HEAD_PAD)
         _prefetch(values, offsets, HEAD_PAD)
@@ -244,10 +270,23 @@ def decode_attention_kernel(
         new_score = tl.full((ROWS,), float("-inf"), tl.float32)
         if is_last:
             new_key = _rotate_heads(k_heads, k_partners, k_factor, k_partner_factor, c, s, eps, width, NORM)
+            if k_exponents is not None:
+                key_values, key_powers = round_rows(new_key.to(tl.float32), EXPONENT, MANTISSA, IS_INTEGER)
+                value_values, value_powers = round_rows(new_value.to(tl.float32), EXPONENT, MANTISSA, IS_INTEGER)
+                new_key = _widened(key_values, key_powers, queries.dtype)
+                new_value = _widened(value_values, value_powers, queries.dtype)
+                mark = slot // PAGE_SIZE * page_stride + slot % PAGE_SIZE + tl.arange(0, ROWS) * 0
+                of_first = (tl.arange(0, ROWS) == 0) & (slot >= 0)
+                tl.store(k_exponents + mark, key_powers.to(tl.uint8), mask=of_first)
+                tl.store(v_exponents + mark, value_powers.to(tl.uint8), mask=of_first)
             new_score = tl.sum(queries.to(tl.float32) * new_key.to(tl.float32), 1) * scale
             once = inside & (row == 0) & (slot >= 0)
-            tl.store(keys + slot * token_stride + own, new_key, mask=once)
-            tl.store(values + slot * token_stride + own, new_value, mask=once)
+            if k_exponents is not None:
+                tl.store(keys + slot * token_stride + own, key_values.to(keys.dtype.element_ty), mask=once)
+                tl.store(values + slot * token_stride + own, value_values.to(values.dtype.element_ty), mask=once)
+            else:
+                tl.store(keys + slot * token_stride + own, new_key, mask=once)
+                tl.store(values + slot * token_stride + own, new_value, mask=once)
         maximum = new_score
         weight = tl.where(new_score == float("-inf"), 0.0, 1.0)
     else:
@@ -256,6 +295,10 @@ def decode_attention_kernel(
     if start < end:  # a loop that is known to run takes fewer registers: without this the compiler spills
         for block in range(start, end, BLOCK_N):
             block_keys, block_values = _load_block(keys, values, offsets, HEAD_DIM, HEAD_PAD)
+            if k_exponents is not None:
+                block_keys = _widened(block_keys, tl.load(k_exponents + marks), queries.dtype)
+                block_values = _widened(block_values, tl.load(v_exponents + marks), queries.dtype)
+                marks = _marks(table, block + BLOCK_N, end, page_stride, PAGE_SIZE, BLOCK_N)
             # Looked up a block ahead: loads that wait for a lookup could not be pipelined.
             offsets = _offsets(table, block + BLOCK_N, end, token_stride, PAGE_SIZE, BLOCK_N)
             maximum, weight, result = _attend(
@@ -290,73 +333,6 @@ def decode_attention_kernel(
             tl.store(counter, 0)
 
 
-@dataclass(frozen=True)
-class DecodeTile:
-    """How the keys of a sequence are divided.
-
-    keys: of a block; warps, stages: of a program and of its pipeline. split: the fewest keys that are worth a program
-    of their own, a multiple of `keys`. splits: into how many a sequence may be divided; longer ones have larger splits.
-    early: whether the fused kernel is launched before the kernel ahead has ended (programmatic dependent launch).
-    """
-
-    keys: int
-    warps: int
-    stages: int
-    split: int
-    splits: int
-    early: bool = True
-
-    def __post_init__(self) -> None:
-        if self.split % self.keys or self.splits < 1:
-            raise ValueError(f"a split holds whole blocks and a sequence at least one split: {self}")
-
-
-# Programs enough for every multiprocessor, more than once: sequences and splits for each KV head.
-_PROGRAMS = 512
-_MOST_SPLITS = 64
-# Even where there are many sequences, one may be much longer than the others.
-_LEAST_SPLITS = 4
-# For up to so many sequences: the fewest keys of a split, keys of a block, warps, stages, early. Measured in whole
-# steps on an H200: few sequences have many short splits, of many none is divided if it is not long, because a split
-# costs a join. An early start pays where the kernel ahead leaves room.
-_MEASURED = (
-    (2, (64, 64, 4, 2, True)),
-    (4, (128, 32, 2, 3, True)),
-    (12, (128, 64, 4, 3, True)),
-    (40, (256, 32, 2, 3, False)),
-    (100, (768, 64, 2, 2, True)),
-    (1 << 30, (1024, 64, 4, 3, True)),
-)
-
-
-def decode_tile(group: int, head_dim: int, dtype: torch.dtype, sequences: int, most: int) -> DecodeTile:
-    """The tile for so many sequences of at most `most` keys, with `group` query heads to a KV head."""
-    split, keys, warps, stages, early = next(sizes for limit, sizes in _MEASURED if sequences <= limit)
-    splits = min(_MOST_SPLITS, max(_LEAST_SPLITS, _PROGRAMS // max(1, sequences)), max(1, -(-most // split)))
-    if dtype == torch.float32:
-        return DecodeTile(keys=16, warps=8, stages=2, split=split, splits=splits)
-    if head_dim > 128:
-        keys, warps, stages = 32, 8 if group > 16 else 4, 3
-    elif group >= 16:
-        keys, warps, stages = 32, 4, 3
-    return DecodeTile(keys, warps, stages, split, splits, early)
-
-
-def shape_constants(group: int, head_dim: int, tile: DecodeTile) -> dict[str, int]:
-    """The constants of the kernel that follow from heads and tile."""
-    group_pad = next_power_of_2(group)
-    head_pad = max(16, next_power_of_2(head_dim))  # a matrix instruction sums over 16 columns at least
-    return {
-        "GROUP": group,
-        "GROUP_PAD": group_pad,
-        "ROWS": max(16, group_pad),
-        "HEAD_DIM": head_dim,
-        "HEAD_PAD": head_pad,
-        "BLOCK_N": tile.keys,
-        "JOINED": min(16, max(1, 1024 * tile.warps // (group_pad * head_pad))),  # as many as registers hold
-    }
-
-
 def compile_cases() -> list[CompileCase]:
     bf16, fp32 = torch.bfloat16, torch.float32
     return [
@@ -369,6 +345,8 @@ def compile_cases() -> list[CompileCase]:
         _case(bf16, 7, 80, 16, 4096, 1),
         _case(fp32, 4, 128, 16, None, 64),
         _case(bf16, 8, 64, 16, 128, 1, norm=False, sinks=True),
+        _case(bf16, 4, 128, 16, None, 64, norm=True, rounded=torch.float8_e4m3fn),
+        _case(bf16, 4, 128, 16, None, 64, rounded=torch.int8),
     ]
 
 
@@ -381,6 +359,7 @@ def _case(
     sequences: int,
     norm: bool | None = None,
     sinks: bool = False,
+    rounded: torch.dtype | None = None,
 ) -> CompileCase:
     """norm: of the fused kernel, None for the one that finds all keys in the pages."""
     kind, fused = "fp32" if dtype == torch.float32 else "bf16", norm is not None
@@ -392,12 +371,23 @@ def _case(
     types |= dict.fromkeys(("results", "scales"), "*fp32:16") | {"counters": "*i32:16"}
     types |= dict.fromkeys(("lengths", "slots", "tables"), "*i32") | dict.fromkeys(("eps", "scale"), "fp32")
     types |= dict.fromkeys(("width", "product_stride"), "i32:16") | dict.fromkeys(("table_stride", "least_keys"), "i32")
-    tile = decode_tile(group, head_dim, dtype, sequences, 4096)
+    tile = decode_tile(group, head_dim, dtype, sequences, 4096, rounded=rounded is not None)
     flags = {"FUSED": fused, "NORM": bool(norm), "EARLY": fused, "SINKS": sinks}
-    constants = {**flags, "PAGE_SIZE": page_size, "WINDOW": window or 0, **shape_constants(group, head_dim, tile)}
+    constants: dict[str, object] = {
+        **flags,
+        "PAGE_SIZE": page_size,
+        "WINDOW": window or 0,
+        **shape_constants(group, head_dim, tile),
+    }
+    if rounded is None:
+        constants |= {"k_exponents": None, "v_exponents": None}
+    else:
+        pools = "*i8:16" if rounded == torch.int8 else "*fp8e4nv:16"
+        types |= dict.fromkeys(("keys", "values"), pools) | dict.fromkeys(("k_exponents", "v_exponents"), "*u8:16")
+        constants |= rounding_constants(rounded)
     sizes = f"head_dim {head_dim} group {group} page_size {page_size} window {window} sequences {sequences}"
     multiply = () if dtype == torch.float32 else ("mma.sync", "cp.async.cg")
     follow = ("griddepcontrol.wait", "griddepcontrol.launch_dependents") if fused else ()
     must = ("atom.global.gpu.acq_rel.add", "ld.global.cg", *multiply, *follow)
-    name = f"decode {kind} {sizes} norm {norm}" + " sinks" * sinks
+    name = f"decode {kind} {sizes} norm {norm}" + " sinks" * sinks + (f" pools {rounded}" if rounded else "")
     return CompileCase(name, decode_attention_kernel, types, constants, tile.warps, tile.stages, must)

@@ -93,9 +93,10 @@ def _prefill(
     if pages is None:
         lengths, tables, table_stride, page_size = offsets, offsets, 0, 0
         k_stride, v_stride = k.stride(0), v.stride(0)
+        exponents: tuple[Tensor | None, Tensor | None] = (None, None)
     else:
         k, v, lengths, tables = pages.keys[spec.layer], pages.values[spec.layer], pages.lengths, pages.tables
-        table_stride, page_size = tables.stride(0), pages.page_size
+        table_stride, page_size, exponents = tables.stride(0), pages.page_size, pages.exponents(spec.layer)
         k_stride = v_stride = kv_heads * head_dim
     sequences, group = offsets.shape[0] - 1, heads // kv_heads
     tile = prefill_tile(head_dim, q.dtype)
@@ -103,6 +104,7 @@ def _prefill(
         q,
         k,
         v,
+        *exponents,
         out,
         offsets,
         lengths,
@@ -137,6 +139,7 @@ def _decode(out: Tensor, q: Tensor, offsets: Tensor, pages: PagedKV, spec: Atten
         q,
         keys,
         values,
+        *pages.exponents(spec.layer),
         out,
         scores[0],
         scores[1],

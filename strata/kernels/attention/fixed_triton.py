@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from strata.kernels.attention.varlen_triton import Tile, head_pad, join_sink, key_slots
+from strata.kernels.attention.varlen_triton import Tile, head_pad, join_sink, key_slots, widened
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.triton_import import jit, tl
@@ -56,6 +56,8 @@ def _attend(
     total,
     k,
     v,
+    k_exponents,
+    v_exponents,
     first,
     table,
     scale,
@@ -85,6 +87,9 @@ def _attend(
         v_mask = v_mask & held[:, None]
     keys = tl.load(k + slots[None, :] * k_stride + columns[:, None], mask=k_mask, other=0.0)
     values = tl.load(v + slots[:, None] * v_stride + columns[None, :], mask=v_mask, other=0.0)
+    if k_exponents is not None:
+        keys = widened(keys, k_exponents, slots, held, queries.dtype, PAGE_SIZE, True)
+        values = widened(values, v_exponents, slots, held, queries.dtype, PAGE_SIZE, False)
     scores = tl.dot(queries, keys, input_precision="ieee")
     if MASKED:
         visible = positions[None, :] <= at[:, None]
@@ -133,6 +138,8 @@ def fixed_prefill_kernel(
     q,
     k,
     v,
+    k_exponents,
+    v_exponents,
     out,
     offsets,
     lengths,
@@ -198,6 +205,9 @@ def fixed_prefill_kernel(
         start = tl.maximum(lowest + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
     k += kv_head * HEAD_DIM
     v += kv_head * HEAD_DIM
+    if k_exponents is not None:
+        k_exponents += kv_head * PAGE_SIZE
+        v_exponents += kv_head * PAGE_SIZE
     table = tables + sequence * table_stride
 
     maximum, weight, result = _empty(BLOCK_M, HEAD_PAD)
@@ -209,8 +219,9 @@ def fixed_prefill_kernel(
         whole = tl.maximum((lowest + 1) // BLOCK_N * BLOCK_N, 0)
         for block in range(0, whole, BLOCK_N):
             part_maximum, part_weight, part_result = _attend(
-                queries, at, part_maximum, part_weight, part_result, block, total, k, v, first, table, scale,
-                k_stride, v_stride, False, WINDOW, HEAD_DIM, HEAD_PAD, PAGE_SIZE, BLOCK_N,
+                queries, at, part_maximum, part_weight, part_result, block, total, k, v,
+                k_exponents, v_exponents, first, table, scale, k_stride, v_stride,
+                False, WINDOW, HEAD_DIM, HEAD_PAD, PAGE_SIZE, BLOCK_N,
             )  # fmt: skip
             if block + BLOCK_N == part_end:
                 maximum, weight, result = _join(maximum, weight, result, part_maximum, part_weight, part_result)
@@ -220,8 +231,9 @@ def fixed_prefill_kernel(
         start = whole
     for block in range(start, end, BLOCK_N):
         part_maximum, part_weight, part_result = _attend(
-            queries, at, part_maximum, part_weight, part_result, block, total, k, v, first, table, scale,
-            k_stride, v_stride, True, WINDOW, HEAD_DIM, HEAD_PAD, PAGE_SIZE, BLOCK_N,
+            queries, at, part_maximum, part_weight, part_result, block, total, k, v,
+            k_exponents, v_exponents, first, table, scale, k_stride, v_stride,
+            True, WINDOW, HEAD_DIM, HEAD_PAD, PAGE_SIZE, BLOCK_N,
         )  # fmt: skip
         if block + BLOCK_N == part_end:
             maximum, weight, result = _join(maximum, weight, result, part_maximum, part_weight, part_result)
@@ -239,6 +251,8 @@ def fixed_decode_kernel(
     q,
     k,
     v,
+    k_exponents,
+    v_exponents,
     out,
     maxima,
     weights,
@@ -295,13 +309,17 @@ def fixed_decode_kernel(
     at = tl.full((BLOCK_M,), 0, tl.int32) + total - 1
     k += kv_head * HEAD_DIM
     v += kv_head * HEAD_DIM
+    if k_exponents is not None:
+        k_exponents += kv_head * PAGE_SIZE
+        v_exponents += kv_head * PAGE_SIZE
     table = tables + sequence * table_stride
 
     maximum, weight, result = _empty(BLOCK_M, HEAD_PAD)
     for block in range(start, end, BLOCK_N):
         maximum, weight, result = _attend(
-            queries, at, maximum, weight, result, block, total, k, v, first, table, scale,
-            k_stride, v_stride, True, WINDOW, HEAD_DIM, HEAD_PAD, PAGE_SIZE, BLOCK_N,
+            queries, at, maximum, weight, result, block, total, k, v,
+            k_exponents, v_exponents, first, table, scale, k_stride, v_stride,
+            True, WINDOW, HEAD_DIM, HEAD_PAD, PAGE_SIZE, BLOCK_N,
         )  # fmt: skip
     heads = tl.num_programs(0) * GROUP
     first_part = part_at(lowest, PART_KEYS, PARTS)
@@ -372,11 +390,18 @@ def compile_cases() -> list[CompileCase]:
         *_cases(bf16, head_dim=64, group=4, page_size=0, window=0)[:1],
         *_cases(fp32, head_dim=128, group=4, page_size=16, window=0),
         *_cases(bf16, head_dim=64, group=8, page_size=16, window=128, sinks=True),
+        *_cases(bf16, head_dim=128, group=4, page_size=16, window=0, rounded=True),
     ]
 
 
 def _cases(
-    dtype: torch.dtype, head_dim: int, group: int, page_size: int, window: int, sinks: bool = False
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    page_size: int,
+    window: int,
+    sinks: bool = False,
+    rounded: bool = False,
 ) -> list[CompileCase]:
     kind = "fp32" if dtype == torch.float32 else "bf16"
     types = dict.fromkeys(("q", "k", "v", "out", "sinks"), f"*{kind}:16")
@@ -390,6 +415,10 @@ def _cases(
         "SINKS": sinks,
         **shape_constants(head_dim, window),
     }
+    if rounded:
+        types |= dict.fromkeys(("k", "v"), "*fp8e4nv:16") | dict.fromkeys(("k_exponents", "v_exponents"), "*u8:16")
+    else:
+        constants |= {"k_exponents": None, "v_exponents": None}
     instructions = () if dtype == torch.float32 else ("wgmma.mma_async", "cp.async")
     cases = []
     for name, kernel, tile, own in (
@@ -397,7 +426,7 @@ def _cases(
         ("decode", fixed_decode_kernel, decode_tile(head_dim, dtype), join_constants(group)),
     ):
         name = f"fixed {name} {kind} head_dim {head_dim} group {group} page_size {page_size} window {window}"
-        name += " sinks" * sinks
+        name += " sinks" * sinks + " fp8" * rounded
         signature = {argument: types[argument] for argument in kernel.arg_names if argument in types}
         own = {**constants, **own, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
         cases.append(CompileCase(name, kernel, signature, own, tile.warps, tile.stages, instructions))

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.attention.decode_triton import DecodeTile, decode_tile
+from strata.kernels.attention.decode_tile import DecodeTile, decode_tile
 
 Prompts = Literal["fresh", "pages", "tiles"]
 # Queries of a tile of cuDNN's, rows of one of the kernel over pages, whose programs fit on a processor in pairs.

@@ -13,6 +13,7 @@ import torch
 
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import next_power_of_2
+from strata.kernels.state.rounded_triton import exponent_at, powers_of
 from strata.kernels.triton_import import jit, tl
 
 LOG2_E = 1.4426950408889634
@@ -41,6 +42,15 @@ def key_slots(positions, held, first, table, PAGE_SIZE: tl.constexpr):
 
 
 @jit
+def widened(rows, exponents, slots, held, kind: tl.constexpr, PAGE_SIZE: tl.constexpr, AS_COLUMNS: tl.constexpr):
+    """Keys [HEAD_PAD, rows] (AS_COLUMNS) or values [rows, HEAD_PAD] in 8 bits as what they stand for, exactly; zeros
+    where not held. exponents: from the first page's of this head on."""
+    powers = powers_of(tl.load(exponents + exponent_at(slots, 0, tl.num_programs(0), PAGE_SIZE), mask=held, other=127))
+    powers = powers[None, :] if AS_COLUMNS else powers[:, None]
+    return (rows.to(tl.float32) * powers).to(kind)
+
+
+@jit
 def _attend(
     queries,
     at,
@@ -51,6 +61,8 @@ def _attend(
     total,
     k,
     v,
+    k_exponents,
+    v_exponents,
     first,
     table,
     scale,
@@ -80,6 +92,9 @@ def _attend(
         v_mask = v_mask & held[:, None]
     keys = tl.load(k + slots[None, :] * k_stride + columns[:, None], mask=k_mask, other=0.0)
     values = tl.load(v + slots[:, None] * v_stride + columns[None, :], mask=v_mask, other=0.0)
+    if k_exponents is not None:
+        keys = widened(keys, k_exponents, slots, held, queries.dtype, PAGE_SIZE, True)
+        values = widened(values, v_exponents, slots, held, queries.dtype, PAGE_SIZE, False)
     scores = tl.dot(queries, keys, input_precision="ieee") * scale
     if MASKED:
         visible = positions[None, :] <= at[:, None]
@@ -101,6 +116,8 @@ def attention_kernel(
     q,
     k,
     v,
+    k_exponents,
+    v_exponents,
     out,
     starts,
     offsets,
@@ -128,7 +145,8 @@ def attention_kernel(
 
     Of sequence s the queries in rows [starts[s], offsets[s + 1]), the last of its tokens. BOUNDED: only sequences
     [bounds[0], bounds[1]) have any; the programs of the others end at once. PAGE_SIZE 0: k and v are packed like q from
-    starts on, and lengths and tables are not read. SINKS: otherwise `sinks` is not read.
+    starts on, and lengths and tables are not read. SINKS: otherwise `sinks` is not read. k_exponents, v_exponents:
+    [pages, kv_heads, PAGE_SIZE] of pools in 8 bits, or None.
     """
     kv_head = tl.program_id(0)
     # The tiles that see most keys come last in a sequence and start first.
@@ -176,6 +194,9 @@ def attention_kernel(
         start = tl.maximum(lowest + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
     k += kv_head * HEAD_DIM
     v += kv_head * HEAD_DIM
+    if k_exponents is not None:
+        k_exponents += kv_head * PAGE_SIZE
+        v_exponents += kv_head * PAGE_SIZE
     table = tables + sequence * table_stride
 
     maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -186,14 +207,14 @@ def attention_kernel(
         whole = (lowest + 1) // BLOCK_N * BLOCK_N
         for block in range(0, whole, BLOCK_N):
             maximum, weight, result = _attend(
-                queries, at, maximum, weight, result, block, total, k, v, first, table, scale, k_stride, v_stride,
-                False, WINDOW, HEAD_DIM, HEAD_PAD, PAGE_SIZE, BLOCK_N,
+                queries, at, maximum, weight, result, block, total, k, v, k_exponents, v_exponents,
+                first, table, scale, k_stride, v_stride, False, WINDOW, HEAD_DIM, HEAD_PAD, PAGE_SIZE, BLOCK_N,
             )  # fmt: skip
         start = tl.maximum(whole, 0)
     for block in range(start, end, BLOCK_N):
         maximum, weight, result = _attend(
-            queries, at, maximum, weight, result, block, total, k, v, first, table, scale, k_stride, v_stride,
-            True, WINDOW, HEAD_DIM, HEAD_PAD, PAGE_SIZE, BLOCK_N,
+            queries, at, maximum, weight, result, block, total, k, v, k_exponents, v_exponents,
+            first, table, scale, k_stride, v_stride, True, WINDOW, HEAD_DIM, HEAD_PAD, PAGE_SIZE, BLOCK_N,
         )  # fmt: skip
     if SINKS:
         maximum, weight, result = join_sink(maximum, weight, result, sinks, head, held)
@@ -248,6 +269,7 @@ def compile_cases() -> list[CompileCase]:
         _case(bf16, head_dim=80, group=7, page_size=0, window=4096),
         _case(fp32, head_dim=128, group=4, page_size=16, window=0),
         _case(bf16, head_dim=64, group=8, page_size=16, window=128, bounded=True, sinks=True),
+        _case(bf16, head_dim=128, group=4, page_size=16, window=0, bounded=True, rounded=True),
     ]
 
 
@@ -259,6 +281,7 @@ def _case(
     window: int,
     bounded: bool = False,
     sinks: bool = False,
+    rounded: bool = False,
 ) -> CompileCase:
     kind = "fp32" if dtype == torch.float32 else "bf16"
     signature = dict.fromkeys(("q", "k", "v", "out", "sinks"), f"*{kind}:16")
@@ -266,7 +289,7 @@ def _case(
     signature |= dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32:16")
     signature |= dict.fromkeys(("table_stride", "sequences"), "i32") | {"scale": "fp32"}
     tile = mixed_tile(head_dim, dtype, page_size)
-    constants = {
+    constants: dict[str, object] = {
         "GROUP": group,
         "HEAD_DIM": head_dim,
         "HEAD_PAD": head_pad(head_dim),
@@ -277,8 +300,12 @@ def _case(
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.keys,
     }
+    if rounded:
+        signature |= dict.fromkeys(("k", "v"), "*fp8e4nv:16") | dict.fromkeys(("k_exponents", "v_exponents"), "*u8:16")
+    else:
+        constants |= {"k_exponents": None, "v_exponents": None}
     name = f"attention {kind} head_dim {head_dim} group {group} page_size {page_size} window {window}"
-    name += " bounded" * bounded + " sinks" * sinks
+    name += " bounded" * bounded + " sinks" * sinks + " fp8" * rounded
     must = () if dtype == torch.float32 else ("wgmma.mma_async",)
     # Under the cap it depends on the group how much spills; what was measured spills 56 bytes.
     spilled = 0 if tile.registers is None else 96

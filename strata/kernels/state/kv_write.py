@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.rounded_rows import round_rows, widen_rows
+from strata.kernels.state.rounded_triton import rounded_write_kernel, write_rounded
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 
@@ -126,6 +128,8 @@ def token_tile(width: int) -> dict[str, int]:
 def _triton(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Tensor, Tensor]:
     if pages is None:
         return k, v
+    if pages.is_rounded:
+        return write_rounded(k, v, pages, layer)
     tokens, heads, head_dim = k.shape
     if tokens:
         tile = token_tile(heads * head_dim)
@@ -148,8 +152,12 @@ def _triton(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Te
     return k, v
 
 
+def _kernels(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Any, ...]:
+    return (rounded_write_kernel if pages is not None and pages.is_rounded else kv_write_kernel,)
+
+
 if HAS_TRITON:
-    kv_write.implement("triton", "cuda", invariant=True, kernels=(kv_write_kernel,))(_triton)
+    kv_write.implement("triton", "cuda", invariant=True, kernels=_kernels)(_triton)
 
 
 def compile_cases() -> list[CompileCase]:

@@ -45,6 +45,14 @@ class PagedKV:
     def is_rounded(self) -> bool:
         return bool(self.key_exponents)
 
+    def exponents(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
+        """Of a layer's keys and values; None where the pools hold what is written as it is."""
+        return (self.key_exponents[layer], self.value_exponents[layer]) if self.is_rounded else (None, None)
+
+    def holds(self, layer: int, dtype: torch.dtype) -> bool:
+        """Whether a layer's rows can be read in `dtype` without loss."""
+        return self.is_rounded or self.keys[layer].dtype == self.values[layer].dtype == dtype
+
     @property
     def page_size(self) -> int:
         return self.keys[0].shape[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from strata.kernels.norm.norm import inverse_rms, rms_norm, scaled
 from strata.kernels.rotary.rope import rope
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.paged import PagedKV
+from strata.kernels.state.rounded_triton import rounded_write_kernel, write_rounded
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 
@@ -213,6 +215,8 @@ def _triton(
     heads, kv_heads = spec.heads, spec.kv_heads
     tokens, head_dim = product.shape[0], cos.shape[-1]
     rotated = torch.empty((tokens, heads + kv_heads, head_dim), dtype=product.dtype, device=product.device)
+    is_rounded = pages is not None and pages.is_rounded
+    writes = pages is not None and not is_rounded
     if tokens:
         tile = _tile(head_dim)
         qk_rope_kv_write_kernel[(tokens, ceil_div(heads + 2 * kv_heads, tile["ROWS"]))](
@@ -222,9 +226,9 @@ def _triton(
             cos,
             sin,
             rotated,
-            product if pages is None else pages.keys[spec.layer],
-            product if pages is None else pages.values[spec.layer],
-            product if pages is None else pages.slot_mapping,
+            pages.keys[spec.layer] if pages is not None and writes else product,
+            pages.values[spec.layer] if pages is not None and writes else product,
+            pages.slot_mapping if pages is not None and writes else product,
             heads,
             kv_heads,
             head_dim,
@@ -232,22 +236,29 @@ def _triton(
             spec.eps,
             HEAD_DIM=head_dim,
             NORM=q_weight is not None,
-            PAGES=pages is not None,
+            PAGES=writes,
             **tile,
             num_warps=_WARPS,
         )
     q, k = rotated.split_with_sizes((heads, kv_heads), 1)
-    return q, k, product.unflatten(-1, (-1, head_dim)).narrow(1, heads + kv_heads, kv_heads)
+    v = product.unflatten(-1, (-1, head_dim)).narrow(1, heads + kv_heads, kv_heads)
+    if pages is not None and is_rounded:
+        k, v = write_rounded(k, v, pages, spec.layer)
+    return q, k, v
 
 
 def _fits(product: Tensor, *others: object) -> bool:
     return product.dtype != torch.float64 and product.stride(-1) == 1
 
 
+def _kernels(*given: Any) -> tuple[Any, ...]:
+    pages: PagedKV | None = given[5]
+    rounds = pages is not None and pages.is_rounded
+    return (qk_rope_kv_write_kernel, *[rounded_write_kernel] * rounds)
+
+
 if HAS_TRITON:
-    qk_rope_kv_write.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(qk_rope_kv_write_kernel,))(
-        _triton
-    )
+    qk_rope_kv_write.implement("triton", "cuda", invariant=True, supports=_fits, kernels=_kernels)(_triton)
 
 
 def compile_cases() -> list[CompileCase]:

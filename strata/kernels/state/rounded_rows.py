@@ -29,8 +29,9 @@ def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     exponent, mantissa = LARGEST[dtype]
     exponents = (bits >> 23) - exponent + ((bits & _MANTISSA) > mantissa)
     is_nan = bits > 0x7F800000
-    exponents = torch.where(is_nan, 255, exponents.clamp(1, 254)).to(torch.uint8)
-    scaled = torch.ldexp(wide, (E8M0_BIAS - exponents.int())[..., None])
+    exponents = torch.where(is_nan, 255, exponents.clamp(1, 253)).to(torch.uint8)
+    # Of a row with NaN the others' bits are of no use, but they are the same everywhere.
+    scaled = torch.ldexp(wide, (E8M0_BIAS - exponents.clamp(max=253).int())[..., None])
     if dtype == torch.int8:
         return torch.round(scaled.nan_to_num(0.0)).clamp(-127, 127).to(dtype), exponents
     return scaled.to(dtype), exponents

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from strata.kernels.attention.decode import decode_attention
 from strata.kernels.attention.decode_cuda import Unfinished, decode
-from strata.kernels.attention.decode_triton import DecodeTile
+from strata.kernels.attention.decode_tile import DecodeTile
 from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, Sequences
 from strata.kernels.split_counters import split_counters
 from strata.kernels.state.paged import PagedKV

@@ -5,15 +5,21 @@ Under newer numpys Triton 3.6 takes no bounds of loops, which `_counts` of the c
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from strata.cache.pool import PoolShape
 from strata.kernels.attention import cuda, decode_cuda, fixed
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.decode import decode_attention
-from strata.kernels.attention.decode_triton import DecodeTile
+from strata.kernels.attention.decode_tile import DecodeTile
 from strata.kernels.attention.spec import AttentionSpec
 from strata.kernels.device_limits import DeviceLimits
+from strata.kernels.state.kv_write import kv_write
+from strata.kernels.state.paged import PagedKV
+from strata.kernels.state.rounded_triton import write_rounded
 from tests.kernels.attention.test_attention import Case
 from tests.kernels.attention.test_decode_attention import copied, step
 from tests.kernels.collective.interpreted import _counts
@@ -61,6 +67,52 @@ def decoding_from_the_product() -> None:
         _same(found[held], wanted[held])
 
 
+def pools_in_8_bits() -> None:
+    """int8: of 8-bit floats the interpreter's arithmetic is its own."""
+    given, plain = step([1, 0, 16, 9], 4, 2, 16, True, torch.float32)
+    product, *others, batch, heads = given
+    made = PoolShape(2, plain.page_size, 2, 16, torch.float32, rounded=torch.int8)
+    cached = [torch.randint(-127, 128, pool.shape).to(torch.int8) for pool in (*plain.keys[:2], *plain.values[:2])]
+    powers = torch.randint(118, 123, (4, len(cached[0]), 2, plain.page_size)).to(torch.uint8)
+    assert made.rounded == torch.int8
+
+    def pages() -> PagedKV:
+        keys, values = (tuple(one.clone() for one in cached[at : at + 2]) for at in (0, 2))
+        exponents = (tuple(one.clone() for one in powers[at : at + 2]) for at in (0, 2))
+        held = replace(plain, keys=keys, values=values)
+        return replace(held, **dict(zip(("key_exponents", "value_exponents"), exponents, strict=True)))
+
+    for window in (None, 3):
+        spec, expected, found = AttentionSpec(1, 0.3, window), pages(), pages()
+        wanted = decode_attention.reference(product, *others, batch._replace(pages=expected), heads, spec, SINKS)
+        unfinished = decode_cuda.Unfinished(*others[:2], heads.eps, *others[2:])
+        tile = DecodeTile(keys=16, warps=4, stages=2, split=16, splits=2)
+        result = decode_cuda.decode(product, 4, 16, found, spec, unfinished, tile, sinks=SINKS)
+        held = plain.lengths > 0
+        _same(result[held], wanted[held])
+        # What was written is the same, bit for bit; layer 0 is as it was.
+        for name in ("keys", "values", "key_exponents", "value_exponents"):
+            assert all(map(torch.equal, getattr(found, name), getattr(expected, name))), name
+        q, k, v = torch.randn(4, 4, 16), *torch.randn(2, 4, 2, 16)
+        k[1, 0, 3] = torch.nan
+        both = kv_write.reference(k, v, expected, 1), write_rounded(k, v, found, 1)
+        for ours, theirs in zip(*both, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+        for name in ("keys", "values", "key_exponents", "value_exponents"):
+            assert all(map(torch.equal, getattr(found, name), getattr(expected, name))), name
+        batch = batch._replace(pages=expected)
+        wanted = attention.reference(q, k, v, batch, spec, SINKS)
+        queries = q.flatten(1)
+        for one in (
+            decode_cuda.decode(queries, 4, 16, expected, spec, tile=tile, sinks=SINKS),
+            fixed.attend(q, k, v, batch, spec, SINKS),
+        ):
+            torch.testing.assert_close(one[held], wanted[held], **NEAR, equal_nan=True)
+        out = torch.zeros_like(q)
+        cuda.prefill(out, q, k, v, batch.offsets, batch, spec, sinks=SINKS)
+        torch.testing.assert_close(out[held], wanted[held], **NEAR, equal_nan=True)
+
+
 if __name__ == "__main__":
     limits = DeviceLimits("interpreter", capability=(8, 0), shared_bytes=0, processors=0)
     DeviceLimits.of = staticmethod(lambda device: limits)  # type: ignore[method-assign]
@@ -69,4 +121,5 @@ if __name__ == "__main__":
     prompts_and_mixed_steps()
     decoding()
     decoding_from_the_product()
+    pools_in_8_bits()
     print("equal")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.decode import decode_attention
-from strata.kernels.attention.decode_triton import DecodeTile, decode_tile
+from strata.kernels.attention.decode_tile import DecodeTile, decode_tile
 from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, Sequences
 from strata.kernels.rotary.rope import rope_angles
 from strata.kernels.state.paged import PagedKV

@@ -1,0 +1,81 @@
+"""Into which tiles and splits the keys of decoding sequences are divided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from strata.kernels.grid_sizes import next_power_of_2
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """How the keys of a sequence are divided.
+
+    keys: of a block; warps, stages: of a program and of its pipeline. split: the fewest keys that are worth a program
+    of their own, a multiple of `keys`. splits: into how many a sequence may be divided; longer ones have larger splits.
+    early: whether the fused kernel is launched before the kernel ahead has ended (programmatic dependent launch).
+    """
+
+    keys: int
+    warps: int
+    stages: int
+    split: int
+    splits: int
+    early: bool = True
+
+    def __post_init__(self) -> None:
+        if self.split % self.keys or self.splits < 1:
+            raise ValueError(f"a split holds whole blocks and a sequence at least one split: {self}")
+
+
+# Programs enough for every multiprocessor, more than once: sequences and splits for each KV head.
+_PROGRAMS = 512
+_MOST_SPLITS = 64
+# Even where there are many sequences, one may be much longer than the others.
+_LEAST_SPLITS = 4
+# For up to so many sequences: the fewest keys of a split, keys of a block, warps, stages, early. Measured in whole
+# steps on an H200: few sequences have many short splits, of many none is divided if it is not long, because a split
+# costs a join. An early start pays where the kernel ahead leaves room.
+_MEASURED = (
+    (2, (64, 64, 4, 2, True)),
+    (4, (128, 32, 2, 3, True)),
+    (12, (128, 64, 4, 3, True)),
+    (40, (256, 32, 2, 3, False)),
+    (100, (768, 64, 2, 2, True)),
+    (1 << 30, (1024, 64, 4, 3, True)),
+)
+
+
+def decode_tile(
+    group: int, head_dim: int, dtype: torch.dtype, sequences: int, most: int, *, rounded: bool = False
+) -> DecodeTile:
+    """The tile for so many sequences of at most `most` keys, with `group` query heads to a KV head.
+
+    rounded: of pools in 8 bits, whose rows take registers twice, as they are and widened.
+    """
+    split, keys, warps, stages, early = next(sizes for limit, sizes in _MEASURED if sequences <= limit)
+    splits = min(_MOST_SPLITS, max(_LEAST_SPLITS, _PROGRAMS // max(1, sequences)), max(1, -(-most // split)))
+    if dtype == torch.float32:
+        return DecodeTile(keys=16, warps=8, stages=2, split=split, splits=splits)
+    if head_dim > 128:
+        keys, warps, stages = 32, 8 if group > 16 else 4, 3
+    elif group >= 16:
+        keys, warps, stages = 32, 4, 3
+    return DecodeTile(keys, max(warps, 4) if rounded else warps, stages, split, splits, early)
+
+
+def shape_constants(group: int, head_dim: int, tile: DecodeTile) -> dict[str, int]:
+    """The constants of the kernel that follow from heads and tile."""
+    group_pad = next_power_of_2(group)
+    head_pad = max(16, next_power_of_2(head_dim))  # a matrix instruction sums over 16 columns at least
+    return {
+        "GROUP": group,
+        "GROUP_PAD": group_pad,
+        "ROWS": max(16, group_pad),
+        "HEAD_DIM": head_dim,
+        "HEAD_PAD": head_pad,
+        "BLOCK_N": tile.keys,
+        "JOINED": min(16, max(1, 1024 * tile.warps // (group_pad * head_pad))),  # as many as registers hold
+    }

@@ -1,0 +1,156 @@
+"""What Triton kernels do with rows in 8 bits: rounding them, widening them, and writing them into pages.
+
+The arithmetic is that of `rounded_rows`, bit for bit: all of it is exact but the one rounding of a value.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from strata.kernels.compile_case import CompileCase
+from strata.kernels.grid_sizes import next_power_of_2
+from strata.kernels.state.paged import PagedKV
+from strata.kernels.state.rounded_rows import LARGEST
+from strata.kernels.triton_import import jit, tl
+
+
+@jit
+def powers_of(exponents):
+    """What E8M0 exponents stand for, in float32; 255 for NaN."""
+    wide = exponents.to(tl.int32)
+    return tl.where(wide == 255, float("nan"), (wide << 23).to(tl.float32, bitcast=True))
+
+
+@jit
+def exponent_at(slots, kv_head, kv_heads, PAGE_SIZE: tl.constexpr):
+    """Where the exponents of a head's rows at `slots` lie: [pages, kv_heads, PAGE_SIZE]."""
+    return (slots // PAGE_SIZE * kv_heads + kv_head) * PAGE_SIZE + slots % PAGE_SIZE
+
+
+@jit
+def round_rows(rows, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, IS_INTEGER: tl.constexpr):
+    """Rows [ROWS, WIDTH] float32, zeros past their ends -> values that the type has, in float32, and exponents int32
+    [ROWS]. A row with NaN has the exponent 255."""
+    size = tl.abs(rows)
+    bits = tl.max(tl.where(rows == rows, size, 0.0), 1).to(tl.int32, bitcast=True)
+    exponents = (bits >> 23) - EXPONENT + ((bits & 0x7FFFFF) > MANTISSA).to(tl.int32)
+    exponents = tl.minimum(tl.maximum(exponents, 1), 253)
+    scaled = rows * ((254 - exponents) << 23).to(tl.float32, bitcast=True)[:, None]
+    if IS_INTEGER:
+        # To the nearest, ties to even: there float32 has integers alone.
+        scaled = (tl.where(scaled == scaled, scaled, 0.0) + 12582912.0) - 12582912.0
+        scaled = tl.minimum(tl.maximum(scaled, -127.0), 127.0)
+    is_number = tl.min((rows == rows).to(tl.int32), 1)
+    return scaled, tl.where(is_number == 1, exponents, 255)
+
+
+# What stands in a step's buffer begins at any address.
+@partial(jit, unspecialized=("slots",))
+def rounded_write_kernel(
+    k,
+    v,
+    keys,
+    values,
+    key_exponents,
+    value_exponents,
+    slots,
+    held,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    kv_heads,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    IS_INTEGER: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Programs [tokens, blocks of heads, 2]: ROWS heads of a token's key, or of its value.
+
+    held: [2, tokens, kv_heads, HEAD_DIM], what the pages hold of keys and of values, also of what no page takes.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    is_value = tl.program_id(2)
+    column = tl.arange(0, WIDTH)[None, :]
+    inside = (head < kv_heads)[:, None] & (column < HEAD_DIM)
+    held += is_value.to(tl.int64) * tl.num_programs(0) * kv_heads * HEAD_DIM
+    pool = keys
+    powers = key_exponents
+    source = k + token * k_token + head[:, None] * k_head + column
+    if is_value == 1:
+        pool = values
+        powers = value_exponents
+        source = v + token * v_token + head[:, None] * v_head + column
+    rows = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    rounded, exponents = round_rows(rows, EXPONENT, MANTISSA, IS_INTEGER)
+    packed = rounded.to(pool.dtype.element_ty)
+    slot = tl.load(slots + token).to(tl.int64)
+    there = inside & (slot >= 0)
+    place = head[:, None] * HEAD_DIM + column
+    tl.store(pool + slot * kv_heads * HEAD_DIM + place, packed, mask=there)
+    at = exponent_at(slot, head, kv_heads, PAGE_SIZE)
+    tl.store(powers + at, exponents.to(tl.uint8), mask=(head < kv_heads) & (slot >= 0))
+    wide = packed.to(tl.float32) * powers_of(exponents)[:, None]
+    tl.store(held + token * kv_heads * HEAD_DIM + place, wide.to(held.dtype.element_ty), mask=inside)
+
+
+_TILE_ELEMENTS = 1024
+_WARPS = 4
+
+
+def rounding_constants(dtype: torch.dtype) -> dict[str, int | bool]:
+    """What kernels that round to a type of `LARGEST` are compiled for."""
+    exponent, mantissa = LARGEST[dtype]
+    return {"EXPONENT": exponent, "MANTISSA": mantissa, "IS_INTEGER": not dtype.is_floating_point}
+
+
+def write_rounded(k: Tensor, v: Tensor, pages: PagedKV, layer: int) -> tuple[Tensor, Tensor]:
+    """`kv_write` into pools in 8 bits: one launch."""
+    tokens, heads, head_dim = k.shape
+    held = torch.empty((2, tokens, heads, head_dim), dtype=k.dtype, device=k.device)
+    if tokens:
+        width = next_power_of_2(head_dim)
+        rows = min(next_power_of_2(heads), max(1, _TILE_ELEMENTS // width))
+        rounded_write_kernel[(tokens, -(-heads // rows), 2)](
+            k,
+            v,
+            pages.keys[layer],
+            pages.values[layer],
+            pages.key_exponents[layer],
+            pages.value_exponents[layer],
+            pages.slot_mapping,
+            held,
+            k.stride(0),
+            k.stride(1),
+            v.stride(0),
+            v.stride(1),
+            heads,
+            HEAD_DIM=head_dim,
+            PAGE_SIZE=pages.page_size,
+            **rounding_constants(pages.keys[layer].dtype),
+            ROWS=rows,
+            WIDTH=width,
+            num_warps=_WARPS,
+        )
+    return held[0], held[1]
+
+
+def compile_cases() -> list[CompileCase]:
+    cases = []
+    for kind, dtype, name in (("fp8e4nv", torch.float8_e4m3fn, "fp8"), ("i8", torch.int8, "int8")):
+        signature = dict.fromkeys(("k", "v", "held"), "*bf16:16") | dict.fromkeys(("keys", "values"), f"*{kind}:16")
+        signature |= dict.fromkeys(("key_exponents", "value_exponents"), "*u8:16") | {
+            "slots": "*i32",
+            "kv_heads": "i32",
+        }
+        signature |= dict.fromkeys(("k_token", "k_head", "v_token", "v_head"), "i32:16")
+        constants = {"HEAD_DIM": 128, "PAGE_SIZE": 16, **rounding_constants(dtype), "ROWS": 8, "WIDTH": 128}
+        cases.append(CompileCase(f"write of rows in {name}", rounded_write_kernel, signature, constants, _WARPS, 2))
+    return cases
