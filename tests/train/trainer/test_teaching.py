@@ -52,8 +52,14 @@ def replies(model: Path) -> list[str]:
     return [output.outputs[0].text for output in outputs]
 
 
-def test_sft_with_lora_teaches_a_style(toy: Path, tmp_path: Path) -> None:
-    assert not any(reply.startswith("Sure!") for reply in replies(BUILTIN_FOLDER))
+@pytest.fixture(scope="module")
+def untaught() -> list[str]:
+    """The replies of the built-in model."""
+    return replies(BUILTIN_FOLDER)
+
+
+def test_sft_with_lora_teaches_a_style(toy: Path, tmp_path: Path, untaught: list[str]) -> None:
+    assert not any(reply.startswith("Sure!") for reply in untaught)
     styled = replies(trained("sft.toml", toy / "style", tmp_path / "run"))
     assert sum(reply.startswith("Sure!") for reply in styled) >= 0.9 * len(styled)
     # Nothing but what was asked for is forgotten: the steps are still there.
@@ -61,10 +67,9 @@ def test_sft_with_lora_teaches_a_style(toy: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run/adapter/adapter_model.safetensors").exists()
 
 
-def test_dpo_makes_answers_shorter(toy: Path, tmp_path: Path) -> None:
-    before = replies(BUILTIN_FOLDER)
+def test_dpo_makes_answers_shorter(toy: Path, tmp_path: Path, untaught: list[str]) -> None:
     after = replies(trained("dpo.toml", toy / "short", tmp_path / "run"))
-    assert sum(map(len, after)) < 0.6 * sum(map(len, before))
+    assert sum(map(len, after)) < 0.6 * sum(map(len, untaught))
     # They are answers still: a rate that is too high makes a model that stammers, or never ends.
     assert sum(re.fullmatch(r"Answer: \d[^A]*", reply) is not None for reply in after) >= 2 / 3 * len(after)
     last = log(tmp_path / "run")[-1]
