@@ -30,6 +30,7 @@ _MODULES = {
     "eval": "strata.cli.evaluation.command:evaluate",
     "train": "strata.cli.train:command",
     "data": "strata.cli.train_data:command",
+    "quantize": "strata.cli.precision.quantize:quantize",
     "bench": "strata.cli.bench.inference:bench",
 }
 

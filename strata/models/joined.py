@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ def split_tensors(
     shape than its parts have together.
     """
     tensors = dict(tensors)
-    for name, parts in _joined(model, parameters):
+    for name, parts in joined_names(model, parameters):
         sizes = [parameters[part].shape[0] for part in parts]
         expected = (sum(sizes), *parameters[parts[0]].shape[1:])
         whole = tensors.pop(name, None)
@@ -55,7 +55,7 @@ def join_parameters(model: nn.Module, parameters: dict[str, Tensor]) -> dict[str
     """What there is of each of a whole model's parameters, by name, as its checkpoints have it."""
     if isinstance(model, SparseCausalLM) and model.expert_names.joined:
         return {name: joined_experts(name, one) for name, one in parameters.items()}
-    homes = {part: (name, parts) for name, parts in _joined(model, parameters) for part in parts}
+    homes = {part: (name, parts) for name, parts in joined_names(model, parameters) for part in parts}
     found: dict[str, Tensor] = {}
     for key, parameter in parameters.items():
         name, parts = homes.get(key, (key, (key,)))
@@ -64,7 +64,7 @@ def join_parameters(model: nn.Module, parameters: dict[str, Tensor]) -> dict[str
     return found
 
 
-def _joined(model: nn.Module, parameters: dict[str, Tensor]) -> Iterator[tuple[str, list[str]]]:
+def joined_names(model: nn.Module, parameters: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
     """The name of each joined tensor, and those of its parts in order."""
     joined = model.joined if isinstance(model, CausalLM) else {}
     for name, parts in joined.items():

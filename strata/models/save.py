@@ -57,26 +57,26 @@ def save(
         written.mkdir()
         if tokenizer is not None:
             source = tokenizer if isinstance(tokenizer, str | Path) else tokenizer.folder
-            _copy_tokenizer(Path(source), written)
+            copy_tokenizer(Path(source), written)
         parameters = checkpoint_parameters(model)
         _write_weights(parameters, written, max_shard_bytes)
         dtype = next(iter(parameters.values())).dtype
-        _write_json(written / "config.json", dataclasses.replace(config, dtype=dtype).to_dict())
+        write_json(written / "config.json", dataclasses.replace(config, dtype=dtype).to_dict())
         _publish(written, folder)
 
 
 def _write_weights(parameters: dict[str, Tensor], folder: Path, max_shard_bytes: int) -> None:
     shards = _split(parameters, max_shard_bytes)
     if len(shards) == 1:
-        _write_shard(shards[0], folder / SINGLE)
+        write_shard(shards[0], folder / SINGLE)
         return
     homes: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _write_shard(shard, folder / file)
+        write_shard(shard, folder / file)
         homes |= dict.fromkeys(shard, file)
     size = sum(parameter.numel() * parameter.itemsize for parameter in parameters.values())
-    _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": homes})
+    write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": homes})
 
 
 def _split(parameters: dict[str, Tensor], max_shard_bytes: int) -> list[dict[str, Tensor]]:
@@ -93,14 +93,14 @@ def _split(parameters: dict[str, Tensor], max_shard_bytes: int) -> list[dict[str
     return shards
 
 
-def _write_shard(parameters: dict[str, Tensor], file: Path) -> None:
+def write_shard(parameters: dict[str, Tensor], file: Path) -> None:
     tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in parameters.items()}
     save_file(tensors, file, metadata={"format": "pt"})
     with file.open("rb") as stream:
         os.fsync(stream.fileno())
 
 
-def _copy_tokenizer(source: Path, folder: Path) -> None:
+def copy_tokenizer(source: Path, folder: Path) -> None:
     files = [source / name for name in _TOKENIZER_FILES if (source / name).is_file()]
     if not any(file.name == "tokenizer.json" for file in files):
         raise ValueError(f"{source} has no tokenizer.json, so there is no tokenizer to save")
@@ -108,7 +108,7 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
         shutil.copyfile(file, folder / file.name)
 
 
-def _write_json(file: Path, values: dict[str, Any]) -> None:
+def write_json(file: Path, values: dict[str, Any]) -> None:
     file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 

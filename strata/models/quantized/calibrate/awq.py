@@ -1,0 +1,46 @@
+"""AWQ (Lin et al. 2023, arXiv 2306.00978): columns that much goes through are made larger before they are rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from strata.kernels.quant.packed import Scheme, group_maxima, spread
+
+_RATIOS = 20
+_LEAST = 1e-4
+
+
+def scaling(
+    magnitudes: Tensor, weights: Sequence[Tensor], scheme: Scheme, loss: Callable[[Tensor], float]
+) -> Tensor | None:
+    """What columns of weights are multiplied by and those of activations divided by, [width] float32; None: nothing.
+
+    magnitudes: [width], the mean of |x|. weights: [out, width] each, all that multiply x. loss: of factors, the error
+    that rounding leaves with them. As the authors' code has it: of the ratios r = i / 20 the best,
+    `x^r / (w^(1 - r) + 1e-4)`, w the mean over rows of |weight| / largest of its group, divided by the geometric mean
+    of the largest and the least; and nothing at all if that is better yet (llm-compressor's identity).
+    """
+    shares = mean_shares(weights, scheme)
+    best, least = None, loss(torch.ones_like(magnitudes))
+    for step in range(_RATIOS):
+        ratio = step / _RATIOS
+        factors = (magnitudes**ratio / (shares ** (1 - ratio) + _LEAST)).clamp(min=_LEAST)
+        factors = factors / (factors.amax() * factors.amin()).sqrt()
+        found = loss(factors)
+        if found < least:
+            best, least = factors, found
+    return best
+
+
+def mean_shares(weights: Sequence[Tensor], scheme: Scheme) -> Tensor:
+    """[width]: the mean over all rows of each column's magnitude as a share of the largest of its group."""
+    total, rows = torch.zeros(weights[0].shape[1], dtype=torch.float64, device=weights[0].device), 0
+    for weight in weights:
+        sizes = weight.abs()
+        largest = group_maxima(sizes, scheme).clamp(min=torch.finfo(torch.float32).tiny)
+        total += (sizes / spread(largest, scheme, sizes.shape)).sum(0, dtype=torch.float64)
+        rows += len(weight)
+    return (total / rows).float()

@@ -1,0 +1,119 @@
+"""A model layer by layer: one has its weights, in float32, while the others are shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from strata.kernels.state.groups import of_group
+from strata.models.batch import Batch
+from strata.models.checkpoint import StoredTensor, read_checkpoint
+from strata.models.families import build
+from strata.models.layers import CausalLM, Layer, layer_angles
+from strata.models.quantized.calibrate.matrices import layer_prefix
+from strata.models.weights import match_tensors, resolve, stored_values
+
+_EMBEDDING = "model.embed_tokens.weight"
+# Tokens that run through a layer at once.
+_BATCH_TOKENS = 4096
+
+
+class LayerStream:
+    """The model of a folder. sources: of all its tensors in the checkpoint. device: where layers are computed."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        """Raises ValueError as `strata.models.weights.load` does; reads no weight."""
+        config, _ = resolve(folder)
+        self.folder, self.config, self.device = folder, config, device
+        with torch.device("meta"):
+            self.model: CausalLM = build(config)
+        self.sources: dict[str, StoredTensor] = match_tensors(self.model, read_checkpoint(folder), folder)
+        for rotary in (self.model.model.rotary, self.model.model.window_rotary):
+            if rotary is not None:
+                _remake(rotary, device)
+
+    @property
+    def layers(self) -> int:
+        return len(self.model.model.layers)
+
+    @contextmanager
+    def opened(self, number: int) -> Iterator[Layer]:
+        """A layer with its weights, for as long as this is open."""
+        layer = self.model.model.layers[number]
+        assert isinstance(layer, Layer)
+        _remake(layer, self.device, torch.float32)
+        prefix = layer_prefix(number)
+        parameters = {prefix + name: parameter for name, parameter in layer.named_parameters()}
+        try:
+            for name, value in stored_values(self.model, self.folder, parameters.keys()):
+                parameters[name].detach().copy_(value)
+            yield layer
+        finally:
+            _remake(layer, torch.device("meta"))
+
+    def embed(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """What enters the first layer, [tokens, hidden] float32 on the CPU, of each batch."""
+        embedding = self.model.model.embed_tokens
+        ((_, value),) = stored_values(self.model, self.folder, (_EMBEDDING,))
+        embedding.weight = torch.nn.Parameter(value, requires_grad=False)
+        try:
+            return [self.model.model.embed(batch.tokens).detach() for batch in batches]
+        finally:
+            _remake(embedding, torch.device("meta"))
+
+    @torch.no_grad()
+    def run(self, number: int, batch: Batch, x: Tensor) -> Tensor:
+        """What an opened layer makes of hidden states, on the device."""
+        decoder = self.model.model
+        batch = replace(
+            batch, **{name: getattr(batch, name).to(self.device) for name in ("tokens", "positions", "offsets")}
+        )
+        angles, window_angles = layer_angles(batch.positions, decoder.rotary, decoder.window_rotary)
+        layer = decoder.layers[number]
+        made: Tensor = layer(
+            x.to(self.device),
+            of_group(batch, decoder.groups[number]),
+            *(window_angles if layer.has_window else angles),
+        )
+        return made
+
+
+def _remake(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    """Give a module's tensors other memory, without values."""
+
+    def other(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device)
+
+    # Not `to_empty`, whose `empty_like` of a tensor on the meta device imports a package for symbolic algebra.
+    module._apply(other)
+
+
+def batches_of(sequences: Sequence[Sequence[int]]) -> list[Batch]:
+    """Sequences of token ids, each whole, in batches of about `_BATCH_TOKENS` tokens on the CPU."""
+    groups: list[list[Sequence[int]]] = [[]]
+    filled = 0
+    for sequence in sequences:
+        if groups[-1] and filled + len(sequence) > _BATCH_TOKENS:
+            groups.append([])
+            filled = 0
+        groups[-1].append(sequence)
+        filled += len(sequence)
+    return [_batch(group) for group in groups]
+
+
+def _batch(sequences: Sequence[Sequence[int]]) -> Batch:
+    offsets = [0]
+    for sequence in sequences:
+        offsets.append(offsets[-1] + len(sequence))
+    tokens = [token for sequence in sequences for token in sequence]
+    positions = [position for sequence in sequences for position in range(len(sequence))]
+    return Batch(_int32(tokens), _int32(positions), _int32(offsets), max(map(len, sequences)))
+
+
+def _int32(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
