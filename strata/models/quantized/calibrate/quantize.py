@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -69,7 +70,8 @@ def quantize(
         for name in others[unfinished.done - stream.layers :]:
             unfinished.add(_others(stream, name), [])
             report(unfinished.done, unfinished.shards)
-        copy_tokenizer(folder, unfinished.folder)
+        if (folder / "tokenizer.json").is_file():
+            copy_tokenizer(folder, unfinished.folder)
         config = quantization_config(rounding.packing, _ignored(stream, rounding))
         write_json(unfinished.folder / "config.json", values | {"quantization_config": config})
         unfinished.finish()
@@ -183,10 +185,12 @@ def _ignored(stream: LayerStream, rounding: Rounding) -> list[str]:
     for number in range(stream.layers):
         chosen = {one.name for one in products(model, number) if not is_skipped(one, rounding.skip)}
         left = {name: view for name, _, view in layer_views(model, number) if name not in chosen}
-        names = join_parameters(model, left) if not _in_one(stream) else left
-        found |= dict.fromkeys(
-            name.removesuffix(".weight") for name, view in names.items() if view.dim() == 2 and name.endswith(".weight")
-        )
+        matrices = {name: view for name, view in left.items() if view.dim() == 2 and name.endswith(".weight")}
+        if _in_one(stream):  # a module without a name for each expert
+            names = [re.sub(r"\.experts\..*", ".experts.weight", name) for name in matrices]
+        else:
+            names = list(join_parameters(model, matrices))
+        found |= dict.fromkeys(name.removesuffix(".weight") for name in names)
     return [*found, _HEAD]
 
 

@@ -34,18 +34,15 @@ class Unfinished:
         self.out, self.shards = out, shards
         self.folder = out.parent / f".{out.name}.unfinished"
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.folder / _LOCK).open("w")
-        lock(self._lock, f"another process is writing {out}; wait for it, or give another folder")
-        found = read_object(self.folder / _JOURNAL)
-        before = found.get("settings", settings)
-        if different := [key for key in settings if before.get(key) != settings[key]]:
-            raise ValueError(
-                f"{self.folder} holds what an interrupted run made with other {', '.join(different)}; run it again as "
-                "it was, or remove that folder"
-            )
         self._settings = settings
-        self.notes: list[list[str]] = found.get("notes", [])
-        self._write_journal()
+        self.notes: list[list[str]] = []
+        self._lock = (self.folder / _LOCK).open("w")
+        try:
+            lock(self._lock, f"another process is writing {out}; wait for it, or give another folder")
+            self._read_journal()
+        except ValueError:
+            self._lock.close()
+            raise
 
     @property
     def done(self) -> int:
@@ -104,6 +101,18 @@ class Unfinished:
         begun = file.with_suffix(".begun")
         write_shard(tensors, begun)
         os.replace(begun, file)
+
+    def _read_journal(self) -> None:
+        """Or begin one."""
+        found = read_object(self.folder / _JOURNAL)
+        before = found.get("settings", self._settings)
+        if different := [key for key, value in self._settings.items() if before.get(key) != value]:
+            raise ValueError(
+                f"{self.folder} holds what an interrupted run made with other {', '.join(different)}; run it again as "
+                "it was, or remove that folder"
+            )
+        self.notes = found.get("notes", [])
+        self._write_journal()
 
     def _write_journal(self) -> None:
         begun = self.folder / f"{_JOURNAL}.begun"

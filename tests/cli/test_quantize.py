@@ -1,0 +1,59 @@
+"""`strata quantize`: a checkpoint is written, and bad input is one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from strata.cli.main import app
+from strata.models.folder import BUILTIN_FOLDER
+from strata.text.tokenizer import Tokenizer
+from strata.train.data.calibration import exercise_samples, file_samples
+
+
+def test_the_built_in_model_is_written_with_its_tokenizer(tmp_path: Path) -> None:
+    out = tmp_path / "fp8"
+    result = CliRunner().invoke(app, ["quantize", "builtin", "--out", str(out), "--skip", "*.layers.0.*"])
+    assert result.exit_code == 0, result.output
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config["format"] == "float-quantized"
+    assert sorted({name.rpartition(".")[2] for name in config["ignore"]}) == [
+        "down_proj", "gate_proj", "k_proj", "lm_head", "o_proj", "q_proj", "up_proj", "v_proj",
+    ]  # fmt: skip
+    assert (out / "tokenizer.json").read_bytes() == (BUILTIN_FOLDER / "tokenizer.json").read_bytes()
+    assert "fp8 by rtn" in result.output
+
+
+def test_calibration_text_is_read_in_samples(tmp_path: Path) -> None:
+    text, chats, empty = tmp_path / "one.txt", tmp_path / "chats.jsonl", tmp_path / "none.txt"
+    text.write_text("What is 3 + 4? " * 40)
+    chat = [{"role": "user", "content": "What is 3 + 4?"}, {"role": "assistant", "content": "Answer: 7"}]
+    chats.write_text(json.dumps({"messages": chat}) + "\n" + json.dumps({"text": "A story. " * 50}) + "\n")
+    empty.write_text("")
+    with Tokenizer.load(BUILTIN_FOLDER) as tokenizer:
+        whole = tokenizer.encode(text.read_text())
+        samples = file_samples(text, tokenizer, 100, 32)
+        assert [token for one in samples for token in one][: len(whole)] == whole
+        assert {len(one) for one in samples[:-1]} == {32}
+        assert len(file_samples(text, tokenizer, 3, 32)) == 3
+        own, story = file_samples(chats, tokenizer, 100, 32)
+        assert own == tokenizer.encode_chat(chat, add_generation_prompt=False)[:32]
+        assert len(story) == 32
+        assert all(0 < len(one) <= 64 for one in exercise_samples(tokenizer, 5, 64))
+        with pytest.raises(ValueError, match="empty"):
+            file_samples(empty, tokenizer, 3, 32)
+
+
+def test_what_cannot_be_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    for asked, said in (
+        (["--scheme", "int5"], "accepted are 'fp8'"),
+        (["--scheme", "int4"], "groups of 128 columns do not divide 704"),
+        (["--calibration", str(tmp_path / "absent.txt")], "does not exist"),
+    ):
+        result = CliRunner().invoke(app, ["quantize", "builtin", "--out", str(tmp_path / "out"), *asked])
+        assert isinstance(result.exception, ValueError)
+        assert said in str(result.exception)
+    assert not list(tmp_path.iterdir())

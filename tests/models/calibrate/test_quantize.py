@@ -1,0 +1,185 @@
+"""Checkpoints with fewer bits: what is in them, that interruptions change nothing, and what is refused before work."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from strata.models.quantized.calibrate.quantize import quantize
+from strata.models.quantized.calibrate.settings import METHODS, Rounding
+
+from ..batches import random_sequences
+from .models import LLAMA, stored, unpacked, write_llama
+
+CPU = torch.device("cpu")
+TEXT = random_sequences(LLAMA["vocab_size"], [40, 33, 50])
+# How far a value may lie from what it stands for, in steps of its scale (of floats: as a share).
+HALF_STEP = {"int4": 0.5, "int8": 0.5, "int8_weights": 0.5, "fp8": 2**-4, "fp8_block": 2**-4, "fp8_weights": 2**-4}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("models") / "llama")
+
+
+def rounding(scheme: str, method: str | None = None, skip: tuple[str, ...] = ()) -> Rounding:
+    return Rounding.of(scheme, method, 32 if scheme == "int4" else None, skip)
+
+
+def write(model: Path, out: Path, scheme: str, method: str | None = None, skip: tuple[str, ...] = ()) -> Path:
+    quantize(model, out, rounding(scheme, method, skip), [] if method == "rtn" else TEXT, CPU)
+    return out
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of whole blocks across, and of rows that are none."""
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
+    return write_llama(tmp_path_factory.mktemp("models") / "wide", **sizes)
+
+
+def products_of(folder: Path) -> dict[str, Tensor]:
+    return {name: one.float() for name, one in stored(folder).items() if "proj" in name and name.endswith(".weight")}
+
+
+@pytest.mark.parametrize("scheme", METHODS)
+def test_products_are_within_the_rounding_of_their_scheme_and_others_as_they_were(
+    scheme: str, model: Path, wide: Path, tmp_path: Path
+) -> None:
+    source = wide if scheme == "fp8_block" else model
+    out = write(source, tmp_path / "out", scheme, "rtn")
+    tensors, before = stored(out), stored(source)
+    for name, weight in products_of(source).items():
+        found = unpacked(tensors, name)
+        scale = tensors[name.removesuffix(".weight") + ".weight_scale"]
+        assert scale.dtype == torch.bfloat16
+        if scheme.startswith("fp8"):
+            bound = weight.abs() * HALF_STEP[scheme] + scale.float().max() * 2**-10
+        else:
+            # Rounding, or what was cut off: scales go down to 0.6 of that of the largest.
+            bound = torch.maximum(torch.tensor(HALF_STEP[scheme]) * scale.float().max(), 0.45 * weight.abs())
+        assert ((found - weight).abs() <= bound).all(), name
+    others = before.keys() - products_of(source).keys()
+    assert all(torch.equal(tensors[name], before[name]) for name in others)
+    config = json.loads((out / "config.json").read_text())
+    assert {key: value for key, value in config.items() if key != "quantization_config"} == json.loads(
+        (source / "config.json").read_text()
+    )
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors.keys()
+    assert index["metadata"]["total_size"] == sum(one.nbytes for one in tensors.values())
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("scheme", METHODS)
+def test_the_library_reads_the_same(scheme: str, model: Path, wide: Path, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    source = wide if scheme == "fp8_block" else model
+    out = write(source, tmp_path / "out", scheme, skip=("*.o_proj",))
+    tensors = stored(out)
+    config = QuantizationConfig.model_validate(json.loads((out / "config.json").read_text())["quantization_config"])
+    assert [one for one in config.ignore if "layers.0" in one] == ["model.layers.0.self_attn.o_proj"]
+    (group,) = config.config_groups.values()
+    compressor = BaseCompressor.get_value_from_registry(config.format)
+    for name in products_of(source):
+        if "o_proj" in name:
+            continue
+        base = name.removesuffix("weight")
+        own = {key.removeprefix(base): one for key, one in tensors.items() if key.startswith(base)}
+        found = compressor.decompress(own, group)["weight"]
+        torch.testing.assert_close(found.float(), unpacked(tensors, name).to(found.dtype).float())
+
+
+def test_calibration_brings_outputs_nearer(model: Path, tmp_path: Path) -> None:
+    """What products make of the activations they see; of methods that move no scales between tensors."""
+    plain, searched = (stored(write(model, tmp_path / method, "int4", method)) for method in ("rtn", "gptq"))
+    weights = products_of(model)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    x = torch.nn.functional.normalize(
+        stored(model)["model.embed_tokens.weight"].float()[[token for sequence in TEXT for token in sequence]], dim=-1
+    )
+    errors = [((unpacked(one, name) - weights[name]) @ x.t()).norm() for one in (plain, searched)]
+    assert errors[1] < 0.9 * errors[0]
+
+
+def test_killed_in_the_middle_it_goes_on_to_the_same_bytes(model: Path, tmp_path: Path) -> None:
+    whole = write(model, tmp_path / "whole", "int4", "gptq")
+    out = tmp_path / "out"
+    code = (
+        "import os, signal, sys, torch, json; from pathlib import Path\n"
+        "from strata.models.quantized.calibrate.quantize import quantize\n"
+        "from strata.models.quantized.calibrate.settings import Rounding\n"
+        "def report(done, of):\n    if done == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "model, out, text = sys.argv[1:]\n"
+        "rounding = Rounding.of('int4', 'gptq', 32, ())\n"
+        "quantize(Path(model), Path(out), rounding, json.loads(text), torch.device('cpu'), report)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, str(model), str(out), json.dumps(TEXT)], timeout=120)
+    assert ended.returncode == -signal.SIGKILL
+    assert not out.exists()
+    with pytest.raises(ValueError, match="with other method"):
+        write(model, out, "int4", "awq")
+    (tmp_path / ".out.unfinished" / "model-00003-of-00006.begun").write_bytes(b"half")
+    seen: list[int] = []
+    quantize(model, out, rounding("int4", "gptq"), TEXT, CPU, lambda done, of: seen.append(done))
+    assert seen == [2, 3, 4, 5, 6]
+    names = sorted(path.name for path in whole.iterdir())
+    assert names == sorted(path.name for path in out.iterdir())
+    assert all((whole / name).read_bytes() == (out / name).read_bytes() for name in names)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (("int3", None, None, ()), "accepted are 'fp8'"),
+        (("int4", "smoothquant", None, ()), "accepted are 'gptq', 'awq', 'rtn'"),
+        (("fp8", None, 64, ()), "no groups"),
+        (("int4", None, 7, ()), "even number"),
+        (("int4", "rtn", 128, ()), "do not divide 64, 96, the widths of"),
+        (("fp8_block", None, None, ()), "--skip"),
+        (("int8", "rtn", None, ("*.foo",)), "'*.foo' fits no product"),
+        (("int8", "rtn", None, ("*",)), "no product is left"),
+        (("int8", "smoothquant", None, ()), "needs calibration text"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_work(
+    asked: tuple[str, str | None, int | None, tuple[str, ...]], said: str, model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        quantize(model, tmp_path / "out", Rounding.of(*asked), [[]], CPU)
+    assert not list(tmp_path.iterdir())
+
+
+def test_stopped_before_the_first_shard_it_leaves_nothing_and_two_cannot_write_at_once(
+    model: Path, tmp_path: Path
+) -> None:
+    def again(done: int, of: int) -> None:
+        with pytest.raises(ValueError, match="another process is writing"):
+            quantize(model, tmp_path / "out", rounding("fp8"), [], CPU)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize(model, tmp_path / "out", rounding("fp8"), [], CPU, again)
+    assert not list(tmp_path.iterdir())
+
+
+def test_folders_and_tokens_that_do_not_fit_are_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="exists"):
+        quantize(model, tmp_path, rounding("fp8"), [], CPU)
+    with pytest.raises(ValueError, match="has token 61"):
+        quantize(model, tmp_path / "out", rounding("fp8"), [[61]], CPU)
+    out = write(model, tmp_path / "once", "fp8", "rtn")
+    with pytest.raises(ValueError, match="quantized already"):
+        quantize(out, tmp_path / "twice", rounding("fp8"), [], CPU)
