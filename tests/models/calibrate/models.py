@@ -54,7 +54,7 @@ def unpacked(tensors: dict[str, Tensor], name: str) -> Tensor:
     if f"{base}.weight_packed" in tensors:
         words = tensors[f"{base}.weight_packed"]
         _, columns = tensors[f"{base}.weight_shape"].tolist()
-        bits = 32 * words.shape[1] // columns
+        bits = 4 if columns > 4 * words.shape[1] else 8
         codes = [(words >> (bits * place)) & (2**bits - 1) for place in range(32 // bits)]
         values = torch.stack(codes, -1).flatten(1)[:, :columns].float() - 2 ** (bits - 1)
     else:

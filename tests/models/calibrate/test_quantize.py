@@ -14,8 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from strata.kernels.quant.packed import dense
+from strata.models.checkpoint import read_checkpoint
 from strata.models.quantized.calibrate.quantize import quantize
 from strata.models.quantized.calibrate.settings import METHODS, Rounding
+from strata.models.quantized.formats.read import read_format
 
 from ..batches import random_sequences
 from .models import LLAMA, stored, unpacked, write_llama
@@ -58,8 +61,16 @@ def test_products_are_within_the_rounding_of_their_scheme_and_others_as_they_wer
     source = wide if scheme == "fp8_block" else model
     out = write(source, tmp_path / "out", scheme, "rtn")
     tensors, before = stored(out), stored(source)
+    config = json.loads((out / "config.json").read_text())
+    own = read_format(config, read_checkpoint(out, packed=True), out)
+    assert own is not None
+    assert own.matrices == products_of(source).keys()
     for name, weight in products_of(source).items():
         found = unpacked(tensors, name)
+        rows, columns = weight.shape
+        read = own.read(name, (0, rows), (0, columns))
+        assert read.scheme == rounding(scheme).packing
+        assert torch.equal(dense(read), found)
         scale = tensors[name.removesuffix(".weight") + ".weight_scale"]
         assert scale.dtype == torch.bfloat16
         if scheme.startswith("fp8"):
@@ -70,7 +81,6 @@ def test_products_are_within_the_rounding_of_their_scheme_and_others_as_they_wer
         assert ((found - weight).abs() <= bound).all(), name
     others = before.keys() - products_of(source).keys()
     assert all(torch.equal(tensors[name], before[name]) for name in others)
-    config = json.loads((out / "config.json").read_text())
     assert {key: value for key, value in config.items() if key != "quantization_config"} == json.loads(
         (source / "config.json").read_text()
     )
