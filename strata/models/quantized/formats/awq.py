@@ -20,7 +20,6 @@ from strata.models.quantized.formats.matrices import (
     bytes_of,
     check_fills_bytes,
     copied,
-    join_nibbles,
     nibbles_of,
     scheme_of_words,
 )
@@ -88,10 +87,21 @@ class _AwqMatrix:
 
     def rows(self, first: int, end: int) -> PackedWeight:
         every, words = slice(None), slice(first // _IN_A_WORD, end // _IN_A_WORD)
-        values = join_nibbles(_in_order(self.stored.read(self.values, every, words)))
+        values = _in_pairs(self.stored.read(self.values, every, words))
         zeros = _in_order(self.stored.read(self.zeros, every, words))
         scales = copied(self.stored.read_scales(self.scales, every, slice(first, end)).t())
         return PackedWeight.of(self.scheme, values, scales, zeros=zeros)
+
+
+def _in_pairs(words: Tensor) -> Tensor:
+    """int32 [width, out / 8] -> uint8 [out, width / 2], two columns in a byte."""
+    turned = copied(words.t())
+    even, odd = turned[:, ::2], turned[:, 1::2]
+    packed = torch.empty(len(turned), _IN_A_WORD, even.shape[1], dtype=torch.uint8)
+    for value, row in enumerate(_PLACES):
+        shift = _BITS * value
+        packed[:, row] = (even >> shift & 15) | (odd >> shift & 15) << _BITS
+    return packed.flatten(0, 1)
 
 
 def _in_order(words: Tensor) -> Tensor:
