@@ -48,12 +48,12 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_rank_killed_three_times_in_a_row(tmp_path: Path) -> None:
+def test_a_rank_killed_twice_in_a_row(tmp_path: Path) -> None:
     """The run ends as it would have: no step is lost or counted twice."""
     chance = random.Random(5)
     running = start("counts", tmp_path, 2, 3)
     kills = []
-    for attempt in range(3):
+    for attempt in range(2):
         at = chance.randint(attempt * 10 + 3, attempt * 10 + 9)
         until(lambda at=at, attempt=attempt: has_reached(tmp_path, at, attempt))
         victim = int((tmp_path / f"pid-{chance.randrange(2)}").read_text())
@@ -64,10 +64,10 @@ def test_a_rank_killed_three_times_in_a_row(tmp_path: Path) -> None:
     state = json.loads((tmp_path / "checkpoint.json").read_text())
     assert state == {"step": STEPS, "sum": float(sum(2 * step for step in range(STEPS)))}
     log = log_of(tmp_path)
-    pauses = [min(one["at"] for one in log if one["attempt"] == attempt) - kills[attempt - 1] for attempt in (1, 2, 3)]
+    pauses = [min(one["at"] for one in log if one["attempt"] == attempt) - kills[attempt - 1] for attempt in (1, 2)]
     print(f"seconds from a kill to the first new step: {', '.join(f'{pause:.2f}' for pause in pauses)}")
     assert max(pauses) < 20
-    assert said.count("was killed by SIGKILL; restart ") == 3
+    assert said.count("was killed by SIGKILL; restart ") == 2
     assert "Traceback" not in said  # of the ranks that only lost a peer
 
 
