@@ -41,6 +41,9 @@ from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, Rows, virtua
 from strata.kernels.latent.attention import latent_attention
 from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.linear import linear
+from strata.kernels.linear.packed import few_rows
+from strata.kernels.linear.packed.few_rows import PackedProduct
+from strata.kernels.linear.packed.many_rows import rounded_product
 from strata.kernels.linear.silu_mul import linear_silu_mul
 from strata.kernels.linear.skinny import multiply
 from strata.kernels.linear.skinny_tiles import SkinnyTile
@@ -61,7 +64,11 @@ from strata.kernels.norm.wide_norm import wide_rms_norm
 from strata.kernels.op import Operation
 from strata.kernels.optimizer.adamw import Constants, adamw
 from strata.kernels.optimizer.muon import muon_momentum, muon_update
+from strata.kernels.quant.dequantize import dequantize
 from strata.kernels.quant.fp8 import quantize
+from strata.kernels.quant.packed import pack
+from strata.kernels.quant.round_rows import round_rows
+from strata.kernels.quant.schemes import SCHEMES
 from strata.kernels.recurrent.deinterleave import deinterleave
 from strata.kernels.recurrent.gated_delta import gated_delta
 from strata.kernels.recurrent.gated_norm import gated_rms_norm
@@ -324,6 +331,21 @@ TILES = (
 )
 
 
+def _packed_products(out: int, width: int) -> Iterator[Call]:
+    yield own(round_rows, randn(70, width), "e4m3", 128)
+    for name, rows, tile in (
+        ("fp8", 2, SkinnyTile("gemv", 4, 512, 4)),
+        ("int4", 40, SkinnyTile("dot", 64, 128, 4, 3, 2, rows=32)),
+        ("mxfp4", 7, SkinnyTile("dot", 16, 128, 2, 3, 1, rows=16)),
+    ):
+        weight = pack(randn(out, width), SCHEMES[name])
+        yield f"{name} x{rows} {tile}", partial(few_rows.multiply, PackedProduct(randn(rows, width), weight), tile)
+        yield f"dequantize {name}", partial(dequantize, weight, torch.bfloat16)
+    for name in ("fp8_block", "int8"):
+        operands = randn(70, width), pack(randn(out, width), SCHEMES[name])
+        yield f"rounded_product {name}", partial(rounded_product, *operands)
+
+
 def _products() -> Iterator[Call]:
     out, width = 208, 512
     for name in ("linear", "linear_add", "scaled_linear", "scaled_linear_silu_mul"):
@@ -336,6 +358,7 @@ def _products() -> Iterator[Call]:
     for rows, taken in ((1, width), (70, width - 16)):
         yield own(linear, randn(rows, taken), randn(out, taken), randn(out))
         yield own(linear_silu_mul, randn(rows, taken), randn(out, taken), randn(out))
+    yield from _packed_products(out, width)
     ends = torch.tensor([0, 5, 5, 70], dtype=torch.int32)  # two experts have no rows
     for dtype, taken in ((torch.float16, 128), (torch.float32, 100)):
         operands = randn(70, taken).to(dtype), randn(len(ends), 96, taken).to(dtype), ends
