@@ -160,10 +160,10 @@ def meta_weights(
         try:
             if checkpoint is None:
                 like = planned_box(shape, box, scheme)
-            elif (key := (scheme, shape, box)) in read:
-                like = read[key]
             else:
-                like = read[key] = _on_meta(checkpoint.read(stored, box))
+                if (key := (scheme, shape, box)) not in read:
+                    read[key] = _on_meta(checkpoint.read(stored, box))
+                like = _on_meta(read[key])  # each its own: what shares memory is not merged
             found[name] = assembly(model, name).like_all(like)
         except ValueError as error:
             raise ValueError(f"{name} cannot be packed: {error}") from None

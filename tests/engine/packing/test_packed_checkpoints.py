@@ -80,6 +80,7 @@ def test_ranks_read_their_parts(name: str, tmp_path: Path) -> None:
         packing = Packing.of(None, own, shard, tmp_path)
         _, _, found = load_packed(tmp_path, packing.schemes, part=shard)
         assert found.keys() == whole.keys()
+        assert len({id(weight.values) for weight in packing.planned.values()}) == len(whole)  # or none is merged
         for stored, weight in found.items():
             box = tuple(slice(first, end) for first, end in shard.box(stored, tuple(whole[stored].shape)))
             assert torch.equal(dense(weight), dense(whole[stored])[box])
