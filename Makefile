@@ -37,7 +37,7 @@ $(FRAMEWORKS): tests/clients/frameworks.txt | $(STAMP)
 	touch $@
 
 test: lint clients
-	$(BIN)/pytest --numprocesses 2
+	$(BIN)/pytest --numprocesses 3 --dist worksteal
 
 # tests/gpu on all GPUs that are here, or those of CUDA_VISIBLE_DEVICES; a few files: make test-gpu FILES="engine moe".
 # Another Python that has all that the tests import does without .venv: make test-gpu PYTHON=python3
