@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.kernels.quant.packed import MX_GROUP, PackedWeight, Scheme, pack, part_of, with_own_rows
+from strata.kernels.quant.packed import MX_GROUP, PackedWeight, Scheme, joinable, pack, part_of, with_own_rows
 from strata.models.experts import stored_views
 from strata.models.layers import CausalLM
 from strata.models.part import Box, ModelPart, whole
@@ -68,12 +68,7 @@ class Assembly:
         return matrix.with_tensors(tensors)
 
     def _require_alike(self, matrix: PackedWeight) -> None:
-        made = self.weight
-        alike = matrix.scheme == made.scheme and matrix.tensors.keys() == made.tensors.keys()
-        if alike and made.order is not None:
-            assert matrix.order is not None
-            alike = torch.equal(matrix.order, made.order)
-        if not alike or any(matrix.tensors[name].dtype != one.dtype for name, one in made.tensors.items()):
+        if matrix.rows != self.weight.rows or not joinable(matrix, self.weight):
             raise ValueError(
                 f"the experts of {self._name} are packed in different ways, and one product multiplies by all of them: "
                 "pack them alike"
