@@ -14,7 +14,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,19 +29,21 @@ TESTS = ("T1", "T2", "T3-b8", "T3-b32", "T3-b128", "T4")
 
 
 def results(
-    engine: Any, model: str, tests: Sequence[workloads.InferenceTest], repeat: int, ranks: int = 1
+    engine: Any, model: str, tests: Sequence[workloads.InferenceTest], repeat: int, more: Mapping[str, Any]
 ) -> Iterator[Result]:
-    """The result of each test on one `LLM` of so many ranks, each after a short form of it. engine: the module of
-    `LLM`."""
+    """The result of each test on one `LLM`, each after a short form of it. engine: the module of `LLM`; more: options
+    of it beside those of every comparison."""
     longest = max([workloads.MAX_MODEL_LEN, *(test.longest for test in tests)])
-    options = SETUP | {"max_model_len": longest} | ({"tensor_parallel_size": ranks} if ranks > 1 else {})
+    options = SETUP | {"max_model_len": longest} | more
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), model)
         llm = engine.LLM(model=folder, skip_tokenizer_init=True, enable_prefix_caching=False, seed=0, **options)
         for test in tests:
             call(engine, llm, test, WARMUP_TOKENS)
             values = [test.value(call(engine, llm, test)) for _ in range(repeat)]
-            yield make_result(test.name, model, str(SETUP["dtype"]), values, test.unit, device_name())
+            yield make_result(
+                test.name, model, str(more.get("quantization", SETUP["dtype"])), values, test.unit, device_name()
+            )
 
 
 def call(engine: Any, llm: Any, test: workloads.InferenceTest, most: int | None = None) -> float:
@@ -76,11 +78,14 @@ def test_names(text: str) -> list[str]:
 
 
 def named(name: str) -> workloads.InferenceTest:
-    """A test of `strata bench`, or T2-cN: T2 behind a prompt of N tokens."""
-    context = name.removeprefix("T2-c")
-    if context == name or not context.isdecimal():
-        return workloads.named(name)
-    return replace(workloads.single(), name=name, prompts=workloads.random_prompts(1, int(context)))
+    """A test of `strata bench`; with -cN behind it, as in T2-c32768 or T3-b128-c4096, its prompts have N tokens."""
+    test, behind, length = name.partition("-c")
+    found = workloads.named(test)
+    if not behind:
+        return found
+    if not (length.isdecimal() and int(length)):
+        raise ValueError(f"test {name!r}: give the tokens of a prompt behind -c, as in T2-c32768")
+    return replace(found, name=name, prompts=workloads.random_prompts(len(found.prompts), int(length)))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -89,12 +94,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeat", type=count, default=3, help="timed calls of each test [3]")
 
 
+def given(asked: argparse.Namespace) -> dict[str, Any]:
+    """Options of `LLM`, the same for every engine, that differ from their defaults."""
+    options = {"quantization": asked.quantization, "kv_cache_dtype": asked.kv_cache_dtype}
+    if asked.tensor_parallel_size > 1:
+        options["tensor_parallel_size"] = asked.tensor_parallel_size
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=ENGINES, required=True)
     parser.add_argument("--model", choices=SHAPES, default="0.6B", help="a shape [0.6B]")
     add_options(parser)
     add_ranks(parser)
+    parser.add_argument("--quantization", help="of weights: fp8 [none]")
+    parser.add_argument("--kv-cache-dtype", help="of keys and values: fp8 [that of the weights]")
     add_save(parser)
     parser.add_argument("--run", default=now(), help="what the run is told by that the lines belong to [the time]")
     parser.add_argument("--turn", type=int, default=0, help="which turn of that run this is [0]")
@@ -103,16 +118,17 @@ def main() -> None:
         where = "give the Python that it is installed for (benchmarks/peers/README.md)"
         parser.error(f"--engine {asked.engine}: {sys.executable} does not have it: {where}")
     engine = importlib.import_module(asked.engine)
+    more = given(asked)
     origin = {
         "engine": asked.engine,
         "version": engine.__version__,
-        "tensor_parallel_size": asked.tensor_parallel_size,
+        **({"tensor_parallel_size": 1} | more),
         "run": asked.run,
         "turn": asked.turn,
         "command": shlex.join(["python", "-m", "benchmarks.peers.offline", *sys.argv[1:]]),
     }
-    tests, ranks = [named(name) for name in asked.tests], asked.tensor_parallel_size
-    for result in results(engine, asked.model, tests, asked.repeat, ranks):
+    tests = [named(name) for name in asked.tests]
+    for result in results(engine, asked.model, tests, asked.repeat, more):
         append(asked.save, result.values() | origin)
         print(f"{asked.engine} {result.text()}", flush=True)
 

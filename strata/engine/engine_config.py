@@ -316,8 +316,6 @@ class EngineSizes:
             if shard is not None:
                 most = weights.weight_bytes(build(shard.most_divided, max_length), dtype)
                 parameters = most // dtype.itemsize // shard.stages
-        if pool.rounded is not None and limits is not None:
-            raise ValueError(f"kv_cache_dtype={asked.kv_cache_dtype!r} runs on a CPU only so far: leave it out")
         folder = Path(asked.model) if asked.load_format == "auto" else None
         packing = Packing.of(asked.quantization, own, shard, folder)
         weight_bytes = packed_bytes(own, dtype, packing.planned)

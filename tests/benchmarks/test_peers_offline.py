@@ -52,7 +52,7 @@ class RecordingEngine:
 @pytest.mark.parametrize("name", offline.TESTS)
 def test_an_engine_gets_the_requests_of_strata_bench(name: str) -> None:
     engine, test = RecordingEngine(), workloads.named(name)
-    (result,) = offline.results(engine, "8B", [test], repeat=2)
+    (result,) = offline.results(engine, "8B", [test], repeat=2, more={})
     warm_up, first, second = engine.calls
     assert first[0] == [list(prompt) for prompt in test.prompts]
     assert [one.max_tokens for one in first[1]] == list(test.outputs)
@@ -66,19 +66,19 @@ def test_an_engine_gets_the_requests_of_strata_bench(name: str) -> None:
 
 def test_an_engine_is_set_up_as_strata_bench_does() -> None:
     engine = RecordingEngine()
-    list(offline.results(engine, "8B", [], repeat=1))
+    list(offline.results(engine, "8B", [], repeat=1, more={}))
     assert engine.config == SHAPES["8B"]
     named = ("enable_prefix_caching", "dtype", "max_model_len", "load_format", "skip_tokenizer_init")
     assert [engine.options[name] for name in named] == [False, "bfloat16", 4096, "dummy", True]
     assert "tensor_parallel_size" not in engine.options
-    list(offline.results(engine, "8B", [], repeat=1, ranks=2))
+    list(offline.results(engine, "8B", [], repeat=1, more={"tensor_parallel_size": 2}))
     assert engine.options["tensor_parallel_size"] == 2
 
 
 def test_too_few_tokens_are_an_error() -> None:
     engine = RecordingEngine(yields=lambda tokens: tokens - 1)
     with pytest.raises(RuntimeError, match="T2 asked for 8 output tokens and got 7"):
-        list(offline.results(engine, "0.6B", [workloads.single()], repeat=1))
+        list(offline.results(engine, "0.6B", [workloads.single()], repeat=1, more={}))
 
 
 def test_stratas_own_llm_takes_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ def _without_processes_that_compile() -> Iterator[None]:
     """Engines of this process compile what they launch: each has other options, and a process for each takes longer."""
 
     class Nothing:
-        def __init__(self, *_: object) -> None: ...
+        def __init__(self, *_: object, **__: object) -> None: ...
 
         @contextmanager
         def under_way(self) -> Iterator[Nothing]:

@@ -21,20 +21,20 @@ _MANTISSA = 0x7FFFFF
 def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x [..., head_dim] -> values of `dtype` (float8_e4m3fn or int8) and the exponents [...] uint8 of their rows.
 
-    The power of two is the least with which the row's largest magnitude is no larger than the type's. NaN stays NaN in
-    float8; of int8 the row then stands for NaN.
+    The power of two is the least with which the row's largest magnitude is no larger than the type's. A row of which
+    not all is finite stands for NaN; what is not, is zero among its values.
     """
     wide = x.float()
-    bits = wide.abs().amax(-1).contiguous().view(torch.int32)
+    finite = wide.isfinite()
+    numbers = torch.where(finite, wide, 0.0)
+    bits = numbers.abs().amax(-1).contiguous().view(torch.int32)
     exponent, mantissa = LARGEST[dtype]
     exponents = (bits >> 23) - exponent + ((bits & _MANTISSA) > mantissa)
-    is_nan = bits > 0x7F800000
-    exponents = torch.where(is_nan, 255, exponents.clamp(1, 253)).to(torch.uint8)
-    # Of a row with NaN the others' bits are of no use, but they are the same everywhere.
-    scaled = torch.ldexp(wide, (E8M0_BIAS - exponents.clamp(max=253).int())[..., None])
+    exponents = exponents.clamp(1, 253)
+    scaled = torch.ldexp(numbers, (E8M0_BIAS - exponents)[..., None])
     if dtype == torch.int8:
-        return torch.round(scaled.nan_to_num(0.0)).clamp(-127, 127).to(dtype), exponents
-    return scaled.to(dtype), exponents
+        scaled = torch.round(scaled).clamp(-127, 127)
+    return scaled.to(dtype), torch.where(finite.all(-1), exponents, 255).to(torch.uint8)
 
 
 def widen_rows(values: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:

@@ -32,19 +32,19 @@ def exponent_at(slots, kv_head, kv_heads, PAGE_SIZE: tl.constexpr):
 
 @jit
 def round_rows(rows, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, IS_INTEGER: tl.constexpr):
-    """Rows [ROWS, WIDTH] float32, zeros past their ends -> values that the type has, in float32, and exponents int32
-    [ROWS]. A row with NaN has the exponent 255."""
-    size = tl.abs(rows)
-    bits = tl.max(tl.where(rows == rows, size, 0.0), 1).to(tl.int32, bitcast=True)
+    """Rows [ROWS, WIDTH] float32, zeros past their ends -> values in float32, which conversion to the type rounds
+    (integers are rounded), and exponents int32 [ROWS]. A row of which not all is finite has the exponent 255."""
+    finite = tl.abs(rows) < float("inf")
+    numbers = tl.where(finite, rows, 0.0)
+    bits = tl.max(tl.abs(numbers), 1).to(tl.int32, bitcast=True)
     exponents = (bits >> 23) - EXPONENT + ((bits & 0x7FFFFF) > MANTISSA).to(tl.int32)
     exponents = tl.minimum(tl.maximum(exponents, 1), 253)
-    scaled = rows * ((254 - exponents) << 23).to(tl.float32, bitcast=True)[:, None]
+    scaled = numbers * ((254 - exponents) << 23).to(tl.float32, bitcast=True)[:, None]
     if IS_INTEGER:
         # To the nearest, ties to even: there float32 has integers alone.
-        scaled = (tl.where(scaled == scaled, scaled, 0.0) + 12582912.0) - 12582912.0
+        scaled = (scaled + 12582912.0) - 12582912.0
         scaled = tl.minimum(tl.maximum(scaled, -127.0), 127.0)
-    is_number = tl.min((rows == rows).to(tl.int32), 1)
-    return scaled, tl.where(is_number == 1, exponents, 255)
+    return scaled, tl.where(tl.min(finite.to(tl.int32), 1) == 1, exponents, 255)
 
 
 # What stands in a step's buffer begins at any address.

@@ -52,7 +52,11 @@ def test_rows_at_the_ends_of_the_range(kind: torch.dtype) -> None:
     assert wide[2].tolist() == [0.0, 0.0]
     assert wide.isfinite().all()
     assert wide[4, 0] == pytest.approx(3e38, rel=0.07)
-    assert widen_rows(*round_rows(torch.tensor([[1.0, torch.nan]]), kind), torch.float32).isnan().any()
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        values, exponents = round_rows(torch.tensor([[most, bad], [most, 0.0]]), kind)
+        assert exponents.tolist() == [255, 127]
+        assert values[0].tolist() == values[1].tolist()
+        assert widen_rows(values, exponents, torch.float32).isnan().all(-1).tolist() == [True, False]
 
 
 def pools(kind: torch.dtype, lengths: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[KVPool, PagedKV]:
