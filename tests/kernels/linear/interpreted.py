@@ -15,6 +15,7 @@ from torch import Tensor
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
 from strata.kernels.linear.packed import many_rows, rounded_kernel
 from strata.kernels.linear.packed.few_rows import PackedProduct, multiply
+from strata.kernels.linear.packed.split_product import SplitTile, split_product
 from strata.kernels.linear.skinny_tiles import SkinnyTile
 from strata.kernels.quant.dequantize import dequantize
 from strata.kernels.quant.packed import PackedWeight, Scheme, dense, pack, packed_product
@@ -30,8 +31,8 @@ CASES: tuple[tuple[Scheme, tuple[SkinnyTile, ...]], ...] = (
     (Scheme("e4m3", 1, 0), (GEMV, replace(DOT, splits=2))),
     (Scheme("e4m3", 0, 0), (DOT,)),
     (Scheme("e4m3", 32, 64, "block"), (replace(DOT, splits=2, rows=2),)),
-    (Scheme("int4", 1, 64), (replace(DOT, splits=2),)),
-    (Scheme("int4", 1, 0), (DOT,)),
+    (Scheme("int4", 1, 64), (replace(DOT, splits=2), GEMV)),
+    (Scheme("int4", 1, 0), (DOT, replace(GEMV, width=256))),
     (Scheme("e2m1", 1, 32), (replace(DOT, width=64),)),
     (Scheme("e2m1", 1, 16), (replace(DOT, width=64, splits=2),)),
 )
@@ -94,6 +95,16 @@ def products() -> None:
         close(found, wanted)
 
 
+def split_products() -> None:
+    x, bias = torch.randn(65, 256), torch.randn(80)
+    for scheme in (Scheme("int8", 1, 0, "row"), Scheme("e4m3", 1, 0, "row"), Scheme("e4m3", 0, 0, "row")):
+        weight = pack(torch.randn(80, 256), scheme)
+        values, scales = round_rows.reference(x, weight.kind, 0)
+        for splits in (1, 2):
+            found = split_product(values, scales, weight, bias, torch.float32, SplitTile(64, 64, splits, 4))
+            close(found, packed_product(x, weight, bias))
+
+
 if __name__ == "__main__":
     _counts()
     torch.manual_seed(0)
@@ -106,4 +117,5 @@ if __name__ == "__main__":
                 few(weight, tile)
     rounding()
     products()
+    split_products()
     print("equal")

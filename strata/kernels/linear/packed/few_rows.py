@@ -18,6 +18,7 @@ from torch import Tensor
 from strata.kernels.device_limits import LEAST_CAPABILITY, DeviceLimits
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.linear.packed.few_rows_kernels import packed_dot_kernel, packed_gemv_kernel
+from strata.kernels.linear.packed.halves_gemv import halves_gemv_kernel
 from strata.kernels.linear.skinny import Launch
 from strata.kernels.linear.skinny_tiles import MOST_ROWS, SkinnyTile
 from strata.kernels.linear.tile_rule import started
@@ -101,8 +102,13 @@ def launch(product: PackedProduct, tile: SkinnyTile) -> Launch:
     rows = tile.program_rows(count)
     if tile.kernel == "gemv":
         options |= {"ROWS": rows, "ONCE": width <= tile.width}
-        args = (x, weight.values, weight.scales, weight.row_scales, *tensors, *sizes)
-        return Launch(packed_gemv_kernel, (tiles,), args, options, tuple(results))
+        operands: tuple[Any, ...] = (x, weight.values, weight.scales, weight.row_scales)
+        kernel = packed_gemv_kernel
+        if weight.kind == "int4":
+            operands, kernel = (*operands[:3], weight.zeros, weight.row_scales), halves_gemv_kernel
+            del options["KIND"]
+            options["GROUP"] = _group(weight)
+        return Launch(kernel, (tiles,), (*operands, *tensors, *sizes), options, tuple(results))
     grid = (tiles, tile.splits, ceil_div(count, rows))
     parts = counters = None
     if tile.splits > 1:
@@ -111,8 +117,7 @@ def launch(product: PackedProduct, tile: SkinnyTile) -> Launch:
     each = min(tile.prefetch, width // tile.splits) * weight.values.shape[1] // width
     options |= {"BLOCK_M": rows, "FULL": count % rows == 0, "STAGES": tile.stages, "SPLITS": tile.splits}
     options |= {"GROUP": _group(weight), "PIECES": 1 << (each // _PIECE).bit_length() - 1 if each >= _PIECE else 0}
-    operands = (x, weight.values, weight.scales, weight.zeros, weight.row_scales)
-    every = (*operands, *tensors, parts, counters, *sizes)
+    every = (x, weight.values, weight.scales, weight.zeros, weight.row_scales, *tensors, parts, counters, *sizes)
     return Launch(packed_dot_kernel, grid, every, options, tuple(results))
 
 
@@ -229,7 +234,8 @@ def _block_of(rows: int, width: int, kind: str, group: int) -> int:
 def kernels_of(tile: SkinnyTile | None, weight: PackedWeight) -> tuple[Any, ...]:
     """What multiplies with the tile that was found."""
     assert tile is not None
-    kernel = packed_gemv_kernel if tile.kernel == "gemv" else packed_dot_kernel
+    gemv = halves_gemv_kernel if weight.kind == "int4" else packed_gemv_kernel
+    kernel = gemv if tile.kernel == "gemv" else packed_dot_kernel
     return (kernel,) if weight.order is None else (ATEN, kernel)
 
 
