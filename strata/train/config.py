@@ -10,10 +10,10 @@ from typing import Any
 from strata.files.toml_tables import WrongTable, line_of, read_table, read_toml, replaced
 from strata.models.config import ModelConfig
 from strata.parallel.layout import Layout
+from strata.train.adapters.lora import LoraConfig
 from strata.train.dpo import DpoConfig
 from strata.train.faults.config import FaultsConfig
 from strata.train.log.config import LogConfig
-from strata.train.lora import LoraConfig
 from strata.train.optimizer.config import OptimizerConfig
 
 # How experts are kept equally busy: by the balancing loss, by a bias on the choice, or not at all.

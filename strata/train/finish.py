@@ -11,11 +11,12 @@ from safetensors import SafetensorError
 from strata.models.checkpoint import read_checkpoint
 from strata.models.config import DTYPES
 from strata.models.experts import CORRECTION
+from strata.models.quantized.checkpoint import packed_format
 from strata.models.save import save
-from strata.models.weights import load
+from strata.train.adapters.frozen import load_floats
+from strata.train.adapters.lora import LoraConfig, load_adapter, merge_lora, save_adapter
 from strata.train.checkpoints.export import export
 from strata.train.checkpoints.folder import newest, step_of
-from strata.train.lora import LoraConfig, load_adapter, merge_lora, save_adapter
 from strata.train.steps.tune_step import TuneStep
 from strata.train.trainer import Trainer
 
@@ -24,7 +25,8 @@ def save_model(run: Trainer) -> Path:
     """Write the model of a finished run as Hugging Face lays it out, and return its folder. One rank calls this.
 
     It has the dtype that the run started from, bfloat16 if fresh. A LoRA run leaves its adapter in `adapter`, and the
-    weights that it started from, as they are stored, with that merged into them. Raises ValueError if the last step has
+    weights that it started from, as they are stored, with that merged into them; of packed ones the floats that they
+    stand for. Raises ValueError if the last step has
     no checkpoint, of which the model is made otherwise, and if the model cannot be written.
     """
     folder = run.folder / "model"
@@ -58,20 +60,23 @@ def _write_model(run: Trainer, folder: Path) -> None:
 
 
 def _write_merged(run: Trainer, lora: LoraConfig, folder: Path) -> None:
-    """Adapter and merged model. The base is read again: what the run computes with may be rounded."""
+    """Adapter and merged model. The base is read again: what the run computes with may be rounded, or packed."""
     assert isinstance(run.stepper, TuneStep)
     assert run.start.weights is not None
     adapter = run.folder / "adapter"
     save_adapter(run.stepper.model, lora, str(run.config.start.model), adapter)
-    model, _ = load(run.start.weights, "cpu", _stored_dtype(run.start.weights))
+    model = load_floats(run.start.weights, _stored_dtype(run.start.weights))
     load_adapter(model, adapter)
     merge_lora(model)
     save(model, run.start.config, folder, run.start.tokenizer)
 
 
 def _stored_dtype(weights: Path) -> torch.dtype:
-    """The one dtype that holds every tensor of a checkpoint, of those that a model may have; biases of routers are
-    float32 in any."""
-    dtypes = (tensor.dtype for name, tensor in read_checkpoint(weights).items() if not name.endswith(CORRECTION))
+    """The one dtype that holds every tensor of a checkpoint that is not packed, of those that a model may have; biases
+    of routers are float32 in any."""
+    format = packed_format(weights)
+    left_out = frozenset() if format is None else format.claimed
+    tensors = read_checkpoint(weights, packed=format is not None).items()
+    dtypes = (one.dtype for name, one in tensors if name not in left_out and not name.endswith(CORRECTION))
     widest = functools.reduce(torch.promote_types, dtypes)
     return widest if widest in DTYPES.values() else torch.float32

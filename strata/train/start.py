@@ -9,6 +9,7 @@ from pathlib import Path
 from strata.models.config import ModelConfig, config_from_dict, read_config
 from strata.models.folder import existing_folder
 from strata.text.tokenizer import Tokenizer
+from strata.train.adapters.frozen import check_weights
 from strata.train.checkpoints.folder import checkpoints
 from strata.train.config import DataConfig, StartConfig, TrainConfig
 from strata.train.data.loader import check_data
@@ -56,6 +57,10 @@ def starting_point(config: TrainConfig, datasets: Sequence[TokenDataset]) -> Sta
     with Tokenizer.load(folder) as tokenizer:
         found = read_config(folder) if config.model is None else fresh_config(config.model, tokenizer)
         check_data(datasets, kind, found, tokenizer)
+    if config.model is None:
+        lora = config.lora
+        quantization = None if lora is None else lora.quantization
+        check_weights(folder, found, trains_adapters=lora is not None, quantization=quantization)
     return Start(found, None if config.model is not None else folder, folder)
 
 

@@ -14,11 +14,12 @@ from strata.models.config import ModelConfig
 from strata.models.weights import load
 from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout
+from strata.train.adapters.frozen import load_frozen
+from strata.train.adapters.lora import add_lora
 from strata.train.config import BalanceConfig, TrainConfig
 from strata.train.data.mixture import Mixture
 from strata.train.dpo import DpoObjective, Reference, weights_digest
 from strata.train.layout import device_memory
-from strata.train.lora import add_lora
 from strata.train.phases import Phases
 from strata.train.predict.estimate import choose_recompute, step_shape
 from strata.train.start import Start
@@ -98,11 +99,13 @@ def _tune_step(setting: Setting) -> TuneStep:
     objective: Objective = NextToken()
     if config.dpo is not None:
         objective = DpoObjective(_reference(setting, narrow), config.dpo)
-    model, _ = load(setting.start.weights, "cpu", torch.float32)
-    trained: torch.nn.Module = model.to(device)
+    trained: torch.nn.Module
     if config.lora is not None:
-        trained = add_lora(model.to(narrow), config.lora, config.run.seed)
+        model = load_frozen(setting.start.weights, setting.start.config, config.lora.quantization, device, narrow)
+        trained = add_lora(model, config.lora, config.run.seed)
     else:
+        model, _ = load(setting.start.weights, "cpu", torch.float32)
+        trained = model.to(device)
         hold_biases(model)
     return TuneStep(
         model,
@@ -123,14 +126,15 @@ def _compute_dtype(device: torch.device) -> torch.dtype:
 
 def _reference(setting: Setting, dtype: torch.dtype) -> Reference:
     """Of DPO, of the model as the run computes with it."""
-    weights = setting.start.weights
+    weights, device, lora = setting.start.weights, setting.mesh.world.device, setting.config.lora
     assert weights is not None
+    packed_as = None if lora is None else lora.quantization
     return Reference.computed(
-        lambda: load(weights, setting.mesh.world.device, dtype)[0],
+        lambda: load_frozen(weights, setting.start.config, packed_as, device, dtype),
         setting.mixture,
         setting.config.data.tokens_per_pack,
         setting.folder / "reference.safetensors",
-        weights_digest(weights),
+        weights_digest(weights) + (f" {packed_as}" if packed_as else ""),
         all_ranks(setting.mesh),
     )
 

@@ -37,7 +37,7 @@ from strata.models.weights import load
 from strata.parallel.layout import Layout
 from strata.parallel.serving_shard import RankShard
 from strata.plan.meta_model import meta_model
-from strata.train.lora import LoraConfig, add_lora
+from strata.train.adapters.lora import LoraConfig, add_lora
 from strata.train.predict.flops import document_flops
 
 from .batches import packed, random_sequences

@@ -17,9 +17,17 @@ from strata.models.batch import Batch
 from strata.models.layers import CausalLM, Linear
 from strata.models.weights import load
 from strata.parallel.layout import Layout
+from strata.train.adapters.lora import (
+    PROJECTIONS,
+    Adapters,
+    LoraConfig,
+    add_lora,
+    load_adapter,
+    merge_lora,
+    save_adapter,
+)
 from strata.train.data.encoding import Encoded
 from strata.train.data.pack import pack
-from strata.train.lora import PROJECTIONS, Adapters, LoraConfig, add_lora, load_adapter, merge_lora, save_adapter
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.steps.objective import NextToken
 from strata.train.steps.tune_step import TuneStep

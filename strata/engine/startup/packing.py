@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,14 +16,13 @@ from strata.kernels.moe.held import held_experts
 from strata.kernels.op import Operation
 from strata.kernels.quant.packed import PackedWeight, Scheme
 from strata.kernels.quant.schemes import scheme_of
-from strata.models.experts import Router, stored_views
 from strata.models.families import build
 from strata.models.layers import CausalLM
 from strata.models.quantized.assembly import meta_weights
 from strata.models.quantized.checkpoint import Checkpoint, packed_format
+from strata.models.quantized.choice import packed_by, packed_there
 from strata.parallel.serving_shard import RankShard
 
-_HEAD = "lm_head.weight"
 _GIB = 1 << 30
 
 
@@ -63,16 +62,14 @@ class Packing:
                 layers, complete = build(shard.divided), build(shard.whole)
         graph, own = capture(layers), {name for name, _ in model.named_parameters()}
         products = weights_of_products([graph, capture_head(layers)])
+        candidates = [name for name in products if name in own]
         checkpoint = None
         if quantization is not None:
-            scheme = scheme_of(quantization)
-            kept = {name for name in products if name == _HEAD or _is_of_router(layers, name)}
-            schemes = {name: scheme for name in products if name in own and name not in kept}
+            schemes = packed_by(scheme_of(quantization), candidates, layers)
         else:
             assert folder is not None
             checkpoint = Checkpoint.of(folder, complete)
-            candidates = (name for name in products if name in own)
-            schemes = _packed_there(checkpoint, candidates, complete, layers)
+            schemes = packed_there(checkpoint, candidates, complete, layers)
         operations = _multiplied(graph, schemes)
         if shard is not None and shard.slots is not None:
             operations = tuple(held_experts if one is experts else one for one in operations)
@@ -103,27 +100,6 @@ class Packing:
 
 
 NOTHING_PACKED = Packing({}, {})
-
-
-def _packed_there(
-    checkpoint: Checkpoint, products: Iterable[str], complete: CausalLM, layers: CausalLM
-) -> dict[str, Scheme]:
-    """The schemes of the products of which a checkpoint has all matrices packed, but for a head that ranks cannot
-    divide evenly, of which the last rows are zeros."""
-    format = checkpoint.format
-    assert format is not None
-    schemes = {}
-    for name in products:
-        parameter = complete.get_parameter(name)
-        stored = [one for one, _ in stored_views(complete, name, parameter)]
-        has_zeros = name == _HEAD and len(parameter) % len(layers.get_parameter(name))
-        if not has_zeros and all(checkpoint.is_packed(one) for one in stored):
-            schemes[name] = format.scheme_of(checkpoint.sources[stored[0]].name)
-    return schemes
-
-
-def _is_of_router(model: CausalLM, name: str) -> bool:
-    return isinstance(model.get_submodule(name.rpartition(".")[0]), Router)
 
 
 def _multiplied(graph: fx.GraphModule, names: Container[str]) -> tuple[Operation, ...]:

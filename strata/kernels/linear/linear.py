@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.device_limits import implementations_for
 from strata.kernels.linear import cublaslt, fixed, measured_algorithms, skinny, skinny_tiles, tile_choice
 from strata.kernels.linear.packed import few_rows, many_rows
+from strata.kernels.linear.packed.frozen import frozen_product
 from strata.kernels.op import ATEN, CUBLAS, operation
 from strata.kernels.quant.packed import PackedWeight, dense, packed_product, round_activations
 from strata.kernels.triton_import import HAS_TRITON
@@ -97,3 +99,10 @@ linear.implement(
     kernels=many_rows.FIXED_KERNELS,
     packed=True,
 )(many_rows.fixed_tiles)
+
+
+@linear.implement("of a frozen weight", "cpu", differentiable=True, packed=True)
+@linear.implement("of a frozen weight", "cuda", differentiable=True, packed=True)
+def _frozen(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    kind = "reference" if x.device.type == "cpu" else implementations_for(x.device)
+    return frozen_product(linear.bind(kind, packed=True), x, weight, bias)

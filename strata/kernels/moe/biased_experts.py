@@ -11,6 +11,7 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.clamped_swiglu import Clamp, clamped_swiglu
 from strata.kernels.linear.linear import linear
+from strata.kernels.linear.packed.frozen import frozen_call
 from strata.kernels.moe.combine import combine_kernel
 from strata.kernels.moe.experts import (
     choices_take,
@@ -217,3 +218,9 @@ def by_library(
     if adds_down_bias:
         rows = rows + down_bias.index_select(0, expert)
     return give_back(rows, order, weights)
+
+
+@biased_experts.implement("of frozen weights", "cpu", differentiable=True, packed=True)
+@biased_experts.implement("of frozen weights", "cuda", differentiable=True, packed=True)
+def _frozen(*args: Any) -> Tensor:
+    return frozen_call(biased_experts.bind(args[0].device.type, differentiable=True), *args)

@@ -14,6 +14,7 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.silu_mul import silu_mul, silu_mul_kernel
 from strata.kernels.linear.linear import linear
+from strata.kernels.linear.packed.frozen import frozen_call
 from strata.kernels.moe.combine import combine, combine_kernel, permuted
 from strata.kernels.moe.few_tokens import CHOICE_KERNELS, MOST_TOKENS, by_choices
 from strata.kernels.moe.grouped import grouped_kernel, grouped_product
@@ -236,3 +237,9 @@ def grouped(
     gate, up = torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=order.ends).chunk(2, -1)
     rows = torch._grouped_mm(silu_mul(gate, up), down.transpose(1, 2), offs=order.ends)
     return give_back(rows, order, weights)
+
+
+@experts.implement("of frozen weights", "cpu", differentiable=True, packed=True)
+@experts.implement("of frozen weights", "cuda", differentiable=True, packed=True)
+def _frozen(*args: Any) -> Tensor:
+    return frozen_call(experts.bind(args[0].device.type, differentiable=True), *args)

@@ -14,7 +14,7 @@ from torch import Tensor
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.grid_sizes import ceil_div
-from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.quant.packed import PackedWeight, dense
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 # The first with a type for e4m3.
@@ -260,6 +260,20 @@ def can_dequantize(weight: PackedWeight) -> bool:
         and (rows is None or rows.is_contiguous())
         and (weight.kind != "e4m3" or DeviceLimits.of(weight.device).capability >= E4M3_CAPABILITY)
     )
+
+
+def floats(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """What a packed weight [..., out, width] stands for, on any device, rounded once to `dtype`."""
+    has_whole_groups = weight.rows > 0 and weight.shape[-2] % weight.rows == 0
+    stacked = {name: one if name == "order" else one.flatten(0, -2) for name, one in weight.tensors.items()}
+    flat = weight.with_tensors(stacked)
+    if not (weight.values.is_cuda and (weight.dim() == 2 or has_whole_groups) and can_dequantize(flat)):
+        return dense(weight, dtype)
+    placed = dequantize(flat, dtype).view(weight.shape)
+    if weight.order is None:
+        return placed
+    # Column j of the values belongs to column order[j] of the weight.
+    return torch.empty_like(placed).index_copy_(-1, weight.order.long(), placed)
 
 
 def compile_cases() -> list[CompileCase]:

@@ -42,7 +42,7 @@ def _runs(files: Files, folder: Path) -> dict[str, Table]:
     tables = {name: files.table(folder / name, parallel=layout) for name, layout in LAYOUTS.items()}
     tables |= {
         "experts": files.table(folder / "experts", model=EXPERTS, parallel={"shard": 2, "ep": 2, "zero": 1}),
-        "lora": files.tuning(folder / "lora", lora={"rank": 2}, parallel={"dp": 2}),
+        "lora": files.tuning(folder / "lora", lora={"rank": 2, "quantization": "int4"}, parallel={"dp": 2}),
         "dpo": files.tuning(folder / "dpo", data=pairs, dpo={"beta": 0.3}, parallel={"shard": 2, "zero": 2}),
     }
     runs: dict[str, Table] = {name: {"table": table} for name, table in tables.items()}

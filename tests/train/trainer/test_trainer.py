@@ -16,9 +16,9 @@ from strata.models.folder import BUILTIN_FOLDER
 from strata.models.save import save
 from strata.models.weights import load
 from strata.train import stepper, trainer
+from strata.train.adapters.lora import LoraConfig
 from strata.train.checkpoints.folder import checkpoints
 from strata.train.finish import save_model
-from strata.train.lora import LoraConfig
 from strata.train.position import Position
 from strata.train.stepper import Setting, make_stepper
 from strata.train.tasks.exercises import write_exercises
@@ -67,7 +67,8 @@ def test_checkpoints_lie_between_lines_of_the_log(small: Small, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("source", "sections"), [("style", {"lora": {"rank": 2}}), ("style", {}), ("short", {"dpo": {}})]
+    ("source", "sections"),
+    [("style", {"lora": {"rank": 2, "quantization": "int4"}}), ("style", {}), ("short", {"dpo": {}})],
 )
 def test_resumed_fine_tuning_repeats_every_bit(
     tune: Tune, tmp_path: Path, source: str, sections: dict[str, Any]

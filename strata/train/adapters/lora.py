@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from strata.kernels.linear.linear import linear
+from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.quant.schemes import scheme_of
 from strata.models.layers import CausalLM, Linear
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -23,11 +25,16 @@ _PREFIX, _ADAPTERS = "base_model.model.", (".lora_A.weight", ".lora_B.weight")
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """rank: inner width of the product, which is scaled by alpha / rank. projections: which get one, in all layers."""
+    """rank: inner width of the product, which is scaled by alpha / rank. projections: which get one, in all layers.
+
+    quantization: the scheme, one of `SCHEMES`, by which a run packs the frozen weights of products (QLoRA, Dettmers et
+    al. 2023); None leaves them as the checkpoint has them.
+    """
 
     rank: int = 8
     alpha: float = 16.0
     projections: list[str] = field(default_factory=lambda: list(PROJECTIONS))
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
         if self.rank < 1 or self.alpha <= 0:
@@ -36,14 +43,18 @@ class LoraConfig:
             raise ValueError(f"lora.projections: {unknown[0]!r} is unknown; accepted are {', '.join(PROJECTIONS)}")
         if not self.projections:
             raise ValueError(f"lora.projections is empty; name some of {', '.join(PROJECTIONS)}")
+        if self.quantization is not None:
+            scheme_of(self.quantization)
 
 
 class LoraLinear(nn.Module):
     """y = x W^T (+ b) + scale * x A^T B^T, [..., inputs] to [..., outputs]; the base's parameters keep their names.
 
-    A [rank, inputs] and B [outputs, rank] are float32 whatever the base is: their updates are small.
+    A [rank, inputs] and B [outputs, rank] are float32 whatever the base is: their updates are small. The base's weight
+    may be packed (`strata.train.adapters.frozen`).
     """
 
+    weight: nn.Parameter | PackedWeight
     bias: nn.Parameter | None
 
     def __init__(self, base: Linear, config: LoraConfig, generator: torch.Generator) -> None:
@@ -67,7 +78,10 @@ class LoraLinear(nn.Module):
 
     @torch.no_grad()
     def merged(self) -> Linear:
-        """One matrix that computes the same; the base's own tensor, changed in place."""
+        """One matrix that computes the same; the base's own tensor, changed in place. Raises ValueError if that is
+        packed."""
+        if isinstance(self.weight, PackedWeight):
+            raise ValueError("packed weights have no room for an adapter: load the model in floats, then merge")
         outputs, inputs = self.weight.shape
         with torch.device("meta"):
             made = Linear(inputs, outputs, bias=False)
