@@ -11,6 +11,7 @@ class Placement(Enum):
 
     COLUMN: rows of [outputs, inputs] or of a bias are divided; the input is whole, the output a part (Shoeybi et al.
         2019).
+    STACKED: as COLUMN, of rows that stand in several stacks, each divided by itself.
     ROW: columns of [outputs, inputs] are divided; the input is a part, the output a sum over the ranks.
     VOCABULARY: rows are divided, by token ids.
     PER_TOKEN: held whole and applied to each token: with sequence parallelism a rank sees a part of the tokens
@@ -23,6 +24,7 @@ class Placement(Enum):
     """
 
     COLUMN = "column"
+    STACKED = "stacked"
     ROW = "row"
     VOCABULARY = "vocabulary"
     PER_TOKEN = "per token"
@@ -33,7 +35,7 @@ class Placement(Enum):
     @property
     def divided_dim(self) -> int | None:
         """The dimension that the tensor axis divides; None for a parameter that each rank holds whole."""
-        if self in (Placement.COLUMN, Placement.VOCABULARY, Placement.DIVIDED_NORM):
+        if self in (Placement.COLUMN, Placement.STACKED, Placement.VOCABULARY, Placement.DIVIDED_NORM):
             return 0
         return 1 if self is Placement.ROW else None
 

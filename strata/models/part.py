@@ -14,6 +14,7 @@ from strata.models.initialize import dummy_values
 from strata.models.layers import CausalLM
 
 Box = tuple[tuple[int, int], ...]  # first and end along every dimension
+Boxes = tuple[Box, ...]  # which lie one after another along the dimension in which they differ
 
 
 class ModelPart(Protocol):
@@ -26,11 +27,11 @@ class ModelPart(Protocol):
     def build(self, max_length: int | None) -> CausalLM:
         """The part on the current default device, as `strata.models.families.build` makes a model."""
 
-    def box(self, name: str, shape: tuple[int, ...]) -> Box:
+    def boxes(self, name: str, shape: tuple[int, ...]) -> Boxes:
         """What the part holds of a matrix (or vector) that a checkpoint has whole, as `shape`.
 
-        name: of the parameter that it belongs to. A box may be smaller than the part's own tensor, at whose beginning
-        it lies then; the rest is zeros. Asked of those matrices alone that the part has: of experts, the ones held.
+        name: of the parameter that it belongs to. Boxes may be smaller than the part's own tensor, at whose beginning
+        they lie then; the rest is zeros. Asked of those matrices alone that the part has: of experts, the ones held.
         """
 
 
@@ -55,7 +56,7 @@ def keep_layers(model: CausalLM, first: int, end: int) -> CausalLM:
     return model
 
 
-def boxes(model: nn.Module, part: ModelPart | None, shapes: dict[str, tuple[int, ...]]) -> dict[str, Box]:
+def boxes(model: nn.Module, part: ModelPart | None, shapes: dict[str, tuple[int, ...]]) -> dict[str, Boxes]:
     """Where each of the `stored_parameters` that `model` has lies in a checkpoint's tensor, of the shape in `shapes`.
 
     model: of `part`, or whole where that is None.
@@ -64,7 +65,7 @@ def boxes(model: nn.Module, part: ModelPart | None, shapes: dict[str, tuple[int,
     for name, parameter in model.named_parameters():
         for stored, _ in stored_views(model, name, parameter):
             shape = shapes[stored]
-            found[stored] = whole(shape) if part is None else part.box(name, shape)
+            found[stored] = (whole(shape),) if part is None else part.boxes(name, shape)
     return found
 
 
@@ -73,12 +74,28 @@ def whole(shape: tuple[int, ...]) -> Box:
     return tuple((0, size) for size in shape)
 
 
-def held(target: Tensor, box: Box) -> Tensor:
-    """The beginning of `target` that a box's values go to; zeros are put into the rest."""
-    sizes = [end - first for first, end in box]
-    if list(target.shape) != sizes:
+def held(target: Tensor, boxes: Boxes) -> list[tuple[Box, Tensor]]:
+    """Each box, and the part of `target` that its values go to; zeros are put into what none goes to."""
+    places, filled = [], 0
+    along = differing(boxes)
+    for box in boxes:
+        sizes = [end - first for first, end in box]
+        slices = [slice(size) for size in sizes]
+        slices[along] = slice(filled, filled + sizes[along])
+        places.append((box, target[tuple(slices)]))
+        filled += sizes[along]
+    if sum(place.numel() for _, place in places) != target.numel():
         target.zero_()
-    return target[tuple(slice(size) for size in sizes)]
+    return places
+
+
+def differing(boxes: Boxes) -> int:
+    """The dimension along which boxes lie one after another; the first, if there is one box."""
+    return next((dim for dim, ranges in enumerate(zip(*boxes, strict=True)) if len(set(ranges)) > 1), 0)
+
+
+def inside(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(first, end) for first, end in box)
 
 
 @torch.no_grad()
@@ -93,8 +110,8 @@ def randomize_part(model: CausalLM, part: ModelPart, complete: CausalLM, seed: i
         if name not in parameters:  # of another stage
             continue
         for source, target in pairs(complete, model, name, value, parameters[name]):
-            box = part.box(name, tuple(source.shape))
-            held(target, box).copy_(source[tuple(slice(first, end) for first, end in box)])
+            for box, place in held(target, part.boxes(name, tuple(source.shape))):
+                place.copy_(source[inside(box)])
 
 
 def pairs(

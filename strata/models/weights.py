@@ -24,7 +24,7 @@ from strata.models.joined import split_tensors
 from strata.models.joined_experts import read_expert, split_experts
 from strata.models.layers import CausalLM
 from strata.models.memory import require_memory
-from strata.models.part import Box, ModelPart, boxes, held, randomize_part, whole
+from strata.models.part import Box, Boxes, ModelPart, boxes, held, randomize_part, whole
 from strata.models.shapes import SHAPES
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -197,16 +197,16 @@ def stored_values(model: CausalLM, folder: Path, wanted: Container[str]) -> Iter
 
 
 @torch.no_grad()
-def fill(model: nn.Module, sources: dict[str, StoredTensor], places: dict[str, Box]) -> None:
-    """Copy of every tensor that has a box that box to its parameter, file by file and in the order of the file."""
+def fill(model: nn.Module, sources: dict[str, StoredTensor], places: dict[str, Boxes]) -> None:
+    """Copy of every tensor that has boxes these to its parameter, file by file and in the order of the file."""
     parameters = stored_parameters(model)
     order = sorted(places, key=lambda name: (sources[name].file, sources[name].start))
     for file, names in itertools.groupby(order, key=lambda name: sources[name].file):
         with safe_open(file, framework="pt", device="cpu") as reader:
             for name in names:
-                target = held(parameters[name], places[name])
-                for rows, piece in pieces(reader, sources[name], places[name]):
-                    target[rows].copy_(piece)
+                for box, target in held(parameters[name], places[name]):
+                    for rows, piece in pieces(reader, sources[name], box):
+                        target[rows].copy_(piece)
 
 
 def pieces(reader: Any, stored: StoredTensor, box: Box) -> Iterator[tuple[slice, Tensor]]:
@@ -227,13 +227,14 @@ def pieces(reader: Any, stored: StoredTensor, box: Box) -> Iterator[tuple[slice,
 
 
 def check_head(
-    complete: CausalLM, config: ModelConfig, tensors: dict[str, StoredTensor], folder: Path, places: dict[str, Box]
+    complete: CausalLM, config: ModelConfig, tensors: dict[str, StoredTensor], folder: Path, places: dict[str, Boxes]
 ) -> None:
     """Raises ValueError if config.json ties the head to the embedding and the checkpoint stores another one; places:
     of the boxes that are read."""
     embedding = stored_name(complete, _EMBEDDING)
     if config.tied and _HEAD in tensors and embedding in tensors and embedding in places:
-        _check_tie(tensors, embedding, folder, places[embedding])
+        for box in places[embedding]:
+            _check_tie(tensors, embedding, folder, box)
 
 
 def _check_tie(tensors: dict[str, StoredTensor], embedding_name: str, folder: Path, box: Box) -> None:

@@ -44,13 +44,24 @@ _SHARED_EXPERTS = (
     Rule(r"model\.layers\.\d+\.mlp\.shared_experts\.(gate|up)_proj\.weight", Placement.COLUMN),
     Rule(r"model\.layers\.\d+\.mlp\.shared_experts\.down_proj\.weight", Placement.ROW),
 )
-# Ranks do not divide a recurrence yet: each holds it whole.
+# Heads are divided, and with them their states; `strata.parallel.stacked_rows` says how rows stand.
 _STATE_SPACES = (
+    Rule(r"model\.layers\.\d+\.(mamba|mixer)\.(in_proj|conv1d)\.(weight|bias)", Placement.STACKED),
+    Rule(r"model\.layers\.\d+\.(mamba|mixer)\.(dt_bias|A_log|D)", Placement.COLUMN),
+    Rule(r"model\.layers\.\d+\.(mamba|mixer)\.norm\.weight", Placement.DIVIDED_NORM),
+    Rule(r"model\.layers\.\d+\.(mamba|mixer)\.out_proj\.weight", Placement.ROW),
+    Rule(r"model\.layers\.\d+\.(mamba|mixer)\.out_proj\.bias", Placement.PER_TOKEN),
+)
+_MAMBA2 = (
     Rule(r"(model\.embed_tokens|lm_head)\.weight", Placement.VOCABULARY),
-    Rule(r"model\.(norm\.weight|layers\..*)", Placement.PER_TOKEN),
+    Rule(r"model\.(norm|layers\.\d+\.norm)\.weight", Placement.PER_TOKEN),
 )
 _DELTA_NETS = (
-    Rule(r"model\.layers\.\d+\.linear_attn\..*", Placement.PER_TOKEN),
+    # Rows of the products stand by heads.
+    Rule(r"model\.layers\.\d+\.linear_attn\.(in_proj_qkvz\.weight|in_proj_ba\.weight|dt_bias|A_log)", Placement.COLUMN),
+    Rule(r"model\.layers\.\d+\.linear_attn\.conv1d\.weight", Placement.STACKED),
+    Rule(r"model\.layers\.\d+\.linear_attn\.norm\.weight", Placement.PER_HEAD),
+    Rule(r"model\.layers\.\d+\.linear_attn\.out_proj\.weight", Placement.ROW),
     Rule(r"model\.layers\.\d+\.mlp\.shared_expert\.(gate|up)_proj\.weight", Placement.COLUMN),
     Rule(r"model\.layers\.\d+\.mlp\.shared_expert\.down_proj\.weight", Placement.ROW),
     Rule(r"model\.layers\.\d+\.mlp\.shared_expert_gate\.weight", Placement.PER_TOKEN),
@@ -84,10 +95,10 @@ TABLES: Mapping[str, Table] = {
     "Olmo3ForCausalLM": _ATTENTION_AND_ENDS + _WHOLE_NORMS + _BRANCH_NORMS + _MLP,
     "Gemma3ForCausalLM": _ATTENTION_AND_ENDS + _HEAD_NORMS + _BRANCH_NORMS + _MLP,
     "Glm4MoeForCausalLM": _ATTENTION_AND_ENDS + _HEAD_NORMS + _MLP + _EXPERTS + _SHARED_EXPERTS,
-    "Mamba2ForCausalLM": _STATE_SPACES,
+    "Mamba2ForCausalLM": _MAMBA2 + _STATE_SPACES,
     "DeepseekV2ForCausalLM": _DEEPSEEK,
     "DeepseekV3ForCausalLM": _DEEPSEEK,
-    "GraniteMoeHybridForCausalLM": _STATE_SPACES,
+    "GraniteMoeHybridForCausalLM": _ATTENTION_AND_ENDS + _STATE_SPACES + _MLP + _EXPERTS + _SHARED_EXPERTS,
     "Qwen3NextForCausalLM": _ATTENTION_AND_ENDS + _HEAD_NORMS + _DELTA_NETS + _MLP + _EXPERTS,
     "GptOssForCausalLM": _ATTENTION_AND_ENDS + _SINKS + _BIASED_EXPERTS,
 }

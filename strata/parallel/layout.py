@@ -12,7 +12,8 @@ from strata.comm.launch import World
 from strata.comm.mesh import AXES, Mesh
 from strata.comm.placement import Placement
 from strata.models.config import ModelConfig
-from strata.models.families import build
+from strata.models.experts import SparseCausalLM
+from strata.models.families import FAMILIES, build
 from strata.parallel.context import Method, check_heads
 from strata.parallel.families import TABLES, placements
 from strata.parallel.schedules import make_schedule
@@ -209,9 +210,8 @@ def _candidates(config: ModelConfig, world_size: int) -> list[Layout]:
 
 
 def _has_divided_experts(config: ModelConfig) -> bool:
-    """Whether the table of the family says how ranks divide experts, and the model has some."""
-    placed = (rule.placement for rule in TABLES[config.architecture])
-    return config.experts is not None and Placement.EXPERT in placed
+    """Whether the model has experts that training divides: not those whose checkpoints hold all in one tensor."""
+    return config.experts is not None and issubclass(FAMILIES[config.architecture], SparseCausalLM)
 
 
 def _state_bytes(layout: Layout, dense: int, experts: int) -> float:

@@ -20,8 +20,10 @@ from strata.comm.placement import ExpertSlots, Placement
 from strata.models.config import ModelConfig
 from strata.models.families import build
 from strata.models.layers import CausalLM
-from strata.models.part import Box, keep_layers
+from strata.models.part import Boxes, keep_layers
 from strata.parallel.families import TABLES, placements, span
+from strata.parallel.stacked_rows import divided as divided_recurrence
+from strata.parallel.stacked_rows import fault, own_ranges, shares_groups, stacks
 from strata.parallel.stages import Span, layer_spans
 
 TENSOR_AXIS = "tp"
@@ -86,6 +88,9 @@ class RankShard:
         placed = placements([name for name, _ in model.named_parameters()], TABLES[whole.architecture])
         if own_tokens:
             placed = {name: one if one is Placement.EXPERT else Placement.PER_TOKEN for name, one in placed.items()}
+        elif not shares_groups(whole.recurrence, size):
+            column, divided_norm = Placement.COLUMN, Placement.DIVIDED_NORM
+            placed = {name: column if one is divided_norm else one for name, one in placed.items()}
         if not 1 <= stages <= whole.num_layers:
             raise ValueError(
                 f"pipeline_parallel_size={stages}: each stage needs a layer, and this model has {whole.num_layers}; "
@@ -113,24 +118,39 @@ class RankShard:
         model = build(self.divided, max_length)
         return model if self.stages == 1 else keep_layers(model, *self.layers)
 
-    def box(self, name: str, shape: tuple[int, ...]) -> Box:
+    def boxes(self, name: str, shape: tuple[int, ...]) -> Boxes:
         """First and end along every dimension of what this rank holds of a checkpoint's tensor of `shape`, whole.
 
-        name: of the parameter that it belongs to. Gate and up of an expert are divided each by itself; with expert
-        parallelism the rank has all of its experts. Of a vocabulary that the ranks do not divide evenly, the last ones
-        hold fewer rows than `config.vocab_size`.
+        name: of the parameter that it belongs to. Several boxes where rows stand in stacks. Gate and up of an expert
+        are divided each by itself; with expert parallelism the rank has all of its experts. Of a vocabulary that the
+        ranks do not divide evenly, the last ones hold fewer rows than `config.vocab_size`.
         """
-        dim = self._divided_dim(name)
-        box = [(0, size) for size in shape]
-        if dim is not None:
-            box[dim] = self._range(name, shape[dim])
-        return tuple(box)
+        dim, ranges = self._divided(name, shape)
+        return tuple(tuple(one if at == dim else (0, size) for at, size in enumerate(shape)) for one in ranges)
 
-    def _divided_dim(self, name: str) -> int | None:
+    def _divided(self, name: str, shape: tuple[int, ...]) -> tuple[int, list[tuple[int, int]]]:
+        """The dimension that is divided, and what this rank has along it."""
         placement = self.placements[name]
         if placement is Placement.EXPERT:
-            return None if self.slots is not None else _EXPERT_DIMS.get(name.rpartition(".")[2])
-        return placement.divided_dim
+            return self._of_experts(name.rpartition(".")[2], shape)
+        if placement is Placement.STACKED:
+            assert self.whole.recurrence is not None
+            return 0, own_ranges(stacks(self.whole.recurrence, name), self.size, self.index)
+        dim = placement.divided_dim
+        return (0, [(0, shape[0])]) if dim is None else (dim, [self._range(name, shape[dim])])
+
+    def _of_experts(self, own: str, shape: tuple[int, ...]) -> tuple[int, list[tuple[int, int]]]:
+        """Of a matrix or a bias of one expert, or of the matrices of all."""
+        stacked, dim = len(shape) == 3, _EXPERT_DIMS.get(own)
+        if self.slots is not None and stacked:
+            assert self.config.experts is not None
+            return 0, [(expert, expert + 1) for expert in self.config.experts.held or ()]
+        if self.slots is not None or dim is None:
+            return 0, [(0, shape[0])]
+        halves = 2 if stacked and own == "gate_up_proj" else 1
+        dim, each = dim + stacked, shape[dim + stacked] // halves
+        first, end = span(each, self.size, self.index)
+        return dim, [(half * each + first, half * each + end) for half in range(halves)]
 
     def _range(self, name: str, rows: int) -> tuple[int, int]:
         if self.placements[name] is Placement.VOCABULARY:
@@ -208,13 +228,17 @@ def rank_config(
         intermediate_size=max(1, config.intermediate_size // size),
         vocab_size=-(-config.vocab_size // size),
         experts=experts,
+        recurrence=None if config.recurrence is None else divided_recurrence(config.recurrence, size),
     )
 
 
 def _fault(config: ModelConfig, size: int, expert_parallel: bool, own_tokens: bool) -> str:
     """Why so many ranks cannot share the model; empty if they can."""
     if config.recurrence is not None and size > 1:
-        return "would divide recurrent layers, which ranks do not do yet"
+        if own_tokens:
+            return "with enable_dp_attention=True is not there for recurrent layers"
+        if why := fault(config.recurrence, size):
+            return why
     heads, kv_heads = (0, size) if own_tokens else (config.num_heads, config.num_kv_heads)
     if heads % size:
         return f"does not divide the {heads} attention heads"

@@ -111,8 +111,11 @@ def balance(costs: Sequence[float], parts: int) -> list[Span]:
 
 def _layer_cost(layer: nn.Module, length: int) -> float:
     matrices = sum(parameter.numel() for parameter in layer.parameters() if parameter.dim() > 1)
-    attention = layer.get_submodule("self_attn")
+    attention = getattr(layer, "self_attn", None)
+    if attention is None:  # a recurrence
+        return matrices
     assert isinstance(attention.spec, AttentionSpec)
     window = attention.spec.window
     seen = length / 2 if window is None else min(length / 2, window)
-    return matrices + 2 * attention.get_parameter("o_proj.weight").shape[1] * seen
+    width: int = attention.get_parameter("o_proj.weight").shape[1]
+    return matrices + 2 * width * seen

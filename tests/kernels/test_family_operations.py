@@ -22,6 +22,7 @@ from strata.kernels.norm.divided_norm import divided_rms_norm, mean_square
 from strata.kernels.norm.wide_norm import wide_rms_norm
 from strata.kernels.op import Operation
 from strata.kernels.recurrent.deinterleave import deinterleave
+from strata.kernels.recurrent.divided_gated_norm import divided_gated_rms_norm, gated_mean_square
 from strata.kernels.rotary.partial_rope import partial_rope
 from strata.kernels.rotary.rope import rope_angles
 
@@ -142,6 +143,10 @@ def test_rows_have_the_same_bits_in_any_company(width: int, dtype: torch.dtype) 
     assert_rows_stand_alone(lambda rows: squares(x[rows]))
     assert_rows_stand_alone(lambda rows: gated(x[rows], up[rows]))
     assert_rows_stand_alone(lambda rows: capped(x[rows], 3.0))
+    divided, total = divided_gated_rms_norm.bind("cpu", deterministic=True), torch.rand(ROWS, 4)
+    opened_squares = gated_mean_square.bind("cpu", deterministic=True)
+    assert_rows_stand_alone(lambda rows: opened_squares(x[rows], up[rows]))
+    assert_rows_stand_alone(lambda rows: divided(x[rows], up[rows], total[rows], 2, weight, 1e-5))
     bounded = clamped_swiglu.bind("cpu", deterministic=True)
     assert_rows_stand_alone(lambda rows: bounded(x[rows], up[rows], CLAMP))
     opened = sigmoid_gate.bind("cpu", deterministic=True)
@@ -175,6 +180,12 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     ("operation", "arguments", "expected"),
     [
         (wide_rms_norm, (meta(7, 64), meta(64), 1e-5, 1.0), Cost(7 * 64 * 4, 7 * 128 + 128, 7 * 128, 128)),
+        (gated_mean_square, (meta(7, 64), meta(7, 64)), Cost(7 * 7 * 64, 2 * 896, 7 * 16)),
+        (
+            divided_gated_rms_norm,
+            (meta(7, 64), meta(7, 64), meta(7, 4, dtype=torch.float32), 2, meta(64), 1e-5),
+            Cost(7 * 64 * 7, 2 * 896 + 7 * 16 + 128, 896, 128),
+        ),
         (mean_square, (meta(7, 64),), Cost(2 * 7 * 64, 7 * 128, 7 * 16)),
         (gelu_mul, (meta(7, 64), meta(7, 64)), Cost(7 * 64 * 9, 2 * 896, 896)),
         (clamped_swiglu, (meta(7, 64), meta(7, 64), CLAMP), Cost(7 * 64 * 11, 2 * 896, 896)),

@@ -47,6 +47,8 @@ ROWWISE: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "wide_rms_norm": ((X,), (FACTOR, 1e-5, 1.0)),
     "mean_square": ((X,), ()),
     "gated_rms_norm": ((X, X + 1), (FACTOR, 1e-5, 4, True)),
+    "gated_mean_square": ((X, X + 1), ()),
+    "divided_gated_rms_norm": ((X, X + 1, some(ROWS, 4).square()), (2, FACTOR, 1e-5)),
     "divided_rms_norm": ((X, some(ROWS, 4).square()), (2, FACTOR, 1e-5, 0.0)),
     "partial_rope": ((some(ROWS, 2, WIDTH), some(ROWS, 1, 8), some(ROWS, 1, 8)), ()),
     "tail_rope": ((some(ROWS, 2, WIDTH), some(ROWS, 1, 8), some(ROWS, 1, 8)), (True,)),

@@ -13,7 +13,7 @@ from strata.models.config import ModelConfig
 from strata.models.experts import stored_views
 from strata.models.families import build
 from strata.models.layers import CausalLM
-from strata.models.part import held
+from strata.models.part import held, inside
 from strata.parallel.serving_shard import RankShard
 
 from .models import BIASED_CONFIGS, CONFIGS, config_of
@@ -46,8 +46,8 @@ def shard_of(
             sources = dict(stored_views(model, name, value))
             for stored, target in stored_views(own, name, parameters[name]):
                 source = sources[stored]
-                box = shard.box(name, tuple(source.shape))
-                held(target, box).copy_(source[tuple(slice(first, end) for first, end in box)])
+                for box, place in held(target, shard.boxes(name, tuple(source.shape))):
+                    place.copy_(source[inside(box)])
     return shard, own
 
 

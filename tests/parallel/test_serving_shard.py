@@ -10,6 +10,7 @@ import torch
 
 from strata.models.experts import stored_views
 from strata.models.families import build
+from strata.models.part import inside
 from strata.parallel.serving_shard import RankShard, rank_config
 
 from .models import config_of
@@ -32,8 +33,8 @@ def test_ranks_together_hold_every_element(name: str, size: int) -> None:
         for stored, matrix in stored_views(model, parameter, value):
             holders = torch.zeros(matrix.shape, dtype=torch.int)
             for shard in shards:
-                box = shard.box(parameter, tuple(matrix.shape))
-                holders[tuple(slice(first, end) for first, end in box)] += 1
+                for box in shard.boxes(parameter, tuple(matrix.shape)):
+                    holders[inside(box)] += 1
             expected = 1
             divided_norm = name.startswith("olmo") and parameter.endswith(("q_norm.weight", "k_norm.weight"))
             if WHOLE.fullmatch(parameter) and not divided_norm:
@@ -58,7 +59,7 @@ def test_a_box_fills_the_parameter_of_the_ranks_own_model(name: str, size: int) 
         for parameter, value in model.named_parameters():
             of_rank = stored_views(rank_model, parameter, own[parameter])
             for (_, matrix), (_, part) in zip(stored_views(model, parameter, value), of_rank, strict=True):
-                box = shard.box(parameter, tuple(matrix.shape))
+                (box,) = shard.boxes(parameter, tuple(matrix.shape))
                 sizes = tuple(end - first for first, end in box)
                 if "embed_tokens" in parameter or "lm_head" in parameter:
                     first, end = box[0]
@@ -75,8 +76,8 @@ def test_a_rank_attends_with_the_kv_head_of_its_query_heads() -> None:
     for index in range(8):
         shard = RankShard.of(config, 8, index)
         assert (shard.config.num_heads, shard.config.num_kv_heads, shard.config.head_dim) == (1, 1, 4)
-        own = shard.box("model.layers.0.self_attn.q_proj.weight", (32, 24))[0]
-        read = shard.box("model.layers.1.self_attn.k_proj.weight", (8, 24))[0]
+        own = shard.boxes("model.layers.0.self_attn.q_proj.weight", (32, 24))[0][0]
+        read = shard.boxes("model.layers.1.self_attn.k_proj.weight", (8, 24))[0][0]
         assert own == (index * 4, index * 4 + 4)
         assert read == (index // 4 * 4, index // 4 * 4 + 4)
 
@@ -86,8 +87,8 @@ def test_gate_and_up_of_experts_are_divided_each_by_itself() -> None:
     prefix = "model.layers.0.mlp.experts."
     assert shard.config.experts is not None
     assert shard.config.experts.intermediate_size == 10
-    assert shard.box(prefix + "gate_up_proj", (40, 24)) == ((10, 20), (0, 24))
-    assert shard.box(prefix + "down_proj", (24, 40)) == ((0, 24), (10, 20))
+    assert shard.boxes(prefix + "gate_up_proj", (40, 24)) == (((10, 20), (0, 24)),)
+    assert shard.boxes(prefix + "down_proj", (24, 40)) == (((0, 24), (10, 20)),)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import Tensor
 from strata.bench.kernels.case import EPS, Case, randn
 from strata.hardware.roofline import Workload
 from strata.kernels.recurrent.deinterleave import deinterleave
+from strata.kernels.recurrent.divided_gated_norm import divided_gated_rms_norm, gated_mean_square
 from strata.kernels.recurrent.gated_delta import gated_delta
 from strata.kernels.recurrent.gated_norm import gated_rms_norm
 from strata.kernels.recurrent.short_convolution import short_convolution
@@ -63,12 +64,18 @@ def _layer(inner: int, heads: int, channels: int, new: tuple[int, ...], total: t
     def norm() -> tuple[Any, ...]:
         return randn(rows, inner), randn(rows, inner), randn(inner), EPS, inner, True
 
+    def divided() -> tuple[Any, ...]:
+        x, gate = randn(rows, inner), randn(rows, inner)
+        return x, gate, 2 * gated_mean_square.reference(x, gate), 2, randn(inner), EPS
+
     kind = "prompt" if len(new) == 1 and rows > 1 else "decode"
     yield Case(short_convolution, f"{kind} {channels} by {_WIDTH}", rows, convolution, workload)
     yield Case(state_space, f"{kind} {heads}x{_HEAD} by {_STATE}", rows, scan, workload)
     yield Case(gated_delta, f"{kind} {pairs}/{2 * pairs}x{_STATE}x{_STATE}", rows, delta, workload)
     yield Case(deinterleave, f"{pairs}x{6 * _STATE}", rows, columns, workload)
     yield Case(gated_rms_norm, f"{inner}", rows, norm, workload)
+    yield Case(gated_mean_square, f"{inner}", rows, lambda: (randn(rows, inner), randn(rows, inner)), workload)
+    yield Case(divided_gated_rms_norm, f"{inner}", rows, divided, workload)
 
 
 def _batch(workload: Workload, shape: tuple[int, ...], dtype: torch.dtype) -> Batch:

@@ -19,6 +19,8 @@ from strata.kernels.moe.held import held_experts
 from strata.kernels.norm.divided_norm import divided_rms_norm, mean_square
 from strata.kernels.norm.wide_norm import wide_rms_norm
 from strata.kernels.op import Operation
+from strata.kernels.recurrent.divided_gated_norm import divided_gated_rms_norm, gated_mean_square
+from strata.kernels.recurrent.gated_norm import gated_rms_norm
 
 
 def shard(
@@ -44,7 +46,7 @@ def shard(
       the rows of all ranks come before the router (`dispatch_rows`), which so all ranks run on all rows, and sums go
       back to the rank whose rows they are of (`combine_rows`).
     - Rows of a VOCABULARY table: zeros for ids of other ranks, then an all-reduce.
-    - Before a norm with DIVIDED_NORM weights: an all-reduce of the mean squares of each rank's columns.
+    - Before a norm, gated or not, with DIVIDED_NORM weights: an all-reduce of the mean squares of each rank's columns.
     - Logits by VOCABULARY rows stay the rank's own, [rows, its ids].
 
     What reads other parameters stays: the rank's model holds its own heads and columns. Raises ValueError for a
@@ -105,8 +107,9 @@ def _shard_node(
         else:
             _follow(node, all_reduce, ranks.along)
     elif Placement.DIVIDED_NORM in read:
-        _require(operation is wide_rms_norm, node, read[Placement.DIVIDED_NORM])
-        _norm_of_all_ranks(graph.graph, node, ranks.along)
+        _require(operation in (wide_rms_norm, gated_rms_norm), node, read[Placement.DIVIDED_NORM])
+        make = _norm_of_all_ranks if operation is wide_rms_norm else _gated_norm_of_all_ranks
+        make(graph.graph, node, ranks.along)
     elif Placement.VOCABULARY in read:
         table = read[Placement.VOCABULARY]
         if operation is embedding:
@@ -155,20 +158,33 @@ def _require(is_known: bool, node: fx.Node, parameter: fx.Node) -> None:
         operation = operation_of(node)
         assert operation is not None
         raise ValueError(
-            f"{operation.name} reads {parameter.target}, which ranks divide; only of products and of wide_rms_norm is "
-            "it known how their parts make the whole"
+            f"{operation.name} reads {parameter.target}, which ranks divide; only of products and of norms is it "
+            "known how their parts make the whole"
         )
 
 
 def _norm_of_all_ranks(graph: fx.Graph, node: fx.Node, along: Along) -> None:
     """The scale of a row from the columns of all ranks."""
     x, weight, eps, offset = node.args
+    total = _summed(graph, node, along, mean_square, x)
+    node.target, node.args = divided_rms_norm, (x, total, along.size, weight, eps, offset)
+
+
+def _gated_norm_of_all_ranks(graph: fx.Graph, node: fx.Node, along: Along) -> None:
+    """The same of what a gate has let through, in a model whose groups of columns are one."""
+    x, gate, weight, eps, _, gate_first = node.args
+    assert gate_first
+    total = _summed(graph, node, along, gated_mean_square, x, gate)
+    node.target, node.args = divided_gated_rms_norm, (x, gate, total, along.size, weight, eps)
+
+
+def _summed(graph: fx.Graph, node: fx.Node, along: Along, squares_of: Operation, *columns: Any) -> fx.Node:
     with graph.inserting_before(node):
-        squares = graph.call_function(mean_square, (x,))
+        squares = graph.call_function(squares_of, columns)
         total = graph.call_function(all_reduce, (squares, along))
     for made in (squares, total):
         made.meta = {"module": node.meta["module"], "layer": node.meta["layer"]}
-    node.target, node.args = divided_rms_norm, (x, total, along.size, weight, eps, offset)
+    return total
 
 
 def _sum_product(node: fx.Node, ranks: _Ranks) -> None:

@@ -260,13 +260,18 @@ def packed_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tens
 
 def join(parts: Sequence[PackedWeight]) -> PackedWeight:
     """The rows of all parts as one weight. All have one scheme, rows that share a scale aside, and one `order`."""
-    group = parts[0].rows
-    is_divided = not group or any(part.shape[-2] % group for part in parts[:-1])  # a block would hold rows of two parts
-    if is_divided or any(part.rows != group for part in parts):
+    if scaled_apart(parts):
         parts = [with_own_rows(part) for part in parts]
     first = parts[0]
     fields = {name: torch.cat([getattr(part, name) for part in parts], -2) for name in first.tensors if name != "order"}
     return first.with_tensors(fields)
+
+
+def scaled_apart(parts: Sequence[PackedWeight]) -> bool:
+    """Whether rows of all parts as one weight need a scale each: a block would hold rows of two parts, or blocks
+    differ."""
+    group = parts[0].rows
+    return not group or any(part.rows != group for part in parts) or any(part.shape[-2] % group for part in parts[:-1])
 
 
 def joinable(one: PackedWeight, other: PackedWeight) -> bool:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import gcd
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from strata.kernels.quant.packed import MX_GROUP, PackedWeight, Scheme, joinable, pack, part_of, with_own_rows
+from strata.kernels.quant.packed import (
+    MX_GROUP,
+    PackedWeight,
+    Scheme,
+    join,
+    joinable,
+    pack,
+    part_of,
+    scaled_apart,
+    with_own_rows,
+)
 from strata.models.experts import stored_views
 from strata.models.layers import CausalLM
-from strata.models.part import Box, ModelPart, whole
+from strata.models.part import Box, Boxes, ModelPart, whole
 from strata.models.quantized.checkpoint import Checkpoint
 
 _VALUES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
@@ -98,15 +108,34 @@ def _needs_all_rows(scheme: Scheme) -> bool:
     return not scheme.rows or (scheme.values == "e2m1" and scheme.columns != MX_GROUP)
 
 
-def pack_box(matrix: Tensor, scheme: Scheme, box: Box, taken: Box) -> PackedWeight:
-    """The box of a matrix in a scheme. matrix: the values of `taken`, see `packed_box`."""
-    (first, end), columns = box
-    start = taken[0][0]
-    return part_of(pack(matrix, scheme), (first - start, end - start), columns)
+def pack_boxes(values: Callable[[Box], Tensor], shape: tuple[int, ...], boxes: Boxes, scheme: Scheme) -> PackedWeight:
+    """Boxes of a matrix of `shape` in a scheme, one above the other. values: those of a box of the matrix."""
+    parts = []
+    for box in boxes:
+        (first, end), columns = box
+        taken = packed_box(box, shape, scheme)
+        start = taken[0][0]
+        parts.append(part_of(pack(values(taken), scheme), (first - start, end - start), columns))
+    return parts[0] if len(parts) == 1 else join(parts)
+
+
+def planned_boxes(shape: tuple[int, ...], boxes: Boxes, scheme: Scheme) -> PackedWeight:
+    """What `pack_boxes` makes, as `planned_box` plans it."""
+    parts = [planned_box(shape, box, scheme) for box in boxes]
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    own_rows = scaled_apart(parts)
+    fields = {}
+    for name, one in first.tensors.items():
+        by_group = own_rows and name in ("scales", "zeros")
+        rows = sum(part.shape[0] if by_group else part.tensors[name].shape[0] for part in parts)
+        fields[name] = torch.empty(rows, *one.shape[1:], dtype=one.dtype, device="meta")
+    return first.with_tensors(fields)._replace(rows=1 if own_rows else first.rows)
 
 
 def planned_box(shape: tuple[int, ...], box: Box, scheme: Scheme) -> PackedWeight:
-    """On the meta device what `pack_box` makes of a box of a matrix of `shape`, from the sizes alone: an operation on
+    """On the meta device what `pack_boxes` makes of a box of a matrix of `shape`, from the sizes alone: an operation on
     that device would import a package for symbolic algebra.
 
     Raises ValueError where a byte of two values would be divided.
@@ -151,13 +180,13 @@ def meta_weights(
     for name, scheme in schemes.items():
         stored, matrix = next(stored_views(complete, name, complete.get_parameter(name)))
         shape = tuple(matrix.shape)
-        box = whole(shape) if part is None else part.box(name, shape)
+        boxes: Boxes = (whole(shape),) if part is None else part.boxes(name, shape)
         try:
             if checkpoint is None:
-                like = planned_box(shape, box, scheme)
+                like = planned_boxes(shape, boxes, scheme)
             else:
-                if (key := (scheme, shape, box)) not in read:
-                    read[key] = _on_meta(checkpoint.read(stored, box))
+                if (key := (scheme, shape, boxes)) not in read:
+                    read[key] = _on_meta(checkpoint.read(stored, boxes))
                 like = _on_meta(read[key])  # each its own: what shares memory is not merged
             found[name] = assembly(model, name).like_all(like)
         except ValueError as error:

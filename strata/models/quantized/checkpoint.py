@@ -11,9 +11,9 @@ from torch import nn
 
 from strata.files.json_object import read_object
 from strata.files.weight_index import INDEX, SINGLE
-from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.quant.packed import PackedWeight, join
 from strata.models.checkpoint import StoredTensor, read_checkpoint
-from strata.models.part import Box
+from strata.models.part import Boxes
 from strata.models.quantized.formats.read import PackedFormat, read_format
 from strata.models.weights import match_tensors
 
@@ -45,12 +45,14 @@ class Checkpoint:
         """stored: what the model's checkpoints call a matrix; where they join some, of a part."""
         return self.format is not None and self.sources[stored].name in self.format.matrices
 
-    def read(self, stored: str, box: Box) -> PackedWeight:
-        """A box of a packed matrix, on the CPU."""
+    def read(self, stored: str, boxes: Boxes) -> PackedWeight:
+        """Boxes of a packed matrix, one above the other, on the CPU."""
         assert self.format is not None
-        source, (rows, columns) = self.sources[stored], box
-        first, end = (source.first_row + row for row in rows)
-        return self.format.read(source.name, (first, end), columns)
+        source, parts = self.sources[stored], []
+        for rows, columns in boxes:
+            first, end = (source.first_row + row for row in rows)
+            parts.append(self.format.read(source.name, (first, end), columns))
+        return parts[0] if len(parts) == 1 else join(parts)
 
 
 def packed_format(folder: Path) -> PackedFormat | None:

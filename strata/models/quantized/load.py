@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,8 +20,8 @@ from strata.models.families import build
 from strata.models.initialize import dummy_values
 from strata.models.layers import CausalLM
 from strata.models.memory import require_memory
-from strata.models.part import Box, ModelPart, boxes, held, pairs, whole
-from strata.models.quantized.assembly import Assembly, assembly, meta_weights, numbered, pack_box, packed_box
+from strata.models.part import Box, Boxes, ModelPart, boxes, held, inside, pairs, whole
+from strata.models.quantized.assembly import Assembly, assembly, meta_weights, numbered, pack_boxes
 from strata.models.quantized.checkpoint import Checkpoint
 
 
@@ -93,12 +94,16 @@ def _randomize(
             continue
         for number, (source, target) in enumerate(pairs(complete, model, name, value, parameters[name])):
             shape = tuple(source.shape)
-            box = whole(shape) if part is None else part.box(name, shape)
+            places: Boxes = (whole(shape),) if part is None else part.boxes(name, shape)
             if name in schemes:
-                taken = packed_box(box, shape, schemes[name])
-                assemblies[name].put(number, pack_box(source[_slices(taken)], schemes[name], box, taken))
+                assemblies[name].put(number, pack_boxes(partial(_taken, source), shape, places, schemes[name]))
             else:
-                held(target, box).copy_(source[_slices(box)])
+                for box, place in held(target, places):
+                    place.copy_(source[inside(box)])
+
+
+def _taken(value: Tensor, box: Box) -> Tensor:
+    return value[inside(box)]
 
 
 class _Folder:
@@ -128,7 +133,8 @@ class _Folder:
         weights.check_head(self._complete, self._config, tensors, checkpoint.folder, heads)
         parameters = stored_parameters(self._model)
         for stored in left.keys() - plain.keys():
-            held(parameters[stored].detach(), left[stored]).copy_(dense(checkpoint.read(stored, left[stored])))
+            for box, place in held(parameters[stored].detach(), left[stored]):
+                place.copy_(dense(checkpoint.read(stored, (box,))))
         if checkpoint.format is None:
             self._pack(found, schemes, assemblies, device, dtype)
             return
@@ -149,18 +155,13 @@ class _Folder:
             with safe_open(file, framework="pt", device="cpu") as reader:
                 for stored in names:
                     name, number = found[stored]
-                    box, scheme = self._places[stored], schemes[name]
-                    taken = packed_box(box, sources[stored].shape, scheme)
-                    value = _read(reader, sources[stored], taken, device, dtype)
-                    assemblies[name].put(number, pack_box(value, scheme, box, taken))
+                    source, scheme = sources[stored], schemes[name]
+                    values = partial(_read, reader, source, device, dtype)
+                    assemblies[name].put(number, pack_boxes(values, source.shape, self._places[stored], scheme))
 
 
-def _read(reader: object, stored: StoredTensor, box: Box, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _read(reader: object, stored: StoredTensor, device: torch.device, dtype: torch.dtype, box: Box) -> Tensor:
     value = torch.empty([end - first for first, end in box], dtype=dtype, device=device)
     for rows, piece in weights.pieces(reader, stored, box):
         value[rows].copy_(piece)
     return value
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(first, end) for first, end in box)

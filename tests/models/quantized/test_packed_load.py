@@ -21,6 +21,8 @@ from strata.models.save import save
 from strata.models.weights import load
 from strata.parallel.serving_shard import RankShard
 from tests.engine.ranks.test_mixture import CONFIG as MIXTURE
+from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
+from tests.parallel.models import random_model
 from tests.parallel.shards import shard_of
 
 # Wider than a block of 128; ranks divide it off its grid.
@@ -119,3 +121,20 @@ def test_what_a_scheme_cannot_pack_is_named_before_anything_is_read() -> None:
         Packing.of("int4", model)
     with pytest.raises(ValueError, match=r"quantization = 'fp7' is not known; accepted are 'fp8'"):
         Packing.of("fp7", model)
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp8_block", "nvfp4"])
+@torch.no_grad()
+def test_parts_of_stacked_rows_have_the_scales_of_the_whole(scheme: str, tmp_path: Path) -> None:
+    """Gates, channels and steps of a state space's heads, in ranges that blocks of 128 rows do not divide."""
+    sizes = {"hidden_size": 96, "mamba_n_heads": 12, "mamba_d_head": 16, "mamba_d_state": 20, "head_dim": 32}
+    config = config_from_dict(RECURRENT_CONFIGS["granite-hybrid"] | sizes | {"shared_intermediate_size": 128})
+    save(random_model(config, torch.float32), config, tmp_path)
+    twin, config = load(tmp_path)
+    with torch.device("meta"):
+        schemes = Packing.of(scheme, build(config)).schemes
+    assert "model.layers.0.mamba.in_proj.weight" in schemes
+    for name in schemes:
+        twin.get_parameter(name).copy_(by_matrix(twin.get_parameter(name), 1, scheme))
+    for rank in (0, 1):
+        check(tmp_path, scheme, *shard_of(twin, config, 2, rank)[::-1])

@@ -1,0 +1,130 @@
+"""Recurrent layers over ranks: each has some heads, with their rows of stacked matrices and their states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, fx
+
+from strata.engine.step_graphs import Overlap, step_graphs
+from strata.graph.cost import operation_counts
+from strata.models.config import ModelConfig, config_from_dict
+from strata.models.experts import stored_parameters
+from strata.models.families import FAMILIES
+from strata.models.save import save
+from strata.models.state import FixedState
+from strata.models.weights import load
+from strata.parallel.serving_shard import RankShard, rank_config
+from tests.graph.lockstep import run_in_lockstep
+from tests.models.batches import random_sequences
+from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS, HandStates
+from tests.parallel.models import random_model
+from tests.parallel.shards import joined, shard_of
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "mamba2-wide-heads": {},
+    "mamba2-limited-tied": {"num_heads": 4, "head_dim": 15},  # one group: the norm is over the columns of all ranks
+    "granite-hybrid": {"shared_intermediate_size": 40},
+    "granite-hybrid-experts": {"mamba_proj_bias": True},
+    "qwen3-next": {"intermediate_size": 32},
+}
+SHARED = ("mamba2-limited-tied", "granite-hybrid-experts")
+
+
+def recurrent_config(name: str, **more: Any) -> ModelConfig:
+    return config_from_dict(RECURRENT_CONFIGS[name] | CHANGES[name] | more)
+
+
+def steps(graphs: Sequence[fx.GraphModule], configs: Sequence[ModelConfig], vocabulary: int) -> list[list[Tensor]]:
+    """Logits, one list a rank: two prompts, one in two chunks, then decodes."""
+    first, second = random_sequences(vocabulary, (9, 6))
+    kept = [HandStates(config, 3) for config in configs]
+    found: list[list[Tensor]] = [[] for _ in configs]
+    for chunks, wanted in (
+        ({0: first, 1: second[:2]}, [8, 10]),
+        ({1: second[2:], 0: [5]}, [3, 4]),
+        ({1: [7], 0: [9]}, [0, 1]),
+    ):
+        rows = torch.tensor(wanted, dtype=torch.int32)
+        results = run_in_lockstep(graphs, [(states.next_batch(chunks), rows) for states in kept])
+        for own, result in zip(found, results, strict=True):
+            own.append(result)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "options"),
+    [
+        *((name, 2, {}) for name in CHANGES),
+        ("granite-hybrid-experts", 4, {}),
+        ("granite-hybrid-experts", 2, {"expert_parallel": True}),
+        ("qwen3-next", 2, {"expert_parallel": True}),
+    ],
+)
+def test_steps_of_all_ranks_have_the_logits_of_one(name: str, size: int, options: dict[str, Any]) -> None:
+    config = recurrent_config(name)
+    model = random_model(config, torch.float32).requires_grad_(False)
+    alone = step_graphs(model, "cpu", deterministic=False).logits
+    (wanted,) = steps([alone], [config], config.vocab_size)
+    shards, models = zip(*(shard_of(model, config, size, index, **options) for index in range(size)), strict=True)
+    made = [
+        step_graphs(own, "cpu", False, shard=one, overlap=Overlap(2)) for one, own in zip(shards, models, strict=True)
+    ]
+    graphs = [one.logits for one in made]
+    configs = [one.config for one in shards]
+    for each in (graphs, [one.logits_of(2) for one in made]):  # whose messages travel beside products
+        found = joined(steps(each, configs, config.vocab_size), config.vocab_size)
+        for one, other in zip(found, wanted, strict=True):
+            assert (one - other).abs().max() < 2e-5 * other.abs().max()
+    assert bool(operation_counts(graphs[0])["divided_gated_rms_norm"]) is (name in SHARED)
+    for rank in shards:
+        whole, own = (
+            [state for state in FAMILIES[of.architecture].states(of) if isinstance(state, FixedState)]
+            for of in (config, rank.config)
+        )
+        assert [state.shapes[1][0] * size for state in own] == [state.shapes[1][0] for state in whole]
+
+
+@pytest.mark.parametrize("name", ["granite-hybrid-experts", "qwen3-next"])
+def test_a_part_is_read_out_of_stacked_rows(name: str, tmp_path: Path) -> None:
+    """By the meaning of the rows, not by the boxes."""
+    config = recurrent_config(name)
+    save(random_model(config, torch.float32), config, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    for index in range(2):
+        model, _ = load(tmp_path, part=RankShard.of(config, 2, index))
+        own = stored_parameters(model)
+        if name == "qwen3-next":
+            at, sizes = "model.layers.0.linear_attn.conv1d.weight", (20, 20, 32)
+            assert torch.equal(own[at], torch.cat([part.chunk(2)[index] for part in stored[at].split(sizes)]))
+            continue
+        at = "model.layers.0.mamba.in_proj.weight"
+        gate, x, b, c, dt = stored[at].split((48, 48, 8, 8, 4))
+        mine = torch.cat([gate.chunk(2)[index], x.chunk(2)[index], b, c, dt.chunk(2)[index]])
+        assert torch.equal(own[at], mine)
+        at = "model.layers.1.block_sparse_moe.input_linear.weight"
+        mine = torch.cat([half.chunk(2, 1)[index] for half in stored[at].chunk(2, 1)], 1)
+        assert torch.equal(own[at], mine)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "size", "message"),
+    [
+        ("granite-hybrid", {}, 4, "does not divide the 6 recurrent heads; this model takes 1, 2"),
+        ("granite-hybrid", {"mamba_n_heads": 12}, 4, "does not divide the 2 groups of state spaces"),
+        ("qwen3-next", {}, 4, "does not divide the 2 key heads of recurrent layers; this model takes 1, 2"),
+    ],
+)
+def test_what_cannot_be_divided(name: str, changes: dict[str, Any], size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rank_config(recurrent_config(name, **changes), size, 0)
+
+
+def test_tokens_of_their_own_are_refused() -> None:
+    with pytest.raises(ValueError, match="enable_dp_attention=True is not there for recurrent layers"):
+        rank_config(recurrent_config("qwen3-next"), 2, 0, expert_parallel=True, own_tokens=True)
