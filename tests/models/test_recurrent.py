@@ -35,7 +35,6 @@ from strata.models.save import save
 from strata.models.shapes import SHAPES
 from strata.models.weights import load
 from strata.parallel.layout import Layout
-from strata.parallel.serving_shard import RankShard
 from strata.plan.meta_model import meta_model
 from strata.train.adapters.lora import LoraConfig, add_lora
 from strata.train.predict.flops import document_flops
@@ -273,9 +272,7 @@ def test_steps_are_priced_with_the_states_that_they_move(opened: Opened) -> None
     assert model.step_costs().step(workload, 3).cached - keys.cached == (3 + 2) * states.row_bytes
 
 
-def test_ranks_say_what_they_cannot_do(opened: Opened) -> None:
+def test_training_says_what_its_ranks_cannot_do(opened: Opened) -> None:
     for name in ("tp", "cp", "pp"):
         with pytest.raises(ValueError, match=f"{name} = 2 would divide the recurrent layers"):
             Layout(**{name: 2}).check(opened.config, 2)
-    with pytest.raises(ValueError, match="recurrent layers, which ranks do not do yet; this model takes 1"):
-        RankShard.of(opened.config, 2, 0)
