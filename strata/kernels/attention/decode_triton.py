@@ -273,8 +273,6 @@ def decode_attention_kernel(
             if k_exponents is not None:
                 key_values, key_powers = round_rows(new_key.to(tl.float32), EXPONENT, MANTISSA, IS_INTEGER)
                 value_values, value_powers = round_rows(new_value.to(tl.float32), EXPONENT, MANTISSA, IS_INTEGER)
-                key_values = key_values.to(keys.dtype.element_ty)
-                value_values = value_values.to(values.dtype.element_ty)
                 new_key = _widened(key_values, key_powers, queries.dtype)
                 new_value = _widened(value_values, value_powers, queries.dtype)
                 mark = slot // PAGE_SIZE * page_stride + slot % PAGE_SIZE + tl.arange(0, ROWS) * 0
@@ -284,8 +282,8 @@ def decode_attention_kernel(
             new_score = tl.sum(queries.to(tl.float32) * new_key.to(tl.float32), 1) * scale
             once = inside & (row == 0) & (slot >= 0)
             if k_exponents is not None:
-                tl.store(keys + slot * token_stride + own, key_values, mask=once)
-                tl.store(values + slot * token_stride + own, value_values, mask=once)
+                tl.store(keys + slot * token_stride + own, key_values.to(keys.dtype.element_ty), mask=once)
+                tl.store(values + slot * token_stride + own, value_values.to(values.dtype.element_ty), mask=once)
             else:
                 tl.store(keys + slot * token_stride + own, new_key, mask=once)
                 tl.store(values + slot * token_stride + own, new_value, mask=once)

@@ -32,8 +32,12 @@ def exponent_at(slots, kv_head, kv_heads, PAGE_SIZE: tl.constexpr):
 
 @jit
 def round_rows(rows, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, IS_INTEGER: tl.constexpr):
-    """Rows [ROWS, WIDTH] float32, zeros past their ends -> values in float32, which conversion to the type rounds
-    (integers are rounded), and exponents int32 [ROWS]. A row of which not all is finite has the exponent 255."""
+    """Rows [ROWS, WIDTH] float32, zeros past their ends -> values that the type has, in float32, and exponents int32
+    [ROWS]. A row of which not all is finite has the exponent 255.
+
+    Floats are rounded by their bits: registers that were converted to 8 bits and back held other values on an H200
+    (Triton 3.6), where a store of the same registers was right.
+    """
     finite = tl.abs(rows) < float("inf")
     numbers = tl.where(finite, rows, 0.0)
     bits = tl.max(tl.abs(numbers), 1).to(tl.int32, bitcast=True)
@@ -44,6 +48,12 @@ def round_rows(rows, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, IS_INTEGER:
         # To the nearest, ties to even: there float32 has integers alone.
         scaled = (scaled + 12582912.0) - 12582912.0
         scaled = tl.minimum(tl.maximum(scaled, -127.0), 127.0)
+    else:
+        # To the nearest with three bits after the first, ties to even; below 2^-6, where e4m3 has no first bit, to the
+        # nearest multiple of 2^-9, which 1.5 * 2^14 has no bits below.
+        bits = scaled.to(tl.int32, bitcast=True)
+        kept = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        scaled = tl.where(tl.abs(scaled) < 0.015625, (scaled + 24576.0) - 24576.0, kept)
     return scaled, tl.where(tl.min(finite.to(tl.int32), 1) == 1, exponents, 255)
 
 

@@ -67,14 +67,13 @@ def decoding_from_the_product() -> None:
         _same(found[held], wanted[held])
 
 
-def pools_in_8_bits() -> None:
-    """int8: of 8-bit floats the interpreter's arithmetic is its own."""
+def pools_in_8_bits(kind: torch.dtype) -> None:
     given, plain = step([1, 0, 16, 9], 4, 2, 16, True, torch.float32)
     product, *others, batch, heads = given
-    made = PoolShape(2, plain.page_size, 2, 16, torch.float32, rounded=torch.int8)
-    cached = [torch.randint(-127, 128, pool.shape).to(torch.int8) for pool in (*plain.keys[:2], *plain.values[:2])]
+    made = PoolShape(2, plain.page_size, 2, 16, torch.float32, rounded=kind)
+    cached = [torch.randint(-127, 128, pool.shape).to(kind) for pool in (*plain.keys[:2], *plain.values[:2])]
     powers = torch.randint(118, 123, (4, len(cached[0]), 2, plain.page_size)).to(torch.uint8)
-    assert made.rounded == torch.int8
+    assert made.rounded == kind
 
     def pages() -> PagedKV:
         keys, values = (tuple(one.clone() for one in cached[at : at + 2]) for at in (0, 2))
@@ -121,5 +120,6 @@ if __name__ == "__main__":
     prompts_and_mixed_steps()
     decoding()
     decoding_from_the_product()
-    pools_in_8_bits()
+    for one in (torch.int8, torch.float8_e4m3fn):
+        pools_in_8_bits(one)
     print("equal")

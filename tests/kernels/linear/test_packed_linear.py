@@ -71,8 +71,8 @@ def placed(name: str, rows: int, limits: DeviceLimits, width: int = 1024) -> tup
 @pytest.mark.parametrize(
     ("name", "limits", "served"),
     [
-        ("fp8", HOPPER, ((1, FEW), (64, FEW), (65, SCALED), (8192, SCALED))),
-        ("int8", HOPPER, ((1, FEW), (64, FEW), (65, ROUNDED))),
+        ("fp8", HOPPER, ((1, FEW), (32, FEW), (33, SCALED), (8192, SCALED))),
+        ("int8", HOPPER, ((1, FEW), (32, FEW), (33, ROUNDED))),
         ("fp8_block", HOPPER, ((1, FEW), (65, ROUNDED))),
         ("int4", HOPPER, ((1, FEW), (256, FEW), (257, DEQUANTIZED))),
         ("nvfp4", HOPPER, ((1, FEW), (257, DEQUANTIZED))),

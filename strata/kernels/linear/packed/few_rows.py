@@ -1,8 +1,8 @@
 """Products of few rows (decoding) with a packed weight, which streams through once: launches and the choice of tiles.
 
 What a weight's scheme says of activations is left out: few rows cost nothing as they are, so x is not rounded and the
-result is nearer to that of the plain weight than the reference's. The tiles are chosen by a rule that was not fitted to
-measurements yet; `benchmarks.packed_products --tiles` times them.
+result is nearer to that of the plain weight than the reference's. The rule that chooses tiles is fitted to what those
+of 8B took on an H200 (`benchmarks.packed_products --tiles`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from torch import Tensor
 from strata.kernels.device_limits import LEAST_CAPABILITY, DeviceLimits
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.linear.packed.few_rows_kernels import packed_dot_kernel, packed_gemv_kernel
-from strata.kernels.linear.packed.halves_gemv import halves_gemv_kernel
 from strata.kernels.linear.skinny import Launch
 from strata.kernels.linear.skinny_tiles import MOST_ROWS, SkinnyTile
-from strata.kernels.linear.tile_rule import started
 from strata.kernels.op import ATEN
 from strata.kernels.quant.dequantize import E4M3_CAPABILITY
 from strata.kernels.quant.packed import PackedWeight
@@ -29,13 +27,16 @@ from strata.kernels.split_counters import split_counters
 from strata.kernels.triton_import import HAS_TRITON
 
 IMPLEMENTATION = "packed, skinny"
-# Of values in a byte; beyond, tensor cores have less to do.
-_GEMV_ROWS = 2
-# From here on products in 8 bits are the library's: they are bound by arithmetic, which costs half.
-MOST_ROUNDED_ROWS = 64
+# Where a scheme rounds activations, more rows are multiplied in 8 bits: 64 took 73 us for a layer of 8B, as floats 104.
+MOST_ROUNDED_ROWS = 32
 _SPLITS = (1, 2, 4, 8, 16)
-# Programs of two warps that a processor should have, to have enough loads under way.
-_PROGRAMS_EACH = 4
+# Warps that a processor should have, to have enough loads under way; of values in half a byte, which take more
+# instructions, more, and twice as many if each has more columns than these.
+_WARPS_EACH, _HALVES_WARPS_EACH, _LONG_PART = 3.5, 6.5, 2048
+# The widest row that a program of `packed_gemv_kernel` holds at once; two rows of x took it twice as long as one.
+_GEMV_WIDTH = 16384
+# Larger weights are slower if they are launched early: their loads take the room of the kernel ahead.
+_EARLY_BYTES, _PREFETCH = 28 << 20, 512
 # Sums of a thread that the last program of a tile may load at once, and turns of the loop over k that a split leaves.
 _MOST_SUMS, _LEAST_TURNS = 128, 4
 # A prefetch brings in pieces of so many bytes.
@@ -102,13 +103,8 @@ def launch(product: PackedProduct, tile: SkinnyTile) -> Launch:
     rows = tile.program_rows(count)
     if tile.kernel == "gemv":
         options |= {"ROWS": rows, "ONCE": width <= tile.width}
-        operands: tuple[Any, ...] = (x, weight.values, weight.scales, weight.row_scales)
-        kernel = packed_gemv_kernel
-        if weight.kind == "int4":
-            operands, kernel = (*operands[:3], weight.zeros, weight.row_scales), halves_gemv_kernel
-            del options["KIND"]
-            options["GROUP"] = _group(weight)
-        return Launch(kernel, (tiles,), (*operands, *tensors, *sizes), options, tuple(results))
+        args = (x, weight.values, weight.scales, weight.row_scales, *tensors, *sizes)
+        return Launch(packed_gemv_kernel, (tiles,), args, options, tuple(results))
     grid = (tiles, tile.splits, ceil_div(count, rows))
     parts = counters = None
     if tile.splits > 1:
@@ -169,23 +165,24 @@ def packed_tile(rows: int, out: int, width: int, kind: str, group: int, device: 
         return None
     early = device.capability >= (9, 0)
     a_byte = kind in ("e4m3", "int8")
-    if a_byte and not group and rows <= _GEMV_ROWS:
-        for block in (4096, 2048, 1024):
-            tile = SkinnyTile("gemv", 4, block, min(8, block // 256), early=early)
-            if block // 2 < width and tile.fits(rows, out, width):
-                return tile
+    if a_byte and not group and rows == 1 and width <= _GEMV_WIDTH:
+        block = max(1024, next_power_of_2(width))
+        return SkinnyTile("gemv", 4, block, min(8, block // 256), early=early)
     found = dot_tiles(dot_shapes(rows)[0], rows, out, width, kind, group)
     if not found:
         return None
     # The first that has enough programs, else the one that has most.
-    best = next((tile for tile in found if _fills(tile, rows, out, device)), found[-1])
-    nbytes = out * width // (1 if a_byte else 2)
-    return started(replace(best, early=True), rows, nbytes, device) if early else best
+    best = next((tile for tile in found if _fills(tile, rows, out, width, a_byte, device)), found[-1])
+    starts_early = early and out * width // (1 if a_byte else 2) <= _EARLY_BYTES
+    return replace(best, early=True, prefetch=_PREFETCH) if starts_early else best
 
 
-def _fills(tile: SkinnyTile, rows: int, out: int, device: DeviceLimits) -> bool:
+def _fills(tile: SkinnyTile, rows: int, out: int, width: int, a_byte: bool, device: DeviceLimits) -> bool:
     programs = ceil_div(out, tile.columns) * ceil_div(rows, tile.program_rows(rows)) * tile.splits
-    return programs * tile.warps >= 2 * _PROGRAMS_EACH * device.processors
+    each = programs * tile.warps / device.processors
+    if a_byte:
+        return each >= _WARPS_EACH
+    return each >= _HALVES_WARPS_EACH * (1 if width // tile.splits <= _LONG_PART else 2)
 
 
 def dot_shapes(rows: int) -> tuple[tuple[int, int, int, int], ...]:
@@ -234,8 +231,7 @@ def _block_of(rows: int, width: int, kind: str, group: int) -> int:
 def kernels_of(tile: SkinnyTile | None, weight: PackedWeight) -> tuple[Any, ...]:
     """What multiplies with the tile that was found."""
     assert tile is not None
-    gemv = halves_gemv_kernel if weight.kind == "int4" else packed_gemv_kernel
-    kernel = gemv if tile.kernel == "gemv" else packed_dot_kernel
+    kernel = packed_gemv_kernel if tile.kernel == "gemv" else packed_dot_kernel
     return (kernel,) if weight.order is None else (ATEN, kernel)
 
 

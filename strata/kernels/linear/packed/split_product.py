@@ -7,7 +7,7 @@ them up in their order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -37,6 +37,29 @@ class SplitTile:
 
     def fits(self, width: int) -> bool:
         return width % (self.splits * self.width) == 0
+
+
+# Of more rows the library's tiles, or those of `rounded_kernel`, keep all processors busy.
+MOST_SPLIT_ROWS = 256
+# Weights with more rows have tiles enough that are wide.
+_NARROW_OUT, _LEAST_PART = 8192, 4096
+
+
+def split_tile(rows: int, out: int, width: int, processors: int) -> SplitTile | None:
+    """The tile for so many rows by a weight [out, width], fitted to products of 8B on an H200; None: another way is
+    better."""
+    if rows > MOST_SPLIT_ROWS or width % 128:
+        return None
+    if out > _NARROW_OUT:
+        wide = SplitTile(128, 256, 1, 8) if rows <= 128 else SplitTile(256, 128, 1, 8)
+        return SplitTile(64, 128, 1, 4) if rows <= 64 else wide
+    held = 64 if rows <= 64 else 128
+    tiles = ceil_div(out, 64) * ceil_div(rows, held)
+    # Six stages take most of a processor's memory.
+    tile = SplitTile(held, 64, 1, 4, stages=6 if tiles <= processors else 4)
+    divided = replace(tile, splits=2)
+    pays = 2 * tiles <= processors and width >= 2 * _LEAST_PART and divided.fits(width)
+    return divided if pays else tile
 
 
 @partial(jit, unspecialized=("rows",))
