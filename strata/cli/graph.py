@@ -20,6 +20,7 @@ from strata.hardware.specs import device
 from strata.models.folder import folder_shape_or_file
 
 if TYPE_CHECKING:
+    from strata.graph.buffers import BufferPlan
     from strata.graph.cost import NodeCost
     from strata.graph.draw import Row
     from strata.graph.predict import StepPredictor
@@ -120,7 +121,7 @@ class PricedStep:
 
     step_floor: of the model; sampling and the making of inputs stand beside it. captured: how many nodes of each
     operation the model has before the passes. link: to the other ranks, if there are some. predictor: of the workload's
-    time. sources: of what was measured, in words.
+    time. sources: of what was measured, in words. buffers: see `MetaModel.buffers`.
     """
 
     step: StepNodes
@@ -133,6 +134,7 @@ class PricedStep:
     predictor: StepPredictor
     workload: Workload
     sources: tuple[str, ...]
+    buffers: BufferPlan | None = None
 
     @property
     def run(self) -> dict[str, int]:
@@ -199,6 +201,7 @@ class PricedStep:
             "sent_bytes": cost.sent,
             "messages_floor_s": floor(cost, self.device, self.dtype, self.link).communication,
             "nodes_floor_s": sum(floor(node.cost, self.device, self.dtype, self.link).seconds for node in self.nodes),
+            "activation_bytes": None if self.buffers is None else self.buffers.peak,
             "step_floor_s": self.step_floor.seconds,
             "predicted_s": self.predicted.seconds,
             "predicted_from": self.origins,
@@ -251,6 +254,10 @@ class PricedStep:
         console.print(f"parameters        {totals['parameters']:,}")
         console.print(f"FLOPs per token   {quantity(totals['flops_per_token'])}")
         console.print(f"bytes             {quantity(totals['bytes'])}B")
+        if self.buffers is not None:
+            plan = self.buffers
+            where = f"most of it alive at {plan.peak_node}; {quantity(plan.made)}B made in all"
+            console.print(f"activations       {quantity(plan.peak)}B, {where}")
         if self.link is not None:
             sent, least = quantity(totals["sent_bytes"]), duration(totals["messages_floor_s"])
             console.print(f"messages          {totals['messages']:,}, {sent}B sent to other ranks: {least} at least")
@@ -291,5 +298,5 @@ def price(model: MetaModel, workload: Workload, spec: Device) -> PricedStep:
     captured = dict(model.graphs.captured)
     return PricedStep(
         step, times.device, times.dtype, workload.tokens, whole, captured, times.link, times.predictor, workload,
-        times.sources,
+        times.sources, model.buffers(workload),
     )  # fmt: skip

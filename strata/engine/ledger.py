@@ -44,6 +44,7 @@ class WindowPool(NamedTuple):
 class Ledger:
     """Bytes by purpose on one device. `budget` is what the engine may use in all; `margin` is what is left of it.
 
+    planned: activations of the largest step by the lifetimes of its buffers, without sampling; 0 until that is known.
     others: what is in use already, by this process or by others. recorded: sizes of steps that have CUDA graphs.
     messages: buffers of what ranks send each other. pages, page_bytes: of the first group of layers that keep rows of
     one kind, and `windows`: of the others. state_rows: for fixed states, of which each takes `state_bytes`; the last
@@ -67,6 +68,7 @@ class Ledger:
     state_rows: int = 0
     snapshots: int = 0
     state_bytes: int = 0
+    planned: int = 0
 
     @property
     def states(self) -> int:
@@ -104,7 +106,7 @@ class Ledger:
         """The ledger as text, one purpose a line."""
         rows = [
             ("weights", self.weights, ""),
-            ("activations", self.activations, "largest step, estimated"),
+            ("activations", self.activations, f"largest step, estimated{self._planned_note}"),
             ("sequences", self.sequences, "block tables, ids that penalties count, masks"),
             ("CUDA graphs", self.graphs, f"{self.recorded} sizes of steps, estimated"),
             *([("messages", self.messages, "between ranks, estimated")] if self.messages else []),
@@ -123,6 +125,10 @@ class Ledger:
         head = f"memory on {self.device}: {self.budget / GIB:.2f} GiB to use of {self.total / GIB:.2f}"
         head += f" ({self.others / GIB:.2f} in use already)" if self.others > 0 else ""
         return [head, *(f"  {name:<12}{size / GIB:>9.3f} GiB  {note}".rstrip() for name, size, note in rows)]
+
+    @property
+    def _planned_note(self) -> str:
+        return f"; {self.planned / GIB:.3f} planned, without sampling" if self.planned else ""
 
     @property
     def _states_note(self) -> str:

@@ -10,6 +10,7 @@ from strata.engine.scheduling.step_times import LINK, MESSAGE_SECONDS, StepTimes
 from strata.engine.step_graphs import StepGraphs
 from strata.engine.watch.step_floor import StepFloor
 from strata.engine.watch.step_shares import StepShares
+from strata.graph.buffers import CUDA_BLOCK, BufferPlan, buffer_plan
 from strata.graph.cost import StepCosts, meta_indices, meta_pages, step_costs
 from strata.hardware.figures import Device
 from strata.hardware.links import Link, link_of
@@ -17,6 +18,7 @@ from strata.hardware.probe.device import device_of
 from strata.hardware.probe.report import kept, newest
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import recognize
+from strata.kernels.device_limits import DeviceLimits
 from strata.models.batch import Batch
 
 
@@ -98,14 +100,35 @@ def least_costs(graphs: StepGraphs, shape: PoolShape, states: StateShape | None)
     return step_costs(graphs.logits, lambda tokens, rows: (_one_token_each(shape, states, tokens), meta_indices(rows)))
 
 
+def planned_buffers(
+    graphs: StepGraphs,
+    shape: PoolShape,
+    states: StateShape | None,
+    tokens: int,
+    rows: int,
+    limits: DeviceLimits | None,
+) -> BufferPlan:
+    """Of a step that is one prompt of so many tokens and projects so many rows onto the vocabulary. limits: of the CUDA
+    device on which it runs; None: on a CPU."""
+    batch = _meta_batch(shape, states, Workload((tokens,), (tokens,)))
+    block = 1 if limits is None else CUDA_BLOCK
+    return buffer_plan(graphs.logits_of(tokens), (batch, meta_indices(rows)), limits, block)
+
+
 def _one_token_each(shape: PoolShape, states: StateShape | None, sequences: int) -> Batch:
+    return _meta_batch(shape, states, Workload((1,) * sequences, (1,) * sequences))
+
+
+def _meta_batch(shape: PoolShape, states: StateShape | None, workload: Workload) -> Batch:
+    sequences = len(workload.new)
     pages = meta_pages(
-        Workload((1,) * sequences, (1,) * sequences),
+        workload,
         layers=shape.layers,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         dtype=shape.dtype,
         page_size=shape.page_size,
     )
-    tokens = meta_indices(sequences)
-    return Batch(tokens, tokens, meta_indices(sequences + 1), 1, pages, states=meta_states(states, sequences))
+    tokens = meta_indices(workload.tokens)
+    offsets = meta_indices(sequences + 1)
+    return Batch(tokens, tokens, offsets, max(workload.new), pages, states=meta_states(states, sequences))

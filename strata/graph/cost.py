@@ -91,7 +91,7 @@ def node_costs(
     known.
     """
     found, reads = [], Reads()
-    for called in _walk(graph, argument):
+    for called in walk(graph, argument):
         node, operation, args, result = called
         read = reads.look(node, args, works=operation is not None)
         if operation is None:
@@ -122,9 +122,14 @@ def _run_by(node: fx.Node, args: tuple[Any, ...], limits: DeviceLimits) -> tuple
     """The name of the implementation that runs a node of a bound graph on a device, and the kernels it launches."""
     if operation_of(node) is None:
         return "torch", (ATEN,)
-    placed = [_as_if_on(limits, argument) for argument in args]
+    placed = placed_arguments(limits, args)
     chosen = node.meta["bound"].choose(*placed)
     return chosen.name, chosen.launches(*placed)
+
+
+def placed_arguments(limits: DeviceLimits, args: tuple[Any, ...]) -> list[Any]:
+    """Arguments on the meta device as if they were on another, for an implementation to be chosen by."""
+    return [_as_if_on(limits, argument) for argument in args]
 
 
 def _as_if_on(limits: DeviceLimits, argument: Any) -> Any:
@@ -135,7 +140,7 @@ def _as_if_on(limits: DeviceLimits, argument: Any) -> Any:
 
 def operation_counts(graph: fx.GraphModule) -> Counter[str]:
     """How many nodes of each operation a graph has; those of torch by their name, views are not counted."""
-    return Counter(work.name for node in graph.graph.nodes if (work := _work(node)) is not None)
+    return Counter(work.name for node in graph.graph.nodes if (work := work_of(node)) is not None)
 
 
 def total(nodes: Iterable[NodeCost]) -> Cost:
@@ -217,7 +222,7 @@ def step_costs(graph: fx.GraphModule, argument: Callable[[int, int], Any]) -> St
     recurrences: Counter[Cost] = Counter()
     examples: dict[Cost, Callable[[Workload], Cost]] = {}
     mixtures: Counter[tuple[int, int, int, int, int, bool]] = Counter()
-    for one, two in zip(_walk(graph, argument(1, 1)), _walk(graph, argument(2, 1)), strict=True):
+    for one, two in zip(walk(graph, argument(1, 1)), walk(graph, argument(2, 1)), strict=True):
         if one.operation is None:
             continue
         of_one, of_two = (partial(_cost, one.operation, called.args) for called in (one, two))
@@ -279,8 +284,8 @@ def meta_indices(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.int32, device="meta")
 
 
-class _Called(NamedTuple):
-    """A node that calls something, what it computes (see `_work`), and what it was called with and returned."""
+class Called(NamedTuple):
+    """A node that calls something, what it computes (see `work_of`), and what it was called with and returned."""
 
     node: fx.Node
     operation: Operation | None
@@ -288,8 +293,8 @@ class _Called(NamedTuple):
     result: Any
 
 
-def _walk(graph: fx.GraphModule, argument: Any) -> Iterator[_Called]:
-    """Run the graph on shapes."""
+def walk(graph: fx.GraphModule, argument: Any) -> Iterator[Called]:
+    """Run the graph on shapes; see `node_costs`."""
     values: dict[fx.Node, Any] = {}
     given = iter(argument if type(argument) is tuple else (argument,))
     for node in graph.graph.nodes:
@@ -300,7 +305,7 @@ def _walk(graph: fx.GraphModule, argument: Any) -> Iterator[_Called]:
             values[node] = value.to("meta") if isinstance(value, Tensor) else value
         elif node.op != "output":
             args = fx.map_arg(node.args, values.__getitem__)
-            target, operation = node.target, _work(node)
+            target, operation = node.target, work_of(node)
             if operation is not None:
                 values[node] = operation.meta(*args)
             elif target in _VIEWS:
@@ -311,10 +316,10 @@ def _walk(graph: fx.GraphModule, argument: Any) -> Iterator[_Called]:
                 raise NotImplementedError(
                     f"the cost of {name!r} (in {node.meta['module'] or 'the model'}) is not known"
                 )
-            yield _Called(node, operation, args, values[node])
+            yield Called(node, operation, args, values[node])
 
 
-def _work(node: fx.Node) -> Operation | None:
+def work_of(node: fx.Node) -> Operation | None:
     """What a node computes; None if it only fetches or views memory."""
     return operation_of(node) or TORCH_FUNCTIONS.get(node.target)
 

@@ -33,7 +33,8 @@ class Implementation:
     `supports`: whether it can run these arguments; None means always.
     `packed`: it takes packed weights, and no others.
     `kernels`: what it launches on CUDA, in order: Triton kernels and libraries; or a function of the arguments that
-    tells. `supports` and such a function are also asked with arguments that are `as_if_on` a device.
+    tells. `scratch`: a function of them that tells how many bytes it holds while it runs, beside them and its result;
+    None: none. `supports` and such functions are also asked with arguments that are `as_if_on` a device.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Implementation:
     supports: Callable[..., bool] | None = None
     kernels: Kernels = (ATEN,)
     packed: bool = False
+    scratch: Callable[..., int] | None = None
 
     def launches(self, *args: Any) -> tuple[str, ...]:
         """The names of the kernels that these arguments make it launch, as a profiler shows them, or of libraries."""
@@ -114,11 +116,12 @@ class Operation:
         supports: Callable[..., bool] | None = None,
         kernels: Kernels = (ATEN,),
         packed: bool = False,
+        scratch: Callable[..., int] | None = None,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Register the decorated function; among those that fit, the one registered first is preferred."""
 
         def register(run: Callable[..., Any]) -> Callable[..., Any]:
-            made = Implementation(name, run, device, invariant, differentiable, supports, kernels, packed)
+            made = Implementation(name, run, device, invariant, differentiable, supports, kernels, packed, scratch)
             self.implementations.append(made)
             return run
 
@@ -184,6 +187,11 @@ class Bound:
     def launches(self, *args: Any) -> tuple[str, ...]:
         """The kernels that these arguments launch; see `Implementation.launches`."""
         return self.choose(*args).launches(*args)
+
+    def scratch(self, *args: Any) -> int:
+        """Bytes that these arguments make it hold while it runs; see `Implementation.scratch`."""
+        tell = self.choose(*args).scratch
+        return 0 if tell is None else tell(*args)
 
     def __call__(self, *args: Any) -> Any:
         return self.choose(*args).run(*args)

@@ -16,7 +16,8 @@ from strata.kernels.op import Operation
 
 
 def _sum(left: Tensor, right: Tensor) -> Tensor:
-    shape = torch.broadcast_shapes(left.shape, right.shape)
+    # Which imports symbolic algebra, for half a second.
+    shape = left.shape if left.shape == right.shape else torch.broadcast_shapes(left.shape, right.shape)
     return torch.empty(shape, dtype=torch.promote_types(left.dtype, right.dtype), device="meta")
 
 
@@ -52,7 +53,7 @@ def _joined_cost(parts: list[Tensor], *, workload: Workload) -> Cost:
 
 
 def _converted(source: Tensor, dtype: torch.dtype) -> Tensor:
-    return source.new_empty(source.shape, dtype=dtype, device="meta")
+    return source if source.dtype == dtype else source.new_empty(source.shape, dtype=dtype, device="meta")
 
 
 def _converted_cost(source: Tensor, dtype: torch.dtype, *, workload: Workload) -> Cost:

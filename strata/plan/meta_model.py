@@ -29,6 +29,7 @@ from strata.engine.startup.packing import Packing
 from strata.engine.step_cost import least_costs, token_division
 from strata.engine.step_graphs import DivisionInputs, DrawStep, Overlap, StepGraphs, StepInputs, step_graphs
 from strata.files.json_object import read_existing_object
+from strata.graph.buffers import CUDA_BLOCK, BufferPlan, buffer_plan
 from strata.graph.capture import capture, capture_head
 from strata.graph.cost import NodeCost, StepCosts, meta_indices, meta_pages, node_costs
 from strata.hardware.figures import Device
@@ -163,14 +164,12 @@ class MetaModel:
             return self._share(len(workload.new), self.division.divide(step))
         graphs, count = self.graphs, len(workload.new)
         size = self.recorded_size(workload)
-        model = prompts = graphs.logits_of(workload.tokens if size is None else size.tokens)
+        model, part = self._graph(workload, size)
         if size is None:
             inputs, draw = graphs.mixed_inputs if 1 in workload.new else graphs.prompt_inputs, graphs.draw
         else:
             inputs = graphs.recorded_inputs
             draw = graphs.draw_filtered if graphs.part is None else graphs.draw
-            if max(workload.new) == 1:
-                model = graphs.decode(size.sequences) or model
         if self._is_divided(workload, size):
             inputs = graphs.fresh_inputs if size is not None and size.fresh else graphs.divided_inputs
         arguments = [(self._arguments(workload, count, size), workload)]
@@ -196,9 +195,28 @@ class MetaModel:
             ]
 
         name = next(field.name for field in fields(graphs) if getattr(graphs, field.name) is model)
-        made, ran = nodes(inputs, 0), nodes(model, 2 if model is prompts else 1)
+        made, ran = nodes(inputs, 0), nodes(model, part)
         drawn = nodes(draw, 3) if graphs.head is not None else []
         return StepNodes(name, made, ran, drawn, size is not None, timed)
+
+    def _graph(self, workload: Workload, size: BufferShape | None) -> tuple[fx.GraphModule, int]:
+        """What computes the logits of a step, and which of `_arguments` it is called with."""
+        if size is not None and max(workload.new) == 1:
+            decode = self.graphs.decode(size.sequences)
+            if decode is not None:
+                return decode, 1
+        return self.graphs.logits_of(workload.tokens if size is None else size.tokens), 2
+
+    def buffers(self, workload: Workload) -> BufferPlan | None:
+        """Of the graph that computes the logits of such a step, at the size to which it is padded if it is recorded;
+        None where ranks divide its tokens."""
+        if self.division is not None and self.division.pays(PlanArrays(_plan(workload))):
+            return None
+        size = self.recorded_size(workload)
+        graph, part = self._graph(workload, size)
+        filled, draws = (workload, len(workload.new)) if size is None else (_padded(workload, size), size.draws)
+        block = 1 if self.limits is None else CUDA_BLOCK
+        return buffer_plan(graph, self._arguments(filled, draws, size)[part], self.limits, block)
 
     def captured(self, workload: Workload) -> list[NodeCost]:
         """What the nodes of the model cost in that step before any pass, those of the head of a row a sequence."""

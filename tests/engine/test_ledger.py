@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from strata.cache.groups import page_groups
 from strata.cache.pool import PoolShape
@@ -25,6 +22,7 @@ from strata.engine.sampling_params import SamplingParams
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
 from strata.models.state import FixedState, PagedRows
+from tests.live_bytes import LiveBytes
 from tests.models.gpt_oss_checkpoints import GPT_OSS_CONFIGS
 
 CONFIG = config_from_dict(SHAPES["0.6B"], "0.6B")
@@ -136,25 +134,6 @@ def test_what_attention_needs_is_counted() -> None:
     plain = plan_memory(CONFIG, POOL, torch.device("cpu"), **ASKED)
     more = plan_memory(CONFIG, POOL, torch.device("cpu"), **ASKED | {"scratch": 10**6})
     assert more.activations == plain.activations + 10**6
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most bytes of tensors that were alive at once, of those made inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._sizes: dict[int, int] = {}
-        self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
-            if storage is not None and storage._cdata not in self._sizes:
-                self._sizes[storage._cdata] = storage.nbytes()
-                weakref.finalize(storage, self._sizes.pop, storage._cdata)
-                self.most = max(self.most, sum(self._sizes.values()))
-        return result
 
 
 def test_recorded_steps_keep_the_largest_logits_and_activations() -> None:

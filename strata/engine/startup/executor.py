@@ -17,7 +17,7 @@ from strata.comm.peer_copies import with_peer_copies
 from strata.engine.embeddings.pooling import Pooler
 from strata.engine.engine_config import EngineConfig, EngineSizes, library_limit
 from strata.engine.faults import memory_explained
-from strata.engine.ledger import DeviceMemory, Ledger, plan_memory
+from strata.engine.ledger import GIB, DeviceMemory, Ledger, plan_memory
 from strata.engine.ranks.expert_balance import RankExperts
 from strata.engine.ranks.rank import Rank, share_of
 from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
@@ -25,9 +25,10 @@ from strata.engine.recorded_steps import RecordedSteps
 from strata.engine.runner import Runner
 from strata.engine.startup.clock import Log, StartupClock
 from strata.engine.startup.library import has_library_plan, library_scales, without_library
-from strata.engine.step_cost import token_division
+from strata.engine.step_cost import planned_buffers, token_division
 from strata.engine.step_graphs import Overlap, StepGraphs, step_graphs
 from strata.engine.steps.runner_config import RunnerConfig
+from strata.graph.buffers import BufferPlan
 from strata.graph.ranks.overlap import SLOTS, most_rows
 from strata.hardware.figures import Device
 from strata.hardware.specs import recognize
@@ -145,6 +146,11 @@ def build_executor(
         table = tuned.read(DeviceLimits.of(device).product) if kind == "cuda" else {}
         overlap = Overlap(asked.overlap_tokens, _sends_by_copies(axes[TENSOR_AXIS], device))
         graphs = step_graphs(model, kind, asked.deterministic, table, shard, tables, overlap, context, packed)
+        limits = DeviceLimits.of(device) if kind == "cuda" else None
+        largest = sizes.max_tokens, min(asked.max_num_seqs, sizes.max_tokens)
+        planned = planned_buffers(graphs, pool_shape, sizes.states, *largest, limits)
+        ledger = replace(ledger, planned=planned.peak)
+        log(planned_line(planned, ledger, sizes.max_tokens))
     with clock.phase("KV pages"), memory_explained("allocating the KV pages", ledger):
         pool, *others = pools(sizes.groups, ledger.group_pages, own.num_layers, device)
         states = None if sizes.states is None else StatePool(sizes.states, ledger.state_rows, device)
@@ -203,6 +209,15 @@ def build_executor(
         own_kernels=own_kernels,
         kernels_are_ready=kernels_are_ready,
         experts=experts,
+    )
+
+
+def planned_line(plan: BufferPlan, ledger: Ledger, tokens: int) -> str:
+    """What the buffers of the largest step come to, beside what was set aside for them, in words."""
+    held, used = plan.peak / GIB, plan.made / max(1, plan.peak)
+    return (
+        f"activations of {tokens:,} tokens: {held:.3f} GiB planned, most of it alive at {plan.peak_node} ({used:.0f} "
+        f"times as much is made); {ledger.activations / GIB:.3f} set aside, sampling with it"
     )
 
 
@@ -278,7 +293,8 @@ def planned_memory(
         num_pages=asked.num_pages,
         dtype=sizes.pool.dtype,
         recorded=sizes.recorded,
-        scratch=max((_scratch_bytes(asked, config, sizes, count) for count in rows), default=0),
+        scratch=max((_scratch_bytes(asked, config, sizes, count) for count in rows), default=0)
+        + (sizes.packing.largest_in_floats(sizes.pool.dtype) if device.type == "cuda" else 0),
         sharing=ranks,
         messages=_message_bytes(asked, sizes, device, overlapped),
         sources=asked.tensor_parallel_size if asked.enable_dp_attention else 1,

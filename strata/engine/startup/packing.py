@@ -88,6 +88,12 @@ class Packing:
                     "weights that are not packed, or another device"
                 )
 
+    def largest_in_floats(self, dtype: torch.dtype) -> int:
+        """Bytes of the largest matrix, gate and up joined, that products of many rows turn into floats: where the
+        scheme keeps activations as they are."""
+        kept = (one for one in self.planned.values() if not one.activations and one.dim() == 2)
+        return max((2 * one.numel() * dtype.itemsize for one in kept), default=0)
+
     def line(self, dtype: torch.dtype) -> str:
         """What is packed, for the log of a start. dtype: of what is not."""
         inside = sum(weight.numel() for weight in self.planned.values())

@@ -140,12 +140,8 @@ attention.implement("tiled", "cpu", supports=_in_pools)(attention_cpu.paged)
 attention.implement("packed", "cpu", differentiable=True, supports=_packed)(attention_train.packed)
 attention.implement("fixed tiles", "cpu", invariant=True)(attention_exact.attend_exact)
 if HAS_TRITON:
-    attention.implement("mixed", "cuda", supports=attention_mixed.supports, kernels=attention_mixed.kernels)(
-        attention_mixed.attend
-    )
-    attention.implement("triton", "cuda", supports=attention_cuda.supports, kernels=attention_cuda.kernels)(
-        attention_cuda.attend
-    )
+    for _name, _of in (("mixed", attention_mixed), ("triton", attention_cuda)):
+        attention.implement(_name, "cuda", supports=_of.supports, kernels=_of.kernels, scratch=_of.scratch)(_of.attend)
     attention.implement(
         "triton fixed", "cuda", invariant=True, supports=attention_fixed.supports, kernels=attention_fixed.kernels
     )(attention_fixed.attend)

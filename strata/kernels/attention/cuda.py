@@ -52,6 +52,15 @@ def kernels(
     return (decode_attention_kernel if _all_decode(q, k, batch) else attention_kernel,)
 
 
+def scratch(
+    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+) -> int:
+    """What the splits of a step of decodes alone wait in."""
+    if batch.pages is None or not _all_decode(q, k, batch):
+        return 0
+    return decode_attention_cuda.scratch(q, q.shape[1], q.shape[2], k.shape[1], batch.pages, q.shape[0])
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
 ) -> Tensor:

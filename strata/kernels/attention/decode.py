@@ -76,6 +76,21 @@ def _triton(
     return decode_attention_cuda.decode(product, heads.heads, cos.shape[-1], batch.pages, spec, unfinished, sinks=sinks)
 
 
+def _scratch(
+    product: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    batch: PackedBatch,
+    heads: HeadsSpec,
+    *_: Any,
+) -> int:
+    assert batch.pages is not None
+    sizes = (heads.heads, cos.shape[-1], heads.kv_heads)
+    return decode_attention_cuda.scratch(product, *sizes, batch.pages, product.shape[0])
+
+
 def _fits(
     product: Tensor,
     q_weight: Tensor | None,
@@ -133,5 +148,7 @@ def _composed_kernels(*args: Any) -> tuple[str, ...]:
 
 decode_attention.implement("composed", "cpu")(_composed("cpu"))
 if HAS_TRITON:
-    decode_attention.implement("triton", "cuda", supports=_fits, kernels=(decode_attention_kernel,))(_triton)
+    decode_attention.implement("triton", "cuda", supports=_fits, kernels=(decode_attention_kernel,), scratch=_scratch)(
+        _triton
+    )
 decode_attention.implement("composed", "cuda", kernels=_composed_kernels)(_composed("cuda"))

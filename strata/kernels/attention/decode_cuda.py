@@ -42,6 +42,13 @@ def scratch_bytes(sequences: int, most_keys: int, heads: int, kv_heads: int, hea
     return 4 * sequences * splits * heads * (head_dim + 1)
 
 
+def scratch(q: Tensor, heads: int, head_dim: int, kv_heads: int, pages: PagedKV, decodes: int) -> int:
+    """`scratch_bytes` of the first sequences of a step."""
+    most = pages.tables.shape[1] * pages.page_size
+    tile = decode_tile(heads // kv_heads, head_dim, q.dtype, decodes, most, rounded=pages.is_rounded)
+    return 4 * decodes * tile.splits * heads * (head_dim + 1)
+
+
 def decode(
     product: Tensor,
     heads: int,

@@ -46,6 +46,17 @@ def kernels(
     return (*[decode_attention_kernel] * (_may_decode(batch.pages) > 0), prompts)
 
 
+def scratch(
+    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+) -> int:
+    """What the splits of decodes wait in."""
+    assert batch.pages is not None
+    decodes = _may_decode(batch.pages)
+    if not decodes:
+        return 0
+    return decode_attention_cuda.scratch(q, q.shape[1], q.shape[2], k.shape[1], batch.pages, decodes)
+
+
 def _may_decode(pages: PagedKV) -> int:
     """How many sequences, the first of the batch, get the programs of a decode."""
     assert pages.parts is not None

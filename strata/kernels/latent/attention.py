@@ -93,9 +93,9 @@ latent_attention.implement("by sequence", "cpu", supports=latent_cpu.supports)(l
 latent_attention.implement("expanded", "cpu", differentiable=True, supports=_packed)(_expanded)
 latent_attention.implement("fixed tiles", "cpu", invariant=True)(latent_cpu.fixed_tiles)
 if HAS_TRITON:
-    latent_attention.implement("triton", "cuda", supports=latent_cuda.supports, kernels=latent_cuda.kernels)(
-        latent_cuda.attend
-    )
+    latent_attention.implement(
+        "triton", "cuda", supports=latent_cuda.supports, kernels=latent_cuda.kernels, scratch=latent_cuda.scratch
+    )(latent_cuda.attend)
     latent_attention.implement(
         "triton fixed", "cuda", invariant=True, supports=latent_cuda.supports, kernels=latent_cuda.FIXED_KERNELS
     )(latent_cuda.attend_fixed)

@@ -52,6 +52,19 @@ def scratch_bytes(sequences: int, most: int, heads: int, rank: int, dtype: torch
     return 4 * sequences * decode_tile(heads, rank, dtype, sequences, most).splits * heads * (rank + 1)
 
 
+def scratch(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec) -> int:
+    """Queries and what they find in the space of the latents, and what the splits of decodes wait in."""
+    dims, pages = Dims.of(q, row, weight), batch.pages
+    assert pages is not None
+    parts = _parts(q, pages)
+    decodes = q.shape[0] if _all_decode(q, batch) else 0 if parts is None else _decodes(pages, parts)
+    both = 2 * q.shape[0] * dims.heads * dims.rank * q.element_size()
+    result = q.shape[0] * dims.heads * dims.value * q.element_size()
+    most = pages.tables.shape[1] * pages.page_size
+    splits = scratch_bytes(decodes, most, dims.heads, dims.rank, q.dtype) if decodes else 0
+    return both + max(0, splits - result)
+
+
 def attend(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
     """Decodes, which are the first sequences of a batch, have their rows divided; a tile has queries of the others."""
     dims, pages = Dims.of(q, row, weight), batch.pages

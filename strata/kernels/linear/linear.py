@@ -65,7 +65,12 @@ def _kernels(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Any
     return skinny.kernels_of(tile_choice.chosen_tile(linear.name, x, weight))
 
 
-@linear.implement(skinny_tiles.IMPLEMENTATION, "cuda", supports=_has_tile, kernels=_kernels)
+def _scratch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> int:
+    tile = tile_choice.chosen_tile(linear.name, x, weight)
+    return skinny.scratch_bytes(tile, x.numel() // weight.shape[1], weight.shape[0])
+
+
+@linear.implement(skinny_tiles.IMPLEMENTATION, "cuda", supports=_has_tile, kernels=_kernels, scratch=_scratch)
 def _skinny(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     tile = tile_choice.chosen_tile(linear.name, x, weight)
     assert tile is not None
@@ -83,14 +88,38 @@ if HAS_TRITON:
     linear.implement("triton", "cuda", invariant=True, supports=fixed.fits, kernels=(fixed.linear_kernel,))(
         fixed.triton_linear
     )
-for _name, _run, _fits, _launched in (
-    (few_rows.IMPLEMENTATION, few_rows.few_rows_linear, few_rows.fits_linear, few_rows.linear_kernels),
-    ("rounded, triton", many_rows.rounded_product, many_rows.fits_rounded, many_rows.ROUNDED_KERNELS),
-    ("rounded, cublas", many_rows.scaled_mm, many_rows.fits_scaled_mm, many_rows.SCALED_MM_KERNELS),
-    ("dequantized, cublas", many_rows.dequantized, many_rows.fits_dequantized, many_rows.DEQUANTIZED_KERNELS),
-    ("unpacked, cublas", many_rows.unpacked, None, (ATEN, CUBLAS)),
+for _name, _run, _fits, _launched, _held in (
+    (
+        few_rows.IMPLEMENTATION,
+        few_rows.few_rows_linear,
+        few_rows.fits_linear,
+        few_rows.linear_kernels,
+        few_rows.scratch,
+    ),
+    (
+        "rounded, triton",
+        many_rows.rounded_product,
+        many_rows.fits_rounded,
+        many_rows.ROUNDED_KERNELS,
+        many_rows.rounded_bytes,
+    ),
+    (
+        "rounded, cublas",
+        many_rows.scaled_mm,
+        many_rows.fits_scaled_mm,
+        many_rows.SCALED_MM_KERNELS,
+        many_rows.rounded_bytes,
+    ),
+    (
+        "dequantized, cublas",
+        many_rows.dequantized,
+        many_rows.fits_dequantized,
+        many_rows.DEQUANTIZED_KERNELS,
+        many_rows.dequantized_bytes,
+    ),
+    ("unpacked, cublas", many_rows.unpacked, None, (ATEN, CUBLAS), many_rows.dequantized_bytes),
 ):
-    linear.implement(_name, "cuda", supports=_fits, kernels=_launched, packed=True)(_run)
+    linear.implement(_name, "cuda", supports=_fits, kernels=_launched, packed=True, scratch=_held)(_run)
 linear.implement(
     "dequantized, fixed tiles",
     "cuda",
@@ -98,6 +127,7 @@ linear.implement(
     supports=many_rows.fits_fixed_tiles,
     kernels=many_rows.FIXED_KERNELS,
     packed=True,
+    scratch=many_rows.dequantized_bytes,
 )(many_rows.fixed_tiles)
 
 

@@ -18,7 +18,7 @@ from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.fused import Run, fused
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.packed import few_rows
-from strata.kernels.linear.skinny import SkinnyProduct, kernels_of, multiply
+from strata.kernels.linear.skinny import SkinnyProduct, kernels_of, multiply, scratch_bytes
 from strata.kernels.linear.skinny_tiles import IMPLEMENTATION
 from strata.kernels.linear.tile_choice import chosen_tile
 from strata.kernels.op import ATEN, operation
@@ -160,11 +160,26 @@ def _scale_kernels(operation: str, weighted: Tensor, _: Any, eps: float, weight:
     return kernels_of(chosen_tile(operation, weighted, weight))
 
 
+def _add_scratch(x: Tensor, weight: Tensor, *_: Any) -> int:
+    return scratch_bytes(chosen_tile(linear_add.name, x, weight), x.numel() // weight.shape[1], weight.shape[0])
+
+
+def _scale_scratch(operation: str, weighted: Tensor, _: Any, eps: float, weight: Tensor, __: Any) -> int:
+    tile, count = chosen_tile(operation, weighted, weight), weighted.numel() // weight.shape[1]
+    return scratch_bytes(tile, count, weight.shape[0])
+
+
 if HAS_TRITON:
-    linear_add.implement(IMPLEMENTATION, "cuda", supports=_adds, kernels=_add_kernels)(_adds_skinny)
+    linear_add.implement(IMPLEMENTATION, "cuda", supports=_adds, kernels=_add_kernels, scratch=_add_scratch)(
+        _adds_skinny
+    )
     for _made in (scaled_linear, scaled_linear_silu_mul):
         _run, _fits = partial(_scales_skinny, _made.name), partial(_scales, _made.name)
-        _made.implement(IMPLEMENTATION, "cuda", supports=_fits, kernels=partial(_scale_kernels, _made.name))(_run)
+        _told: dict[str, Any] = {
+            "kernels": partial(_scale_kernels, _made.name),
+            "scratch": partial(_scale_scratch, _made.name),
+        }
+        _made.implement(IMPLEMENTATION, "cuda", supports=_fits, **_told)(_run)
 
 
 _packed_linear, _silu_mul = linear.bind("cuda", packed=True), silu_mul.bind("cuda")

@@ -20,7 +20,7 @@ from strata.kernels.fused import Run, fused
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.packed import few_rows
-from strata.kernels.linear.skinny import SkinnyProduct, kernels_of, multiply
+from strata.kernels.linear.skinny import SkinnyProduct, kernels_of, multiply, scratch_bytes
 from strata.kernels.linear.skinny_tiles import IMPLEMENTATION
 from strata.kernels.linear.tile_choice import chosen_tile
 from strata.kernels.quant.packed import PackedWeight
@@ -53,6 +53,12 @@ def one_after_the_other(x: Tensor, weight: Tensor, bias: Tensor | None = None) -
 def _kernels_of_both(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[str, ...]:
     half = linear_silu_mul.meta(x, weight, bias)
     return _linear.launches(x, weight, bias) + _silu_mul.launches(half, half)
+
+
+def _bytes_of_both(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> int:
+    """Of the product, and what it takes itself where that is more than the halves' result."""
+    result: int = linear_silu_mul.meta(x, weight, bias).nbytes
+    return 2 * result + max(0, _linear.scratch(x, weight, bias) - result)
 
 
 @jit
@@ -174,16 +180,30 @@ def _skinny_kernels(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tu
     return kernels_of(chosen_tile(linear_silu_mul.name, x, weight))
 
 
+def _skinny_scratch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> int:
+    tile = chosen_tile(linear_silu_mul.name, x, weight)
+    return scratch_bytes(tile, x.numel() // weight.shape[1], weight.shape[0])
+
+
 if HAS_TRITON:
-    linear_silu_mul.implement(IMPLEMENTATION, "cuda", supports=_fits_skinny, kernels=_skinny_kernels)(_skinny)
+    linear_silu_mul.implement(
+        IMPLEMENTATION, "cuda", supports=_fits_skinny, kernels=_skinny_kernels, scratch=_skinny_scratch
+    )(_skinny)
     linear_silu_mul.implement("triton", "cuda", supports=_fits, kernels=(linear_silu_mul_kernel,))(_triton)
-linear_silu_mul.implement("linear, silu_mul", "cuda", kernels=_kernels_of_both)(one_after_the_other)
+linear_silu_mul.implement("linear, silu_mul", "cuda", kernels=_kernels_of_both, scratch=_bytes_of_both)(
+    one_after_the_other
+)
 
 _packed_linear = linear.bind("cuda", packed=True)
 
 
 @linear_silu_mul.implement(
-    few_rows.IMPLEMENTATION, "cuda", supports=few_rows.fits_linear, kernels=few_rows.linear_kernels, packed=True
+    few_rows.IMPLEMENTATION,
+    "cuda",
+    supports=few_rows.fits_linear,
+    kernels=few_rows.linear_kernels,
+    packed=True,
+    scratch=few_rows.scratch,
 )
 def _packed_skinny(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     return few_rows.few_rows_linear(x, weight, bias, gated=True)
@@ -194,7 +214,12 @@ def _packed_kernels(x: Tensor, weight: PackedWeight, bias: Tensor | None = None)
     return _packed_linear.launches(x, weight, bias) + _silu_mul.launches(half, half)
 
 
-@linear_silu_mul.implement("linear, silu_mul", "cuda", kernels=_packed_kernels, packed=True)
+def _packed_bytes(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> int:
+    result: int = linear_silu_mul.meta(x, weight, bias).nbytes
+    return 2 * result + max(0, _packed_linear.scratch(x, weight, bias) - result)
+
+
+@linear_silu_mul.implement("linear, silu_mul", "cuda", kernels=_packed_kernels, packed=True, scratch=_packed_bytes)
 def _packed_one_after_the_other(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     result: Tensor = _silu_mul(*_packed_linear(x, weight, bias).chunk(2, -1))
     return result

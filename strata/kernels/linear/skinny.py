@@ -112,6 +112,15 @@ def launch(product: SkinnyProduct, tile: SkinnyTile) -> Launch:
     return Launch(dot_kernel, grid, (*tensors, *outputs, parts, counters, *sizes), options, tuple(results))
 
 
+def scratch_bytes(tile: SkinnyTile | None, count: int, columns: int) -> int:
+    """What the splits of a product of so many rows by a weight of so many wait in."""
+    assert tile is not None
+    if tile.kernel == "gemv" or tile.splits == 1:
+        return 0
+    rows = tile.program_rows(count)
+    return 4 * ceil_div(columns, tile.columns) * tile.columns * tile.splits * ceil_div(count, rows) * rows
+
+
 def multiply(product: SkinnyProduct, tile: SkinnyTile) -> tuple[Tensor, ...]:
     """The results of `launch`. Sums are float32; with the same tile, the bits of a row do not depend on other rows.
 

@@ -14,6 +14,7 @@ from strata.kernels.linear.linear import linear
 from strata.kernels.linear.packed.frozen import frozen_call
 from strata.kernels.moe.combine import combine_kernel
 from strata.kernels.moe.experts import (
+    choices_scratch,
     choices_take,
     expected_experts,
     give_back,
@@ -157,6 +158,12 @@ def _tile_kernels(x: Tensor, weights: Tensor, chosen: Tensor, *others: object) -
     return *order_kernels(chosen), grouped_kernel, grouped_kernel, combine_kernel
 
 
+def _tiles_scratch(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *_: object) -> int:
+    """As `tiles_scratch`, but what is gated stays until the rows are summed."""
+    order, columns = 16 * chosen.numel() + 4 * len(down), down.shape[1] + down.shape[2]
+    return order + chosen.numel() * columns * x.element_size()
+
+
 def _by_tiles(
     x: Tensor,
     weights: Tensor,
@@ -185,8 +192,12 @@ def _by_tiles(
 
 
 if HAS_TRITON:
-    biased_experts.implement("triton choices", "cuda", supports=_choices_support, kernels=CHOICE_KERNELS)(_by_choices)
-    biased_experts.implement("triton tiles", "cuda", supports=_tiles_support, kernels=_tile_kernels)(_by_tiles)
+    biased_experts.implement(
+        "triton choices", "cuda", supports=_choices_support, kernels=CHOICE_KERNELS, scratch=choices_scratch
+    )(_by_choices)
+    biased_experts.implement(
+        "triton tiles", "cuda", supports=_tiles_support, kernels=_tile_kernels, scratch=_tiles_scratch
+    )(_by_tiles)
 
 
 def _library_supports(x: Tensor, weights: Tensor, chosen: Tensor, *others: Any) -> bool:

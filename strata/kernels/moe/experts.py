@@ -209,6 +209,28 @@ def _by_choices(
     return by_choices(x, weights, chosen, gate_up, down)
 
 
+def tiles_scratch(x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, *_: object) -> int:
+    """Bytes of the order of rows, of what is gated and of what comes out of it, beside the sums."""
+    order = 16 * chosen.numel() + 4 * len(down)
+    inner, outer = (chosen.numel() * columns * x.element_size() for columns in (down.shape[2], down.shape[1]))
+    return order + outer + max(0, inner - x.nbytes)
+
+
+def choices_scratch(
+    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, *_: object
+) -> int:
+    """Of what is gated, of each token's choices."""
+    return chosen.numel() * down.shape[2] * x.element_size()
+
+
+def library_scratch(
+    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, *_: object
+) -> int:
+    """Of rows in their order, gates and ups, these gated, and what comes out of them, beside the sums."""
+    order, each = 16 * chosen.numel() + 4 * len(down), chosen.numel() * x.element_size()
+    return order + each * (2 * down.shape[1] + 3 * down.shape[2]) - x.nbytes
+
+
 def by_tiles(
     x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, filled: int | None = None
 ) -> Tensor:
@@ -223,11 +245,22 @@ def by_tiles(
 
 
 if HAS_TRITON:
-    experts.implement("triton choices", "cuda", supports=_choices_support, kernels=CHOICE_KERNELS)(_by_choices)
-    experts.implement("triton tiles", "cuda", supports=_tiles_support, kernels=_tile_kernels)(by_tiles)
+    experts.implement(
+        "triton choices", "cuda", supports=_choices_support, kernels=CHOICE_KERNELS, scratch=choices_scratch
+    )(_by_choices)
+    experts.implement("triton tiles", "cuda", supports=_tiles_support, kernels=_tile_kernels, scratch=tiles_scratch)(
+        by_tiles
+    )
 
 
-@experts.implement("grouped", "cuda", differentiable=True, supports=_library_supports, kernels=_library_kernels)
+@experts.implement(
+    "grouped",
+    "cuda",
+    differentiable=True,
+    supports=_library_supports,
+    kernels=_library_kernels,
+    scratch=library_scratch,
+)
 def grouped(
     x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, filled: int | None = None
 ) -> Tensor:

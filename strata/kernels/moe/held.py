@@ -11,7 +11,15 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.silu_mul import silu_mul, silu_mul_kernel
 from strata.kernels.moe.combine import combine_kernel, weighted_sums
-from strata.kernels.moe.experts import expected_experts, experts, library_takes, ours_take, take_rows
+from strata.kernels.moe.experts import (
+    expected_experts,
+    experts,
+    library_scratch,
+    library_takes,
+    ours_take,
+    take_rows,
+    tiles_scratch,
+)
 from strata.kernels.moe.grouped import grouped_kernel, grouped_product
 from strata.kernels.moe.held_order import MOST_CHOICES, held_numbers, held_order, order_kernels
 from strata.kernels.op import ATEN, operation
@@ -176,5 +184,9 @@ def _tile_kernels(x: Tensor, weights: Tensor, chosen: Tensor, *others: int | Ten
 
 
 if HAS_TRITON:
-    held_experts.implement("grouped", "cuda", supports=_is_long, kernels=_library_kernels)(grouped_held)
-    held_experts.implement("triton", "cuda", supports=_fits, kernels=_tile_kernels)(held_by_tiles)
+    held_experts.implement("grouped", "cuda", supports=_is_long, kernels=_library_kernels, scratch=library_scratch)(
+        grouped_held
+    )
+    held_experts.implement("triton", "cuda", supports=_fits, kernels=_tile_kernels, scratch=tiles_scratch)(
+        held_by_tiles
+    )

@@ -18,7 +18,7 @@ from torch import Tensor
 from strata.kernels.device_limits import LEAST_CAPABILITY, DeviceLimits
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.linear.packed.few_rows_kernels import packed_dot_kernel, packed_gemv_kernel
-from strata.kernels.linear.skinny import Launch
+from strata.kernels.linear.skinny import Launch, scratch_bytes
 from strata.kernels.linear.skinny_tiles import MOST_ROWS, SkinnyTile
 from strata.kernels.op import ATEN
 from strata.kernels.quant.dequantize import E4M3_CAPABILITY
@@ -247,6 +247,12 @@ def few_rows_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None,
     assert tile is not None
     (result,) = multiply(PackedProduct(x.reshape(-1, x.shape[-1]), weight, bias, gated=gated), tile)
     return result.view(*x.shape[:-1], result.shape[-1])
+
+
+def scratch(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> int:
+    """Bytes beside its result: rows in the order of the weight, and what splits wait in."""
+    count, copy = x.numel() // weight.shape[1], 0 if weight.order is None else x.nbytes
+    return copy + scratch_bytes(chosen_tile(x, weight), count, weight.shape[0])
 
 
 def linear_kernels(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> tuple[Any, ...]:

@@ -144,6 +144,18 @@ def _with_order(*kernels: Any) -> Any:
     return launched
 
 
+def rounded_bytes(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> int:
+    """Of rows in the order of the weight, of them in 8 bits, and of their scales and the weight's, in float32."""
+    out, width = weight.shape
+    copy, rows = 0 if weight.order is None else x.nbytes, x.numel() // width
+    return copy + x.numel() + 4 * (rows * (ceil_div(width, weight.columns) if weight.columns else 1) + out)
+
+
+def dequantized_bytes(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> int:
+    """Of the weight in floats, and rows in its order."""
+    return weight.shape[0] * weight.shape[1] * x.element_size() + (0 if weight.order is None else x.nbytes)
+
+
 SCALED_MM_KERNELS = _with_order(round_rows_kernel, CUBLAS)
 ROUNDED_KERNELS = _with_order(round_rows_kernel, rounded_product_kernel)
 DEQUANTIZED_KERNELS = _with_order(dequantize_kernel, CUBLAS)
