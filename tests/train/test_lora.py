@@ -31,6 +31,7 @@ from strata.train.data.pack import pack
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.steps.objective import NextToken
 from strata.train.steps.tune_step import TuneStep
+from tests.train.predict.saved_bytes import saved_bytes
 
 CONFIG = LoraConfig(rank=3, alpha=6.0, projections=["q_proj", "down_proj"])
 
@@ -172,3 +173,13 @@ def test_wrong_settings() -> None:
     with pytest.raises(ValueError, match="must be positive"):
         LoraConfig(rank=0)
     assert LoraConfig().projections == list(PROJECTIONS)
+
+
+def test_adapters_beside_each_other_keep_their_input_once(model: CausalLM) -> None:
+    """As it is, in bfloat16; of each adapter besides, what lies between its two matrices, in float32."""
+    kept = {}
+    for names in (["q_proj"], ["q_proj", "k_proj", "v_proj"]):
+        other = copy.deepcopy(model).to(torch.bfloat16)
+        add_lora(other, LoraConfig(rank=3, projections=names), seed=4)
+        kept[len(names)] = saved_bytes(lambda other=other: other(batch()), other)
+    assert kept[3] - kept[1] == 3 * 2 * 12 * 3 * 4  # layers, adapters more, tokens, rank, bytes

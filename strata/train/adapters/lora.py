@@ -1,5 +1,8 @@
 """LoRA (Hu et al. 2022): frozen weights, and beside chosen projections a trained product of two thin matrices."""
 
+# The apply of an autograd function is untyped in torch.
+# mypy: disable-error-code="no-untyped-call"
+
 from __future__ import annotations
 
 import json
@@ -72,9 +75,9 @@ class LoraLinear(nn.Module):
             self.lora_B.weight.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        added: Tensor = self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype)))
         base: Tensor = linear(x, self.weight, self.bias)
-        return base + (self.scale * added).to(x.dtype)
+        added: Tensor = _LowRank.apply(x, self.lora_A.weight, self.lora_B.weight, self.scale)
+        return base + added
 
     @torch.no_grad()
     def merged(self) -> Linear:
@@ -90,6 +93,31 @@ class LoraLinear(nn.Module):
         made.weight = self.weight
         made.bias = self.bias
         return made
+
+
+class _LowRank(torch.autograd.Function):
+    """`scale * x A^T B^T` in the dtype of A and B, rounded to that of x.
+
+    Keeps x as it is, which adapters beside each other share: widened, each would keep one of its own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        inner = linear(x.to(a.dtype), a)
+        ctx.save_for_backward(x, a, b, inner)
+        ctx.scale = scale
+        result: Tensor = (scale * linear(inner, b)).to(x.dtype)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None]:
+        x, a, b, inner = ctx.saved_tensors
+        grad = ctx.scale * upstream[0].to(b.dtype)
+        through = grad @ b
+        of_x = (through @ a).to(x.dtype) if ctx.needs_input_grad[0] else None
+        of_a = through.flatten(0, -2).t() @ x.to(a.dtype).flatten(0, -2)
+        of_b = grad.flatten(0, -2).t() @ inner.flatten(0, -2)
+        return of_x, of_a, of_b, None
 
 
 class Adapters(nn.Module):
