@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,11 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.linear.fp8 import linear_fp8, linear_silu_mul_fp8
-from strata.kernels.quant.fp8 import padded, quantize, scaled_product
+from strata.kernels.linear.packed import many_rows
+from strata.kernels.quant.fp8 import library_product, multiply, pack_both_ways, padded, quantize, scaled_product
+from strata.kernels.quant.packed import dense, pack, packed_product
+from strata.kernels.quant.round_rows import round_rows
+from strata.kernels.quant.schemes import SCHEMES
 
 WORK = Workload((7,), (7,))
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -114,6 +120,49 @@ def test_bias_and_gating() -> None:
     found = torch.autograd.grad(gated, leaves, upstream)
     for mine, exact in zip(found, torch.autograd.grad(wanted, leaves, upstream), strict=True):
         assert (mine - exact).norm() < 0.1 * exact.norm()
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("kind", [E4M3, E5M2])
+def test_both_ways_are_packed_weights(kind: torch.dtype, per_row: bool) -> None:
+    x, other = spread(20, 48), spread(32, 48)
+    (straight, turned), (weight, _) = pack_both_ways(x, kind, per_row), pack_both_ways(other, E4M3, per_row)
+    values, back, row_scale, column_scale = quantize(x, kind, per_row)
+    assert torch.equal(dense(straight), values.float() * row_scale)
+    assert torch.equal(dense(turned), back.float() * column_scale)
+    exact = dense(straight, torch.float64) @ dense(weight, torch.float64).t()
+    assert torch.allclose(multiply(straight, weight, torch.float32, False).double(), exact, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_the_library_is_called_as_it_wants(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values as they lie, the second operand by columns, scales of rows [rows, 1] and [1, columns] without gaps."""
+    calls = []
+
+    def library(a: Tensor, b: Tensor, **given: Any) -> Tensor:
+        calls.append((a, b, given))
+        return (a.float() * given["scale_a"] @ (b.float() * given["scale_b"])).to(given["out_dtype"])
+
+    monkeypatch.setattr(torch, "_scaled_mm", library)
+    monkeypatch.setattr(many_rows, "_round", round_rows.reference)
+    x, bias = spread(24, 32), torch.zeros(48, dtype=torch.bfloat16)
+    weight = pack(spread(48, 32), SCHEMES["fp8"]._replace(rows=rows))
+    product = many_rows.scaled_mm(x, weight, bias)
+    torch.testing.assert_close(product, packed_product(x, weight, bias))
+    a, b, given = calls[0]
+    assert (a.shape, b.shape, b.stride()) == ((24, 32), (32, 48), (1, 32))
+    assert b.data_ptr() == weight.values.data_ptr()
+    assert (given["scale_a"].shape, given["scale_b"].shape) == ((24, 1), (1, 48))
+    assert given["scale_b"].is_contiguous()
+    assert (given["use_fast_accum"], given["bias"], given["out_dtype"]) == (True, bias, torch.bfloat16)
+    if rows == 1:
+        assert given["scale_b"].data_ptr() == weight.scales.data_ptr()
+    memory = torch.empty(2, 2)
+    one = torch.ones(1, 1)
+    library_product(weight.values, one, weight.values, one, torch.float32, False, out=memory)
+    given = calls[1][2]
+    assert (given["out"] is memory, given["use_fast_accum"], given["bias"]) == (True, False, None)
+    assert given["scale_a"].shape == given["scale_b"].shape == (1, 1)
 
 
 def test_costs_are_the_hand_counts() -> None:

@@ -6,6 +6,7 @@ and torchao have it; per row everything is e4m3, torchao's row-wise recipe.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from strata.kernels.gradient_target import GradientTarget
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.silu_mul import linear_silu_mul
 from strata.kernels.op import operation
-from strata.kernels.quant.fp8 import ALIGNMENT, put_scaled_product, quantize, scaled_product
+from strata.kernels.quant.fp8 import ALIGNMENT, multiply, pack_both_ways, put_product, scheme_of_scales
+from strata.kernels.quant.packed import PackedWeight
 
 FORWARD = torch.float8_e4m3fn
 
@@ -58,11 +60,18 @@ def linear_fp8_into(
     x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool, target: GradientTarget | None
 ) -> Tensor:
     """`linear_fp8` whose backward pass puts the weight's gradient into `target`, if there is one."""
-    gradients, values, scale, w_values, w_scale = _LinearFp8.apply(x, weight, per_row, target)
+    gradients, *tensors = _LinearFp8.apply(x, weight, per_row, target)
     with torch.no_grad():
-        product = scaled_product(values, scale, w_values, w_scale, x.dtype, True)
+        product = multiply(*_operands(tensors, FORWARD, per_row), x.dtype, True)
     product = with_gradients_of(gradients, product)
     return product if bias is None else product + bias
+
+
+def _operands(tensors: Sequence[Tensor], dtype: torch.dtype, per_row: bool) -> tuple[PackedWeight, PackedWeight]:
+    """Two operands from the values and scales of one and of the other, as autograd carries them."""
+    values, scales, other_values, other_scales = tensors
+    scheme = scheme_of_scales(dtype, per_row)
+    return PackedWeight.of(scheme, values, scales), PackedWeight.of(scheme, other_values, other_scales)
 
 
 class _LinearFp8(torch.autograd.Function):
@@ -72,29 +81,29 @@ class _LinearFp8(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, per_row: bool, target: GradientTarget | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """A placeholder for the product; its operands, each with its scales."""
-        values, turned, scale, turned_scale = quantize(x, FORWARD, per_row)
-        w_values, w_turned, w_scale, w_turned_scale = quantize(weight, FORWARD, per_row)
-        ctx.save_for_backward(turned, turned_scale, w_turned, w_turned_scale)
+        """A placeholder for the product; its operands, each as values and scales."""
+        straight, turned = pack_both_ways(x, FORWARD, per_row)
+        w_straight, w_turned = pack_both_ways(weight, FORWARD, per_row)
+        ctx.save_for_backward(turned.values, turned.scales, w_turned.values, w_turned.scales)
         ctx.per_row, ctx.target = per_row, target
-        ctx.mark_non_differentiable(values, scale, w_values, w_scale)
+        operands = straight.values, straight.scales, w_straight.values, w_straight.scales
+        ctx.mark_non_differentiable(*operands)
         ctx.set_materialize_grads(False)
-        return placeholder(x, x.shape[0], weight.shape[0]), values, scale, w_values, w_scale
+        return placeholder(x, x.shape[0], weight.shape[0]), *operands
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        turned, turned_scale, w_turned, w_turned_scale = ctx.saved_tensors
+        turned, w_turned = _operands(ctx.saved_tensors, FORWARD, ctx.per_row)
         dtype = upstream[0].dtype
-        values, g_turned, scale, g_scale = quantize(upstream[0], gradient_type(ctx.per_row), ctx.per_row)
-        of_x = scaled_product(values, scale, w_turned, w_turned_scale, dtype, False)
-        operands = g_turned, g_scale, turned, turned_scale, dtype
+        straight, g_turned = pack_both_ways(upstream[0], gradient_type(ctx.per_row), ctx.per_row)
+        of_x = multiply(straight, w_turned, dtype, False)
         if ctx.target is None:
-            return of_x, scaled_product(*operands, False), None, None
+            return of_x, multiply(g_turned, turned, dtype, False), None, None
         memory, adds = ctx.target.memory()
         if adds:
-            memory.add_(scaled_product(*operands, False))
+            memory.add_(multiply(g_turned, turned, dtype, False))
         else:
-            put_scaled_product(memory, *operands)
+            put_product(memory, g_turned, turned, dtype)
         ctx.target.written()
         return of_x, None, None, None
 

@@ -1,7 +1,8 @@
 """Matrices in 8-bit floating point with scales, and their products (Micikevicius et al. 2022).
 
-A scale belongs to a whole matrix or to each of its rows. Tensor cores of Hopper want both operands with the summed
-dimension last, and training sums over each dimension of a matrix once, so that it is stored both ways.
+They are packed weights (`PackedWeight`) of which a scale belongs to the whole or to each row. Tensor cores of Hopper
+want both operands with the summed dimension last, and training sums over each dimension of a matrix once, so that it is
+packed both ways.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
+from strata.kernels.quant.packed import E5M2, PackedWeight, Scheme
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 # Scales are finite for matrices of zeros, too.
 LEAST = 1e-12
 # cuBLAS takes summed dimensions and rows of the second operand in multiples of this.
 ALIGNMENT = 16
+
+KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: E5M2}
 
 Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -59,6 +63,18 @@ def _scaled(x: Tensor, dtype: torch.dtype, per_row: bool) -> tuple[Tensor, Tenso
     # A quotient with a number would be a product with a reciprocal, rounded twice (of a tensor by a number, on CUDA).
     wide = torch.full_like(top, most)
     return (x * (wide / top)).clamp(-most, most).to(dtype), (top / wide).float()
+
+
+def pack_both_ways(x: Tensor, dtype: torch.dtype, per_row: bool) -> tuple[PackedWeight, PackedWeight]:
+    """x and its transpose, as `quantize` rounds them."""
+    values, turned, scale, turned_scale = quantize(x, dtype, per_row)
+    scheme = scheme_of_scales(dtype, per_row)
+    return PackedWeight.of(scheme, values, scale), PackedWeight.of(scheme, turned, turned_scale)
+
+
+def scheme_of_scales(dtype: torch.dtype, per_row: bool) -> Scheme:
+    """Of values of an 8-bit floating type."""
+    return Scheme(KINDS[dtype], 1 if per_row else 0, 0)
 
 
 def padded(rows: int) -> int:
@@ -195,22 +211,47 @@ def scaled_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype
     return F.linear(a.float() * a_scale, b.float() * b_scale).to(dtype)
 
 
-@scaled_product.implement("cublas", "cuda")
-def _cublas(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
-    return torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=dtype, use_fast_accum=fast)
+def library_product(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    dtype: torch.dtype,
+    fast: bool,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`scaled_product` by the library, plus a bias [columns] of `dtype`; written to `out`, if that is given."""
+    return torch._scaled_mm(
+        a,
+        b.t(),
+        scale_a=a_scale,
+        scale_b=b_scale.t(),
+        bias=bias,
+        out_dtype=dtype,
+        use_fast_accum=fast,
+        out=out,
+    )
 
 
-def put_scaled_product(
-    memory: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype
-) -> None:
-    """`scaled_product`, every sum in float32, into contiguous memory [rows, columns] of float32 or of `dtype`.
+scaled_product.implement("cublas", "cuda")(library_product)
+
+
+def multiply(a: PackedWeight, b: PackedWeight, dtype: torch.dtype, fast: bool) -> Tensor:
+    """`a @ b^T` of what they stand for: `scaled_product` of their values and scales."""
+    product: Tensor = scaled_product(a.values, a.scales, b.values, b.scales, dtype, fast)
+    return product
+
+
+def put_product(memory: Tensor, a: PackedWeight, b: PackedWeight, dtype: torch.dtype) -> None:
+    """`multiply`, every sum in float32, into contiguous memory [rows, columns] of float32 or of `dtype`.
 
     What the library cannot write as float32 (scales of rows) is rounded to `dtype` on the way.
     """
-    if memory.is_cuda and a_scale.numel() == b_scale.numel() == 1:
-        torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=memory.dtype, out=memory)
+    if memory.is_cuda and a.scales.numel() == b.scales.numel() == 1:
+        library_product(a.values, a.scales, b.values, b.scales, memory.dtype, False, out=memory)
     else:
-        memory.copy_(scaled_product(a, a_scale, b, b_scale, dtype, False))
+        memory.copy_(multiply(a, b, dtype, False))
 
 
 def compile_cases() -> list[CompileCase]:

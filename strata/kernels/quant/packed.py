@@ -19,12 +19,15 @@ E8M0_BIAS = 127
 INT4_ZERO = 8
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _TWO_IN_A_BYTE = ("int4", "e2m1")
+# Of values that gradients are rounded to (`strata.kernels.linear.fp8`): wider and coarser than e4m3.
+E5M2 = "e5m2"
 
 
 class Scheme(NamedTuple):
     """How a weight [out, width] is packed, and how what it multiplies is rounded.
 
     values: "e4m3", "int8", "int4" or "e2m1"; the last two lie two in a byte, that of the even column in its low half.
+        Gradients may be "e5m2", which nothing here packs.
     rows, columns: of the weight, that share a scale; 0: all of them. The last of a dimension may be fewer.
     activations: what is multiplied is rounded to the same kind of values, "row": with a scale for each row, "block":
         with one for each `columns` of a row; "": it is not rounded.

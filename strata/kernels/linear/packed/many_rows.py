@@ -19,7 +19,7 @@ from strata.kernels.linear.packed.few_rows import ordered
 from strata.kernels.linear.packed.rounded_kernel import WIDTH, choose_tile, rounded_product_kernel
 from strata.kernels.op import ATEN, CUBLAS
 from strata.kernels.quant.dequantize import can_dequantize, dequantize, dequantize_kernel
-from strata.kernels.quant.fp8 import ALIGNMENT
+from strata.kernels.quant.fp8 import ALIGNMENT, library_product
 from strata.kernels.quant.packed import PackedWeight, dense, wide_scales
 from strata.kernels.quant.round_rows import round_rows, round_rows_kernel
 from strata.kernels.triton_import import HAS_TRITON
@@ -41,17 +41,9 @@ def fits_scaled_mm(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) 
 def scaled_mm(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     out = weight.shape[0]
     values, x_scales = _round(_rows_of(x, weight), weight.kind, 0)
-    # Scales of rows as float32 [1, out]; views of what is stored, where that is so.
-    scales = wide_scales(weight).expand(out, 1).view(1, out) if weight.rows == 1 else wide_scales(weight).expand(1, out)
-    product = torch._scaled_mm(
-        values,
-        weight.values.t(),
-        scale_a=x_scales,
-        scale_b=scales.contiguous(),
-        bias=bias,
-        out_dtype=x.dtype,
-        use_fast_accum=True,
-    )
+    # Scales of rows, float32 [out, 1]; what is stored, where that is so.
+    scales = wide_scales(weight).expand(out, 1).contiguous()
+    product = library_product(values, x_scales, weight.values, scales, x.dtype, True, bias)
     return product.view(*x.shape[:-1], out)
 
 
