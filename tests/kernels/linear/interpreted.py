@@ -31,7 +31,7 @@ CASES: tuple[tuple[Scheme, tuple[SkinnyTile, ...]], ...] = (
     (Scheme("e4m3", 1, 0), (GEMV, replace(DOT, splits=2))),
     (Scheme("e4m3", 0, 0), (DOT,)),
     (Scheme("e4m3", 32, 64, "block"), (replace(DOT, splits=2, rows=2),)),
-    (Scheme("int4", 1, 64), (replace(DOT, splits=2),)),
+    (Scheme("int4", 1, 64), (replace(DOT, splits=2), replace(DOT, width=128))),
     (Scheme("int4", 1, 0), (DOT,)),
     (Scheme("e2m1", 1, 32), (replace(DOT, width=64),)),
     (Scheme("e2m1", 1, 16), (replace(DOT, width=64, splits=2),)),

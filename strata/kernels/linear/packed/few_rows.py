@@ -112,7 +112,11 @@ def launch(product: PackedProduct, tile: SkinnyTile) -> Launch:
         counters = split_counters(x.device)
     each = min(tile.prefetch, width // tile.splits) * weight.values.shape[1] // width
     options |= {"BLOCK_M": rows, "FULL": count % rows == 0, "STAGES": tile.stages, "SPLITS": tile.splits}
-    options |= {"GROUP": _group(weight), "PIECES": 1 << (each // _PIECE).bit_length() - 1 if each >= _PIECE else 0}
+    group = _group(weight)
+    # Of four-bit floats a block may have several groups; of others it has a part of one.
+    block = tile.width if weight.kind == "e2m1" or not group else min(tile.width, group)
+    options |= {"BLOCK_K": block, "STEPS": tile.width // block}
+    options |= {"GROUP": group, "PIECES": 1 << (each // _PIECE).bit_length() - 1 if each >= _PIECE else 0}
     every = (x, weight.values, weight.scales, weight.zeros, weight.row_scales, *tensors, parts, counters, *sizes)
     return Launch(packed_dot_kernel, grid, every, options, tuple(results))
 
@@ -219,11 +223,13 @@ def dot_tiles(
 
 
 def _block_of(rows: int, width: int, kind: str, group: int) -> int:
-    """Columns of a turn, which divide the width, within a group (or whole groups of four-bit floats); 0: none do."""
+    """Columns of a turn, which divide the width, within a group or whole groups; 0: none do."""
     for block in (256, 128, 64, 32):
-        whole = not group or group % block == 0 or (kind == "e2m1" and block % group == 0)
-        # Long turns take shared memory that many rows, and groups, have other uses for.
-        if whole and width % block == 0 and (block < 256 or (rows <= 16 and not group)):
+        # Groups of four-bit floats are within a block; each of others is a block of its own, of which few are a turn.
+        several = block % group == 0 and (kind == "e2m1" or group >= 128) if group else True
+        # Long turns take shared memory that many rows, and groups of floats, have other uses for.
+        fits = block < 256 or (rows <= 16 and (kind != "e2m1" or not group))
+        if width % block == 0 and fits and (several or group % block == 0):
             return block
     return 0
 

@@ -203,6 +203,7 @@ def packed_dot_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    STEPS: tl.constexpr,
     FULL: tl.constexpr,
     STAGES: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -211,6 +212,7 @@ def packed_dot_kernel(
     """Programs [tiles of columns, SPLITS, tiles of rows], as in `dot_kernel`; part: columns of a program.
 
     GROUP: columns that share a scale, 0: all; a multiple of BLOCK_K, but for e2m1, where either is one of the other.
+    STEPS: blocks of a turn of the loop, whose loads are under way together.
     """
     kind: tl.constexpr = x.dtype.element_ty
     HALVES: tl.constexpr = KIND == "int4" or KIND == "e2m1"
@@ -249,41 +251,43 @@ def packed_dot_kernel(
     x_tile = x_start[None, :] + k[:, None]
     held = (row < rows)[None, :]
     total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for start in tl.range(0, part, BLOCK_K, num_stages=STAGES):
-        if SCALED_SUMS:
-            # Asked for a turn before they are wanted.
-            group_scale = following
-            after = tl.minimum(start + BLOCK_K, part - 1) // GROUP
-            following = tl.load(scales + group_start + after)
-            if zeros is not None:
-                zero = following_zero
-                following_zero = tl.load(zeros + group_start + after)
-        packed = tl.load(value_tile, eviction_policy="evict_first")
-        if HALVES:
-            low, high = unpack_halves(packed, KIND, zeros is None, kind)
-            if zeros is not None:
-                low = low - zero.to(kind)[:, None]
-                high = high - zero.to(kind)[:, None]
-            if SCALED_VALUES:
-                EACH: tl.constexpr = GROUP // 2 if GROUP < BLOCK_K else BLOCK_K // 2
-                spread = _scales_of_bytes(scales + group_start + start // GROUP, BLOCK_N, BLOCK_K // 2, EACH, kind)
-                low = low * spread
-                high = high * spread
-            even, odd = _halves_of_x(x_tile, held, FULL, kind)
+    for turn in tl.range(0, part, STEPS * BLOCK_K, num_stages=STAGES):
+        for step in tl.static_range(STEPS):
+            start = turn + step * BLOCK_K
             if SCALED_SUMS:
-                sums = tl.dot(high, odd, tl.dot(low, even))
-                total += sums * wide_scale(group_scale)[:, None]
+                # Asked for a turn before they are wanted.
+                group_scale = following
+                after = tl.minimum(start + BLOCK_K, part - 1) // GROUP
+                following = tl.load(scales + group_start + after)
+                if zeros is not None:
+                    zero = following_zero
+                    following_zero = tl.load(zeros + group_start + after)
+            packed = tl.load(value_tile, eviction_policy="evict_first")
+            if HALVES:
+                low, high = unpack_halves(packed, KIND, zeros is None, kind)
+                if zeros is not None:
+                    low = low - zero.to(kind)[:, None]
+                    high = high - zero.to(kind)[:, None]
+                if SCALED_VALUES:
+                    EACH: tl.constexpr = GROUP // 2 if GROUP < BLOCK_K else BLOCK_K // 2
+                    spread = _scales_of_bytes(scales + group_start + start // GROUP, BLOCK_N, BLOCK_K // 2, EACH, kind)
+                    low = low * spread
+                    high = high * spread
+                even, odd = _halves_of_x(x_tile, held, FULL, kind)
+                if SCALED_SUMS:
+                    sums = tl.dot(high, odd, tl.dot(low, even))
+                    total += sums * wide_scale(group_scale)[:, None]
+                else:
+                    total = tl.dot(high, odd, tl.dot(low, even, total))
             else:
-                total = tl.dot(high, odd, tl.dot(low, even, total))
-        else:
-            x_part = tl.load(x_tile) if FULL else tl.load(x_tile, mask=held, other=0.0)
-            wide = unpack_bytes(packed, KIND, kind)
-            if SCALED_SUMS:
-                total += tl.dot(wide, x_part) * wide_scale(group_scale)[:, None]
-            else:
-                total = tl.dot(wide, x_part, total)
-        value_tile += BLOCK_K // PAIR
-        x_tile += BLOCK_K // PAIR
+                x_part = tl.load(x_tile) if FULL else tl.load(x_tile, mask=held, other=0.0)
+                wide = unpack_bytes(packed, KIND, kind)
+                if SCALED_SUMS:
+                    total += tl.dot(wide, x_part) * wide_scale(group_scale)[:, None]
+                else:
+                    total = tl.dot(wide, x_part, total)
+            value_tile += BLOCK_K // PAIR
+            x_tile += BLOCK_K // PAIR
     last = True
     if SPLITS > 1:
         offset = tl.program_id(2) * tl.num_programs(0) + tile
@@ -349,7 +353,7 @@ def compile_cases() -> list[CompileCase]:
         given = signature | {"values": f"*{stored}:16", "part": "i32:16"}
         given |= {} if own else {"parts": "*fp32:16", "counters": "*i32:16"}
         sizes = {"KIND": kind, "GROUP": group, "BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": block, "SPLITS": splits}
-        sizes |= {"FULL": False, "STAGES": 4, "PIECES": 1}
+        sizes |= {"STEPS": 2 if kind == "int4" else 1, "FULL": False, "STAGES": 4, "PIECES": 1}
         title = f"packed dot {kind} {rows}x{columns}"
         cases.append(CompileCase(title, packed_dot_kernel, given, constants | own | sizes, warps, 4, must))
     return cases
