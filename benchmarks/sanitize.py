@@ -30,6 +30,7 @@ from strata.cache.pool import KVPool, PoolShape
 from strata.kernels.activation import silu_mul_grad  # noqa: F401  registers what is run
 from strata.kernels.activation.clamped_swiglu import Clamp
 from strata.kernels.activation.gelu_mul import gelu_mul
+from strata.kernels.activation.rounded_silu_mul import silu_mul_round
 from strata.kernels.activation.sigmoid_gate import sigmoid_gate
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.attention import mixed as attention_mixed
@@ -60,6 +61,7 @@ from strata.kernels.moe.route import SOFTMAX, Choice, route
 from strata.kernels.norm import norm_grad  # noqa: F401  registers what is run
 from strata.kernels.norm.norm import add_rms_norm, rms_norm
 from strata.kernels.norm.received import received_rms_norm
+from strata.kernels.norm.rounded_norm import add_rms_norm_round
 from strata.kernels.norm.wide_norm import wide_rms_norm
 from strata.kernels.op import Operation
 from strata.kernels.optimizer.adamw import Constants, adamw
@@ -332,7 +334,12 @@ TILES = (
 
 
 def _packed_products(out: int, width: int) -> Iterator[Call]:
-    yield own(round_rows, randn(70, width), "e4m3", 128)
+    for columns in (0, 128):
+        yield own(round_rows, randn(70, width), "e4m3", columns)
+        yield own(silu_mul_round, randn(70, width + 40), randn(70, width + 40), "int8", columns)
+        for keeps in (False, True):
+            sums = randn(70, width + 40), randn(70, width + 40), randn(width + 40)
+            yield own(add_rms_norm_round, *sums, 1e-5, "e4m3", columns, keeps)
     for name, rows, tile in (
         ("fp8", 2, SkinnyTile("gemv", 4, 512, 4)),
         ("int4", 40, SkinnyTile("dot", 64, 128, 4, 3, 2, rows=32)),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from strata.graph.count_experts import count_experts
 from strata.graph.fuse import fuse, fuse_gated_products
 from strata.graph.fuse_attention import fuse_decode_attention
 from strata.graph.fuse_products import fuse_products
+from strata.graph.fuse_rounding import fuse_rounding
 from strata.graph.gather import gather_after_attention
 from strata.graph.leave_out_padding import leave_out_padding
 from strata.graph.merge import merge
@@ -41,6 +43,9 @@ from strata.graph.ranks.stages import capture_stage, exchange, take_rows
 from strata.hardware.figures import Device
 from strata.kernels import tuned
 from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, Rows, virtual_sequences
+from strata.kernels.device_limits import DeviceLimits
+from strata.kernels.linear.packed.few_rows import MOST_ROUNDED_ROWS
+from strata.kernels.linear.packed.many_rows import multiplies_rounded
 from strata.kernels.quant.packed import PackedWeight
 from strata.kernels.state.clear_page_ends import clear_page_ends
 from strata.kernels.state.gather_tables import gather_tables
@@ -63,6 +68,8 @@ class StepGraphs:
 
     hidden: Batch to hidden [tokens, hidden]; head: hidden [rows, hidden] to logits [rows, vocabulary].
     logits: Batch and rows [rows] int32 to the logits of these tokens alone; for any step.
+    rounded_logits: the same for steps of so many tokens that products round them: what is in front of a product does.
+        None where no product does.
     overlapped_logits: the same for steps of `overlap_tokens` or more, in which messages between ranks travel while
         products run; None where there is none. has_copies: by copy engines.
     divided: the same of a step whose tokens ranks divide, see `divide_tokens`; None where none do.
@@ -85,6 +92,7 @@ class StepGraphs:
     hidden: fx.GraphModule
     head: fx.GraphModule | None
     logits: fx.GraphModule
+    rounded_logits: fx.GraphModule | None
     overlapped_logits: fx.GraphModule | None
     divided: fx.GraphModule | None
     decode_small_batch: fx.GraphModule | None
@@ -104,14 +112,18 @@ class StepGraphs:
 
     def logits_of(self, tokens: int) -> fx.GraphModule:
         """The graph for steps with prompts, and others that are not recorded, of so many tokens."""
-        overlapped = self.overlapped_logits
-        return self.logits if overlapped is None or tokens < self.overlap_tokens else overlapped
+        if self.overlapped_logits is not None and tokens >= self.overlap_tokens:
+            return self.overlapped_logits
+        rounded = self.rounded_logits
+        return self.logits if rounded is None or tokens <= MOST_ROUNDED_ROWS else rounded
 
     def decode(self, sequences: int) -> fx.GraphModule | None:
         """The graph for decode steps of so many sequences, the faster by the table; None where none are recorded."""
         small, large = self.decode_small_batch, self.decode_large_batch
         if small is None or large is None:
             return None
+        if self.rounded_logits is not None and sequences > MOST_ROUNDED_ROWS:
+            return large  # products that take up norms do not round their rows
         if sequences <= _ALWAYS_FUSED_ROWS:
             return small
         fused, apart = (measured_seconds(products_of(graph), sequences, self.table) for graph in (small, large))
@@ -231,12 +243,13 @@ def step_graphs(
     overlap: Overlap = NO_OVERLAP,
     context: Axis | Along | None = None,
     packed: Mapping[str, PackedWeight] = MappingProxyType({}),
+    limits: DeviceLimits | None = None,
 ) -> StepGraphs:
     """Capture a model, run the passes, and bind for `kind` (see `Operation.bind`). table: of the device, if it has one.
     shard: of the rank whose model it is, where several share one; a rank of one sums as they do in deterministic mode.
     experts: where its experts may move. overlap: from which number of tokens on messages travel while products run.
     context: along which ranks divide the tokens of steps. packed: what products read instead of these parameters, which
-    may be without memory.
+    may be without memory. limits: of the CUDA device, so that its products may read rows that are rounded already.
 
     Raises NotImplementedError if an operation has no implementation there. Only on CUDA, and not in deterministic mode,
     are there implementations for which the passes pay that look at the number of rows.
@@ -271,10 +284,19 @@ def step_graphs(
     def whole() -> fx.GraphModule:
         return with_messages(fused())
 
+    def of_rows(graph: fx.GraphModule) -> fx.GraphModule:
+        return take_rows(graph) if head is None else gather_after_attention(graph)
+
     def any_step(*, counted: bool = True) -> fx.GraphModule:
         graph = fused(counted=counted)
-        graph = fuse_gated_products(graph) if by_rows else graph
-        return take_rows(graph) if head is None else gather_after_attention(graph)
+        return of_rows(fuse_gated_products(graph) if by_rows else graph)
+
+    dtype = next(model.parameters()).dtype
+    multiplies = None if limits is None else partial(multiplies_rounded, dtype=dtype, limits=limits)
+    rounds = by_rows and multiplies is not None and any(map(multiplies, packed.values()))
+
+    def with_rounding(graph: fx.GraphModule) -> fx.GraphModule:
+        return graph if multiplies is None or not rounds else fuse_rounding(graph, dtype, multiplies)
 
     def bound(graph: fx.GraphModule) -> fx.GraphModule:
         return bind(graph, kind, deterministic, axes)
@@ -285,7 +307,7 @@ def step_graphs(
         divided = bound(with_messages(divide_tokens(any_step(counted=False), Along(CONTEXT_AXIS, context.size))))
     if by_rows:
         small = bound(fuse_products(fuse_decode_attention(whole())))
-        large = bound(fuse_decode_attention(whole()))
+        large = bound(with_rounding(fuse_decode_attention(whole())))
     elif kind == "cuda":
         small = large = bound(whole())
     logits = any_step()
@@ -293,6 +315,7 @@ def step_graphs(
     overlap_tokens = overlap.least_tokens(logits) if has_sums and not deterministic else None
     return StepGraphs(
         logits=bound(with_messages(logits)),
+        rounded_logits=bound(fuse_gated_products(with_rounding(with_messages(of_rows(fused()))))) if rounds else None,
         overlapped_logits=None if overlap_tokens is None else bound(with_messages(overlap_messages(any_step()))),
         divided=divided,
         hidden=bound(fuse(merge(captured))),

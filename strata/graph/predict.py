@@ -37,6 +37,9 @@ _NORM = "add_rms_norm"
 # What passes over memory as another does that was measured.
 _ALIKE = {
     "finish_add_rms_norm": _NORM,
+    "rms_norm_round": "rms_norm",
+    "add_rms_norm_round": _NORM,
+    "silu_mul_round": "silu_mul",
     "vocabulary_embedding": "embedding",
     "best_in_part": "gumbel_sample",
 }

@@ -331,6 +331,7 @@ def meta_model(
         overlap=overlap,
         context=context,
         packed=Packing.of(quantization, model, shard, folder).planned,
+        limits=limits,
     )
     attends = any(config.attends) and not deterministic
     library = attends and library_limit(limits, config, dtype, _PAGE_SIZE) is None

@@ -51,7 +51,7 @@ APART |= {
     "finish_add_rms_norm",
 }
 # What products by packed weights do on their way (`benchmarks.packed_products`).
-APART |= {"round_rows"}
+APART |= {"round_rows", "rms_norm_round", "add_rms_norm_round", "silu_mul_round", "rounded_linear"}
 
 
 def all_cases(config: ModelConfig) -> list[Case]:

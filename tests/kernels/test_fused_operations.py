@@ -13,6 +13,7 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.spec import HeadsSpec
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.norm import norm as norm_file
+from strata.kernels.norm import rounded_norm as rounded_norm_file
 from strata.kernels.norm.norm import add_rms_norm, rms_norm
 from strata.kernels.op import Operation
 from strata.kernels.rotary.rope import rope, rope_angles
@@ -196,6 +197,8 @@ def test_fused_kernels_sum_a_row_like_rms_norm(width: int, aligned: bool, tmp_pa
     expected = summation(plain, width, aligned)
     assert expected[-1].startswith("rsqrt")
     assert summation(fused, width, aligned) == expected
+    rounded = rounded_norm_file.compile_cases()[0]
+    assert summation(rounded, width, aligned) == expected
     if width <= 256:
         heads = next(case for case in qk_file.compile_cases() if case.constants["NORM"])
         assert summation(heads, width, aligned) == expected

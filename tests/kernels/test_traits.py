@@ -13,12 +13,14 @@ import strata.comm.expert_rows
 import strata.comm.pairwise_sums
 import strata.comm.reduced_norm
 import strata.models.families  # noqa: F401  (every operation of a model)
-from strata.graph import fuse_attention, fuse_products  # noqa: F401  (and of its passes)
+from strata.graph import fuse_attention, fuse_products, fuse_rounding  # noqa: F401  (and of its passes)
 from strata.kernels.activation.clamped_swiglu import Clamp
 from strata.kernels.linear import fp8, sliced, vocabulary_embedding  # noqa: F401
 from strata.kernels.moe import count, held  # noqa: F401
 from strata.kernels.norm import divided_norm  # noqa: F401
 from strata.kernels.op import OPERATIONS
+from strata.kernels.quant.packed import pack
+from strata.kernels.quant.schemes import SCHEMES
 
 ROWS, WIDTH = 9, 16
 
@@ -41,6 +43,13 @@ ROWWISE: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "linear_silu_mul": ((X,), (WEIGHT, BIAS)),
     "sliced_linear": ((X,), (WEIGHT, 4, True)),
     "round_rows": ((X,), ("int8", 0)),
+    "rms_norm_round": ((X,), (FACTOR, 1e-5, "int8", 0, True)),
+    "add_rms_norm_round": ((X, X + 1), (FACTOR, 1e-5, "int8", 8, True)),
+    "silu_mul_round": ((X, X + 1), ("int8", 0)),
+    "rounded_linear": (
+        (X.to(torch.int8), X[:, :1].abs()),
+        (pack(WEIGHT, SCHEMES["int8"]), BIAS, torch.float32),
+    ),
     "scaled_linear": ((X, X.square()), (1e-5, WEIGHT, BIAS)),
     "scaled_linear_silu_mul": ((X, X.square()), (1e-5, WEIGHT, BIAS)),
     "silu_mul": ((X, X + 1), ()),

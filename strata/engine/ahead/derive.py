@@ -120,16 +120,17 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
     own = config if shard is None else shard.config
     with META:
         model = build(own, sizes.max_length).to(sizes.pool.dtype)
-    table = tuned.read(DeviceLimits.of(META).product)
+    limits = DeviceLimits.of(META)
+    table = tuned.read(limits.product)
     experts = expert_tables(shard, META) if shard is not None and asked.enable_eplb else None
     has_copies = asked.tensor_parallel_size == 2  # as `with_peer_copies` finds if the machine allows it
-    overlap = Overlap(asked.overlap_tokens, recognize(DeviceLimits.of(META).product) if has_copies else None)
+    overlap = Overlap(asked.overlap_tokens, recognize(limits.product) if has_copies else None)
     parts = asked.prefill_context_parallel_size
     context = Along(CONTEXT_AXIS, parts) if parts > 1 else None
     division = TokenDivision.on("cuda", parts, 0) if parts > 1 else None
     packed = Packing.of(asked.quantization, model, shard).planned
     graphs = step_graphs(
-        model, implementations_for(META), asked.deterministic, table, shard, experts, overlap, context, packed
+        model, implementations_for(META), asked.deterministic, table, shard, experts, overlap, context, packed, limits
     )
     if asked.ranks > 1:
         _leave_messages_out(graphs, has_copies)

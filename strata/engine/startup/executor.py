@@ -145,8 +145,8 @@ def build_executor(
         kind = implementations_for(device)
         table = tuned.read(DeviceLimits.of(device).product) if kind == "cuda" else {}
         overlap = Overlap(asked.overlap_tokens, _sends_by_copies(axes[TENSOR_AXIS], device))
-        graphs = step_graphs(model, kind, asked.deterministic, table, shard, tables, overlap, context, packed)
         limits = DeviceLimits.of(device) if kind == "cuda" else None
+        graphs = step_graphs(model, kind, asked.deterministic, table, shard, tables, overlap, context, packed, limits)
         largest = sizes.max_tokens, min(asked.max_num_seqs, sizes.max_tokens)
         planned = planned_buffers(graphs, pool_shape, sizes.states, *largest, limits)
         ledger = replace(ledger, planned=planned.peak)

@@ -44,13 +44,19 @@ _COLUMNS = 1024
 
 
 @jit
+def rounded_silu(opening):
+    """silu in float32, rounded to the dtype of what it is of."""
+    wide = opening.to(tl.float32)
+    return (wide / (1 + tl.exp(-wide))).to(opening.dtype).to(tl.float32)
+
+
+@jit
 def silu_mul_kernel(gate, up, result, gate_stride, up_stride, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     held = column < width
     opening = tl.load(gate + row * gate_stride + column, mask=held, other=0.0)
-    wide = opening.to(tl.float32)
-    silu = (wide / (1 + tl.exp(-wide))).to(opening.dtype).to(tl.float32)
+    silu = rounded_silu(opening)
     value = tl.load(up + row * up_stride + column, mask=held, other=0.0).to(tl.float32)
     tl.store(result + row * width + column, (silu * value).to(opening.dtype), mask=held)
 

@@ -196,6 +196,8 @@ def group_maxima(magnitudes: Tensor, scheme: Scheme) -> Tensor:
 # what is largest is rounded or cut by at most half a step either way.
 LARGEST = {"e4m3": 448.0, "int8": 127.0, "int4": 7.5, "e2m1": 6.0}
 MX_GROUP, NV_GROUP = 32, 16
+# Of rows of activations: the smallest normal number in float32.
+LEAST_SCALE = 2.0**-126
 
 
 def _scales_of(largest: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
@@ -245,19 +247,28 @@ def round_activations(x: Tensor, scheme: Scheme) -> Tensor:
     wide = x.float()
     groups = scheme._replace(rows=1, columns=scheme.columns if scheme.activations == "block" else 0)
     rows = wide.reshape(-1, wide.shape[-1])
-    scales = spread(scales_of_rows(rows, groups), groups, rows.shape)
-    return (rounded(rows / scales, scheme.values) * scales).view(wide.shape)
+    scales = scales_of_rows(rows, groups)
+    values = rounded(rows * spread(1 / scales, groups, rows.shape), scheme.values)
+    return (values * spread(scales, groups, rows.shape)).view(wide.shape)
 
 
 def scales_of_rows(rows: Tensor, groups: Scheme) -> Tensor:
-    """Of float32 rows [rows, width], for each group of columns of each: the largest becomes the largest value."""
-    largest = group_maxima(rows.abs(), groups).clamp(min=torch.finfo(torch.float32).tiny)
-    return largest / torch.full_like(largest, LARGEST[groups.values])
+    """Of float32 rows [rows, width], for each group of columns of each: the largest becomes the largest value.
+
+    None is so small that its inverse, by which rows are multiplied, is not finite.
+    """
+    largest = group_maxima(rows.abs(), groups)
+    return (largest / torch.full_like(largest, LARGEST[groups.values])).clamp(min=LEAST_SCALE)
 
 
 def packed_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     """`x @ weight^T + bias` with x rounded by the scheme: sums in float32, rounded once to x's dtype, then the bias."""
-    product = torch.nn.functional.linear(round_activations(x, weight.scheme), dense(weight)).to(x.dtype)
+    return product_of(round_activations(x, weight.scheme), weight, bias, x.dtype)
+
+
+def product_of(rows: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`rows @ weight^T + bias` of float32 rows [..., width] that are rounded already: see `packed_product`."""
+    product = torch.nn.functional.linear(rows, dense(weight)).to(dtype)
     return product if bias is None else product + bias
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.compile_case import CompileCase
-from strata.kernels.grid_sizes import next_power_of_2
+from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
-from strata.kernels.quant.packed import LARGEST, Scheme, pack_values, rounded, scales_of_rows
+from strata.kernels.quant.packed import LARGEST, LEAST_SCALE, Scheme, pack_values, rounded, scales_of_rows, spread
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
@@ -17,14 +20,12 @@ DTYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
 def _cost(x: Tensor, kind: str, columns: int, *, workload: Workload) -> Cost:
     groups = x.shape[0] * (-(-x.shape[1] // columns) if columns else 1)
-    # The largest magnitude, a division, and the rounding.
+    # The largest magnitude, a multiplication, and the rounding.
     return Cost(3 * x.numel(), x.nbytes, x.numel() + 4 * groups)
 
 
 def _meta(x: Tensor, kind: str, columns: int) -> tuple[Tensor, Tensor]:
-    groups = -(-x.shape[1] // columns) if columns else 1
-    values = x.new_empty(x.shape, dtype=DTYPES[kind], device="meta")
-    return values, x.new_empty((x.shape[0], groups), dtype=torch.float32, device="meta")
+    return empty_rounded(x.shape, kind, columns, torch.device("meta"))
 
 
 @operation(_cost, meta=_meta, rowwise=True)
@@ -33,19 +34,79 @@ def round_rows(x: Tensor, kind: str, columns: int) -> tuple[Tensor, Tensor]:
 
     scales: float32 [rows, groups]. So many columns share one, the last of a row maybe fewer; 0: all of a row.
 
-    The largest magnitude that a scale serves becomes the largest value.
+    The largest magnitude that a scale serves becomes the largest value. Rows are multiplied by the inverse of their
+    scale, rounded, since a division for each element would take longer than memory does.
     """
     groups = Scheme(kind, 1, columns)
     scales = scales_of_rows(x.float(), groups)
-    spread = scales if scales.shape[1] == 1 else scales.repeat_interleave(columns, 1)[:, : x.shape[1]]
-    return pack_values(rounded(x.float() / spread, kind), kind), scales
+    return pack_values(rounded(x.float() * spread(1 / scales, groups, x.shape), kind), kind), scales
+
+
+def empty_rounded(shape: torch.Size, kind: str, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory for the results of `round_rows` of rows of this shape."""
+    groups = -(-shape[1] // columns) if columns else 1
+    values = torch.empty(shape, dtype=DTYPES[kind], device=device)
+    return values, torch.empty((shape[0], groups), dtype=torch.float32, device=device)
 
 
 @jit
+def scale_of(largest, poison, MOST: tl.constexpr, LEAST: tl.constexpr):
+    """poison: 0, or NaN where something was no finite number: so a run sees it, for integers have no NaN."""
+    return tl.maximum(tl.div_rn(largest, MOST), LEAST) + poison
+
+
+@jit
+def in_8_bits(wide, scale, KIND: tl.constexpr, MOST: tl.constexpr):
+    """Float32 by the inverse of its scale, to what converts exactly (integers) or as the hardware rounds."""
+    scaled = tl.clamp(wide * tl.div_rn(1.0, scale), -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
+    if KIND == "int8":
+        # The sum has no bits below 1: to the nearest, ties to even.
+        scaled = (scaled + 12582912.0) - 12582912.0
+    return scaled
+
+
+@jit
+def store_rounded(
+    wide,
+    first_row,
+    first_column,
+    values,
+    scales,
+    rows,
+    width,
+    groups,
+    KIND: tl.constexpr,
+    MOST: tl.constexpr,
+    LEAST: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Round and store a tile [rows, columns] of float32, which is 0 beyond the width, and its scales.
+
+    GROUP 0: it has whole rows; else its columns are a multiple of GROUP. It is stored as one long row: a tile of its
+    shape would let each thread of the kernel take 16 columns at a time, and sum a row in another order than in 16 bits.
+    """
+    ROWS: tl.constexpr = wide.shape[0]
+    COLUMNS: tl.constexpr = wide.shape[1]
+    SHARED: tl.constexpr = GROUP if GROUP > 0 else COLUMNS
+    EACH: tl.constexpr = COLUMNS // SHARED
+    grouped = tl.reshape(wide, (ROWS * EACH, SHARED))
+    scale = scale_of(tl.max(tl.abs(grouped), 1), tl.sum(grouped * 0.0, 1), MOST, LEAST)
+    place = tl.arange(0, ROWS * EACH)
+    row, group = first_row + place // EACH, first_column // SHARED + place % EACH
+    tl.store(scales + row.to(tl.int64) * groups + group, scale, mask=(row < rows) & (group < groups))
+    stored = in_8_bits(grouped, scale[:, None], KIND, MOST).to(values.dtype.element_ty)
+    element = tl.arange(0, ROWS * COLUMNS)
+    its_row, column = first_row + element // COLUMNS, first_column + element % COLUMNS
+    held = (its_row < rows) & (column < width)
+    tl.store(values + its_row.to(tl.int64) * width + column, tl.reshape(stored, (ROWS * COLUMNS,)), mask=held)
+
+
+@partial(jit, unspecialized=("rows",))
 def round_rows_kernel(
     x,
     values,
     scales,
+    rows,
     width,
     x_stride,
     groups,
@@ -53,85 +114,99 @@ def round_rows_kernel(
     MOST: tl.constexpr,
     LEAST: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ONCE: tl.constexpr,
 ):
-    """Programs [rows], which read a row twice unless GROUP columns share a scale. BLOCK: a multiple of GROUP.
-
-    Divisions are rounded as the reference rounds them: a value half way between two others must go the same way.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    if GROUP == 0:
-        top = tl.zeros((BLOCK,), dtype=tl.float32)
-        poison = tl.zeros((BLOCK,), dtype=tl.float32)
-        for start in range(0, width, BLOCK):
+    """Programs [rows / ROWS, tiles of columns]; not ONCE: [rows], of rows too long for a tile, read twice."""
+    first_row = tl.program_id(0) * ROWS
+    first_column = tl.program_id(1) * COLUMNS
+    row = (first_row + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+    column = first_column + tl.arange(0, COLUMNS)[None, :]
+    if ONCE:
+        held = (row < rows) & (column < width)
+        wide = tl.load(x + row * x_stride + column, mask=held, other=0.0).to(tl.float32)
+        store_rounded(wide, first_row, first_column, values, scales, rows, width, groups, KIND, MOST, LEAST, GROUP)
+    else:
+        top = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        poison = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for start in range(0, width, COLUMNS):
             given = tl.load(x + row * x_stride + start + column, mask=start + column < width, other=0.0).to(tl.float32)
             top = tl.maximum(top, tl.abs(given))
             poison += given * 0.0
-        # What is no finite number shows in the whole row, and a run sees it: integers have no NaN.
-        scale = tl.div_rn(tl.maximum(tl.max(top), LEAST), MOST) + tl.sum(poison)
-        tl.store(scales + row, scale)
-    for start in range(0, width, BLOCK):
-        held = start + column < width
-        given = tl.load(x + row * x_stride + start + column, mask=held, other=0.0).to(tl.float32)
-        if GROUP == 0:
-            scaled = tl.div_rn(given, scale)
-        else:
-            grouped = tl.reshape(given, (BLOCK // GROUP, GROUP))
-            own = tl.div_rn(tl.maximum(tl.max(tl.abs(grouped), 1), LEAST), MOST) + tl.sum(grouped * 0.0, 1)
-            group = start // GROUP + tl.arange(0, BLOCK // GROUP)
-            tl.store(scales + row * groups + group, own, mask=group < groups)
-            scaled = tl.reshape(tl.div_rn(grouped, own[:, None]), (BLOCK,))
-        scaled = tl.clamp(scaled, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
-        if KIND == "int8":
-            # The sum has no bits below 1: to the nearest, ties to even.
-            scaled = (scaled + 12582912.0) - 12582912.0
-        tl.store(values + row * width + start + column, scaled.to(values.dtype.element_ty), mask=held)
+        scale = scale_of(tl.max(top, 1), tl.sum(poison, 1), MOST, LEAST)
+        tl.store(scales + first_row + tl.arange(0, ROWS), scale)
+        for start in range(0, width, COLUMNS):
+            held = start + column < width
+            given = tl.load(x + row * x_stride + start + column, mask=held, other=0.0).to(tl.float32)
+            stored = in_8_bits(given, scale[:, None], KIND, MOST).to(values.dtype.element_ty)
+            tl.store(values + row * width + start + column, stored, mask=held)
 
 
-_BLOCK, _WARPS = 4096, 4
+# Columns of the longest row that a program holds; of others, and of groups, a tile.
+MOST_COLUMNS, _COLUMNS = 16384, 4096
 
 
-def _block(width: int, columns: int) -> int:
-    return min(_BLOCK, next_power_of_2(max(width, columns, 128)))
+def rounding_tile(width: int, columns: int) -> tuple[dict[str, int], int]:
+    """Rows and columns of a tile, and its warps. columns: that share a scale; 0: all, and a row is in one tile."""
+    padded = next_power_of_2(width)
+    if columns:
+        padded = max(columns, min(padded, _COLUMNS))
+    padded = padded if padded <= MOST_COLUMNS else _COLUMNS
+    return {"ROWS": max(1, 1024 // padded), "COLUMNS": padded}, min(max(padded // 512, 4), 16)
+
+
+def rounding_constants(kind: str, columns: int) -> dict[str, Any]:
+    """What kernels that end in `store_rounded` are compiled for."""
+    return {"KIND": kind, "MOST": LARGEST[kind], "LEAST": LEAST_SCALE, "GROUP": columns}
 
 
 def _triton(x: Tensor, kind: str, columns: int) -> tuple[Tensor, Tensor]:
-    (rows, width), groups = x.shape, -(-x.shape[1] // columns) if columns else 1
-    values = torch.empty((rows, width), dtype=DTYPES[kind], device=x.device)
-    scales = torch.empty((rows, groups), dtype=torch.float32, device=x.device)
+    rows, width = x.shape
+    values, scales = empty_rounded(x.shape, kind, columns, x.device)
+    tile, warps = rounding_tile(width, columns)
+    once = columns > 0 or width <= tile["COLUMNS"]
     if rows:
-        round_rows_kernel[(rows,)](
+        round_rows_kernel[(ceil_div(rows, tile["ROWS"]), ceil_div(width, tile["COLUMNS"]) if once else 1)](
             x,
             values,
             scales,
+            rows,
             width,
             x.stride(0),
-            groups,
-            KIND=kind,
-            MOST=LARGEST[kind],
-            LEAST=torch.finfo(torch.float32).tiny,
-            GROUP=columns,
-            BLOCK=_block(width, columns),
-            num_warps=_WARPS,
+            scales.shape[1],
+            **rounding_constants(kind, columns),
+            **tile,
+            ONCE=once,
+            num_warps=warps,
         )
     return values, scales
 
 
-def _fits(x: Tensor, kind: str, columns: int) -> bool:
+def can_round(x: Tensor, kind: str, columns: int) -> bool:
+    """Whether kernels that end in `store_rounded` can round such rows."""
     power_of_2 = columns & (columns - 1) == 0
-    return kind in DTYPES and power_of_2 and columns <= _BLOCK and x.stride(1) == 1 and x.shape[1] > 0
+    return kind in DTYPES and power_of_2 and columns <= _COLUMNS and x.stride(-1) == 1 and x.shape[-1] > 0
 
 
 if HAS_TRITON:
-    round_rows.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(round_rows_kernel,))(_triton)
+    round_rows.implement("triton", "cuda", invariant=True, supports=can_round, kernels=(round_rows_kernel,))(_triton)
+
+
+def rounding_cases() -> list[tuple[str, str, int]]:
+    """Of a kernel that ends in `store_rounded`: the type of values as Triton writes it, kind, and columns."""
+    return [("i8", "int8", 0), ("fp8e4nv", "e4m3", 0), ("fp8e4nv", "e4m3", 128)]
 
 
 def compile_cases() -> list[CompileCase]:
-    signature = {"x": "*bf16:16", "scales": "*fp32:16"} | dict.fromkeys(("width", "x_stride"), "i32:16")
+    signature = {"x": "*bf16:16", "scales": "*fp32:16", "rows": "i32", "groups": "i32"}
+    signature |= dict.fromkeys(("width", "x_stride"), "i32:16")
     cases = []
-    for kind, stored, group in (("int8", "i8", 0), ("e4m3", "fp8e4nv", 128)):
-        constants = {"KIND": kind, "MOST": LARGEST[kind], "LEAST": 2.0**-126, "GROUP": group, "BLOCK": _BLOCK}
-        given = signature | {"values": f"*{stored}:16", "groups": "i32"}
-        cases.append(CompileCase(f"rows to {kind} by {group}", round_rows_kernel, given, constants, _WARPS, 2))
+    for stored, kind, group in rounding_cases():
+        for width in (14336, 28672):
+            tile, warps = rounding_tile(width, group)
+            constants = rounding_constants(kind, group) | tile | {"ONCE": group > 0 or width <= tile["COLUMNS"]}
+            title = f"rows of {width} to {kind} by {group}"
+            given = signature | {"values": f"*{stored}:16"}
+            cases.append(CompileCase(title, round_rows_kernel, given, constants, warps, 2))
     return cases

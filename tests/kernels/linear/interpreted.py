@@ -12,11 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from strata.kernels.activation import rounded_silu_mul, silu_mul
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
 from strata.kernels.linear.packed import many_rows, rounded_kernel
 from strata.kernels.linear.packed.few_rows import PackedProduct, multiply
 from strata.kernels.linear.packed.split_product import SplitTile, split_product
 from strata.kernels.linear.skinny_tiles import SkinnyTile
+from strata.kernels.norm import norm, rounded_norm
+from strata.kernels.quant import round_rows as round_rows_file
 from strata.kernels.quant.dequantize import dequantize
 from strata.kernels.quant.packed import PackedWeight, Scheme, dense, pack, packed_product
 from strata.kernels.quant.round_rows import round_rows
@@ -76,6 +79,28 @@ def rounding() -> None:
     x[1, 7] = torch.inf
     values, scales = many_rows._round(x, "int8", 0)
     assert scales.isfinite().flatten().tolist() == [True, False, True]
+    # A row that is too long for a tile is read twice.
+    x = torch.randn(2, 2100)
+    with mock.patch.object(round_rows_file, "MOST_COLUMNS", 1024), mock.patch.object(round_rows_file, "_COLUMNS", 1024):
+        identical(many_rows._round(x, "int8", 0), round_rows.reference(x, "int8", 0))
+
+
+def rounding_where_rows_are_made() -> None:
+    """To the bit what the kernels make one after the other."""
+    gate, up = torch.randn(5, 2 * 150).split(150, 1)
+    weight = torch.randn(150)
+    for kind, columns in (("int8", 0), ("int8", 64), ("e4m3", 0)):
+        total, normed = norm._sum_triton(gate, up, weight, 1e-5)
+        rounded = many_rows._round(normed, kind, columns)
+        identical(rounded_norm._sum_triton(gate, up, weight, 1e-5, kind, columns, True), (total, *rounded, normed))
+        identical(rounded_norm._triton(total, weight, 1e-5, kind, columns, False), rounded)
+        gated = many_rows._round(silu_mul._triton(gate, up), kind, columns)
+        identical(rounded_silu_mul._triton(gate, up, kind, columns), gated)
+
+
+def identical(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one.float(), other.float())
 
 
 def products() -> None:
@@ -116,6 +141,7 @@ if __name__ == "__main__":
             for tile in tiles:
                 few(weight, tile)
     rounding()
+    rounding_where_rows_are_made()
     products()
     split_products()
     print("equal")

@@ -123,6 +123,7 @@ def test_activations_are_rounded_by_rows_or_blocks() -> None:
         for low in range(0, 200, width):
             group = plain[..., low : low + width]
             scale = group.abs().amax(-1, keepdim=True) / (127 if name == "int8" else 448)
-            steps = (group / scale).round() if name == "int8" else (group / scale).to(torch.float8_e4m3fn).float()
+            scaled = group * (1 / scale)
+            steps = scaled.round() if name == "int8" else scaled.to(torch.float8_e4m3fn).float()
             torch.testing.assert_close(seen[..., low : low + width], steps * scale, rtol=1e-6, atol=0)
     assert torch.equal(round_activations(x, SCHEMES["int4"]), plain)

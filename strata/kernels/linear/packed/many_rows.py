@@ -34,41 +34,47 @@ _round = round_rows.bind("cuda")
 
 def fits_scaled_mm(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
     """e4m3 with scales of rows, and activations likewise; the library writes bfloat16 alone for these."""
-    by_rows = weight.columns == 0 and weight.rows in (0, 1) and weight.activations == "row"
-    return weight.kind == "e4m3" and by_rows and _rounds(x, weight)
+    return _has_scales_of_rows(weight) and x.numel() > 0 and _in_8_bits(x.dtype, weight, DeviceLimits.of(x.device))
 
 
 def scaled_mm(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    out = weight.shape[0]
-    values, x_scales = _round(_rows_of(x, weight), weight.kind, 0)
+    values, scales = _round(_rows_of(x, weight), weight.kind, 0)
+    return scaled_mm_of_rounded(values, scales, weight, bias, x.dtype).view(*x.shape[:-1], weight.shape[0])
+
+
+def scaled_mm_of_rounded(
+    values: Tensor, scales: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """`rounded_linear` by the library."""
     # Scales of rows, float32 [out, 1]; what is stored, where that is so.
-    scales = wide_scales(weight).expand(out, 1).contiguous()
-    product = library_product(values, x_scales, weight.values, scales, x.dtype, True, bias)
-    return product.view(*x.shape[:-1], out)
+    own = wide_scales(weight).expand(weight.shape[0], 1).contiguous()
+    return library_product(values, scales, weight.values, own, dtype, True, bias)
 
 
 def fits_rounded(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
     """int8 with scales of rows, or both kinds in blocks of columns, activations likewise."""
-    group, kind = weight.columns, weight.activations
-    if weight.kind not in ("e4m3", "int8") or not HAS_TRITON:
-        return False
-    whole = kind == "row" and group == 0 and weight.kind == "int8"
-    blocks = kind == "block" and group >= WIDTH and group & (group - 1) == 0 and weight.order is None
-    return (whole or blocks) and weight.scales.stride(1) == 1 and _rounds(x, weight)
+    return _has_rounded_kernel(weight) and x.numel() > 0 and _in_8_bits(x.dtype, weight, DeviceLimits.of(x.device))
 
 
 def rounded_product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    values, scales = _round(_rows_of(x, weight), weight.kind, weight.columns)
+    return product_of_rounded(values, scales, weight, bias, x.dtype).view(*x.shape[:-1], weight.shape[0])
+
+
+def product_of_rounded(
+    values: Tensor, scales: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """`rounded_linear` by the Triton kernel."""
     out, width = weight.shape
-    values, x_scales = _round(_rows_of(x, weight), weight.kind, weight.columns)
     rows = values.shape[0]
-    result = torch.empty((rows, out), dtype=x.dtype, device=x.device)
-    processors = DeviceLimits.of(x.device).processors
+    result = torch.empty((rows, out), dtype=dtype, device=values.device)
+    processors = DeviceLimits.of(values.device).processors
     tile = choose_tile(rows, out, weight.columns > 0, processors)
     tiles = ceil_div(rows, tile.rows) * ceil_div(out, tile.columns)
     rounded_product_kernel[(min(processors, tiles),)](
         TensorDescriptor.from_tensor(values, [tile.rows, tile.width]),
         TensorDescriptor.from_tensor(weight.values, [tile.columns, tile.width]),
-        x_scales,
+        scales,
         weight.scales,
         weight.row_scales,
         bias,
@@ -76,7 +82,7 @@ def rounded_product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None)
         rows,
         out,
         width,
-        x_scales.shape[1],
+        scales.shape[1],
         weight.scales.stride(0),
         ROW_GROUP=weight.rows,
         GROUP=weight.columns,
@@ -84,7 +90,29 @@ def rounded_product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None)
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return result.view(*x.shape[:-1], out)
+    return result
+
+
+def multiplies_rounded(weight: PackedWeight, dtype: torch.dtype, limits: DeviceLimits) -> bool:
+    """Whether many rows of this dtype, of which the columns are as they come, are rounded to be multiplied by it."""
+    multiplied = _has_scales_of_rows(weight) or _has_rounded_kernel(weight)
+    return multiplied and weight.order is None and _in_8_bits(dtype, weight, limits)
+
+
+def fits_scaled_mm_of_rounded(
+    values: Tensor, scales: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype
+) -> bool:
+    return _has_scales_of_rows(weight) and _fits_of_rounded(values, weight, dtype)
+
+
+def fits_product_of_rounded(
+    values: Tensor, scales: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype
+) -> bool:
+    return _has_rounded_kernel(weight) and _fits_of_rounded(values, weight, dtype)
+
+
+def _fits_of_rounded(values: Tensor, weight: PackedWeight, dtype: torch.dtype) -> bool:
+    return values.numel() > 0 and multiplies_rounded(weight, dtype, DeviceLimits.of(values.device))
 
 
 def fits_dequantized(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
@@ -110,17 +138,30 @@ def unpacked(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Ten
     return F.linear(x, dense(weight, x.dtype), bias)
 
 
-def _rounds(x: Tensor, weight: PackedWeight) -> bool:
+def _has_scales_of_rows(weight: PackedWeight) -> bool:
+    by_rows = weight.columns == 0 and weight.rows in (0, 1) and weight.activations == "row"
+    return weight.kind == "e4m3" and by_rows
+
+
+def _has_rounded_kernel(weight: PackedWeight) -> bool:
+    group, kind = weight.columns, weight.activations
+    if weight.kind not in ("e4m3", "int8") or not HAS_TRITON:
+        return False
+    whole = kind == "row" and group == 0 and weight.kind == "int8"
+    blocks = kind == "block" and group >= WIDTH and group & (group - 1) == 0 and weight.order is None
+    return (whole or blocks) and weight.scales.stride(1) == 1
+
+
+def _in_8_bits(dtype: torch.dtype, weight: PackedWeight, limits: DeviceLimits) -> bool:
     """Whether the device and the library take these operands in 8 bits."""
     values = weight.values
     return (
-        x.dtype == torch.bfloat16
-        and x.numel() > 0
+        dtype == torch.bfloat16
         and weight.zeros is None
         and all(size % ALIGNMENT == 0 for size in values.shape)
         and values.is_contiguous()
         and values.data_ptr() % 16 == 0
-        and DeviceLimits.of(x.device).capability >= _HOPPER
+        and limits.capability >= _HOPPER
     )
 
 

@@ -158,7 +158,7 @@ def test_rows_stand_alone_in_one_tile() -> None:
 
 @pytest.mark.parametrize("kind", ["e4m3", "int8"])
 @pytest.mark.parametrize("columns", [0, 128])
-@pytest.mark.parametrize("shape", [(1, 64), (7, 200), (300, 4096), (33, 14336)])
+@pytest.mark.parametrize("shape", [(1, 64), (7, 200), (300, 4096), (33, 14336), (5, 28672)])
 def test_rounded_rows_are_the_reference_to_the_bit(shape: tuple[int, int], columns: int, kind: str) -> None:
     x = draw(shape[0], shape[1] + 8)[:, 8:] * torch.exp(4 * torch.randn(shape[0], 1, device="cuda")).bfloat16()
     x[0, : shape[1] // 2] = 0

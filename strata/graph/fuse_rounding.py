@@ -1,0 +1,146 @@
+"""In graphs of many rows, norms and gates round what they make to 8 bits for the products behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter, getitem
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from strata.graph.capture import must_stay
+from strata.kernels.activation.rounded_silu_mul import silu_mul_round
+from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.linear.linear import linear
+from strata.kernels.linear.rounded_linear import rounded_linear
+from strata.kernels.norm.norm import add_rms_norm, rms_norm
+from strata.kernels.norm.rounded_norm import add_rms_norm_round, rms_norm_round
+from strata.kernels.op import Operation
+from strata.kernels.quant.packed import PackedWeight
+
+# Kind and columns: see `round_rows`.
+_Rounding = tuple[str, int]
+
+
+class _Fusion(NamedTuple):
+    """rounded: what takes the place of an operation. results: how many it has before the values and scales. row: which
+    of the operation's results is rounded; None: its only one. keeps: the rows may be kept as they are, too."""
+
+    rounded: Operation
+    results: int
+    row: int | None
+    keeps: bool
+
+
+_FUSIONS = {
+    rms_norm: _Fusion(rms_norm_round, 0, None, True),
+    add_rms_norm: _Fusion(add_rms_norm_round, 1, 1, True),
+    silu_mul: _Fusion(silu_mul_round, 0, None, False),
+}
+
+
+def fuse_rounding(
+    graph: fx.GraphModule, dtype: torch.dtype, multiplies: Callable[[PackedWeight], bool]
+) -> fx.GraphModule:
+    """Let `rms_norm`, `add_rms_norm` and `silu_mul` round the rows that `linear` would round, in place, in a graph that
+    `fuse` has gone over and that is not bound; returns `graph`.
+
+    - A norm becomes `rms_norm_round` or `add_rms_norm_round`; those that read its rows otherwise read them as they are.
+    - `silu_mul` that products alone read becomes `silu_mul_round`.
+    - The products become `rounded_linear`.
+
+    dtype: of the activations. multiplies: whether products round many rows for this weight. Results have the same bits.
+    Left alone is what `gather_after_attention` computes for few rows.
+    """
+    few = _behind_rows(graph)
+    for node in list(graph.graph.nodes):
+        fusion = _FUSIONS.get(node.target) if node.op == "call_function" else None
+        if fusion is None or node in few:
+            continue
+        rounding, readers = _readers(graph, node, fusion, multiplies)
+        if rounding is not None and (fusion.keeps or len(readers) == len(node.users)):
+            _fuse(graph.graph, node, fusion, rounding, readers, dtype)
+    graph.graph.eliminate_dead_code(is_impure_node=must_stay)
+    graph.recompile()
+    return graph
+
+
+def _behind_rows(graph: fx.GraphModule) -> set[fx.Node]:
+    """What is computed for chosen rows alone."""
+    arguments = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    found = set(arguments[1:])
+    for node in graph.graph.nodes:
+        if any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _rows_of(node: fx.Node, fusion: _Fusion) -> list[fx.Node]:
+    if fusion.row is None:
+        return [node]
+    return [user for user in node.users if user.target is getitem and user.args[1] == fusion.row]
+
+
+def _readers(
+    graph: fx.GraphModule, node: fx.Node, fusion: _Fusion, multiplies: Callable[[PackedWeight], bool]
+) -> tuple[_Rounding | None, list[fx.Node]]:
+    """How products round the rows of a node, and all that do it as the first of them."""
+    found: list[fx.Node] = []
+    first = None
+    for rows in _rows_of(node, fusion):
+        for user in rows.users:
+            weight = user.args[1] if user.target is linear else None
+            if not isinstance(weight, PackedWeight) or user.args[0] is not rows:
+                continue
+            rounding = weight.kind, weight.columns if weight.activations == "block" else 0
+            if rounding == (first or rounding) and multiplies(_held(graph, weight)):
+                first = rounding
+                found.append(user)
+    return first, found
+
+
+def _held(graph: fx.GraphModule, weight: PackedWeight) -> PackedWeight:
+    """The weight that the nodes of one fetch."""
+    fetched = {name: one for name, one in weight._asdict().items() if isinstance(one, fx.Node)}
+    return weight.with_tensors({name: attrgetter(str(one.target))(graph) for name, one in fetched.items()})
+
+
+def _fuse(
+    graph: fx.Graph, node: fx.Node, fusion: _Fusion, rounding: _Rounding, readers: list[fx.Node], dtype: torch.dtype
+) -> None:
+    rows = _rows_of(node, fusion)
+    keeps = any(user not in readers for one in rows for user in one.users)
+    arguments: tuple[Any, ...] = (*node.args, *rounding)
+    with graph.inserting_before(node):
+        fused = graph.call_function(fusion.rounded, (*arguments, keeps) if fusion.keeps else arguments)
+        parts = [graph.call_function(getitem, (fused, place)) for place in range(fusion.results + 2 + keeps)]
+    *others, values, scales = parts[: fusion.results + 2]
+    name = node.meta["module"] if node.target is not silu_mul else ".".join((node.meta["module"], "silu_mul"))
+    fused.meta = {"module": f"{name}+round", "layer": node.meta["layer"]}
+    for part in parts:
+        part.meta = dict(fused.meta)
+    for reader in readers:
+        _, weight, bias = (*reader.args, None)[:3]
+        with graph.inserting_before(reader):
+            product = graph.call_function(rounded_linear, (values, scales, weight, bias, dtype))
+        product.meta = dict(reader.meta)
+        reader.replace_all_uses_with(product)
+        graph.erase_node(reader)
+    _replace(graph, node, fusion, others, parts[-1] if keeps else None)
+
+
+def _replace(graph: fx.Graph, node: fx.Node, fusion: _Fusion, others: list[fx.Node], kept: fx.Node | None) -> None:
+    """What still reads a node reads what the fused one returns."""
+    if fusion.row is None:
+        if kept is not None:
+            node.replace_all_uses_with(kept)
+        graph.erase_node(node)
+        return
+    for item in list(node.users):
+        if item.args[1] != fusion.row:
+            item.replace_all_uses_with(others[0])
+        elif kept is not None:
+            item.replace_all_uses_with(kept)
+        graph.erase_node(item)
+    graph.erase_node(node)

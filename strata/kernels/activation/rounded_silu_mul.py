@@ -1,0 +1,130 @@
+"""SwiGLU's activation whose rows are rounded to 8 bits where they are made, for the product that brings them down."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strata.kernels.activation.silu_mul import rounded_silu, silu_mul
+from strata.kernels.compile_case import CompileCase
+from strata.kernels.fused import Run, fused
+from strata.kernels.grid_sizes import ceil_div
+from strata.kernels.quant.round_rows import (
+    can_round,
+    empty_rounded,
+    round_rows,
+    rounding_cases,
+    rounding_constants,
+    rounding_tile,
+    store_rounded,
+)
+from strata.kernels.triton_import import HAS_TRITON, jit, tl
+
+
+@fused(rowwise=True)
+def silu_mul_round(run: Run, gate: Tensor, up: Tensor, kind: str, columns: int) -> tuple[Tensor, Tensor]:
+    """`round_rows` of `silu_mul`: gate and up [rows, width] of one dtype -> values and scales.
+
+    The product is rounded to the dtype before it is rounded to 8 bits, so results have the bits of the two operations.
+    """
+    values, scales = run(round_rows, run(silu_mul, gate, up), kind, columns)
+    return values, scales
+
+
+@partial(jit, unspecialized=("rows",))
+def rounded_silu_mul_kernel(
+    gate,
+    up,
+    values,
+    scales,
+    rows,
+    gate_stride,
+    up_stride,
+    width,
+    groups,
+    KIND: tl.constexpr,
+    MOST: tl.constexpr,
+    LEAST: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Programs [rows / ROWS, tiles of columns]."""
+    first_row, first_column = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS
+    row = (first_row + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+    column = first_column + tl.arange(0, COLUMNS)[None, :]
+    held = (row < rows) & (column < width)
+    opening = tl.load(gate + row * gate_stride + column, mask=held, other=0.0)
+    value = tl.load(up + row * up_stride + column, mask=held, other=0.0)
+    wide = (rounded_silu(opening) * value.to(tl.float32)).to(opening.dtype).to(tl.float32)
+    store_rounded(wide, first_row, first_column, values, scales, rows, width, groups, KIND, MOST, LEAST, GROUP)
+
+
+def _triton(gate: Tensor, up: Tensor, kind: str, columns: int) -> tuple[Tensor, Tensor]:
+    rows, width = gate.shape
+    values, scales = empty_rounded(gate.shape, kind, columns, gate.device)
+    tile, warps = rounding_tile(width, columns)
+    if rows:
+        rounded_silu_mul_kernel[(ceil_div(rows, tile["ROWS"]), ceil_div(width, tile["COLUMNS"]))](
+            gate,
+            up,
+            values,
+            scales,
+            rows,
+            gate.stride(0),
+            up.stride(0),
+            width,
+            scales.shape[1],
+            **rounding_constants(kind, columns),
+            **tile,
+            num_warps=warps,
+        )
+    return values, scales
+
+
+def _fits(gate: Tensor, up: Tensor, kind: str, columns: int) -> bool:
+    """A tile holds a whole row, or groups."""
+    alike = gate.dim() == 2 and gate.shape == up.shape and gate.dtype == up.dtype and up.stride(-1) == 1
+    whole = columns > 0 or gate.shape[-1] <= rounding_tile(gate.shape[-1], columns)[0]["COLUMNS"]
+    return alike and gate.dtype != torch.float64 and whole and can_round(gate, kind, columns)
+
+
+_silu_mul, _round = silu_mul.bind("cuda", deterministic=True), round_rows.bind("cuda", deterministic=True)
+
+
+def _one_after_the_other(gate: Tensor, up: Tensor, kind: str, columns: int) -> tuple[Tensor, Tensor]:
+    values, scales = _round(_silu_mul(gate, up), kind, columns)
+    return values, scales
+
+
+def _kernels_of_both(gate: Tensor, up: Tensor, kind: str, columns: int) -> tuple[Any, ...]:
+    return _silu_mul.launches(gate, up) + _round.launches(gate, kind, columns)
+
+
+def _gated_bytes(gate: Tensor, up: Tensor, kind: str, columns: int) -> int:
+    return gate.numel() * gate.element_size()
+
+
+if HAS_TRITON:
+    silu_mul_round.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(rounded_silu_mul_kernel,))(
+        _triton
+    )
+    # Of rows that are too long for a program.
+    silu_mul_round.implement(
+        "silu_mul, round_rows", "cuda", invariant=True, kernels=_kernels_of_both, scratch=_gated_bytes
+    )(_one_after_the_other)
+
+
+def compile_cases() -> list[CompileCase]:
+    given = dict.fromkeys(("gate", "up"), "*bf16:16") | dict.fromkeys(("gate_stride", "up_stride", "width"), "i32:16")
+    given |= {"scales": "*fp32:16", "rows": "i32", "groups": "i32"}
+    cases = []
+    for stored, kind, group in rounding_cases():
+        tile, warps = rounding_tile(14336, group)
+        signature, constants = given | {"values": f"*{stored}:16"}, rounding_constants(kind, group) | tile
+        title = f"silu_mul to {kind} by {group}"
+        cases.append(CompileCase(title, rounded_silu_mul_kernel, signature, constants, warps, 2))
+    return cases

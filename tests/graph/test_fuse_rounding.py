@@ -1,0 +1,200 @@
+"""Norms and gates that round for the products behind them: fewer passes over rows, the same bits, for every family."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx, nn
+
+from strata.graph.bind import bind
+from strata.graph.capture import capture, capture_head
+from strata.graph.compose import compose
+from strata.graph.cost import node_costs, operation_counts, total
+from strata.graph.fuse import fuse, fuse_gated_products
+from strata.graph.fuse_rounding import fuse_rounding
+from strata.graph.gather import gather_after_attention
+from strata.graph.merge import merge
+from strata.graph.quantize import quantize, weights_of_products
+from strata.hardware.roofline import Workload
+from strata.kernels.quant.packed import PackedWeight, pack
+from strata.kernels.quant.schemes import SCHEMES
+from strata.models.config import config_from_dict
+from strata.models.families import build
+from strata.models.initialize import randomize
+from tests.models.batches import packed, random_sequences
+from tests.models.checkpoints import ALIKE_CONFIGS, FAMILY_CONFIGS
+
+from .test_quantize import on_meta
+from .tiny import HIDDEN, INNER, LAYERS, Tiny
+from .tiny import packed as packed_tiny
+
+CONFIGS = dict(FAMILY_CONFIGS)
+
+
+def multiplies(weight: PackedWeight) -> bool:
+    return bool(weight.activations) and weight.order is None
+
+
+def packed_graph(
+    model: nn.Module, scheme: str, plain: tuple[str, ...] = ("lm_head", "mlp.gate.weight")
+) -> fx.GraphModule:
+    """From Batch to logits as far as the other passes go. plain: parts of names of weights that are not packed."""
+    graph, head = capture(model), capture_head(model)
+    names = [name for name in weights_of_products([graph]) if not any(one in name for one in plain)]
+    quantize(graph, {name: pack(model.get_parameter(name).data, SCHEMES[scheme]) for name in names})
+    return fuse(merge(compose(graph, head)))
+
+
+def family(name: str) -> nn.Module:
+    model = build(config_from_dict(CONFIGS[name], name)).requires_grad_(False)
+    randomize(model, 0)
+    return model
+
+
+def rounding_counts(graph: fx.GraphModule) -> tuple[int, int, int]:
+    counts = operation_counts(graph)
+    return counts["rms_norm_round"] + counts["add_rms_norm_round"], counts["silu_mul_round"], counts["rounded_linear"]
+
+
+# Of families whose layers are not all alike, or otherwise than Llama's: norms, gates and products that are fused. OLMo,
+# Gemma and gpt-oss have other norms, Gemma and gpt-oss other gates; latent attention has norms within.
+OTHERS = {
+    "olmo2-odd": (0, 2, 2),
+    "olmo2-biases-tied": (0, 3, 3),
+    "olmo2-yarn": (0, 2, 2),
+    "olmo3-yarn": (0, 4, 4),
+    "olmo3-layer-types-bases": (0, 3, 3),
+    "olmo3-no-windows-tied": (0, 2, 2),
+    "gemma3-local-global": (0, 0, 0),
+    "gemma3-softcap-untied-biases": (0, 0, 0),
+    "gemma3-bases": (0, 0, 0),
+    "deepseek-v2-groups-biases-wide-values": (6, 2, 8),
+    "deepseek-v3-groups-yarn": (9, 3, 12),
+    "deepseek-v3-halves-biases": (4, 2, 8),
+    "gpt-oss-yarn": (0, 0, 0),
+    "gpt-oss-no-biases-tied": (0, 0, 0),
+    "gpt-oss-no-windows": (0, 0, 0),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_node_counts_of_every_family(name: str) -> None:
+    layers = CONFIGS[name]["num_hidden_layers"]
+    graph = packed_graph(family(name), "int8")
+    products = operation_counts(graph)["linear"]
+    fuse_rounding(graph, torch.float32, multiplies)
+    # Both norms of a layer, its gate, and of its products all but that behind attention.
+    found = rounding_counts(graph)
+    assert found == OTHERS.get(name, (2 * layers, layers, 3 * layers))
+    assert operation_counts(graph)["linear"] == products - found[2]
+    graph.graph.lint()
+
+
+def test_llama_has_no_other_operations() -> None:
+    name, config = ALIKE_CONFIGS[0]
+    layers = config["num_hidden_layers"]
+    graph = fuse_rounding(packed_graph(family(name), "fp8"), torch.float32, multiplies)
+    assert operation_counts(graph) == {
+        "embedding": 1, "rope_angles": 1, "rms_norm_round": 1, "rounded_linear": 3 * layers, "linear": layers + 1,
+        "qk_rope_kv_write": layers, "attention": layers, "add_rms_norm_round": 2 * layers - 1,
+        "silu_mul_round": layers, "add_rms_norm": 1,
+    }  # fmt: skip
+    modules = [node.meta["module"] for node in graph.graph.nodes if "round" in node.name and node.op == "call_function"]
+    assert modules[:6] == [
+        "model.layers.0.input_layernorm+round",
+        "model.layers.0.self_attn.q_proj&k_proj&v_proj",
+        "model.layers.0.post_attention_layernorm+add+round",
+        "model.layers.0.mlp.gate_proj&up_proj",
+        "model.layers.0.mlp.silu_mul+round",
+        "model.layers.0.mlp.down_proj",
+    ]
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8", "fp8_block"])
+@pytest.mark.parametrize(
+    "name", ["llama-biases-linear-tied", "deepseek-v3-groups-yarn", "glm4-moe-groups", "olmo2-odd"]
+)
+@torch.no_grad()
+def test_fused_graphs_have_the_bits_of_the_others(name: str, scheme: str) -> None:
+    """In bfloat16, whose roundings both have in the same places."""
+    model = family(name).bfloat16()
+    batch = packed(random_sequences(CONFIGS[name]["vocab_size"], (9, 4, 1)))
+    graph = packed_graph(model, scheme)
+    # The references of both: on a CPU the library's norms are others.
+    wanted = bind(fuse_gated_products(packed_graph(model, scheme)), "reference")(batch)
+    found = bind(fuse_gated_products(fuse_rounding(graph, torch.bfloat16, multiplies)), "reference")(batch)
+    assert wanted.isfinite().all()
+    assert torch.equal(found, wanted)
+
+
+@torch.no_grad()
+def test_what_chosen_rows_go_through_is_left_alone() -> None:
+    model = family("llama-yarn")
+    batch, rows = packed(random_sequences(77, (9, 4))), torch.tensor([8, 12], dtype=torch.int32)
+    graph = gather_after_attention(packed_graph(model, "int8"))
+    wanted = bind(gather_after_attention(packed_graph(model, "int8")), "reference")(batch, rows)
+    fuse_rounding(graph, torch.float32, multiplies)
+    assert rounding_counts(graph) == (3, 1, 4)
+    assert operation_counts(fuse_gated_products(graph))["linear_silu_mul"] == 1
+    assert torch.equal(bind(graph, "reference")(batch, rows), wanted)
+
+
+@torch.no_grad()
+def test_other_readers_have_the_rows_as_they_are() -> None:
+    """Plain weights, those of a scheme that rounds nothing or otherwise, and columns in an order of their own."""
+    torch.manual_seed(0)
+    model = Tiny()
+    batch = packed_tiny(5, 3)
+    schemes = {"q_proj": "int8", "k_proj": "fp8", "v_proj": "int8_weights", "down_proj": "int8", "gate_proj": "int8"}
+
+    weights = {
+        name: pack(model.get_parameter(name), SCHEMES[scheme])
+        for name in weights_of_products([capture(model)])
+        for part, scheme in schemes.items()
+        if part in name
+    }
+    turned = "layers.1.gate_proj.weight"
+    weights[turned] = weights[turned]._replace(order=torch.randperm(HIDDEN).int())
+    wanted, graph = (fuse(merge(quantize(capture(model), weights))) for _ in range(2))
+    fuse_rounding(graph, torch.float32, multiplies)
+    # Of the norms the first of both layers, for q, and the second of the first, for gate; of products also down.
+    assert rounding_counts(graph) == (3, 2, 5)
+    kept = [
+        node.args[-1] for node in graph.graph.nodes if node.name.startswith(("rms_norm_round", "add_rms_norm_round"))
+    ]
+    assert kept == [True] * 3
+    assert torch.equal(bind(graph, "reference")(batch), bind(wanted, "reference")(batch))
+
+
+def test_a_gate_that_something_else_reads_stays() -> None:
+    graph = fuse(merge(capture(Tiny())))
+    before = operation_counts(graph)
+    assert operation_counts(fuse_rounding(graph, torch.float32, multiplies)) == before
+    packed_once = packed_graph(Tiny(), "int8", plain=("lm_head", "layers.0.down_proj"))
+    fuse_rounding(packed_once, torch.float32, multiplies)
+    counts = operation_counts(packed_once)
+    assert (counts["silu_mul"], counts["silu_mul_round"]) == (1, 1)
+
+
+def test_costs_are_of_what_is_read_and_written() -> None:
+    tokens = 7
+    batch, workload = on_meta(packed_tiny(tokens)), Workload((tokens,), (tokens,))
+    plain = node_costs(packed_graph(Tiny(), "int8"), batch, workload)
+    nodes = node_costs(fuse_rounding(packed_graph(Tiny(), "int8"), torch.float32, multiplies), batch, workload)
+    by_name = {node.module: node.cost for node in nodes}
+    # Rows of float32 come in, a byte an element and a scale go out; of a sum also the sum.
+    first = by_name["layers.0.before+round"]
+    assert (first.read, first.written) == (4 * HIDDEN * (tokens + 1), tokens * (HIDDEN + 4))
+    added = by_name["layers.0.after+add+round"]
+    assert (added.read, added.written) == (4 * HIDDEN * (2 * tokens + 1), tokens * (5 * HIDDEN + 4))
+    assert added.flops == tokens * HIDDEN * (1 + 4 + 3)
+    gated = by_name["layers.0.silu_mul+round"]
+    assert (gated.read, gated.written, gated.flops) == (8 * tokens * INNER, tokens * (INNER + 4), 8 * tokens * INNER)
+    down = by_name["layers.0.down_proj"]
+    assert down.weights == HIDDEN * (INNER + 4)
+    assert down.read == down.weights + tokens * (INNER + 4)
+    assert (down.written, down.flops) == (4 * tokens * HIDDEN, 2 * tokens * INNER * HIDDEN)
+    assert (total(nodes).flops, total(nodes).weights) == (total(plain).flops, total(plain).weights)
+    # Three products of a layer and their rows: 4 bytes an element were written and read, and are one now.
+    read = 3 * LAYERS * tokens
+    assert total(plain).bytes - total(nodes).bytes == LAYERS * tokens * (2 * HIDDEN + INNER) * (8 - 2) - 2 * 4 * read
