@@ -24,9 +24,9 @@ from strata.models.initialize import randomize
 from tests.models.batches import packed, random_sequences
 from tests.models.checkpoints import ALIKE_CONFIGS, FAMILY_CONFIGS
 
+from ..tiny import HIDDEN, INNER, LAYERS, Tiny
+from ..tiny import packed as packed_tiny
 from .test_quantize import on_meta
-from .tiny import HIDDEN, INNER, LAYERS, Tiny
-from .tiny import packed as packed_tiny
 
 CONFIGS = dict(FAMILY_CONFIGS)
 

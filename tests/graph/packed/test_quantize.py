@@ -24,8 +24,8 @@ from strata.models.initialize import randomize
 from tests.models.batches import packed, random_sequences
 from tests.models.checkpoints import FAMILY_CONFIGS
 
-from .tiny import HIDDEN, INNER, LAYERS, Linear, Tiny
-from .tiny import packed as packed_tiny
+from ..tiny import HIDDEN, INNER, LAYERS, Linear, Tiny
+from ..tiny import packed as packed_tiny
 
 
 def pack_all(model: nn.Module, graphs: list[fx.GraphModule], scheme: str) -> dict[str, PackedWeight]:
