@@ -39,6 +39,7 @@ class Setup:
     enable_expert_parallel: bool = False
     pipeline_parallel_size: int = 1
     quantization: str | None = None
+    sparsity: str | None = None
 
     @property
     def source(self) -> str:
@@ -55,6 +56,7 @@ class Setup:
             "model": self.source,
             "load_format": self.load_format or ("dummy" if self.model in SHAPES else "auto"),
             "quantization": self.quantization,
+            "sparsity": self.sparsity,
             "dtype": self.dtype,
             "device": self.device,
             "max_model_len": length,
@@ -73,7 +75,8 @@ class Setup:
         ranks = f"-tp{self.tensor_parallel_size}" if self.tensor_parallel_size > 1 else ""
         ranks += f"-pp{self.pipeline_parallel_size}" if self.pipeline_parallel_size > 1 else ""
         ranks += "-ep" if self.enable_expert_parallel else ""
-        ranks += f"-{self.quantization}" if self.quantization is not None else ""
+        packed = self.quantization or self.sparsity
+        ranks += f"-{packed}" if packed is not None else ""
         return f"{name}-deterministic{ranks}" if self.deterministic else f"{name}{ranks}"
 
 
@@ -162,7 +165,8 @@ def costs_on(setup: Setup, product: str) -> CostsOn | None:
     if ranks > 1:
         shard, link = RankShard.of(config, ranks, 0, expert_parallel=setup.enable_expert_parallel), link_of(device)
     dtype = DTYPES.get(setup.dtype)
-    model = meta_model(config, device, dtype, setup.deterministic, shard, quantization=setup.quantization)
+    packing = setup.quantization, setup.sparsity
+    model = meta_model(config, device, dtype, setup.deterministic, shard, None, *packing)
     return CostsOn(model.step_costs(), device, dtype_name(model.dtype), link)
 
 

@@ -27,6 +27,7 @@ def generate(
     top_k: options.TopK = None,
     seed: options.Seed = None,
     quantization: options.Quantization = None,
+    sparsity: options.Sparsity = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     tensor_parallel_size: options.TensorParallelSize = 1,
@@ -49,6 +50,7 @@ def generate(
     llm = LLM(
         model_folder(model),
         quantization=quantization,
+        sparsity=sparsity,
         dtype=dtype,
         device=device,
         tensor_parallel_size=tensor_parallel_size,

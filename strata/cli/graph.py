@@ -51,6 +51,7 @@ def graph(
     enable_expert_parallel: options.EnableExpertParallel = False,
     enable_dp_attention: options.EnableDpAttention = False,
     quantization: options.Quantization = None,
+    sparsity: options.Sparsity = None,
     draw: Annotated[
         Path | None,
         typer.Option(help="Also draw it into this file (.svg), a layer and the model, before the passes too."),
@@ -97,13 +98,15 @@ def graph(
     beside = (prompt,) * bool(prompt)
     workload = Workload((tokens,) * sequences + beside, (tokens + context,) * sequences + beside)
     folder = Path(source) if Path(source).is_dir() else None
-    meta = meta_model(config, spec, shard=shard, context=along, quantization=quantization, folder=folder)
+    meta = meta_model(
+        config, spec, shard=shard, context=along, quantization=quantization, sparsity=sparsity, folder=folder
+    )
     priced = price(meta, workload, spec)
     step = {"model": model, "tokens": tokens, "context": context, "sequences": sequences, "prompt": prompt}
-    step |= {"quantization": quantization, "ranks": ranks, "stages": stages, "stage": stage}
+    step |= {"quantization": quantization, "sparsity": sparsity, "ranks": ranks, "stages": stages, "stage": stage}
     title = f"{model}: {sequences} x {tokens} new tokens, {context} cached each"
     title += f"; a new prompt of {prompt}" * bool(prompt) + f"; one rank of {ranks}" * (ranks > 1)
-    title += f"; weights packed as {quantization}" * (quantization is not None)
+    title += f"; weights packed as {quantization or sparsity}" * (quantization is not None or sparsity is not None)
     if draw is not None:
         draw.write_text(priced.drawing(title, meta.captured(workload)), encoding="utf-8")
         typer.echo(f"drawn in {draw}", err=True)

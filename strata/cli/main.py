@@ -31,6 +31,7 @@ _MODULES = {
     "train": "strata.cli.train:command",
     "data": "strata.cli.train_data:command",
     "quantize": "strata.cli.precision.quantize:quantize",
+    "prune": "strata.cli.precision.prune:prune",
     "bench": "strata.cli.bench.inference:bench",
 }
 

@@ -24,6 +24,9 @@ _SCHEMES = "fp8, fp8_block, fp8_weights, int8, int8_weights, int4, mxfp4 or nvfp
 Quantization = Annotated[
     str | None, engine_option(help=f"How the weights of products are packed: {_SCHEMES}; not, if left out.")
 ]
+Sparsity = Annotated[
+    str | None, engine_option(help="2:4: weights with two zeros in each four columns are kept without them.")
+]
 Device = Annotated[str, engine_option(help="auto, cpu, cuda or cuda:N.")]
 TensorParallelSize = Annotated[
     int, engine_option(min=1, help="Ranks that divide each matrix: GPUs, or processes on a CPU.")

@@ -35,6 +35,7 @@ def run(
     tool_call_parser: ToolCalls = None,
     reasoning: Reasoning = False,
     quantization: options.Quantization = None,
+    sparsity: options.Sparsity = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     tensor_parallel_size: options.TensorParallelSize = 1,
@@ -69,6 +70,7 @@ def run(
     engine = {
         "model": folder,
         "quantization": quantization,
+        "sparsity": sparsity,
         "dtype": dtype,
         "device": device,
         "tensor_parallel_size": tensor_parallel_size,

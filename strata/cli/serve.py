@@ -108,6 +108,7 @@ def serve(
         str | None, options.engine_option(help="Folder of the tokenizer; the model's own if left out.")
     ] = None,
     quantization: options.Quantization = None,
+    sparsity: options.Sparsity = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     tensor_parallel_size: options.TensorParallelSize = 1,
@@ -192,6 +193,7 @@ def serve(
     engine = {
         "model": folder,
         "quantization": quantization,
+        "sparsity": sparsity,
         "dtype": dtype,
         "device": device,
         "tensor_parallel_size": tensor_parallel_size,

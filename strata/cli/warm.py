@@ -23,6 +23,7 @@ def warm(
         str, typer.Option("--device", help="Whose kernels: auto, cuda:N, or a name (h200), which need not be here.")
     ] = "auto",
     quantization: options.Quantization = None,
+    sparsity: options.Sparsity = None,
     dtype: options.Dtype = "auto",
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: options.MaxNumSeqs = 256,
@@ -52,6 +53,7 @@ def warm(
     asked = EngineConfig(
         found,
         quantization=quantization,
+        sparsity=sparsity,
         dtype=dtype,
         max_model_len=max_model_len,
         load_format="dummy" if found in SHAPES else "auto",

@@ -20,7 +20,7 @@ from strata.engine.sampling_params import RANGES, check_integer
 from strata.engine.startup.packing import NOTHING_PACKED, Packing
 from strata.kernels.attention.cudnn_plan import keeps_neighbours_apart, why_no_plan
 from strata.kernels.device_limits import DeviceLimits
-from strata.kernels.quant.schemes import scheme_of
+from strata.kernels.quant.schemes import scheme_of, sparsity_of
 from strata.models import weights
 from strata.models.config import DTYPES, ModelConfig
 from strata.models.families import FAMILIES, build
@@ -48,6 +48,8 @@ class EngineConfig:
     model: a checkpoint folder, or the name of a shape ("8B", "0.6B") for random weights with load_format="dummy".
     quantization: the scheme by which the weights of products are packed while they are read ("fp8", "int8", "int4" and
         others: see `strata.kernels.quant.schemes`); None: none are.
+    sparsity: "2:4" keeps the weights of products, of which the checkpoint must have two zeros in each four columns,
+        without these; None: as they are.
     dtype: "auto" (the checkpoint's, see `strata.models.weights.load`), "float32", "bfloat16" or "float16".
     device: "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N".
     max_model_len: the most tokens of a sequence, prompt and output; None is the model's own.
@@ -87,6 +89,7 @@ class EngineConfig:
 
     model: str
     quantization: str | None = None
+    sparsity: str | None = None
     dtype: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
@@ -213,17 +216,23 @@ class EngineConfig:
             )
 
     def _check_quantization(self) -> None:
-        if self.quantization is None:
+        if self.quantization is None and self.sparsity is None:
             return
-        scheme_of(self.quantization)
+        if self.quantization is not None:
+            scheme_of(self.quantization)
+            given = f"quantization={self.quantization!r}"
+        if self.sparsity is not None:
+            sparsity_of(self.sparsity)
+            if self.quantization is not None:
+                raise ValueError(f"{given} and sparsity={self.sparsity!r} pack the same weights: leave out one of them")
+            given = f"sparsity={self.sparsity!r}"
         if self.enable_eplb:
             raise ValueError(
-                f"enable_eplb=True moves experts that are not packed, and quantization={self.quantization!r} packs "
-                "them; leave out one of them"
+                f"enable_eplb=True moves experts that are not packed, and {given} packs them; leave out one of them"
             )
         if self.deterministic and self.tensor_parallel_size > 1:
             raise ValueError(
-                f"quantization={self.quantization!r} with tensor_parallel_size={self.tensor_parallel_size} and "
+                f"{given} with tensor_parallel_size={self.tensor_parallel_size} and "
                 "deterministic=True: products that ranks divide are summed in one order of floats alone; leave out one "
                 "of them"
             )
@@ -317,7 +326,7 @@ class EngineSizes:
                 most = weights.weight_bytes(build(shard.most_divided, max_length), dtype)
                 parameters = most // dtype.itemsize // shard.stages
         folder = Path(asked.model) if asked.load_format == "auto" else None
-        packing = Packing.of(asked.quantization, own, shard, folder)
+        packing = Packing.of(asked.quantization, own, shard, folder, asked.sparsity, dtype)
         weight_bytes = packed_bytes(own, dtype, packing.planned)
         groups = groups_of(asked, config, pool, max_length)
         states = StateShape.of(FAMILIES[config.architecture].states(config), dtype)

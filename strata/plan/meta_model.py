@@ -303,12 +303,13 @@ def meta_model(
     shard: RankShard | None = None,
     context: Axis | None = None,
     quantization: str | None = None,
+    sparsity: str | None = None,
     folder: Path | None = None,
 ) -> MetaModel:
     """The graphs with which the engine runs a model on a device.
 
     dtype: the checkpoint's by default, bfloat16 if that says nothing. shard: of `config`, for the graphs of its rank.
-    context: along which ranks divide the tokens of steps. quantization: as in `EngineConfig`. folder: of the
+    context: along which ranks divide the tokens of steps. quantization, sparsity: as in `EngineConfig`. folder: of the
     checkpoint, which may be packed. Raises ValueError for a scheme that cannot pack the model.
     """
     dtype = dtype or config.dtype or torch.bfloat16
@@ -330,7 +331,7 @@ def meta_model(
         shard,
         overlap=overlap,
         context=context,
-        packed=Packing.of(quantization, model, shard, folder).planned,
+        packed=Packing.of(quantization, model, shard, folder, sparsity, dtype).planned,
         limits=limits,
     )
     attends = any(config.attends) and not deterministic

@@ -55,6 +55,7 @@ def throughput(
     model: Model = "0.6B",
     load_format: LoadFormat = None,
     quantization: options.Quantization = None,
+    sparsity: options.Sparsity = None,
     dtype: options.Dtype = "bfloat16",
     device: options.Device = "auto",
     deterministic: options.Deterministic = False,
@@ -80,6 +81,7 @@ def throughput(
         enable_expert_parallel,
         pipeline_parallel_size,
         quantization,
+        sparsity,
     )
     result = run(test, setup, repeat)
     report(result.values(), result.text(), as_json=as_json, save=save)
@@ -93,6 +95,7 @@ def _command(name: str, measure: Callable[[Setup, int], Result], help: str) -> N
         model: Model = "0.6B",
         load_format: LoadFormat = None,
         quantization: options.Quantization = None,
+        sparsity: options.Sparsity = None,
         dtype: options.Dtype = "bfloat16",
         device: options.Device = "auto",
         deterministic: options.Deterministic = False,
@@ -113,6 +116,7 @@ def _command(name: str, measure: Callable[[Setup, int], Result], help: str) -> N
             enable_expert_parallel,
             pipeline_parallel_size,
             quantization,
+            sparsity,
         )
         result = measure(setup, repeat)
         report(result.values(), result.text(), as_json=as_json, save=save)

@@ -128,7 +128,7 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
     parts = asked.prefill_context_parallel_size
     context = Along(CONTEXT_AXIS, parts) if parts > 1 else None
     division = TokenDivision.on("cuda", parts, 0) if parts > 1 else None
-    packed = Packing.of(asked.quantization, model, shard).planned
+    packed = Packing.of(asked.quantization, model, shard, sparsity=asked.sparsity, dtype=sizes.pool.dtype).planned
     graphs = step_graphs(
         model, implementations_for(META), asked.deterministic, table, shard, experts, overlap, context, packed, limits
     )

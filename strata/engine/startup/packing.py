@@ -14,8 +14,8 @@ from strata.graph.quantize import weights_of_products
 from strata.kernels.moe.experts import experts
 from strata.kernels.moe.held import held_experts
 from strata.kernels.op import Operation
-from strata.kernels.quant.packed import PackedWeight, Scheme
-from strata.kernels.quant.schemes import scheme_of
+from strata.kernels.quant.packed import TWO_OF_FOUR, PackedWeight, Scheme
+from strata.kernels.quant.schemes import scheme_of, sparsity_of
 from strata.models.families import build
 from strata.models.layers import CausalLM
 from strata.models.quantized.assembly import meta_weights
@@ -40,21 +40,27 @@ class Packing:
 
     @staticmethod
     def of(
-        quantization: str | None, model: CausalLM, shard: RankShard | None = None, folder: Path | None = None
+        quantization: str | None,
+        model: CausalLM,
+        shard: RankShard | None = None,
+        folder: Path | None = None,
+        sparsity: str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> Packing:
         """By a scheme's name all that products alone read, but for the head and routers, of which errors would change
-        which token or expert is chosen; by None what the checkpoint in `folder` has packed of all that they read.
+        which token or expert is chosen; so also by a pattern of zeros (`sparsity`), but for gates of one output, which
+        nothing prunes; by None what the checkpoint in `folder` has packed of all that they read.
 
-        model: on the meta device; of the rank of `shard`, where there are several. Raises ValueError for an unknown
-        scheme, for a parameter that it cannot pack, and for one where the checkpoint is packed already.
+        model: on the meta device; of the rank of `shard`, where there are several. dtype: of floats. Raises ValueError
+        for an unknown scheme, for a parameter that it cannot pack, and for one where the checkpoint is packed already.
         """
         format = None if folder is None else packed_format(folder)
-        if format is not None and quantization is not None:
+        given, option = quantization or sparsity, "quantization" if quantization else "sparsity"
+        if format is not None and given is not None:
             raise ValueError(
-                f"quantization={quantization!r}: the weights of {folder} are packed already ({format.scheme}); leave "
-                "it out"
+                f"{option}={given!r}: the weights of {folder} are packed already ({format.scheme}); leave it out"
             )
-        if quantization is None and format is None:
+        if given is None and format is None:
             return NOTHING_PACKED
         layers = complete = model
         if shard is not None:
@@ -64,7 +70,10 @@ class Packing:
         products = weights_of_products([graph, capture_head(layers)])
         candidates = [name for name in products if name in own]
         checkpoint = None
-        if quantization is not None:
+        if sparsity is not None:
+            pruned = [name for name in candidates if len(layers.get_parameter(name)) > 1]
+            schemes = packed_by(sparsity_of(sparsity), pruned, layers)
+        elif quantization is not None:
             schemes = packed_by(scheme_of(quantization), candidates, layers)
         else:
             assert folder is not None
@@ -73,15 +82,18 @@ class Packing:
         operations = _multiplied(graph, schemes)
         if shard is not None and shard.slots is not None:
             operations = tuple(held_experts if one is experts else one for one in operations)
-        name = quantization if format is None else format.scheme
-        return Packing(schemes, meta_weights(model, complete, shard, schemes, checkpoint), operations, name or "")
+        name = given if format is None else format.scheme
+        planned = meta_weights(model, complete, shard, schemes, checkpoint, dtype)
+        return Packing(schemes, planned, operations, name or "")
 
     def check_kernels(self, kind: str, *, deterministic: bool) -> None:
         """Raises ValueError if an operation that multiplies has nothing for packed weights on such a device."""
         for operation in self.operations:
             candidates = operation.bind(kind, deterministic=deterministic, packed=True).candidates
             # On a GPU the reference would unpack a weight in every call, and some wait for the device.
-            if not any(kind != "cuda" or candidate.name != "reference" for candidate in candidates):
+            found = any(kind != "cuda" or candidate.name != "reference" for candidate in candidates)
+            sparse = any(weight.kind == TWO_OF_FOUR for weight in self.planned.values())
+            if not found or (kind == "cuda" and sparse and operation in (experts, held_experts)):
                 how = "deterministic " if deterministic else ""
                 raise ValueError(
                     f"weights packed as {self.name}: {operation.name} has no {how}kernel for them on {kind} yet; take "

@@ -10,7 +10,7 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.device_limits import implementations_for
 from strata.kernels.linear import cublaslt, fixed, measured_algorithms, skinny, skinny_tiles, tile_choice
-from strata.kernels.linear.packed import few_rows, many_rows
+from strata.kernels.linear.packed import few_rows, many_rows, two_of_four
 from strata.kernels.linear.packed.frozen import frozen_product
 from strata.kernels.op import ATEN, CUBLAS, operation
 from strata.kernels.quant.packed import PackedWeight, dense, packed_product, round_activations
@@ -111,6 +111,20 @@ for _name, _run, _fits, _launched, _held in (
         many_rows.rounded_bytes,
     ),
     (
+        "2:4, cusparselt",
+        two_of_four.sparse,
+        two_of_four.fits_sparse,
+        two_of_four.SPARSE_KERNELS,
+        two_of_four.sparse_bytes,
+    ),
+    (
+        "2:4 expanded, cublas",
+        two_of_four.expanded,
+        two_of_four.fits_expanded,
+        two_of_four.EXPANDED_KERNELS,
+        many_rows.dequantized_bytes,
+    ),
+    (
         "dequantized, cublas",
         many_rows.dequantized,
         many_rows.fits_dequantized,
@@ -120,6 +134,15 @@ for _name, _run, _fits, _launched, _held in (
     ("unpacked, cublas", many_rows.unpacked, None, (ATEN, CUBLAS), many_rows.dequantized_bytes),
 ):
     linear.implement(_name, "cuda", supports=_fits, kernels=_launched, packed=True, scratch=_held)(_run)
+linear.implement(
+    "2:4 expanded, fixed tiles",
+    "cuda",
+    invariant=True,
+    supports=two_of_four.fits_fixed_tiles,
+    kernels=two_of_four.FIXED_KERNELS,
+    packed=True,
+    scratch=many_rows.dequantized_bytes,
+)(two_of_four.fixed_tiles)
 linear.implement(
     "dequantized, fixed tiles",
     "cuda",

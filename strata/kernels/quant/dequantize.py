@@ -14,7 +14,7 @@ from torch import Tensor
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.grid_sizes import ceil_div
-from strata.kernels.quant.packed import PackedWeight, dense
+from strata.kernels.quant.packed import TWO_OF_FOUR, PackedWeight, dense
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 # The first with a type for e4m3.
@@ -254,6 +254,7 @@ def can_dequantize(weight: PackedWeight) -> bool:
     values, scales, zeros, rows = weight.values, weight.scales, weight.zeros, weight.row_scales
     return (
         HAS_TRITON
+        and weight.kind != TWO_OF_FOUR
         and weight.dim() == 2
         and values.stride(1) == scales.stride(1) == 1
         and (zeros is None or zeros.stride() == scales.stride())

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from strata.kernels.quant.two_of_four import BYTE_COLUMNS, compress, expand
+
 # Of an E8M0 scale, 2^(s - 127) (OCP Microscaling Formats specification 1.0, 2023).
 E8M0_BIAS = 127
 # What is subtracted from packed int4 that has no zeros of its own.
@@ -21,13 +23,17 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _TWO_IN_A_BYTE = ("int4", "e2m1")
 # Of values that gradients are rounded to (`strata.kernels.linear.fp8`): wider and coarser than e4m3.
 E5M2 = "e5m2"
+# Values are floats, two of each four columns: see `two_of_four`.
+TWO_OF_FOUR = "2:4"
+_HALF_AS_WIDE = (*_TWO_IN_A_BYTE, TWO_OF_FOUR)
 
 
 class Scheme(NamedTuple):
     """How a weight [out, width] is packed, and how what it multiplies is rounded.
 
     values: "e4m3", "int8", "int4" or "e2m1"; the last two lie two in a byte, that of the even column in its low half.
-        Gradients may be "e5m2", which nothing here packs.
+        Gradients may be "e5m2", which nothing here packs. "2:4" are the floats that 2:4 sparsity leaves, of which eight
+        columns share a byte that says where they are.
     rows, columns: of the weight, that share a scale; 0: all of them. The last of a dimension may be fewer.
     activations: what is multiplied is rounded to the same kind of values, "row": with a scale for each row, "block":
         with one for each `columns` of a row; "": it is not rounded.
@@ -41,10 +47,11 @@ class Scheme(NamedTuple):
 
 class PackedWeight(NamedTuple):
     """A weight [out, width], or of experts [experts, out, width], of which each element is
-    `(value - zero) * scale * row_scale`.
+    `(value - zero) * scale * row_scale`; of 2:4 sparsity the value that stands there, or 0.
 
-    values: float8_e4m3fn or int8 [..., out, width]; or uint8 [..., out, width / 2].
-    scales: [..., out / rows, width / columns], of any float type or uint8, which is E8M0.
+    values: float8_e4m3fn or int8 [..., out, width]; or uint8, of 2:4 any floats, [..., out, width / 2].
+    scales: [..., out / rows, width / columns], of any float type or uint8, which is E8M0; of 2:4 instead the places of
+        values as `compress` makes them, uint8 [..., out, width / 8].
     zeros: like scales, of any type, for int4 that is not symmetric; None: 8 for int4 and 0 for others.
     row_scales: float32 [..., out, 1], where scales alone are too narrow (NVFP4); None: 1.
     order: int32 [width]; the product is with x[..., order], so that groups of columns can be any; None: with x.
@@ -80,7 +87,7 @@ class PackedWeight(NamedTuple):
     def shape(self) -> torch.Size:
         """That of the weight which this stands for."""
         *experts, out, width = self.values.shape
-        return torch.Size((*experts, out, 2 * width if self.kind in _TWO_IN_A_BYTE else width))
+        return torch.Size((*experts, out, 2 * width if self.kind in _HALF_AS_WIDE else width))
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -113,6 +120,8 @@ def dense(weight: Tensor | PackedWeight, dtype: torch.dtype = torch.float32) -> 
     """What a packed weight stands for, computed in float32; a plain one as it is."""
     if isinstance(weight, Tensor):
         return weight
+    if weight.kind == TWO_OF_FOUR:
+        return expand(weight.values, weight.scales).to(dtype)
     values, scheme = unpacked_values(weight), weight.scheme
     if weight.zeros is not None:
         values = values - spread(weight.zeros.float(), scheme, values.shape)
@@ -166,8 +175,11 @@ def each_expert(weight: Tensor | PackedWeight) -> Sequence[Tensor | PackedWeight
 def pack(weight: Tensor, scheme: Scheme) -> PackedWeight:
     """A float weight [..., out, width] in a scheme: scales from largest magnitudes, values rounded to the nearest.
 
-    Raises ValueError where two values do not fill a byte or there is nothing to pack.
+    Of 2:4 nothing is rounded. Raises ValueError where two values do not fill a byte, where there is nothing to pack,
+    and for a weight that is not 2:4 sparse.
     """
+    if scheme.values == TWO_OF_FOUR:
+        return PackedWeight.of(scheme, *compress(weight))
     if weight.shape[-1] % 2 and scheme.values in _TWO_IN_A_BYTE:
         raise ValueError(f"{scheme.values} packs two columns in a byte, and {list(weight.shape)} has an odd number")
     wide = weight.float()
@@ -321,6 +333,8 @@ def part_of(weight: PackedWeight, rows: tuple[int, int], columns: tuple[int, int
         cut = weight
     elif weight.order is not None:
         raise ValueError("the columns of a weight with an order of its own (act-order) cannot be divided")
+    elif scheme.values == TWO_OF_FOUR and (low % BYTE_COLUMNS or high % BYTE_COLUMNS):
+        raise ValueError(f"columns {low} to {high} divide eight that share a byte; divide the width by fewer ranks")
     elif scheme.values in _TWO_IN_A_BYTE and (low % 2 or high % 2):
         raise ValueError(f"columns {low} to {high} divide a byte of two values; divide the width by fewer ranks")
     else:
@@ -349,7 +363,7 @@ def _columns_of(weight: PackedWeight, low: int, high: int) -> PackedWeight:
     fields = {}
     for name, tensor in weight.tensors.items():
         if name == "values":
-            each = 2 if scheme.values in _TWO_IN_A_BYTE else 1
+            each = 2 if scheme.values in _HALF_AS_WIDE else 1
             fields[name] = tensor[..., low // each : high // each].clone()
         elif name in ("scales", "zeros") and group:
             finer = tensor.repeat_interleave(scheme.columns // group, -1)[..., : -(-width // group)]

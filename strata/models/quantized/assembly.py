@@ -11,6 +11,7 @@ from torch import Tensor
 
 from strata.kernels.quant.packed import (
     MX_GROUP,
+    TWO_OF_FOUR,
     PackedWeight,
     Scheme,
     join,
@@ -20,6 +21,7 @@ from strata.kernels.quant.packed import (
     scaled_apart,
     with_own_rows,
 )
+from strata.kernels.quant.two_of_four import BYTE_COLUMNS
 from strata.models.experts import stored_views
 from strata.models.layers import CausalLM
 from strata.models.part import Box, Boxes, ModelPart, whole
@@ -119,9 +121,9 @@ def pack_boxes(values: Callable[[Box], Tensor], shape: tuple[int, ...], boxes: B
     return parts[0] if len(parts) == 1 else join(parts)
 
 
-def planned_boxes(shape: tuple[int, ...], boxes: Boxes, scheme: Scheme) -> PackedWeight:
+def planned_boxes(shape: tuple[int, ...], boxes: Boxes, scheme: Scheme, dtype: torch.dtype) -> PackedWeight:
     """What `pack_boxes` makes, as `planned_box` plans it."""
-    parts = [planned_box(shape, box, scheme) for box in boxes]
+    parts = [planned_box(shape, box, scheme, dtype) for box in boxes]
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -134,13 +136,16 @@ def planned_boxes(shape: tuple[int, ...], boxes: Boxes, scheme: Scheme) -> Packe
     return first.with_tensors(fields)._replace(rows=1 if own_rows else first.rows)
 
 
-def planned_box(shape: tuple[int, ...], box: Box, scheme: Scheme) -> PackedWeight:
+def planned_box(shape: tuple[int, ...], box: Box, scheme: Scheme, dtype: torch.dtype) -> PackedWeight:
     """On the meta device what `pack_boxes` makes of a box of a matrix of `shape`, from the sizes alone: an operation on
-    that device would import a package for symbolic algebra.
+    that device would import a package for symbolic algebra. dtype: of the matrix.
 
-    Raises ValueError where a byte of two values would be divided.
+    Raises ValueError where a byte would be divided.
     """
     (first, end), (low, high) = box
+    sparse = scheme.values == TWO_OF_FOUR
+    if sparse and (low % BYTE_COLUMNS or high % BYTE_COLUMNS):
+        raise ValueError(f"eight columns share a byte of 2:4 sparsity, and columns {low} to {high} divide one")
     two = scheme.values in ("int4", "e2m1")
     if two and (shape[1] % 2 or low % 2 or high % 2):
         raise ValueError(f"{scheme.values} packs two columns in a byte, and columns {low} to {high} divide one")
@@ -152,13 +157,13 @@ def planned_box(shape: tuple[int, ...], box: Box, scheme: Scheme) -> PackedWeigh
     scheme = scheme._replace(rows=1 if own_rows else scheme.rows, columns=columns)
     out, width = end - first, high - low
     groups = -(-out // scheme.rows) if scheme.rows else 1, -(-width // columns) if columns else 1
-    values = _VALUES.get(scheme.values, torch.uint8)
-    scales, row_scales = torch.float32, None
+    values = dtype if sparse else _VALUES.get(scheme.values, torch.uint8)
+    scales, row_scales = torch.uint8 if sparse else torch.float32, None
     if scheme.values == "e2m1":
         scales = torch.float8_e4m3fn if scaled_twice else torch.uint8
     if scaled_twice:
         row_scales = torch.empty(out, 1, dtype=torch.float32, device="meta")
-    made = torch.empty(out, width // 2 if two else width, dtype=values, device="meta")
+    made = torch.empty(out, width // 2 if two or sparse else width, dtype=values, device="meta")
     return PackedWeight.of(scheme, made, torch.empty(groups, dtype=scales, device="meta"), None, row_scales)
 
 
@@ -168,12 +173,13 @@ def meta_weights(
     part: ModelPart | None,
     schemes: Mapping[str, Scheme],
     checkpoint: Checkpoint | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, PackedWeight]:
     """The packed weights of these parameters on the meta device, of the shapes that they will have.
 
-    model: of `part`, or, where that is None, `complete`, of the whole config. checkpoint: that has them packed already,
-    of which one matrix of each kind is read. Raises ValueError, with the parameter's name, for one that cannot be
-    packed.
+    model: of `part`, or, where that is None, `complete`, of the whole config. dtype: of floats. checkpoint: that has
+    them packed already, of which one matrix of each kind is read. Raises ValueError, with the parameter's name, for one
+    that cannot be packed.
     """
     found = {}
     read: dict[tuple[Any, ...], PackedWeight] = {}
@@ -183,7 +189,7 @@ def meta_weights(
         boxes: Boxes = (whole(shape),) if part is None else part.boxes(name, shape)
         try:
             if checkpoint is None:
-                like = planned_boxes(shape, boxes, scheme)
+                like = planned_boxes(shape, boxes, scheme, dtype)
             else:
                 if (key := (scheme, shape, boxes)) not in read:
                     read[key] = _on_meta(checkpoint.read(stored, boxes))

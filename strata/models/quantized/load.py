@@ -11,7 +11,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from strata.kernels.quant.packed import PackedWeight, Scheme, dense
+from strata.kernels.quant.packed import TWO_OF_FOUR, PackedWeight, Scheme, dense
+from strata.kernels.quant.two_of_four import least_two_of_four
 from strata.models import weights
 from strata.models.checkpoint import StoredTensor
 from strata.models.config import ModelConfig
@@ -23,6 +24,8 @@ from strata.models.memory import require_memory
 from strata.models.part import Box, Boxes, ModelPart, boxes, held, inside, pairs, whole
 from strata.models.quantized.assembly import Assembly, assembly, meta_weights, numbered, pack_boxes
 from strata.models.quantized.checkpoint import Checkpoint
+
+_ADVICE = "; leave out sparsity=, or prune by strata prune --pattern 2:4"
 
 
 def load_packed(
@@ -57,7 +60,8 @@ def load_packed(
     if folder is not None and load_format != "dummy":
         reader = _Folder(Checkpoint.of(folder, complete), config, complete, made, part)
     packed_already = reader is not None and reader.checkpoint.format is not None
-    planned = meta_weights(made, complete, part, schemes, reader.checkpoint if reader and packed_already else None)
+    stored = reader.checkpoint if reader and packed_already else None
+    planned = meta_weights(made, complete, part, schemes, stored, dtype)
     require_memory(packed_bytes(made, dtype, planned), device, dtype)
     assemblies = {name: assembly(made, name) for name in schemes}
     weights.allocate(made, device, dtype, schemes)
@@ -96,7 +100,8 @@ def _randomize(
             shape = tuple(source.shape)
             places: Boxes = (whole(shape),) if part is None else part.boxes(name, shape)
             if name in schemes:
-                assemblies[name].put(number, pack_boxes(partial(_taken, source), shape, places, schemes[name]))
+                values = partial(_with_zeros if schemes[name].values == TWO_OF_FOUR else _taken, source)
+                assemblies[name].put(number, pack_boxes(values, shape, places, schemes[name]))
             else:
                 for box, place in held(target, places):
                     place.copy_(source[inside(box)])
@@ -104,6 +109,12 @@ def _randomize(
 
 def _taken(value: Tensor, box: Box) -> Tensor:
     return value[inside(box)]
+
+
+def _with_zeros(value: Tensor, box: Box) -> Tensor:
+    """Random weights have no zeros of their own; the least become zeros."""
+    taken = _taken(value, box)
+    return taken.masked_fill(least_two_of_four(taken.abs()), 0.0)
 
 
 class _Folder:
@@ -157,7 +168,12 @@ class _Folder:
                     name, number = found[stored]
                     source, scheme = sources[stored], schemes[name]
                     values = partial(_read, reader, source, device, dtype)
-                    assemblies[name].put(number, pack_boxes(values, source.shape, self._places[stored], scheme))
+                    try:
+                        packed = pack_boxes(values, source.shape, self._places[stored], scheme)
+                    except ValueError as error:
+                        where = f"{stored} of {self.checkpoint.folder} cannot be packed: {error}"
+                        raise ValueError(where + _ADVICE * (scheme.values == TWO_OF_FOUR)) from None
+                    assemblies[name].put(number, packed)
 
 
 def _read(reader: object, stored: StoredTensor, device: torch.device, dtype: torch.dtype, box: Box) -> Tensor:

@@ -1,6 +1,6 @@
 """The Triton kernels of packed weights in Triton's interpreter, against references: run by `test_packed_linear`.
 
-In float32: the interpreter computes nothing in bfloat16, and knows no assembly.
+In float32, of 2:4 sparsity in float16: the interpreter computes nothing in bfloat16, and knows no assembly.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from strata.kernels.linear.skinny_tiles import SkinnyTile
 from strata.kernels.norm import norm, rounded_norm
 from strata.kernels.quant import round_rows as round_rows_file
 from strata.kernels.quant.dequantize import dequantize
+from strata.kernels.quant.expand import expand_on_device
 from strata.kernels.quant.packed import PackedWeight, Scheme, dense, pack, packed_product
 from strata.kernels.quant.round_rows import round_rows
+from strata.kernels.quant.schemes import SPARSITIES
+from strata.kernels.quant.two_of_four import least_two_of_four
 from tests.kernels.collective.interpreted import _counts
 
 GEMV = SkinnyTile("gemv", 32, 64, 4)
@@ -48,21 +51,23 @@ def odd(weight: PackedWeight) -> PackedWeight:
 
 
 def close(found: Tensor, wanted: Tensor) -> None:
-    atol = 2e-5 * wanted.nan_to_num().abs().max().item()
-    torch.testing.assert_close(found, wanted, rtol=2e-5, atol=atol, equal_nan=True)
+    rtol = 2e-5 if found.dtype == torch.float32 else 1e-3
+    atol = rtol * wanted.nan_to_num().abs().max().item()
+    torch.testing.assert_close(found.float(), wanted, rtol=rtol, atol=atol, equal_nan=True)
 
 
-def few(weight: PackedWeight, tile: SkinnyTile) -> None:
+def few(weight: PackedWeight, tile: SkinnyTile, dtype: torch.dtype = torch.float32) -> None:
     """Three rows, of which the last is NaN: it must not reach the others; all that a product may end in."""
     out, width = weight.shape
-    x, bias, eps = torch.randn(3, 2 * width)[:, width:], torch.randn(out), 1e-5
+    x, bias, eps = torch.randn(3, 2 * width).to(dtype)[:, width:], torch.randn(out).to(dtype), 1e-5
     x[2] = torch.nan
-    exact = x @ dense(weight).t()
-    residual, norm_weight, squares = torch.randn(3, out), torch.randn(out), torch.rand(3, 5)
+    exact = x.float() @ dense(weight).t()
+    residual, norm_weight, squares = torch.randn(3, out).to(dtype), torch.randn(out).to(dtype), torch.rand(3, 5)
     total, weighted, sums = multiply(PackedProduct(x, weight, residual=residual, norm_weight=norm_weight), tile)
     close(total, exact + residual)
     torch.testing.assert_close(weighted, total * norm_weight, equal_nan=True, rtol=0, atol=0)
-    torch.testing.assert_close(sums.sum(1), total.square().sum(1), rtol=1e-4, atol=0, equal_nan=True)
+    rtol = 1e-4 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(sums.sum(1), total.float().square().sum(1), rtol=rtol, atol=0, equal_nan=True)
     (found,) = multiply(PackedProduct(x, weight, bias, squares, eps, gated=True), tile)
     scaled = exact * torch.rsqrt(squares.sum(1, keepdim=True) / width + eps) + bias
     close(found, F.silu(scaled[:, : out // 2]) * scaled[:, out // 2 :])
@@ -103,6 +108,16 @@ def identical(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
         assert torch.equal(one.float(), other.float())
 
 
+def two_of_four() -> None:
+    """Also a matrix of fours with one value or none; tiles of one part of the columns and of two."""
+    matrix = torch.randn(40, 2 * WIDTH) / 8
+    matrix.masked_fill_(least_two_of_four(matrix.abs()), 0.0)[3, 5:30] = 0
+    weight = pack(matrix.half(), SPARSITIES["2:4"])
+    assert torch.equal(expand_on_device(weight), matrix.half())
+    few(weight, replace(DOT, width=128), torch.float16)
+    few(weight, replace(DOT, width=128, splits=2, rows=2), torch.float16)
+
+
 def products() -> None:
     """Several tiles of rows and columns, with edges; x rounded by the reference, see `rounding`."""
     x, bias = torch.randn(65, 256), torch.randn(80)
@@ -140,6 +155,7 @@ if __name__ == "__main__":
             assert torch.equal(dequantize(weight, torch.float32), ordered)
             for tile in tiles:
                 few(weight, tile)
+    two_of_four()
     rounding()
     rounding_where_rows_are_made()
     products()

@@ -16,7 +16,8 @@ from strata.kernels.linear.linear import linear
 from strata.kernels.linear.packed.few_rows import packed_tile
 from strata.kernels.quant import dequantize
 from strata.kernels.quant.packed import PackedWeight, Scheme, pack, unpacked_values
-from strata.kernels.quant.schemes import SCHEMES
+from strata.kernels.quant.schemes import SCHEMES, SPARSITIES
+from strata.kernels.quant.two_of_four import least_two_of_four
 
 from .assembly import halves, run
 
@@ -59,11 +60,15 @@ HOPPER = DeviceLimits("NVIDIA H200", (9, 0), SHARED_BYTES, 132)
 AMPERE = DeviceLimits("NVIDIA A100", (8, 0), SHARED_BYTES, 108)
 FEW, ROUNDED, SCALED = "packed, skinny", "rounded, triton", "rounded, cublas"
 DEQUANTIZED, UNPACKED = "dequantized, cublas", "unpacked, cublas"
+EXPANDED, SPARSE = "2:4 expanded, cublas", "2:4, cusparselt"
 
 
 def placed(name: str, rows: int, limits: DeviceLimits, width: int = 1024) -> tuple[Tensor, PackedWeight, None]:
     """The arguments of `linear` on a device, without memory."""
-    weight = pack(torch.ones(256, width), SCHEMES[name]).to("meta")
+    plain = torch.ones(256, width)
+    if name == "2:4":
+        plain = plain.masked_fill(least_two_of_four(plain), 0.0).bfloat16()
+    weight = pack(plain, (SCHEMES | SPARSITIES)[name]).to("meta")
     x = as_if_on(limits, torch.empty(rows, width, dtype=torch.bfloat16, device="meta"))
     return x, weight.with_tensors({field: as_if_on(limits, one) for field, one in weight.tensors.items()}), None
 
@@ -76,19 +81,23 @@ def placed(name: str, rows: int, limits: DeviceLimits, width: int = 1024) -> tup
         ("fp8_block", HOPPER, ((1, FEW), (65, ROUNDED))),
         ("int4", HOPPER, ((1, FEW), (256, FEW), (257, DEQUANTIZED))),
         ("nvfp4", HOPPER, ((1, FEW), (257, DEQUANTIZED))),
+        ("2:4", HOPPER, ((1, FEW), (256, FEW), (257, EXPANDED), (4096, SPARSE), (4097, EXPANDED))),
         ("fp8", AMPERE, ((1, UNPACKED), (65, UNPACKED))),
         ("int8", AMPERE, ((1, FEW), (65, DEQUANTIZED))),
     ],
 )
-def test_each_number_of_rows_is_served_by(name: str, limits: DeviceLimits, served: tuple[tuple[int, str], ...]) -> None:
+def test_each_number_of_rows_is_served_by(
+    name: str, limits: DeviceLimits, served: tuple[tuple[int, str], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("triton")
+    monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: True)
     bound = linear.bind("cuda", packed=True)
     for rows, implementation in served:
         assert bound.choose(*placed(name, rows, limits)).name == implementation, rows
     if limits is HOPPER:
         exact = linear.bind("cuda", packed=True, deterministic=True)
         names = {exact.choose(*placed(name, rows, limits)).name for rows in (1, 64, 8192)}
-        assert names == {"dequantized, fixed tiles"}
+        assert names == {"2:4 expanded, fixed tiles" if name == "2:4" else "dequantized, fixed tiles"}
 
 
 def test_launches_are_told() -> None:
@@ -112,7 +121,15 @@ def test_launches_are_told() -> None:
 def test_splits_keep_groups_whole_and_divide_the_width() -> None:
     for rows in (1, 5, 16, 64, 256):
         for out, width in ((1024, 3072), (6144, 4096), (4096, 14336), (896, 4864), (2560, 9728)):
-            for kind, group in (("e4m3", 0), ("e4m3", 128), ("int4", 128), ("int4", 32), ("e2m1", 32), ("e2m1", 16)):
+            for kind, group in (
+                ("e4m3", 0),
+                ("e4m3", 128),
+                ("int4", 128),
+                ("int4", 32),
+                ("e2m1", 32),
+                ("e2m1", 16),
+                ("2:4", 0),
+            ):
                 tile = packed_tile(rows, out, width, kind, group, HOPPER)
                 assert tile is not None
                 part = width // tile.splits

@@ -54,7 +54,7 @@ def test_what_is_folded_changes_no_output(name: str, open_checkpoint: Callable[[
     stream, number, start = opened(checkpoint, "awq", text)
     with stream.opened(number):
         work = start()
-        work._observe()
+        work.inputs.observe(work.batches, work.hidden)
         found = work._exact([*folds.norm_folds(work.observer), *folds.product_folds(work.layer)])
         assert {fold.before for fold in found} == FOLDED[name]
         before = stream.run(number, work.batches[0], work.hidden[0])

@@ -22,7 +22,7 @@ from strata.kernels.linear.skinny import Launch, scratch_bytes
 from strata.kernels.linear.skinny_tiles import MOST_ROWS, SkinnyTile
 from strata.kernels.op import ATEN
 from strata.kernels.quant.dequantize import E4M3_CAPABILITY
-from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.quant.packed import TWO_OF_FOUR, PackedWeight
 from strata.kernels.split_counters import split_counters
 from strata.kernels.triton_import import HAS_TRITON
 
@@ -77,13 +77,15 @@ def launch(product: PackedProduct, tile: SkinnyTile) -> Launch:
         results.append(torch.empty((count, out), dtype=x.dtype, device=x.device))
         results.append(torch.empty((count, tiles), dtype=torch.float32, device=x.device))
     outputs = (*results, *(None,) * (3 - len(results)))
+    # Of 2:4 four values are loaded together, those of eight columns.
+    values = weight.values.view(torch.int64) if weight.kind == TWO_OF_FOUR else weight.values
     tensors = (product.bias, squares, residual, product.norm_weight, *outputs)
     sizes = (
         count,
         out,
         width // tile.splits,
         x.stride(0),
-        weight.values.stride(0),
+        values.stride(0),
         weight.scales.stride(0),
         None if residual is None else residual.stride(0),
         None if squares is None else squares.shape[1],
@@ -103,21 +105,21 @@ def launch(product: PackedProduct, tile: SkinnyTile) -> Launch:
     rows = tile.program_rows(count)
     if tile.kernel == "gemv":
         options |= {"ROWS": rows, "ONCE": width <= tile.width}
-        args = (x, weight.values, weight.scales, weight.row_scales, *tensors, *sizes)
+        args = (x, values, weight.scales, weight.row_scales, *tensors, *sizes)
         return Launch(packed_gemv_kernel, (tiles,), args, options, tuple(results))
     grid = (tiles, tile.splits, ceil_div(count, rows))
     parts = counters = None
     if tile.splits > 1:
         parts = torch.empty((math.prod(grid), tile.columns, rows), dtype=torch.float32, device=x.device)
         counters = split_counters(x.device)
-    each = min(tile.prefetch, width // tile.splits) * weight.values.shape[1] // width
+    each = min(tile.prefetch, width // tile.splits) * weight.values.shape[1] // width if values is weight.values else 0
     options |= {"BLOCK_M": rows, "FULL": count % rows == 0, "STAGES": tile.stages, "SPLITS": tile.splits}
     group = _group(weight)
     # Of four-bit floats a block may have several groups; of others it has a part of one.
     block = tile.width if weight.kind == "e2m1" or not group else min(tile.width, group)
     options |= {"BLOCK_K": block, "STEPS": tile.width // block}
     options |= {"GROUP": group, "PIECES": 1 << (each // _PIECE).bit_length() - 1 if each >= _PIECE else 0}
-    every = (x, weight.values, weight.scales, weight.zeros, weight.row_scales, *tensors, parts, counters, *sizes)
+    every = (x, values, weight.scales, weight.zeros, weight.row_scales, *tensors, parts, counters, *sizes)
     return Launch(packed_dot_kernel, grid, every, options, tuple(results))
 
 
@@ -137,8 +139,8 @@ def chosen_tile(x: Tensor, weight: PackedWeight) -> SkinnyTile | None:
 
 
 def _group(weight: PackedWeight) -> int:
-    """Columns that share a scale, 0: all."""
-    return weight.columns if weight.columns < weight.shape[1] else 0
+    """Columns that share a scale, 0: all, or none do."""
+    return weight.columns if weight.columns < weight.shape[1] and weight.kind != TWO_OF_FOUR else 0
 
 
 def readable(x: Tensor, weight: PackedWeight) -> bool:
@@ -154,6 +156,7 @@ def readable(x: Tensor, weight: PackedWeight) -> bool:
         and x.data_ptr() % 16 == values.data_ptr() % 16 == 0
         and (zeros is None or (weight.kind == "int4" and zeros.stride() == scales.stride()))
         and (weight.row_scales is None or weight.row_scales.is_contiguous())
+        and (weight.kind != TWO_OF_FOUR or values.dtype == x.dtype)
         and (weight.kind != "e4m3" or DeviceLimits.of(x.device).capability >= E4M3_CAPABILITY)
         # With these a four-bit float times its scale is exact.
         and (
@@ -168,8 +171,8 @@ def packed_tile(rows: int, out: int, width: int, kind: str, group: int, device: 
     if device.capability < LEAST_CAPABILITY:
         return None
     early = device.capability >= (9, 0)
-    a_byte = kind in ("e4m3", "int8")
-    if a_byte and not group and rows == 1 and width <= _GEMV_WIDTH:
+    a_byte = kind in ("e4m3", "int8", TWO_OF_FOUR)  # or little more, for each column
+    if a_byte and kind != TWO_OF_FOUR and not group and rows == 1 and width <= _GEMV_WIDTH:
         block = max(1024, next_power_of_2(width))
         return SkinnyTile("gemv", 4, block, min(8, block // 256), early=early)
     found = dot_tiles(dot_shapes(rows)[0], rows, out, width, kind, group)
@@ -224,7 +227,8 @@ def dot_tiles(
 
 def _block_of(rows: int, width: int, kind: str, group: int) -> int:
     """Columns of a turn, which divide the width, within a group or whole groups; 0: none do."""
-    for block in (256, 128, 64, 32):
+    # Of 2:4 a turn multiplies each of eight columns by itself, whose dots are 16 wide at least; twice that spills.
+    for block in (128,) if kind == TWO_OF_FOUR else (256, 128, 64, 32):
         # Groups of four-bit floats are within a block; each of others is a block of its own, of which few are a turn.
         several = block % group == 0 and (kind == "e2m1" or group >= 128) if group else True
         # Long turns take shared memory that many rows, and groups of floats, have other uses for.

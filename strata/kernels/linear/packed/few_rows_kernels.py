@@ -13,6 +13,7 @@ from functools import partial
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.linear.skinny_kernels import load_residual, load_squares, store_product, weight_rows
 from strata.kernels.quant.dequantize import unpack_bytes, unpack_halves, unpack_wide, wide_scale
+from strata.kernels.quant.expand import eight_columns
 from strata.kernels.triton_import import gdc_launch_dependents, gdc_wait, jit, tl
 
 
@@ -169,6 +170,16 @@ def _halves_of_x(tile, held, FULL: tl.constexpr, kind: tl.constexpr):
     return even, odd
 
 
+@jit
+def _four_dots(a, b, c, d, tile, held, total, FULL: tl.constexpr, kind: tl.constexpr):
+    """total plus the products of four columns of a weight and of x, from pointers to four 16-bit floats of x."""
+    four = tl.load(tile) if FULL else tl.load(tile, mask=held, other=0)
+    total = tl.dot(a, (four & 0xFFFF).to(tl.uint16).to(kind, bitcast=True), total)
+    total = tl.dot(b, ((four >> 16) & 0xFFFF).to(tl.uint16).to(kind, bitcast=True), total)
+    total = tl.dot(c, ((four >> 32) & 0xFFFF).to(tl.uint16).to(kind, bitcast=True), total)
+    return tl.dot(d, (four >> 48).to(tl.uint16).to(kind, bitcast=True), total)
+
+
 @partial(jit, unspecialized=("rows",))
 def packed_dot_kernel(
     x,
@@ -213,10 +224,12 @@ def packed_dot_kernel(
 
     GROUP: columns that share a scale, 0: all; a multiple of BLOCK_K, but for e2m1, where either is one of the other.
     STEPS: blocks of a turn of the loop, whose loads are under way together.
+    Of 2:4, `values` are int64 of four floats each, and `scales` their places.
     """
     kind: tl.constexpr = x.dtype.element_ty
     HALVES: tl.constexpr = KIND == "int4" or KIND == "e2m1"
-    PAIR: tl.constexpr = 2 if HALVES else 1
+    SPARSE: tl.constexpr = KIND == "2:4"
+    PAIR: tl.constexpr = 8 if SPARSE else (2 if HALVES else 1)
     SCALED_VALUES: tl.constexpr = KIND == "e2m1" and GROUP > 0
     SCALED_SUMS: tl.constexpr = KIND != "e2m1" and GROUP > 0
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -225,7 +238,11 @@ def packed_dot_kernel(
     value_start = values + weight_row.to(tl.int64) * value_stride + split * (part // PAIR)
     if PIECES > 0:
         prefetch_bytes(value_start, PIECES)
-    scale = scale_of_rows(scales, row_scales, weight_row, scale_stride, ROW_GROUP, GROUP)
+    if SPARSE:
+        scale = None
+        place_tile = (scales + weight_row.to(tl.int64) * scale_stride + split * (part // PAIR))[:, None]
+    else:
+        scale = scale_of_rows(scales, row_scales, weight_row, scale_stride, ROW_GROUP, GROUP)
     if GROUP > 0:
         group = weight_row // ROW_GROUP if ROW_GROUP > 0 else weight_row * 0
         group_start = group.to(tl.int64) * scale_stride + split * part // GROUP
@@ -248,7 +265,12 @@ def packed_dot_kernel(
     x_start = x + row.to(tl.int64) * x_stride + split * part
     if HALVES:
         x_start = x_start.to(tl.pointer_type(tl.uint64 if kind == tl.float32 else tl.uint32))
-    x_tile = x_start[None, :] + k[:, None]
+    if SPARSE:
+        x_start = x_start.to(tl.pointer_type(tl.uint64))
+        place_tile = place_tile + k[None, :]
+        x_tile = x_start[None, :] + 2 * k[:, None]
+    else:
+        x_tile = x_start[None, :] + k[:, None]
     held = (row < rows)[None, :]
     total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for turn in tl.range(0, part, STEPS * BLOCK_K, num_stages=STAGES):
@@ -263,7 +285,14 @@ def packed_dot_kernel(
                     zero = following_zero
                     following_zero = tl.load(zeros + group_start + after)
             packed = tl.load(value_tile, eviction_policy="evict_first")
-            if HALVES:
+            if SPARSE:
+                places = tl.load(place_tile, eviction_policy="evict_first")
+                a, b, c, d, e, f, g, h = eight_columns(packed, places, kind)
+                total = _four_dots(a, b, c, d, x_tile, held, total, FULL, kind)
+                total = _four_dots(e, f, g, h, x_tile + 1, held, total, FULL, kind)
+                place_tile += BLOCK_K // PAIR
+                x_tile += BLOCK_K // PAIR
+            elif HALVES:
                 low, high = unpack_halves(packed, KIND, zeros is None, kind)
                 if zeros is not None:
                     low = low - zero.to(kind)[:, None]
@@ -348,12 +377,15 @@ def compile_cases() -> list[CompileCase]:
     for kind, stored, group, rows, columns, block, warps, splits, must in (
         ("int4", "u8", 128, 8, 32, 128, 2, 4, ("mma.sync", "lop3.b32", "cp.async.cg.shared.global")),
         ("e4m3", "fp8e4nv", 128, 64, 64, 128, 4, 1, ("wgmma.mma_async", "cp.async.cg.shared.global")),
+        ("2:4", "i64", 0, 8, 32, 128, 2, 4, ("mma.sync", "cp.async.cg.shared.global")),
+        ("2:4", "i64", 0, 64, 64, 128, 4, 1, ("wgmma.mma_async",)),
     ):
         own = dict.fromkeys(("parts", "counters")) if splits == 1 else {}
         given = signature | {"values": f"*{stored}:16", "part": "i32:16"}
         given |= {} if own else {"parts": "*fp32:16", "counters": "*i32:16"}
         sizes = {"KIND": kind, "GROUP": group, "BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": block, "SPLITS": splits}
-        sizes |= {"STEPS": 2 if kind == "int4" else 1, "FULL": False, "STAGES": 4, "PIECES": 1}
+        sizes |= {"STEPS": 2 if kind == "int4" else 1, "FULL": False, "STAGES": 4, "PIECES": 0 if kind == "2:4" else 1}
+        given |= {"scales": "*u8:16", "scale_stride": "i32:16"} if kind == "2:4" else {}
         title = f"packed dot {kind} {rows}x{columns}"
         cases.append(CompileCase(title, packed_dot_kernel, given, constants | own | sizes, warps, 4, must))
     return cases

@@ -26,7 +26,7 @@ def gptq(weight: Tensor, scheme: Scheme, scales: Tensor, gram: Tensor, rows: int
     hessian.diagonal()[dead] = 1.0
     work[:, dead] = 0.0
     order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
-    factor = _inverse_factor(hessian[order][:, order])
+    factor = inverse_factor(hessian[order][:, order])
     work = work[:, order]
     steps = spread(scales.float(), scheme, weight.shape).expand(weight.shape)[:, order]
     values = torch.empty_like(work)
@@ -47,8 +47,8 @@ def gptq(weight: Tensor, scheme: Scheme, scales: Tensor, gram: Tensor, rows: int
     return PackedWeight.of(scheme, pack_values(unordered, scheme.values), scales)
 
 
-def _inverse_factor(hessian: Tensor) -> Tensor:
-    """U, upper triangular, with U^T U = H^-1, of the damped H."""
+def inverse_factor(hessian: Tensor) -> Tensor:
+    """U, upper triangular, with U^T U = H^-1, of the damped H. Raises ValueError where that cannot be had."""
     mean = hessian.diagonal().mean()
     for attempt in range(_TRIES):
         damped = hessian.clone()

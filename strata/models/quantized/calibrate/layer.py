@@ -10,22 +10,18 @@ from torch import Tensor, nn
 
 from strata.kernels.quant.packed import PackedWeight, dense
 from strata.models.batch import Batch
-from strata.models.experts import Experts
 from strata.models.layers import Linear
 from strata.models.quantized.calibrate import folds
 from strata.models.quantized.calibrate.awq import scaling
 from strata.models.quantized.calibrate.folds import Fold
 from strata.models.quantized.calibrate.gptq import gptq
+from strata.models.quantized.calibrate.inputs import LayerInputs
 from strata.models.quantized.calibrate.matrices import GATE_UP, Matrix, is_skipped, layer_views, products
-from strata.models.quantized.calibrate.moments import Moments
-from strata.models.quantized.calibrate.observe import Observer, gated
 from strata.models.quantized.calibrate.rounding import find_scales, largest_scales, nearest, round_trip
 from strata.models.quantized.calibrate.settings import AWQ, GPTQ, SMOOTHQUANT, Rounding
 from strata.models.quantized.calibrate.smoothquant import smoothing
 from strata.models.quantized.calibrate.stream import LayerStream
 
-# An expert that fewer of the tokens went to says too little about its inputs to be rounded by them (llm-compressor).
-_LEAST_SHARE = 0.005
 # Of calibration text, that losses of AWQ are taken over.
 _LOSS_BATCHES = 2
 
@@ -33,7 +29,7 @@ _LOSS_BATCHES = 2
 class LayerRounding:
     """Rounds an opened layer in place, so that later layers are calibrated on what it will make.
 
-    batches, hidden: the text and what enters the layer; empty: there is no text. notes: what a user should know.
+    batches, hidden: the text and what enters the layer; empty: there is no text.
     """
 
     def __init__(
@@ -41,36 +37,31 @@ class LayerRounding:
     ) -> None:
         self.stream, self.number, self.rounding = stream, number, rounding
         self.batches, self.hidden = batches, hidden
-        layer = stream.model.model.layers[number]
-        self.layer: nn.Module = layer
-        self.observer = Observer(layer, gram=rounding.method == GPTQ)
+        self.inputs = LayerInputs(stream, number, gram=rounding.method == GPTQ, without="rounded to nearest")
+        self.layer, self.observer = self.inputs.layer, self.inputs.observer
         self.views = {name: view for name, _, view in layer_views(stream.model, number)}
         found = products(stream.model, number)
         self.matrices = [matrix for matrix in found if not is_skipped(matrix, rounding.skip)]
-        self.notes: list[str] = []
-        self._latest: tuple[tuple[str, int, str], Moments | None] | None = None
 
     @torch.no_grad()
     def run(self) -> dict[str, PackedWeight]:
         """The packed matrices by their names in a checkpoint; the layer multiplies by what they stand for then."""
         if self.batches:
-            self._observe()
+            self.inputs.observe(self.batches, self.hidden)
             self._fold()
         packed = {matrix.name: self._pack(matrix) for matrix in self.matrices}
         for name, weight in packed.items():
             self.views[name].copy_(dense(weight))
         return packed
 
-    def _observe(self) -> None:
-        with self.observer.listening():
-            for batch, x in zip(self.batches, self.hidden, strict=True):
-                self.observer.next_batch()
-                self.stream.run(self.number, batch, x)
+    @property
+    def notes(self) -> list[str]:
+        return self.inputs.notes
 
     def _pack(self, matrix: Matrix) -> PackedWeight:
         weight, scheme = self.views[matrix.name], self.rounding.packing
         dtype = self.stream.sources[matrix.name].dtype
-        moments = self._moments(matrix) if self.batches else None
+        moments = self.inputs.moments(matrix) if self.batches else None
         if moments is None or moments.rows == 0:
             return nearest(weight, scheme, dtype)
         if self.rounding.method != GPTQ:
@@ -78,27 +69,6 @@ class LayerRounding:
         assert moments.gram is not None
         scales = find_scales(weight, scheme, dtype, moments.mean_squares)
         return gptq(weight, scheme, scales, moments.gram, moments.rows)
-
-    def _moments(self, matrix: Matrix) -> Moments | None:
-        """Of what a matrix multiplies; None of an expert that too few tokens went to."""
-        if matrix.expert is None:
-            return self.observer.moments.get(matrix.module)
-        asked = (matrix.module, matrix.expert, matrix.side)
-        if self._latest is None or self._latest[0] != asked:  # gate and up multiply the same
-            self._latest = (asked, self._expert_moments(matrix, matrix.expert))
-        return self._latest[1]
-
-    def _expert_moments(self, matrix: Matrix, expert: int) -> Moments | None:
-        module, inputs = self.layer.get_submodule(matrix.module), self.observer.experts[matrix.module]
-        assert isinstance(module, Experts)
-        rows = inputs.rows(expert).to(module.gate_up_proj.device)
-        if len(rows) < max(1, _LEAST_SHARE * inputs.tokens):
-            note = f"layer {self.number}: expert {expert} saw {len(rows)} of {inputs.tokens} tokens: rounded to nearest"
-            if note not in self.notes:
-                self.notes.append(note)
-            return None
-        multiplied = rows if matrix.side == GATE_UP else gated(rows, module.gate_up_proj.detach()[expert])
-        return Moments.of(multiplied, gram=self.observer.gram)
 
     def _fold(self) -> None:
         """Move what is large between what makes activations and what multiplies them, where the method does."""

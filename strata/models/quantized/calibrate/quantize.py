@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,16 +14,14 @@ from strata.files.json_object import read_existing_object
 from strata.kernels.quant.packed import PackedWeight, join
 from strata.models.batch import Batch
 from strata.models.checkpoint import shorten
-from strata.models.experts import SparseCausalLM, stored_views
+from strata.models.experts import SparseCausalLM
 from strata.models.joined import join_parameters
 from strata.models.quantized.calibrate.compressed_tensors import quantization_config, stored_tensors
 from strata.models.quantized.calibrate.layer import LayerRounding
-from strata.models.quantized.calibrate.matrices import homes, is_skipped, layer_prefix, layer_views, products
+from strata.models.quantized.calibrate.matrices import homes, is_skipped, layer_views, products
+from strata.models.quantized.calibrate.rewrite import layer_tensors, rewrite
 from strata.models.quantized.calibrate.settings import Rounding
-from strata.models.quantized.calibrate.stream import LayerStream, batches_of
-from strata.models.quantized.calibrate.unfinished import Unfinished
-from strata.models.save import copy_tokenizer, write_json
-from strata.models.weights import stored_values
+from strata.models.quantized.calibrate.stream import LayerStream
 
 _HEAD = "lm_head"
 
@@ -55,27 +50,14 @@ def quantize(
         raise ValueError(f"method = {rounding.method!r} needs calibration text, and there is none")
     stream = LayerStream(folder, device)
     _check(stream, rounding)
-    worst = max((max(sequence, default=0) for sequence in sequences), default=0)
-    if worst >= stream.config.vocab_size:
-        raise ValueError(f"the calibration text has token {worst}, and the model {stream.config.vocab_size} tokens")
-    batches = batches_of([sequence for sequence in sequences if len(sequence)]) if sequences else []
-    others = [name for name, _ in stream.model.named_parameters() if not name.startswith("model.layers.")]
-    settings = _settings(stream, rounding, sequences)
-    with Unfinished(out, settings, stream.layers + len(others)) as unfinished:
-        report(unfinished.done, unfinished.shards)
-        hidden = _hidden(stream, batches, unfinished)
-        for number in range(unfinished.done, stream.layers):
-            hidden = _write_layer(stream, number, rounding, batches, hidden, unfinished)
-            report(unfinished.done, unfinished.shards)
-        for name in others[unfinished.done - stream.layers :]:
-            unfinished.add(_others(stream, name), [])
-            report(unfinished.done, unfinished.shards)
-        if (folder / "tokenizer.json").is_file():
-            copy_tokenizer(folder, unfinished.folder)
-        config = quantization_config(rounding.packing, _ignored(stream, rounding))
-        write_json(unfinished.folder / "config.json", values | {"quantization_config": config})
-        unfinished.finish()
-        return [note for notes in unfinished.notes for note in notes]
+
+    def change(number: int, batches: Sequence[Batch], hidden: Sequence[Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+        work = LayerRounding(stream, number, rounding, batches, hidden)
+        return _tensors(stream, number, work.run()), work.notes
+
+    asked = asdict(rounding) | {"skip": list(rounding.skip)}
+    config = quantization_config(rounding.packing, _ignored(stream, rounding))
+    return rewrite(stream, out, asked, sequences, change, values | {"quantization_config": config}, report)
 
 
 def _check(stream: LayerStream, rounding: Rounding) -> None:
@@ -104,78 +86,13 @@ def _check(stream: LayerStream, rounding: Rounding) -> None:
             raise ValueError(f"blocks of {packing.rows} rows would hold rows of two of {', '.join(parts)}; skip them")
 
 
-def _settings(stream: LayerStream, rounding: Rounding, sequences: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """What the bytes of the result follow from."""
-    files = sorted({stored.file for stored in stream.sources.values()})
-    states = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    text = hashlib.sha256(json.dumps([list(sequence) for sequence in sequences]).encode()).hexdigest()
-    asked = asdict(rounding) | {"skip": list(rounding.skip)}
-    return asked | {
-        "model": str(stream.folder.resolve()),
-        "weights": states,
-        "text": text,
-        "device": stream.device.type,
-    }
-
-
-def _hidden(stream: LayerStream, batches: Sequence[Batch], unfinished: Unfinished) -> list[Tensor]:
-    """What enters the first layer that is not done."""
-    if not batches or unfinished.done >= stream.layers:
-        return []
-    if not unfinished.done:
-        return stream.embed(batches)
-    kept = unfinished.hidden()
-    return [kept[_batch_name(place)] for place in range(len(batches))]
-
-
-def _write_layer(
-    stream: LayerStream,
-    number: int,
-    rounding: Rounding,
-    batches: Sequence[Batch],
-    hidden: Sequence[Tensor],
-    unfinished: Unfinished,
-) -> list[Tensor]:
-    """Round a layer and write its shard; returns what it makes of the text."""
-    with stream.opened(number):
-        work = LayerRounding(stream, number, rounding, batches, hidden)
-        packed = work.run()
-        tensors = _tensors(stream, number, packed)
-        made = [stream.run(number, batch, x).cpu() for batch, x in zip(batches, hidden, strict=True)]
-        kept = {_batch_name(place): x for place, x in enumerate(made)}
-        unfinished.add(tensors, work.notes, kept if batches and number + 1 < stream.layers else None)
-    return made
-
-
-def _batch_name(place: int) -> str:
-    return f"batch.{place:05}"
-
-
 def _tensors(stream: LayerStream, number: int, packed: dict[str, PackedWeight]) -> dict[str, Tensor]:
     """A layer as the checkpoint has it."""
     model = stream.model
     found: dict[str, Tensor] = {}
     for name, parts in homes(model, [one for one in products(model, number) if one.name in packed]).items():
         found |= stored_tensors(name, join([packed[part] for part in parts]) if len(parts) > 1 else packed[parts[0]])
-    if isinstance(model, SparseCausalLM) and model.expert_names.joined:
-        layer = model.model.layers[number]
-        values = {layer_prefix(number) + own: parameter.detach() for own, parameter in layer.named_parameters()}
-    else:
-        values = {name: view for name, _, view in layer_views(model, number)}
-    plain = {name: value.to(_dtype(stream, name)) for name, value in values.items() if name not in packed}
-    return found | join_parameters(model, plain)
-
-
-def _others(stream: LayerStream, name: str) -> dict[str, Tensor]:
-    ((_, value),) = stored_values(stream.model, stream.folder, (name,))
-    return {stored: one.to(_dtype(stream, stored)) for stored, one in stored_views(stream.model, name, value)}
-
-
-def _dtype(stream: LayerStream, name: str) -> torch.dtype:
-    """In which a tensor is stored."""
-    if name in stream.sources:
-        return stream.sources[name].dtype
-    return stream.config.dtype or torch.float32
+    return found | layer_tensors(stream, number, packed.keys())
 
 
 def _ignored(stream: LayerStream, rounding: Rounding) -> list[str]:

@@ -1,0 +1,58 @@
+"""What commands that go through a model layer by layer share: calibration text and a bar of progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+Calibration = Annotated[
+    Path | None, typer.Option(help="Text, JSONL or Parquet of texts or chats; else the built-in exercises.")
+]
+Samples = Annotated[int, typer.Option(help="Of the calibration text.", min=1)]
+Length = Annotated[int, typer.Option(help="Most tokens of a sample.", min=2)]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N: where layers are computed.")]
+
+
+def sequences_of(folder: Path, calibration: Path | None, samples: int, length: int) -> list[list[int]]:
+    """Token ids of the calibration text."""
+    from strata.models.config import read_config
+    from strata.text.tokenizer import Tokenizer
+    from strata.train.data.calibration import exercise_samples, file_samples
+
+    longest = min(length, read_config(folder).longest)
+    with Tokenizer.load(folder) as tokenizer:
+        if calibration is None:
+            return exercise_samples(tokenizer, samples, longest)
+        return file_samples(calibration, tokenizer, samples, longest)
+
+
+def resolve_device(device: str) -> Any:
+    """The `torch.device` of that name, "auto" being CUDA where there is one."""
+    import torch
+
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+
+
+@contextmanager
+def progress(console: Console, unit: str) -> Iterator[Callable[[int, int], None]]:
+    """Called with how many are done, of how many, the bar shows it; not before, as what cannot begin has none."""
+    columns: list[Any] = [TextColumn(unit), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn()]
+    bar = Bar(*columns, console=console)
+    task = bar.add_task("", total=None)
+
+    def report(done: int, of: int) -> None:
+        bar.start()
+        bar.update(task, completed=done, total=of)
+
+    try:
+        yield report
+    finally:
+        if bar.live.is_started:
+            bar.stop()

@@ -1,0 +1,1 @@
+"""Weights become zeros: which, and what the others make up for."""

@@ -1,0 +1,91 @@
+"""A checkpoint folder becomes one with zeros, layer by layer; it stays an ordinary one, of floats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from strata.files.json_object import read_existing_object
+from strata.kernels.quant.two_of_four import FOUR
+from strata.models.batch import Batch
+from strata.models.checkpoint import shorten
+from strata.models.pruned.choice import by_magnitude, wanda
+from strata.models.pruned.settings import MAGNITUDE, SPARSEGPT, TWO_OF_FOUR, WANDA, Pruning
+from strata.models.pruned.sparsegpt import sparsegpt
+from strata.models.quantized.calibrate.inputs import LayerInputs
+from strata.models.quantized.calibrate.matrices import Matrix, layer_views, products
+from strata.models.quantized.calibrate.rewrite import layer_tensors, rewrite, stored_dtype
+from strata.models.quantized.calibrate.stream import LayerStream
+
+
+def prune(
+    folder: Path,
+    out: Path,
+    pruning: Pruning,
+    sequences: Sequence[Sequence[int]],
+    device: torch.device,
+    report: Callable[[int, int], None] = lambda done, of: None,
+) -> list[str]:
+    """Write the model of `folder` to `out` with weights of its products set to 0; returns notes for users.
+
+    Head, embedding, norms, routers and gates of one output stay as they are. sequences: token ids of calibration text.
+    Memory, interruptions and `report` are those of `rewrite`; of SparseGPT there is a matrix [width, width] for each
+    kind of input of a layer. Raises ValueError, before weights are read, for a packed model, a width that four do not
+    divide, `out` that exists, or a method without its text.
+    """
+    values = read_existing_object(folder / "config.json")
+    if values.get("quantization_config") is not None:
+        raise ValueError(f"{folder} is quantized (quantization_config); prune the model in floats, then quantize it")
+    if pruning.needs_text and not any(len(sequence) for sequence in sequences):
+        raise ValueError(f"method = {pruning.method!r} needs calibration text, and there is none")
+    stream = LayerStream(folder, device)
+    _check(stream, pruning)
+
+    def change(number: int, batches: Sequence[Batch], hidden: Sequence[Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+        notes = prune_layer(stream, number, pruning, batches, hidden)
+        return layer_tensors(stream, number), notes
+
+    return rewrite(stream, out, asdict(pruning), sequences, change, values, report)
+
+
+@torch.no_grad()
+def prune_layer(
+    stream: LayerStream, number: int, pruning: Pruning, batches: Sequence[Batch], hidden: Sequence[Tensor]
+) -> list[str]:
+    """Prune an opened layer in place, to values of the dtype that it is stored in; returns notes for users."""
+    inputs = LayerInputs(stream, number, gram=pruning.method == SPARSEGPT, without="pruned by magnitude")
+    if pruning.needs_text:
+        inputs.observe(batches, hidden)
+    views = {name: view for name, _, view in layer_views(stream.model, number)}
+    found = products(stream.model, number)
+    pruned = {one.name: _pruned(views[one.name], one, pruning, inputs) for one in found}
+    for name, weight in pruned.items():  # after all, since inputs of experts' second products follow from the first
+        views[name].copy_(weight.to(stored_dtype(stream, name)))
+    return inputs.notes
+
+
+def _pruned(weight: Tensor, matrix: Matrix, pruning: Pruning, inputs: LayerInputs) -> Tensor:
+    moments = inputs.moments(matrix) if pruning.needs_text else None
+    if pruning.method == MAGNITUDE or moments is None or moments.rows == 0:
+        return by_magnitude(weight, pruning)
+    if pruning.method == WANDA:
+        return wanda(weight, pruning, moments.mean_squares)
+    assert moments.gram is not None
+    return sparsegpt(weight, pruning, moments.gram, moments.rows)
+
+
+def _check(stream: LayerStream, pruning: Pruning) -> None:
+    found = [matrix for number in range(stream.layers) for matrix in products(stream.model, number)]
+    if not found:
+        raise ValueError(f"{stream.folder} has no product whose weights can be pruned")
+    uneven = [matrix for matrix in found if pruning.pattern == TWO_OF_FOUR and matrix.shape[1] % FOUR]
+    if uneven:
+        widths = ", ".join(sorted({str(matrix.shape[1]) for matrix in uneven}))
+        raise ValueError(
+            f"2:4 takes four columns together, which do not divide {widths}, the widths of "
+            f"{shorten([matrix.name for matrix in uneven])}; prune unstructured"
+        )

@@ -1,0 +1,128 @@
+"""A checkpoint folder becomes another, layer by layer, and goes on where it was interrupted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strata.models.batch import Batch
+from strata.models.experts import SparseCausalLM, stored_views
+from strata.models.joined import join_parameters
+from strata.models.quantized.calibrate.matrices import layer_prefix, layer_views
+from strata.models.quantized.calibrate.stream import LayerStream, batches_of
+from strata.models.quantized.calibrate.unfinished import Unfinished
+from strata.models.save import copy_tokenizer, write_json
+from strata.models.weights import stored_values
+
+# Of a layer's number, the text and what enters the layer, which is opened: changes it in place so that it makes what
+# the new one will; returns its tensors as they are stored, and notes for users.
+Change = Callable[[int, Sequence[Batch], Sequence[Tensor]], tuple[dict[str, Tensor], list[str]]]
+
+
+def rewrite(
+    stream: LayerStream,
+    out: Path,
+    asked: dict[str, Any],
+    sequences: Sequence[Sequence[int]],
+    change: Change,
+    config: dict[str, Any],
+    report: Callable[[int, int], None],
+) -> list[str]:
+    """Write the model of a stream to `out`, its layers changed; returns the notes of all layers.
+
+    asked: what the change follows from, beside the model and the text. sequences: token ids of calibration text; may be
+    none. config: of the new config.json. What is finished is kept beside `out` when this is stopped; called again alike
+    it goes on, and the bytes are the same. report: called with the number of finished shards and of all. Raises
+    ValueError, before weights are read, for tokens that the model does not have, and for `out` that exists.
+    """
+    worst = max((max(sequence, default=0) for sequence in sequences), default=0)
+    if worst >= stream.config.vocab_size:
+        raise ValueError(f"the calibration text has token {worst}, and the model {stream.config.vocab_size} tokens")
+    batches = batches_of([sequence for sequence in sequences if len(sequence)]) if sequences else []
+    others = [name for name, _ in stream.model.named_parameters() if not name.startswith("model.layers.")]
+    with Unfinished(out, asked | _sources(stream, sequences), stream.layers + len(others)) as unfinished:
+        report(unfinished.done, unfinished.shards)
+        hidden = _hidden(stream, batches, unfinished)
+        for number in range(unfinished.done, stream.layers):
+            hidden = _write_layer(stream, number, change, batches, hidden, unfinished)
+            report(unfinished.done, unfinished.shards)
+        for name in others[unfinished.done - stream.layers :]:
+            unfinished.add(_others(stream, name), [])
+            report(unfinished.done, unfinished.shards)
+        if (stream.folder / "tokenizer.json").is_file():
+            copy_tokenizer(stream.folder, unfinished.folder)
+        write_json(unfinished.folder / "config.json", config)
+        unfinished.finish()
+        return [note for notes in unfinished.notes for note in notes]
+
+
+def layer_tensors(stream: LayerStream, number: int, without: Collection[str] = ()) -> dict[str, Tensor]:
+    """An opened layer as the checkpoint has it, but for the tensors `without`."""
+    model = stream.model
+    if isinstance(model, SparseCausalLM) and model.expert_names.joined:
+        layer = model.model.layers[number]
+        values = {layer_prefix(number) + own: parameter.detach() for own, parameter in layer.named_parameters()}
+    else:
+        values = {name: view for name, _, view in layer_views(model, number)}
+    plain = {name: value.to(stored_dtype(stream, name)) for name, value in values.items() if name not in without}
+    return join_parameters(model, plain)
+
+
+def stored_dtype(stream: LayerStream, name: str) -> torch.dtype:
+    """In which a tensor is stored."""
+    if name in stream.sources:
+        return stream.sources[name].dtype
+    return stream.config.dtype or torch.float32
+
+
+def _sources(stream: LayerStream, sequences: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """What the bytes of the result follow from, beside what is asked."""
+    files = sorted({stored.file for stored in stream.sources.values()})
+    return {
+        "model": str(stream.folder.resolve()),
+        "weights": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
+        "text": hashlib.sha256(json.dumps([list(sequence) for sequence in sequences]).encode()).hexdigest(),
+        "device": stream.device.type,
+    }
+
+
+def _hidden(stream: LayerStream, batches: Sequence[Batch], unfinished: Unfinished) -> list[Tensor]:
+    """What enters the first layer that is not done."""
+    if not batches or unfinished.done >= stream.layers:
+        return []
+    if not unfinished.done:
+        return stream.embed(batches)
+    kept = unfinished.hidden()
+    return [kept[_batch_name(place)] for place in range(len(batches))]
+
+
+def _write_layer(
+    stream: LayerStream,
+    number: int,
+    change: Change,
+    batches: Sequence[Batch],
+    hidden: Sequence[Tensor],
+    unfinished: Unfinished,
+) -> list[Tensor]:
+    """Change a layer and write its shard; returns what it makes of the text."""
+    with stream.opened(number):
+        tensors, notes = change(number, batches, hidden)
+        made = [stream.run(number, batch, x).cpu() for batch, x in zip(batches, hidden, strict=True)]
+        kept = {_batch_name(place): x for place, x in enumerate(made)}
+        unfinished.add(tensors, notes, kept if batches and number + 1 < stream.layers else None)
+    return made
+
+
+def _batch_name(place: int) -> str:
+    return f"batch.{place:05}"
+
+
+def _others(stream: LayerStream, name: str) -> dict[str, Tensor]:
+    ((_, value),) = stored_values(stream.model, stream.folder, (name,))
+    return {stored: one.to(stored_dtype(stream, stored)) for stored, one in stored_views(stream.model, name, value)}

@@ -1,0 +1,143 @@
+"""Pruned checkpoints: what is in them, that others read them, what is counted, and what interruptions change."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from strata.kernels.quant.two_of_four import is_two_of_four
+from strata.models.pruned.activations import THRESHOLDS, count_activations
+from strata.models.pruned.prune import prune
+from strata.models.pruned.report import zeros_of
+from strata.models.pruned.settings import METHODS, Pruning
+from strata.models.quantized.calibrate.quantize import quantize
+from strata.models.quantized.calibrate.settings import Rounding
+from strata.models.weights import load
+
+from ..batches import packed, random_sequences
+from ..calibrate.models import LLAMA, stored, write_llama
+
+CPU = torch.device("cpu")
+TEXT = random_sequences(LLAMA["vocab_size"], [40, 33, 50])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("models") / "llama", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def halved(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """By 2:4 sparsity."""
+    out = tmp_path_factory.mktemp("models") / "halved"
+    prune(model, out, Pruning.of("2:4", 0.5, "sparsegpt"), TEXT, CPU)
+    return out
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("pattern", "share"), [("2:4", 0.5), ("unstructured", 0.3)])
+def test_products_have_their_share_of_zeros_and_others_are_as_they_were(
+    pattern: str, share: float, method: str, model: Path, tmp_path: Path
+) -> None:
+    pruning, out = Pruning.of(pattern, share, method), tmp_path / "out"
+    assert prune(model, out, pruning, TEXT if pruning.needs_text else [], CPU) == []
+    before, after = stored(model), stored(out)
+    assert before.keys() == after.keys()
+    assert (out / "config.json").read_text() == (model / "config.json").read_text()
+    for name, weight in after.items():
+        assert weight.dtype == before[name].dtype
+        if "_proj" not in name:
+            assert torch.equal(weight, before[name]), name
+            continue
+        assert int((weight == 0).sum()) == pytest.approx(share * weight.numel(), abs=len(weight)), name
+        assert is_two_of_four(weight) == (pattern == "2:4")
+        if method != "sparsegpt":
+            assert torch.equal(weight[weight != 0], before[name][weight != 0])
+
+
+def test_transformers_reads_it_and_computes_the_same(halved: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(halved, dtype=torch.float32)
+    ours, _ = load(halved, dtype="float32")
+    with torch.no_grad():
+        found = ours.head(ours(packed([TEXT[0]])))
+        torch.testing.assert_close(theirs(torch.tensor([TEXT[0]])).logits[0], found, rtol=1e-4, atol=1e-4)
+
+
+def test_stopped_in_the_middle_it_goes_on_to_the_same_bytes(model: Path, halved: Path, tmp_path: Path) -> None:
+    out, pruning = tmp_path / "out", Pruning.of("2:4", 0.5, "sparsegpt")
+
+    def stop(done: int, of: int) -> None:
+        if done == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prune(model, out, pruning, TEXT, CPU, stop)
+    assert not out.exists()
+    with pytest.raises(ValueError, match="with other method"):
+        prune(model, out, Pruning.of("2:4", 0.5, "wanda"), TEXT, CPU)
+    seen: list[int] = []
+    prune(model, out, pruning, TEXT, CPU, lambda done, of: seen.append(done))
+    assert seen[0] == 1
+    names = sorted(path.name for path in halved.iterdir())
+    assert names == sorted(path.name for path in out.iterdir())
+    assert all((halved / name).read_bytes() == (out / name).read_bytes() for name in names)
+
+
+def test_the_report_counts_what_is_stored(model: Path, halved: Path) -> None:
+    *kinds, everything = zeros_of(halved)
+    assert [one.kind for one in kinds] == ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    tensors = {name: one for name, one in stored(halved).items() if "_proj" in name}
+    assert everything.zeros == sum(int((one == 0).sum()) for one in tensors.values())
+    assert (everything.matrices, everything.two_of_four) == (14, 14)
+    assert everything.nbytes == sum(one.nbytes for one in tensors.values())
+    assert everything.packed_bytes == everything.nbytes * 9 // 16
+    plain = zeros_of(model)[-1]
+    assert (plain.two_of_four, plain.packed_bytes) == (0, plain.nbytes)
+
+
+def test_small_inputs_of_second_products_are_counted(model: Path) -> None:
+    found = count_activations(model, TEXT, CPU)
+    ours, _ = load(model, dtype="float32")
+    for layer, one in zip(ours.model.layers, found, strict=True):
+        given: list[torch.Tensor] = []
+        layer.mlp.down_proj.register_forward_pre_hook(lambda _, x, given=given: given.append(x[0]))
+        with torch.no_grad():
+            ours(packed(TEXT))
+        sizes = given[0].abs()
+        assert (one.values, one.zeros) == (sizes.numel(), int((sizes == 0).sum()))
+        for count, share in zip(one.small, THRESHOLDS, strict=True):
+            assert count == pytest.approx(int((sizes < share * sizes.amax(1, keepdim=True)).sum()), abs=2)
+    with pytest.raises(ValueError, match="there is none"):
+        count_activations(model, [], CPU)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (("1:2", 0.5, "wanda"), "accepted are '2:4', 'unstructured'"),
+        (("2:4", 0.5, "obs"), "accepted are 'sparsegpt', 'wanda', 'magnitude'"),
+        (("unstructured", 1.0, "wanda"), "less than 1"),
+        (("2:4", 0.6, "wanda"), "half of the weights"),
+        (("2:4", 0.5, "wanda"), "needs calibration text"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_work(
+    asked: tuple[str, float, str], said: str, model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        prune(model, tmp_path / "out", Pruning.of(*asked), [], CPU)
+    assert not list(tmp_path.iterdir())
+
+
+def test_models_that_do_not_fit_are_refused(model: Path, tmp_path: Path) -> None:
+    magnitude = Pruning.of("2:4", 0.5, "magnitude")
+    odd = write_llama(tmp_path / "odd", intermediate_size=90, num_hidden_layers=1)
+    with pytest.raises(ValueError, match=r"do not divide 90, the widths of model.layers.0.mlp.down_proj.weight"):
+        prune(odd, tmp_path / "out", magnitude, [], CPU)
+    quantize(model, tmp_path / "fp8", Rounding.of("fp8", "rtn", None, ()), [], CPU)
+    with pytest.raises(ValueError, match="prune the model in floats"):
+        prune(tmp_path / "fp8", tmp_path / "out", magnitude, [], CPU)
