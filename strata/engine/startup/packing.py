@@ -71,7 +71,7 @@ class Packing:
         candidates = [name for name in products if name in own]
         checkpoint = None
         if sparsity is not None:
-            pruned = [name for name in candidates if len(layers.get_parameter(name)) > 1]
+            pruned = [name for name in candidates if len(complete.get_parameter(name)) > 1]
             schemes = packed_by(sparsity_of(sparsity), pruned, layers)
         elif quantization is not None:
             schemes = packed_by(scheme_of(quantization), candidates, layers)
