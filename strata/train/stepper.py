@@ -21,7 +21,9 @@ from strata.train.data.mixture import Mixture
 from strata.train.dpo import DpoObjective, Reference, weights_digest
 from strata.train.layout import device_memory
 from strata.train.phases import Phases
+from strata.train.predict.adapters import AdapterStep
 from strata.train.predict.estimate import choose_recompute, step_shape
+from strata.train.recompute import RECOMPUTE_OF_MODULES, recompute_modules
 from strata.train.start import Start
 from strata.train.steps.balance import check_balance
 from strata.train.steps.make import fresh, make_step, stored
@@ -72,15 +74,21 @@ def make_stepper(setting: Setting) -> ParallelStep | TuneStep:
 
 
 def chosen_recompute(config: TrainConfig, model: ModelConfig, layout: Layout, device: torch.device) -> str:
-    """What the backward pass computes again: as the config says, else the first way that fits. Adapters and
-    preferences are trained without.
+    """What the backward pass computes again: as the config says, else the first way that fits. Preferences without
+    adapters are learned without.
     """
-    if config.lora is not None or config.dpo is not None:
-        return "none"
+    tunes = config.lora is not None or config.dpo is not None
     if config.run.recompute != "auto":
+        if tunes and config.run.recompute not in RECOMPUTE_OF_MODULES:
+            raise ValueError(
+                f"run.recompute = {config.run.recompute!r} is for runs without [lora] and [dpo]; use 'auto', or one of "
+                f"{', '.join(RECOMPUTE_OF_MODULES)}"
+            )
         return config.run.recompute
-    if device.type == "cpu":
+    if device.type == "cpu" or (tunes and config.lora is None):
         return "none"
+    if config.lora is not None:
+        return AdapterStep.of(config, model, layout).choose_recompute(device_memory(device))
     return choose_recompute(step_shape(config, model, layout), device_memory(device))
 
 
@@ -107,6 +115,7 @@ def _tune_step(setting: Setting) -> TuneStep:
         model, _ = load(setting.start.weights, "cpu", torch.float32)
         trained = model.to(device)
         hold_biases(model)
+    recompute_modules(model, setting.recompute)
     return TuneStep(
         model,
         trained,

@@ -198,7 +198,9 @@ def test_the_builtin_model_learns_beside_packed_weights(tune: Tune, tmp_path: Pa
     """And what it leaves has the plain ones, but for the adapters."""
     lora = {"rank": 4, "quantization": "int4", "projections": ["q_proj", "v_proj", "down_proj"]}
     rate = {"learning_rate": 1e-2, "weight_decay": 0.0}
-    trainer = Trainer(tune("style", run={"steps": 6, "checkpoint_every": 6}, lora=lora, optimizer=rate), ALONE)
+    trainer = Trainer(
+        tune("style", run={"steps": 6, "checkpoint_every": 6, "recompute": "mlp"}, lora=lora, optimizer=rate), ALONE
+    )
     trainer.train()
     losses = [line["loss"] for line in log(tmp_path / "run")]
     assert losses[-1] < 0.6 * losses[0]
@@ -215,6 +217,8 @@ def test_what_does_not_go_together_is_said_before_weights_are_read(
         Trainer(tune("style", **packed), ALONE)
     with pytest.raises(ValueError, match=r"lora\.quantization = 'int8': the weights of .* are packed already .*leave"):
         Trainer(tune("style", **packed, lora={"quantization": "int8"}), ALONE)
+    with pytest.raises(ValueError, match=r"run\.recompute = 'operations' is for runs without .*none, mlp, layers"):
+        Trainer(tune("style", run={"recompute": "operations"}, lora={"rank": 2}), ALONE)
     with pytest.raises(ValueError, match=r"quantization = 'nf4' is not known; accepted are 'fp8'"):
         tune("style", lora={"quantization": "nf4"})
     model = load_frozen(folder, read_config(folder), "int4", CPU, torch.float32)

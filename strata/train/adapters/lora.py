@@ -136,12 +136,7 @@ def add_lora(model: CausalLM, config: LoraConfig, seed: int) -> Adapters:
 
     Raises ValueError if it has none of those that the config names.
     """
-    found = list(_projections(model, config.projections))
-    if not found:
-        named = ", ".join(config.projections)
-        raise ValueError(
-            f"lora.projections: {type(model).__name__} has none of {named}; train it whole, without [lora]"
-        )
+    found = _projections(model, config.projections)
     model.requires_grad_(False)
     generator = torch.Generator("cpu").manual_seed(seed)
     for parent, name, child in found:
@@ -203,8 +198,20 @@ def load_adapter(model: CausalLM, folder: Path) -> Adapters:
     return adapters
 
 
-def _projections(model: nn.Module, names: Sequence[str]) -> Iterator[tuple[nn.Module, str, Linear]]:
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            if name in names and isinstance(child, Linear):
-                yield parent, name, child
+def adapter_shapes(model: CausalLM, config: LoraConfig) -> list[tuple[int, int]]:
+    """The sizes [outputs, inputs] of all weights that adapters would be put beside. Raises ValueError as `add_lora`."""
+    return [(child.weight.shape[0], child.weight.shape[1]) for *_, child in _projections(model, config.projections)]
+
+
+def _projections(model: CausalLM, names: Sequence[str]) -> list[tuple[nn.Module, str, Linear]]:
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if name in names and isinstance(child, Linear)
+    ]
+    if not found:
+        raise ValueError(
+            f"lora.projections: {type(model).__name__} has none of {', '.join(names)}; train it whole, without [lora]"
+        )
+    return found

@@ -153,11 +153,11 @@ def _under_way(schedule: str, ranks: int, micro_batches: int) -> tuple[float, ..
 
 def _memory(shape: StepShape, recompute: str, held: RankParameters, micro_batches: float) -> Memory:
     state, sums = _state_bytes(shape, held), _sum_bytes(shape, held)
-    kept = [_layer_bytes(shape, layer, recompute) for layer, _ in held.unlike]
-    whole = [_layer_bytes(shape, layer, "none") for layer, _ in held.unlike]
+    kept = [layer_bytes(shape, layer, recompute) for layer, _ in held.unlike]
+    whole = [layer_bytes(shape, layer, "none") for layer, _ in held.unlike]
     of_all = sum(count * each for (_, count), each in zip(held.unlike, kept, strict=True))
     recomputed = max(all_ - own for all_, own in zip(whole, kept, strict=True))
-    layer = recomputed + max(_layer_working_bytes(shape, layer) for layer, _ in held.unlike)
+    layer = recomputed + max(layer_working_bytes(shape, layer) for layer, _ in held.unlike)
     head, logits = _loss_bytes(shape, held)
     gathered = 0
     if shape.layout.zero == 3:
@@ -217,7 +217,7 @@ def _loss_bytes(shape: StepShape, held: RankParameters) -> tuple[int, int]:
     return received + 6 * held.head, 6 * min(shape.own_tokens * rows, CHUNK_ELEMENTS)
 
 
-def _layer_bytes(shape: StepShape, layer: int, recompute: str) -> int:
+def layer_bytes(shape: StepShape, layer: int, recompute: str) -> int:
     """What one layer keeps of a batch. Sizes of a token below are elements of bfloat16 unless they say otherwise."""
     config, tokens, parts, between = shape.config, shape.own_tokens, shape.layout.tp, shape.between
     hidden = config.hidden_size
@@ -231,13 +231,13 @@ def _layer_bytes(shape: StepShape, layer: int, recompute: str) -> int:
     if recompute != "none" and shape.runs_graph:
         wide = 0 if config.has_sinks else wide  # of the operations that are kept none attends with sinks
         attention = 2 * (product + queries + hidden // between + hidden // between) + wide
-        return tokens * attention + _mlp_bytes(shape, layer, recompute)
+        return tokens * attention + mlp_bytes(shape, layer, recompute)
     kept = 2 * hidden // between + product + queries  # read by norms and by attention; its result by the product
     if any(rule.placement is Placement.PER_HEAD for rule in TABLES[config.architecture]):
         kept += queries + keys  # before they are normalized
     # What sequence parallelism gathers is kept whole, unless it is gathered once more to overlap.
     read = hidden // (parts if shape.layout.overlap else 1)
-    mlp = _mlp_bytes(shape, layer, recompute)
+    mlp = mlp_bytes(shape, layer, recompute)
     if shape.precision == "bf16":
         return tokens * (2 * (kept + read) + wide) + mlp
     weights = product * hidden + queries * hidden  # a byte each, as the backward pass reads them
@@ -251,7 +251,7 @@ def _recurrent_layer_bytes(shape: StepShape, recurrence: RecurrenceConfig, layer
         kept = residual + 2 * (recurrence.product_size + hidden)  # what enters, and the results of products
     else:
         kept = (1 + recurrence.has_mlps) * residual + 2 * hidden + recurrent_bytes(recurrence, several)
-    return shape.own_tokens * kept + (_mlp_bytes(shape, layer, recompute) if recurrence.has_mlps else 0)
+    return shape.own_tokens * kept + (mlp_bytes(shape, layer, recompute) if recurrence.has_mlps else 0)
 
 
 def _attention_bytes(shape: StepShape) -> int:
@@ -261,7 +261,7 @@ def _attention_bytes(shape: StepShape) -> int:
     return 4 * heads * (shape.length + 1 + 3 * config.head_dim if config.has_sinks else 1)
 
 
-def _mlp_bytes(shape: StepShape, layer: int, recompute: str) -> int:
+def mlp_bytes(shape: StepShape, layer: int, recompute: str) -> int:
     """Of what follows attention, without the residual."""
     config, tokens = shape.config, shape.own_tokens
     hidden, between = config.hidden_size, shape.between
@@ -288,7 +288,7 @@ def _mlp_bytes(shape: StepShape, layer: int, recompute: str) -> int:
     return tokens * (2 * 2 * inner + inner + read) + 3 * inner * hidden
 
 
-def _layer_working_bytes(shape: StepShape, layer: int) -> int:
+def layer_working_bytes(shape: StepShape, layer: int) -> int:
     """What a layer needs only while it runs, if that is much."""
     config, layout, tokens = shape.config, shape.layout, shape.own_tokens
     found = 0

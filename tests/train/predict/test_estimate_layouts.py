@@ -14,10 +14,10 @@ from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
 from strata.parallel.layout import Layout
 from strata.train.predict.estimate import (
-    _layer_bytes,
-    _layer_working_bytes,
     choose_recompute,
     estimate,
+    layer_bytes,
+    layer_working_bytes,
     memory,
     memory_by_rank,
 )
@@ -91,10 +91,10 @@ def test_a_ring_holds_vectors_and_with_a_window_blocks_of_scores() -> None:
     given = shape(cp=4, zero=1)
     own, piece = TOKENS // 4, given.length // 8
     of_queries, of_keys = 3 * 4 + 3 * 2, 2 * (2 * 2 + 2 * 4 + 2)
-    assert _layer_working_bytes(given, 0) == own * (of_queries * 32 + of_keys * 8) * 128
+    assert layer_working_bytes(given, 0) == own * (of_queries * 32 + of_keys * 8) * 128
     windowed = replace(given, config=replace(CONFIG, windows=(256,) * 32))
     scores, vectors = 3 * 32 * piece * piece, own * (4 * 32 + 6 * 8) * 128
-    assert _layer_working_bytes(windowed, 0) == 4 * (scores + vectors)
+    assert layer_working_bytes(windowed, 0) == 4 * (scores + vectors)
     # Long documents fit, since nothing grows with their square.
     long = StepShape(CONFIG, 65536, 65536, layout=Layout(cp=2, shard=4, zero=3))
     assert choose_recompute(long, 141 * 10**9) == "mlp"
@@ -219,7 +219,7 @@ def test_modules_compute_mlps_again_from_what_enters_them() -> None:
     for layout in ({"tp": 4}, {"tp": 4, "sequence_parallel": True, "overlap": True}):
         given = shape(**layout)
         # Gate, up and SwiGLU's result are not kept.
-        assert _layer_bytes(given, 0, "none") - _layer_bytes(given, 0, "mlp") == TOKENS * 2 * 3 * 14336 // 4
+        assert layer_bytes(given, 0, "none") - layer_bytes(given, 0, "mlp") == TOKENS * 2 * 3 * 14336 // 4
         none, mlp = (least_time(given, one, H200) for one in ("none", "mlp"))
         # What overlaps is no operation of torch's own, so the last product and its messages are repeated, too.
         matrices = 3 if "overlap" in layout else 2
@@ -228,7 +228,7 @@ def test_modules_compute_mlps_again_from_what_enters_them() -> None:
         assert sent[1] - sent[0] == (32 * 2 * HIDDEN_BYTES * 3 // 4 if "overlap" in layout else 0)
     experts = StepShape(MIXTURE, 4096, 4096, layout=Layout(shard=8, ep=8, zero=2))
     attention = 2 * (2 * 2048 + (4096 + 1024) + 4096 + (4096 + 512) + 2048) + 4 * 32
-    assert _layer_bytes(experts, 0, "mlp") == 4096 * (attention + 2 * 2048)
+    assert layer_bytes(experts, 0, "mlp") == 4096 * (attention + 2 * 2048)
     none, mlp = (least_time(experts, one, H200) for one in ("none", "mlp"))
     again = 2 * 4096 * 48 * 2048 * (128 + 8 * 3 * 768)
     assert mlp.products - none.products == pytest.approx(again / RATE)

@@ -1,0 +1,105 @@
+"""What a step of adapters beside a frozen model takes before it runs, by hand count: memory of a rank by kind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import torch
+
+from strata.kernels.loss.loss_grad import CHUNK_BYTES
+from strata.kernels.quant.packed import PackedWeight
+from strata.models.config import ModelConfig
+from strata.models.families import build
+from strata.models.layers import CausalLM
+from strata.models.quantized.load import packed_bytes
+from strata.parallel.layout import Layout
+from strata.train.adapters.frozen import planned_weights
+from strata.train.adapters.lora import LoraConfig, adapter_shapes
+from strata.train.config import TrainConfig
+from strata.train.predict.estimate import USABLE, layer_bytes, layer_working_bytes, mlp_bytes, step_shape
+from strata.train.predict.step_shape import StepShape
+from strata.train.recompute import RECOMPUTE_OF_MODULES
+from strata.train.start import start_folder
+
+
+@dataclass(frozen=True)
+class AdapterMemory:
+    """Bytes at the fullest moment of a step, on one rank.
+
+    frozen: the weights that are not trained, packed or in bfloat16. adapters: float32 weights, gradients, and two
+    moments as far as ZeRO leaves them here. activations: for the backward pass, at most: as if all projections had
+    adapters. workspace: what only the fullest moment holds, the logits of a chunk or the backward pass of a layer with
+    the floats of the largest packed weight.
+    """
+
+    frozen: int
+    adapters: int
+    activations: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        return sum(int(getattr(self, field.name)) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class AdapterStep:
+    """The largest step of a run of adapters. planned: the packed weights of its frozen model (`planned_weights`)."""
+
+    shape: StepShape
+    lora: LoraConfig
+    model: CausalLM
+    planned: Mapping[str, PackedWeight]
+
+    @staticmethod
+    def of(run: TrainConfig, config: ModelConfig, layout: Layout) -> AdapterStep:
+        """Raises ValueError as `planned_weights` does."""
+        assert run.lora is not None
+        with torch.device("meta"):
+            model = build(config)
+        planned = planned_weights(start_folder(run.start), config, run.lora.quantization)
+        return AdapterStep(step_shape(run, config, layout), run.lora, model, planned)
+
+    def memory(self, recompute: str) -> AdapterMemory:
+        """recompute: one of `RECOMPUTE_OF_MODULES`."""
+        shape, shapes = self.shape, list(adapter_shapes(self.model, self.lora))
+        tokens = shape.own_tokens
+        elements = sum(self.lora.rank * (out + width) for out, width in shapes)
+        layers = range(shape.config.num_layers)
+        # What lies between an adapter's two matrices is float32. With layers computed again it is of one of them.
+        of_adapters = 4 * tokens * self.lora.rank * len(shapes) // (len(layers) if recompute == "layers" else 1)
+        kept = [_modules_bytes(shape, layer, recompute) for layer in layers]
+        again = max(_modules_bytes(shape, layer, "none") - one for layer, one in zip(layers, kept, strict=True))
+        # An adapter's backward pass widens the gradient twice, or it and the input.
+        widened = max(4 * tokens * max(2 * out, out + width) for out, width in shapes)
+        working = max(layer_working_bytes(shape, layer) for layer in layers)
+        # Matrices of experts are needed together.
+        floats: Counter[str] = Counter()
+        for name, weight in self.planned.items():
+            floats[name.rpartition(".")[0]] += 2 * weight.numel()
+        logits = min(2 * tokens * shape.config.vocab_size, CHUNK_BYTES)
+        return AdapterMemory(
+            packed_bytes(self.model, torch.bfloat16, self.planned),
+            8 * elements + 8 * -(-elements // shape.data_ranks[0]),
+            sum(kept) + of_adapters,
+            max(logits, again + widened + working + max(floats.values(), default=0)),
+        )
+
+    def choose_recompute(self, device_bytes: int) -> str:
+        """The first way that fits, or else the one that takes the least memory."""
+        return next((one for one in RECOMPUTE_OF_MODULES if self.fits(one, device_bytes)), RECOMPUTE_OF_MODULES[-1])
+
+    def fits(self, recompute: str, device_bytes: int) -> bool:
+        return self.memory(recompute).total <= USABLE * device_bytes
+
+
+def _modules_bytes(shape: StepShape, layer: int, recompute: str) -> int:
+    """Of a layer that is run by its modules, in bfloat16."""
+    whole, entering = layer_bytes(shape, layer, "none"), shape.own_tokens * 2 * shape.config.hidden_size
+    if recompute == "layers":
+        return entering
+    space = shape.config.recurrence
+    has_mlp = space is None or not space.layers[layer] or space.has_mlps
+    return whole - mlp_bytes(shape, layer, "none") + entering if recompute == "mlp" and has_mlp else whole
