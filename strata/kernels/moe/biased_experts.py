@@ -26,6 +26,14 @@ from strata.kernels.moe.few_tokens import CHOICE_KERNELS, by_choices
 from strata.kernels.moe.grouped import grouped_kernel, grouped_product
 from strata.kernels.moe.held_order import held_order, order_kernels
 from strata.kernels.moe.order import Order
+from strata.kernels.moe.packed_experts import (
+    CONVERTED,
+    FROZEN,
+    converted_kernels,
+    converted_rows,
+    converted_scratch,
+    converted_take,
+)
 from strata.kernels.op import ATEN, has_packed, operation
 from strata.kernels.quant.packed import PackedWeight, each_expert
 from strata.kernels.triton_import import HAS_TRITON
@@ -231,7 +239,37 @@ def by_library(
     return give_back(rows, order, weights)
 
 
-@biased_experts.implement("of frozen weights", "cpu", differentiable=True, packed=True)
-@biased_experts.implement("of frozen weights", "cuda", differentiable=True, packed=True)
+def _converted_supports(x: Tensor, weights: Tensor, chosen: Tensor, *others: Any) -> bool:
+    return converted_take(x, *others[:2])
+
+
+def _converted(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: PackedWeight,
+    down: PackedWeight,
+    gate_up_bias: Tensor,
+    down_bias: Tensor,
+    clamp: Clamp,
+    adds_down_bias: bool = True,
+) -> Tensor:
+    order, biases = held_order(chosen, 0, down.shape[0]), (gate_up_bias, down_bias if adds_down_bias else None)
+    return give_back(converted_rows(x, order, chosen.shape[1], gate_up, down, biases, clamp), order, weights)
+
+
+if HAS_TRITON:
+    biased_experts.implement(
+        CONVERTED,
+        "cuda",
+        supports=_converted_supports,
+        kernels=converted_kernels,
+        packed=True,
+        scratch=converted_scratch,
+    )(_converted)
+
+
+@biased_experts.implement(FROZEN, "cpu", differentiable=True, packed=True)
+@biased_experts.implement(FROZEN, "cuda", differentiable=True, packed=True)
 def _frozen(*args: Any) -> Tensor:
     return frozen_call(biased_experts.bind(args[0].device.type, differentiable=True), *args)

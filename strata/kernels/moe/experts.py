@@ -20,6 +20,14 @@ from strata.kernels.moe.few_tokens import CHOICE_KERNELS, MOST_TOKENS, by_choice
 from strata.kernels.moe.grouped import grouped_kernel, grouped_product
 from strata.kernels.moe.held_order import held_order, order_kernels
 from strata.kernels.moe.order import Order
+from strata.kernels.moe.packed_experts import (
+    CONVERTED,
+    FROZEN,
+    converted_kernels,
+    converted_rows,
+    converted_scratch,
+    converted_take,
+)
 from strata.kernels.op import ATEN, has_packed, operation
 from strata.kernels.quant.packed import PackedWeight, each_expert
 from strata.kernels.triton_import import HAS_TRITON
@@ -272,7 +280,36 @@ def grouped(
     return give_back(rows, order, weights)
 
 
-@experts.implement("of frozen weights", "cpu", differentiable=True, packed=True)
-@experts.implement("of frozen weights", "cuda", differentiable=True, packed=True)
+def _converted_supports(
+    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: PackedWeight, down: PackedWeight, *others: object
+) -> bool:
+    return converted_take(x, gate_up, down)
+
+
+def _converted(
+    x: Tensor,
+    weights: Tensor | None,
+    chosen: Tensor,
+    gate_up: PackedWeight,
+    down: PackedWeight,
+    filled: int | None = None,
+) -> Tensor:
+    order = held_order(chosen, 0, down.shape[0]).with_rows(filled)
+    return give_back(converted_rows(x, order, chosen.shape[1], gate_up, down), order, weights)
+
+
+if HAS_TRITON:
+    experts.implement(
+        CONVERTED,
+        "cuda",
+        supports=_converted_supports,
+        kernels=converted_kernels,
+        packed=True,
+        scratch=converted_scratch,
+    )(_converted)
+
+
+@experts.implement(FROZEN, "cpu", differentiable=True, packed=True)
+@experts.implement(FROZEN, "cuda", differentiable=True, packed=True)
 def _frozen(*args: Any) -> Tensor:
     return frozen_call(experts.bind(args[0].device.type, differentiable=True), *args)

@@ -16,6 +16,7 @@ from strata.kernels.activation.clamped_swiglu import Clamp
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
+from strata.kernels.moe.grouped import NO_CLAMP
 from strata.kernels.triton_import import gdc_launch_dependents, gdc_wait, jit, tl
 
 
@@ -140,7 +141,6 @@ def choice_sum_kernel(
 _GATE, _SUM = (8, 512, 4), (2, 128, 4)
 # Two tokens are faster in tiles already, but with 128 experts (an H200; benchmarks/results/h200_grouped.jsonl).
 MOST_TOKENS = 1
-_NO_CLAMP = Clamp(1.0, 0.0)
 
 
 def by_choices(
@@ -160,7 +160,7 @@ def by_choices(
     inner = torch.empty((tokens * per_token, width), dtype=x.dtype, device=x.device)
     result = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     early = DeviceLimits.of(x.device).capability >= (9, 0)
-    alpha, limit = clamp or _NO_CLAMP
+    alpha, limit = clamp or NO_CLAMP
     first, last = biases or (None, None)
     columns, block, warps = _GATE
     if not result.numel():

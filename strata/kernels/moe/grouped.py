@@ -20,6 +20,39 @@ from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.triton_import import jit, tl
 
 
+@jit
+def expert_of_tile(ends, tile, count, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Which expert a tile of BLOCK_M rows is of, `count` if of none, and what `rows_of_tile` is to be told."""
+    number = tl.arange(0, EXPERTS)
+    known = number < count
+    starts = tl.load(ends + number - 1, mask=known & (number > 0), other=0)
+    stops = tl.load(ends + number, mask=known, other=0)
+    tiles = (stops - starts + BLOCK_M - 1) // BLOCK_M
+    behind = tl.cumsum(tl.where(known, tiles, 0), 0)
+    return tl.sum((behind <= tile).to(tl.int32), 0), starts, tiles, behind, stops
+
+
+@jit
+def rows_of_tile(expert, tile, starts, tiles, behind, stops, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The first row of a tile, and where those of its expert end."""
+    mine = tl.arange(0, EXPERTS) == expert
+    first = tl.sum(tl.where(mine, starts + (tile - behind + tiles) * BLOCK_M, 0), 0)
+    return first, tl.sum(tl.where(mine, stops, 0), 0)
+
+
+@jit
+def gated_by(total, gate, alpha, limit, CLAMPED: tl.constexpr):
+    """What a gate leaves of what it opens; CLAMPED: as `clamped_swiglu`."""
+    if CLAMPED:
+        # By comparisons, which let NaN through.
+        gate = tl.where(gate > limit, limit, gate)
+        total = tl.where(total > limit, limit, tl.where(total < -limit, -limit, total))
+        total = (total + 1) * gate / (1 + tl.exp(-alpha * gate))
+    else:
+        total *= gate / (1 + tl.exp(-gate))
+    return total
+
+
 # What varies from step to step and model to model must not compile anew.
 @partial(jit, unspecialized=("count", "per_token"))
 def grouped_kernel(
@@ -56,18 +89,10 @@ def grouped_kernel(
     """
     columns = tl.cdiv(out, BLOCK_N)
     tile = tl.program_id(0) // columns
-    number = tl.arange(0, EXPERTS)
-    known = number < count
-    starts = tl.load(ends + number - 1, mask=known & (number > 0), other=0)
-    stops = tl.load(ends + number, mask=known, other=0)
-    tiles = (stops - starts + BLOCK_M - 1) // BLOCK_M
-    behind = tl.cumsum(tl.where(known, tiles, 0), 0)
-    expert = tl.sum((behind <= tile).to(tl.int32), 0)
+    expert, starts, tiles, behind, stops = expert_of_tile(ends, tile, count, EXPERTS, BLOCK_M)
     if expert >= count:
         return
-    mine = number == expert
-    first = tl.sum(tl.where(mine, starts + (tile - behind + tiles) * BLOCK_M, 0), 0)
-    end = tl.sum(tl.where(mine, stops, 0), 0)
+    first, end = rows_of_tile(expert, tile, starts, tiles, behind, stops, EXPERTS, BLOCK_M)
     row = first + tl.arange(0, BLOCK_M)
     column = tl.program_id(0) % columns * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -113,13 +138,8 @@ def grouped_kernel(
             gate += tl.load(bias + column, mask=held, other=0.0).to(tl.float32)[None, :]
             bias += out
         total += tl.load(bias + column, mask=held, other=0.0).to(tl.float32)[None, :]
-    if CLAMPED:
-        # By comparisons, which let NaN through.
-        gate = tl.where(gate > limit, limit, gate)
-        total = tl.where(total > limit, limit, tl.where(total < -limit, -limit, total))
-        total = (total + 1) * gate / (1 + tl.exp(-alpha * gate))
-    elif GATED:
-        total *= gate / (1 + tl.exp(-gate))
+    if GATED:
+        total = gated_by(total, gate, alpha, limit, CLAMPED)
     target = result + row.to(tl.int64)[:, None] * out + column[None, :]
     tl.store(target, total.to(result.dtype.element_ty), mask=(row < end)[:, None] & held[None, :])
 
@@ -160,7 +180,7 @@ def _fastest(rows: int, count: int, width: int, dtype: torch.dtype, *, gated: bo
 
 
 # Of a gate and what it opens, before the activation: gpt-oss bounds both.
-_NO_CLAMP = Clamp(1.0, 0.0)
+NO_CLAMP = Clamp(1.0, 0.0)
 
 
 def grouped_product(
@@ -190,7 +210,7 @@ def grouped_product(
     if result.numel():
         shared = DeviceLimits.of(x.device).shared_bytes
         tile = choose_tile(rows, count, width, x.dtype, gated=gated, shared_bytes=shared)
-        alpha, limit = clamp or _NO_CLAMP
+        alpha, limit = clamp or NO_CLAMP
         tiles = min(count, rows) + rows // tile.rows
         grouped_kernel[(tiles * ceil_div(out, tile.columns),)](
             x,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.silu_mul import silu_mul, silu_mul_kernel
+from strata.kernels.linear.packed.frozen import frozen_call
 from strata.kernels.moe.combine import combine_kernel, weighted_sums
 from strata.kernels.moe.experts import (
     expected_experts,
@@ -22,6 +23,14 @@ from strata.kernels.moe.experts import (
 )
 from strata.kernels.moe.grouped import grouped_kernel, grouped_product
 from strata.kernels.moe.held_order import MOST_CHOICES, held_numbers, held_order, order_kernels
+from strata.kernels.moe.packed_experts import (
+    CONVERTED,
+    FROZEN,
+    converted_kernels,
+    converted_rows,
+    converted_scratch,
+    converted_take,
+)
 from strata.kernels.op import ATEN, operation
 from strata.kernels.quant.packed import PackedWeight
 from strata.kernels.triton_import import HAS_TRITON
@@ -131,8 +140,11 @@ def _is_long(
 def _fits(
     x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *others: int | Tensor | None
 ) -> bool:
-    ours = ours_take(x, gate_up, down)
-    return ours and weights.dtype == torch.float32 and weights.is_contiguous() and chosen.is_contiguous()
+    return ours_take(x, gate_up, down) and _sums(weights, chosen)
+
+
+def _sums(weights: Tensor, chosen: Tensor) -> bool:
+    return weights.dtype == torch.float32 and weights.is_contiguous() and chosen.is_contiguous()
 
 
 def grouped_held(
@@ -190,3 +202,48 @@ if HAS_TRITON:
     held_experts.implement("triton", "cuda", supports=_fits, kernels=_tile_kernels, scratch=tiles_scratch)(
         held_by_tiles
     )
+
+
+def _converted_supports(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: PackedWeight,
+    down: PackedWeight,
+    *others: int | Tensor | None,
+) -> bool:
+    return converted_take(x, gate_up, down) and _sums(weights, chosen)
+
+
+def _converted(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: PackedWeight,
+    down: PackedWeight,
+    first: int,
+    slots: int,
+    placement: Tensor | None = None,
+    slot_mapping: Tensor | None = None,
+) -> Tensor:
+    if chosen.numel() == 0:
+        return torch.zeros_like(x)
+    order = held_order(chosen, first, down.shape[0], placement, slot_mapping)
+    rows = converted_rows(x, order, chosen.shape[1], gate_up, down)
+    return weighted_sums(rows, order.inverse, weights, full=False)
+
+
+if HAS_TRITON:
+    held_experts.implement(
+        CONVERTED,
+        "cuda",
+        supports=_converted_supports,
+        kernels=converted_kernels,
+        packed=True,
+        scratch=converted_scratch,
+    )(_converted)
+
+
+@held_experts.implement(FROZEN, "cuda", packed=True)
+def _frozen(*args: Any) -> Tensor:
+    return frozen_call(held_experts.bind("cuda"), *args)

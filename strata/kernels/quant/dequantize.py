@@ -75,7 +75,7 @@ fma.rn.bf16x2 $3, d, one, base;
 # Of codes from 0 to 15, and those less 8.
 UINT4_ASSEMBLY = _constant(_INT4.format(base="0xc300c300"))
 INT4_ASSEMBLY = _constant(_INT4.format(base="0xc308c308"))
-E2M1_ASSEMBLY = _constant("""{
+_E2M1 = """{
 .reg .b32 a, b, c, d, s, factor, none;
 mov.b32 factor, 0x7e807e80;
 mov.b32 none, 0x80008000;
@@ -99,7 +99,19 @@ fma.rn.bf16x2 $0, c, factor, none;
 fma.rn.bf16x2 $1, d, factor, none;
 fma.rn.bf16x2 $2, a, factor, none;
 fma.rn.bf16x2 $3, b, factor, none;
-}""")
+}"""
+
+
+def _scaled(text: str) -> str:
+    """The same, each number times its scale: two operands more for the first pair of bytes, and two for the second."""
+    for result, register, scale in (("$0", "c", "$5"), ("$1", "d", "$7"), ("$2", "a", "$5"), ("$3", "b", "$7")):
+        ended = f"fma.rn.bf16x2 {result}, {register}, factor, none;"
+        multiplied = f"fma.rn.bf16x2 {result}, {register}, {scale}, none;"
+        text = text.replace(ended, f"fma.rn.bf16x2 {register}, {register}, factor, none;\n{multiplied}")
+    return text
+
+
+E2M1_ASSEMBLY, SCALED_E2M1_ASSEMBLY = _constant(_E2M1), _constant(_scaled(_E2M1))
 
 
 @jit
@@ -142,6 +154,43 @@ def _assembled(pairs, ASSEMBLY: tl.constexpr):
     return tl.inline_asm_elementwise(
         ASSEMBLY, "=r,=r,=r,=r,r", [pairs], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
     )
+
+
+@jit
+def twice(scales):
+    """Scales of four-bit floats, uint8 (E8M0) or e4m3, as bfloat16, of which an int32 holds the bits twice."""
+    # Assembly for the constants: with these in sight, the compiler does not load scales where they are wanted.
+    if scales.dtype == tl.uint8:
+        found = tl.inline_asm_elementwise(
+            "mul.lo.u32 $0, $1, 0x00800080;", "=r,r", [scales.to(tl.uint32)], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        short = scales.to(tl.float32).to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
+        found = tl.inline_asm_elementwise(
+            "mul.lo.u32 $0, $1, 0x00010001;", "=r,r", [short], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return found
+
+
+@jit
+def unpack_scaled(pairs, scales):
+    """The low and the high halves of bytes of e2m1 times their scales, of which two neighbours share one.
+
+    scales: for each byte, float32 or, for bfloat16, its bits in both halves of an int32; the results are of that type.
+    """
+    if scales.dtype == tl.int32:
+        low, high = tl.inline_asm_elementwise(
+            SCALED_E2M1_ASSEMBLY,
+            "=r,=r,=r,=r,r,r,r,r,r",
+            [pairs, scales],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        low = _plain(pairs & 15, "e2m1", False) * scales
+        high = _plain(pairs >> 4, "e2m1", False) * scales
+    return low, high
 
 
 @jit

@@ -7,9 +7,9 @@ import struct
 import torch
 
 
-def run(text: str, given: int, results: int) -> list[int]:
-    """The 32-bit results of a block of assembly for one 32-bit operand. Raises KeyError for other instructions."""
-    registers = {f"${results}": given}
+def run(text: str, given: int, results: int, *more: int) -> list[int]:
+    """The 32-bit results of a block of assembly for 32-bit operands. Raises KeyError for other instructions."""
+    registers = {f"${place}": operand for place, operand in enumerate((given, *more), results)}
     for line in text.strip("{} \n").split(";"):
         instruction, _, operands = line.strip().partition(" ")
         if instruction and not instruction.startswith(".reg"):

@@ -24,6 +24,7 @@ from strata.kernels.moe.order import Order
 from strata.kernels.moe.route import SOFTMAX, in_one_launch, route
 from tests.kernels.collective.interpreted import _counts
 
+from .packed_interpreted import packed_products
 from .routes import ROUTES, assert_no_number_leads_astray, assert_routed, assert_ties_go_to_the_lower_number, distinct
 
 
@@ -114,6 +115,7 @@ if __name__ == "__main__":
     with mock.patch.object(DeviceLimits, "of", return_value=ampere):
         for turned in (False, True):
             products(turned)
+        packed_products()
         with mock.patch.multiple(few_tokens_file, _GATE=(8, 16, 4), _SUM=(8, 16, 4)):
             few_tokens()
     assert_routed(in_one_launch, distinct(3, 64, torch.float16, "cpu"), None, 6, True, SOFTMAX)

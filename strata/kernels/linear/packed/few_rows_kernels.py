@@ -158,7 +158,7 @@ def _scales_of_bytes(start, BLOCK_N: tl.constexpr, BYTES: tl.constexpr, EACH: tl
 
 
 @jit
-def _halves_of_x(tile, held, FULL: tl.constexpr, kind: tl.constexpr):
+def halves_of_x(tile, held, FULL: tl.constexpr, kind: tl.constexpr):
     """Elements of even and of odd columns, from pointers to pairs of them."""
     pair = tl.load(tile) if FULL else tl.load(tile, mask=held, other=0)
     if kind == tl.float32:
@@ -302,7 +302,7 @@ def packed_dot_kernel(
                     spread = _scales_of_bytes(scales + group_start + start // GROUP, BLOCK_N, BLOCK_K // 2, EACH, kind)
                     low = low * spread
                     high = high * spread
-                even, odd = _halves_of_x(x_tile, held, FULL, kind)
+                even, odd = halves_of_x(x_tile, held, FULL, kind)
                 if SCALED_SUMS:
                     sums = tl.dot(high, odd, tl.dot(low, even))
                     total += sums * wide_scale(group_scale)[:, None]

@@ -1,0 +1,160 @@
+"""Experts with packed weights on one GPU: microseconds beside the floor, and beside the same in bfloat16.
+
+    python -m benchmarks.packed_experts --shapes 30B-A3B --schemes fp8,int4 --tokens 1,64,256 --save packed.jsonl
+    python -m benchmarks.packed_experts --tiles --tokens 16,64,256   # also every tile that could serve
+
+"experts" is all that a mixture's layer launches behind its router: order, both products, and the weighted sum; "gate"
+the product by gate and up, which fetches the rows and applies SwiGLU, and "down" the one that follows, their values
+converted. Choices fall evenly on the experts. Calls are recorded in a CUDA graph and find none of their weights in the
+cache. The floor is the larger of the bytes at the memory's measured rate and the FLOPs at that of the type in which a
+call multiplies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strata.bench.result import provenance
+from strata.hardware.replay import copies_beyond_l2, time_replayed
+from strata.hardware.roofline import Workload, floor
+from strata.hardware.specs import recognize
+from strata.kernels.moe.experts import experts
+from strata.kernels.moe.held_order import held_order
+from strata.kernels.moe.packed_grouped import PackedTile, choose_tile, fitting, group_of, packed_grouped_product
+from strata.kernels.quant.packed import PackedWeight, Scheme, pack
+from strata.kernels.quant.schemes import SCHEMES
+from strata.models.config import config_from_dict
+from strata.models.shapes import SHAPES
+
+_IN_8_BITS = {"e4m3": "float8", "int8": "int8"}
+_ROUNDED = "packed, rounded"
+
+
+def draw(count: int, out: int, width: int, scheme: Scheme) -> PackedWeight:
+    """Random weights of all experts, packed an expert at a time."""
+    made = [pack(torch.randn(out, width, device="cuda") * width**-0.5, scheme) for _ in range(min(count, 4))]
+    fields = {name: torch.stack([getattr(made[e % len(made)], name) for e in range(count)]) for name in made[0].tensors}
+    return made[0].with_tensors(fields)
+
+
+def copied(weight: PackedWeight) -> PackedWeight:
+    return weight.with_tensors({name: field.clone() for name, field in weight.tensors.items()})
+
+
+def took(calls: Sequence[Callable[[], Any]], guess: float) -> float:
+    """Microseconds of a call."""
+    return 1e6 * time_replayed(calls, estimate=guess).seconds
+
+
+def measure(shape: str, scheme_name: str, tokens: int, every_tile: bool) -> Iterator[dict[str, Any]]:
+    config = config_from_dict(SHAPES[shape], shape)
+    sizes = config.experts
+    assert sizes is not None
+    count, per_token, hidden, width = sizes.count, sizes.per_token, config.hidden_size, sizes.intermediate_size
+    scheme = SCHEMES[scheme_name]
+    first = draw(count, 2 * width, hidden, scheme), draw(count, hidden, width, scheme)
+    used = min(1.0, tokens * per_token / count)
+    again = copies_beyond_l2(int(used * (first[0].nbytes + first[1].nbytes))) - 1
+    layers = [first, *((copied(first[0]), copied(first[1])) for _ in range(again))]
+    plain = [
+        [
+            torch.randn(count, *size, device="cuda", dtype=torch.bfloat16)
+            for size in ((2 * width, hidden), (hidden, width))
+        ]
+        for _ in range(again // 2 + 1)
+    ]
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    weights = torch.rand(tokens, per_token, device="cuda")
+    chosen = torch.rand(tokens, count, device="cuda").topk(per_token).indices
+    run = experts.bind("cuda", packed=True).choose(x, weights, chosen, *first)
+    cost = experts.cost(x, weights, chosen, *first, workload=Workload((tokens,), (tokens,)))
+    device = recognize(torch.cuda.get_device_name())
+    eight = _IN_8_BITS.get(scheme.values, "bfloat16") if run.name == _ROUNDED else "bfloat16"
+    least = None if device is None else 1e6 * floor(cost, device, eight).seconds
+    guess = cost.bytes / 2e12 + cost.flops / 5e14
+    us = took([partial(run.run, x, weights, chosen, *one) for one in layers], guess)
+    beside = took([partial(experts.bind("cuda"), x, weights, chosen, *one) for one in plain], 3 * guess)
+    about = {"shape": shape, "scheme": scheme_name, "tokens": tokens}
+    yield about | {
+        "part": "experts",
+        "implementation": run.name,
+        "us": round(us, 2),
+        "floor_us": None if least is None else round(least, 2),
+        "of_floor": None if least is None else round(least / us, 3),
+        "bf16_us": round(beside, 2),
+        "over_bf16": round(beside / us, 3),
+        "weights_gb_per_s": round(cost.weights / us / 1e3),
+        "tflops": round(cost.flops / us / 1e6, 1),
+    }
+    order, rows = held_order(chosen, 0, count), tokens * per_token
+    inner = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
+
+    def product(part: str, layer: tuple[PackedWeight, PackedWeight], tile: PackedTile) -> Tensor:
+        if part == "down":
+            return packed_grouped_product(inner, layer[1], order.ends, tile=tile)
+        fetched: dict[str, Any] = {"source": order.source, "per_token": per_token, "gated": True}
+        return packed_grouped_product(x, layer[0], order.ends, **fetched, tile=tile)
+
+    for part, weight in zip(("gate", "down"), first, strict=True):
+        chosen_tile = choose_tile(rows, count, weight, gated=part == "gate")
+        assert chosen_tile is not None
+        hit = chosen.unique().numel() * weight.nbytes / count
+        for tile in {chosen_tile: None, **dict.fromkeys(tiles(weight, rows, part == "gate") if every_tile else ())}:
+            us = took([partial(product, part, layer, tile) for layer in layers], guess)
+            yield about | {
+                "part": part,
+                "tile": tile._asdict(),
+                "is_rule": tile == chosen_tile,
+                "us": round(us, 2),
+                "weights_gb_per_s": round(hit / us / 1e3),
+            }
+
+
+def tiles(weight: PackedWeight, rows: int, gated: bool) -> Iterator[PackedTile]:
+    """Those that are neither far too high nor far too low for so many rows of an expert."""
+    each, group = rows / weight.shape[0], group_of(weight)
+    for height, columns, width, warps, stages in (
+        *((height, 64, width, 2, stages) for height in (8, 16, 32) for width in (64, 128) for stages in (3, 5)),
+        *((height, 32, width, 2, 4) for height in (8, 16, 32, 64) for width in (64, 128)),
+        *((height, 32, 64, 4, 4) for height in (16, 32, 64)),
+        *((height, 64, 64, 4, 4) for height in (16, 32, 64, 128)),
+        *((height, 128, 64, 8, 4) for height in (32, 64, 128)),
+    ):
+        whole = not group or group % width == 0 or (weight.kind == "e2m1" and width % group == 0)
+        if whole and height / 4 <= each <= 8 * height:
+            yield fitting(PackedTile(height, columns, width, warps, stages), weight, gated=gated)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="30B-A3B,gpt-oss-20b")
+    parser.add_argument("--schemes", default=",".join(SCHEMES))
+    parser.add_argument("--tokens", default="1,4,16,64,128,256,8192")
+    parser.add_argument("--tiles", action="store_true", help="time every tile that could serve")
+    parser.add_argument("--save", type=Path, help="append the lines to this file")
+    asked = parser.parse_args()
+    command = {"command": shlex.join(["python", "-m", "benchmarks.packed_experts", *sys.argv[1:]])}
+    about = {"device": torch.cuda.get_device_name()} | provenance() | command
+    for shape in asked.shapes.split(","):
+        for scheme in asked.schemes.split(","):
+            for tokens in map(int, asked.tokens.split(",")):
+                for found in measure(shape, scheme, tokens, asked.tiles):
+                    line = json.dumps(found | about)
+                    print(line, flush=True)
+                    if asked.save is not None:
+                        with asked.save.open("a", encoding="utf-8") as file:
+                            file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

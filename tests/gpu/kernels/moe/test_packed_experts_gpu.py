@@ -1,0 +1,215 @@
+"""Experts with packed weights on CUDA against float64 over what each weight stands for: every kind, tile and way."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from strata.hardware.replay import time_replayed
+from strata.kernels.activation.clamped_swiglu import Clamp
+from strata.kernels.moe.biased_experts import biased_experts
+from strata.kernels.moe.experts import experts
+from strata.kernels.moe.held import held_experts
+from strata.kernels.moe.order import Order
+from strata.kernels.moe.packed_experts import CONVERTED, FROZEN
+from strata.kernels.moe.packed_grouped import PackedTile, choose_tile, fitting, packed_grouped_product
+from strata.kernels.quant.packed import PackedWeight, Scheme, dense, pack
+from strata.kernels.quant.schemes import SCHEMES
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
+
+# Beside those that users can name: what ranks, other groups and merges leave of them.
+OTHERS = {
+    "a scale an expert": Scheme("e4m3", 0, 0),
+    "rows of blocks": Scheme("e4m3", 1, 128, "block"),
+    "halves of groups": Scheme("int4", 1, 64),
+    "int4 by rows": Scheme("int4", 1, 0),
+    "halves of mxfp4": Scheme("e2m1", 1, 8),
+}
+ALL = dict(SCHEMES) | OTHERS
+CLAMP = Clamp(1.702, 7.0)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def draw_weight(count: int, out: int, width: int, scheme: Scheme) -> PackedWeight:
+    weight = torch.randn(count, out, width) * torch.exp(torch.randn(count, out, 1)) * width**-0.5
+    if scheme.columns == 8:  # powers of two, as of mxfp4
+        packed = pack(weight, scheme._replace(columns=32))
+        return packed._replace(scales=packed.scales.repeat_interleave(4, -1), columns=8).to("cuda")
+    return pack(weight, scheme).to("cuda")
+
+
+def with_zeros(weight: PackedWeight, kind: torch.dtype = torch.uint8) -> PackedWeight:
+    return weight._replace(zeros=torch.randint(0, 16, weight.scales.shape, device="cuda").to(kind))
+
+
+def uneven(tokens: int, count: int, per_token: int) -> Tensor:
+    """Choices of which the last expert has none, and the first many."""
+    logits = torch.randn(tokens, count, device="cuda")
+    logits[:, -1], logits[: tokens // 2, 0] = -100, 100
+    return logits.topk(per_token).indices
+
+
+def assert_near(result: Tensor, exact: Tensor) -> None:
+    """One rounding to the dtype, beside what sums in float32 lose."""
+    assert result.isfinite().all()
+    rtol = 0.55 * torch.finfo(result.dtype).eps
+    torch.testing.assert_close(result.double(), exact, rtol=rtol, atol=1e-4 * exact.abs().max().item())
+
+
+def tiles(weight: PackedWeight, gated: bool) -> list[PackedTile]:
+    """Those of the rule for any number of rows."""
+    count = weight.shape[0]
+    found = (choose_tile(each * count, count, weight, gated=gated) for each in (1, 8, 20, 40, 200))
+    return [fitting(tile, weight, gated=gated) for tile in found if tile is not None]
+
+
+@pytest.mark.parametrize(
+    ("name", "out", "width"),
+    [(name, 136, 544) for name in ALL] + [(name, 256, 1024) for name in ("fp8", "fp8_block", "int4", "mxfp4")],
+)
+def test_products_in_every_tile(name: str, out: int, width: int) -> None:
+    """Of experts without rows, with some and with more than a tile holds, of widths that steps divide or do not."""
+    count, per_token, tokens = 6, 2, 200
+    weight = draw_weight(count, 2 * out, width, ALL[name])
+    order = Order.of(uneven(tokens, count, per_token), count)
+    x, bias = draw(tokens, 2 * width)[:, width:], draw(count, 2 * out)
+    rows, ends, plain = x[order.source // per_token], order.ends.tolist(), dense(weight).double()
+    exact = torch.cat(
+        [
+            rows[start:end].double() @ plain[expert].t() + bias[expert].double()
+            for expert, (start, end) in enumerate(pairwise([0, *ends]))
+        ]
+    )
+    for tile in tiles(weight, gated=False):
+        assert_near(packed_grouped_product(rows, weight, order.ends, bias=bias, tile=tile), exact)
+    gate, up = exact.chunk(2, -1)
+    gate, up = gate.clamp(max=CLAMP.limit), up.clamp(-CLAMP.limit, CLAMP.limit)
+    clamped = (up + 1) * gate * torch.sigmoid(CLAMP.alpha * gate)
+    fetched: dict[str, Any] = {"source": order.source, "per_token": per_token, "gated": True, "bias": bias}
+    for tile in tiles(weight, gated=True):
+        assert_near(packed_grouped_product(x, weight, order.ends, **fetched, clamp=CLAMP, tile=tile), clamped)
+
+
+def given(name: str, tokens: int, count: int, per_token: int, hidden: int, width: int) -> list[Any]:
+    weights = torch.rand(tokens, per_token, device="cuda")
+    gate_up = draw_weight(count, 2 * width, hidden, ALL[name])
+    down = draw_weight(count, hidden, width, ALL[name])
+    return [draw(tokens, hidden), weights, uneven(tokens, count, per_token), gate_up, down]
+
+
+def in_float64(arguments: list[Any]) -> list[Any]:
+    """The weights in floats, so that no activation is rounded."""
+
+    def wide(one: Any) -> Any:
+        plain = dense(one) if isinstance(one, PackedWeight) else one
+        return plain.double() if isinstance(plain, Tensor) and plain.is_floating_point() else plain
+
+    return [wide(one) for one in arguments]
+
+
+# What rounding between the products leaves, and of activations in 8 bits.
+BOUNDS = {CONVERTED: 5e-3, FROZEN: 1e-2}
+
+
+def assert_close(result: Tensor, exact: Tensor, name: str) -> None:
+    assert result.isfinite().all()
+    assert (result.double() - exact).norm() <= BOUNDS[name] * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "count", "per_token", "hidden", "width"),
+    [(name, tokens, 6, 2, 544, 192) for name in ALL for tokens in (0, 1, 3, 64, 300)]
+    + [(name, tokens, 128, 8, 2048, 768) for name in ("fp8", "fp8_block", "int8", "mxfp4") for tokens in (1, 64, 1000)],
+)
+def test_experts(name: str, tokens: int, count: int, per_token: int, hidden: int, width: int) -> None:
+    arguments = given(name, tokens, count, per_token, hidden, width)
+    chosen = experts.bind("cuda", packed=True).choose(*arguments)
+    assert chosen.name != FROZEN
+    result = chosen.run(*arguments)
+    if tokens:
+        assert_close(result, experts.reference(*in_float64(arguments)), chosen.name)
+        assert torch.equal(chosen.run(*arguments), result)
+    assert result.shape == (tokens, hidden)
+
+
+def test_tokens_with_fewer_experts_and_columns_in_an_order_of_their_own() -> None:
+    arguments = given("int4", 33, 6, 2, 512, 256)
+    for place, width in ((3, 512), (4, 256)):
+        weight = with_zeros(arguments[place], (torch.uint8, torch.bfloat16)[place - 3])
+        arguments[place] = weight._replace(order=torch.randperm(width, device="cuda").int())
+    kept = torch.rand(33, 2, device="cuda") < 0.5
+    arguments[2] = arguments[2].where(kept, -1)
+    arguments.append(int(kept.sum()))
+    chosen = experts.bind("cuda", packed=True).choose(*arguments)
+    assert chosen.name == CONVERTED
+    assert_close(chosen.run(*arguments), experts.reference(*in_float64(arguments)), chosen.name)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "fp8", "int4", "nvfp4"])
+@pytest.mark.parametrize("tokens", [1, 4, 64, 256])
+def test_biased_experts(name: str, tokens: int) -> None:
+    """Of the width of gpt-oss-20b, which no step divides."""
+    arguments = given(name, tokens, 8, 4, 2880 if name != "int4" else 2816, 1440 if name != "int4" else 1408)
+    arguments += [draw(8, 2 * arguments[4].shape[2]), draw(8, arguments[4].shape[1]), CLAMP]
+    for adds in (True, False):
+        chosen = biased_experts.bind("cuda", packed=True).choose(*arguments, adds)
+        assert chosen.name != FROZEN
+        exact = biased_experts.reference(*in_float64(arguments), adds)
+        assert_close(chosen.run(*arguments, adds), exact, chosen.name)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "fp8", "fp8_block"])
+@pytest.mark.parametrize("tokens", [2, 130])
+def test_a_ranks_part(name: str, tokens: int) -> None:
+    count, first, held = 12, 4, 3
+    arguments = given(name, tokens, count, 2, 512, 256)
+    for place in (3, 4):
+        whole = arguments[place]
+        fields = {field: one[first : first + held].contiguous() for field, one in whole.tensors.items()}
+        arguments[place] = whole.with_tensors(fields)
+    mapping = torch.zeros(tokens, dtype=torch.int32, device="cuda")
+    mapping[-1] = -1
+    arguments += [first, count, None, mapping]
+    chosen = held_experts.bind("cuda", packed=True).choose(*arguments)
+    assert chosen.name != FROZEN
+    assert_close(chosen.run(*arguments), held_experts.reference(*in_float64(arguments)), chosen.name)
+
+
+def test_what_no_kernel_reads_is_served_in_floats() -> None:
+    arguments = given("fp8", 5, 6, 2, 512, 192)
+    arguments[3] = draw_weight(6, 384, 512, Scheme("int4", 1, 24))
+    chosen = experts.bind("cuda", packed=True).choose(*arguments)
+    assert chosen.name == FROZEN
+    assert_close(chosen.run(*arguments), experts.reference(*in_float64(arguments)), chosen.name)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8", "int4", "fp8_block", "mxfp4"])
+@pytest.mark.parametrize("tokens", [1, 16, 512])
+def test_recorded_layers_give_the_same_bits(name: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # to poison the results would put kernels between the launches
+    layers = [given(name, tokens, 16, 4, 512, 256)[1:] for _ in range(3)]
+    x, run = draw(tokens, 512), experts.bind("cuda", packed=True)
+    eager = x
+    for layer in layers:
+        eager = run(eager, *layer)
+        torch.cuda.synchronize()
+    results: list[Tensor] = []
+
+    def chain(into: list[Tensor]) -> None:
+        last = x
+        for layer in layers:
+            last = run(last, *layer)
+        into.append(last)
+
+    time_replayed([partial(chain, results)], repeats=20)
+    for result in (results[0], results[-1]):
+        assert torch.equal(result, eager)

@@ -1,0 +1,59 @@
+"""The Triton kernels of packed experts in Triton's interpreter, against references: run by `interpreted`.
+
+In float32: the interpreter computes nothing in bfloat16, and knows no assembly.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from strata.kernels.activation.clamped_swiglu import Clamp, clamped_swiglu
+from strata.kernels.moe.order import Order
+from strata.kernels.moe.packed_grouped import PackedTile, packed_grouped_product
+from strata.kernels.quant.packed import PackedWeight, Scheme, dense, pack
+
+COUNT, TOKENS, PER_TOKEN = 4, 12, 2
+CLAMP = Clamp(1.702, 1.0)
+# Every kind with the steps that take it, of widths that these divide or do not.
+CASES: tuple[tuple[Scheme, int, int], ...] = (
+    (Scheme("e4m3", 1, 0), 80, 32),
+    (Scheme("int8", 0, 0), 64, 32),
+    (Scheme("e4m3", 32, 64), 80, 32),
+    (Scheme("int4", 1, 64), 128, 64),
+    (Scheme("int4", 1, 0), 64, 64),
+    (Scheme("e2m1", 1, 32), 96, 64),
+    (Scheme("e2m1", 1, 16), 64, 64),
+    (Scheme("e2m1", 1, 64), 64, 32),
+)
+
+
+def with_zeros(weight: PackedWeight) -> PackedWeight:
+    return weight._replace(zeros=torch.randint(0, 16, weight.scales.shape, dtype=torch.uint8))
+
+
+def products(weight: PackedWeight, step: int) -> None:
+    """Of experts without rows, with some, and with more than a tile holds; one row is NaN and must not reach others."""
+    chosen = torch.rand(TOKENS, COUNT - 1).argsort(1)[:, :PER_TOKEN].contiguous()
+    order, (_, both, width) = Order.of(chosen, COUNT), weight.shape
+    x, bias, expert = torch.randn(TOKENS, 2 * width)[:, :width], torch.randn(COUNT, both), chosen.flatten()
+    x[0, 1] = torch.nan
+    own, expert = x[order.source // PER_TOKEN], expert[order.source]
+    exact = torch.einsum("rk,rok->ro", own, dense(weight)[expert])
+    tile = PackedTile(8, 32, step, 2, 2)
+    close(packed_grouped_product(own, weight, order.ends, tile=tile), exact)
+    fetched = {"source": order.source, "per_token": PER_TOKEN, "gated": True, "bias": bias, "clamp": CLAMP}
+    gate, up = (exact + bias[expert]).chunk(2, -1)
+    close(packed_grouped_product(x, weight, order.ends, **fetched, tile=tile), clamped_swiglu(gate, up, CLAMP))
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    atol = 2e-5 * wanted.nan_to_num().abs().max().item()
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=atol, equal_nan=True)
+
+
+def packed_products() -> None:
+    for scheme, width, step in CASES:
+        packed = pack(torch.randn(COUNT, 48, width) / 8, scheme)
+        for weight in (packed, with_zeros(packed)) if scheme.values == "int4" else (packed,):
+            products(weight, step)
