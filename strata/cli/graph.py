@@ -20,6 +20,7 @@ from strata.hardware.specs import device
 from strata.models.folder import folder_shape_or_file
 
 if TYPE_CHECKING:
+    from strata.bench.measured_step import MeasuredStep, Part
     from strata.graph.buffers import BufferPlan
     from strata.graph.cost import NodeCost
     from strata.graph.draw import Row
@@ -43,7 +44,9 @@ def graph(
     prompt: Annotated[
         int, typer.Option(min=0, max=_MAX_TOKENS, help="Tokens of a new prompt beside them; 0 for none.")
     ] = 0,
-    on: Annotated[str, typer.Option("--device", help="Device whose kernels and floors are shown.")] = "h200",
+    on: Annotated[
+        str | None, typer.Option("--device", help="Device whose kernels and floors are shown; h200 if left out.")
+    ] = None,
     tensor_parallel_size: options.TensorParallelSize = 1,
     pipeline_parallel_size: options.PipelineParallelSize = 1,
     stage: Annotated[int, typer.Option(min=0, help="Which of the stages is shown, from 0.")] = 0,
@@ -56,6 +59,9 @@ def graph(
         Path | None,
         typer.Option(help="Also draw it into this file (.svg), a layer and the model, before the passes too."),
     ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Also run it on the device that is here, whose floors are shown then.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
     """Show what a step runs and costs, by operation and by part of the model, without weights or device; of several
@@ -64,20 +70,26 @@ def graph(
     The graph is the one that the engine runs for such a step on that device; a row of each sequence is sampled.
     Merged projections are joined by & (gate_proj&up_proj), fused operations by + (input_layernorm+add).
 
+    --measure makes weights at random, where the model has none, and times each operation of the step.
+
     Example, a decode step: strata graph 8B --context 1000 --sequences 32
     """
+    import torch
+
     from strata.comm.symmetric import imagined
     from strata.engine.engine_config import EngineConfig, check_states
     from strata.engine.ranks.token_division import CONTEXT_AXIS
     from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
-    from strata.plan.meta_model import find_config, meta_model
+    from strata.plan.explain.ceilings import device_here
+    from strata.plan.meta_model import find_config, host_model, meta_model
 
     if draw is not None and draw.suffix != ".svg":
         raise ValueError(f"--draw {draw}: drawings are SVG; give a name that ends in .svg")
     if draw is not None and not draw.parent.is_dir():
         raise ValueError(f"--draw {draw}: there is no folder {draw.parent}; make it first")
     source = folder_shape_or_file(model)
-    spec, config = device(on), find_config(source)
+    here = device_here(on) if measure else None
+    spec, config = device(on or "h200") if here is None else here.device, find_config(source)
     size, stages, shard = tensor_parallel_size, pipeline_parallel_size, None
     parts = prefill_context_parallel_size
     ranks, along = size * stages * parts, imagined(CONTEXT_AXIS, parts) if parts > 1 else None
@@ -91,17 +103,27 @@ def graph(
     check_states(EngineConfig(model, pipeline_parallel_size=stages, prefill_context_parallel_size=parts), config)
     if size * stages > 1:
         axis = imagined(TENSOR_AXIS, size) if size > 1 else None
-        by = {"expert_parallel": enable_expert_parallel, "own_tokens": enable_dp_attention}
-        shard = RankShard.of(config, size, 0, axis, stages=stages, stage=stage, **by)
+        own = {"expert_parallel": enable_expert_parallel, "own_tokens": enable_dp_attention}
+        shard = RankShard.of(config, size, 0, axis, stages=stages, stage=stage, **own)
+    if measure and ranks > 1:
+        raise ValueError("--measure runs a step on one device; leave out the other ranks")
     if draw is not None and ranks > 1:
         raise ValueError("--draw shows a model before it is divided and after, of one rank; leave out the other ranks")
     beside = (prompt,) * bool(prompt)
     workload = Workload((tokens,) * sequences + beside, (tokens + context,) * sequences + beside)
     folder = Path(source) if Path(source).is_dir() else None
-    meta = meta_model(
-        config, spec, shard=shard, context=along, quantization=quantization, sparsity=sparsity, folder=folder
-    )
+    by: dict[str, Any] = {"quantization": quantization, "sparsity": sparsity, "folder": folder}
+    if here is not None and here.is_processor:
+        meta = host_model(config, config.dtype or torch.float32, **by)
+    else:
+        meta = meta_model(config, spec, shard=shard, context=along, **by)
     priced = price(meta, workload, spec)
+    if here is not None:
+        from strata.bench.measured_step import engine_for, measure_step
+
+        asked = engine_for(source, meta, "cpu" if here.is_processor else "cuda", quantization, sparsity)
+        measured = measure_step(asked, workload, meta.recorded_size(workload), priced.step.graph)
+        priced = dataclasses.replace(priced, measured=measured, sources=(*priced.sources, *here.sources))
     step = {"model": model, "tokens": tokens, "context": context, "sequences": sequences, "prompt": prompt}
     step |= {"quantization": quantization, "sparsity": sparsity, "ranks": ranks, "stages": stages, "stage": stage}
     title = f"{model}: {sequences} x {tokens} new tokens, {context} cached each"
@@ -124,7 +146,8 @@ class PricedStep:
 
     step_floor: of the model; sampling and the making of inputs stand beside it. captured: how many nodes of each
     operation the model has before the passes. link: to the other ranks, if there are some. predictor: of the workload's
-    time. sources: of what was measured, in words. buffers: see `MetaModel.buffers`.
+    time. sources: of what was measured, in words. buffers: see `MetaModel.buffers`. measured:
+    how long it took here; None: nobody looked.
     """
 
     step: StepNodes
@@ -138,6 +161,7 @@ class PricedStep:
     workload: Workload
     sources: tuple[str, ...]
     buffers: BufferPlan | None = None
+    measured: MeasuredStep | None = None
 
     @property
     def run(self) -> dict[str, int]:
@@ -180,12 +204,17 @@ class PricedStep:
         def part_of(node: NodeCost) -> tuple[str, str, str]:
             return "", parts.get(id(node), "final norm" if node.layer is None else "layers"), ""
 
-        counted = ((self.step.inputs, ""), (self.step.model, self.step_floor.bound), (self.step.draw, ""))
+        counted: tuple[tuple[Part, list[NodeCost], str], ...] = (
+            ("inputs", self.step.inputs, ""),
+            ("model", model, self.step_floor.bound),
+            ("draw", self.step.draw, ""),
+        )
+        took = {part: None if self.measured is None else self.measured.of(part) for part, _, _ in counted}
         return {
             name: [
                 row
-                for nodes, bound in counted
-                for row in rows_by(nodes, kind, self.device, self.dtype, bound, self.link)
+                for part, nodes, bound in counted
+                for row in rows_by(nodes, kind, self.device, self.dtype, bound, self.link, took[part])
             ]
             for name, kind in (("operations", operation_of), ("parts", part_of))
         }
@@ -207,6 +236,7 @@ class PricedStep:
             "activation_bytes": None if self.buffers is None else self.buffers.peak,
             "step_floor_s": self.step_floor.seconds,
             "predicted_s": self.predicted.seconds,
+            "measured_s": None if self.measured is None else self.measured.step,
             "predicted_from": self.origins,
             "measurements": list(self.sources),
         }
@@ -227,11 +257,14 @@ class PricedStep:
         from strata.graph.drawing.correspondence import correspondence
         from strata.graph.drawing.page import Drawing
 
-        before, after = (boxes(nodes, self.device, self.dtype, self.link) for nodes in (captured, self.step.model))
+        took = None if self.measured is None else self.measured.of("model")
+        before = boxes(captured, self.device, self.dtype, self.link)
+        after = boxes(self.step.model, self.device, self.dtype, self.link, took)
         notes = [
             f"floor of the step {duration(self.step_floor.seconds)}: weights and cached keys and values moved once; "
             f"predicted {duration(self.predicted.seconds)} with inputs, sampling and launches"
         ]
+        notes += [self._measured_note] if self.measured is not None else []
         notes += [f"{what}: {figure.source}, {figure.date}" for what, figure in self._rates()]
         where = f"{title}, {self.device.product}, {self.dtype}"
         return Drawing(where, before, after, correspondence(captured, self.step.model), notes).svg()
@@ -269,6 +302,8 @@ class PricedStep:
         shares = ", ".join(f"{share:.0%} {origin}" for origin, share in self.origins.items() if share >= 0.005)
         launched = "replayed" if self.step.recorded else "launched by the host"
         console.print(f"predicted         {duration(self.predicted.seconds)}, {launched}: {shares}")
+        if self.measured is not None:
+            console.print(self._measured_note)
         for source in self.sources:
             console.print(f"from {source}", style="dim", soft_wrap=True)
         for rate, figure in self._rates():
@@ -277,6 +312,18 @@ class PricedStep:
             link = self.link
             rate = f"{quantity(link.bandwidth)}B/s each way, {duration(link.latency)} a message"
             console.print(f"link between ranks: {rate}: {link.source}, {link.date}", style="dim")
+
+    @property
+    def _measured_note(self) -> str:
+        from strata.graph.draw import duration, share
+
+        assert self.measured is not None
+        found = self.measured
+        alone = duration(sum(found.seconds.values()))
+        return (
+            f"measured          {duration(found.step)} the step, {share(self.step_floor.seconds, found.step)} of which "
+            f"is its floor; its operations {alone}, {found.how}"
+        )
 
     def _rates(self) -> list[tuple[str, Figure]]:
         """The ceilings that floors are made of, in words."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
@@ -20,7 +20,8 @@ class Row:
     """Nodes of a kind: an operation, and the part of the model that it serves if that is known by name.
 
     kernels: of all nodes, a library's as far as they are known. seconds: the floor of each node, added up; `bound` is
-    what sets most of that time. step_seconds: the part in the floor of the whole step.
+    what sets most of that time. step_seconds: the part in the floor of the whole step. measured: seconds that they
+    took; None: nobody looked.
     """
 
     operation: str
@@ -33,6 +34,7 @@ class Row:
     seconds: float
     bound: str
     step_seconds: float
+    measured: float | None = None
 
 
 NodeKind = tuple[str, str, str]  # an operation, a part of the model, an implementation; each may be empty
@@ -45,16 +47,22 @@ def rows_by(
     dtype: str,
     bound: str = "",
     link: Link | None = None,
+    measured: Mapping[str, float] | None = None,
 ) -> list[Row]:
     """A row for each (operation, part, implementation) that `kind` gives, in the order in which they first occur.
 
     bound: what sets the floor of the step, "compute", "memory" or "communication"; empty for what is not counted
-    in it. link: on which messages go, None if there are none.
+    in it. link: on which messages go, None if there are none. measured: seconds of each node, by its name.
     """
     groups: dict[NodeKind, list[NodeCost]] = {}
     for node in nodes:
         groups.setdefault(kind(node), []).append(node)
-    return [_row(names, group, device, dtype, bound, link) for names, group in groups.items()]
+    found = []
+    for names, group in groups.items():
+        row = _row(names, group, device, dtype, bound, link)
+        known = measured is not None and all(node.name in measured for node in group)
+        found.append(replace(row, measured=sum(measured[node.name] for node in group) if known and measured else None))
+    return found
 
 
 def _row(names: NodeKind, nodes: list[NodeCost], device: Device, dtype: str, step_bound: str, link: Link | None) -> Row:
@@ -82,10 +90,10 @@ def counts_table(before: Mapping[str, int], after: Mapping[str, int]) -> Table:
 def table(title: str, rows: list[Row], *, whole: float) -> Table:
     """Rows as a table; `whole` is the floor of the step, in seconds, that shares refer to. Bytes that a rank sends have
     a column where there are any."""
-    sends = any(row.cost.sent for row in rows)
+    sends, took = any(row.cost.sent for row in rows), any(row.measured is not None for row in rows)
     drawn = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     drawn.add_column("", overflow="fold", min_width=16)
-    for name in ("count", "kernels", "FLOPs", "bytes", *("sent",) * sends, "floor"):
+    for name in ("count", "kernels", "FLOPs", "bytes", *("sent",) * sends, "floor", *("measured", "") * took):
         drawn.add_column(name, justify="right", no_wrap=True)
     drawn.add_column("bound", no_wrap=True)
     drawn.add_column("of step", justify="right", no_wrap=True)
@@ -98,10 +106,20 @@ def table(title: str, rows: list[Row], *, whole: float) -> Table:
             f"{quantity(row.cost.bytes)}B",
             *(f"{quantity(row.cost.sent)}B" if row.cost.sent else "",) * sends,
             duration(row.seconds),
+            *(_measured(row) if took else ()),
             row.bound if row.seconds else "",
             f"{row.step_seconds / whole:.1%}" if row.step_seconds else "",
         )
     return drawn
+
+
+def _measured(row: Row) -> tuple[str, str]:
+    return ("", "") if row.measured is None else (duration(row.measured), share(row.seconds, row.measured))
+
+
+def share(floor: float, measured: float) -> str:
+    """How near a time came to its floor."""
+    return f"{floor / measured:.0%}" if floor and measured else ""
 
 
 def quantity(value: float) -> str:

@@ -344,12 +344,21 @@ def meta_model(
     return MetaModel(config, dtype, limits, graphs, parameters, library, shard, division, deterministic=deterministic)
 
 
-def host_model(config: ModelConfig, dtype: torch.dtype, deterministic: bool = False) -> MetaModel:
-    """The graphs with which the engine runs a model on a CPU."""
+def host_model(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    deterministic: bool = False,
+    quantization: str | None = None,
+    sparsity: str | None = None,
+    folder: Path | None = None,
+) -> MetaModel:
+    """The graphs with which the engine runs a model on a CPU; what is packed, and folder, as for `meta_model`."""
     with torch.device("meta"):
         model = build(config).to(dtype)
     parameters = weight_bytes(model, dtype) // dtype.itemsize
-    return MetaModel(config, dtype, None, step_graphs(model, "cpu", deterministic), parameters, library=False)
+    packing = Packing.of(quantization, model, None, folder, sparsity, dtype)
+    graphs = step_graphs(model, "cpu", deterministic, packed=packing.planned)
+    return MetaModel(config, dtype, None, graphs, parameters, library=False)
 
 
 def _plan(workload: Workload) -> StepPlan:

@@ -10,16 +10,19 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
 from strata.cli.graph import graph
 from strata.graph.drawing.correspondence import correspondence
+from strata.hardware.figures import Device, Figure
 from strata.hardware.probe.report import file_of, keep
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
+from strata.plan.explain import ceilings
 from strata.plan.meta_model import MetaModel, meta_model
 from tests.hardware.probe.test_device import REPORT
 
@@ -199,6 +202,46 @@ def test_a_drawing_has_a_box_an_operation_before_and_after_the_passes(tmp_path: 
     # Matrices of seven, two norms, and the KV pages; then four products and the KV pages: all of 16 bits.
     assert texts.count("bf16") == 7 + 2 + 1 + 4 + 1
     assert "prefers-color-scheme: dark" in drawn.read_text()
+
+
+@pytest.fixture
+def _measures_on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of known ceilings, which are not measured then."""
+    measured = (measured_figure("bandwidth", 1e10), measured_figure("compute", 1e11, "bfloat16"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(ceilings, "processor_device", lambda: (Device("mine", "My CPU", measured), ("what I know",)))
+
+
+def measured_figure(quantity: str, value: float, dtype: str | None = None) -> Figure:
+    return Figure(quantity, value, "a test", "2026-11", dtype=dtype, measured=True)
+
+
+@pytest.mark.usefixtures("_measures_on_a_processor")
+def test_a_step_that_is_measured_shows_what_every_operation_took(tmp_path: Path) -> None:
+    drawn = tmp_path / "step.svg"
+    step = ("builtin", "--context", 20, "--sequences", 2, "--measure", "--draw", drawn)
+    shown = run(*step, "--json")
+    assert shown["device"] == "mine"
+    took = [row["measured"] for row in shown["operations"]]
+    assert all(one > 0 for one in took)
+    assert sum(took) == pytest.approx(sum(row["measured"] for row in shown["parts"]))
+    assert shown["measured_s"] > shown["step_floor_s"] / 2  # the floor is a figure of this test
+    (products,) = (row for row in shown["operations"] if row["part"] == "gate_proj&up_proj")
+    assert products["count"] == 5
+    texts = [one.text or "" for one in ElementTree.parse(drawn).getroot().iter(f"{SVG}text")]
+    assert sum(" · took " in one for one in texts) == 9, "kernels of the layer that runs"
+    assert any(one.startswith("measured: the same, ") for one in texts)
+    told = run(*step)
+    assert re.search(r"measured +\S+ .s the step, \d+% of which is its floor; its operations", told)
+    assert "from what I know" in told
+
+
+@pytest.mark.usefixtures("_measures_on_a_processor")
+def test_what_cannot_be_measured() -> None:
+    with pytest.raises(ValueError, match=r"device 'h200' is not here, and what is measured runs on .*: leave it out"):
+        run("builtin", "--measure", "--device", "h200")
+    with pytest.raises(ValueError, match="--measure runs a step on one device; leave out the other ranks"):
+        run("builtin", "--measure", "--tensor-parallel-size", 2)
 
 
 def test_what_a_kernel_stands_for_with_experts_and_norms_of_heads() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from strata.graph.cost import NodeCost
-from strata.graph.draw import duration, quantity
+from strata.graph.draw import duration, quantity, share
 from strata.graph.reads import Read
 from strata.hardware.figures import Device
 from strata.hardware.links import Link
@@ -16,7 +16,8 @@ from strata.hardware.roofline import floor
 @dataclass(frozen=True)
 class Box:
     """One node. label: of the modules whose work it does, & between merged and + between fused ones. by: what runs it,
-    and the kernels of that. seconds: its floor; bound: what sets the floor."""
+    and the kernels of that. seconds: its floor; bound: what sets the floor. took: seconds that were measured; None:
+    nobody looked."""
 
     name: str
     operation: str
@@ -28,15 +29,26 @@ class Box:
     weights: int
     seconds: float
     bound: str
+    took: float | None = None
 
 
-def boxes(nodes: Sequence[NodeCost], device: Device, dtype: str, link: Link | None = None) -> list[Box]:
-    """In the order of the nodes."""
+def boxes(
+    nodes: Sequence[NodeCost],
+    device: Device,
+    dtype: str,
+    link: Link | None = None,
+    measured: Mapping[str, float] | None = None,
+) -> list[Box]:
+    """In the order of the nodes. measured: seconds of each, by its name."""
     found = []
     for node in nodes:
         least = floor(node.cost, device, dtype, link)
         work, moved = quantity(node.cost.flops), quantity(node.cost.bytes)
         figures = f"{work}FLOP · {moved}B · floor {duration(least.seconds)}"
+        took = None if measured is None else measured.get(node.name)
+        if took is not None:
+            near = share(least.seconds, took)
+            figures += f" · took {duration(took)}" + f" ({near})" * bool(near)
         found.append(
             Box(
                 node.name,
@@ -49,6 +61,7 @@ def boxes(nodes: Sequence[NodeCost], device: Device, dtype: str, link: Link | No
                 node.cost.weights,
                 least.seconds,
                 least.bound if least.seconds else "",
+                took,
             )
         )
     return found

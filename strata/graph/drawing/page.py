@@ -59,16 +59,20 @@ class Drawing:
     def _model(self, page: Svg, y: float) -> float:
         """A strip of all kernels for each graph, as wide as their floors, both at one scale."""
         page.text(_MARGIN, y, "The whole model: a box an operation, as wide as its floor", "head2")
-        longest = max(sum(box.seconds for box in boxes) for boxes in (self.captured, self.run))
-        room = (_WIDTH - 2 * _MARGIN) / longest
+        strips = []
         for name, boxes in (("captured", self.captured), ("runs", self.run)):
-            seconds = sum(box.seconds for box in boxes)
-            text = f"{name}: {len(boxes):,} operations, {duration(seconds)} one after another at their floors"
-            page.text(_MARGIN, y + 21, text, "small")
+            text = f"{name}: {len(boxes):,} operations, {{}} one after another at their floors"
+            strips.append((text, [box.seconds for box in boxes], boxes))
+        took = [box.took or 0.0 for box in self.run]
+        if any(took):
+            strips.append(("measured: the same, {} one after another, as wide as they took", took, self.run))
+        room = (_WIDTH - 2 * _MARGIN) / max(sum(widths) for _, widths, _ in strips)
+        for text, widths, boxes in strips:
+            page.text(_MARGIN, y + 21, text.format(duration(sum(widths))), "small")
             x: float = _MARGIN
             last: int | None = None
-            for box in boxes:
-                width = box.seconds * room
+            for box, seconds in zip(boxes, widths, strict=True):
+                width = seconds * room
                 page.rect(x, y + 27, max(width - 0.3, 0.15), _STRIP, f"{bound_class(box.bound)} solid", told(box))
                 if box.layer is not None and box.layer != last:
                     page.path(f"M{x:.2f} {y + 27 + _STRIP}v5", "axis")
@@ -90,9 +94,9 @@ class Drawing:
         for name, boxes, x in (("captured", captured, 104), ("runs", after, 580)):
             moved = sum(box.weights for box in boxes)
             seconds = duration(sum(box.seconds for box in boxes))
-            page.text(
-                x, y + 22, f"{name}: {len(boxes)} operations, {seconds} at least, weights {quantity(moved)}B", "small"
-            )
+            text = f"{name}: {len(boxes)} operations, {seconds} at least, weights {quantity(moved)}B"
+            took = [box.took for box in boxes if box.took is not None]
+            page.text(x, y + 22, text + (f", took {duration(sum(took))}" if took else ""), "small")
         rows = rows_of([len(before[index]) for index in run], y + 48)
         for row in rows:
             page.rect(_MARGIN, row.top - 5, _WIDTH - 2 * _MARGIN, row.height + 10, "band", radius=6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
+from typing import NamedTuple
 
 import torch
 
@@ -39,6 +40,35 @@ def processor_device() -> tuple[Device, tuple[str, ...]]:
         name, today, took, processor(), (), tuple(measured.ceilings), versions={"torch": torch.__version__}
     )
     return device_of(report), (f"ceilings of {name} measured now in {took:.1f} s; `strata probe` measures them well",)
+
+
+class Here(NamedTuple):
+    """The device of this machine that steps run on. sources: of its ceilings, in words."""
+
+    device: Device
+    is_processor: bool
+    sources: tuple[str, ...] = ()
+
+
+def device_here(asked: str | None) -> Here:
+    """The GPU that is here, or else the processor. asked: the key of a device; None: whichever is here.
+
+    Raises ValueError if that one is not here, and for a GPU that is not in the database.
+    """
+    if torch.cuda.is_available():
+        product = torch.cuda.get_device_name()
+        found = recognize(product)
+        if found is None:
+            raise ValueError(f"{product} is not in the device database, so nothing tells the floors of steps on it")
+        here = Here(found, is_processor=False)
+    elif asked is None:
+        device, sources = processor_device()
+        return Here(device, is_processor=True, sources=sources)
+    else:
+        here, product = None, cpu_name()
+    if here is None or asked not in (None, here.device.key):
+        raise ValueError(f"device {asked!r} is not here, and what is measured runs on {product}: leave it out")
+    return here
 
 
 def steps_on_processor(config: ModelConfig, dtype: str, device: Device, deterministic: bool = False) -> StepSeconds:
