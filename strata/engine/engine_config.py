@@ -332,9 +332,10 @@ class EngineSizes:
         states = StateShape.of(FAMILIES[config.architecture].states(config), dtype)
         library, recorded = False, []
         if limits is not None:
-            attends = bool(groups[0].layers) and not asked.deterministic and pool.rounded is None
-            library = attends and library_limit(limits, config, dtype, asked.page_size) is None
-            fresh = library and keeps_neighbours_apart(dtype)
+            attends = bool(groups[0].layers) and not asked.deterministic
+            attends &= library_limit(limits, config, dtype, asked.page_size) is None
+            # It reads pages of floats alone, but a step's own rows are floats.
+            library, fresh = attends and pool.rounded is None, attends and keeps_neighbours_apart(dtype)
             recorded = recorded_sizes(asked.max_num_seqs, max_tokens, parameters, library, fresh)
         sizes = tuple(replace(size, groups=len(groups)) for size in recorded)
         return EngineSizes(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from strata.cache.block_tables import BlockTables
-from strata.cache.pool import KVPool
+from strata.cache.pool import KVPool, PoolShape
 from strata.cache.staging import Staging
 from strata.cache.state_pool import StatePool
 from strata.cache.tables import BufferShape, StepBuffer
@@ -45,6 +45,19 @@ def draw_inputs(buffer: StepBuffer, draws: int) -> DrawInputs:
     return DrawInputs(temperatures, seeds, tensors["steps"][:draws], tensors["top_k"][:draws], top_p, min_p)
 
 
+def fresh_rows_of(heads: int, pool: PoolShape) -> Rows:
+    """How queries, keys, values and results of fresh steps lie, of so many heads of queries.
+
+    `qk_rope_kv_write` leaves rotated queries in front of their keys, and values behind both as they were; what pools in
+    8 bits hold of keys and of values it leaves apart.
+    """
+    width = pool.head_dim
+    row, own = (heads + pool.kv_heads) * width, pool.kv_heads * width
+    if pool.rounded is not None:
+        return Rows(row, heads * width, values=own, keys=own)
+    return Rows(row, heads * width, values=row + own)
+
+
 # Launched kernel by kernel, steps with prompts keep the host busy for 15 to 43 ms. Without cuDNN they are recorded as
 # long as their products are shorter, 10 ms on a Hopper, and up to so many tokens for any model. Past that launches hide
 # behind the device's work.
@@ -65,11 +78,15 @@ _MANY_PROMPTS_TOKENS = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 def recorded_sizes(
     max_sequences: int, max_tokens: int, parameters: int, library: bool, fresh: bool = False
 ) -> list[BufferShape]:
-    """All sizes of steps of a model that get a CUDA graph. library: cuDNN can attend for prompts in them; fresh: also
-    over keys that are in no pages."""
+    """All sizes of steps of a model that get a CUDA graph. library: cuDNN can attend for prompts in them, over pages;
+    fresh: over keys that are in none."""
     most = min(max_sequences, max_tokens)  # each sequence of a step has a token
     decode = (BufferShape(count, count, count) for count in decode_buckets(most))
-    return [*decode, *mixed_buckets(most, min(max_tokens, max_mixed_tokens(parameters, library)), library, fresh)]
+    mixed = mixed_buckets(most, min(max_tokens, max_mixed_tokens(parameters, library or fresh)), library, fresh)
+    if fresh and not library:
+        largest = max_mixed_tokens(parameters, library)
+        mixed = [size for size in mixed if size.fresh or size.tokens <= largest]
+    return [*decode, *mixed]
 
 
 def max_mixed_tokens(parameters: int, library: bool) -> int:
@@ -100,7 +117,7 @@ def mixed_buckets(max_sequences: int, max_tokens: int, library: bool, fresh: boo
     for size in tokens:
         divided = library and size >= _LIBRARY_TOKENS
         fitting = [count for count in sequences if count + 1 < size]
-        if divided and fresh and size >= _FRESH_TOKENS:
+        if fresh and size >= _FRESH_TOKENS:
             count = min(max_sequences, MAX_PROMPTS)
             sizes.append(BufferShape(size, count + 1, count, count, fresh=True))
         for count in fitting if size <= _FEW_SEQUENCES_TOKENS else fitting[-2:]:
@@ -155,10 +172,8 @@ class RecordedSteps:
         """heads: of the model's queries. windows: where some layers have pages of their own. states: where some have a
         fixed state."""
         self._graphs, self._pool, self._tables = graphs, pool, tables
-        # As `qk_rope_kv_write` leaves queries, in front of keys, and values behind both as they were.
-        width = pool.shape.head_dim
-        self._rows = Rows((heads + pool.shape.kv_heads) * width, heads * width)
-        self._fresh_rows = self._rows._replace(values=(heads + 2 * pool.shape.kv_heads) * width)
+        self._fresh_rows = fresh_rows_of(heads, pool.shape)
+        self._rows = Rows(self._fresh_rows.queries, self._fresh_rows.result)
         self._windows, self._states = windows, states
         self._library = False
         self._newest, self._staging = newest, staging
@@ -250,7 +265,7 @@ class RecordedSteps:
     def record(self, shape: BufferShape, *, may_lack: bool = True) -> None:
         """Record the steps of one size, the largest before smaller ones, so that these fit in its memory. A size that
         the memory does not suffice for is `lacking`, and holds nothing, or raises if it may not."""
-        self._library |= shape.prompts is not None
+        self._library |= shape.prompts is not None and not shape.fresh
         try:
             self._record(shape)
             return

@@ -186,8 +186,9 @@ def build_executor(
     recorded = None
     with clock.phase("CUDA graphs"):
         fresh, scales = any(size.fresh for size in sizes.recorded), library_scales(model)
-        has_library = sizes.library and has_library_plan(own, scales, pool, max_length, fresh, log)
-        if not rank.least(int(has_library)) and sizes.library:
+        wanted = sizes.library or fresh
+        has_library = wanted and has_library_plan(own, scales, pool, max_length, fresh, log)
+        if not rank.least(int(has_library)) and wanted:
             sizes = sizes.without_library(asked.max_num_seqs)
         if sizes.recorded:
             recorded = _recorded(runner, sizes, ledger, rank)

@@ -6,6 +6,7 @@ import torch
 
 from strata.cache.block_tables import table_pages
 from strata.cache.pool import KVPool
+from strata.engine.recorded_steps import fresh_rows_of
 from strata.engine.startup.clock import Log
 from strata.kernels.attention.cudnn_plan import Packed, Pages, PlanShape, plan_for
 from strata.models.config import ModelConfig
@@ -25,9 +26,13 @@ def has_library_plan(
     False, once a line has said why, if that fails."""
     heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
     row, page_size = (heads + kv_heads) * width, pool.shape.page_size
-    sources: list[Pages | Packed] = [Pages(pool.pages, page_size, table_pages(max_length, page_size))]
+    sources: list[Pages | Packed] = []
+    if pool.shape.rounded is None:
+        sources.append(Pages(pool.pages, page_size, table_pages(max_length, page_size)))
     if fresh:
-        sources.append(Packed(row, row + kv_heads * width))
+        rows = fresh_rows_of(heads, pool.shape)
+        assert rows.values is not None
+        sources.append(Packed(rows.key_row, rows.values))
     try:
         for scale in sorted(scales):
             for source in sources:

@@ -18,8 +18,9 @@ def takes(pages: PagedKV, spec: AttentionSpec, sinks: Tensor | None) -> bool:
 
 def lie_as_divided(q: Tensor, k: Tensor, v: Tensor, virtual: VirtualSequences) -> bool:
     """Whether the vectors of one token lie as far from those of the next as where the starts are computed for."""
-    queries, _, values = virtual.rows
-    return q.stride(0) == queries and (values is None or (k.stride(0), v.stride(0)) == (queries, values))
+    rows = virtual.rows
+    fresh = rows.values is None or (k.stride(0), v.stride(0)) == (rows.key_row, rows.values)
+    return q.stride(0) == rows.queries and fresh
 
 
 def attend(

@@ -36,13 +36,18 @@ _FIELDS = 6
 class Rows(NamedTuple):
     """Elements from one token to the next: of the queries, and of the result.
 
-    values: of a fresh step, the same of the values; its keys lie as the queries do. None: keys and values are read from
-    pages.
+    values: of a fresh step, the same of the values. None: keys and values are read from pages. keys: the same of its
+    keys; None: they lie as the queries do.
     """
 
     queries: int
     result: int
     values: int | None = None
+    keys: int | None = None
+
+    @property
+    def key_row(self) -> int:
+        return self.queries if self.keys is None else self.keys
 
 
 class VirtualSequences(NamedTuple):
@@ -107,7 +112,7 @@ def virtual_sequences(
             last, block = (total - 1) // page_size, max(1, KEY_BLOCK // page_size)
             tables[sequence, last + 1 : (last // block + 1) * block] = tables[sequence, last].clone()
         else:
-            kept = row * rows.queries, row * rows.values
+            kept = row * rows.key_row, row * rows.values
             if sequence == prompts[-1]:
                 new += -new % KEY_BLOCK
             total = new
@@ -135,6 +140,7 @@ def virtual_sequences_kernel(
     most_pages,
     query_row,
     result_row,
+    key_row,
     value_row,
     WIDTH: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -143,7 +149,7 @@ def virtual_sequences_kernel(
     FRESH: tl.constexpr,
     SEQUENCES: tl.constexpr,
 ):
-    """One program. SEQUENCES, WIDTH: powers of two, at least `sequences` and all virtual ones. value_row: if FRESH."""
+    """One program. SEQUENCES, WIDTH: powers of two, at least `sequences` and all virtual ones. key_row, value_row: if FRESH."""
     sequence = tl.arange(0, SEQUENCES)
     held = (sequence >= tl.load(bounds)) & (sequence < sequences)
     total = tl.load(lengths + sequence, mask=held, other=0)
@@ -154,7 +160,7 @@ def virtual_sequences_kernel(
         is_last = sequence == tl.max(tl.where(held, sequence, -1), 0)
         new = tl.where(is_last, (new + KEY_BLOCK - 1) // KEY_BLOCK * KEY_BLOCK, new)
         total = new
-        key_start = row * query_row
+        key_start = row * key_row
         value_start = row * value_row
     else:
         key_start = sequence * most_pages
@@ -211,6 +217,7 @@ def _triton(offsets: Tensor, lengths: Tensor, bounds: Tensor, tables: Tensor, ro
         tables.shape[1],
         rows.queries,
         rows.result,
+        rows.key_row,
         rows.values or 0,
         WIDTH=_WIDTH,
         QUERIES=QUERIES,
@@ -228,7 +235,7 @@ if HAS_TRITON:
 
 def compile_cases() -> list[CompileCase]:
     names = {"*i32": "offsets lengths bounds", "*i32:16": "tables result", "i32": "sequences most_pages"}
-    signature = by_type(names | {"i32:16": "query_row result_row value_row"})
+    signature = by_type(names | {"i32:16": "query_row result_row key_row value_row"})
     constants = {"WIDTH": _WIDTH, "QUERIES": QUERIES, "PAGE_SIZE": 16, "KEY_BLOCK": KEY_BLOCK}
     return [
         CompileCase(

@@ -143,20 +143,25 @@ def test_one_recording_serves_any_batches() -> None:
 class FreshStep:
     """What a recording of so many rows holds of steps whose prompts have all their keys in it.
 
-    What is behind the rows of a step's virtual sequences, in all pages, and behind the last row is not finite.
+    What is behind the rows of a step's virtual sequences, in all pages, and behind the last row is not finite. apart:
+    keys and values have tensors of their own, as what pools in 8 bits hold of them.
     """
 
-    def __init__(self, size: int, shape: tuple[int, int, int]) -> None:
+    def __init__(self, size: int, shape: tuple[int, int, int], *, apart: bool = False) -> None:
         heads, kv_heads, width = shape
         behind = size + KEY_BLOCK
         rotated = torch.full((behind, heads + kv_heads, width), torch.nan, dtype=torch.bfloat16, device="cuda")
         product = torch.full((behind, heads + 2 * kv_heads, width), torch.nan, dtype=torch.bfloat16, device="cuda")
         self.size = size
-        self._vectors = rotated[:size], product[:size]
+        self._vectors: tuple[torch.Tensor, ...] = rotated[:size], product[:size]
         self.q, self.k = self._vectors[0].split((heads, kv_heads), 1)
         self.v = self._vectors[1][:, heads + kv_heads :]
+        if apart:
+            held = torch.full((2, behind, kv_heads, width), torch.nan, dtype=torch.bfloat16, device="cuda")
+            self.k, self.v = held[:, :size]
+            self._vectors = self._vectors[0], self.k, self.v
         self.spec = AttentionSpec(0, width**-0.5)
-        self.rows = Rows(self.q.stride(0), heads * width, self.v.stride(0))
+        self.rows = Rows(self.q.stride(0), heads * width, self.v.stride(0), self.k.stride(0) if apart else None)
         self.offsets, self.lengths = torch.full((2, MAX_PROMPTS + 2), size, dtype=torch.int32, device="cuda")
         self.lengths = self.lengths[:-1].zero_()
         self._bounds = torch.zeros(2, dtype=torch.int32, device="cuda")
@@ -200,9 +205,9 @@ class FreshStep:
     ids=str,
 )
 def test_fresh_prompts(new: tuple[int, ...], shape: tuple[int, int, int]) -> None:
-    """With rows left, and with just as many as the last block of keys needs."""
-    for size in (fresh_rows(new), fresh_rows(new) + 300):
-        step = FreshStep(size, shape)
+    """With rows left, and with just as many as the last block of keys needs, which may lie apart."""
+    for size, apart in ((fresh_rows(new), False), (fresh_rows(new) + 300, False), (fresh_rows(new), True)):
+        step = FreshStep(size, shape, apart=apart)
         step.place(new)
         given = step.arguments()
         assert attention_mixed.supports(*given)

@@ -101,6 +101,9 @@ def test_fresh_prompts_see_their_own_rows(new: tuple[int, ...]) -> None:
     given = tensors(Step((0,) * len(new), new, 0), len(new) + 1, size, MOST_PAGES, 16)
     tables = given["tables"].clone()
     virtual = as_virtual_sequences(virtual_sequences(*given.values(), FRESH, 16), FRESH)
+    apart = virtual_sequences(*given.values(), FRESH._replace(keys=8 * 128), 16)
+    assert apart[2].equal(virtual.starts[2] // FRESH.queries * 8 * 128)
+    assert apart[[0, 1, 3, 4, 5]].equal(torch.cat((virtual.starts[[0, 1, 3]], virtual.lengths)))
     assert given["tables"].equal(tables)
     wanted, row = set(), 0
     for count in (*new[:-1], new[-1] + size - sum(new)):
