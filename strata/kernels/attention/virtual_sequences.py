@@ -149,7 +149,8 @@ def virtual_sequences_kernel(
     FRESH: tl.constexpr,
     SEQUENCES: tl.constexpr,
 ):
-    """One program. SEQUENCES, WIDTH: powers of two, at least `sequences` and all virtual ones. key_row, value_row: if FRESH."""
+    """One program. SEQUENCES, WIDTH: powers of two, at least `sequences` and all virtual ones. key_row and value_row
+    count if FRESH."""
     sequence = tl.arange(0, SEQUENCES)
     held = (sequence >= tl.load(bounds)) & (sequence < sequences)
     total = tl.load(lengths + sequence, mask=held, other=0)

@@ -96,6 +96,7 @@ for _name, _run, _fits, _launched, _held in (
         few_rows.linear_kernels,
         few_rows.scratch,
     ),
+    ("rounded, split", many_rows.split, many_rows.fits_split, many_rows.SPLIT_KERNELS, many_rows.split_bytes),
     (
         "rounded, triton",
         many_rows.rounded_product,

@@ -8,6 +8,7 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.linear.packed import many_rows
 from strata.kernels.linear.packed.rounded_kernel import rounded_product_kernel
+from strata.kernels.linear.packed.split_product import split_product_kernel
 from strata.kernels.op import CUBLAS, operation
 from strata.kernels.quant.packed import PackedWeight, Scheme, product_of, spread
 
@@ -50,6 +51,7 @@ def rounded_linear(
 
 
 for _name, _run, _fits, _kernel in (
+    ("rounded, split", many_rows.split_of_rounded, many_rows.fits_split_of_rounded, split_product_kernel),
     (
         "rounded, triton",
         many_rows.product_of_rounded,

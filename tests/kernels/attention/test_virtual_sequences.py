@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from strata.kernels.attention.virtual_sequences import (
     KEY_BLOCK,

@@ -58,7 +58,7 @@ def test_assembly_unpacks_every_byte(name: str, kind: str, less: int) -> None:
 
 HOPPER = DeviceLimits("NVIDIA H200", (9, 0), SHARED_BYTES, 132)
 AMPERE = DeviceLimits("NVIDIA A100", (8, 0), SHARED_BYTES, 108)
-FEW, ROUNDED, SCALED = "packed, skinny", "rounded, triton", "rounded, cublas"
+FEW, SPLIT, ROUNDED, SCALED = "packed, skinny", "rounded, split", "rounded, triton", "rounded, cublas"
 DEQUANTIZED, UNPACKED = "dequantized, cublas", "unpacked, cublas"
 EXPANDED, SPARSE = "2:4 expanded, cublas", "2:4, cusparselt"
 
@@ -76,8 +76,8 @@ def placed(name: str, rows: int, limits: DeviceLimits, width: int = 1024) -> tup
 @pytest.mark.parametrize(
     ("name", "limits", "served"),
     [
-        ("fp8", HOPPER, ((1, FEW), (32, FEW), (33, SCALED), (8192, SCALED))),
-        ("int8", HOPPER, ((1, FEW), (32, FEW), (33, ROUNDED))),
+        ("fp8", HOPPER, ((1, FEW), (32, FEW), (33, SPLIT), (256, SPLIT), (257, SCALED))),
+        ("int8", HOPPER, ((1, FEW), (32, FEW), (33, SPLIT), (257, ROUNDED))),
         ("fp8_block", HOPPER, ((1, FEW), (65, ROUNDED))),
         ("int4", HOPPER, ((1, FEW), (256, FEW), (257, DEQUANTIZED))),
         ("nvfp4", HOPPER, ((1, FEW), (257, DEQUANTIZED))),

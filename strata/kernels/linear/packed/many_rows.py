@@ -17,6 +17,13 @@ from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.linear import fixed
 from strata.kernels.linear.packed.few_rows import ordered
 from strata.kernels.linear.packed.rounded_kernel import WIDTH, choose_tile, rounded_product_kernel
+from strata.kernels.linear.packed.split_product import (
+    SplitTile,
+    split_product,
+    split_product_kernel,
+    split_tile,
+    sums_bytes,
+)
 from strata.kernels.op import ATEN, CUBLAS
 from strata.kernels.quant.dequantize import can_dequantize, dequantize, dequantize_kernel
 from strata.kernels.quant.fp8 import ALIGNMENT, library_product
@@ -93,10 +100,42 @@ def product_of_rounded(
     return result
 
 
+def fits_split(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
+    """So few rows that the library, or tiles over the whole width, leave processors idle."""
+    return (fits_scaled_mm(x, weight) or fits_rounded(x, weight)) and _split_tile(x, weight) is not None
+
+
+def split(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    values, scales = _round(_rows_of(x, weight), weight.kind, 0)
+    return split_of_rounded(values, scales, weight, bias, x.dtype).view(*x.shape[:-1], weight.shape[0])
+
+
+def split_of_rounded(
+    values: Tensor, scales: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """`rounded_linear` by the Triton kernel whose programs may have parts of the width."""
+    tile = _split_tile(values, weight)
+    assert tile is not None
+    return split_product(values, scales, weight, bias, dtype, tile)
+
+
+def _split_tile(x: Tensor, weight: PackedWeight) -> SplitTile | None:
+    out, width = weight.shape
+    if weight.columns or not HAS_TRITON:
+        return None
+    return split_tile(x.numel() // width, out, width, DeviceLimits.of(x.device).processors)
+
+
 def multiplies_rounded(weight: PackedWeight, dtype: torch.dtype, limits: DeviceLimits) -> bool:
     """Whether many rows of this dtype, of which the columns are as they come, are rounded to be multiplied by it."""
     multiplied = _has_scales_of_rows(weight) or _has_rounded_kernel(weight)
     return multiplied and weight.order is None and _in_8_bits(dtype, weight, limits)
+
+
+def fits_split_of_rounded(
+    values: Tensor, scales: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype
+) -> bool:
+    return _fits_of_rounded(values, weight, dtype) and _split_tile(values, weight) is not None
 
 
 def fits_scaled_mm_of_rounded(
@@ -184,11 +223,19 @@ def rounded_bytes(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
     return copy + x.numel() + 4 * (rows * (ceil_div(width, weight.columns) if weight.columns else 1) + out)
 
 
+def split_bytes(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> int:
+    """`rounded_bytes`, and the sums of parts of the width."""
+    tile = _split_tile(x, weight)
+    assert tile is not None
+    return rounded_bytes(x, weight) + sums_bytes(tile, x.numel() // weight.shape[1], weight.shape[0])
+
+
 def dequantized_bytes(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> int:
     """Of the weight in floats, and rows in its order."""
     return weight.shape[0] * weight.shape[1] * x.element_size() + (0 if weight.order is None else x.nbytes)
 
 
+SPLIT_KERNELS = _with_order(round_rows_kernel, split_product_kernel)
 SCALED_MM_KERNELS = _with_order(round_rows_kernel, CUBLAS)
 ROUNDED_KERNELS = _with_order(round_rows_kernel, rounded_product_kernel)
 DEQUANTIZED_KERNELS = _with_order(dequantize_kernel, CUBLAS)

@@ -123,6 +123,12 @@ def split_product_kernel(
         tl.store(place, wide.to(result.dtype.element_ty), mask=held)
 
 
+def sums_bytes(tile: SplitTile, rows: int, out: int) -> int:
+    """What the parts' sums take until they are added up."""
+    tiles = ceil_div(out, tile.columns) * ceil_div(rows, tile.rows)
+    return 4 * tiles * tile.splits * tile.rows * tile.columns if tile.splits > 1 else 0
+
+
 def split_product(
     values: Tensor, x_scales: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype, tile: SplitTile
 ) -> Tensor:
