@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from strata.engine.ahead.derive import as_if_launched
+from strata.kernels.compiling.variant import Variant
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits, as_if_on
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.packed.few_rows import packed_tile
@@ -136,3 +138,17 @@ def test_splits_keep_groups_whole_and_divide_the_width() -> None:
                 assert width % tile.splits == 0
                 assert tile.kernel == "gemv" or part % tile.width == 0
                 assert group == 0 or part % group == 0
+
+
+def test_a_prompt_by_sparse_tensor_cores_is_noted_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: True)
+    noted: list[Variant] = []
+    plain = torch.randn(256, 1024)
+    weight = pack(plain.masked_fill(least_two_of_four(plain), 0.0).bfloat16(), SPARSITIES["2:4"]).to("meta")
+    x = torch.empty(4096, 1024, dtype=torch.bfloat16, device="meta")
+    bound = linear.bind("cuda", packed=True)
+    with as_if_launched(HOPPER, noted.append):
+        assert bound.launches(x, weight, None) == ("expand_kernel", "(cuSPARSELt)")
+        assert bound(x, weight, None).shape == (4096, 256)
+    assert [variant.kernel for variant in noted] == ["expand_kernel"]
