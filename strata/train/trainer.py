@@ -15,6 +15,7 @@ import torch
 from strata.comm.launch import World
 from strata.hardware.machine import cpu_name
 from strata.parallel.data_parallel import all_ranks
+from strata.train.adapters.frozen import packed_line
 from strata.train.checkpoints.checkpointer import Checkpointer
 from strata.train.config import TrainConfig
 from strata.train.data.loader import Loader, Step
@@ -38,6 +39,7 @@ from strata.train.results import Reading, Results
 from strata.train.settings import collected_between_steps, deterministic
 from strata.train.start import open_data, resumed, starting_point
 from strata.train.stepper import Setting, chosen_recompute, make_stepper
+from strata.train.steps.tune_step import TuneStep
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -124,6 +126,8 @@ class Trainer:
         # DPO computes its reference here.
         with deterministic(config.run.deterministic):
             self.stepper = make_stepper(setting)
+        if isinstance(self.stepper, TuneStep) and (about_packed := packed_line(self.stepper.model)):
+            warn(about_packed)
         self._meter = Meter(
             self.start.config,
             config.faults,

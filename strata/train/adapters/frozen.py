@@ -59,6 +59,20 @@ def load_frozen(
     return model
 
 
+def packed_line(model: CausalLM) -> str:
+    """What a model holds packed, for people; "" for nothing."""
+    held = [one for part in model.modules() for one in vars(part).values() if isinstance(one, PackedWeight)]
+    if not held:
+        return ""
+    kinds = ", ".join(sorted({weight.kind for weight in held}))
+    size, elements = sum(weight.nbytes for weight in held), sum(weight.numel() for weight in held)
+    dtype = next(model.parameters()).dtype
+    return (
+        f"frozen weights: {len(held):,} are packed ({kinds}), {size / 2**30:.3f} GiB instead of "
+        f"{elements * dtype.itemsize / 2**30:.3f} in {str(dtype).removeprefix('torch.')}"
+    )
+
+
 def load_floats(folder: Path, dtype: torch.dtype) -> CausalLM:
     """The model of a folder on the CPU, packed weights as the floats that they stand for."""
     return load_packed(folder, {}, "cpu", dtype)[0]
