@@ -66,7 +66,12 @@ class MeasuredStep:
 
 
 def engine_for(
-    source: str, meta: MetaModel, device: str, quantization: str | None = None, sparsity: str | None = None
+    source: str,
+    meta: MetaModel,
+    device: str,
+    quantization: str | None = None,
+    sparsity: str | None = None,
+    passes: str = EngineConfig.passes,
 ) -> EngineConfig:
     """What an engine of a model on the meta device would be asked for. source: a folder, whose weights are read if it
     has them; a shape, or a config.json. Raises ValueError for a file of another name."""
@@ -79,6 +84,7 @@ def engine_for(
         str(folder) if path.exists() else source,
         quantization=quantization,
         sparsity=sparsity,
+        passes=passes,
         dtype=dtype_name(meta.dtype),
         device=device,
         load_format="auto" if has_weights else "dummy",

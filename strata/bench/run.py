@@ -40,6 +40,7 @@ class Setup:
     pipeline_parallel_size: int = 1
     quantization: str | None = None
     sparsity: str | None = None
+    passes: str = "all"
 
     @property
     def source(self) -> str:
@@ -57,6 +58,7 @@ class Setup:
             "load_format": self.load_format or ("dummy" if self.model in SHAPES else "auto"),
             "quantization": self.quantization,
             "sparsity": self.sparsity,
+            "passes": self.passes,
             "dtype": self.dtype,
             "device": self.device,
             "max_model_len": length,
@@ -70,13 +72,14 @@ class Setup:
         }
 
     def test_name(self, name: str) -> str:
-        """Deterministic mode, each number of ranks and each way to pack weights is a test of its own, so that none
-        passes for the newest result of another."""
+        """Deterministic mode, each number of ranks, each way to pack weights and each choice of passes is a test of its
+        own, so that none passes for the newest result of another."""
         ranks = f"-tp{self.tensor_parallel_size}" if self.tensor_parallel_size > 1 else ""
         ranks += f"-pp{self.pipeline_parallel_size}" if self.pipeline_parallel_size > 1 else ""
         ranks += "-ep" if self.enable_expert_parallel else ""
         packed = self.quantization or self.sparsity
         ranks += f"-{packed}" if packed is not None else ""
+        ranks += f"-passes:{self.passes}" if self.passes != "all" else ""
         return f"{name}-deterministic{ranks}" if self.deterministic else f"{name}{ranks}"
 
 
@@ -166,7 +169,7 @@ def costs_on(setup: Setup, product: str) -> CostsOn | None:
         shard, link = RankShard.of(config, ranks, 0, expert_parallel=setup.enable_expert_parallel), link_of(device)
     dtype = DTYPES.get(setup.dtype)
     packing = setup.quantization, setup.sparsity
-    model = meta_model(config, device, dtype, setup.deterministic, shard, None, *packing)
+    model = meta_model(config, device, dtype, setup.deterministic, shard, None, *packing, passes=setup.passes)
     return CostsOn(model.step_costs(), device, dtype_name(model.dtype), link)
 
 

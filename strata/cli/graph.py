@@ -55,6 +55,9 @@ def graph(
     enable_dp_attention: options.EnableDpAttention = False,
     quantization: options.Quantization = None,
     sparsity: options.Sparsity = None,
+    passes: Annotated[
+        str, typer.Option(help="Which run: all, exact, none, names, -name to leave out, or list to show them.")
+    ] = "all",
     draw: Annotated[
         Path | None,
         typer.Option(help="Also draw it into this file (.svg), a layer and the model, before the passes too."),
@@ -79,6 +82,7 @@ def graph(
     from strata.comm.symmetric import imagined
     from strata.engine.engine_config import EngineConfig, check_states
     from strata.engine.ranks.token_division import CONTEXT_AXIS
+    from strata.graph.passes import listing
     from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
     from strata.plan.explain.ceilings import device_here
     from strata.plan.meta_model import find_config, host_model, meta_model
@@ -87,6 +91,9 @@ def graph(
         raise ValueError(f"--draw {draw}: drawings are SVG; give a name that ends in .svg")
     if draw is not None and not draw.parent.is_dir():
         raise ValueError(f"--draw {draw}: there is no folder {draw.parent}; make it first")
+    if passes == "list":
+        typer.echo(listing())
+        return
     source = folder_shape_or_file(model)
     here = device_here(on) if measure else None
     spec, config = device(on or "h200") if here is None else here.device, find_config(source)
@@ -112,7 +119,7 @@ def graph(
     beside = (prompt,) * bool(prompt)
     workload = Workload((tokens,) * sequences + beside, (tokens + context,) * sequences + beside)
     folder = Path(source) if Path(source).is_dir() else None
-    by: dict[str, Any] = {"quantization": quantization, "sparsity": sparsity, "folder": folder}
+    by: dict[str, Any] = {"quantization": quantization, "sparsity": sparsity, "folder": folder, "passes": passes}
     if here is not None and here.is_processor:
         meta = host_model(config, config.dtype or torch.float32, **by)
     else:
@@ -121,7 +128,7 @@ def graph(
     if here is not None:
         from strata.bench.measured_step import engine_for, measure_step
 
-        asked = engine_for(source, meta, "cpu" if here.is_processor else "cuda", quantization, sparsity)
+        asked = engine_for(source, meta, "cpu" if here.is_processor else "cuda", quantization, sparsity, passes)
         measured = measure_step(asked, workload, meta.recorded_size(workload), priced.step.graph)
         priced = dataclasses.replace(priced, measured=measured, sources=(*priced.sources, *here.sources))
     step = {"model": model, "tokens": tokens, "context": context, "sequences": sequences, "prompt": prompt}
@@ -129,6 +136,8 @@ def graph(
     title = f"{model}: {sequences} x {tokens} new tokens, {context} cached each"
     title += f"; a new prompt of {prompt}" * bool(prompt) + f"; one rank of {ranks}" * (ranks > 1)
     title += f"; weights packed as {quantization or sparsity}" * (quantization is not None or sparsity is not None)
+    step["passes"] = passes
+    title += f"; passes {passes}" * (passes != "all")
     if draw is not None:
         draw.write_text(priced.drawing(title, meta.captured(workload)), encoding="utf-8")
         typer.echo(f"drawn in {draw}", err=True)

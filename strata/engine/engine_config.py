@@ -18,6 +18,7 @@ from strata.engine.ranks.token_division import CONTEXT_AXIS
 from strata.engine.recorded_steps import recorded_sizes
 from strata.engine.sampling_params import RANGES, check_integer
 from strata.engine.startup.packing import NOTHING_PACKED, Packing
+from strata.graph.passes import passes_of
 from strata.kernels.attention.cudnn_plan import keeps_neighbours_apart, why_no_plan
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.quant.schemes import scheme_of, sparsity_of
@@ -64,6 +65,8 @@ class EngineConfig:
         own kernels cannot run.
     seed: of the requests that bring none, and of dummy weights; None draws anew in every engine (weights as for 0).
     deterministic: a request's bits depend on nothing else that runs (see docs/engine.md).
+    passes: over the graphs of steps: "all", "exact", "none", names that alone run, or names with a minus that do not
+        (see `strata.graph.passes`).
     kv_cache_dtype: "auto" keeps keys and values in the weights' dtype; "fp8" (e4m3, also "fp8_e4m3") or "int8" keeps
         them in 8 bits, each row with a power of two of its own, so that nothing has to be calibrated.
     page_size: tokens of a KV page.
@@ -101,6 +104,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     seed: int | None = None
     deterministic: bool = False
+    passes: str = "all"
     kv_cache_dtype: str = "auto"
     page_size: int = 16
     num_pages: int | None = None
@@ -152,6 +156,7 @@ class EngineConfig:
             check_integer("seed", self.seed, RANGES["seed"])
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size must be a power of two, got {self.page_size}")
+        passes_of(self.passes)
         self._check_experts()
         self._check_stages()
         self._check_quantization()

@@ -5,7 +5,7 @@ They are also what a step is costed and drawn by (`strata.plan.meta_model`), of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -31,6 +31,7 @@ from strata.graph.fuse_rounding import fuse_rounding
 from strata.graph.gather import gather_after_attention
 from strata.graph.leave_out_padding import leave_out_padding
 from strata.graph.merge import merge
+from strata.graph.passes import ALL_PASSES
 from strata.graph.product_times import measured_seconds, products_of
 from strata.graph.quantize import quantize
 from strata.graph.ranks.divide_tokens import divide_tokens
@@ -244,12 +245,14 @@ def step_graphs(
     context: Axis | Along | None = None,
     packed: Mapping[str, PackedWeight] = MappingProxyType({}),
     limits: DeviceLimits | None = None,
+    passes: frozenset[str] = ALL_PASSES,
 ) -> StepGraphs:
     """Capture a model, run the passes, and bind for `kind` (see `Operation.bind`). table: of the device, if it has one.
     shard: of the rank whose model it is, where several share one; a rank of one sums as they do in deterministic mode.
     experts: where its experts may move. overlap: from which number of tokens on messages travel while products run.
     context: along which ranks divide the tokens of steps. packed: what products read instead of these parameters, which
     may be without memory. limits: of the CUDA device, so that its products may read rows that are rounded already.
+    passes: the names of those that run, see `strata.graph.passes`.
 
     Raises NotImplementedError if an operation has no implementation there. Only on CUDA, and not in deterministic mode,
     are there implementations for which the passes pay that look at the number of rows.
@@ -276,10 +279,13 @@ def step_graphs(
             leave_out_padding(graph, Along(TENSOR_AXIS, shard.size))
         if counted and experts is not None and experts.counts:
             count_experts(graph, experts.totals)
-        return fuse(merge(graph))
+        return fuse(run(merge, graph), passes)
+
+    def run(one: Callable[[fx.GraphModule], fx.GraphModule], graph: fx.GraphModule) -> fx.GraphModule:
+        return one(graph) if one.__name__ in passes else graph
 
     def with_messages(graph: fx.GraphModule) -> fx.GraphModule:
-        return fuse_messages(graph) if by_rows and shard is not None else graph
+        return run(fuse_messages, graph) if by_rows and shard is not None else graph
 
     def whole() -> fx.GraphModule:
         return with_messages(fused())
@@ -289,11 +295,12 @@ def step_graphs(
 
     def any_step(*, counted: bool = True) -> fx.GraphModule:
         graph = fused(counted=counted)
-        return of_rows(fuse_gated_products(graph) if by_rows else graph)
+        return of_rows(run(fuse_gated_products, graph) if by_rows else graph)
 
     dtype = next(model.parameters()).dtype
     multiplies = None if limits is None else partial(multiplies_rounded, dtype=dtype, limits=limits)
-    rounds = by_rows and multiplies is not None and any(map(multiplies, packed.values()))
+    may_round = by_rows and fuse_rounding.__name__ in passes
+    rounds = may_round and multiplies is not None and any(map(multiplies, packed.values()))
 
     def with_rounding(graph: fx.GraphModule) -> fx.GraphModule:
         return graph if multiplies is None or not rounds else fuse_rounding(graph, dtype, multiplies)
@@ -306,8 +313,8 @@ def step_graphs(
         # Nobody counts experts there: a rank has a share of the tokens, and the slots of all.
         divided = bound(with_messages(divide_tokens(any_step(counted=False), Along(CONTEXT_AXIS, context.size))))
     if by_rows:
-        small = bound(fuse_products(fuse_decode_attention(whole())))
-        large = bound(with_rounding(fuse_decode_attention(whole())))
+        small = bound(run(fuse_products, run(fuse_decode_attention, whole())))
+        large = bound(with_rounding(run(fuse_decode_attention, whole())))
     elif kind == "cuda":
         small = large = bound(whole())
     logits = any_step()
@@ -315,10 +322,12 @@ def step_graphs(
     overlap_tokens = overlap.least_tokens(logits) if has_sums and not deterministic else None
     return StepGraphs(
         logits=bound(with_messages(logits)),
-        rounded_logits=bound(fuse_gated_products(with_rounding(with_messages(of_rows(fused()))))) if rounds else None,
+        rounded_logits=bound(run(fuse_gated_products, with_rounding(with_messages(of_rows(fused())))))
+        if rounds
+        else None,
         overlapped_logits=None if overlap_tokens is None else bound(with_messages(overlap_messages(any_step()))),
         divided=divided,
-        hidden=bound(fuse(merge(captured))),
+        hidden=bound(fuse(run(merge, captured), passes)),
         head=None if head is None else bound(head),
         decode_small_batch=small,
         decode_large_batch=large,

@@ -6,6 +6,7 @@ A fused node's `meta["module"]` ends in what it was made of, joined by "+": `pos
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from operator import getitem
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import fx
 
 from strata.graph.capture import must_stay
 from strata.graph.match import Call, Hole, Match, find, match
+from strata.graph.passes import ALL_PASSES
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.attention.spec import HeadsSpec
 from strata.kernels.linear.linear import linear
@@ -24,15 +26,18 @@ from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
 
 
-def fuse(graph: fx.GraphModule) -> fx.GraphModule:
+def fuse(graph: fx.GraphModule, passes: Collection[str] = ALL_PASSES) -> fx.GraphModule:
     """Fuse what can be fused, in place, in a merged graph that is not bound; returns `graph`.
 
     - A residual addition and the norm of the sum become `add_rms_norm`, across layers too.
     - Queries and keys of one product that are (normalized and) rotated, the keys written into pages with the values,
       become `qk_rope_kv_write`.
+
+    passes: the names of those that run, `fuse_residual_norms` and `fuse_query_key_writes` among them or not.
     """
-    fuse_residual_norms(graph)
-    fuse_query_key_writes(graph)
+    for run in (fuse_residual_norms, fuse_query_key_writes):
+        if run.__name__ in passes:
+            run(graph)
     graph.graph.eliminate_dead_code(is_impure_node=must_stay)
     graph.recompile()
     return graph

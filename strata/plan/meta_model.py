@@ -32,6 +32,7 @@ from strata.files.json_object import read_existing_object
 from strata.graph.buffers import CUDA_BLOCK, BufferPlan, buffer_plan
 from strata.graph.capture import capture, capture_head
 from strata.graph.cost import NodeCost, StepCosts, meta_indices, meta_pages, node_costs
+from strata.graph.passes import passes_of
 from strata.hardware.figures import Device
 from strata.hardware.roofline import Workload
 from strata.kernels import tuned
@@ -305,12 +306,13 @@ def meta_model(
     quantization: str | None = None,
     sparsity: str | None = None,
     folder: Path | None = None,
+    passes: str = EngineConfig.passes,
 ) -> MetaModel:
     """The graphs with which the engine runs a model on a device.
 
     dtype: the checkpoint's by default, bfloat16 if that says nothing. shard: of `config`, for the graphs of its rank.
-    context: along which ranks divide the tokens of steps. quantization, sparsity: as in `EngineConfig`. folder: of the
-    checkpoint, which may be packed. Raises ValueError for a scheme that cannot pack the model.
+    context: along which ranks divide the tokens of steps. quantization, sparsity, passes: as in `EngineConfig`. folder:
+    of the checkpoint, which may be packed. Raises ValueError for a scheme that cannot pack the model.
     """
     dtype = dtype or config.dtype or torch.bfloat16
     limits = DeviceLimits.listed(device)
@@ -333,6 +335,7 @@ def meta_model(
         context=context,
         packed=Packing.of(quantization, model, shard, folder, sparsity, dtype).planned,
         limits=limits,
+        passes=passes_of(passes),
     )
     attends = any(config.attends) and not deterministic
     library = attends and library_limit(limits, config, dtype, _PAGE_SIZE) is None
@@ -351,13 +354,14 @@ def host_model(
     quantization: str | None = None,
     sparsity: str | None = None,
     folder: Path | None = None,
+    passes: str = EngineConfig.passes,
 ) -> MetaModel:
-    """The graphs with which the engine runs a model on a CPU; what is packed, and folder, as for `meta_model`."""
+    """The graphs with which the engine runs a model on a CPU; what is packed, folder and passes as for `meta_model`."""
     with torch.device("meta"):
         model = build(config).to(dtype)
     parameters = weight_bytes(model, dtype) // dtype.itemsize
     packing = Packing.of(quantization, model, None, folder, sparsity, dtype)
-    graphs = step_graphs(model, "cpu", deterministic, packed=packing.planned)
+    graphs = step_graphs(model, "cpu", deterministic, packed=packing.planned, passes=passes_of(passes))
     return MetaModel(config, dtype, None, graphs, parameters, library=False)
 
 

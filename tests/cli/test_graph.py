@@ -367,6 +367,7 @@ def test_a_folder_is_its_config(config: Path) -> None:
             ["nowhere"],
             "model folder 'nowhere' does not exist; give a model folder, org/model",
         ),
+        (["8B", "--passes", "fuse"], "there is no pass 'fuse'; accepted are all, exact, none"),
         (["8B", "--device", "abacus"], "device 'abacus' is unknown; known are h200"),
     ],
 )
@@ -374,6 +375,14 @@ def test_bad_input_is_one_clear_line(arguments: list[str], message: str) -> None
     with pytest.raises(ValueError, match=message) as error:
         run(*arguments)
     assert "\n" not in str(error.value)
+
+
+def test_passes_are_listed_and_chosen() -> None:
+    assert "fuse_rounding" in run("0.6B", "--passes", "list")
+    shown = run("0.6B", "--passes", "-fuse_products,-fuse_decode_attention")
+    assert "linear_add" not in shown
+    assert "qk_rope_kv_write" in shown
+    assert "passes -fuse_products,-fuse_decode_attention" in shown
 
 
 def test_a_narrow_terminal_loses_neither_names_nor_figures() -> None:

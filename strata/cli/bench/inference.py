@@ -56,6 +56,7 @@ def throughput(
     load_format: LoadFormat = None,
     quantization: options.Quantization = None,
     sparsity: options.Sparsity = None,
+    passes: options.Passes = "all",
     dtype: options.Dtype = "bfloat16",
     device: options.Device = "auto",
     deterministic: options.Deterministic = False,
@@ -82,6 +83,7 @@ def throughput(
         pipeline_parallel_size,
         quantization,
         sparsity,
+        passes,
     )
     result = run(test, setup, repeat)
     report(result.values(), result.text(), as_json=as_json, save=save)
@@ -96,6 +98,7 @@ def _command(name: str, measure: Callable[[Setup, int], Result], help: str) -> N
         load_format: LoadFormat = None,
         quantization: options.Quantization = None,
         sparsity: options.Sparsity = None,
+        passes: options.Passes = "all",
         dtype: options.Dtype = "bfloat16",
         device: options.Device = "auto",
         deterministic: options.Deterministic = False,
@@ -117,6 +120,7 @@ def _command(name: str, measure: Callable[[Setup, int], Result], help: str) -> N
             pipeline_parallel_size,
             quantization,
             sparsity,
+            passes,
         )
         result = measure(setup, repeat)
         report(result.values(), result.text(), as_json=as_json, save=save)

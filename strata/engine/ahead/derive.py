@@ -42,6 +42,7 @@ from strata.engine.steps.runner_config import RunnerConfig
 from strata.engine.warm_up import warm_up
 from strata.graph.cudagraph import Recordings
 from strata.graph.deferred import make_code
+from strata.graph.passes import passes_of
 from strata.hardware.specs import recognize
 from strata.kernels import tuned
 from strata.kernels.compiling.noting import noting
@@ -129,9 +130,8 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
     context = Along(CONTEXT_AXIS, parts) if parts > 1 else None
     division = TokenDivision.on("cuda", parts, 0) if parts > 1 else None
     packed = Packing.of(asked.quantization, model, shard, sparsity=asked.sparsity, dtype=sizes.pool.dtype).planned
-    graphs = step_graphs(
-        model, implementations_for(META), asked.deterministic, table, shard, experts, overlap, context, packed, limits
-    )
+    asked_for = overlap, context, packed, limits, passes_of(asked.passes)
+    graphs = step_graphs(model, implementations_for(META), asked.deterministic, table, shard, experts, *asked_for)
     if asked.ranks > 1:
         _leave_messages_out(graphs, has_copies)
     if shard is not None:

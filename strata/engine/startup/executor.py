@@ -29,6 +29,7 @@ from strata.engine.step_cost import planned_buffers, token_division
 from strata.engine.step_graphs import Overlap, StepGraphs, step_graphs
 from strata.engine.steps.runner_config import RunnerConfig
 from strata.graph.buffers import BufferPlan
+from strata.graph.passes import passes_of
 from strata.graph.ranks.overlap import SLOTS, most_rows
 from strata.hardware.figures import Device
 from strata.hardware.specs import recognize
@@ -146,7 +147,8 @@ def build_executor(
         table = tuned.read(DeviceLimits.of(device).product) if kind == "cuda" else {}
         overlap = Overlap(asked.overlap_tokens, _sends_by_copies(axes[TENSOR_AXIS], device))
         limits = DeviceLimits.of(device) if kind == "cuda" else None
-        graphs = step_graphs(model, kind, asked.deterministic, table, shard, tables, overlap, context, packed, limits)
+        asked_for = overlap, context, packed, limits, passes_of(asked.passes)
+        graphs = step_graphs(model, kind, asked.deterministic, table, shard, tables, *asked_for)
         largest = sizes.max_tokens, min(asked.max_num_seqs, sizes.max_tokens)
         planned = planned_buffers(graphs, pool_shape, sizes.states, *largest, limits)
         ledger = replace(ledger, planned=planned.peak)

@@ -1,0 +1,91 @@
+"""Passes are chosen by name, and each that is left out is seen in the graphs of steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from strata.engine.engine_config import EngineConfig
+from strata.engine.step_graphs import step_graphs
+from strata.graph.cost import operation_counts
+from strata.graph.passes import ALL_PASSES, PASSES, listing, passes_of
+from strata.hardware.specs import device
+from strata.models.config import config_from_dict
+from strata.models.families import build
+from strata.models.initialize import randomize
+from strata.parallel.serving_shard import RankShard
+from strata.plan.meta_model import find_config, meta_model
+from tests.models.batches import packed, random_sequences
+from tests.models.checkpoints import FAMILY_CONFIGS
+
+
+@pytest.mark.parametrize(
+    ("text", "run"),
+    [
+        ("all", {one.name for one in PASSES}),
+        ("none", set()),
+        ("exact", {"merge", "fuse_residual_norms", "fuse_query_key_writes", "fuse_rounding"}),
+        ("merge, fuse_rounding", {"merge", "fuse_rounding"}),
+        ("-fuse_products,-merge", {one.name for one in PASSES} - {"merge", "fuse_products"}),
+    ],
+)
+def test_passes_are_chosen_by_name(text: str, run: set[str]) -> None:
+    assert passes_of(text) == run
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fuse", "there is no pass 'fuse'; accepted are all, exact, none, or names, .* of merge, fuse_residual_norms"),
+        ("", "there is no pass ''"),
+        ("merge,-fuse_products", "names with a minus that do not, not both"),
+        ("all,-merge", "there is no pass 'all'"),
+    ],
+)
+def test_others_are_refused_before_an_engine_starts(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig("8B", passes=text)
+
+
+# Left out, which operation is gone from which graph.
+SEEN = {
+    "merge": ("logits", "qk_rope_kv_write"),
+    "fuse_residual_norms": ("logits", "add_rms_norm"),
+    "fuse_query_key_writes": ("logits", "qk_rope_kv_write"),
+    "fuse_decode_attention": ("decode_small_batch", "decode_attention"),
+    "fuse_products": ("decode_small_batch", "linear_add"),
+    "fuse_rounding": ("decode_large_batch", "rounded_linear"),
+    "fuse_gated_products": ("logits", "linear_silu_mul"),
+    "fuse_messages": ("logits", "all_reduce_add_rms_norm"),
+}
+
+
+def test_each_pass_has_a_line_and_an_effect() -> None:
+    assert set(SEEN) == ALL_PASSES
+    lines = listing().splitlines()
+    assert [line.split()[0] for line in lines[1 : len(PASSES) + 1]] == [one.name for one in PASSES]
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_what_is_left_out_is_not_done(name: str) -> None:
+    pytest.importorskip("triton")
+    config = find_config("8B").with_layers((0, 1))
+    shard = RankShard.of(config, 2, 0) if name == "fuse_messages" else None
+    scheme = None if shard is not None else "fp8"
+    graph, operation = SEEN[name]
+    for passes, is_there in (("all", True), (f"-{name}", False), ("none", False)):
+        graphs = meta_model(config, device("h200"), shard=shard, quantization=scheme, passes=passes).graphs
+        assert (operation_counts(getattr(graphs, graph))[operation] > 0) == is_there, passes
+
+
+@torch.no_grad()
+def test_logits_are_the_same_without_any() -> None:
+    model = build(config_from_dict(dict(FAMILY_CONFIGS)["llama-yarn"])).requires_grad_(False)
+    randomize(model, 0)
+    batch, rows = packed(random_sequences(77, (9, 4))), torch.tensor([8, 12], dtype=torch.int32)
+    none, every = (
+        step_graphs(model, "cpu", deterministic=False, passes=passes_of(text)).logits for text in ("none", "all")
+    )
+    assert len(none.graph.nodes) > len(every.graph.nodes)
+    torch.testing.assert_close(none(batch, rows), every(batch, rows), rtol=1e-5, atol=1e-5)
