@@ -45,6 +45,8 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "latent_join",
             "virtual",
             "clear_page_ends",
+            "pooled_scores",
+            "kept_blocks",
             "sdpa",
             "flash",
             "fmha",

@@ -37,6 +37,8 @@ def generate(
     load_format: options.LoadFormat = "auto",
     deterministic: options.Deterministic = False,
     kv_cache_dtype: options.KvCacheDtype = "auto",
+    sparse_prefill: options.SparsePrefill = None,
+    sparse_prefill_min_keys: options.SparsePrefillMinKeys = 16384,
 ) -> None:
     """Answer prompts, all at once, and say how fast.
 
@@ -60,6 +62,8 @@ def generate(
         load_format=load_format,
         deterministic=deterministic,
         kv_cache_dtype=kv_cache_dtype,
+        sparse_prefill=sparse_prefill,
+        sparse_prefill_min_keys=sparse_prefill_min_keys,
     )
     params = sampling_params(llm, asked)
     chats = llm.get_tokenizer().has_chat_template and not raw

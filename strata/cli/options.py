@@ -60,6 +60,11 @@ GpuMemoryUtilization = Annotated[
 ]
 LoadFormat = Annotated[str, engine_option(help="auto reads safetensors, dummy makes random weights.")]
 KvCacheDtype = Annotated[str, engine_option(help="Of keys and values in pages: auto, fp8 or int8.")]
+SparsePrefill = Annotated[
+    float | None,
+    engine_option(help="Long prompts see keys with this share of a pooled softmax, in (0, 1]; all, if left out."),
+]
+SparsePrefillMinKeys = Annotated[int, engine_option(min=1, help="Keys of a prompt that is long.")]
 Deterministic = Annotated[bool, engine_option(help="Bits that do not depend on what else runs.")]
 MaxTokens = Annotated[int | None, sampling_option(help="Most tokens to generate.")]
 Temperature = Annotated[float | None, sampling_option(help="0 is greedy; the model's default if left out.")]

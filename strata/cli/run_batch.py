@@ -49,6 +49,8 @@ def run(
     gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
     deterministic: options.Deterministic = False,
     kv_cache_dtype: options.KvCacheDtype = "auto",
+    sparse_prefill: options.SparsePrefill = None,
+    sparse_prefill_min_keys: options.SparsePrefillMinKeys = 16384,
 ) -> None:
     """Answer a file of requests, without a server; exit code 0 if all succeeded.
 
@@ -84,6 +86,8 @@ def run(
         "gpu_memory_utilization": gpu_memory_utilization,
         "deterministic": deterministic,
         "kv_cache_dtype": kv_cache_dtype,
+        "sparse_prefill": sparse_prefill,
+        "sparse_prefill_min_keys": sparse_prefill_min_keys,
     }
     if results.exists() and requests.exists() and results.samefile(requests):
         raise ValueError(f"{results} holds the requests: name another file for the results")

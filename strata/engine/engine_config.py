@@ -18,6 +18,7 @@ from strata.engine.ranks.token_division import CONTEXT_AXIS
 from strata.engine.recorded_steps import recorded_sizes
 from strata.engine.sampling_params import RANGES, check_integer
 from strata.engine.startup.packing import NOTHING_PACKED, Packing
+from strata.engine.startup.sparse_attention import SPARSE_SIZES, check_sparse_attention
 from strata.graph.passes import passes_of
 from strata.kernels.attention.cudnn_plan import keeps_neighbours_apart, why_no_plan
 from strata.kernels.device_limits import DeviceLimits
@@ -69,6 +70,9 @@ class EngineConfig:
         (see `strata.graph.passes`).
     kv_cache_dtype: "auto" keeps keys and values in the weights' dtype; "fp8" (e4m3, also "fp8_e4m3") or "int8" keeps
         them in 8 bits, each row with a power of two of its own, so that nothing has to be calibrated.
+    sparse_prefill: None, or the share of the pooled softmax that the keys hold to which long prompts attend, in (0, 1]
+        (see docs/sparse_attention.md). sparse_prefill_min_keys: of a sequence that is long. sparse_prefill_block: keys
+        that are kept or left out together, and queries that do so alike.
     page_size: tokens of a KV page.
     num_pages: KV pages; None takes what memory allows.
     step_target_ms: what a step with decodes is to take at most, so that prompts do not stall those who read along; None
@@ -106,6 +110,9 @@ class EngineConfig:
     deterministic: bool = False
     passes: str = "all"
     kv_cache_dtype: str = "auto"
+    sparse_prefill: float | None = None
+    sparse_prefill_min_keys: int = 16384
+    sparse_prefill_block: int = 128
     page_size: int = 16
     num_pages: int | None = None
     step_target_ms: float | None = None
@@ -139,7 +146,7 @@ class EngineConfig:
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         may_be_none = ("max_model_len", "max_num_batched_tokens", "num_pages")
-        for name in (*may_be_none, "max_num_seqs", "page_size", *_AXES.values(), "eplb_step_interval"):
+        for name in (*may_be_none, "max_num_seqs", "page_size", *_AXES.values(), "eplb_step_interval", *SPARSE_SIZES):
             value = getattr(self, name)
             if not (_is_whole(value, 1) or (value is None and name in may_be_none)):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
@@ -160,6 +167,7 @@ class EngineConfig:
         self._check_experts()
         self._check_stages()
         self._check_quantization()
+        check_sparse_attention(self)
 
     @property
     def axis_sizes(self) -> dict[str, int]:

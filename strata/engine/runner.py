@@ -109,8 +109,7 @@ class Runner:
         states: of layers that keep a fixed state."""
         self.pool = pool
         self._states = states
-        self._graphs = graphs
-        self._config, self._device = config, device
+        self._graphs, self._config, self._device = graphs, config, device
         most_pages = table_pages(config.max_length, pool.shape.page_size)
         self._tables = BlockTables(config.max_sequences, most_pages, device)
         self._windows: WindowSteps | None = None
@@ -222,7 +221,7 @@ class Runner:
 
     def _bucket(self, plan: StepPlan, arrays: PlanArrays) -> BufferShape | None:
         """The recorded size that a step takes; None if it is launched eagerly, as prompts that are scored are."""
-        if self._recorded is None:
+        if self._recorded is None or self._graphs.leaves_out_keys(arrays.counts, arrays.ends):
             return None
         size = plan.tokens, len(plan.chunks), len(arrays.drawn), arrays.prompts
         scores = self._scores(plan)
@@ -279,6 +278,7 @@ class Runner:
         return undrawn if meets(self._slots.constrained, arrays.drawn) else self._draw(undrawn)
 
     def _launch_eager(self, plan: StepPlan, arrays: PlanArrays, room: StepRoom | None) -> Launched | Undrawn:
+        graphs = self._graphs.of_step(arrays.counts, arrays.ends)
         draws, share = len(arrays.drawn), arrays if isinstance(arrays, RankStep) else None
         if room is not None:
             shape, longest, scores = room.shape(plan), room.longest(plan), room.scored
@@ -294,7 +294,8 @@ class Runner:
             buffer.host["chosen"][:] = share.chosen
         parts = buffer.divide(arrays.counts, recorded=False) if longest > 1 else None
         self._send(buffer, plan)
-        page_size, tables, recorded = self.pool.shape.page_size, self._tables.on_device, self._recorded
+        page_size, tables = self.pool.shape.page_size, self._tables.on_device
+        recorded = self._recorded if graphs is self._graphs else None  # of the library, which sees all keys
         if parts is not None and recorded is not None and recorded.library_takes(arrays.tokens, arrays.prompts):
             given = step_inputs(buffer, tables, page_size, self._newest)
             tokens, tables, parts = recorded.divide(given, parts)
@@ -305,16 +306,16 @@ class Runner:
         others = () if self._windows is None else self._windows.tables(buffer, tables.shape[1])
         batch = buffer.batch(self.pool, tables, tokens, longest, self._config.windows, parts, others, self._states)
         prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-        head = self._graphs.head
+        head = graphs.head
         if scores and head is not None:
-            hidden = self._graphs.hidden.forward(batch)
+            hidden = graphs.hidden.forward(batch)
             prompt_logprobs = tuple(self._prompt_logprobs(plan, hidden))
             logits = head.forward(hidden.index_select(0, buffer.tensors["rows"]))
         elif share is not None:
             assert self._graphs.divided is not None
             logits = self._graphs.divided.forward(batch, buffer.tensors["rows"], buffer.tensors["chosen"])
         else:
-            logits = self._graphs.logits_of(plan.tokens).forward(batch, buffer.tensors["rows"])
+            logits = graphs.logits_of(plan.tokens).forward(batch, buffer.tensors["rows"])
         if not draws:
             return self._finish(plan, self._newest[:0], None, prompt_logprobs)
         undrawn = Undrawn(plan, arrays, buffer, logits[:draws], None, prompt_logprobs)
@@ -419,8 +420,7 @@ class Runner:
             for index in np.flatnonzero(~drawn_here).tolist():
                 start, count, row = (int(field[index]) for field in (arrays.starts, arrays.counts, arrays.last_rows))
                 host["tokens"][row + 1 - count : row + 1] = state[int(slots[index])].tokens[start : start + count]
-        draw_slots = arrays.draw_slots
-        drawn = len(arrays.drawn)
+        draw_slots, drawn = arrays.draw_slots, len(arrays.drawn)
         host["rows"][:drawn] = arrays.draw_rows
         host["draw_slots"][:drawn] = draw_slots
         for name in ("temperatures", "top_k", "top_p", "min_p"):

@@ -6,12 +6,13 @@ They are also what a step is costed and drawn by (`strata.plan.meta_model`), of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
 from strata.comm.mesh import Axis
@@ -41,8 +42,10 @@ from strata.graph.ranks.overlap_rule import overlapping_tokens
 from strata.graph.ranks.shard import shard as shard_graph
 from strata.graph.ranks.slice_products import slice_products
 from strata.graph.ranks.stages import capture_stage, exchange, take_rows
+from strata.graph.sparsify_attention import sparsify_attention
 from strata.hardware.figures import Device
 from strata.kernels import tuned
+from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, Rows, virtual_sequences
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.linear.packed.few_rows import MOST_ROUNDED_ROWS
@@ -73,6 +76,8 @@ class StepGraphs:
         None where no product does.
     overlapped_logits: the same for steps of `overlap_tokens` or more, in which messages between ranks travel while
         products run; None where there is none. has_copies: by copy engines.
+    sparse_hidden, sparse_logits: as `hidden` and `logits`, for steps that `leaves_out_keys` tells of; None where there
+        are none. sparse_keys: from how many on a prompt attends to blocks of its keys.
     divided: the same of a step whose tokens ranks divide, see `divide_tokens`; None where none do.
     decode_small_batch, decode_large_batch: for batches in which every sequence has one new token, Batch to logits
         [tokens, vocabulary]; products of the first take up norms and gating. None where no steps are recorded.
@@ -96,6 +101,8 @@ class StepGraphs:
     rounded_logits: fx.GraphModule | None
     overlapped_logits: fx.GraphModule | None
     divided: fx.GraphModule | None
+    sparse_hidden: fx.GraphModule | None
+    sparse_logits: fx.GraphModule | None
     decode_small_batch: fx.GraphModule | None
     decode_large_batch: fx.GraphModule | None
     recorded_inputs: fx.GraphModule
@@ -108,6 +115,7 @@ class StepGraphs:
     part: VocabularyPart | None
     captured: Mapping[str, int]
     table: tuned.Table
+    sparse_keys: int
     overlap_tokens: int
     has_copies: bool
 
@@ -117,6 +125,18 @@ class StepGraphs:
             return self.overlapped_logits
         rounded = self.rounded_logits
         return self.logits if rounded is None or tokens <= MOST_ROUNDED_ROWS else rounded
+
+    def leaves_out_keys(self, counts: NDArray[Any], ends: NDArray[Any]) -> bool:
+        """Whether prompts of a step attend to blocks of their keys: it runs so many tokens of sequences that have so
+        many then, [sequences] each."""
+        return self.sparse_logits is not None and bool(((counts > 1) & (ends >= self.sparse_keys)).any())
+
+    def of_step(self, counts: NDArray[Any], ends: NDArray[Any]) -> StepGraphs:
+        """With the graphs for such a step in place of `hidden` and `logits`."""
+        if self.sparse_hidden is None or self.sparse_logits is None or not self.leaves_out_keys(counts, ends):
+            return self
+        hidden, logits = self.sparse_hidden, self.sparse_logits
+        return replace(self, hidden=hidden, logits=logits, rounded_logits=None, overlapped_logits=None)
 
     def decode(self, sequences: int) -> fx.GraphModule | None:
         """The graph for decode steps of so many sequences, the faster by the table; None where none are recorded."""
@@ -246,13 +266,15 @@ def step_graphs(
     packed: Mapping[str, PackedWeight] = MappingProxyType({}),
     limits: DeviceLimits | None = None,
     passes: frozenset[str] = ALL_PASSES,
+    sparse: BlockChoice | None = None,
 ) -> StepGraphs:
     """Capture a model, run the passes, and bind for `kind` (see `Operation.bind`). table: of the device, if it has one.
     shard: of the rank whose model it is, where several share one; a rank of one sums as they do in deterministic mode.
     experts: where its experts may move. overlap: from which number of tokens on messages travel while products run.
     context: along which ranks divide the tokens of steps. packed: what products read instead of these parameters, which
     may be without memory. limits: of the CUDA device, so that its products may read rows that are rounded already.
-    passes: the names of those that run, see `strata.graph.passes`.
+    passes: the names of those that run, see `strata.graph.passes`. sparse: which blocks of keys long prompts attend
+    to; None: all attend to all.
 
     Raises NotImplementedError if an operation has no implementation there. Only on CUDA, and not in deterministic mode,
     are there implementations for which the passes pay that look at the number of rows.
@@ -273,8 +295,10 @@ def step_graphs(
     part = None if shard is None or shard.own_tokens or _has_all_columns(shard) else VocabularyPart.of(shard)
     by_rows = kind == "cuda" and not deterministic
 
-    def fused(*, counted: bool = True) -> fx.GraphModule:
+    def fused(*, counted: bool = True, choice: BlockChoice | None = None) -> fx.GraphModule:
         graph = copied(captured) if head is None else compose(captured, head)
+        if choice is not None:
+            sparsify_attention(graph, choice)
         if shard is not None and shard.own_tokens:
             leave_out_padding(graph, Along(TENSOR_AXIS, shard.size))
         if counted and experts is not None and experts.counts:
@@ -293,8 +317,8 @@ def step_graphs(
     def of_rows(graph: fx.GraphModule) -> fx.GraphModule:
         return take_rows(graph) if head is None else gather_after_attention(graph)
 
-    def any_step(*, counted: bool = True) -> fx.GraphModule:
-        graph = fused(counted=counted)
+    def any_step(*, counted: bool = True, choice: BlockChoice | None = None) -> fx.GraphModule:
+        graph = fused(counted=counted, choice=choice)
         return of_rows(run(fuse_gated_products, graph) if by_rows else graph)
 
     dtype = next(model.parameters()).dtype
@@ -317,6 +341,10 @@ def step_graphs(
         large = bound(with_rounding(run(fuse_decode_attention, whole())))
     elif kind == "cuda":
         small = large = bound(whole())
+    sparse_hidden = sparse_logits = None
+    if sparse is not None:
+        sparse_hidden = bound(fuse(run(merge, sparsify_attention(copied(captured), sparse)), passes))
+        sparse_logits = bound(with_messages(any_step(choice=sparse)))
     logits = any_step()
     has_sums = shard is not None and not shard.own_tokens
     overlap_tokens = overlap.least_tokens(logits) if has_sums and not deterministic else None
@@ -327,6 +355,9 @@ def step_graphs(
         else None,
         overlapped_logits=None if overlap_tokens is None else bound(with_messages(overlap_messages(any_step()))),
         divided=divided,
+        sparse_hidden=sparse_hidden,
+        sparse_logits=sparse_logits,
+        sparse_keys=0 if sparse is None else sparse.least_keys,
         hidden=bound(fuse(run(merge, captured), passes)),
         head=None if head is None else bound(head),
         decode_small_batch=small,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,11 @@ def predict(llm: LLM, passages: Sequence[Passage]) -> Predictions:
     assert head is not None  # of one rank
     watched = _PromptStates({passage.ids: passage.first for passage in passages})
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-    with observed(engine.loop, watched), watched.of(engine.graphs.hidden):
+    with ExitStack() as beside:
+        beside.enter_context(observed(engine.loop, watched))
+        for graph in (engine.graphs.hidden, engine.graphs.sparse_hidden):
+            if graph is not None:
+                beside.enter_context(watched.of(graph))
         llm.generate([{"prompt_token_ids": list(passage.ids)} for passage in passages], params)
     return Predictions(tuple(watched.states(passage.ids) for passage in passages), head, engine.device)
 

@@ -38,6 +38,11 @@ def evaluate(
     ] = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
     against_kv_cache_dtype: Annotated[str, options.engine_option(help="The same of the other model.")] = "auto",
+    sparse_prefill: options.SparsePrefill = None,
+    sparse_prefill_min_keys: options.SparsePrefillMinKeys = 16384,
+    sparse_prefill_block: Annotated[
+        int, options.engine_option(min=16, help="Keys that are kept or left out together; small for short texts.")
+    ] = 128,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     max_model_len: options.MaxModelLen = None,
@@ -62,7 +67,9 @@ def evaluate(
         "gpu_memory_utilization": gpu_memory_utilization,
         "deterministic": deterministic,
     }
-    own = engine | {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+    sparse = {"sparse_prefill": sparse_prefill, "sparse_prefill_min_keys": sparse_prefill_min_keys}
+    sparse["sparse_prefill_block"] = sparse_prefill_block
+    own = engine | {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype} | sparse
     others = engine | {"quantization": against_quantization, "kv_cache_dtype": against_kv_cache_dtype}
     if other is None and (against_quantization is not None or against_kv_cache_dtype != "auto"):
         raise ValueError("options of the other model need one: give --against")
@@ -72,15 +79,16 @@ def evaluate(
         named = {"model": model, "against": against, "text": None if text is None else str(text)}
         named |= {"quantization": quantization, "against_quantization": against_quantization}
         named |= {"kv_cache_dtype": kv_cache_dtype, "against_kv_cache_dtype": against_kv_cache_dtype}
-        print(json.dumps(named | found.to_dict()))
+        print(json.dumps(named | sparse | found.to_dict()))
     else:
-        shown = _named(model, quantization, kv_cache_dtype)
+        shown = _named(model, quantization, kv_cache_dtype, sparse_prefill)
         compared = None if against is None else _named(against, against_quantization, against_kv_cache_dtype)
         show(found, shown, compared, "what it generated" if text is None else str(text))
 
 
-def _named(model: str, quantization: str | None, kv_cache_dtype: str) -> str:
+def _named(model: str, quantization: str | None, kv_cache_dtype: str, sparse_prefill: float | None = None) -> str:
     """A model with the options that tell it from itself."""
-    given = (quantization, None if kv_cache_dtype == "auto" else f"{kv_cache_dtype} KV")
+    pages = None if kv_cache_dtype == "auto" else f"{kv_cache_dtype} KV"
+    given = (quantization, pages, None if sparse_prefill is None else f"sparse prompts {sparse_prefill}")
     told = ", ".join(one for one in given if one is not None)
     return f"{model} ({told})" if told else model

@@ -25,6 +25,7 @@ from strata.engine.recorded_steps import RecordedSteps
 from strata.engine.runner import Runner
 from strata.engine.startup.clock import Log, StartupClock
 from strata.engine.startup.library import has_library_plan, library_scales, without_library
+from strata.engine.startup.sparse_attention import block_choice, choice_bytes
 from strata.engine.step_cost import planned_buffers, token_division
 from strata.engine.step_graphs import Overlap, StepGraphs, step_graphs
 from strata.engine.steps.runner_config import RunnerConfig
@@ -146,8 +147,9 @@ def build_executor(
         kind = implementations_for(device)
         table = tuned.read(DeviceLimits.of(device).product) if kind == "cuda" else {}
         overlap = Overlap(asked.overlap_tokens, _sends_by_copies(axes[TENSOR_AXIS], device))
+        sparse = block_choice(asked, own, kind)
         limits = DeviceLimits.of(device) if kind == "cuda" else None
-        asked_for = overlap, context, packed, limits, passes_of(asked.passes)
+        asked_for = overlap, context, packed, limits, passes_of(asked.passes), sparse
         graphs = step_graphs(model, kind, asked.deterministic, table, shard, tables, *asked_for)
         largest = sizes.max_tokens, min(asked.max_num_seqs, sizes.max_tokens)
         planned = planned_buffers(graphs, pool_shape, sizes.states, *largest, limits)
@@ -297,7 +299,8 @@ def planned_memory(
         dtype=sizes.pool.dtype,
         recorded=sizes.recorded,
         scratch=max((_scratch_bytes(asked, config, sizes, count) for count in rows), default=0)
-        + (sizes.packing.largest_in_floats(sizes.pool.dtype) if device.type == "cuda" else 0),
+        + (sizes.packing.largest_in_floats(sizes.pool.dtype) if device.type == "cuda" else 0)
+        + choice_bytes(asked, config, sizes.max_tokens, sizes.max_length),
         sharing=ranks,
         messages=_message_bytes(asked, sizes, device, overlapped),
         sources=asked.tensor_parallel_size if asked.enable_dp_attention else 1,

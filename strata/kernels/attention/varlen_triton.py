@@ -51,7 +51,7 @@ def widened(rows, exponents, slots, held, kind: tl.constexpr, PAGE_SIZE: tl.cons
 
 
 @jit
-def _attend(
+def attend_block(
     queries,
     at,
     maximum,
@@ -206,13 +206,13 @@ def attention_kernel(
         # Blocks that every row sees whole need no mask.
         whole = (lowest + 1) // BLOCK_N * BLOCK_N
         for block in range(0, whole, BLOCK_N):
-            maximum, weight, result = _attend(
+            maximum, weight, result = attend_block(
                 queries, at, maximum, weight, result, block, total, k, v, k_exponents, v_exponents,
                 first, table, scale, k_stride, v_stride, False, WINDOW, HEAD_DIM, HEAD_PAD, PAGE_SIZE, BLOCK_N,
             )  # fmt: skip
         start = tl.maximum(whole, 0)
     for block in range(start, end, BLOCK_N):
-        maximum, weight, result = _attend(
+        maximum, weight, result = attend_block(
             queries, at, maximum, weight, result, block, total, k, v, k_exponents, v_exponents,
             first, table, scale, k_stride, v_stride, True, WINDOW, HEAD_DIM, HEAD_PAD, PAGE_SIZE, BLOCK_N,
         )  # fmt: skip

@@ -1,0 +1,163 @@
+"""Attention of long prompts over the blocks of keys that they keep, on one GPU, beside attention over all keys.
+
+    python -m benchmarks.sparse_attention --tokens 65536 --shares 0.9,0.95,0.98 --save sparse.jsonl
+
+One layer of 32 query and 8 KV heads of 128, a prompt that runs in chunks of 8,192 tokens over its pages, as in the
+engine; times are sums over all chunks. Random keys have no structure: their pooled scores are flat, and a share keeps
+as large a share of the blocks. So structure is planted: each block of 128 keys has a direction of its own, and queries
+point, beside noise, in those of the first block, their own, and a few others. `--structure 0` plants none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strata.bench.result import provenance
+from strata.hardware.replay import time_replayed
+from strata.kernels.attention import cuda as attention_cuda
+from strata.kernels.attention import mixed as attention_mixed
+from strata.kernels.attention.batch_parts import BatchParts
+from strata.kernels.attention.cudnn_plan import why_no_plan
+from strata.kernels.attention.sparse import prompts_cuda
+from strata.kernels.attention.sparse.block_choice import BlockChoice
+from strata.kernels.attention.spec import AttentionSpec, Sequences
+from strata.kernels.attention.virtual_sequences import Rows, as_virtual_sequences, virtual_sequences
+from strata.kernels.device_limits import DeviceLimits
+from strata.kernels.state.paged import PagedKV
+
+HEADS, KV_HEADS, DIM, PAGE, CHUNK, BLOCK = 32, 8, 128, 16, 8192, 128
+SPEC = AttentionSpec(0, DIM**-0.5)
+
+
+def planted(tokens: int, others: int, strength: float) -> tuple[Tensor, PagedKV]:
+    """Queries [tokens, heads, dim] of a whole prompt, and its keys and values in pages in disorder.
+
+    others: blocks that a block of queries points to beside the first and its own. strength: what that adds to scores.
+    """
+    blocks = tokens // BLOCK
+    directions = torch.nn.functional.normalize(torch.randn(blocks, KV_HEADS, DIM, device="cuda"), dim=-1)
+    keys = torch.randn(tokens, KV_HEADS, DIM, device="cuda")
+    q = torch.randn(tokens, HEADS, DIM, device="cuda")
+    if strength > 0:
+        size = (strength * DIM**0.5) ** 0.5
+        keys += size * directions.repeat_interleave(BLOCK, 0)
+        for block in range(blocks):
+            chosen = torch.randint(0, block + 1, (others,), device="cuda")
+            chosen[:2] = torch.tensor([0, block], device="cuda")
+            aim = directions[chosen.unique()].sum(0).repeat_interleave(HEADS // KV_HEADS, 0)
+            q[block * BLOCK : (block + 1) * BLOCK] += size * aim
+    table = torch.randperm(tokens // PAGE, device="cuda").int()
+    pools = torch.empty(2, tokens // PAGE, PAGE, KV_HEADS, DIM, dtype=torch.bfloat16, device="cuda")
+    pools[0][table.long()] = keys.bfloat16().unflatten(0, (-1, PAGE))
+    pools[1].normal_()
+    lengths = torch.tensor([tokens], dtype=torch.int32, device="cuda")
+    return q.bfloat16(), PagedKV((pools[0],), (pools[1],), table[None], lengths, table[:0])
+
+
+def chunks(q: Tensor, pages: PagedKV) -> Iterator[tuple[Any, ...]]:
+    """The arguments of attention for each chunk of the prompt; k and v, which pages hold, are only as large."""
+    fits = why_no_plan(DeviceLimits.of(q.device), q.dtype, DIM, PAGE) is None
+    for first in range(0, len(q), CHUNK):
+        part = q[first : first + CHUNK]
+        total = first + len(part)
+        offsets = torch.tensor([0, len(part)], dtype=torch.int32, device="cuda")
+        bounds = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
+        lengths = torch.full_like(pages.lengths, total)
+        tables, virtual = pages.tables.clone(), None
+        if fits:
+            rows = Rows(part.stride(0), part.stride(0))
+            division = virtual_sequences(offsets, lengths, bounds, tables, rows, PAGE)
+            virtual = as_virtual_sequences(division, rows)
+        parts = BatchParts(torch.zeros_like(lengths), offsets[:1], bounds, 0, virtual)
+        given = replace(pages, tables=tables, lengths=lengths, parts=parts)
+        k = part[:, :KV_HEADS]
+        yield part, k, k, Sequences(offsets, len(part), given), SPEC
+
+
+def narrow(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """With tables of as many pages as the chunk sees, as a step has them that is launched eagerly."""
+    q, k, v, batch, spec = given
+    count = int(batch.pages.lengths[0]) // PAGE
+    return q, k, v, batch._replace(pages=replace(batch.pages, tables=batch.pages.tables[:, :count].contiguous())), spec
+
+
+def over_pages(q: Tensor, k: Tensor, v: Tensor, batch: Sequences, spec: AttentionSpec) -> Tensor:
+    out = torch.empty_like(q)
+    attention_cuda.prefill(out, q, k, v, batch.offsets, batch, spec)
+    return out
+
+
+def milliseconds(call: Any, steps: list[tuple[Any, ...]]) -> float:
+    return 1e3 * sum(time_replayed([partial(call, *given)], repeats=5, estimate=1.0).seconds for given in steps)
+
+
+def measure(tokens: int, shares: list[float], others: int, strength: float) -> Iterator[dict[str, Any]]:
+    q, pages = planted(tokens, others, strength)
+    wide = list(chunks(q, pages))
+    steps = [narrow(given) for given in wide]
+    flops = 4 * HEADS * DIM * tokens * (tokens + 1) / 2
+    shape = {"tokens": tokens, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "chunk": CHUNK}
+    shape |= {"points_to": others, "strength": strength}
+    dense = {"triton": milliseconds(over_pages, steps)}
+    if wide[0][3].pages.parts.virtual is not None:
+        dense["cudnn"] = milliseconds(attention_mixed.attend, wide)
+    for name, took in dense.items():
+        yield shape | {"keys": "all", "by": name, "ms": round(took, 3), "tflops": round(flops / took / 1e9, 1)}
+    best = min(dense.values())
+    for share in shares:
+        choice = BlockChoice(share, least_keys=1)
+        attend = partial(prompts_cuda.attend, choice=choice)
+        took = milliseconds(attend, steps)
+        chosen = [partial(prompts_cuda.choose, q=g[0], kv_heads=KV_HEADS, starts=g[3].offsets) for g in steps]
+        calls = [partial(c, batch=g[3], spec=SPEC, choice=choice) for c, g in zip(chosen, steps, strict=True)]
+        choosing = 1e3 * sum(time_replayed([call], repeats=5, estimate=1.0).seconds for call in calls)
+        kept = sum(int(call()[1].sum()) for call in calls)
+        seen = KV_HEADS * (tokens // BLOCK) * (tokens // BLOCK + 1) // 2
+        error = size = 0.0
+        for given in steps[:: max(1, len(steps) // 4)]:
+            wanted, found = over_pages(*given).float(), attend(*given).float()
+            error, size = error + float((found - wanted).square().sum()), size + float(wanted.square().sum())
+        yield shape | {
+            "keys": share,
+            "kept": round(kept / seen, 4),
+            "ms": round(took, 3),
+            "choosing_ms": round(choosing, 3),
+            "tflops_of_kept": round(flops * kept / seen / (took - choosing) / 1e9, 1),
+            "over_dense": round(best / took, 2),
+            "error": round((error / size) ** 0.5, 5),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", default="65536")
+    parser.add_argument("--shares", default="0.9,0.95,0.98,1.0")
+    parser.add_argument("--points-to", type=int, default=8, help="blocks that a block of queries points to")
+    parser.add_argument("--structure", type=float, default=9.0, help="what that adds to scores")
+    parser.add_argument("--save", type=Path, help="append the lines to this file")
+    asked = parser.parse_args()
+    torch.manual_seed(0)
+    command = {"command": shlex.join(["python", "-m", "benchmarks.sparse_attention", *sys.argv[1:]])}
+    about = {"device": torch.cuda.get_device_name()} | provenance() | command
+    for tokens in map(int, asked.tokens.split(",")):
+        for found in measure(tokens, [*map(float, asked.shares.split(","))], asked.points_to, asked.structure):
+            line = json.dumps(found | about)
+            print(line, flush=True)
+            if asked.save is not None:
+                with asked.save.open("a", encoding="utf-8") as file:
+                    file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

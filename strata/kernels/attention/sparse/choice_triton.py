@@ -1,0 +1,227 @@
+"""The Triton kernels that choose blocks of keys for prompts: pooled scores, and the fewest that hold the share."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from strata.kernels.compile_case import CompileCase, by_type
+from strata.kernels.triton_import import jit, tl
+
+
+@jit
+def sequence_of(tile, starts, sequences, TILE: tl.constexpr):
+    """Whose tile it is, of rows in tiles of TILE: sequence s begins with tile starts[s] // TILE + s."""
+    sequence = 0
+    beyond = sequences
+    while beyond - sequence > 1:
+        middle = (sequence + beyond) // 2
+        if tl.load(starts + middle) // TILE + middle <= tile:
+            sequence = middle
+        else:
+            beyond = middle
+    return sequence
+
+
+@jit
+def in_blocks(new, total, least_keys):
+    """Whether a sequence attends to the blocks that it keeps; else it sees all keys."""
+    return (new > 1) & (total >= least_keys)
+
+
+@partial(jit, unspecialized=("starts", "offsets", "lengths", "tables", "sequences", "table_stride", "rows", "blocks"))
+def pooled_scores_kernel(
+    q,
+    k,
+    logs,
+    starts,
+    offsets,
+    lengths,
+    tables,
+    sequences,
+    scale,
+    q_stride,
+    table_stride,
+    rows,
+    blocks,
+    least_keys,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Programs [tiles of keys, kv_heads, tiles of queries]: ROWS stretches of queries, of all heads of a group, against
+    COLUMNS stretches of keys. Of sequence s the queries in rows [starts[s], offsets[s + 1]) of q.
+
+    logs [kv_heads, rows, GROUP, blocks] float32: of each stretch of queries and block of keys the logarithm, to the
+    base two, of its part of the softmax's sum. Those of sequence s begin with row starts[s] // STRIDE + s. Of sequences
+    that see all keys, and of blocks past the last that is seen, none are written.
+    """
+    kv_head = tl.program_id(1)
+    tile = tl.program_id(2)
+    TILE_ROWS: tl.constexpr = ROWS // GROUP
+    TILE_QUERIES: tl.constexpr = TILE_ROWS * STRIDE
+    sequence = sequence_of(tile, starts, sequences, TILE_QUERIES)
+    first = tl.load(starts + sequence)
+    new = tl.load(offsets + sequence + 1) - first
+    query_start = (tile - first // TILE_QUERIES - sequence) * TILE_QUERIES
+    if query_start >= new:
+        return
+    total = tl.load(lengths + sequence)
+    key_start = tl.program_id(0) * COLUMNS * STRIDE
+    if not in_blocks(new, total, least_keys):
+        return
+    if key_start >= total - new + tl.minimum(query_start + TILE_QUERIES, new):
+        return
+    row = tl.arange(0, ROWS)
+    stretch = query_start // STRIDE + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    is_row = (row < TILE_ROWS * GROUP) & (stretch * STRIDE < new)
+    columns = tl.arange(0, HEAD_PAD)
+    inside = columns < HEAD_DIM
+    position = key_start + tl.arange(0, COLUMNS) * STRIDE
+    table = tables + sequence * table_stride
+    k += kv_head * HEAD_DIM
+    k_stride = tl.num_programs(1) * HEAD_DIM
+    if PAGE_SIZE % STRIDE == 0:  # a stretch of keys lies in one page
+        page = tl.load(table + position // PAGE_SIZE, mask=position < total, other=0).to(tl.int64)
+        slots = page * PAGE_SIZE + position % PAGE_SIZE
+    scores = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for back in range(STRIDE):
+        query = stretch * STRIDE + (STRIDE - 1 - back)
+        token = (first + query).to(tl.int64)
+        q_mask = (is_row & (query < new))[:, None] & inside[None, :]
+        queries = tl.load(q + (token * q_stride + head * HEAD_DIM)[:, None] + columns[None, :], mask=q_mask, other=0.0)
+        there = position + back < total
+        if PAGE_SIZE % STRIDE == 0:
+            own = slots + back
+        else:
+            own_page = tl.load(table + (position + back) // PAGE_SIZE, mask=there, other=0).to(tl.int64)
+            own = own_page * PAGE_SIZE + (position + back) % PAGE_SIZE
+        k_mask = inside[:, None] & there[None, :]
+        keys = tl.load(k + own[None, :] * k_stride + columns[:, None], mask=k_mask, other=0.0)
+        scores = tl.dot(queries, keys, scores, input_precision="ieee")
+    last = total - new + tl.minimum((stretch + 1) * STRIDE, new) - 1
+    visible = (position[None, :] <= last[:, None]) & (position < total)[None, :]
+    scores = tl.where(visible, scores * scale, float("-inf"))
+    PER: tl.constexpr = BLOCK // STRIDE
+    parts = tl.reshape(scores, (ROWS, COLUMNS // PER, PER))
+    largest = tl.max(parts, 2)
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    sums = tl.sum(tl.exp2(parts - shift[:, :, None]), 2)
+    found = tl.where(largest == float("-inf"), float("-inf"), shift + tl.log2(tl.maximum(sums, 1.0)))
+    block = key_start // BLOCK + tl.arange(0, COLUMNS // PER)
+    line = (kv_head.to(tl.int64) * rows + first // STRIDE + sequence + stretch) * GROUP + row % GROUP
+    tl.store(logs + line[:, None] * blocks + block[None, :], found, mask=is_row[:, None] & (block < blocks)[None, :])
+
+
+@partial(jit, unspecialized=("starts", "offsets", "lengths", "sequences", "rows", "blocks"))
+def kept_blocks_kernel(
+    logs,
+    kept,
+    counts,
+    starts,
+    offsets,
+    lengths,
+    sequences,
+    rows,
+    blocks,
+    share,
+    least_keys,
+    GROUP: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LOCAL: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Programs [blocks of queries, kv_heads]: which blocks of keys a block of queries keeps, ascending.
+
+    logs: of `pooled_scores_kernel`. kept [kv_heads, blocks of queries, blocks] int32, counts [kv_heads, blocks of
+    queries] int32; those of sequence s begin with starts[s] // BLOCK + s. Of sequences that see all keys all
+    blocks are kept. BLOCKS: the power of two from `blocks` on.
+    """
+    at = tl.program_id(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+    sequence = sequence_of(at, starts, sequences, BLOCK)
+    first = tl.load(starts + sequence)
+    new = tl.load(offsets + sequence + 1) - first
+    query_start = (at - first // BLOCK - sequence) * BLOCK
+    if query_start >= new:
+        return
+    total = tl.load(lengths + sequence)
+    end = tl.minimum(query_start + BLOCK, new)
+    lowest = total - new + query_start
+    block = tl.arange(0, BLOCKS)
+    seen = block <= (total - new + end - 1) // BLOCK
+    always = seen & ((block == 0) | (block >= lowest // BLOCK - LOCAL))
+    mass = tl.zeros((BLOCKS,), tl.float32)
+    divided = in_blocks(new, total, least_keys)
+    if divided:
+        line = (kv_head * rows + first // STRIDE + sequence + query_start // STRIDE) * GROUP
+        for head in range(GROUP):
+            of_head = tl.zeros((BLOCKS,), tl.float32)
+            for stretch in range((end - query_start + STRIDE - 1) // STRIDE):
+                own = logs + (line + stretch * GROUP + head) * blocks
+                found = tl.load(own + block, mask=seen, other=float("-inf"))
+                weights = tl.exp2(found - tl.max(found, 0))
+                of_head += weights / tl.sum(weights, 0)
+            mass = tl.maximum(mass, of_head)
+    # The bits of the largest weight, which is not negative, such that blocks of it or more hold what is missing.
+    free = seen & ~always
+    missing = share * tl.sum(mass, 0) - tl.sum(tl.where(always, mass, 0.0), 0)
+    bits = mass.to(tl.int32, bitcast=True)
+    low = 0
+    high = 0x7F800000
+    for _ in range(31):
+        middle = low + (high - low) // 2
+        enough = tl.sum(tl.where(free & (bits >= middle), mass, 0.0), 0) >= missing
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    all_of_them = ~divided | (share >= 1.0)
+    is_kept = always | (free & ((bits >= low) | all_of_them))
+    ones = is_kept.to(tl.int32)
+    place = tl.cumsum(ones, 0) - ones
+    row = kv_head * tl.num_programs(0) + at
+    tl.store(kept + row * blocks + place, block, mask=is_kept)
+    tl.store(counts + row, tl.sum(ones, 0))
+
+
+# Stretches of queries and of keys that a program multiplies, its warps and stages.
+POOLED_TILE = {"ROWS": 128, "COLUMNS": 128}
+POOLED_WARPS, POOLED_STAGES = 8, 3
+
+
+def choice_warps(padded_blocks: int) -> int:
+    """Of a program that chooses among so many blocks, which it has in registers."""
+    return min(16, max(4, padded_blocks // 512))
+
+
+def compile_cases() -> list[CompileCase]:
+    cases = []
+    for group, head_dim, page_size in ((4, 128, 16), (7, 80, 8)):
+        signature = by_type({"*bf16:16": "q k", "*fp32:16": "logs", "*i32": "starts offsets lengths tables"})
+        signature |= by_type({"i32": "sequences table_stride rows blocks least_keys", "i32:16": "q_stride"})
+        signature |= {"scale": "fp32"}
+        constants: dict[str, object] = {
+            "GROUP": group,
+            "HEAD_DIM": head_dim,
+            "HEAD_PAD": 128 if head_dim > 64 else 64,
+            "PAGE_SIZE": page_size,
+            "STRIDE": 16,
+            "BLOCK": 128,
+            **POOLED_TILE,
+        }
+        name = f"pooled scores head_dim {head_dim} group {group} page_size {page_size}"
+        must = ("wgmma.mma_async",)
+        cases.append(CompileCase(name, pooled_scores_kernel, signature, constants, POOLED_WARPS, POOLED_STAGES, must))
+    for blocks in (1024, 8192):
+        signature = by_type({"*fp32:16": "logs", "*i32:16": "kept counts", "*i32": "starts offsets lengths"})
+        signature |= by_type({"i32": "sequences rows blocks least_keys", "fp32": "share"})
+        constants = {"GROUP": 4, "STRIDE": 16, "BLOCK": 128, "LOCAL": 2, "BLOCKS": blocks}
+        cases.append(
+            CompileCase(f"kept blocks of {blocks}", kept_blocks_kernel, signature, constants, choice_warps(blocks), 2)
+        )
+    return cases

@@ -1,0 +1,218 @@
+"""Block-sparse attention on CUDA: sequences with one new token split their keys, prompts see the blocks that they keep.
+
+Grids follow from shapes alone; what is kept never leaves the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strata.kernels.attention import cuda as attention_cuda
+from strata.kernels.attention import decode_cuda as decode_attention_cuda
+from strata.kernels.attention.decode_triton import decode_attention_kernel
+from strata.kernels.attention.sparse.block_choice import BlockChoice
+from strata.kernels.attention.sparse.choice_triton import (
+    POOLED_STAGES,
+    POOLED_TILE,
+    POOLED_WARPS,
+    choice_warps,
+    kept_blocks_kernel,
+    pooled_scores_kernel,
+)
+from strata.kernels.attention.sparse.prompts_triton import block_sparse_attention_kernel, tile_queries
+from strata.kernels.attention.spec import AttentionSpec, PackedBatch
+from strata.kernels.attention.varlen_triton import LOG2_E, head_pad, mixed_tile
+from strata.kernels.device_limits import DeviceLimits
+from strata.kernels.grid_sizes import ceil_div, next_power_of_2
+from strata.kernels.state.paged import PagedKV
+
+
+def supports(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: PackedBatch,
+    spec: AttentionSpec,
+    choice: BlockChoice,
+    sinks: Tensor | None = None,
+) -> bool:
+    pages = batch.pages
+    return (
+        pages is not None
+        and not pages.is_rounded
+        and spec.window is None
+        and attention_cuda.supports(q, k, v, batch, spec)
+        and decode_attention_cuda.fits(pages, q.shape[1], k.shape[1], q.shape[2])
+    )
+
+
+def kernels(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: PackedBatch,
+    spec: AttentionSpec,
+    choice: BlockChoice,
+    sinks: Tensor | None = None,
+) -> tuple[Any, ...]:
+    assert batch.pages is not None
+    prompts = (pooled_scores_kernel, kept_blocks_kernel, block_sparse_attention_kernel)
+    return (*[decode_attention_kernel] * (_decodes(batch.pages) > 0), *prompts)
+
+
+def _decodes(pages: PagedKV) -> int:
+    """How many sequences, the first of the batch, are known to have one new token."""
+    return 0 if pages.parts is None else pages.parts.decodes or 0
+
+
+def scratch_bytes(tokens: int, most_keys: int, heads: int, kv_heads: int, choice: BlockChoice) -> int:
+    """What choosing needs in a step of so many tokens, of sequences of at most so many keys."""
+    blocks = ceil_div(most_keys, choice.block)
+    return 4 * blocks * (tokens // choice.stride * heads + tokens // choice.block * kv_heads)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: PackedBatch,
+    spec: AttentionSpec,
+    choice: BlockChoice,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    pages = batch.pages
+    assert pages is not None
+    parts, count, starts = pages.parts, _decodes(pages), batch.offsets
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if parts is not None and parts.decodes is not None:
+        starts = parts.starts
+    if parts is not None and count:
+        rows = slice(0, count)
+        decodes = replace(pages, tables=pages.tables[rows], lengths=parts.decode_lengths[rows])
+        queries, heads, head_dim = q[rows].flatten(1), q.shape[1], q.shape[2]
+        decode_attention_cuda.decode(queries, heads, head_dim, decodes, spec, out=out[rows], sinks=sinks)
+    if len(q) > count:
+        kept, counts = choose(q, k.shape[1], starts, batch, spec, choice)
+        _prompts(out, q, starts, batch, spec, choice, kept, counts, sinks)
+    return out
+
+
+def choose(
+    q: Tensor, kv_heads: int, starts: Tensor, batch: PackedBatch, spec: AttentionSpec, choice: BlockChoice
+) -> tuple[Tensor, Tensor]:
+    """Which blocks of keys each block of queries keeps: kept [kv_heads, blocks of queries, blocks], counts [kv_heads,
+    blocks of queries] int32, as `kept_blocks_kernel` says. starts: [sequences] int32, from which row on each sequence's
+    queries are run."""
+    pages = batch.pages
+    assert pages is not None
+    (tokens, heads, head_dim), sequences = q.shape, batch.offsets.shape[0] - 1
+    group, block, stride = heads // kv_heads, choice.block, choice.stride
+    blocks = ceil_div(pages.tables.shape[1] * pages.page_size, block)
+    rows, lists = tokens // stride + sequences, tokens // block + sequences
+    logs = torch.empty((kv_heads, rows, group, blocks), dtype=torch.float32, device=q.device)
+    tile_rows = POOLED_TILE["ROWS"] // group * stride
+    grid = (ceil_div(blocks * block // stride, POOLED_TILE["COLUMNS"]), kv_heads, tokens // tile_rows + sequences)
+    pooled_scores_kernel[grid](
+        q,
+        pages.keys[spec.layer],
+        logs,
+        starts,
+        batch.offsets,
+        pages.lengths,
+        pages.tables,
+        sequences,
+        spec.scale * LOG2_E / stride,
+        q.stride(0),
+        pages.tables.stride(0),
+        rows,
+        blocks,
+        choice.least_keys,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        HEAD_PAD=head_pad(head_dim),
+        PAGE_SIZE=pages.page_size,
+        STRIDE=stride,
+        BLOCK=block,
+        **POOLED_TILE,
+        num_warps=POOLED_WARPS,
+        num_stages=POOLED_STAGES,
+    )
+    padded = next_power_of_2(blocks)
+    kept = torch.empty((kv_heads, lists, blocks), dtype=torch.int32, device=q.device)
+    counts = torch.zeros((kv_heads, lists), dtype=torch.int32, device=q.device)
+    kept_blocks_kernel[(lists, kv_heads)](
+        logs,
+        kept,
+        counts,
+        starts,
+        batch.offsets,
+        pages.lengths,
+        sequences,
+        rows,
+        blocks,
+        choice.share,
+        choice.least_keys,
+        GROUP=group,
+        STRIDE=stride,
+        BLOCK=block,
+        LOCAL=choice.local,
+        BLOCKS=padded,
+        num_warps=choice_warps(padded),
+    )
+    return kept, counts
+
+
+def _prompts(
+    out: Tensor,
+    q: Tensor,
+    starts: Tensor,
+    batch: PackedBatch,
+    spec: AttentionSpec,
+    choice: BlockChoice,
+    kept: Tensor,
+    counts: Tensor,
+    sinks: Tensor | None,
+) -> None:
+    pages = batch.pages
+    assert pages is not None
+    (tokens, heads, head_dim), sequences = q.shape, batch.offsets.shape[0] - 1
+    kv_heads, lists, blocks = kept.shape
+    group = heads // kv_heads
+    tile = mixed_tile(head_dim, q.dtype, pages.page_size)
+    queries = tile_queries(tile, group, choice.block)
+    capped = DeviceLimits.of(q.device).capability >= (9, 0)  # as in `attention_cuda.prefill`
+    block_sparse_attention_kernel[(kv_heads, tokens // queries + sequences)](
+        q,
+        pages.keys[spec.layer],
+        pages.values[spec.layer],
+        out,
+        kept,
+        counts,
+        starts,
+        batch.offsets,
+        pages.lengths,
+        pages.tables,
+        q if sinks is None else sinks,
+        sequences,
+        spec.scale * LOG2_E,
+        q.stride(0),
+        pages.tables.stride(0),
+        blocks,
+        lists,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        HEAD_PAD=head_pad(head_dim),
+        PAGE_SIZE=pages.page_size,
+        SINKS=sinks is not None,
+        BLOCK=choice.block,
+        TILE_QUERIES=queries,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.keys,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        maxnreg=tile.registers if capped else None,
+    )
