@@ -252,7 +252,7 @@ class EngineConfig:
 
     def resolve_device(self, rank: int = 0) -> torch.device:
         """Of a rank. Raises ValueError if the device asked for is not there, or a GPU is missing for any rank."""
-        device = self._device()
+        device = device_of(self.device)
         if self.ranks == 1 or device.type == "cpu":
             return device
         asked = " and ".join(f"{_AXES[axis]}={size}" for axis, size in self.axis_sizes.items() if size > 1)
@@ -266,20 +266,20 @@ class EngineConfig:
             raise ValueError(f"{asked} needs {self.ranks} GPUs, and torch sees {count}: give at most {count} ranks")
         return torch.device("cuda", rank)
 
-    def _device(self) -> torch.device:
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            device = torch.device(self.device)
-        except RuntimeError:
-            raise ValueError(f"device {self.device!r} is unknown; use auto, cpu, cuda or cuda:N") from None
-        if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"device {self.device!r} is not supported; use auto, cpu, cuda or cuda:N")
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise ValueError(
-                f"device {self.device!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices"
-            )
-        return device
+
+def device_of(name: str) -> torch.device:
+    """Of "auto", "cpu", "cuda" or "cuda:N". Raises ValueError for another name, and for one that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
+    return device
 
 
 def _is_whole(value: object, least: int) -> bool:

@@ -345,10 +345,9 @@ def _read_packing(fields: Fields, family: FamilyConfig) -> None:
     if not isinstance(values, dict):
         raise fields.wrong("quantization_config", values, "an object or null")
     packing = Fields(values, f"{fields.where}, quantization_config")
-    if family.packed is None:
-        packing.choice("quant_method", PACKED_METHODS)  # the rest is read with the weights
-        return
-    packing.only("quant_method", family.packed, f"weights of this family are floats or {family.packed}")
+    own = () if family.packed is None else (family.packed,)
+    if packing.choice("quant_method", (*own, *PACKED_METHODS)) not in own:
+        return  # the rest is read with the weights
     packing.take("modules_to_not_convert", None)  # the tensors' names tell it
     packing.finish(frozenset())
 

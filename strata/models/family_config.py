@@ -90,7 +90,7 @@ class FamilyConfig:
     has_query_gates: bool = False
     # The rope's own object where there is none; None: the plain one.
     rope: dict[str, Any] | None = None
-    # `quantization_config` that names this method describes weights that are read as floats.
+    # A method of `quantization_config` that describes weights which are read as floats.
     packed: str | None = None
     # Which layers have a sliding window: none, all, all if `use_sliding_window` says so ("switched"), those that
     # `layer_types` or `max_window_layers` name ("some"), those that `no_rope_layers` leaves unrotated, or those that

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any, Protocol
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -94,8 +96,18 @@ def _split(parameters: dict[str, Tensor], max_shard_bytes: int) -> list[dict[str
 
 
 def write_shard(parameters: dict[str, Tensor], file: Path) -> None:
+    """Raises OSError, with the file, where it cannot be written."""
     tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in parameters.items()}
-    save_file(tensors, file, metadata={"format": "pt"})
+    file.touch()
+    mode = file.stat().st_mode
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from None
+    file.chmod(mode)  # safetensors 0.8 makes files that their owner alone can read
     with file.open("rb") as stream:
         os.fsync(stream.fileno())
 

@@ -52,6 +52,8 @@ def test_what_cannot_be_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
         (["--scheme", "int5"], "accepted are 'fp8'"),
         (["--scheme", "int4"], "groups of 128 columns do not divide 704"),
         (["--calibration", str(tmp_path / "absent.txt")], "does not exist"),
+        (["--device", "gpu"], "'gpu' is unknown; use auto, cpu, cuda"),
+        (["--device", "cuda:64"], "'cuda:64' is not there"),
     ):
         result = CliRunner().invoke(app, ["quantize", "builtin", "--out", str(tmp_path / "out"), *asked])
         assert isinstance(result.exception, ValueError)

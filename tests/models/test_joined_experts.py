@@ -152,7 +152,7 @@ def test_experts_that_do_not_fit_are_named(
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, "quant_method"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "'mxfp4', 'awq'"),
         ({"quantization_config": {"quant_method": "mxfp4", "bits": 2}}, "bits"),
         ({"experts_per_token": 3}, "experts_per_token"),
         ({"sliding_window": None}, "sliding_window"),

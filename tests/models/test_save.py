@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -104,6 +106,24 @@ def test_a_failure_leaves_what_was_there(tied: Checkpoint, tmp_path: Path, monke
             save(tied.model, tied.config, tmp_path / name)
     assert (tmp_path / "old" / "model.safetensors").read_bytes() == before
     assert {file.name for file in tmp_path.iterdir()} == {"old"}
+
+
+def test_weights_are_for_all_to_read_whom_the_config_is_for(tied: Checkpoint, tmp_path: Path) -> None:
+    save(tied.model, tied.config, tmp_path / "model")
+    modes = {(tmp_path / "model" / name).stat().st_mode for name in ("config.json", "model.safetensors")}
+    assert len(modes) == 1
+
+
+def test_a_full_disk_is_told_of_the_file(tmp_path: Path) -> None:
+    """A limit of a file's size is refused by the system in the place of a disk that is full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as error:
+            module.write_shard({"a": torch.ones(1000)}, tmp_path / "a.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (error.value.errno, error.value.filename) == (errno.EFBIG, str(tmp_path / "a.safetensors"))
 
 
 def test_tokenizer_files_are_copied(tied: Checkpoint, tmp_path: Path) -> None:

@@ -34,10 +34,10 @@ def sequences_of(folder: Path, calibration: Path | None, samples: int, length: i
 
 
 def resolve_device(device: str) -> Any:
-    """The `torch.device` of that name, "auto" being CUDA where there is one."""
-    import torch
+    """The `torch.device` of that name, "auto" being CUDA where there is one. Raises ValueError if it is not there."""
+    from strata.engine.engine_config import device_of
 
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    return device_of(device)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from strata.models.checkpoint import read_checkpoint
 from strata.models.quantized.calibrate.quantize import quantize
 from strata.models.quantized.calibrate.settings import METHODS, Rounding
 from strata.models.quantized.formats.read import read_format
+from strata.models.quantized.load import load_packed
 
 from ..batches import random_sequences
+from ..conftest import Checkpoint
 from .models import LLAMA, stored, unpacked, write_llama
 
 CPU = torch.device("cpu")
@@ -148,6 +151,39 @@ def test_killed_in_the_middle_it_goes_on_to_the_same_bytes(model: Path, tmp_path
     names = sorted(path.name for path in whole.iterdir())
     assert names == sorted(path.name for path in out.iterdir())
     assert all((whole / name).read_bytes() == (out / name).read_bytes() for name in names)
+
+
+def test_what_an_interrupted_run_has_lost_is_told(model: Path, tmp_path: Path) -> None:
+    def stop(done: int, of: int) -> None:
+        if done == 1:
+            raise KeyboardInterrupt
+
+    out, unfinished = tmp_path / "out", tmp_path / ".out.unfinished"
+    with pytest.raises(KeyboardInterrupt):
+        quantize(model, out, rounding("int4"), TEXT, CPU, stop)
+    (hidden,) = unfinished.glob("hidden-*")
+    hidden.write_bytes(hidden.read_bytes()[:100])
+    with pytest.raises(ValueError, match=rf"{hidden.name}, of an interrupted run, .*: remove .*unfinished and run"):
+        quantize(model, out, rounding("int4"), TEXT, CPU)
+    hidden.unlink()
+    with pytest.raises(ValueError, match=rf"{hidden.name}, of an interrupted run"):
+        quantize(model, out, rounding("int4"), TEXT, CPU)
+
+
+def test_experts_in_one_tensor_stay_in_floats_and_the_folder_is_read_again(
+    open_checkpoint: Callable[[str], Checkpoint], tmp_path: Path
+) -> None:
+    """Of gpt-oss, whose own checkpoints are packed by another method."""
+    source = open_checkpoint("gpt-oss-no-windows")
+    quantize(source.folder, tmp_path / "out", rounding("int8_weights"), [], CPU)
+    names = [name for name, _ in source.model.named_parameters() if ".self_attn." in name and "_proj.weight" in name]
+    scheme = rounding("int8_weights").packing
+    made, _, found = load_packed(tmp_path / "out", dict.fromkeys(names, scheme), dtype="float32")
+    for name, parameter in source.model.named_parameters():
+        if name in names:
+            assert (dense(found[name]) - parameter).abs().max() < 0.01
+        else:
+            assert torch.equal(made.get_parameter(name), parameter)
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from strata.files.json_object import read_object
@@ -61,7 +62,7 @@ class Unfinished:
 
     def hidden(self) -> dict[str, Tensor]:
         """What the shard before gave as `hidden`."""
-        with safe_open(self._hidden(self.done), framework="pt", device="cpu") as reader:
+        with self._opened(self._hidden(self.done)) as reader:
             return {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118, which is no dict
 
     def finish(self) -> None:
@@ -70,7 +71,7 @@ class Unfinished:
         size = 0
         for number in range(self.shards):
             file = self._shard(number)
-            with safe_open(file, framework="pt", device="cpu") as reader:
+            with self._opened(file) as reader:
                 homes |= dict.fromkeys(reader.keys(), file.name)
             with file.open("rb") as stream:  # of the file the header, and 8 bytes that say how long it is, are no data
                 size += file.stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
@@ -96,6 +97,17 @@ class Unfinished:
 
     def _hidden(self, number: int) -> Path:
         return self.folder / f"hidden-{number:05}.safetensors"
+
+    @contextlib.contextmanager
+    def _opened(self, file: Path) -> Iterator[Any]:
+        """Raises ValueError where a file that the journal tells of is not there, or not whole."""
+        try:
+            with safe_open(file, framework="pt", device="cpu") as reader:
+                yield reader
+        except (FileNotFoundError, SafetensorError) as error:
+            raise ValueError(
+                f"{file}, of an interrupted run, cannot be read ({error}): remove {self.folder} and run this again"
+            ) from None
 
     def _write(self, tensors: dict[str, Tensor], file: Path) -> None:
         begun = file.with_suffix(".begun")
