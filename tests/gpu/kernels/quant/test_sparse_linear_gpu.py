@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from strata import LLM, SamplingParams
+from strata.hardware.replay import time_replayed
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.packed.few_rows import (
@@ -26,6 +32,9 @@ from strata.kernels.quant.packed import PackedWeight, pack
 from strata.kernels.quant.schemes import SPARSITIES
 from strata.kernels.quant.two_of_four import least_two_of_four
 from strata.kernels.split_counters import split_counters
+from strata.models.folder import BUILTIN_FOLDER
+from strata.models.pruned.prune import prune
+from strata.models.pruned.settings import Pruning
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
@@ -144,6 +153,46 @@ def test_prompts_by_sparse_tensor_cores(out: int, width: int, with_bias: bool, d
     assert (result.double() - exact).norm() <= 5e-3 * exact.norm()
     in_fours = chosen.run(x.view(4, -1, width), weight, bias)
     assert torch.equal(in_fours.view(result.shape), result)
+
+
+@pytest.mark.parametrize("rows", [1, 300, LEAST_ROWS])
+def test_a_recorded_chain_reads_what_the_launch_before_wrote(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # to poison the results would put kernels between the launches
+    weights, x = [draw_sparse(2048, 2048)[1] for _ in range(3)], draw(rows, 2048)
+    run: Callable[..., Tensor] = linear.bind("cuda", packed=True)
+    eager = x
+    for weight in weights:
+        eager = run(eager, weight, None)
+        torch.cuda.synchronize()
+    results: list[Tensor] = []
+
+    def chain() -> None:
+        last = x
+        for weight in weights:
+            last = run(last, weight, None)
+        results.append(last)
+
+    time_replayed([chain], repeats=20)
+    for result in (results[0], results[-1]):
+        assert torch.equal(result, eager)
+
+
+def test_an_engine_says_what_it_says_with_the_zeros(tmp_path: Path) -> None:
+    """Prompts in one step and in chunks, and decodes: the likelihoods of what it reads and writes, to a rounding."""
+    prune(BUILTIN_FOLDER, tmp_path / "pruned", Pruning.of("2:4", 0.5, "magnitude"), [], torch.device("cpu"))
+    said = []
+    for sparsity in (None, "2:4"):
+        llm = LLM(tmp_path / "pruned", sparsity=sparsity, dtype="bfloat16", max_num_seqs=4, verbose=False)
+        prompt = llm.get_tokenizer().encode("What is 47 + 38? " * 12)
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=0)
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        logprobs = [next(iter(one.values())).logprob for one in output.prompt_logprobs[1:]]
+        said.append(torch.tensor(logprobs))
+        assert len(output.outputs[0].token_ids) == 8
+        del llm
+        gc.collect()
+    assert (said[0] - said[1]).abs().mean() < 0.1
+    assert said[0].std() > 1
 
 
 def test_bits_of_rows_in_any_company() -> None:
