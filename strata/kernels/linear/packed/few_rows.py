@@ -32,11 +32,12 @@ MOST_ROUNDED_ROWS = 32
 _SPLITS = (1, 2, 4, 8, 16)
 # Warps that a processor should have, to have enough loads under way; of values in half a byte, which take more
 # instructions, more, and twice as many if each has more columns than these.
-_WARPS_EACH, _HALVES_WARPS_EACH, _LONG_PART = 3.5, 6.5, 2048
+_WARPS_EACH, _HALVES_WARPS_EACH, _LONG_PART = 3.5, 5.5, 2048
 # The widest row that a program of `packed_gemv_kernel` holds at once; two rows of x took it twice as long as one.
 _GEMV_WIDTH = 16384
-# Larger weights are slower if they are launched early: their loads take the room of the kernel ahead.
-_EARLY_BYTES, _PREFETCH = 28 << 20, 512
+# Larger weights are slower if they are launched early: their loads take the room of the kernel ahead. Smaller ones of
+# groups load two at a time.
+_SMALL_BYTES, _PREFETCH = 26 << 20, 512
 # Sums of a thread that the last program of a tile may load at once, and turns of the loop over k that a split leaves.
 _MOST_SUMS, _LEAST_TURNS = 128, 4
 # A prefetch brings in pieces of so many bytes.
@@ -173,15 +174,20 @@ def packed_tile(rows: int, out: int, width: int, kind: str, group: int, device: 
     early = device.capability >= (9, 0)
     a_byte = kind in ("e4m3", "int8", TWO_OF_FOUR)  # or little more, for each column
     if a_byte and kind != TWO_OF_FOUR and not group and rows == 1 and width <= _GEMV_WIDTH:
-        block = max(1024, next_power_of_2(width))
-        return SkinnyTile("gemv", 4, block, min(8, block // 256), early=early)
+        # A thread has 128 bytes of the weight under way.
+        block = max(2048, next_power_of_2(width))
+        return SkinnyTile("gemv", 4 if block <= 8192 else 2, block, min(8, block // 1024), early=early)
     found = dot_tiles(dot_shapes(rows)[0], rows, out, width, kind, group)
     if not found:
         return None
     # The first that has enough programs, else the one that has most.
     best = next((tile for tile in found if _fills(tile, rows, out, width, a_byte, device)), found[-1])
-    starts_early = early and out * width // (1 if a_byte else 2) <= _EARLY_BYTES
-    return replace(best, early=True, prefetch=_PREFETCH) if starts_early else best
+    starts_early = early and _nbytes(out, width, kind) <= _SMALL_BYTES
+    return replace(best, early=True, prefetch=_PREFETCH if a_byte else 0) if starts_early else best
+
+
+def _nbytes(out: int, width: int, kind: str) -> int:
+    return out * width // (2 if kind in ("int4", "e2m1") else 1)
 
 
 def _fills(tile: SkinnyTile, rows: int, out: int, width: int, a_byte: bool, device: DeviceLimits) -> bool:
@@ -212,7 +218,7 @@ def dot_tiles(
 ) -> list[SkinnyTile]:
     """Those of a shape of `dot_shapes` for a weight [out, width]: few splits first; none where no block fits."""
     columns, warps, stages, most = shape
-    block = _block_of(rows, width, kind, group)
+    block = _block_of(rows, out, width, kind, group)
     sums = columns * min(most, next_power_of_2(rows)) // (32 * warps)
     tiles = [SkinnyTile("dot", columns, block or 1, warps, stages, splits, rows=most) for splits in _SPLITS]
     return [
@@ -225,15 +231,15 @@ def dot_tiles(
     ]
 
 
-def _block_of(rows: int, width: int, kind: str, group: int) -> int:
+def _block_of(rows: int, out: int, width: int, kind: str, group: int) -> int:
     """Columns of a turn, which divide the width, within a group or whole groups; 0: none do."""
-    # Of 2:4 a turn multiplies each of eight columns by itself, whose dots are 16 wide at least; twice that spills.
-    for block in (128,) if kind == TWO_OF_FOUR else (256, 128, 64, 32):
-        # Groups of four-bit floats are within a block; each of others is a block of its own, of which few are a turn.
-        several = block % group == 0 and (kind == "e2m1" or group >= 128) if group else True
-        # Long turns take shared memory that many rows, and groups of floats, have other uses for.
-        fits = block < 256 or (rows <= 16 and (kind != "e2m1" or not group))
-        if width % block == 0 and fits and (several or group % block == 0):
+    # Long turns take shared memory that many rows have other uses for.
+    several = group >= 128 and kind == "int4" and _nbytes(out, width, kind) <= _SMALL_BYTES
+    longest = 256 if rows <= 16 and (several or not group) else 128
+    for block in (256, 128, 64, 32):
+        # Groups of four-bit floats are within a block; each of integers is a block of its own, of which two are a turn.
+        whole = not group or group % block == 0 or (block % group == 0 and (kind == "e2m1" or several))
+        if block <= longest and width % block == 0 and whole:
             return block
     return 0
 
