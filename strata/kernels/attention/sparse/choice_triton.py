@@ -141,7 +141,7 @@ def kept_blocks_kernel(
 
     logs: of `pooled_scores_kernel`. kept [kv_heads, blocks of queries, blocks] int32, counts [kv_heads, blocks of
     queries] int32; those of sequence s begin with starts[s] // BLOCK + s. Of sequences that see all keys all
-    blocks are kept. BLOCKS: the power of two from `blocks` on.
+    blocks are kept. BLOCKS: a power of two from `blocks` on.
     """
     at = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)

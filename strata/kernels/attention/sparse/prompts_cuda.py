@@ -30,6 +30,9 @@ from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.state.paged import PagedKV
 
+# Blocks that a program chooses among at least, so that one variant of the kernel serves all shorter sequences.
+_LEAST_PADDED = 1024
+
 
 def supports(
     q: Tensor,
@@ -141,7 +144,7 @@ def choose(
         num_warps=POOLED_WARPS,
         num_stages=POOLED_STAGES,
     )
-    padded = next_power_of_2(blocks)
+    padded = max(_LEAST_PADDED, next_power_of_2(blocks))
     kept = torch.empty((kv_heads, lists, blocks), dtype=torch.int32, device=q.device)
     counts = torch.zeros((kv_heads, lists), dtype=torch.int32, device=q.device)
     kept_blocks_kernel[(lists, kv_heads)](
