@@ -3,7 +3,8 @@
     python -m benchmarks.packed_experts --shapes 30B-A3B --schemes fp8,int4 --tokens 1,64,256 --save packed.jsonl
     python -m benchmarks.packed_experts --tiles --tokens 16,64,256   # also every tile that could serve
 
-"experts" is all that a mixture's layer launches behind its router: order, both products, and the weighted sum; "gate"
+"experts" is all that a mixture's layer launches behind its router: order, both products, and the weighted sum, by the
+rule and, where the scheme rounds activations, the other way, too; "gate"
 the product by gate and up, which fetches the rows and applies SwiGLU, and "down" the one that follows, their values
 converted. Choices fall evenly on the experts. Calls are recorded in a CUDA graph and find none of their weights in the
 cache. The floor is the larger of the bytes at the memory's measured rate and the FLOPs at that of the type in which a
@@ -30,14 +31,15 @@ from strata.hardware.roofline import Workload, floor
 from strata.hardware.specs import recognize
 from strata.kernels.moe.experts import experts
 from strata.kernels.moe.held_order import held_order
+from strata.kernels.moe.packed_experts import CONVERTED, ROUNDED
 from strata.kernels.moe.packed_grouped import PackedTile, choose_tile, fitting, group_of, packed_grouped_product
+from strata.kernels.moe.rounded_grouped import rounded_takes
 from strata.kernels.quant.packed import PackedWeight, Scheme, pack
 from strata.kernels.quant.schemes import SCHEMES
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
 
 _IN_8_BITS = {"e4m3": "float8", "int8": "int8"}
-_ROUNDED = "packed, rounded"
 
 
 def draw(count: int, out: int, width: int, scheme: Scheme) -> PackedWeight:
@@ -76,26 +78,34 @@ def measure(shape: str, scheme_name: str, tokens: int, every_tile: bool) -> Iter
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
     weights = torch.rand(tokens, per_token, device="cuda")
     chosen = torch.rand(tokens, count, device="cuda").topk(per_token).indices
-    run = experts.bind("cuda", packed=True).choose(x, weights, chosen, *first)
-    cost = experts.cost(x, weights, chosen, *first, workload=Workload((tokens,), (tokens,)))
-    device = recognize(torch.cuda.get_device_name())
-    eight = _IN_8_BITS.get(scheme.values, "bfloat16") if run.name == _ROUNDED else "bfloat16"
-    least = None if device is None else 1e6 * floor(cost, device, eight).seconds
+    arguments = x, weights, chosen, *first
+    cost = experts.cost(*arguments, workload=Workload((tokens,), (tokens,)))
     guess = cost.bytes / 2e12 + cost.flops / 5e14
-    us = took([partial(run.run, x, weights, chosen, *one) for one in layers], guess)
     beside = took([partial(experts.bind("cuda"), x, weights, chosen, *one) for one in plain], 3 * guess)
     about = {"shape": shape, "scheme": scheme_name, "tokens": tokens}
-    yield about | {
-        "part": "experts",
-        "implementation": run.name,
-        "us": round(us, 2),
-        "floor_us": None if least is None else round(least, 2),
-        "of_floor": None if least is None else round(least / us, 3),
-        "bf16_us": round(beside, 2),
-        "over_bf16": round(beside / us, 3),
-        "weights_gb_per_s": round(cost.weights / us / 1e3),
-        "tflops": round(cost.flops / us / 1e6, 1),
-    }
+    bound = experts.bind("cuda", packed=True)
+    rule = bound.choose(*arguments)
+    for run in bound.candidates:
+        # The rule of how many rows are rounded aside, all that could run.
+        can_round = run.name == ROUNDED and rounded_takes(x.dtype, first[0]) and rounded_takes(x.dtype, first[1])
+        if run.name not in (rule.name, CONVERTED) and not can_round:
+            continue
+        eight = _IN_8_BITS[scheme.values] if run.name == ROUNDED else "bfloat16"
+        device = recognize(torch.cuda.get_device_name())
+        least = None if device is None else 1e6 * floor(cost, device, eight).seconds
+        us = took([partial(run.run, x, weights, chosen, *one) for one in layers], guess)
+        yield about | {
+            "part": "experts",
+            "implementation": run.name,
+            "is_rule": run is rule,
+            "us": round(us, 2),
+            "floor_us": None if least is None else round(least, 2),
+            "of_floor": None if least is None else round(least / us, 3),
+            "bf16_us": round(beside, 2),
+            "over_bf16": round(beside / us, 3),
+            "weights_gb_per_s": round(cost.weights / us / 1e3),
+            "tflops": round(cost.flops / us / 1e6, 1),
+        }
     order, rows = held_order(chosen, 0, count), tokens * per_token
     inner = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
 

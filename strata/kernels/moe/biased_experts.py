@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,14 +27,7 @@ from strata.kernels.moe.few_tokens import CHOICE_KERNELS, by_choices
 from strata.kernels.moe.grouped import grouped_kernel, grouped_product
 from strata.kernels.moe.held_order import held_order, order_kernels
 from strata.kernels.moe.order import Order
-from strata.kernels.moe.packed_experts import (
-    CONVERTED,
-    FROZEN,
-    converted_kernels,
-    converted_rows,
-    converted_scratch,
-    converted_take,
-)
+from strata.kernels.moe.packed_experts import FROZEN, WAYS
 from strata.kernels.op import ATEN, has_packed, operation
 from strata.kernels.quant.packed import PackedWeight, each_expert
 from strata.kernels.triton_import import HAS_TRITON
@@ -239,11 +233,8 @@ def by_library(
     return give_back(rows, order, weights)
 
 
-def _converted_supports(x: Tensor, weights: Tensor, chosen: Tensor, *others: Any) -> bool:
-    return converted_take(x, *others[:2])
-
-
-def _converted(
+def _packed(
+    rows_of: Callable[..., Tensor],
     x: Tensor,
     weights: Tensor,
     chosen: Tensor,
@@ -255,18 +246,13 @@ def _converted(
     adds_down_bias: bool = True,
 ) -> Tensor:
     order, biases = held_order(chosen, 0, down.shape[0]), (gate_up_bias, down_bias if adds_down_bias else None)
-    return give_back(converted_rows(x, order, chosen.shape[1], gate_up, down, biases, clamp), order, weights)
+    return give_back(rows_of(x, order, chosen.shape[1], gate_up, down, biases, clamp), order, weights)
 
 
-if HAS_TRITON:
+for _way in WAYS:
     biased_experts.implement(
-        CONVERTED,
-        "cuda",
-        supports=_converted_supports,
-        kernels=converted_kernels,
-        packed=True,
-        scratch=converted_scratch,
-    )(_converted)
+        _way.name, "cuda", supports=_way.supports, kernels=_way.kernels, packed=True, scratch=_way.scratch
+    )(partial(_packed, _way.rows))
 
 
 @biased_experts.implement(FROZEN, "cpu", differentiable=True, packed=True)

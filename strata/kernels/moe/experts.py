@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,14 +21,7 @@ from strata.kernels.moe.few_tokens import CHOICE_KERNELS, MOST_TOKENS, by_choice
 from strata.kernels.moe.grouped import grouped_kernel, grouped_product
 from strata.kernels.moe.held_order import held_order, order_kernels
 from strata.kernels.moe.order import Order
-from strata.kernels.moe.packed_experts import (
-    CONVERTED,
-    FROZEN,
-    converted_kernels,
-    converted_rows,
-    converted_scratch,
-    converted_take,
-)
+from strata.kernels.moe.packed_experts import FROZEN, WAYS
 from strata.kernels.op import ATEN, has_packed, operation
 from strata.kernels.quant.packed import PackedWeight, each_expert
 from strata.kernels.triton_import import HAS_TRITON
@@ -280,13 +274,8 @@ def grouped(
     return give_back(rows, order, weights)
 
 
-def _converted_supports(
-    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: PackedWeight, down: PackedWeight, *others: object
-) -> bool:
-    return converted_take(x, gate_up, down)
-
-
-def _converted(
+def _packed(
+    rows_of: Callable[..., Tensor],
     x: Tensor,
     weights: Tensor | None,
     chosen: Tensor,
@@ -295,18 +284,13 @@ def _converted(
     filled: int | None = None,
 ) -> Tensor:
     order = held_order(chosen, 0, down.shape[0]).with_rows(filled)
-    return give_back(converted_rows(x, order, chosen.shape[1], gate_up, down), order, weights)
+    return give_back(rows_of(x, order, chosen.shape[1], gate_up, down), order, weights)
 
 
-if HAS_TRITON:
+for _way in WAYS:
     experts.implement(
-        CONVERTED,
-        "cuda",
-        supports=_converted_supports,
-        kernels=converted_kernels,
-        packed=True,
-        scratch=converted_scratch,
-    )(_converted)
+        _way.name, "cuda", supports=_way.supports, kernels=_way.kernels, packed=True, scratch=_way.scratch
+    )(partial(_packed, _way.rows))
 
 
 @experts.implement(FROZEN, "cpu", differentiable=True, packed=True)

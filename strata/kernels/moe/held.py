@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,14 +24,7 @@ from strata.kernels.moe.experts import (
 )
 from strata.kernels.moe.grouped import grouped_kernel, grouped_product
 from strata.kernels.moe.held_order import MOST_CHOICES, held_numbers, held_order, order_kernels
-from strata.kernels.moe.packed_experts import (
-    CONVERTED,
-    FROZEN,
-    converted_kernels,
-    converted_rows,
-    converted_scratch,
-    converted_take,
-)
+from strata.kernels.moe.packed_experts import FROZEN, WAYS
 from strata.kernels.op import ATEN, operation
 from strata.kernels.quant.packed import PackedWeight
 from strata.kernels.triton_import import HAS_TRITON
@@ -140,11 +134,8 @@ def _is_long(
 def _fits(
     x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *others: int | Tensor | None
 ) -> bool:
-    return ours_take(x, gate_up, down) and _sums(weights, chosen)
-
-
-def _sums(weights: Tensor, chosen: Tensor) -> bool:
-    return weights.dtype == torch.float32 and weights.is_contiguous() and chosen.is_contiguous()
+    ours = ours_take(x, gate_up, down)
+    return ours and weights.dtype == torch.float32 and weights.is_contiguous() and chosen.is_contiguous()
 
 
 def grouped_held(
@@ -204,18 +195,8 @@ if HAS_TRITON:
     )
 
 
-def _converted_supports(
-    x: Tensor,
-    weights: Tensor,
-    chosen: Tensor,
-    gate_up: PackedWeight,
-    down: PackedWeight,
-    *others: int | Tensor | None,
-) -> bool:
-    return converted_take(x, gate_up, down) and _sums(weights, chosen)
-
-
-def _converted(
+def _packed(
+    rows_of: Callable[..., Tensor],
     x: Tensor,
     weights: Tensor,
     chosen: Tensor,
@@ -229,19 +210,13 @@ def _converted(
     if chosen.numel() == 0:
         return torch.zeros_like(x)
     order = held_order(chosen, first, down.shape[0], placement, slot_mapping)
-    rows = converted_rows(x, order, chosen.shape[1], gate_up, down)
-    return weighted_sums(rows, order.inverse, weights, full=False)
+    return weighted_sums(rows_of(x, order, chosen.shape[1], gate_up, down), order.inverse, weights, full=False)
 
 
-if HAS_TRITON:
+for _way in WAYS:
     held_experts.implement(
-        CONVERTED,
-        "cuda",
-        supports=_converted_supports,
-        kernels=converted_kernels,
-        packed=True,
-        scratch=converted_scratch,
-    )(_converted)
+        _way.name, "cuda", supports=_way.supports, kernels=_way.kernels, packed=True, scratch=_way.scratch
+    )(partial(_packed, _way.rows))
 
 
 @held_experts.implement(FROZEN, "cuda", packed=True)

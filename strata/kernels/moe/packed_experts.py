@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,20 +15,76 @@ from strata.kernels.moe.held_order import order_kernels
 from strata.kernels.moe.order import Order
 from strata.kernels.moe.packed_grouped import is_readable, packed_grouped_product
 from strata.kernels.moe.packed_grouped_kernels import packed_grouped_kernel
+from strata.kernels.moe.rounded_grouped import rounded_grouped_kernel, rounded_grouped_product, rounded_takes
 from strata.kernels.op import ATEN
 from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.quant.round_rows import round_rows, round_rows_kernel
+from strata.kernels.triton_import import HAS_TRITON
 
 # Of all operations that multiply by experts; what the last does, `frozen_call` tells.
-CONVERTED, FROZEN = "packed, tiles", "of frozen weights"
+ROUNDED, CONVERTED, FROZEN = "packed, rounded", "packed, tiles", "of frozen weights"
 Biases = tuple[Tensor | None, Tensor | None]
 NO_BIASES: Biases = None, None
 
 
-def converted_take(x: Tensor, gate_up: PackedWeight, down: PackedWeight) -> bool:
-    """Whether kernels can read rows like x and these weights of all experts."""
+# Where a scheme rounds activations, of more rows an expert both products are in 8 bits: nothing is converted then, and
+# rounding costs two launches.
+_MOST_CONVERTED = 2
+_round = round_rows.bind("cuda")
+
+
+def _summed(weights: Tensor | None, chosen: Tensor) -> bool:
+    """Whether a kernel sums what a token's experts make of it."""
+    return chosen.is_contiguous() and (weights is None or (weights.dtype == torch.float32 and weights.is_contiguous()))
+
+
+def _rounded_support(
+    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: PackedWeight, down: PackedWeight, *others: object
+) -> bool:
+    many = chosen.numel() > _MOST_CONVERTED * down.shape[0]
+    return (
+        many
+        and rounded_takes(x.dtype, gate_up)
+        and rounded_takes(x.dtype, down)
+        and x.stride(-1) == 1
+        and _summed(weights, chosen)
+    )
+
+
+def rounded_rows(
+    x: Tensor,
+    order: Order,
+    per_token: int,
+    gate_up: PackedWeight,
+    down: PackedWeight,
+    biases: Biases = NO_BIASES,
+    clamp: Clamp | None = None,
+) -> Tensor:
+    """As `converted_rows`, of x that is rounded and so is what is gated."""
+    first, last = biases
+    values, scales = _round(ordered(x, gate_up), gate_up.kind, gate_up.columns)
+    inner = rounded_grouped_product(
+        values,
+        scales,
+        gate_up,
+        order.ends,
+        x.dtype,
+        source=order.source,
+        per_token=per_token,
+        gated=True,
+        bias=first,
+        clamp=clamp,
+    )
+    values, scales = _round(ordered(inner, down), down.kind, down.columns)
+    return rounded_grouped_product(values, scales, down, order.ends, x.dtype, bias=last)
+
+
+def _converted_support(
+    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: PackedWeight, down: PackedWeight, *others: object
+) -> bool:
     # What lies between the products is contiguous.
     inner = torch.empty((1, down.shape[2]), dtype=x.dtype, device="meta")
-    return is_readable(x, gate_up) and is_readable(inner, down)
+    return is_readable(x, gate_up) and is_readable(inner, down) and _summed(weights, chosen)
 
 
 def converted_rows(
@@ -55,17 +112,59 @@ def converted_rows(
     return packed_grouped_product(ordered(inner, down), down, order.ends, bias=last)
 
 
-def converted_kernels(
+def _converted_kernels(
     x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: PackedWeight, down: PackedWeight, *others: object
 ) -> tuple[Any, ...]:
-    each = [(packed_grouped_kernel,) if one.order is None else (ATEN, packed_grouped_kernel) for one in (gate_up, down)]
-    return *order_kernels(chosen), *each[0], *each[1], combine_kernel
+    return _kernels(chosen, gate_up, down, packed_grouped_kernel)
 
 
-def converted_scratch(
+def _rounded_kernels(
+    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: PackedWeight, down: PackedWeight, *others: object
+) -> tuple[Any, ...]:
+    return _kernels(chosen, gate_up, down, round_rows_kernel, rounded_grouped_kernel)
+
+
+def _kernels(chosen: Tensor, gate_up: PackedWeight, down: PackedWeight, *each: Any) -> tuple[Any, ...]:
+    """each: what either product launches, behind what orders columns."""
+    first, last = (each if one.order is None else (ATEN, *each) for one in (gate_up, down))
+    return *order_kernels(chosen), *first, *last, combine_kernel
+
+
+def _converted_scratch(
     x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: PackedWeight, down: PackedWeight, *others: object
 ) -> int:
     """Bytes of the order of rows, of what is gated and of what comes out of it, beside the sums."""
     count, hidden, width = down.shape
     inner, outer = (chosen.numel() * columns * x.element_size() for columns in (width, hidden))
     return 16 * chosen.numel() + 4 * count + outer + max(0, inner - x.nbytes)
+
+
+def _rounded_scratch(
+    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: PackedWeight, down: PackedWeight, *others: object
+) -> int:
+    """As `_converted_scratch`, and rows in 8 bits with their scales, of x and of what is gated, which stay as long."""
+    of_x, of_inner = (
+        columns + 4 * (-(-columns // weight.columns) if weight.columns else 1)
+        for columns, weight in ((x.shape[1], gate_up), (down.shape[2], down))
+    )
+    return _converted_scratch(x, weights, chosen, gate_up, down) + len(chosen) * of_x + chosen.numel() * of_inner
+
+
+class Way(NamedTuple):
+    """How packed experts run: as an `Implementation`, but `rows` is `converted_rows` or the like."""
+
+    name: str
+    rows: Callable[..., Tensor]
+    supports: Callable[..., bool]
+    kernels: Callable[..., tuple[Any, ...]]
+    scratch: Callable[..., int]
+
+
+WAYS: tuple[Way, ...] = (
+    (
+        Way(ROUNDED, rounded_rows, _rounded_support, _rounded_kernels, _rounded_scratch),
+        Way(CONVERTED, converted_rows, _converted_support, _converted_kernels, _converted_scratch),
+    )
+    if HAS_TRITON
+    else ()
+)

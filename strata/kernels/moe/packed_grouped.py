@@ -73,6 +73,7 @@ def is_readable(x: Tensor, weight: PackedWeight) -> bool:
     tensors = [weight.values, scales, *(one for one in (zeros, weight.row_scales) if one is not None)]
     return (
         HAS_TRITON
+        and weight.kind in ("e4m3", "int8", "int4", "e2m1")
         and x.dtype in (torch.bfloat16, torch.float16)
         and x.stride(-1) == 1
         and x.stride(0) % 2 == x.data_ptr() % 4 == 0

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from strata.kernels.activation.clamped_swiglu import Clamp, clamped_swiglu
+from strata.kernels.moe.grouped import GroupedTile
 from strata.kernels.moe.order import Order
 from strata.kernels.moe.packed_grouped import PackedTile, packed_grouped_product
-from strata.kernels.quant.packed import PackedWeight, Scheme, dense, pack
+from strata.kernels.moe.rounded_grouped import rounded_grouped_product
+from strata.kernels.quant.packed import PackedWeight, Scheme, dense, pack, spread
+from strata.kernels.quant.round_rows import round_rows
 
 COUNT, TOKENS, PER_TOKEN = 4, 12, 2
 CLAMP = Clamp(1.702, 1.0)
@@ -41,10 +44,37 @@ def products(weight: PackedWeight, step: int) -> None:
     own, expert = x[order.source // PER_TOKEN], expert[order.source]
     exact = torch.einsum("rk,rok->ro", own, dense(weight)[expert])
     tile = PackedTile(8, 32, step, 2, 2)
-    close(packed_grouped_product(own, weight, order.ends, tile=tile), exact)
+    if width == 80:  # neither fetched nor gated
+        close(packed_grouped_product(own, weight, order.ends, tile=tile), exact)
     fetched = {"source": order.source, "per_token": PER_TOKEN, "gated": True, "bias": bias, "clamp": CLAMP}
     gate, up = (exact + bias[expert]).chunk(2, -1)
     close(packed_grouped_product(x, weight, order.ends, **fetched, tile=tile), clamped_swiglu(gate, up, CLAMP))
+
+
+# Activations likewise, a step of 128 columns; of widths that it divides or does not.
+ROUNDED: tuple[tuple[Scheme, int, bool], ...] = (
+    (Scheme("int8", 1, 0, "row"), 128, True),
+    (Scheme("e4m3", 1, 0, "row"), 144, False),
+    (Scheme("e4m3", 32, 128, "block"), 256, True),
+    (Scheme("int8", 32, 128, "block"), 128, False),
+)
+
+
+def rounded(weight: PackedWeight, turned: bool) -> None:
+    chosen = torch.rand(TOKENS, COUNT - 1).argsort(1)[:, :PER_TOKEN].contiguous()
+    order, (_, both, width) = Order.of(chosen, COUNT), weight.shape
+    bias, expert = torch.randn(COUNT, both), chosen.flatten()[order.source]
+    values, scales = round_rows.reference(torch.randn(TOKENS, width), weight.kind, weight.columns)
+    own = (values.float() * spread(scales, weight.scheme._replace(rows=1), values.shape))[order.source // PER_TOKEN]
+    exact = torch.einsum("rk,rok->ro", own, dense(weight)[expert])
+    tile = GroupedTile(16, 32, 128, 4, 2, turned)
+    if weight.columns == 0:
+        rows = values[order.source // PER_TOKEN], scales[order.source // PER_TOKEN]
+        close(rounded_grouped_product(*rows, weight, order.ends, torch.float32, tile=tile), exact)
+    fetched = {"source": order.source, "per_token": PER_TOKEN, "gated": True, "bias": bias, "clamp": CLAMP}
+    gate, up = (exact + bias[expert]).chunk(2, -1)
+    found = rounded_grouped_product(values, scales, weight, order.ends, torch.float32, **fetched, tile=tile)
+    close(found, clamped_swiglu(gate, up, CLAMP))
 
 
 def close(found: Tensor, wanted: Tensor) -> None:
@@ -57,3 +87,5 @@ def packed_products() -> None:
         packed = pack(torch.randn(COUNT, 48, width) / 8, scheme)
         for weight in (packed, with_zeros(packed)) if scheme.values == "int4" else (packed,):
             products(weight, step)
+    for scheme, width, turned in ROUNDED:
+        rounded(pack(torch.randn(COUNT, 64, width) / 8, scheme), turned)

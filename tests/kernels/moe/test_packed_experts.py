@@ -14,7 +14,7 @@ from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits, as_if_on
 from strata.kernels.moe.biased_experts import biased_experts
 from strata.kernels.moe.experts import experts
 from strata.kernels.moe.held import held_experts
-from strata.kernels.moe.packed_experts import CONVERTED, FROZEN
+from strata.kernels.moe.packed_experts import CONVERTED, FROZEN, ROUNDED
 from strata.kernels.quant import dequantize
 from strata.kernels.quant.packed import PackedWeight, Scheme, pack, unpacked_values
 from strata.kernels.quant.schemes import SCHEMES
@@ -42,12 +42,14 @@ def placed(scheme: Scheme, tokens: int, limits: DeviceLimits) -> list[Any]:
 @pytest.mark.parametrize("name", SCHEMES)
 def test_each_scheme_has_kernels_for_all_three_operations(name: str) -> None:
     pytest.importorskip("triton")
-    for tokens in (1, 4):
-        given = placed(SCHEMES[name], tokens, HOPPER)
+    for tokens in (1, 64):
+        given, way = placed(SCHEMES[name], tokens, HOPPER), CONVERTED
+        if tokens == 64 and name in ("fp8", "fp8_block", "int8"):
+            way = ROUNDED
         biases = [as_if_on(HOPPER, torch.empty(COUNT, size, device="meta")) for size in (2 * WIDTH, HIDDEN)]
-        assert experts.bind("cuda", packed=True).choose(*given).name == CONVERTED
-        assert biased_experts.bind("cuda", packed=True).choose(*given, *biases, Clamp(1.7, 7.0)).name == CONVERTED
-        assert held_experts.bind("cuda", packed=True).choose(*given, 0, COUNT).name == CONVERTED
+        assert experts.bind("cuda", packed=True).choose(*given).name == way
+        assert biased_experts.bind("cuda", packed=True).choose(*given, *biases, Clamp(1.7, 7.0)).name == way
+        assert held_experts.bind("cuda", packed=True).choose(*given, 0, COUNT).name == way
 
 
 def test_what_kernels_cannot_read_is_served_in_floats() -> None:
@@ -55,7 +57,9 @@ def test_what_kernels_cannot_read_is_served_in_floats() -> None:
     pytest.importorskip("triton")
     bound = experts.bind("cuda", packed=True)
     assert bound.choose(*placed(SCHEMES["int8"], 1, AMPERE)).name == CONVERTED
+    assert bound.choose(*placed(SCHEMES["int8"], 64, AMPERE)).name == CONVERTED
     assert bound.choose(*placed(SCHEMES["fp8"], 1, AMPERE)).name == FROZEN
+    assert bound.choose(*placed(Scheme("e4m3", 1, 96, "block"), 64, HOPPER)).name == CONVERTED
     assert bound.choose(*placed(Scheme("int4", 1, 24), 1, HOPPER)).name == FROZEN
     assert bound.choose(*placed(Scheme("e2m1", 1, 2), 1, HOPPER)).name == FROZEN
     x, weights, chosen, gate_up, down = placed(SCHEMES["int8"], 1, HOPPER)
@@ -68,6 +72,8 @@ def test_launches_are_told() -> None:
     given = placed(SCHEMES["int4"], 4, HOPPER)
     ordered = ("held_order_kernel", "packed_grouped_kernel", "packed_grouped_kernel", "combine_kernel")
     assert experts.bind("cuda", packed=True).launches(*given) == ordered
+    in_8_bits = experts.bind("cuda", packed=True).launches(*placed(SCHEMES["fp8"], 64, HOPPER))
+    assert in_8_bits == (ordered[0], *("round_rows_kernel", "rounded_grouped_kernel") * 2, ordered[3])
     order = as_if_on(HOPPER, torch.empty(WIDTH, dtype=torch.int32, device="meta"))
     given[4] = given[4]._replace(order=order)
     assert experts.bind("cuda", packed=True).launches(*given) == (*ordered[:2], "(ATen)", *ordered[2:])
@@ -109,3 +115,15 @@ def test_assembly_scales_every_byte() -> None:
         results = run(text, int.from_bytes(bytes(word), "little"), 4, *operands)
         found = [number for result in results for number in halves(result)]
         assert [found[half * 4 + place] for place in range(4) for half in range(2)] == row
+
+
+def test_scratch_by_hand() -> None:
+    """The order's numbers of 8 bytes, ends of 4, what is gated and what comes out in 2, in 8 bits also both inputs."""
+    pytest.importorskip("triton")
+    for tokens, name, rounded in ((3, "fp8", 0), (64, "fp8", 64 * (HIDDEN + 4) + 128 * (WIDTH + 4))):
+        rows, given = tokens * PER_TOKEN, placed(SCHEMES[name], tokens, HOPPER)
+        found = experts.bind("cuda", packed=True).scratch(*given)
+        assert (
+            found
+            == 16 * rows + 4 * COUNT + 2 * rows * HIDDEN + max(0, 2 * rows * WIDTH - 2 * tokens * HIDDEN) + rounded
+        )
