@@ -1,8 +1,8 @@
 """A small run of each own kernel, for compute-sanitizer to watch.
 
-    python benchmarks/sanitize.py                                   # first: compiles the kernels into Triton's cache
-    compute-sanitizer --tool memcheck --error-exitcode 1 python benchmarks/sanitize.py
-    compute-sanitizer --tool racecheck --error-exitcode 1 python benchmarks/sanitize.py
+    python -m benchmarks.sanitize                                   # first: compiles the kernels into Triton's cache
+    compute-sanitizer --tool memcheck --error-exitcode 1 python -m benchmarks.sanitize
+    compute-sanitizer --tool racecheck --error-exitcode 1 python -m benchmarks.sanitize
 
 Every tensor is an allocation of its own, so that an access past its end is seen. Nothing is recorded in a CUDA graph.
 Says which call runs, and fails if a kernel that CI compiles was not launched.
@@ -24,27 +24,26 @@ from torch import Tensor
 from triton import JITFunction
 
 import strata.kernels
+from benchmarks.sanitize_packed import packed_calls
 from strata.bench.kernels.cases import EPS, angles, full_pages, randn
 from strata.bench.kernels.products import Product
 from strata.cache.pool import KVPool, PoolShape
 from strata.kernels.activation import silu_mul_grad  # noqa: F401  registers what is run
 from strata.kernels.activation.clamped_swiglu import Clamp
 from strata.kernels.activation.gelu_mul import gelu_mul
-from strata.kernels.activation.rounded_silu_mul import silu_mul_round
 from strata.kernels.activation.sigmoid_gate import sigmoid_gate
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.attention import mixed as attention_mixed
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.decode import decode_attention
+from strata.kernels.attention.sparse.block_choice import BlockChoice
+from strata.kernels.attention.sparse.prompts import block_sparse_attention
 from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, Sequences
 from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, Rows, virtual_sequences
 from strata.kernels.latent.attention import latent_attention
 from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.linear import linear
-from strata.kernels.linear.packed import few_rows
-from strata.kernels.linear.packed.few_rows import PackedProduct
-from strata.kernels.linear.packed.many_rows import rounded_product
 from strata.kernels.linear.silu_mul import linear_silu_mul
 from strata.kernels.linear.skinny import multiply
 from strata.kernels.linear.skinny_tiles import SkinnyTile
@@ -61,16 +60,11 @@ from strata.kernels.moe.route import SOFTMAX, Choice, route
 from strata.kernels.norm import norm_grad  # noqa: F401  registers what is run
 from strata.kernels.norm.norm import add_rms_norm, rms_norm
 from strata.kernels.norm.received import received_rms_norm
-from strata.kernels.norm.rounded_norm import add_rms_norm_round
 from strata.kernels.norm.wide_norm import wide_rms_norm
 from strata.kernels.op import Operation
 from strata.kernels.optimizer.adamw import Constants, adamw
 from strata.kernels.optimizer.muon import muon_momentum, muon_update
-from strata.kernels.quant.dequantize import dequantize
 from strata.kernels.quant.fp8 import quantize
-from strata.kernels.quant.packed import pack
-from strata.kernels.quant.round_rows import round_rows
-from strata.kernels.quant.schemes import SCHEMES
 from strata.kernels.recurrent.deinterleave import deinterleave
 from strata.kernels.recurrent.gated_delta import gated_delta
 from strata.kernels.recurrent.gated_norm import gated_rms_norm
@@ -221,6 +215,9 @@ def _attention(head_dim: int, window: int | None) -> Iterator[Call]:
     yield own(attention, *drawn(3), step(1, 1, 1, pages=held), spec)
     yield own(attention, *drawn(91), step(70, 1, 20, pages=held), spec)  # of 300, 1 and 37 tokens
     yield own(attention, *drawn(91), step(70, 1, 20, pages=None), spec)
+    if window is None:
+        prompts = step(70, 1, 20, pages=held)
+        yield own(block_sparse_attention, *drawn(91), prompts, spec, BlockChoice(0.9, least_keys=1))
     packed = _in_8_bits(held)
     for new in ((1, 1, 1), (70, 1, 20)):
         yield own(attention, *drawn(sum(new)), step(*new, pages=packed), spec)
@@ -333,26 +330,6 @@ TILES = (
 )
 
 
-def _packed_products(out: int, width: int) -> Iterator[Call]:
-    for columns in (0, 128):
-        yield own(round_rows, randn(70, width), "e4m3", columns)
-        yield own(silu_mul_round, randn(70, width + 40), randn(70, width + 40), "int8", columns)
-        for keeps in (False, True):
-            sums = randn(70, width + 40), randn(70, width + 40), randn(width + 40)
-            yield own(add_rms_norm_round, *sums, 1e-5, "e4m3", columns, keeps)
-    for name, rows, tile in (
-        ("fp8", 2, SkinnyTile("gemv", 4, 512, 4)),
-        ("int4", 40, SkinnyTile("dot", 64, 128, 4, 3, 2, rows=32)),
-        ("mxfp4", 7, SkinnyTile("dot", 16, 128, 2, 3, 1, rows=16)),
-    ):
-        weight = pack(randn(out, width), SCHEMES[name])
-        yield f"{name} x{rows} {tile}", partial(few_rows.multiply, PackedProduct(randn(rows, width), weight), tile)
-        yield f"dequantize {name}", partial(dequantize, weight, torch.bfloat16)
-    for name in ("fp8_block", "int8"):
-        operands = randn(70, width), pack(randn(out, width), SCHEMES[name])
-        yield f"rounded_product {name}", partial(rounded_product, *operands)
-
-
 def _products() -> Iterator[Call]:
     out, width = 208, 512
     for name in ("linear", "linear_add", "scaled_linear", "scaled_linear_silu_mul"):
@@ -365,7 +342,7 @@ def _products() -> Iterator[Call]:
     for rows, taken in ((1, width), (70, width - 16)):
         yield own(linear, randn(rows, taken), randn(out, taken), randn(out))
         yield own(linear_silu_mul, randn(rows, taken), randn(out, taken), randn(out))
-    yield from _packed_products(out, width)
+    yield from packed_calls(out, width)
     ends = torch.tensor([0, 5, 5, 70], dtype=torch.int32)  # two experts have no rows
     for dtype, taken in ((torch.float16, 128), (torch.float32, 100)):
         operands = randn(70, taken).to(dtype), randn(len(ends), 96, taken).to(dtype), ends

@@ -1,0 +1,67 @@
+"""The calls of `benchmarks.sanitize` that have weights in fewer bits, or rows that are rounded for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from strata.bench.kernels.cases import EPS, randn
+from strata.kernels.activation.rounded_silu_mul import silu_mul_round
+from strata.kernels.linear.packed import few_rows
+from strata.kernels.linear.packed.few_rows import PackedProduct
+from strata.kernels.linear.packed.many_rows import rounded_product
+from strata.kernels.linear.packed.split_product import SplitTile, split_product
+from strata.kernels.linear.skinny_tiles import SkinnyTile
+from strata.kernels.moe.packed_grouped import packed_grouped_product
+from strata.kernels.norm.rounded_norm import add_rms_norm_round
+from strata.kernels.op import Operation
+from strata.kernels.quant.dequantize import dequantize
+from strata.kernels.quant.expand import expand_on_device
+from strata.kernels.quant.packed import pack
+from strata.kernels.quant.round_rows import round_rows
+from strata.kernels.quant.schemes import SCHEMES, SPARSITIES
+
+ROWS = 70
+
+
+def packed_calls(out: int, width: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Products by weights [out, width], and what makes their operands, on torch's default device."""
+    yield from _rounding(width)
+    for name, rows, tile in (
+        ("fp8", 2, SkinnyTile("gemv", 4, 512, 4)),
+        ("int4", 40, SkinnyTile("dot", 64, 128, 4, 3, 2, rows=32)),
+        ("mxfp4", 7, SkinnyTile("dot", 16, 128, 2, 3, 1, rows=16)),
+    ):
+        weight = pack(randn(out, width), SCHEMES[name])
+        yield f"{name} x{rows} {tile}", partial(few_rows.multiply, PackedProduct(randn(rows, width), weight), tile)
+        yield f"dequantize {name}", partial(dequantize, weight, torch.bfloat16)
+    for name in ("fp8_block", "int8"):
+        operands = randn(ROWS, width), pack(randn(out, width), SCHEMES[name])
+        yield f"rounded_product {name}", partial(rounded_product, *operands)
+    values = torch.randint(-127, 127, (ROWS, width), dtype=torch.int8)
+    for splits in (1, 2):
+        given = values, torch.rand(ROWS, 1), pack(randn(out, width), SCHEMES["int8"]), None, torch.bfloat16
+        yield f"split_product by {splits}", partial(split_product, *given, SplitTile(64, 64, splits, 4))
+    experts, ends = pack(randn(3, out, width), SCHEMES["int4"]), torch.tensor([0, 33, ROWS], dtype=torch.int32)
+    yield "packed_grouped_product", partial(packed_grouped_product, randn(ROWS, width), experts, ends)
+    pruned = randn(out, width)
+    pruned.view(out, -1, 4)[..., 1:3] = 0
+    yield "expand", partial(expand_on_device, pack(pruned, SPARSITIES["2:4"]))
+
+
+def _rounding(width: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    odd = width + 40
+    for columns in (0, 128):
+        yield _own(round_rows, randn(ROWS, width), "e4m3", columns)
+        yield _own(silu_mul_round, randn(ROWS, odd), randn(ROWS, odd), "int8", columns)
+        for keeps in (False, True):
+            yield _own(add_rms_norm_round, randn(ROWS, odd), randn(ROWS, odd), randn(odd), EPS, "e4m3", columns, keeps)
+
+
+def _own(operation: Operation, *args: Any) -> tuple[str, Callable[[], object]]:
+    """Its Triton implementation."""
+    (made,) = (one for one in operation.implementations if one.name == "triton")
+    return f"{operation.name} {args[-3:]}", partial(made.run, *args)
