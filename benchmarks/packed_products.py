@@ -15,7 +15,9 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -103,12 +105,16 @@ def tiles(rows: int, weight: PackedWeight) -> Iterator[SkinnyTile]:
     (out, width), group = weight.shape, weight.columns if weight.columns < weight.shape[1] else 0
     early = DeviceLimits.of(weight.device).capability >= (9, 0)
     if weight.kind in _IN_8_BITS and not group:
-        for columns, block, warps in ((4, 4096, 8), (4, 2048, 8), (2, 4096, 8), (2, 2048, 4), (4, 1024, 4)):
+        for columns, block, warps in product((2, 4, 8), (1024, 2048, 4096, 16384), (4, 8)):
             tile = SkinnyTile("gemv", columns, block, warps, early=early)
             if tile.fits(rows, out, width) and block // 2 < width:
                 yield tile
     for shape in {shape for most in (8, 16, 64, 256) for shape in dot_shapes(most)}:
-        yield from dot_tiles(shape, rows, out, width, weight.kind, group)
+        for tile in dot_tiles(shape, rows, out, width, weight.kind, group):
+            yield tile
+            if early:
+                yield replace(tile, early=True)
+                yield replace(tile, early=True, prefetch=512)
 
 
 def main() -> None:
