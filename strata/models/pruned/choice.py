@@ -11,7 +11,8 @@ from strata.models.pruned.settings import TWO_OF_FOUR, Pruning
 
 def by_magnitude(weight: Tensor, pruning: Pruning) -> Tensor:
     """The weight [out, width] without its smallest, of the whole matrix (or of each four columns of a row)."""
-    return weight.masked_fill(least(weight.abs(), pruning), 0.0)
+    gone = least(weight.abs().flatten(), pruning)
+    return weight.masked_fill(gone.view(weight.shape), 0.0)
 
 
 def wanda(weight: Tensor, pruning: Pruning, mean_squares: Tensor) -> Tensor:
@@ -21,16 +22,12 @@ def wanda(weight: Tensor, pruning: Pruning, mean_squares: Tensor) -> Tensor:
     factor of all columns alike.
     """
     scores = weight.abs() * mean_squares.to(weight).sqrt()
-    if pruning.pattern == TWO_OF_FOUR:
-        return weight.masked_fill(least_two_of_four(scores), 0.0)
-    return torch.stack([row.masked_fill(least(score, pruning), 0.0) for row, score in zip(weight, scores, strict=True)])
+    return weight.masked_fill(least(scores, pruning), 0.0)
 
 
 def least(scores: Tensor, pruning: Pruning) -> Tensor:
-    """True at the share of the least scores, of all together or of each four columns; of equal ones at the first."""
+    """True at the share of the least of each row [..., width], or of each four columns; of equal ones at the first."""
     if pruning.pattern == TWO_OF_FOUR:
         return least_two_of_four(scores)
-    order = scores.flatten().argsort(stable=True)
-    gone = torch.zeros(scores.numel(), dtype=torch.bool, device=scores.device)
-    gone[order[: round(pruning.share * scores.numel())]] = True
-    return gone.view(scores.shape)
+    order = scores.argsort(dim=-1, stable=True)[..., : round(pruning.share * scores.shape[-1])]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)

@@ -39,7 +39,10 @@ def _prune_block(block: Tensor, pruning: Pruning, factor: Tensor) -> Tensor:
     """Prune columns in place; returns what each loses, in units of the factor's diagonal, [out, columns]."""
     errors, diagonal = torch.zeros_like(block), factor.diagonal()
     in_fours = pruning.pattern == TWO_OF_FOUR
-    gone = torch.zeros_like(block, dtype=torch.bool) if in_fours else least((block / diagonal).square(), pruning)
+    if in_fours:
+        gone = torch.zeros_like(block, dtype=torch.bool)
+    else:
+        gone = least((block / diagonal).square().flatten(), pruning).view(block.shape)
     for column in range(block.shape[1]):
         if in_fours and column % FOUR == 0:
             four = slice(column, column + FOUR)
