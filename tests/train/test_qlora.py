@@ -36,6 +36,7 @@ from strata.train.optimizer.config import OptimizerConfig
 from strata.train.steps.objective import NextToken
 from strata.train.steps.tune_step import TuneStep
 from strata.train.trainer import Trainer
+from tests.engine.packing.test_packed_checkpoints import written
 from tests.models.gpt_oss_checkpoints import GPT_OSS_CONFIGS
 from tests.models.later_checkpoints import LATER_CONFIGS
 from tests.train.conftest import Tune, log
@@ -166,6 +167,25 @@ def test_experts_and_latents_stay_packed(name: str, tmp_path: Path) -> None:
         assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["fp8-block", "awq", "gptq-ordered", "nvfp4"])
+def test_folders_of_the_hubs_train_as_they_are(name: str, tmp_path: Path) -> None:
+    twin = written(tmp_path, name)
+    for part in twin.modules():
+        part._forward_pre_hooks.clear()  # that round activations as serving does
+    model, found = load_frozen(tmp_path, read_config(tmp_path), None, CPU, torch.float32), []
+    assert len(packed_of(model)) == 7
+    for one in (model, twin):
+        adapters = filled(one)
+        total, _ = NextToken()(one, documents())
+        total.backward()
+        found.append([weight.grad for _, weight in adapters.named_parameters()])
+    for mine, theirs in zip(*found, strict=True):
+        assert mine is not None
+        assert theirs is not None
+        assert mine.abs().max() > 0
+        assert torch.allclose(mine, theirs, rtol=1e-3, atol=1e-4 * theirs.abs().max().item())
+
+
 @pytest.fixture(scope="module")
 def packed_builtin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built-in model as a checkpoint in 4 bits."""
@@ -176,7 +196,8 @@ def packed_builtin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_packed_checkpoint_trains_and_leaves_floats(packed_builtin: Path, tune: Tune, tmp_path: Path) -> None:
     lora = {"rank": 2, "projections": ["q_proj"]}
-    run = Trainer(tune("style", run={"steps": 2}, start={"model": str(packed_builtin)}, lora=lora), ALONE)
+    start, data = {"model": str(packed_builtin)}, {"tokens_per_pack": 300}
+    run = Trainer(tune("style", run={"steps": 2}, start=start, data=data, lora=lora), ALONE)
     assert isinstance(run.stepper, TuneStep)
     base = {name: dense(weight) for name, weight in packed_of(run.stepper.model).items()}
     assert len(base) == 7 * 5
