@@ -45,7 +45,8 @@ def gradients(model: CausalLM, tokens: int) -> tuple[Tensor, dict[str, Tensor], 
     """The loss of two documents, the gradients of all adapters, and the bytes at the fullest moment of the pass beyond
     what lay there before."""
     ids = np.arange(tokens, dtype=np.int32) * 37 % CONFIG.vocab_size
-    packed = pack_documents(Encoded(ids, np.ones(tokens, dtype=bool), np.array([0, tokens // 3, tokens])))
+    offsets = np.array([0, tokens // 3, tokens])
+    packed = pack_documents(Encoded(ids, ~np.isin(np.arange(tokens), offsets), offsets))
     adapters = dict(add_lora(model, LoraConfig(rank=8), seed=4).named_parameters())
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
