@@ -16,6 +16,7 @@ from strata.kernels.linear.packed.many_rows import rounded_product
 from strata.kernels.linear.packed.split_product import SplitTile, split_product
 from strata.kernels.linear.skinny_tiles import SkinnyTile
 from strata.kernels.moe.packed_grouped import packed_grouped_product
+from strata.kernels.moe.rounded_grouped import rounded_grouped_product
 from strata.kernels.norm.rounded_norm import add_rms_norm_round
 from strata.kernels.op import Operation
 from strata.kernels.quant.dequantize import dequantize
@@ -47,6 +48,8 @@ def packed_calls(out: int, width: int) -> Iterator[tuple[str, Callable[[], objec
         yield f"split_product by {splits}", partial(split_product, *given, SplitTile(64, 64, splits, 4))
     experts, ends = pack(randn(3, out, width), SCHEMES["int4"]), torch.tensor([0, 33, ROWS], dtype=torch.int32)
     yield "packed_grouped_product", partial(packed_grouped_product, randn(ROWS, width), experts, ends)
+    in_8_bits = values, torch.rand(ROWS, 1), pack(randn(3, out, width), SCHEMES["int8"]), ends, torch.bfloat16
+    yield "rounded_grouped_product", partial(rounded_grouped_product, *in_8_bits)
     pruned = randn(out, width)
     pruned.view(out, -1, 4)[..., 1:3] = 0
     yield "expand", partial(expand_on_device, pack(pruned, SPARSITIES["2:4"]))

@@ -15,7 +15,8 @@ from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.rounded_linear import rounded_linear
 from strata.kernels.norm.norm import add_rms_norm, rms_norm
-from strata.kernels.norm.rounded_norm import add_rms_norm_round, rms_norm_round
+from strata.kernels.norm.rounded_norm import add_rms_norm_round, rms_norm_round, wide_rms_norm_round
+from strata.kernels.norm.wide_norm import wide_rms_norm
 from strata.kernels.op import Operation
 from strata.kernels.quant.packed import PackedWeight
 
@@ -36,6 +37,7 @@ class _Fusion(NamedTuple):
 _FUSIONS = {
     rms_norm: _Fusion(rms_norm_round, 0, None, True),
     add_rms_norm: _Fusion(add_rms_norm_round, 1, 1, True),
+    wide_rms_norm: _Fusion(wide_rms_norm_round, 0, None, True),
     silu_mul: _Fusion(silu_mul_round, 0, None, False),
 }
 
@@ -43,10 +45,11 @@ _FUSIONS = {
 def fuse_rounding(
     graph: fx.GraphModule, dtype: torch.dtype, multiplies: Callable[[PackedWeight], bool]
 ) -> fx.GraphModule:
-    """Let `rms_norm`, `add_rms_norm` and `silu_mul` round the rows that `linear` would round, in place, in a graph that
-    `fuse` has gone over and that is not bound; returns `graph`.
+    """Let norms and `silu_mul` round the rows that `linear` would round, in place, in a graph that `fuse` has gone over
+    and that is not bound; returns `graph`.
 
-    - A norm becomes `rms_norm_round` or `add_rms_norm_round`; those that read its rows otherwise read them as they are.
+    - `rms_norm`, `wide_rms_norm` or `add_rms_norm` becomes `rms_norm_round`, `wide_rms_norm_round` or
+      `add_rms_norm_round`; those that read its rows otherwise read them as they are.
     - `silu_mul` that products alone read becomes `silu_mul_round`.
     - The products become `rounded_linear`.
 

@@ -38,6 +38,7 @@ _NORM = "add_rms_norm"
 _ALIKE = {
     "finish_add_rms_norm": _NORM,
     "rms_norm_round": "rms_norm",
+    "wide_rms_norm_round": "wide_rms_norm",
     "add_rms_norm_round": _NORM,
     "silu_mul_round": "silu_mul",
     "vocabulary_embedding": "embedding",

@@ -51,7 +51,14 @@ APART |= {
     "finish_add_rms_norm",
 }
 # What products by packed weights do on their way (`benchmarks.packed_products`).
-APART |= {"round_rows", "rms_norm_round", "add_rms_norm_round", "silu_mul_round", "rounded_linear"}
+APART |= {
+    "round_rows",
+    "rms_norm_round",
+    "wide_rms_norm_round",
+    "add_rms_norm_round",
+    "silu_mul_round",
+    "rounded_linear",
+}
 # Only where it is asked for (`benchmarks.sparse_attention`).
 APART |= {"block_sparse_attention"}
 

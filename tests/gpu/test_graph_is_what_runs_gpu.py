@@ -51,9 +51,13 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp(request.param)
     config = SHAPES[request.param] | {"num_hidden_layers": LAYERS[request.param]}
     (folder / "config.json").write_text(json.dumps(config))
+    return folder, started(folder)
+
+
+def started(folder: Path, **others: str) -> Engine:
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 4096, "num_pages": 3000}
     options |= {"enable_prefix_caching": False, "device": "cuda", "max_num_batched_tokens": 16384}
-    return folder, build_engine(EngineConfig.from_options(folder, options), log=lambda _: None)
+    return build_engine(EngineConfig.from_options(folder, options | others), log=lambda _: None)
 
 
 def own_or_library(name: str) -> str:
@@ -146,18 +150,31 @@ def test_so_it_does_where_no_size_with_prompts_is_recorded(
     compare(subject, arrivals)
 
 
-def compare(subject: tuple[Path, Engine], arrivals: list[tuple[int, ...]]) -> None:
-    """Kernels told and seen in each step of a run, one by one."""
+@pytest.fixture(scope="module", params=["fp8", "int8"])
+def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Engine, str]:
+    folder, scheme = tmp_path_factory.mktemp(request.param), request.param
+    (folder / "config.json").write_text(json.dumps(SHAPES["8B"] | {"num_hidden_layers": 2}))
+    return folder, started(folder, quantization=scheme), scheme
+
+
+@pytest.mark.parametrize("arrivals", [[(20,)], [(20,) * 40], [(20,) * 8, (300,)], [(4000, 4000)]], ids=str)
+def test_so_it_does_with_packed_weights(packed: tuple[Path, Engine, str], arrivals: list[tuple[int, ...]]) -> None:
+    folder, engine, scheme = packed
+    compare((folder, engine), arrivals, scheme)
+
+
+def compare(subject: tuple[Path, Engine], arrivals: list[tuple[int, ...]], scheme: str | None = None) -> None:
+    """Kernels told and seen in each step of a run, one by one. scheme: of packed weights."""
     folder, engine = subject
     device = recognize(torch.cuda.get_device_name())
     if device is None:
         pytest.skip("the device is not in the database")
-    model = meta_model(find_config(str(folder)), device)
+    model = meta_model(find_config(str(folder)), device, quantization=scheme)
     list(traced_steps(engine, arrivals))  # what is compiled or loaded when it first runs has been
     compared = set()
     for workload, names in traced_steps(engine, arrivals):
         told, has_prompt = model.step(workload), max(workload.new) > 1
-        assert (told.graph == "logits") == has_prompt
+        assert (told.graph in ("logits", "rounded_logits")) == has_prompt
         # What prompts have got new pages for is entered into the block tables in front of the step: a kernel of ATen.
         wanted = collapsed(["(ATen)"] * has_prompt + told.kernels)
         found = collapsed([own_or_library(name) for name in names])
@@ -168,5 +185,5 @@ def compare(subject: tuple[Path, Engine], arrivals: list[tuple[int, ...]]) -> No
                 f"{found[max(0, place - 3) : place + 4]}. {len(wanted)} told, {len(found)} seen. All: {names}"
             )
         compared.add(told.graph)
-    assert "logits" in compared
+    assert compared & {"logits", "rounded_logits"}
     assert compared & {"decode_small_batch", "decode_large_batch"}

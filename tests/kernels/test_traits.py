@@ -45,6 +45,7 @@ ROWWISE: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "round_rows": ((X,), ("int8", 0)),
     "rms_norm_round": ((X,), (FACTOR, 1e-5, "int8", 0, True)),
     "add_rms_norm_round": ((X, X + 1), (FACTOR, 1e-5, "int8", 8, True)),
+    "wide_rms_norm_round": ((X,), (FACTOR, 1e-5, 1.0, "int8", 0, False)),
     "silu_mul_round": ((X, X + 1), ("int8", 0)),
     "rounded_linear": (
         (X.to(torch.int8), X[:, :1].abs()),

@@ -11,6 +11,7 @@ from strata.kernels.compile_case import CompileCase
 from strata.kernels.fused import Run, fused
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.norm.norm import add_rms_norm, inverse_rms, rms_norm, row_tile, scaled
+from strata.kernels.norm.wide_norm import wide_rms_norm
 from strata.kernels.quant.round_rows import (
     MOST_COLUMNS,
     can_round,
@@ -46,6 +47,16 @@ def add_rms_norm_round(
     return (total, values, scales, normed) if keeps else (total, values, scales)
 
 
+@fused(rowwise=True)
+def wide_rms_norm_round(
+    run: Run, x: Tensor, weight: Tensor, eps: float, offset: float, kind: str, columns: int, keeps: bool
+) -> Rounded:
+    """Of `wide_rms_norm` what `rms_norm_round` returns: x [rows, width]."""
+    normed = run(wide_rms_norm, x, weight, eps, offset)
+    values, scales = run(round_rows, normed, kind, columns)
+    return (values, scales, normed) if keeps else (values, scales)
+
+
 @partial(jit, unspecialized=("rows",))
 def rounded_norm_kernel(
     x,
@@ -61,6 +72,8 @@ def rounded_norm_kernel(
     width,
     groups,
     eps,
+    offset,
+    WIDE: tl.constexpr,
     KIND: tl.constexpr,
     MOST: tl.constexpr,
     LEAST: tl.constexpr,
@@ -68,7 +81,8 @@ def rounded_norm_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """As `rms_norm_kernel`, or with a residual `add_rms_norm_kernel`; result: None if nobody reads it."""
+    """As `rms_norm_kernel`, with a residual `add_rms_norm_kernel`, if WIDE `wide_rms_norm_kernel`, which alone has an
+    offset; result: None if nobody reads it."""
     first_row = tl.program_id(0) * ROWS
     row = (first_row + tl.arange(0, ROWS)[:, None]).to(tl.int64)
     column = tl.arange(0, WIDTH)[None, :]
@@ -78,7 +92,11 @@ def rounded_norm_kernel(
         other = tl.load(residual + row * residual_stride + column, mask=held, other=0.0)
         given = (given.to(tl.float32) + other.to(tl.float32)).to(given.dtype)
     factor = tl.load(weight + column, mask=column < width, other=0.0)
-    normed = scaled(given, inverse_rms(given, width, eps), factor)
+    scale = inverse_rms(given, width, eps)
+    if WIDE:
+        normed = (given.to(tl.float32) * scale * (factor.to(tl.float32) + offset)).to(given.dtype)
+    else:
+        normed = scaled(given, scale, factor)
     if total is not None:
         tl.store(total + row * width + column, given, mask=held)
     if result is not None:
@@ -87,10 +105,17 @@ def rounded_norm_kernel(
     store_rounded(wide, first_row, 0, values, scales, rows, width, groups, KIND, MOST, LEAST, GROUP)
 
 
-def _sum_triton(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kind: str, columns: int, keeps: bool
+def _launch(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    kind: str,
+    columns: int,
+    keeps: bool,
+    offset: float | None = None,
 ) -> Rounded:
-    """The tiles of `rms_norm`, so that each row is summed in the same order."""
+    """The tiles of `rms_norm`, so that each row is summed in the same order. offset: of `wide_rms_norm`."""
     rows, width = x.shape
     total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if keeps else None
@@ -111,6 +136,8 @@ def _sum_triton(
             width,
             scales.shape[1],
             eps,
+            offset,
+            WIDE=offset is not None,
             **rounding_constants(kind, columns),
             **tile,
             num_warps=warps,
@@ -119,7 +146,17 @@ def _sum_triton(
 
 
 def _triton(x: Tensor, weight: Tensor, eps: float, kind: str, columns: int, keeps: bool) -> Rounded:
-    return _sum_triton(x, None, weight, eps, kind, columns, keeps)
+    return _launch(x, None, weight, eps, kind, columns, keeps)
+
+
+def _sum_triton(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, kind: str, columns: int, keeps: bool
+) -> Rounded:
+    return _launch(x, residual, weight, eps, kind, columns, keeps)
+
+
+def _wide_triton(x: Tensor, weight: Tensor, eps: float, offset: float, kind: str, columns: int, keeps: bool) -> Rounded:
+    return _launch(x, None, weight, eps, kind, columns, keeps, offset)
 
 
 def _fits(x: Tensor, weight: Tensor, eps: float, kind: str, columns: int, keeps: bool) -> bool:
@@ -133,10 +170,15 @@ def _sum_fits(x: Tensor, residual: Tensor, weight: Tensor, eps: float, kind: str
     return alike and _fits(x, weight, eps, kind, columns, keeps)
 
 
+def _wide_fits(x: Tensor, weight: Tensor, eps: float, offset: float, kind: str, columns: int, keeps: bool) -> bool:
+    return _fits(x, weight, eps, kind, columns, keeps)
+
+
 if HAS_TRITON:
     _KERNELS = (rounded_norm_kernel,)
     rms_norm_round.implement("triton", "cuda", invariant=True, supports=_fits, kernels=_KERNELS)(_triton)
     add_rms_norm_round.implement("triton", "cuda", invariant=True, supports=_sum_fits, kernels=_KERNELS)(_sum_triton)
+    wide_rms_norm_round.implement("triton", "cuda", invariant=True, supports=_wide_fits, kernels=_KERNELS)(_wide_triton)
 
 
 def compile_cases() -> list[CompileCase]:
@@ -148,6 +190,7 @@ def compile_cases() -> list[CompileCase]:
         for stored, kind, group in rounding_cases():
             tile, warps = row_tile(width)
             signature, constants = given | {"values": f"*{stored}:16"}, rounding_constants(kind, group) | tile
+            constants |= {"WIDE": False, "offset": None}
             title = f"add_rms_norm of {width} to {kind} by {group}"
             cases.append(CompileCase(title, rounded_norm_kernel, signature, constants, warps, 2))
     # Without a residual, and of which only the rounded rows are read.
@@ -156,4 +199,7 @@ def compile_cases() -> list[CompileCase]:
     plain = {name: kind for name, kind in first.signature.items() if name not in absent}
     constants = dict(first.constants) | dict.fromkeys(absent)
     cases.append(CompileCase("rms_norm of 4096 to int8", first.kernel, plain, constants, first.num_warps, 2))
+    del constants["offset"]
+    plain, constants = plain | {"offset": "fp32"}, constants | {"WIDE": True}
+    cases.append(CompileCase("wide_rms_norm of 4096 to int8", first.kernel, plain, constants, first.num_warps, 2))
     return cases

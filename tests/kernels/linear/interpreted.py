@@ -18,7 +18,7 @@ from strata.kernels.linear.packed import many_rows, rounded_kernel
 from strata.kernels.linear.packed.few_rows import PackedProduct, multiply
 from strata.kernels.linear.packed.split_product import SplitTile, split_product
 from strata.kernels.linear.skinny_tiles import SkinnyTile
-from strata.kernels.norm import norm, rounded_norm
+from strata.kernels.norm import norm, rounded_norm, wide_norm
 from strata.kernels.quant import round_rows as round_rows_file
 from strata.kernels.quant.dequantize import dequantize
 from strata.kernels.quant.expand import expand_on_device
@@ -99,6 +99,9 @@ def rounding_where_rows_are_made() -> None:
         rounded = many_rows._round(normed, kind, columns)
         identical(rounded_norm._sum_triton(gate, up, weight, 1e-5, kind, columns, True), (total, *rounded, normed))
         identical(rounded_norm._triton(total, weight, 1e-5, kind, columns, False), rounded)
+        wide = wide_norm._triton(total, weight, 1e-5, 1.0)
+        found = rounded_norm._wide_triton(total, weight, 1e-5, 1.0, kind, columns, True)
+        identical(found, (*many_rows._round(wide, kind, columns), wide))
         gated = many_rows._round(silu_mul._triton(gate, up), kind, columns)
         identical(rounded_silu_mul._triton(gate, up, kind, columns), gated)
 

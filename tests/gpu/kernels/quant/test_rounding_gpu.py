@@ -17,7 +17,8 @@ from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.rounded_linear import rounded_linear
 from strata.kernels.norm.norm import add_rms_norm, rms_norm
-from strata.kernels.norm.rounded_norm import add_rms_norm_round, rms_norm_round
+from strata.kernels.norm.rounded_norm import add_rms_norm_round, rms_norm_round, wide_rms_norm_round
+from strata.kernels.norm.wide_norm import wide_rms_norm
 from strata.kernels.op import Operation
 from strata.kernels.quant.packed import pack
 from strata.kernels.quant.round_rows import round_rows
@@ -62,6 +63,9 @@ def test_fused_kernels_have_the_bits_of_their_parts(width: int, kind: str, colum
         rounded = run(round_rows, normed, kind, columns)
         assert_identical(run(rms_norm_round, left, weight, EPS, kind, columns, False), rounded)
         assert_identical(run(rms_norm_round, left, weight, EPS, kind, columns, True), (*rounded, normed))
+        wide = run(wide_rms_norm, left, weight, EPS, 1.0)
+        found = run(wide_rms_norm_round, left, weight, EPS, 1.0, kind, columns, True)
+        assert_identical(found, (*run(round_rows, wide, kind, columns), wide))
         total, normed = run(add_rms_norm, left, right, weight, EPS)
         rounded = run(round_rows, normed, kind, columns)
         found = run(add_rms_norm_round, left, right, weight, EPS, kind, columns, True)
