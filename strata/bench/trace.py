@@ -55,7 +55,18 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("recurrence", ("short_convolution", "tail_kernel", "state_space", "gated_delta", "deinterleave")),
     (
         "product",
-        ("gemv", "dot_kernel", "head_product", "linear", "gemm", "nvjet", "cutlass", "splitk", "rounded_product"),
+        (
+            "gemv",
+            "dot_kernel",
+            "head_product",
+            "linear",
+            "gemm",
+            "nvjet",
+            "cutlass",
+            "splitk",
+            "rounded_product",
+            "split_product",
+        ),
     ),
     ("norm", ("norm",)),
     ("rotation and KV write", ("rope", "kv_write", "latent_write", "rotate_heads", "rounded_write")),
@@ -64,7 +75,7 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (COPY, ("memcpy", "memset", "copy")),
     ("lookup", ("embedding", "index", "gather", "newest_tokens")),
     ("loss", ("softmax_gradient",)),
-    ("quantization", ("quantize", "largest_kernel", "round_rows")),
+    ("quantization", ("quantize", "largest_kernel", "round_rows", "expand_kernel")),
     ("optimizer", ("adamw", "muon")),
     ("experts", ("combine", "grouped_kernel", "held_order", "count_choices", "route_kernel", "choice_")),
 )
