@@ -83,6 +83,7 @@ def test_wrong_configs_are_refused(small: Small, section: str, changes: dict[str
         ("lora", {"projections": ["q_proj", 3]}, r"projections\[1\] must be of type str, got 3"),
         ("dpo", {"beta": 0}, r"dpo\.beta = 0\.0 must be positive"),
         ("start", {"model": None, "tokenizer": "builtin"}, r"a fresh model has a \[model\] table and start\.tokenizer"),
+        ("run", {"precision": "fp8-row"}, r"run\.precision = 'fp8-row' is not for \[lora\] or \[dpo\]"),
     ],
 )
 def test_wrong_tuning_is_refused(tune: Tune, section: str, changes: dict[str, Any], message: str) -> None:
