@@ -83,12 +83,17 @@ def test_wrong_configs_are_refused(small: Small, section: str, changes: dict[str
         ("lora", {"projections": ["q_proj", 3]}, r"projections\[1\] must be of type str, got 3"),
         ("dpo", {"beta": 0}, r"dpo\.beta = 0\.0 must be positive"),
         ("start", {"model": None, "tokenizer": "builtin"}, r"a fresh model has a \[model\] table and start\.tokenizer"),
-        ("run", {"precision": "fp8-row"}, r"run\.precision = 'fp8-row' is not for \[lora\] or \[dpo\]"),
     ],
 )
 def test_wrong_tuning_is_refused(tune: Tune, section: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tune("style", **{section: changes})
+
+
+@pytest.mark.parametrize("section", ["lora", "dpo"])
+def test_tuning_beside_products_in_8_bits_is_refused(tune: Tune, section: str) -> None:
+    with pytest.raises(ValueError, match=r"run\.precision = 'fp8-row' is not for \[lora\] or \[dpo\]"):
+        tune("style", run={"precision": "fp8-row"}, **{section: {}})
 
 
 def test_missing_section_and_missing_file(small_table: dict[str, Any], tmp_path: Path) -> None:
