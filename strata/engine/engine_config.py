@@ -239,6 +239,10 @@ class EngineConfig:
             if self.quantization is not None:
                 raise ValueError(f"{given} and sparsity={self.sparsity!r} pack the same weights: leave out one of them")
             given = f"sparsity={self.sparsity!r}"
+        self.check_packed(given)
+
+    def check_packed(self, given: str) -> None:
+        """Raises ValueError for what packed weights cannot be had with; `given` says that they are packed."""
         if self.enable_eplb:
             raise ValueError(
                 f"enable_eplb=True moves experts that are not packed, and {given} packs them; leave out one of them"
@@ -340,6 +344,8 @@ class EngineSizes:
                 parameters = most // dtype.itemsize // shard.stages
         folder = Path(asked.model) if asked.load_format == "auto" else None
         packing = Packing.of(asked.quantization, own, shard, folder, asked.sparsity, dtype)
+        if packing.schemes:
+            asked.check_packed(f"{asked.model} ({packing.name})")
         weight_bytes = packed_bytes(own, dtype, packing.planned)
         groups = groups_of(asked, config, pool, max_length)
         states = StateShape.of(FAMILIES[config.architecture].states(config), dtype)

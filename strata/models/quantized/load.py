@@ -16,7 +16,7 @@ from strata.kernels.quant.two_of_four import least_two_of_four
 from strata.models import weights
 from strata.models.checkpoint import StoredTensor
 from strata.models.config import ModelConfig
-from strata.models.experts import stored_parameters
+from strata.models.experts import stored_name, stored_parameters
 from strata.models.families import build
 from strata.models.initialize import dummy_values
 from strata.models.layers import CausalLM
@@ -140,8 +140,7 @@ class _Folder:
         left = {stored: box for stored, box in self._places.items() if stored not in found}
         plain = {stored: box for stored, box in left.items() if not checkpoint.is_packed(stored)}
         weights.fill(self._model, dict(checkpoint.sources), plain)
-        tensors, heads = dict(checkpoint.tensors), plain if checkpoint.format is None else {}
-        weights.check_head(self._complete, self._config, tensors, checkpoint.folder, heads)
+        self._check_head(plain)
         parameters = stored_parameters(self._model)
         for stored in left.keys() - plain.keys():
             for box, place in held(parameters[stored].detach(), left[stored]):
@@ -151,6 +150,24 @@ class _Folder:
             return
         for stored, (name, number) in found.items():
             assemblies[name].put(number, checkpoint.read(stored, self._places[stored]).to(device))
+
+    def _check_head(self, plain: dict[str, Boxes]) -> None:
+        """As `weights.check_head`, whichever of the embedding and the head that is tied to it is packed."""
+        checkpoint = self.checkpoint
+        format, embedding = checkpoint.format, stored_name(self._complete, "model.embed_tokens.weight")
+        pair = {"lm_head.weight", embedding}
+        if format is None or not pair & format.matrices:
+            weights.check_head(self._complete, self._config, dict(checkpoint.tensors), checkpoint.folder, plain)
+        elif self._config.tied and pair <= checkpoint.tensors.keys() and embedding in self._places:
+            ((rows, columns),) = self._places[embedding]
+            alike = pair <= format.matrices and torch.equal(
+                *(dense(format.read(name, rows, columns)) for name in sorted(pair))
+            )
+            if not alike:
+                raise ValueError(
+                    f"{checkpoint.folder}: config.json ties lm_head.weight to {embedding}, but they are packed apart; "
+                    "set tie_word_embeddings to false there if the head is meant to be its own"
+                )
 
     def _pack(
         self,

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from strata import LLM, SamplingParams
+from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.startup.packing import Packing
 from strata.kernels.quant.packed import dense
 from strata.models.config import config_from_dict
@@ -116,6 +118,42 @@ def test_a_mixture_with_latents(tmp_path: Path) -> None:
             assert torch.equal(value, expected.get(one, plain.get(one))), one
     held = sum(one.nbytes for one in found.values())
     assert held == sum(one.nbytes for one in packing.planned.values())
+
+
+def test_a_tied_head_is_not_one_of_its_own(tmp_path: Path) -> None:
+    """Whether it or the embedding is packed; of both alike there is one."""
+    written(tmp_path, "int")
+    tied = LLAMA | {"tie_word_embeddings": True, "quantization_config": LAYOUTS["int"].config | {"ignore": []}}
+    tied["quantization_config"]["config_groups"]["group_0"]["targets"] = ["Linear", "Embedding"]
+    (tmp_path / "config.json").write_text(json.dumps(tied))
+    stored = load_file(tmp_path / "model.safetensors")
+    shape = tuple(stored.pop("lm_head.weight").shape)
+    packed_pair, _ = make(LAYOUTS["int"], {"lm_head": shape, "model.embed_tokens": shape})
+    del stored["model.embed_tokens.weight"]
+    alike = {name: packed_pair[name.replace("lm_head", "model.embed_tokens")].clone() for name in packed_pair}
+    with torch.device("meta"):
+        empty = build(config_from_dict(LLAMA))
+    schemes = Packing.of(None, empty, folder=tmp_path).schemes
+    save_file(stored | alike, tmp_path / "model.safetensors")
+    load_packed(tmp_path, schemes)
+    embedding = {name: tensor for name, tensor in packed_pair.items() if "embed" in name}
+    plain = {"lm_head.weight": torch.ones(shape)}
+    for head in (packed_pair, embedding | plain):
+        save_file(stored | head, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=r"ties lm_head\.weight to .*, but they are packed apart"):
+            load_packed(tmp_path, schemes)
+    save_file(stored | plain | {"model.embed_tokens.weight": torch.zeros(shape)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="but they differ"):
+        load_packed(tmp_path, schemes)
+
+
+def test_what_packed_weights_cannot_be_had_with_is_refused_before_they_are_read(tmp_path: Path) -> None:
+    written(tmp_path, "pack-8")
+    config = config_from_dict(LLAMA)
+    asked = EngineConfig(str(tmp_path), device="cpu", tensor_parallel_size=2, deterministic=True)
+    shard = RankShard.of(config, 2, 0)
+    with pytest.raises(ValueError, match=r"\(compressed-tensors: int8 .*\) with tensor_parallel_size=2 and determ"):
+        EngineSizes.of(asked, shard.config, torch.device("cpu"), None, shard)
 
 
 def test_what_is_packed_already_is_not_packed_again_nor_read_as_floats(tmp_path: Path) -> None:
