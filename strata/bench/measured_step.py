@@ -23,6 +23,7 @@ from strata.engine.runner import Runner
 from strata.engine.step_graphs import StepGraphs, step_graphs
 from strata.engine.steps.runner_config import RunnerConfig
 from strata.graph.cost import work_of
+from strata.graph.passes import passes_of
 from strata.hardware.replay import time_replayed
 from strata.hardware.roofline import Workload
 from strata.kernels import tuned
@@ -118,7 +119,9 @@ def measure_step(asked: EngineConfig, workload: Workload, recorded: BufferShape 
     model, _, packed = load_packed(
         asked.model, sizes.packing.schemes, device, sizes.pool.dtype, asked.load_format, sizes.max_length
     )
-    graphs = step_graphs(model, kind, False, {} if limits is None else tuned.read(limits.product), packed=packed)
+    table = {} if limits is None else tuned.read(limits.product)
+    passes = passes_of(asked.passes)
+    graphs = step_graphs(model, kind, False, table, packed=packed, limits=limits, passes=passes)
     each = -(-sizes.max_length // asked.page_size)
     counts = [each * len(workload.new) + 1] * len(sizes.groups)
     pool, *others = kept = pools(sizes.groups, counts, config.num_layers, device)

@@ -41,6 +41,7 @@ class Setup:
     quantization: str | None = None
     sparsity: str | None = None
     passes: str = "all"
+    executor: str = "graph"
 
     @property
     def source(self) -> str:
@@ -69,17 +70,19 @@ class Setup:
             "pipeline_parallel_size": self.pipeline_parallel_size,
             "enable_expert_parallel": self.enable_expert_parallel,
             "seed": 0,
+            "executor": self.executor,
         }
 
     def test_name(self, name: str) -> str:
-        """Deterministic mode, each number of ranks, each way to pack weights and each choice of passes is a test of its
-        own, so that none passes for the newest result of another."""
+        """Deterministic mode, each number of ranks, each way to pack weights, each choice of passes and each executor is
+        a test of its own, so that none passes for the newest result of another."""
         ranks = f"-tp{self.tensor_parallel_size}" if self.tensor_parallel_size > 1 else ""
         ranks += f"-pp{self.pipeline_parallel_size}" if self.pipeline_parallel_size > 1 else ""
         ranks += "-ep" if self.enable_expert_parallel else ""
         packed = self.quantization or self.sparsity
         ranks += f"-{packed}" if packed is not None else ""
         ranks += f"-passes:{self.passes}" if self.passes != "all" else ""
+        ranks += f"-{self.executor}" if self.executor != "graph" else ""
         return f"{name}-deterministic{ranks}" if self.deterministic else f"{name}{ranks}"
 
 

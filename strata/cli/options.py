@@ -58,6 +58,7 @@ MaxNumSeqs = Annotated[int, engine_option(min=1, help="Sequences that run at onc
 GpuMemoryUtilization = Annotated[
     float, engine_option(help="Share of the GPU's memory that may be in use with the engine, others' included.")
 ]
+Executor = Annotated[str, engine_option(help="graph; or compile, torch.compile's kernels, to compare with.")]
 LoadFormat = Annotated[str, engine_option(help="auto reads safetensors, dummy makes random weights.")]
 KvCacheDtype = Annotated[str, engine_option(help="Of keys and values in pages: auto, fp8 or int8.")]
 SparsePrefill = Annotated[

@@ -92,6 +92,8 @@ class EngineConfig:
     enable_eplb: experts that are chosen often get copies and move between the ranks while the engine runs.
     num_redundant_experts: of each layer, how many more than there are the ranks have room for, for copies.
     eplb_step_interval: steps after which experts are placed anew.
+    executor: "graph" runs the kernels that the registry chooses; "compile", to compare with, those that torch.compile
+        makes of the references, but for attention and what else it cannot look into.
     """
 
     model: str
@@ -125,6 +127,7 @@ class EngineConfig:
     enable_eplb: bool = False
     num_redundant_experts: int = 0
     eplb_step_interval: int = 3000
+    executor: str = "graph"
 
     @classmethod
     def from_options(cls, model: str | Path | None, options: Mapping[str, Any]) -> EngineConfig:
@@ -143,6 +146,7 @@ class EngineConfig:
             raise ValueError(f"dtype {self.dtype!r} is unknown; use auto, {', '.join(DTYPES)}")
         if self.kv_cache_dtype not in KV_DTYPES:
             raise ValueError(f"kv_cache_dtype {self.kv_cache_dtype!r} is unknown; use {', '.join(KV_DTYPES)}")
+        self._check_executor()
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         may_be_none = ("max_model_len", "max_num_batched_tokens", "num_pages")
@@ -218,6 +222,13 @@ class EngineConfig:
                 "enable_eplb=True changes which ranks add up a token's experts, so its bits depend on what else runs; "
                 "leave out one of it and deterministic=True"
             )
+
+    def _check_executor(self) -> None:
+        if self.executor not in ("graph", "compile"):
+            raise ValueError(f"executor {self.executor!r} is unknown; use graph or compile")
+        given = "deterministic=True" if self.deterministic else "several ranks" if self.ranks > 1 else None
+        if self.executor == "compile" and given is not None:
+            raise ValueError(f"executor='compile' is not there with {given}: leave out one of them")
 
     def _check_stages(self) -> None:
         refused = {"enable_eplb": False, "enable_dp_attention": False, "prefill_context_parallel_size": 1}

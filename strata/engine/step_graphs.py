@@ -22,6 +22,7 @@ from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.engine.sampler import DrawInputs, draw_ids
 from strata.graph.bind import NO_AXES, bind
 from strata.graph.capture import capture, capture_head
+from strata.graph.compile import compiled
 from strata.graph.compose import compose, copied
 from strata.graph.cost import operation_counts
 from strata.graph.count_experts import count_experts
@@ -267,6 +268,7 @@ def step_graphs(
     limits: DeviceLimits | None = None,
     passes: frozenset[str] = ALL_PASSES,
     sparse: BlockChoice | None = None,
+    executor: str = "graph",
 ) -> StepGraphs:
     """Capture a model, run the passes, and bind for `kind` (see `Operation.bind`). table: of the device, if it has one.
     shard: of the rank whose model it is, where several share one; a rank of one sums as they do in deterministic mode.
@@ -275,10 +277,13 @@ def step_graphs(
     may be without memory. limits: of the CUDA device, so that its products may read rows that are rounded already.
     passes: the names of those that run, see `strata.graph.passes`. sparse: which blocks of keys long prompts attend
     to; None: all attend to all.
+    executor: "compile" leaves it to torch.compile to fuse what computes logits, see `strata.graph.compile`.
 
     Raises NotImplementedError if an operation has no implementation there. Only on CUDA, and not in deterministic mode,
     are there implementations for which the passes pay that look at the number of rows.
     """
+    if executor == "compile":
+        passes &= {"merge"}
     captured, head = _captured(model, shard)
     counts = operation_counts(captured)
     if head is not None:
@@ -293,7 +298,7 @@ def step_graphs(
     if context is not None:
         axes[CONTEXT_AXIS] = context
     part = None if shard is None or shard.own_tokens or _has_all_columns(shard) else VocabularyPart.of(shard)
-    by_rows = kind == "cuda" and not deterministic
+    by_rows = kind == "cuda" and not deterministic and executor == "graph"
 
     def fused(*, counted: bool = True, choice: BlockChoice | None = None) -> fx.GraphModule:
         graph = copied(captured) if head is None else compose(captured, head)
@@ -348,7 +353,7 @@ def step_graphs(
     logits = any_step()
     has_sums = shard is not None and not shard.own_tokens
     overlap_tokens = overlap.least_tokens(logits) if has_sums and not deterministic else None
-    return StepGraphs(
+    made = StepGraphs(
         logits=bound(with_messages(logits)),
         rounded_logits=bound(run(fuse_gated_products, with_rounding(with_messages(of_rows(fused())))))
         if rounds
@@ -375,6 +380,11 @@ def step_graphs(
         overlap_tokens=overlap_tokens or 0,
         has_copies=overlap_tokens is not None and overlap.device is not None,
     )
+    if executor == "compile":
+        for graph in (made.logits, made.decode_small_batch):
+            if graph is not None:
+                graph.forward = compiled(graph)  # the graph itself is what is costed
+    return made
 
 
 def _of_rank(

@@ -63,6 +63,7 @@ def throughput(
     tensor_parallel_size: options.TensorParallelSize = 1,
     pipeline_parallel_size: options.PipelineParallelSize = 1,
     enable_expert_parallel: options.EnableExpertParallel = False,
+    executor: options.Executor = "graph",
     repeat: Repeat = 3,
     as_json: AsJson = False,
     save: Save = None,
@@ -84,6 +85,7 @@ def throughput(
         quantization,
         sparsity,
         passes,
+        executor,
     )
     result = run(test, setup, repeat)
     report(result.values(), result.text(), as_json=as_json, save=save)
@@ -105,6 +107,7 @@ def _command(name: str, measure: Callable[[Setup, int], Result], help: str) -> N
         tensor_parallel_size: options.TensorParallelSize = 1,
         pipeline_parallel_size: options.PipelineParallelSize = 1,
         enable_expert_parallel: options.EnableExpertParallel = False,
+        executor: options.Executor = "graph",
         repeat: Repeat = 3,
         as_json: AsJson = False,
         save: Save = None,
@@ -121,6 +124,7 @@ def _command(name: str, measure: Callable[[Setup, int], Result], help: str) -> N
             quantization,
             sparsity,
             passes,
+            executor,
         )
         result = measure(setup, repeat)
         report(result.values(), result.text(), as_json=as_json, save=save)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import zlib
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -101,6 +102,8 @@ def build_executor(
     the start. rank: the place among those that each make one; what could differ between them is the least of all.
     Raises ValueError for whatever cannot be honoured, EngineFault if the memory does not suffice after all.
     """
+    if asked.executor == "compile":
+        _check_compiler(device)
     own_kernels = _runs_own_kernels(asked, device, log)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // rank.size))
@@ -149,7 +152,7 @@ def build_executor(
         overlap = Overlap(asked.overlap_tokens, _sends_by_copies(axes[TENSOR_AXIS], device))
         sparse = block_choice(asked, own, kind)
         limits = DeviceLimits.of(device) if kind == "cuda" else None
-        asked_for = overlap, context, packed, limits, passes_of(asked.passes), sparse
+        asked_for = overlap, context, packed, limits, passes_of(asked.passes), sparse, asked.executor
         graphs = step_graphs(model, kind, asked.deterministic, table, shard, tables, *asked_for)
         largest = sizes.max_tokens, min(asked.max_num_seqs, sizes.max_tokens)
         planned = planned_buffers(graphs, pool_shape, sizes.states, *largest, limits)
@@ -224,6 +227,13 @@ def planned_line(plan: BufferPlan, ledger: Ledger, tokens: int) -> str:
         f"activations of {tokens:,} tokens: {held:.3f} GiB planned, most of it alive at {plan.peak_node} ({used:.0f} "
         f"times as much is made); {ledger.activations / GIB:.3f} set aside, sampling with it"
     )
+
+
+def _check_compiler(device: torch.device) -> None:
+    """Raises ValueError where torch.compile has nothing to compile with."""
+    compiler = os.environ.get("CXX", "g++")
+    if device.type == "cpu" and shutil.which(compiler) is None:
+        raise ValueError(f"executor='compile' needs a C++ compiler on a CPU, and there is no {compiler}: install one")
 
 
 def _require_alike(device: torch.device, rank: Rank) -> None:

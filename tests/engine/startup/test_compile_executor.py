@@ -1,0 +1,70 @@
+"""A graph whose pieces torch.compile makes gives the logits of the graph, and an engine with it the same ids."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from strata import LLM
+from strata.engine import step_graphs as step_graphs_module
+from strata.engine.engine_config import EngineConfig
+from strata.engine.startup import executor as executor_module
+from strata.engine.step_graphs import step_graphs
+from strata.graph.compile import compiled
+from strata.graph.cost import operation_counts
+from strata.models.config import config_from_dict
+from strata.models.families import build
+from strata.models.folder import BUILTIN_FOLDER
+from strata.models.initialize import randomize
+from tests.models.batches import packed, random_sequences
+from tests.models.checkpoints import FAMILY_CONFIGS
+from tests.models.sparse_models import SPARSE_CONFIGS
+
+CONFIGS = dict(FAMILY_CONFIGS) | SPARSE_CONFIGS
+OPTIONS: dict[str, Any] = {"device": "cpu", "num_pages": 20, "max_num_seqs": 2, "max_model_len": 64, "verbose": False}
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-biases-window"])
+@torch.no_grad()
+def test_logits_are_those_of_the_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms, rotations and routers are in pieces; experts and attention, with windows too, stay."""
+    torch.compiler.reset()
+    backends: list[int] = []
+
+    def note(piece: fx.GraphModule, _: object) -> fx.GraphModule:
+        backends.append(len(piece.graph.nodes))
+        return piece
+
+    monkeypatch.setattr(step_graphs_module, "compiled", partial(compiled, backend=note))
+    config = config_from_dict(CONFIGS[name])
+    model = build(config).requires_grad_(False)
+    randomize(model, 0)
+    plain, made = (step_graphs(model, "cpu", False, executor=one).logits for one in ("graph", "compile"))
+    batch, rows = packed(random_sequences(config.vocab_size, (7, 4))), torch.tensor([6, 10], dtype=torch.int32)
+    torch.testing.assert_close(made.forward(batch, rows), plain.forward(batch, rows), rtol=1e-4, atol=1e-5)
+    # In front of the first attention, behind each, in front of the experts: of layers alike once.
+    assert 2 < len(backends) <= 3 + 2 * config.num_layers
+    assert sum(operation_counts(made).values()) > sum(operation_counts(plain).values()), "what is costed is not fused"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"executor": "jit"}, "executor 'jit' is unknown; use graph or compile"),
+        ({"executor": "compile", "deterministic": True}, "is not there with deterministic=True"),
+        ({"executor": "compile", "tensor_parallel_size": 2}, "is not there with several ranks"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        EngineConfig("somewhere", **options)
+
+
+def test_a_cpu_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor_module.shutil, "which", lambda name: None)
+    with pytest.raises(ValueError, match=r"needs a C\+\+ compiler on a CPU, and there is no .*: install one"):
+        LLM(BUILTIN_FOLDER, executor="compile", **OPTIONS)
