@@ -74,8 +74,8 @@ class Setup:
         }
 
     def test_name(self, name: str) -> str:
-        """Deterministic mode, each number of ranks, each way to pack weights, each choice of passes and each executor is
-        a test of its own, so that none passes for the newest result of another."""
+        """Deterministic mode, each number of ranks, each way to pack weights, each choice of passes and each executor
+        is a test of its own, so that none passes for the newest result of another."""
         ranks = f"-tp{self.tensor_parallel_size}" if self.tensor_parallel_size > 1 else ""
         ranks += f"-pp{self.pipeline_parallel_size}" if self.pipeline_parallel_size > 1 else ""
         ranks += "-ep" if self.enable_expert_parallel else ""

@@ -146,7 +146,6 @@ class EngineConfig:
             raise ValueError(f"dtype {self.dtype!r} is unknown; use auto, {', '.join(DTYPES)}")
         if self.kv_cache_dtype not in KV_DTYPES:
             raise ValueError(f"kv_cache_dtype {self.kv_cache_dtype!r} is unknown; use {', '.join(KV_DTYPES)}")
-        self._check_executor()
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         may_be_none = ("max_model_len", "max_num_batched_tokens", "num_pages")
@@ -172,6 +171,7 @@ class EngineConfig:
         self._check_stages()
         self._check_quantization()
         check_sparse_attention(self)
+        self._check_executor()
 
     @property
     def axis_sizes(self) -> dict[str, int]:
@@ -226,7 +226,13 @@ class EngineConfig:
     def _check_executor(self) -> None:
         if self.executor not in ("graph", "compile"):
             raise ValueError(f"executor {self.executor!r} is unknown; use graph or compile")
-        given = "deterministic=True" if self.deterministic else "several ranks" if self.ranks > 1 else None
+        refused = {
+            "deterministic=True": self.deterministic,
+            "several ranks": self.ranks > 1,
+            f"passes={self.passes!r}": self.passes != "all",
+            "sparse_prefill": self.sparse_prefill is not None,
+        }
+        given = next((what for what, is_given in refused.items() if is_given), None)
         if self.executor == "compile" and given is not None:
             raise ValueError(f"executor='compile' is not there with {given}: leave out one of them")
 

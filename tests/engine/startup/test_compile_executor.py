@@ -21,16 +21,13 @@ from strata.models.families import build
 from strata.models.folder import BUILTIN_FOLDER
 from strata.models.initialize import randomize
 from tests.models.batches import packed, random_sequences
-from tests.models.checkpoints import FAMILY_CONFIGS
 from tests.models.sparse_models import SPARSE_CONFIGS
 
-CONFIGS = dict(FAMILY_CONFIGS) | SPARSE_CONFIGS
 OPTIONS: dict[str, Any] = {"device": "cpu", "num_pages": 20, "max_num_seqs": 2, "max_model_len": 64, "verbose": False}
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-biases-window"])
 @torch.no_grad()
-def test_logits_are_those_of_the_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_are_those_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms, rotations and routers are in pieces; experts and attention, with windows too, stay."""
     torch.compiler.reset()
     backends: list[int] = []
@@ -40,14 +37,14 @@ def test_logits_are_those_of_the_graph(name: str, monkeypatch: pytest.MonkeyPatc
         return piece
 
     monkeypatch.setattr(step_graphs_module, "compiled", partial(compiled, backend=note))
-    config = config_from_dict(CONFIGS[name])
+    config = config_from_dict(SPARSE_CONFIGS["mixtral-window-tied"] | {"num_hidden_layers": 4})
     model = build(config).requires_grad_(False)
     randomize(model, 0)
     plain, made = (step_graphs(model, "cpu", False, executor=one).logits for one in ("graph", "compile"))
     batch, rows = packed(random_sequences(config.vocab_size, (7, 4))), torch.tensor([6, 10], dtype=torch.int32)
     torch.testing.assert_close(made.forward(batch, rows), plain.forward(batch, rows), rtol=1e-4, atol=1e-5)
-    # In front of the first attention, behind each, in front of the experts: of layers alike once.
-    assert 2 < len(backends) <= 3 + 2 * config.num_layers
+    # In front of the first attention, behind each, behind the experts; behind the last attention and the last experts.
+    assert len(backends) == 5, "layers alike are compiled once"
     assert sum(operation_counts(made).values()) > sum(operation_counts(plain).values()), "what is costed is not fused"
 
 
@@ -57,6 +54,8 @@ def test_logits_are_those_of_the_graph(name: str, monkeypatch: pytest.MonkeyPatc
         ({"executor": "jit"}, "executor 'jit' is unknown; use graph or compile"),
         ({"executor": "compile", "deterministic": True}, "is not there with deterministic=True"),
         ({"executor": "compile", "tensor_parallel_size": 2}, "is not there with several ranks"),
+        ({"executor": "compile", "passes": "exact"}, "is not there with passes='exact'"),
+        ({"executor": "compile", "sparse_prefill": 0.9}, "is not there with sparse_prefill"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], words: str) -> None:
