@@ -48,6 +48,7 @@ def graph(
         str | None, typer.Option("--device", help="Device whose kernels and floors are shown; h200 if left out.")
     ] = None,
     tensor_parallel_size: options.TensorParallelSize = 1,
+    message_dtype: options.MessageDtype = "auto",
     pipeline_parallel_size: options.PipelineParallelSize = 1,
     stage: Annotated[int, typer.Option(min=0, help="Which of the stages is shown, from 0.")] = 0,
     prefill_context_parallel_size: options.PrefillContextParallelSize = 1,
@@ -107,7 +108,16 @@ def graph(
         raise ValueError(f"--prefill-context-parallel-size does not go together with {other}; leave out one of them")
     if stage >= stages:
         raise ValueError(f"--stage {stage} of --pipeline-parallel-size {stages}: stages count from 0 to {stages - 1}")
-    check_states(EngineConfig(model, pipeline_parallel_size=stages, prefill_context_parallel_size=parts), config)
+    divided = EngineConfig(
+        model,
+        tensor_parallel_size=size,
+        message_dtype=message_dtype,
+        pipeline_parallel_size=stages,
+        prefill_context_parallel_size=parts,
+    )
+    check_states(divided, config)
+    if divided.narrow_messages and enable_dp_attention:
+        raise ValueError("--message-dtype rounds what ranks add up, nothing with --enable-dp-attention; leave out one")
     if size * stages > 1:
         axis = imagined(TENSOR_AXIS, size) if size > 1 else None
         own = {"expert_parallel": enable_expert_parallel, "own_tokens": enable_dp_attention}
@@ -123,7 +133,7 @@ def graph(
     if here is not None and here.is_processor:
         meta = host_model(config, config.dtype or torch.float32, **by)
     else:
-        meta = meta_model(config, spec, shard=shard, context=along, **by)
+        meta = meta_model(config, spec, shard=shard, context=along, narrow_messages=divided.narrow_messages, **by)
     priced = price(meta, workload, spec)
     if here is not None:
         from strata.bench.measured_step import engine_for, measure_step

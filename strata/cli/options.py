@@ -46,6 +46,7 @@ OverlapTokens = Annotated[
         min=0, help="From so many tokens on, messages of ranks beside products; where it pays if left out, 0: none."
     ),
 ]
+MessageDtype = Annotated[str, engine_option(help="Of sums over ranks: auto, or fp8, rounded in steps of many tokens.")]
 EnableExpertParallel = Annotated[bool, engine_option(help="Ranks have different experts of a mixture, each whole.")]
 EnableDpAttention = Annotated[
     bool, engine_option(help="Those ranks have sequences and KV pages of their own, and share the experts alone.")

@@ -119,6 +119,7 @@ def serve(
         int, options.engine_option(min=1, help="Engines that requests are divided among, each with GPUs of its own.")
     ] = 1,
     overlap_tokens: options.OverlapTokens = None,
+    message_dtype: options.MessageDtype = "auto",
     enable_expert_parallel: options.EnableExpertParallel = False,
     enable_dp_attention: options.EnableDpAttention = False,
     enable_eplb: options.EnableEplb = False,
@@ -204,6 +205,7 @@ def serve(
         "pipeline_parallel_size": pipeline_parallel_size,
         "prefill_context_parallel_size": prefill_context_parallel_size,
         "overlap_tokens": overlap_tokens,
+        "message_dtype": message_dtype,
         "enable_expert_parallel": enable_expert_parallel,
         "enable_dp_attention": enable_dp_attention,
         "enable_eplb": enable_eplb,

@@ -67,6 +67,7 @@ def simulate(
         int, options.engine_option(min=1, help="Engines that requests are divided among.")
     ] = 1,
     tensor_parallel_size: options.TensorParallelSize = 1,
+    message_dtype: options.MessageDtype = "auto",
     enable_expert_parallel: options.EnableExpertParallel = False,
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: options.MaxNumSeqs = 256,
@@ -133,6 +134,7 @@ def simulate(
     asked = EngineConfig(
         model,
         tensor_parallel_size=tensor_parallel_size,
+        message_dtype=message_dtype,
         enable_expert_parallel=enable_expert_parallel,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,

@@ -17,6 +17,7 @@ from strata.cache.tables import BufferShape
 from strata.engine.ranks.token_division import CONTEXT_AXIS
 from strata.engine.recorded_steps import recorded_sizes
 from strata.engine.sampling_params import RANGES, check_integer
+from strata.engine.startup.narrow_messages import check_columns, check_messages
 from strata.engine.startup.packing import NOTHING_PACKED, Packing
 from strata.engine.startup.sparse_attention import SPARSE_SIZES, check_sparse_attention
 from strata.graph.passes import passes_of
@@ -84,6 +85,9 @@ class EngineConfig:
     overlap_tokens: with several ranks, steps with prompts of so many tokens or more divide their rows in two, and the
         messages of one half travel while the products of the other run; None: between two GPUs that send by copy
         engines, steps of as many as a cost model says that it pays for; 0: none do. Not in deterministic mode.
+    message_dtype: "auto" lets what ranks add up travel as it is computed; "fp8" (e4m3, also "fp8_e4m3") rounds it in
+        steps of many tokens, there and back, with a power of two for each 128 columns of a row
+        (`strata.graph.ranks.narrow_messages`), and lets no messages travel beside products.
     pipeline_parallel_size: stages that divide the layers among them, each of tensor_parallel_size ranks.
     enable_expert_parallel: ranks that divide matrices have different experts of a mixture, each whole, instead of a
         part of every one.
@@ -122,6 +126,7 @@ class EngineConfig:
     prefill_context_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     overlap_tokens: int | None = None
+    message_dtype: str = "auto"
     enable_expert_parallel: bool = False
     enable_dp_attention: bool = False
     enable_eplb: bool = False
@@ -172,6 +177,17 @@ class EngineConfig:
         self._check_quantization()
         check_sparse_attention(self)
         self._check_executor()
+        check_messages(self)
+
+    @property
+    def narrow_messages(self) -> bool:
+        """Whether sums over ranks travel in 8 bits."""
+        return self.message_dtype != "auto"
+
+    @property
+    def overlapped_from(self) -> int | None:
+        """`overlap_tokens` as it takes effect."""
+        return 0 if self.narrow_messages else self.overlap_tokens
 
     @property
     def axis_sizes(self) -> dict[str, int]:
@@ -403,6 +419,7 @@ def check_states(asked: EngineConfig, config: ModelConfig) -> None:
             "fixed size: leave it out"
         )
     _check_pages(asked, config)
+    check_columns(asked, config)
 
 
 def _check_pages(asked: EngineConfig, config: ModelConfig) -> None:

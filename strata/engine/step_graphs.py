@@ -38,6 +38,7 @@ from strata.graph.product_times import measured_seconds, products_of
 from strata.graph.quantize import quantize
 from strata.graph.ranks.divide_tokens import divide_tokens
 from strata.graph.ranks.fuse_messages import fuse_messages
+from strata.graph.ranks.narrow_messages import NARROW_TOKENS, narrow_messages
 from strata.graph.ranks.overlap import overlap as overlap_messages
 from strata.graph.ranks.overlap_rule import overlapping_tokens
 from strata.graph.ranks.shard import shard as shard_graph
@@ -91,6 +92,8 @@ class StepGraphs:
     captured: how many nodes of each operation the model and its head had before the passes.
     table: what was measured of the device's products.
     overlap_tokens: see `overlapped_logits`; 0 where there is none.
+    narrow_logits: the same as `logits` for steps of `NARROW_TOKENS` or more, in which sums over ranks travel in 8 bits;
+        None where none do.
 
     A stage before the last has no head and draws nothing; where others give logits, its graphs give the hidden states
     [tokens, hidden] that it hands on.
@@ -119,9 +122,12 @@ class StepGraphs:
     sparse_keys: int
     overlap_tokens: int
     has_copies: bool
+    narrow_logits: fx.GraphModule | None = None
 
     def logits_of(self, tokens: int) -> fx.GraphModule:
         """The graph for steps with prompts, and others that are not recorded, of so many tokens."""
+        if self.narrow_logits is not None and tokens >= NARROW_TOKENS:
+            return self.narrow_logits
         if self.overlapped_logits is not None and tokens >= self.overlap_tokens:
             return self.overlapped_logits
         rounded = self.rounded_logits
@@ -269,6 +275,7 @@ def step_graphs(
     passes: frozenset[str] = ALL_PASSES,
     sparse: BlockChoice | None = None,
     executor: str = "graph",
+    narrow: bool = False,
 ) -> StepGraphs:
     """Capture a model, run the passes, and bind for `kind` (see `Operation.bind`). table: of the device, if it has one.
     shard: of the rank whose model it is, where several share one; a rank of one sums as they do in deterministic mode.
@@ -278,6 +285,7 @@ def step_graphs(
     passes: the names of those that run, see `strata.graph.passes`. sparse: which blocks of keys long prompts attend
     to; None: all attend to all.
     executor: "compile" leaves it to torch.compile to fuse what computes logits, see `strata.graph.compile`.
+    narrow: sums over ranks travel in 8 bits in large steps.
 
     Raises NotImplementedError if an operation has no implementation there. Only on CUDA, and not in deterministic mode,
     are there implementations for which the passes pay that look at the number of rows.
@@ -351,6 +359,12 @@ def step_graphs(
         sparse_hidden = bound(fuse(run(merge, sparsify_attention(copied(captured), sparse)), passes))
         sparse_logits = bound(with_messages(any_step(choice=sparse)))
     logits = any_step()
+    narrowed = None
+    if narrow:
+        assert shard is not None
+        large_step = narrow_messages(of_rows(fused()), Along(TENSOR_AXIS, shard.size), shard.whole.hidden_size, dtype)
+        large_step = with_rounding(large_step)
+        narrowed = bound(run(fuse_gated_products, large_step) if by_rows else large_step)
     has_sums = shard is not None and not shard.own_tokens
     overlap_tokens = overlap.least_tokens(logits) if has_sums and not deterministic else None
     made = StepGraphs(
@@ -379,6 +393,7 @@ def step_graphs(
         table=table,
         overlap_tokens=overlap_tokens or 0,
         has_copies=overlap_tokens is not None and overlap.device is not None,
+        narrow_logits=narrowed,
     )
     if executor == "compile":
         for graph in (made.logits, made.decode_small_batch):

@@ -307,12 +307,14 @@ def meta_model(
     sparsity: str | None = None,
     folder: Path | None = None,
     passes: str = EngineConfig.passes,
+    narrow_messages: bool = False,
 ) -> MetaModel:
     """The graphs with which the engine runs a model on a device.
 
     dtype: the checkpoint's by default, bfloat16 if that says nothing. shard: of `config`, for the graphs of its rank.
     context: along which ranks divide the tokens of steps. quantization, sparsity, passes: as in `EngineConfig`. folder:
-    of the checkpoint, which may be packed. Raises ValueError for a scheme that cannot pack the model.
+    of the checkpoint, which may be packed. narrow_messages: sums over ranks travel in 8 bits in large steps. Raises
+    ValueError for a scheme that cannot pack the model.
     """
     dtype = dtype or config.dtype or torch.bfloat16
     limits = DeviceLimits.listed(device)
@@ -323,7 +325,7 @@ def meta_model(
     # As in `EngineSizes`: all stages record the same sizes.
     parameters = weight_bytes(whole, dtype) // dtype.itemsize // (1 if shard is None else shard.stages)
     has_copies = shard is not None and shard.size == 2  # as `with_peer_copies` finds if the machine allows it
-    overlap = Overlap(EngineConfig.overlap_tokens, device if has_copies else None)
+    overlap = Overlap(0 if narrow_messages else EngineConfig.overlap_tokens, device if has_copies else None)
     table = tuned.read(limits.product)
     graphs = step_graphs(
         model,
@@ -336,6 +338,7 @@ def meta_model(
         packed=Packing.of(quantization, model, shard, folder, sparsity, dtype).planned,
         limits=limits,
         passes=passes_of(passes),
+        narrow=narrow_messages,
     )
     attends = any(config.attends) and not deterministic
     library = attends and library_limit(limits, config, dtype, _PAGE_SIZE) is None

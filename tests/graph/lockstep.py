@@ -58,6 +58,10 @@ def run_in_lockstep(
                 for node, known, own_rows in zip(nodes, values, totals, strict=True):
                     known[node] = own_rows
                 continue
+            if operation.name == "all_to_all":
+                for index, known in enumerate(values):
+                    known[nodes[index]] = torch.cat([args[0].chunk(len(graphs))[index] for args in called])
+                continue
             shared = combine(operation.name, [args[0] for args in called], called[0][1:])
             if operation.name == "gather_keys_values":
                 shared = shared, combine(operation.name, [args[2] for args in called], ())

@@ -126,13 +126,22 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
     table = tuned.read(limits.product)
     experts = expert_tables(shard, META) if shard is not None and asked.enable_eplb else None
     has_copies = asked.tensor_parallel_size == 2  # as `with_peer_copies` finds if the machine allows it
-    overlap = Overlap(asked.overlap_tokens, recognize(limits.product) if has_copies else None)
+    overlap = Overlap(asked.overlapped_from, recognize(limits.product) if has_copies else None)
     parts = asked.prefill_context_parallel_size
     context = Along(CONTEXT_AXIS, parts) if parts > 1 else None
     division = TokenDivision.on("cuda", parts, 0) if parts > 1 else None
     packed = Packing.of(asked.quantization, model, shard, sparsity=asked.sparsity, dtype=sizes.pool.dtype).planned
     asked_for = overlap, context, packed, limits, passes_of(asked.passes), block_choice(asked, own, "cuda")
-    graphs = step_graphs(model, implementations_for(META), asked.deterministic, table, shard, experts, *asked_for)
+    graphs = step_graphs(
+        model,
+        implementations_for(META),
+        asked.deterministic,
+        table,
+        shard,
+        experts,
+        *asked_for,
+        narrow=asked.narrow_messages,
+    )
     if asked.ranks > 1:
         _leave_messages_out(graphs, has_copies)
     if shard is not None:

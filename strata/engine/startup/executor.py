@@ -149,11 +149,13 @@ def build_executor(
     with clock.phase("graph"):
         kind = implementations_for(device)
         table = tuned.read(DeviceLimits.of(device).product) if kind == "cuda" else {}
-        overlap = Overlap(asked.overlap_tokens, _sends_by_copies(axes[TENSOR_AXIS], device))
+        overlap = Overlap(asked.overlapped_from, _sends_by_copies(axes[TENSOR_AXIS], device))
         sparse = block_choice(asked, own, kind)
         limits = DeviceLimits.of(device) if kind == "cuda" else None
         asked_for = overlap, context, packed, limits, passes_of(asked.passes), sparse, asked.executor
-        graphs = step_graphs(model, kind, asked.deterministic, table, shard, tables, *asked_for)
+        graphs = step_graphs(
+            model, kind, asked.deterministic, table, shard, tables, *asked_for, narrow=asked.narrow_messages
+        )
         largest = sizes.max_tokens, min(asked.max_num_seqs, sizes.max_tokens)
         planned = planned_buffers(graphs, pool_shape, sizes.states, *largest, limits)
         ledger = replace(ledger, planned=planned.peak)
@@ -260,7 +262,7 @@ def _recorded(runner: Runner, sizes: EngineSizes, ledger: Ledger, rank: Rank) ->
 
 def _overlapped_bytes(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes) -> int:
     """Of the largest message that travels by copy engines beside products; 0 if none is to."""
-    none_travel = asked.overlap_tokens == 0 or asked.deterministic or asked.enable_dp_attention
+    none_travel = asked.overlapped_from == 0 or asked.deterministic or asked.enable_dp_attention
     if none_travel or asked.tensor_parallel_size != 2:
         return 0
     return most_rows(sizes.max_tokens) * config.hidden_size * sizes.pool.dtype.itemsize

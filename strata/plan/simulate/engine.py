@@ -60,7 +60,8 @@ def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -
     memory = DeviceMemory(device.product, total - _CONTEXT, total)
     whole = replace(own, vocab_size=config.vocab_size)
     ledger = planned_memory(asked, whole, sizes, torch.device("cuda"), ranks, memory)
-    model = meta_model(config, device, sizes.pool.dtype, asked.deterministic, shard)
+    narrow = asked.narrow_messages
+    model = meta_model(config, device, sizes.pool.dtype, asked.deterministic, shard, narrow_messages=narrow)
     times = StepSeconds(model, device)
     target = None
     if asked.step_target_ms is not None:

@@ -22,7 +22,7 @@ from strata.comm import all_reduce_cuda as launches
 from strata.comm import expert_rows_cuda
 from strata.comm.mesh import Axis
 from strata.comm.symmetric import Layout, SymmetricMemory
-from strata.kernels.collective import all_reduce
+from strata.kernels.collective import all_reduce, rounded_parts
 from strata.kernels.collective.flagged import FLAGGED_PROGRAMS
 from strata.kernels.triton_import import tl, triton
 
@@ -86,9 +86,42 @@ def run_rank(folder: Path, rank: int, ranks: int, dtype: torch.dtype) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
+def run_parts(folder: Path) -> None:
+    """How many bytes of the kernels of rounded parts are not their references', of odd and of even sizes: of any
+    numbers, and of such as are none that the interpreter rounds otherwise than torch and the hardware."""
+    _counts()
+    found = []
+    for ranks, width in ((2, 300), (4, 1160), (3, 7)):
+        x = torch.randn(5, ranks * width) * torch.randn(5, ranks * width).mul(3).exp()
+        x[1], x[2, 3], x[4, 0] = 0.0, float("inf"), float("nan")
+        exact = rounded_parts.widen_parts.reference(rounded_parts.round_parts.reference(x, ranks), width, torch.float32)
+        for given in (x, exact):
+            sent = rounded_parts.round_parts.reference(given, ranks)
+            every = sent.clone()
+            every[1:] = rounded_parts.round_parts.reference(given.roll(1, 0) * (given is x), ranks)[1:]
+            total = rounded_parts.sum_parts.reference(every, width)
+            wide = rounded_parts.widen_parts.reference(sent, width, torch.float32).nan_to_num(1e9)
+            off = [
+                _off(rounded_parts._round(given, ranks), sent, width),
+                _off(rounded_parts._sum(every, width), total, width),
+                float((rounded_parts._widen(sent, width, torch.float32).nan_to_num(1e9) != wide).any()),
+            ]
+            found.append((given is exact, off))
+    (folder / "parts.json").write_text(json.dumps(found))
+
+
+def _off(found: Tensor, wanted: Tensor, width: int) -> float:
+    """The share of values; 1 if any exponent is off. What fills them up does not count."""
+    groups, behind = -(-width // rounded_parts.GROUP), -(-width // 16) * 16
+    if not torch.equal(found[..., behind : behind + groups], wanted[..., behind : behind + groups]):
+        return 1.0
+    return float((found[..., :width] != wanted[..., :width]).float().mean())
+
+
 def main() -> None:
     """One group of ranks after another, as forks of this process: it has imported what all of them need."""
     folder, forks = Path(sys.argv[1]), multiprocessing.get_context("fork")
+    run_parts(folder)
     for ranks, name in GROUPS:
         own = folder / f"{ranks}-{name}"
         own.mkdir()

@@ -55,5 +55,12 @@ def test_ranks_in_any_order_get_the_bits_of_the_reference(ranks: int, dtype: str
                     assert torch.equal(got[0], whole.to(kind)), (name, call, rank)
 
 
+def test_rounded_parts_have_the_bits_of_their_references(found: Path) -> None:
+    told = json.loads((found / "parts.json").read_text())
+    assert len(told) == 6
+    for is_exact, off in told:
+        assert max(off) <= (0 if is_exact else 0.15), told
+
+
 def assert_near(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=2e-3 if found.dtype == torch.float16 else 1e-5, atol=1e-5)

@@ -1,0 +1,299 @@
+"""Rows that ranks add up in 8 bits: each rank rounds what it sends, and the sums that it sends back.
+
+A part is the columns of one rank. Of a row it is its values in e4m3 and, behind them, the exponents of its groups of
+`GROUP` columns (E8M0, see `strata.kernels.state.rounded_rows`), both filled up to 16 bytes. So 4,096 columns in
+bfloat16, 8,192 bytes, are 4,096 + 32 bytes and what fills them up.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.compile_case import CompileCase
+from strata.kernels.device_limits import DeviceLimits
+from strata.kernels.grid_sizes import ceil_div
+from strata.kernels.op import operation
+from strata.kernels.quant.dequantize import E4M3_CAPABILITY
+from strata.kernels.state.rounded_rows import round_rows, widen_rows
+from strata.kernels.state.rounded_triton import powers_of, rounding_constants
+from strata.kernels.state.rounded_triton import round_rows as rounded_in_kernel
+from strata.kernels.triton_import import HAS_TRITON, jit, tl
+
+GROUP = 128
+_E4M3 = torch.float8_e4m3fn
+_WORDS = 16  # bytes that are loaded at once
+
+
+def part_bytes(width: int) -> int:
+    """Of a row of a part of `width` columns."""
+    return _filled(width) + _filled(ceil_div(width, GROUP))
+
+
+def _filled(nbytes: int) -> int:
+    return ceil_div(nbytes, _WORDS) * _WORDS
+
+
+def _round_cost(x: Tensor, ranks: int, *, workload: Workload) -> Cost:
+    # The largest magnitude, a multiplication and the rounding.
+    return Cost(3 * x.numel(), x.nbytes, ranks * len(x) * part_bytes(x.shape[1] // ranks))
+
+
+def _round_meta(x: Tensor, ranks: int) -> Tensor:
+    return x.new_empty((ranks, len(x), part_bytes(x.shape[1] // ranks)), dtype=torch.uint8, device="meta")
+
+
+@operation(_round_cost, meta=_round_meta)
+def round_parts(x: Tensor, ranks: int) -> Tensor:
+    """x [rows, width] as a part for each rank, uint8 [ranks, rows, bytes]. The ranks divide the width evenly.
+
+    A value is off by no more than 2^-4 of itself or 2^-17 of the largest of its group, whichever is more: half a unit
+    of e4m3. A group of which not all is finite stands for NaN.
+    """
+    return torch.stack([_packed(part) for part in x.chunk(ranks, 1)])
+
+
+def _packed(x: Tensor) -> Tensor:
+    rows, width = x.shape
+    groups = ceil_div(width, GROUP)
+    values, exponents = round_rows(F.pad(x, (0, groups * GROUP - width)).unflatten(1, (groups, GROUP)), _E4M3)
+    found = x.new_zeros((rows, part_bytes(width)), dtype=torch.uint8)
+    found[:, :width] = values.flatten(1)[:, :width].view(torch.uint8)
+    found[:, _filled(width) : _filled(width) + groups] = exponents
+    return found
+
+
+def _widened(packed: Tensor, width: int) -> Tensor:
+    """Float32 [..., width]."""
+    groups = ceil_div(width, GROUP)
+    values = F.pad(packed[..., :width], (0, groups * GROUP - width)).view(_E4M3)
+    exponents = packed[..., _filled(width) : _filled(width) + groups]
+    return widen_rows(values.unflatten(-1, (groups, GROUP)), exponents, torch.float32).flatten(-2)[..., :width]
+
+
+def _sum_cost(parts: Tensor, width: int, *, workload: Workload) -> Cost:
+    elements = parts.shape[1] * width
+    return Cost(elements * (2 * parts.shape[0] + 3), parts.nbytes, parts.nbytes // parts.shape[0])
+
+
+def _sum_meta(parts: Tensor, width: int) -> Tensor:
+    return parts.new_empty((1, *parts.shape[1:]), device="meta")
+
+
+@operation(_sum_cost, meta=_sum_meta)
+def sum_parts(parts: Tensor, width: int) -> Tensor:
+    """The sum of parts of `width` columns over the ranks, as a part: [ranks, rows, bytes] to [1, rows, bytes], uint8.
+
+    Added up in the order of the ranks, in float32, and rounded once, as `round_parts` does.
+    """
+    total = torch.zeros(parts.shape[1], width, device=parts.device)
+    for part in parts:
+        total = total + _widened(part, width)
+    return _packed(total)[None]
+
+
+def _widen_cost(parts: Tensor, width: int, dtype: torch.dtype, *, workload: Workload) -> Cost:
+    elements = parts.shape[0] * parts.shape[1] * width
+    return Cost(elements, parts.nbytes, elements * dtype.itemsize)
+
+
+def _widen_meta(parts: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    return parts.new_empty((parts.shape[1], parts.shape[0] * width), dtype=dtype, device="meta")
+
+
+@operation(_widen_cost, meta=_widen_meta)
+def widen_parts(parts: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """What the parts of all ranks stand for, side by side: uint8 [ranks, rows, bytes] to [rows, ranks * width]."""
+    return _widened(parts, width).to(dtype).transpose(0, 1).flatten(1)
+
+
+@jit
+def round_parts_kernel(
+    x,
+    values,
+    exponents,
+    x_row,
+    width,
+    groups,
+    row_bytes,
+    behind,
+    EXPONENT: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    IS_INTEGER: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Programs [rows, parts, groups / GROUPS]. values, exponents: the same memory; the latter lie `behind` bytes on."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    group = tl.program_id(2) * GROUPS + tl.arange(0, GROUPS)
+    column = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    held = column < width
+    given = tl.load(x + row * x_row + part * width + column, mask=held, other=0.0).to(tl.float32)
+    scaled, powers = rounded_in_kernel(given, EXPONENT, MANTISSA, IS_INTEGER)
+    start = (part * tl.num_programs(0).to(tl.int64) + row) * row_bytes
+    tl.store(values + start + column, scaled.to(values.dtype.element_ty), mask=held)
+    tl.store(exponents + start + behind + group, powers.to(tl.uint8), mask=group < groups)
+
+
+@jit
+def sum_parts_kernel(
+    values,
+    exponents,
+    sums,
+    sum_exponents,
+    width,
+    groups,
+    row_bytes,
+    behind,
+    EXPONENT: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    IS_INTEGER: tl.constexpr,
+    RANKS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Programs [rows, groups / GROUPS]."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    column = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    held = column < width
+    total = tl.zeros([GROUPS, SIZE], tl.float32)
+    for rank in tl.static_range(RANKS):
+        start = (rank * tl.num_programs(0).to(tl.int64) + row) * row_bytes
+        given = tl.load(values + start + column, mask=held, other=0.0).to(tl.float32)
+        powers = tl.load(exponents + start + behind + group, mask=group < groups, other=1)
+        total += given * powers_of(powers)[:, None]  # the product is exact
+    scaled, powers = rounded_in_kernel(total, EXPONENT, MANTISSA, IS_INTEGER)
+    start = row * row_bytes
+    tl.store(sums + start + column, scaled.to(sums.dtype.element_ty), mask=held)
+    tl.store(sum_exponents + start + behind + group, powers.to(tl.uint8), mask=group < groups)
+
+
+@jit
+def widen_parts_kernel(
+    values,
+    exponents,
+    result,
+    result_row,
+    width,
+    groups,
+    row_bytes,
+    behind,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Programs [rows, parts, groups / GROUPS]."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    group = tl.program_id(2) * GROUPS + tl.arange(0, GROUPS)
+    column = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    held = column < width
+    start = (part * tl.num_programs(0).to(tl.int64) + row) * row_bytes
+    given = tl.load(values + start + column, mask=held, other=0.0).to(tl.float32)
+    powers = tl.load(exponents + start + behind + group, mask=group < groups, other=1)
+    wide = given * powers_of(powers)[:, None]
+    tl.store(result + row * result_row + part * width + column, wide.to(result.dtype.element_ty), mask=held)
+
+
+_GROUPS, _WARPS = 8, 4
+_ROUNDING = rounding_constants(_E4M3)
+
+
+def _round(x: Tensor, ranks: int) -> Tensor:
+    rows, width = len(x), x.shape[1] // ranks
+    sent = torch.empty((ranks, rows, part_bytes(width)), dtype=torch.uint8, device=x.device)
+    groups = ceil_div(width, GROUP)
+    if rows:
+        round_parts_kernel[(rows, ranks, ceil_div(groups, _GROUPS))](
+            x,
+            sent.view(_E4M3),
+            sent,
+            x.stride(0),
+            width,
+            groups,
+            sent.shape[2],
+            _filled(width),
+            **_ROUNDING,
+            GROUPS=_GROUPS,
+            SIZE=GROUP,
+            num_warps=_WARPS,
+        )
+    return sent
+
+
+def _sum(parts: Tensor, width: int) -> Tensor:
+    ranks, rows, row_bytes = parts.shape
+    total = torch.empty((1, rows, row_bytes), dtype=torch.uint8, device=parts.device)
+    groups = ceil_div(width, GROUP)
+    if rows:
+        sum_parts_kernel[(rows, ceil_div(groups, _GROUPS))](
+            parts.view(_E4M3),
+            parts,
+            total.view(_E4M3),
+            total,
+            width,
+            groups,
+            row_bytes,
+            _filled(width),
+            **_ROUNDING,
+            RANKS=ranks,
+            GROUPS=_GROUPS,
+            SIZE=GROUP,
+            num_warps=_WARPS,
+        )
+    return total
+
+
+def _widen(parts: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    ranks, rows, row_bytes = parts.shape
+    result = torch.empty((rows, ranks * width), dtype=dtype, device=parts.device)
+    groups = ceil_div(width, GROUP)
+    if rows:
+        widen_parts_kernel[(rows, ranks, ceil_div(groups, _GROUPS))](
+            parts.view(_E4M3),
+            parts,
+            result,
+            ranks * width,
+            width,
+            groups,
+            row_bytes,
+            _filled(width),
+            GROUPS=_GROUPS,
+            SIZE=GROUP,
+            num_warps=_WARPS,
+        )
+    return result
+
+
+def _fits(x: Tensor, *others: object) -> bool:
+    return DeviceLimits.of(x.device).capability >= E4M3_CAPABILITY and x.dtype != torch.float64 and x.stride(-1) == 1
+
+
+for _operation, _kernel, _run in (
+    (round_parts, round_parts_kernel, _round),
+    (sum_parts, sum_parts_kernel, _sum),
+    (widen_parts, widen_parts_kernel, _widen),
+):
+    if HAS_TRITON:
+        _operation.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(_kernel,))(_run)
+    for _device in ("cpu", "cuda"):
+        _operation.implement("torch", _device, invariant=True)(_operation.reference)
+
+
+def compile_cases() -> list[CompileCase]:
+    sizes = dict.fromkeys(("x_row", "result_row", "width", "row_bytes", "behind"), "i32:16") | {"groups": "i32"}
+    pointers = dict.fromkeys(("x", "result"), "*bf16:16") | dict.fromkeys(("values", "sums"), "*fp8e4nv:16")
+    pointers |= dict.fromkeys(("exponents", "sum_exponents"), "*u8:16")
+    tile = {"GROUPS": _GROUPS, "SIZE": GROUP}
+    cases = [
+        (round_parts_kernel, _ROUNDING | tile),
+        *((sum_parts_kernel, _ROUNDING | tile | {"RANKS": ranks}) for ranks in (2, 8)),
+        (widen_parts_kernel, tile),
+    ]
+    return [
+        CompileCase(
+            f"{kernel.__name__} {constants.get('RANKS', '')}".strip(), kernel, sizes | pointers, constants, _WARPS, 2
+        )
+        for kernel, constants in cases
+    ]
