@@ -143,7 +143,8 @@ class StepGraphs:
         if self.sparse_hidden is None or self.sparse_logits is None or not self.leaves_out_keys(counts, ends):
             return self
         hidden, logits = self.sparse_hidden, self.sparse_logits
-        return replace(self, hidden=hidden, logits=logits, rounded_logits=None, overlapped_logits=None)
+        given = replace(self, hidden=hidden, logits=logits, rounded_logits=None, overlapped_logits=None)
+        return replace(given, narrow_logits=None)
 
     def decode(self, sequences: int) -> fx.GraphModule | None:
         """The graph for decode steps of so many sequences, the faster by the table; None where none are recorded."""

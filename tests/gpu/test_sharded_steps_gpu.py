@@ -16,7 +16,7 @@ from strata.models.families import build
 from strata.models.initialize import randomize
 from strata.models.layers import CausalLM
 from tests.graph.lockstep import run_in_lockstep
-from tests.models.batches import HandPaged, random_sequences
+from tests.models.batches import HandPaged, packed, random_sequences
 from tests.parallel.shards import joined, shard_of
 
 SIZES = {
@@ -97,6 +97,26 @@ def test_ranks_have_the_logits_of_one(name: str, dtype: torch.dtype) -> None:
         for found, expected in zip(steps_of(model, config, size, deterministic=False), wanted, strict=True):
             error = (found.float() - expected.float()).norm() / expected.float().norm()
             assert float(error) < bound, (size, float(error))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_sums_in_8_bits_leave_about_the_logits_of_one(name: str) -> None:
+    """Of a packed step in bfloat16: relative to a step whose messages are whole."""
+    model, config = model_of(name, torch.bfloat16)
+    batch = pytree.tree_map_only(Tensor, Tensor.cuda, packed(random_sequences(config.vocab_size, (600, 500))))
+    rows = torch.arange(0, 1100, 10, dtype=torch.int32, device="cuda")
+    shards, models = zip(*(shard_of(model, config, 2, index) for index in range(2)), strict=True)
+    made = [
+        step_graphs(own.cuda(), "cuda", False, shard=part, narrow=True)
+        for part, own in zip(shards, models, strict=True)
+    ]
+    wanted, found = (
+        joined([[part] for part in run_in_lockstep(graphs, [(batch, rows)] * 2)], config.vocab_size)[0].float()
+        for graphs in ([one.logits for one in made], [one.logits_of(1100) for one in made])
+    )
+    error = float((found - wanted).norm() / wanted.norm())
+    assert 1e-3 < error < 0.15, error
+    assert (found.argmax(1) == wanted.argmax(1)).float().mean() > 0.8
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from strata.bench.kernels.case import BF16_BYTES, EPS, FP32_BYTES, Case, Scalable, angles, case_of, randn
 from strata.bench.kernels.family_cases import family_cases
+from strata.bench.kernels.message_cases import message_cases
 from strata.bench.kernels.recurrent_cases import recurrent_cases
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.attention.spec import HeadsSpec
@@ -63,7 +64,7 @@ def rows_beyond(row_bytes: int) -> int:
 
 def cases(config: ModelConfig) -> Iterator[Case]:
     """The cases of a model: each operation at `ROWS` and, if those move less than `LARGE_BYTES`, at more."""
-    for kind in (_norms, _rotation, _heads_to_pages, _activation, _kv_writes, _lookup, family_cases):
+    for kind in (_norms, _rotation, _heads_to_pages, _activation, _kv_writes, _lookup, family_cases, message_cases):
         for made, row_bytes in kind(config):
             for rows in sorted({*ROWS, rows_beyond(row_bytes)}):
                 yield made(rows)

@@ -1,0 +1,66 @@
+"""Sums over ranks in 8 bits through the engine: large steps run that graph, and answers stay nearly what they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import fx
+
+from strata import LLM, SamplingParams
+from strata.engine.engine_config import EngineConfig, check_states
+from strata.engine.step_graphs import StepGraphs
+from strata.graph.ranks.narrow_messages import NARROW_TOKENS
+from tests.parallel.models import config_of
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "enable_prefix_caching": False, "verbose": False}
+
+
+def sums(number: int) -> str:
+    """Additions, the last one without its result."""
+    given = [((number * 7 + row * 13) % 90 + 3, (number * 11 + row * 5) % 90 + 2) for row in range(13)]
+    return "\n".join(f"{one} + {other} = {one + other}" for one, other in given)[:-2]
+
+
+def test_answers_stay_nearly_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, params = [sums(number) for number in range(10)], SamplingParams(temperature=0, max_tokens=4, logprobs=1)
+    one = LLM("builtin", **OPTIONS)
+    two = LLM("builtin", tensor_parallel_size=2, message_dtype="fp8", **OPTIONS)
+    chosen, ran = StepGraphs.logits_of, []
+
+    def noted(graphs: StepGraphs, tokens: int) -> fx.GraphModule:
+        graph = chosen(graphs, tokens)
+        ran.append((tokens >= NARROW_TOKENS, graph is graphs.narrow_logits))
+        return graph
+
+    monkeypatch.setattr(StepGraphs, "logits_of", noted)
+    wanted, found = (
+        [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)] for llm in (one, two)
+    )
+    # Of the one rank's large steps none; of the two ranks' all, and no others.
+    assert {(True, False), (True, True)} <= set(ran)
+    assert (False, True) not in ran
+    assert two.engine.ranks is not None
+    two.engine.ranks.check_ids()
+    assert sum(one.token_ids == other.token_ids for one, other in zip(wanted, found, strict=True)) >= 8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"message_dtype": "fp4"}, "message_dtype 'fp4' is unknown; use auto, fp8, fp8_e4m3"),
+        ({}, "message_dtype='fp8' rounds what ranks add up, and tensor_parallel_size=1 adds up nothing; leave it out"),
+        ({"tensor_parallel_size": 2, "deterministic": True}, "and deterministic=True are not there together"),
+        ({"tensor_parallel_size": 2, "overlap_tokens": 64}, "and overlap_tokens=64 are not there together"),
+        ({"tensor_parallel_size": 2, "prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2 are not"),
+    ],
+)
+def test_where_nothing_can_be_rounded_it_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig("8B", **({"message_dtype": "fp8"} | options))
+
+
+def test_columns_that_ranks_cannot_divide_are_refused_before_weights_are_read() -> None:
+    asked = EngineConfig("8B", tensor_parallel_size=7, message_dtype="fp8")
+    with pytest.raises(ValueError, match="tensor_parallel_size=7 does not divide hidden_size = 24"):
+        check_states(asked, config_of("llama"))
