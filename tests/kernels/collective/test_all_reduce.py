@@ -56,7 +56,7 @@ def test_ranks_in_any_order_get_the_bits_of_the_reference(ranks: int, dtype: str
 
 
 def test_rounded_parts_have_the_bits_of_their_references(found: Path) -> None:
-    assert json.loads((found / "parts.json").read_text()) == [True] * 9
+    assert json.loads((found / "parts.json").read_text()) == [True] * 6
 
 
 def assert_near(found: Tensor, wanted: Tensor) -> None:
