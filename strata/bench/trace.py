@@ -75,7 +75,10 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (COPY, ("memcpy", "memset", "copy")),
     ("lookup", ("embedding", "index", "gather", "newest_tokens")),
     ("loss", ("softmax_gradient",)),
-    ("quantization", ("quantize", "largest_kernel", "round_rows", "expand_kernel")),
+    (
+        "quantization",
+        ("quantize", "largest_kernel", "round_rows", "expand_kernel", "round_parts", "sum_parts", "widen_parts"),
+    ),
     ("optimizer", ("adamw", "muon")),
     ("experts", ("combine", "grouped_kernel", "held_order", "count_choices", "route_kernel", "choice_")),
 )
