@@ -81,8 +81,9 @@ def graph(
     import torch
 
     from strata.comm.symmetric import imagined
-    from strata.engine.engine_config import EngineConfig, check_states
+    from strata.engine.engine_config import EngineConfig
     from strata.engine.ranks.token_division import CONTEXT_AXIS
+    from strata.engine.startup.kept_states import check_states
     from strata.graph.passes import listing
     from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
     from strata.plan.explain.ceilings import device_here

@@ -15,7 +15,7 @@ from strata.cache.groups import books
 from strata.cache.pages import PageAllocator
 from strata.engine.compilations import Compilations
 from strata.engine.embeddings.pooling import PromptPooler
-from strata.engine.engine_config import EngineConfig, check_states
+from strata.engine.engine_config import EngineConfig
 from strata.engine.grammars.grammar import vocabulary
 from strata.engine.ledger import Ledger
 from strata.engine.loop import EngineLoop
@@ -33,6 +33,7 @@ from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.scheduling.step_times import StepTimes
 from strata.engine.startup.clock import Log, StartupClock, collector_off
 from strata.engine.startup.executor import Executor, build_executor
+from strata.engine.startup.kept_states import check_states
 from strata.engine.step_cost import step_shares, step_times
 from strata.engine.step_graphs import StepGraphs
 from strata.engine.warm_up import warm_up

@@ -17,7 +17,8 @@ from strata.cache.tables import BufferShape
 from strata.engine.ranks.token_division import CONTEXT_AXIS
 from strata.engine.recorded_steps import recorded_sizes
 from strata.engine.sampling_params import RANGES, check_integer
-from strata.engine.startup.narrow_messages import check_columns, check_messages
+from strata.engine.startup.kept_states import check_states, keeps_all
+from strata.engine.startup.narrow_messages import check_messages
 from strata.engine.startup.packing import NOTHING_PACKED, Packing
 from strata.engine.startup.sparse_attention import SPARSE_SIZES, check_sparse_attention
 from strata.graph.passes import passes_of
@@ -29,7 +30,6 @@ from strata.models.config import DTYPES, ModelConfig
 from strata.models.families import FAMILIES, build
 from strata.models.folder import located
 from strata.models.quantized.load import packed_bytes
-from strata.models.state import FixedState
 from strata.parallel.serving_shard import PIPELINE_AXIS, TENSOR_AXIS, RankShard
 
 # The axes of the ranks' mesh, from the outermost, and the options that give their sizes.
@@ -405,42 +405,9 @@ def groups_of(asked: EngineConfig, config: ModelConfig, pool: PoolShape, max_len
     """Where ranks have stages, parts of prompts or sequences of their own, all layers keep all tokens. Raises as
     `check_states`."""
     check_states(asked, config)
-    if _apart(asked) is not None:
+    if keeps_all(asked):
         return (PageGroup(tuple(range(config.num_layers)), None, pool),)
     return page_groups(FAMILIES[config.architecture].states(config), pool, max_length)
-
-
-def check_states(asked: EngineConfig, config: ModelConfig) -> None:
-    """Raises ValueError if layers keep what ranks cannot have in the way that is asked for."""
-    given, states = _apart(asked), FAMILIES[config.architecture].states(config)
-    if given is not None and any(isinstance(state, FixedState) for state in states):
-        raise ValueError(
-            f"{given}={getattr(asked, given)} is not there for {config.architecture}, of which layers keep a state of "
-            "fixed size: leave it out"
-        )
-    _check_pages(asked, config)
-    check_columns(asked, config)
-
-
-def _check_pages(asked: EngineConfig, config: ModelConfig) -> None:
-    """Raises ValueError if rows cannot be kept in the bits that are asked for."""
-    given = f"kv_cache_dtype={asked.kv_cache_dtype!r}"
-    if KV_DTYPES[asked.kv_cache_dtype] is None:
-        return
-    if config.latent is not None:
-        raise ValueError(f"{given} is not there for {config.architecture}, whose pages keep latents: leave it out")
-    if asked.prefill_context_parallel_size > 1:
-        raise ValueError(f"{given} and prefill_context_parallel_size are not there together: leave out one of them")
-
-
-def _apart(asked: EngineConfig) -> str | None:
-    """The option by which ranks have stages, parts of prompts or sequences of their own."""
-    given = {
-        "pipeline_parallel_size": asked.pipeline_parallel_size > 1,
-        "prefill_context_parallel_size": asked.prefill_context_parallel_size > 1,
-        "enable_dp_attention": asked.enable_dp_attention,
-    }
-    return next((name for name, is_given in given.items() if is_given), None)
 
 
 def library_limit(limits: DeviceLimits, config: ModelConfig, dtype: torch.dtype, page_size: int) -> str | None:

@@ -8,7 +8,8 @@ import pytest
 from torch import fx
 
 from strata import LLM, SamplingParams
-from strata.engine.engine_config import EngineConfig, check_states
+from strata.engine.engine_config import EngineConfig
+from strata.engine.startup.kept_states import check_states
 from strata.engine.step_graphs import StepGraphs
 from strata.graph.ranks.narrow_messages import NARROW_TOKENS
 from tests.parallel.models import config_of
