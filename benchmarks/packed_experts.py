@@ -133,16 +133,17 @@ def measure(shape: str, scheme_name: str, tokens: int, every_tile: bool) -> Iter
 def tiles(weight: PackedWeight, rows: int, gated: bool) -> Iterator[PackedTile]:
     """Those that are neither far too high nor far too low for so many rows of an expert."""
     each, group = rows / weight.shape[0], group_of(weight)
-    for height, columns, width, warps, stages in (
-        *((height, 64, width, 2, stages) for height in (8, 16, 32) for width in (64, 128) for stages in (3, 5)),
-        *((height, 32, width, 2, 4) for height in (8, 16, 32, 64) for width in (64, 128)),
-        *((height, 32, 64, 4, 4) for height in (16, 32, 64)),
-        *((height, 64, 64, 4, 4) for height in (16, 32, 64, 128)),
-        *((height, 128, 64, 8, 4) for height in (32, 64, 128)),
+    for height, columns, width, warps, stages, steps in (
+        *((height, 64, width, 2, 3, steps) for height in (8, 16, 32) for width in (64, 128) for steps in (1, 2)),
+        *((height, 64, 64, 2, 3, 4) for height in (16, 32)),
+        *((height, 32, 128, 2, 4, 1) for height in (8, 16, 32)),
+        *((height, 32, 64, warps, 3, 2) for height in (32, 64) for warps in (2, 4)),
+        *((height, 64, 64, 4, 4, 1) for height in (16, 32, 64, 128)),
+        *((height, 128, 64, 8, 4, 1) for height in (32, 64, 128)),
     ):
         whole = not group or group % width == 0 or (weight.kind == "e2m1" and width % group == 0)
         if whole and height / 4 <= each <= 8 * height:
-            yield fitting(PackedTile(height, columns, width, warps, stages), weight, gated=gated)
+            yield fitting(PackedTile(height, columns, width, warps, stages, steps), weight, gated=gated)
 
 
 def main() -> None:

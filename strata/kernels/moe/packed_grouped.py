@@ -23,13 +23,14 @@ from strata.kernels.triton_import import HAS_TRITON
 
 
 class PackedTile(NamedTuple):
-    """The part of a result that a program makes, [rows, columns], in steps of `width` columns of x."""
+    """The part of a result that a program makes, [rows, columns], in blocks of `width` columns of x, `steps` a turn."""
 
     rows: int
     columns: int
     width: int
     warps: int
     stages: int
+    steps: int = 1
 
 
 def choose_tile(
@@ -40,11 +41,19 @@ def choose_tile(
     Two warps take `mma.sync`, eight `wgmma`, its left operand in registers.
     """
     each, group = rows / count, group_of(weight)
+    halves, sums = weight.kind in ("int4", "e2m1"), group > 0 and weight.kind != "e2m1"
+    # 128 bytes of a row of the weight a turn, where registers hold them: sums over groups take some of their own.
     if each <= 10:
-        tile = PackedTile(8 if each <= 3 else 16, 64, 128, 2, 4 if weight.kind in ("int4", "e2m1") else 3)
+        tile = PackedTile(8 if each <= 3 else 16, 64, 128, 2, 3, steps=2 if halves else 1)
+        if sums and not halves:
+            tile = tile._replace(stages=4)
+        elif sums and gated and tile.rows == 16:
+            tile = tile._replace(width=64, steps=4)
     elif each <= 28:
-        tile = PackedTile(32, 64, 64, 2, 4)
-    elif each <= 56 or (gated and group and weight.kind != "e2m1"):  # sums over groups take registers of their own
+        tile = PackedTile(32, 64, 64, 2, 3, steps=4 if halves else 2)
+        if sums and gated:
+            tile = tile._replace(columns=32, steps=2) if halves else tile._replace(stages=4, steps=1)
+    elif each <= 56 or (gated and sums):
         tile = PackedTile(64, 128, 64, 8, 4)
     else:
         tile = PackedTile(128, 128, 64, 8, 4)
@@ -59,7 +68,8 @@ def choose_tile(
 def fitting(tile: PackedTile, weight: PackedWeight, *, gated: bool, shared_bytes: int = SHARED_BYTES) -> PackedTile:
     """The tile with as many of its stages as shared memory holds."""
     of_values = tile.columns * (2 if gated else 1) * weight.values.shape[-1] * tile.width // weight.shape[-1]
-    return tile._replace(stages=max(1, min(tile.stages, shared_bytes // (of_values + 2 * tile.rows * tile.width))))
+    stage = tile.steps * (of_values + 2 * tile.rows * tile.width)
+    return tile._replace(stages=max(1, min(tile.stages, shared_bytes // stage)))
 
 
 def group_of(weight: PackedWeight) -> int:
@@ -145,9 +155,10 @@ def _constants(tile: PackedTile, weight: PackedWeight, *, gated: bool) -> dict[s
         "GROUP": group_of(weight),
         "EXPERTS": max(128, next_power_of_2(weight.shape[0])),
         "GATED": gated,
-        "WHOLE_K": weight.shape[-1] % tile.width == 0,
+        "WHOLE_K": weight.shape[-1] % (tile.width * tile.steps) == 0,
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.columns,
         "BLOCK_K": tile.width,
+        "STEPS": tile.steps,
         "STAGES": tile.stages,
     }

@@ -129,6 +129,7 @@ def packed_grouped_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Programs as those of `grouped_kernel`; the weight is always the left operand, which passes through registers.
@@ -136,7 +137,7 @@ def packed_grouped_kernel(
     values [experts, out, value_stride] (of a gate and what it opens 2 * out), scales and zeros [experts, scale_rows,
     groups], row_scales [experts, out]; zeros, row_scales, bias and source, of rows to fetch, may be None. ROW_GROUP,
     GROUP: rows and columns that share a scale, 0: all; GROUP is a multiple of BLOCK_K, but of four-bit floats, where
-    either is one of the other.
+    either is one of the other. STEPS: blocks of a turn of the loop, whose loads are under way together.
     """
     kind: tl.constexpr = x.dtype.element_ty
     HALVES: tl.constexpr = KIND == "int4" or KIND == "e2m1"
@@ -183,44 +184,26 @@ def packed_grouped_kernel(
     gate_scale, gate_zero = _scales_at(scales, zeros, gate_place, 0, groups, SCALED_SUMS)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     gate = total
-    for start in tl.range(0, width, BLOCK_K, num_stages=STAGES):
-        there = k < value_stride - start // PAIR
-        if HALVES:
-            left, right = halves_of_x(x_tile, there[:, None], WHOLE_K, kind)
-        else:
-            left = tl.load(x_tile) if WHOLE_K else tl.load(x_tile, mask=there[:, None], other=0.0)
-            right = left
-        group = start // GROUP if GROUP > 0 else 0
-        total = _add_turn(
-            total,
-            value_tile,
-            there,
-            scales,
-            place,
-            group,
-            groups,
-            scale,
-            zero,
-            left,
-            right,
-            KIND,
-            GROUPS,
-            SCALED_SUMS,
-            CENTERED,
-            WHOLE_K,
-        )
-        value_tile += BLOCK_K // PAIR
-        if GATED:
-            gate = _add_turn(
-                gate,
-                gate_tile,
+    for turn in tl.range(0, width, STEPS * BLOCK_K, num_stages=STAGES):
+        for step in tl.static_range(STEPS):
+            start = turn + step * BLOCK_K
+            there = k < value_stride - start // PAIR
+            if HALVES:
+                left, right = halves_of_x(x_tile, there[:, None], WHOLE_K, kind)
+            else:
+                left = tl.load(x_tile) if WHOLE_K else tl.load(x_tile, mask=there[:, None], other=0.0)
+                right = left
+            group = start // GROUP if GROUP > 0 else 0
+            total = _add_turn(
+                total,
+                value_tile,
                 there,
                 scales,
-                gate_place,
+                place,
                 group,
                 groups,
-                gate_scale,
-                gate_zero,
+                scale,
+                zero,
                 left,
                 right,
                 KIND,
@@ -229,14 +212,34 @@ def packed_grouped_kernel(
                 CENTERED,
                 WHOLE_K,
             )
-            gate_tile += BLOCK_K // PAIR
-        x_tile += BLOCK_K // PAIR
-        if SCALED_SUMS:
-            # Asked for a turn before they are wanted.
-            after = (start + BLOCK_K) // GROUP
-            scale, zero = _scales_at(scales, zeros, place, after, groups, SCALED_SUMS)
+            value_tile += BLOCK_K // PAIR
             if GATED:
-                gate_scale, gate_zero = _scales_at(scales, zeros, gate_place, after, groups, SCALED_SUMS)
+                gate = _add_turn(
+                    gate,
+                    gate_tile,
+                    there,
+                    scales,
+                    gate_place,
+                    group,
+                    groups,
+                    gate_scale,
+                    gate_zero,
+                    left,
+                    right,
+                    KIND,
+                    GROUPS,
+                    SCALED_SUMS,
+                    CENTERED,
+                    WHOLE_K,
+                )
+                gate_tile += BLOCK_K // PAIR
+            x_tile += BLOCK_K // PAIR
+            if SCALED_SUMS:
+                # Asked for a turn before they are wanted.
+                after = (start + BLOCK_K) // GROUP
+                scale, zero = _scales_at(scales, zeros, place, after, groups, SCALED_SUMS)
+                if GATED:
+                    gate_scale, gate_zero = _scales_at(scales, zeros, gate_place, after, groups, SCALED_SUMS)
     total = _ended(total, scales, row_scales, bias, place, opened, held, GROUP)
     if GATED:
         gate = _ended(gate, scales, row_scales, bias, gate_place, own, held, GROUP)
@@ -263,6 +266,7 @@ def compile_cases() -> list[CompileCase]:
         constants: dict[str, object] = {"KIND": kind, "ROW_GROUP": 128 if rows == 64 else 1, "GROUP": group}
         constants |= {"EXPERTS": 128, "GATED": True, "CLAMPED": kind == "e2m1", "WHOLE_K": kind != "e2m1"}
         constants |= {"BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": width, "STAGES": 4}
+        constants |= {"STEPS": 2 if kind in ("int4", "e2m1") else 1}
         constants |= {name: None for name in ("zeros", "row_scales", "bias") if name not in more}
         constants |= {} if group else {"groups": 1}
         title = f"packed grouped product {kind} by {group or 'rows'}, {rows}x{columns}"

@@ -43,7 +43,7 @@ def products(weight: PackedWeight, step: int) -> None:
     x[0, 1] = torch.nan
     own, expert = x[order.source // PER_TOKEN], expert[order.source]
     exact = torch.einsum("rk,rok->ro", own, dense(weight)[expert])
-    tile = PackedTile(8, 32, step, 2, 2)
+    tile = PackedTile(8, 32, step, 2, 2, steps=2 if width > 80 else 1)
     if width == 80:  # neither fetched nor gated
         close(packed_grouped_product(own, weight, order.ends, tile=tile), exact)
     fetched = {"source": order.source, "per_token": PER_TOKEN, "gated": True, "bias": bias, "clamp": CLAMP}
