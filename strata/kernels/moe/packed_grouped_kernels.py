@@ -258,15 +258,15 @@ def compile_cases() -> list[CompileCase]:
     for kind, stored, scales, group, (rows, columns, width, warps), more, must in (
         ("e4m3", "fp8e4nv", "fp32", 0, (16, 64, 128, 2), {}, ("mma.sync", "ld.shared.v4.b32")),
         ("e2m1", "u8", "u8", 32, (32, 64, 64, 2), {"bias": "*bf16:16"}, ("mma.sync",)),
-        ("int4", "u8", "fp32", 128, (16, 64, 128, 2), {"zeros": "*u8:16"}, ("mma.sync", "lop3.b32")),
+        ("int4", "u8", "fp32", 128, (16, 64, 64, 2), {"zeros": "*u8:16"}, ("mma.sync", "lop3.b32")),
         ("e4m3", "fp8e4nv", "fp32", 128, (64, 128, 64, 8), {}, ("wgmma.mma_async",)),
     ):
         given = signature | {"values": f"*{stored}:16", "scales": f"*{scales}:16"} | more
         given |= {"groups": "i32"} if group else {}
         constants: dict[str, object] = {"KIND": kind, "ROW_GROUP": 128 if rows == 64 else 1, "GROUP": group}
         constants |= {"EXPERTS": 128, "GATED": True, "CLAMPED": kind == "e2m1", "WHOLE_K": kind != "e2m1"}
-        constants |= {"BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": width, "STAGES": 4}
-        constants |= {"STEPS": 2 if kind in ("int4", "e2m1") else 1}
+        constants |= {"BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": width, "STAGES": 3}
+        constants |= {"STEPS": 4 if kind in ("int4", "e2m1") else 1}
         constants |= {name: None for name in ("zeros", "row_scales", "bias") if name not in more}
         constants |= {} if group else {"groups": 1}
         title = f"packed grouped product {kind} by {group or 'rows'}, {rows}x{columns}"
