@@ -27,7 +27,8 @@ from strata.kernels.moe.few_tokens import CHOICE_KERNELS, by_choices
 from strata.kernels.moe.grouped import grouped_kernel, grouped_product
 from strata.kernels.moe.held_order import held_order, order_kernels
 from strata.kernels.moe.order import Order
-from strata.kernels.moe.packed_experts import FROZEN, WAYS
+from strata.kernels.moe.packed_experts import CHOICES, FROZEN, WAYS
+from strata.kernels.moe.packed_few_tokens import PACKED_CHOICE_KERNELS, by_packed_choices, packed_choices_take
 from strata.kernels.op import ATEN, has_packed, operation
 from strata.kernels.quant.packed import PackedWeight, each_expert
 from strata.kernels.triton_import import HAS_TRITON
@@ -233,6 +234,27 @@ def by_library(
     return give_back(rows, order, weights)
 
 
+def _has_biases(supports: Callable[..., bool], *given: Any) -> bool:
+    """Whether kernels take what is given and can read its biases."""
+    biases: tuple[Tensor, Tensor] = given[5:7]
+    return all(bias.is_contiguous() for bias in biases) and supports(*given)
+
+
+def _by_packed_choices(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: PackedWeight,
+    down: PackedWeight,
+    gate_up_bias: Tensor,
+    down_bias: Tensor,
+    clamp: Clamp,
+    adds_down_bias: bool = True,
+) -> Tensor:
+    biases = gate_up_bias, down_bias if adds_down_bias else None
+    return by_packed_choices(x, weights, chosen, gate_up, down, biases, clamp)
+
+
 def _packed(
     rows_of: Callable[..., Tensor],
     x: Tensor,
@@ -249,9 +271,23 @@ def _packed(
     return give_back(rows_of(x, order, chosen.shape[1], gate_up, down, biases, clamp), order, weights)
 
 
+if HAS_TRITON:
+    biased_experts.implement(
+        CHOICES,
+        "cuda",
+        supports=partial(_has_biases, packed_choices_take),
+        kernels=PACKED_CHOICE_KERNELS,
+        packed=True,
+        scratch=choices_scratch,
+    )(_by_packed_choices)
 for _way in WAYS:
     biased_experts.implement(
-        _way.name, "cuda", supports=_way.supports, kernels=_way.kernels, packed=True, scratch=_way.scratch
+        _way.name,
+        "cuda",
+        supports=partial(_has_biases, _way.supports),
+        kernels=_way.kernels,
+        packed=True,
+        scratch=_way.scratch,
     )(partial(_packed, _way.rows))
 
 

@@ -21,7 +21,8 @@ from strata.kernels.moe.few_tokens import CHOICE_KERNELS, MOST_TOKENS, by_choice
 from strata.kernels.moe.grouped import grouped_kernel, grouped_product
 from strata.kernels.moe.held_order import held_order, order_kernels
 from strata.kernels.moe.order import Order
-from strata.kernels.moe.packed_experts import FROZEN, WAYS
+from strata.kernels.moe.packed_experts import CHOICES, FROZEN, WAYS
+from strata.kernels.moe.packed_few_tokens import PACKED_CHOICE_KERNELS, by_packed_choices, packed_choices_take
 from strata.kernels.op import ATEN, has_packed, operation
 from strata.kernels.quant.packed import PackedWeight, each_expert
 from strata.kernels.triton_import import HAS_TRITON
@@ -219,7 +220,12 @@ def tiles_scratch(x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Te
 
 
 def choices_scratch(
-    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, *_: object
+    x: Tensor,
+    weights: Tensor | None,
+    chosen: Tensor,
+    gate_up: Tensor | PackedWeight,
+    down: Tensor | PackedWeight,
+    *_: object,
 ) -> int:
     """Of what is gated, of each token's choices."""
     return chosen.numel() * down.shape[2] * x.element_size()
@@ -274,6 +280,17 @@ def grouped(
     return give_back(rows, order, weights)
 
 
+def _by_packed_choices(
+    x: Tensor,
+    weights: Tensor | None,
+    chosen: Tensor,
+    gate_up: PackedWeight,
+    down: PackedWeight,
+    filled: int | None = None,
+) -> Tensor:
+    return by_packed_choices(x, weights, chosen, gate_up, down)
+
+
 def _packed(
     rows_of: Callable[..., Tensor],
     x: Tensor,
@@ -287,6 +304,15 @@ def _packed(
     return give_back(rows_of(x, order, chosen.shape[1], gate_up, down), order, weights)
 
 
+if HAS_TRITON:
+    experts.implement(
+        CHOICES,
+        "cuda",
+        supports=packed_choices_take,
+        kernels=PACKED_CHOICE_KERNELS,
+        packed=True,
+        scratch=choices_scratch,
+    )(_by_packed_choices)
 for _way in WAYS:
     experts.implement(
         _way.name, "cuda", supports=_way.supports, kernels=_way.kernels, packed=True, scratch=_way.scratch

@@ -21,8 +21,8 @@ from strata.kernels.quant.packed import PackedWeight
 from strata.kernels.quant.round_rows import round_rows, round_rows_kernel
 from strata.kernels.triton_import import HAS_TRITON
 
-# Of all operations that multiply by experts; what the last does, `frozen_call` tells.
-ROUNDED, CONVERTED, FROZEN = "packed, rounded", "packed, tiles", "of frozen weights"
+# Of all operations that multiply by experts, the first but of held ones; what the last does, `frozen_call` tells.
+CHOICES, ROUNDED, CONVERTED, FROZEN = "packed, choices", "packed, rounded", "packed, tiles", "of frozen weights"
 Biases = tuple[Tensor | None, Tensor | None]
 NO_BIASES: Biases = None, None
 

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from strata.kernels.activation.clamped_swiglu import Clamp, clamped_swiglu
+from strata.kernels.moe.biased_experts import biased_experts
+from strata.kernels.moe.experts import experts
 from strata.kernels.moe.grouped import GroupedTile
 from strata.kernels.moe.order import Order
+from strata.kernels.moe.packed_few_tokens import ChoicePart, by_packed_choices
 from strata.kernels.moe.packed_grouped import PackedTile, packed_grouped_product
 from strata.kernels.moe.rounded_grouped import rounded_grouped_product
 from strata.kernels.quant.packed import PackedWeight, Scheme, dense, pack, spread
@@ -77,6 +80,23 @@ def rounded(weight: PackedWeight, turned: bool) -> None:
     close(found, clamped_swiglu(gate, up, CLAMP))
 
 
+def few_tokens(scheme: Scheme, tokens: int, per_token: int, hidden: int, width: int) -> None:
+    """Of a token without one of its experts and of one that is NaN, too."""
+    count, parts = per_token + 2, (ChoicePart(8, 16, 4), ChoicePart(4, 16, 4))
+    chosen = torch.rand(tokens, count).argsort(1)[:, :per_token].contiguous()
+    x, weights = torch.randn(tokens, hidden), torch.rand(tokens, per_token)
+    gate_up, down = (pack(torch.randn(count, *size) / 8, scheme) for size in ((2 * width, hidden), (hidden, width)))
+    given = chosen, *(part._replace(activations="") for part in (gate_up, down))
+    biases = torch.randn(count, 2 * width), torch.randn(count, hidden)
+    x[-1, 0] = torch.nan if tokens > 1 else 0.0
+    wanted = biased_experts.reference(x, weights, *given, *biases, CLAMP)
+    close(by_packed_choices(x, weights, chosen, gate_up, down, biases, CLAMP, parts), wanted)
+    chosen[0, -1] = -1
+    for factors in (weights, *(None,) * (per_token == 1)):
+        wanted = experts.reference(x, factors, *given, tokens * per_token - 1)
+        close(by_packed_choices(x, factors, chosen, gate_up, down, parts=parts), wanted)
+
+
 def close(found: Tensor, wanted: Tensor) -> None:
     atol = 2e-5 * wanted.nan_to_num().abs().max().item()
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=atol, equal_nan=True)
@@ -87,5 +107,7 @@ def packed_products() -> None:
         packed = pack(torch.randn(COUNT, 48, width) / 8, scheme)
         for weight in (packed, with_zeros(packed)) if scheme.values == "int4" else (packed,):
             products(weight, step)
+    few_tokens(Scheme("e4m3", 1, 0, "row"), 2, 3, 18, 12)
+    few_tokens(Scheme("int8", 1, 0), 1, 1, 16, 36)
     for scheme, width, turned in ROUNDED:
         rounded(pack(torch.randn(COUNT, 64, width) / 8, scheme), turned)

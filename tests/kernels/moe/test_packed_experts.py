@@ -14,7 +14,7 @@ from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits, as_if_on
 from strata.kernels.moe.biased_experts import biased_experts
 from strata.kernels.moe.experts import experts
 from strata.kernels.moe.held import held_experts
-from strata.kernels.moe.packed_experts import CONVERTED, FROZEN, ROUNDED
+from strata.kernels.moe.packed_experts import CHOICES, CONVERTED, FROZEN, ROUNDED
 from strata.kernels.quant import dequantize
 from strata.kernels.quant.packed import PackedWeight, Scheme, pack, unpacked_values
 from strata.kernels.quant.schemes import SCHEMES
@@ -42,21 +42,24 @@ def placed(scheme: Scheme, tokens: int, limits: DeviceLimits) -> list[Any]:
 @pytest.mark.parametrize("name", SCHEMES)
 def test_each_scheme_has_kernels_for_all_three_operations(name: str) -> None:
     pytest.importorskip("triton")
-    for tokens in (1, 64):
+    for tokens in (1, 2, 4, 5):
         given, way = placed(SCHEMES[name], tokens, HOPPER), CONVERTED
-        if tokens == 64 and name in ("fp8", "fp8_block", "int8"):
-            way = ROUNDED
+        if tokens == 1 and name in ("fp8", "int8", "fp8_weights", "int8_weights"):
+            way = CHOICES
+        if tokens == 5 and name in ("fp8", "fp8_block", "int8"):
+            way = ROUNDED  # of more than two rows an expert
         biases = [as_if_on(HOPPER, torch.empty(COUNT, size, device="meta")) for size in (2 * WIDTH, HIDDEN)]
         assert experts.bind("cuda", packed=True).choose(*given).name == way
         assert biased_experts.bind("cuda", packed=True).choose(*given, *biases, Clamp(1.7, 7.0)).name == way
-        assert held_experts.bind("cuda", packed=True).choose(*given, 0, COUNT).name == way
+        held = held_experts.bind("cuda", packed=True).choose(*given, 0, COUNT)
+        assert held.name == (CONVERTED if way == CHOICES else way)
 
 
 def test_what_kernels_cannot_read_is_served_in_floats() -> None:
     """8-bit floats on Ampere, groups that fit no step, and stacks whose experts are no neighbours."""
     pytest.importorskip("triton")
     bound = experts.bind("cuda", packed=True)
-    assert bound.choose(*placed(SCHEMES["int8"], 1, AMPERE)).name == CONVERTED
+    assert bound.choose(*placed(SCHEMES["int8"], 1, AMPERE)).name == CHOICES
     assert bound.choose(*placed(SCHEMES["int8"], 64, AMPERE)).name == CONVERTED
     assert bound.choose(*placed(SCHEMES["fp8"], 1, AMPERE)).name == FROZEN
     assert bound.choose(*placed(Scheme("e4m3", 1, 96, "block"), 64, HOPPER)).name == CONVERTED
@@ -65,6 +68,10 @@ def test_what_kernels_cannot_read_is_served_in_floats() -> None:
     x, weights, chosen, gate_up, down = placed(SCHEMES["int8"], 1, HOPPER)
     apart = down._replace(values=as_if_on(HOPPER, torch.empty(COUNT, 2 * HIDDEN, WIDTH, device="meta")[:, ::2]))
     assert bound.choose(x, weights, chosen, gate_up, apart).name == FROZEN
+    biases = [as_if_on(HOPPER, torch.empty(COUNT, 2 * size, device="meta")[:, ::2]) for size in (2 * WIDTH, HIDDEN)]
+    given = x, weights, chosen, gate_up, down, *biases, Clamp(1.7, 7.0)
+    assert biased_experts.bind("cuda", packed=True).choose(*given).name == FROZEN
+    assert bound.choose(*placed(Scheme("int8", 0, 0), 1, HOPPER)).name == CONVERTED
 
 
 def test_launches_are_told() -> None:
@@ -72,6 +79,8 @@ def test_launches_are_told() -> None:
     given = placed(SCHEMES["int4"], 4, HOPPER)
     ordered = ("held_order_kernel", "packed_grouped_kernel", "packed_grouped_kernel", "combine_kernel")
     assert experts.bind("cuda", packed=True).launches(*given) == ordered
+    alone = experts.bind("cuda", packed=True).launches(*placed(SCHEMES["fp8"], 1, HOPPER))
+    assert alone == ("packed_choice_gate_kernel", "packed_choice_sum_kernel")
     in_8_bits = experts.bind("cuda", packed=True).launches(*placed(SCHEMES["fp8"], 64, HOPPER))
     assert in_8_bits == (ordered[0], *("round_rows_kernel", "rounded_grouped_kernel") * 2, ordered[3])
     order = as_if_on(HOPPER, torch.empty(WIDTH, dtype=torch.int32, device="meta"))
@@ -120,6 +129,8 @@ def test_assembly_scales_every_byte() -> None:
 def test_scratch_by_hand() -> None:
     """The order's numbers of 8 bytes, ends of 4, what is gated and what comes out in 2, in 8 bits also both inputs."""
     pytest.importorskip("triton")
+    alone = experts.bind("cuda", packed=True).scratch(*placed(SCHEMES["fp8"], 1, HOPPER))
+    assert alone == 2 * PER_TOKEN * WIDTH
     for tokens, name, rounded in ((3, "fp8", 0), (64, "fp8", 64 * (HIDDEN + 4) + 128 * (WIDTH + 4))):
         rows, given = tokens * PER_TOKEN, placed(SCHEMES[name], tokens, HOPPER)
         found = experts.bind("cuda", packed=True).scratch(*given)

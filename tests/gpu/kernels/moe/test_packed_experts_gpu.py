@@ -16,7 +16,8 @@ from strata.kernels.moe.biased_experts import biased_experts
 from strata.kernels.moe.experts import experts
 from strata.kernels.moe.held import held_experts
 from strata.kernels.moe.order import Order
-from strata.kernels.moe.packed_experts import CONVERTED, FROZEN, ROUNDED
+from strata.kernels.moe.packed_experts import CHOICES, CONVERTED, FROZEN, ROUNDED
+from strata.kernels.moe.packed_few_tokens import GATE, SUM, ChoicePart, by_packed_choices
 from strata.kernels.moe.packed_grouped import PackedTile, choose_tile, fitting, packed_grouped_product
 from strata.kernels.moe.rounded_grouped import choose_tile as rounded_tile
 from strata.kernels.moe.rounded_grouped import rounded_grouped_product
@@ -159,7 +160,7 @@ def in_float64(arguments: list[Any]) -> list[Any]:
 
 
 # What rounding between the products leaves; in 8 bits some of what is gated goes to the next value, as its 16 bits do.
-BOUNDS = {ROUNDED: 2e-2, CONVERTED: 5e-3, FROZEN: 1e-2}
+BOUNDS = {CHOICES: 5e-3, ROUNDED: 2e-2, CONVERTED: 5e-3, FROZEN: 1e-2}
 
 
 def assert_right(operation: Any, arguments: list[Any], name: str) -> None:
@@ -177,6 +178,10 @@ def assert_right(operation: Any, arguments: list[Any], name: str) -> None:
 
 
 def way(name: str, tokens: int, per_token: int, count: int) -> str:
+    """By the rule, of `experts` and `biased_experts`."""
+    kind, rows, columns, _ = ALL[name]
+    if tokens == 1 and kind in ("e4m3", "int8") and (rows, columns) == (1, 0):
+        return CHOICES
     rounds = ALL[name].activations and ALL[name].columns in (0, 128)
     return ROUNDED if rounds and tokens * per_token > 2 * count else CONVERTED
 
@@ -191,6 +196,33 @@ def test_experts(name: str, tokens: int, count: int, per_token: int, hidden: int
     if tokens:
         assert_right(experts, arguments, way(name, tokens, per_token, count))
     assert experts(*arguments).shape == (tokens, hidden)
+
+
+@pytest.mark.parametrize(("tokens", "rounded"), [(2, False), (6, False), (7, True)])
+@pytest.mark.parametrize("name", ["fp8", "fp8_block", "int8"])
+def test_rows_are_rounded_of_more_than_two_an_expert(name: str, tokens: int, rounded: bool) -> None:
+    assert_right(experts, given(name, tokens, 6, 2, 512, 256), ROUNDED if rounded else CONVERTED)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+@pytest.mark.parametrize("parts", [(GATE, SUM), (ChoicePart(8, 512, 4), ChoicePart(4, 128, 8))])
+@pytest.mark.parametrize(
+    ("tokens", "per_token", "hidden", "width"), [(1, 8, 2048, 768), (1, 4, 2880, 1441), (3, 3, 99, 41)]
+)
+def test_choices(
+    name: str, parts: tuple[ChoicePart, ChoicePart], tokens: int, per_token: int, hidden: int, width: int
+) -> None:
+    """Of sizes that blocks divide or do not, with bounds and biases, and where a token lacks an expert."""
+    count, bound = 16, BOUNDS[CHOICES]
+    arguments = given(name, tokens, count, per_token, hidden, width)
+    biases = draw(count, 2 * width) / 4, draw(count, hidden) / 4
+    found = by_packed_choices(*arguments, biases, CLAMP, parts)
+    exact = biased_experts.reference(*in_float64([*arguments, *biases]), CLAMP)
+    assert (found.double() - exact).norm() <= bound * exact.norm()
+    arguments[2][0, -1] = -1
+    found = by_packed_choices(*arguments, parts=parts)
+    exact = experts.reference(*in_float64(arguments), tokens * per_token - 1)
+    assert (found.double() - exact).norm() <= bound * exact.norm()
 
 
 def test_tokens_with_fewer_experts_and_columns_in_an_order_of_their_own() -> None:
