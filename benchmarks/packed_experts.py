@@ -1,14 +1,14 @@
 """Experts with packed weights on one GPU: microseconds beside the floor, and beside the same in bfloat16.
 
     python -m benchmarks.packed_experts --shapes 30B-A3B --schemes fp8,int4 --tokens 1,64,256 --save packed.jsonl
-    python -m benchmarks.packed_experts --tiles --tokens 16,64,256   # also every tile that could serve
+    python -m benchmarks.packed_experts --tiles --tokens 1,16,64,256   # also every tile that could serve
 
-"experts" is all that a mixture's layer launches behind its router: order, both products, and the weighted sum, by the
-rule and, where the scheme rounds activations, the other way, too; "gate"
-the product by gate and up, which fetches the rows and applies SwiGLU, and "down" the one that follows, their values
-converted. Choices fall evenly on the experts. Calls are recorded in a CUDA graph and find none of their weights in the
-cache. The floor is the larger of the bytes at the memory's measured rate and the FLOPs at that of the type in which a
-call multiplies.
+"experts" is all that a mixture's layer launches behind its router, by the rule and the other ways: order, both
+products, and the weighted sum, or of a token alone with values of 8 bits two launches, which --tiles also times with
+other parts of the work a program ("choices"). "gate" is the product by gate and up, which fetches the rows and applies
+SwiGLU, and "down" the one that follows, their values converted. Choices fall evenly on the experts. Calls are recorded
+in a CUDA graph and find none of their weights in the cache. The floor is the larger of the bytes at the memory's
+measured rate and the FLOPs at that of the type in which a call multiplies.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,11 @@ from strata.bench.result import provenance
 from strata.hardware.replay import copies_beyond_l2, time_replayed
 from strata.hardware.roofline import Workload, floor
 from strata.hardware.specs import recognize
+from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.moe.experts import experts
 from strata.kernels.moe.held_order import held_order
-from strata.kernels.moe.packed_experts import CONVERTED, ROUNDED
+from strata.kernels.moe.packed_experts import CHOICES, CONVERTED, ROUNDED
+from strata.kernels.moe.packed_few_tokens import GATE, SUM, ChoicePart, by_packed_choices
 from strata.kernels.moe.packed_grouped import PackedTile, choose_tile, fitting, group_of, packed_grouped_product
 from strata.kernels.moe.rounded_grouped import rounded_takes
 from strata.kernels.quant.packed import PackedWeight, Scheme, pack
@@ -106,10 +109,19 @@ def measure(shape: str, scheme_name: str, tokens: int, every_tile: bool) -> Iter
             "weights_gb_per_s": round(cost.weights / us / 1e3),
             "tflops": round(cost.flops / us / 1e6, 1),
         }
+    for parts in choice_parts(per_token) if every_tile and rule.name == CHOICES else ():
+        us = took([partial(by_packed_choices, x, weights, chosen, *one, parts=parts) for one in layers], guess)
+        yield about | {
+            "part": "choices",
+            "tile": [part._asdict() for part in parts],
+            "is_rule": parts == (GATE, SUM),
+            "us": round(us, 2),
+            "weights_gb_per_s": round(cost.weights / us / 1e3),
+        }
     order, rows = held_order(chosen, 0, count), tokens * per_token
     inner = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
 
-    def product(part: str, layer: tuple[PackedWeight, PackedWeight], tile: PackedTile) -> Tensor:
+    def multiply(part: str, layer: tuple[PackedWeight, PackedWeight], tile: PackedTile) -> Tensor:
         if part == "down":
             return packed_grouped_product(inner, layer[1], order.ends, tile=tile)
         fetched: dict[str, Any] = {"source": order.source, "per_token": per_token, "gated": True}
@@ -120,7 +132,7 @@ def measure(shape: str, scheme_name: str, tokens: int, every_tile: bool) -> Iter
         assert chosen_tile is not None
         hit = chosen.unique().numel() * weight.nbytes / count
         for tile in {chosen_tile: None, **dict.fromkeys(tiles(weight, rows, part == "gate") if every_tile else ())}:
-            us = took([partial(product, part, layer, tile) for layer in layers], guess)
+            us = took([partial(multiply, part, layer, tile) for layer in layers], guess)
             yield about | {
                 "part": part,
                 "tile": tile._asdict(),
@@ -128,6 +140,17 @@ def measure(shape: str, scheme_name: str, tokens: int, every_tile: bool) -> Iter
                 "us": round(us, 2),
                 "weights_gb_per_s": round(hit / us / 1e3),
             }
+
+
+def choice_parts(per_token: int) -> Iterator[tuple[ChoicePart, ChoicePart]]:
+    """Of either launch those whose sums fit in registers, the other as in the rule."""
+    for columns, width, warps in product((2, 4, 8), (512, 1024, 2048), (4, 8)):
+        if 8 <= columns * width // (32 * warps) <= 64:
+            yield ChoicePart(columns, width, warps), SUM
+    for columns, width, warps in product((1, 2, 4), (128, 256, 512), (4, 8)):
+        each = columns * next_power_of_2(per_token) * width // (32 * warps)
+        if (columns, width, warps) != SUM and 8 <= each <= 64:
+            yield GATE, ChoicePart(columns, width, warps)
 
 
 def tiles(weight: PackedWeight, rows: int, gated: bool) -> Iterator[PackedTile]:
@@ -142,15 +165,15 @@ def tiles(weight: PackedWeight, rows: int, gated: bool) -> Iterator[PackedTile]:
         *((height, 128, 64, 8, 4, 1) for height in (32, 64, 128)),
     ):
         whole = not group or group % width == 0 or (weight.kind == "e2m1" and width % group == 0)
-        if whole and height / 4 <= each <= 8 * height:
+        if whole and height / 4 <= max(4, each) and each <= 8 * height:
             yield fitting(PackedTile(height, columns, width, warps, stages, steps), weight, gated=gated)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="30B-A3B,gpt-oss-20b")
-    parser.add_argument("--schemes", default=",".join(SCHEMES))
-    parser.add_argument("--tokens", default="1,4,16,64,128,256,8192")
+    parser.add_argument("--shapes", default="30B-A3B,gpt-oss-20b", help="mixtures, by name")
+    parser.add_argument("--schemes", default=",".join(SCHEMES), help=f"of {', '.join(SCHEMES)}")
+    parser.add_argument("--tokens", default="1,4,16,64,128,256,8192", help="of a step")
     parser.add_argument("--tiles", action="store_true", help="time every tile that could serve")
     parser.add_argument("--save", type=Path, help="append the lines to this file")
     asked = parser.parse_args()

@@ -45,14 +45,16 @@ def choose_tile(
     # 128 bytes of a row of the weight a turn, where registers hold them: sums over groups take some of their own.
     if each <= 10:
         tile = PackedTile(8 if each <= 3 else 16, 64, 128, 2, 3, steps=2 if halves else 1)
-        if sums and not halves:
+        if sums and gated and tile.rows == 16:
+            tile = tile._replace(width=64, steps=2 * tile.steps if group >= 64 else 2)
+        elif sums and not halves:
             tile = tile._replace(stages=4)
-        elif sums and gated and tile.rows == 16:
-            tile = tile._replace(width=64, steps=4)
     elif each <= 28:
         tile = PackedTile(32, 64, 64, 2, 3, steps=4 if halves else 2)
         if sums and gated:
             tile = tile._replace(columns=32, steps=2) if halves else tile._replace(stages=4, steps=1)
+        elif weight.zeros is not None:
+            tile = tile._replace(steps=2)
     elif each <= 56 or (gated and sums):
         tile = PackedTile(64, 128, 64, 8, 4)
     else:
