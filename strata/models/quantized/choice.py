@@ -16,8 +16,12 @@ _HEAD = "lm_head.weight"
 
 def packed_by(scheme: Scheme, products: Iterable[str], model: CausalLM) -> dict[str, Scheme]:
     """The scheme of all products but the head and routers, of which errors would change which token or expert is
-    chosen."""
-    return {name: scheme for name in products if name != _HEAD and not _is_of_router(model, name)}
+    chosen, and experts that checkpoints hold in one tensor, whose matrices have no names of their own."""
+    return {
+        name: scheme
+        for name in products
+        if name != _HEAD and not _is_of_router(model, name) and not _is_joined(model, name)
+    }
 
 
 def packed_there(
@@ -54,3 +58,8 @@ def hold_packed(model: nn.Module, packed: Mapping[str, PackedWeight]) -> None:
 
 def _is_of_router(model: CausalLM, name: str) -> bool:
     return isinstance(model.get_submodule(name.rpartition(".")[0]), Router)
+
+
+def _is_joined(model: CausalLM, name: str) -> bool:
+    _, matrix = next(stored_views(model, name, model.get_parameter(name)))
+    return matrix.dim() > 2

@@ -123,6 +123,17 @@ def test_what_a_scheme_cannot_pack_is_named_before_anything_is_read() -> None:
         Packing.of("fp7", model)
 
 
+def test_experts_that_checkpoints_hold_in_one_tensor_stay_as_they_are() -> None:
+    """On one rank and on one of two."""
+    config = config_from_dict(RECURRENT_CONFIGS["granite-hybrid-experts"])
+    shard = RankShard.of(config, 2, 1)
+    with torch.device("meta"):
+        found = [Packing.of("fp8", build(config)).schemes, Packing.of("fp8", shard.build(), shard).schemes]
+    assert found[0].keys() == found[1].keys()
+    assert "model.layers.0.mamba.in_proj.weight" in found[0]
+    assert not any(".mlp.experts." in name for name in found[0])
+
+
 @pytest.mark.parametrize("scheme", ["fp8", "fp8_block", "nvfp4"])
 @torch.no_grad()
 def test_parts_of_stacked_rows_have_the_scales_of_the_whole(scheme: str, tmp_path: Path) -> None:
