@@ -13,10 +13,12 @@ from strata.graph.ranks.narrow_messages import NARROW_TOKENS, narrow_messages
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.kernels.collective.rounded_parts import round_parts, sum_parts, widen_parts
+from strata.models.config import ModelConfig, config_from_dict
 from strata.parallel.serving_shard import RankShard
 from strata.plan.meta_model import find_config, meta_model
 from tests.graph.lockstep import run_in_lockstep
 from tests.models.batches import packed, random_sequences
+from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 from tests.parallel.models import random_model
 from tests.parallel.shards import divisible_config, joined, shard_of
 
@@ -87,6 +89,22 @@ def test_large_steps_of_ranks_have_about_the_logits_of_one(name: str, size: int)
     counts, before = (operation_counts(one) for one in (narrow[0], ranks[0].logits))
     assert counts["round_parts"] == counts["sum_parts"] == counts["widen_parts"] == 2
     assert counts["all_reduce"] == before["all_reduce"] - 2
+
+
+@pytest.mark.parametrize(
+    ("config", "stages", "rounded"),
+    [
+        (divisible_config("llama", num_hidden_layers=5), 2, [6, 2]),  # three layers, and two of which the last attends
+        # Out of the recurrence, of experts and of the shared one; squares of the norm over all ranks' columns stay.
+        (config_from_dict(RECURRENT_CONFIGS["granite-hybrid-experts"]), 1, [3]),
+    ],
+)
+def test_which_sums_of_stages_and_recurrences_travel_so(config: ModelConfig, stages: int, rounded: list[int]) -> None:
+    for stage, count in enumerate(rounded):
+        shard = RankShard.of(config, 2, 0, stages=stages, stage=stage)
+        graphs = step_graphs(shard.build().requires_grad_(False), "cpu", False, shard=shard, narrow=True)
+        counts, before = (operation_counts(graphs.logits_of(tokens)) for tokens in (NARROW_TOKENS, 1))
+        assert counts["round_parts"] == before["all_reduce"] - counts["all_reduce"] == count
 
 
 def test_messages_have_half_of_the_bytes() -> None:
