@@ -33,6 +33,8 @@ from strata.models.quantized.load import load_packed
 from strata.plan.meta_model import MetaModel, dtype_name
 
 _REPEATS = 7
+# For so long a step is repeated on a CPU: of seven short ones each may meet another process.
+_LEAST_SECONDS = 0.5
 # Calls of one kind that are timed in turn: what one has read is out of the cache when its turn comes again.
 _MOST_CALLS = 8
 # Of the engine's steps, unless this one is longer.
@@ -109,10 +111,13 @@ def measure_step(asked: EngineConfig, workload: Workload, recorded: BufferShape 
     """
     device = asked.resolve_device()
     config, _ = weights.resolve(asked.model, asked.load_format)
+    longest = max(workload.total)
+    if longest > config.longest:
+        raise ValueError(f"a sequence of {longest:,} tokens is over the model's {config.longest:,}: it is not measured")
     kind = implementations_for(device)
     limits = DeviceLimits.of(device) if kind == "cuda" else None
     most = max(_STEP_TOKENS, workload.tokens, 0 if recorded is None else recorded.tokens)
-    asked = replace(asked, max_num_batched_tokens=most, max_model_len=max(workload.total))
+    asked = replace(asked, max_num_batched_tokens=most, max_model_len=longest)
     asked = replace(asked, max_num_seqs=max(asked.max_num_seqs, len(workload.new)))
     sizes = EngineSizes.of(asked, config, device, limits)
     sizes.packing.check_kernels(kind, deterministic=False)
@@ -250,7 +255,7 @@ def _call(ran: _Ran) -> Callable[[], Any]:
 def _on_cpu(graph: fx.GraphModule, kinds: list[list[_Ran]], arguments: tuple[Any, ...]) -> Iterator[tuple[str, float]]:
     """The best of runs of the whole graph, node by node, so that each finds in the cache what it does in a step."""
     runs = []
-    for _ in range(_REPEATS):
+    for _ in _often_enough():
         timing = _Timing(graph)
         timing.run(*arguments)
         runs.append(timing.seconds)
@@ -270,12 +275,20 @@ class _Timing(fx.Interpreter):
         return result
 
 
+def _often_enough() -> Iterator[None]:
+    """The repetitions on a CPU."""
+    began, count = time.perf_counter(), 0
+    while count < _REPEATS or time.perf_counter() - began < _LEAST_SECONDS:
+        yield
+        count += 1
+
+
 def _repeated(run: Callable[[], object], device: torch.device) -> float:
     """Seconds of a run: the median on a GPU, by its own clock; the best on a CPU, which others may have for a while."""
     run()
     if device.type != "cuda":
         marks = [time.perf_counter()]
-        for _ in range(_REPEATS):
+        for _ in _often_enough():
             run()
             marks.append(time.perf_counter())
         return min(end - begin for begin, end in pairwise(marks))

@@ -302,7 +302,8 @@ class PricedStep:
         console.width = max(console.width, *(console.measure(one, options=unbounded).minimum for one in tables))
         captured, run = (sum(counts.values()) for counts in (self.captured, self.run))
         console.print(f"{captured:,} operations, {run:,} after merging and fusion: {self.step.graph}")
-        console.print(f"{len(self.step.kernels):,} kernels with inputs and sampling")
+        if self.step.kernels:  # those of a CPU have no names
+            console.print(f"{len(self.step.kernels):,} kernels with inputs and sampling")
         console.print(counts_table(self.captured, self.run))
         for one in tables:
             console.print(one)
@@ -339,10 +340,12 @@ class PricedStep:
 
         assert self.measured is not None
         found = self.measured
-        alone = duration(sum(found.seconds.values()))
+        without = "sampling" if self.step.recorded else "inputs and sampling"
+        inputs, model, draw = (duration(sum(found.of(part).values())) for part in ("inputs", "model", "draw"))
         return (
-            f"measured          {duration(found.step)} the step, {share(self.step_floor.seconds, found.step)} of which "
-            f"is its floor; its operations {alone}, {found.how}"
+            f"measured          {duration(found.step)} the step without {without}, "
+            f"{share(self.step_floor.seconds, found.step)} of which is its floor; its operations {model}, of inputs "
+            f"{inputs}, of sampling {draw}: {found.how}"
         )
 
     def _rates(self) -> list[tuple[str, Figure]]:

@@ -89,11 +89,20 @@ def counts_table(before: Mapping[str, int], after: Mapping[str, int]) -> Table:
 
 def table(title: str, rows: list[Row], *, whole: float) -> Table:
     """Rows as a table; `whole` is the floor of the step, in seconds, that shares refer to. Bytes that a rank sends have
-    a column where there are any."""
+    a column where there are any, and kernels where they are known."""
     sends, took = any(row.cost.sent for row in rows), any(row.measured is not None for row in rows)
+    named = any(row.kernels or row.implementation for row in rows)
     drawn = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     drawn.add_column("", overflow="fold", min_width=16)
-    for name in ("count", "kernels", "FLOPs", "bytes", *("sent",) * sends, "floor", *("measured", "") * took):
+    for name in (
+        "count",
+        *("kernels",) * named,
+        "FLOPs",
+        "bytes",
+        *("sent",) * sends,
+        "floor",
+        *("measured", "") * took,
+    ):
         drawn.add_column(name, justify="right", no_wrap=True)
     drawn.add_column("bound", no_wrap=True)
     drawn.add_column("of step", justify="right", no_wrap=True)
@@ -101,7 +110,7 @@ def table(title: str, rows: list[Row], *, whole: float) -> Table:
         drawn.add_row(
             row.part or row.operation,
             f"{row.count:,}",
-            f"{row.kernels:,} {row.implementation}",
+            *(f"{row.kernels:,} {row.implementation}",) * named,
             quantity(row.cost.flops),
             f"{quantity(row.cost.bytes)}B",
             *(f"{quantity(row.cost.sent)}B" if row.cost.sent else "",) * sends,

@@ -14,6 +14,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from strata.bench import measured_step
 from strata.cli.graph import graph
 from strata.graph.drawing.correspondence import correspondence
 from strata.hardware.figures import Device, Figure
@@ -209,6 +210,7 @@ def _measures_on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of known ceilings, which are not measured then."""
     measured = (measured_figure("bandwidth", 1e10), measured_figure("compute", 1e11, "bfloat16"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(measured_step, "_LEAST_SECONDS", 0)
     monkeypatch.setattr(ceilings, "processor_device", lambda: (Device("mine", "My CPU", measured), ("what I know",)))
 
 
@@ -232,7 +234,11 @@ def test_a_step_that_is_measured_shows_what_every_operation_took(tmp_path: Path)
     assert sum(" · took " in one for one in texts) == 9, "kernels of the layer that runs"
     assert any(one.startswith("measured: the same, ") for one in texts)
     told = run(*step)
-    assert re.search(r"measured +\S+ .s the step, \d+% of which is its floor; its operations", told)
+    line = (
+        r"measured +\S+ .s the step without inputs and sampling, \d+% of which is its floor; its operations \S+ .s, of"
+    )
+    assert re.search(line, told)
+    assert "kernels" not in told, "those of a CPU have no names"
     assert "from what I know" in told
 
 
@@ -240,6 +246,8 @@ def test_a_step_that_is_measured_shows_what_every_operation_took(tmp_path: Path)
 def test_what_cannot_be_measured() -> None:
     with pytest.raises(ValueError, match=r"device 'h200' is not here, and what is measured runs on .*: leave it out"):
         run("builtin", "--measure", "--device", "h200")
+    with pytest.raises(ValueError, match=r"a sequence of 1,025 tokens is over the model's 1,024: it is not measured"):
+        run("builtin", "--measure", "--tokens", 1025)
     with pytest.raises(ValueError, match="--measure runs a step on one device; leave out the other ranks"):
         run("builtin", "--measure", "--tensor-parallel-size", 2)
 

@@ -28,7 +28,7 @@ from strata.models.initialize import randomize
 from strata.models.shapes import SHAPES
 from strata.plan.meta_model import MetaModel, find_config, meta_model
 from tests.live_bytes import LiveBytes, tensors_of
-from tests.models.batches import packed, random_sequences
+from tests.models.batches import HandPaged, packed, random_sequences
 from tests.models.checkpoints import FAMILY_CONFIGS
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 from tests.models.sparse_models import SPARSE_CONFIGS
@@ -70,13 +70,18 @@ def test_every_family_has_a_config() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_on_a_cpu_what_is_alive_between_operations_is_what_was_planned(family: str) -> None:
-    """Of every family; what a reference takes while it runs is its own."""
+    """Of every family, prompts and decodes; what a reference takes while it runs is its own."""
     config = config_from_dict(CONFIGS[family])
     model = build(config).requires_grad_(False)
     randomize(model, 0)
     graph = step_graphs(model, "cpu", deterministic=False).logits
-    batch, rows = packed(random_sequences(config.vocab_size, (40, 23))), torch.tensor([39, 62], dtype=torch.int32)
-    plan = buffer_plan(graph, (batch, rows))
+    paged = HandPaged(config, 4, 21)
+    before = paged.next_batch({row: [1 + row] * 20 for row in range(4)})
+    graph.forward(before, torch.zeros(1, dtype=torch.int32))
+    prompts, ends = packed(random_sequences(config.vocab_size, (40, 23))), torch.tensor([39, 62], dtype=torch.int32)
+    steps = (prompts, ends), (paged.next_batch({row: [5] for row in range(4)}), torch.arange(4, dtype=torch.int32))
+    plans = [buffer_plan(graph, step) for step in steps]
+    wanted = graph.forward(*steps[0])
     most = 0
 
     def counted(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,15 +94,17 @@ def test_on_a_cpu_what_is_alive_between_operations_is_what_was_planned(family: s
         call.__name__ = getattr(run, "__name__", "call")
         return call
 
-    wanted = graph.forward(batch, rows)
     for node in graph.graph.nodes:
         if node.op == "call_function" and node.target is not getattr:
             node.target = counted(node.target)
     make_code(graph)
-    with LiveBytes([*tensors_of(graph), batch, rows]) as live:
-        found = graph.forward(batch, rows)
-    assert torch.equal(found, wanted)
-    assert plan.peak == pytest.approx(most, rel=TOLERANCE)
+    for step, plan in zip(steps, plans, strict=True):
+        most = 0
+        with LiveBytes([*tensors_of(graph), *step]) as live:
+            found = graph.forward(*step)
+        assert found.shape == (len(step[1]), config.vocab_size)
+        assert step is not steps[0] or torch.equal(found, wanted)
+        assert plan.peak == pytest.approx(most, rel=TOLERANCE)
 
 
 def on_meta(model: MetaModel, workload: Workload) -> tuple[fx.GraphModule, tuple[Any, ...]]:
