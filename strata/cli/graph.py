@@ -344,8 +344,8 @@ class PricedStep:
         inputs, model, draw = (duration(sum(found.of(part).values())) for part in ("inputs", "model", "draw"))
         return (
             f"measured          {duration(found.step)} the step without {without}, "
-            f"{share(self.step_floor.seconds, found.step)} of which is its floor; its operations {model}, of inputs "
-            f"{inputs}, of sampling {draw}: {found.how}"
+            f"{share(self.step_floor.seconds, found.step)} of which is its floor; its operations {model}, "
+            f"inputs {inputs}, sampling {draw}: {found.how}"
         )
 
     def _rates(self) -> list[tuple[str, Figure]]:

@@ -235,7 +235,7 @@ def test_a_step_that_is_measured_shows_what_every_operation_took(tmp_path: Path)
     assert any(one.startswith("measured: the same, ") for one in texts)
     told = run(*step)
     line = (
-        r"measured +\S+ .s the step without inputs and sampling, \d+% of which is its floor; its operations \S+ .s, of"
+        r"measured +\S+ .s the step without inputs and sampling, \d+% of which is its floor; its operations \S+ .s, in"
     )
     assert re.search(line, told)
     assert "kernels" not in told, "those of a CPU have no names"
