@@ -42,6 +42,7 @@ class Setup:
     sparsity: str | None = None
     passes: str = "all"
     executor: str = "graph"
+    message_dtype: str = "auto"
 
     @property
     def source(self) -> str:
@@ -71,14 +72,16 @@ class Setup:
             "enable_expert_parallel": self.enable_expert_parallel,
             "seed": 0,
             "executor": self.executor,
+            "message_dtype": self.message_dtype,
         }
 
     def test_name(self, name: str) -> str:
-        """Deterministic mode, each number of ranks, each way to pack weights, each choice of passes and each executor
-        is a test of its own, so that none passes for the newest result of another."""
+        """Deterministic mode, each number of ranks, each way to pack weights, each choice of passes, each executor and
+        messages in 8 bits are a test of its own, so that none passes for the newest result of another."""
         ranks = f"-tp{self.tensor_parallel_size}" if self.tensor_parallel_size > 1 else ""
         ranks += f"-pp{self.pipeline_parallel_size}" if self.pipeline_parallel_size > 1 else ""
         ranks += "-ep" if self.enable_expert_parallel else ""
+        ranks += f"-messages:{self.message_dtype}" if self.message_dtype != "auto" else ""
         packed = self.quantization or self.sparsity
         ranks += f"-{packed}" if packed is not None else ""
         ranks += f"-passes:{self.passes}" if self.passes != "all" else ""

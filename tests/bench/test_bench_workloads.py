@@ -66,6 +66,12 @@ def test_no_floor_on_a_device_that_is_not_in_the_database() -> None:
     assert floor_on(TESTS["T2"], Setup("8B", None, "bfloat16", "cpu", False), "Intel(R) Xeon(R)") is None
 
 
+def test_what_ranks_send_is_told_in_the_name_of_a_test() -> None:
+    setup = Setup("8B", None, "bfloat16", "auto", False, tensor_parallel_size=2, message_dtype="fp8")
+    assert setup.test_name("T4") == "T4-tp2-messages:fp8"
+    assert setup.llm_options()["message_dtype"] == "fp8"
+
+
 def test_offline_workload_is_nano_vllms() -> None:
     test = TESTS["T1"]
     assert (sum(test.outputs), sum(test.prompt_lengths)) == (133_966, 142_827)

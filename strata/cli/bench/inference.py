@@ -64,6 +64,7 @@ def throughput(
     pipeline_parallel_size: options.PipelineParallelSize = 1,
     enable_expert_parallel: options.EnableExpertParallel = False,
     executor: options.Executor = "graph",
+    message_dtype: options.MessageDtype = "auto",
     repeat: Repeat = 3,
     as_json: AsJson = False,
     save: Save = None,
@@ -86,6 +87,7 @@ def throughput(
         sparsity,
         passes,
         executor,
+        message_dtype,
     )
     result = run(test, setup, repeat)
     report(result.values(), result.text(), as_json=as_json, save=save)
@@ -108,6 +110,7 @@ def _command(name: str, measure: Callable[[Setup, int], Result], help: str) -> N
         pipeline_parallel_size: options.PipelineParallelSize = 1,
         enable_expert_parallel: options.EnableExpertParallel = False,
         executor: options.Executor = "graph",
+        message_dtype: options.MessageDtype = "auto",
         repeat: Repeat = 3,
         as_json: AsJson = False,
         save: Save = None,
@@ -125,6 +128,7 @@ def _command(name: str, measure: Callable[[Setup, int], Result], help: str) -> N
             sparsity,
             passes,
             executor,
+            message_dtype,
         )
         result = measure(setup, repeat)
         report(result.values(), result.text(), as_json=as_json, save=save)
