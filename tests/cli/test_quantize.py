@@ -33,6 +33,8 @@ def test_calibration_text_is_read_in_samples(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "What is 3 + 4?"}, {"role": "assistant", "content": "Answer: 7"}]
     chats.write_text(json.dumps({"messages": chat}) + "\n" + json.dumps({"text": "A story. " * 50}) + "\n")
     empty.write_text("")
+    blank = tmp_path / "blank.jsonl"
+    blank.write_text(json.dumps({"text": " \n"}) + "\n" + json.dumps({"text": "A story."}) + "\n")
     with Tokenizer.load(BUILTIN_FOLDER) as tokenizer:
         whole = tokenizer.encode(text.read_text())
         samples = file_samples(text, tokenizer, 100, 32)
@@ -43,8 +45,13 @@ def test_calibration_text_is_read_in_samples(tmp_path: Path) -> None:
         assert own == tokenizer.encode_chat(chat, add_generation_prompt=False)[:32]
         assert len(story) == 32
         assert all(0 < len(one) <= 64 for one in exercise_samples(tokenizer, 5, 64))
+        (own,) = file_samples(blank, tokenizer, 100, 32)
+        assert tokenizer.decode(own).startswith("A story.")
         with pytest.raises(ValueError, match="empty"):
             file_samples(empty, tokenizer, 3, 32)
+        blank.write_text(json.dumps({"text": ""}) + "\n")
+        with pytest.raises(ValueError, match="holds no text"):
+            file_samples(blank, tokenizer, 3, 32)
 
 
 def test_what_cannot_be_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:

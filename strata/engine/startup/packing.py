@@ -20,7 +20,7 @@ from strata.models.families import build
 from strata.models.layers import CausalLM
 from strata.models.quantized.assembly import meta_weights
 from strata.models.quantized.checkpoint import Checkpoint, packed_format
-from strata.models.quantized.choice import packed_by, packed_there
+from strata.models.quantized.choice import packed_by, packed_there, pruned
 from strata.parallel.serving_shard import RankShard
 
 _GIB = 1 << 30
@@ -48,8 +48,8 @@ class Packing:
         dtype: torch.dtype = torch.bfloat16,
     ) -> Packing:
         """By a scheme's name all that products alone read, but for the head and routers, of which errors would change
-        which token or expert is chosen; so also by a pattern of zeros (`sparsity`), but for gates of one output, which
-        nothing prunes; by None what the checkpoint in `folder` has packed of all that they read.
+        which token or expert is chosen; so also by a pattern of zeros (`sparsity`) those that `strata prune` prunes; by
+        None what the checkpoint in `folder` has packed of all that they read.
 
         model: on the meta device; of the rank of `shard`, where there are several. dtype: of floats. Raises ValueError
         for an unknown scheme, for a parameter that it cannot pack, and for one where the checkpoint is packed already.
@@ -71,8 +71,7 @@ class Packing:
         candidates = [name for name in products if name in own]
         checkpoint = None
         if sparsity is not None:
-            pruned = [name for name in candidates if len(complete.get_parameter(name)) > 1]
-            schemes = packed_by(sparsity_of(sparsity), pruned, layers)
+            schemes = packed_by(sparsity_of(sparsity), pruned(candidates, complete), layers)
         elif quantization is not None:
             schemes = packed_by(scheme_of(quantization), candidates, layers)
         else:

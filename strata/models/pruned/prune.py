@@ -20,6 +20,7 @@ from strata.models.quantized.calibrate.inputs import LayerInputs
 from strata.models.quantized.calibrate.matrices import Matrix, layer_views, products
 from strata.models.quantized.calibrate.rewrite import layer_tensors, rewrite, stored_dtype
 from strata.models.quantized.calibrate.stream import LayerStream
+from strata.models.quantized.checkpoint import tells_of_packed
 
 
 def prune(
@@ -38,7 +39,7 @@ def prune(
     divide, `out` that exists, or a method without its text.
     """
     values = read_existing_object(folder / "config.json")
-    if values.get("quantization_config") is not None:
+    if tells_of_packed(folder, values):
         raise ValueError(f"{folder} is quantized (quantization_config); prune the model in floats, then quantize it")
     if pruning.needs_text and not any(len(sequence) for sequence in sequences):
         raise ValueError(f"method = {pruning.method!r} needs calibration text, and there is none")

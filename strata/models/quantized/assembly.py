@@ -26,6 +26,7 @@ from strata.models.experts import stored_views
 from strata.models.layers import CausalLM
 from strata.models.part import Box, Boxes, ModelPart, whole
 from strata.models.quantized.checkpoint import Checkpoint
+from strata.models.quantized.matrices import own_matrices
 
 _VALUES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
@@ -42,7 +43,7 @@ class Assembly:
         self._made: PackedWeight | None = None
 
     def put(self, number: int, matrix: PackedWeight) -> None:
-        """Matrix `number` of the parameter, in the order of `stored_views`. Raises ValueError if it cannot lie beside
+        """Matrix `number` of the parameter, in the order of `numbered`. Raises ValueError if it cannot lie beside
         those that came before."""
         matrix = self._joinable(matrix)
         if self._made is None:
@@ -92,8 +93,9 @@ def assembly(model: CausalLM, name: str) -> Assembly:
     parameter = model.get_parameter(name)
     if parameter.dim() == 2:
         return Assembly(name, 0, 1)
-    _, matrix = next(stored_views(model, name, parameter))
-    return Assembly(name, len(parameter), parameter.shape[-2] // matrix.shape[-2])
+    _, stored = next(stored_views(model, name, parameter))
+    shape = tuple(stored.shape)
+    return Assembly(name, len(parameter), parameter.shape[-2] // own_matrices(name, shape, (whole(shape),))[0].shape[0])
 
 
 def packed_box(box: Box, shape: tuple[int, ...], scheme: Scheme) -> Box:
@@ -184,9 +186,9 @@ def meta_weights(
     found = {}
     read: dict[tuple[Any, ...], PackedWeight] = {}
     for name, scheme in schemes.items():
-        stored, matrix = next(stored_views(complete, name, complete.get_parameter(name)))
-        shape = tuple(matrix.shape)
-        boxes: Boxes = (whole(shape),) if part is None else part.boxes(name, shape)
+        stored, tensor = next(stored_views(complete, name, complete.get_parameter(name)))
+        sizes = tuple(tensor.shape)
+        shape, boxes, *_ = own_matrices(name, sizes, (whole(sizes),) if part is None else part.boxes(name, sizes))[0]
         try:
             if checkpoint is None:
                 like = planned_boxes(shape, boxes, scheme, dtype)
@@ -207,7 +209,8 @@ def _on_meta(weight: PackedWeight) -> PackedWeight:
 
 
 def numbered(model: CausalLM, names: Iterable[str]) -> Iterator[tuple[str, str, int]]:
-    """The stored matrices of these parameters: what a checkpoint calls each, the parameter, and its number there."""
+    """The stored tensors of these parameters: what a checkpoint calls each, the parameter, and the number there of its
+    (first) matrix."""
     for name in names:
         for number, (stored, _) in enumerate(stored_views(model, name, model.get_parameter(name))):
             yield stored, name, number

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from strata.files.weight_index import INDEX, SINGLE
 from strata.kernels.quant.packed import PackedWeight, join
 from strata.models.checkpoint import StoredTensor, read_checkpoint
 from strata.models.part import Boxes
-from strata.models.quantized.formats.read import PackedFormat, read_format
+from strata.models.quantized.formats.read import MODELOPT_FILE, PackedFormat, read_format
 from strata.models.weights import match_tensors
 
 
@@ -60,5 +61,11 @@ def packed_format(folder: Path) -> PackedFormat | None:
     if not ((folder / SINGLE).is_file() or (folder / INDEX).is_file()):
         return None
     config = read_object(folder / "config.json")
-    says = config.get("quantization_config") is not None or (folder / "hf_quant_config.json").is_file()
-    return read_format(config, read_checkpoint(folder, packed=True), folder) if says else None
+    return (
+        read_format(config, read_checkpoint(folder, packed=True), folder) if tells_of_packed(folder, config) else None
+    )
+
+
+def tells_of_packed(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Whether a folder says that its weights are packed; config: the contents of config.json."""
+    return config.get("quantization_config") is not None or (folder / MODELOPT_FILE).is_file()

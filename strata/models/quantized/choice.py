@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from strata.kernels.quant.packed import PackedWeight, Scheme
-from strata.models.experts import Router, stored_views
+from strata.models.experts import Router, SparseCausalLM, stored_views
 from strata.models.layers import CausalLM
 from strata.models.quantized.checkpoint import Checkpoint
 
@@ -16,12 +16,18 @@ _HEAD = "lm_head.weight"
 
 def packed_by(scheme: Scheme, products: Iterable[str], model: CausalLM) -> dict[str, Scheme]:
     """The scheme of all products but the head and routers, of which errors would change which token or expert is
-    chosen, and experts that checkpoints hold in one tensor, whose matrices have no names of their own."""
-    return {
-        name: scheme
+    chosen."""
+    return {name: scheme for name in products if name != _HEAD and not _is_of_router(model, name)}
+
+
+def pruned(products: Iterable[str], complete: CausalLM) -> list[str]:
+    """The products that `strata prune` prunes: not gates of one output, nor experts that the family's checkpoints hold
+    in one tensor (gpt-oss, Granite)."""
+    return [
+        name
         for name in products
-        if name != _HEAD and not _is_of_router(model, name) and not _is_joined(model, name)
-    }
+        if len(complete.get_parameter(name)) > 1 and not (".experts." in name and _in_one_tensor(complete, name))
+    ]
 
 
 def packed_there(
@@ -60,6 +66,6 @@ def _is_of_router(model: CausalLM, name: str) -> bool:
     return isinstance(model.get_submodule(name.rpartition(".")[0]), Router)
 
 
-def _is_joined(model: CausalLM, name: str) -> bool:
-    _, matrix = next(stored_views(model, name, model.get_parameter(name)))
-    return matrix.dim() > 2
+def _in_one_tensor(model: CausalLM, name: str) -> bool:
+    joined = isinstance(model, SparseCausalLM) and model.expert_names.joined
+    return joined or next(stored_views(model, name, model.get_parameter(name)))[1].dim() > 2

@@ -24,6 +24,7 @@ from strata.models.memory import require_memory
 from strata.models.part import Box, Boxes, ModelPart, boxes, held, inside, pairs, whole
 from strata.models.quantized.assembly import Assembly, assembly, meta_weights, numbered, pack_boxes
 from strata.models.quantized.checkpoint import Checkpoint
+from strata.models.quantized.matrices import OwnMatrix, own_matrices
 
 _ADVICE = "; leave out sparsity=, or prune by strata prune --pattern 2:4"
 
@@ -100,20 +101,23 @@ def _randomize(
             shape = tuple(source.shape)
             places: Boxes = (whole(shape),) if part is None else part.boxes(name, shape)
             if name in schemes:
-                values = partial(_with_zeros if schemes[name].values == TWO_OF_FOUR else _taken, source)
-                assemblies[name].put(number, pack_boxes(values, shape, places, schemes[name]))
+                for further, matrix in enumerate(own_matrices(name, shape, places)):
+                    values = partial(_with_zeros if schemes[name].values == TWO_OF_FOUR else _taken, source, matrix)
+                    packed = pack_boxes(values, matrix.shape, matrix.boxes, schemes[name])
+                    assemblies[name].put(number + further, packed)
             else:
                 for box, place in held(target, places):
                     place.copy_(source[inside(box)])
 
 
-def _taken(value: Tensor, box: Box) -> Tensor:
-    return value[inside(box)]
+def _taken(value: Tensor, matrix: OwnMatrix, box: Box) -> Tensor:
+    taken = value[inside(matrix.in_tensor(box))]
+    return taken.view(taken.shape[-2:])
 
 
-def _with_zeros(value: Tensor, box: Box) -> Tensor:
+def _with_zeros(value: Tensor, matrix: OwnMatrix, box: Box) -> Tensor:
     """Random weights have no zeros of their own; the least become zeros."""
-    taken = _taken(value, box)
+    taken = _taken(value, matrix, box)
     return taken.masked_fill(least_two_of_four(taken.abs()), 0.0)
 
 
@@ -184,17 +188,21 @@ class _Folder:
                 for stored in names:
                     name, number = found[stored]
                     source, scheme = sources[stored], schemes[name]
-                    values = partial(_read, reader, source, device, dtype)
-                    try:
-                        packed = pack_boxes(values, source.shape, self._places[stored], scheme)
-                    except ValueError as error:
-                        where = f"{stored} of {self.checkpoint.folder} cannot be packed: {error}"
-                        raise ValueError(where + _ADVICE * (scheme.values == TWO_OF_FOUR)) from None
-                    assemblies[name].put(number, packed)
+                    for further, matrix in enumerate(own_matrices(name, source.shape, self._places[stored])):
+                        values = partial(_read, reader, source, matrix, device, dtype)
+                        try:
+                            packed = pack_boxes(values, matrix.shape, matrix.boxes, scheme)
+                        except ValueError as error:
+                            where = f"{stored} of {self.checkpoint.folder} cannot be packed: {error}"
+                            raise ValueError(where + _ADVICE * (scheme.values == TWO_OF_FOUR)) from None
+                        assemblies[name].put(number + further, packed)
 
 
-def _read(reader: object, stored: StoredTensor, device: torch.device, dtype: torch.dtype, box: Box) -> Tensor:
-    value = torch.empty([end - first for first, end in box], dtype=dtype, device=device)
-    for rows, piece in weights.pieces(reader, stored, box):
+def _read(
+    reader: object, stored: StoredTensor, matrix: OwnMatrix, device: torch.device, dtype: torch.dtype, box: Box
+) -> Tensor:
+    wanted = matrix.in_tensor(box)
+    value = torch.empty([end - first for first, end in wanted], dtype=dtype, device=device)
+    for rows, piece in weights.pieces(reader, stored, wanted):
         value[rows].copy_(piece)
-    return value
+    return value.view(value.shape[-2:])

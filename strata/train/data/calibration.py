@@ -18,14 +18,17 @@ _SEED = 1
 def file_samples(file: Path, tokenizer: Tokenizer, count: int, longest: int) -> list[list[int]]:
     """The first `count` samples of at most `longest` tokens of a file of texts or chats, as `strata data` reads them.
 
-    A text file is cut into samples; of each record of JSON lines or Parquet the beginning is one. Raises ValueError for
-    a file without tokens, or with records that are none.
+    A text file is cut into samples; of each record of JSON lines or Parquet the beginning is one, unless its text is
+    blank. Raises ValueError for a file without text, or with records that are none.
     """
     samples: list[list[int]] = []
     for file_range in file_ranges([file], max(2**16, count * longest * _CHARACTERS)):
         for where, record in read_range(file_range):
             try:
-                tokens = encode_record(tokenizer, kind_of(record), record)[0].tokens.tolist()
+                kind = kind_of(record)
+                if kind == "text" and not str(record["text"]).strip():
+                    continue  # its tokens are those that begin and end any text
+                tokens = encode_record(tokenizer, kind, record)[0].tokens.tolist()
             except ValueError as error:
                 raise ValueError(f"{where}: {error}; correct or remove the record") from None
             ends = len(tokens) if file_range.format == "text" else min(longest, len(tokens))

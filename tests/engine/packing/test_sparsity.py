@@ -23,6 +23,8 @@ from strata.models.quantized.load import load_packed, packed_bytes
 from strata.models.save import save
 from strata.models.weights import load
 from tests.engine.ranks.test_mixture import CONFIG as MIXTURE
+from tests.models.checkpoints import FAMILY_CONFIGS
+from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 from tests.parallel.shards import shard_of
 
 SIZES = {"hidden_size": 48, "intermediate_size": 96, "moe_intermediate_size": 80, "num_experts": 3}
@@ -81,6 +83,23 @@ def test_a_checkpoint_that_is_not_sparse_is_refused_by_name(folders: tuple[Path,
         load_packed(folders[0], schemes)
     _, _, packed = load_packed(folders[0], schemes, load_format="dummy")
     assert all(is_two_of_four(dense(one)) for one in packed.values())
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "granite"])
+def test_experts_in_one_tensor_which_nothing_prunes_stay_as_they_are(family: str, tmp_path: Path) -> None:
+    values = dict(FAMILY_CONFIGS)["gpt-oss-yarn"] | {"hidden_size": 64, "intermediate_size": 32}
+    if family == "granite":
+        sizes = {"hidden_size": 32, "intermediate_size": 16, "shared_intermediate_size": 32, "mamba_n_heads": 8}
+        values = RECURRENT_CONFIGS["granite-hybrid-experts"] | sizes | {"head_dim": 8}
+    config = config_from_dict(values)
+    model = build(config)
+    randomize(model, 0)
+    save(model, config, tmp_path / "whole")
+    prune(tmp_path / "whole", tmp_path / "pruned", Pruning.of("2:4", 0.5, "magnitude"), [], torch.device("cpu"))
+    schemes = Packing.of(None, _meta(tmp_path / "pruned"), None, tmp_path / "pruned", "2:4").schemes
+    assert any("o_proj" in name for name in schemes)
+    _, _, packed = load_packed(tmp_path / "pruned", schemes)
+    assert packed.keys() == {name for name, _ in model.named_parameters() if name.endswith("proj.weight")}
 
 
 def test_options_that_exclude_each_other() -> None:

@@ -161,6 +161,12 @@ def test_what_an_interrupted_run_has_lost_is_told(model: Path, tmp_path: Path) -
     out, unfinished = tmp_path / "out", tmp_path / ".out.unfinished"
     with pytest.raises(KeyboardInterrupt):
         quantize(model, out, rounding("int4"), TEXT, CPU, stop)
+    config = model / "config.json"
+    values = config.read_text()
+    config.write_text(json.dumps(json.loads(values) | {"rope_theta": 7000.0}))
+    with pytest.raises(ValueError, match="with other config;"):
+        quantize(model, out, rounding("int4"), TEXT, CPU)
+    config.write_text(values)
     (hidden,) = unfinished.glob("hidden-*")
     hidden.write_bytes(hidden.read_bytes()[:100])
     with pytest.raises(ValueError, match=rf"{hidden.name}, of an interrupted run, .*: remove .*unfinished and run"):
@@ -227,5 +233,10 @@ def test_folders_and_tokens_that_do_not_fit_are_refused(model: Path, tmp_path: P
     with pytest.raises(ValueError, match="has token 61"):
         quantize(model, tmp_path / "out", rounding("fp8"), [[61]], CPU)
     out = write(model, tmp_path / "once", "fp8", "rtn")
-    with pytest.raises(ValueError, match="quantized already"):
-        quantize(out, tmp_path / "twice", rounding("fp8"), [], CPU)
+    config = json.loads((out / "config.json").read_text())
+    for of_its_own in (False, True):  # as files of modelopt have it
+        with pytest.raises(ValueError, match="quantized already"):
+            quantize(out, tmp_path / "twice", rounding("fp8"), [], CPU)
+        if not of_its_own:
+            (out / "hf_quant_config.json").write_text("{}")
+            (out / "config.json").write_text(json.dumps(config | {"quantization_config": None}))

@@ -124,6 +124,7 @@ def test_refused_from_headers(name: str, change: Change, message: str, tmp_path:
         ("gptq", other("scales", lambda scales: scales * float("inf")), r"a\.scales holds a scale"),
         ("mxfp4", other("weight_scale", lambda scales: scales * 0 + 255), r"a\.weight_scale holds a scale"),
         ("nvfp4", other("weight_global_scale", torch.zeros_like), r"a\.weight_global_scale is 0"),
+        ("nvfp4", other("weight_global_scale", lambda scale: scale * 0 + 1e-42), r"a\.weight_global_scale is 1e-42,"),
         ("gptq", other("qzeros", lambda zeros: zeros + 1), r"a\.qzeros holds zeros other than 8"),
         ("gptq-ordered", other("g_idx", torch.zeros_like), r"a\.g_idx does not give each group 32 columns"),
         ("pack-4", other("weight_shape", lambda shape: shape + 1), r"a\.weight_shape is not \[40, 64\]"),

@@ -22,6 +22,7 @@ from strata.models.quantized.calibrate.matrices import homes, is_skipped, layer_
 from strata.models.quantized.calibrate.rewrite import layer_tensors, rewrite
 from strata.models.quantized.calibrate.settings import Rounding
 from strata.models.quantized.calibrate.stream import LayerStream
+from strata.models.quantized.checkpoint import tells_of_packed
 
 _HEAD = "lm_head"
 
@@ -44,7 +45,7 @@ def quantize(
     or a method without its text.
     """
     values = read_existing_object(folder / "config.json")
-    if values.get("quantization_config") is not None:
+    if tells_of_packed(folder, values):
         raise ValueError(f"{folder} is quantized already (quantization_config); give the model in floats")
     if rounding.needs_text and not any(len(sequence) for sequence in sequences):
         raise ValueError(f"method = {rounding.method!r} needs calibration text, and there is none")

@@ -86,6 +86,7 @@ def _sources(stream: LayerStream, sequences: Sequence[Sequence[int]]) -> dict[st
     files = sorted({stored.file for stored in stream.sources.values()})
     return {
         "model": str(stream.folder.resolve()),
+        "config": hashlib.sha256((stream.folder / "config.json").read_bytes()).hexdigest(),
         "weights": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
         "text": hashlib.sha256(json.dumps([list(sequence) for sequence in sequences]).encode()).hexdigest(),
         "device": stream.device.type,

@@ -97,8 +97,8 @@ class ScaledMatrix:
             return None
         stored, divides = self.whole
         scale = self.stored.read_scales(stored).float().reshape(1, 1)
-        if divides and not bool(scale):
-            raise ValueError(f"{stored.file}: {stored.name} is 0, and scales are divided by it")
+        if divides and not bool((1 / scale).isfinite()):
+            raise ValueError(f"{stored.file}: {stored.name} is {float(scale):.3g}, and scales are divided by it")
         return (1 / scale if divides else scale).expand(count, 1).contiguous()
 
 

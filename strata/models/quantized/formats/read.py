@@ -30,7 +30,7 @@ _METHODS: Mapping[str, Callable[[Fields, StoredTensors], dict[str, PackedMatrix]
 }
 _MXFP4 = "mxfp4"
 # Where older files of modelopt say what they hold.
-_MODELOPT_FILE = "hf_quant_config.json"
+MODELOPT_FILE = "hf_quant_config.json"
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ def read_format(config: dict[str, Any], tensors: Mapping[str, StoredTensor], fol
     """
     where = f"{folder / 'config.json'}, quantization_config"
     values = config.get("quantization_config")
-    if values is None and (folder / _MODELOPT_FILE).is_file():
-        where = str(folder / _MODELOPT_FILE)
-        values = _modelopt_values(read_existing_object(folder / _MODELOPT_FILE), where)
+    if values is None and (folder / MODELOPT_FILE).is_file():
+        where = str(folder / MODELOPT_FILE)
+        values = _modelopt_values(read_existing_object(folder / MODELOPT_FILE), where)
     if values is None:
         return None
     if not isinstance(values, dict):
