@@ -52,8 +52,13 @@ class Packing:
         None what the checkpoint in `folder` has packed of all that they read.
 
         model: on the meta device; of the rank of `shard`, where there are several. dtype: of floats. Raises ValueError
-        for an unknown scheme, for a parameter that it cannot pack, and for one where the checkpoint is packed already.
+        for an unknown scheme, for a parameter that it cannot pack, for one where the checkpoint is packed already,
+        and for both names.
         """
+        if quantization is not None and sparsity is not None:
+            raise ValueError(
+                f"quantization={quantization!r} and sparsity={sparsity!r} pack the same weights: leave out one of them"
+            )
         format = None if folder is None else packed_format(folder)
         given, option = quantization or sparsity, "quantization" if quantization else "sparsity"
         if format is not None and given is not None:

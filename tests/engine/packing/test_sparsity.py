@@ -110,6 +110,8 @@ def test_options_that_exclude_each_other() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             EngineConfig("model", **options)
+    with pytest.raises(ValueError, match="leave out one of them"):  # `strata graph` has no EngineConfig
+        Packing.of("fp8", build(config_from_dict(MIXTURE)), sparsity="2:4")
 
 
 def test_experts_are_refused_on_cuda_before_weights_are_read(folders: tuple[Path, Path]) -> None:
