@@ -46,7 +46,9 @@ def page_groups(states: Sequence[LayerState], pool: PoolShape, max_length: int) 
     for group in state_groups(states):
         if isinstance(group.state, PagedRows | WindowRows):
             window = group.state.window if isinstance(group.state, WindowRows) else None
-            groups.append(PageGroup(group.layers, window, replace(pool, layers=len(group.layers))))
+            has_bounds = pool.has_bounds and window is None
+            shape = replace(pool, layers=len(group.layers), has_bounds=has_bounds)
+            groups.append(PageGroup(group.layers, window, shape))
     if all(group.window is None or group.window >= max_length for group in groups):
         layers = tuple(sorted(layer for group in groups for layer in group.layers))
         return (PageGroup(layers, None, replace(pool, layers=len(layers))),)

@@ -15,7 +15,8 @@ from strata.models.state import attention_rows
 @dataclass(frozen=True)
 class PoolShape:
     """What decides the size of the pools. `page_size` in tokens. tensors: 2 for keys and values, 1 if a row is both.
-    rounded: in which 8 bits rows are kept (`rounded_rows`); None: in `dtype`, that of the weights."""
+    rounded: in which 8 bits rows are kept (`rounded_rows`); None: in `dtype`, that of the weights. has_bounds: whether
+    pages have bounds of their keys (`page_choice`)."""
 
     layers: int
     page_size: int
@@ -24,6 +25,7 @@ class PoolShape:
     dtype: torch.dtype
     tensors: int = 2
     rounded: torch.dtype | None = None
+    has_bounds: bool = False
 
     @staticmethod
     def of(config: ModelConfig, page_size: int, dtype: torch.dtype) -> PoolShape:
@@ -38,14 +40,16 @@ class PoolShape:
         # With an exponent for each head of a row in 8 bits.
         head = self.head_dim + 1 if self.rounded else self.head_dim * self.dtype.itemsize
         row = self.kv_heads * head
-        return self.tensors * self.layers * self.page_size * row
+        bounds = 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize if self.has_bounds else 0
+        return self.tensors * self.layers * self.page_size * row + bounds
 
 
 class KVPool:
     """Keys and values of each layer, [pages, page_size, kv_heads, head_dim], zeroed so that unused rows are finite.
 
     all_keys, all_values: those of all layers, [layers, pages, ...]; the same where a row is both key and value. keys,
-    values: those of a layer, by its number. key_exponents, value_exponents: of pools in 8 bits, as `PagedKV` has them.
+    values: those of a layer, by its number. key_exponents, value_exponents: of pools in 8 bits, as `PagedKV` has them;
+    bounds: where pages are chosen, of which copies have none until the next key is written.
     """
 
     def __init__(
@@ -72,6 +76,10 @@ class KVPool:
             heads = (shape.layers, pages, shape.kv_heads, shape.page_size)
             self._exponents = [torch.zeros(heads, dtype=torch.uint8, device=device) for _ in range(shape.tensors)]
             self.key_exponents, self.value_exponents = by_layer(self._exponents[0]), by_layer(self._exponents[-1])
+
+        self.bounds: tuple[Tensor, ...] = ()
+        if shape.has_bounds:
+            self.bounds = by_layer(torch.zeros((*size[:2], 2, *size[3:]), dtype=shape.dtype, device=device))
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages (source, destination) in every layer, for copy-on-write."""

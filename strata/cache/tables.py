@@ -244,10 +244,8 @@ class StepBuffer:
     ) -> PagedKV:
         on_cpu = mapping.device.type == "cpu"
         index = mapping.long() if on_cpu and not bool((mapping < 0).any()) else None
-        exponents = pool.key_exponents, pool.value_exponents
-        pages = PagedKV(
-            pool.keys, pool.values, tables, self.tensors["lengths"], mapping, None, index, parts, *exponents
-        )
+        others = pool.key_exponents, pool.value_exponents, pool.bounds
+        pages = PagedKV(pool.keys, pool.values, tables, self.tensors["lengths"], mapping, None, index, parts, *others)
         if not (on_cpu and pool.shape.layers):
             return pages
         return planned(pages, self.tensors["offsets"], pool.shape.dtype, windows)

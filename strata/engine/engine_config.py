@@ -74,6 +74,7 @@ class EngineConfig:
     sparse_prefill: None, or the share of the pooled softmax that the keys hold to which long prompts attend, in (0, 1]
         (see docs/sparse_attention.md). sparse_prefill_min_keys: of a sequence that is long. sparse_prefill_block: keys
         that are kept or left out together, and queries that do so alike.
+    decode_pages: None, or to how many of its pages a sequence attends that decodes (see docs/sparse_attention.md).
     page_size: tokens of a KV page.
     num_pages: KV pages; None takes what memory allows.
     step_target_ms: what a step with decodes is to take at most, so that prompts do not stall those who read along; None
@@ -119,6 +120,7 @@ class EngineConfig:
     sparse_prefill: float | None = None
     sparse_prefill_min_keys: int = 16384
     sparse_prefill_block: int = 128
+    decode_pages: int | None = None
     page_size: int = 16
     num_pages: int | None = None
     step_target_ms: float | None = None
@@ -367,6 +369,7 @@ class EngineSizes:
         max_tokens = asked.max_num_batched_tokens or filled
         dtype = weights.resolve_dtype(asked.dtype, config, device)
         pool = replace(PoolShape.of(config, asked.page_size, dtype), rounded=KV_DTYPES[asked.kv_cache_dtype])
+        pool = replace(pool, has_bounds=asked.decode_pages is not None)
         with torch.device("meta"):
             own = build(config, max_length) if shard is None else shard.build(max_length)
             floats = weights.weight_bytes(own, dtype)

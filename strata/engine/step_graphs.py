@@ -44,10 +44,11 @@ from strata.graph.ranks.overlap_rule import overlapping_tokens
 from strata.graph.ranks.shard import shard as shard_graph
 from strata.graph.ranks.slice_products import slice_products
 from strata.graph.ranks.stages import capture_stage, exchange, take_rows
-from strata.graph.sparsify_attention import sparsify_attention
+from strata.graph.sparsify_attention import select_pages, sparsify_attention
 from strata.hardware.figures import Device
 from strata.kernels import tuned
 from strata.kernels.attention.sparse.block_choice import BlockChoice
+from strata.kernels.attention.sparse.page_choice import PageChoice
 from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, Rows, virtual_sequences
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.linear.packed.few_rows import MOST_ROUNDED_ROWS
@@ -274,7 +275,7 @@ def step_graphs(
     packed: Mapping[str, PackedWeight] = MappingProxyType({}),
     limits: DeviceLimits | None = None,
     passes: frozenset[str] = ALL_PASSES,
-    sparse: BlockChoice | None = None,
+    sparse: BlockChoice | PageChoice | None = None,
     executor: str = "graph",
     narrow: bool = False,
 ) -> StepGraphs:
@@ -303,6 +304,8 @@ def step_graphs(
     quantize(captured, packed)
     if head is not None:
         quantize(head, packed)
+    if isinstance(sparse, PageChoice):
+        select_pages(captured, sparse)
     axes = dict(NO_AXES if shard is None else shard.axes)
     if context is not None:
         axes[CONTEXT_AXIS] = context
@@ -356,7 +359,9 @@ def step_graphs(
     elif kind == "cuda":
         small = large = bound(whole())
     sparse_hidden = sparse_logits = None
-    if sparse is not None:
+    sparse_keys = 0
+    if isinstance(sparse, BlockChoice):
+        sparse_keys = sparse.least_keys
         sparse_hidden = bound(fuse(run(merge, sparsify_attention(copied(captured), sparse)), passes))
         sparse_logits = bound(with_messages(any_step(choice=sparse)))
     logits = any_step()
@@ -377,7 +382,7 @@ def step_graphs(
         divided=divided,
         sparse_hidden=sparse_hidden,
         sparse_logits=sparse_logits,
-        sparse_keys=0 if sparse is None else sparse.least_keys,
+        sparse_keys=sparse_keys,
         hidden=bound(fuse(run(merge, captured), passes)),
         head=None if head is None else bound(head),
         decode_small_batch=small,

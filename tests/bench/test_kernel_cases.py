@@ -60,7 +60,7 @@ APART |= {
     "rounded_linear",
 }
 # Only where it is asked for (`benchmarks.sparse_attention`).
-APART |= {"block_sparse_attention"}
+APART |= {"block_sparse_attention", "page_sparse_attention"}
 
 
 def all_cases(config: ModelConfig) -> list[Case]:

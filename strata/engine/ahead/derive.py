@@ -37,7 +37,7 @@ from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.startup.packing import Packing
-from strata.engine.startup.sparse_attention import block_choice
+from strata.engine.startup.sparse_attention import attention_choice
 from strata.engine.step_graphs import Overlap, StepGraphs, step_graphs
 from strata.engine.steps.runner_config import RunnerConfig
 from strata.engine.warm_up import warm_up
@@ -131,7 +131,7 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
     context = Along(CONTEXT_AXIS, parts) if parts > 1 else None
     division = TokenDivision.on("cuda", parts, 0) if parts > 1 else None
     packed = Packing.of(asked.quantization, model, shard, sparsity=asked.sparsity, dtype=sizes.pool.dtype).planned
-    asked_for = overlap, context, packed, limits, passes_of(asked.passes), block_choice(asked, own, "cuda")
+    asked_for = overlap, context, packed, limits, passes_of(asked.passes), attention_choice(asked, own, "cuda")
     graphs = step_graphs(
         model,
         implementations_for(META),

@@ -26,7 +26,7 @@ from strata.engine.recorded_steps import RecordedSteps
 from strata.engine.runner import Runner
 from strata.engine.startup.clock import Log, StartupClock
 from strata.engine.startup.library import has_library_plan, library_scales, without_library
-from strata.engine.startup.sparse_attention import block_choice, choice_bytes
+from strata.engine.startup.sparse_attention import attention_choice, choice_bytes
 from strata.engine.step_cost import planned_buffers, token_division
 from strata.engine.step_graphs import Overlap, StepGraphs, step_graphs
 from strata.engine.steps.runner_config import RunnerConfig
@@ -150,7 +150,7 @@ def build_executor(
         kind = implementations_for(device)
         table = tuned.read(DeviceLimits.of(device).product) if kind == "cuda" else {}
         overlap = Overlap(asked.overlapped_from, _sends_by_copies(axes[TENSOR_AXIS], device))
-        sparse = block_choice(asked, own, kind)
+        sparse = attention_choice(asked, own, kind)
         limits = DeviceLimits.of(device) if kind == "cuda" else None
         asked_for = overlap, context, packed, limits, passes_of(asked.passes), sparse, asked.executor
         graphs = step_graphs(

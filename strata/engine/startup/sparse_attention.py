@@ -1,11 +1,12 @@
-"""Which prompts attend to blocks of their keys: what is asked for, and what cannot be."""
+"""Which keys prompts and decodes leave out: what is asked for, and what cannot be."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from strata.kernels.attention.sparse import prompts_cuda
+from strata.kernels.attention.sparse import decodes_cuda, prompts_cuda
 from strata.kernels.attention.sparse.block_choice import BlockChoice
+from strata.kernels.attention.sparse.page_choice import PageChoice
 from strata.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -18,51 +19,71 @@ _LEAST_BLOCK_ON_CUDA = 64
 
 
 def check_sparse_attention(asked: EngineConfig) -> None:
-    """Raises ValueError for a share or a block that cannot be, and for options that do not go with it."""
-    share, block = asked.sparse_prefill, asked.sparse_prefill_block
-    if share is None:
-        return
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+    """Raises ValueError for a share, a block or a number of pages that cannot be, and for options that do not go with
+    them."""
+    share, block, pages = asked.sparse_prefill, asked.sparse_prefill_block, asked.decode_pages
+    if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
         raise ValueError(f"sparse_prefill must be a share in (0, 1], or None to attend to all keys, got {share!r}")
-    if block & (block - 1) or block < max(16, asked.page_size):
+    if share is not None and (block & (block - 1) or block < max(16, asked.page_size)):
         raise ValueError(
             "sparse_prefill_block must be a power of two of at least 16 and of the tokens of a page, "
             f"{asked.page_size}, got {block}"
         )
+    if pages is not None and (isinstance(pages, bool) or not isinstance(pages, int) or pages < 2):
+        raise ValueError(f"decode_pages must be an integer of at least 2, or None to attend to all, got {pages!r}")
+    if share is not None and pages is not None:
+        raise ValueError(
+            f"sparse_prefill={share} and decode_pages={pages} are not there together; leave out one of them"
+        )
+    if given := _given(asked):
+        _check_others(asked, given)
+
+
+def _given(asked: EngineConfig) -> str | None:
+    """By which option keys are left out, with its value."""
+    if asked.decode_pages is not None:
+        return f"decode_pages={asked.decode_pages}"
+    return None if asked.sparse_prefill is None else f"sparse_prefill={asked.sparse_prefill}"
+
+
+def _check_others(asked: EngineConfig, given: str) -> None:
     without = {
         "deterministic": False,
         "kv_cache_dtype": "auto",
         "prefill_context_parallel_size": 1,
         "enable_dp_attention": False,
     }
-    given = next((name for name, default in without.items() if getattr(asked, name) != default), None)
-    if given is not None:
-        why = "depends on where prompts are cut" if given == "deterministic" else "is not there with it"
-        raise ValueError(
-            f"sparse_prefill={share} {why}, and {given}={getattr(asked, given)!r} is asked for; leave out one of them"
-        )
+    other = next((name for name, default in without.items() if getattr(asked, name) != default), None)
+    if other is not None:
+        why = "depends on where prompts are cut" if other == "deterministic" else "is not there with it"
+        raise ValueError(f"{given} {why}, and {other}={getattr(asked, other)!r} is asked for; leave out one of them")
 
 
-def block_choice(asked: EngineConfig, config: ModelConfig, kind: str) -> BlockChoice | None:
-    """As the layers of a model do on devices of a kind, None where all keys are attended to. Raises ValueError for a
-    model, or blocks, of which that cannot be."""
-    if asked.sparse_prefill is None:
+def attention_choice(asked: EngineConfig, config: ModelConfig, kind: str) -> BlockChoice | PageChoice | None:
+    """Which keys the layers of a model attend to on devices of a kind, None: all. Raises ValueError for a model, or
+    blocks, of which that cannot be."""
+    given, block = _given(asked), asked.sparse_prefill_block
+    if given is None:
         return None
-    block, given = asked.sparse_prefill_block, f"sparse_prefill={asked.sparse_prefill}"
     if config.latent is not None:
         raise ValueError(f"{given} is not there for {config.architecture}, whose pages keep latents: leave it out")
     if not any(attends and window is None for attends, window in zip(config.attends, config.windows, strict=True)):
         raise ValueError(
             f"{given} leaves out keys of layers that see all, and {config.architecture} has none: leave it out"
         )
+    if asked.sparse_prefill is None:
+        assert asked.decode_pages is not None
+        return PageChoice(asked.decode_pages)
     if kind == "cuda" and block < _LEAST_BLOCK_ON_CUDA:
         raise ValueError(f"sparse_prefill_block={block} runs on a CPU alone: give {_LEAST_BLOCK_ON_CUDA} or more")
     return BlockChoice(asked.sparse_prefill, asked.sparse_prefill_min_keys, block, min(16, block // 4))
 
 
 def choice_bytes(asked: EngineConfig, config: ModelConfig, max_tokens: int, max_length: int) -> int:
-    """What choosing blocks needs in the largest step."""
-    choice = block_choice(asked, config, "cpu")
+    """What choosing keys needs in the largest step."""
+    choice, kv_heads = attention_choice(asked, config, "cpu"), config.num_kv_heads
+    if isinstance(choice, PageChoice):
+        return decodes_cuda.scratch_bytes(asked.max_num_seqs, max_length, asked.page_size, kv_heads, choice)
     if choice is None:
         return 0
-    return prompts_cuda.scratch_bytes(max_tokens, max_length, config.num_heads, config.num_kv_heads, choice)
+    return prompts_cuda.scratch_bytes(max_tokens, max_length, config.num_heads, kv_heads, choice)

@@ -63,7 +63,8 @@ def decode(
     """`attention` where row s of the product is the one token of sequence s: -> [sequences, heads, head_dim].
 
     product: [sequences, any], the elements of a row side by side: queries, whose keys are in the pages; or, with what
-    is left to do to them, queries, keys and values. tile: None: that of `decode_tile`. out: takes the result, whose
+    is left to do to them, queries, keys and values. The block tables of pages may be [sequences, kv_heads, pages], one
+    for each KV head. tile: None: that of `decode_tile`. out: takes the result, whose
     elements lie side by side in it. sinks: as for `attention`.
     """
     keys, values, tables = pages.keys[spec.layer], pages.values[spec.layer], pages.tables
@@ -73,7 +74,7 @@ def decode(
     if sequences == 0:
         return out
     if tile is None:
-        most = tables.shape[1] * pages.page_size
+        most = tables.shape[-1] * pages.page_size
         tile = decode_tile(group, head_dim, product.dtype, sequences, most, rounded=pages.is_rounded)
     results = torch.empty((sequences, tile.splits, heads, head_dim), dtype=torch.float32, device=product.device)
     scales = torch.empty((sequences, tile.splits, heads), dtype=torch.float32, device=product.device)
@@ -100,7 +101,7 @@ def decode(
         spec.scale * log2(e),
         head_dim,
         product.stride(0),
-        tables.stride(0),
+        tables.stride(-2),
         tile.split,
         FUSED=unfinished is not None,
         NORM=todo.q_weight is not None,
@@ -108,6 +109,7 @@ def decode(
         SINKS=sinks is not None,
         PAGE_SIZE=pages.page_size,
         WINDOW=spec.window or 0,
+        OF_HEADS=tables.dim() == 3,
         **shape_constants(group, head_dim, tile),
         **(rounding_constants(keys.dtype) if pages.is_rounded else {}),
         num_warps=tile.warps,

@@ -185,6 +185,7 @@ def decode_attention_kernel(
     EXPONENT: tl.constexpr = 0,
     MANTISSA: tl.constexpr = 0,
     IS_INTEGER: tl.constexpr = False,
+    OF_HEADS: tl.constexpr = False,
 ):
     """Programs [kv_heads, sequences, splits]: the queries of a group over part of the keys of a sequence.
 
@@ -198,7 +199,7 @@ def decode_attention_kernel(
     results [sequences, splits, heads, HEAD_DIM], scales [sequences, splits, heads] float32: what the splits of a
     sequence leave for the last of them, normalized, and the logarithm (to the base two) of its weight.
     k_exponents, v_exponents: [pages, kv_heads, PAGE_SIZE] of pools in 8 bits, or None. EXPONENT, MANTISSA, IS_INTEGER:
-    of such a pool's type, see `rounding_constants`.
+    of such a pool's type, see `rounding_constants`. OF_HEADS: each KV head of a sequence has a block table of its own.
     """
     kv_head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
@@ -220,7 +221,7 @@ def decode_attention_kernel(
     end = tl.minimum(cached, start + size)
     keys += kv_head * HEAD_DIM
     values += kv_head * HEAD_DIM
-    table = tables + sequence * table_stride
+    table = tables + (sequence * kv_heads + kv_head if OF_HEADS else sequence) * table_stride
     token_stride = kv_heads * HEAD_DIM
     # Earlier steps have written these keys: they are on their way before the kernel ahead has ended.
     offsets = _offsets(table, start, end, token_stride, PAGE_SIZE, BLOCK_N)

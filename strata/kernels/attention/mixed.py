@@ -42,8 +42,8 @@ def kernels(
     q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
 ) -> tuple[Any, ...]:
     assert batch.pages is not None
-    prompts = attention_kernel if _virtual(batch.pages, spec, sinks) is None else CUDNN
-    return (*[decode_attention_kernel] * (_may_decode(batch.pages) > 0), prompts)
+    decodes = may_decode(batch.pages) > 0
+    return (*[decode_attention_kernel] * decodes, *prompt_kernels(batch.pages, spec, sinks))
 
 
 def scratch(
@@ -51,13 +51,18 @@ def scratch(
 ) -> int:
     """What the splits of decodes wait in."""
     assert batch.pages is not None
-    decodes = _may_decode(batch.pages)
+    decodes = may_decode(batch.pages)
     if not decodes:
         return 0
     return decode_attention_cuda.scratch(q, q.shape[1], q.shape[2], k.shape[1], batch.pages, decodes)
 
 
-def _may_decode(pages: PagedKV) -> int:
+def prompt_kernels(pages: PagedKV, spec: AttentionSpec, sinks: Tensor | None) -> tuple[Any, ...]:
+    """What `prompts` launches."""
+    return (attention_kernel if _virtual(pages, spec, sinks) is None else CUDNN,)
+
+
+def may_decode(pages: PagedKV) -> int:
     """How many sequences, the first of the batch, get the programs of a decode."""
     assert pages.parts is not None
     known = pages.parts.decodes
@@ -66,7 +71,8 @@ def _may_decode(pages: PagedKV) -> int:
 
 def _virtual(pages: PagedKV, spec: AttentionSpec, sinks: Tensor | None) -> VirtualSequences | None:
     """The prompts as cuDNN attends for them; None if the kernel over pages does."""
-    assert pages.parts is not None
+    if pages.parts is None:
+        return None
     return pages.parts.virtual if cudnn_prompts.takes(pages, spec, sinks) else None
 
 
@@ -78,15 +84,25 @@ def attend(
     parts = pages.parts
     assert parts is not None
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    count = _may_decode(pages)
+    count = may_decode(pages)
     if count:
         rows = slice(0, count)
         decodes = replace(pages, tables=pages.tables[rows], lengths=parts.decode_lengths[rows])
         queries, heads, head_dim = q[rows].flatten(1), q.shape[1], q.shape[2]
         decode_attention_cuda.decode(queries, heads, head_dim, decodes, spec, out=out[rows], sinks=sinks)
-    virtual = _virtual(pages, spec, sinks)
+    prompts(out, q, k, v, batch, spec, sinks)
+    return out
+
+
+def prompts(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None
+) -> None:
+    """The rows of `out` that are no decodes; a batch without a division has none."""
+    pages = batch.pages
+    assert pages is not None
+    parts, virtual = pages.parts, _virtual(pages, spec, sinks)
     if virtual is None or not cudnn_prompts.lie_as_divided(q, k, v, virtual):
-        attention_cuda.prefill(out, q, k, v, parts.starts, batch, spec, parts.bounds, sinks)
+        starts, bounds = (batch.offsets, None) if parts is None else (parts.starts, parts.bounds)
+        attention_cuda.prefill(out, q, k, v, starts, batch, spec, bounds, sinks)
     else:
         cudnn_prompts.attend(out, q, k, v, pages, virtual, spec)
-    return out

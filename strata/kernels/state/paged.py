@@ -28,6 +28,8 @@ class PagedKV:
     parts: for CUDA, which kernel attends for which rows of a step with prompts; None: attention treats all alike.
     key_exponents, value_exponents: a tensor a layer, [pages, kv_heads, page_size] uint8, where the pools hold 8 bits
         (see `rounded_rows`); empty: the pools hold what is written as it is.
+    bounds: a tensor a layer, [pages, 2, kv_heads, head_dim] in the keys' dtype, the smallest and the largest element of
+        the keys of each page; empty: nobody chooses pages (see `page_choice`).
     """
 
     keys: tuple[Tensor, ...]
@@ -40,6 +42,7 @@ class PagedKV:
     parts: BatchParts | None = None
     key_exponents: tuple[Tensor, ...] = ()
     value_exponents: tuple[Tensor, ...] = ()
+    bounds: tuple[Tensor, ...] = ()
 
     @property
     def is_rounded(self) -> bool:
@@ -60,8 +63,8 @@ class PagedKV:
     def sequences(self, first: int, last: int) -> PagedKV:
         """What attention needs of sequences [first, last); the slot mapping is left as it is."""
         tables, lengths = self.tables[first:last], self.lengths[first:last]
-        exponents = self.key_exponents, self.value_exponents
-        return PagedKV(self.keys, self.values, tables, lengths, self.slot_mapping, None, None, None, *exponents)
+        others = self.key_exponents, self.value_exponents, self.bounds
+        return PagedKV(self.keys, self.values, tables, lengths, self.slot_mapping, None, None, None, *others)
 
     def rows(self, layer: int, pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The keys and values of whole pages, by their numbers [count]: [count, page_size, kv_heads, head_dim]."""

@@ -1,0 +1,172 @@
+"""Attention over chosen pages on CUDA: bounds of what was written, a choice for each decode, attention over it.
+
+Grids follow from shapes alone, so that a step can be recorded in a CUDA graph; what is chosen never leaves the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strata.kernels.attention import cuda as attention_cuda
+from strata.kernels.attention import decode_cuda as decode_attention_cuda
+from strata.kernels.attention import mixed as attention_mixed
+from strata.kernels.attention.decode_triton import decode_attention_kernel
+from strata.kernels.attention.sparse.page_choice import PageChoice
+from strata.kernels.attention.sparse.pages_triton import (
+    BOUNDS_WARPS,
+    SCORED_PAGES,
+    SCORES_WARPS,
+    choice_warps,
+    chosen_pages_kernel,
+    page_bounds_kernel,
+    page_scores_kernel,
+)
+from strata.kernels.attention.spec import AttentionSpec, PackedBatch
+from strata.kernels.attention.varlen_triton import head_pad
+from strata.kernels.grid_sizes import ceil_div, next_power_of_2
+from strata.kernels.state.paged import PagedKV
+
+# Places that a program chooses among at least, so that one variant of the kernel serves all shorter sequences.
+_LEAST_PLACES = 1024
+
+
+def supports(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: PackedBatch,
+    spec: AttentionSpec,
+    choice: PageChoice,
+    sinks: Tensor | None = None,
+) -> bool:
+    pages = batch.pages
+    return (
+        pages is not None
+        and not pages.is_rounded
+        and spec.window is None
+        and attention_cuda.supports(q, k, v, batch, spec)
+        and decode_attention_cuda.fits(pages, q.shape[1], k.shape[1], q.shape[2])
+    )
+
+
+def kernels(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: PackedBatch,
+    spec: AttentionSpec,
+    choice: PageChoice,
+    sinks: Tensor | None = None,
+) -> tuple[Any, ...]:
+    pages = batch.pages
+    assert pages is not None
+    chosen = (page_scores_kernel, chosen_pages_kernel, decode_attention_kernel)
+    if batch.longest == 1:
+        return (page_bounds_kernel, *chosen)
+    prompts = attention_mixed.prompt_kernels(pages, spec, sinks)
+    return (page_bounds_kernel, *chosen * (_decodes(pages) > 0), *prompts)
+
+
+def _decodes(pages: PagedKV) -> int:
+    """How many sequences, the first of the batch, get the programs of a decode."""
+    return 0 if pages.parts is None else attention_mixed.may_decode(pages)
+
+
+def scratch_bytes(sequences: int, most_keys: int, page_size: int, kv_heads: int, choice: PageChoice) -> int:
+    """What choosing needs in a step of so many decodes, of sequences of at most so many keys."""
+    return 4 * sequences * kv_heads * (ceil_div(most_keys, page_size) + choice.pages + 1)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: PackedBatch,
+    spec: AttentionSpec,
+    choice: PageChoice,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    pages = batch.pages
+    assert pages is not None
+    write_bounds(pages, batch.offsets, len(q), spec.layer)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if batch.longest == 1:
+        decode(out, q, pages, spec, choice, sinks)
+        return out
+    count = _decodes(pages)
+    if count:
+        assert pages.parts is not None
+        rows = slice(0, count)
+        decodes = replace(pages, tables=pages.tables[rows], lengths=pages.parts.decode_lengths[rows])
+        decode(out[rows], q[rows], decodes, spec, choice, sinks)
+    attention_mixed.prompts(out, q, k, v, batch, spec, sinks)
+    return out
+
+
+def write_bounds(pages: PagedKV, offsets: Tensor, tokens: int, layer: int) -> None:
+    """As `strata.kernels.attention.sparse.page_choice.write_bounds`, of a batch of so many tokens."""
+    keys, size, sequences = pages.keys[layer], pages.page_size, offsets.shape[0] - 1
+    kv_heads, head_dim = keys.shape[2:]
+    page_bounds_kernel[(tokens // size + 2 * sequences, kv_heads)](
+        keys,
+        pages.bounds[layer],
+        offsets,
+        pages.lengths,
+        pages.tables,
+        sequences,
+        pages.tables.stride(0),
+        kv_heads,
+        HEAD_DIM=head_dim,
+        HEAD_PAD=head_pad(head_dim),
+        PAGE_SIZE=size,
+        num_warps=BOUNDS_WARPS,
+    )
+
+
+def decode(
+    out: Tensor, q: Tensor, pages: PagedKV, spec: AttentionSpec, choice: PageChoice, sinks: Tensor | None
+) -> None:
+    """The one token of each sequence, q [sequences, heads, head_dim], over its chosen pages; bounds are written."""
+    (sequences, heads, head_dim), tables = q.shape, pages.tables
+    kv_heads, size, most = pages.keys[spec.layer].shape[2], pages.page_size, tables.shape[1]
+    scores = torch.empty((sequences, kv_heads, most), dtype=torch.float32, device=q.device)
+    chosen = torch.zeros((sequences, kv_heads, choice.pages), dtype=torch.int32, device=q.device)
+    seen = torch.empty(sequences, dtype=torch.int32, device=q.device)
+    if most > choice.pages:
+        page_scores_kernel[(ceil_div(most, SCORED_PAGES), kv_heads, sequences)](
+            q,
+            pages.bounds[spec.layer],
+            scores,
+            pages.lengths,
+            tables,
+            q.stride(0),
+            tables.stride(0),
+            most,
+            choice.pages * size,
+            GROUP=heads // kv_heads,
+            HEAD_DIM=head_dim,
+            HEAD_PAD=head_pad(head_dim),
+            PAGE_SIZE=size,
+            PAGES=SCORED_PAGES,
+            num_warps=SCORES_WARPS,
+        )
+    places = max(_LEAST_PLACES, next_power_of_2(most))
+    chosen_pages_kernel[(kv_heads, sequences)](
+        scores,
+        chosen,
+        seen,
+        pages.lengths,
+        tables,
+        tables.stride(0),
+        most,
+        COUNT=choice.pages,
+        PAGE_SIZE=size,
+        PLACES=places,
+        num_warps=choice_warps(places),
+    )
+    over = replace(pages, tables=chosen, lengths=seen)
+    decode_attention_cuda.decode(q.flatten(1), heads, head_dim, over, spec, out=out, sinks=sinks)
