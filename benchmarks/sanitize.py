@@ -38,6 +38,8 @@ from strata.kernels.attention.attention import attention
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.decode import decode_attention
 from strata.kernels.attention.sparse.block_choice import BlockChoice
+from strata.kernels.attention.sparse.decodes import page_sparse_attention
+from strata.kernels.attention.sparse.page_choice import PageChoice
 from strata.kernels.attention.sparse.prompts import block_sparse_attention
 from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, Sequences
 from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, Rows, virtual_sequences
@@ -218,6 +220,9 @@ def _attention(head_dim: int, window: int | None) -> Iterator[Call]:
     if window is None:
         prompts = step(70, 1, 20, pages=held)
         yield own(block_sparse_attention, *drawn(91), prompts, spec, BlockChoice(0.9, least_keys=1))
+        bounds = held.keys[0].new_zeros(len(held.keys[0]), 2, KV_HEADS, head_dim)
+        bounded = replace(held, bounds=(bounds,))
+        yield own(page_sparse_attention, *drawn(3), step(1, 1, 1, pages=bounded), spec, PageChoice(2))
     packed = _in_8_bits(held)
     for new in ((1, 1, 1), (70, 1, 20)):
         yield own(attention, *drawn(sum(new)), step(*new, pages=packed), spec)

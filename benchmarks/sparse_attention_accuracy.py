@@ -1,10 +1,11 @@
 """What the built-in model loses when its prompts see fewer keys, on a CPU: KL, and its replies to exercises.
 
     python -m benchmarks.sparse_attention_accuracy --shares 1,0.95,0.9,0.8,0.6,0.4 --block 16 --passages 80
+    python -m benchmarks.sparse_attention_accuracy --pages 2,4,6,8,12   # decodes that see so many pages of 16 tokens
 
 A passage is a conversation of three held-out exercises of which replies look up what stands far before them: tables,
 stories, numbers to be sorted, words to be spelled. It runs as a prompt; a reply is right if each of its tokens is the
-likeliest where it stands.
+likeliest where it stands. With --pages conversations are asked up to their last reply, which is decoded greedily.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata import LLM
+from strata import LLM, SamplingParams
 from strata.bench.accuracy.passages import Passage
 from strata.bench.accuracy.states import Predictions, predict
 from strata.kernels.attention.sparse import prompts
@@ -107,18 +108,37 @@ def compared(found: Predictions, wanted: Predictions, given: Sequence[Conversati
     }
 
 
+def decoded(options: dict[str, Any], given: Sequence[Conversation]) -> float:
+    """The share of last replies that greedy decoding gives word for word."""
+    llm = LLM("builtin", **options)
+    right = 0
+    asked, wanted = [], []
+    for one in given:
+        start, end = (one.passage.first + at for at in one.written[-1])
+        asked.append({"prompt_token_ids": list(one.passage.ids[:start])})
+        wanted.append(list(one.passage.ids[start:end]))
+    params = [SamplingParams(temperature=0.0, max_tokens=len(ids), ignore_eos=True) for ids in wanted]
+    for output, ids in zip(llm.generate(asked, params), wanted, strict=True):
+        right += output.outputs[0].token_ids == ids
+    return right / len(given)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shares", default="1,0.95,0.9,0.8,0.6,0.4")
+    parser.add_argument("--pages", help="of decodes, instead of blocks of prompts")
     parser.add_argument("--block", type=int, default=16)
     parser.add_argument("--passages", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "verbose": False, "enable_prefix_caching": False}
-    llm = LLM("builtin", **options)
     given = conversations(asked.passages, asked.seed)
+    if asked.pages is not None:
+        for pages in (None, *map(int, asked.pages.split(","))):
+            print(json.dumps({"pages": pages, "replies_right": decoded(options | {"decode_pages": pages}, given)}))
+        return
     passages = [one.passage for one in given]
-    wanted = predict(llm, passages)
+    wanted = predict(LLM("builtin", **options), passages)
     print(json.dumps({"share": None, "kept": 1.0, **compared(wanted, wanted, given)}), flush=True)
     for share in map(float, asked.shares.split(",")):
         sparse = {"sparse_prefill": share, "sparse_prefill_min_keys": 1, "sparse_prefill_block": asked.block}

@@ -38,6 +38,7 @@ def generate(
     load_format: options.LoadFormat = "auto",
     deterministic: options.Deterministic = False,
     kv_cache_dtype: options.KvCacheDtype = "auto",
+    decode_pages: options.DecodePages = None,
     sparse_prefill: options.SparsePrefill = None,
     sparse_prefill_min_keys: options.SparsePrefillMinKeys = 16384,
 ) -> None:
@@ -64,6 +65,7 @@ def generate(
         load_format=load_format,
         deterministic=deterministic,
         kv_cache_dtype=kv_cache_dtype,
+        decode_pages=decode_pages,
         sparse_prefill=sparse_prefill,
         sparse_prefill_min_keys=sparse_prefill_min_keys,
     )

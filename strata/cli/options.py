@@ -66,6 +66,9 @@ SparsePrefill = Annotated[
     float | None,
     engine_option(help="Long prompts see keys with this share of a pooled softmax, in (0, 1]; all, if left out."),
 ]
+DecodePages = Annotated[
+    int | None, engine_option(min=2, help="To how many of its pages a sequence attends that decodes; all, if left out.")
+]
 SparsePrefillMinKeys = Annotated[int, engine_option(min=1, help="Keys of a prompt that is long.")]
 Deterministic = Annotated[bool, engine_option(help="Bits that do not depend on what else runs.")]
 MaxTokens = Annotated[int | None, sampling_option(help="Most tokens to generate.")]

@@ -50,6 +50,7 @@ def run(
     gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
     deterministic: options.Deterministic = False,
     kv_cache_dtype: options.KvCacheDtype = "auto",
+    decode_pages: options.DecodePages = None,
     sparse_prefill: options.SparsePrefill = None,
     sparse_prefill_min_keys: options.SparsePrefillMinKeys = 16384,
 ) -> None:
@@ -88,6 +89,7 @@ def run(
         "gpu_memory_utilization": gpu_memory_utilization,
         "deterministic": deterministic,
         "kv_cache_dtype": kv_cache_dtype,
+        "decode_pages": decode_pages,
         "sparse_prefill": sparse_prefill,
         "sparse_prefill_min_keys": sparse_prefill_min_keys,
     }
