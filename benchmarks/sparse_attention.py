@@ -1,11 +1,15 @@
-"""Attention of long prompts over the blocks of keys that they keep, on one GPU, beside attention over all keys.
+"""Attention over the keys that prompts and decodes keep, on one GPU, beside attention over all keys.
 
     python -m benchmarks.sparse_attention --tokens 65536 --shares 0.9,0.95,0.98 --save sparse.jsonl
+    python -m benchmarks.sparse_attention --decode 1x65536,32x16384 --pages 64,128,256 --save sparse.jsonl
 
 One layer of 32 query and 8 KV heads of 128, a prompt that runs in chunks of 8,192 tokens over its pages, as in the
 engine; times are sums over all chunks. Random keys have no structure: their pooled scores are flat, and a share keeps
 as large a share of the blocks. So structure is planted: each block of 128 keys has a direction of its own, and queries
 point, beside noise, in those of the first block, their own, and a few others. `--structure 0` plants none.
+
+With --decode a step of sequences with one new token each over as many keys, which chooses so many of their pages of 16;
+bounds of the pages that it wrote are found within the time. Layers take turns, so that caches hold little of the next.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +31,13 @@ from torch import Tensor
 from strata.bench.result import provenance
 from strata.hardware.replay import time_replayed
 from strata.kernels.attention import cuda as attention_cuda
+from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention import mixed as attention_mixed
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.cudnn_plan import why_no_plan
-from strata.kernels.attention.sparse import prompts_cuda
+from strata.kernels.attention.sparse import decodes_cuda, prompts_cuda
 from strata.kernels.attention.sparse.block_choice import BlockChoice
+from strata.kernels.attention.sparse.page_choice import PageChoice
 from strata.kernels.attention.spec import AttentionSpec, Sequences
 from strata.kernels.attention.virtual_sequences import Rows, as_virtual_sequences, virtual_sequences
 from strata.kernels.device_limits import DeviceLimits
@@ -139,10 +146,67 @@ def measure(tokens: int, shares: list[float], others: int, strength: float) -> I
         }
 
 
+def decoding(sequences: int, length: int, others: int, strength: float) -> tuple[Any, ...]:
+    """The arguments of attention for a step of decodes, with bounds of all pages; structure as for prompts."""
+    blocks, size, group = length // BLOCK, (strength * DIM**0.5) ** 0.5, HEADS // KV_HEADS
+    directions = torch.nn.functional.normalize(torch.randn(sequences, blocks, KV_HEADS, DIM, device="cuda"), dim=-1)
+    chosen = torch.randint(0, blocks, (sequences, others), device="cuda")
+    chosen[:, 0], chosen[:, 1] = 0, blocks - 1
+    q = torch.randn(sequences, HEADS, DIM, device="cuda")
+    count = sequences * length // PAGE
+    keys = torch.empty(count, PAGE, KV_HEADS, DIM, dtype=torch.bfloat16, device="cuda")
+    tables = torch.randperm(count, device="cuda").int().view(sequences, -1)
+    for s in range(sequences):
+        own = torch.randn(length, KV_HEADS, DIM, device="cuda") + size * directions[s].repeat_interleave(BLOCK, 0)
+        keys[tables[s].long()] = own.bfloat16().unflatten(0, (-1, PAGE))
+        q[s] += size * directions[s, chosen[s].unique()].sum(0).repeat_interleave(group, 0)
+    bounds = torch.stack(keys.aminmax(dim=1), 1)
+    lengths = torch.full((sequences,), length, dtype=torch.int32, device="cuda")
+    offsets = torch.arange(sequences + 1, dtype=torch.int32, device="cuda")
+    pages = PagedKV((keys,), (torch.randn_like(keys),), tables, lengths, tables[:0, 0], bounds=(bounds,))
+    q = q.bfloat16()
+    k = q[:, :KV_HEADS]
+    return q, k, k, Sequences(offsets, 1, pages), SPEC
+
+
+def over_all(q: Tensor, k: Tensor, v: Tensor, batch: Sequences, spec: AttentionSpec) -> Tensor:
+    return decode_attention_cuda.decode(q.flatten(1), HEADS, DIM, batch.pages, spec)
+
+
+def measure_decodes(
+    sequences: int, length: int, counts: list[int], others: int, strength: float
+) -> Iterator[dict[str, Any]]:
+    layers = [decoding(sequences, length, others, strength) for _ in range(max(1, 8 // sequences))]
+
+    def microseconds(call: Any) -> float:
+        return 1e6 * time_replayed([partial(call, *given) for given in layers], repeats=9, estimate=1e-4).seconds
+
+    shape = {"sequences": sequences, "length": length, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM}
+    shape |= {"page": PAGE, "points_to": others, "strength": strength}
+    dense = microseconds(over_all)
+    read = 2 * sequences * length * KV_HEADS * DIM * 2
+    yield shape | {"pages": "all", "us": round(dense, 1), "gb_per_s": round(read / dense / 1e3, 1)}
+    for count in counts:
+        choice = PageChoice(count)
+        took = microseconds(partial(decodes_cuda.attend, choice=choice))
+        choosing = microseconds(lambda q, k, v, batch, spec, by=choice: decodes_cuda.choose(q, batch.pages, spec, by))
+        wanted, found = over_all(*layers[0]).float(), decodes_cuda.attend(*layers[0], choice).float()
+        yield shape | {
+            "pages": count,
+            "kept": round(min(1.0, count * PAGE / length), 4),
+            "us": round(took, 1),
+            "choosing_us": round(choosing, 1),
+            "over_dense": round(dense / took, 2),
+            "error": round(float((found - wanted).norm() / wanted.norm()), 5),
+        }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default="65536")
     parser.add_argument("--shares", default="0.9,0.95,0.98,1.0")
+    parser.add_argument("--decode", help="sequences x keys of steps of decodes, instead of prompts")
+    parser.add_argument("--pages", default="64,128,256", help="that decodes choose")
     parser.add_argument("--points-to", type=int, default=8, help="blocks that a block of queries points to")
     parser.add_argument("--structure", type=float, default=9.0, help="what that adds to scores")
     parser.add_argument("--save", type=Path, help="append the lines to this file")
@@ -150,13 +214,19 @@ def main() -> None:
     torch.manual_seed(0)
     command = {"command": shlex.join(["python", "-m", "benchmarks.sparse_attention", *sys.argv[1:]])}
     about = {"device": torch.cuda.get_device_name()} | provenance() | command
-    for tokens in map(int, asked.tokens.split(",")):
-        for found in measure(tokens, [*map(float, asked.shares.split(","))], asked.points_to, asked.structure):
-            line = json.dumps(found | about)
-            print(line, flush=True)
-            if asked.save is not None:
-                with asked.save.open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
+    structure = asked.points_to, asked.structure
+    if asked.decode is None:
+        shares = [*map(float, asked.shares.split(","))]
+        runs = [measure(tokens, shares, *structure) for tokens in map(int, asked.tokens.split(","))]
+    else:
+        counts, sizes = [*map(int, asked.pages.split(","))], [one.split("x") for one in asked.decode.split(",")]
+        runs = [measure_decodes(int(rows), int(length), counts, *structure) for rows, length in sizes]
+    for found in chain.from_iterable(runs):
+        line = json.dumps(found | about)
+        print(line, flush=True)
+        if asked.save is not None:
+            with asked.save.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
 
 
 if __name__ == "__main__":

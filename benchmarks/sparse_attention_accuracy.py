@@ -1,11 +1,12 @@
-"""What the built-in model loses when its prompts see fewer keys, on a CPU: KL, and its replies to exercises.
+"""What the built-in model loses when prompts or decodes see fewer keys, on a CPU: KL, and its replies to exercises.
 
     python -m benchmarks.sparse_attention_accuracy --shares 1,0.95,0.9,0.8,0.6,0.4 --block 16 --passages 80
-    python -m benchmarks.sparse_attention_accuracy --pages 2,4,6,8,12   # decodes that see so many pages of 16 tokens
+    python -m benchmarks.sparse_attention_accuracy --pages 2,3,4,6,8   # decodes that see so many pages of 16 tokens
 
 A passage is a conversation of three held-out exercises of which replies look up what stands far before them: tables,
 stories, numbers to be sorted, words to be spelled. It runs as a prompt; a reply is right if each of its tokens is the
-likeliest where it stands. With --pages conversations are asked up to their last reply, which is decoded greedily.
+likeliest where it stands. With --pages conversations are asked up to their last reply, which is decoded greedily, and
+the longest quarter of them run token by token, each a decode, for what is predicted of all replies.
 """
 
 from __future__ import annotations
@@ -108,19 +109,32 @@ def compared(found: Predictions, wanted: Predictions, given: Sequence[Conversati
     }
 
 
-def decoded(options: dict[str, Any], given: Sequence[Conversation]) -> float:
-    """The share of last replies that greedy decoding gives word for word."""
-    llm = LLM("builtin", **options)
-    right = 0
-    asked, wanted = [], []
+def over_pages(options: dict[str, Any], pages: int | None, given: Sequence[Conversation]) -> dict[str, float]:
+    """kept: share of the pages, on average over the tokens of last replies, that is seen; right: share of these replies
+    that greedy decoding gives word for word, after prompts that see all keys."""
+    llm = LLM("builtin", **options, decode_pages=pages)
+    asked, wanted, kept = [], [], []
     for one in given:
         start, end = (one.passage.first + at for at in one.written[-1])
         asked.append({"prompt_token_ids": list(one.passage.ids[:start])})
         wanted.append(list(one.passage.ids[start:end]))
+        held = [-(-length // llm.engine.ledger.page_size) for length in range(start + 1, end)]
+        kept += [1.0 if pages is None else min(1.0, pages / count) for count in held]
     params = [SamplingParams(temperature=0.0, max_tokens=len(ids), ignore_eos=True) for ids in wanted]
-    for output, ids in zip(llm.generate(asked, params), wanted, strict=True):
-        right += output.outputs[0].token_ids == ids
-    return right / len(given)
+    found = llm.generate(asked, params, use_tqdm=False)
+    right = sum(output.outputs[0].token_ids == ids for output, ids in zip(found, wanted, strict=True))
+    return {"kept": sum(kept) / len(kept), "right": right / len(given)}
+
+
+def measure_pages(options: dict[str, Any], counts: Sequence[int], given: Sequence[Conversation]) -> None:
+    longest = given[: -(-len(given) // 4)]
+    passages = [one.passage for one in longest]
+    wanted = predict(LLM("builtin", **options), passages)
+    for pages in (None, *counts):
+        one_each = {"max_num_batched_tokens": 1, "max_num_seqs": 1, "decode_pages": pages}
+        found = wanted if pages is None else predict(LLM("builtin", **options, **one_each), passages)
+        line = {"pages": pages, **over_pages(options, pages, given), **compared(found, wanted, longest)}
+        print(json.dumps(line), flush=True)
 
 
 def main() -> None:
@@ -134,8 +148,7 @@ def main() -> None:
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "verbose": False, "enable_prefix_caching": False}
     given = conversations(asked.passages, asked.seed)
     if asked.pages is not None:
-        for pages in (None, *map(int, asked.pages.split(","))):
-            print(json.dumps({"pages": pages, "replies_right": decoded(options | {"decode_pages": pages}, given)}))
+        measure_pages(options, [*map(int, asked.pages.split(","))], given)
         return
     passages = [one.passage for one in given]
     wanted = predict(LLM("builtin", **options), passages)

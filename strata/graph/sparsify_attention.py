@@ -26,7 +26,7 @@ def sparsify_attention(graph: fx.GraphModule, choice: BlockChoice) -> fx.GraphMo
 
 def select_pages(graph: fx.GraphModule, choice: PageChoice) -> fx.GraphModule:
     """`attention` without a window becomes `page_sparse_attention` by this choice, in place, but for the first two
-    layers; returns `graph`. For a graph that is not bound yet."""
+    layers of the model, of which the graph may be a stage; returns `graph`. For a graph that is not bound yet."""
     return _replace(graph, page_sparse_attention, choice, _FIRST_LAYERS)
 
 
@@ -34,7 +34,7 @@ def _replace(
     graph: fx.GraphModule, operation: Operation, choice: BlockChoice | PageChoice, first: int
 ) -> fx.GraphModule:
     for node in list(graph.graph.nodes):
-        if operation_of(node) is not attention or node.args[4].window is not None or node.args[4].layer < first:
+        if operation_of(node) is not attention or node.args[4].window is not None or node.meta["layer"] < first:
             continue
         given, sinks = node.args[:5], node.args[5:]
         with graph.graph.inserting_before(node):

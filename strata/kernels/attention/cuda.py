@@ -36,7 +36,7 @@ def supports(
     )
 
 
-def _all_decode(q: Tensor, k: Tensor, batch: PackedBatch) -> bool:
+def all_decode(q: Tensor, k: Tensor, batch: PackedBatch) -> bool:
     pages = batch.pages
     return (
         pages is not None
@@ -49,14 +49,14 @@ def _all_decode(q: Tensor, k: Tensor, batch: PackedBatch) -> bool:
 def kernels(
     q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
 ) -> tuple[Any, ...]:
-    return (decode_attention_kernel if _all_decode(q, k, batch) else attention_kernel,)
+    return (decode_attention_kernel if all_decode(q, k, batch) else attention_kernel,)
 
 
 def scratch(
     q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
 ) -> int:
     """What the splits of a step of decodes alone wait in."""
-    if batch.pages is None or not _all_decode(q, k, batch):
+    if batch.pages is None or not all_decode(q, k, batch):
         return 0
     return decode_attention_cuda.scratch(q, q.shape[1], q.shape[2], k.shape[1], batch.pages, q.shape[0])
 
@@ -65,7 +65,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
 ) -> Tensor:
     """The fastest kernel for the batch: splits when every sequence decodes."""
-    if batch.pages is not None and _all_decode(q, k, batch):
+    if batch.pages is not None and all_decode(q, k, batch):
         return decode_attention_cuda.decode(q.flatten(1), q.shape[1], q.shape[2], batch.pages, spec, sinks=sinks)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     prefill(out, q, k, v, batch.offsets, batch, spec, sinks=sinks)

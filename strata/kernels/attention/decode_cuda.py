@@ -64,8 +64,8 @@ def decode(
 
     product: [sequences, any], the elements of a row side by side: queries, whose keys are in the pages; or, with what
     is left to do to them, queries, keys and values. The block tables of pages may be [sequences, kv_heads, pages], one
-    for each KV head. tile: None: that of `decode_tile`. out: takes the result, whose
-    elements lie side by side in it. sinks: as for `attention`.
+    for each KV head. tile: None: that of `decode_tile`. out: takes the result, whose elements lie side by side in it.
+    sinks: as for `attention`.
     """
     keys, values, tables = pages.keys[spec.layer], pages.values[spec.layer], pages.tables
     sequences, kv_heads, group = tables.shape[0], keys.shape[2], heads // keys.shape[2]

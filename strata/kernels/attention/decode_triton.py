@@ -346,6 +346,7 @@ def compile_cases() -> list[CompileCase]:
         _case(bf16, 7, 80, 16, 4096, 1),
         _case(fp32, 4, 128, 16, None, 64),
         _case(bf16, 8, 64, 16, 128, 1, norm=False, sinks=True),
+        _case(bf16, 4, 128, 16, None, 32, of_heads=True),
         _case(bf16, 4, 128, 16, None, 64, norm=True, rounded=torch.float8_e4m3fn),
         _case(bf16, 4, 128, 16, None, 64, rounded=torch.int8),
     ]
@@ -361,6 +362,7 @@ def _case(
     norm: bool | None = None,
     sinks: bool = False,
     rounded: torch.dtype | None = None,
+    of_heads: bool = False,
 ) -> CompileCase:
     """norm: of the fused kernel, None for the one that finds all keys in the pages."""
     kind, fused = "fp32" if dtype == torch.float32 else "bf16", norm is not None
@@ -373,7 +375,7 @@ def _case(
     types |= dict.fromkeys(("lengths", "slots", "tables"), "*i32") | dict.fromkeys(("eps", "scale"), "fp32")
     types |= dict.fromkeys(("width", "product_stride"), "i32:16") | dict.fromkeys(("table_stride", "least_keys"), "i32")
     tile = decode_tile(group, head_dim, dtype, sequences, 4096, rounded=rounded is not None)
-    flags = {"FUSED": fused, "NORM": bool(norm), "EARLY": fused, "SINKS": sinks}
+    flags = {"FUSED": fused, "NORM": bool(norm), "EARLY": fused, "SINKS": sinks, "OF_HEADS": of_heads}
     constants: dict[str, object] = {
         **flags,
         "PAGE_SIZE": page_size,
@@ -390,5 +392,10 @@ def _case(
     multiply = () if dtype == torch.float32 else ("mma.sync", "cp.async.cg")
     follow = ("griddepcontrol.wait", "griddepcontrol.launch_dependents") if fused else ()
     must = ("atom.global.gpu.acq_rel.add", "ld.global.cg", *multiply, *follow)
-    name = f"decode {kind} {sizes} norm {norm}" + " sinks" * sinks + (f" pools {rounded}" if rounded else "")
+    name = (
+        f"decode {kind} {sizes} norm {norm}"
+        + " sinks" * sinks
+        + (f" pools {rounded}" if rounded else "")
+        + " tables of heads" * of_heads
+    )
     return CompileCase(name, decode_attention_kernel, types, constants, tile.warps, tile.stages, must)

@@ -8,6 +8,7 @@ has none. cuDNN leaves rows of padding as they are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -42,8 +43,13 @@ def kernels(
     q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
 ) -> tuple[Any, ...]:
     assert batch.pages is not None
-    decodes = may_decode(batch.pages) > 0
-    return (*[decode_attention_kernel] * decodes, *prompt_kernels(batch.pages, spec, sinks))
+    decodes = [decode_attention_kernel] * (may_decode(batch.pages) > 0)
+    return (*decodes, prompt_kernel(batch.pages, spec, sinks))
+
+
+def prompt_kernel(pages: PagedKV, spec: AttentionSpec, sinks: Tensor | None) -> Any:
+    """What attends for the rows that are no decodes."""
+    return attention_kernel if _virtual(pages, spec, sinks) is None else CUDNN
 
 
 def scratch(
@@ -57,11 +63,6 @@ def scratch(
     return decode_attention_cuda.scratch(q, q.shape[1], q.shape[2], k.shape[1], batch.pages, decodes)
 
 
-def prompt_kernels(pages: PagedKV, spec: AttentionSpec, sinks: Tensor | None) -> tuple[Any, ...]:
-    """What `prompts` launches."""
-    return (attention_kernel if _virtual(pages, spec, sinks) is None else CUDNN,)
-
-
 def may_decode(pages: PagedKV) -> int:
     """How many sequences, the first of the batch, get the programs of a decode."""
     assert pages.parts is not None
@@ -71,14 +72,24 @@ def may_decode(pages: PagedKV) -> int:
 
 def _virtual(pages: PagedKV, spec: AttentionSpec, sinks: Tensor | None) -> VirtualSequences | None:
     """The prompts as cuDNN attends for them; None if the kernel over pages does."""
-    if pages.parts is None:
-        return None
+    assert pages.parts is not None
     return pages.parts.virtual if cudnn_prompts.takes(pages, spec, sinks) else None
 
 
+def _decode(out: Tensor, q: Tensor, pages: PagedKV, spec: AttentionSpec, sinks: Tensor | None) -> None:
+    decode_attention_cuda.decode(q.flatten(1), q.shape[1], q.shape[2], pages, spec, out=out, sinks=sinks)
+
+
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: PackedBatch,
+    spec: AttentionSpec,
+    sinks: Tensor | None = None,
+    decode: Callable[..., None] = _decode,
 ) -> Tensor:
+    """decode: what attends for the sequences that decode, by the names of `_decode`."""
     pages = batch.pages
     assert pages is not None
     parts = pages.parts
@@ -88,21 +99,10 @@ def attend(
     if count:
         rows = slice(0, count)
         decodes = replace(pages, tables=pages.tables[rows], lengths=parts.decode_lengths[rows])
-        queries, heads, head_dim = q[rows].flatten(1), q.shape[1], q.shape[2]
-        decode_attention_cuda.decode(queries, heads, head_dim, decodes, spec, out=out[rows], sinks=sinks)
-    prompts(out, q, k, v, batch, spec, sinks)
-    return out
-
-
-def prompts(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None
-) -> None:
-    """The rows of `out` that are no decodes; a batch without a division has none."""
-    pages = batch.pages
-    assert pages is not None
-    parts, virtual = pages.parts, _virtual(pages, spec, sinks)
+        decode(out=out[rows], q=q[rows], pages=decodes, spec=spec, sinks=sinks)
+    virtual = _virtual(pages, spec, sinks)
     if virtual is None or not cudnn_prompts.lie_as_divided(q, k, v, virtual):
-        starts, bounds = (batch.offsets, None) if parts is None else (parts.starts, parts.bounds)
-        attention_cuda.prefill(out, q, k, v, starts, batch, spec, bounds, sinks)
+        attention_cuda.prefill(out, q, k, v, parts.starts, batch, spec, parts.bounds, sinks)
     else:
         cudnn_prompts.attend(out, q, k, v, pages, virtual, spec)
+    return out

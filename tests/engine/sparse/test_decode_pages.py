@@ -12,15 +12,19 @@ from strata.graph.cost import operation_counts
 from tests.models.checkpoints import FAMILY_CONFIGS, make_checkpoint
 
 CONFIGS = dict(FAMILY_CONFIGS)
-PROMPTS = [[(7 * at * at + 3) % 80 for at in range(length)] + [length] for length in (5, 30, 62, 47)]
+PROMPTS = [[(7 * at * at + 3) % 80 for at in range(length)] + [length] for length in (5, 30, 47)]
 
 
-@pytest.fixture(scope="module", params=["llama-llama3", "gemma3-local-global"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = CONFIGS[request.param] | {"num_hidden_layers": 4}
-    if "layer_types" in config:
-        config["layer_types"] = ["sliding_attention", "full_attention"] * 2
-    return make_checkpoint(tmp_path_factory.mktemp("pages") / request.param, config)
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of a model whose layers all see all keys, and one in which every other does."""
+    made, at = {}, tmp_path_factory.mktemp("pages")
+    for name, found in (("all", "llama-llama3"), ("windows", "gemma3-local-global")):
+        config = CONFIGS[found] | {"num_hidden_layers": 4}
+        if "layer_types" in config:
+            config["layer_types"] = ["sliding_attention", "full_attention"] * 2
+        made[name] = make_checkpoint(at / name, config)
+    return made
 
 
 def engine(folder: Path, **options: Any) -> LLM:
@@ -30,14 +34,15 @@ def engine(folder: Path, **options: Any) -> LLM:
 
 def generated(llm: LLM, together: bool = True) -> list[list[list[int]]]:
     """Samples that fork; the second round finds what the first has left."""
-    params = SamplingParams(n=2, temperature=0.8, seed=1, max_tokens=12, ignore_eos=True)
+    params = SamplingParams(n=2, temperature=0.8, seed=1, max_tokens=8, ignore_eos=True)
     asked = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     calls = [asked] if together else [[one] for one in asked]
     outputs = [one for _ in range(2) for call in calls for one in llm.generate(call, params, use_tqdm=False)]
     return [[output.token_ids for output in one.outputs] for one in outputs]
 
 
-def test_cuts_prefixes_and_forks_change_no_id_and_all_pages_are_all_keys(folder: Path) -> None:
+def test_cuts_prefixes_and_forks_change_no_id_and_all_pages_are_all_keys(folders: dict[str, Path]) -> None:
+    folder = folders["windows"]
     dense = generated(engine(folder))
     assert generated(engine(folder, decode_pages=30)) == dense
     few = generated(engine(folder, decode_pages=3, enable_prefix_caching=False))
@@ -48,8 +53,9 @@ def test_cuts_prefixes_and_forks_change_no_id_and_all_pages_are_all_keys(folder:
     assert few != dense
 
 
-def test_layers_and_bytes(folder: Path) -> None:
-    plain, chosen = engine(folder), engine(folder, decode_pages=3)
+@pytest.mark.parametrize("name", ["all", "windows"])
+def test_layers_and_bytes(folders: dict[str, Path], name: str) -> None:
+    plain, chosen = (engine(folders[name], decode_pages=pages) for pages in (None, 3))
     counts = operation_counts(chosen.engine.graphs.logits)
     windows = chosen.engine.config.windows
     assert counts["page_sparse_attention"] == windows[2:].count(None)

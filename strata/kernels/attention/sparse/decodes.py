@@ -28,7 +28,8 @@ def _cost(
     *,
     workload: Workload,
 ) -> Cost:
-    """Decodes over their chosen pages, and over the bounds of all; of pages that are written, the bounds are."""
+    """Decodes over their chosen pages, and over the bounds of all; of pages that are written, the bounds are, from all
+    keys in them."""
     if batch.pages is None:
         return attention.cost(q, k, v, batch, spec, sinks, workload=workload)
     size, kept = batch.pages.page_size, choice.pages * batch.pages.page_size
@@ -37,8 +38,8 @@ def _cost(
     heads, row = q.shape[1], k.shape[1] * k.shape[2] * k.element_size()
     looked = sum(-(-total // size) for total, less in zip(workload.total, cut, strict=True) if less < total)
     written = sum(-(-new // size) for new in workload.new)
-    bounds = Cost(4 * heads * q.shape[2] * looked, 2 * looked * row + written * size * row, 2 * written * row)
-    return cost + bounds
+    seen, found = 2 * looked * row, written * size * row
+    return cost + Cost(4 * heads * q.shape[2] * looked, seen + found, 2 * written * row, cached=seen)
 
 
 def _meta(

@@ -6,6 +6,7 @@ Grids follow from shapes alone, so that a step can be recorded in a CUDA graph; 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.state.paged import PagedKV
 
 # Places that a program chooses among at least, so that one variant of the kernel serves all shorter sequences.
-_LEAST_PLACES = 1024
+_LEAST_PLACES = 4096
 
 
 def supports(
@@ -44,12 +45,11 @@ def supports(
     sinks: Tensor | None = None,
 ) -> bool:
     pages = batch.pages
-    return (
-        pages is not None
-        and not pages.is_rounded
+    return attention_cuda.supports(q, k, v, batch, spec) and (
+        pages is None
+        or (not pages.is_rounded
         and spec.window is None
-        and attention_cuda.supports(q, k, v, batch, spec)
-        and decode_attention_cuda.fits(pages, q.shape[1], k.shape[1], q.shape[2])
+        and decode_attention_cuda.fits(pages, q.shape[1], k.shape[1], q.shape[2]))
     )
 
 
@@ -62,23 +62,22 @@ def kernels(
     choice: PageChoice,
     sinks: Tensor | None = None,
 ) -> tuple[Any, ...]:
-    pages = batch.pages
-    assert pages is not None
-    chosen = (page_scores_kernel, chosen_pages_kernel, decode_attention_kernel)
-    if batch.longest == 1:
-        return (page_bounds_kernel, *chosen)
-    prompts = attention_mixed.prompt_kernels(pages, spec, sinks)
-    return (page_bounds_kernel, *chosen * (_decodes(pages) > 0), *prompts)
-
-
-def _decodes(pages: PagedKV) -> int:
-    """How many sequences, the first of the batch, get the programs of a decode."""
-    return 0 if pages.parts is None else attention_mixed.may_decode(pages)
+    given, pages = (q, k, v, batch, spec, sinks), batch.pages
+    if pages is None:
+        return attention_cuda.kernels(*given)
+    choosing = (page_scores_kernel, chosen_pages_kernel) if _chooses(pages, choice) else ()
+    if attention_cuda.all_decode(q, k, batch):
+        return (page_bounds_kernel, *choosing, decode_attention_kernel)
+    if not attention_mixed.supports(*given):
+        return (page_bounds_kernel, *attention_cuda.kernels(*given))
+    decodes = (*choosing, decode_attention_kernel) * (attention_mixed.may_decode(pages) > 0)
+    return (page_bounds_kernel, *decodes, attention_mixed.prompt_kernel(pages, spec, sinks))
 
 
 def scratch_bytes(sequences: int, most_keys: int, page_size: int, kv_heads: int, choice: PageChoice) -> int:
     """What choosing needs in a step of so many decodes, of sequences of at most so many keys."""
-    return 4 * sequences * kv_heads * (ceil_div(most_keys, page_size) + choice.pages + 1)
+    most = ceil_div(most_keys, page_size)
+    return 4 * sequences * (kv_heads * (most + choice.pages) + 1) if most > choice.pages else 0
 
 
 def attend(
@@ -90,21 +89,17 @@ def attend(
     choice: PageChoice,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    pages = batch.pages
-    assert pages is not None
+    given, pages = (q, k, v, batch, spec, sinks), batch.pages
+    if pages is None:
+        return attention_cuda.attend(*given)
     write_bounds(pages, batch.offsets, len(q), spec.layer)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if batch.longest == 1:
+    if attention_cuda.all_decode(q, k, batch):
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         decode(out, q, pages, spec, choice, sinks)
         return out
-    count = _decodes(pages)
-    if count:
-        assert pages.parts is not None
-        rows = slice(0, count)
-        decodes = replace(pages, tables=pages.tables[rows], lengths=pages.parts.decode_lengths[rows])
-        decode(out[rows], q[rows], decodes, spec, choice, sinks)
-    attention_mixed.prompts(out, q, k, v, batch, spec, sinks)
-    return out
+    if not attention_mixed.supports(*given):
+        return attention_cuda.attend(*given)
+    return attention_mixed.attend(*given, partial(decode, choice=choice))
 
 
 def write_bounds(pages: PagedKV, offsets: Tensor, tokens: int, layer: int) -> None:
@@ -130,30 +125,41 @@ def write_bounds(pages: PagedKV, offsets: Tensor, tokens: int, layer: int) -> No
 def decode(
     out: Tensor, q: Tensor, pages: PagedKV, spec: AttentionSpec, choice: PageChoice, sinks: Tensor | None
 ) -> None:
-    """The one token of each sequence, q [sequences, heads, head_dim], over its chosen pages; bounds are written."""
+    """The one token of each sequence, q [sequences, heads, head_dim], over its chosen pages, whose bounds are there."""
+    heads, head_dim = q.shape[1:]
+    over = choose(q, pages, spec, choice) if _chooses(pages, choice) else pages
+    decode_attention_cuda.decode(q.flatten(1), heads, head_dim, over, spec, out=out, sinks=sinks)
+
+
+def _chooses(pages: PagedKV, choice: PageChoice) -> bool:
+    """Whether a sequence can have more pages than are chosen."""
+    return pages.tables.shape[1] > choice.pages
+
+
+def choose(q: Tensor, pages: PagedKV, spec: AttentionSpec, choice: PageChoice) -> PagedKV:
+    """The same sequences with block tables of what is chosen for each KV head, and as many keys as that has."""
     (sequences, heads, head_dim), tables = q.shape, pages.tables
     kv_heads, size, most = pages.keys[spec.layer].shape[2], pages.page_size, tables.shape[1]
     scores = torch.empty((sequences, kv_heads, most), dtype=torch.float32, device=q.device)
-    chosen = torch.zeros((sequences, kv_heads, choice.pages), dtype=torch.int32, device=q.device)
+    chosen = torch.empty((sequences, kv_heads, choice.pages), dtype=torch.int32, device=q.device)
     seen = torch.empty(sequences, dtype=torch.int32, device=q.device)
-    if most > choice.pages:
-        page_scores_kernel[(ceil_div(most, SCORED_PAGES), kv_heads, sequences)](
-            q,
-            pages.bounds[spec.layer],
-            scores,
-            pages.lengths,
-            tables,
-            q.stride(0),
-            tables.stride(0),
-            most,
-            choice.pages * size,
-            GROUP=heads // kv_heads,
-            HEAD_DIM=head_dim,
-            HEAD_PAD=head_pad(head_dim),
-            PAGE_SIZE=size,
-            PAGES=SCORED_PAGES,
-            num_warps=SCORES_WARPS,
-        )
+    page_scores_kernel[(ceil_div(most, SCORED_PAGES), kv_heads, sequences)](
+        q,
+        pages.bounds[spec.layer],
+        scores,
+        pages.lengths,
+        tables,
+        q.stride(0),
+        tables.stride(0),
+        most,
+        choice.pages * size,
+        GROUP=heads // kv_heads,
+        HEAD_DIM=head_dim,
+        HEAD_PAD=head_pad(head_dim),
+        PAGE_SIZE=size,
+        PAGES=SCORED_PAGES,
+        num_warps=SCORES_WARPS,
+    )
     places = max(_LEAST_PLACES, next_power_of_2(most))
     chosen_pages_kernel[(kv_heads, sequences)](
         scores,
@@ -168,5 +174,4 @@ def decode(
         PLACES=places,
         num_warps=choice_warps(places),
     )
-    over = replace(pages, tables=chosen, lengths=seen)
-    decode_attention_cuda.decode(q.flatten(1), heads, head_dim, over, spec, out=out, sinks=sinks)
+    return replace(pages, tables=chosen, lengths=seen)

@@ -1,4 +1,4 @@
-"""The Triton kernels of block-sparse attention in Triton's interpreter, against the reference, for `test_prompts`."""
+"""The Triton kernels of sparse attention in Triton's interpreter, against the reference, for `test_prompts`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from strata.kernels.attention.sparse import prompts_cuda
 from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.attention.sparse.prompts import block_sparse_attention
 from strata.kernels.device_limits import DeviceLimits
+from tests.kernels.attention.sparse.interpreted_pages import compare_pages
 from tests.kernels.attention.sparse.test_prompts import CHOICE, SINKS, SPEC
 from tests.kernels.attention.test_attention import Case
 from tests.kernels.collective.interpreted import _counts
@@ -47,4 +48,5 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     step_with_decodes()
     stretches_of_several_pages()
+    compare_pages()
     print("equal")

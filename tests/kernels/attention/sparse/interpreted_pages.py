@@ -1,4 +1,4 @@
-"""The Triton kernels of attention over chosen pages in Triton's interpreter, against the reference, for `test_decodes`.
+"""The Triton kernels of attention over chosen pages in Triton's interpreter, against the reference, for `interpreted`.
 
 What is tested is the division, the pages and the order of the sums: the interpreter computes in float32.
 """
@@ -13,10 +13,8 @@ import torch
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.sparse import decodes_cuda
 from strata.kernels.attention.sparse.decodes import page_sparse_attention
-from strata.kernels.device_limits import DeviceLimits
 from tests.kernels.attention.sparse.test_decodes import CHOICE, SINKS, SPEC, with_bounds
 from tests.kernels.attention.test_attention import Case
-from tests.kernels.collective.interpreted import _counts
 
 
 def copied(given: tuple[Any, ...], **parts: BatchParts) -> tuple[Any, ...]:
@@ -33,20 +31,26 @@ def compare(given: tuple[Any, ...], alike: tuple[Any, ...]) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
-if __name__ == "__main__":
-    limits = DeviceLimits("interpreter", capability=(8, 0), shared_bytes=0, processors=0)
-    DeviceLimits.of = staticmethod(lambda device: limits)  # type: ignore[method-assign]
-    decodes_cuda._LEAST_PLACES = 8
-    _counts()
-    torch.manual_seed(0)
-    case = Case.random([40, 150, 97], heads=6, kv_heads=2, head_dim=12)
-    steps = with_bounds(case.batch([1, 1, 1], layers=2))
-    compare(steps, copied(steps))
-    mixed = with_bounds(case.batch([1, 1, 20], layers=2))
-    offsets, lengths = mixed[3].offsets, mixed[3].pages.lengths.clone()
+def decodes_alone() -> None:
+    """Of the second sequence no key has a positive score."""
+    case = Case.random([40, 100], heads=6, kv_heads=2, head_dim=12)
+    case.q[1].abs_()
+    case.k[1].sub_(6)
+    given = with_bounds(case.batch([1, 1], layers=2))
+    compare(given, copied(given))
+
+
+def recorded_step_with_a_prompt() -> None:
+    """Of which only the device knows how many decode."""
+    case = Case.random([40, 90, 25], heads=6, kv_heads=2, head_dim=12)
+    given = with_bounds(case.batch([1, 1, 7], layers=2))
+    lengths = given[3].pages.lengths.clone()
     lengths[2] = 0
-    starts = torch.tensor([1, 2, 2]).int()
-    for decodes in (2, None):  # None: recorded, where only the device knows it
-        parts = BatchParts(lengths, starts, torch.tensor([2, 3]).int(), decodes)
-        compare(copied(mixed), copied(mixed, parts=parts))
-    print("equal")
+    parts = BatchParts(lengths, torch.tensor([1, 2, 2]).int(), torch.tensor([2, 3]).int())
+    compare(given, copied(given, parts=parts))
+
+
+def compare_pages() -> None:
+    decodes_cuda._LEAST_PLACES = 8
+    decodes_alone()
+    recorded_step_with_a_prompt()
