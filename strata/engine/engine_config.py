@@ -249,6 +249,7 @@ class EngineConfig:
             "several ranks": self.ranks > 1,
             f"passes={self.passes!r}": self.passes != "all",
             "sparse_prefill": self.sparse_prefill is not None,
+            "decode_pages": self.decode_pages is not None,
         }
         given = next((what for what, is_given in refused.items() if is_given), None)
         if self.executor == "compile" and given is not None:

@@ -56,6 +56,7 @@ def test_logits_are_those_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"executor": "compile", "tensor_parallel_size": 2}, "is not there with several ranks"),
         ({"executor": "compile", "passes": "exact"}, "is not there with passes='exact'"),
         ({"executor": "compile", "sparse_prefill": 0.9}, "is not there with sparse_prefill"),
+        ({"executor": "compile", "decode_pages": 4}, "is not there with decode_pages"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], words: str) -> None:
