@@ -47,9 +47,11 @@ def supports(
     pages = batch.pages
     return attention_cuda.supports(q, k, v, batch, spec) and (
         pages is None
-        or (not pages.is_rounded
-        and spec.window is None
-        and decode_attention_cuda.fits(pages, q.shape[1], k.shape[1], q.shape[2]))
+        or (
+            not pages.is_rounded
+            and spec.window is None
+            and decode_attention_cuda.fits(pages, q.shape[1], k.shape[1], q.shape[2])
+        )
     )
 
 
