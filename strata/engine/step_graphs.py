@@ -284,10 +284,9 @@ def step_graphs(
     experts: where its experts may move. overlap: from which number of tokens on messages travel while products run.
     context: along which ranks divide the tokens of steps. packed: what products read instead of these parameters, which
     may be without memory. limits: of the CUDA device, so that its products may read rows that are rounded already.
-    passes: the names of those that run, see `strata.graph.passes`. sparse: which blocks of keys long prompts attend
-    to; None: all attend to all.
-    executor: "compile" leaves it to torch.compile to fuse what computes logits, see `strata.graph.compile`.
-    narrow: sums over ranks travel in 8 bits in large steps.
+    passes: the names of those that run, see `strata.graph.passes`. sparse: which blocks of keys long prompts attend to,
+    or which pages decodes do; None: all attend to all. executor: "compile" leaves it to torch.compile to fuse what
+    computes logits, see `strata.graph.compile`. narrow: sums over ranks travel in 8 bits in large steps.
 
     Raises NotImplementedError if an operation has no implementation there. Only on CUDA, and not in deterministic mode,
     are there implementations for which the passes pay that look at the number of rows.

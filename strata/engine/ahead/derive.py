@@ -131,15 +131,19 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
     context = Along(CONTEXT_AXIS, parts) if parts > 1 else None
     division = TokenDivision.on("cuda", parts, 0) if parts > 1 else None
     packed = Packing.of(asked.quantization, model, shard, sparsity=asked.sparsity, dtype=sizes.pool.dtype).planned
-    asked_for = overlap, context, packed, limits, passes_of(asked.passes), attention_choice(asked, own, "cuda")
     graphs = step_graphs(
         model,
         implementations_for(META),
         asked.deterministic,
         table,
         shard,
-        experts,
-        *asked_for,
+        experts=experts,
+        overlap=overlap,
+        context=context,
+        packed=packed,
+        limits=limits,
+        passes=passes_of(asked.passes),
+        sparse=attention_choice(asked, own, "cuda"),
         narrow=asked.narrow_messages,
     )
     if asked.ranks > 1:

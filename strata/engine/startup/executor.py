@@ -150,11 +150,22 @@ def build_executor(
         kind = implementations_for(device)
         table = tuned.read(DeviceLimits.of(device).product) if kind == "cuda" else {}
         overlap = Overlap(asked.overlapped_from, _sends_by_copies(axes[TENSOR_AXIS], device))
-        sparse = attention_choice(asked, own, kind)
         limits = DeviceLimits.of(device) if kind == "cuda" else None
-        asked_for = overlap, context, packed, limits, passes_of(asked.passes), sparse, asked.executor
         graphs = step_graphs(
-            model, kind, asked.deterministic, table, shard, tables, *asked_for, narrow=asked.narrow_messages
+            model,
+            kind,
+            asked.deterministic,
+            table,
+            shard,
+            experts=tables,
+            overlap=overlap,
+            context=context,
+            packed=packed,
+            limits=limits,
+            passes=passes_of(asked.passes),
+            sparse=attention_choice(asked, own, kind),
+            executor=asked.executor,
+            narrow=asked.narrow_messages,
         )
         largest = sizes.max_tokens, min(asked.max_num_seqs, sizes.max_tokens)
         planned = planned_buffers(graphs, pool_shape, sizes.states, *largest, limits)

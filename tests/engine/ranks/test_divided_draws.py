@@ -23,9 +23,9 @@ def divided(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that are made from now on draw so."""
     config, _ = weights.resolve(str(folder), "auto")
 
-    def graphs(model: Any, kind: str, deterministic: bool, *rest: Any) -> StepGraphs:
+    def graphs(model: Any, kind: str, deterministic: bool, table: Any, _: object, **_more: Any) -> StepGraphs:
         shard = RankShard.of(config, 1, 0, Axis("tp", 1, 0, (0,), None))
-        found = step_graphs(model, kind, deterministic, rest[0], shard)
+        found = step_graphs(model, kind, deterministic, table, shard)
         assert operation_counts(found.draw)["best_in_part"] == 1
         assert operation_counts(found.draw_filtered)["gumbel_sample"] == 1
         return found
