@@ -69,6 +69,8 @@ def simulate(
     tensor_parallel_size: options.TensorParallelSize = 1,
     message_dtype: options.MessageDtype = "auto",
     enable_expert_parallel: options.EnableExpertParallel = False,
+    quantization: options.Quantization = None,
+    kv_cache_dtype: options.KvCacheDtype = "auto",
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: options.MaxNumSeqs = 256,
     max_num_batched_tokens: Annotated[int | None, options.engine_option(min=1, help="Most tokens of a step.")] = None,
@@ -129,10 +131,13 @@ def simulate(
         timeout=0.0,
         seed=seed,
     )
-    spec, config = device(on), find_config(folder_shape_or_file(model))
+    spec, source = device(on), folder_shape_or_file(model)
+    config = find_config(source)
     picture, saved = None if plot is None else writable(plottable(plot)), writable(save)
     asked = EngineConfig(
-        model,
+        source,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         tensor_parallel_size=tensor_parallel_size,
         message_dtype=message_dtype,
         enable_expert_parallel=enable_expert_parallel,

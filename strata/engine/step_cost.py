@@ -128,6 +128,7 @@ def _meta_batch(shape: PoolShape, states: StateShape | None, workload: Workload)
         head_dim=shape.head_dim,
         dtype=shape.dtype,
         page_size=shape.page_size,
+        rounded=shape.rounded,
     )
     tokens = meta_indices(workload.tokens)
     offsets = meta_indices(sequences + 1)

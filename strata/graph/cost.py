@@ -23,7 +23,7 @@ from strata.kernels.moe.biased_experts import biased_experts, expert_bytes
 from strata.kernels.moe.experts import expected_experts, experts
 from strata.kernels.moe.held import held_experts
 from strata.kernels.op import ATEN, Operation
-from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.quant.packed import PackedWeight, multiplied_in
 from strata.kernels.recurrent.gated_delta import gated_delta
 from strata.kernels.recurrent.short_convolution import short_convolution
 from strata.kernels.recurrent.state_space import state_space
@@ -44,7 +44,9 @@ class NodeCost:
     """One node that does work. `shape` is its result's; `parameters` maps the names it reads to their sizes.
 
     weight: [out, width] of the weight that a product multiplies by, merged ones together; None of what is no product.
-    packed: the kind of values of packed weights that it multiplies by ("e4m3"); empty: they are plain.
+    packed: the kind of values of packed weights that it multiplies by ("e4m3"); empty: they are plain. rounded: the
+    dtype of the device database in which it multiplies where their scheme rounds activations too; empty: the model's.
+    packed_bytes: of such a weight, scales among them.
     backward: of its gradients, if they were asked for.
     attends: what runs an attention over pages, where that is known.
     reads: what it reads, see `Read`; of cached keys and values only what attends.
@@ -63,6 +65,8 @@ class NodeCost:
     kernels: tuple[str, ...] = ()
     weight: tuple[int, int] | None = None
     packed: str = ""
+    rounded: str = ""
+    packed_bytes: float = 0.0
     backward: Cost = field(default_factory=Cost)
     attends: Attends | None = None
     reads: tuple[Read, ...] = ()
@@ -110,12 +114,20 @@ def node_costs(
                 implementation,
                 kernels,
                 _weight_shape(node, operation, args),
-                next((one.kind for one in args if isinstance(one, PackedWeight)), ""),
+                *_packed_as(args),
                 operation.backward_cost(*args, workload=workload) if gradients else Cost(),
                 reads=tuple(one for one in read if one.kind != "cache" or "attention" in operation.name),
             )
         )
     return found
+
+
+def _packed_as(args: tuple[Any, ...]) -> tuple[str, str, float]:
+    """See `NodeCost`: of packed weights among arguments."""
+    weight = next((one for one in args if isinstance(one, PackedWeight)), None)
+    if weight is None:
+        return "", "", 0.0
+    return weight.kind, multiplied_in(weight.scheme), weight.nbytes / weight.numel()
 
 
 def _run_by(node: fx.Node, args: tuple[Any, ...], limits: DeviceLimits) -> tuple[str, tuple[str, ...]]:
@@ -265,17 +277,28 @@ def step_costs(graph: fx.GraphModule, argument: Callable[[int, int], Any]) -> St
 
 
 def meta_pages(
-    workload: Workload, *, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, page_size: int = 16
+    workload: Workload,
+    *,
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    page_size: int = 16,
+    rounded: torch.dtype | None = None,
 ) -> PagedKV:
-    """KV pages on the meta device that hold the sequences of a workload."""
+    """KV pages on the meta device that hold the sequences of a workload. rounded: as `PoolShape` has it."""
     most = max(-(-length // page_size) for length in workload.total)
-    pool = torch.empty(most * len(workload.total), page_size, kv_heads, head_dim, dtype=dtype, device="meta")
+    pages = most * len(workload.total)
+    pool = torch.empty(pages, page_size, kv_heads, head_dim, dtype=rounded or dtype, device="meta")
+    exponents = (torch.empty(pages, kv_heads, page_size, dtype=torch.uint8, device="meta"),) * (layers if rounded else 0)
     return PagedKV(
         (pool,) * layers,
         (pool,) * layers,
         meta_indices(len(workload.total), most),
         meta_indices(len(workload.total)),
         meta_indices(workload.tokens),
+        key_exponents=exponents,
+        value_exponents=exponents,
     )
 
 

@@ -44,6 +44,10 @@ _ALIKE = {
     "vocabulary_embedding": "embedding",
     "best_in_part": "gumbel_sample",
 }
+# Of a packed weight, however few bits it has, a product of few rows takes as long as so many bytes take otherwise: 218 M
+# weights of a layer of 8B 61.4 us in 8 bits and 61.5 in 4, in a chain of layers on an H200 (`benchmarks.packed_chain`,
+# docs/log.md).
+_PACKED_BYTES = 1.2
 _DECODES, _PROMPTS = "decode_attention", "attention"
 
 
@@ -127,11 +131,17 @@ class StepPredictor:
         """A node of a step: no less than its kernels take in a CUDA graph however little they do."""
         return _at_least(self._work(node, workload), len(node.kernels) * self._seconds("kernel"))
 
+    def roofline(self, cost: Cost, dtype: str = "") -> float:
+        """Seconds, messages aside. dtype: in which it is computed, empty or without a peak here: the model's."""
+        known = self.device.known("compute", dtype) if dtype else None
+        rate = (known or self.device.ceiling("compute", self.dtype)).value
+        return max(cost.flops / rate, cost.bytes / self.device.ceiling("bandwidth").value)
+
     def _work(self, node: NodeCost, workload: Workload) -> Prediction:
         found = None
-        if node.packed:  # of which nothing was measured yet
-            found = None
-        elif node.weight is not None:
+        if node.packed:
+            return self._packed(node, workload)
+        if node.weight is not None:
             found = self._product(node)
         elif node.cost.messages:
             found = self._message(node)
@@ -156,6 +166,22 @@ class StepPredictor:
         held = self.device.known("sustained", self.dtype)
         least = 0.0 if held is None else 2 * rows * out * width / held.value
         return found if found.seconds >= least else Prediction(least, max(found.origin, ORIGINS[1], key=ORIGINS.index))
+
+    def in_fewer_bits(self, found: Prediction, plain: Cost, cost: Cost, rounded: str) -> Prediction:
+        """What costs `cost` by packed weights, and was `found` to take with `plain` ones: as far above its roofline, and
+        no faster than packed weights are read. rounded: see `NodeCost`."""
+        before = self.roofline(plain)
+        seconds = found.seconds * self.roofline(cost, rounded) / before if before else found.seconds
+        weights = plain.weights // getattr(torch, self.dtype).itemsize
+        least = weights * _PACKED_BYTES / self.device.ceiling("bandwidth").value
+        return Prediction(max(seconds, least), "analytic")
+
+    def _packed(self, node: NodeCost, workload: Workload) -> Prediction:
+        cost, times = node.cost, getattr(torch, self.dtype).itemsize / node.packed_bytes
+        weights = int(cost.weights * times)
+        plain = replace(cost, read=cost.read - cost.weights + weights, weights=weights)
+        found = self._work(replace(node, packed="", cost=plain), workload)
+        return self.in_fewer_bits(found, plain, cost, node.rounded)
 
     def _message(self, node: NodeCost) -> Prediction | None:
         """Sums by their algorithm, with the norm that is behind them; all else as NCCL's of as many bytes."""

@@ -14,14 +14,15 @@ from strata.cache.pool import PoolShape
 from strata.cache.state_pool import StateShape, meta_states
 from strata.cache.tables import BufferShape
 from strata.comm.mesh import Axis
-from strata.engine.engine_config import EngineConfig, library_limit
+from strata.engine.engine_config import KV_DTYPES, EngineConfig, library_limit
 from strata.engine.plan import Chunk, Draw, PlanArrays, StepPlan
 from strata.engine.ranks.token_division import RankStep, TokenDivision
 from strata.engine.recorded_steps import (
     decode_buckets,
+    fresh_rows_of,
     has_few_long_prompts,
     max_mixed_tokens,
-    mixed_buckets,
+    recorded_sizes,
     smallest_mixed,
 )
 from strata.engine.sampler import DrawInputs
@@ -96,7 +97,8 @@ class MetaModel:
     """A model without weights, of which it would have so many `parameters` in `dtype`: the graphs of its steps on a
     device that need not be here. library: cuDNN attends for prompts there. shard: of the rank whose share it is, where
     several divide a model; `config` is the rank's own then. division: how ranks divide the tokens of steps. limits:
-    None of a CPU. max_sequences: of the largest recorded steps. deterministic: other kernels attend."""
+    None of a CPU. max_sequences: of the largest recorded steps. deterministic: other kernels attend. rounded: in which
+    8 bits pages keep keys and values, so that cuDNN attends over a step's own alone; None: in `dtype`."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -108,10 +110,11 @@ class MetaModel:
     division: TokenDivision | None = None
     max_sequences: int = EngineConfig.max_num_seqs
     deterministic: bool = False
+    rounded: torch.dtype | None = None
 
     def _batch(self, workload: Workload, size: BufferShape | None) -> Batch:
         """What the graphs are called with in a step of that workload, one-token sequences first; size: recorded."""
-        shape = PoolShape.of(self.config, _PAGE_SIZE, self.dtype)
+        shape = self._pool
         pages = meta_pages(
             workload,
             layers=shape.layers,
@@ -119,6 +122,7 @@ class MetaModel:
             head_dim=shape.head_dim,
             dtype=shape.dtype,
             page_size=_PAGE_SIZE,
+            rounded=shape.rounded,
         )
         if max(workload.new) > 1 and workload.tokens < 1 << 31:  # as many as the device can count
             divided = self._is_divided(workload, size)
@@ -148,6 +152,10 @@ class MetaModel:
         return Attends(
             config.num_heads, config.num_kv_heads, config.head_dim, self.dtype, sequences, config.longest, kind
         )
+
+    @property
+    def _pool(self) -> PoolShape:
+        return replace(PoolShape.of(self.config, _PAGE_SIZE, self.dtype), rounded=self.rounded)
 
     @cached_property
     def _states(self) -> StateShape | None:
@@ -257,21 +265,22 @@ class MetaModel:
     @cached_property
     def _mixed_sizes(self) -> list[BufferShape]:
         """Of recorded steps with prompts."""
-        most = min(EngineConfig.max_num_batched_tokens or MAX_TOKENS, max_mixed_tokens(self.parameters, self.library))
+        most = EngineConfig.max_num_batched_tokens or MAX_TOKENS
         fresh = self.library and keeps_neighbours_apart(self.dtype)
-        return mixed_buckets(self.max_sequences, most, self.library, fresh)
+        library = self.library and self.rounded is None
+        sizes = recorded_sizes(self.max_sequences, most, self.parameters, library, fresh)
+        return [size for size in sizes if size.tokens > size.sequences]
 
     def _is_divided(self, workload: Workload, size: BufferShape | None) -> bool:
         """Whether cuDNN attends for the prompts of a step. size: as it is recorded; None: launched eagerly."""
         if size is not None:
             return size.prompts is not None
         few = has_few_long_prompts(workload.tokens, len(workload.new) - _decodes(workload))
-        return self.library and max(workload.new) > 1 and few
+        return self.library and self.rounded is None and max(workload.new) > 1 and few
 
     def _rows(self, size: BufferShape | None) -> Rows:
-        heads, kv_heads, width = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
-        values = (heads + 2 * kv_heads) * width if size is not None and size.fresh else None
-        return Rows((heads + kv_heads) * width, heads * width, values)
+        rows = fresh_rows_of(self.config.num_heads, self._pool)
+        return rows if size is not None and size.fresh else Rows(rows.queries, rows.result)
 
     def _arguments(self, workload: Workload, draws: int, size: BufferShape | None) -> tuple[Any, ...]:
         """What the graphs of a step are called with: inputs; decode; logits, of so many rows; draw."""
@@ -293,7 +302,7 @@ class MetaModel:
 
     def step_costs(self) -> StepCosts:
         """The least that steps of this model cost."""
-        return least_costs(self.graphs, PoolShape.of(self.config, _PAGE_SIZE, self.dtype), self._states)
+        return least_costs(self.graphs, self._pool, self._states)
 
 
 def meta_model(
@@ -308,13 +317,14 @@ def meta_model(
     folder: Path | None = None,
     passes: str = EngineConfig.passes,
     narrow_messages: bool = False,
+    kv_cache_dtype: str = EngineConfig.kv_cache_dtype,
 ) -> MetaModel:
     """The graphs with which the engine runs a model on a device.
 
     dtype: the checkpoint's by default, bfloat16 if that says nothing. shard: of `config`, for the graphs of its rank.
-    context: along which ranks divide the tokens of steps. quantization, sparsity, passes: as in `EngineConfig`. folder:
-    of the checkpoint, which may be packed. narrow_messages: sums over ranks travel in 8 bits in large steps. Raises
-    ValueError for a scheme that cannot pack the model.
+    context: along which ranks divide the tokens of steps. quantization, sparsity, passes, kv_cache_dtype: as in
+    `EngineConfig`. folder: of the checkpoint, which may be packed. narrow_messages: sums over ranks travel in 8 bits in
+    large steps. Raises ValueError for a scheme that cannot pack the model.
     """
     dtype = dtype or config.dtype or torch.bfloat16
     limits = DeviceLimits.listed(device)
@@ -347,7 +357,8 @@ def meta_model(
         shape = PoolShape.of(config, _PAGE_SIZE, dtype)
         recorded = min(MAX_TOKENS, max_mixed_tokens(parameters, library))
         division = token_division(graphs, shape, context, "cuda", limits.product, recorded)
-    return MetaModel(config, dtype, limits, graphs, parameters, library, shard, division, deterministic=deterministic)
+    kept = {"deterministic": deterministic, "rounded": KV_DTYPES[kv_cache_dtype]}
+    return MetaModel(config, dtype, limits, graphs, parameters, library, shard, division, **kept)
 
 
 def host_model(

@@ -45,6 +45,12 @@ class Scheme(NamedTuple):
     activations: str = ""
 
 
+def multiplied_in(scheme: Scheme) -> str:
+    """The dtype, by its name in the device database, of products whose activations a scheme rounds; empty: those of
+    the activations as they are."""
+    return {"e4m3": "float8", "int8": "int8"}.get(scheme.values, "") if scheme.activations else ""
+
+
 class PackedWeight(NamedTuple):
     """A weight [out, width], or of experts [experts, out, width], of which each element is
     `(value - zero) * scale * row_scale`; of 2:4 sparsity the value that stands there, or 0.

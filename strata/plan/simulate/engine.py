@@ -4,6 +4,7 @@ the times of its steps."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -56,12 +57,14 @@ def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -
         shard = RankShard.of(config, ranks, 0, axis, expert_parallel=asked.enable_expert_parallel)
     own = config if shard is None else shard.config
     sizes = EngineSizes.of(asked, own, torch.device("cuda"), limits, shard)
+    sizes.packing.check_kernels("cuda", deterministic=asked.deterministic)
     total = int(device.ceiling("memory").value)
     memory = DeviceMemory(device.product, total - _CONTEXT, total)
     whole = replace(own, vocab_size=config.vocab_size)
     ledger = planned_memory(asked, whole, sizes, torch.device("cuda"), ranks, memory)
-    narrow = asked.narrow_messages
-    model = meta_model(config, device, sizes.pool.dtype, asked.deterministic, shard, narrow_messages=narrow)
+    packed = {"quantization": asked.quantization, "folder": Path(asked.model) if asked.load_format == "auto" else None}
+    kept = {"kv_cache_dtype": asked.kv_cache_dtype, "narrow_messages": asked.narrow_messages}
+    model = meta_model(config, device, sizes.pool.dtype, asked.deterministic, shard, **packed, **kept)
     times = StepSeconds(model, device)
     target = None
     if asked.step_target_ms is not None:
