@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from strata.cli import options
 from strata.hardware.figures import GIGA
 from strata.hardware.specs import device
 from strata.models.folder import folder_shape_or_file
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from strata.plan.search.report import ServingPlan
 
 _MOST_TOKENS = 10**7
+# Heads of the last column of tables.
+_PRECISION, _LACKS = "precision", "lacks"
 
 
 def plan(
@@ -33,6 +36,8 @@ def plan(
     ttft: Annotated[float | None, typer.Option(help="Most milliseconds to the first token, on average.")] = None,
     tpot: Annotated[float | None, typer.Option(help="Most milliseconds of each token after it.")] = None,
     price: Annotated[float | None, typer.Option(min=0, help="Of one device an hour, in any currency.")] = None,
+    quantization: options.Quantization = None,
+    kv_cache_dtype: options.KvCacheDtype = "auto",
     gpus_per_host: Annotated[int, typer.Option(min=1, help="Devices that a fast link joins.")] = 8,
     network: Annotated[float, typer.Option(min=0.001, help="GB/s of a device to other hosts, each way.")] = 50.0,
     train: Annotated[bool, typer.Option("--train", help="Train it; then the next four options.")] = False,
@@ -50,17 +55,18 @@ def plan(
     """Choose how to serve a model: ranks, replicas, sequences at once and tokens of a step that give the most tokens a
     second within the objectives, predicted from what was measured of the device.
 
-    What Strata cannot run yet stands in a table of its own. With --train, choose the quickest layout of a training step
-    that fits.
+    Weights and pages in fewer bits stand beside it unless asked for, and what Strata cannot run yet. With --train,
+    choose the quickest layout of a training step that fits.
 
     Example: strata plan 70B --hardware h200 --gpus 8 --isl 2000 --osl 500 --tpot 30
     """
     if train != (batch_tokens is not None):
         raise ValueError("a plan of a training run takes --train and --batch-tokens, one of serving neither")
+    in_bits = {"quantization": quantization, "kv-cache-dtype": None if kv_cache_dtype == "auto" else kv_cache_dtype}
     if batch_tokens is not None:
         serving = {"isl": isl, "osl": osl, "trace": trace, "ttft": ttft, "tpot": tpot, "cached": cached or None}
         serving |= {"acceptance": acceptance, "svg": svg, "html": html}
-        if given := [f"--{name}" for name, value in serving.items() if value is not None]:
+        if given := [f"--{name}" for name, value in {**serving, **in_bits}.items() if value is not None]:
             raise ValueError(f"{', '.join(given)}: for serving alone; leave out --train, or this")
         from strata.cli.plan_training import plan_training
 
@@ -72,6 +78,7 @@ def plan(
     from strata.bench.result import writable
     from strata.plan.search.frontier import drawable, frontier_svg
     from strata.plan.search.page import html_page
+    from strata.plan.search.precision import Precision
     from strata.plan.search.report import serving_plan
     from strata.plan.search.traffic import Objectives, Traffic, read_traffic
 
@@ -85,9 +92,8 @@ def plan(
     traffic = Traffic.of(isl, osl, cached) if isl and osl else read_traffic(trace or Path(), cached)
     objectives = Objectives(*(None if value is None else value / 1e3 for value in (ttft, tpot)))
     file = folder_shape_or_file(model)
-    found = serving_plan(
-        model, file, device(hardware), gpus, traffic, objectives, gpus_per_host, network * GIGA, price, acceptance
-    )
+    asked, way, spec = Precision(quantization, kv_cache_dtype), network * GIGA, device(hardware)
+    found = serving_plan(model, file, spec, gpus, traffic, objectives, gpus_per_host, way, price, acceptance, asked)
     if svg is not None:
         svg.write_text(frontier_svg(found), encoding="utf-8")
     if html is not None:
@@ -111,13 +117,13 @@ def _draw(found: ServingPlan) -> None:
 
     console = Console(highlight=False)
 
-    def table(title: str, choices: tuple[Choice, ...], *, blocked: bool) -> Table:
+    def table(title: str, choices: tuple[Choice, ...], last: str = "") -> Table:
         made = Table(title=title, title_justify="left", box=None, pad_edge=False)
         names = ("engines", "sequences", "TTFT ms", "TPOT ms", "tok/s", "each")
         made.add_column("layout")
         for name in names:
             made.add_column(name, justify="right")
-        made.add_column("lacks" if blocked else "")
+        made.add_column(last)
         for one in choices:
             made.add_row(
                 one.settings.layout.name,
@@ -127,11 +133,11 @@ def _draw(found: ServingPlan) -> None:
                 f"{one.point.tpot * 1e3:,.2f}",
                 f"{one.tokens:,.0f}",
                 f"{one.tokens_per_device:,.0f}",
-                ", ".join(one.blocked),
+                one.settings.precision.name if last == _PRECISION else ", ".join(one.blocked),
             )
         return made
 
-    console.print(table(f"{found.title}: the best", (found.best,), blocked=bool(found.best.blocked)))
+    console.print(table(f"{found.title}: the best", (found.best,), _LACKS if found.best.blocked else ""))
     for name, value in found.lines():
         print(named(name, value))
     if found.command is None:
@@ -139,9 +145,15 @@ def _draw(found: ServingPlan) -> None:
     else:
         print(f"\n{found.where}\n  {shlex.join(found.command)}")
     if found.others:
-        console.print(table("\nOther layouts", found.others, blocked=False))
+        console.print(table("\nOther layouts", found.others))
+    if found.packed:
+        console.print(
+            table("\nIn fewer bits, which changes answers: --quantization, --kv-cache-dtype", found.packed, _PRECISION)
+        )
+    for line in found.refused:
+        print(named("refused", line))
     if found.blocked:
-        console.print(table("\nNot in Strata yet", found.blocked, blocked=True))
+        console.print(table("\nNot in Strata yet", found.blocked, _LACKS))
     for line in found.lacking():
         console.print(line, soft_wrap=True)
     for source in found.sources:

@@ -290,7 +290,8 @@ def meta_pages(
     most = max(-(-length // page_size) for length in workload.total)
     pages = most * len(workload.total)
     pool = torch.empty(pages, page_size, kv_heads, head_dim, dtype=rounded or dtype, device="meta")
-    exponents = (torch.empty(pages, kv_heads, page_size, dtype=torch.uint8, device="meta"),) * (layers if rounded else 0)
+    exponent = torch.empty(pages, kv_heads, page_size, dtype=torch.uint8, device="meta")
+    exponents = (exponent,) * (layers if rounded else 0)
     return PagedKV(
         (pool,) * layers,
         (pool,) * layers,

@@ -44,9 +44,8 @@ _ALIKE = {
     "vocabulary_embedding": "embedding",
     "best_in_part": "gumbel_sample",
 }
-# Of a packed weight, however few bits it has, a product of few rows takes as long as so many bytes take otherwise: 218 M
-# weights of a layer of 8B 61.4 us in 8 bits and 61.5 in 4, in a chain of layers on an H200 (`benchmarks.packed_chain`,
-# docs/log.md).
+# A product of few rows by packed weights, however few bits they have, takes as long as so many bytes of each otherwise:
+# 218 M of a layer of 8B 61.4 us in 8 bits and 61.5 in 4, in a chain of layers on an H200 (docs/log.md).
 _PACKED_BYTES = 1.2
 _DECODES, _PROMPTS = "decode_attention", "attention"
 
@@ -133,9 +132,12 @@ class StepPredictor:
 
     def roofline(self, cost: Cost, dtype: str = "") -> float:
         """Seconds, messages aside. dtype: in which it is computed, empty or without a peak here: the model's."""
+        return max(cost.flops / self.rate(dtype), cost.bytes / self.device.ceiling("bandwidth").value)
+
+    def rate(self, dtype: str = "") -> float:
+        """FLOP/s; dtype: as `roofline` has it."""
         known = self.device.known("compute", dtype) if dtype else None
-        rate = (known or self.device.ceiling("compute", self.dtype)).value
-        return max(cost.flops / rate, cost.bytes / self.device.ceiling("bandwidth").value)
+        return (known or self.device.ceiling("compute", self.dtype)).value
 
     def _work(self, node: NodeCost, workload: Workload) -> Prediction:
         found = None
@@ -168,7 +170,7 @@ class StepPredictor:
         return found if found.seconds >= least else Prediction(least, max(found.origin, ORIGINS[1], key=ORIGINS.index))
 
     def in_fewer_bits(self, found: Prediction, plain: Cost, cost: Cost, rounded: str) -> Prediction:
-        """What costs `cost` by packed weights, and was `found` to take with `plain` ones: as far above its roofline, and
+        """What costs `cost` by packed weights, and is `found` to take by `plain` ones: as far above its roofline, and
         no faster than packed weights are read. rounded: see `NodeCost`."""
         before = self.roofline(plain)
         seconds = found.seconds * self.roofline(cost, rounded) / before if before else found.seconds

@@ -357,8 +357,9 @@ def meta_model(
         shape = PoolShape.of(config, _PAGE_SIZE, dtype)
         recorded = min(MAX_TOKENS, max_mixed_tokens(parameters, library))
         division = token_division(graphs, shape, context, "cuda", limits.product, recorded)
-    kept = {"deterministic": deterministic, "rounded": KV_DTYPES[kv_cache_dtype]}
-    return MetaModel(config, dtype, limits, graphs, parameters, library, shard, division, **kept)
+    rounded = KV_DTYPES[kv_cache_dtype]
+    alone = MetaModel(config, dtype, limits, graphs, parameters, library, shard, division)
+    return replace(alone, deterministic=deterministic, rounded=rounded)
 
 
 def host_model(

@@ -116,7 +116,7 @@ def command(choice: Choice, model: str, is_shape: bool, length: int, per_host: i
     here = min(choice.replicas, per_host // settings.layout.ranks)
     if here > 1:
         words += ["--data-parallel-size", str(here)]
-    words += ["--max-model-len", str(length)]
+    words += [*settings.precision.words, "--max-model-len", str(length)]
     if settings.sequences != EngineConfig.max_num_seqs:
         words += ["--max-num-seqs", str(settings.sequences)]
     words += ["--max-num-batched-tokens", str(settings.budget)]

@@ -8,13 +8,16 @@ from importlib.util import find_spec
 from typing import Any
 
 from strata.plan.search.choice import Choice
+from strata.plan.search.precision import Precision
 from strata.plan.search.report import ServingPlan
 from strata.plan.search.search import BUDGETS, TARGETS
 
 # Names of layouts stand at points of which one has so many times the tokens of the one before.
 _APART = 1.35
 _INK = "#211e1a"
-_RUNS, _LACKS, _BEST = "#2a6fb0", "#8a8378", "#c05a3c"
+_BEST = "#c05a3c"
+_AS_ASKED, _IN_FEWER_BITS, _LACKING = "Strata runs", "Strata runs, in fewer bits", "not in Strata yet"
+_KINDS = {_AS_ASKED: "#2a6fb0", _IN_FEWER_BITS: "#5b8c4a", _LACKING: "#8a8378"}
 
 
 def frontier(choices: Iterable[Choice]) -> list[Choice]:
@@ -49,15 +52,16 @@ def frontier_svg(plan: ServingPlan, ink: str = _INK, paper: str = "white") -> st
     with matplotlib.rc_context(style | dict.fromkeys(inked, ink)):
         figure = Figure(figsize=(8, 4.6), layout="constrained", facecolor=paper)
         panel = figure.add_subplot(facecolor=paper)
-        for blocked, color, name in ((False, _RUNS, "Strata runs"), (True, _LACKS, "not in Strata yet")):
-            own = [one for one in seen if bool(one.blocked) is blocked and one.tokens_per_user is not None]
+        asked = plan.question.precision
+        for kind, color in _KINDS.items():
+            own = [one for one in seen if _kind(one, asked) == kind and one.tokens_per_user is not None]
             if not own:
                 continue
             outer = frontier(own)
             usual = [one for one in own if (one.settings.budget, one.settings.target) == (BUDGETS[0], TARGETS[0])]
             panel.scatter(*_points(usual), s=4, color=color, alpha=0.25, linewidths=0)
-            panel.plot(*_points(outer), color=color, marker="o", markersize=3.5, linewidth=1.2, label=name)
-            if not blocked:
+            panel.plot(*_points(outer), color=color, marker="o", markersize=3.5, linewidth=1.2, label=kind)
+            if kind == _AS_ASKED:
                 _name_layouts(panel, outer)
         if plan.best.tokens_per_user is not None:
             (user,), (device,) = _points([plan.best])
@@ -76,6 +80,12 @@ def frontier_svg(plan: ServingPlan, ink: str = _INK, paper: str = "white") -> st
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()
+
+
+def _kind(choice: Choice, asked: Precision) -> str:
+    if choice.blocked:
+        return _LACKING
+    return _AS_ASKED if choice.settings.precision == asked else _IN_FEWER_BITS
 
 
 def _points(choices: Iterable[Choice]) -> tuple[list[float], list[float]]:

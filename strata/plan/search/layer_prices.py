@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +17,12 @@ from strata.comm.symmetric import imagined
 from strata.engine.ranks.token_division import CONTEXT_AXIS
 from strata.graph.cost import NodeCost
 from strata.hardware.prediction import ORIGINS, Prediction
-from strata.hardware.roofline import Cost, Floor, Workload
+from strata.hardware.roofline import Floor, Workload
 from strata.models.config import ModelConfig
 from strata.models.families import build
 from strata.models.weights import weight_bytes
 from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
-from strata.plan.meta_model import MetaModel, meta_model
+from strata.plan.meta_model import MetaModel, StepNodes, meta_model
 from strata.plan.search.layout import Layout
 from strata.plan.search.machine import Machine
 from strata.plan.search.precision import AS_CHECKPOINT, Precision
@@ -79,16 +80,24 @@ class LayerPrices:
     """Prices steps of one rank of a layout, of a model in `dtype`; of several stages, of all of them together, without
     what they send each other."""
 
-    def __init__(self, config: ModelConfig, machine: Machine, layout: Layout, dtype: torch.dtype) -> None:
-        """Raises ValueError if the ranks of the layout cannot share the model, or their link is not known."""
-        self.machine, self._dtype = machine, dtype
+    def __init__(
+        self,
+        config: ModelConfig,
+        machine: Machine,
+        layout: Layout,
+        dtype: torch.dtype,
+        precision: Precision = AS_CHECKPOINT,
+        folder: Path | None = None,
+    ) -> None:
+        """precision: of the graphs, by whose products others follow. folder: of the checkpoint, which may be packed.
+        Raises ValueError if the ranks of the layout cannot share the model, or their link is not known."""
+        self.machine, self._dtype, self._precision, self._folder = machine, dtype, precision, folder
         self._whole = layout if layout.stages == 1 else replace(layout, stages=1)
         self.predictor = machine.predictor_of(self._whole.ranks)
-        device = self.predictor.device
-        self._rates = {self.predictor.dtype: device.ceiling("compute", self.predictor.dtype).value}
-        self._bandwidth = device.ceiling("bandwidth").value
+        self._bandwidth = self.predictor.device.ceiling("bandwidth").value
         kinds = config.layer_kinds
-        base = _representatives(kinds)
+        base = representatives(kinds)
+        self._alike: dict[tuple[int, torch.dtype | None], MetaModel] = {}
         held = Counter(kinds[layer] for layer in base)
         self._parts: list[tuple[MetaModel, dict[_Kind, int]]] = [(self._model(config, base), {})]
         self._missing = {kind: count - held[kind] for kind, count in Counter(kinds).items() if count > held[kind]}
@@ -109,9 +118,9 @@ class LayerPrices:
         extended = ((part[0], count) for part, count in zip(self._parts[1:], more, strict=True))
         return [(self._parts[0][0], 1 - sum(more)), *extended]
 
-    def price(self, workload: Workload, precision: Precision = AS_CHECKPOINT) -> StepPrice:
-        """A step that samples a row of each sequence, those of one token first."""
-        return self.prices(workload, [precision])[0]
+    def price(self, workload: Workload) -> StepPrice:
+        """A step that samples a row of each sequence, those of one token first; in the graphs' precision."""
+        return self.prices(workload, [self._precision])[0]
 
     def prices(self, workload: Workload, precisions: list[Precision]) -> list[StepPrice]:
         """The same step in several precisions."""
@@ -123,7 +132,22 @@ class LayerPrices:
         return found
 
     def _of(self, model: MetaModel, workload: Workload, precisions: list[Precision]) -> list[StepPrice]:
-        predictor, step = self.predictor, model.step(workload)
+        found: dict[Precision, StepPrice] = {}
+        for rounded in {precision.rounded for precision in precisions}:
+            step = self._with_pages(model, rounded).step(workload)
+            alike = [precision for precision in precisions if precision.rounded == rounded]
+            found |= dict(zip(alike, self._of_step(step, workload, alike), strict=True))
+        return [found[precision] for precision in precisions]
+
+    def _with_pages(self, model: MetaModel, rounded: torch.dtype | None) -> MetaModel:
+        """The same graphs over pages in 8 bits, or in the model's dtype."""
+        key = id(model), rounded
+        if key not in self._alike:
+            self._alike[key] = model if model.rounded == rounded else replace(model, rounded=rounded)
+        return self._alike[key]
+
+    def _of_step(self, step: StepNodes, workload: Workload, precisions: list[Precision]) -> list[StepPrice]:
+        predictor = self.predictor
         each = [predictor.node(node, workload) for node in step.timed]
         around = predictor.step(step.timed, workload, recorded=True).seconds - sum(one.seconds for one in each)
         launches = 0.0 if step.recorded or not self.machine.runs else predictor.launches(len(step.timed))
@@ -133,56 +157,54 @@ class LayerPrices:
     def _in(
         self, precision: Precision, pairs: list[tuple[NodeCost, Prediction]], around: float, launches: float
     ) -> StepPrice:
-        """The same step in a precision: a node is as far above its roofline as in the checkpoint's."""
+        """The same step in a precision of weights: see `StepPredictor.in_fewer_bits`."""
+        packs = precision.quantization != self._precision.quantization
         origins, messages = dict.fromkeys(ORIGINS, 0.0), 0.0
         compute = memory = communication = 0.0
         for node, found in pairs:
-            cost, dtype, origin, seconds = node.cost, self.predictor.dtype, found.origin, found.seconds
-            if precision is not AS_CHECKPOINT:
-                cost, dtype = precision.cost(node), precision.dtype_of(node, dtype)
-                if cost is not node.cost or dtype != self.predictor.dtype:
-                    before = self._roofline(node.cost, self.predictor.dtype)
-                    seconds *= self._roofline(cost, dtype) / before if before else 1.0
-                    origin = "analytic"
-            origins[origin] += seconds
-            messages += seconds if cost.messages else 0.0
-            compute += cost.flops / self._rate(dtype)
+            cost, rounded = node.cost, node.rounded
+            if packs and (packed := precision.cost(node, self.itemsize)) is not cost:
+                cost, rounded = packed, precision.multiplied_in
+                found = self.predictor.in_fewer_bits(found, node.cost, cost, rounded)
+            origins[found.origin] += found.seconds
+            messages += found.seconds if cost.messages else 0.0
+            compute += cost.flops / self.predictor.rate(rounded)
             memory += (cost.weights + cost.cached) / self._bandwidth
             if self.predictor.link is not None:
                 communication += self.predictor.link.least_seconds(cost.messages, cost.sent)
         return StepPrice(origins, around, launches, messages, Floor(compute, memory, communication))
 
-    def _roofline(self, cost: Cost, dtype: str) -> float:
-        return max(cost.flops / self._rate(dtype), cost.bytes / self._bandwidth)
-
-    def _rate(self, dtype: str) -> float:
-        """FLOP/s; the checkpoint's where the device has no peak for another dtype."""
-        if dtype not in self._rates:
-            known = self.predictor.device.known("compute", dtype)
-            self._rates[dtype] = self._rates[self.predictor.dtype] if known is None else known.value
-        return self._rates[dtype]
-
     def _model(self, config: ModelConfig, layers: list[int]) -> MetaModel:
         layout, own = self._whole, config.with_layers(layers)
-        shard = _shard(own, layout)
+        shard = shard_of(own, layout)
         context = imagined(CONTEXT_AXIS, layout.context) if layout.context > 1 else None
-        made = meta_model(own, self.machine.kernels, self._dtype, shard=shard, context=context)
+        made = meta_model(
+            own,
+            self.machine.kernels,
+            self._dtype,
+            shard=shard,
+            context=context,
+            quantization=self._precision.quantization,
+            folder=self._folder,
+            kv_cache_dtype=self._precision.kv_cache_dtype,
+        )
         # Which steps are recorded follows from the size of the model as it is.
-        whole = _shard(config, layout)
+        whole = shard_of(config, layout)
         with torch.device("meta"):
             parameters = weight_bytes(build(config if whole is None else whole.divided), self._dtype)
         return replace(made, parameters=parameters // self._dtype.itemsize, max_sequences=MOST_SEQUENCES)
 
 
-def _shard(config: ModelConfig, layout: Layout) -> RankShard | None:
+def shard_of(config: ModelConfig, layout: Layout, place: int = 0) -> RankShard | None:
+    """Of the rank in that place of those that divide matrices, with all layers; None if there is one."""
     if layout.tensor == 1:
         return None
     axis = imagined(TENSOR_AXIS, layout.tensor)
     by = {"expert_parallel": layout.expert_parallel, "own_tokens": layout.own_tokens}
-    return RankShard.of(config, layout.tensor, 0, axis, **by)
+    return RankShard.of(config, layout.tensor, place, axis, **by)
 
 
-def _representatives(kinds: list[_Kind]) -> list[int]:
+def representatives(kinds: list[_Kind]) -> list[int]:
     """Layers of all kinds, with the first and the last of the model."""
     found = {kinds.index(kind) for kind in kinds} | {0, len(kinds) - 1}
     return sorted(found)

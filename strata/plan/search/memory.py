@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
@@ -10,20 +11,24 @@ from typing import Any
 import torch
 
 from strata.cache.tables import BufferShape
-from strata.engine.engine_config import EngineConfig, EngineSizes
+from strata.engine.engine_config import EngineConfig, EngineSizes, groups_of
 from strata.engine.ledger import DeviceMemory, numbered_pages, room_beside_snapshots, snapshot_rows
 from strata.engine.ranks.rank import share_of
 from strata.engine.recorded_steps import recorded_sizes
 from strata.engine.startup.executor import planned_memory
+from strata.engine.startup.packing import Packing
 from strata.kernels.attention.cudnn_plan import keeps_neighbours_apart
 from strata.kernels.device_limits import DeviceLimits, why_not
+from strata.kernels.quant.packed import PackedWeight
 from strata.models.config import ModelConfig
 from strata.models.families import build
 from strata.models.layers import CausalLM
+from strata.parallel.serving_shard import PIPELINE_AXIS, TENSOR_AXIS
 from strata.parallel.stages import layer_spans
+from strata.plan.search.layer_prices import representatives, shard_of
 from strata.plan.search.layout import Layout
 from strata.plan.search.machine import Machine
-from strata.plan.search.precision import Precision
+from strata.plan.search.precision import AS_CHECKPOINT, Precision
 from strata.plan.search.traffic import Traffic
 
 # What a process holds of a device before anything is allocated, estimated.
@@ -32,6 +37,8 @@ _CONTEXT = 1 << 29
 _DEVIATIONS = 2.0
 _DEVICE = torch.device("cuda")
 _BUDGET = 8192
+# Where the names of their parameters begin.
+_LAYERS = "model.layers."
 
 
 @dataclass(frozen=True)
@@ -104,12 +111,13 @@ class Memory:
         self._limits = None if limits is None or why_not(limits) is not None else limits
         total = int(machine.listed.ceiling("memory").value)
         self._memory = DeviceMemory(machine.listed.product, total - _CONTEXT, total)
-        self._found: dict[tuple[Layout, int, int], Held] = {}
-        self._ranks = cache(self._of_rank)
+        self._found: dict[tuple[Layout, int, int, Precision], Held] = {}
+        self._ranks, self._fullest = cache(self._of_rank), cache(self._of_fullest)
+        self._layers = cache(self._packed_layers)
 
-    def asked(self, layout: Layout, sequences: int, budget: int) -> EngineConfig:
+    def asked(self, layout: Layout, sequences: int, budget: int, precision: Precision = AS_CHECKPOINT) -> EngineConfig:
         """The options of such an engine. Raises ValueError for what Strata's engine does not do."""
-        options: dict[str, Any] = dict(layout.options)
+        options: dict[str, Any] = {**layout.options, **precision.options}
         return EngineConfig(
             self._model,
             max_model_len=self._length,
@@ -120,58 +128,85 @@ class Memory:
 
     def held(self, layout: Layout, sequences: int, budget: int, precision: Precision) -> Held:
         """sequences: of a rank where ranks have their own. Raises ValueError as `asked`."""
-        key = layout, sequences, budget
+        key = layout, sequences, budget, precision
         if key not in self._found:
-            asked = self.asked(layout, sequences, budget)
-            every = [self._held(asked, *self._ranks(layout, rank)) for rank in self._fullest(layout)]
-            self._found[key] = max(every, key=lambda one: (one.lacking(self._length), -one.room))
-        held = self._found[key]
-        layers = held.weights * (1 - self._outside)
-        weights = held.weights - int(layers * (1 - precision.weights))
-        page_bytes, windows = int(held.page_bytes * precision.cached), int(held.windows * precision.cached)
-        held = replace(held, weights=weights, windows=windows, page_bytes=page_bytes)
-        return replace(held, tokens=held.room * held.page_size)
+            asked = self.asked(layout, sequences, budget, precision)
+            every = [self._held(asked, *self._ranks(layout, rank, precision)) for rank in self._fullest(layout)]
+            found = max(every, key=lambda one: (one.lacking(self._length), -one.room))
+            self._found[key] = replace(found, tokens=found.room * found.page_size)
+        return self._found[key]
 
-    @property
-    def _outside(self) -> float:
-        """Share of embedding and head, which keep the checkpoint's dtype, of all weights."""
-        config = self._config
-        if config.recurrence is not None:
-            sizes = {name: parameter.numel() for name, parameter in self._whole.named_parameters()}
-            layers = sum(size for name, size in sizes.items() if name.startswith("model.layers."))
-            return 1 - layers / sum(sizes.values())
-        heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim * config.hidden_size
-        experts = config.experts
-        width = config.intermediate_size if experts is None else experts.count * experts.intermediate_size
-        ids = config.vocab_size * config.hidden_size * (1 if config.tied else 2)
-        return ids / (ids + config.num_layers * (heads + 3 * width * config.hidden_size))
-
-    def _fullest(self, layout: Layout) -> list[int]:
+    def _of_fullest(self, layout: Layout) -> list[int]:
         """Ranks of which one needs the most: with the embedding, with the most layers, with the head."""
         if layout.stages == 1:
             return sorted({0, layout.ranks - 1})
-        layers = [end - first for first, end in layer_spans(self._whole, layout.stages, 0)]
+        layers = [end - first for first, end in self._spans(layout)]
         return sorted({0, layers.index(max(layers)) * layout.tensor, layout.ranks - 1})
+
+    def _spans(self, layout: Layout) -> list[tuple[int, int]]:
+        return layer_spans(self._whole, layout.stages, 0)
 
     @cached_property
     def _whole(self) -> CausalLM:
         with torch.device("meta"):
             return build(self._config)
 
-    def _of_rank(self, layout: Layout, rank: int) -> tuple[ModelConfig, EngineSizes]:
-        """The config of a rank, with the whole vocabulary, and the sizes of an engine with default options."""
-        asked = self.asked(layout, EngineConfig.max_num_seqs, _BUDGET)
+    def _of_rank(
+        self, layout: Layout, rank: int, precision: Precision = AS_CHECKPOINT
+    ) -> tuple[ModelConfig, EngineSizes]:
+        """The config of a rank, with the whole vocabulary, and the sizes of an engine with default options. Raises
+        ValueError for a precision that the engine refuses."""
+        asked = self.asked(layout, EngineConfig.max_num_seqs, _BUDGET, precision)
+        if precision != AS_CHECKPOINT:
+            config, sizes = self._ranks(layout, rank)
+            pool = replace(sizes.pool, rounded=precision.rounded)
+            sizes = replace(sizes, pool=pool, groups=groups_of(asked, config, pool, sizes.max_length))
+            return config, self._packed(sizes, layout, asked.places(rank), precision.quantization)
         shard = share_of(asked, self._config, rank) if max(layout.tensor, layout.stages) > 1 else None
         own = self._config if shard is None else shard.config
         sizes = EngineSizes.of(asked, own, _DEVICE, self._limits, shard)
         return replace(own, vocab_size=self._config.vocab_size), sizes
+
+    def _packed(
+        self, sizes: EngineSizes, layout: Layout, places: Mapping[str, int], quantization: str | None
+    ) -> EngineSizes:
+        """With the weights of a rank in those places packed: layers of one kind are packed alike."""
+        if quantization is None:
+            return sizes
+        if sizes.packing.schemes:
+            raise ValueError(f"the weights of {self._model} are packed already ({sizes.packing.name})")
+        by_kind = self._layers(replace(layout, stages=1), places[TENSOR_AXIS], quantization)
+        first, end = self._spans(layout)[places[PIPELINE_AXIS]]
+        kinds = enumerate(self._config.layer_kinds[first:end], first)
+        planned = {f"{layer}.{name}": weight for layer, kind in kinds for name, weight in by_kind[kind].items()}
+        floats = sum(weight.numel() for weight in planned.values()) * sizes.pool.dtype.itemsize
+        nbytes = sizes.weight_bytes - floats + sum(weight.nbytes for weight in planned.values())
+        return replace(sizes, packing=Packing({}, planned, name=quantization), weight_bytes=nbytes)
+
+    def _packed_layers(self, layout: Layout, place: int, quantization: str) -> dict[Any, dict[str, PackedWeight]]:
+        """By kinds of layers, from a model of one of each."""
+        kinds = self._config.layer_kinds
+        chosen = representatives(kinds)
+        few = self._config.with_layers(chosen)
+        shard = shard_of(few, layout, place)
+        with torch.device("meta"):
+            model = build(few) if shard is None else shard.build()
+        packing = Packing.of(quantization, model, shard)
+        if self._limits is not None:
+            packing.check_kernels("cuda", deterministic=False)
+        found: dict[Any, dict[str, PackedWeight]] = {kinds[layer]: {} for layer in chosen}
+        for name, weight in packing.planned.items():
+            number, _, rest = name.removeprefix(_LAYERS).partition(".")
+            found[kinds[chosen[int(number)]]][rest] = weight
+        return found
 
     def _held(self, asked: EngineConfig, config: ModelConfig, sizes: EngineSizes) -> Held:
         budget = asked.max_num_batched_tokens or _BUDGET
         recorded: list[BufferShape] = []
         if self._limits is not None:
             fresh = sizes.library and keeps_neighbours_apart(sizes.pool.dtype)
-            recorded = recorded_sizes(asked.max_num_seqs, budget, sizes.parameters, sizes.library, fresh)
+            library = sizes.library and sizes.pool.rounded is None
+            recorded = recorded_sizes(asked.max_num_seqs, budget, sizes.parameters, library, fresh)
         sizes = replace(sizes, max_tokens=budget, recorded=tuple(recorded))
         # With one page, of a device with room for anything: what is missing on the real one is counted from the parts.
         ample = self._memory._replace(free=1 << 60, total=1 << 60)

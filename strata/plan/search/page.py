@@ -19,7 +19,8 @@ _HEAD = ["layout", "engines", "sequences", "TTFT ms", "TPOT ms", "tok/s", "tok/s
 def html_page(plan: ServingPlan) -> str:
     """The page, which loads nothing; every point of the picture stands in a table, too."""
     title, _, subtitle = plan.title.partition(", ")
-    runs = [one for one in plan.found.seen if not one.blocked] or list(plan.found.seen)
+    asked = [one for one in plan.found.seen if one.settings.precision == plan.question.precision]
+    runs = [one for one in asked if not one.blocked] or asked
     drawn = element(
         "figure", _picture(plan), class_="scroll", role="img", aria_label="tokens a second a device and of a user"
     )
@@ -30,6 +31,10 @@ def html_page(plan: ServingPlan) -> str:
     ]
     if plan.found.others:
         parts.append(section("Other layouts", "The best settings of each.", _rows("other layouts", plan.found.others)))
+    if plan.packed or plan.refused:
+        lines = element("ul", *(element("li", one) for one in plan.refused))
+        rows = _rows("in fewer bits", plan.packed) if plan.packed else Markup("")
+        parts.append(section("In fewer bits", "Options of the command stand last. They change answers.", rows, lines))
     if plan.found.blocked or plan.lacking():
         lines = element("ul", *(element("li", one) for one in plan.lacking()))
         rows = _rows("lacking", plan.found.blocked) if plan.found.blocked else Markup("")
@@ -59,11 +64,11 @@ def _facts(plan: ServingPlan) -> Markup:
 
 
 def _rows(label: str, choices: tuple[Choice, ...]) -> Markup:
-    lacks = any(one.blocked for one in choices)
-    return table(label, [*_HEAD, *(["lacks"] * lacks)], [_row(one, lacks=lacks) for one in choices], numbers=1)
+    last = "with" if label == "in fewer bits" else "lacks" * any(one.blocked for one in choices)
+    return table(label, [*_HEAD, *([last] * bool(last))], [_row(one, last) for one in choices], numbers=1)
 
 
-def _row(choice: Choice, *, lacks: bool) -> list[str]:
+def _row(choice: Choice, last: str) -> list[str]:
     point, user = choice.point, choice.tokens_per_user
     found = [
         choice.settings.layout.name,
@@ -75,4 +80,5 @@ def _row(choice: Choice, *, lacks: bool) -> list[str]:
         f"{choice.tokens_per_device:,.0f}",
         "" if user is None else f"{user:,.1f}",
     ]
-    return [*found, ", ".join(choice.blocked)] if lacks else found
+    options = {"with": " ".join(choice.settings.precision.words), "lacks": ", ".join(choice.blocked)}
+    return [*found, options[last]] if last else found

@@ -11,7 +11,6 @@ from strata.plan.search import search as search_module
 from strata.plan.search.batching import SERVER_SECONDS
 from strata.plan.search.layout import Layout
 from strata.plan.search.memory import needed_tokens
-from strata.plan.search.precision import AS_CHECKPOINT
 from strata.plan.search.search import Search
 
 # Of the time of engines for prompts, how much is used: those that come at random wait twice as long as they take then.
@@ -90,11 +89,11 @@ def _prompt_parts(search: Search, layouts: Iterable[Layout]) -> Iterator[_Part]:
     question = search.question
     traffic, machine = question.traffic, question.machine
     for layout in layouts:
-        table = search.table(layout, AS_CHECKPOINT)
+        table = search.table(layout, search.question.precision)
         chunk = min(float(_BUDGET), traffic.computed)
         step = table.seconds(0, chunk)
         each = step * traffic.computed / chunk
-        held = search.memory.held(layout, 1, _BUDGET, AS_CHECKPOINT)
+        held = search.memory.held(layout, 1, _BUDGET, search.question.precision)
         # Each rank sends its part of the keys and values, and of fixed states.
         way = (traffic.prompt * held.token_bytes + held.state_bytes) / machine.network
         ttft = SERVER_SECONDS + each * (1 + _BUSY / (2 * (1 - _BUSY))) + step * (layout.stages - 1) + way
@@ -105,9 +104,9 @@ def _prompt_parts(search: Search, layouts: Iterable[Layout]) -> Iterator[_Part]:
 def _answer_part(search: Search, layout: Layout) -> _Part | None:
     """With as many sequences as memory and objective allow."""
     question, best = search.question, None
-    table = search.table(layout, AS_CHECKPOINT)
+    table = search.table(layout, search.question.precision)
     for sequences in search_module.SEQUENCES:
-        held = search.memory.held(layout, sequences, _BUDGET, AS_CHECKPOINT)
+        held = search.memory.held(layout, sequences, _BUDGET, search.question.precision)
         tpot = table.seconds(sequences / layout.stages, 0) * layout.stages
         if held.tokens < needed_tokens(question.traffic, sequences, held.page_size):
             break

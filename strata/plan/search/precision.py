@@ -1,49 +1,83 @@
-"""Precisions of weights and of keys and values that Strata does not serve in yet: what steps would take in them."""
+"""Precisions of weights and of keys and values beside the checkpoint's: what steps would take in them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+import torch
+
+from strata.engine.engine_config import KV_DTYPES, EngineConfig
 from strata.graph.cost import NodeCost
 from strata.hardware.roofline import Cost
+from strata.kernels.quant.packed import multiplied_in, pack
+from strata.kernels.quant.schemes import scheme_of
+
+# Of a weight whose groups all are whole.
+_ROWS, _COLUMNS = 128, 4096
 
 
 @dataclass(frozen=True)
 class Precision:
-    """name: of weights and of keys and values. weights, cached: bytes of the layers' weights, and of keys and values,
-    over those of the checkpoint's dtype. compute: the dtype in which products are computed, None: the checkpoint's.
-    """
+    """quantization, kv_cache_dtype: as `EngineConfig` has them. Raises ValueError for a name that it does not know."""
 
-    name: str
-    weights: float = 1.0
-    cached: float = 1.0
-    compute: str | None = None
+    quantization: str | None = EngineConfig.quantization
+    kv_cache_dtype: str = EngineConfig.kv_cache_dtype
 
-    def cost(self, node: NodeCost) -> Cost:
-        """Of a node, with what it reads of weights, keys and values in this precision."""
+    def __post_init__(self) -> None:
+        EngineConfig("", quantization=self.quantization, kv_cache_dtype=self.kv_cache_dtype)
+
+    @property
+    def name(self) -> str:
+        """Such as "fp8 weights, fp8 KV"."""
+        parts = [] if self.quantization is None else [f"{self.quantization} weights"]
+        parts += [] if self.kv_cache_dtype == "auto" else [f"{self.kv_cache_dtype} KV"]
+        return ", ".join(parts) or "as the checkpoint"
+
+    @property
+    def options(self) -> dict[str, str]:
+        """Of `EngineConfig`, without those that are as by default."""
+        given = {} if self.quantization is None else {"quantization": self.quantization}
+        return given if self.kv_cache_dtype == "auto" else {**given, "kv_cache_dtype": self.kv_cache_dtype}
+
+    @property
+    def words(self) -> list[str]:
+        """The options of a command."""
+        return [word for name, value in self.options.items() for word in (f"--{name.replace('_', '-')}", value)]
+
+    @property
+    def rounded(self) -> torch.dtype | None:
+        """Of pages."""
+        return KV_DTYPES[self.kv_cache_dtype]
+
+    @property
+    def multiplied_in(self) -> str:
+        """See `NodeCost.rounded`."""
+        return "" if self.quantization is None else multiplied_in(scheme_of(self.quantization))
+
+    def cost(self, node: NodeCost, itemsize: int) -> Cost:
+        """Of a node of floats of so many bytes, with its weights packed; as it is if it reads none of a layer."""
         cost = node.cost
-        saved_weights = int(cost.weights * (1 - self.weights)) if _is_layer_product(node) else 0
-        saved_cached = 0 if node.is_recurrent else int(cost.cached * (1 - self.cached))
-        if not saved_weights and not saved_cached:
+        if self.quantization is None or not _is_layer_product(node):
             return cost
-        read = max(0, cost.read - saved_weights - saved_cached)
-        return replace(cost, read=read, weights=cost.weights - saved_weights, cached=cost.cached - saved_cached)
+        saved = int(cost.weights * (1 - self._weight_bytes / itemsize))
+        return replace(cost, read=cost.read - saved, weights=cost.weights - saved)
 
-    def dtype_of(self, node: NodeCost, dtype: str) -> str:
-        """In which a node is computed of a model in `dtype`."""
-        return self.compute if self.compute is not None and _is_layer_product(node) else dtype
+    @cached_property
+    def _weight_bytes(self) -> float:
+        """Of a packed weight, scales among them."""
+        assert self.quantization is not None
+        with torch.device("meta"):
+            packed = pack(torch.empty(_ROWS, _COLUMNS), scheme_of(self.quantization))
+        return packed.nbytes / packed.numel()
 
 
-AS_CHECKPOINT = Precision("as the checkpoint")
-# int4 in groups of 128 with a scale of 16 bits each: 4.125 bits a weight, multiplied in the checkpoint's dtype.
-PRECISIONS = (
-    AS_CHECKPOINT,
-    Precision("fp8 weights", weights=0.5, compute="float8"),
-    Precision("fp8 weights and KV", weights=0.5, cached=0.5, compute="float8"),
-    Precision("int4 weights", weights=4.125 / 16),
-)
+AS_CHECKPOINT = Precision()
+# What is looked at beside the checkpoint's.
+IN_FEWER_BITS = (Precision("fp8"), Precision("fp8", "fp8"), Precision("int4"))
 
 
 def _is_layer_product(node: NodeCost) -> bool:
-    """Whether a node multiplies by weights of a layer: embedding and head keep the checkpoint's dtype."""
-    return node.layer is not None and node.cost.weights > 0 and node.cost.flops > 0
+    """Whether a node multiplies by weights of a layer that are packed: head and routers are not."""
+    is_product = node.layer is not None and node.cost.weights > 0 and node.cost.flops > 0
+    return is_product and not any(name.endswith((".gate.weight", ".router.weight")) for name in node.parameters)

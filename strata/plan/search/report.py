@@ -18,7 +18,7 @@ from strata.plan.search.choice import Choice, command, request_flops
 from strata.plan.search.layer_prices import StepPrice
 from strata.plan.search.machine import Machine
 from strata.plan.search.pools import Pools, best_pools
-from strata.plan.search.precision import AS_CHECKPOINT
+from strata.plan.search.precision import AS_CHECKPOINT, Precision
 from strata.plan.search.search import Found, Question, Search
 from strata.plan.search.speculation import Speculation, best_speculation
 from strata.plan.search.traffic import Objectives, Traffic
@@ -57,6 +57,15 @@ class ServingPlan:
     @property
     def blocked(self) -> tuple[Choice, ...]:
         return self.found.blocked[:_SHOWN]
+
+    @property
+    def packed(self) -> tuple[Choice, ...]:
+        return self.found.packed
+
+    @property
+    def refused(self) -> list[str]:
+        """Precisions in fewer bits that the engine has not, and why."""
+        return [f"{' '.join(precision.words)}: {why}" for precision, why in self.found.refused]
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -168,6 +177,7 @@ class ServingPlan:
             "model": asked.model,
             "device": asked.machine.listed.key,
             "dtype": dtype_name(asked.dtype),
+            **asked.precision.options,
             "devices": asked.devices,
             "prompt_tokens": asked.traffic.prompt,
             "cached_tokens": asked.traffic.cached,
@@ -180,6 +190,8 @@ class ServingPlan:
             "cost_per_million_tokens": self.cost_per_million,
             "predicted_from": self.origins,
             "others": [one.to_dict() for one in self.found.others],
+            "in_fewer_bits": [one.to_dict() for one in self.packed],
+            "refused": self.refused,
             "not_in_strata_yet": [one.to_dict() for one in self.found.blocked],
             "trace_requests_per_second": asked.traffic.rate,
             "trace_ttft_ms": None if self.at_rate is None else self.at_rate.ttft * 1e3,
@@ -201,11 +213,12 @@ def serving_plan(
     network: float,
     price: float | None,
     acceptance: float | None = None,
+    precision: Precision = AS_CHECKPOINT,
 ) -> ServingPlan:
     """Search, and price the steps of the best.
 
     model: as it was named, model_file: where it was found. network: bytes/s. acceptance: of a guess of speculation,
-    None: without. Raises ValueError for whatever cannot be:
+    None: without. precision: of the best. Raises ValueError for whatever cannot be:
     a device without figures, requests that are longer than the model's, no room, objectives that nothing meets.
     """
     config = find_config(model_file)
@@ -216,14 +229,15 @@ def serving_plan(
         )
     dtype = resolve_dtype("auto", config, _CUDA)
     machine = Machine.of(listed, dtype_name(dtype), per_host, network)
-    question = Question(model, config, dtype, machine, devices, traffic, objectives)
+    folder = Path(model_file) if Path(model_file).is_dir() else None
+    question = Question(model, config, dtype, machine, devices, traffic, objectives, precision, folder)
     search = Search(question)
     found = search.run()
     best, layout = found.best, found.best.settings.layout
     own = best.point.decoding / layout.stages / (layout.tensor if layout.own_tokens else 1)
     table, decodes = search.table(layout, best.settings.precision), max(1, round(own))
     decode, mixed = table.price(decodes, 0), table.price(decodes, max(2, round(best.point.chunk)))
-    pools = best_pools(search, [one for one, precision in search.fitting() if precision is AS_CHECKPOINT])
+    pools = best_pools(search, [one for one, fits in search.fitting() if fits == precision])
     speculation = None if acceptance is None else best_speculation(search, best, acceptance)
     at_rate = None if traffic.rate is None else search.at_rate(best, traffic.rate)
     return ServingPlan(question, found, decode, mixed, price, model_file, pools, speculation, at_rate)

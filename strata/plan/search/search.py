@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -16,7 +18,7 @@ from strata.plan.search.layer_prices import LayerPrices
 from strata.plan.search.layout import Layout, layouts
 from strata.plan.search.machine import Machine
 from strata.plan.search.memory import Memory, needed_tokens
-from strata.plan.search.precision import AS_CHECKPOINT, PRECISIONS, Precision
+from strata.plan.search.precision import AS_CHECKPOINT, IN_FEWER_BITS, Precision
 from strata.plan.search.step_table import Anchors, StepTable
 from strata.plan.search.traffic import Objectives, Traffic
 
@@ -30,7 +32,8 @@ _ALIKE = 0.005
 
 @dataclass(frozen=True)
 class Question:
-    """What is planned. dtype: of weights, keys and values. devices: how many there are."""
+    """What is planned. dtype: of weights, keys and values that are not in fewer bits. devices: how many there are.
+    precision: of the best; if it is the checkpoint's, others are looked at beside it. folder: of the checkpoint."""
 
     model: str
     config: ModelConfig
@@ -39,17 +42,22 @@ class Question:
     devices: int
     traffic: Traffic
     objectives: Objectives
+    precision: Precision = AS_CHECKPOINT
+    folder: Path | None = None
 
 
 @dataclass(frozen=True)
 class Found:
     """best: the most tokens a second of those that Strata runs; if it runs none that fits, of those that lack the
-    least. others: the best of each other layout that it runs. blocked: the best with each thing that Strata lacks.
-    seen: all that were priced, whether or not they meet the objectives.
+    least. others: the best of each other layout that it runs. packed: of each precision in fewer bits. refused: such
+    precisions, and why the engine has them in no layout. blocked: the best with each thing that Strata lacks. seen: all
+    that were priced, whether or not they meet the objectives.
     """
 
     best: Choice
     others: tuple[Choice, ...]
+    packed: tuple[Choice, ...]
+    refused: tuple[tuple[Precision, str], ...]
     blocked: tuple[Choice, ...]
     seen: tuple[Choice, ...]
 
@@ -60,6 +68,9 @@ class Search:
     def __init__(self, question: Question) -> None:
         self.question = question
         self.memory = Memory(question.config, question.machine, question.traffic, question.model)
+        asked = question.precision
+        self.precisions = (asked, *(IN_FEWER_BITS if asked == AS_CHECKPOINT else ()))
+        self.why_not = cache(self._why_not)
         self._anchors: dict[Layout, Anchors] = {}
         self._tables: dict[tuple[Layout, Precision], StepTable] = {}
 
@@ -69,27 +80,53 @@ class Search:
         self._check_floors(fitting)
         seen = [choice for layout, precision in fitting for choice in self.choices(layout, precision)]
         meeting = [choice for choice in seen if self.meets(choice)]
-        runs = best_of_each(choice for choice in meeting if not choice.blocked)
-        blocked = best_of_blocked(choice for choice in meeting if choice.blocked)
-        running = [choice for choice in seen if not choice.blocked]
-        if not meeting or (running and not runs):
-            raise ValueError(too_slow(self.question, running or seen, blocked))
+        asked, others = self.question.precision, best_of_precisions(one for one in meeting if not one.blocked)
+        packed = [one for one in others if one.settings.precision != asked]
+        as_asked = [choice for choice in meeting if choice.settings.precision == asked]
+        runs = best_of_each(choice for choice in as_asked if not choice.blocked)
+        blocked = best_of_blocked(choice for choice in as_asked if choice.blocked)
+        running = [choice for choice in seen if not choice.blocked and choice.settings.precision == asked]
+        if not as_asked or (running and not runs):
+            raise ValueError(too_slow(self.question, running or seen, blocked, packed))
         best = runs[0] if runs else min(blocked, key=lambda one: (len(one.blocked), rank(one)))
         best = replace(best, binds=self.binds(best))
         blocked = [one for one in blocked if one.settings != best.settings]
-        return Found(best, tuple(runs[1:]), tuple(blocked), tuple(seen))
+        refused = [(one, self._refused(one, fitting)) for one in self.precisions]
+        told = tuple((one, why) for one, why in refused if why is not None)
+        return Found(best, tuple(runs[1:]), tuple(packed), told, tuple(blocked), tuple(seen))
 
     def fitting(self) -> list[tuple[Layout, Precision]]:
         """What has room for a sequence at least. Raises ValueError, with the bytes that are missing, if nothing has."""
         possible = [layout for layout in self._layouts(self.question.devices) if self._is_linked(layout)]
-        near = [layout for layout in possible if layout.ranks <= self.question.machine.per_host]
-        if any(not self.lacking(layout, AS_CHECKPOINT) for layout in near):
+        asked = self.question.precision
+        taken = [layout for layout in possible if self.why_not(layout, asked) is None]
+        if not taken:
+            why = self.why_not(possible[0], asked)
+            raise ValueError(f"{self.question.model} is served in {asked.name} on no layout of the devices: {why}")
+        near = [layout for layout in taken if layout.ranks <= self.question.machine.per_host]
+        if any(not self.lacking(layout, asked) for layout in near):
             # Stages on several hosts are for what one host has no room for; experts gain by more of them.
             possible = [layout for layout in possible if layout in near or layout.own_tokens]
-        elif all(self.lacking(layout, AS_CHECKPOINT) for layout in possible):
-            raise ValueError(self._does_not_fit(possible))
-        pairs = ((layout, precision) for layout in possible for precision in PRECISIONS)
-        return [(layout, precision) for layout, precision in pairs if not self.lacking(layout, precision)]
+        elif all(self.lacking(layout, asked) for layout in taken):
+            raise ValueError(self._does_not_fit(taken))
+        pairs = ((layout, precision) for layout in possible for precision in self.precisions)
+        return [(layout, precision) for layout, precision in pairs if self._fits(layout, precision)]
+
+    def _fits(self, layout: Layout, precision: Precision) -> bool:
+        return self.why_not(layout, precision) is None and not self.lacking(layout, precision)
+
+    def _why_not(self, layout: Layout, precision: Precision) -> str | None:
+        """Why the engine refuses a precision on a layout; None if it does not."""
+        try:
+            self.memory.held(layout, 1, min(BUDGETS), precision)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _refused(self, precision: Precision, fitting: list[tuple[Layout, Precision]]) -> str | None:
+        """Why the engine refuses a precision on every layout that fits in any; None if it does not."""
+        reasons = [self.why_not(layout, precision) for layout, _ in fitting]
+        return None if None in reasons else reasons[0]
 
     def lacking(self, layout: Layout, precision: Precision) -> int:
         """Bytes of a device that are missing for one sequence of the longest request."""
@@ -97,9 +134,9 @@ class Search:
         return held.lacking(self.question.traffic.longest)
 
     def choices(self, layout: Layout, precision: Precision) -> Iterator[Choice]:
-        """All settings of a layout whose sequences have room; of precisions that Strata lacks those of a server."""
+        """All settings of a layout whose sequences have room; of precisions that were not asked for a server's."""
         ways = [(budget, target) for budget in BUDGETS for target in TARGETS]
-        for way, (budget, target) in enumerate(ways if precision is AS_CHECKPOINT else ways[:1]):
+        for way, (budget, target) in enumerate(ways if precision == self.question.precision else ways[:1]):
             for sequences in SEQUENCES:
                 choice = self.choice(Settings(layout, precision, sequences, budget, target))
                 # More sequences take no less time for a token; the first way shows how much.
@@ -117,9 +154,7 @@ class Search:
         seconds, batching = self.table(layout, settings.precision).seconds, _batching(settings)
         point = at_concurrency(seconds, question.traffic, batching, settings.sequences * batching.ranks)
         replicas = layout.replicas(question.devices, question.machine.per_host)
-        return Choice(
-            settings, replicas, point, held, question.traffic.output, self.blocked(layout, settings.precision)
-        )
+        return Choice(settings, replicas, point, held, question.traffic.output, self.blocked(layout))
 
     def at_rate(self, choice: Choice, rate: float) -> LoadPoint | None:
         """An engine of several that share so many requests a second; None if they are more than these end."""
@@ -127,13 +162,11 @@ class Search:
         table, most = self.table(settings.layout, settings.precision), settings.sequences * batching.ranks
         return at_rate(table.seconds, self.question.traffic, batching, rate / choice.replicas, most)
 
-    def blocked(self, layout: Layout, precision: Precision) -> tuple[str, ...]:
+    def blocked(self, layout: Layout) -> tuple[str, ...]:
         """Why Strata cannot run it yet; nothing if it can."""
         machine, found = self.question.machine, []
         if not machine.runs:
             found.append("kernels")
-        if precision is not AS_CHECKPOINT:
-            found.append(precision.name)
         if layout.ranks > machine.per_host:
             found.append("engines on several hosts")
         return tuple(found)
@@ -155,9 +188,11 @@ class Search:
         whole = replace(layout, stages=1)
         if whole not in self._anchors:
             question = self.question
-            prices = LayerPrices(question.config, question.machine, whole, question.dtype)
+            asked = question.precision
+            prices = LayerPrices(question.config, question.machine, whole, question.dtype, asked, question.folder)
             decodes = None if whole.context == 1 else self.anchors(replace(whole, context=1))
-            self._anchors[whole] = Anchors(prices, question.traffic, PRECISIONS, decodes)
+            allowed = [one for one in self.precisions if self.why_not(layout, one) is None]
+            self._anchors[whole] = Anchors(prices, question.traffic, allowed, decodes)
         return self._anchors[whole]
 
     def _check_floors(self, fitting: list[tuple[Layout, Precision]]) -> None:
@@ -207,14 +242,15 @@ class Search:
 
     def _does_not_fit(self, possible: list[Layout]) -> str:
         question = self.question
-        missing, layout = min(((self.lacking(one, AS_CHECKPOINT), one) for one in possible), key=lambda pair: pair[0])
-        held = self.memory.held(layout, 1, min(BUDGETS), AS_CHECKPOINT)
+        asked = question.precision
+        missing, layout = min(((self.lacking(one, asked), one) for one in possible), key=lambda pair: pair[0])
+        held = self.memory.held(layout, 1, min(BUDGETS), asked)
         devices, name = question.devices, question.machine.listed.key
         enough = self._enough(devices)
         advice = f"--gpus {enough} has room for it" if enough else "a device with more memory is needed"
-        smaller = (precision for precision in PRECISIONS if not all(self.lacking(one, precision) for one in possible))
+        smaller = (precision for precision in self.precisions if any(self._fits(one, precision) for one in possible))
         if (precision := next(smaller, None)) is not None:
-            advice += f", and so would these in {precision.name}, which Strata does not serve yet"
+            advice += f", and so have these with {' '.join(precision.words)}"
         return (
             f"{question.model} does not fit on {devices} x {name}: by {layout.name} each needs {held.weights:,} bytes "
             f"of weights, {held.workspace:,} of workspace and keys and values of a sequence of "
@@ -227,7 +263,7 @@ class Search:
         for power in range(1, 11):
             more = devices << power
             larger = (one for one in self._layouts(more) if one.ranks > devices and self._is_linked(one))
-            if any(not self.lacking(one, AS_CHECKPOINT) for one in larger):
+            if any(self._fits(one, self.question.precision) for one in larger):
                 return more
         return None
 
@@ -248,6 +284,16 @@ def best_of_each(choices: Iterable[Choice]) -> list[Choice]:
     return sorted(found.values(), key=rank)
 
 
+def best_of_precisions(choices: Iterable[Choice]) -> list[Choice]:
+    """Of each precision the one with the most tokens a second; the best first."""
+    found: dict[Precision, Choice] = {}
+    for choice in choices:
+        precision = choice.settings.precision
+        if precision not in found or rank(choice) < rank(found[precision]):
+            found[precision] = choice
+    return sorted(found.values(), key=rank)
+
+
 def best_of_blocked(choices: Iterable[Choice]) -> list[Choice]:
     """Of each list of what Strata lacks the one with the most tokens a second; the best first."""
     found: dict[tuple[str, ...], Choice] = {}
@@ -263,8 +309,8 @@ def rank(choice: Choice) -> tuple[int, float, int]:
     return -round(math.log(choice.tokens) / _ALIKE), whole, choice.settings.layout.ranks
 
 
-def too_slow(question: Question, seen: list[Choice], blocked: list[Choice]) -> str:
-    """Which of `seen` comes nearest to the objectives that none meets, in words. blocked: what would meet them."""
+def too_slow(question: Question, seen: list[Choice], blocked: list[Choice], packed: list[Choice]) -> str:
+    """Which of `seen` comes nearest to the objectives that none meets, in words. blocked, packed: what would."""
     wanted = question.objectives
     where = f"{question.model} on {question.devices} x {question.machine.listed.key}"
 
@@ -284,5 +330,6 @@ def too_slow(question: Question, seen: list[Choice], blocked: list[Choice]) -> s
         f"{where} is not predicted to meet {asked} (ms) in any way: {near.settings.layout.name} comes nearest, with "
         f"TTFT {near.point.ttft * 1e3:.4g} and TPOT {near.point.tpot * 1e3:.4g} ms at {near.settings.sequences} "
         "sequences; ask for no less, or give more devices"
+        + (f"; {' '.join(packed[0].settings.precision.words)} would do" if packed else "")
         + (f"; {', '.join(blocked[0].blocked)} would do, which Strata lacks" if blocked else "")
     )

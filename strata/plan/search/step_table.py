@@ -41,7 +41,7 @@ class Anchors:
         self.prompts = tuple(sorted({*_PROMPTS, *own}))
         self.price = cache(self._price)
 
-    def _price(self, decodes: int, prompts: int) -> list[StepPrice]:
+    def _price(self, decodes: int, prompts: int) -> dict[Precision, StepPrice]:
         """A step by itself, in each precision."""
         if self._decodes is not None and not prompts:
             return self._decodes.price(decodes, 0)
@@ -50,7 +50,8 @@ class Anchors:
         behind = [self._cached + max(0, (self._prompt - chunk) // 2) for chunk in chunks]
         new = (1,) * decodes + tuple(chunks)
         total = (self._context,) * decodes + tuple(chunk + start for chunk, start in zip(chunks, behind, strict=True))
-        return self.prices.prices(Workload(new, total), self.precisions)
+        found = self.prices.prices(Workload(new, total), self.precisions)
+        return dict(zip(self.precisions, found, strict=True))
 
 
 class StepTable:
@@ -58,7 +59,7 @@ class StepTable:
     prompts. Sequences and tokens are one rank's where ranks have their own."""
 
     def __init__(self, anchors: Anchors, config: ModelConfig, layout: Layout, precision: Precision) -> None:
-        self._anchors, self._place = anchors, anchors.precisions.index(precision)
+        self._anchors, self._precision = anchors, precision
         self._stages, self._share = layout.stages, _fullest_stage(config, layout.stages)
         prices = anchors.prices
         self._sent = config.hidden_size * prices.itemsize
@@ -67,7 +68,7 @@ class StepTable:
 
     def price(self, decodes: int, prompts: int) -> StepPrice:
         """Of all layers of such a step, priced by itself."""
-        return self._anchors.price(decodes, prompts)[self._place]
+        return self._anchors.price(decodes, prompts)[self._precision]
 
     def seconds(self, decodes: float, prompts: float) -> float:
         """Of a stage; linear between the steps about it."""

@@ -62,9 +62,17 @@ def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -
     memory = DeviceMemory(device.product, total - _CONTEXT, total)
     whole = replace(own, vocab_size=config.vocab_size)
     ledger = planned_memory(asked, whole, sizes, torch.device("cuda"), ranks, memory)
-    packed = {"quantization": asked.quantization, "folder": Path(asked.model) if asked.load_format == "auto" else None}
-    kept = {"kv_cache_dtype": asked.kv_cache_dtype, "narrow_messages": asked.narrow_messages}
-    model = meta_model(config, device, sizes.pool.dtype, asked.deterministic, shard, **packed, **kept)
+    model = meta_model(
+        config,
+        device,
+        sizes.pool.dtype,
+        asked.deterministic,
+        shard,
+        quantization=asked.quantization,
+        folder=Path(asked.model) if asked.load_format == "auto" else None,
+        narrow_messages=asked.narrow_messages,
+        kv_cache_dtype=asked.kv_cache_dtype,
+    )
     times = StepSeconds(model, device)
     target = None
     if asked.step_target_ms is not None:

@@ -12,11 +12,11 @@ from strata.hardware.specs import device
 from strata.plan.search import report as report_module
 from strata.plan.search import search as search_module
 from strata.plan.search import step_table
-from strata.plan.search.choice import Choice
+from strata.plan.search.choice import Choice, command
 from strata.plan.search.frontier import frontier, frontier_svg
 from strata.plan.search.layout import Layout
 from strata.plan.search.page import html_page
-from strata.plan.search.precision import PRECISIONS
+from strata.plan.search.precision import AS_CHECKPOINT, IN_FEWER_BITS
 from strata.plan.search.report import ServingPlan, serving_plan
 from strata.plan.search.speculation import accepted
 from strata.plan.search.traffic import Objectives, Traffic
@@ -31,7 +31,7 @@ def plan() -> ServingPlan:
         patched.setattr(step_table, "_PROMPTS", (256, 8192))
         patched.setattr(search_module, "SEQUENCES", (1, 16, 64, 256))
         patched.setattr(search_module, "BUDGETS", (8192,))
-        patched.setattr(search_module, "PRECISIONS", PRECISIONS[:2])
+        patched.setattr(search_module, "IN_FEWER_BITS", IN_FEWER_BITS[:1])
         config = report_module.find_config("1B")
         shallow = replace(config, num_layers=4, windows=(None,) * 4)
         patched.setattr(report_module, "find_config", lambda _: shallow)
@@ -60,7 +60,7 @@ def _level(one: Choice, other: Choice) -> bool:
 def test_the_picture_names_what_it_shows(plan: ServingPlan) -> None:
     text = frontier_svg(plan)
     words = "".join(ElementTree.fromstring(text).itertext())
-    for word in ("tokens a second of a user", "Strata runs", "not in Strata yet", "the best", "TPOT"):
+    for word in ("tokens a second of a user", "Strata runs", "in fewer bits", "the best", "TPOT"):
         assert word in words
 
 
@@ -113,8 +113,19 @@ def test_engines_of_a_host_that_is_not_full_are_started_as_many_as_they_are(plan
 
 def test_what_strata_lacks_is_apart(plan: ServingPlan) -> None:
     assert all(one.blocked for one in plan.found.blocked)
-    assert ("fp8 weights",) in [one.blocked for one in plan.found.blocked]
+    assert not any("fp8" in lack for one in plan.found.blocked for lack in one.blocked)
     assert not any(one.blocked for one in plan.found.others)
+
+
+def test_the_best_has_the_checkpoints_precision_and_fewer_bits_stand_beside_it(plan: ServingPlan) -> None:
+    assert plan.best.settings.precision == AS_CHECKPOINT
+    assert plan.command is not None
+    assert "--quantization" not in plan.command
+    (packed,) = plan.packed
+    assert packed.tokens > plan.best.tokens
+    assert not packed.blocked
+    words = command(packed, "1B", is_shape=True, length=1200, per_host=2)
+    assert words[words.index("--quantization") + 1] == "fp8"
 
 
 def test_pools_are_no_quicker_than_either_of_them(plan: ServingPlan) -> None:

@@ -18,6 +18,7 @@ from strata.cli import serve as serve_cli
 from strata.cli.main import app
 from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.ledger import DeviceMemory, Ledger, PoolTooSmall
+from strata.engine.ranks.rank import share_of
 from strata.engine.startup.executor import planned_memory
 from strata.hardware.specs import device
 from strata.kernels.device_limits import DeviceLimits
@@ -29,7 +30,7 @@ from strata.plan.search.choice import request_flops
 from strata.plan.search.layout import Layout, layouts
 from strata.plan.search.machine import Machine
 from strata.plan.search.memory import Memory, needed_tokens
-from strata.plan.search.precision import AS_CHECKPOINT, PRECISIONS
+from strata.plan.search.precision import AS_CHECKPOINT, IN_FEWER_BITS, Precision
 from strata.plan.search.search import Question, Search, rank
 from strata.plan.search.traffic import Objectives, Traffic
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
@@ -51,7 +52,7 @@ def few_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_table, "_PROMPTS", (256, 8192))
     monkeypatch.setattr(search_module, "SEQUENCES", (1, 16, 64, 256))
     monkeypatch.setattr(search_module, "BUDGETS", (8192, 2048))
-    monkeypatch.setattr(search_module, "PRECISIONS", PRECISIONS[:2])
+    monkeypatch.setattr(search_module, "IN_FEWER_BITS", IN_FEWER_BITS[:1])
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +108,35 @@ def predicted_ledger(asked: EngineConfig, config: ModelConfig) -> Ledger:
     sizes = EngineSizes.of(asked, config, torch.device("cuda"), DeviceLimits.listed(device("h200")))
     memory = DeviceMemory("NVIDIA H200", int(141e9) - (1 << 29), int(141e9))
     return planned_memory(asked, config, sizes, torch.device("cuda"), 1, memory)
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "layout"),
+    [
+        ("8B", Precision("fp8", "fp8"), Layout()),
+        ("8B", Precision("int4"), Layout(2, stages=2)),
+        ("30B-A3B", Precision("fp8"), Layout(2, expert_parallel=True)),
+    ],
+)
+def test_fewer_bits_have_the_memory_that_the_engine_gives_them(
+    machine: Machine, model: str, precision: Precision, layout: Layout
+) -> None:
+    config = find_config(model)
+    asked = EngineConfig(model, max_model_len=1200, max_num_seqs=64, max_num_batched_tokens=8192,
+                         **layout.options, **precision.options)  # fmt: skip
+    held = Memory(config, machine, TRAFFIC, model).held(layout, 64, 8192, precision)
+    engine = []
+    for index in sorted({0, asked.ranks // 2, asked.ranks - 1}):
+        shard = share_of(asked, config, index) if asked.ranks > 1 else None
+        own = config if shard is None else shard.config
+        sizes = EngineSizes.of(asked, own, torch.device("cuda"), DeviceLimits.listed(device("h200")), shard)
+        memory = DeviceMemory("NVIDIA H200", int(141e9) - CONTEXT, int(141e9))
+        whole = replace(own, vocab_size=config.vocab_size)
+        engine.append(planned_memory(asked, whole, sizes, torch.device("cuda"), asked.ranks, memory))
+    least = min(engine, key=lambda one: one.pages)
+    assert (held.weights, held.page_bytes) == (least.weights, least.page_bytes)
+    assert held.workspace == least.activations + least.sequences + least.graphs + least.messages
+    assert held.tokens == least.tokens
 
 
 def test_tokens_that_sequences_hold() -> None:
@@ -171,7 +201,8 @@ def failure(*words: str) -> str:
 
 @pytest.mark.usefixtures("few_settings")
 def test_the_command_is_one_that_serve_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = plan(*["1B", "--gpus", "2", "--isl", "500", "--osl", "100", "--tpot", "2", "--json"])
+    bits = ("--quantization", "fp8", "--kv-cache-dtype", "fp8")
+    result = plan("1B", "--gpus", "2", "--isl", "500", "--osl", "100", "--tpot", "2", "--json", *bits)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     started: list[dict[str, Any]] = []
@@ -182,6 +213,8 @@ def test_the_command_is_one_that_serve_takes(monkeypatch: pytest.MonkeyPatch) ->
     assert started[0]["max_num_seqs"] == found["best"]["max_num_seqs"]
     assert started[0]["max_num_batched_tokens"] == found["best"]["max_num_batched_tokens"]
     assert started[0]["max_model_len"] == found["prompt_tokens"] + found["output_tokens"]
+    assert (started[0]["quantization"], started[0]["kv_cache_dtype"]) == ("fp8", "fp8")
+    assert not found["in_fewer_bits"]
     assert (started[0]["step_target_ms"] or 0) == found["best"]["step_target_ms"]
     assert sum(found["predicted_from"].values()) == pytest.approx(1.0)
 
@@ -195,7 +228,7 @@ def test_what_cannot_be_is_said(tmp_path: Any) -> None:
     said = failure("70B", *lengths)
     assert "bytes more than" in said
     assert "--gpus 2 has room" in said
-    assert "fp8 weights" in said
+    assert "so have these with --quantization fp8" in said
     assert "below the floor" in failure("8B", *lengths, "--tpot", "0.5")
     assert "nearest" in failure("8B", *lengths, "--tpot", "3.7")
     assert "give the lengths" in failure("8B", "--isl", "100")
