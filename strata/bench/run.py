@@ -43,6 +43,7 @@ class Setup:
     passes: str = "all"
     executor: str = "graph"
     message_dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
 
     @property
     def source(self) -> str:
@@ -61,6 +62,7 @@ class Setup:
             "quantization": self.quantization,
             "sparsity": self.sparsity,
             "passes": self.passes,
+            "kv_cache_dtype": self.kv_cache_dtype,
             "dtype": self.dtype,
             "device": self.device,
             "max_model_len": length,
@@ -84,6 +86,7 @@ class Setup:
         ranks += f"-messages:{self.message_dtype}" if self.message_dtype != "auto" else ""
         packed = self.quantization or self.sparsity
         ranks += f"-{packed}" if packed is not None else ""
+        ranks += f"-kv:{self.kv_cache_dtype}" if self.kv_cache_dtype != "auto" else ""
         ranks += f"-passes:{self.passes}" if self.passes != "all" else ""
         ranks += f"-{self.executor}" if self.executor != "graph" else ""
         return f"{name}-deterministic{ranks}" if self.deterministic else f"{name}{ranks}"

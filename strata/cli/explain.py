@@ -36,6 +36,8 @@ def explain(
     device: options.Device = "auto",
     deterministic: options.Deterministic = False,
     tensor_parallel_size: options.TensorParallelSize = 1,
+    quantization: options.Quantization = None,
+    kv_cache_dtype: options.KvCacheDtype = "auto",
     max_num_seqs: options.MaxNumSeqs = 256,
     max_num_batched_tokens: Annotated[int | None, options.engine_option(min=1, help="Most tokens of a step.")] = None,
     num_pages: Annotated[
@@ -86,7 +88,8 @@ def explain(
         return
     from strata.bench.run import Setup
 
-    setup = Setup(model, load_format, dtype, device, deterministic, tensor_parallel_size)
+    engine = model, load_format, dtype, device, deterministic, tensor_parallel_size
+    setup = Setup(*engine, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
     subject: Subject = "tail" if tail else "run"
     workload: AnyWorkload
     if test == "T5":

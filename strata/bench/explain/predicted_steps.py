@@ -31,7 +31,7 @@ def predicted(llm: LLM, setup: Setup) -> tuple[StepSeconds, Sequence[str]]:
                 "--tensor-parallel-size, or run it on GPUs"
             )
         here, sources = processor_device()
-        return steps_on_processor(engine.config, ran, here, setup.deterministic), sources
+        return steps_on_processor(engine.config, ran, here, setup.deterministic, *_in_bits(setup)), sources
     return _on_gpu(llm, setup, ran), ()
 
 
@@ -40,7 +40,8 @@ def in_asked_dtype(facts: EngineFacts, llm: LLM, setup: Setup, times: StepSecond
     if facts.dtype == facts.asked_dtype:
         return None
     if llm.engine.device.type == "cpu":
-        return steps_on_processor(llm.engine.config, facts.asked_dtype, times.device, setup.deterministic)
+        asked = facts.asked_dtype, times.device, setup.deterministic
+        return steps_on_processor(llm.engine.config, *asked, *_in_bits(setup))
     return _on_gpu(llm, setup, facts.asked_dtype)
 
 
@@ -54,4 +55,8 @@ def _on_gpu(llm: LLM, setup: Setup, dtype: str) -> StepSeconds:
     if (ranks := setup.tensor_parallel_size) > 1:
         shard = RankShard.of(engine.config, ranks, 0, expert_parallel=setup.enable_expert_parallel)
     product = torch.cuda.get_device_name(engine.device)
-    return steps_on_gpu(engine.config, dtype, product, setup.deterministic, shard)
+    return steps_on_gpu(engine.config, dtype, product, setup.deterministic, shard, *_in_bits(setup))
+
+
+def _in_bits(setup: Setup) -> tuple[str | None, str]:
+    return setup.quantization, setup.kv_cache_dtype

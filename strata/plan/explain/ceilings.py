@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import datetime
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
+from strata.engine.engine_config import KV_DTYPES
 from strata.hardware.figures import Device
 from strata.hardware.machine import cpu_name, processor
 from strata.hardware.probe import cpu
@@ -71,17 +73,32 @@ def device_here(asked: str | None) -> Here:
     return here
 
 
-def steps_on_processor(config: ModelConfig, dtype: str, device: Device, deterministic: bool = False) -> StepSeconds:
+def steps_on_processor(
+    config: ModelConfig,
+    dtype: str,
+    device: Device,
+    deterministic: bool = False,
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
+) -> StepSeconds:
     """dtype: as torch names it. Raises ValueError if no peak in it is known of the processor."""
-    return StepSeconds(host_model(config, DTYPES[dtype], deterministic), device)
+    model = host_model(config, DTYPES[dtype], deterministic, quantization)
+    return StepSeconds(replace(model, rounded=KV_DTYPES[kv_cache_dtype]), device)
 
 
 def steps_on_gpu(
-    config: ModelConfig, dtype: str, product: str, deterministic: bool = False, shard: RankShard | None = None
+    config: ModelConfig,
+    dtype: str,
+    product: str,
+    deterministic: bool = False,
+    shard: RankShard | None = None,
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> StepSeconds:
     """product: as the driver names it. Raises ValueError for a device that is not in the database."""
     device = recognize(product)
     if device is None:
         known = ", ".join(one.product for one in DEVICES.values() if one.cuda is not None)
         raise ValueError(f"{product} is not in the device database, so nothing tells its floors; known are {known}")
-    return StepSeconds(meta_model(config, device, DTYPES[dtype], deterministic, shard), device)
+    model = meta_model(config, device, DTYPES[dtype], deterministic, shard, quantization=quantization)
+    return StepSeconds(replace(model, rounded=KV_DTYPES[kv_cache_dtype]), device)

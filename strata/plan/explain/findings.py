@@ -190,7 +190,11 @@ def _pool(asked: Asked) -> Iterable[Finding]:
         "KV capacity: sequences wait for pages or lose them",
         "preemption" if run.preemptions else "scheduling",
         (f"{counted}, the sequences that could run at once have {wanted:,}",),
-        Remedy(f"KV pages for {pages * size:,} tokens", asked.what_if.gain({"pages": pages}), "--num-pages"),
+        Remedy(
+            f"KV pages for {pages * size:,} tokens",
+            asked.what_if.gain({"pages": pages}),
+            "--num-pages, or --kv-cache-dtype fp8",
+        ),
         change={"num_pages": pages},
         options={"pages": pages},
     )
