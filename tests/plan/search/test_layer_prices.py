@@ -48,7 +48,7 @@ def test_few_layers_give_the_time_of_all(machine: Machine, model: str, tensor: i
 @pytest.mark.parametrize("precision", IN_FEWER_BITS, ids=lambda one: one.name)
 def test_fewer_bits_take_what_their_own_graphs_take(machine: Machine, precision: Precision) -> None:
     """Within 6 %: what rounds rows stands in these graphs alone."""
-    config = replace(find_config("8B"), num_layers=4, windows=(None,) * 4)
+    config = find_config("8B").with_layers([0, 1])
     plain = LayerPrices(config, machine, Layout(), torch.bfloat16)
     packed = LayerPrices(config, machine, Layout(), torch.bfloat16, precision)
     for workload in STEPS.values():
