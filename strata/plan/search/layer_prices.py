@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,11 +86,10 @@ class LayerPrices:
         layout: Layout,
         dtype: torch.dtype,
         precision: Precision = AS_CHECKPOINT,
-        folder: Path | None = None,
     ) -> None:
-        """precision: of the graphs, by whose products others follow. folder: of the checkpoint, which may be packed.
+        """precision: of the graphs, by whose products others follow.
         Raises ValueError if the ranks of the layout cannot share the model, or their link is not known."""
-        self.machine, self._dtype, self._precision, self._folder = machine, dtype, precision, folder
+        self.machine, self._dtype, self._precision = machine, dtype, precision
         self._whole = layout if layout.stages == 1 else replace(layout, stages=1)
         self.predictor = machine.predictor_of(self._whole.ranks)
         self._bandwidth = self.predictor.device.ceiling("bandwidth").value
@@ -185,7 +183,6 @@ class LayerPrices:
             shard=shard,
             context=context,
             quantization=self._precision.quantization,
-            folder=self._folder,
             kv_cache_dtype=self._precision.kv_cache_dtype,
         )
         # Which steps are recorded follows from the size of the model as it is.

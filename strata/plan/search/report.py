@@ -229,8 +229,7 @@ def serving_plan(
         )
     dtype = resolve_dtype("auto", config, _CUDA)
     machine = Machine.of(listed, dtype_name(dtype), per_host, network)
-    folder = Path(model_file) if Path(model_file).is_dir() else None
-    question = Question(model, config, dtype, machine, devices, traffic, objectives, precision, folder)
+    question = Question(model, config, dtype, machine, devices, traffic, objectives, precision)
     search = Search(question)
     found = search.run()
     best, layout = found.best, found.best.settings.layout

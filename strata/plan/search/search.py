@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
 import torch
 
@@ -33,7 +32,7 @@ _ALIKE = 0.005
 @dataclass(frozen=True)
 class Question:
     """What is planned. dtype: of weights, keys and values that are not in fewer bits. devices: how many there are.
-    precision: of the best; if it is the checkpoint's, others are looked at beside it. folder: of the checkpoint."""
+    precision: of the best; if it is the checkpoint's, others are looked at beside it."""
 
     model: str
     config: ModelConfig
@@ -43,7 +42,6 @@ class Question:
     traffic: Traffic
     objectives: Objectives
     precision: Precision = AS_CHECKPOINT
-    folder: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -189,7 +187,7 @@ class Search:
         if whole not in self._anchors:
             question = self.question
             asked = question.precision
-            prices = LayerPrices(question.config, question.machine, whole, question.dtype, asked, question.folder)
+            prices = LayerPrices(question.config, question.machine, whole, question.dtype, asked)
             decodes = None if whole.context == 1 else self.anchors(replace(whole, context=1))
             allowed = [one for one in self.precisions if self.why_not(layout, one) is None]
             self._anchors[whole] = Anchors(prices, question.traffic, allowed, decodes)
