@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
+from strata.kernels.attention.varlen_triton import Tile, head_pad
 from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.triton_import import jit, tl
 
@@ -165,7 +168,9 @@ def kept_blocks_kernel(
             of_head = tl.zeros((BLOCKS,), tl.float32)
             for stretch in range((end - query_start + STRIDE - 1) // STRIDE):
                 own = logs + (line + stretch * GROUP + head) * blocks
-                found = tl.load(own + block, mask=seen, other=float("-inf"))
+                # What later stretches alone see may lie past what the tile of this one has written.
+                last = (lowest + tl.minimum((stretch + 1) * STRIDE, end - query_start) - 1) // BLOCK
+                found = tl.load(own + block, mask=block <= last, other=float("-inf"))
                 weights = tl.exp2(found - tl.max(found, 0))
                 of_head += weights / tl.sum(weights, 0)
             mass = tl.maximum(mass, of_head)
@@ -189,9 +194,15 @@ def kept_blocks_kernel(
     tl.store(counts + row, tl.sum(ones, 0))
 
 
-# Stretches of queries and of keys that a program multiplies, its warps and stages.
-POOLED_TILE = {"ROWS": 128, "COLUMNS": 128}
-POOLED_WARPS, POOLED_STAGES = 8, 3
+# The most keys of a block: a program divides its stretches of keys into whole blocks.
+MOST_BLOCK = 2048
+
+
+def pooled_tile(head_dim: int, dtype: torch.dtype) -> Tile:
+    """rows, keys: stretches of queries, of all heads of a group, and of keys that a program multiplies."""
+    if dtype == torch.float32:
+        return Tile(32, 128, 8, 2)
+    return Tile(64, 128, 8, 2) if head_dim > 128 else Tile(128, 128, 8, 3)
 
 
 def choice_warps(padded_blocks: int) -> int:
@@ -201,22 +212,31 @@ def choice_warps(padded_blocks: int) -> int:
 
 def compile_cases() -> list[CompileCase]:
     cases = []
-    for group, head_dim, page_size in ((4, 128, 16), (7, 80, 8)):
-        signature = by_type({"*bf16:16": "q k", "*fp32:16": "logs", "*i32": "starts offsets lengths tables"})
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for dtype, group, head_dim, page_size in (
+        (bf16, 4, 128, 16),
+        (bf16, 7, 80, 8),
+        (bf16, 16, 256, 16),
+        (fp32, 4, 128, 16),
+    ):
+        kind, tile = "fp32" if dtype == fp32 else "bf16", pooled_tile(head_dim, dtype)
+        signature = dict.fromkeys(("q", "k"), f"*{kind}:16")
+        signature |= by_type({"*fp32:16": "logs", "*i32": "starts offsets lengths tables"})
         signature |= by_type({"i32": "sequences table_stride rows blocks least_keys", "i32:16": "q_stride"})
         signature |= {"scale": "fp32"}
         constants: dict[str, object] = {
             "GROUP": group,
             "HEAD_DIM": head_dim,
-            "HEAD_PAD": 128 if head_dim > 64 else 64,
+            "HEAD_PAD": head_pad(head_dim),
             "PAGE_SIZE": page_size,
             "STRIDE": 16,
             "BLOCK": 128,
-            **POOLED_TILE,
+            "ROWS": tile.rows,
+            "COLUMNS": tile.keys,
         }
-        name = f"pooled scores head_dim {head_dim} group {group} page_size {page_size}"
-        must = ("wgmma.mma_async",)
-        cases.append(CompileCase(name, pooled_scores_kernel, signature, constants, POOLED_WARPS, POOLED_STAGES, must))
+        name = f"pooled scores {kind} head_dim {head_dim} group {group} page_size {page_size}"
+        must = () if dtype == fp32 else ("wgmma.mma_async",)
+        cases.append(CompileCase(name, pooled_scores_kernel, signature, constants, tile.warps, tile.stages, must))
     for blocks in (1024, 8192):
         signature = by_type({"*fp32:16": "logs", "*i32:16": "kept counts", "*i32": "starts offsets lengths"})
         signature |= by_type({"i32": "sequences rows blocks least_keys", "fp32": "share"})

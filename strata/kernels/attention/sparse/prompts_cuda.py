@@ -16,12 +16,10 @@ from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention.decode_triton import decode_attention_kernel
 from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.attention.sparse.choice_triton import (
-    POOLED_STAGES,
-    POOLED_TILE,
-    POOLED_WARPS,
     choice_warps,
     kept_blocks_kernel,
     pooled_scores_kernel,
+    pooled_tile,
 )
 from strata.kernels.attention.sparse.prompts_triton import block_sparse_attention_kernel, tile_queries
 from strata.kernels.attention.spec import AttentionSpec, PackedBatch
@@ -117,8 +115,9 @@ def choose(
     blocks = ceil_div(pages.tables.shape[1] * pages.page_size, block)
     rows, lists = tokens // stride + sequences, tokens // block + sequences
     logs = torch.empty((kv_heads, rows, group, blocks), dtype=torch.float32, device=q.device)
-    tile_rows = POOLED_TILE["ROWS"] // group * stride
-    grid = (ceil_div(blocks * block // stride, POOLED_TILE["COLUMNS"]), kv_heads, tokens // tile_rows + sequences)
+    tile = pooled_tile(head_dim, q.dtype)
+    queries = tile.rows // group * stride
+    grid = (ceil_div(blocks * block // stride, tile.keys), kv_heads, tokens // queries + sequences)
     pooled_scores_kernel[grid](
         q,
         pages.keys[spec.layer],
@@ -140,9 +139,10 @@ def choose(
         PAGE_SIZE=pages.page_size,
         STRIDE=stride,
         BLOCK=block,
-        **POOLED_TILE,
-        num_warps=POOLED_WARPS,
-        num_stages=POOLED_STAGES,
+        ROWS=tile.rows,
+        COLUMNS=tile.keys,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )
     padded = max(_LEAST_PADDED, next_power_of_2(blocks))
     kept = torch.empty((kv_heads, lists, blocks), dtype=torch.int32, device=q.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.sparse import prompts_cuda
 from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.attention.sparse.prompts import block_sparse_attention
+from strata.kernels.attention.varlen_triton import Tile
 from strata.kernels.device_limits import DeviceLimits
 from tests.kernels.attention.sparse.interpreted_pages import compare_pages
 from tests.kernels.attention.sparse.test_prompts import CHOICE, SINKS, SPEC
@@ -40,13 +42,31 @@ def stretches_of_several_pages() -> None:
     compare(given, given, CHOICE._replace(share=0.4, stride=32, block=32), None)
 
 
+def tiles_of_queries_across_blocks() -> None:
+    """A tile of scores ends within a block of queries, which sees keys that the tile's programs have not reached."""
+    given = Case.random([80], heads=3, kv_heads=1, head_dim=16).batch([60], layers=2)
+    compare(given, given, CHOICE._replace(share=0.4), None)
+
+
+def poisoned(empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """What nothing has been written to is not a number."""
+
+    def filled(*args: Any, **kwargs: Any) -> Tensor:
+        made = empty(*args, **kwargs)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    return filled
+
+
 if __name__ == "__main__":
     limits = DeviceLimits("interpreter", capability=(8, 0), shared_bytes=0, processors=0)
     DeviceLimits.of = staticmethod(lambda device: limits)  # type: ignore[method-assign]
-    prompts_cuda.POOLED_TILE |= {"ROWS": 32, "COLUMNS": 16}
+    prompts_cuda.pooled_tile = lambda head_dim, dtype: Tile(32, 16, 4, 1)  # type: ignore[assignment]
+    torch.empty = poisoned(torch.empty)  # type: ignore[assignment]
     _counts()
     torch.manual_seed(0)
     step_with_decodes()
     stretches_of_several_pages()
+    tiles_of_queries_across_blocks()
     compare_pages()
     print("equal")
