@@ -10,9 +10,13 @@ import torch
 from strata.engine.engine_config import KV_DTYPES, EngineConfig
 from strata.graph.cost import NodeCost
 from strata.hardware.roofline import Cost
+from strata.kernels.moe.biased_experts import biased_experts
+from strata.kernels.moe.experts import experts
+from strata.kernels.moe.held import held_experts
 from strata.kernels.quant.packed import multiplied_in, pack
 from strata.kernels.quant.schemes import scheme_of
 
+_MIXTURES = {one.name for one in (experts, held_experts, biased_experts)}
 # Of a weight whose groups all are whole.
 _ROWS, _COLUMNS = 128, 4096
 
@@ -78,6 +82,7 @@ IN_FEWER_BITS = (Precision("fp8"), Precision("fp8", "fp8"), Precision("int4"))
 
 
 def _is_layer_product(node: NodeCost) -> bool:
-    """Whether a node multiplies by weights of a layer that are packed: head and routers are not."""
-    is_product = node.layer is not None and node.cost.weights > 0 and node.cost.flops > 0
+    """Whether a node multiplies by weights of a layer that are packed: head and routers are not, nor what attends and
+    norms, which read weights of their own."""
+    is_product = node.layer is not None and (node.weight is not None or node.operation in _MIXTURES)
     return is_product and not any(name.endswith((".gate.weight", ".router.weight")) for name in node.parameters)

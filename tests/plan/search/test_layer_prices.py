@@ -57,6 +57,17 @@ def test_fewer_bits_take_what_their_own_graphs_take(machine: Machine, precision:
         assert found.bounds.memory == pytest.approx(packed.price(workload).bounds.memory, rel=0.001)
 
 
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "V2-Lite"])  # attention reads sinks, and what makes keys of latents
+def test_products_alone_take_less_in_fewer_bits(machine: Machine, model: str) -> None:
+    config = find_config(model).with_layers([0, 1])
+    workload = Workload((4096,), (4096,))
+    (found,) = LayerPrices(config, machine, Layout(), torch.bfloat16).prices(workload, [Precision("fp8")])
+    packed = LayerPrices(config, machine, Layout(), torch.bfloat16, Precision("fp8")).price(workload)
+    assert found.bounds.compute == pytest.approx(packed.bounds.compute, rel=0.001)
+    assert found.bounds.memory == pytest.approx(packed.bounds.memory, rel=0.001)
+    assert found.seconds == pytest.approx(packed.seconds, rel=0.06)
+
+
 def test_fewer_bits_are_read_as_such(machine: Machine) -> None:
     prices = LayerPrices(find_config("8B"), machine, Layout(), torch.bfloat16)
     plain, fp8, fp8_kv, int4 = prices.prices(STEPS["decode"], [AS_CHECKPOINT, *IN_FEWER_BITS])
