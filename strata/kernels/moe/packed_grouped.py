@@ -61,8 +61,7 @@ def choose_tile(
         tile = PackedTile(128, 128, 64, 8, 4)
     for step in (tile.width, 64, 32):
         # Two bytes of four-bit floats have one scale, so that registers hold them together.
-        halves = weight.kind == "e2m1" and group % 4 == 0 and step % group == 0
-        if not group or group % step == 0 or halves:
+        if not group or group % step == 0 or (weight.kind == "e2m1" and group % 4 == 0 and step % group == 0):
             return fitting(tile._replace(width=min(step, tile.width)), weight, gated=gated, shared_bytes=shared_bytes)
     return None
 

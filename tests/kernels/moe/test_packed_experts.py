@@ -74,6 +74,17 @@ def test_what_kernels_cannot_read_is_served_in_floats() -> None:
     assert bound.choose(*placed(Scheme("int8", 0, 0), 1, HOPPER)).name == CONVERTED
 
 
+@pytest.mark.parametrize(("name", "width"), [("mxfp4", 32), ("nvfp4", 16)])
+def test_experts_as_wide_as_a_group_have_kernels(name: str, width: int) -> None:
+    """As many ranks may leave them: all columns share a scale."""
+    pytest.importorskip("triton")
+    x, weights, chosen, gate_up, _ = placed(SCHEMES[name], 4, HOPPER)
+    down = pack(torch.ones(COUNT, HIDDEN, width), SCHEMES[name])
+    fields = {field: as_if_on(HOPPER, tensor.to("meta")) for field, tensor in down.tensors.items()}
+    given = x, weights, chosen, gate_up, down.with_tensors(fields)
+    assert experts.bind("cuda", packed=True).choose(*given).name == CONVERTED
+
+
 def test_launches_are_told() -> None:
     pytest.importorskip("triton")
     given = placed(SCHEMES["int4"], 4, HOPPER)

@@ -51,8 +51,8 @@ def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def draw_weight(out: int, width: int, scheme: Scheme) -> PackedWeight:
-    weight = torch.randn(out, width) * torch.exp(torch.randn(out, 1)) * width**-0.5
-    return pack(weight, scheme).to("cuda")
+    weight = torch.randn(out, width, device="cuda") * torch.randn(out, 1, device="cuda").exp() * width**-0.5
+    return pack(weight, scheme)
 
 
 def odd(weight: PackedWeight, zeros: torch.dtype = torch.uint8) -> PackedWeight:
