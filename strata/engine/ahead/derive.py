@@ -265,7 +265,8 @@ class _RunOnce:
 def _note_long_prompts(engine: DryEngine, sizes: EngineSizes) -> None:
     """Prompts that take several steps, beside a decode and alone: later steps attend over what is cached."""
     longest = min(sizes.max_length, engine.pages.num_pages * sizes.pool.page_size) - _OUTPUTS
-    for number, length in enumerate((1, 3 * sizes.max_tokens, 2 * sizes.max_tokens + 101)):
+    most = max(3 * sizes.max_tokens, engine.graphs.sparse_keys)
+    for number, length in enumerate((1, most, 2 * sizes.max_tokens + 101)):
         params = SamplingParams(max_tokens=_OUTPUTS, ignore_eos=True)
         engine.loop.add(Request(str(number), (0,) * min(length, longest), params))
         engine.loop.step()

@@ -102,6 +102,7 @@ def build_executor(
     the start. rank: the place among those that each make one; what could differ between them is the least of all.
     Raises ValueError for whatever cannot be honoured, EngineFault if the memory does not suffice after all.
     """
+    sparse = attention_choice(asked, config, implementations_for(device))
     if asked.executor == "compile":
         _check_compiler(device)
     own_kernels = _runs_own_kernels(asked, device, log)
@@ -163,7 +164,7 @@ def build_executor(
             packed=packed,
             limits=limits,
             passes=passes_of(asked.passes),
-            sparse=attention_choice(asked, own, kind),
+            sparse=sparse,
             executor=asked.executor,
             narrow=asked.narrow_messages,
         )

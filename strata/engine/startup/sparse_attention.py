@@ -61,8 +61,8 @@ def _check_others(asked: EngineConfig, given: str) -> None:
 
 
 def attention_choice(asked: EngineConfig, config: ModelConfig, kind: str) -> BlockChoice | PageChoice | None:
-    """Which keys the layers of a model attend to on devices of a kind, None: all. Raises ValueError for a model, or
-    blocks, of which that cannot be."""
+    """Which keys the layers of a model attend to on devices of a kind, None: all. config: of all its layers, of which a
+    stage may have none that leaves out keys. Raises ValueError for a model, or blocks, of which that cannot be."""
     given, block = _given(asked), asked.sparse_prefill_block
     if given is None:
         return None
@@ -72,17 +72,21 @@ def attention_choice(asked: EngineConfig, config: ModelConfig, kind: str) -> Blo
         raise ValueError(
             f"{given} leaves out keys of layers that see all, and {config.architecture} has none: leave it out"
         )
-    if asked.sparse_prefill is None:
-        assert asked.decode_pages is not None
-        return PageChoice(asked.decode_pages)
-    if kind == "cuda" and block < _LEAST_BLOCK_ON_CUDA:
+    if asked.sparse_prefill is not None and kind == "cuda" and block < _LEAST_BLOCK_ON_CUDA:
         raise ValueError(f"sparse_prefill_block={block} runs on a CPU alone: give {_LEAST_BLOCK_ON_CUDA} or more")
+    return _choice(asked)
+
+
+def _choice(asked: EngineConfig) -> BlockChoice | PageChoice | None:
+    if asked.sparse_prefill is None:
+        return None if asked.decode_pages is None else PageChoice(asked.decode_pages)
+    block = asked.sparse_prefill_block
     return BlockChoice(float(asked.sparse_prefill), asked.sparse_prefill_min_keys, block, min(16, block // 4))
 
 
 def choice_bytes(asked: EngineConfig, config: ModelConfig, max_tokens: int, max_length: int) -> int:
-    """What choosing keys needs in the largest step."""
-    choice, kv_heads = attention_choice(asked, config, "cpu"), config.num_kv_heads
+    """What choosing keys needs in the largest step. config: of a rank."""
+    choice, kv_heads = _choice(asked), config.num_kv_heads
     if isinstance(choice, PageChoice):
         return decodes_cuda.scratch_bytes(asked.max_num_seqs, max_length, asked.page_size, kv_heads, choice)
     if choice is None:

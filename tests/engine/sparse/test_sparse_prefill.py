@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 from strata import LLM, SamplingParams
+from strata.engine.engine_config import EngineConfig
+from strata.engine.startup.sparse_attention import attention_choice, choice_bytes
+from strata.models.config import config_from_dict
 from tests.models.checkpoints import FAMILY_CONFIGS, make_checkpoint
 
 CONFIGS = dict(FAMILY_CONFIGS)
@@ -103,3 +106,12 @@ def test_models_without_such_layers_are_refused(tmp_path: Path, prefix: str, mes
     name = next(name for name in CONFIGS if name.startswith(prefix) and (prefix != "mistral" or "window" in name))
     with pytest.raises(ValueError, match=message):
         sparse(make_checkpoint(tmp_path / name, CONFIGS[name]), 0.5)
+
+
+@pytest.mark.parametrize("options", [{"sparse_prefill": 0.5}, {"decode_pages": 8}])
+def test_a_stage_may_have_no_such_layer(options: dict[str, Any]) -> None:
+    config = config_from_dict(CONFIGS["gemma3-local-global"])
+    asked, stage = EngineConfig("nowhere", **options), config.with_layers((config.windows.index(None) - 1,))
+    assert stage.windows[0] is not None
+    assert choice_bytes(asked, stage, 64, 1024) > 0
+    assert attention_choice(asked, config, "cpu") is not None
