@@ -33,6 +33,9 @@ from strata.kernels.state.paged import PagedKV
 
 # Places that a program chooses among at least, so that one variant of the kernel serves all shorter sequences.
 _LEAST_PLACES = 4096
+# Programs that score pages, enough for every multiprocessor many times: tables of recorded steps have room for the
+# longest sequence, and a program for each of their parts would mostly find nothing.
+_SCORE_PROGRAMS = 4096
 
 
 def supports(
@@ -145,7 +148,8 @@ def choose(q: Tensor, pages: PagedKV, spec: AttentionSpec, choice: PageChoice) -
     scores = torch.empty((sequences, kv_heads, most), dtype=torch.float32, device=q.device)
     chosen = torch.empty((sequences, kv_heads, choice.pages), dtype=torch.int32, device=q.device)
     seen = torch.empty(sequences, dtype=torch.int32, device=q.device)
-    page_scores_kernel[(ceil_div(most, SCORED_PAGES), kv_heads, sequences)](
+    programs = min(ceil_div(most, SCORED_PAGES), ceil_div(_SCORE_PROGRAMS, sequences * kv_heads))
+    page_scores_kernel[(programs, kv_heads, sequences)](
         q,
         pages.bounds[spec.layer],
         scores,

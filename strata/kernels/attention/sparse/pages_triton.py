@@ -74,7 +74,7 @@ def page_scores_kernel(
     PAGE_SIZE: tl.constexpr,
     PAGES: tl.constexpr,
 ):
-    """Programs [ceil(most / PAGES), kv_heads, sequences]: the most that keys of PAGES pages can score.
+    """Programs [any, kv_heads, sequences]: the most that keys of pages can score, PAGES at a time by turns.
 
     Row s of q [sequences, heads * HEAD_DIM] is the query of sequence s. scores [sequences, kv_heads, most] float32; of
     sequences of at most kept_keys keys, and past the last page, none are written.
@@ -83,24 +83,26 @@ def page_scores_kernel(
     sequence = tl.program_id(2).to(tl.int64)
     kv_heads = tl.num_programs(1)
     length = tl.load(lengths + sequence)
-    place = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
-    if (length <= kept_keys) | (tl.program_id(0) * PAGES * PAGE_SIZE >= length):
+    if length <= kept_keys:
         return
-    there = place * PAGE_SIZE < length
-    page = tl.load(tables + sequence * table_stride + place, mask=there, other=0).to(tl.int64)
+    pages = (length + PAGE_SIZE - 1) // PAGE_SIZE
     column = tl.arange(0, HEAD_PAD)
     inside = column < HEAD_DIM
-    held = there[:, None] & inside[None, :]
-    source = bounds + ((page * 2 * kv_heads + kv_head) * HEAD_DIM)[:, None] + column[None, :]
-    least = tl.load(source, mask=held, other=0.0).to(tl.float32)
-    most_of = tl.load(source + kv_heads * HEAD_DIM, mask=held, other=0.0).to(tl.float32)
-    best = tl.full((PAGES,), float("-inf"), tl.float32)
-    for member in range(GROUP):
-        head = kv_head * GROUP + member
-        query = tl.load(q + sequence * q_stride + head * HEAD_DIM + column, mask=inside, other=0.0).to(tl.float32)
-        found = tl.sum(tl.maximum(query[None, :] * least, query[None, :] * most_of), 1)
-        best = tl.maximum(best, found)
-    tl.store(scores + (sequence * kv_heads + kv_head) * most + place, best, mask=there)
+    for first in range(tl.program_id(0) * PAGES, pages, tl.num_programs(0) * PAGES):
+        place = first + tl.arange(0, PAGES)
+        there = place < pages
+        page = tl.load(tables + sequence * table_stride + place, mask=there, other=0).to(tl.int64)
+        held = there[:, None] & inside[None, :]
+        source = bounds + ((page * 2 * kv_heads + kv_head) * HEAD_DIM)[:, None] + column[None, :]
+        least = tl.load(source, mask=held, other=0.0).to(tl.float32)
+        most_of = tl.load(source + kv_heads * HEAD_DIM, mask=held, other=0.0).to(tl.float32)
+        best = tl.full((PAGES,), float("-inf"), tl.float32)
+        for member in range(GROUP):
+            head = kv_head * GROUP + member
+            query = tl.load(q + sequence * q_stride + head * HEAD_DIM + column, mask=inside, other=0.0).to(tl.float32)
+            found = tl.sum(tl.maximum(query[None, :] * least, query[None, :] * most_of), 1)
+            best = tl.maximum(best, found)
+        tl.store(scores + (sequence * kv_heads + kv_head) * most + place, best, mask=there)
 
 
 @partial(jit, unspecialized=("lengths", "tables", "table_stride", "most"))

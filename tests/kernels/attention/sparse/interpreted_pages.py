@@ -52,5 +52,6 @@ def recorded_step_with_a_prompt() -> None:
 
 def compare_pages() -> None:
     decodes_cuda._LEAST_PLACES = 8
+    decodes_cuda.SCORED_PAGES, decodes_cuda._SCORE_PROGRAMS = 2, 8  # so that programs score pages more than once
     decodes_alone()
     recorded_step_with_a_prompt()
