@@ -205,7 +205,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default="65536")
     parser.add_argument("--shares", default="0.9,0.95,0.98,1.0")
-    parser.add_argument("--decode", help="sequences x keys of steps of decodes, instead of prompts")
+    decodes = "sequences x keys of steps of decodes, instead of prompts"
+    parser.add_argument("--decode", nargs="?", const="1x65536,32x16384", help=decodes)
     parser.add_argument("--pages", default="64,128,256", help="that decodes choose")
     parser.add_argument("--points-to", type=int, default=8, help="blocks that a block of queries points to")
     parser.add_argument("--structure", type=float, default=9.0, help="what that adds to scores")

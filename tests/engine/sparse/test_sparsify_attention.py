@@ -7,8 +7,10 @@ import torch
 
 from strata.graph.capture import capture
 from strata.graph.cost import operation_counts
-from strata.graph.sparsify_attention import sparsify_attention
+from strata.graph.ranks.stages import stage
+from strata.graph.sparsify_attention import select_pages, sparsify_attention
 from strata.kernels.attention.sparse.block_choice import BlockChoice
+from strata.kernels.attention.sparse.page_choice import PageChoice
 from strata.kernels.attention.sparse.prompts import block_sparse_attention
 from strata.models.config import config_from_dict
 from strata.models.families import build
@@ -35,3 +37,12 @@ def test_node_counts_of_every_family(config: dict[str, object]) -> None:
             assert node.args[4].window is None
             assert node.args[5] == CHOICE
             assert node.meta["layer"] == node.args[4].layer
+
+
+@pytest.mark.parametrize(("first", "dense"), [(0, 2), (1, 1), (2, 0)])
+def test_the_first_two_layers_are_those_of_the_model_not_of_its_stages(first: int, dense: int) -> None:
+    with torch.device("meta"):
+        model = build(config_from_dict(dict(FAMILY_CONFIGS)["llama-llama3"] | {"num_hidden_layers": 4}))
+    counts = operation_counts(select_pages(stage(capture(model), first, 4, model), PageChoice(8)))
+    assert counts["attention"] == dense
+    assert counts["page_sparse_attention"] == 4 - first - dense
