@@ -372,13 +372,14 @@ class EngineSizes:
         pool = replace(PoolShape.of(config, asked.page_size, dtype), rounded=KV_DTYPES[asked.kv_cache_dtype])
         pool = replace(pool, has_bounds=asked.decode_pages is not None)
         with torch.device("meta"):
-            own = build(config, max_length) if shard is None else shard.build(max_length)
-            floats = weights.weight_bytes(own, dtype)
+            whole = build(config if shard is None else shard.most_divided, max_length)
             # All ranks record the same sizes: what one sends has the length that others take.
-            parameters = floats // dtype.itemsize
+            parameters = weights.weight_bytes(whole, dtype) // dtype.itemsize
+            own = whole
             if shard is not None:
-                most = weights.weight_bytes(build(shard.most_divided, max_length), dtype)
-                parameters = most // dtype.itemsize // shard.stages
+                parameters //= shard.stages
+                alike = shard.most_divided == shard.divided
+                own = shard.part_of(whole) if alike else shard.build(max_length)
         folder = Path(asked.model) if asked.load_format == "auto" else None
         packing = Packing.of(asked.quantization, own, shard, folder, asked.sparsity, dtype)
         if packing.schemes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -104,10 +104,13 @@ class StepPredictor:
         workload: the sequences without padding. The nodes are those of the size to which a step is padded.
         """
         ran = list(nodes)
-        each = [self.node(node, workload) for node in ran]
-        found = replace(Prediction.total(each), seconds=_end(ran, [one.seconds for one in each]))
+        return self.together(ran, [self.node(node, workload) for node in ran], recorded=recorded)
+
+    def together(self, nodes: Sequence[NodeCost], each: Sequence[Prediction], *, recorded: bool) -> Prediction:
+        """As `step`, of nodes that were predicted each."""
+        found = replace(Prediction.total(each), seconds=_end(nodes, [one.seconds for one in each]))
         if not recorded:
-            found = _at_least(found, len(ran) * HOST_SECONDS)
+            found = _at_least(found, len(nodes) * HOST_SECONDS)
         return replace(found, seconds=found.seconds + self._seconds("step"))
 
     def launches(self, operations: int) -> float:

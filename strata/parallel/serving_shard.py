@@ -115,7 +115,10 @@ class RankShard:
 
     def build(self, max_length: int | None = None) -> CausalLM:
         """The rank's model on the current default device; of several stages, what has the parameters of this one."""
-        model = build(self.divided, max_length)
+        return self.part_of(build(self.divided, max_length))
+
+    def part_of(self, model: CausalLM) -> CausalLM:
+        """Of a model of `divided`, whose layers it takes where there are several stages."""
         return model if self.stages == 1 else keep_layers(model, *self.layers)
 
     def boxes(self, name: str, shape: tuple[int, ...]) -> Boxes:

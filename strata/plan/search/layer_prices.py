@@ -147,7 +147,7 @@ class LayerPrices:
     def _of_step(self, step: StepNodes, workload: Workload, precisions: list[Precision]) -> list[StepPrice]:
         predictor = self.predictor
         each = [predictor.node(node, workload) for node in step.timed]
-        around = predictor.step(step.timed, workload, recorded=True).seconds - sum(one.seconds for one in each)
+        around = predictor.together(step.timed, each, recorded=True).seconds - sum(one.seconds for one in each)
         launches = 0.0 if step.recorded or not self.machine.runs else predictor.launches(len(step.timed))
         pairs = list(zip(step.timed, each, strict=True))
         return [self._in(precision, pairs, around, launches) for precision in precisions]
