@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from strata.cache.pool import PoolShape
+from strata.engine.recorded_steps import fresh_rows_of
 from strata.kernels.attention import cuda, decode_cuda, fixed
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.decode import decode_attention
@@ -74,6 +75,7 @@ def pools_in_8_bits(kind: torch.dtype) -> None:
     cached = [torch.randint(-127, 128, pool.shape).to(kind) for pool in (*plain.keys[:2], *plain.values[:2])]
     powers = torch.randint(118, 123, (4, len(cached[0]), 2, plain.page_size)).to(torch.uint8)
     assert made.rounded == kind
+    own = fresh_rows_of(4, made)
 
     def pages() -> PagedKV:
         keys, values = (tuple(one.clone() for one in cached[at : at + 2]) for at in (0, 2))
@@ -95,6 +97,8 @@ def pools_in_8_bits(kind: torch.dtype) -> None:
         q, k, v = torch.randn(4, 4, 16), *torch.randn(2, 4, 2, 16)
         k[1, 0, 3] = torch.nan
         both = kv_write.reference(k, v, expected, 1), write_rounded(k, v, found, 1)
+        # Where cuDNN is told that they lie in fresh steps.
+        assert [one.stride(0) for one in both[1]] == [own.key_row, own.values]
         for ours, theirs in zip(*both, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
         for name in ("keys", "values", "key_exponents", "value_exponents"):
