@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -70,9 +71,24 @@ def page_sparse_attention(
     The bounds of pages that this step wrote are written (`PagedKV.bounds`), so each step of a sequence has to run this
     in the layer. spec: without a window. Without pages all keys are seen.
     """
+    return _attend(q, k, v, batch, spec, choice, sinks, whole=attention.reference)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: PackedBatch,
+    spec: AttentionSpec,
+    choice: PageChoice,
+    sinks: Tensor | None = None,
+    *,
+    whole: Callable[..., Tensor],
+) -> Tensor:
+    """whole: `attention`, for sequences that see all keys."""
     pages = batch.pages
     if pages is None:
-        return attention.reference(q, k, v, batch, spec, sinks)  # type: ignore[no-any-return]
+        return whole(q, k, v, batch, spec, sinks)
     write_bounds(pages, batch.offsets, spec.layer)
     out = torch.empty_like(q)
     lengths = pages.lengths.tolist()
@@ -80,7 +96,7 @@ def page_sparse_attention(
         own, given = pages.sequences(sequence, sequence + 1), (q[first:last], k[first:last], v[first:last])
         if last - first != 1 or lengths[sequence] <= choice.pages * pages.page_size:
             offsets = batch.offsets[sequence : sequence + 2] - first
-            out[first:last] = attention.reference(*given, Sequences(offsets, last - first, own), spec, sinks)
+            out[first:last] = whole(*given, Sequences(offsets, last - first, own), spec, sinks)
         else:
             out[first:last] = _decode(*given, own, lengths[sequence], spec, choice, sinks)
     return out
@@ -111,6 +127,19 @@ def _decode(
         given = (q[:, members], k[:, own], v[:, own], part, spec._replace(layer=0))
         out[:, members] = attention.reference(*given, None if sinks is None else sinks[members])
     return out
+
+
+@page_sparse_attention.implement("pages", "cpu")
+def _on_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: PackedBatch,
+    spec: AttentionSpec,
+    choice: PageChoice,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    return _attend(q, k, v, batch, spec, choice, sinks, whole=attention.bind("cpu"))
 
 
 if HAS_TRITON:

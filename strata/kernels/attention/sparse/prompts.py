@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -60,9 +61,24 @@ def block_sparse_attention(
     Blocks of queries begin with the first new token of a sequence in this step, so what they keep depends on where a
     prompt was cut; it does not on other sequences. spec: without a window. Without pages all keys are seen.
     """
+    return _attend(q, k, v, batch, spec, choice, sinks, whole=attention.reference)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: PackedBatch,
+    spec: AttentionSpec,
+    choice: BlockChoice,
+    sinks: Tensor | None = None,
+    *,
+    whole: Callable[..., Tensor],
+) -> Tensor:
+    """whole: `attention`, for sequences that see all keys."""
     pages = batch.pages
     if pages is None:
-        return attention.reference(q, k, v, batch, spec, sinks)  # type: ignore[no-any-return]
+        return whole(q, k, v, batch, spec, sinks)
     out = torch.empty_like(q)
     lengths = pages.lengths.tolist()
     for sequence, (first, last) in enumerate(pairwise(batch.offsets.tolist())):
@@ -70,7 +86,7 @@ def block_sparse_attention(
         own, given = pages.sequences(sequence, sequence + 1), (q[first:last], k[first:last], v[first:last])
         if new == 1 or total < max(new, choice.least_keys):
             offsets = batch.offsets[sequence : sequence + 2] - first
-            out[first:last] = attention.reference(*given, Sequences(offsets, new, own), spec, sinks)
+            out[first:last] = whole(*given, Sequences(offsets, new, own), spec, sinks)
         else:
             out[first:last] = _prompt(*given, own, total, spec, choice, sinks)
     return out
@@ -107,6 +123,19 @@ def _prompt(
             given = (q[rows, members], k[rows, own], v[rows, own], part, spec._replace(layer=0))
             out[rows, members] = attention.reference(*given, None if sinks is None else sinks[members])
     return out
+
+
+@block_sparse_attention.implement("blocks", "cpu")
+def _on_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: PackedBatch,
+    spec: AttentionSpec,
+    choice: BlockChoice,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    return _attend(q, k, v, batch, spec, choice, sinks, whole=attention.bind("cpu"))
 
 
 if HAS_TRITON:

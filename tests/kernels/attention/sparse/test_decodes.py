@@ -66,6 +66,14 @@ def test_decodes_see_the_pages_that_could_score_most(sinks: Tensor | None) -> No
     assert torch.equal(found[3:23], dense[3:23])
 
 
+def test_on_a_cpu_what_sees_all_keys_runs_as_attention_does() -> None:
+    given = with_bounds(Case.random(LENGTHS, heads=6, kv_heads=2, head_dim=12).batch(NEW, layers=2))
+    wanted = page_sparse_attention.reference(*given, SPEC, CHOICE, SINKS)
+    found = page_sparse_attention.bind("cpu")(*given, SPEC, CHOICE, SINKS)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert torch.equal(found[3:23], attention.bind("cpu")(*given, SPEC, SINKS)[3:23])
+
+
 def test_bounds_are_those_of_all_keys_of_a_page() -> None:
     case = Case.random(LENGTHS, heads=6, kv_heads=2, head_dim=12)
     given = with_bounds(case.batch(NEW, layers=2))
