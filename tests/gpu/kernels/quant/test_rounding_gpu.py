@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from strata.engine.step_graphs import step_graphs
-from strata.graph.cost import operation_counts
 from strata.kernels.activation.rounded_silu_mul import silu_mul_round
 from strata.kernels.activation.silu_mul import silu_mul
-from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.rounded_linear import rounded_linear
 from strata.kernels.norm.norm import add_rms_norm, rms_norm
@@ -23,10 +19,6 @@ from strata.kernels.op import Operation
 from strata.kernels.quant.packed import pack
 from strata.kernels.quant.round_rows import round_rows
 from strata.kernels.quant.schemes import SCHEMES
-from strata.models.config import config_from_dict
-from strata.models.families import build
-from strata.models.initialize import randomize
-from tests.models.batches import packed, random_sequences
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
@@ -97,30 +89,3 @@ def test_products_of_rounded_rows_have_the_bits_of_others(rows: int, scheme: str
         assert chosen.name == linear.bind("cuda", packed=True).choose(x, weight, added).name
         found = chosen.run(values, scales, weight, added, x.dtype)
         assert torch.equal(found, linear.bind("cuda", packed=True)(x, weight, added))
-
-
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 512,
-    "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 2, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("scheme", ["fp8", "int8", "fp8_block"])
-def test_steps_of_many_rows_have_the_bits_of_others(scheme: str) -> None:
-    model = build(config_from_dict(LLAMA)).requires_grad_(False)
-    randomize(model, 0)
-    model = model.bfloat16().cuda()
-    names = [name for name, one in model.named_parameters() if one.dim() == 2 and "proj" in name]
-    weights = {name: pack(model.get_parameter(name).data.cpu(), SCHEMES[scheme]).to("cuda") for name in names}
-    limits = DeviceLimits.of(torch.device("cuda", torch.cuda.current_device()))
-    graphs = step_graphs(model, "cuda", deterministic=False, packed=weights, limits=limits)
-    assert graphs.rounded_logits is not None
-    assert operation_counts(graphs.rounded_logits)["rounded_linear"] == 4
-    batch = packed(random_sequences(512, (90, 40)))
-    moved = {name: getattr(batch, name).cuda() for name in ("tokens", "positions", "offsets")}
-    batch, rows = replace(batch, **moved), torch.tensor([89, 129], dtype=torch.int32, device="cuda")
-    with torch.inference_mode():
-        wanted, found = graphs.logits(batch, rows), graphs.logits_of(130)(batch, rows)
-    assert wanted.isfinite().all()
-    assert torch.equal(found, wanted)
