@@ -122,7 +122,7 @@ def _draw(found: ServingPlan) -> None:
         names = ("engines", "sequences", "TTFT ms", "TPOT ms", "tok/s", "each")
         made.add_column("layout")
         for name in names:
-            made.add_column(name, justify="right")
+            made.add_column(name, justify="right", no_wrap=True)
         made.add_column(last)
         for one in choices:
             made.add_row(
