@@ -36,8 +36,9 @@ $(FRAMEWORKS): tests/clients/frameworks.txt | $(STAMP)
 	$(BIN)/python -m pip install --quiet --target $(@D) --no-deps --no-compile --requirement $<
 	touch $@
 
+# Examples of property tests are the same each time; pytest by itself draws others.
 test: lint clients
-	$(BIN)/pytest --numprocesses 3 --dist worksteal
+	$(BIN)/pytest --numprocesses 3 --dist worksteal --hypothesis-profile ci
 
 # tests/gpu on all GPUs that are here, or those of CUDA_VISIBLE_DEVICES; a few files: make test-gpu FILES="engine moe".
 # Another Python that has all that the tests import does without .venv: make test-gpu PYTHON=python3

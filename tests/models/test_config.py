@@ -208,13 +208,11 @@ def test_generation_parameters_are_ignored_as_transformers_ignores_them() -> Non
 
 
 @settings(max_examples=60, deadline=None)
-@given(key=st.text(min_size=1), architecture=st.sampled_from(list(MODEL_TYPES)))
+@given(key=st.text().map("x{}".format), architecture=st.sampled_from(list(MODEL_TYPES)))
 def test_an_unknown_field_is_named(key: str, architecture: str) -> None:
-    read = {"rope_scaling", "rope_theta", "partial_rotary_factor", "num_local_experts", "num_experts"}
-    if key in {*oracle(least(architecture)).to_dict(), *GENERATION, *read}:
-        return
-    with pytest.raises(ValueError, match=r"unknown field|is not supported") as error:
-        config_from_dict(least(architecture, **{key: 1}))
+    """No family has a field that begins with an x."""
+    with pytest.raises(ValueError, match="unknown field") as error:
+        config_from_dict(least(architecture) | {key: 1})
     assert key in str(error.value)
 
 
