@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FRAMEWORKS := tests/clients/frameworks/.installed
+# While clients are fetched, what is written here is checked.
+MAKEFLAGS += --jobs=2
 
 .PHONY: setup run test test-gpu bench-parallel lint clients clean
 
