@@ -59,7 +59,7 @@ APART |= {
     "silu_mul_round",
     "rounded_linear",
 }
-# Only where it is asked for (`benchmarks.sparse_attention`).
+# Only where it is asked for (`benchmarks.sparsity.attention`).
 APART |= {"block_sparse_attention", "page_sparse_attention"}
 
 

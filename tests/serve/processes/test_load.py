@@ -133,7 +133,7 @@ def median_gap(server: Running) -> float:
 def test_a_client_that_reads_slowly_slows_no_other_and_gets_everything(wide: Running) -> None:
     much = {**LONG, "n": 16, "logprobs": 20, "max_tokens": 450}
     ratios = []
-    for _ in range(6):  # what else this machine does differs from one time to the next; who waits for it waits seconds
+    for _ in range(6):  # what else this machine does, and only that, differs from one time to the next
         with ThreadPoolExecutor(1) as pool:
             reading = pool.submit(read_answer, wide.send(**much))
             beside_fast = median_gap(wide)
@@ -145,9 +145,9 @@ def test_a_client_that_reads_slowly_slows_no_other_and_gets_everything(wide: Run
             assert resident_bytes(wide.pid) - before < 100e6
             assert read_answer(slow)[1] == expected == 16 * 450
         assert size > 4e6  # more than the sockets on the way hold
-        if ratios[-1] < 1.25:
+        if ratios[-1] < 1.05:
             break
-    assert min(ratios) < 1.25
+    assert min(ratios) < 1.05
 
 
 def read_answer(connection: socket.socket) -> tuple[int, int]:

@@ -21,9 +21,9 @@ from tests.train.train_ranks import ALONE, Command, train
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 
 FULL = bool(os.environ.get("STRATA_FULL_FAULTS"))
-STEPS = 25
+STEPS = 34
 # Which ranks are killed, one time after the other.
-KILLED = (1,), (0, 1)
+KILLED = (1,), (0, 1), (0,)
 LAYOUT = {"shard": 2, "zero": 2}
 
 
@@ -67,7 +67,7 @@ def first_step_after(command: Command, folder: Path, begun: int) -> float:
     return time.monotonic()
 
 
-def test_killed_twice_in_a_row_and_stopped_once(files: Files, tmp_path: Path) -> None:
+def test_killed_three_times_in_a_row_and_stopped_once(files: Files, tmp_path: Path) -> None:
     """The rank that is stopped is named; both start again."""
     chance = random.Random(7)
     out = tmp_path / "run"

@@ -1,7 +1,7 @@
 """Attention over the keys that prompts and decodes keep, on one GPU, beside attention over all keys.
 
-    python -m benchmarks.sparse_attention --tokens 65536 --shares 0.9,0.95,0.98 --save sparse.jsonl
-    python -m benchmarks.sparse_attention --decode 1x65536,32x16384 --pages 64,128,256 --save sparse.jsonl
+    python -m benchmarks.sparsity.attention --tokens 65536 --shares 0.9,0.95,0.98 --save sparse.jsonl
+    python -m benchmarks.sparsity.attention --decode 1x65536,32x16384 --pages 64,128,256 --save sparse.jsonl
 
 One layer of 32 query and 8 KV heads of 128, a prompt that runs in chunks of 8,192 tokens over its pages, as in the
 engine; times are sums over all chunks. Random keys have no structure: their pooled scores are flat, and a share keeps
@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="append the lines to this file")
     asked = parser.parse_args()
     torch.manual_seed(0)
-    command = {"command": shlex.join(["python", "-m", "benchmarks.sparse_attention", *sys.argv[1:]])}
+    command = {"command": shlex.join(["python", "-m", "benchmarks.sparsity.attention", *sys.argv[1:]])}
     about = {"device": torch.cuda.get_device_name()} | provenance() | command
     structure = asked.points_to, asked.structure
     if asked.decode is None:

@@ -1,11 +1,11 @@
-"""`benchmarks.sparse_products`: what a library refuses is a line, and times of all products are added up."""
+"""`benchmarks.sparsity.products`: what a library refuses is a line, and times of all products are added up."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from benchmarks.sparse_products import DENSE, attempt, totals
+from benchmarks.sparsity.products import DENSE, attempt, totals
 
 
 def test_what_is_refused_has_the_text_of_its_error() -> None:

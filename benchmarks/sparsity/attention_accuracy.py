@@ -1,7 +1,7 @@
 """What the built-in model loses when prompts or decodes see fewer keys, on a CPU: KL, and its replies to exercises.
 
-    python -m benchmarks.sparse_attention_accuracy --shares 1,0.95,0.9,0.8,0.6,0.4 --block 16 --passages 80
-    python -m benchmarks.sparse_attention_accuracy --pages 2,3,4,6,8   # decodes that see so many pages of 16 tokens
+    python -m benchmarks.sparsity.attention_accuracy --shares 1,0.95,0.9,0.8,0.6,0.4 --block 16 --passages 80
+    python -m benchmarks.sparsity.attention_accuracy --pages 2,3,4,6,8   # decodes that see so many pages of 16 tokens
 
 A passage is a conversation of three held-out exercises of which replies look up what stands far before them: tables,
 stories, numbers to be sorted, words to be spelled. It runs as a prompt; a reply is right if each of its tokens is the

@@ -1,7 +1,7 @@
 """Products by weights that are 2:4 sparse, on one GPU, beside dense ones in bfloat16 and 8 bits: us and TFLOP/s.
 
-    python -m benchmarks.sparse_products --save sparse.jsonl                     # 8B, 8,192 rows
-    python -m benchmarks.sparse_products --rows 1,16,64,256,1024,4096,8192       # also the kernels for few rows
+    python -m benchmarks.sparsity.products --save sparse.jsonl                     # 8B, 8,192 rows
+    python -m benchmarks.sparsity.products --rows 1,16,64,256,1024,4096,8192       # also the kernels for few rows
 
 Of each way one line a product, and at last one of a layer's four products together, with how many times faster than
 dense bfloat16 it is. TFLOP/s count the zeros' FLOPs, too; `off` is the relative error against the dense product in
@@ -209,7 +209,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device, and torch sees none")
     warnings.filterwarnings("ignore", message="The PyTorch API of SparseSemiStructuredTensor")
-    command = {"command": shlex.join(["python", "-m", "benchmarks.sparse_products", *sys.argv[1:]])}
+    command = {"command": shlex.join(["python", "-m", "benchmarks.sparsity.products", *sys.argv[1:]])}
     about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     about |= {"cusparselt": torch.backends.cusparselt.version()} | provenance() | command
 
