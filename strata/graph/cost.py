@@ -23,7 +23,7 @@ from strata.kernels.moe.biased_experts import biased_experts, expert_bytes
 from strata.kernels.moe.experts import expected_experts, experts
 from strata.kernels.moe.held import held_experts
 from strata.kernels.op import ATEN, Operation
-from strata.kernels.quant.packed import PackedWeight, multiplied_in
+from strata.kernels.quant.packed import PackedWeight, Scheme, multiplied_in
 from strata.kernels.recurrent.gated_delta import gated_delta
 from strata.kernels.recurrent.short_convolution import short_convolution
 from strata.kernels.recurrent.state_space import state_space
@@ -37,6 +37,8 @@ _VIEWS = {getattr, operator.getitem, "split_with_sizes", "narrow", "unflatten", 
 
 # Operations that read and write states whose size does not depend on how long sequences are.
 _RECURRENCES = {one.name for one in (state_space, gated_delta, short_convolution)}
+# Operations that multiply by the experts of a mixture.
+MIXTURES = {one.name for one in (experts, held_experts, biased_experts)}
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,8 @@ class NodeCost:
     """One node that does work. `shape` is its result's; `parameters` maps the names it reads to their sizes.
 
     weight: [out, width] of the weight that a product multiplies by, merged ones together; None of what is no product.
-    packed: the kind of values of packed weights that it multiplies by ("e4m3"); empty: they are plain. rounded: the
-    dtype of the device database in which it multiplies where their scheme rounds activations too; empty: the model's.
-    packed_bytes: of such a weight, scales among them.
+    scheme: of packed weights that it multiplies by; None: they are plain. packed_bytes: of such a weight, scales among
+    them.
     backward: of its gradients, if they were asked for.
     attends: what runs an attention over pages, where that is known.
     reads: what it reads, see `Read`; of cached keys and values only what attends.
@@ -64,12 +65,22 @@ class NodeCost:
     implementation: str = ""
     kernels: tuple[str, ...] = ()
     weight: tuple[int, int] | None = None
-    packed: str = ""
-    rounded: str = ""
+    scheme: Scheme | None = None
     packed_bytes: float = 0.0
     backward: Cost = field(default_factory=Cost)
     attends: Attends | None = None
     reads: tuple[Read, ...] = ()
+
+    @property
+    def packed(self) -> str:
+        """The kind of values of packed weights ("e4m3"); empty: they are plain."""
+        return "" if self.scheme is None else self.scheme.values
+
+    @property
+    def rounded(self) -> str:
+        """The dtype of the device database in which it multiplies where the scheme of its packed weights rounds
+        activations too; empty: the model's."""
+        return "" if self.scheme is None else multiplied_in(self.scheme)
 
     @property
     def is_recurrent(self) -> bool:
@@ -122,12 +133,10 @@ def node_costs(
     return found
 
 
-def _packed_as(args: tuple[Any, ...]) -> tuple[str, str, float]:
+def _packed_as(args: tuple[Any, ...]) -> tuple[Scheme | None, float]:
     """See `NodeCost`: of packed weights among arguments."""
     weight = next((one for one in args if isinstance(one, PackedWeight)), None)
-    if weight is None:
-        return "", "", 0.0
-    return weight.kind, multiplied_in(weight.scheme), weight.nbytes / weight.numel()
+    return (None, 0.0) if weight is None else (weight.scheme, weight.nbytes / weight.numel())
 
 
 def _run_by(node: fx.Node, args: tuple[Any, ...], limits: DeviceLimits) -> tuple[str, tuple[str, ...]]:
@@ -252,7 +261,7 @@ def step_costs(graph: fx.GraphModule, argument: Callable[[int, int], Any]) -> St
         traffic += moved_of_two - moved
         messages += cost.messages
         sent.update(token=grown.sent - cost.sent, row=2 * cost.sent - grown.sent)
-        if one.operation in (experts, held_experts, biased_experts):
+        if one.operation.name in MIXTURES:
             (_, _, chosen, gate_up, down, *others), rows = one.args, len(two.args[2])
             count = others[1] if one.operation is held_experts else len(down)
             sources = len(chosen)  # ranks that bring tokens, of which each has one here

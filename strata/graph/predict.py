@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from strata.comm.all_reduce_times import AllReduceTimes
-from strata.graph.cost import NodeCost
+from strata.graph.cost import MIXTURES, NodeCost
 from strata.hardware.efficiency import KINDS, EfficiencyTable
 from strata.hardware.figures import Device
 from strata.hardware.fitted_times import FittedTimes
@@ -19,6 +19,9 @@ from strata.hardware.prediction import ORIGINS, Call, Prediction
 from strata.hardware.roofline import Cost, Workload, floor
 from strata.kernels import tuned
 from strata.kernels.attention.times import TIMES, Attends, AttentionTimes
+from strata.kernels.quant import packed_times
+from strata.kernels.quant.packed import Scheme, multiplied_in
+from strata.kernels.quant.packed_times import PackedTimes
 
 # What stands for a product of which nothing was measured: the same product without what is fused with it.
 _PLAIN = "linear"
@@ -44,9 +47,11 @@ _ALIKE = {
     "vocabulary_embedding": "embedding",
     "best_in_part": "gumbel_sample",
 }
-# A product of few rows by packed weights, however few bits they have, takes as long as so many bytes of each otherwise:
-# 218 M of a layer of 8B 61.4 us in 8 bits and 61.5 in 4, in a chain of layers on an H200 (docs/log.md).
+# Where packed weights were not measured, however few bits they have, a product of few rows takes as long as so many
+# bytes of each otherwise: 218 M of a layer of 8B 61.4 us in 8 bits and 61.5 in 4, in a chain on an H200 (docs/log.md).
 _PACKED_BYTES = 1.2
+# Rounds rows that nothing ahead of the product rounds.
+_ROUNDS = "round_rows_kernel"
 _DECODES, _PROMPTS = "decode_attention", "attention"
 
 
@@ -56,7 +61,8 @@ class StepPredictor:
 
     tables: utilization by operation. prompts: of their attention by its FLOPs, None if too little was measured. link:
     to the other ranks, None if there are none. sums: of ranks' sums, by algorithm, None where none was measured. ranks:
-    how many add up. attention_times: of attention whose programs are known, None where those were not measured.
+    how many add up. attention_times: of attention whose programs are known, packed_times: of what multiplies by packed
+    weights, None where those were not measured.
     """
 
     device: Device
@@ -67,6 +73,7 @@ class StepPredictor:
     sums: AllReduceTimes | None = None
     ranks: int = 1
     attention_times: AttentionTimes | None = None
+    packed_times: PackedTimes | None = None
 
     @staticmethod
     def of(
@@ -94,7 +101,8 @@ class StepPredictor:
             if of_dtype == dtype and kind in ("attention", "prompt")
         )
         sums = None if link is None else AllReduceTimes.of(measured.get("all_reduce", ()), link.latency)
-        return StepPredictor(device, dtype, tables, prompts, link, sums, ranks, TIMES.get(device.product))
+        by_attention, by_weights = TIMES.get(device.product), packed_times.TIMES.get(device.product)
+        return StepPredictor(device, dtype, tables, prompts, link, sums, ranks, by_attention, by_weights)
 
     def step(self, nodes: Iterable[NodeCost], workload: Workload, *, recorded: bool) -> Prediction:
         """All nodes one after the other, beside them sums over ranks that were begun; or, unless the step is recorded,
@@ -144,8 +152,8 @@ class StepPredictor:
 
     def _work(self, node: NodeCost, workload: Workload) -> Prediction:
         found = None
-        if node.packed:
-            return self._packed(node, workload)
+        if node.scheme is not None:
+            return self._packed(node, node.scheme, workload)
         if node.weight is not None:
             found = self._product(node)
         elif node.cost.messages:
@@ -172,21 +180,47 @@ class StepPredictor:
         least = 0.0 if held is None else 2 * rows * out * width / held.value
         return found if found.seconds >= least else Prediction(least, max(found.origin, ORIGINS[1], key=ORIGINS.index))
 
-    def in_fewer_bits(self, found: Prediction, plain: Cost, cost: Cost, rounded: str) -> Prediction:
-        """What costs `cost` by packed weights, and is `found` to take by `plain` ones: as far above its roofline, and
-        no faster than packed weights are read. rounded: see `NodeCost`."""
+    def in_fewer_bits(self, node: NodeCost, found: Prediction, cost: Cost, scheme: Scheme) -> Prediction:
+        """A node by plain weights, which is `found` to take so long, with its weights packed, and so of `cost`."""
+        seconds = self._by_packed(node, cost, scheme)
+        if seconds is None and self.packed_times is not None and scheme.values in self.packed_times.values:
+            itemsize = getattr(torch, self.dtype).itemsize
+            more = self.packed_times.expanded(node.cost.weights / itemsize, cost.weights, itemsize)
+            seconds = found.seconds + more
+        if seconds is None:
+            seconds = self._by_roofline(found, node.cost, cost, multiplied_in(scheme))
+        return Prediction(seconds, "analytic")
+
+    def _by_roofline(self, found: Prediction, plain: Cost, cost: Cost, rounded: str) -> float:
+        """As far above its roofline as by plain weights, and no faster than packed ones are read."""
         before = self.roofline(plain)
         seconds = found.seconds * self.roofline(cost, rounded) / before if before else found.seconds
         weights = plain.weights // getattr(torch, self.dtype).itemsize
-        least = weights * _PACKED_BYTES / self.device.ceiling("bandwidth").value
-        return Prediction(max(seconds, least), "analytic")
+        least: float = weights * _PACKED_BYTES / self.device.ceiling("bandwidth").value
+        return max(seconds, least)
 
-    def _packed(self, node: NodeCost, workload: Workload) -> Prediction:
-        cost, times = node.cost, getattr(torch, self.dtype).itemsize / node.packed_bytes
-        weights = int(cost.weights * times)
+    def _by_packed(self, node: NodeCost, cost: Cost, scheme: Scheme) -> float | None:
+        """Seconds of a product or of experts; None where they were not measured, or the weight becomes floats."""
+        if self.packed_times is None:
+            return None
+        if node.weight is not None:
+            rows = math.prod(node.shape[:-1])
+            return self.packed_times.product(scheme, rows, node.weight, cost.weights, cost.written)
+        if node.operation not in MIXTURES:
+            return None
+        weights = node.cost.weights / getattr(torch, self.dtype).itemsize
+        return self.packed_times.experts(scheme, node.shape[0], weights, cost.flops, cost.weights)
+
+    def _packed(self, node: NodeCost, scheme: Scheme, workload: Workload) -> Prediction:
+        cost, itemsize = node.cost, getattr(torch, self.dtype).itemsize
+        weights = int(cost.weights * itemsize / node.packed_bytes)
         plain = replace(cost, read=cost.read - cost.weights + weights, weights=weights)
-        found = self._work(replace(node, packed="", cost=plain), workload)
-        return self.in_fewer_bits(found, plain, cost, node.rounded)
+        without = replace(node, scheme=None, cost=plain)
+        found = self.in_fewer_bits(without, self._work(without, workload), cost, scheme)
+        if self.packed_times is None or node.weight is None or _ROUNDS not in node.kernels:
+            return found
+        more = self.packed_times.rounded(math.prod(node.shape[:-1]), node.weight[1], itemsize)
+        return replace(found, seconds=found.seconds + more)
 
     def _message(self, node: NodeCost) -> Prediction | None:
         """Sums by their algorithm, with the norm that is behind them; all else as NCCL's of as many bytes."""

@@ -13,6 +13,8 @@ from strata.hardware.figures import Device, Figure, Source, promised
 from strata.hardware.links import HIDDEN, Link
 from strata.hardware.prediction import Prediction
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.quant.packed_times import TIMES
+from strata.kernels.quant.schemes import SCHEMES
 from strata.kernels.tuned import Choice, Key, Table
 
 # 100 TFLOP/s, 1 TB/s; a kernel takes 2 us in a graph.
@@ -180,3 +182,30 @@ def test_what_is_around_a_step_comes_on_top() -> None:
     around = replace(DEVICE, figures=(*DEVICE.figures, Figure("step", 15e-6, "", "", measured=True)))
     found = StepPredictor.of(around, "bfloat16", TABLE).step([node("linear", 4)], DECODES, recorded=True)
     assert found == Prediction(pytest.approx(27e-6), "measured")
+
+
+def packed(scheme: str, rows: int, *kernels: str) -> NodeCost:
+    """A product by a weight [4096, 1024] in a byte each."""
+    plain, nbytes = node("linear", rows), 4096 * 1024
+    cost = replace(plain.cost, read=nbytes, weights=nbytes)
+    return replace(plain, kernels=kernels, cost=cost, scheme=SCHEMES[scheme], packed_bytes=1.0)
+
+
+def test_packed_weights_take_their_own_time_where_it_was_measured() -> None:
+    times = TIMES["NVIDIA H200"]
+    found = replace(predictor(), packed_times=times)
+    one = times.product(SCHEMES["fp8"], 40, (4096, 1024), 4096 * 1024, 0)
+    assert one is not None
+    assert found.node(packed("fp8", 40, "a kernel"), DECODES).seconds == one
+    # Rows that a kernel of its own rounds; and weights that become floats before the plain product.
+    by_itself = found.node(packed("fp8", 40, "round_rows_kernel", "a kernel"), DECODES)
+    assert by_itself.seconds == pytest.approx(one + times.rounded(40, 1024, 2))
+    expanded = found.node(packed("int4", 300, "dequantize_kernel", "a kernel"), DECODES)
+    more = times.expanded(4096 * 1024, 4096 * 1024, 2)
+    assert expanded.seconds == pytest.approx(found.node(node("linear", 300), DECODES).seconds + more)
+
+
+def test_packed_weights_elsewhere_are_as_far_above_their_roofline_as_plain_ones() -> None:
+    """Half the bytes in half of the 12 us."""
+    found = predictor().node(packed("fp8", 4, "a kernel"), DECODES)
+    assert found.seconds == pytest.approx(max(12e-6 / 2, 1.2 * 4096 * 1024 / 1e12))

@@ -29,7 +29,7 @@ NO_BIASES: Biases = None, None
 
 # Where a scheme rounds activations, of more rows an expert both products are in 8 bits: nothing is converted then, and
 # rounding costs two launches.
-_MOST_CONVERTED = 2
+MOST_CONVERTED = 2
 _round = round_rows.bind("cuda")
 
 
@@ -41,7 +41,7 @@ def _summed(weights: Tensor | None, chosen: Tensor) -> bool:
 def _rounded_support(
     x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: PackedWeight, down: PackedWeight, *others: object
 ) -> bool:
-    many = chosen.numel() > _MOST_CONVERTED * down.shape[0]
+    many = chosen.numel() > MOST_CONVERTED * down.shape[0]
     return (
         many
         and rounded_takes(x.dtype, gate_up)

@@ -17,6 +17,7 @@ from strata.engine.ranks.token_division import CONTEXT_AXIS
 from strata.graph.cost import NodeCost
 from strata.hardware.prediction import ORIGINS, Prediction
 from strata.hardware.roofline import Floor, Workload
+from strata.kernels.quant.packed import multiplied_in
 from strata.models.config import ModelConfig
 from strata.models.families import build
 from strata.models.weights import weight_bytes
@@ -162,8 +163,9 @@ class LayerPrices:
         for node, found in pairs:
             cost, rounded = node.cost, node.rounded
             if packs and (packed := precision.cost(node, self.itemsize)) is not cost:
-                cost, rounded = packed, precision.multiplied_in
-                found = self.predictor.in_fewer_bits(found, node.cost, cost, rounded)
+                assert precision.scheme is not None
+                cost, rounded = packed, multiplied_in(precision.scheme)
+                found = self.predictor.in_fewer_bits(node, found, cost, precision.scheme)
             origins[found.origin] += found.seconds
             messages += found.seconds if cost.messages else 0.0
             compute += cost.flops / self.predictor.rate(rounded)

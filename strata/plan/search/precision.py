@@ -8,15 +8,11 @@ from functools import cached_property
 import torch
 
 from strata.engine.engine_config import KV_DTYPES, EngineConfig
-from strata.graph.cost import NodeCost
+from strata.graph.cost import MIXTURES, NodeCost
 from strata.hardware.roofline import Cost
-from strata.kernels.moe.biased_experts import biased_experts
-from strata.kernels.moe.experts import experts
-from strata.kernels.moe.held import held_experts
-from strata.kernels.quant.packed import multiplied_in, pack
+from strata.kernels.quant.packed import Scheme, pack
 from strata.kernels.quant.schemes import scheme_of
 
-_MIXTURES = {one.name for one in (experts, held_experts, biased_experts)}
 # Of a weight whose groups all are whole.
 _ROWS, _COLUMNS = 128, 4096
 
@@ -55,9 +51,9 @@ class Precision:
         return KV_DTYPES[self.kv_cache_dtype]
 
     @property
-    def multiplied_in(self) -> str:
-        """See `NodeCost.rounded`."""
-        return "" if self.quantization is None else multiplied_in(scheme_of(self.quantization))
+    def scheme(self) -> Scheme | None:
+        """Of packed weights."""
+        return None if self.quantization is None else scheme_of(self.quantization)
 
     def cost(self, node: NodeCost, itemsize: int) -> Cost:
         """Of a node of floats of so many bytes, with its weights packed; as it is if it reads none of a layer."""
@@ -70,9 +66,9 @@ class Precision:
     @cached_property
     def _weight_bytes(self) -> float:
         """Of a packed weight, scales among them."""
-        assert self.quantization is not None
+        assert self.scheme is not None
         with torch.device("meta"):
-            packed = pack(torch.empty(_ROWS, _COLUMNS), scheme_of(self.quantization))
+            packed = pack(torch.empty(_ROWS, _COLUMNS), self.scheme)
         return packed.nbytes / packed.numel()
 
 
@@ -84,5 +80,5 @@ IN_FEWER_BITS = (Precision("fp8"), Precision("fp8", "fp8"), Precision("int4"))
 def _is_layer_product(node: NodeCost) -> bool:
     """Whether a node multiplies by weights of a layer that are packed: head and routers are not, nor what attends and
     norms, which read weights of their own."""
-    is_product = node.layer is not None and (node.weight is not None or node.operation in _MIXTURES)
+    is_product = node.layer is not None and (node.weight is not None or node.operation in MIXTURES)
     return is_product and not any(name.endswith((".gate.weight", ".router.weight")) for name in node.parameters)

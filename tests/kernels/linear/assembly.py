@@ -23,6 +23,11 @@ def halves(word: int) -> list[float]:
     return [_float((word >> shift & 0xFFFF) << 16) for shift in (0, 16)]
 
 
+def float16_halves(word: int) -> list[float]:
+    """The two float16 numbers of a register."""
+    return list(struct.unpack("<2e", word.to_bytes(4, "little")))
+
+
 def _value(source: str, registers: dict[str, int]) -> int:
     if source in registers:
         return registers[source]
@@ -55,6 +60,12 @@ def _fma(*operands: int) -> int:
     return (low & 0xFFFF) | (high & 0xFFFF) << 16
 
 
+def _add(first: int, second: int) -> int:
+    """Of two float16 numbers each."""
+    sums = torch.tensor(float16_halves(first)).half() + torch.tensor(float16_halves(second)).half()
+    return int.from_bytes(struct.pack("<2e", *sums.tolist()), "little")
+
+
 _INSTRUCTIONS = {
     "mov.b32": lambda a: a,
     "and.b32": lambda a, b: a & b,
@@ -64,5 +75,6 @@ _INSTRUCTIONS = {
     "prmt.b32": _prmt,
     "lop3.b32": _lop3,
     "fma.rn.bf16x2": _fma,
+    "add.rn.f16x2": _add,
     "add.rn.f32": lambda a, b: _bits(_float(a) + _float(b)),
 }

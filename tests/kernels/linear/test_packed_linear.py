@@ -16,6 +16,7 @@ from strata.kernels.compiling.variant import Variant
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits, as_if_on
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.packed.few_rows import packed_tile
+from strata.kernels.linear.packed.two_of_four import LEAST_ROWS
 from strata.kernels.quant import dequantize
 from strata.kernels.quant.packed import PackedWeight, Scheme, pack, unpacked_values
 from strata.kernels.quant.schemes import SCHEMES, SPARSITIES
@@ -78,12 +79,12 @@ def placed(name: str, rows: int, limits: DeviceLimits, width: int = 1024) -> tup
 @pytest.mark.parametrize(
     ("name", "limits", "served"),
     [
-        ("fp8", HOPPER, ((1, FEW), (32, FEW), (33, SPLIT), (256, SPLIT), (257, SCALED))),
-        ("int8", HOPPER, ((1, FEW), (32, FEW), (33, SPLIT), (257, ROUNDED))),
+        ("fp8", HOPPER, ((1, FEW), (16, FEW), (17, SPLIT), (256, SPLIT), (257, SCALED))),
+        ("int8", HOPPER, ((1, FEW), (16, FEW), (17, SPLIT), (257, ROUNDED))),
         ("fp8_block", HOPPER, ((1, FEW), (65, ROUNDED))),
         ("int4", HOPPER, ((1, FEW), (256, FEW), (257, DEQUANTIZED))),
         ("nvfp4", HOPPER, ((1, FEW), (257, DEQUANTIZED))),
-        ("2:4", HOPPER, ((1, FEW), (256, FEW), (257, EXPANDED), (4096, SPARSE), (4097, EXPANDED))),
+        ("2:4", HOPPER, ((1, FEW), (256, FEW), (4096, EXPANDED), (LEAST_ROWS, SPARSE), (LEAST_ROWS + 1, EXPANDED))),
         ("fp8", AMPERE, ((1, UNPACKED), (65, UNPACKED))),
         ("int8", AMPERE, ((1, FEW), (65, DEQUANTIZED))),
     ],
@@ -138,6 +139,11 @@ def test_splits_keep_groups_whole_and_divide_the_width() -> None:
                 assert width % tile.splits == 0
                 assert tile.kernel == "gemv" or part % tile.width == 0
                 assert group == 0 or part % group == 0
+                # Eight columns of 2:4 are one value, and tensor cores take 16 of these at least.
+                assert kind != "2:4" or tile.width >= 128
+    # 64 divides this width, 128 does not.
+    assert packed_tile(5, 512, 704, "2:4", 0, HOPPER) is None
+    assert packed_tile(5, 512, 704, "e4m3", 0, HOPPER) is not None
 
 
 def test_a_prompt_by_sparse_tensor_cores_is_noted_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,9 +152,9 @@ def test_a_prompt_by_sparse_tensor_cores_is_noted_without_the_library(monkeypatc
     noted: list[Variant] = []
     plain = torch.randn(256, 1024)
     weight = pack(plain.masked_fill(least_two_of_four(plain), 0.0).bfloat16(), SPARSITIES["2:4"]).to("meta")
-    x = torch.empty(4096, 1024, dtype=torch.bfloat16, device="meta")
+    x = torch.empty(LEAST_ROWS, 1024, dtype=torch.bfloat16, device="meta")
     bound = linear.bind("cuda", packed=True)
     with as_if_launched(HOPPER, noted.append):
         assert bound.launches(x, weight, None) == ("expand_kernel", "(cuSPARSELt)")
-        assert bound(x, weight, None).shape == (4096, 256)
+        assert bound(x, weight, None).shape == (LEAST_ROWS, 256)
     assert [variant.kernel for variant in noted] == ["expand_kernel"]

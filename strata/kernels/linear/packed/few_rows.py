@@ -27,14 +27,15 @@ from strata.kernels.split_counters import split_counters
 from strata.kernels.triton_import import HAS_TRITON
 
 IMPLEMENTATION = "packed, skinny"
-# Where a scheme rounds activations, more rows are multiplied in 8 bits: 64 took 73 us for a layer of 8B, as floats 104.
-MOST_ROUNDED_ROWS = 32
+# Where a scheme rounds activations, more rows are multiplied in 8 bits: of 64 a layer of 8B took 73 us and 9 for the
+# rounding, as floats 104; of 32, whose rows are padded no less, as floats 113.
+MOST_ROUNDED_ROWS = 16
 _SPLITS = (1, 2, 4, 8, 16)
 # Warps that a processor should have, to have enough loads under way; of values in half a byte, which take more
 # instructions, more, and twice as many if each has more columns than these.
 _WARPS_EACH, _HALVES_WARPS_EACH, _LONG_PART = 3.5, 5.5, 2048
 # The widest row that a program of `packed_gemv_kernel` holds at once; two rows of x took it twice as long as one.
-_GEMV_WIDTH = 16384
+GEMV_WIDTH = 16384
 # Larger weights are slower if they are launched early: their loads take the room of the kernel ahead. Smaller ones of
 # groups load two at a time.
 _SMALL_BYTES, _PREFETCH = 26 << 20, 512
@@ -173,7 +174,7 @@ def packed_tile(rows: int, out: int, width: int, kind: str, group: int, device: 
         return None
     early = device.capability >= (9, 0)
     a_byte = kind in ("e4m3", "int8", TWO_OF_FOUR)  # or little more, for each column
-    if a_byte and kind != TWO_OF_FOUR and not group and rows == 1 and width <= _GEMV_WIDTH:
+    if a_byte and kind != TWO_OF_FOUR and not group and rows == 1 and width <= GEMV_WIDTH:
         # A thread has 128 bytes of the weight under way.
         block = max(2048, next_power_of_2(width))
         return SkinnyTile("gemv", 4 if block <= 8192 else 2, block, min(8, block // 1024), early=early)
@@ -236,10 +237,12 @@ def _block_of(rows: int, out: int, width: int, kind: str, group: int) -> int:
     # Long turns take shared memory that many rows have other uses for.
     several = group >= 128 and kind == "int4" and _nbytes(out, width, kind) <= _SMALL_BYTES
     longest = 256 if rows <= 16 and (several or not group) else 128
+    # Of 2:4 eight columns are loaded as one value, and a product on tensor cores has 16 of these at least.
+    least = 128 if kind == TWO_OF_FOUR else 32
     for block in (256, 128, 64, 32):
         # Groups of four-bit floats are within a block; each of integers is a block of its own, of which two are a turn.
         whole = not group or group % block == 0 or (block % group == 0 and (kind == "e2m1" or several))
-        if block <= longest and width % block == 0 and whole:
+        if least <= block <= longest and width % block == 0 and whole:
             return block
     return 0
 

@@ -1,0 +1,116 @@
+"""How long products and experts take by packed weights, from the way in which their rows are multiplied.
+
+The constants were fitted to runs and kernels of 8B and 30B-A3B on one H200 (`benchmarks/results/h200_precision.jsonl`;
+docs/plan.md says how far off they are), in steps of models where there are any: alone, or in a chain of products, the
+same kernels are quicker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from strata.kernels.grid_sizes import ceil_div
+from strata.kernels.linear.packed.few_rows import GEMV_WIDTH, MOST_ROUNDED_ROWS, dot_shapes
+from strata.kernels.linear.packed.split_product import MOST_SPLIT_ROWS
+from strata.kernels.linear.skinny_tiles import MOST_ROWS
+from strata.kernels.moe.packed_experts import MOST_CONVERTED
+from strata.kernels.quant.packed import Scheme, multiplied_in
+
+# Kernels of experts: of a token alone; where values are converted, with the order of rows and the weighted sum; and
+# where rows are rounded, twice.
+_CHOICES, _CONVERTED, _ROUNDED = 2, 4, 6
+
+
+@dataclass(frozen=True)
+class PackedTimes:
+    """Seconds of a product, or of a mixture's experts, on a device; bandwidths in bytes/s, rates in FLOP/s.
+
+    A kernel takes `launch` beside its work, of few rows by a weight of fewer bytes than `filled` so much less. One row
+    by 8 bits takes the way of the weight at `bandwidth`. Few rows take `values` for each weight that becomes a float in
+    registers, by the kind of values, and `row` more for each row of their tiles. Rows in 8 bits take for each weight
+    what `tiles` have for the least rows that hold them. More rows than any has take their FLOPs at `rates`, by the
+    dtype in which is multiplied ("": the model's), experts at a share of these, `grouped`, and then the way of the
+    result. Rows that a kernel of its own rounds take `rounding`, and their way at `rounded_bandwidth`.
+    """
+
+    launch: float
+    filled: float
+    bandwidth: float
+    values: Mapping[str, float]
+    row: float
+    tiles: tuple[tuple[int, float], ...]
+    rates: Mapping[str, float]
+    grouped: float
+    rounding: float
+    rounded_bandwidth: float
+
+    def product(self, scheme: Scheme, rows: int, shape: tuple[int, int], nbytes: float, written: float) -> float | None:
+        """Of so many rows by a weight [out, width] of `nbytes` with its scales, the rows in 8 bits already where the
+        scheme rounds so many; None where the weight becomes floats in memory, and of values that were not measured.
+        """
+        if scheme.values not in self.values:
+            return None
+        weights, rounds = shape[0] * shape[1], bool(multiplied_in(scheme))
+        start = self.launch * min(1.0, nbytes / self.filled)
+        if rows == 1 and _streams(scheme) and shape[1] <= GEMV_WIDTH:
+            return start + nbytes / self.bandwidth
+        if rows <= (MOST_ROUNDED_ROWS if rounds else MOST_ROWS):
+            *_, most = dot_shapes(rows)[0]
+            return start + self._converted(scheme, weights, most * ceil_div(rows, most), nbytes)
+        if not rounds:
+            return None
+        if rows <= MOST_SPLIT_ROWS and not scheme.columns:
+            return start + weights * next(seconds for most, seconds in self.tiles if rows <= most)
+        compute = 2 * rows * weights / self.rates[multiplied_in(scheme)]
+        return self.launch + max(nbytes / self.bandwidth, compute) + written / self.bandwidth
+
+    def experts(self, scheme: Scheme, tokens: int, weights: float, flops: float, nbytes: float) -> float | None:
+        """Of those experts that so many tokens go to, with so many weights; None of values that were not measured."""
+        if not weights or scheme.values not in self.values:
+            return None
+        if tokens == 1 and _streams(scheme):
+            return _CHOICES * self.launch + nbytes / self.bandwidth
+        rows = flops / (2 * weights)  # of each expert
+        dtype = multiplied_in(scheme) if rows > MOST_CONVERTED else ""
+        compute = flops / (self.grouped * self.rates[dtype])
+        if dtype:
+            return _ROUNDED * self.launch + max(nbytes / self.bandwidth, compute)
+        return _CONVERTED * self.launch + max(self._converted(scheme, weights, rows, nbytes), compute)
+
+    def expanded(self, weights: float, nbytes: float, itemsize: int) -> float:
+        """To make floats of packed weights in memory."""
+        return self.launch + (nbytes + itemsize * weights) / self.bandwidth
+
+    def rounded(self, rows: int, width: int, itemsize: int) -> float:
+        """To round rows of floats by a kernel of its own."""
+        return self.rounding + rows * width * (itemsize + 1) / self.rounded_bandwidth
+
+    def _converted(self, scheme: Scheme, weights: float, rows: float, nbytes: float) -> float:
+        return max(nbytes / self.bandwidth, weights * (self.values[scheme.values] + self.row * rows))
+
+
+def _streams(scheme: Scheme) -> bool:
+    """Whether values that one row is multiplied by go past the tensor cores: whole bytes, with scales of rows."""
+    return scheme.values in ("e4m3", "int8") and not scheme.columns
+
+
+# By the name that drivers report. launch: T2 of 8B (four kernels a layer) and experts of one token. values, row: T2 of
+# 8B in int4, and products of e4m3 of 2 and 64 rows (docs/log.md); int8 and e2m1 were not measured so, and have those of
+# as many bits. tiles: decode steps of 8B. float8: T4 of 8B; int8, rounded_bandwidth: products of 8,192 rows. grouped:
+# not measured; as of plain experts, 484 of 800 TFLOP/s for 8,192 tokens of 30B-A3B (docs/log.md). filled: not measured;
+# the least weight that was.
+TIMES = {
+    "NVIDIA H200": PackedTimes(
+        launch=4.2e-6,
+        filled=8.4e6,
+        bandwidth=4.28e12,
+        values={"e4m3": 0.25e-12, "int8": 0.25e-12, "int4": 0.2033e-12, "e2m1": 0.2033e-12},
+        row=0.0024e-12,
+        tiles=((64, 0.273e-12), (128, 0.335e-12), (256, 0.684e-12)),
+        rates={"": 800e12, "float8": 1290e12, "int8": 1340e12},
+        grouped=0.6,
+        rounding=1.7e-6,
+        rounded_bandwidth=3.4e12,
+    )
+}

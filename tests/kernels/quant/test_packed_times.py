@@ -1,0 +1,141 @@
+"""Times of packed products and experts: by hand, and against what an H200 took."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from strata.bench.predictions.cases import Case
+from strata.kernels.quant.packed import Scheme
+from strata.kernels.quant.packed_times import TIMES, PackedTimes
+from strata.kernels.quant.schemes import SCHEMES
+from tests.plan.test_step_predictions import steps
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "h200_precision.jsonl"
+H200 = TIMES["NVIDIA H200"]
+SIZES = {
+    "8B": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
+    "0.6B": {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)},
+}
+# A launch takes a second, a byte one, a value of e4m3 three and of int4 two and half a second a row more; a FLOP in 8
+# bits a hundredth.
+HAND = PackedTimes(
+    launch=1.0,
+    filled=4.0,
+    bandwidth=1.0,
+    values={"e4m3": 3.0, "int4": 2.0},
+    row=0.5,
+    tiles=((64, 5.0), (256, 9.0)),
+    rates={"": 50.0, "float8": 100.0},
+    grouped=0.5,
+    rounding=1.0,
+    rounded_bandwidth=3.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rows", "seconds"),
+    [
+        ("fp8", 1, 1 + 8),  # streams past the tensor cores
+        ("fp8", 2, 1 + 8 * (3 + 4)),  # in tiles of 8 rows
+        ("fp8_block", 1, 1 + 8 * (3 + 4)),  # scales of blocks do not stream
+        ("fp8", 16, 1 + 8 * (3 + 8)),
+        ("fp8_weights", 40, 1 + 8 * (3 + 32)),
+        ("fp8", 17, 1 + 8 * 5),
+        ("fp8", 65, 1 + 8 * 9),
+        ("fp8_block", 64, 1 + 2 * 64 * 8 / 100 + 5),
+        ("fp8", 1000, 1 + 2 * 1000 * 8 / 100 + 5),
+        ("int4", 129, 1 + 8 * (2 + 128)),
+        ("int4", 257, None),  # becomes floats in memory
+        ("int8", 1, None),  # not measured
+    ],
+)
+def test_a_product_by_hand(scheme: str, rows: int, seconds: float | None) -> None:
+    assert HAND.product(SCHEMES[scheme], rows, (2, 4), 8.0, 5.0) == seconds
+
+
+def test_small_weights_have_less_of_a_launch() -> None:
+    assert HAND.product(SCHEMES["fp8"], 1, (1, 2), 2.0, 5.0) == 0.5 + 2
+
+
+@pytest.mark.parametrize(
+    ("scheme", "tokens", "flops", "seconds"),
+    [
+        ("fp8", 1, 16.0, 2 + 8),
+        ("int4", 1, 16.0, 4 + 8 * 2.5),
+        ("fp8", 2, 32.0, 4 + 8 * 4),  # two rows an expert are converted
+        ("fp8", 3, 48.0, 6 + 8),
+        ("fp8", 100, 1600.0, 6 + 1600 / (0.5 * 100)),
+    ],
+)
+def test_experts_by_hand(scheme: str, tokens: int, flops: float, seconds: float) -> None:
+    assert HAND.experts(SCHEMES[scheme], tokens, 8.0, flops, 8.0) == seconds
+
+
+def test_what_else_is_launched_by_hand() -> None:
+    assert HAND.expanded(8.0, 4.0, 2) == 1 + 4 + 2 * 8
+    assert HAND.rounded(3, 5, 2) == 1 + 3 * 5 * 3 / 3
+    assert HAND.product(Scheme("2:4", 0, 0), 1, (2, 4), 8.0, 5.0) is None
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()]
+
+
+def test_experts_that_were_measured(measured: list[dict[str, Any]]) -> None:
+    of_expert, count, chosen = 3 * 768 * 2048, 128, 8
+    lines = [line for line in measured if line.get("part") == "experts" and line["is_rule"]]
+    assert {line["tokens"] for line in lines} == {1, 64}
+    for line in lines:
+        rows = line["tokens"] * chosen
+        weights = min(count, rows) * of_expert  # choices fell evenly
+        found = H200.experts(SCHEMES["fp8"], line["tokens"], weights, 2 * rows * of_expert, weights)
+        assert found == pytest.approx(line["us"] * 1e-6, rel=0.03)
+
+
+def test_products_of_many_rows_that_were_measured(measured: list[dict[str, Any]]) -> None:
+    lines = [line for line in measured if line.get("scheme") == "int8" and "product" in line]
+    assert len(lines) == 8
+    for line in lines:
+        (out, width), rows = SIZES[line["model"]][line["product"]], line["rows"]
+        found = H200.product(SCHEMES["int8"], rows, (out, width), out * width, 2 * rows * out)
+        assert found is not None
+        assert found + H200.rounded(rows, width, 2) == pytest.approx(line["us"] * 1e-6, rel=0.04)
+
+
+def test_products_in_decode_steps_that_were_profiled(measured: list[dict[str, Any]]) -> None:
+    """Prompts of 700 tokens come in steps of 8,192, so that answers end one group after the other: steps have fewer
+    and fewer rows, 182 at most of 240 sequences. At that commit steps of more than 32 launched what was profiled."""
+    lines = [line for line in measured if line.get("test") == "profiled decodes"]
+    assert [line["sequences"] for line in lines] == [64, 128, 240]
+    for line in lines:
+        case = Case("profiled", ((line["sequences"], line["prompt"], line["answer"]),))
+        rows = [len(workload.new) for kind, workload in steps(case) if kind == "decode"]
+        large = [count for count in rows if count > 32]
+        # Of 128 sequences one step more.
+        assert line["launches"] * line["steps"] // 128 - len(large) in (0, 1)
+        layers = [
+            [H200.product(SCHEMES["fp8"], count, shape, shape[0] * shape[1], 0.0) for shape in SIZES["8B"].values()]
+            for count in large
+        ]
+        found = fmean(sum(seconds or 0.0 for seconds in layer) for layer in layers)
+        assert found == pytest.approx(4e-6 * line["us"] / line["launches"], rel=0.02)
+
+
+def test_products_of_few_rows_that_were_measured() -> None:
+    """e4m3 that becomes bfloat16, microseconds (docs/log.md, `MOST_ROUNDED_ROWS`)."""
+    scheme = SCHEMES["fp8_weights"]
+    took = {(64, "qkv"): 16, (64, "o"): 11, (64, "gate_up"): 49, (64, "down"): 27.5, (2, "gate_up"): 35}
+    for (rows, name), microseconds in took.items():
+        out, width = SIZES["8B"][name]
+        found = H200.product(scheme, rows, (out, width), out * width, 0.0)
+        assert found == pytest.approx(microseconds * 1e-6, rel=0.11), name
+    # A layer; 32 rows have the tiles of 64.
+    for rows, microseconds in ((32, 113), (64, 104)):
+        each = [H200.product(scheme, rows, shape, shape[0] * shape[1], 0.0) for shape in SIZES["8B"].values()]
+        assert sum(one or 0.0 for one in each) == pytest.approx(microseconds * 1e-6, rel=0.08)
