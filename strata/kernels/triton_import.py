@@ -22,6 +22,12 @@ except ImportError:
     HAS_TRITON = False
 
 
+def constant(text: str) -> str:
+    """A text, such as assembly, that kernels may read as a constant."""
+    found: str = tl.constexpr(text) if HAS_TRITON else text
+    return found
+
+
 def jit(kernel: Callable[..., Any], *, unspecialized: tuple[str, ...] = ()) -> Any:
     """`triton.jit` with quicker launches, or the function untouched where there is no Triton.
 
@@ -36,4 +42,4 @@ def jit(kernel: Callable[..., Any], *, unspecialized: tuple[str, ...] = ()) -> A
     return triton.jit(kernel, do_not_specialize=unspecialized)
 
 
-__all__ = ["HAS_TRITON", "gdc_launch_dependents", "gdc_wait", "jit", "libdevice", "tl", "triton"]
+__all__ = ["HAS_TRITON", "constant", "gdc_launch_dependents", "gdc_wait", "jit", "libdevice", "tl", "triton"]

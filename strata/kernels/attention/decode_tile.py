@@ -38,13 +38,22 @@ _LEAST_SPLITS = 4
 # For up to so many sequences: the fewest keys of a split, keys of a block, warps, stages, early. Measured in whole
 # steps on an H200: few sequences have many short splits, of many none is divided if it is not long, because a split
 # costs a join. An early start pays where the kernel ahead leaves room.
-_MEASURED = (
+_PLAIN = (
     (2, (64, 64, 4, 2, True)),
     (4, (128, 32, 2, 3, True)),
     (12, (128, 64, 4, 3, True)),
     (40, (256, 32, 2, 3, False)),
     (100, (768, 64, 2, 2, True)),
     (1 << 30, (1024, 64, 4, 3, True)),
+)
+# The same of pools in 8 bits, of the kernel alone on an H200: with half the bytes for as many instructions a key, few
+# warps share what a block takes beside its keys.
+_ROUNDED = (
+    (2, (128, 64, 4, 2, True)),
+    (12, (256, 64, 2, 3, True)),
+    (40, (512, 64, 2, 2, False)),
+    (100, (1536, 64, 2, 4, True)),
+    (1 << 30, (1024, 32, 1, 3, True)),
 )
 
 
@@ -53,9 +62,11 @@ def decode_tile(
 ) -> DecodeTile:
     """The tile for so many sequences of at most `most` keys, with `group` query heads to a KV head.
 
-    rounded: of pools in 8 bits, whose rows take registers twice, as they are and widened.
+    rounded: of pools in 8 bits.
     """
-    split, keys, warps, stages, early = next(sizes for limit, sizes in _MEASURED if sequences <= limit)
+    split, keys, warps, stages, early = next(
+        sizes for limit, sizes in (_ROUNDED if rounded else _PLAIN) if sequences <= limit
+    )
     splits = min(_MOST_SPLITS, max(_LEAST_SPLITS, _PROGRAMS // max(1, sequences)), max(1, -(-most // split)))
     if dtype == torch.float32:
         return DecodeTile(keys=16, warps=8, stages=2, split=split, splits=splits)
@@ -63,7 +74,7 @@ def decode_tile(
         keys, warps, stages = 32, 8 if group > 16 else 4, 3
     elif group >= 16:
         keys, warps, stages = 32, 4, 3
-    return DecodeTile(keys, max(warps, 4) if rounded else warps, stages, split, splits, early)
+    return DecodeTile(keys, warps, stages, split, splits, early)
 
 
 def shape_constants(group: int, head_dim: int, tile: DecodeTile) -> dict[str, int]:

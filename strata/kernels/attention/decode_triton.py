@@ -10,12 +10,22 @@ from functools import partial
 
 import torch
 
+from strata.kernels.attention.decode_rounded import attend_rounded, in_range, joined_columns, load_rounded
 from strata.kernels.attention.decode_tile import decode_tile, shape_constants
 from strata.kernels.attention.varlen_triton import join_sink
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.norm.norm import inverse_rms, scaled
 from strata.kernels.state.rounded_triton import powers_of, round_rows, rounding_constants
 from strata.kernels.triton_import import gdc_launch_dependents, gdc_wait, jit, tl
+
+
+@jit
+def _slots(table, start, end, page_stride, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The slots of the tokens at positions [start, start + BLOCK_N), int32, and where the exponents of their rows lie;
+    past `end` the last one again."""
+    position = tl.maximum(tl.minimum(start + tl.arange(0, BLOCK_N), end - 1), 0)
+    page = tl.load(table + position // PAGE_SIZE)
+    return page * PAGE_SIZE + position % PAGE_SIZE, page * page_stride + position % PAGE_SIZE
 
 
 @jit
@@ -229,7 +239,6 @@ def decode_attention_kernel(
     if k_exponents is not None:
         k_exponents += kv_head * PAGE_SIZE
         v_exponents += kv_head * PAGE_SIZE
-        marks = _marks(table, start, end, page_stride, PAGE_SIZE, BLOCK_N)
     if EARLY:
         _prefetch(keys, offsets, HEAD_PAD)
         _prefetch(values, offsets, HEAD_PAD)
@@ -293,18 +302,42 @@ def decode_attention_kernel(
     else:
         queries = tl.load(product + query_head * HEAD_DIM + columns, mask=held, other=0.0)
 
+    ROUNDED: tl.constexpr = k_exponents is not None and product.dtype.element_ty == tl.bfloat16
     if start < end:  # a loop that is known to run takes fewer registers: without this the compiler spills
-        for block in range(start, end, BLOCK_N):
-            block_keys, block_values = _load_block(keys, values, offsets, HEAD_DIM, HEAD_PAD)
+        if ROUNDED and HEAD_PAD == HEAD_DIM:
+            narrow, back = in_range(queries)
+            words = values.to(tl.pointer_type(tl.int32), bitcast=True)
+            quarter = tl.zeros((ROWS, HEAD_DIM // 4), tl.float32)
+            quarters = (quarter, quarter, quarter, quarter)
+            unit = 1
+            at, marks = _slots(table, start, end, page_stride, PAGE_SIZE, BLOCK_N)
+            next_k, next_v = tl.load(k_exponents + marks), tl.load(v_exponents + marks)
+            for block in range(start, end, BLOCK_N):
+                block_keys, block_words = load_rounded(keys, words, at, kv_heads, HEAD_DIM)
+                k_powers, v_powers = next_k, next_v
+                # A block ahead: slots for the pipeline's sake, and exponents, bytes that it does not load.
+                at, marks = _slots(table, block + BLOCK_N, end, page_stride, PAGE_SIZE, BLOCK_N)
+                next_k, next_v = tl.load(k_exponents + marks), tl.load(v_exponents + marks)
+                maximum, weight, unit, quarters = attend_rounded(
+                    narrow, back, maximum, weight, unit, quarters, block_keys, block_words, k_powers, v_powers,
+                    block, end, lowest, scale, WINDOW, BLOCK_N, IS_INTEGER,
+                )  # fmt: skip
+            result = joined_columns(quarters, unit, ROWS, HEAD_DIM)
+        else:
             if k_exponents is not None:
-                block_keys = _widened(block_keys, tl.load(k_exponents + marks), queries.dtype)
-                block_values = _widened(block_values, tl.load(v_exponents + marks), queries.dtype)
-                marks = _marks(table, block + BLOCK_N, end, page_stride, PAGE_SIZE, BLOCK_N)
-            # Looked up a block ahead: loads that wait for a lookup could not be pipelined.
-            offsets = _offsets(table, block + BLOCK_N, end, token_stride, PAGE_SIZE, BLOCK_N)
-            maximum, weight, result = _attend(
-                queries, maximum, weight, result, block_keys, block_values, block, end, lowest, scale, WINDOW, BLOCK_N
-            )
+                marks = _marks(table, start, end, page_stride, PAGE_SIZE, BLOCK_N)
+            for block in range(start, end, BLOCK_N):
+                block_keys, block_values = _load_block(keys, values, offsets, HEAD_DIM, HEAD_PAD)
+                if k_exponents is not None:
+                    block_keys = _widened(block_keys, tl.load(k_exponents + marks), queries.dtype)
+                    block_values = _widened(block_values, tl.load(v_exponents + marks), queries.dtype)
+                    marks = _marks(table, block + BLOCK_N, end, page_stride, PAGE_SIZE, BLOCK_N)
+                # Looked up a block ahead: loads that wait for a lookup could not be pipelined.
+                offsets = _offsets(table, block + BLOCK_N, end, token_stride, PAGE_SIZE, BLOCK_N)
+                maximum, weight, result = _attend(
+                    queries, maximum, weight, result, block_keys, block_values,
+                    block, end, lowest, scale, WINDOW, BLOCK_N,
+                )  # fmt: skip
     if FUSED and is_last:
         result += tl.exp2(new_score - maximum)[:, None] * new_value.to(tl.float32)
     if SINKS and split == 0:  # once a sequence
@@ -348,7 +381,7 @@ def compile_cases() -> list[CompileCase]:
         _case(bf16, 8, 64, 16, 128, 1, norm=False, sinks=True),
         _case(bf16, 4, 128, 16, None, 32, of_heads=True),
         _case(bf16, 4, 128, 16, None, 64, norm=True, rounded=torch.float8_e4m3fn),
-        _case(bf16, 4, 128, 16, None, 64, rounded=torch.int8),
+        _case(bf16, 4, 128, 16, None, 128, rounded=torch.int8),
     ]
 
 

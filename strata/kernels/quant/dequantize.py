@@ -15,21 +15,15 @@ from strata.kernels.compile_case import CompileCase
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.quant.packed import TWO_OF_FOUR, PackedWeight, dense
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import HAS_TRITON, constant, jit, tl
 
 # The first with a type for e4m3.
 E4M3_CAPABILITY = (8, 9)
 
 
-def _constant(text: str) -> str:
-    """A text that kernels may read as a constant."""
-    constant: str = tl.constexpr(text) if HAS_TRITON else text
-    return constant
-
-
 # Four bytes a turn, spread over the halves of two registers. 0x4300 is 128 in bfloat16, 0xc300 -128, 0xc308 -136,
 # 0x3f80 1 and 0x7e80 2^126; lop3 with 0xea is (a & b) | c.
-INT8_ASSEMBLY = _constant("""{
+INT8_ASSEMBLY = constant("""{
 .reg .b32 a, b, c, d, one;
 mov.b32 one, 0x3f803f80;
 prmt.b32 a, $2, 0, 0x4140;
@@ -42,7 +36,7 @@ fma.rn.bf16x2 $0, a, one, c;
 fma.rn.bf16x2 $1, b, one, d;
 }""")
 # The same of float32: a byte, 128 more than it stands for, at the end of 2^23 (0x4b000000).
-WIDE_INT8_ASSEMBLY = _constant("""{
+WIDE_INT8_ASSEMBLY = constant("""{
 .reg .b32 a, b, base;
 mov.b32 base, 0x4b000000;
 xor.b32 a, $4, 0x80808080;
@@ -73,8 +67,8 @@ fma.rn.bf16x2 $2, c, one, base;
 fma.rn.bf16x2 $3, d, one, base;
 }}"""
 # Of codes from 0 to 15, and those less 8.
-UINT4_ASSEMBLY = _constant(_INT4.format(base="0xc300c300"))
-INT4_ASSEMBLY = _constant(_INT4.format(base="0xc308c308"))
+UINT4_ASSEMBLY = constant(_INT4.format(base="0xc300c300"))
+INT4_ASSEMBLY = constant(_INT4.format(base="0xc308c308"))
 _E2M1 = """{
 .reg .b32 a, b, c, d, s, factor, none;
 mov.b32 factor, 0x7e807e80;
@@ -111,7 +105,7 @@ def _scaled(text: str) -> str:
     return text
 
 
-E2M1_ASSEMBLY, SCALED_E2M1_ASSEMBLY = _constant(_E2M1), _constant(_scaled(_E2M1))
+E2M1_ASSEMBLY, SCALED_E2M1_ASSEMBLY = constant(_E2M1), constant(_scaled(_E2M1))
 
 
 @jit

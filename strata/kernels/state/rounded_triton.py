@@ -50,10 +50,11 @@ def round_rows(rows, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, IS_INTEGER:
         scaled = tl.minimum(tl.maximum(scaled, -127.0), 127.0)
     else:
         # To the nearest with three bits after the first, ties to even; below 2^-6, where e4m3 has no first bit, to the
-        # nearest multiple of 2^-9, which 1.5 * 2^14 has no bits below.
+        # nearest multiple of 2^-9, which 1.5 * 2^14 has no bits below. Zeros keep the sign.
         bits = scaled.to(tl.int32, bitcast=True)
-        kept = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-        scaled = tl.where(tl.abs(scaled) < 0.015625, (scaled + 24576.0) - 24576.0, kept)
+        kept = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+        small = ((tl.abs(scaled) + 24576.0) - 24576.0).to(tl.int32, bitcast=True) | (bits & -0x80000000)
+        scaled = tl.where(tl.abs(scaled) < 0.015625, small, kept).to(tl.float32, bitcast=True)
     return scaled, tl.where(tl.min(finite.to(tl.int32), 1) == 1, exponents, 255)
 
 
