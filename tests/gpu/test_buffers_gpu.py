@@ -19,7 +19,8 @@ from tests.models.batches import HandPaged
 
 pytestmark = pytest.mark.gpu
 
-LAYERS, PAGE = 3, 16
+# Rotary tables end where the longest sequence does.
+LAYERS, PAGE, LONGEST = 3, 16, 8192
 # An allocator cuts a block only where more than so much would be left of it.
 UNCUT = 2 << 20
 
@@ -29,7 +30,12 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     shape, quantization = request.param
     folder = tmp_path_factory.mktemp(shape)
     (folder / "config.json").write_text(json.dumps(SHAPES[shape] | {"num_hidden_layers": LAYERS}))
-    options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 1024, "num_pages": 128}
+    options = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": LONGEST,
+        "num_pages": LONGEST // PAGE,
+    }
     options |= {"device": "cuda", "max_num_seqs": 4, "max_num_batched_tokens": 64, "quantization": quantization}
     return build_engine(EngineConfig.from_options(folder, options), log=lambda _: None)
 
@@ -50,7 +56,7 @@ def moved(value: Any, device: str) -> Any:
     return pytree.tree_map(lambda one: one.to(device) if isinstance(one, Tensor) else one, value)
 
 
-@pytest.mark.parametrize(("sequences", "tokens"), [(32, 1), (200, 1), (1, 2048), (1, 8192), (3, 700)])
+@pytest.mark.parametrize(("sequences", "tokens"), [(32, 1), (200, 1), (1, 2048), (1, LONGEST), (3, 700)])
 def test_the_allocator_gives_what_was_planned(engine: Engine, sequences: int, tokens: int) -> None:
     cached = 200 if tokens == 1 else 0
     paged = HandPaged(engine.config, sequences, cached + tokens, PAGE, torch.bfloat16)

@@ -117,7 +117,9 @@ def test_an_engine_finds_the_same_ids_with_all_keys_kept(tmp_path_factory: pytes
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     found = []
     for options in ({}, {"sparse_prefill": 1.0, "sparse_prefill_min_keys": 64, "sparse_prefill_block": 64}):
-        llm = LLM(folder, device="cuda", dtype="float32", skip_tokenizer_init=True, verbose=False, **options)
+        llm = LLM(
+            folder, device="cuda", dtype="float32", skip_tokenizer_init=True, verbose=False, num_pages=100, **options
+        )
         found.append([one.outputs[0].token_ids for one in llm.generate(prompts, params, use_tqdm=False)])
         if options:
             assert llm.engine.graphs.sparse_logits is not None
