@@ -111,7 +111,7 @@ def ways(given: Operands) -> Iterator[tuple[str, Callable[[], Call]]]:
 
 
 def parts(given: Operands) -> Iterator[tuple[str, Callable[[], Call]]]:
-    """What Strata's way by cuSPARSELt does beside the product."""
+    """What making the library's order in each call would take beside the product."""
     yield "part: expanded", lambda: partial(expand_on_device, given.packed)
     yield "part: compressed for cusparselt", lambda: partial(torch._cslt_compress, given.weight)
 

@@ -52,7 +52,7 @@ from strata.kernels.attention.sparse.page_choice import PageChoice
 from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, Rows, virtual_sequences
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.linear.packed.few_rows import MOST_ROUNDED_ROWS
-from strata.kernels.linear.packed.many_rows import multiplies_rounded
+from strata.kernels.linear.packed.in_8_bits import multiplies_rounded
 from strata.kernels.quant.packed import PackedWeight
 from strata.kernels.state.clear_page_ends import clear_page_ends
 from strata.kernels.state.gather_tables import gather_tables

@@ -109,7 +109,7 @@ def attend_rounded(
     shrink = tl.exp2(maximum - largest)
     weight = weight * shrink + tl.sum(weights, 1)
     # By 2^15 more, float16 has room for small weights.
-    exponents = value_exponents.to(tl.int32)
+    exponents = tl.where(visible, value_exponents.to(tl.int32), 0)
     highest = tl.maximum(unit, tl.max(exponents, 0))
     powers = _power(exponents - highest + 142)
     powers = tl.where(exponents == 255, float("nan"), powers)

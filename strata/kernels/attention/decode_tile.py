@@ -46,8 +46,8 @@ _PLAIN = (
     (100, (768, 64, 2, 2, True)),
     (1 << 30, (1024, 64, 4, 3, True)),
 )
-# The same of pools in 8 bits, of the kernel alone on an H200: with half the bytes for as many instructions a key, few
-# warps share what a block takes beside its keys.
+# The same of pools in 8 bits that are multiplied in float16, of the kernel alone on an H200: with half the bytes for as
+# many instructions a key, few warps share what a block takes beside its keys.
 _ROUNDED = (
     (2, (128, 64, 4, 2, True)),
     (12, (256, 64, 2, 3, True)),
@@ -57,6 +57,11 @@ _ROUNDED = (
 )
 
 
+def multiplies_in_float16(head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether decodes over pools in 8 bits are multiplied in float16 (`decode_rounded.py`): the kernel's own rule."""
+    return dtype == torch.bfloat16 and head_dim == next_power_of_2(head_dim) and head_dim >= 64
+
+
 def decode_tile(
     group: int, head_dim: int, dtype: torch.dtype, sequences: int, most: int, *, rounded: bool = False
 ) -> DecodeTile:
@@ -64,9 +69,12 @@ def decode_tile(
 
     rounded: of pools in 8 bits.
     """
+    in_float16 = rounded and multiplies_in_float16(head_dim, dtype)
     split, keys, warps, stages, early = next(
-        sizes for limit, sizes in (_ROUNDED if rounded else _PLAIN) if sequences <= limit
+        sizes for limit, sizes in (_ROUNDED if in_float16 else _PLAIN) if sequences <= limit
     )
+    if rounded and not in_float16:
+        warps = 4  # fewer have no room for keys and values in 8 bits beside what they become
     splits = min(_MOST_SPLITS, max(_LEAST_SPLITS, _PROGRAMS // max(1, sequences)), max(1, -(-most // split)))
     if dtype == torch.float32:
         return DecodeTile(keys=16, warps=8, stages=2, split=split, splits=splits)

@@ -112,13 +112,6 @@ for _name, _run, _fits, _launched, _held in (
         many_rows.rounded_bytes,
     ),
     (
-        "2:4, cusparselt",
-        two_of_four.sparse,
-        two_of_four.fits_sparse,
-        two_of_four.SPARSE_KERNELS,
-        two_of_four.sparse_bytes,
-    ),
-    (
         "2:4 expanded, cublas",
         two_of_four.expanded,
         two_of_four.fits_expanded,

@@ -11,12 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata.engine.ahead.derive import as_if_launched
-from strata.kernels.compiling.variant import Variant
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits, as_if_on
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.packed.few_rows import packed_tile
-from strata.kernels.linear.packed.two_of_four import LEAST_ROWS
 from strata.kernels.quant import dequantize
 from strata.kernels.quant.packed import PackedWeight, Scheme, pack, unpacked_values
 from strata.kernels.quant.schemes import SCHEMES, SPARSITIES
@@ -63,7 +60,7 @@ HOPPER = DeviceLimits("NVIDIA H200", (9, 0), SHARED_BYTES, 132)
 AMPERE = DeviceLimits("NVIDIA A100", (8, 0), SHARED_BYTES, 108)
 FEW, SPLIT, ROUNDED, SCALED = "packed, skinny", "rounded, split", "rounded, triton", "rounded, cublas"
 DEQUANTIZED, UNPACKED = "dequantized, cublas", "unpacked, cublas"
-EXPANDED, SPARSE = "2:4 expanded, cublas", "2:4, cusparselt"
+EXPANDED = "2:4 expanded, cublas"
 
 
 def placed(name: str, rows: int, limits: DeviceLimits, width: int = 1024) -> tuple[Tensor, PackedWeight, None]:
@@ -84,16 +81,13 @@ def placed(name: str, rows: int, limits: DeviceLimits, width: int = 1024) -> tup
         ("fp8_block", HOPPER, ((1, FEW), (65, ROUNDED))),
         ("int4", HOPPER, ((1, FEW), (256, FEW), (257, DEQUANTIZED))),
         ("nvfp4", HOPPER, ((1, FEW), (257, DEQUANTIZED))),
-        ("2:4", HOPPER, ((1, FEW), (256, FEW), (4096, EXPANDED), (LEAST_ROWS, SPARSE), (LEAST_ROWS + 1, EXPANDED))),
+        ("2:4", HOPPER, ((1, FEW), (256, FEW), (257, EXPANDED), (32768, EXPANDED))),
         ("fp8", AMPERE, ((1, UNPACKED), (65, UNPACKED))),
-        ("int8", AMPERE, ((1, FEW), (65, DEQUANTIZED))),
+        ("int8", AMPERE, ((1, FEW), (17, FEW), (256, FEW), (257, DEQUANTIZED))),
     ],
 )
-def test_each_number_of_rows_is_served_by(
-    name: str, limits: DeviceLimits, served: tuple[tuple[int, str], ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_number_of_rows_is_served_by(name: str, limits: DeviceLimits, served: tuple[tuple[int, str], ...]) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: True)
     bound = linear.bind("cuda", packed=True)
     for rows, implementation in served:
         assert bound.choose(*placed(name, rows, limits)).name == implementation, rows
@@ -144,17 +138,3 @@ def test_splits_keep_groups_whole_and_divide_the_width() -> None:
     # 64 divides this width, 128 does not.
     assert packed_tile(5, 512, 704, "2:4", 0, HOPPER) is None
     assert packed_tile(5, 512, 704, "e4m3", 0, HOPPER) is not None
-
-
-def test_a_prompt_by_sparse_tensor_cores_is_noted_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: True)
-    noted: list[Variant] = []
-    plain = torch.randn(256, 1024)
-    weight = pack(plain.masked_fill(least_two_of_four(plain), 0.0).bfloat16(), SPARSITIES["2:4"]).to("meta")
-    x = torch.empty(LEAST_ROWS, 1024, dtype=torch.bfloat16, device="meta")
-    bound = linear.bind("cuda", packed=True)
-    with as_if_launched(HOPPER, noted.append):
-        assert bound.launches(x, weight, None) == ("expand_kernel", "(cuSPARSELt)")
-        assert bound(x, weight, None).shape == (LEAST_ROWS, 256)
-    assert [variant.kernel for variant in noted] == ["expand_kernel"]

@@ -18,6 +18,7 @@ from torch import Tensor
 from strata.kernels.device_limits import LEAST_CAPABILITY, DeviceLimits
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.linear.packed.few_rows_kernels import packed_dot_kernel, packed_gemv_kernel
+from strata.kernels.linear.packed.in_8_bits import takes_rounded
 from strata.kernels.linear.skinny import Launch, scratch_bytes
 from strata.kernels.linear.skinny_tiles import MOST_ROWS, SkinnyTile
 from strata.kernels.op import ATEN
@@ -255,8 +256,9 @@ def kernels_of(tile: SkinnyTile | None, weight: PackedWeight) -> tuple[Any, ...]
 
 
 def fits_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
-    """Up to so many rows that arithmetic in 8 bits, where the scheme has it, would not be faster."""
-    most = MOST_ROUNDED_ROWS if weight.activations else MOST_ROWS
+    """Up to so many rows that arithmetic in 8 bits, where scheme and device have it, would not be faster."""
+    rounded = takes_rounded(weight, x.dtype, DeviceLimits.of(x.device))
+    most = MOST_ROUNDED_ROWS if rounded else MOST_ROWS
     return x.numel() <= most * weight.shape[1] and chosen_tile(x, weight) is not None
 
 

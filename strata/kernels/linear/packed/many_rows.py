@@ -16,7 +16,8 @@ from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.linear import fixed
 from strata.kernels.linear.packed.few_rows import ordered
-from strata.kernels.linear.packed.rounded_kernel import WIDTH, choose_tile, rounded_product_kernel
+from strata.kernels.linear.packed.in_8_bits import has_rounded_kernel, has_scales_of_rows, in_8_bits, multiplies_rounded
+from strata.kernels.linear.packed.rounded_kernel import choose_tile, rounded_product_kernel
 from strata.kernels.linear.packed.split_product import (
     SplitTile,
     split_product,
@@ -26,7 +27,7 @@ from strata.kernels.linear.packed.split_product import (
 )
 from strata.kernels.op import ATEN, CUBLAS
 from strata.kernels.quant.dequantize import can_dequantize, dequantize, dequantize_kernel
-from strata.kernels.quant.fp8 import ALIGNMENT, library_product
+from strata.kernels.quant.fp8 import library_product
 from strata.kernels.quant.packed import PackedWeight, dense, wide_scales
 from strata.kernels.quant.round_rows import round_rows, round_rows_kernel
 from strata.kernels.triton_import import HAS_TRITON
@@ -34,14 +35,12 @@ from strata.kernels.triton_import import HAS_TRITON
 if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-# Beside the copy engine and 8-bit tensor cores, the library's scales of rows.
-_HOPPER = (9, 0)
 _round = round_rows.bind("cuda")
 
 
 def fits_scaled_mm(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
     """e4m3 with scales of rows, and activations likewise; the library writes bfloat16 alone for these."""
-    return _has_scales_of_rows(weight) and x.numel() > 0 and _in_8_bits(x.dtype, weight, DeviceLimits.of(x.device))
+    return has_scales_of_rows(weight) and x.numel() > 0 and in_8_bits(x.dtype, weight, DeviceLimits.of(x.device))
 
 
 def scaled_mm(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -60,7 +59,7 @@ def scaled_mm_of_rounded(
 
 def fits_rounded(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
     """int8 with scales of rows, or both kinds in blocks of columns, activations likewise."""
-    return _has_rounded_kernel(weight) and x.numel() > 0 and _in_8_bits(x.dtype, weight, DeviceLimits.of(x.device))
+    return has_rounded_kernel(weight) and x.numel() > 0 and in_8_bits(x.dtype, weight, DeviceLimits.of(x.device))
 
 
 def rounded_product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -126,12 +125,6 @@ def _split_tile(x: Tensor, weight: PackedWeight) -> SplitTile | None:
     return split_tile(x.numel() // width, out, width, DeviceLimits.of(x.device).processors)
 
 
-def multiplies_rounded(weight: PackedWeight, dtype: torch.dtype, limits: DeviceLimits) -> bool:
-    """Whether many rows of this dtype, of which the columns are as they come, are rounded to be multiplied by it."""
-    multiplied = _has_scales_of_rows(weight) or _has_rounded_kernel(weight)
-    return multiplied and weight.order is None and _in_8_bits(dtype, weight, limits)
-
-
 def fits_split_of_rounded(
     values: Tensor, scales: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype
 ) -> bool:
@@ -141,13 +134,13 @@ def fits_split_of_rounded(
 def fits_scaled_mm_of_rounded(
     values: Tensor, scales: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype
 ) -> bool:
-    return _has_scales_of_rows(weight) and _fits_of_rounded(values, weight, dtype)
+    return has_scales_of_rows(weight) and _fits_of_rounded(values, weight, dtype)
 
 
 def fits_product_of_rounded(
     values: Tensor, scales: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype
 ) -> bool:
-    return _has_rounded_kernel(weight) and _fits_of_rounded(values, weight, dtype)
+    return has_rounded_kernel(weight) and _fits_of_rounded(values, weight, dtype)
 
 
 def _fits_of_rounded(values: Tensor, weight: PackedWeight, dtype: torch.dtype) -> bool:
@@ -175,33 +168,6 @@ def fixed_tiles(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> 
 def unpacked(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """What any device can: the weight in floats by torch, x not rounded."""
     return F.linear(x, dense(weight, x.dtype), bias)
-
-
-def _has_scales_of_rows(weight: PackedWeight) -> bool:
-    by_rows = weight.columns == 0 and weight.rows in (0, 1) and weight.activations == "row"
-    return weight.kind == "e4m3" and by_rows
-
-
-def _has_rounded_kernel(weight: PackedWeight) -> bool:
-    group, kind = weight.columns, weight.activations
-    if weight.kind not in ("e4m3", "int8") or not HAS_TRITON:
-        return False
-    whole = kind == "row" and group == 0 and weight.kind == "int8"
-    blocks = kind == "block" and group >= WIDTH and group & (group - 1) == 0 and weight.order is None
-    return (whole or blocks) and weight.scales.stride(1) == 1
-
-
-def _in_8_bits(dtype: torch.dtype, weight: PackedWeight, limits: DeviceLimits) -> bool:
-    """Whether the device and the library take these operands in 8 bits."""
-    values = weight.values
-    return (
-        dtype == torch.bfloat16
-        and weight.zeros is None
-        and all(size % ALIGNMENT == 0 for size in values.shape)
-        and values.is_contiguous()
-        and values.data_ptr() % 16 == 0
-        and limits.capability >= _HOPPER
-    )
 
 
 def _rows_of(x: Tensor, weight: PackedWeight) -> Tensor:

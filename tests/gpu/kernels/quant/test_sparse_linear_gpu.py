@@ -23,7 +23,6 @@ from strata.kernels.linear.packed.few_rows import (
     multiply,
     packed_tile,
 )
-from strata.kernels.linear.packed.two_of_four import LEAST_ROWS
 from strata.kernels.linear.prenorm import linear_add, scaled_linear, scaled_linear_silu_mul
 from strata.kernels.linear.silu_mul import linear_silu_mul
 from strata.kernels.linear.skinny_tiles import SkinnyTile
@@ -130,7 +129,7 @@ def test_expanded_weights_are_the_dense_ones_to_the_bit(dtype: torch.dtype, out:
     assert torch.equal(expand_on_device(weight), plain)
 
 
-@pytest.mark.parametrize(("rows", "out", "width"), [(257, 1024, 3072), (1000, 272, 1040), (LEAST_ROWS + 1, 512, 1024)])
+@pytest.mark.parametrize(("rows", "out", "width"), [(257, 1024, 3072), (1000, 272, 1040), (32769, 512, 1024)])
 def test_many_rows_over_the_dense_weight(rows: int, out: int, width: int) -> None:
     (plain, weight), x, bias = draw_sparse(out, width), draw(rows, width), draw(out)
     chosen = linear.bind("cuda", packed=True).choose(x, weight, bias)
@@ -138,24 +137,7 @@ def test_many_rows_over_the_dense_weight(rows: int, out: int, width: int) -> Non
     assert torch.equal(chosen.run(x, weight, bias), F.linear(x, plain, bias))
 
 
-@pytest.mark.skipif(not torch.backends.cusparselt.is_available(), reason="this torch has no cuSPARSELt")
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize(("out", "width"), [(6144, 4096), (272, 1040), (4096, 14336)])
-def test_prompts_by_sparse_tensor_cores(out: int, width: int, with_bias: bool, dtype: torch.dtype) -> None:
-    (plain, weight), x = draw_sparse(out, width, dtype), draw(LEAST_ROWS, width, dtype=dtype)
-    bias = draw(out, dtype=dtype) if with_bias else None
-    chosen = linear.bind("cuda", packed=True).choose(x, weight, bias)
-    assert chosen.name == "2:4, cusparselt"
-    result, exact = chosen.run(x, weight, bias), exact_linear(x, plain, bias)
-    assert result.shape == exact.shape
-    assert result.isfinite().all()
-    assert (result.double() - exact).norm() <= 5e-3 * exact.norm()
-    in_fours = chosen.run(x.view(4, -1, width), weight, bias)
-    assert torch.equal(in_fours.view(result.shape), result)
-
-
-@pytest.mark.parametrize("rows", [1, 300, LEAST_ROWS])
+@pytest.mark.parametrize("rows", [1, 300, 4096])
 def test_a_recorded_chain_reads_what_the_launch_before_wrote(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # to poison the results would put kernels between the launches
     weights, x = [draw_sparse(2048, 2048)[1] for _ in range(3)], draw(rows, 2048)
