@@ -1,0 +1,106 @@
+"""Runs of a list: order, what is left out or ended, what is done before; and whether the list's commands are there."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+runs = import_module("benchmarks.runs.__main__")
+
+ABOUT = {"commit": "a", "device": "none"}
+ROOT = Path(__file__).resolve().parents[2]
+LISTED = runs.read(runs.RUNS)
+
+
+def run(name: str, code: str, seconds: float = 5.0, results: str = "") -> object:
+    return runs.Run(name, "some", f"python -c {shlex.quote(code)} {{save}}", seconds, "nothing", results)
+
+
+def lines(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
+
+
+def test_all_run_in_order_and_a_failure_stops_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write = "import sys; open(sys.argv[1], 'a').write('{}\\n'); print('said {}')"
+    chosen = [
+        run("first", write.format(1, 1), results="figures.jsonl"),
+        run("second", "raise SystemExit(3)"),
+        run("third", write.format(3, 3), results="figures.jsonl"),
+    ]
+    assert runs.perform_all(chosen, tmp_path, 60, ABOUT) == 1
+    assert [(line["name"], line["fault"]) for line in lines(tmp_path)] == [
+        ("first", ""),
+        ("second", "exit code 3"),
+        ("third", ""),
+    ]
+    assert all(line["commit"] == "a" for line in lines(tmp_path))
+    assert (tmp_path / "figures.jsonl").read_text() == "1\n3\n"
+    said = (tmp_path / "log.txt").read_text()
+    assert said.index("said 1") < said.index("=== second") < said.index("said 3")
+    assert "second: exit code 3" in capsys.readouterr().out
+
+
+def test_what_failed_and_what_is_of_another_commit_runs_again(tmp_path: Path) -> None:
+    chosen = [run("good", "pass"), run("bad", "raise SystemExit(1)")]
+    runs.perform_all(chosen, tmp_path, 60, ABOUT)
+    runs.perform_all(chosen, tmp_path, 60, ABOUT)
+    assert [line["name"] for line in lines(tmp_path)] == ["good", "bad", "bad"]
+    runs.perform_all(chosen, tmp_path, 60, ABOUT | {"commit": "b"})
+    assert [line["name"] for line in lines(tmp_path)] == ["good", "bad", "bad", "good", "bad"]
+
+
+def test_a_run_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
+    parent = (
+        "import subprocess, sys, time; "
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+        "print('child', child.pid, flush=True); time.sleep(600)"
+    )
+    assert runs.perform_all([run("long", parent, seconds=1.0)], tmp_path, 60, ABOUT) == 1
+    assert lines(tmp_path)[0]["fault"] == "not done after 2 s"
+    child = int((tmp_path / "log.txt").read_text().split("child ")[-1].split()[0])
+    status = Path(f"/proc/{child}/stat")
+    assert not status.exists() or status.read_text().split()[2] in "ZX"
+
+
+def test_what_the_limit_has_no_room_for_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert runs.perform_all([run("long", "pass", seconds=100), run("short", "pass")], tmp_path, 60, ABOUT) == 1
+    assert [line["name"] for line in lines(tmp_path)] == ["short"]
+    assert "long: left out, takes 100 s of" in capsys.readouterr().out
+
+
+def test_an_unknown_topic_is_an_error() -> None:
+    asked = [sys.executable, "-m", "benchmarks.runs", "precison"]
+    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "unknown topic 'precison'; there are correctness, precision" in done.stderr
+
+
+def test_names_are_told_apart() -> None:
+    assert len({one.name for one in LISTED}) == len(LISTED)
+    assert all(("{save}" in one.command) == bool(one.results) for one in LISTED)
+
+
+@cache
+def told(program: Sequence[str]) -> str:
+    """What a program says of its options."""
+    return subprocess.run([*program, "--help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("listed", LISTED, ids=lambda one: one.name)
+def test_each_command_is_there_with_its_options(listed: object, tmp_path: Path) -> None:
+    words = listed.arguments(tmp_path)  # type: ignore[attr-defined]
+    module, rest = words[2], words[3:]
+    if module == "pytest":
+        assert all((ROOT / word).exists() for word in rest if word.startswith("tests/"))
+        return
+    commands = 0 if module != "strata" else 2 if rest[0] == "bench" else 1
+    offered = told((*words[: 3 + commands],))
+    assert [word for word in rest if word.startswith("--") and word not in offered] == []
