@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strata.bench import workloads
@@ -50,15 +51,25 @@ class Setup:
         """Where the model comes from: a folder, or a shape by its name."""
         return folder_or_shape(self.model)
 
+    @property
+    def _loads(self) -> str:
+        from strata.models.shapes import SHAPES
+
+        return self.load_format or ("dummy" if self.model in SHAPES else "auto")
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The folder whose weights are read, which may be packed; None if they are made up."""
+        return Path(self.source) if self._loads == "auto" else None
+
     def llm_options(self) -> dict[str, Any]:
         """The keyword arguments of LLM: no prefix cache, so that every repetition does all the work."""
-        from strata.models.shapes import SHAPES
         from strata.plan.meta_model import find_config
 
         length = min(workloads.MAX_MODEL_LEN, find_config(self.source).longest)
         return {
             "model": self.source,
-            "load_format": self.load_format or ("dummy" if self.model in SHAPES else "auto"),
+            "load_format": self._loads,
             "quantization": self.quantization,
             "sparsity": self.sparsity,
             "passes": self.passes,
@@ -177,7 +188,7 @@ def costs_on(setup: Setup, product: str) -> CostsOn | None:
     if ranks > 1:
         shard, link = RankShard.of(config, ranks, 0, expert_parallel=setup.enable_expert_parallel), link_of(device)
     dtype = DTYPES.get(setup.dtype)
-    packing = setup.quantization, setup.sparsity
+    packing = setup.quantization, setup.sparsity, setup.checkpoint
     model = meta_model(config, device, dtype, setup.deterministic, shard, None, *packing, passes=setup.passes)
     return CostsOn(model.step_costs(), device, dtype_name(model.dtype), link)
 

@@ -10,11 +10,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from strata.bench import workloads
 from strata.bench.result import HostGap, make_result, report
-from strata.bench.run import Setup, floor_on, started
+from strata.bench.run import Setup, costs_on, floor_on, started
 from strata.hardware.roofline import Workload
+from strata.models.folder import BUILTIN_FOLDER
+from strata.models.quantized.calibrate.quantize import quantize
+from strata.models.quantized.calibrate.settings import Rounding
+from strata.plan.explain.ceilings import steps_on_gpu
+from strata.plan.meta_model import find_config
 
 FLOORS = {
     ("8B", "T1"): 13_654,
@@ -52,6 +59,34 @@ def test_floors_on_the_h200_agree_with_the_published_ones(model: str, name: str)
     # Those take all tokens of the prompts through all layers. Behind the last attention only sampled rows are run.
     saved = 2 * BEHIND_ATTENTION[model] * (sum(test.prompt_lengths) - len(test.prompts)) / 800e12
     assert test.value(seconds + saved) == pytest.approx(FLOORS[model, name], rel=0.01)
+
+
+def test_floors_of_a_folder_that_is_packed_count_its_bytes(tmp_path: Path) -> None:
+    quantize(BUILTIN_FOLDER, tmp_path / "int4", Rounding.of("int4", "rtn", 64, ()), [], torch.device("cpu"))
+    stored = [
+        sum(
+            tensor.nbytes
+            for path in folder.glob("*.safetensors")
+            for name, tensor in load_file(path).items()
+            if ".layers." in name
+        )
+        for folder in (BUILTIN_FOLDER, tmp_path / "int4")
+    ]
+    read = []
+    for folder in (BUILTIN_FOLDER, tmp_path / "int4"):
+        setup = Setup(str(folder), None, "bfloat16", "auto", False)
+        found = costs_on(setup, "NVIDIA H200")
+        assert found is not None
+        read.append(found.costs.step(Workload((1,), (2,)), 1).weights)
+        assert (
+            steps_on_gpu(find_config(str(folder)), "bfloat16", "NVIDIA H200", folder=setup.checkpoint)
+            .costs.step(Workload((1,), (2,)), 1)
+            .weights
+            == read[-1]
+        )
+    saved = stored[0] - stored[1]
+    assert saved > 0.6 * stored[0]
+    assert read[0] - read[1] == pytest.approx(saved, rel=0.02)
 
 
 def test_the_floor_of_two_ranks_is_half_of_one_ranks_weights() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,5 +59,5 @@ def _on_gpu(llm: LLM, setup: Setup, dtype: str) -> StepSeconds:
     return steps_on_gpu(engine.config, dtype, product, setup.deterministic, shard, *_in_bits(setup))
 
 
-def _in_bits(setup: Setup) -> tuple[str | None, str]:
-    return setup.quantization, setup.kv_cache_dtype
+def _in_bits(setup: Setup) -> tuple[str | None, str, Path | None]:
+    return setup.quantization, setup.kv_cache_dtype, setup.checkpoint

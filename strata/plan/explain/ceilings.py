@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -80,9 +81,13 @@ def steps_on_processor(
     deterministic: bool = False,
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
+    folder: Path | None = None,
 ) -> StepSeconds:
-    """dtype: as torch names it. Raises ValueError if no peak in it is known of the processor."""
-    model = host_model(config, DTYPES[dtype], deterministic, quantization)
+    """dtype: as torch names it. folder: of the checkpoint, which may be packed.
+
+    Raises ValueError if no peak in it is known of the processor.
+    """
+    model = host_model(config, DTYPES[dtype], deterministic, quantization, folder=folder)
     return StepSeconds(replace(model, rounded=KV_DTYPES[kv_cache_dtype]), device)
 
 
@@ -94,11 +99,15 @@ def steps_on_gpu(
     shard: RankShard | None = None,
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
+    folder: Path | None = None,
 ) -> StepSeconds:
-    """product: as the driver names it. Raises ValueError for a device that is not in the database."""
+    """product: as the driver names it. folder: as for `steps_on_processor`.
+
+    Raises ValueError for a device that is not in the database.
+    """
     device = recognize(product)
     if device is None:
         known = ", ".join(one.product for one in DEVICES.values() if one.cuda is not None)
         raise ValueError(f"{product} is not in the device database, so nothing tells its floors; known are {known}")
-    model = meta_model(config, device, DTYPES[dtype], deterministic, shard, quantization=quantization)
+    model = meta_model(config, device, DTYPES[dtype], deterministic, shard, quantization=quantization, folder=folder)
     return StepSeconds(replace(model, rounded=KV_DTYPES[kv_cache_dtype]), device)
