@@ -157,7 +157,7 @@ class LayerPrices:
         self, precision: Precision, pairs: list[tuple[NodeCost, Prediction]], around: float, launches: float
     ) -> StepPrice:
         """The same step in a precision of weights: see `StepPredictor.in_fewer_bits`."""
-        packs = precision.quantization != self._precision.quantization
+        packs = precision.stored is not None or precision.quantization != self._precision.quantization
         origins, messages = dict.fromkeys(ORIGINS, 0.0), 0.0
         compute = memory = communication = 0.0
         for node, found in pairs:

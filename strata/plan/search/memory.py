@@ -157,7 +157,7 @@ class Memory:
         """The config of a rank, with the whole vocabulary, and the sizes of an engine with default options. Raises
         ValueError for a precision that the engine refuses."""
         asked = self.asked(layout, EngineConfig.max_num_seqs, _BUDGET, precision)
-        if precision != AS_CHECKPOINT:
+        if precision.options:
             config, sizes = self._ranks(layout, rank)
             pool = replace(sizes.pool, rounded=precision.rounded)
             sizes = replace(sizes, pool=pool, groups=groups_of(asked, config, pool, sizes.max_length))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 
 from strata.engine.engine_config import KV_DTYPES, EngineConfig
+from strata.engine.startup.packing import Packing
 from strata.graph.cost import MIXTURES, NodeCost
 from strata.hardware.roofline import Cost
 from strata.kernels.quant.packed import Scheme, pack
 from strata.kernels.quant.schemes import scheme_of
+from strata.models.config import ModelConfig
+from strata.models.families import build
 
 # Of a weight whose groups all are whole.
 _ROWS, _COLUMNS = 128, 4096
@@ -19,10 +24,12 @@ _ROWS, _COLUMNS = 128, 4096
 
 @dataclass(frozen=True)
 class Precision:
-    """quantization, kv_cache_dtype: as `EngineConfig` has them. Raises ValueError for a name that it does not know."""
+    """quantization, kv_cache_dtype: as `EngineConfig` has them. stored: how a checkpoint that is packed already has its
+    products. Raises ValueError for a name that `EngineConfig` does not know."""
 
     quantization: str | None = EngineConfig.quantization
     kv_cache_dtype: str = EngineConfig.kv_cache_dtype
+    stored: Scheme | None = None
 
     def __post_init__(self) -> None:
         EngineConfig("", quantization=self.quantization, kv_cache_dtype=self.kv_cache_dtype)
@@ -53,12 +60,12 @@ class Precision:
     @property
     def scheme(self) -> Scheme | None:
         """Of packed weights."""
-        return None if self.quantization is None else scheme_of(self.quantization)
+        return self.stored if self.quantization is None else scheme_of(self.quantization)
 
     def cost(self, node: NodeCost, itemsize: int) -> Cost:
         """Of a node of floats of so many bytes, with its weights packed; as it is if it reads none of a layer."""
         cost = node.cost
-        if self.quantization is None or not _is_layer_product(node):
+        if self.scheme is None or not _is_layer_product(node):
             return cost
         saved = int(cost.weights * (1 - self._weight_bytes / itemsize))
         return replace(cost, read=cost.read - saved, weights=cost.weights - saved)
@@ -70,6 +77,16 @@ class Precision:
         with torch.device("meta"):
             packed = pack(torch.empty(_ROWS, _COLUMNS), self.scheme)
         return packed.nbytes / packed.numel()
+
+
+def stored_scheme(config: ModelConfig, folder: Path) -> Scheme | None:
+    """How the checkpoint in a folder has most products of layers packed; None if it has none. Raises ValueError for
+    one that the engine does not read."""
+    with torch.device("meta"):
+        model = build(config)
+    schemes = Packing.of(None, model, folder=folder).schemes
+    counts = Counter(scheme for name, scheme in schemes.items() if ".layers." in name)
+    return max(counts, key=counts.__getitem__, default=None)
 
 
 AS_CHECKPOINT = Precision()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from strata.plan.search.choice import Choice, command, request_flops
 from strata.plan.search.layer_prices import StepPrice
 from strata.plan.search.machine import Machine
 from strata.plan.search.pools import Pools, best_pools
-from strata.plan.search.precision import AS_CHECKPOINT, Precision
+from strata.plan.search.precision import AS_CHECKPOINT, Precision, stored_scheme
 from strata.plan.search.search import Found, Question, Search
 from strata.plan.search.speculation import Speculation, best_speculation
 from strata.plan.search.traffic import Objectives, Traffic
@@ -227,6 +227,8 @@ def serving_plan(
             f"prompt and answer have up to {traffic.longest:,} tokens, and {model} is made for {config.longest:,}: "
             "give shorter ones"
         )
+    if Path(model_file).is_dir() and precision.quantization is None:
+        precision = replace(precision, stored=stored_scheme(config, Path(model_file)))
     dtype = resolve_dtype("auto", config, _CUDA)
     machine = Machine.of(listed, dtype_name(dtype), per_host, network)
     question = Question(model, config, dtype, machine, devices, traffic, objectives, precision)

@@ -67,7 +67,7 @@ class Search:
         self.question = question
         self.memory = Memory(question.config, question.machine, question.traffic, question.model)
         asked = question.precision
-        self.precisions = (asked, *(IN_FEWER_BITS if asked == AS_CHECKPOINT else ()))
+        self.precisions = (asked, *(() if asked.options else IN_FEWER_BITS))
         self.why_not = cache(self._why_not)
         self._anchors: dict[Layout, Anchors] = {}
         self._tables: dict[tuple[Layout, Precision], StepTable] = {}

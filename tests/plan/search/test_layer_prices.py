@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from strata.comm.symmetric import imagined
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
+from strata.models.folder import BUILTIN_FOLDER
+from strata.models.quantized.calibrate.quantize import quantize
+from strata.models.quantized.calibrate.settings import Rounding
 from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
 from strata.plan.meta_model import find_config, meta_model
 from strata.plan.search.layer_prices import LayerPrices
 from strata.plan.search.layout import Layout
 from strata.plan.search.machine import Machine
-from strata.plan.search.precision import AS_CHECKPOINT, IN_FEWER_BITS, Precision
+from strata.plan.search.precision import AS_CHECKPOINT, IN_FEWER_BITS, Precision, stored_scheme
+from strata.plan.search.report import ServingPlan, serving_plan
+from strata.plan.search.traffic import Objectives, Traffic
 from strata.plan.step_seconds import StepSeconds
 
 H200 = device("h200")
@@ -79,3 +86,35 @@ def test_fewer_bits_are_read_as_such(machine: Machine) -> None:
     assert fp8.bounds.memory - fp8_kv.bounds.memory == pytest.approx(cached / bandwidth, rel=1e-6)
     assert fp8_kv.seconds < fp8.seconds < plain.seconds
     assert fp8.origins["analytic"] > plain.origins["analytic"]
+
+
+def test_a_folder_that_is_packed_is_priced_by_what_it_holds(machine: Machine, tmp_path: Path) -> None:
+    folder = tmp_path / "int4"
+    quantize(BUILTIN_FOLDER, folder, Rounding.of("int4", "rtn", 64, ()), [], torch.device("cpu"))
+    config = find_config(str(folder))
+    scheme = stored_scheme(config, folder)
+    assert scheme is not None
+    assert (scheme.values, scheme.columns) == ("int4", 64)
+    prices = LayerPrices(config, machine, Layout(), torch.bfloat16)
+    weights = sum(
+        layer.numel() for name, layer in load_file(BUILTIN_FOLDER / "model.safetensors").items() if "_proj" in name
+    )
+    saved = weights * (2 - 0.5 - 4 / 64)  # of 64 values in 4 bits a scale in float32
+    for workload in STEPS.values():
+        plain, found = prices.prices(workload, [AS_CHECKPOINT, Precision(stored=scheme)])
+        assert plain.bounds.memory - found.bounds.memory == pytest.approx(
+            saved / H200.ceiling("bandwidth").value, rel=0.002
+        )
+    assert stored_scheme(find_config(str(BUILTIN_FOLDER)), BUILTIN_FOLDER) is None
+
+
+def test_a_plan_of_such_a_folder_reads_less(tmp_path: Path) -> None:
+    def plan(folder: Path) -> ServingPlan:
+        traffic, none = Traffic.of(100, 20), Objectives(None, None)
+        return serving_plan(str(folder), str(folder), H200, 1, traffic, none, 1, 1e9, None)
+
+    quantize(BUILTIN_FOLDER, tmp_path / "int4", Rounding.of("int4", "rtn", 64, ()), [], torch.device("cpu"))
+    packed, plain = plan(tmp_path / "int4"), plan(BUILTIN_FOLDER)
+    assert packed.decode.bounds.memory < plain.decode.bounds.memory
+    assert packed.question.precision.words == plain.question.precision.words == []
+    assert packed.found.best.held.weights < plain.found.best.held.weights
