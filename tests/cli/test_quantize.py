@@ -15,7 +15,8 @@ from strata.train.data.calibration import exercise_samples, file_samples
 
 
 def test_the_built_in_model_is_written_with_its_tokenizer(tmp_path: Path) -> None:
-    out = tmp_path / "fp8"
+    out = tmp_path / ("in a folder with a name that is longer than a line of the terminal " * 2) / "[bold]fp8"
+    out.parent.mkdir()
     result = CliRunner().invoke(app, ["quantize", "builtin", "--out", str(out), "--skip", "*.layers.0.*"])
     assert result.exit_code == 0, result.output
     config = json.loads((out / "config.json").read_text())["quantization_config"]
@@ -24,7 +25,7 @@ def test_the_built_in_model_is_written_with_its_tokenizer(tmp_path: Path) -> Non
         "down_proj", "gate_proj", "k_proj", "lm_head", "o_proj", "q_proj", "up_proj", "v_proj",
     ]  # fmt: skip
     assert (out / "tokenizer.json").read_bytes() == (BUILTIN_FOLDER / "tokenizer.json").read_bytes()
-    assert "fp8 by rtn" in result.output
+    assert f"{out}: fp8 by rtn, 0 tokens" in result.output
 
 
 def test_calibration_text_is_read_in_samples(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def prune(
     from strata.models.pruned.report import zeros_of
     from strata.models.pruned.settings import Pruning
 
-    folder, console = model_folder(model), Console(stderr=True, highlight=False)
+    folder, console = model_folder(model), Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     if count_activations:
         if out is not None:
             raise ValueError(f"--count-activations writes nothing, and --out {out} is given; leave out one of them")

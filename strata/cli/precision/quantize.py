@@ -47,7 +47,7 @@ def quantize(
     from strata.models.quantized.calibrate.settings import Rounding
 
     rounding = Rounding.of(scheme, method, group, tuple(skip or ()))
-    folder, console = model_folder(model), Console(stderr=True, highlight=False)
+    folder, console = model_folder(model), Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     sequences = []
     if rounding.needs_text or calibration is not None:
         sequences = sequences_of(folder, calibration, samples, length)
