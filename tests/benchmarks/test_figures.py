@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-runs = import_module("benchmarks.runs.__main__")
+runs = import_module("benchmarks.figures.__main__")
 
 ABOUT = {"commit": "a", "device": "none"}
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,7 +77,7 @@ def test_what_the_limit_has_no_room_for_is_left_out(tmp_path: Path, capsys: pyte
 
 
 def test_an_unknown_topic_is_an_error() -> None:
-    asked = [sys.executable, "-m", "benchmarks.runs", "precison"]
+    asked = [sys.executable, "-m", "benchmarks.figures", "precison"]
     done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "unknown topic 'precison'; there are correctness, precision" in done.stderr
