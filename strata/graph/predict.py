@@ -36,6 +36,8 @@ _ALGORITHMS = {
     "two_shot_kernel": "two shots",
 }
 _SUMS = ("all_reduce", "all_reduce_add_rms_norm", "start_all_reduce")
+# In one shot a rank sends all that it has to each other one, whether that is added up there or not.
+_GATHERS = "gather_rows_kernel"
 _NORM = "add_rms_norm"
 # What passes over memory as another does that was measured.
 _ALIKE = {
@@ -223,11 +225,15 @@ class StepPredictor:
         return replace(found, seconds=found.seconds + more)
 
     def _message(self, node: NodeCost) -> Prediction | None:
-        """Sums by their algorithm, with the norm that is behind them; all else as NCCL's of as many bytes."""
+        """Sums by their algorithm, with the norm that is behind them, and what is gathered in one shot as a sum in one;
+        all else as NCCL's of as many bytes."""
         if self.sums is None:
             return None
         if node.operation not in _SUMS:
-            return self.sums.sent(node.cost.sent)
+            found = None
+            if _GATHERS in node.kernels:
+                found = self.sums.predict("one shot", node.cost.sent // (self.ranks - 1), self.ranks)
+            return found or self.sums.sent(node.cost.sent)
         nbytes = math.prod(node.shape) * getattr(torch, self.dtype).itemsize
         algorithm = next((_ALGORITHMS[kernel] for kernel in node.kernels if kernel in _ALGORITHMS), "nccl")
         found = self.sums.predict(algorithm, nbytes, self.ranks)

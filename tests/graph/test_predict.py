@@ -147,6 +147,7 @@ def test_sums_over_ranks_go_by_the_algorithm_of_their_kernel() -> None:
     # The norm that is a kernel of its own moves four times the bytes, at 1 TB/s.
     assert seconds("all_reduce_add_rms_norm", "one_shot_kernel", "add_rms_norm_kernel") == pytest.approx(13e-6)
     assert seconds("all_gather", "(NCCL)") == pytest.approx(9e-6)
+    assert seconds("all_gather", "gather_rows_kernel") == pytest.approx(5e-6)
     # Of an algorithm that nobody measured, the link.
     assert seconds("all_reduce", "two_shot_kernel") == pytest.approx(3e-6 + 2e-5)
 

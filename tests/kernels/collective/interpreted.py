@@ -11,6 +11,8 @@ import json
 import multiprocessing
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from triton.runtime import interpreter
 
 from strata.comm import all_reduce_cuda as launches
 from strata.comm import expert_rows_cuda
+from strata.comm.all_gather_cuda import one_shot_gather
 from strata.comm.mesh import Axis
 from strata.comm.symmetric import Layout, SymmetricMemory
 from strata.kernels.collective import all_reduce, rounded_parts
@@ -33,6 +36,8 @@ SHAPES = {
     "one_shot_norm": [(3, 132), (2, 132)],
     "flagged_norm": [(3, 132), (5, 132)],
     "gather_rows": [(3, 130), (40, 64)],
+    "gather_columns": [(3, 130), (40, 64)],
+    "gather_keys": [(33, 4), (300, 4)],
     "scatter_sums": [(4, 130), (40, 64)],
 }
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
@@ -80,10 +85,17 @@ def run_rank(folder: Path, rank: int, ranks: int, dtype: torch.dtype) -> None:
             given = (*norm_inputs(x.shape, dtype), 1e-5) if name.endswith("norm") else ()
             if rank == call % ranks:
                 time.sleep(0.02)  # now this rank is late, now that
-            where = expert_rows_cuda if name in ("gather_rows", "scatter_sums") else launches
-            result = getattr(where, name)(x, axis, *given)
+            result = _launcher(name)(x, axis, *given)
             found[f"{name} {call}"] = [one.tolist() for one in (result if isinstance(result, tuple) else (result,))]
     (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+def _launcher(name: str) -> Callable[..., Any]:
+    if name == "gather_columns":
+        return partial(one_shot_gather, dim=-1)
+    if name == "gather_keys":
+        return lambda x, axis: one_shot_gather(x.view(torch.int64), axis, 1).view(x.dtype)
+    return getattr(expert_rows_cuda if name in ("gather_rows", "scatter_sums") else launches, name)
 
 
 def run_parts(folder: Path) -> None:

@@ -44,6 +44,9 @@ def test_ranks_in_any_order_get_the_bits_of_the_reference(ranks: int, dtype: str
                 if name == "gather_rows":
                     parts = [numbers(peer, call, shapes[call % 2], kind) for peer in range(ranks)]
                     assert torch.equal(got[0], torch.cat(parts)), (name, call, rank)
+                elif name in ("gather_columns", "gather_keys"):
+                    parts = [numbers(peer, call, shapes[call % 2], kind) for peer in range(ranks)]
+                    assert torch.equal(got[0], torch.cat(parts, 1)), (name, call, rank)
                 elif name == "scatter_sums":
                     assert torch.equal(got[0], whole.to(kind).chunk(ranks)[rank]), (name, call, rank)
                 elif name.endswith("norm"):
