@@ -12,21 +12,20 @@ from typing import Any
 from strata.kernels.collective.all_reduce import (
     ONE_SHOT_TILES,
     PACKETS,
-    PROGRAMS,
     addresses,
     as_words,
-    high_half,
     inbox_of,
     joined,
-    low_half,
     received,
+    received_sum,
+    region_of,
     send_packets,
     start_early,
 )
 from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
-_PROGRAMS, _PACKETS = (tl.constexpr(number) if HAS_TRITON else number for number in (PROGRAMS, PACKETS))
+_PACKETS = tl.constexpr(PACKETS) if HAS_TRITON else PACKETS
 
 
 @partial(jit, unspecialized=("rank",))
@@ -51,7 +50,7 @@ def gather_rows_kernel(
     start_early(EARLY)
     epoch = tl.load(counters + program) + 1
     given = tl.load(as_words(x) + at, mask=at < words, other=0)
-    region = ((epoch & 1) * _PROGRAMS + program) * (WORLD * _PACKETS)
+    region = region_of(program, epoch, WORLD)
     send_packets(given, lane, at < words, boxes, rank, epoch, region + rank * _PACKETS, WORLD)
     own = tl.multiple_of(inbox.to(tl.pointer_type(tl.int64), bitcast=True), 16) + region
     place = at // part * (WORLD * part) + at % part
@@ -82,7 +81,7 @@ def scatter_sums_kernel(
     boxes = addresses(peers, WORLD)
     start_early(EARLY)
     epoch = tl.load(counters + program) + 1
-    region = ((epoch & 1) * _PROGRAMS + program) * (WORLD * _PACKETS)
+    region = region_of(program, epoch, WORLD)
     for step in range(1, WORLD + 1):
         peer = (rank + step) % WORLD
         given = tl.load(as_words(x) + peer * words + at, mask=held, other=0)
@@ -90,13 +89,7 @@ def scatter_sums_kernel(
         box = tl.multiple_of(inbox_of(boxes, peer, WORLD).to(tl.pointer_type(tl.int64)), 16)
         tl.store(box + region + rank * _PACKETS + lane, packets, mask=held)
     dtype: tl.constexpr = x.dtype.element_ty
-    low = tl.zeros([BLOCK], tl.float32)
-    high = low
-    own = tl.multiple_of(inbox.to(tl.pointer_type(tl.int64), bitcast=True), 16) + region
-    for source in range(WORLD):
-        found = received(own + source * _PACKETS, lane, held, epoch)
-        low += low_half(found, dtype)
-        high += high_half(found, dtype)
+    low, high = received_sum(lane, held, epoch, inbox, region, WORLD, BLOCK, dtype)
     tl.store(counters + program, epoch)
     tl.store(as_words(result) + at, joined(low, high, dtype), mask=held)
 
