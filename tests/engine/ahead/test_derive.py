@@ -77,6 +77,7 @@ def test_kernels_of_ranks_are_derived_with_their_messages(elsewhere: Callable[..
         "gather_rows_kernel",
         "one_shot_kernel",
         "one_shot_norm_kernel",
+        "one_shot_received_norm_kernel",
         "two_shot_kernel",
         "flagged_norm_kernel",
         "received_rms_norm_kernel",
