@@ -15,7 +15,8 @@ from strata.kernels.linear.skinny import Inboxes, SkinnyProduct, kernels_of, mul
 from strata.kernels.linear.skinny_tiles import SkinnyTile
 from strata.kernels.linear.tile_choice import chosen_tile
 
-# Of more rows the store and the load that are saved are little beside the message, and other tiles divide the width.
+# Of more rows the store and the load that are saved are little beside the message (not measured), and tiles divide the
+# width.
 SENT_ROWS = 8
 _WORD = 4
 
