@@ -38,6 +38,7 @@ from strata.graph.product_times import measured_seconds, products_of
 from strata.graph.quantize import quantize
 from strata.graph.ranks.divide_tokens import divide_tokens
 from strata.graph.ranks.fuse_messages import fuse_messages
+from strata.graph.ranks.fuse_sent_products import fuse_sent_products
 from strata.graph.ranks.narrow_messages import NARROW_TOKENS, narrow_messages
 from strata.graph.ranks.overlap import overlap as overlap_messages
 from strata.graph.ranks.overlap_rule import overlapping_tokens, row_division
@@ -357,7 +358,7 @@ def step_graphs(
         # Nobody counts experts there: a rank has a share of the tokens, and the slots of all.
         divided = bound(with_messages(divide_tokens(any_step(counted=False), Along(CONTEXT_AXIS, context.size))))
     if by_rows:
-        small = bound(run(fuse_products, run(fuse_decode_attention, whole())))
+        small = bound(run(fuse_sent_products, run(fuse_products, run(fuse_decode_attention, whole()))))
         large = bound(with_rounding(run(fuse_decode_attention, whole())))
     elif kind == "cuda":
         small = large = bound(whole())
