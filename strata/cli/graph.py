@@ -57,7 +57,10 @@ def graph(
     quantization: options.Quantization = None,
     sparsity: options.Sparsity = None,
     passes: Annotated[
-        str, typer.Option(help="Which run: all, exact, none, names, -name to leave out, or list to show them.")
+        str,
+        typer.Option(
+            help="Which run: all, exact, none, names, -name to leave out, +name to add, or list to show them."
+        ),
     ] = "all",
     draw: Annotated[
         Path | None,

@@ -28,7 +28,8 @@ Sparsity = Annotated[
     str | None, engine_option(help="2:4: weights with two zeros in each four columns are kept without them.")
 ]
 Passes = Annotated[
-    str, engine_option(help="Over graphs: all, exact, none, names, or -name to leave out; graph lists them.")
+    str,
+    engine_option(help="Over graphs: all, exact, none, names, or -name to leave out, +name to add; graph lists them."),
 ]
 Device = Annotated[str, engine_option(help="auto, cpu, cuda or cuda:N.")]
 TensorParallelSize = Annotated[

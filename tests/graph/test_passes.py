@@ -8,7 +8,7 @@ import torch
 from strata.engine.engine_config import EngineConfig
 from strata.engine.step_graphs import step_graphs
 from strata.graph.cost import operation_counts
-from strata.graph.passes import ALL_PASSES, PASSES, listing, passes_of
+from strata.graph.passes import PASSES, listing, passes_of
 from strata.hardware.specs import device
 from strata.models.config import config_from_dict
 from strata.models.families import build
@@ -18,15 +18,20 @@ from strata.plan.meta_model import find_config, meta_model
 from tests.models.batches import packed, random_sequences
 from tests.models.checkpoints import FAMILY_CONFIGS
 
+DEFAULT = {one.name for one in PASSES} - {"fuse_sent_products"}
+
 
 @pytest.mark.parametrize(
     ("text", "run"),
     [
-        ("all", {one.name for one in PASSES}),
+        ("all", DEFAULT),
         ("none", set()),
-        ("exact", {"merge", "fuse_residual_norms", "fuse_query_key_writes", "fuse_sent_products", "fuse_rounding"}),
+        ("exact", {"merge", "fuse_residual_norms", "fuse_query_key_writes", "fuse_rounding"}),
         ("merge, fuse_rounding", {"merge", "fuse_rounding"}),
-        ("-fuse_products,-merge", {one.name for one in PASSES} - {"merge", "fuse_products"}),
+        ("-fuse_products,-merge", DEFAULT - {"merge", "fuse_products"}),
+        ("+fuse_sent_products", DEFAULT | {"fuse_sent_products"}),
+        ("-merge, +fuse_sent_products,+merge", DEFAULT - {"merge"} | {"fuse_sent_products"}),
+        ("fuse_sent_products", {"fuse_sent_products"}),
     ],
 )
 def test_passes_are_chosen_by_name(text: str, run: set[str]) -> None:
@@ -38,7 +43,7 @@ def test_passes_are_chosen_by_name(text: str, run: set[str]) -> None:
     [
         ("fuse", "there is no pass 'fuse'; accepted are all, exact, none, or names, .* of merge, fuse_residual_norms"),
         ("", "there is no pass ''"),
-        ("merge,-fuse_products", "names with a minus that do not, not both"),
+        ("merge,-fuse_products", "names with a minus or a plus, not both"),
         ("all,-merge", "there is no pass 'all'"),
     ],
 )
@@ -62,7 +67,7 @@ SEEN = {
 
 
 def test_each_pass_has_a_line_and_an_effect() -> None:
-    assert set(SEEN) == ALL_PASSES
+    assert set(SEEN) == {one.name for one in PASSES}
     lines = listing().splitlines()
     assert [line.split()[0] for line in lines[1 : len(PASSES) + 1]] == [one.name for one in PASSES]
     assert max(map(len, lines)) <= 80
@@ -75,7 +80,7 @@ def test_what_is_left_out_is_not_done(name: str) -> None:
     shard = RankShard.of(config, 2, 0) if name in ("fuse_messages", "fuse_sent_products") else None
     scheme = None if shard is not None else "fp8"
     graph, operation = SEEN[name]
-    for passes, is_there in (("all", True), (f"-{name}", False), ("none", False)):
+    for passes, is_there in ((f"+{name}", True), (f"-{name}", False), ("none", False)):
         graphs = meta_model(config, device("h200"), shard=shard, quantization=scheme, passes=passes).graphs
         assert (operation_counts(getattr(graphs, graph))[operation] > 0) == is_there, passes
 
