@@ -401,7 +401,9 @@ class EngineSizes:
             attends &= library_limit(limits, config, dtype, asked.page_size) is None
             # It reads pages of floats alone, but a step's own rows are floats.
             library, fresh = attends and pool.rounded is None, attends and keeps_neighbours_apart(dtype)
-            recorded = recorded_sizes(asked.max_num_seqs, max_tokens, parameters, library, fresh, division)
+            exchanged = None if shard is None or asked.deterministic else shard.exchange_tokens(dtype)
+            given = asked.max_num_seqs, max_tokens, parameters
+            recorded = recorded_sizes(*given, library, fresh, division, exchanged)
         sizes = tuple(replace(size, groups=len(groups)) for size in recorded)
         return EngineSizes(
             max_length, max_tokens, pool, groups, weight_bytes, parameters, sizes, library, states, packing, division

@@ -23,8 +23,9 @@ from strata.cache.tables import BufferShape, StepBuffer
 from strata.engine.faults import is_lack_of_memory
 from strata.engine.ranks.token_division import RankStep, TokenDivision, rows_of
 from strata.engine.sampler import DrawInputs
-from strata.engine.step_graphs import DivisionInputs, DrawStep, StepGraphs, StepInputs
+from strata.engine.step_graphs import StepGraphs
 from strata.engine.steps.groups import WindowSteps
+from strata.engine.steps.inputs import DivisionInputs, DrawStep, StepInputs
 from strata.graph.cudagraph import Recordings
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, MAX_TOKENS, Rows, as_virtual_sequences
@@ -86,15 +87,21 @@ def recorded_sizes(
     library: bool,
     fresh: bool = False,
     division: TokenDivision | None = None,
+    exchanged: int | None = None,
 ) -> list[BufferShape]:
     """All sizes of steps of a model that get a CUDA graph. library: cuDNN can attend for prompts in them, over pages;
-    fresh: over keys that are in none. division: how ranks divide the tokens of some."""
+    fresh: over keys that are in none. division: how ranks divide the tokens of some. exchanged: from how many tokens on
+    rows go to the ranks of their experts alone, of which the host has to know; where launches hide behind the device's
+    work such steps are launched."""
     most = min(max_sequences, max_tokens)  # each sequence of a step has a token
     decode = (BufferShape(count, count, count) for count in decode_buckets(most))
     mixed = mixed_buckets(most, min(max_tokens, max_mixed_tokens(parameters, library or fresh)), library, fresh)
     if fresh and not library:
         largest = max_mixed_tokens(parameters, library)
         mixed = [size for size in mixed if size.fresh or size.tokens <= largest]
+    if exchanged is not None:
+        largest = max(exchanged - 1, max_mixed_tokens(parameters, library=False))
+        mixed = [size for size in mixed if size.tokens <= largest]
     divided = []
     if division is not None:
         rows = min(rows_of(-(-max_tokens // division.ranks)), max_mixed_tokens(parameters, library))

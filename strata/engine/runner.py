@@ -23,8 +23,9 @@ from strata.engine.ranks.step_room import StepRoom
 from strata.engine.ranks.token_division import RankStep
 from strata.engine.recorded_steps import RecordedSteps, draw_inputs, step_inputs
 from strata.engine.sampler import DrawRow, LogprobTensors, Sampler
-from strata.engine.step_graphs import DrawStep, StepGraphs
+from strata.engine.step_graphs import StepGraphs
 from strata.engine.steps.groups import WindowSteps
+from strata.engine.steps.inputs import DrawStep
 from strata.engine.steps.observer import StepObserver
 from strata.engine.steps.runner_config import RunnerConfig
 from strata.engine.steps.slots import SlotState, meets
@@ -318,7 +319,7 @@ class Runner:
             assert self._graphs.divided is not None
             logits = self._graphs.divided.forward(batch, buffer.tensors["rows"], buffer.tensors["chosen"])
         else:
-            logits = graphs.logits_of(plan.tokens).forward(batch, buffer.tensors["rows"])
+            logits = graphs.launched_logits_of(shape.tokens).forward(batch, buffer.tensors["rows"])
         if not draws:
             return self._finish(plan, self._newest[:0], None, prompt_logprobs)
         undrawn = Undrawn(plan, arrays, buffer, logits[:draws], None, prompt_logprobs)

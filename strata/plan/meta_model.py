@@ -28,7 +28,8 @@ from strata.engine.recorded_steps import (
 from strata.engine.sampler import DrawInputs
 from strata.engine.startup.packing import Packing
 from strata.engine.step_cost import least_costs, token_division
-from strata.engine.step_graphs import DivisionInputs, DrawStep, Overlap, StepGraphs, StepInputs, step_graphs
+from strata.engine.step_graphs import Overlap, StepGraphs, step_graphs
+from strata.engine.steps.inputs import DivisionInputs, DrawStep, StepInputs
 from strata.files.json_object import read_existing_object
 from strata.graph.buffers import CUDA_BLOCK, BufferPlan, buffer_plan
 from strata.graph.capture import capture, capture_head
@@ -215,7 +216,9 @@ class MetaModel:
             decode = self.graphs.decode(size.sequences)
             if decode is not None:
                 return decode, 1
-        return self.graphs.logits_of(workload.tokens if size is None else size.tokens), 2
+        if size is None:
+            return self.graphs.launched_logits_of(workload.tokens), 2
+        return self.graphs.logits_of(size.tokens), 2
 
     def buffers(self, workload: Workload) -> BufferPlan | None:
         """Of the graph that computes the logits of such a step, at the size to which it is padded if it is recorded;
@@ -290,7 +293,8 @@ class MetaModel:
         most = EngineConfig.max_num_batched_tokens or MAX_TOKENS
         fresh = self.library and keeps_neighbours_apart(self.dtype)
         library = self.library and self.rounded is None
-        sizes = recorded_sizes(self.max_sequences, most, self.parameters, library, fresh)
+        exchanged = self.graphs.exchange_tokens or None
+        sizes = recorded_sizes(self.max_sequences, most, self.parameters, library, fresh, exchanged=exchanged)
         return [size for size in sizes if size.tokens > size.sequences]
 
     @cached_property
