@@ -15,12 +15,12 @@ from strata.models.batch import Batch
 from strata.models.config import ModelConfig
 from strata.models.layers import CausalLM
 from strata.parallel.serving_shard import RankShard
+from tests.graph.lockstep import run_in_lockstep
 from tests.models.batches import HandPaged, random_sequences
-from tests.parallel.models import random_model
-from tests.parallel.shards import shard_of
-from tests.parallel.test_served_experts import CLOSE, MIXTURES, config_for, largest_error
 
-from .lockstep import run_in_lockstep
+from .models import random_model
+from .shards import shard_of
+from .test_served_experts import CLOSE, MIXTURES, config_for, largest_error
 
 
 @pytest.fixture(autouse=True)
