@@ -248,13 +248,11 @@ class Runner:
         """What this rank runs of a step that it divides with others, and the recorded size that all take if one holds
         their shares; None if each runs all of it, as of prompts that are scored: they need all hidden states."""
         division, recorded = self._config.division, self._recorded
-        if division is None or self._scores(plan) or not division.pays(arrays, recorded=recorded is not None):
+        share = None if division is None or self._scores(plan) else division.share(arrays)
+        if division is None or share is None:
             return None, None
-        share = division.divide(arrays)
         bucket = None if recorded is None else recorded.divided_bucket(share)
-        if bucket is None and not division.pays(arrays, recorded=False):
-            return None, None
-        return share, bucket
+        return (share, bucket) if division.pays(arrays, share, recorded=bucket is not None) else (None, None)
 
     def _common_bucket(self, room: StepRoom) -> BufferShape | None:
         """The recorded size that all ranks take for their steps."""

@@ -241,14 +241,12 @@ class MetaModel:
 
     def _divided(self, workload: Workload) -> tuple[RankStep, BufferShape | None] | None:
         """The first rank's share of a step and its recorded size, if one holds it; None if ranks do not divide it."""
-        division = self.division
-        if division is None or not division.pays(step := PlanArrays(_plan(workload)), recorded=True):
+        division, step = self.division, PlanArrays(_plan(workload))
+        share = None if division is None else division.share(step)
+        if division is None or share is None:
             return None
-        share = division.divide(step)
         size = smallest_mixed(self._divided_sizes, *share.room)
-        if size is None and not division.pays(step, recorded=False):
-            return None
-        return share, size
+        return (share, size) if division.pays(step, share, recorded=size is not None) else None
 
     def _share(self, draws: int, share: RankStep, size: BufferShape | None) -> StepNodes:
         """A rank's share of a step that samples so many rows."""

@@ -30,6 +30,8 @@ _PIECE_ON_CUDA = 128
 # A token takes a CPU so long that a message pays soon.
 _PIECE_ON_CPU = 4
 
+_UNEVEN = 1.5
+
 # Ranks tell each other whole numbers of this; the time of a pair of a query and a key is about 1e-9 s.
 _TOLD_SECONDS = 1e-18
 
@@ -82,23 +84,26 @@ class TokenDivision:
 
     @property
     def least(self) -> int:
-        """Tokens of the shortest step that is divided: so many that chunks which are not cut leave the ranks with like
-        work."""
-        return 4 * self.ranks * self.piece
+        """Tokens of the shortest step that is divided: as many as of the shortest chunk that is cut."""
+        return 2 * self.ranks * self.piece
 
-    def pays(self, step: PlanArrays, *, recorded: bool) -> bool:
-        """Whether a step is divided: one with prompts and enough tokens, if it is expected to take less time then.
-        recorded: the shares are replayed, not launched kernel by kernel."""
-        if step.are_decodes or step.tokens < self.least:
-            return False
-        times = self.times
+    def share(self, step: PlanArrays) -> RankStep | None:
+        """What this rank would run of a step; None of one of decodes alone or too few tokens, which none divide."""
+        return None if step.are_decodes or step.tokens < self.least else self.divide(step)
+
+    def pays(self, step: PlanArrays, share: RankStep, *, recorded: bool) -> bool:
+        """Whether a step is expected to take less time if ranks divide it so, the one with the most tokens last.
+        recorded: the shares are replayed, not launched kernel by kernel. Without times: if none has half as many tokens
+        again as all have on average."""
+        times, tokens = self.times, self.ranks * share.most
         if times is None or times.division is None:
-            return True
+            return tokens < _UNEVEN * step.tokens
         pairs = float((step.counts * (step.starts + (step.counts + 1) / 2)).sum())
         others = times.token * step.tokens + times.sequence * len(step.counts)
         others += times.key * float(step.ends.sum()) + times.pair * pairs
-        division = replace(times.division, recorded=step.tokens if recorded else 0)
-        return division.total(times, step.tokens, others) < times.undivided(step.tokens, others)
+        division = replace(times.division, recorded=tokens if recorded else 0)
+        of_most = others * tokens / step.tokens
+        return division.total(times, tokens, of_most) < times.undivided(step.tokens, others)
 
     def largest(self, max_tokens: int, max_sequences: int) -> BufferShape:
         """No share of a step of so many tokens and sequences needs more."""
@@ -122,8 +127,8 @@ class TokenDivision:
 class RankStep(PlanArrays):
     """A rank's share of a step, whose pieces of sequences stand for chunks; draws are those of the whole step.
 
-    shares: of all ranks. rows: of each rank, padding included. draw_rows: of each draw the row if it is this rank's,
-    else any. draw_ranks: [draws] int32, whose it is.
+    shares: of all ranks. most: tokens of the largest. rows: of each rank, padding included. draw_rows: of each draw the
+    row if it is this rank's, else any. draw_ranks: [draws] int32, whose it is.
     """
 
     def __init__(
@@ -137,7 +142,8 @@ class RankStep(PlanArrays):
         self.are_decodes = False
         self.drawn, self.draw_slots, self.draw_lengths = step.drawn, step.draw_slots, step.draw_lengths
         self.draw_rows = draw_rows
-        self.rows = rows_of(max(int(share.counts.sum()) for share in shares))
+        self.most = max(int(share.counts.sum()) for share in shares)
+        self.rows = rows_of(self.most)
 
     def place(self, buffer: StepBuffer, tables: BlockTables, page_size: int) -> None:
         """Write what all ranks have, beside the share itself: where their keys and values go, and their draws."""

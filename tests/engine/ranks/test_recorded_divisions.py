@@ -100,7 +100,7 @@ def test_sizes_of_shares_begin_with_the_shortest_step_and_hold_the_largest() -> 
         assert all(size.size <= largest.size for size in shares)
         whole = [size for size in sizes if size.ranks == 1]
         assert whole == recorded_sizes(256, 8192, 8 * 10**9, library=True)
-    assert not divided_buckets(256, 511, TokenDivision.on("cuda", 2, 0), library=True)
+    assert not divided_buckets(256, 255, TokenDivision.on("cuda", 2, 0), library=True)
     # Where cuDNN does not attend, as many rows as of a whole step.
     large = recorded_sizes(64, 8192, 8 * 10**9, library=False, division=TokenDivision.on("cuda", 2, 0))
     assert max(size.tokens for size in large if size.ranks > 1) == 2048

@@ -86,21 +86,42 @@ def test_no_share_needs_more_room_than_the_largest(counts: list[int], ranks: int
     assert step.shape.size <= largest.size
 
 
+def pays(division: TokenDivision, counts: list[int], start: int = 0, *, recorded: bool = False) -> bool:
+    step = PlanArrays(plan_of(counts, [start] * len(counts)))
+    share = division.share(step)
+    return share is not None and division.pays(step, share, recorded=recorded)
+
+
 def test_a_step_is_divided_if_that_takes_less_time() -> None:
     # Of the step, weights, product of a token, token, sequence, key, pair, and of launches beyond 1,024 tokens.
     times = StepTimes(1e-3, 4e-3, 20e-6, 0.0, 0.0, 0.0, 1e-9, recorded=1024, launch=30e-3)
-    division = TokenDivision(2, 0, 128, replace(times, division=DivisionTimes(2, 1024, 1e-3, 0.1e-6)))
+    division = TokenDivision(2, 0, 128, replace(times, division=DivisionTimes(2, 512, 1e-3, 0.1e-6)))
+    assert not pays(division, [511], recorded=True)
+    assert pays(division, [512], recorded=True)  # 11.2 ms, 7.1 ms
+    assert not pays(division, [1024])  # 21.5 ms recorded, 30 ms launched
+    assert pays(division, [1024], recorded=True)  # 12 ms
+    assert pays(division, [1024], 20_000)  # 42 ms, 23 ms and messages
+    assert pays(division, [2048])
+    slow = TokenDivision(2, 0, 128, replace(times, division=DivisionTimes(2, 512, message=1.0, token=0.0)))
+    assert not pays(slow, [2048], recorded=True)
 
-    def pays(count: int, start: int = 0, *, recorded: bool = False) -> bool:
-        return division.pays(PlanArrays(plan_of([count], [start])), recorded=recorded)
 
-    assert not pays(1023, recorded=True)
-    assert not pays(1024)  # 21.5 ms recorded, 30 ms launched
-    assert pays(1024, recorded=True)  # 12 ms
-    assert pays(1024, 20_000)  # 42 ms, 23 ms and messages
-    assert pays(2048)
-    slow = TokenDivision(2, 0, 128, replace(times, division=DivisionTimes(2, 1024, message=1.0, token=0.0)))
-    assert not slow.pays(PlanArrays(plan_of([2048], [0])), recorded=True)
+def test_a_chunk_that_is_not_cut_makes_the_step_of_its_rank_as_long() -> None:
+    # By products alone: 511 and 33 tokens leave one rank with 511, 480 and 481 with 481 of 961.
+    times = StepTimes(0.0, 0.0, 20e-6, 0.0, 0.0, 0.0, 0.0, recorded=8192)
+    division = TokenDivision(2, 0, 128, replace(times, division=DivisionTimes(2, 512, 1e-3, 0.0)))
+    assert not pays(division, [511, 33], recorded=True)
+    assert pays(division, [480, 481], recorded=True)
+    # By what else a token costs, of which the rank with 992 of 1,024 tokens has most.
+    times = StepTimes(0.0, 0.0, 0.0, 20e-6, 0.0, 0.0, 0.0, recorded=8192)
+    four = TokenDivision(4, 0, 128, replace(times, division=DivisionTimes(4, 1024, 1e-3, 0.0)))
+    assert not pays(four, [992, *(1,) * 32], recorded=True)
+    assert pays(four, [1024], recorded=True)
+    without = TokenDivision(2, 0, 4)
+    assert not pays(without, [15, 1])
+    assert not pays(without, [15, 2, 3])  # 15 of 20, where 10 would be even
+    assert pays(without, [15, 14])
+    assert pays(without, [40])
 
 
 def test_ranks_that_expect_different_times_divide_the_same_steps() -> None:
@@ -128,5 +149,5 @@ def test_decodes_are_not_divided() -> None:
     chunks = tuple(Chunk(slot, slot, 9, 1, (Draw(slot, slot),), 0, ()) for slot in range(64))
     step = PlanArrays(StepPlan((), (), chunks, (), 64))
     assert step.are_decodes
-    assert not TokenDivision.on("cpu", 2, 0).pays(step, recorded=True)
+    assert TokenDivision.on("cpu", 2, 0).share(step) is None
     assert np.all(step.counts == 1)
