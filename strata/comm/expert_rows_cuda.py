@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
+from strata.comm.all_gather_cuda import one_shot_gather
 from strata.comm.all_reduce_cuda import beside_the_kernel_ahead, fits_one_shot, memory_of, needed_memory
 from strata.comm.mesh import Axis
 from strata.kernels.collective.all_reduce import block_tile
-from strata.kernels.collective.rows import gather_rows_kernel, scatter_sums_kernel
+from strata.kernels.collective.rows import scatter_sums_kernel
 from strata.kernels.grid_sizes import ceil_div
 
 _WORD = 4
@@ -29,22 +30,14 @@ def fits_scatter(x: Tensor, axis: Any) -> bool:
 
 
 def gather_rows(x: Tensor, axis: Axis) -> Tensor:
-    result = x.new_empty((axis.size * len(x), *x.shape[1:]))
-    _launch(gather_rows_kernel, x, result, x.nbytes // _WORD, axis)
-    return result
+    return one_shot_gather(x, axis, 0)
 
 
 def scatter_sums(x: Tensor, axis: Axis) -> Tensor:
     result = x.new_empty((len(x) // axis.size, *x.shape[1:]))
-    _launch(scatter_sums_kernel, x, result, result.nbytes // _WORD, axis)
-    return result
-
-
-def _launch(kernel: Any, x: Tensor, result: Tensor, words: int, axis: Axis) -> None:
-    """words: that each rank sends to each."""
-    memory = needed_memory(axis)
+    memory, words = needed_memory(axis), result.nbytes // _WORD
     block, warps = block_tile(words)
-    kernel[(ceil_div(words, block),)](
+    scatter_sums_kernel[(ceil_div(words, block),)](
         x,
         result,
         memory.inbox,
@@ -54,3 +47,4 @@ def _launch(kernel: Any, x: Tensor, result: Tensor, words: int, axis: Axis) -> N
         axis.index,
         **beside_the_kernel_ahead(x, memory, block, warps),
     )
+    return result

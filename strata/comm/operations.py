@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from strata.comm import collectives
+from strata.comm.all_gather_cuda import fits_one_shot_gather, one_shot_gather
 from strata.comm.all_reduce_cuda import fits_one_shot, fits_two_shot, one_shot, two_shot
 from strata.comm.cost import CollectiveCost, all_gather_cost, all_reduce_cost, all_to_all_cost, reduce_scatter_cost
 from strata.comm.mesh import Axis
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.collective.all_reduce import one_shot_kernel, two_shot_kernel
+from strata.kernels.collective.rows import gather_rows_kernel
 from strata.kernels.op import ATEN, NCCL, operation
 from strata.kernels.triton_import import HAS_TRITON
 
@@ -123,6 +125,11 @@ def all_gather(x: Tensor, along: Along | Axis, dim: int) -> Tensor:
     return x if along.size == 1 else collectives.all_gather(x, live(along), dim)
 
 
+if HAS_TRITON:
+    _one_shot_gather = all_gather.implement(
+        "one shot", "cuda", invariant=True, supports=fits_one_shot_gather, kernels=(gather_rows_kernel,)
+    )
+    _one_shot_gather(one_shot_gather)
 all_gather.implement("gloo", "cpu", invariant=True, differentiable=True)(all_gather.reference)
 all_gather.implement("nccl", "cuda", invariant=True, differentiable=True, kernels=(ATEN, NCCL))(all_gather.reference)
 

@@ -39,9 +39,10 @@ from strata.graph.quantize import quantize
 from strata.graph.ranks.divide_tokens import divide_tokens
 from strata.graph.ranks.exchange_rows import exchange_rows
 from strata.graph.ranks.fuse_messages import fuse_messages
+from strata.graph.ranks.fuse_sent_products import fuse_sent_products
 from strata.graph.ranks.narrow_messages import NARROW_TOKENS, narrow_messages
 from strata.graph.ranks.overlap import overlap as overlap_messages
-from strata.graph.ranks.overlap_rule import overlapping_tokens
+from strata.graph.ranks.overlap_rule import overlapping_tokens, row_division
 from strata.graph.ranks.shard import shard as shard_graph
 from strata.graph.ranks.slice_products import slice_products
 from strata.graph.ranks.stages import capture_stage, exchange, take_rows
@@ -182,6 +183,10 @@ class Overlap(NamedTuple):
             return overlapping_tokens(graph, self.device)
         return self.tokens or None
 
+    def apply(self, graph: fx.GraphModule) -> fx.GraphModule:
+        """`overlap` of the graph of any step, divided where it is best on the device."""
+        return overlap_messages(graph, row_division(graph, self.device))
+
 
 NO_OVERLAP = Overlap()
 
@@ -288,7 +293,7 @@ def step_graphs(
         # Nobody counts experts there: a rank has a share of the tokens, and the slots of all.
         divided = bound(with_messages(divide_tokens(any_step(counted=False), Along(CONTEXT_AXIS, context.size))))
     if by_rows:
-        small = bound(run(fuse_products, run(fuse_decode_attention, whole())))
+        small = bound(run(fuse_sent_products, run(fuse_products, run(fuse_decode_attention, whole()))))
         large = bound(with_rounding(run(fuse_decode_attention, whole())))
     elif kind == "cuda":
         small = large = bound(whole())
@@ -317,7 +322,7 @@ def step_graphs(
         rounded_logits=bound(run(fuse_gated_products, with_rounding(with_messages(of_rows(fused())))))
         if rounds
         else None,
-        overlapped_logits=None if overlap_tokens is None else bound(with_messages(overlap_messages(any_step()))),
+        overlapped_logits=None if overlap_tokens is None else bound(with_messages(overlap.apply(any_step()))),
         divided=divided,
         sparse_hidden=sparse_hidden,
         sparse_logits=sparse_logits,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from strata.graph.capture import operation_of
-from strata.graph.ranks.overlap import row_part
+from strata.graph.ranks.row_parts import row_part
 from strata.graph.reads import Read, Reads
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.times import Attends

@@ -32,10 +32,14 @@ HOST_SECONDS = 60e-6
 _ALGORITHMS = {
     "one_shot_kernel": "one shot",
     "one_shot_norm_kernel": "one shot and norm",
+    "one_shot_received_norm_kernel": "one shot and norm",
     "flagged_norm_kernel": "flags and norm",
     "two_shot_kernel": "two shots",
 }
-_SUMS = ("all_reduce", "all_reduce_add_rms_norm", "start_all_reduce")
+_NORMED = ("all_reduce_add_rms_norm", "linear_all_reduce_add_rms_norm")
+_SUMS = ("all_reduce", "start_all_reduce", *_NORMED)
+# In one shot a rank sends all that it has to each other one, whether that is added up there or not.
+_GATHERS = "gather_rows_kernel"
 _NORM = "add_rms_norm"
 # What passes over memory as another does that was measured.
 _ALIKE = {
@@ -156,6 +160,9 @@ class StepPredictor:
             return self._packed(node, node.scheme, workload)
         if node.weight is not None:
             found = self._product(node)
+            if node.cost.messages and found is not None:
+                message = self._message(node)
+                found = None if message is None else found + message
         elif node.cost.messages:
             found = self._message(node)
         elif node.cost.cached and not node.is_recurrent:
@@ -223,15 +230,19 @@ class StepPredictor:
         return replace(found, seconds=found.seconds + more)
 
     def _message(self, node: NodeCost) -> Prediction | None:
-        """Sums by their algorithm, with the norm that is behind them; all else as NCCL's of as many bytes."""
+        """Sums by their algorithm, with the norm that is behind them, and what is gathered in one shot as a sum in one;
+        all else as NCCL's of as many bytes."""
         if self.sums is None:
             return None
         if node.operation not in _SUMS:
-            return self.sums.sent(node.cost.sent)
+            found = None
+            if _GATHERS in node.kernels:
+                found = self.sums.predict("one shot", node.cost.sent // (self.ranks - 1), self.ranks)
+            return found or self.sums.sent(node.cost.sent)
         nbytes = math.prod(node.shape) * getattr(torch, self.dtype).itemsize
         algorithm = next((_ALGORITHMS[kernel] for kernel in node.kernels if kernel in _ALGORITHMS), "nccl")
         found = self.sums.predict(algorithm, nbytes, self.ranks)
-        if found is None or node.operation != "all_reduce_add_rms_norm" or algorithm.endswith("norm"):
+        if found is None or node.operation not in _NORMED or algorithm.endswith("norm"):
             return found
         moved = 4 * nbytes  # the norm behind it reads the sum and the residual, and writes two of their size
         if self._knows(_NORM, "traffic"):

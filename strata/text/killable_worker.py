@@ -18,13 +18,13 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
+
+from strata.files.child_modules import command_of, with_package
 
 START_SECONDS = 30.0
 _NICENESS = 5  # of who gives way: a third of the time that others get, where all want more than there is
 READ_BYTES = 1 << 16
-_ROOT = Path(__file__).resolve().parents[2]
 
 # What Python needs to start, and the time zone. Foreign code that broke out would find no keys here.
 _PASSED_ENVIRONMENT = ("PATH", "HOME", "PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")
@@ -140,14 +140,13 @@ def give_way() -> None:
 def start_helper(module: str) -> subprocess.Popen[bytes]:
     """A helper that runs `module`, which is to be taken out of the way by `end_helper`; its pipes never block."""
     environment = {name: os.environ[name] for name in _PASSED_ENVIRONMENT if name in os.environ}
-    paths = [str(_ROOT), *filter(None, [environment.get("PYTHONPATH")])]
     process = subprocess.Popen(
-        _command(module),
+        command_of(module),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         bufsize=0,
-        env={**environment, "PYTHONPATH": os.pathsep.join(paths)},
+        env=with_package(environment),
         start_new_session=True,  # Ctrl-C in the terminal is for the parent
     )
     for pipe in pipes_of(process):
@@ -181,8 +180,4 @@ def end_helper(process: subprocess.Popen[bytes]) -> None:
 
 def not_started(module: str) -> RuntimeError:
     """What is raised when a helper ends, or says nothing, before it is ready."""
-    return RuntimeError(f"a helper process did not start: try {' '.join(_command(module))}")
-
-
-def _command(module: str) -> list[str]:
-    return [sys.executable, "-P", "-m", module]  # -P: the working folder must not come first in the import path
+    return RuntimeError(f"a helper process did not start: try {' '.join(command_of(module))}")

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 import strata
+from strata.comm.symmetric import imagined
 from strata.engine.step_graphs import StepGraphs
 from strata.graph.cost import total
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.kernels.tuned import Table
+from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
 from strata.plan.meta_model import MetaModel, find_config, meta_model
 
 pytest.importorskip("triton")
@@ -68,6 +70,25 @@ def test_small_decode_steps_run_five_kernels_a_layer(sequences: int, model: Meta
         "newest_tokens_kernel", "gather_tables_kernel", "embedding_kernel", "rope_angles_kernel", "rms_norm_kernel",
         first, *[*layer, qkv] * (LAYERS - 1), *layer, head, *SAMPLING,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sequences", "out", "down"),
+    [
+        (1, ["gemv_kernel", "one_shot_received_norm_kernel"], ["gemv_kernel", "one_shot_received_norm_kernel"]),
+        # The tile of `down` divides the width.
+        (8, ["dot_kernel", "one_shot_received_norm_kernel"], ["dot_kernel", "one_shot_norm_kernel"]),
+        (16, ["dot_kernel", "one_shot_norm_kernel"], ["dot_kernel", "one_shot_norm_kernel"]),
+    ],
+)
+def test_a_rank_of_two_sends_products_of_few_rows(sequences: int, out: list[str], down: list[str]) -> None:
+    config = find_config("8B").with_layers((0, 1))
+    shard = RankShard.of(config, 2, 0, imagined(TENSOR_AXIS, 2))
+    kernels = meta_model(config, device("h200"), shard=shard).step(decodes(sequences)).kernels
+    first, second = (place for place, kernel in enumerate(kernels) if kernel == "decode_attention_kernel")
+    layer = kernels[first + 1 : second]  # with the next one's q, k and v
+    assert (layer[:2], layer[-3:-1]) == (out, down)
+    assert kernels[second + 1 :][: len(layer) - 1] == layer[:-1]
 
 
 def test_large_decode_steps_run_what_was_fastest_for_each_product(model: MetaModel, tuned: dict) -> None:

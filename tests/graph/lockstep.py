@@ -12,8 +12,10 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from strata.comm.collectives import Pending
+from strata.comm.reduced_norm import linear_all_reduce_add_rms_norm
 from strata.comm.sent_rows import Arrived
 from strata.graph.capture import operation_of
+from strata.kernels.linear.linear import linear
 from strata.kernels.norm.norm import rms_norm
 
 Combine = Callable[[str, Sequence[Tensor], tuple[Any, ...]], Any]
@@ -117,7 +119,11 @@ def run_in_lockstep(
                 for index, known in enumerate(values):
                     known[nodes[index]] = torch.cat([args[0].chunk(len(graphs))[index] for args in called])
                 continue
-            shared = combine(operation.name, [args[0] for args in called], called[0][1:])
+            name, parts, others = operation.name, [args[0] for args in called], called[0][1:]
+            if operation is linear_all_reduce_add_rms_norm:
+                name, parts = "all_reduce_add_rms_norm", [linear.reference(args[0], args[2]) for args in called]
+                others = (others[0], *others[2:])
+            shared = combine(name, parts, others)
             if operation.name == "gather_keys_values":
                 shared = shared, combine(operation.name, [args[2] for args in called], ())
             for node, known in zip(nodes, values, strict=True):

@@ -20,7 +20,8 @@ from strata.graph.fuse import fuse, fuse_gated_products
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
 from strata.graph.ranks.fuse_messages import fuse_messages
-from strata.graph.ranks.overlap import PARTS, overlap, row_part
+from strata.graph.ranks.overlap import overlap
+from strata.graph.ranks.row_parts import AT_HALF, PARTS, RowDivision, most_rows, row_part
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.linear.linear import linear
 from strata.kernels.op import Operation
@@ -141,13 +142,27 @@ def sums_over_ranks(graph: fx.GraphModule) -> Counter[str]:
     return Counter(one.name for one in operations if one is not None and one.collective and "reduce" in one.name)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 255, 256, 257, 300, 1000, 8192])
-def test_parts_are_all_rows_in_order(rows: int) -> None:
+# Of a rank of two of 70B: gate and up, down, q/k/v and o, on 132 processors.
+OF_70B = RowDivision(132, ((28672, 8192), (8192, 14336), (5120, 8192), (8192, 4096)))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 255, 256, 257, 300, 1000, 4096, 8192])
+@pytest.mark.parametrize("division", [AT_HALF, OF_70B])
+def test_parts_are_all_rows_in_order(rows: int, division: RowDivision) -> None:
     x = torch.arange(rows)
-    for parts in (2, 3):
-        found = [row_part(x, index, parts) for index in range(parts)]
-        assert torch.equal(torch.cat(found), x)
-        if rows >= 256 * parts:
-            assert all(len(one) % 128 == 0 for one in found[:-1])
-            assert max(map(len, found)) - min(map(len, found)) < 256
-        assert all(len(one) > 0 for one in found) or rows < parts
+    found = [row_part(x, index, division) for index in range(PARTS)]
+    assert torch.equal(torch.cat(found), x)
+    if rows >= 512:
+        assert len(found[0]) % 128 == 0
+        assert abs(len(found[0]) - len(found[1])) < (256 if division is AT_HALF else 1280)
+    assert max(map(len, found)) <= most_rows(rows)
+    assert all(len(one) > 0 for one in found) or rows < PARTS
+
+
+def test_rows_are_divided_where_products_fill_their_last_round() -> None:
+    """gate and up alone: 112 tiles of columns by 33 tiles of rows are 28 rounds of 132 exactly, and by 31 are 27."""
+    gate_up = RowDivision(132, ((28672, 8192),))
+    assert [gate_up.rounds(rows * 128, 28672) for rows in (32, 33, 31, 64)] == [28, 28, 27, 55]
+    assert gate_up.boundary(8192) == 33 * 128
+    # 56 tiles of columns: 32 tiles of rows take 14 rounds, 64 take 28, so the half is as good as any.
+    assert RowDivision(132, ((14336, 4096),)).boundary(8192) == 4096

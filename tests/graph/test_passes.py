@@ -24,7 +24,7 @@ from tests.models.checkpoints import FAMILY_CONFIGS
     [
         ("all", {one.name for one in PASSES}),
         ("none", set()),
-        ("exact", {"merge", "fuse_residual_norms", "fuse_query_key_writes", "fuse_rounding"}),
+        ("exact", {"merge", "fuse_residual_norms", "fuse_query_key_writes", "fuse_sent_products", "fuse_rounding"}),
         ("merge, fuse_rounding", {"merge", "fuse_rounding"}),
         ("-fuse_products,-merge", {one.name for one in PASSES} - {"merge", "fuse_products"}),
     ],
@@ -57,6 +57,7 @@ SEEN = {
     "fuse_rounding": ("decode_large_batch", "rounded_linear"),
     "fuse_gated_products": ("logits", "linear_silu_mul"),
     "fuse_messages": ("logits", "all_reduce_add_rms_norm"),
+    "fuse_sent_products": ("decode_small_batch", "linear_all_reduce_add_rms_norm"),
 }
 
 
@@ -71,7 +72,7 @@ def test_each_pass_has_a_line_and_an_effect() -> None:
 def test_what_is_left_out_is_not_done(name: str) -> None:
     pytest.importorskip("triton")
     config = find_config("8B").with_layers((0, 1))
-    shard = RankShard.of(config, 2, 0) if name == "fuse_messages" else None
+    shard = RankShard.of(config, 2, 0) if name in ("fuse_messages", "fuse_sent_products") else None
     scheme = None if shard is not None else "fp8"
     graph, operation = SEEN[name]
     for passes, is_there in (("all", True), (f"-{name}", False), ("none", False)):

@@ -146,7 +146,14 @@ def test_sums_over_ranks_go_by_the_algorithm_of_their_kernel() -> None:
     assert seconds("all_reduce_add_rms_norm", "one_shot_norm_kernel") == pytest.approx(6e-6)
     # The norm that is a kernel of its own moves four times the bytes, at 1 TB/s.
     assert seconds("all_reduce_add_rms_norm", "one_shot_kernel", "add_rms_norm_kernel") == pytest.approx(13e-6)
+    # A product that is sent, 16 us, and its message of as many bytes.
+    product = replace(
+        node("linear_all_reduce_add_rms_norm", 16), kernels=("dot_kernel", "one_shot_received_norm_kernel")
+    )
+    product = replace(product, cost=product.cost + Cost(messages=1, sent=2 * 10**6), shape=(16, 62500))
+    assert found.node(product, DECODES).seconds == pytest.approx(16e-6 + 6e-6)
     assert seconds("all_gather", "(NCCL)") == pytest.approx(9e-6)
+    assert seconds("all_gather", "gather_rows_kernel") == pytest.approx(5e-6)
     # Of an algorithm that nobody measured, the link.
     assert seconds("all_reduce", "two_shot_kernel") == pytest.approx(3e-6 + 2e-5)
 

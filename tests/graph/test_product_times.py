@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from strata.comm.operations import Along
 from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose
@@ -13,9 +14,13 @@ from strata.graph.fuse import fuse
 from strata.graph.fuse_products import fuse_products
 from strata.graph.merge import merge
 from strata.graph.product_times import measured_seconds, products_of
+from strata.graph.ranks.fuse_messages import fuse_messages
+from strata.graph.ranks.fuse_sent_products import fuse_sent_products
 from strata.kernels.tuned import Choice, Key
 from strata.models.config import config_from_dict
 from strata.models.families import build
+
+from .test_cost import with_messages
 
 LAYERS, HIDDEN, INNER, VOCABULARY, QKV, HEADS = 3, 64, 96, 200, 128, 64
 CONFIG = {
@@ -81,3 +86,10 @@ def test_seconds_are_those_of_the_next_larger_number_of_rows() -> None:
     assert measured_seconds(products, 129, table) is None
     del table[key("linear", QKV, HIDDEN, 64)]
     assert measured_seconds(products, 64, table) is None
+
+
+def test_products_that_are_sent_are_those_of_their_tiles_alone() -> None:
+    made = with_messages(graph(), Along("tp", 2))
+    wanted = products_of(fuse_messages(made))
+    assert products_of(fuse_sent_products(made)) == wanted
+    assert dict(wanted.counts) == APART

@@ -89,6 +89,7 @@ def test_these_are_all_that_are_said_to_be_rowwise() -> None:
         "all_gather",
         "pairwise_all_reduce",
         "all_reduce_add_rms_norm",
+        "linear_all_reduce_add_rms_norm",
         "dispatch_rows",
         "combine_rows",
     }

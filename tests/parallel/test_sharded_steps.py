@@ -25,6 +25,7 @@ from strata.graph.fuse_products import fuse_products
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
 from strata.graph.ranks.fuse_messages import fuse_messages
+from strata.graph.ranks.fuse_sent_products import fuse_sent_products
 from strata.graph.ranks.overlap import SLOTS
 from strata.graph.ranks.shard import shard
 from strata.models.config import ModelConfig
@@ -193,7 +194,7 @@ def test_the_graphs_of_a_gpu_have_the_logits_of_one_rank_too(name: str, size: in
 
     def made(own: nn.Module, part: RankShard | None) -> list[fx.GraphModule]:
         prompts = gather_after_attention(fuse_gated_products(fuse_messages(fuse(merge(whole_graph(own, part))))))
-        few = fuse_products(decode_graph(own, part))
+        few = fuse_sent_products(fuse_products(decode_graph(own, part)))
         axes = {} if part is None else part.axes
         return [bind(graph, "cpu", axes=axes) for graph in (prompts, decode_graph(own, part), few)]
 

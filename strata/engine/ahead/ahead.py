@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from rich.progress import Progress as Bar
 from strata.engine.ahead import manifest
 from strata.engine.ahead.manifest import Manifest
 from strata.engine.engine_config import EngineConfig
+from strata.files.child_modules import command_of, with_package
 from strata.kernels.compiling.variant import Variant
 from strata.kernels.device_limits import DeviceLimits
 
@@ -61,11 +61,10 @@ class Compiling:
         processes = max(1, min(len(os.sched_getaffinity(0)) - 1, _MAX_PROCESSES))
         job = {"engine": asdict(asked), "device": asdict(limits), "processes": processes}
         job["longest_wait"] = _LONGEST_WAIT
-        # -P: the current folder must not come first in the import path, its modules may have common names.
-        command = [sys.executable, "-P", "-m", "strata.engine.ahead.process", json.dumps(job)]
+        command = [*command_of("strata.engine.ahead.process"), json.dumps(job)]
         self._said = said
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": said}
-        self._process = subprocess.Popen(command, text=True, **streams)
+        self._process = subprocess.Popen(command, text=True, env=with_package(os.environ), **streams)
 
     def progress(self) -> Iterator[Progress]:
         """Whenever there is some, until the end. Raises ValueError, with the process's own words, if it fails."""

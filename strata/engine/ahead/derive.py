@@ -222,7 +222,8 @@ class _Unanswered(VocabularyPart):
     """Draws and log-probabilities of a rank, without the others."""
 
     def gather(self, columns: Tensor) -> Tensor:
-        gathered: Tensor = all_gather.meta(columns, self.along, -1)
+        bound = all_gather.bind(implementations_for(columns.device))
+        gathered: Tensor = _WithoutLibrary(bound)(columns, self.along, -1)
         return gathered
 
 

@@ -8,7 +8,6 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from strata.engine.ranks import messages, world
 from strata.engine.ranks.answers import Answers
 from strata.engine.ranks.beats import BEAT_SECONDS, Beats, shared_file
 from strata.engine.startup.clock import Log
+from strata.files.child_modules import command_of, with_package
 
 MODULE = "strata.engine.ranks.follower"
 # A rank that has something to do and says nothing for so long has stopped. It speaks from a thread of its own, whatever
@@ -261,8 +261,8 @@ class Followers:
         job = {"engine": asdict(self._asked), "rank": one.rank, "port": self._store.port}
         job |= {"channel": one.theirs.fileno(), "beats": self._descriptor}
         one.process = subprocess.Popen(
-            # -P: the current folder must not come first in the import path, its modules may have common names.
-            [sys.executable, "-P", "-m", MODULE],
+            command_of(MODULE),
+            env=with_package(os.environ),
             stdin=subprocess.PIPE,
             stdout=2,  # what libraries print is no part of what this process prints
             pass_fds=(one.theirs.fileno(), self._descriptor),

@@ -32,7 +32,8 @@ from strata.engine.step_graphs import Overlap, StepGraphs, step_graphs
 from strata.engine.steps.runner_config import RunnerConfig
 from strata.graph.buffers import BufferPlan
 from strata.graph.passes import passes_of
-from strata.graph.ranks.overlap import SLOTS, most_rows
+from strata.graph.ranks.overlap import SLOTS
+from strata.graph.ranks.row_parts import most_rows
 from strata.hardware.figures import Device
 from strata.hardware.specs import recognize
 from strata.kernels import tuned

@@ -12,43 +12,25 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from strata.comm.operations import all_reduce
 from strata.comm.under_way import finish_all_reduce, start_all_reduce
 from strata.graph.capture import must_stay, operation_of, reads_state
 from strata.graph.gather import ROWWISE
+from strata.graph.ranks.row_parts import AT_HALF, PARTS, RowDivision, row_part
 from strata.kernels.moe.count import count_choices
 
-PARTS = 2
 # Of messages: those of a part take turns, see `_slot`.
 SLOTS = 3 * PARTS
-# Parts of so many rows or more begin at a multiple of it, as the tiles of products do.
-_TILE_ROWS = 128
 
 
-def row_part(x: Tensor, index: int, parts: int) -> Tensor:
-    """A view of the rows of one of the parts, about as many in each."""
-    rows = len(x)
-    first, end = (_boundary(rows, number, parts) for number in (index, index + 1))
-    return x[first:end]
-
-
-def most_rows(rows: int) -> int:
-    """Of any part."""
-    return _boundary(rows, 1, PARTS)
-
-
-def _boundary(rows: int, number: int, parts: int) -> int:
-    boundary = -(-rows * number // parts)
-    return min(rows, -(-boundary // _TILE_ROWS) * _TILE_ROWS) if rows >= parts * _TILE_ROWS else boundary
-
-
-def overlap(graph: fx.GraphModule) -> fx.GraphModule:
+def overlap(graph: fx.GraphModule, division: RowDivision = AT_HALF) -> fx.GraphModule:
     """Let each `all_reduce` in front of the last attention travel while products of other rows run; returns `graph`.
 
-    In place, before the graph is bound and messages are fused. Rows are divided from an attention (or the start) to the
-    last product in front of the next one. There each part goes as far as its next message, one part after the other:
+    In place, before the graph is bound and messages are fused. Rows are divided, at `division`, from an attention (or
+    the start) to the last product in front of the next one. There each part goes as far as its next message, one part
+    after the other:
 
         part 0: o  | message .........| gate/up, down  | message .........| q/k/v
         part 1:    | o  | message ..........   | gate/up, down | message ........   | q/k/v
@@ -60,7 +42,7 @@ def overlap(graph: fx.GraphModule) -> fx.GraphModule:
     nodes = list(graph.graph.nodes)
     last = next((node for node in reversed(nodes) if reads_state(node)), None)
     if last is not None:
-        parts = _Parts(graph.graph)
+        parts = _Parts(graph.graph, division)
         for has_state, between in groupby(nodes[: nodes.index(last)], reads_state):
             stretch = list(between)
             divided = [] if has_state else divisible(stretch)
@@ -133,8 +115,9 @@ def steps(nodes: list[fx.Node]) -> dict[fx.Node, int]:
 class _Parts:
     """A graph in which nodes are divided, and the parts that take their places."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, division: RowDivision) -> None:
         self._graph = graph
+        self._division = division
         self._parts: dict[fx.Node, list[fx.Node]] = {}
         self._under_way: dict[fx.Node, list[fx.Node]] = {}
         self._views: dict[fx.Node, list[fx.Node]] = {}  # of what is whole
@@ -196,7 +179,7 @@ class _Parts:
             return self._parts[source][part]
         views = self._views.setdefault(source, [])
         if len(views) == part:
-            views.append(self._call(row_part, (source, part, PARTS), reader))
+            views.append(self._call(row_part, (source, part, self._division), reader))
         return views[part]
 
     def _call(self, target: Any, arguments: tuple[Any, ...], place: fx.Node) -> fx.Node:

@@ -16,15 +16,14 @@ from torch import Tensor, fx
 
 from strata.comm.cost import all_reduce_cost
 from strata.graph.capture import operation_of, reads_state
-from strata.graph.ranks.overlap import PARTS, divisible, steps, travels
+from strata.graph.ranks.overlap import divisible, steps, travels
+from strata.graph.ranks.row_parts import AT_HALF, PARTS, TILE_COLUMNS, TILE_ROWS, RowDivision
 from strata.hardware.figures import Device
 from strata.hardware.links import Link, link_of
 from strata.kernels.quant.packed import PackedWeight
 
 # Products hold so much of the rate of a short burst for long (cuBLAS on an H200, which its power bounds).
 _SUSTAINED = 0.87
-# What a program of a large product computes at a time.
-_TILE_ROWS, _TILE_COLUMNS = 128, 256
 # What a message of 32 MiB beside a product, and the sum behind it, kept the stream of products beyond the bytes that
 # the sum moves: 14.6 and 16.2 us (of 64 MiB nothing and 130 us, beside products that differed by more).
 _ARRIVAL = 15e-6
@@ -119,31 +118,46 @@ def _product(graph: fx.GraphModule, node: fx.Node) -> Product:
     return Product(weight.shape[0], weight.shape[1], weight.dtype)
 
 
+def row_division(graph: fx.GraphModule, device: Device | None) -> RowDivision:
+    """Where `overlap` best divides the rows of a graph on a device: at half, where its layers are not known."""
+    stretch = last_stretch(graph)
+    return AT_HALF if stretch is None or device is None or device.cuda is None else _division(stretch, device)
+
+
+def _division(stretch: Stretch, device: Device) -> RowDivision:
+    assert device.cuda is not None
+    return RowDivision(device.cuda.processors, tuple((one.out, one.width) for step in stretch.steps for one in step))
+
+
 def seconds(stretch: Stretch, tokens: int, parts: int, device: Device, link: Link) -> float:
     """The time between two attentions: products of each part in turn, and each message when its part has come so far
-    and the message before it has arrived; of several parts the norm reads what arrives.
+    and the message before it has arrived; of several parts the norm reads what arrives. parts: 1, or `PARTS`.
 
     Raises ValueError for a device without a rate for such elements.
     """
-    rows = -(-tokens // parts)
-    products = [sum(_product_seconds(one, rows, device) for one in step) for step in stretch.steps]
-    costs = [all_reduce_cost(summed * rows, stretch.ranks) for summed in stretch.summed]
-    messages = [link.seconds(cost.messages, cost.bytes) for cost in costs]
+    boundary = _division(stretch, device).boundary(tokens)
+    rows = [tokens] if parts == 1 else [boundary, tokens - boundary]
+    products = [[sum(_product_seconds(one, count, device) for one in step) for count in rows] for step in stretch.steps]
+    costs = [[all_reduce_cost(summed * count, stretch.ranks) for count in rows] for summed in stretch.summed]
+    messages = [[link.seconds(cost.messages, cost.bytes) for cost in step] for step in costs]
     if parts == 1:
-        return sum(products) + sum(messages)
+        return sum(sum(step) for step in (*products, *messages))
     memory = device.ceiling("bandwidth").value
-    arrivals = [_ARRIVAL + summed * rows / memory for summed in stretch.summed]
-    return _end(products, messages, arrivals, parts) + 2 * stretch.joined * tokens / memory
+    arrivals = [[_ARRIVAL + summed * count / memory for count in rows] for summed in stretch.summed]
+    return _end(products, messages, arrivals) + 2 * stretch.joined * tokens / memory
 
 
-def _end(products: Sequence[float], messages: Sequence[float], arrivals: Sequence[float], parts: int) -> float:
+def _end(
+    products: Sequence[Sequence[float]], messages: Sequence[Sequence[float]], arrivals: Sequence[Sequence[float]]
+) -> float:
+    """Of each step: of each part."""
     now = sent = 0.0
-    arrived = [0.0] * parts
-    for step, length in enumerate(products):
-        for part in range(parts):
-            now = max(now, arrived[part]) + (arrivals[step - 1] if step > 0 else 0.0) + length
+    arrived = [0.0] * PARTS
+    for step, lengths in enumerate(products):
+        for part, length in enumerate(lengths):
+            now = max(now, arrived[part]) + (arrivals[step - 1][part] if step > 0 else 0.0) + length
             if step < len(messages):
-                sent = max(now, sent) + messages[step]
+                sent = max(now, sent) + messages[step][part]
                 arrived[part] = sent
     return now
 
@@ -153,6 +167,5 @@ def _product_seconds(product: Product, rows: int, device: Device) -> float:
     assert device.cuda is not None
     processors = device.cuda.processors
     rate = _SUSTAINED * device.ceiling("compute", str(product.dtype).removeprefix("torch.")).value
-    tiles = -(-rows // _TILE_ROWS) * -(-product.out // _TILE_COLUMNS)
-    rounds = -(-tiles // processors)
-    return rounds * processors * 2 * _TILE_ROWS * _TILE_COLUMNS * product.width / rate
+    rounds = RowDivision(processors).rounds(rows, product.out)
+    return rounds * processors * 2 * TILE_ROWS * TILE_COLUMNS * product.width / rate

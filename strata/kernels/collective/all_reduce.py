@@ -118,19 +118,43 @@ def received(inbox, lane, held, epoch):
 
 
 @jit
-def _summed(words, lane, held, epoch, inbox, boxes, counters, rank, WORLD: tl.constexpr, DTYPE: tl.constexpr):
-    """The sum over the ranks of a program's words, in one shot: the words' first numbers and their second, float32."""
-    program = tl.program_id(0)
-    region = ((epoch & 1) * _PROGRAMS + program) * (WORLD * _PACKETS)
-    send_packets(words, lane, held, boxes, rank, epoch, region + rank * _PACKETS, WORLD)
-    low = tl.zeros_like(words).to(tl.float32)
+def region_of(program, epoch, WORLD: tl.constexpr):
+    """Where the region of a program begins in all inboxes, in packets; PACKETS of each rank lie there."""
+    return ((epoch & 1) * _PROGRAMS + program) * (WORLD * _PACKETS)
+
+
+@jit
+def received_sum(lane, held, epoch, inbox, region, WORLD: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+    """The sum of what all ranks send into a region: the words' first numbers and their second, float32 [BLOCK]."""
+    low = tl.zeros([BLOCK], dtype=tl.float32)
     high = low
     own = tl.multiple_of(inbox.to(tl.pointer_type(tl.int64), bitcast=True), 16) + region
     for source in range(WORLD):
         found = received(own + source * _PACKETS, lane, held, epoch)
         low += low_half(found, DTYPE)
         high += high_half(found, DTYPE)
-    tl.store(counters + program, epoch)
+    return low, high
+
+
+@jit
+def _summed(
+    words,
+    lane,
+    held,
+    epoch,
+    inbox,
+    boxes,
+    counters,
+    rank,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """The sum over the ranks of a program's words, in one shot, as `received_sum` gives it."""
+    region = region_of(tl.program_id(0), epoch, WORLD)
+    send_packets(words, lane, held, boxes, rank, epoch, region + rank * _PACKETS, WORLD)
+    low, high = received_sum(lane, held, epoch, inbox, region, WORLD, BLOCK, DTYPE)
+    tl.store(counters + tl.program_id(0), epoch)
     return low, high
 
 
@@ -155,7 +179,7 @@ def one_shot_kernel(
     epoch = tl.load(counters + tl.program_id(0)) + 1
     given = tl.load(as_words(x) + at, mask=at < words, other=0)
     dtype: tl.constexpr = x.dtype.element_ty
-    low, high = _summed(given, lane, at < words, epoch, inbox, boxes, counters, rank, WORLD, dtype)
+    low, high = _summed(given, lane, at < words, epoch, inbox, boxes, counters, rank, WORLD, BLOCK, dtype)
     tl.store(as_words(result) + at, joined(low, high, dtype), mask=at < words)
 
 
@@ -193,7 +217,7 @@ def one_shot_norm_kernel(
     dtype: tl.constexpr = x.dtype.element_ty
     # It does not wait for others, so its memory's latency passes beside the messages'.
     others = tl.load(as_words(residual) + row * residual_stride + lane, mask=held, other=0)
-    low, high = _summed(given, lane, held, epoch, inbox, boxes, counters, rank, WORLD, dtype)
+    low, high = _summed(given, lane, held, epoch, inbox, boxes, counters, rank, WORLD, BLOCK, dtype)
     store_normed(low, high, others, factor, total, result, row * words + lane, held, width, eps, dtype)
 
 

@@ -1,8 +1,9 @@
 """The dense layer for few rows (decoding): the weight streams through once, at the speed of memory.
 
 Two kernels (`skinny_kernels`): for one to four rows, and for up to 256. Both can apply the scale of a norm to the
-rows, gate half of the columns by the other half, or add a residual and prepare the next norm (`prenorm`). Which tile
-serves which shape was measured (`strata bench kernels --tune`, `skinny_tiles`).
+rows, gate half of the columns by the other half, add a residual and prepare the next norm (`prenorm`), or send the
+product to the ranks that add it up (`strata.kernels.collective.sent_products`). Which tile serves which shape was
+measured (`strata bench kernels --tune`, `skinny_tiles`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,20 @@ from strata.kernels.split_counters import split_counters
 
 
 @dataclass(frozen=True)
+class Inboxes:
+    """Where a product is sent instead of stored: to all ranks of an axis, in one shot.
+
+    addresses: [ranks] int64, of their inboxes. calls: [rows or more] int32, how often each row was sent so far. rank:
+    this one's number. starts_receiver: the kernel behind may start beside the product, on devices that can do that.
+    """
+
+    addresses: Tensor
+    calls: Tensor
+    rank: int
+    starts_receiver: bool
+
+
+@dataclass(frozen=True)
 class SkinnyProduct:
     """`x @ weight^T + bias`, and what else happens to it in the same kernel.
 
@@ -30,6 +45,8 @@ class SkinnyProduct:
     1 / sqrt(sum(squares) / width + eps) before the bias is added.
     gated: the result is silu(first half of the columns) * second half.
     residual [rows, out], norm_weight [out]: if given, the residual is added, and the results are those of `linear_add`.
+    inboxes: if given, the product, of an even number of columns, is rounded and sent there, and nothing else happens to
+    it; there are no results.
     """
 
     x: Tensor
@@ -40,6 +57,12 @@ class SkinnyProduct:
     gated: bool = False
     residual: Tensor | None = None
     norm_weight: Tensor | None = None
+    inboxes: Inboxes | None = None
+
+    def __post_init__(self) -> None:
+        others = (self.bias, self.squares, self.residual)
+        if self.inboxes is not None and (self.gated or self.out % 2 or any(one is not None for one in others)):
+            raise ValueError(f"a product that is sent is x [rows, width] by a weight [even, width] alone, not {self}")
 
     @property
     def out(self) -> int:
@@ -49,7 +72,7 @@ class SkinnyProduct:
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with its grid and arguments, and the tensors among them that it writes its results to."""
+    """A kernel with its grid and arguments, and the tensors among them that it writes its results to, if any."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -58,7 +81,7 @@ class Launch:
     results: tuple[Tensor, ...]
 
     def run(self) -> tuple[Tensor, ...]:
-        if self.results[0].numel():
+        if not self.results or self.results[0].numel():
             self.kernel[self.grid](*self.args, **self.options)
         return self.results
 
@@ -68,11 +91,13 @@ class Launch:
 
 
 def launch(product: SkinnyProduct, tile: SkinnyTile) -> Launch:
-    """What multiplies with a tile that `fits`. results: the product [rows, out]; or total, weighted and squares."""
+    """What multiplies with a tile that `fits`. results: the product [rows, out]; or total, weighted and squares; or
+    none where it is sent."""
     x, weight, squares, residual = product.x, product.weight, product.squares, product.residual
     (count, width), out = x.shape, product.out
     tiles = ceil_div(weight.shape[0], tile.columns)
-    results = [torch.empty((count, out), dtype=x.dtype, device=x.device)]
+    inboxes = product.inboxes
+    results = [] if inboxes is not None else [torch.empty((count, out), dtype=x.dtype, device=x.device)]
     if residual is not None:
         results.append(torch.empty((count, out), dtype=x.dtype, device=x.device))
         results.append(torch.empty((count, tiles), dtype=torch.float32, device=x.device))
@@ -87,10 +112,12 @@ def launch(product: SkinnyProduct, tile: SkinnyTile) -> Launch:
         None if residual is None else residual.stride(0),
         None if squares is None else squares.shape[1],
         None if squares is None else product.eps,
+        *((None,) * 3 if inboxes is None else (inboxes.addresses, inboxes.calls, inboxes.rank)),
     )
     options: dict[str, Any] = {
         "GATED": product.gated,
-        "EARLY": tile.early,
+        "EARLY": tile.early or (inboxes is not None and inboxes.starts_receiver),
+        "WORLD": 1 if inboxes is None else len(inboxes.addresses),
         "BLOCKS": 1 if squares is None else next_power_of_2(squares.shape[1]),
         "BLOCK_N": tile.columns,
         "BLOCK_K": tile.width,

@@ -1,13 +1,16 @@
 """The Triton kernels of products with few rows: `gemv_kernel` on the CUDA cores, `dot_kernel` on the tensor cores.
 
-Both sum a tile [BLOCK_N, BLOCK_M] in float32, rows of the weight by rows of x, and both end in `store_product`.
-Arguments that a product has no use for are None.
+Both sum a tile [BLOCK_N, BLOCK_M] in float32, rows of the weight by rows of x, and both end in `store_product`, or in
+`send_product` where ranks add the product up: inboxes [WORLD] int64 are the addresses of theirs, calls [rows] int32 the
+counters of the receiver's programs, and rank the number of this one. Arguments that a product has no use for are None.
 """
 
 from __future__ import annotations
 
 from functools import partial
 
+from strata.kernels.collective.all_reduce import addresses
+from strata.kernels.collective.sent_products import epochs_of, send_product
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.triton_import import gdc_launch_dependents, gdc_wait, jit, tl
 
@@ -110,7 +113,7 @@ def _add_products(total, values, x, k, held, rows, x_stride, ROWS: tl.constexpr)
     return total
 
 
-@partial(jit, unspecialized=("rows",))
+@partial(jit, unspecialized=("rows", "rank"))
 def gemv_kernel(
     x,
     weight,
@@ -129,8 +132,12 @@ def gemv_kernel(
     residual_stride,
     blocks,
     eps,
+    inboxes,
+    calls,
+    rank,
     GATED: tl.constexpr,
     EARLY: tl.constexpr,
+    WORLD: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -174,27 +181,34 @@ def gemv_kernel(
             total = _add_products(total, values, x + last, k, held, rows, x_stride, ROWS)
             values = following
             last = start
+    if inboxes is not None:
+        # Here they are there in time, and take no registers from weights that are under way.
+        inboxes, epochs = addresses(inboxes, WORLD), epochs_of(calls, row, rows)
     total = _add_products(total, values, x + last, k, held, rows, x_stride, ROWS)
-    store_product(
-        total,
-        bias,
-        row_squares,
-        width,
-        eps,
-        None,
-        norm_weight,
-        result,
-        weighted,
-        squares,
-        row,
-        column,
-        rows,
-        out,
-        GATED,
-    )
+    if inboxes is not None:
+        kind: tl.constexpr = x.dtype.element_ty
+        send_product(total, inboxes, epochs, tl.program_id(0), row, rows, out, rank, WORLD, kind)
+    else:
+        store_product(
+            total,
+            bias,
+            row_squares,
+            width,
+            eps,
+            None,
+            norm_weight,
+            result,
+            weighted,
+            squares,
+            row,
+            column,
+            rows,
+            out,
+            GATED,
+        )
 
 
-@partial(jit, unspecialized=("rows",))
+@partial(jit, unspecialized=("rows", "rank"))
 def dot_kernel(
     x,
     weight,
@@ -215,8 +229,12 @@ def dot_kernel(
     residual_stride,
     blocks,
     eps,
+    inboxes,
+    calls,
+    rank,
     GATED: tl.constexpr,
     EARLY: tl.constexpr,
+    WORLD: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -247,6 +265,8 @@ def dot_kernel(
         gdc_wait()
         gdc_launch_dependents()
     # What is small is asked for before the sums and there when they are.
+    if inboxes is not None:
+        inboxes, epochs = addresses(inboxes, WORLD), epochs_of(calls, row, rows)
     AHEAD: tl.constexpr = SPLITS == 1 and BLOCK_M * max(BLOCKS, BLOCK_N) <= 4096
     if AHEAD and row_squares is not None:
         early_squares = load_squares(row_squares, row, rows, blocks, BLOCKS)
@@ -284,28 +304,33 @@ def dot_kernel(
             for other in tl.static_range(1, SPLITS):
                 total += tl.load(first + other * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
             tl.store(counters + offset, 0)
-        store_product(
-            total,
-            bias,
-            own_squares,
-            part * SPLITS,
-            eps,
-            own_residual,
-            norm_weight,
-            result,
-            weighted,
-            squares,
-            row,
-            column,
-            rows,
-            out,
-            GATED,
-        )
+        if inboxes is not None:
+            kind: tl.constexpr = x.dtype.element_ty
+            send_product(total, inboxes, epochs, tile, row, rows, out, rank, WORLD, kind)
+        else:
+            store_product(
+                total,
+                bias,
+                own_squares,
+                part * SPLITS,
+                eps,
+                own_residual,
+                norm_weight,
+                result,
+                weighted,
+                squares,
+                row,
+                column,
+                rows,
+                out,
+                GATED,
+            )
 
 
 def compile_cases() -> list[CompileCase]:
     cases = []
-    for epilogue, gated in (("plain", False), ("scaled", False), ("scaled", True), ("added", False)):
+    epilogues = (("plain", False), ("scaled", False), ("scaled", True), ("added", False), ("sent", False))
+    for epilogue, gated in epilogues:
         name = "gated" if gated else epilogue
         for columns, block, warps, once, rows in (
             (4, 4096, 8, True, 1),
@@ -325,6 +350,8 @@ def compile_cases() -> list[CompileCase]:
             (128, 64, 8, 5, 128, 1, "wgmma.mma_async"),
             (64, 64, 8, 4, 256, 2, "wgmma.mma_async"),
         ):
+            if epilogue == "sent" and (splits > 1 or rows > 16):
+                continue  # few rows are, by programs that have all of a column's sum
             split = ("parts", "counters") if splits > 1 else ()
             signature, constants = _arguments(epilogue, gated, columns, block, ("part", *split))
             constants |= {"BLOCK_M": rows, "FULL": rows < 64, "STAGES": stages, "SPLITS": splits, "PIECES": 4}
@@ -339,19 +366,20 @@ def _arguments(
     epilogue: str, gated: bool, columns: int, block: int, more: tuple[str, ...]
 ) -> tuple[dict[str, str], dict[str, object]]:
     """The types of a kernel's arguments and its constants, with what its epilogue has no use for."""
-    own = {"plain": (), "scaled": _SCALED, "added": _ADDED}[epilogue]
-    given = ("x", "weight", "result", "out", "x_stride", "weight_stride", *own, *more)
+    own = {"plain": ("result",), "scaled": _SCALED, "added": _ADDED, "sent": _SENT}[epilogue]
+    given = ("x", "weight", "out", "x_stride", "weight_stride", *own, *more)
     signature = {name: _KINDS[name] for name in given} | {"rows": "i32"}
-    constants = dict.fromkeys((name for name in ("bias", *_SCALED, *_ADDED) if name not in own), None)
-    constants |= {"GATED": gated, "EARLY": True, "BLOCKS": 64 if epilogue == "scaled" else 1}
+    constants = dict.fromkeys((name for name in ("bias", *_SCALED, *_ADDED, *_SENT) if name not in own), None)
+    constants |= {"GATED": gated, "EARLY": True, "WORLD": 2, "BLOCKS": 64 if epilogue == "scaled" else 1}
     return signature, constants | {"BLOCK_N": columns, "BLOCK_K": block}
 
 
-_SCALED = ("row_squares", "blocks", "eps")
-_ADDED = ("residual", "residual_stride", "norm_weight", "weighted", "squares")
+_SCALED = ("result", "row_squares", "blocks", "eps")
+_ADDED = ("result", "residual", "residual_stride", "norm_weight", "weighted", "squares")
+_SENT = ("inboxes", "calls", "rank")
 _KINDS = (
     dict.fromkeys(("x", "weight", "result", "residual", "norm_weight", "weighted"), "*bf16:16")
     | dict.fromkeys(("row_squares", "squares", "parts"), "*fp32:16")
     | dict.fromkeys(("out", "width", "part", "x_stride", "weight_stride", "residual_stride", "blocks"), "i32:16")
-    | {"counters": "*i32:16", "eps": "fp32"}
+    | {"counters": "*i32:16", "eps": "fp32", "inboxes": "*i64:16", "calls": "*i32:16", "rank": "i32"}
 )

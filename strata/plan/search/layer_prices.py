@@ -15,6 +15,7 @@ import torch
 from strata.comm.symmetric import imagined
 from strata.engine.ranks.token_division import CONTEXT_AXIS
 from strata.graph.cost import NodeCost
+from strata.graph.ranks.fuse_sent_products import fuse_sent_products
 from strata.hardware.prediction import ORIGINS, Prediction
 from strata.hardware.roofline import Floor, Workload
 from strata.kernels.quant.packed import multiplied_in
@@ -186,6 +187,8 @@ class LayerPrices:
             context=context,
             quantization=self._precision.quantization,
             kv_cache_dtype=self._precision.kv_cache_dtype,
+            # Messages are told apart from products, which other precisions take the place of; both take as long.
+            passes=f"-{fuse_sent_products.__name__}",
         )
         # Which steps are recorded follows from the size of the model as it is.
         whole = shard_of(config, layout)

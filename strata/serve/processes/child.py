@@ -10,6 +10,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from strata.files.child_modules import command_of, with_package
 from strata.serve.http.keys import ENVIRONMENT
 
 
@@ -39,14 +40,14 @@ class Child:
         environment: variables that it has besides or instead of its parent's.
         """
         process = await asyncio.create_subprocess_exec(
-            # -P: the current folder must not come first in the import path, its modules may have common names.
-            *(sys.executable, "-P", "-m", module),
+            *command_of(module),
             stdin=PIPE,
             stdout=PIPE if talks else sys.stderr.fileno(),
             pass_fds=pass_fds,
             start_new_session=True,
-            env={name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
-            | dict(environment or {}),
+            env=with_package(
+                {name: value for name, value in os.environ.items() if name not in ENVIRONMENT} | dict(environment or {})
+            ),
         )
         assert process.stdin is not None
         process.stdin.write(job + b"\n")

@@ -74,8 +74,10 @@ def test_kernels_of_ranks_are_derived_with_their_messages(elsewhere: Callable[..
     found = kernel_names(elsewhere(derived, "0.6B", DUMMY | {"tensor_parallel_size": 2}))
     assert "kv_write_kernel" not in found
     assert {
+        "gather_rows_kernel",
         "one_shot_kernel",
         "one_shot_norm_kernel",
+        "one_shot_received_norm_kernel",
         "two_shot_kernel",
         "flagged_norm_kernel",
         "received_rms_norm_kernel",

@@ -11,6 +11,8 @@ import json
 import multiprocessing
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,14 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from strata.comm import all_reduce_cuda as launches
-from strata.comm import expert_rows_cuda
+from strata.comm import expert_rows_cuda, sent_product_cuda
+from strata.comm.all_gather_cuda import one_shot_gather
 from strata.comm.mesh import Axis
 from strata.comm.symmetric import Layout, SymmetricMemory
 from strata.kernels.collective import all_reduce, rounded_parts
 from strata.kernels.collective.flagged import FLAGGED_PROGRAMS
+from strata.kernels.linear.skinny import skinny_linear
+from strata.kernels.linear.skinny_tiles import SkinnyTile
 from strata.kernels.triton_import import tl, triton
 
 CALLS = 4
@@ -33,8 +38,17 @@ SHAPES = {
     "one_shot_norm": [(3, 132), (2, 132)],
     "flagged_norm": [(3, 132), (5, 132)],
     "gather_rows": [(3, 130), (40, 64)],
+    "gather_columns": [(3, 130), (40, 64)],
+    "gather_keys": [(33, 4), (300, 4)],
     "scatter_sums": [(4, 130), (40, 64)],
 }
+# Products that are sent, in float16, in calls by turns: tile, rows, width. The last goes over its edges.
+SENT = (
+    (SkinnyTile("gemv", 8, 128, 4), 3, 128),
+    (SkinnyTile("gemv", 4, 64, 4), 1, 192),
+    (SkinnyTile("dot", 32, 64, 4, rows=16), 5, 192),
+)
+SENT_COLUMNS = 136
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 GROUPS = ((2, "float32"), (2, "float16"), (4, "float32"))
 
@@ -64,6 +78,28 @@ def norm_inputs(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Ten
     return numbers(50, 0, shape, dtype), numbers(51, 0, shape, dtype)[0]
 
 
+def sent_inputs(rank: int, call: int) -> tuple[SkinnyTile, Tensor, Tensor, Tensor]:
+    """The tile, x and the weight of a rank, and the residual, which all ranks have."""
+    tile, rows, width = SENT[call % len(SENT)]
+    x, weight = (
+        numbers(rank, call, (rows, width), torch.half),
+        numbers(60 + rank, call, (SENT_COLUMNS, width), torch.half),
+    )
+    return tile, x, weight / 8, numbers(50, call, (rows, SENT_COLUMNS), torch.half)
+
+
+def run_sent(axis: Axis, rank: int, call: int) -> tuple[Tensor, ...]:
+    """A product that is sent with the sum and the norm behind it, which must be those of a product that is stored."""
+    tile, x, weight, residual = sent_inputs(rank, call)
+    norm_weight = numbers(51, 0, (1, SENT_COLUMNS), torch.half)[0]
+    sent_product_cuda._tile = lambda x, weight: tile
+    found = sent_product_cuda.sent_product_norm(x, axis, weight, residual, norm_weight, 1e-5)
+    stored = skinny_linear(x, weight, None, tile)
+    for one, other in zip(found, launches.one_shot_norm(stored, axis, residual, norm_weight, 1e-5), strict=True):
+        assert torch.equal(one, other), (tile, call)
+    return found
+
+
 def run_rank(folder: Path, rank: int, ranks: int, dtype: torch.dtype) -> None:
     all_reduce._acquired = _read
     launches.PROGRAMS = launches.FLAGGED_PROGRAMS = 2  # so that a program takes several rows
@@ -80,10 +116,18 @@ def run_rank(folder: Path, rank: int, ranks: int, dtype: torch.dtype) -> None:
             given = (*norm_inputs(x.shape, dtype), 1e-5) if name.endswith("norm") else ()
             if rank == call % ranks:
                 time.sleep(0.02)  # now this rank is late, now that
-            where = expert_rows_cuda if name in ("gather_rows", "scatter_sums") else launches
-            result = getattr(where, name)(x, axis, *given)
+            result = _launcher(name)(x, axis, *given)
             found[f"{name} {call}"] = [one.tolist() for one in (result if isinstance(result, tuple) else (result,))]
+        found[f"sent {call}"] = [one.tolist() for one in run_sent(axis, rank, call)]
     (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+def _launcher(name: str) -> Callable[..., Any]:
+    if name == "gather_columns":
+        return partial(one_shot_gather, dim=-1)
+    if name == "gather_keys":
+        return lambda x, axis: one_shot_gather(x.view(torch.int64), axis, 1).view(x.dtype)
+    return getattr(expert_rows_cuda if name in ("gather_rows", "scatter_sums") else launches, name)
 
 
 def run_parts(folder: Path) -> None:

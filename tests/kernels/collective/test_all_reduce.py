@@ -16,7 +16,7 @@ from strata.kernels.norm.norm import rms_norm
 
 pytest.importorskip("triton")
 
-from .interpreted import CALLS, DTYPES, GROUPS, SHAPES, norm_inputs, numbers
+from .interpreted import CALLS, DTYPES, GROUPS, SENT_COLUMNS, SHAPES, norm_inputs, numbers, sent_inputs
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,9 @@ def test_ranks_in_any_order_get_the_bits_of_the_reference(ranks: int, dtype: str
                 if name == "gather_rows":
                     parts = [numbers(peer, call, shapes[call % 2], kind) for peer in range(ranks)]
                     assert torch.equal(got[0], torch.cat(parts)), (name, call, rank)
+                elif name in ("gather_columns", "gather_keys"):
+                    parts = [numbers(peer, call, shapes[call % 2], kind) for peer in range(ranks)]
+                    assert torch.equal(got[0], torch.cat(parts, 1)), (name, call, rank)
                 elif name == "scatter_sums":
                     assert torch.equal(got[0], whole.to(kind).chunk(ranks)[rank]), (name, call, rank)
                 elif name.endswith("norm"):
@@ -53,6 +56,22 @@ def test_ranks_in_any_order_get_the_bits_of_the_reference(ranks: int, dtype: str
                     assert_near(got[1], rms_norm.reference(total, weight, 1e-5))
                 else:
                     assert torch.equal(got[0], whole.to(kind)), (name, call, rank)
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), GROUPS)
+def test_products_that_are_sent_are_added_up_and_normed(ranks: int, dtype: str, found: Path) -> None:
+    """Between other messages; each rank has found the bits of a product that is stored and then sent."""
+    norm_weight = numbers(51, 0, (1, SENT_COLUMNS), torch.half)[0]
+    for rank in range(ranks):
+        told = json.loads((found / f"{ranks}-{dtype}" / f"{rank}.json").read_text())
+        for call in range(CALLS):
+            given = [sent_inputs(peer, call) for peer in range(ranks)]
+            residual = given[0][3].double()
+            total = sum((x.double() @ weight.double().T for _, x, weight, _ in given), residual)
+            got_total, got_normed = (torch.tensor(values, dtype=torch.double) for values in told[f"sent {call}"])
+            torch.testing.assert_close(got_total, total, rtol=4e-3, atol=4e-3 * ranks)
+            normed = rms_norm.reference(got_total, norm_weight.double(), 1e-5)
+            torch.testing.assert_close(got_normed, normed, rtol=2e-3, atol=1e-3)
 
 
 def test_rounded_parts_have_the_bits_of_their_references(found: Path) -> None:
