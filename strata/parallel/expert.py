@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from strata.comm.collectives import all_to_all
+from strata.comm.experts.sent_rows import journey
 from strata.comm.mesh import Axis
-from strata.comm.sent_rows import journey
 from strata.kernels.moe.combine import summed
 from strata.kernels.moe.experts import experts, take_rows
 from strata.models.experts import Experts

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from strata.comm.experts.sent_rows import exchange_tokens
 from strata.comm.mesh import Axis
 from strata.comm.operations import Along
 from strata.comm.placement import ExpertSlots, Placement
-from strata.comm.sent_rows import exchange_tokens
 from strata.models.config import ModelConfig
 from strata.models.families import build
 from strata.models.layers import CausalLM
@@ -116,7 +116,7 @@ class RankShard:
 
     def exchange_tokens(self, dtype: torch.dtype) -> int | None:
         """From how many tokens of a rank on, in `dtype`, rows go to the ranks of their experts alone: see
-        `strata.comm.sent_rows`. None: all go to all, or ranks have no tokens of their own."""
+        `strata.comm.experts.sent_rows`. None: all go to all, or ranks have no tokens of their own."""
         experts = self.whole.experts
         if not self.own_tokens or self.slots is None or experts is None:
             return None

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata.comm.expert_rows import combine_rows, dispatch_rows
+from strata.comm.experts.rows import combine_rows, dispatch_rows
+from strata.comm.experts.sent_rows import exchange_tokens, reach, return_rows, send_rows, slot_span
 from strata.comm.launch import World
 from strata.comm.mesh import Axis, Mesh
 from strata.comm.operations import Along
-from strata.comm.sent_rows import exchange_tokens, reach, return_rows, send_rows, slot_span
 from strata.hardware.roofline import Workload
 from strata.kernels.moe.combine import combine
 from strata.kernels.moe.experts import experts

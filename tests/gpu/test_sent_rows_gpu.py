@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from strata.comm.experts.sent_rows import return_rows, send_rows, slot_span
 from strata.comm.mesh import Axis, Mesh
-from strata.comm.sent_rows import return_rows, send_rows, slot_span
 from strata.kernels.moe.combine import combine
 from strata.kernels.moe.experts import experts
 from tests.gpu.ranks import found_by_ranks

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import fx
 
-from strata.comm.expert_rows import dispatch_rows
+from strata.comm.experts.rows import dispatch_rows
+from strata.comm.experts.sent_rows import Arrived, return_rows, send_rows
 from strata.comm.operations import Along
-from strata.comm.sent_rows import Arrived, return_rows, send_rows
 from strata.graph.capture import operation_of
 from strata.kernels.moe.combine import combine
 from strata.kernels.moe.count import count_choices

@@ -1,9 +1,9 @@
 """Rows on their way to the ranks that hold their experts, each at most once to a rank, and back, as operations of a
 graph.
 
-`strata.comm.expert_rows` brings all rows to all ranks, n - 1 of each. A token of k choices needs at most k ranks, fewer
-where several of its experts lie on one, so with many ranks most of that is for nobody. How many rows travel follows
-from their choices, so the host waits once for the device in every call, and no CUDA graph can hold it.
+`strata.comm.experts.rows` brings all rows to all ranks, n - 1 of each. A token of k choices needs at most k ranks,
+fewer where several of its experts lie on one, so with many ranks most of that is for nobody. How many rows travel
+follows from their choices, so the host waits once for the device in every call, and no CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from strata.comm import collectives
-from strata.comm.expert_rows import combine_rows, dispatch_rows
+from strata.comm.experts.rows import combine_rows, dispatch_rows
 from strata.comm.mesh import Axis
 from strata.comm.operations import Along, live
 from strata.hardware.roofline import Cost, Workload
