@@ -205,7 +205,7 @@ class StepBuffer:
         """Beyond the first `draws`, padding rows draw greedily, without filters, from row 0 into `slot`."""
         self.host["draw_slots"][draws:] = slot
         self.host["seeds"][2 * draws :] = 0
-        for name in ("rows", "temperatures", "steps", "top_k", "min_p"):
+        for name in ("rows", "chosen", "temperatures", "steps", "top_k", "min_p"):
             self.host[name][draws:] = 0
         self.host["top_p"][draws:].view(np.float32).fill(1)
 

@@ -196,6 +196,9 @@ def _step_shares(executor: Executor, device: torch.device) -> StepShares:
     if executor.own_kernels:
         recorded = max(executor.mixed_tokens, default=0)
         times = step_times(executor.graphs, executor.pool_shape, name, recorded, executor.states)
+        division = executor.division
+        if times is not None and division is not None and division.times is not None:
+            times = replace(times, division=division.times.division)
     return step_shares(executor.graphs, executor.pool_shape, name, times, executor.states)
 
 
@@ -204,7 +207,7 @@ def _step_target(asked: EngineConfig, executor: Executor, times: StepTimes | Non
     if times is None or asked.step_target_ms is None:
         return None
     seconds = asked.step_target_ms / 1e3 / asked.pipeline_parallel_size  # stages are alike, and a token passes them all
-    return StepTarget(seconds, times, executor.mixed_tokens)
+    return StepTarget(seconds, times, executor.padded_tokens)
 
 
 def _default_params(defaults: GenerationDefaults) -> SamplingParams:

@@ -14,7 +14,7 @@ from strata.cache.groups import PageGroup, page_groups
 from strata.cache.pool import PoolShape
 from strata.cache.state_pool import StateShape
 from strata.cache.tables import BufferShape
-from strata.engine.ranks.token_division import CONTEXT_AXIS
+from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
 from strata.engine.recorded_steps import recorded_sizes
 from strata.engine.sampling_params import RANGES, check_integer
 from strata.engine.startup.kept_states import check_states, keeps_all
@@ -335,7 +335,7 @@ class EngineSizes:
     recorded: the steps that get a CUDA graph; library: cuDNN attends for prompts in them. weight_bytes: of the model;
     of a rank of several, of its share. parameters: of the model; of several ranks, of the one with the most
     experts, and of several stages, the mean of a stage. packing: which weights of the model, or of the share, are
-    packed.
+    packed. division: how ranks divide the tokens of steps, times aside.
     """
 
     max_length: int
@@ -348,11 +348,17 @@ class EngineSizes:
     library: bool
     states: StateShape | None = None
     packing: Packing = NOTHING_PACKED
+    division: TokenDivision | None = None
 
     @property
     def recorded_tokens(self) -> int:
         """Of the largest step that is recorded; 0 if none is."""
         return max((size.tokens for size in self.recorded), default=0)
+
+    @property
+    def divided_tokens(self) -> int:
+        """Of the largest step that is recorded of those that ranks divide."""
+        return max((size.tokens * size.ranks for size in self.recorded if size.ranks > 1), default=0)
 
     @staticmethod
     def of(
@@ -388,22 +394,27 @@ class EngineSizes:
         groups = groups_of(asked, config, pool, max_length)
         states = StateShape.of(FAMILIES[config.architecture].states(config), dtype)
         library, recorded = False, []
+        parts = asked.prefill_context_parallel_size
+        division = TokenDivision.on(device.type, parts, 0) if parts > 1 else None
         if limits is not None:
             attends = bool(groups[0].layers) and not asked.deterministic
             attends &= library_limit(limits, config, dtype, asked.page_size) is None
             # It reads pages of floats alone, but a step's own rows are floats.
             library, fresh = attends and pool.rounded is None, attends and keeps_neighbours_apart(dtype)
-            recorded = recorded_sizes(asked.max_num_seqs, max_tokens, parameters, library, fresh)
+            exchanged = None if shard is None or asked.deterministic else shard.exchange_tokens(dtype)
+            given = asked.max_num_seqs, max_tokens, parameters
+            recorded = recorded_sizes(*given, library, fresh, division, exchanged)
         sizes = tuple(replace(size, groups=len(groups)) for size in recorded)
         return EngineSizes(
-            max_length, max_tokens, pool, groups, weight_bytes, parameters, sizes, library, states, packing
+            max_length, max_tokens, pool, groups, weight_bytes, parameters, sizes, library, states, packing, division
         )
 
     def without_library(self, max_sequences: int) -> EngineSizes:
         """The same where cuDNN cannot attend after all."""
-        recorded = recorded_sizes(max_sequences, self.max_tokens, self.parameters, library=False)
-        sizes = tuple(replace(size, groups=len(self.groups)) for size in recorded)
-        return replace(self, recorded=sizes, library=False)
+        sizes = max_sequences, self.max_tokens, self.parameters
+        recorded = recorded_sizes(*sizes, library=False, division=self.division)
+        grouped = tuple(replace(size, groups=len(self.groups)) for size in recorded)
+        return replace(self, recorded=grouped, library=False)
 
 
 def groups_of(asked: EngineConfig, config: ModelConfig, pool: PoolShape, max_length: int) -> tuple[PageGroup, ...]:

@@ -21,18 +21,23 @@ from strata.cache.staging import Staging
 from strata.cache.state_pool import StatePool
 from strata.cache.tables import BufferShape, StepBuffer
 from strata.engine.faults import is_lack_of_memory
+from strata.engine.ranks.token_division import RankStep, TokenDivision, rows_of
 from strata.engine.sampler import DrawInputs
-from strata.engine.step_graphs import DivisionInputs, DrawStep, StepGraphs, StepInputs
+from strata.engine.step_graphs import StepGraphs
 from strata.engine.steps.groups import WindowSteps
+from strata.engine.steps.inputs import DivisionInputs, DrawStep, StepInputs
 from strata.graph.cudagraph import Recordings
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, MAX_TOKENS, Rows, as_virtual_sequences
 
 
-def step_inputs(buffer: StepBuffer, tables: Tensor, page_size: int, newest: Tensor) -> StepInputs:
-    """What a step's buffer holds, beside the block tables and the newest id of each slot."""
+def step_inputs(buffer: StepBuffer, tables: Tensor, page_size: int, newest: Tensor, rank: int = 0) -> StepInputs:
+    """What a step's buffer holds, beside the block tables and the newest id of each slot. rank: whose share of the step
+    it is, if ranks divide it."""
     names = ("table_rows", "offsets", "lengths", "slot_mapping", "tokens", "sources")
     rows, offsets, lengths, slot_mapping, tokens, sources = (buffer.tensors[name] for name in names)
+    if buffer.shape.ranks > 1:  # which has those of all ranks
+        slot_mapping = slot_mapping.narrow(0, rank * buffer.shape.tokens, buffer.shape.tokens)
     return StepInputs(tables, rows, offsets, lengths, slot_mapping, page_size, tokens, sources, newest)
 
 
@@ -76,17 +81,32 @@ _MANY_PROMPTS_TOKENS = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
 
 def recorded_sizes(
-    max_sequences: int, max_tokens: int, parameters: int, library: bool, fresh: bool = False
+    max_sequences: int,
+    max_tokens: int,
+    parameters: int,
+    library: bool,
+    fresh: bool = False,
+    division: TokenDivision | None = None,
+    exchanged: int | None = None,
 ) -> list[BufferShape]:
     """All sizes of steps of a model that get a CUDA graph. library: cuDNN can attend for prompts in them, over pages;
-    fresh: over keys that are in none."""
+    fresh: over keys that are in none. division: how ranks divide the tokens of some. exchanged: from how many tokens on
+    rows go to the ranks of their experts alone, of which the host has to know; where launches hide behind the device's
+    work such steps are launched."""
     most = min(max_sequences, max_tokens)  # each sequence of a step has a token
     decode = (BufferShape(count, count, count) for count in decode_buckets(most))
     mixed = mixed_buckets(most, min(max_tokens, max_mixed_tokens(parameters, library or fresh)), library, fresh)
     if fresh and not library:
         largest = max_mixed_tokens(parameters, library)
         mixed = [size for size in mixed if size.fresh or size.tokens <= largest]
-    return [*decode, *mixed]
+    if exchanged is not None:
+        largest = max(exchanged - 1, max_mixed_tokens(parameters, library=False))
+        mixed = [size for size in mixed if size.tokens <= largest]
+    divided = []
+    if division is not None:
+        rows = min(rows_of(-(-max_tokens // division.ranks)), max_mixed_tokens(parameters, library))
+        divided = divided_buckets(most, rows, division, library)
+    return [*decode, *mixed, *divided]
 
 
 def max_mixed_tokens(parameters: int, library: bool) -> int:
@@ -107,24 +127,54 @@ def mixed_buckets(max_sequences: int, max_tokens: int, library: bool, fresh: boo
     One sequence more than a step may have, so that padding tokens always find one to belong to. fresh: see
     `recorded_sizes`; of such sizes a step that fits none runs another, so there are few.
     """
-    # Close to each other where steps with decodes end up; then as the tiles of products.
-    tokens = [32, 64, 96, *range(128, 512, 64), *range(512, 576, 32), 576, 640, 704, 768, 896]
-    tokens += [*range(1024, 2048, 256), *range(2048, 4096, 512), *range(4096, MAX_TOKENS + 1, 1024)]
-    largest = (max_tokens,) * (max_tokens <= tokens[-1])
-    tokens = [*(size for size in tokens if size < max_tokens), *largest]
-    sequences = [*(count for count in _MIXED_SEQUENCES if count < max_sequences), max_sequences]
+    tokens, largest = _mixed_rows(max_tokens)
     sizes = []
     for size in tokens:
         divided = library and size >= _LIBRARY_TOKENS
-        fitting = [count for count in sequences if count + 1 < size]
+        fitting = [count for count in _mixed_sequences(max_sequences) if count + 1 < size]
         if fresh and size >= _FRESH_TOKENS:
             count = min(max_sequences, MAX_PROMPTS)
             sizes.append(BufferShape(size, count + 1, count, count, fresh=True))
         for count in fitting if size <= _FEW_SEQUENCES_TOKENS else fitting[-2:]:
             sizes.append(BufferShape(size, count + 1, count, min(count, MAX_PROMPTS) if divided else None))
-        if divided and fitting[-1] > MAX_PROMPTS and (size in _MANY_PROMPTS_TOKENS or size in largest):
+        if divided and fitting[-1] > MAX_PROMPTS and (size in _MANY_PROMPTS_TOKENS or size == largest):
             sizes.append(BufferShape(size, fitting[-1] + 1, fitting[-1]))
     return sizes
+
+
+def divided_buckets(max_sequences: int, max_rows: int, division: TokenDivision, library: bool) -> list[BufferShape]:
+    """Sizes of a rank's share of steps whose tokens ranks divide, ascending: as close to each other as those of whole
+    steps with as many tokens.
+
+    A share may have two pieces of each prompt that is cut, and its draws are those of the whole step.
+    """
+    tokens, largest = _mixed_rows(max_rows)
+    shortest = rows_of(-(-division.least // division.ranks))
+    sizes = []
+    for size in (size for size in tokens if size >= shortest):
+        fitting = [count for count in _mixed_sequences(max_sequences) if count + 1 < size]
+        cut = size // (2 * division.piece)
+        for draws in fitting if size <= _FEW_SEQUENCES_TOKENS else fitting[-2:]:
+            sequences = draws + min(draws, cut) + 1
+            prompts = min(sequences - 1, MAX_PROMPTS) if library and size >= _LIBRARY_TOKENS else None
+            sizes.append(BufferShape(size, sequences, draws, prompts, ranks=division.ranks))
+        if prompts is not None and sequences - 1 > MAX_PROMPTS and (size in _MANY_PROMPTS_TOKENS or size == largest):
+            sizes.append(BufferShape(size, sequences, draws, ranks=division.ranks))
+    return sizes
+
+
+def _mixed_rows(most: int) -> tuple[list[int], int | None]:
+    """Tokens to which steps with prompts are padded, ascending, up to so many; and those of the largest, if that is a
+    size of its own."""
+    # Close to each other where steps with decodes end up; then as the tiles of products.
+    tokens = [32, 64, 96, *range(128, 512, 64), *range(512, 576, 32), 576, 640, 704, 768, 896]
+    tokens += [*range(1024, 2048, 256), *range(2048, 4096, 512), *range(4096, MAX_TOKENS + 1, 1024)]
+    largest = most if most <= tokens[-1] else None
+    return [*(size for size in tokens if size < most), *([] if largest is None else [largest])], largest
+
+
+def _mixed_sequences(most: int) -> list[int]:
+    return [*(count for count in _MIXED_SEQUENCES if count < most), most]
 
 
 Reason = Literal["too_large", "prompt_logprobs", "out_of_memory"]
@@ -168,29 +218,36 @@ class RecordedSteps:
         heads: int,
         windows: WindowSteps | None = None,
         states: StatePool | None = None,
+        rank: int = 0,
     ) -> None:
         """heads: of the model's queries. windows: where some layers have pages of their own. states: where some have a
-        fixed state."""
+        fixed state. rank: whose share of steps it is that ranks divide."""
         self._graphs, self._pool, self._tables = graphs, pool, tables
         self._fresh_rows = fresh_rows_of(heads, pool.shape)
         self._rows = Rows(self._fresh_rows.queries, self._fresh_rows.result)
         self._windows, self._states = windows, states
-        self._library = False
+        self._library, self._rank = False, rank
         self._newest, self._staging = newest, staging
         self._recordings = recordings
         self._outputs: dict[BufferShape, Recorded] = {}
-        self._decode: list[BufferShape] = []  # both ascending
+        self._decode: list[BufferShape] = []  # all ascending
         self._mixed: list[BufferShape] = []
+        self._divided: list[BufferShape] = []
         self.sizes: list[BufferShape] = []
         self.lacking: list[BufferShape] = []
         self.unrecorded: dict[Reason, int] = dict.fromkeys(REASONS, 0)
-        self._warm: set[tuple[str, bool, int | None]] = set()
+        self._warm: set[tuple[str, int, int | None]] = set()
         self._buffers: dict[BufferShape, dict[Staging, StepBuffer]] = {}
 
     @property
     def mixed_tokens(self) -> tuple[int, ...]:
         """Tokens of recorded steps with prompts, ascending."""
         return tuple(sorted({size.tokens for size in self._mixed}))
+
+    @property
+    def divided_tokens(self) -> tuple[int, ...]:
+        """The same of steps that ranks divide, of all ranks together."""
+        return tuple(sorted({size.tokens * size.ranks for size in self._divided}))
 
     def decode_bucket(self, sequences: int) -> BufferShape | None:
         """The smallest recorded size that holds so many sequences of one token; None if all are smaller."""
@@ -202,6 +259,10 @@ class RecordedSteps:
         """The smallest recorded size that holds a step with so many prompts; None if all are smaller. fresh: see
         `smallest_mixed`."""
         return smallest_mixed(self._mixed, tokens, sequences, draws, prompts, fresh)
+
+    def divided_bucket(self, share: RankStep) -> BufferShape | None:
+        """The same of a step that ranks divide, one for all ranks."""
+        return smallest_mixed(self._divided, *share.room)
 
     def count_unrecorded(self, tokens: int, sequences: int, draws: int, prompts: int, scored: bool) -> None:
         """A step is launched eagerly. scored: because the prompts of some are."""
@@ -281,8 +342,8 @@ class RecordedSteps:
         """Keep no recording: the messages between ranks in them keep the ranks together."""
         self._recordings.discard([(shape, part) for shape in self.sizes for part in _PARTS])
         self.sizes.clear()
-        self._decode.clear()
-        self._mixed.clear()
+        for sizes in (self._decode, self._mixed, self._divided):
+            sizes.clear()
 
     def _record(self, shape: BufferShape) -> None:
         device = self._staging[0].target(shape.size)
@@ -298,7 +359,7 @@ class RecordedSteps:
         buffer.send()
         graphs, newest = self._graphs, self._newest
         decode = graphs.decode(shape.sequences) if parts is None else None
-        inputs = step_inputs(buffer, self._tables.on_device, self._pool.shape.page_size, newest)
+        inputs = step_inputs(buffer, self._tables.on_device, self._pool.shape.page_size, newest, self._rank)
         longest = 1 if parts is None else shape.tokens
         made = Recorded(newest, newest, newest)
 
@@ -312,6 +373,9 @@ class RecordedSteps:
             batch = buffer.batch(self._pool, tables, tokens, longest, (), divided, others, self._states)
             if decode is not None:
                 made.logits = decode.forward(batch)
+            elif shape.ranks > 1:
+                assert graphs.divided is not None
+                made.logits = graphs.divided.forward(batch, buffer.tensors["rows"], buffer.tensors["chosen"])
             else:
                 made.logits = graphs.logits_of(shape.tokens).forward(batch, buffer.tensors["rows"])
 
@@ -325,9 +389,10 @@ class RecordedSteps:
             made.plain_ids = graphs.draw.forward(drawing())[0]
 
         # What compiles or is chosen when it first runs follows from the graph and tokens or sequences alone.
-        sizes: set[tuple[str, bool, int | None]] = {("prompts", is_decode, shape.prompts)}
-        sizes |= {("fresh", is_decode, shape.fresh)}
-        sizes |= {("tokens", is_decode, shape.tokens), ("sequences", is_decode, shape.sequences)}
+        graph = 0 if is_decode else shape.ranks
+        sizes: set[tuple[str, int, int | None]] = {("prompts", graph, shape.prompts)}
+        sizes |= {("fresh", graph, shape.fresh)}
+        sizes |= {("tokens", graph, shape.tokens), ("sequences", graph, shape.sequences)}
         warm = sizes <= self._warm
         self._recordings.record((shape, "run"), run, warm=warm)
         if graphs.head is not None:
@@ -338,7 +403,8 @@ class RecordedSteps:
         made.logits = self._recordings.lend(made.logits)
         self._outputs[shape] = made
         self.sizes.append(shape)
-        insort(self._decode if is_decode else self._mixed, shape, key=_size)
+        recorded = self._divided if shape.ranks > 1 else self._mixed
+        insort(self._decode if is_decode else recorded, shape, key=_size)
 
 
 def smallest_mixed(

@@ -23,8 +23,9 @@ from strata.engine.ranks.step_room import StepRoom
 from strata.engine.ranks.token_division import RankStep
 from strata.engine.recorded_steps import RecordedSteps, draw_inputs, step_inputs
 from strata.engine.sampler import DrawRow, LogprobTensors, Sampler
-from strata.engine.step_graphs import DrawStep, StepGraphs
+from strata.engine.step_graphs import StepGraphs
 from strata.engine.steps.groups import WindowSteps
+from strata.engine.steps.inputs import DrawStep
 from strata.engine.steps.observer import StepObserver
 from strata.engine.steps.runner_config import RunnerConfig
 from strata.engine.steps.slots import SlotState, meets
@@ -128,6 +129,7 @@ class Runner:
         steps, pinned = config.stages + 1, device.type == "cuda"
         self._staging = [Staging(largest, device) for _ in range(steps)]
         self._returns = [torch.empty(config.max_sequences, dtype=torch.int32, pin_memory=pinned) for _ in range(steps)]
+        self._rank = 0 if config.division is None else config.division.index
         self._recorded: RecordedSteps | None = None
         self.observer: StepObserver | None = None
 
@@ -138,7 +140,7 @@ class Runner:
         all_of_them: a size that the memory does not suffice for is an error, not `lacking`.
         """
         given = (self._graphs, self.pool, self._tables, self._newest, self._staging, self._recordings())
-        recorded = RecordedSteps(*given, self._config.heads, self._windows, self._states)
+        recorded = RecordedSteps(*given, self._config.heads, self._windows, self._states, self._rank)
         for bucket in sorted(buckets, key=lambda shape: shape.size, reverse=True):
             recorded.record(bucket, may_lack=not all_of_them)
         torch.cuda.empty_cache()  # what the first runs left on a stream that nothing else uses
@@ -165,14 +167,15 @@ class Runner:
         self._copy_before(plan)
         arrays = PlanArrays(plan)
         self._admit(plan)
-        share, bucket = self._share(plan, arrays), None
+        share, bucket = self._share(plan, arrays)
         if share is None:
             bucket = self._bucket(plan, arrays) if room is None else self._common_bucket(room)
-        self._enter_pages(plan, recorded=bucket is not None)
+        # A share does not tell of what other ranks decode.
+        self._enter_pages(plan, recorded=bucket is not None and share is None)
         if bucket is None:
             launched = self._launch_eager(plan, share or arrays, room)
         else:
-            launched = self._launch_recorded(plan, arrays, bucket)
+            launched = self._launch_recorded(plan, share or arrays, bucket)
         if self._states is not None:
             self._states.copy(plan.states_after)
         if self.observer is not None and isinstance(launched, Launched):
@@ -241,13 +244,15 @@ class Runner:
             chunk.slot in scored and chunk.start < lengths[chunk.slot] - 1 for chunk in plan.chunks
         )
 
-    def _share(self, plan: StepPlan, arrays: PlanArrays) -> RankStep | None:
-        """What this rank runs of a step that it divides with others; None if each runs all of it. Prompts that are
-        scored need the hidden states of all tokens."""
-        division = self._config.division
-        if division is None or not division.pays(arrays) or self._scores(plan):
-            return None
-        return division.divide(arrays)
+    def _share(self, plan: StepPlan, arrays: PlanArrays) -> tuple[RankStep | None, BufferShape | None]:
+        """What this rank runs of a step that it divides with others, and the recorded size that all take if one holds
+        their shares; None if each runs all of it, as of prompts that are scored: they need all hidden states."""
+        division, recorded = self._config.division, self._recorded
+        share = None if division is None or self._scores(plan) else division.share(arrays)
+        if division is None or share is None:
+            return None, None
+        bucket = None if recorded is None else recorded.divided_bucket(share)
+        return (share, bucket) if division.pays(arrays, share, recorded=bucket is not None) else (None, None)
 
     def _common_bucket(self, room: StepRoom) -> BufferShape | None:
         """The recorded size that all ranks take for their steps."""
@@ -289,20 +294,17 @@ class Runner:
             scores = share is None and meets(self._slots.scored, arrays.slots.tolist())
         buffer = StepBuffer(shape, self._staging[0], self._staging[0].target(shape.size))
         missing = self._fill(buffer, arrays)
-        if share is not None:
-            buffer.place_written(self._tables, self.pool.shape.page_size, share.shares)
-            buffer.host["chosen"][:] = share.chosen
         parts = buffer.divide(arrays.counts, recorded=False) if longest > 1 else None
         self._send(buffer, plan)
         page_size, tables = self.pool.shape.page_size, self._tables.on_device
         recorded = self._recorded if graphs is self._graphs else None  # of the library, which sees all keys
         if parts is not None and recorded is not None and recorded.library_takes(arrays.tokens, arrays.prompts):
-            given = step_inputs(buffer, tables, page_size, self._newest)
+            given = step_inputs(buffer, tables, page_size, self._newest, self._rank)
             tokens, tables, parts = recorded.divide(given, parts)
         else:
             inputs = self._graphs.mixed_inputs if missing else self._graphs.prompt_inputs
             columns = tables[:, : -(-int(arrays.ends.max(initial=1)) // page_size)]
-            tokens, tables = inputs.forward(step_inputs(buffer, columns, page_size, self._newest))
+            tokens, tables = inputs.forward(step_inputs(buffer, columns, page_size, self._newest, self._rank))
         others = () if self._windows is None else self._windows.tables(buffer, tables.shape[1])
         batch = buffer.batch(self.pool, tables, tokens, longest, self._config.windows, parts, others, self._states)
         prompt_logprobs: tuple[PromptLogprobs, ...] = ()
@@ -315,7 +317,7 @@ class Runner:
             assert self._graphs.divided is not None
             logits = self._graphs.divided.forward(batch, buffer.tensors["rows"], buffer.tensors["chosen"])
         else:
-            logits = graphs.logits_of(plan.tokens).forward(batch, buffer.tensors["rows"])
+            logits = graphs.launched_logits_of(shape.tokens).forward(batch, buffer.tensors["rows"])
         if not draws:
             return self._finish(plan, self._newest[:0], None, prompt_logprobs)
         undrawn = Undrawn(plan, arrays, buffer, logits[:draws], None, prompt_logprobs)
@@ -420,15 +422,11 @@ class Runner:
             for index in np.flatnonzero(~drawn_here).tolist():
                 start, count, row = (int(field[index]) for field in (arrays.starts, arrays.counts, arrays.last_rows))
                 host["tokens"][row + 1 - count : row + 1] = state[int(slots[index])].tokens[start : start + count]
-        draw_slots, drawn = arrays.draw_slots, len(arrays.drawn)
-        host["rows"][:drawn] = arrays.draw_rows
-        host["draw_slots"][:drawn] = draw_slots
-        for name in ("temperatures", "top_k", "top_p", "min_p"):
-            host[name][:drawn] = getattr(state, name)[draw_slots].view(np.int32)
-        host["seeds"][: 2 * drawn] = state.seeds[draw_slots].view(np.int32)
-        host["steps"][:drawn] = arrays.draw_lengths - state.prompt_lengths[draw_slots]
-        if drawn < buffer.shape.draws:
-            buffer.pad_draws(drawn, self._config.max_sequences)
+        state.place_draws(host, arrays)
+        if isinstance(arrays, RankStep):
+            arrays.place(buffer, self._tables, self.pool.shape.page_size)
+        if len(arrays.drawn) < buffer.shape.draws:
+            buffer.pad_draws(len(arrays.drawn), self._config.max_sequences)
         return self._config.stages == 1 and (all_drawn_here or bool(drawn_here.any()))
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> Iterator[PromptLogprobs]:

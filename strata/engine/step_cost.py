@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from strata.cache.pool import PoolShape
 from strata.cache.state_pool import StateShape, meta_states
 from strata.comm.mesh import Axis
-from strata.engine.ranks.token_division import DivisionTimes, TokenDivision
-from strata.engine.scheduling.step_times import LINK, MESSAGE_SECONDS, StepTimes
+from strata.engine.ranks.token_division import TokenDivision
+from strata.engine.scheduling.step_times import LINK, MESSAGE_SECONDS, DivisionTimes, StepTimes
 from strata.engine.step_graphs import StepGraphs
 from strata.engine.watch.step_floor import StepFloor
 from strata.engine.watch.step_shares import StepShares
@@ -79,19 +81,28 @@ def _link(device: Device) -> Link | None:
 
 
 def token_division(
-    graphs: StepGraphs, shape: PoolShape, context: Axis, kind: str, product: str | None, recorded: int
+    graphs: StepGraphs,
+    shape: PoolShape,
+    context: Axis,
+    kind: str,
+    product: str | None,
+    recorded: int,
+    divided: int,
 ) -> TokenDivision:
     """How the ranks along `context` divide the tokens of steps, and which. kind: of the device, "cuda" or "cpu";
-    product: what runs the own kernels, None: nothing does. recorded: see `step_times`."""
-    times = None
-    if product is not None:
-        found, known = step_times(graphs, shape, product, recorded), recognize(product)
-        link = _link(known) if known is not None else None
-        if found is not None and link is not None:
-            token = shape.page_bytes // shape.page_size // shape.layers
-            message, way = link.seconds(context.size - 1, 0) + MESSAGE_SECONDS, token / (link.bandwidth * LINK)
-            times = DivisionTimes(found, shape.layers * message, shape.layers * way)
-    return TokenDivision.on(kind, context.size, context.index, times)
+    product: what runs the own kernels, None: nothing does. recorded: see `step_times`; divided: the same of steps that
+    ranks divide."""
+    division = TokenDivision.on(kind, context.size, context.index)
+    if product is None:
+        return division
+    found, known = step_times(graphs, shape, product, recorded), recognize(product)
+    link = _link(known) if known is not None else None
+    if found is None or link is None:
+        return division
+    token = shape.page_bytes // shape.page_size // shape.layers
+    message, way = link.seconds(context.size - 1, 0) + MESSAGE_SECONDS, token / (link.bandwidth * LINK)
+    sent = shape.layers * message, shape.layers * way
+    return replace(division, times=replace(found, division=DivisionTimes(context.size, division.least, *sent, divided)))
 
 
 def least_costs(graphs: StepGraphs, shape: PoolShape, states: StateShape | None) -> StepCosts:

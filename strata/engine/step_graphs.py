@@ -19,7 +19,7 @@ from strata.comm.mesh import Axis
 from strata.comm.operations import Along
 from strata.engine.ranks.token_division import CONTEXT_AXIS
 from strata.engine.ranks.vocabulary_part import VocabularyPart
-from strata.engine.sampler import DrawInputs, draw_ids
+from strata.engine.steps.inputs import DividedInputsOfStep, DrawOfStep, InputsOfStep
 from strata.graph.bind import NO_AXES, bind
 from strata.graph.capture import capture, capture_head
 from strata.graph.compile import compiled
@@ -37,6 +37,7 @@ from strata.graph.passes import ALL_PASSES
 from strata.graph.product_times import measured_seconds, products_of
 from strata.graph.quantize import quantize
 from strata.graph.ranks.divide_tokens import divide_tokens
+from strata.graph.ranks.exchange_rows import exchange_rows
 from strata.graph.ranks.fuse_messages import fuse_messages
 from strata.graph.ranks.fuse_sent_products import fuse_sent_products
 from strata.graph.ranks.narrow_messages import NARROW_TOKENS, narrow_messages
@@ -50,14 +51,10 @@ from strata.hardware.figures import Device
 from strata.kernels import tuned
 from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.attention.sparse.page_choice import PageChoice
-from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, Rows, virtual_sequences
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.linear.packed.few_rows import MOST_ROUNDED_ROWS
 from strata.kernels.linear.packed.in_8_bits import multiplies_rounded
 from strata.kernels.quant.packed import PackedWeight
-from strata.kernels.state.clear_page_ends import clear_page_ends
-from strata.kernels.state.gather_tables import gather_tables
-from strata.kernels.state.newest_tokens import newest_tokens
 from strata.models.families import build
 from strata.parallel.serving_shard import PIPELINE_AXIS, TENSOR_AXIS, RankShard
 
@@ -96,6 +93,8 @@ class StepGraphs:
     overlap_tokens: see `overlapped_logits`; 0 where there is none.
     narrow_logits: the same as `logits` for steps of `NARROW_TOKENS` or more, in which sums over ranks travel in 8 bits;
         None where none do.
+    exchanged_logits: the same for steps of `exchange_tokens` or more that are launched, in which rows go to the ranks
+        of their experts alone (`exchange_rows`); None where all go to all.
 
     A stage before the last has no head and draws nothing; where others give logits, its graphs give the hidden states
     [tokens, hidden] that it hands on.
@@ -125,6 +124,14 @@ class StepGraphs:
     overlap_tokens: int
     has_copies: bool
     narrow_logits: fx.GraphModule | None = None
+    exchanged_logits: fx.GraphModule | None = None
+    exchange_tokens: int = 0
+
+    def launched_logits_of(self, tokens: int) -> fx.GraphModule:
+        """The graph for steps of so many tokens, on each rank, that the host launches kernel by kernel."""
+        if self.exchanged_logits is not None and tokens >= self.exchange_tokens:
+            return self.exchanged_logits
+        return self.logits_of(tokens)
 
     def logits_of(self, tokens: int) -> fx.GraphModule:
         """The graph for steps with prompts, and others that are not recorded, of so many tokens."""
@@ -146,7 +153,7 @@ class StepGraphs:
             return self
         hidden, logits = self.sparse_hidden, self.sparse_logits
         given = replace(self, hidden=hidden, logits=logits, rounded_logits=None, overlapped_logits=None)
-        return replace(given, narrow_logits=None)
+        return replace(given, narrow_logits=None, exchanged_logits=None)
 
     def decode(self, sequences: int) -> fx.GraphModule | None:
         """The graph for decode steps of so many sequences, the faster by the table; None where none are recorded."""
@@ -184,39 +191,6 @@ class Overlap(NamedTuple):
 NO_OVERLAP = Overlap()
 
 
-class StepInputs(NamedTuple):
-    """What the device makes the inputs of a step of: see `gather_tables` and `newest_tokens`."""
-
-    tables: Tensor
-    rows: Tensor
-    offsets: Tensor
-    lengths: Tensor
-    slot_mapping: Tensor
-    page_size: int
-    tokens: Tensor
-    sources: Tensor
-    newest: Tensor
-
-
-class DivisionInputs(NamedTuple):
-    """What the prompts of a step are divided by: see `virtual_sequences` and `clear_page_ends`."""
-
-    step: StepInputs
-    bounds: Tensor
-    key_pools: Tensor
-    value_pools: Tensor
-    rows: Rows
-
-
-class DrawStep(NamedTuple):
-    """Logits [rows, vocabulary], how they are sampled, and where the ids go: slots [rows] of newest [slots] int32."""
-
-    logits: Tensor
-    inputs: DrawInputs
-    newest: Tensor
-    slots: Tensor
-
-
 class MovingExperts(NamedTuple):
     """Of a rank whose experts may move.
 
@@ -227,45 +201,6 @@ class MovingExperts(NamedTuple):
     turns: Tensor
     totals: Tensor
     counts: bool = True
-
-
-class _Inputs(nn.Module):
-    """recorded: the step enters the page of each last token itself. missing: there are ids that the host lacks."""
-
-    def __init__(self, *, recorded: bool, missing: bool) -> None:
-        super().__init__()
-        self._recorded, self._missing = recorded, missing
-
-    def forward(self, step: StepInputs) -> tuple[Tensor, Tensor]:
-        tokens = newest_tokens(step.tokens, step.sources, step.newest) if self._missing else step.tokens
-        if self._recorded:
-            where = (step.rows, step.offsets, step.lengths, step.slot_mapping)
-            return tokens, gather_tables(step.tables, *where, step.page_size)
-        return tokens, torch.index_select(step.tables, 0, step.rows)
-
-
-class _DividedInputs(nn.Module):
-    def __init__(self, *, fresh: bool) -> None:
-        super().__init__()
-        self._inputs, self._fresh = _Inputs(recorded=True, missing=True), fresh
-
-    def forward(self, given: DivisionInputs) -> tuple[Tensor, Tensor, Tensor]:
-        step, bounds = given.step, given.bounds
-        tokens, tables = self._inputs(step)
-        if not self._fresh:
-            tables = clear_page_ends(given.key_pools, given.value_pools, tables, step.lengths, bounds, MAX_PROMPTS)
-        return tokens, tables, virtual_sequences(step.offsets, step.lengths, bounds, tables, given.rows, step.page_size)
-
-
-class _Draw(nn.Module):
-    def __init__(self, part: VocabularyPart | None, *, filtered: bool) -> None:
-        super().__init__()
-        self._part = None if part is None else part.unbound()
-        self._filtered = filtered
-
-    def forward(self, step: DrawStep) -> tuple[Tensor, Tensor]:
-        ids = draw_ids(step.logits, step.inputs, self._filtered, self._part)
-        return ids, step.newest.index_put_((step.slots,), ids)
 
 
 def step_graphs(
@@ -375,6 +310,11 @@ def step_graphs(
         large_step = narrow_messages(of_rows(fused()), Along(TENSOR_AXIS, shard.size), shard.whole.hidden_size, dtype)
         large_step = with_rounding(large_step)
         narrowed = bound(run(fuse_gated_products, large_step) if by_rows else large_step)
+    exchange_from = None if shard is None or deterministic else shard.exchange_tokens(dtype)
+    exchanged = None
+    if shard is not None and exchange_from is not None:
+        own_rows = Along(TENSOR_AXIS, shard.size), shard.index
+        exchanged = bound(exchange_rows(any_step(), *own_rows, counted=experts is not None))
     has_sums = shard is not None and not shard.own_tokens
     overlap_tokens = overlap.least_tokens(logits) if has_sums and not deterministic else None
     made = StepGraphs(
@@ -391,19 +331,21 @@ def step_graphs(
         head=None if head is None else bound(head),
         decode_small_batch=small,
         decode_large_batch=large,
-        recorded_inputs=bound(capture(_Inputs(recorded=True, missing=True))),
-        mixed_inputs=bound(capture(_Inputs(recorded=False, missing=True))),
-        prompt_inputs=bound(capture(_Inputs(recorded=False, missing=False))),
-        divided_inputs=bound(capture(_DividedInputs(fresh=False))),
-        fresh_inputs=bound(capture(_DividedInputs(fresh=True))),
-        draw=bound(capture(_Draw(part, filtered=False))),
-        draw_filtered=bound(capture(_Draw(part, filtered=True))),
+        recorded_inputs=bound(capture(InputsOfStep(recorded=True, missing=True))),
+        mixed_inputs=bound(capture(InputsOfStep(recorded=False, missing=True))),
+        prompt_inputs=bound(capture(InputsOfStep(recorded=False, missing=False))),
+        divided_inputs=bound(capture(DividedInputsOfStep(fresh=False))),
+        fresh_inputs=bound(capture(DividedInputsOfStep(fresh=True))),
+        draw=bound(capture(DrawOfStep(part, filtered=False))),
+        draw_filtered=bound(capture(DrawOfStep(part, filtered=True))),
         part=part,
         captured=counts,
         table=table,
         overlap_tokens=overlap_tokens or 0,
         has_copies=overlap_tokens is not None and overlap.device is not None,
         narrow_logits=narrowed,
+        exchanged_logits=exchanged,
+        exchange_tokens=exchange_from or 0,
     )
     if executor == "compile":
         for graph in (made.logits, made.decode_small_batch):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from strata.comm.expert_rows import dispatch_rows
+from strata.comm.experts.rows import dispatch_rows
 from strata.graph.capture import operation_of, reads_state
 
 # What is no operation, and treats each token alone as the model layers call it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from strata.comm.expert_rows import dispatch_rows
+from strata.comm.experts.rows import dispatch_rows
 from strata.comm.operations import Along
 from strata.graph.capture import operation_of
 from strata.kernels.moe.held import held_experts

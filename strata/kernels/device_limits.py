@@ -91,6 +91,11 @@ def as_if_on(limits: DeviceLimits, tensor: Tensor) -> Tensor:
     return placed
 
 
+def stands_in(tensor: Tensor) -> bool:
+    """Whether it is `as_if_on` a device."""
+    return isinstance(tensor, _AsIfOn)
+
+
 def why_not(limits: DeviceLimits, has_triton: bool = HAS_TRITON) -> str | None:
     """Why the own kernels cannot run on a CUDA device, in one line; None if they can."""
     if not has_triton:

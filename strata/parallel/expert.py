@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from strata.comm.collectives import all_to_all, start_all_to_all
+from strata.comm.collectives import all_to_all
+from strata.comm.experts.sent_rows import journey
 from strata.comm.mesh import Axis
 from strata.kernels.moe.combine import summed
 from strata.kernels.moe.experts import experts, take_rows
-from strata.kernels.moe.held_order import held_order
 from strata.models.experts import Experts
 
 
@@ -36,26 +36,18 @@ class DispatchedExperts(nn.Module):
         comes back is one row, the weighted sum over the experts there.
         """
         own = self.count // self.axis.size
-        ranks = torch.arange(self.axis.size, dtype=torch.int32, device=x.device)
-        lies = (chosen // own)[..., None] == ranks
-        goes = lies.any(1)
-        # [ranks, 2]: rows that go to each rank, and products of a row and an expert that it is to make of them.
-        counts = torch.stack([goes.sum(0), lies.sum((0, 1))], 1)
-        pending = start_all_to_all(counts, self.axis)
-        order = held_order(torch.where(goes, ranks, -1), 0, self.axis.size)
-        sent, received, products = torch.cat([counts[:, :1], pending.wait()], 1).t().tolist()
-        order = order.with_rows(sum(sent))
+        known = journey(chosen // own, self.axis)
 
         def on_its_ranks(given: Tensor) -> Tensor:
-            return all_to_all(take_rows(given, order), self.axis, sent, received)
+            return all_to_all(take_rows(given, known.order), self.axis, known.sent, known.received)
 
         # The rows first: the longest message gives the host time to ask for what follows.
         rows, scales = on_its_ranks(x), on_its_ranks(weights)
         numbers = on_its_ranks(chosen.int()) - self.axis.index * own
         numbers.masked_fill_((numbers < 0) | (numbers >= own), -1)
-        made = experts(rows, scales, numbers, self.gate_up_proj, self.down_proj, sum(products))
+        made = experts(rows, scales, numbers, self.gate_up_proj, self.down_proj, known.products)
         # From here on nothing is saved for the backward pass, so that a layer that is computed again ends above.
-        return summed(all_to_all(made, self.axis, received, sent), order.source, order.inverse)
+        return summed(all_to_all(made, self.axis, known.received, known.sent), known.order.source, known.order.inverse)
 
 
 def shard_experts(model: nn.Module, axis: Axis) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from strata.comm.experts.sent_rows import exchange_tokens
 from strata.comm.mesh import Axis
 from strata.comm.operations import Along
 from strata.comm.placement import ExpertSlots, Placement
@@ -112,6 +113,15 @@ class RankShard:
         if experts is None or self.slots is None:
             return self.divided
         return replace(self.divided, experts=replace(experts, held=(*range(-(-self.slots.total // self.size)),)))
+
+    def exchange_tokens(self, dtype: torch.dtype) -> int | None:
+        """From how many tokens of a rank on, in `dtype`, rows go to the ranks of their experts alone: see
+        `strata.comm.experts.sent_rows`. None: all go to all, or ranks have no tokens of their own."""
+        experts = self.whole.experts
+        if not self.own_tokens or self.slots is None or experts is None:
+            return None
+        given = self.whole.hidden_size, dtype, self.size, self.slots.total, experts.per_token
+        return exchange_tokens(*given)
 
     def build(self, max_length: int | None = None) -> CausalLM:
         """The rank's model on the current default device; of several stages, what has the parameters of this one."""

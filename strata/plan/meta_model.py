@@ -28,7 +28,8 @@ from strata.engine.recorded_steps import (
 from strata.engine.sampler import DrawInputs
 from strata.engine.startup.packing import Packing
 from strata.engine.step_cost import least_costs, token_division
-from strata.engine.step_graphs import DivisionInputs, DrawStep, Overlap, StepGraphs, StepInputs, step_graphs
+from strata.engine.step_graphs import Overlap, StepGraphs, step_graphs
+from strata.engine.steps.inputs import DivisionInputs, DrawStep, StepInputs
 from strata.files.json_object import read_existing_object
 from strata.graph.buffers import CUDA_BLOCK, BufferPlan, buffer_plan
 from strata.graph.capture import capture, capture_head
@@ -169,8 +170,9 @@ class MetaModel:
         step whose tokens ranks divide, they are those of the first rank's share, and its padding. How long a recorded
         step takes follows from the size to which it is padded (`StepNodes.timed`).
         """
-        if self.division is not None and self.division.pays(step := PlanArrays(_plan(workload))):
-            return self._share(len(workload.new), self.division.divide(step))
+        divided = self._divided(workload)
+        if divided is not None:
+            return self._share(len(workload.new), *divided)
         graphs, count = self.graphs, len(workload.new)
         size = self.recorded_size(workload)
         model, part = self._graph(workload, size)
@@ -214,12 +216,14 @@ class MetaModel:
             decode = self.graphs.decode(size.sequences)
             if decode is not None:
                 return decode, 1
-        return self.graphs.logits_of(workload.tokens if size is None else size.tokens), 2
+        if size is None:
+            return self.graphs.launched_logits_of(workload.tokens), 2
+        return self.graphs.logits_of(size.tokens), 2
 
     def buffers(self, workload: Workload) -> BufferPlan | None:
         """Of the graph that computes the logits of such a step, at the size to which it is padded if it is recorded;
         None where ranks divide its tokens."""
-        if self.division is not None and self.division.pays(PlanArrays(_plan(workload))):
+        if self._divided(workload) is not None:
             return None
         size = self.recorded_size(workload)
         graph, part = self._graph(workload, size)
@@ -235,20 +239,39 @@ class MetaModel:
         body = node_costs(capture(model), self._batch(workload, None), workload)
         return [*body, *node_costs(capture_head(model), hidden, workload)]
 
-    def _share(self, draws: int, share: RankStep) -> StepNodes:
+    def _divided(self, workload: Workload) -> tuple[RankStep, BufferShape | None] | None:
+        """The first rank's share of a step and its recorded size, if one holds it; None if ranks do not divide it."""
+        division, step = self.division, PlanArrays(_plan(workload))
+        share = None if division is None else division.share(step)
+        if division is None or share is None:
+            return None
+        size = smallest_mixed(self._divided_sizes, *share.room)
+        return (share, size) if division.pays(step, share, recorded=size is not None) else None
+
+    def _share(self, draws: int, share: RankStep, size: BufferShape | None) -> StepNodes:
         """A rank's share of a step that samples so many rows."""
-        graphs, shape = self.graphs, share.shape
-        padding = (shape.tokens - share.tokens,) * (shape.tokens > share.tokens)
+        graphs, ranks = self.graphs, share.shape.ranks
+        rows, divided = share.rows if size is None else size.tokens, None if size is None else size.prompts
+        padding = (rows - share.tokens,) * (rows > share.tokens)
         workload = Workload((*share.counts.tolist(), *padding), (*share.ends.tolist(), *padding))
-        inputs, batch, (_, rows), draw = self._arguments(workload, draws, None)
-        assert batch.pages is not None
-        assert graphs.divided is not None
-        pages = replace(batch.pages, slot_mapping=meta_indices(shape.tokens * shape.ranks))
         made = graphs.mixed_inputs if 1 in workload.new else graphs.prompt_inputs
-        made = graphs.divided_inputs if self._is_divided(workload, None) else made
-        given = ((made, inputs), (graphs.divided, (replace(batch, pages=pages), rows, rows)), (graphs.draw, draw))
-        made_of, ran, drawn = (node_costs(graph, one, workload, self.limits) for graph, one in given)
-        return StepNodes("divided", made_of, ran, drawn, recorded=False, timed=[*made_of, *ran, *drawn])
+        if size is not None:
+            made = graphs.recorded_inputs
+        if divided is not None or (size is None and self._is_divided(workload, None)):
+            made = graphs.divided_inputs
+
+        def nodes(drawn: int) -> list[list[NodeCost]]:
+            assert graphs.divided is not None
+            inputs, batch, (_, chosen), draw = self._arguments(workload, drawn, size)
+            assert batch.pages is not None
+            pages = replace(batch.pages, slot_mapping=meta_indices(rows * ranks))
+            batch = replace(batch, pages=pages)
+            given = ((made, inputs), (graphs.divided, (batch, chosen, chosen)), (graphs.draw, draw))
+            return [node_costs(graph, one, workload, self.limits) for graph, one in given]
+
+        read, ran, drawn = nodes(draws)
+        padded = nodes(draws if size is None else size.draws)
+        return StepNodes("divided", read, ran, drawn, size is not None, [node for part in padded for node in part])
 
     def recorded_size(self, workload: Workload) -> BufferShape | None:
         """The size to which an engine with default options pads a step; None if it launches it eagerly."""
@@ -268,8 +291,17 @@ class MetaModel:
         most = EngineConfig.max_num_batched_tokens or MAX_TOKENS
         fresh = self.library and keeps_neighbours_apart(self.dtype)
         library = self.library and self.rounded is None
-        sizes = recorded_sizes(self.max_sequences, most, self.parameters, library, fresh)
+        exchanged = self.graphs.exchange_tokens or None
+        sizes = recorded_sizes(self.max_sequences, most, self.parameters, library, fresh, exchanged=exchanged)
         return [size for size in sizes if size.tokens > size.sequences]
+
+    @cached_property
+    def _divided_sizes(self) -> list[BufferShape]:
+        """Of a rank's share of recorded steps that ranks divide."""
+        most = EngineConfig.max_num_batched_tokens or MAX_TOKENS
+        library = self.library and self.rounded is None
+        sizes = recorded_sizes(self.max_sequences, most, self.parameters, library, division=self.division)
+        return [size for size in sizes if size.ranks > 1]
 
     def _is_divided(self, workload: Workload, size: BufferShape | None) -> bool:
         """Whether cuDNN attends for the prompts of a step. size: as it is recorded; None: launched eagerly."""
@@ -356,7 +388,8 @@ def meta_model(
     if context is not None:
         shape = PoolShape.of(config, _PAGE_SIZE, dtype)
         recorded = min(MAX_TOKENS, max_mixed_tokens(parameters, library))
-        division = token_division(graphs, shape, context, "cuda", limits.product, recorded)
+        divided = min(MAX_TOKENS, context.size * recorded)
+        division = token_division(graphs, shape, context, "cuda", limits.product, recorded, divided)
     rounded = KV_DTYPES[kv_cache_dtype]
     alone = MetaModel(config, dtype, limits, graphs, parameters, library, shard, division)
     return replace(alone, deterministic=deterministic, rounded=rounded)

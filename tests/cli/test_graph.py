@@ -333,7 +333,7 @@ def test_a_rank_of_two_that_divide_a_prompt() -> None:
     halves, wholes = (costs["attention"]["flops"] for costs in by_operation)
     assert halves * 2 == wholes
     # A decode and a short prompt are those of one rank.
-    for few in (("8B", "--context", 1000), ("8B", "--tokens", 512)):
+    for few in (("8B", "--context", 1000), ("8B", "--tokens", 511)):
         assert run(*few, *ranks, "--json") | {"ranks": 1} == run(*few, "--json")
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata.comm.expert_rows import combine_rows, dispatch_rows
+from strata.comm.experts.rows import combine_rows, dispatch_rows
 from strata.comm.mesh import Axis, Mesh
 from strata.comm.symmetric import with_symmetric_memory
 from tests.gpu.ranks import found_by_ranks

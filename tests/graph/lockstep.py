@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from strata.comm.collectives import Pending
+from strata.comm.experts.sent_rows import Arrived
 from strata.comm.reduced_norm import linear_all_reduce_add_rms_norm
 from strata.graph.capture import operation_of
 from strata.kernels.linear.linear import linear
@@ -43,6 +44,55 @@ def combine(name: str, parts: Sequence[Tensor], others: tuple[Any, ...]) -> Any:
     raise AssertionError(f"no test twin of the collective {name}")
 
 
+def sent_rows(called: Sequence[tuple[Any, ...]]) -> list[Arrived]:
+    """What `send_rows` gives each rank, row by row."""
+    ranks, slots = len(called), called[0][5]
+    spans = [range(slots * rank // ranks, slots * (rank + 1) // ranks) for rank in range(ranks)]
+    # Of each rank: for each of its tokens the slots that compute it.
+    taken: list[list[list[int]]] = []
+    for _, _, _, chosen, _, _, *more in called:
+        placement, mapping = (*more, None, None)[:2]
+        taken.append([])
+        for token, experts in enumerate(chosen.tolist()):
+            own = experts if placement is None else [int(placement[e, token % placement.shape[1]]) for e in experts]
+            taken[-1].append([] if mapping is not None and mapping[token] < 0 else own)
+    goes = [
+        [(r, t) for r in range(ranks) for t, own in enumerate(tokens) if set(own) & {*spans[r]}] for tokens in taken
+    ]
+    found = []
+    for rank, span in enumerate(spans):
+        come = [(source, token) for source in range(ranks) for to, token in goes[source] if to == rank]
+        numbers = [
+            [slot - span.start if slot in span else -1 for slot in taken[source][token]] for source, token in come
+        ]
+        rows, weights = (
+            torch.stack([called[source][at][token] for source, token in come]) if come else called[rank][at][:0]
+            for at in (0, 2)
+        )
+        inverse = torch.full((len(taken[rank]), ranks), -1)
+        for place, (to, token) in enumerate(goes[rank]):
+            inverse[token, to] = place
+        found.append(
+            Arrived(
+                rows,
+                weights,
+                torch.tensor(numbers, dtype=torch.int32).reshape(-1, called[rank][3].shape[1]),
+                sum(number >= 0 for row in numbers for number in row),
+                torch.tensor([token * ranks + to for to, token in goes[rank]], dtype=torch.int64),
+                inverse,
+                [sum(to == other for to, _ in goes[rank]) for other in range(ranks)],
+                [sum(to == rank for to, _ in goes[other]) for other in range(ranks)],
+            )
+        )
+    return found
+
+
+def returned_rows(called: Sequence[tuple[Any, ...]]) -> list[Tensor]:
+    """What `return_rows` gives each rank."""
+    parts = [rows.split(received) for rows, _, _, received in called]
+    return [torch.cat([part[rank] for part in parts]) for rank in range(len(called))]
+
+
 def run_in_lockstep(
     graphs: Sequence[fx.GraphModule], arguments: Sequence[tuple[Any, ...]], combine: Combine = combine
 ) -> list[Any]:
@@ -58,6 +108,11 @@ def run_in_lockstep(
             if operation.name == "combine_rows":
                 totals = reduce(add, [args[0] for args in called]).chunk(len(graphs))
                 for node, known, own_rows in zip(nodes, values, totals, strict=True):
+                    known[node] = own_rows
+                continue
+            if operation.name in ("send_rows", "return_rows"):
+                twin = sent_rows if operation.name == "send_rows" else returned_rows
+                for node, known, own_rows in zip(nodes, values, twin(called), strict=True):
                     known[node] = own_rows
                 continue
             if operation.name == "all_to_all":

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import strata.comm.expert_rows
+import strata.comm.experts.rows
 import strata.comm.pairwise_sums
 import strata.comm.reduced_norm
 import strata.models.families  # noqa: F401  (every operation of a model)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from math import comb
+
 import pytest
 import torch
 
+from strata.comm.symmetric import imagined
 from strata.engine.watch.step_floor import StepFloor
 from strata.graph.cost import StepCosts, total
 from strata.hardware.roofline import Workload
@@ -149,3 +152,37 @@ def test_parameters_that_attentions_and_recurrences_read_count_once(config: Mode
     model = meta_model(config, device("h200"), torch.bfloat16)
     workload = Workload((1, 1), (30, 40))
     assert total(model.step(workload).model).weights == model.step_costs().step(workload, 2).weights
+
+
+def test_a_step_that_ranks_divide_is_recorded_and_takes_little_more_than_its_part() -> None:
+    config, h200 = find_config("8B"), device("h200")
+    divided = meta_model(config, h200, context=imagined("cp", 2))
+    alone, two = StepSeconds(meta_model(config, h200), h200), StepSeconds(divided, h200)
+    for tokens in (640, 1024, 8192):
+        workload = Workload((1,) * 9 + (tokens - 9,), (500,) * 9 + (tokens - 9,))
+        step = divided.step(workload)
+        assert (step.graph, step.recorded) == ("divided", True)
+        assert 0.5 < two.predict(workload).seconds / alone.predict(workload).seconds < 0.6
+        messages = [node.operation for node in step.model if node.cost.messages]
+        assert messages == ["gather_keys_values"] * config.num_layers + ["gather_tokens"] * 2
+    # 1,100 rows of a rank are padded to 1,280, and ten draws to as many as sequences.
+    padded = divided.step(Workload((1,) * 9 + (2191,), (500,) * 9 + (2191,)))
+    products = [node for node in padded.timed if node.operation == "linear" and node.weight == (6144, 4096)]
+    assert products[0].shape[0] == 1280
+    assert divided.step(Workload((511,), (511,))).graph == "logits"
+
+
+def test_rows_of_large_steps_of_sixteen_ranks_go_to_the_ranks_of_their_experts_alone() -> None:
+    config, h200 = find_config("30B-A3B"), device("h200")
+    shard = RankShard.of(config, 16, 0, imagined("tp", 16), expert_parallel=True, own_tokens=True)
+    model = meta_model(config, h200, shard=shard)
+    large, small = (model.step(Workload((tokens,), (tokens,))) for tokens in (4096, 512))
+    assert (large.graph, large.recorded) == ("exchanged_logits", False)
+    assert (small.graph, small.recorded) == ("logits", True)
+    sent = {node.operation: node.cost.sent for node in large.model if node.cost.messages and node.layer == 0}
+    # Another rank has one of a token's eight among its eight of 128 experts; with the row go eight numbers and weights.
+    rows = 15 * round(4096 * (1 - comb(120, 8) / comb(128, 8)))
+    counts = 15 * 16
+    assert sent == {"send_rows": rows * (HIDDEN * 2 + 8 * 8) + counts, "return_rows": rows * HIDDEN * 2}
+    by_all = {node.operation: node.cost.sent for node in small.model if node.cost.messages and node.layer == 0}
+    assert by_all == {"dispatch_rows": 15 * 512 * HIDDEN * 2, "combine_rows": 15 * 512 * HIDDEN * 2}

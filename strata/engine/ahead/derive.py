@@ -89,7 +89,7 @@ def note_variants(asked: EngineConfig, limits: DeviceLimits, note: Callable[[Var
     whole, shard = (share_of_all_layers(asked, one, axis) for one in (config, shortened(config)))
     own = config if whole is None else whole.config
     # A checkpoint that is packed already is taken as floats: what else it launches is compiled when it first is.
-    sizes = EngineSizes.of(replace(asked, load_format="dummy"), own, torch.device("cuda"), limits)
+    sizes = EngineSizes.of(replace(asked, load_format="dummy"), own, torch.device("cuda"), limits, whole)
     sizes.packing.check_kernels("cuda", deterministic=asked.deterministic)
     with as_if_launched(limits, note):
         part = _part(shard)

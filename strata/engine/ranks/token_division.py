@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from strata.cache.tables import BufferShape, Share
+from strata.cache.block_tables import BlockTables
+from strata.cache.tables import BufferShape, Share, StepBuffer
 from strata.engine.plan import PlanArrays
 from strata.engine.scheduling.step_times import StepTimes
 
@@ -28,6 +29,8 @@ _ROW_MULTIPLE = 16
 _PIECE_ON_CUDA = 128
 # A token takes a CPU so long that a message pays soon.
 _PIECE_ON_CPU = 4
+
+_UNEVEN = 1.5
 
 # Ranks tell each other whole numbers of this; the time of a pair of a query and a key is about 1e-9 s.
 _TOLD_SECONDS = 1e-18
@@ -44,40 +47,21 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DivisionTimes:
-    """What tells whether a division pays. step: of the device. message, token: seconds of all messages of a step, and
-    of what they carry for a token of another rank."""
-
-    step: StepTimes
-    message: float
-    token: float
-
-    def pays(self, step: PlanArrays, ranks: int) -> bool:
-        """Whether a step is expected to take less time if so many ranks divide it, launched kernel by kernel."""
-        times, tokens = self.step, step.tokens
-        pairs = float((step.counts * (step.starts + (step.counts + 1) / 2)).sum())
-        others = times.token * tokens + times.sequence * len(step.counts)
-        others += times.key * float(step.ends.sum()) + times.pair * pairs
-        sent = self.message + self.token * tokens * (ranks - 1) / ranks
-        divided = times.step + max(times.weights, times.product * tokens / ranks) + others / ranks + sent
-        return max(divided, times.launch) < times.total(tokens, others)
-
-
-@dataclass(frozen=True)
 class TokenDivision:
     """How a rank divides steps with the others.
 
     ranks: how many; index: which of them this one is. piece: tokens of the shortest piece of a chunk that is cut; a
-    chunk of less than 2 * ranks of them is of one rank. times: None where a device's are not known.
+    chunk of less than 2 * ranks of them is of one rank. times: with their `division`; None where a device's are not
+    known.
     """
 
     ranks: int
     index: int
     piece: int
-    times: DivisionTimes | None = None
+    times: StepTimes | None = None
 
     @staticmethod
-    def on(device: str, ranks: int, index: int, times: DivisionTimes | None = None) -> TokenDivision:
+    def on(device: str, ranks: int, index: int, times: StepTimes | None = None) -> TokenDivision:
         """On a kind of device."""
         return TokenDivision(ranks, index, _PIECE_ON_CUDA if device == "cuda" else _PIECE_ON_CPU, times)
 
@@ -90,17 +74,36 @@ class TokenDivision:
         def of(seconds: float) -> float:
             return least(round(seconds / _TOLD_SECONDS)) * _TOLD_SECONDS
 
-        own, counts = self.times.step, ("recorded", "overlapped")
-        seconds = {one.name: of(getattr(own, one.name)) for one in fields(own) if one.name not in counts}
-        step = replace(own, recorded=least(own.recorded), overlapped=least(own.overlapped), **seconds)
-        return replace(self, times=DivisionTimes(step, of(self.times.message), of(self.times.token)))
+        own, division, alike = self.times, self.times.division, ("recorded", "overlapped", "division")
+        assert division is not None
+        times = [one.name for one in fields(own) if one.name not in alike]
+        seconds: dict[str, Any] = {name: of(getattr(own, name)) for name in times}
+        division = replace(division, message=of(division.message), token=of(division.token))
+        recorded, overlapped = least(own.recorded), least(own.overlapped)
+        return replace(self, times=replace(own, recorded=recorded, overlapped=overlapped, division=division, **seconds))
 
-    def pays(self, step: PlanArrays) -> bool:
-        """Whether a step is divided: one with prompts, of so many tokens that chunks which are not cut leave the ranks
-        with like work, if it is expected to take less time then."""
-        if step.are_decodes or step.tokens < 4 * self.ranks * self.piece:
-            return False
-        return self.times is None or self.times.pays(step, self.ranks)
+    @property
+    def least(self) -> int:
+        """Tokens of the shortest step that is divided: as many as of the shortest chunk that is cut."""
+        return 2 * self.ranks * self.piece
+
+    def share(self, step: PlanArrays) -> RankStep | None:
+        """What this rank would run of a step; None of one of decodes alone or too few tokens, which none divide."""
+        return None if step.are_decodes or step.tokens < self.least else self.divide(step)
+
+    def pays(self, step: PlanArrays, share: RankStep, *, recorded: bool) -> bool:
+        """Whether a step is expected to take less time if ranks divide it so, the one with the most tokens last.
+        recorded: the shares are replayed, not launched kernel by kernel. Without times: if none has half as many tokens
+        again as all have on average."""
+        times, tokens = self.times, self.ranks * share.most
+        if times is None or times.division is None:
+            return tokens < _UNEVEN * step.tokens
+        pairs = float((step.counts * (step.starts + (step.counts + 1) / 2)).sum())
+        others = times.token * step.tokens + times.sequence * len(step.counts)
+        others += times.key * float(step.ends.sum()) + times.pair * pairs
+        division = replace(times.division, recorded=tokens if recorded else 0)
+        of_most = others * tokens / step.tokens
+        return division.total(times, tokens, of_most) < times.undivided(step.tokens, others)
 
     def largest(self, max_tokens: int, max_sequences: int) -> BufferShape:
         """No share of a step of so many tokens and sequences needs more."""
@@ -118,21 +121,20 @@ class TokenDivision:
             rank_of[chunk[ends]], row_of[chunk[ends]] = rank, np.cumsum(count)[ends] - 1
         drawn = np.searchsorted(step.last_rows, step.draw_rows)  # of which chunk each draw is
         rows = np.where(rank_of[drawn] == self.index, row_of[drawn], 0)
-        chosen = rank_of[drawn] * len(drawn) + np.arange(len(drawn))
-        return RankStep(step, shares, self.index, rows.astype(np.int32), chosen.astype(np.int32))
+        return RankStep(step, shares, self.index, rows.astype(np.int32), rank_of[drawn])
 
 
 class RankStep(PlanArrays):
     """A rank's share of a step, whose pieces of sequences stand for chunks; draws are those of the whole step.
 
-    shares: of all ranks. rows: of each rank, padding included. draw_rows: of each draw the row if it is this rank's,
-    else any. chosen: [draws] int32, see `divide_tokens`.
+    shares: of all ranks. most: tokens of the largest. rows: of each rank, padding included. draw_rows: of each draw the
+    row if it is this rank's, else any. draw_ranks: [draws] int32, whose it is.
     """
 
     def __init__(
-        self, step: PlanArrays, shares: Sequence[Share], index: int, draw_rows: Int32Array, chosen: Int32Array
+        self, step: PlanArrays, shares: Sequence[Share], index: int, draw_rows: Int32Array, draw_ranks: Int32Array
     ) -> None:
-        self.shares, self.chosen = shares, chosen
+        self.shares, self.draw_ranks = shares, draw_ranks
         self.slots, self.starts, self.counts = shares[index]
         self.ends = self.starts + self.counts
         self.last_rows = np.cumsum(self.counts, dtype=np.int32) - 1
@@ -140,14 +142,31 @@ class RankStep(PlanArrays):
         self.are_decodes = False
         self.drawn, self.draw_slots, self.draw_lengths = step.drawn, step.draw_slots, step.draw_lengths
         self.draw_rows = draw_rows
-        most = max(int(share.counts.sum()) for share in shares)
-        self.rows = -(-most // _ROW_MULTIPLE) * _ROW_MULTIPLE
+        self.most = max(int(share.counts.sum()) for share in shares)
+        self.rows = rows_of(self.most)
+
+    def place(self, buffer: StepBuffer, tables: BlockTables, page_size: int) -> None:
+        """Write what all ranks have, beside the share itself: where their keys and values go, and their draws."""
+        buffer.place_written(tables, page_size, self.shares)
+        draws = len(self.draw_ranks)
+        buffer.host["chosen"][:draws] = self.draw_ranks * buffer.shape.draws + np.arange(draws, dtype=np.int32)
 
     @property
     def shape(self) -> BufferShape:
         """What its buffer holds, with a sequence for padding if there is some."""
         padded = self.rows > self.tokens
         return BufferShape(self.rows, len(self.slots) + padded, len(self.drawn), ranks=len(self.shares))
+
+    @property
+    def room(self) -> tuple[int, int, int, int]:
+        """The most tokens, sequences, draws and prompts of any rank, by which all take a recorded size."""
+        sequences = max(len(share.slots) for share in self.shares)
+        return self.rows, sequences, len(self.drawn), max(int((share.counts != 1).sum()) for share in self.shares)
+
+
+def rows_of(tokens: int) -> int:
+    """Of a rank whose share has so many tokens."""
+    return -(-tokens // _ROW_MULTIPLE) * _ROW_MULTIPLE
 
 
 def pieces_of(counts: Sequence[int], ranks: int, piece: int) -> list[list[Piece]]:

@@ -27,6 +27,53 @@ LINK = 0.8
 
 
 @dataclass(frozen=True)
+class DivisionTimes:
+    """What the times of steps become where `ranks` that hold a model alike divide their tokens: a part of the products
+    and of what else follows from tokens, sequences and keys, and messages.
+
+    least: tokens of the shortest step that they divide. message: seconds of all messages of a step. token: of what they
+    carry for a token of another rank. recorded: tokens of the largest that is replayed, 0 if none is.
+    """
+
+    ranks: int
+    least: int
+    message: float
+    token: float
+    recorded: int = 0
+
+    def total(self, whole: StepTimes, tokens: int, others: float) -> float:
+        """Seconds of a step of so many tokens, which takes one rank `others` beside weights and products."""
+        if tokens < self.least:
+            return math.inf
+        return self._part(whole).undivided(tokens, others / self.ranks + self._sent * tokens)
+
+    def longest(self, whole: StepTimes, seconds: float, tokens: int, others: float, start: int) -> int:
+        """As `StepTimes.longest` has it; 0 if the step would be too short to be divided."""
+        given = others / self.ranks + self._sent * tokens
+        longest = self._part(whole).longest(seconds, tokens, given, start)
+        return longest if tokens + longest >= self.least else 0
+
+    @property
+    def _sent(self) -> float:
+        """Of each token of a step, which all other ranks get: seconds of the link."""
+        return self.token * (self.ranks - 1) / self.ranks
+
+    def _part(self, whole: StepTimes) -> StepTimes:
+        """Of a rank's part of the step, by the tokens of the whole. Nothing is sent beside products there."""
+        return StepTimes(
+            step=whole.step + self.message,
+            weights=whole.weights,
+            product=whole.product / self.ranks,
+            token=whole.token / self.ranks + self._sent,
+            sequence=whole.sequence / self.ranks,
+            key=whole.key / self.ranks,
+            pair=whole.pair / self.ranks,
+            recorded=self.recorded,
+            launch=whole.launch,
+        )
+
+
+@dataclass(frozen=True)
 class StepTimes:
     """What a step of a model takes on a device, in seconds. Times of a step:
 
@@ -43,6 +90,7 @@ class StepTimes:
     window. sequence: its sampled row, and the keys of a window.
     recorded: tokens of the largest step with prompts that is replayed. launch: of larger ones, by the host, beside the
     device. overlapped: tokens from which messages travel beside products. hidden: of a token's part of them.
+    division: of steps that ranks divide where that takes less time.
     """
 
     step: float
@@ -56,6 +104,7 @@ class StepTimes:
     launch: float = 0.0
     overlapped: int = 0
     hidden: float = 0.0
+    division: DivisionTimes | None = None
 
     @classmethod
     def of(
@@ -112,6 +161,11 @@ class StepTimes:
 
     def total(self, tokens: int, others: float) -> float:
         """Seconds of a step of so many tokens that take `others` beside weights and products."""
+        undivided = self.undivided(tokens, others)
+        return undivided if self.division is None else min(undivided, self.division.total(self, tokens, others))
+
+    def undivided(self, tokens: int, others: float) -> float:
+        """The same of a step all of which each rank runs."""
         on_device = self.step + max(self.weights, self.product * tokens) + others
         if self._is_overlapped(tokens):
             on_device -= self.hidden * tokens
@@ -123,7 +177,8 @@ class StepTimes:
         longest = min(self._longest(seconds, tokens, others, start, self.hidden), most)
         if not self._is_overlapped(tokens + int(longest)):
             longest = min(self._longest(seconds, tokens, others, start, 0.0), most)
-        return int(longest)
+        divided = 0 if self.division is None else self.division.longest(self, seconds, tokens, others, start)
+        return max(int(longest), divided)
 
     def _is_overlapped(self, tokens: int) -> bool:
         return 0 < self.overlapped <= tokens

@@ -56,7 +56,7 @@ class Executor:
     pool_shape: of the KV pages of all layers, which `groups` divides. states: of layers that keep fixed ones.
     recorded: steps that replay CUDA graphs, and counts of those that do not; None if none is to. own_kernels: the
     device runs them. kernels_are_ready: all variants of them have been compiled. experts: of this rank, where those of
-    a mixture may move between ranks.
+    a mixture may move between ranks. division: how ranks divide the tokens of steps, if they do.
     """
 
     model: torch.nn.Module
@@ -73,11 +73,20 @@ class Executor:
     own_kernels: bool
     kernels_are_ready: bool
     experts: RankExperts | None
+    division: TokenDivision | None = None
 
     @property
     def mixed_tokens(self) -> tuple[int, ...]:
         """Tokens of recorded steps with prompts, ascending."""
         return self.recorded.mixed_tokens if self.recorded is not None else ()
+
+    @property
+    def padded_tokens(self) -> tuple[int, ...]:
+        """The same where steps that ranks divide have the sizes of those."""
+        if self.recorded is None or not self.recorded.divided_tokens:
+            return self.mixed_tokens
+        divided = self.recorded.divided_tokens
+        return (*(tokens for tokens in self.mixed_tokens if tokens < divided[0]), *divided)
 
     @property
     def max_recorded_tokens(self) -> int:
@@ -181,7 +190,8 @@ def build_executor(
     division = None
     if context is not None and context.size > 1:
         product = DeviceLimits.of(device).product if own_kernels else None
-        division = token_division(graphs, pool_shape, context, device.type, product, sizes.recorded_tokens)
+        tokens = sizes.recorded_tokens, sizes.divided_tokens
+        division = token_division(graphs, pool_shape, context, device.type, product, *tokens)
         division = division.agreed(rank.least)
     stages = asked.pipeline_parallel_size
     runner_config = RunnerConfig(
@@ -232,6 +242,7 @@ def build_executor(
         own_kernels=own_kernels,
         kernels_are_ready=kernels_are_ready,
         experts=experts,
+        division=division,
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 
-from strata.engine.plan import NewSequence
+from strata.engine.plan import NewSequence, PlanArrays
 from strata.engine.sampler import filters, is_special
 
 
@@ -48,6 +50,16 @@ class SlotState:
             (self.scored, sequence.prompt_logprobs is not None),
         ):
             (slots.add if has_it else slots.discard)(slot)
+
+    def place_draws(self, host: Mapping[str, NDArray[np.int32]], arrays: PlanArrays) -> None:
+        """Write which rows of a step are sampled, and how, into the fields of its buffer."""
+        slots, drawn = arrays.draw_slots, len(arrays.drawn)
+        host["rows"][:drawn] = arrays.draw_rows
+        host["draw_slots"][:drawn] = slots
+        for name in ("temperatures", "top_k", "top_p", "min_p"):
+            host[name][:drawn] = getattr(self, name)[slots].view(np.int32)
+        host["seeds"][: 2 * drawn] = self.seeds[slots].view(np.int32)
+        host["steps"][:drawn] = arrays.draw_lengths - self.prompt_lengths[slots]
 
     def end(self, slot: int) -> None:
         self.sequences[slot] = None

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
-from strata.comm.expert_rows import combine_rows, dispatch_rows
+from strata.comm.experts.rows import combine_rows, dispatch_rows
 from strata.comm.operations import Along, all_reduce
 from strata.comm.placement import ExpertSlots, Placement
 from strata.graph.capture import operation_of

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.compile_case import CompileCase
+from strata.kernels.device_limits import stands_in
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
 from strata.kernels.plain_tensor import all_plain
@@ -200,7 +201,8 @@ class _Combine(torch.autograd.Function):
 def _fits(rows: Tensor, source: Tensor, inverse: Tensor, weights: Tensor | None) -> bool:
     given = [rows, inverse] if weights is None else [rows, inverse, weights]
     wide = weights is None or weights.dtype == torch.float32
-    return wide and all_plain(*given) and all(one.is_contiguous() for one in given)
+    plain = all_plain(*given) or all(map(stands_in, given))
+    return wide and plain and all(one.is_contiguous() for one in given)
 
 
 def _weighted_fits(rows: Tensor, source: Tensor, inverse: Tensor, weights: Tensor | None) -> bool:

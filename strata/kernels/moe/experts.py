@@ -300,6 +300,8 @@ def _packed(
     down: PackedWeight,
     filled: int | None = None,
 ) -> Tensor:
+    if chosen.numel() == 0:
+        return torch.zeros_like(x)
     order = held_order(chosen, 0, down.shape[0]).with_rows(filled)
     return give_back(rows_of(x, order, chosen.shape[1], gate_up, down), order, weights)
 

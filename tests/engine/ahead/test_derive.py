@@ -160,14 +160,24 @@ def test_ranks_with_sequences_of_their_own(elsewhere: Callable[..., Any], tmp_pa
     assert {"held_order_kernel", "grouped_kernel", "combine_kernel", "filter_bounds_kernel"} <= found
     assert {"gather_rows_kernel", "scatter_sums_kernel"} <= found
     assert not any("in_part" in name for name in found), "each rank has the logits of all ids"
+    # Among sixteen ranks rows of a step that is launched go to their experts' ranks alone, and come back as sums.
+    options |= {"tensor_parallel_size": 16, "max_model_len": 8192, "max_num_batched_tokens": 8192}
+    variants = elsewhere(derived, str(tmp_path), options)
+    assert {False, True} == {constant(one, "WEIGHTED") for one in variants if kernel_names([one]) == {"combine_kernel"}}
+
+
+def constant(variant: str, name: str) -> Any:
+    """The value of one for which a kernel is compiled, None if it has none of that name."""
+    told = json.loads(variant)
+    names = list(told["signature"])
+    constants = {names[key[0]]: value for key, value in zip(told["constant_keys"], told["constant_vals"], strict=True)}
+    return constants.get(name)
 
 
 def window(variant: str) -> int | None:
     """That of an attention kernel, 0 for none."""
-    told = json.loads(variant)
-    names = list(told["signature"])
-    constants = {names[key[0]]: value for key, value in zip(told["constant_keys"], told["constant_vals"], strict=True)}
-    return constants.get("WINDOW")
+    found: int | None = constant(variant, "WINDOW")
+    return found
 
 
 def test_the_pages_of_a_machine_do_not_matter(elsewhere: Callable[..., Any]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from strata import LLM, SamplingParams
+from strata.cache.tables import BufferShape
 from strata.engine.outputs import RequestOutput
 from strata.engine.plan import PlanArrays, StepPlan
 from strata.engine.ranks.token_division import RankStep
@@ -61,9 +62,10 @@ class Shares:
         self.found: list[RankStep | None] = []
         share = runner._share
 
-        def noted(plan: StepPlan, arrays: PlanArrays) -> RankStep | None:
-            self.found.append(share(plan, arrays))
-            return self.found[-1]
+        def noted(plan: StepPlan, arrays: PlanArrays) -> tuple[RankStep | None, BufferShape | None]:
+            found = share(plan, arrays)
+            self.found.append(found[0])
+            return found  # type: ignore[no-any-return]
 
         runner._share = noted
 

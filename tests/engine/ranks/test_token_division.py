@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from strata.engine.plan import Chunk, Draw, PlanArrays, StepPlan
-from strata.engine.ranks.token_division import DivisionTimes, TokenDivision, pieces_of
-from strata.engine.scheduling.step_times import StepTimes
+from strata.engine.ranks.token_division import TokenDivision, pieces_of
+from strata.engine.scheduling.step_times import DivisionTimes, StepTimes
 
 CASES: list[Any] = [[8192], [1, 1, 1, 700, 9, 4000], [1] * 40 + [64, 65, 8000], [511] * 8, [1023, 1024, 5]]
 
@@ -68,7 +68,8 @@ def test_a_rank_has_its_pieces_as_sequences_and_the_rows_of_all_draws() -> None:
     for one in found:
         assert one.drawn == [1, 2, 2]
         assert one.draw_lengths.tolist() == [29, 6, 6]
-        assert one.chosen.tolist() == [0, 4, 5]
+        assert one.draw_ranks.tolist() == [0, 1, 1]
+        assert one.room == (16, 3, 3, 2)
         assert [share.counts.tolist() for share in one.shares] == [[1, 5, 6], [10, 6]]
     assert found[0].draw_rows.tolist() == [11, 0, 0]
     assert found[1].draw_rows.tolist() == [0, 15, 15]
@@ -85,26 +86,49 @@ def test_no_share_needs_more_room_than_the_largest(counts: list[int], ranks: int
     assert step.shape.size <= largest.size
 
 
+def pays(division: TokenDivision, counts: list[int], start: int = 0, *, recorded: bool = False) -> bool:
+    step = PlanArrays(plan_of(counts, [start] * len(counts)))
+    share = division.share(step)
+    return share is not None and division.pays(step, share, recorded=recorded)
+
+
 def test_a_step_is_divided_if_that_takes_less_time() -> None:
     # Of the step, weights, product of a token, token, sequence, key, pair, and of launches beyond 1,024 tokens.
     times = StepTimes(1e-3, 4e-3, 20e-6, 0.0, 0.0, 0.0, 1e-9, recorded=1024, launch=30e-3)
-    division = TokenDivision(2, 0, 128, DivisionTimes(times, message=1e-3, token=0.1e-6))
+    division = TokenDivision(2, 0, 128, replace(times, division=DivisionTimes(2, 512, 1e-3, 0.1e-6)))
+    assert not pays(division, [511], recorded=True)
+    assert pays(division, [512], recorded=True)  # 11.2 ms, 7.1 ms
+    assert not pays(division, [1024])  # 21.5 ms recorded, 30 ms launched
+    assert pays(division, [1024], recorded=True)  # 12 ms
+    assert pays(division, [1024], 20_000)  # 42 ms, 23 ms and messages
+    assert pays(division, [2048])
+    slow = TokenDivision(2, 0, 128, replace(times, division=DivisionTimes(2, 512, message=1.0, token=0.0)))
+    assert not pays(slow, [2048], recorded=True)
 
-    def pays(count: int, start: int = 0) -> bool:
-        return division.pays(PlanArrays(plan_of([count], [start])))
 
-    assert not pays(1023)
-    assert not pays(1024)  # 21.5 ms recorded, 30 ms launched
-    assert pays(1024, 20_000)  # 42 ms, 23 ms and messages
-    assert pays(2048)
-    slow = TokenDivision(2, 0, 128, DivisionTimes(times, message=1.0, token=0.0))
-    assert not slow.pays(PlanArrays(plan_of([2048], [0])))
+def test_a_chunk_that_is_not_cut_makes_the_step_of_its_rank_as_long() -> None:
+    # By products alone: 511 and 33 tokens leave one rank with 511, 480 and 481 with 481 of 961.
+    times = StepTimes(0.0, 0.0, 20e-6, 0.0, 0.0, 0.0, 0.0, recorded=8192)
+    division = TokenDivision(2, 0, 128, replace(times, division=DivisionTimes(2, 512, 1e-3, 0.0)))
+    assert not pays(division, [511, 33], recorded=True)
+    assert pays(division, [480, 481], recorded=True)
+    # By what else a token costs, of which the rank with 992 of 1,024 tokens has most.
+    times = StepTimes(0.0, 0.0, 0.0, 20e-6, 0.0, 0.0, 0.0, recorded=8192)
+    four = TokenDivision(4, 0, 128, replace(times, division=DivisionTimes(4, 1024, 1e-3, 0.0)))
+    assert not pays(four, [992, *(1,) * 32], recorded=True)
+    assert pays(four, [1024], recorded=True)
+    without = TokenDivision(2, 0, 4)
+    assert not pays(without, [15, 1])
+    assert not pays(without, [15, 2, 3])  # 15 of 20, where 10 would be even
+    assert pays(without, [15, 14])
+    assert pays(without, [40])
 
 
 def test_ranks_that_expect_different_times_divide_the_same_steps() -> None:
     times = StepTimes(1e-3, 4e-3, 20e-6, 3e-8, 2e-7, 1e-9, 1e-9, recorded=1024, launch=30e-3)
-    mine = TokenDivision(2, 0, 128, DivisionTimes(times, message=1e-3, token=0.1e-6))
-    other = TokenDivision(2, 1, 128, DivisionTimes(replace(times, weights=5e-3, pair=7e-10), 2e-3, 0.1e-6))
+    mine = TokenDivision(2, 0, 128, replace(times, division=DivisionTimes(2, 1024, 1e-3, 0.1e-6, 4096)))
+    expected = replace(times, weights=5e-3, pair=7e-10, division=DivisionTimes(2, 1024, 2e-3, 0.1e-6, 4096))
+    other = TokenDivision(2, 1, 128, expected)
     told: list[list[int]] = [[], []]
     for division, numbers in zip((mine, other), told, strict=True):
         division.agreed(lambda number, numbers=numbers: numbers.append(number) or number)  # type: ignore[misc]
@@ -115,8 +139,9 @@ def test_ranks_that_expect_different_times_divide_the_same_steps() -> None:
     assert agreed[0].times == agreed[1].times
     found = agreed[0].times
     assert found is not None
-    assert (found.step.weights, found.step.pair, found.message) == pytest.approx((4e-3, 7e-10, 1e-3))
-    assert found.step.recorded == 1024
+    assert found.division is not None
+    assert (found.weights, found.pair, found.division.message) == pytest.approx((4e-3, 7e-10, 1e-3))
+    assert (found.recorded, found.division.ranks, found.division.recorded) == (1024, 2, 4096)
     assert [one.index for one in agreed] == [0, 1]
 
 
@@ -124,5 +149,5 @@ def test_decodes_are_not_divided() -> None:
     chunks = tuple(Chunk(slot, slot, 9, 1, (Draw(slot, slot),), 0, ()) for slot in range(64))
     step = PlanArrays(StepPlan((), (), chunks, (), 64))
     assert step.are_decodes
-    assert not TokenDivision.on("cpu", 2, 0).pays(step)
+    assert TokenDivision.on("cpu", 2, 0).share(step) is None
     assert np.all(step.counts == 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from strata.cache.prefix import PrefixTree
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.room import IN_LINE, LEAST_TOKENS, PromptRoom, StepTarget
 from strata.engine.scheduling.scheduler import Scheduler
-from strata.engine.scheduling.step_times import StepTimes
+from strata.engine.scheduling.step_times import DivisionTimes, StepTimes
 from tests.engine.scheduling.plans import request, step
 
 MS = 1e-3
@@ -45,6 +46,21 @@ def test_a_divided_prompt_ends_where_the_step_needs_no_padding() -> None:
     assert of.chunk(0, 5000, most=8192, page_size=16) == 144
     of.take(0, 144)
     assert of.chunk(0, 5000, most=8192, page_size=16) == 400  # all that is left: none fits up to a size
+
+
+def test_a_prompt_gets_more_where_ranks_divide_the_step() -> None:
+    """On two ranks 5 ms and 5 us a token from 1,024 tokens on, so that 3,000 fit into 20 ms."""
+    two = replace(TIMES, recorded=8192, division=DivisionTimes(2, 1024, 1 * MS, 0.0, recorded=8192))
+    of = room(decodes=50, times=two)
+    assert of.chunk(0, 2940, most=8192, page_size=16) == 2940
+    assert of.chunk(0, 5000, most=8192, page_size=16) == 2944  # of 2949 to 2950
+    of = PromptRoom(StepTarget(20 * MS, two, (512, 1024, 2048, 2560, 3072)), 50, 0, 1)
+    assert of.chunk(0, 5000, most=8192, page_size=16) == 2496  # which are 14 less than 2,560 tokens of the step
+    of.take(0, 2496)
+    assert of.chunk(0, 5000, most=8192, page_size=16) == 448  # of 454, all that is left
+    # In 10 ms 1,000 tokens of a divided step would fit, which is too short for one.
+    short = PromptRoom(StepTarget(10 * MS, two), 50, 0, 1)
+    assert short.chunk(0, 5000, most=8192, page_size=16) == 544  # of 549 to 550
 
 
 def test_what_a_prompt_has_to_get_is_padded() -> None:

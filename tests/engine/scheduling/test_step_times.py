@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata.cache.pool import PoolShape
-from strata.engine.scheduling.step_times import StepTimes
+from strata.engine.scheduling.step_times import DivisionTimes, StepTimes
 from strata.engine.step_cost import step_times
 from strata.graph.cost import StepCosts
 from strata.hardware.links import Link, link_of
@@ -56,12 +56,48 @@ def test_messages_beside_products_count_in_steps_that_have_them() -> None:
 TIMES = st.builds(StepTimes, *[st.floats(1e-9, 1e-2)] * 7, st.integers(0, 10_000), st.sampled_from([0, 0.05]))
 
 
+DIVISIONS = st.builds(
+    DivisionTimes,
+    st.integers(2, 8),
+    st.integers(1, 4000),
+    st.floats(0, 1e-2),
+    st.floats(0, 1e-5),
+    st.sampled_from([0, 2000, 10_000]),
+)
+
+
+def test_a_step_that_ranks_divide_takes_what_counting_gives() -> None:
+    times = replace(BY_HAND, division=DivisionTimes(4, least=100, message=3, token=0.125, recorded=200))
+    others = times.chunk(0, 100)
+    assert times.total(99, others) == times.undivided(99, others) == BY_HAND.total(99, others)
+    # Products of 100 tokens 50 s, of a rank 12.5, and 3/4 of the tokens come from others.
+    assert times.total(100, others) == 1 + 3 + 12.5 + others / 4 + 100 * 0.75 * 0.125
+    assert times.total(16, 0.0) == BY_HAND.total(16, 0.0)
+    launched = replace(times, recorded=1000, launch=80)
+    assert launched.total(201, 0) == 80, "the division is launched by the host, and the step is not"
+    assert launched.total(300, 0) == 80
+    assert launched.total(150, 0) == 1 + 3 + 150 * 0.125 + 150 * 0.75 * 0.125
+
+
+def test_decodes_wait_for_more_tokens_of_prompts_where_ranks_divide_them() -> None:
+    """8B on two H200 in steps of 20 ms, beside 32 decodes behind 1,000 tokens each."""
+    times = of("8B")
+    divided = replace(times, recorded=8192, division=DivisionTimes(2, 1024, 0.94e-3, 0.48e-6, 8192))
+    given = 0.02, 32, times.decodes(32, 32_000), 0
+    alone, together = (one.longest(*given) for one in (replace(times, recorded=8192), divided))
+    assert 750 < alone < 850
+    assert 1450 < together < 1600
+
+
 @given(
     times=st.builds(
-        lambda times, overlapped, share: replace(times, overlapped=overlapped, hidden=times.token * share),
+        lambda times, overlapped, share, division: replace(
+            times, overlapped=overlapped, hidden=times.token * share, division=division
+        ),
         TIMES,
         st.integers(0, 2000),
         st.floats(0, 0.9),
+        st.none() | DIVISIONS,
     ),
     seconds=st.floats(0, 0.1),
     decodes=st.integers(0, 300),

@@ -21,8 +21,9 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from strata.comm import all_reduce_cuda as launches
-from strata.comm import expert_rows_cuda, sent_product_cuda
+from strata.comm import sent_product_cuda
 from strata.comm.all_gather_cuda import one_shot_gather
+from strata.comm.experts import rows_cuda
 from strata.comm.mesh import Axis
 from strata.comm.symmetric import Layout, SymmetricMemory
 from strata.kernels.collective import all_reduce, rounded_parts
@@ -127,7 +128,7 @@ def _launcher(name: str) -> Callable[..., Any]:
         return partial(one_shot_gather, dim=-1)
     if name == "gather_keys":
         return lambda x, axis: one_shot_gather(x.view(torch.int64), axis, 1).view(x.dtype)
-    return getattr(expert_rows_cuda if name in ("gather_rows", "scatter_sums") else launches, name)
+    return getattr(rows_cuda if name in ("gather_rows", "scatter_sums") else launches, name)
 
 
 def run_parts(folder: Path) -> None:

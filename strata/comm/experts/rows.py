@@ -10,7 +10,7 @@ from torch import Tensor
 
 from strata.comm import collectives
 from strata.comm.cost import all_gather_cost
-from strata.comm.expert_rows_cuda import fits_gather, fits_scatter, gather_rows, scatter_sums
+from strata.comm.experts.rows_cuda import fits_gather, fits_scatter, gather_rows, scatter_sums
 from strata.comm.mesh import Axis
 from strata.comm.operations import Along, live, reduce_scatter
 from strata.hardware.roofline import Cost, Workload

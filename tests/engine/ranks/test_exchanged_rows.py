@@ -1,0 +1,68 @@
+"""Ranks with sequences of their own whose rows go to the ranks of their experts alone answer as one does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strata import LLM, SamplingParams
+
+from .test_mixture import CONFIG, OPTIONS
+
+# So wide that half a row less there and back is worth it from 1,025 tokens of a rank on, and else as small as can be.
+WIDE: dict[str, Any] = CONFIG | {
+    "hidden_size": 16384,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "moe_intermediate_size": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 1,
+    "norm_topk_prob": False,
+    "vocab_size": 97,
+    "max_position_embeddings": 2048,
+}
+SIZES: dict[str, Any] = OPTIONS | {"num_pages": 160, "max_num_batched_tokens": 1200, "max_num_seqs": 4}
+SIZES |= {"enable_prefix_caching": False}
+RANKED: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_dp_attention": True}
+# Two fill a step of one rank each, one is shorter, and one takes a step that is too short.
+PROMPTS = [[(step * place + 3) % 97 for place in range(length)] for step, length in ((5, 1190), (7, 1100), (11, 300))]
+
+
+def logprobs(llm: LLM, prompts: list[list[int]]) -> list[list[dict[int, float]]]:
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=3)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [
+        [{id: one.logprob for id, one in each.items()} for each in out.outputs[0].logprobs or ()] for out in outputs
+    ]
+
+
+def test_ranks_answer_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(WIDE))
+    wanted = logprobs(LLM(tmp_path, **SIZES), PROMPTS)
+    llm = LLM(tmp_path, **RANKED, **SIZES)
+    graphs = llm.engine.graphs
+    assert graphs.exchanged_logits is not None
+    assert 1024 < graphs.exchange_tokens < 1050
+    ran: list[int] = []
+    forward = graphs.exchanged_logits.forward
+
+    def noted(batch: Any, rows: torch.Tensor) -> Any:
+        ran.append(len(batch.tokens))
+        return forward(batch, rows)
+
+    monkeypatch.setattr(graphs.exchanged_logits, "forward", noted)
+    # Together, then one alone, beside which the other rank has padding.
+    for prompts, expected in ((PROMPTS, wanted), (PROMPTS[:1], wanted[:1])):
+        ran.clear()
+        found = logprobs(llm, prompts)
+        assert ran
+        assert min(ran) >= graphs.exchange_tokens
+        for one, other in zip(found, expected, strict=True):
+            for mine, theirs in zip(one, other, strict=True):
+                assert mine == pytest.approx(theirs, abs=1e-4)
+    assert llm.engine.ranks is not None
+    llm.engine.ranks.check_ids()
