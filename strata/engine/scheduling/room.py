@@ -42,7 +42,7 @@ class PromptRoom:
         self._sizes = target.sizes
         self._tokens, self._prompt_tokens = decodes, 0
         self._others = times.decodes(decodes, keys)
-        alone = times.total(decodes, self._others)
+        alone = times.undivided(decodes, self._others)
         self._target = max(target.seconds, target.seconds * in_line / IN_LINE, MAX_SLOWDOWN * alone)
 
     def chunk(self, start: int, wanted: int, most: int, page_size: int) -> int:

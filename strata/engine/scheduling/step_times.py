@@ -160,12 +160,12 @@ class StepTimes:
         return self.token * count + self.sequence + self.key * (start + count) + self.pair * pairs
 
     def total(self, tokens: int, others: float) -> float:
-        """Seconds of a step of so many tokens that take `others` beside weights and products."""
+        """Seconds of a step with prompts, of so many tokens that take `others` beside weights and products."""
         undivided = self.undivided(tokens, others)
         return undivided if self.division is None else min(undivided, self.division.total(self, tokens, others))
 
     def undivided(self, tokens: int, others: float) -> float:
-        """The same of a step all of which each rank runs."""
+        """The same of a step all of which each rank runs, as of all that have decodes alone."""
         on_device = self.step + max(self.weights, self.product * tokens) + others
         if self._is_overlapped(tokens):
             on_device -= self.hidden * tokens

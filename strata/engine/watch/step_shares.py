@@ -54,6 +54,6 @@ class StepShares:
         if self.times is not None:
             alone = self.times.decodes(decodes, keys)
             others = alone + sum([self.times.chunk(chunk.start, chunk.count) for chunk in prompts])
-            predicted = self.times.total(tokens, others)
-            share = 1.0 if not decodes else max(0.0, 1.0 - self.times.total(decodes, alone) / predicted)
+            predicted = self.times.total(tokens, others) if prompts else self.times.undivided(tokens, others)
+            share = 1.0 if not decodes else max(0.0, 1.0 - self.times.undivided(decodes, alone) / predicted)
         return StepLook(share if prompts else 0.0, floor, predicted)

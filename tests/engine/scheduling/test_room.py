@@ -63,6 +63,14 @@ def test_a_prompt_gets_more_where_ranks_divide_the_step() -> None:
     assert short.chunk(0, 5000, most=8192, page_size=16) == 544  # of 549 to 550
 
 
+def test_ranks_divide_no_step_of_decodes_alone() -> None:
+    """2,600 of them take 30 ms on two ranks as on one, and with a prompt twice that, 60 ms."""
+    two = replace(TIMES, recorded=8192, division=DivisionTimes(2, 1024, 1 * MS, 0.0, recorded=8192))
+    assert room(decodes=2600).chunk(0, 9000, most=8192, page_size=16) == 2992  # of 5,600 tokens in all
+    # Of 11,000 in all: divided a step takes 5 ms, and 5 us more for each token.
+    assert room(decodes=2600, times=two).chunk(0, 9000, most=9000, page_size=16) == 8400
+
+
 def test_what_a_prompt_has_to_get_is_padded() -> None:
     slow = StepTimes(1.0, NOTHING, NOTHING, 1.0, NOTHING, 1.0, 1.0)
     of = PromptRoom(StepTarget(20 * MS, slow, (128, 256, 512)), 50, 0, 1)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from strata.engine.loop import StepTiming
 from strata.engine.plan import Chunk, Draw, StepPlan
 from strata.engine.scheduling.held import Held
-from strata.engine.scheduling.step_times import StepTimes
+from strata.engine.scheduling.step_times import DivisionTimes, StepTimes
 from strata.engine.watch.request_times import StepSeconds
 from strata.engine.watch.step_floor import StepFloor
 from strata.engine.watch.step_shares import StepLook, StepShares
@@ -62,6 +64,20 @@ def test_the_share_of_prompts_is_what_the_step_would_be_shorter_without(costs: S
     assert mixed.prompts == pytest.approx(1 - alone.predicted / mixed.predicted)
     assert (alone.prompts, shares.look(plan([], [(0, 512)])).prompts) == (0.0, 1.0)
     assert StepShares().look(plan([9] * 3, [(0, 9)])).prompts == pytest.approx(9 / 12)
+
+
+def test_ranks_divide_no_step_of_decodes_alone(costs: StepCosts) -> None:
+    times = StepTimes.of(costs, H200, "bfloat16", 8192)
+    division = DivisionTimes(2, 256, 1e-6, 0.0, 8192)
+    one, two = StepShares(times), StepShares(replace(times, division=division))
+    decodes, mixed = plan([900] * 512, []), plan([900] * 512, [(0, 2048)])
+    assert two.look(decodes) == one.look(decodes)
+    alone, divided, whole = (look.predicted for look in (one.look(decodes), two.look(mixed), one.look(mixed)))
+    assert alone is not None
+    assert divided is not None
+    assert whole is not None
+    assert divided < 0.8 * whole
+    assert two.look(mixed).prompts == pytest.approx(max(0.0, 1 - alone / divided))
 
 
 def test_what_is_found() -> None:
