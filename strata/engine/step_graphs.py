@@ -36,6 +36,7 @@ from strata.graph.merge import merge
 from strata.graph.passes import ALL_PASSES
 from strata.graph.product_times import measured_seconds, products_of
 from strata.graph.quantize import quantize
+from strata.graph.ranks.divide_keys import divide_keys
 from strata.graph.ranks.divide_tokens import divide_tokens
 from strata.graph.ranks.fuse_messages import fuse_messages
 from strata.graph.ranks.narrow_messages import NARROW_TOKENS, narrow_messages
@@ -58,7 +59,7 @@ from strata.kernels.state.clear_page_ends import clear_page_ends
 from strata.kernels.state.gather_tables import gather_tables
 from strata.kernels.state.newest_tokens import newest_tokens
 from strata.models.families import build
-from strata.parallel.serving_shard import PIPELINE_AXIS, TENSOR_AXIS, RankShard
+from strata.parallel.serving_shard import KEYS_AXIS, PIPELINE_AXIS, TENSOR_AXIS, RankShard
 
 # Up to so many rows, products that take up norms, gating and residuals were faster than the library's with kernels
 # between them in whole steps of the 0.6B and the 8B shape on an H200; beyond, that depends on the weights.
@@ -93,6 +94,8 @@ class StepGraphs:
     captured: how many nodes of each operation the model and its head had before the passes.
     table: what was measured of the device's products.
     overlap_tokens: see `overlapped_logits`; 0 where there is none.
+    whole_prompts: the same as `hidden` for prompts that stand whole in a batch without pages, where ranks divide keys
+        by sequence; None: `hidden` is for them too.
     narrow_logits: the same as `logits` for steps of `NARROW_TOKENS` or more, in which sums over ranks travel in 8 bits;
         None where none do.
 
@@ -124,6 +127,12 @@ class StepGraphs:
     overlap_tokens: int
     has_copies: bool
     narrow_logits: fx.GraphModule | None = None
+    whole_prompts: fx.GraphModule | None = None
+
+    @property
+    def hidden_without_pages(self) -> fx.GraphModule:
+        """Batch to hidden [tokens, hidden], of prompts that stand whole in it."""
+        return self.whole_prompts or self.hidden
 
     def logits_of(self, tokens: int) -> fx.GraphModule:
         """The graph for steps with prompts, and others that are not recorded, of so many tokens."""
@@ -305,6 +314,11 @@ def step_graphs(
         quantize(head, packed)
     if isinstance(sparse, PageChoice):
         select_pages(captured, sparse)
+    dtype, undivided = next(model.parameters()).dtype, None
+    divides_keys = shard is not None and shard.kept.ranks > 1
+    if shard is not None and divides_keys:
+        undivided = copied(captured)
+        divide_keys(captured, Along(KEYS_AXIS, shard.kept.ranks), shard.kept, dtype)
     axes = dict(NO_AXES if shard is None else shard.axes)
     if context is not None:
         axes[CONTEXT_AXIS] = context
@@ -337,7 +351,6 @@ def step_graphs(
         graph = fused(counted=counted, choice=choice)
         return of_rows(run(fuse_gated_products, graph) if by_rows else graph)
 
-    dtype = next(model.parameters()).dtype
     multiplies = None if limits is None else partial(multiplies_rounded, dtype=dtype, limits=limits)
     may_round = by_rows and fuse_rounding.__name__ in passes
     rounds = may_round and multiplies is not None and any(map(multiplies, packed.values()))
@@ -386,7 +399,7 @@ def step_graphs(
         head=None if head is None else bound(head),
         decode_small_batch=small,
         decode_large_batch=large,
-        recorded_inputs=bound(capture(_Inputs(recorded=True, missing=True))),
+        recorded_inputs=bound(capture(_Inputs(recorded=not divides_keys, missing=True))),
         mixed_inputs=bound(capture(_Inputs(recorded=False, missing=True))),
         prompt_inputs=bound(capture(_Inputs(recorded=False, missing=False))),
         divided_inputs=bound(capture(_DividedInputs(fresh=False))),
@@ -399,6 +412,7 @@ def step_graphs(
         overlap_tokens=overlap_tokens or 0,
         has_copies=overlap_tokens is not None and overlap.device is not None,
         narrow_logits=narrowed,
+        whole_prompts=None if undivided is None else bound(fuse(run(merge, undivided), passes)),
     )
     if executor == "compile":
         for graph in (made.logits, made.decode_small_batch):

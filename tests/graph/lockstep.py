@@ -58,6 +58,16 @@ def run_in_lockstep(
                 for node, known, own_rows in zip(nodes, values, totals, strict=True):
                     known[node] = own_rows
                 continue
+            if operation.name == "join_heads":
+                for index, (node, known) in enumerate(zip(nodes, values, strict=True)):
+                    known[node] = own_heads(called, index)
+                continue
+            if operation.name == "all_gather" and called[0][1].size < len(graphs):
+                size = called[0][1].size  # groups of neighbours
+                for index, (node, known) in enumerate(zip(nodes, values, strict=True)):
+                    first = index // size * size
+                    known[node] = torch.cat([args[0] for args in called[first : first + size]], called[0][2])
+                continue
             if operation.name == "all_to_all":
                 for index, known in enumerate(values):
                     known[nodes[index]] = torch.cat([args[0].chunk(len(graphs))[index] for args in called])
@@ -74,6 +84,17 @@ def run_in_lockstep(
             else:
                 known[node] = _run(graph, node, known, own)
     return results
+
+
+def own_heads(called: Sequence[tuple[Any, ...]], index: int) -> Tensor:
+    """What `join_heads` gives a rank, from the arguments of all: by what each has found in all, unnormalized."""
+    size, dtype = called[index][1].size, called[index][3]
+    first = index // size * size
+    group = called[first : first + size]
+    weights = [sums.double().exp()[..., None] for _, _, sums, _ in group]
+    total = reduce(add, weights)
+    mixed = reduce(add, [weight * part.double() for weight, (part, *_) in zip(weights, group, strict=True)]) / total
+    return mixed.chunk(size, 1)[index - first].to(dtype)
 
 
 def _own(shared: Any) -> Any:

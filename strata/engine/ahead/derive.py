@@ -39,7 +39,7 @@ from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.startup.packing import Packing
 from strata.engine.startup.sparse_attention import attention_choice
 from strata.engine.step_graphs import Overlap, StepGraphs, step_graphs
-from strata.engine.steps.runner_config import RunnerConfig
+from strata.engine.steps.runner_config import RunnerConfig, planned_windows
 from strata.engine.warm_up import warm_up
 from strata.graph.cudagraph import Recordings
 from strata.graph.deferred import make_code
@@ -158,7 +158,7 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
         asked.max_num_seqs,
         sizes.max_tokens,
         sizes.max_length,
-        frozenset(own.windows[layer] for layer in first.layers),
+        planned_windows(own, first),
         own.num_heads,
         config.vocab_size,
         division,
@@ -264,7 +264,7 @@ class _RunOnce:
 
 def _note_long_prompts(engine: DryEngine, sizes: EngineSizes) -> None:
     """Prompts that take several steps, beside a decode and alone: later steps attend over what is cached."""
-    longest = min(sizes.max_length, engine.pages.num_pages * sizes.pool.page_size) - _OUTPUTS
+    longest = min(sizes.max_length, engine.pages.num_pages * sizes.pool.page_tokens) - _OUTPUTS
     most = max(3 * sizes.max_tokens, engine.graphs.sparse_keys)
     for number, length in enumerate((1, most, 2 * sizes.max_tokens + 101)):
         params = SamplingParams(max_tokens=_OUTPUTS, ignore_eos=True)
@@ -295,7 +295,7 @@ def _note_embedded_prompts(graphs: StepGraphs, sizes: EngineSizes) -> None:
     ends = torch.zeros(2, dtype=torch.int32, device=META)
     for tokens in _lengths(min(sizes.max_tokens, sizes.max_length)):
         numbers = torch.zeros(tokens, dtype=torch.int32, device=META)
-        graphs.hidden.forward(Batch(numbers, numbers, ends, tokens))
+        graphs.hidden_without_pages.forward(Batch(numbers, numbers, ends, tokens))
 
 
 def _note_scored_prompts(graphs: StepGraphs, hidden_size: int, sizes: EngineSizes) -> None:
