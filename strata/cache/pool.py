@@ -15,9 +15,10 @@ from strata.models.state import attention_rows
 
 @dataclass(frozen=True)
 class PoolShape:
-    """What decides the size of the pools. `page_size` in tokens that are here: of a page's tokens this rank keeps those
-    that `kept` says. tensors: 2 for keys and values, 1 if a row is both. rounded: in which 8 bits rows are kept (`rounded_rows`); None: in `dtype`, that of the weights. has_bounds: whether
-    pages have bounds of their keys (`page_choice`)."""
+    """What decides the size of the pools. `page_size` in tokens, of those that `kept` says: other ranks have the others
+    of a page. tensors: 2 for keys and values, 1 if a row is both. rounded: in which 8 bits rows are kept
+    (`rounded_rows`); None: in `dtype`, that of the weights. has_bounds: whether pages have bounds of their keys
+    (`page_choice`)."""
 
     layers: int
     page_size: int

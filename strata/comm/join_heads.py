@@ -1,7 +1,7 @@
 """What ranks that divide keys by sequence have found for the queries of all, as one result: an operation of a graph.
 
-Parts of a softmax join by the logarithms of their sums of exponentials (Milakov and Gimelshein 2018), so each rank sends
-every other what it has found for that one's heads, and those logarithms beside it. See `strata.comm.operations`.
+Parts of a softmax join by the logarithms of their sums of exponentials (Milakov and Gimelshein 2018), so each rank
+sends every other what it has found for that one's heads, and those logarithms beside it. See `strata.comm.operations`.
 """
 
 from __future__ import annotations
