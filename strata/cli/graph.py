@@ -120,7 +120,9 @@ def graph(
     )
     check_states(divided, config)
     if decode_context_parallel_size > 1 and enable_dp_attention:
-        raise ValueError("--decode-context-parallel-size does not go together with --enable-dp-attention; leave out one")
+        raise ValueError(
+            "--decode-context-parallel-size does not go together with --enable-dp-attention; leave out one"
+        )
     if divided.narrow_messages and enable_dp_attention:
         raise ValueError("--message-dtype rounds what ranks add up, nothing with --enable-dp-attention; leave out one")
     if size * stages > 1:

@@ -41,7 +41,8 @@ PrefillContextParallelSize = Annotated[
     int, engine_option(min=1, help="Ranks, each of --tensor-parallel-size, that divide the tokens of long prompts.")
 ]
 DecodeContextParallelSize = Annotated[
-    int, engine_option(min=1, help="Ranks that would have the same KV heads, and keep different tokens of them instead.")
+    int,
+    engine_option(min=1, help="Ranks that would have the same KV heads, and keep different tokens of them instead."),
 ]
 OverlapTokens = Annotated[
     int | None,
