@@ -54,8 +54,8 @@ def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -
     shard = None
     if ranks > 1:
         axis = imagined(TENSOR_AXIS, ranks)
-        options = {"expert_parallel": asked.enable_expert_parallel, "key_ranks": asked.decode_context_parallel_size}
-        shard = RankShard.of(config, ranks, 0, axis, **options)
+        by_experts, key_ranks = asked.enable_expert_parallel, asked.decode_context_parallel_size
+        shard = RankShard.of(config, ranks, 0, axis, expert_parallel=by_experts, key_ranks=key_ranks)
     own = config if shard is None else shard.config
     sizes = EngineSizes.of(asked, own, torch.device("cuda"), limits, shard)
     sizes.packing.check_kernels("cuda", deterministic=asked.deterministic)

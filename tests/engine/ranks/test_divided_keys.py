@@ -33,9 +33,9 @@ OPTIONS: dict[str, Any] = {
     "verbose": False,
 }
 # Tokens that all pages hold.
-KEPT = 576
+KEPT = 512
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
-SHORT = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+SHORT = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +165,7 @@ def test_it_is_a_whole_number(value: Any) -> None:
 
 
 def test_it_divides_the_ranks() -> None:
-    with pytest.raises(ValueError, match="decode_context_parallel_size=3 divides keys among .*tensor_parallel_size=4"):
+    with pytest.raises(ValueError, match=r"size=3 divides keys among .*tensor_parallel_size=4"):
         EngineConfig("8B", tensor_parallel_size=4, decode_context_parallel_size=3)
 
 
