@@ -36,7 +36,7 @@ from strata.graph.merge import merge
 from strata.graph.passes import ALL_PASSES
 from strata.graph.product_times import measured_seconds, products_of
 from strata.graph.quantize import quantize
-from strata.graph.ranks.divide_keys import divide_keys
+from strata.graph.ranks.divide_keys import KeyDivision, divide_keys
 from strata.graph.ranks.divide_tokens import divide_tokens
 from strata.graph.ranks.fuse_messages import fuse_messages
 from strata.graph.ranks.narrow_messages import NARROW_TOKENS, narrow_messages
@@ -318,7 +318,8 @@ def step_graphs(
     divides_keys = shard is not None and shard.kept.ranks > 1
     if shard is not None and divides_keys:
         undivided = copied(captured)
-        divide_keys(captured, Along(KEYS_AXIS, shard.kept.ranks), shard.kept, dtype)
+        value = 0 if shard.config.latent is None else shard.config.latent.value
+        divide_keys(captured, KeyDivision(Along(KEYS_AXIS, shard.kept.ranks), shard.kept, dtype, value))
     axes = dict(NO_AXES if shard is None else shard.axes)
     if context is not None:
         axes[CONTEXT_AXIS] = context

@@ -274,19 +274,19 @@ def _fault(config: ModelConfig, size: int, expert_parallel: bool, own_tokens: bo
 
 def _require_alike(config: ModelConfig, size: int, key_ranks: int) -> None:
     """Ranks can divide by sequence what they would have alike."""
-    alike = size // config.num_kv_heads
+    kv_heads = 1 if config.latent is not None else config.num_kv_heads  # all heads read the same rows
+    alike = size // kv_heads
     if key_ranks == 1 or (alike and alike % key_ranks == 0):
         return
     given = f"decode_context_parallel_size={key_ranks} with tensor_parallel_size={size}"
     if alike < 2:
         raise ValueError(
-            f"{given}: no ranks have the same of {config.num_kv_heads} KV heads, so there is nothing to divide by "
+            f"{given}: no ranks have the same of {kv_heads} KV heads, so there is nothing to divide by "
             "sequence; leave it out, or give more ranks"
         )
     accepted = ", ".join(str(one) for one in range(1, alike + 1) if alike % one == 0)
     raise ValueError(
-        f"{given}: {alike} ranks have the same of {config.num_kv_heads} KV heads, which it must divide; accepted are "
-        f"{accepted}"
+        f"{given}: {alike} ranks have the same of {kv_heads} KV heads, which it must divide; accepted are {accepted}"
     )
 
 

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from strata.comm.launch import World
 from strata.comm.mesh import Mesh
+from strata.comm.operations import Along
 from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.engine.step_graphs import step_graphs
 from strata.graph.capture import capture
 from strata.graph.cost import node_costs, operation_counts, total
-from strata.graph.ranks.divide_keys import divide_keys
+from strata.graph.ranks.divide_keys import KeyDivision, divide_keys
 from strata.hardware.roofline import Workload
 from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
 from strata.models.config import ModelConfig
@@ -36,6 +37,9 @@ CASES = [
     ("qwen2", 1, 4, 2),
     ("olmo2", 2, 4, 2),
     ("qwen3-moe", 1, 2, 2),
+    ("deepseek-v2", None, 2, 2),
+    ("deepseek-v3", None, 4, 2),
+    ("deepseek-v3", None, 4, 4),
 ]
 
 
@@ -77,7 +81,7 @@ def whole_logits(model: Any, config: ModelConfig) -> list[Tensor]:
 @pytest.mark.parametrize(("name", "kv_heads", "size", "key_ranks"), CASES)
 @pytest.mark.parametrize("page_size", [1, 3])
 def test_ranks_have_the_logits_of_one(name: str, kv_heads: int, size: int, key_ranks: int, page_size: int) -> None:
-    config = divisible_config(name, num_key_value_heads=kv_heads)
+    config = divisible_config(name, **({} if kv_heads is None else {"num_key_value_heads": kv_heads}))
     model = random_model(config, torch.float32).requires_grad_(False)
     parts = [shard_of(model, config, size, index, key_ranks=key_ranks) for index in range(size)]
     graphs = [step_graphs(own, "cpu", deterministic=False, shard=part).logits for part, own in parts]
@@ -172,11 +176,11 @@ def test_only_what_ranks_have_alike_is_divided(kv_heads: int, size: int, key_ran
         RankShard.of(divisible_config("llama", num_key_value_heads=kv_heads), size, 0, key_ranks=key_ranks)
 
 
-@pytest.mark.parametrize("name", ["mistral", "gpt-oss", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["mistral", "gpt-oss"])
 def test_other_attention_is_refused(name: str) -> None:
     model = random_model(divisible_config(name), torch.float32)
     with pytest.raises(ValueError, match="cannot"):
-        divide_keys(capture(model), None, KeptKeys(2, 0), torch.float32)  # type: ignore[arg-type]
+        divide_keys(capture(model), KeyDivision(Along("dcp", 2), KeptKeys(2, 0), torch.float32))
 
 
 def test_a_step_sends_twice_a_layer_more() -> None:

@@ -48,7 +48,6 @@ def check_kept_keys(asked: EngineConfig, config: ModelConfig) -> None:
     kinds = {
         "layers with windows": any(window is not None for window in config.windows),
         "attention sinks": config.has_sinks,
-        "latent attention": config.latent is not None,
         "recurrent layers": config.recurrence is not None,
     }
     kind = next((name for name, is_there in kinds.items() if is_there), None)
@@ -62,4 +61,5 @@ def check_kept_keys(asked: EngineConfig, config: ModelConfig) -> None:
 def joining_bytes(asked: EngineConfig, config: ModelConfig, tokens: int) -> int:
     """What ranks that divide keys need to join what they find in a step of so many tokens. config: of a rank."""
     ranks = asked.decode_context_parallel_size
-    return 0 if ranks == 1 else _COPIES * 4 * tokens * ranks * config.num_heads * (config.head_dim + 1)
+    width = config.head_dim if config.latent is None else config.latent.rank
+    return 0 if ranks == 1 else _COPIES * 4 * tokens * ranks * config.num_heads * (width + 1)

@@ -358,7 +358,7 @@ def _scratch_bytes(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes,
     if config.latent is not None:
         if asked.deterministic:  # no sequence is divided
             return 0
-        return latent_cuda.scratch_bytes(rows, keys, config.num_heads, config.latent.rank, sizes.pool.dtype)
+        return latent_cuda.scratch_bytes(rows, keys, config.num_heads * ranks, config.latent.rank, pool.dtype)
     if asked.deterministic:
         return attention_fixed.scratch_bytes(rows, keys, config.num_heads, config.head_dim)
     return decode_attention_cuda.scratch_bytes(

@@ -100,6 +100,7 @@ def test_what_takes_long_to_compile_is_noted_first(alone: Callable[..., Any]) ->
         (str(BUILTIN_FOLDER), DUMMY | {"deterministic": True}, 900),
         ("0.6B", DUMMY | {"tensor_parallel_size": 2, "max_num_seqs": 60, "overlap_tokens": 600}, 900),
         ("0.6B", DUMMY | {"tensor_parallel_size": 16, "decode_context_parallel_size": 2, "max_num_seqs": 60}, 900),
+        ("V2-Lite", DUMMY | {"tensor_parallel_size": 4, "decode_context_parallel_size": 4, "max_num_seqs": 60}, 900),
     ],
 )
 def test_requests_of_all_kinds_launch_nothing_else(
