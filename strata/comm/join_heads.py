@@ -14,7 +14,9 @@ from strata.comm.cost import all_to_all_cost
 from strata.comm.mesh import Axis
 from strata.comm.operations import Along, live
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.collective.joined_heads import join_heads_kernel, join_packed, pack_heads, pack_heads_kernel
 from strata.kernels.op import ATEN, NCCL, operation
+from strata.kernels.triton_import import HAS_TRITON
 
 
 def _cost(mixed: Tensor, along: Along | Axis, sums: Tensor, dtype: torch.dtype, *, workload: Workload) -> Cost:
@@ -60,5 +62,25 @@ def joined(mixed: Tensor, sums: Tensor) -> Tensor:
     return (weights[..., None] * mixed).sum(0) / total.masked_fill(total == 0.0, 1.0)[..., None]
 
 
+def _supports(mixed: Tensor, along: Along | Axis, sums: Tensor, dtype: torch.dtype) -> bool:
+    return mixed.dtype == torch.float32 and mixed.is_contiguous() and mixed.numel() > 0
+
+
+def _scratch(mixed: Tensor, along: Along | Axis, sums: Tensor, dtype: torch.dtype) -> int:
+    """What is packed, and what has arrived."""
+    return 2 * (mixed.nbytes + sums.nbytes)
+
+
+def _by_kernels(mixed: Tensor, axis: Axis, sums: Tensor, dtype: torch.dtype) -> Tensor:
+    packed = pack_heads(mixed, sums, axis.size)
+    received = collectives.start_all_to_all(packed, live(axis)).wait()
+    return join_packed(received, mixed.shape[2], dtype)
+
+
 join_heads.implement("gloo", "cpu", invariant=True)(join_heads.reference)
+if HAS_TRITON:
+    _kernels = pack_heads_kernel, NCCL, join_heads_kernel
+    join_heads.implement("triton", "cuda", invariant=True, supports=_supports, kernels=_kernels, scratch=_scratch)(
+        _by_kernels
+    )
 join_heads.implement("nccl", "cuda", invariant=True, kernels=(ATEN, NCCL, ATEN))(join_heads.reference)

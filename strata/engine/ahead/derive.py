@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from strata.cache.groups import books, pools
 from strata.cache.pages import PageAllocator
 from strata.cache.state_pool import StatePool
+from strata.comm.join_heads import join_heads
 from strata.comm.operations import Along, all_gather
 from strata.comm.peer_copies import PendingSum
 from strata.comm.symmetric import imagined
@@ -46,6 +47,7 @@ from strata.graph.deferred import make_code
 from strata.graph.passes import passes_of
 from strata.hardware.specs import recognize
 from strata.kernels import tuned
+from strata.kernels.collective.joined_heads import join_packed, pack_heads
 from strata.kernels.compiling.noting import noting
 from strata.kernels.compiling.variant import Variant
 from strata.kernels.device_limits import DeviceLimits, implementations_for, meta_means
@@ -183,6 +185,8 @@ def _leave_messages_out(graphs: StepGraphs, has_copies: bool) -> None:
                 if bound is not None and bound.operation.collective:
                     is_copied = has_copies and bound.operation is start_all_reduce
                     node.target = _start_copy if is_copied else _WithoutLibrary(bound)
+                    if bound.operation is join_heads:
+                        node.target = _join_heads
             make_code(graph)
 
 
@@ -198,6 +202,14 @@ class _Copied(PendingSum):
 
 def _start_copy(x: Tensor, along: Along, slot: int) -> PendingSum:
     return _Copied(x)
+
+
+def _join_heads(mixed: Tensor, along: Along, sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """The kernels before and behind the message."""
+    if not mixed.numel():
+        empty: Tensor = join_heads.meta(mixed, along, sums, dtype)
+        return empty
+    return join_packed(pack_heads(mixed, sums, along.size), mixed.shape[2], dtype)
 
 
 @dataclass(frozen=True, eq=False)

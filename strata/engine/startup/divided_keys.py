@@ -20,9 +20,9 @@ _REFUSED = {
     "decode_pages": None,
     "message_dtype": "auto",
 }
-# Copies of what a rank has found, in float32, that are alive at once while ranks join it: as it was computed, packed,
-# in the order of the ranks, and what has arrived.
-_COPIES = 4
+# Copies of what a rank has found, in float32, that are alive at once while ranks join it: as it was computed, packed
+# for the others, and what has arrived.
+_COPIES = 3
 
 
 def check_divided_keys(asked: EngineConfig) -> None:

@@ -1,4 +1,4 @@
-"""Latent attention to the rows that a rank keeps, on CUDA: the kernels of latent attention, which tell their sums too."""
+"""Latent attention to the rows that a rank keeps, on CUDA: its kernels also tell the sums of exponentials."""
 
 from __future__ import annotations
 

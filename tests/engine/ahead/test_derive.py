@@ -83,6 +83,21 @@ def test_kernels_of_ranks_are_derived_with_their_messages(elsewhere: Callable[..
     } <= found
 
 
+@pytest.mark.parametrize(
+    ("model", "ranks", "attends"),
+    [
+        ("0.6B", 16, {"decode_attention_kernel", "attention_kernel"}),
+        ("V2-Lite", 2, {"latent_decode_kernel", "latent_join_kernel", "latent_prompt_kernel"}),
+    ],
+)
+def test_kernels_of_ranks_that_divide_keys_are_derived(
+    elsewhere: Callable[..., Any], model: str, ranks: int, attends: set[str]
+) -> None:
+    options = {"tensor_parallel_size": ranks, "decode_context_parallel_size": 2}
+    variants = elsewhere(derived, model, DUMMY | options)
+    assert attends | {"pack_heads_kernel", "join_heads_kernel"} <= kernel_names(variants)
+
+
 def test_what_takes_long_to_compile_is_noted_first(alone: Callable[..., Any]) -> None:
     """Before imports of PyTorch that take half a second."""
     noted = alone(noted_before, "torch._dynamo", "0.6B", DUMMY)

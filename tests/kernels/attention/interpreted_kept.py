@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import torch
 
+from strata.comm.join_heads import joined
 from strata.kernels.attention import decode_cuda
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.decode_tile import DecodeTile
 from strata.kernels.attention.divided import kept_cuda
 from strata.kernels.attention.divided.kept import kept_attention
 from strata.kernels.attention.spec import AttentionSpec
+from strata.kernels.collective.joined_heads import join_packed, pack_heads
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.state.kept_keys import KeptKeys
 from tests.kernels.attention.kept_case import LENGTHS, NEW, batch_of
@@ -59,6 +61,18 @@ def decoding(kept: KeptKeys) -> None:
         _same((out, sums), wanted)
 
 
+def joining(ranks: int, own: int, dim: int) -> None:
+    """Each rank gets what all have packed for it."""
+    mixed, sums = torch.randn(ranks, 3, ranks * own, dim), torch.randn(ranks, 3, ranks * own) * 5
+    sums[1:, 0] = -torch.inf  # only the first has seen a key
+    sums[:, 2, 0] = -torch.inf  # and here nobody
+    packed = torch.stack([pack_heads(*one, ranks) for one in zip(mixed, sums, strict=True)])
+    wanted = joined(mixed, sums)
+    assert not wanted[2, 0].any()
+    found = [join_packed(packed[:, rank].contiguous(), dim, torch.float32) for rank in range(ranks)]
+    torch.testing.assert_close(torch.cat(found, 1), wanted, rtol=1e-5, atol=1e-6)
+
+
 if __name__ == "__main__":
     limits = DeviceLimits("interpreter", capability=(8, 0), shared_bytes=0, processors=0)
     DeviceLimits.of = staticmethod(lambda device: limits)  # type: ignore[method-assign]
@@ -66,4 +80,6 @@ if __name__ == "__main__":
     for one in (KeptKeys(2, 0), KeptKeys(2, 1), KeptKeys(3, 2), KeptKeys()):
         prompts_and_mixed_steps(one)
         decoding(one)
+    for sizes in ((2, 4, 16), (3, 1, 20)):
+        joining(*sizes)
     print("equal")

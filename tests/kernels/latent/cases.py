@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from strata.comm.join_heads import joined
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.spec import AttentionSpec, Sequences
-from strata.comm.join_heads import joined
 from strata.kernels.latent.divided import absorb_queries, expand_values
 from strata.kernels.latent.forms import Dims
 from strata.kernels.state.kept_keys import KeptKeys
