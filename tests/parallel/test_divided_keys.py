@@ -102,6 +102,8 @@ def over_gloo(world: World, folder: Path, key_ranks: int) -> float:
     """The largest relative error of this rank's logits."""
     mesh = Mesh.of(world, {"tp": world.size})
     axes = {"tp": mesh.axis("tp"), "dcp": mesh.neighbours("dcp", key_ranks)}
+    with pytest.raises(ValueError, match="dcp = 3 does not divide tp = 4; choose a divisor"):
+        mesh.neighbours("dcp", 3)
     first = world.rank // key_ranks * key_ranks
     assert axes["dcp"].ranks == tuple(range(first, first + key_ranks))
     config = divisible_config("llama", num_key_value_heads=1)

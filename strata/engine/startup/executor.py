@@ -343,6 +343,8 @@ def _message_bytes(asked: EngineConfig, sizes: EngineSizes, device: torch.device
     """What messages between ranks need: those of NCCL, the keys and values of a layer where ranks gather them, and
     `overlapped` for those that travel beside products."""
     found = _MESSAGE_BYTES + overlapped if asked.ranks > 1 and device.type == "cuda" else 0
+    if 1 < asked.decode_context_parallel_size < asked.tensor_parallel_size:
+        found *= 2  # some of the ranks have a group of their own
     parts = asked.axis_sizes[CONTEXT_AXIS]
     if parts > 1:
         rows = TokenDivision.on(device.type, parts, 0).largest(sizes.max_tokens, asked.max_num_seqs).tokens

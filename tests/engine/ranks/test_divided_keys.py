@@ -159,12 +159,6 @@ def test_options_that_do_not_go_along_are_refused(option: dict[str, Any]) -> Non
         EngineConfig("8B", tensor_parallel_size=4, decode_context_parallel_size=2, **option)
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, "2", True, None])
-def test_it_is_a_whole_number(value: Any) -> None:
-    with pytest.raises(ValueError, match="decode_context_parallel_size must be an integer of at least 1, got"):
-        EngineConfig("8B", decode_context_parallel_size=value)
-
-
 def test_it_divides_the_ranks() -> None:
     with pytest.raises(ValueError, match=r"size=3 divides keys among .*tensor_parallel_size=4"):
         EngineConfig("8B", tensor_parallel_size=4, decode_context_parallel_size=3)
