@@ -22,8 +22,9 @@ from strata.cache.state_pool import StatePool
 from strata.cache.tables import BufferShape, StepBuffer
 from strata.engine.faults import is_lack_of_memory
 from strata.engine.sampler import DrawInputs
-from strata.engine.step_graphs import DivisionInputs, DrawStep, StepGraphs, StepInputs
+from strata.engine.step_graphs import StepGraphs
 from strata.engine.steps.groups import WindowSteps
+from strata.engine.steps.step_inputs import DivisionInputs, DrawStep, StepInputs
 from strata.graph.cudagraph import Recordings
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, MAX_TOKENS, Rows, as_virtual_sequences

@@ -23,11 +23,12 @@ from strata.engine.ranks.step_room import StepRoom
 from strata.engine.ranks.token_division import RankStep
 from strata.engine.recorded_steps import RecordedSteps, draw_inputs, step_inputs
 from strata.engine.sampler import DrawRow, LogprobTensors, Sampler
-from strata.engine.step_graphs import DrawStep, StepGraphs
+from strata.engine.step_graphs import StepGraphs
 from strata.engine.steps.groups import WindowSteps
 from strata.engine.steps.observer import StepObserver
 from strata.engine.steps.runner_config import RunnerConfig
 from strata.engine.steps.slots import SlotState, meets
+from strata.engine.steps.step_inputs import DrawStep
 from strata.engine.transfer import send
 from strata.graph.cudagraph import CudaGraphs, Recordings
 from strata.kernels.attention.virtual_sequences import fresh_rows
@@ -421,8 +422,7 @@ class Runner:
                 start, count, row = (int(field[index]) for field in (arrays.starts, arrays.counts, arrays.last_rows))
                 host["tokens"][row + 1 - count : row + 1] = state[int(slots[index])].tokens[start : start + count]
         draw_slots, drawn = arrays.draw_slots, len(arrays.drawn)
-        host["rows"][:drawn] = arrays.draw_rows
-        host["draw_slots"][:drawn] = draw_slots
+        host["rows"][:drawn], host["draw_slots"][:drawn] = arrays.draw_rows, draw_slots
         for name in ("temperatures", "top_k", "top_p", "min_p"):
             host[name][:drawn] = getattr(state, name)[draw_slots].view(np.int32)
         host["seeds"][: 2 * drawn] = state.seeds[draw_slots].view(np.int32)

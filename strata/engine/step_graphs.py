@@ -17,9 +17,10 @@ from torch import Tensor, fx, nn
 
 from strata.comm.mesh import Axis
 from strata.comm.operations import Along
+from strata.engine.ranks.key_gathers import KeyGathers
 from strata.engine.ranks.token_division import CONTEXT_AXIS
 from strata.engine.ranks.vocabulary_part import VocabularyPart
-from strata.engine.sampler import DrawInputs, draw_ids
+from strata.engine.steps.step_inputs import DividedInputs, DrawIds, Inputs
 from strata.graph.bind import NO_AXES, bind
 from strata.graph.capture import capture, capture_head
 from strata.graph.compile import compiled
@@ -36,7 +37,7 @@ from strata.graph.merge import merge
 from strata.graph.passes import ALL_PASSES
 from strata.graph.product_times import measured_seconds, products_of
 from strata.graph.quantize import quantize
-from strata.graph.ranks.divide_keys import KeyDivision, divide_keys
+from strata.graph.ranks.divide_keys import KeyDivision, divide_keys, gather_keys
 from strata.graph.ranks.divide_tokens import divide_tokens
 from strata.graph.ranks.fuse_messages import fuse_messages
 from strata.graph.ranks.narrow_messages import NARROW_TOKENS, narrow_messages
@@ -50,14 +51,10 @@ from strata.hardware.figures import Device
 from strata.kernels import tuned
 from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.attention.sparse.page_choice import PageChoice
-from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, Rows, virtual_sequences
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.linear.packed.few_rows import MOST_ROUNDED_ROWS
 from strata.kernels.linear.packed.in_8_bits import multiplies_rounded
 from strata.kernels.quant.packed import PackedWeight
-from strata.kernels.state.clear_page_ends import clear_page_ends
-from strata.kernels.state.gather_tables import gather_tables
-from strata.kernels.state.newest_tokens import newest_tokens
 from strata.models.families import build
 from strata.parallel.serving_shard import KEYS_AXIS, PIPELINE_AXIS, TENSOR_AXIS, RankShard
 
@@ -94,6 +91,8 @@ class StepGraphs:
     captured: how many nodes of each operation the model and its head had before the passes.
     table: what was measured of the device's products.
     overlap_tokens: see `overlapped_logits`; 0 where there is none.
+    gathered_hidden, gathered_logits: as `hidden` and `logits`, for steps for which ranks that divide keys gather them,
+        if `key_gathers` tells that it pays; None where none do.
     whole_prompts: the same as `hidden` for prompts that stand whole in a batch without pages, where ranks divide keys
         by sequence; None: `hidden` is for them too.
     narrow_logits: the same as `logits` for steps of `NARROW_TOKENS` or more, in which sums over ranks travel in 8 bits;
@@ -128,6 +127,9 @@ class StepGraphs:
     has_copies: bool
     narrow_logits: fx.GraphModule | None = None
     whole_prompts: fx.GraphModule | None = None
+    gathered_hidden: fx.GraphModule | None = None
+    gathered_logits: fx.GraphModule | None = None
+    key_gathers: KeyGathers | None = None
 
     @property
     def hidden_without_pages(self) -> fx.GraphModule:
@@ -150,9 +152,13 @@ class StepGraphs:
 
     def of_step(self, counts: NDArray[Any], ends: NDArray[Any]) -> StepGraphs:
         """With the graphs for such a step in place of `hidden` and `logits`."""
-        if self.sparse_hidden is None or self.sparse_logits is None or not self.leaves_out_keys(counts, ends):
-            return self
         hidden, logits = self.sparse_hidden, self.sparse_logits
+        if self.key_gathers is not None and self.key_gathers.pays(counts, ends):
+            hidden, logits = self.gathered_hidden, self.gathered_logits
+        elif not self.leaves_out_keys(counts, ends):
+            return self
+        assert hidden is not None
+        assert logits is not None
         given = replace(self, hidden=hidden, logits=logits, rounded_logits=None, overlapped_logits=None)
         return replace(given, narrow_logits=None)
 
@@ -188,39 +194,6 @@ class Overlap(NamedTuple):
 NO_OVERLAP = Overlap()
 
 
-class StepInputs(NamedTuple):
-    """What the device makes the inputs of a step of: see `gather_tables` and `newest_tokens`."""
-
-    tables: Tensor
-    rows: Tensor
-    offsets: Tensor
-    lengths: Tensor
-    slot_mapping: Tensor
-    page_size: int
-    tokens: Tensor
-    sources: Tensor
-    newest: Tensor
-
-
-class DivisionInputs(NamedTuple):
-    """What the prompts of a step are divided by: see `virtual_sequences` and `clear_page_ends`."""
-
-    step: StepInputs
-    bounds: Tensor
-    key_pools: Tensor
-    value_pools: Tensor
-    rows: Rows
-
-
-class DrawStep(NamedTuple):
-    """Logits [rows, vocabulary], how they are sampled, and where the ids go: slots [rows] of newest [slots] int32."""
-
-    logits: Tensor
-    inputs: DrawInputs
-    newest: Tensor
-    slots: Tensor
-
-
 class MovingExperts(NamedTuple):
     """Of a rank whose experts may move.
 
@@ -231,45 +204,6 @@ class MovingExperts(NamedTuple):
     turns: Tensor
     totals: Tensor
     counts: bool = True
-
-
-class _Inputs(nn.Module):
-    """recorded: the step enters the page of each last token itself. missing: there are ids that the host lacks."""
-
-    def __init__(self, *, recorded: bool, missing: bool) -> None:
-        super().__init__()
-        self._recorded, self._missing = recorded, missing
-
-    def forward(self, step: StepInputs) -> tuple[Tensor, Tensor]:
-        tokens = newest_tokens(step.tokens, step.sources, step.newest) if self._missing else step.tokens
-        if self._recorded:
-            where = (step.rows, step.offsets, step.lengths, step.slot_mapping)
-            return tokens, gather_tables(step.tables, *where, step.page_size)
-        return tokens, torch.index_select(step.tables, 0, step.rows)
-
-
-class _DividedInputs(nn.Module):
-    def __init__(self, *, fresh: bool) -> None:
-        super().__init__()
-        self._inputs, self._fresh = _Inputs(recorded=True, missing=True), fresh
-
-    def forward(self, given: DivisionInputs) -> tuple[Tensor, Tensor, Tensor]:
-        step, bounds = given.step, given.bounds
-        tokens, tables = self._inputs(step)
-        if not self._fresh:
-            tables = clear_page_ends(given.key_pools, given.value_pools, tables, step.lengths, bounds, MAX_PROMPTS)
-        return tokens, tables, virtual_sequences(step.offsets, step.lengths, bounds, tables, given.rows, step.page_size)
-
-
-class _Draw(nn.Module):
-    def __init__(self, part: VocabularyPart | None, *, filtered: bool) -> None:
-        super().__init__()
-        self._part = None if part is None else part.unbound()
-        self._filtered = filtered
-
-    def forward(self, step: DrawStep) -> tuple[Tensor, Tensor]:
-        ids = draw_ids(step.logits, step.inputs, self._filtered, self._part)
-        return ids, step.newest.index_put_((step.slots,), ids)
 
 
 def step_graphs(
@@ -314,20 +248,21 @@ def step_graphs(
         quantize(head, packed)
     if isinstance(sparse, PageChoice):
         select_pages(captured, sparse)
-    dtype, undivided = next(model.parameters()).dtype, None
-    divides_keys = shard is not None and shard.kept.ranks > 1
-    if shard is not None and divides_keys:
-        undivided = copied(captured)
+    dtype, undivided, division = next(model.parameters()).dtype, captured, None
+    if shard is not None and shard.kept.ranks > 1:
         value = 0 if shard.config.latent is None else shard.config.latent.value
-        divide_keys(captured, KeyDivision(Along(KEYS_AXIS, shard.kept.ranks), shard.kept, dtype, value))
+        division = KeyDivision(Along(KEYS_AXIS, shard.kept.ranks), shard.kept, dtype, value)
+        captured = divide_keys(copied(undivided), division)
     axes = dict(NO_AXES if shard is None else shard.axes)
     if context is not None:
         axes[CONTEXT_AXIS] = context
     part = None if shard is None or shard.own_tokens or _has_all_columns(shard) else VocabularyPart.of(shard)
     by_rows = kind == "cuda" and not deterministic and executor == "graph"
 
-    def fused(*, counted: bool = True, choice: BlockChoice | None = None) -> fx.GraphModule:
-        graph = copied(captured) if head is None else compose(captured, head)
+    def fused(
+        *, counted: bool = True, choice: BlockChoice | None = None, source: fx.GraphModule = captured
+    ) -> fx.GraphModule:
+        graph = copied(source) if head is None else compose(source, head)
         if choice is not None:
             sparsify_attention(graph, choice)
         if shard is not None and shard.own_tokens:
@@ -348,8 +283,8 @@ def step_graphs(
     def of_rows(graph: fx.GraphModule) -> fx.GraphModule:
         return take_rows(graph) if head is None else gather_after_attention(graph)
 
-    def any_step(*, counted: bool = True, choice: BlockChoice | None = None) -> fx.GraphModule:
-        graph = fused(counted=counted, choice=choice)
+    def any_step(**which: Any) -> fx.GraphModule:
+        graph = fused(**which)
         return of_rows(run(fuse_gated_products, graph) if by_rows else graph)
 
     multiplies = None if limits is None else partial(multiplies_rounded, dtype=dtype, limits=limits)
@@ -377,6 +312,12 @@ def step_graphs(
         sparse_keys = sparse.least_keys
         sparse_hidden = bound(fuse(run(merge, sparsify_attention(copied(captured), sparse)), passes))
         sparse_logits = bound(with_messages(any_step(choice=sparse)))
+    whole_prompts = gathered_hidden = gathered_logits = None
+    if shard is not None and division is not None:
+        whole_prompts = bound(fuse(run(merge, copied(undivided)), passes))
+        gathering = gather_keys(undivided, division)
+        gathered_hidden = bound(fuse(run(merge, copied(gathering)), passes))
+        gathered_logits = bound(with_messages(any_step(source=gathering)))
     logits = any_step()
     narrowed = None
     if narrow:
@@ -400,20 +341,23 @@ def step_graphs(
         head=None if head is None else bound(head),
         decode_small_batch=small,
         decode_large_batch=large,
-        recorded_inputs=bound(capture(_Inputs(recorded=not divides_keys, missing=True))),
-        mixed_inputs=bound(capture(_Inputs(recorded=False, missing=True))),
-        prompt_inputs=bound(capture(_Inputs(recorded=False, missing=False))),
-        divided_inputs=bound(capture(_DividedInputs(fresh=False))),
-        fresh_inputs=bound(capture(_DividedInputs(fresh=True))),
-        draw=bound(capture(_Draw(part, filtered=False))),
-        draw_filtered=bound(capture(_Draw(part, filtered=True))),
+        recorded_inputs=bound(capture(Inputs(recorded=division is None, missing=True))),
+        mixed_inputs=bound(capture(Inputs(recorded=False, missing=True))),
+        prompt_inputs=bound(capture(Inputs(recorded=False, missing=False))),
+        divided_inputs=bound(capture(DividedInputs(fresh=False))),
+        fresh_inputs=bound(capture(DividedInputs(fresh=True))),
+        draw=bound(capture(DrawIds(part, filtered=False))),
+        draw_filtered=bound(capture(DrawIds(part, filtered=True))),
         part=part,
         captured=counts,
         table=table,
         overlap_tokens=overlap_tokens or 0,
         has_copies=overlap_tokens is not None and overlap.device is not None,
         narrow_logits=narrowed,
-        whole_prompts=None if undivided is None else bound(fuse(run(merge, undivided), passes)),
+        whole_prompts=whole_prompts,
+        gathered_hidden=gathered_hidden,
+        gathered_logits=gathered_logits,
+        key_gathers=None if shard is None or division is None else KeyGathers.of(shard, dtype),
     )
     if executor == "compile":
         for graph in (made.logits, made.decode_small_batch):

@@ -28,7 +28,8 @@ from strata.engine.recorded_steps import (
 from strata.engine.sampler import DrawInputs
 from strata.engine.startup.packing import Packing
 from strata.engine.step_cost import least_costs, token_division
-from strata.engine.step_graphs import DivisionInputs, DrawStep, Overlap, StepGraphs, StepInputs, step_graphs
+from strata.engine.step_graphs import Overlap, StepGraphs, step_graphs
+from strata.engine.steps.step_inputs import DivisionInputs, DrawStep, StepInputs
 from strata.files.json_object import read_existing_object
 from strata.graph.buffers import CUDA_BLOCK, BufferPlan, buffer_plan
 from strata.graph.capture import capture, capture_head
@@ -42,6 +43,7 @@ from strata.kernels.attention.cudnn_plan import keeps_neighbours_apart
 from strata.kernels.attention.times import Attends, Prompts
 from strata.kernels.attention.virtual_sequences import MAX_TOKENS, Rows, VirtualSequences, fresh_rows
 from strata.kernels.device_limits import DeviceLimits, implementations_for
+from strata.kernels.state.kept_keys import ALL_KEYS
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig, config_from_dict, read_config
 from strata.models.families import FAMILIES, build
@@ -123,6 +125,7 @@ class MetaModel:
             dtype=shape.dtype,
             page_size=_PAGE_SIZE,
             rounded=shape.rounded,
+            kept=shape.kept,
         )
         if max(workload.new) > 1 and workload.tokens < 1 << 31:  # as many as the device can count
             divided = self._is_divided(workload, size)
@@ -155,7 +158,8 @@ class MetaModel:
 
     @property
     def _pool(self) -> PoolShape:
-        return replace(PoolShape.of(self.config, _PAGE_SIZE, self.dtype), rounded=self.rounded)
+        kept = ALL_KEYS if self.shard is None else self.shard.kept
+        return replace(PoolShape.of(self.config, _PAGE_SIZE, self.dtype), rounded=self.rounded, kept=kept)
 
     @cached_property
     def _states(self) -> StateShape | None:
@@ -214,7 +218,10 @@ class MetaModel:
             decode = self.graphs.decode(size.sequences)
             if decode is not None:
                 return decode, 1
-        return self.graphs.logits_of(workload.tokens if size is None else size.tokens), 2
+        if size is None:
+            step = PlanArrays(_plan(workload))
+            return self.graphs.of_step(step.counts, step.ends).logits_of(workload.tokens), 2
+        return self.graphs.logits_of(size.tokens), 2
 
     def buffers(self, workload: Workload) -> BufferPlan | None:
         """Of the graph that computes the logits of such a step, at the size to which it is padded if it is recorded;
@@ -350,7 +357,7 @@ def meta_model(
         passes=passes_of(passes),
         narrow=narrow_messages,
     )
-    attends = any(config.attends) and not deterministic
+    attends = any(config.attends) and not deterministic and (shard is None or shard.kept == ALL_KEYS)
     library = attends and library_limit(limits, config, dtype, _PAGE_SIZE) is None
     division = None
     if context is not None:

@@ -62,11 +62,11 @@ def run_in_lockstep(
                 for index, (node, known) in enumerate(zip(nodes, values, strict=True)):
                     known[node] = own_heads(called, index)
                 continue
-            if operation.name == "all_gather" and called[0][1].size < len(graphs):
-                size = called[0][1].size  # groups of neighbours
+            if operation.name in ("all_gather", "gather_tokens") and called[0][1].size < len(graphs):
+                size, dim = called[0][1].size, called[0][2] if operation.name == "all_gather" else 0
                 for index, (node, known) in enumerate(zip(nodes, values, strict=True)):
-                    first = index // size * size
-                    known[node] = torch.cat([args[0] for args in called[first : first + size]], called[0][2])
+                    first = index // size * size  # of neighbours
+                    known[node] = torch.cat([args[0] for args in called[first : first + size]], dim)
                 continue
             if operation.name == "all_to_all":
                 for index, known in enumerate(values):

@@ -79,12 +79,17 @@ def whole_logits(model: Any, config: ModelConfig) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("name", "kv_heads", "size", "key_ranks"), CASES)
-@pytest.mark.parametrize("page_size", [1, 3])
-def test_ranks_have_the_logits_of_one(name: str, kv_heads: int, size: int, key_ranks: int, page_size: int) -> None:
+@pytest.mark.parametrize(
+    ("page_size", "way"), [(1, "logits"), (3, "logits"), (1, "gathered_logits"), (2, "gathered_logits")]
+)
+def test_ranks_have_the_logits_of_one(
+    name: str, kv_heads: int, size: int, key_ranks: int, page_size: int, way: str
+) -> None:
+    """Where queries travel, and where keys do."""
     config = divisible_config(name, **({} if kv_heads is None else {"num_key_value_heads": kv_heads}))
     model = random_model(config, torch.float32).requires_grad_(False)
     parts = [shard_of(model, config, size, index, key_ranks=key_ranks) for index in range(size)]
-    graphs = [step_graphs(own, "cpu", deterministic=False, shard=part).logits for part, own in parts]
+    graphs = [getattr(step_graphs(own, "cpu", deterministic=False, shard=part), way) for part, own in parts]
     caches = [KeptPaged(part.config, 3, 24, part.kept, page_size) for part, _ in parts]
     found = steps_of(graphs, caches, together(graphs), config.vocab_size)
     wanted = whole_logits(model, config)

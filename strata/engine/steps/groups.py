@@ -11,7 +11,8 @@ from strata.cache.block_tables import BlockTables
 from strata.cache.pool import KVPool
 from strata.cache.tables import GroupTables, Int32Array, StepBuffer, group_mapping
 from strata.engine.plan import StepPlan
-from strata.engine.step_graphs import StepGraphs, StepInputs
+from strata.engine.step_graphs import StepGraphs
+from strata.engine.steps.step_inputs import StepInputs
 
 
 class WindowSteps:

@@ -11,11 +11,14 @@ from torch import fx
 
 from strata.comm.join_heads import join_heads
 from strata.comm.operations import Along, all_gather
+from strata.comm.token_messages import gather_tokens
 from strata.graph.capture import operation_of, reads_state
 from strata.kernels.attention.attention import attention
+from strata.kernels.attention.divided.gathered import gathered_attention, kept_rows
 from strata.kernels.attention.divided.kept import kept_attention
 from strata.kernels.latent.attention import latent_attention
 from strata.kernels.latent.divided import absorb_queries, expand_values, kept_latent_attention
+from strata.kernels.latent.gathered import gathered_latent_attention
 from strata.kernels.state.kept_keys import KeptKeys
 
 
@@ -69,6 +72,26 @@ def _divide_latent(graph: fx.GraphModule, node: fx.Node, by: KeyDivision) -> Non
     found = call(kept_latent_attention, queries, row, batch, spec, by.kept, rank)
     own = call(join_heads, *_joined(call, found, by))
     _replace(node, call(expand_values, own, weight, by.value))
+
+
+def gather_keys(graph: fx.GraphModule, by: KeyDivision) -> fx.GraphModule:
+    """As `divide_keys`, but each rank gathers the keys of all for a step's sequences and attends to them with its own
+    queries: for prompts whose queries are more bytes."""
+    for node in list(graph.graph.nodes):
+        operation = operation_of(node)
+        if operation not in (attention, latent_attention):
+            continue
+        is_latent = operation is latent_attention
+        q, k, v, batch, spec, *sinks = node.args
+        if any(sink is not None for sink in sinks):
+            raise ValueError("attention with sinks cannot be divided among ranks by tokens")
+        call = _calls_before(node)
+        rows = call(kept_rows, k, batch, spec, by.kept, 1 if is_latent else 2)
+        gathered = call(gather_tokens, rows, by.along)
+        attend = gathered_latent_attention if is_latent else gathered_attention
+        _replace(node, call(attend, q, k, v, batch, spec, gathered, by.kept))
+    graph.recompile()
+    return graph
 
 
 def _joined(call: Callable[..., fx.Node], found: fx.Node, by: KeyDivision) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,12 +62,27 @@ def assert_alike(one: LLM, several: LLM, prompts: list[list[int]], params: Sampl
     assert ids(generated(several, prompts, params)) == ids(generated(one, prompts, params))
 
 
+def noted_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How many steps rank 0 runs by each graph."""
+    assert llm.engine.ranks is not None
+    ran: Counter[str] = Counter()
+    for name in ("logits", "gathered_logits"):
+        graph = getattr(llm.engine.ranks._runner._graphs, name)
+
+        def noted(*given: Any, name: str = name, forward: Any = graph.forward) -> Any:
+            ran[name] += 1
+            return forward(*given)
+
+        monkeypatch.setattr(graph, "forward", noted)
+    return ran
+
+
 @pytest.mark.parametrize(
     ("name", "kv_heads", "ranks", "key_ranks"),
     [("llama", 1, 2, 2), ("qwen3-biases-tied", 2, 4, 2), ("llama-biases-tied", 1, 4, 4), ("deepseek-v2", None, 2, 2)],
 )
 def test_ranks_that_divide_keys_answer_as_one(
-    name: str, kv_heads: int | None, ranks: int, key_ranks: int, tmp_path: Path
+    name: str, kv_heads: int | None, ranks: int, key_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """kv_heads: None: all heads read the same latents."""
     config = divisible_config(name, num_key_value_heads=kv_heads, max_position_embeddings=256)
@@ -87,9 +103,13 @@ def test_ranks_that_divide_keys_answer_as_one(
     pool = several.engine.ranks._runner.pool
     assert pool.all_keys.nbytes + (pool.all_values.nbytes if kv_heads else 0) == several.engine.ledger.kv
     statistics = several.engine.loop.scheduler.statistics
+    ran = noted_steps(several, monkeypatch)
 
     # In chunks, and found again.
     assert_alike(one, several, [prompt(130), prompt(1), prompt(70, 11)], GREEDY)
+    # Chunks gather keys, decodes their queries.
+    assert ran["gathered_logits"] >= 2
+    assert ran["logits"] >= 60
     before = statistics.prefix_hits
     assert_alike(one, several, [prompt(130) + prompt(20, 13)], SHORT)
     assert statistics.prefix_hits >= before + 128

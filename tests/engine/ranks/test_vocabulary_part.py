@@ -18,7 +18,8 @@ from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.engine.request import Request, Sequence, new_sequence
 from strata.engine.sampler import DrawInputs, DrawRow, LogprobTensors, Sampler
 from strata.engine.sampling_params import SamplingParams
-from strata.engine.step_graphs import DrawStep, step_graphs
+from strata.engine.step_graphs import step_graphs
+from strata.engine.steps.step_inputs import DrawStep
 from strata.graph.cost import node_costs, operation_counts
 from strata.hardware.roofline import Workload
 from strata.kernels.sampling.sampling import NO_ID, logprobs

@@ -1,0 +1,87 @@
+"""What stands around the model in a step: its inputs are made on the device, and ids are drawn from its logits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from strata.engine.ranks.vocabulary_part import VocabularyPart
+from strata.engine.sampler import DrawInputs, draw_ids
+from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, Rows, virtual_sequences
+from strata.kernels.state.clear_page_ends import clear_page_ends
+from strata.kernels.state.gather_tables import gather_tables
+from strata.kernels.state.newest_tokens import newest_tokens
+
+
+class StepInputs(NamedTuple):
+    """What the device makes the inputs of a step of: see `gather_tables` and `newest_tokens`."""
+
+    tables: Tensor
+    rows: Tensor
+    offsets: Tensor
+    lengths: Tensor
+    slot_mapping: Tensor
+    page_size: int
+    tokens: Tensor
+    sources: Tensor
+    newest: Tensor
+
+
+class DivisionInputs(NamedTuple):
+    """What the prompts of a step are divided by: see `virtual_sequences` and `clear_page_ends`."""
+
+    step: StepInputs
+    bounds: Tensor
+    key_pools: Tensor
+    value_pools: Tensor
+    rows: Rows
+
+
+class DrawStep(NamedTuple):
+    """Logits [rows, vocabulary], how they are sampled, and where the ids go: slots [rows] of newest [slots] int32."""
+
+    logits: Tensor
+    inputs: DrawInputs
+    newest: Tensor
+    slots: Tensor
+
+
+class Inputs(nn.Module):
+    """recorded: the step enters the page of each last token itself. missing: there are ids that the host lacks."""
+
+    def __init__(self, *, recorded: bool, missing: bool) -> None:
+        super().__init__()
+        self._recorded, self._missing = recorded, missing
+
+    def forward(self, step: StepInputs) -> tuple[Tensor, Tensor]:
+        tokens = newest_tokens(step.tokens, step.sources, step.newest) if self._missing else step.tokens
+        if self._recorded:
+            where = (step.rows, step.offsets, step.lengths, step.slot_mapping)
+            return tokens, gather_tables(step.tables, *where, step.page_size)
+        return tokens, torch.index_select(step.tables, 0, step.rows)
+
+
+class DividedInputs(nn.Module):
+    def __init__(self, *, fresh: bool) -> None:
+        super().__init__()
+        self._inputs, self._fresh = Inputs(recorded=True, missing=True), fresh
+
+    def forward(self, given: DivisionInputs) -> tuple[Tensor, Tensor, Tensor]:
+        step, bounds = given.step, given.bounds
+        tokens, tables = self._inputs(step)
+        if not self._fresh:
+            tables = clear_page_ends(given.key_pools, given.value_pools, tables, step.lengths, bounds, MAX_PROMPTS)
+        return tokens, tables, virtual_sequences(step.offsets, step.lengths, bounds, tables, given.rows, step.page_size)
+
+
+class DrawIds(nn.Module):
+    def __init__(self, part: VocabularyPart | None, *, filtered: bool) -> None:
+        super().__init__()
+        self._part = None if part is None else part.unbound()
+        self._filtered = filtered
+
+    def forward(self, step: DrawStep) -> tuple[Tensor, Tensor]:
+        ids = draw_ids(step.logits, step.inputs, self._filtered, self._part)
+        return ids, step.newest.index_put_((step.slots,), ids)
