@@ -36,7 +36,8 @@ OPTIONS: dict[str, Any] = {
 # Tokens that all pages hold.
 KEPT = 576
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
-SHORT = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)
+SHORT = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+SAMPLED = SamplingParams(seed=5, max_tokens=16, temperature=0.8, top_k=20, n=3, detokenize=False)
 
 
 @pytest.fixture(autouse=True)
@@ -77,31 +78,28 @@ def noted_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return ran
 
 
-@pytest.mark.parametrize(
-    ("name", "kv_heads", "ranks", "key_ranks"),
-    [("llama", 1, 2, 2), ("qwen3-biases-tied", 2, 4, 2), ("llama-biases-tied", 1, 4, 4), ("deepseek-v2", None, 2, 2)],
-)
-def test_ranks_that_divide_keys_answer_as_one(
-    name: str, kv_heads: int | None, ranks: int, key_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """kv_heads: None: all heads read the same latents."""
+def started(folder: Path, name: str, kv_heads: int | None, ranks: int, key_ranks: int) -> tuple[LLM, LLM]:
+    """An engine of one rank and one of several, with pages for as many tokens. kv_heads: None: all heads read the same
+    latents."""
     config = divisible_config(name, num_key_value_heads=kv_heads, max_position_embeddings=256)
-    save(random_model(config, torch.float32), config, tmp_path)
-    one = LLM(tmp_path, num_pages=KEPT // 4, **OPTIONS)
-    several = LLM(
-        tmp_path,
-        num_pages=KEPT // 4 // key_ranks,
-        tensor_parallel_size=ranks,
-        decode_context_parallel_size=key_ranks,
-        **OPTIONS,
-    )
-    ledgers = one.engine.ledger, several.engine.ledger
-    assert [ledger.tokens for ledger in ledgers] == [KEPT, KEPT]
+    save(random_model(config, torch.float32), config, folder)
+    one = LLM(folder, num_pages=KEPT // 4, **OPTIONS)
+    divided = {"tensor_parallel_size": ranks, "decode_context_parallel_size": key_ranks}
+    several = LLM(folder, num_pages=KEPT // 4 // key_ranks, **divided, **OPTIONS)
+    assert [llm.engine.ledger.tokens for llm in (one, several)] == [KEPT, KEPT]
     # Of as many tokens a rank has its one KV head, and a part of that.
     assert several.engine.ledger.kv * (kv_heads or 1) * key_ranks == one.engine.ledger.kv
     assert several.engine.ranks is not None
     pool = several.engine.ranks._runner.pool
     assert pool.all_keys.nbytes + (pool.all_values.nbytes if kv_heads else 0) == several.engine.ledger.kv
+    return one, several
+
+
+@pytest.mark.parametrize(("name", "kv_heads"), [("llama", 1), ("deepseek-v2", None)])
+def test_two_ranks_that_divide_keys_answer_as_one(
+    name: str, kv_heads: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, several = started(tmp_path, name, kv_heads, 2, 2)
     statistics = several.engine.loop.scheduler.statistics
     ran = noted_steps(several, monkeypatch)
 
@@ -119,8 +117,7 @@ def test_ranks_that_divide_keys_answer_as_one(
     assert statistics.preemptions > 0
 
     # Samples of one prompt share its pages, the last of which is copied when it is written.
-    sampled = SamplingParams(seed=5, max_tokens=24, temperature=0.8, top_k=20, n=3, detokenize=False)
-    assert_alike(one, several, [prompt(61, 5), prompt(40)], sampled)
+    assert_alike(one, several, [prompt(61, 5), prompt(40)], SAMPLED)
 
     scored = SamplingParams(temperature=0, max_tokens=4, logprobs=2, prompt_logprobs=1, detokenize=False)
     (expected,), (found,) = (generated(llm, [prompt(70, 29)], scored) for llm in (one, several))
@@ -138,6 +135,18 @@ def test_ranks_that_divide_keys_answer_as_one(
         for llm in (one, several)
     ]
     torch.testing.assert_close(vectors[1], vectors[0], atol=1e-5, rtol=0)
+    assert several.engine.ranks is not None
+    several.engine.ranks.check_ids()
+
+
+@pytest.mark.parametrize(("name", "kv_heads", "key_ranks"), [("qwen3-biases-tied", 2, 2), ("llama-biases-tied", 1, 4)])
+def test_four_ranks_that_divide_keys_answer_as_one(name: str, kv_heads: int, key_ranks: int, tmp_path: Path) -> None:
+    """In chunks, found again, and samples that share pages."""
+    one, several = started(tmp_path, name, kv_heads, 4, key_ranks)
+    assert_alike(one, several, [prompt(130), prompt(1), prompt(70, 11)], SHORT)
+    assert_alike(one, several, [prompt(130) + prompt(20, 13), prompt(61, 5)], SAMPLED)
+    assert several.engine.loop.scheduler.statistics.prefix_hits >= 128
+    assert several.engine.ranks is not None
     several.engine.ranks.check_ids()
 
 
