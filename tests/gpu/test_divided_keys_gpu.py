@@ -38,13 +38,14 @@ def on(device: str, caches: list[Any]) -> None:
         cache.values = cache.keys if cache.values is cache.keys else tuple(p.zero_().to(device) for p in cache.values)
 
 
-def errors(name: str, kv_heads: int | None, size: int, dtype: torch.dtype, device: str) -> list[float]:
+def errors(name: str, kv_heads: int | None, size: int, dtype: torch.dtype, device: str, way: str) -> list[float]:
+    """Of the logits of each step by the graphs of this name."""
     config = divisible_config(name, num_key_value_heads=kv_heads, **(WIDE if kv_heads else {}))
     model = random_model(config, dtype).requires_grad_(False)
     parts = [shard_of(model, config, size, index, key_ranks=size) for index in range(size)]
     limits = DeviceLimits.of(torch.device(device)) if device == "cuda" else None
     graphs = [
-        step_graphs(own.to(device), device, deterministic=False, shard=part, limits=limits).logits
+        getattr(step_graphs(own.to(device), device, deterministic=False, shard=part, limits=limits), way)
         for part, own in parts
     ]
     caches = [KeptPaged(part.config, 3, 64, part.kept, 16) for part, _ in parts]
@@ -66,8 +67,9 @@ def errors(name: str, kv_heads: int | None, size: int, dtype: torch.dtype, devic
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "kv_heads", "size"), [("qwen3-biases-tied", 1, 2), ("deepseek-v3", None, 4)])
-def test_ranks_have_the_logits_of_one(name: str, kv_heads: int | None, size: int, dtype: torch.dtype) -> None:
-    assert max(errors(name, kv_heads, size, dtype, "cuda")) < (3e-2 if dtype == torch.bfloat16 else 1e-4)
+@pytest.mark.parametrize("way", ["logits", "gathered_logits"])
+def test_ranks_have_the_logits_of_one(way: str, name: str, kv_heads: int | None, size: int, dtype: torch.dtype) -> None:
+    assert max(errors(name, kv_heads, size, dtype, "cuda", way)) < (3e-2 if dtype == torch.bfloat16 else 1e-4)
 
 
 def test_what_ranks_have_found_is_packed_and_joined() -> None:
