@@ -228,10 +228,10 @@ def attention_kernel(
         )  # fmt: skip
     if SINKS:
         maximum, weight, result = join_sink(maximum, weight, result, sinks, head, held)
+    result = result / tl.where(weight == 0.0, 1.0, weight)[:, None]
     HEADS = tl.num_programs(0) * GROUP
     if sums is not None:
         tl.store(sums + token * HEADS + head, (maximum + tl.log2(weight)) * 0.6931471805599453, mask=held)
-    result = result / tl.where(weight == 0.0, 1.0, weight)[:, None]
     target = out + ((token * HEADS + head) * HEAD_DIM)[:, None] + columns[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=mask)
 
