@@ -33,7 +33,7 @@ class PageGroup:
         is no such number."""
         if self.window is None:
             return None
-        size = self.shape.page_size
+        size = self.shape.page_tokens
         one = min(most_pages(self.window, size), -(-max_length // size))
         return _WINDOWS_KEPT * max_sequences * one + -(-max_tokens // size)
 
@@ -103,7 +103,7 @@ def books(
 ) -> Books:
     """pages: of each group. snapshots: rows for those of fixed states, behind the slots and the row of padding; None:
     no layer keeps one."""
-    size = groups[0].shape.page_size
+    size = groups[0].shape.page_tokens
     kept = zip(groups, pages, strict=True)
     windows = tuple(WindowPages(count, size, group.window) for group, count in kept if group.window is not None)
     alone = groups[0].window is not None

@@ -8,15 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
 from strata.models.config import ModelConfig
 from strata.models.state import attention_rows
 
 
 @dataclass(frozen=True)
 class PoolShape:
-    """What decides the size of the pools. `page_size` in tokens. tensors: 2 for keys and values, 1 if a row is both.
-    rounded: in which 8 bits rows are kept (`rounded_rows`); None: in `dtype`, that of the weights. has_bounds: whether
-    pages have bounds of their keys (`page_choice`)."""
+    """What decides the size of the pools. `page_size` in tokens, of those that `kept` says: other ranks have the others
+    of a page. tensors: 2 for keys and values, 1 if a row is both. rounded: in which 8 bits rows are kept
+    (`rounded_rows`); None: in `dtype`, that of the weights. has_bounds: whether pages have bounds of their keys
+    (`page_choice`)."""
 
     layers: int
     page_size: int
@@ -26,6 +28,7 @@ class PoolShape:
     tensors: int = 2
     rounded: torch.dtype | None = None
     has_bounds: bool = False
+    kept: KeptKeys = ALL_KEYS
 
     @staticmethod
     def of(config: ModelConfig, page_size: int, dtype: torch.dtype) -> PoolShape:
@@ -33,6 +36,11 @@ class PoolShape:
         rows = attention_rows(config)
         heads, width = rows.shape
         return PoolShape(config.num_layers, page_size, heads, width, rows.dtype or dtype, rows.tensors)
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a sequence that a page stands for, on all ranks that divide them."""
+        return self.page_size * self.kept.ranks
 
     @property
     def page_bytes(self) -> int:

@@ -19,6 +19,7 @@ from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.cpu import planned
 from strata.kernels.attention.spec import Sequences
 from strata.kernels.state.fixed import FixedStates
+from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
 from strata.kernels.state.paged import PagedKV
 from strata.models.batch import Batch
 
@@ -127,9 +128,16 @@ class StepBuffer:
         }
 
     def place(
-        self, tables: BlockTables, page_size: int, slots: Int32Array, starts: Int32Array, counts: Int32Array
+        self,
+        tables: BlockTables,
+        page_size: int,
+        slots: Int32Array,
+        starts: Int32Array,
+        counts: Int32Array,
+        kept: KeptKeys = ALL_KEYS,
     ) -> None:
         """Begin a step: fill all that follows from where sequences lie; i runs `counts[i]` tokens from `starts[i]` on.
+        page_size: tokens of a page that are here, of those that `kept` says; the others are not written.
 
         Blocks until the step before has left the host's side. What the buffer holds beyond them (CUDA graph buckets)
         becomes padding: sequences of length 0, with a token each in a buffer for decodes, else the first with all.
@@ -142,7 +150,7 @@ class StepBuffer:
         host["lengths"][:sequences] = starts + counts
         host["table_rows"][:sequences] = slots
         host["positions"][:tokens], host["slot_mapping"][:tokens] = _placed(
-            tables, page_size, slots, starts, counts, offsets[:sequences]
+            tables, page_size, slots, starts, counts, offsets[:sequences], kept
         )
         if sequences < self.shape.sequences:
             host["table_rows"][sequences:] = tables.padding
@@ -258,6 +266,7 @@ def _placed(
     starts: Int32Array,
     counts: Int32Array,
     offsets: Int32Array,
+    kept: KeptKeys = ALL_KEYS,
 ) -> tuple[Int32Array, Int32Array]:
     """Position of each token, and where its key and value go. offsets: of each sequence the first token's row."""
     sequences, tokens = len(slots), int(counts.sum())
@@ -266,5 +275,6 @@ def _placed(
     else:
         owner = np.repeat(np.arange(sequences), counts)
         position = np.arange(tokens, dtype=np.int32) - (offsets - starts)[owner]
-    page, offset = np.divmod(position, page_size)
-    return position, tables.rows[slots[owner], page] * page_size + offset
+    page, offset = np.divmod(position, page_size * kept.ranks)
+    place, rank = np.divmod(offset, kept.ranks)
+    return position, np.where(rank == kept.rank, tables.rows[slots[owner], page] * page_size + place, -1)

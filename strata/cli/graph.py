@@ -52,6 +52,7 @@ def graph(
     pipeline_parallel_size: options.PipelineParallelSize = 1,
     stage: Annotated[int, typer.Option(min=0, help="Which of the stages is shown, from 0.")] = 0,
     prefill_context_parallel_size: options.PrefillContextParallelSize = 1,
+    decode_context_parallel_size: options.DecodeContextParallelSize = 1,
     enable_expert_parallel: options.EnableExpertParallel = False,
     enable_dp_attention: options.EnableDpAttention = False,
     quantization: options.Quantization = None,
@@ -118,13 +119,19 @@ def graph(
         message_dtype=message_dtype,
         pipeline_parallel_size=stages,
         prefill_context_parallel_size=parts,
+        decode_context_parallel_size=decode_context_parallel_size,
     )
     check_states(divided, config)
+    if decode_context_parallel_size > 1 and enable_dp_attention:
+        raise ValueError(
+            "--decode-context-parallel-size does not go together with --enable-dp-attention; leave out one"
+        )
     if divided.narrow_messages and enable_dp_attention:
         raise ValueError("--message-dtype rounds what ranks add up, nothing with --enable-dp-attention; leave out one")
     if size * stages > 1:
         axis = imagined(TENSOR_AXIS, size) if size > 1 else None
-        own = {"expert_parallel": enable_expert_parallel, "own_tokens": enable_dp_attention}
+        own: dict[str, Any] = {"expert_parallel": enable_expert_parallel, "own_tokens": enable_dp_attention}
+        own["key_ranks"] = decode_context_parallel_size
         shard = RankShard.of(config, size, 0, axis, stages=stages, stage=stage, **own)
     if measure and ranks > 1:
         raise ValueError("--measure runs a step on one device; leave out the other ranks")

@@ -41,6 +41,10 @@ PipelineParallelSize = Annotated[
 PrefillContextParallelSize = Annotated[
     int, engine_option(min=1, help="Ranks, each of --tensor-parallel-size, that divide the tokens of long prompts.")
 ]
+DecodeContextParallelSize = Annotated[
+    int,
+    engine_option(min=1, help="Ranks that would have the same KV heads, and keep different tokens of them instead."),
+]
 OverlapTokens = Annotated[
     int | None,
     engine_option(

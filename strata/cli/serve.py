@@ -115,6 +115,7 @@ def serve(
     tensor_parallel_size: options.TensorParallelSize = 1,
     pipeline_parallel_size: options.PipelineParallelSize = 1,
     prefill_context_parallel_size: options.PrefillContextParallelSize = 1,
+    decode_context_parallel_size: options.DecodeContextParallelSize = 1,
     data_parallel_size: Annotated[
         int, options.engine_option(min=1, help="Engines that requests are divided among, each with GPUs of its own.")
     ] = 1,
@@ -205,6 +206,7 @@ def serve(
         "tensor_parallel_size": tensor_parallel_size,
         "pipeline_parallel_size": pipeline_parallel_size,
         "prefill_context_parallel_size": prefill_context_parallel_size,
+        "decode_context_parallel_size": decode_context_parallel_size,
         "overlap_tokens": overlap_tokens,
         "message_dtype": message_dtype,
         "enable_expert_parallel": enable_expert_parallel,

@@ -33,6 +33,7 @@ def warm(
     message_dtype: options.MessageDtype = "auto",
     pipeline_parallel_size: options.PipelineParallelSize = 1,
     prefill_context_parallel_size: options.PrefillContextParallelSize = 1,
+    decode_context_parallel_size: options.DecodeContextParallelSize = 1,
     enable_expert_parallel: options.EnableExpertParallel = False,
     enable_dp_attention: options.EnableDpAttention = False,
 ) -> None:
@@ -65,6 +66,7 @@ def warm(
         message_dtype=message_dtype,
         pipeline_parallel_size=pipeline_parallel_size,
         prefill_context_parallel_size=prefill_context_parallel_size,
+        decode_context_parallel_size=decode_context_parallel_size,
         enable_expert_parallel=enable_expert_parallel,
         enable_dp_attention=enable_dp_attention,
     )

@@ -120,6 +120,17 @@ class Mesh:
             raise ValueError(f"axes {', '.join(names)} must be named once each and in the order of {', '.join(AXES)}")
         return self._axis("*".join(names), self._lines(*names))
 
+    def neighbours(self, name: str, size: int) -> Axis:
+        """An axis of that name along `size` ranks whose numbers follow one another, a part of "tp". All ranks of the
+        world call this together. Raises ValueError if so many do not divide "tp".
+        """
+        if self.sizes["tp"] % size:
+            raise ValueError(f"{name} = {size} does not divide tp = {self.sizes['tp']}; choose a divisor")
+        lines = _as_lines(self._ranks.reshape(-1, size))
+        if size > 1 and lines not in self._groups:
+            self._groups[lines] = self._make_group(lines)
+        return self._axis(name, lines)
+
     def device_mesh(self, *axes: Axis) -> DeviceMesh:
         """One or two axes of a mesh made for FSDP, outer first; it divides tensors over the last and repeats them over
         the first.

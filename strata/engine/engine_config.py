@@ -17,6 +17,8 @@ from strata.cache.tables import BufferShape
 from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
 from strata.engine.recorded_steps import recorded_sizes
 from strata.engine.sampling_params import RANGES, check_integer
+from strata.engine.startup.divided_keys import check_divided_keys
+from strata.engine.startup.experts_of_ranks import check_experts
 from strata.engine.startup.kept_states import check_states, keeps_all
 from strata.engine.startup.narrow_messages import check_messages
 from strata.engine.startup.packing import NOTHING_PACKED, Packing
@@ -25,6 +27,7 @@ from strata.graph.passes import passes_of
 from strata.kernels.attention.cudnn_plan import keeps_neighbours_apart, why_no_plan
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.quant.schemes import scheme_of, sparsity_of
+from strata.kernels.state.kept_keys import ALL_KEYS
 from strata.models import weights
 from strata.models.config import DTYPES, ModelConfig
 from strata.models.families import FAMILIES, build
@@ -83,6 +86,8 @@ class EngineConfig:
         share of a CPU's cores.
     prefill_context_parallel_size: ranks that hold the model alike, or by as many ranks each as divide its matrices, and
         divide the tokens of long prompts among them.
+    decode_context_parallel_size: how many of the ranks that divide matrices, and would have the same KV heads, keep
+        different tokens of them instead, so that keys and values take that share of the memory.
     overlap_tokens: with several ranks, steps with prompts of so many tokens or more divide their rows in two, and the
         messages of one half travel while the products of the other run; None: between two GPUs that send by copy
         engines, steps of as many as a cost model says that it pays for; 0: none do. Not in deterministic mode.
@@ -127,6 +132,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     prefill_context_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
     overlap_tokens: int | None = None
     message_dtype: str = "auto"
     enable_expert_parallel: bool = False
@@ -156,7 +162,8 @@ class EngineConfig:
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         may_be_none = ("max_model_len", "max_num_batched_tokens", "num_pages")
-        for name in (*may_be_none, "max_num_seqs", "page_size", *_AXES.values(), "eplb_step_interval", *SPARSE_SIZES):
+        sizes = "max_num_seqs", "page_size", "decode_context_parallel_size", "eplb_step_interval", *_AXES.values()
+        for name in (*may_be_none, *sizes, *SPARSE_SIZES):
             value = getattr(self, name)
             if not (_is_whole(value, 1) or (value is None and name in may_be_none)):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
@@ -166,6 +173,8 @@ class EngineConfig:
         least = self.overlap_tokens
         if least is not None and not _is_whole(least, 0):
             raise ValueError(f"overlap_tokens must be an integer of at least 0, or None, got {least!r}")
+        if not _is_whole(redundant := self.num_redundant_experts, 0):
+            raise ValueError(f"num_redundant_experts must be an integer of at least 0, got {redundant!r}")
         target = self.step_target_ms
         if target is not None and not (isinstance(target, int | float) and 0 < target < math.inf):
             raise ValueError(f"step_target_ms must be a number over 0, or None for no target, got {target!r}")
@@ -174,12 +183,13 @@ class EngineConfig:
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size must be a power of two, got {self.page_size}")
         passes_of(self.passes)
-        self._check_experts()
+        check_experts(self)
         self._check_stages()
         self._check_quantization()
         check_sparse_attention(self)
         self._check_executor()
         check_messages(self)
+        check_divided_keys(self)
 
     @property
     def narrow_messages(self) -> bool:
@@ -189,7 +199,7 @@ class EngineConfig:
     @property
     def overlapped_from(self) -> int | None:
         """`overlap_tokens` as it takes effect."""
-        return 0 if self.narrow_messages else self.overlap_tokens
+        return 0 if self.narrow_messages or self.decode_context_parallel_size > 1 else self.overlap_tokens
 
     @property
     def axis_sizes(self) -> dict[str, int]:
@@ -212,34 +222,6 @@ class EngineConfig:
     def redundant_slots(self) -> int | None:
         """See `RankShard.of`."""
         return self.num_redundant_experts if self.enable_eplb else None
-
-    def _check_experts(self) -> None:
-        redundant = self.num_redundant_experts
-        if not _is_whole(redundant, 0):
-            raise ValueError(f"num_redundant_experts must be an integer of at least 0, got {redundant!r}")
-        if redundant and not self.enable_eplb:
-            raise ValueError(f"num_redundant_experts={redundant} is room for copies, which enable_eplb=True makes")
-        if self.enable_eplb and not (self.enable_expert_parallel and self.tensor_parallel_size > 1):
-            raise ValueError(
-                "enable_eplb=True moves experts between ranks: it needs enable_expert_parallel=True and a "
-                "tensor_parallel_size over 1"
-            )
-        if self.enable_dp_attention and not (self.enable_expert_parallel and self.tensor_parallel_size > 1):
-            raise ValueError(
-                "enable_dp_attention=True lets ranks with sequences of their own share the experts of a mixture: it "
-                "needs enable_expert_parallel=True and a tensor_parallel_size over 1; for engines that share nothing "
-                "give data_parallel_size"
-            )
-        if self.enable_dp_attention and self.prefill_context_parallel_size > 1:
-            raise ValueError(
-                f"prefill_context_parallel_size={self.prefill_context_parallel_size} divides the tokens of a step that "
-                "all ranks have, and with enable_dp_attention=True each has tokens of its own; leave out one of them"
-            )
-        if self.enable_eplb and self.deterministic:
-            raise ValueError(
-                "enable_eplb=True changes which ranks add up a token's experts, so its bits depend on what else runs; "
-                "leave out one of it and deterministic=True"
-            )
 
     def _check_executor(self) -> None:
         if self.executor not in ("graph", "compile"):
@@ -376,7 +358,7 @@ class EngineSizes:
         max_tokens = asked.max_num_batched_tokens or filled
         dtype = weights.resolve_dtype(asked.dtype, config, device)
         pool = replace(PoolShape.of(config, asked.page_size, dtype), rounded=KV_DTYPES[asked.kv_cache_dtype])
-        pool = replace(pool, has_bounds=asked.decode_pages is not None)
+        pool = replace(pool, has_bounds=asked.decode_pages is not None, kept=ALL_KEYS if shard is None else shard.kept)
         with torch.device("meta"):
             whole = build(config if shard is None else shard.most_divided, max_length)
             # All ranks record the same sizes: what one sends has the length that others take.
@@ -397,7 +379,7 @@ class EngineSizes:
         parts = asked.prefill_context_parallel_size
         division = TokenDivision.on(device.type, parts, 0) if parts > 1 else None
         if limits is not None:
-            attends = bool(groups[0].layers) and not asked.deterministic
+            attends = bool(groups[0].layers) and not asked.deterministic and pool.kept == ALL_KEYS
             attends &= library_limit(limits, config, dtype, asked.page_size) is None
             # It reads pages of floats alone, but a step's own rows are floats.
             library, fresh = attends and pool.rounded is None, attends and keeps_neighbours_apart(dtype)

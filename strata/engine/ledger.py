@@ -258,14 +258,14 @@ def plan_memory(
     # A step has as many rows of logits as sequences that draw, or as are scored at once.
     rows = max(max_sequences, min(PROMPT_LOGPROB_ROWS, max_tokens))
     activations = activation_bytes(config, max_tokens * sources, rows, dtype) + scratch
-    sequences = sequence_bytes(config, max_sequences, max_length, pool.page_size)
+    sequences = sequence_bytes(config, max_sequences, max_length, pool.page_tokens)
     # Recorded steps have memory of their own, which they share.
     graphs = 0
     if recorded:
         logits = max(size.draws for size in recorded) * config.vocab_size * dtype.itemsize
         largest = activation_bytes(config, max(size.tokens for size in recorded) * sources, 0, dtype)
         graphs = largest + logits + GIB // 2 + scratch
-    per_sequence = -(-max_length // pool.page_size)
+    per_sequence = -(-max_length // pool.page_tokens)
     state_bytes = 0 if states is None else states.row_bytes
     fixed = weight_bytes + activations + sequences + graphs + messages + (max_sequences + 1) * state_bytes
     others = 0
@@ -303,7 +303,7 @@ def plan_memory(
         recorded=len(recorded),
         pages=pages,
         page_bytes=groups[0].shape.page_bytes,
-        page_size=pool.page_size,
+        page_size=pool.page_tokens,
         messages=messages,
         windows=tuple(
             WindowPool(group.window or 0, count, group.shape.page_bytes)

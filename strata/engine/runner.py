@@ -111,7 +111,7 @@ class Runner:
         self.pool = pool
         self._states = states
         self._graphs, self._config, self._device = graphs, config, device
-        most_pages = table_pages(config.max_length, pool.shape.page_size)
+        most_pages = table_pages(config.max_length, pool.shape.page_tokens)
         self._tables = BlockTables(config.max_sequences, most_pages, device)
         self._windows: WindowSteps | None = None
         if others or config.only_windows:
@@ -170,8 +170,9 @@ class Runner:
         share, bucket = self._share(plan, arrays)
         if share is None:
             bucket = self._bucket(plan, arrays) if room is None else self._common_bucket(room)
-        # A share does not tell of what other ranks decode.
-        self._enter_pages(plan, recorded=bucket is not None and share is None)
+        # A share does not tell of what other ranks decode; ranks that divide keys have tables of their own.
+        alike = share is None and self.pool.shape.kept.ranks == 1
+        self._enter_pages(plan, recorded=bucket is not None and alike)
         if bucket is None:
             launched = self._launch_eager(plan, share or arrays, room)
         else:
@@ -296,7 +297,7 @@ class Runner:
         missing = self._fill(buffer, arrays)
         parts = buffer.divide(arrays.counts, recorded=False) if longest > 1 else None
         self._send(buffer, plan)
-        page_size, tables = self.pool.shape.page_size, self._tables.on_device
+        page_size, tables = self.pool.shape.page_tokens, self._tables.on_device
         recorded = self._recorded if graphs is self._graphs else None  # of the library, which sees all keys
         if parts is not None and recorded is not None and recorded.library_takes(arrays.tokens, arrays.prompts):
             given = step_inputs(buffer, tables, page_size, self._newest, self._rank)
@@ -403,8 +404,8 @@ class Runner:
 
     def _fill(self, buffer: StepBuffer, arrays: PlanArrays) -> bool:
         """Write what the step runs and draws; returns whether ids are missing that only the device knows."""
-        host, state, slots, tokens = buffer.host, self._slots, arrays.slots, arrays.tokens
-        buffer.place(self._tables, self.pool.shape.page_size, slots, arrays.starts, arrays.counts)
+        host, state, slots, tokens, shape = buffer.host, self._slots, arrays.slots, arrays.tokens, self.pool.shape
+        buffer.place(self._tables, shape.page_size, slots, arrays.starts, arrays.counts, shape.kept)
         if self._windows is not None:
             self._windows.place(buffer, slots, arrays.starts, arrays.counts)
         drawn_here = arrays.starts >= state.known[slots]  # its one token is what its slot drew last

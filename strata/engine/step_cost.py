@@ -140,6 +140,7 @@ def _meta_batch(shape: PoolShape, states: StateShape | None, workload: Workload)
         dtype=shape.dtype,
         page_size=shape.page_size,
         rounded=shape.rounded,
+        kept=shape.kept,
     )
     tokens = meta_indices(workload.tokens)
     offsets = meta_indices(sequences + 1)

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from strata.comm.mesh import Axis
 from strata.comm.operations import Along
+from strata.engine.ranks.key_gathers import KeyGathers
 from strata.engine.ranks.token_division import CONTEXT_AXIS
 from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.engine.steps.inputs import DividedInputsOfStep, DrawOfStep, InputsOfStep
@@ -36,6 +37,7 @@ from strata.graph.merge import merge
 from strata.graph.passes import ALL_PASSES
 from strata.graph.product_times import measured_seconds, products_of
 from strata.graph.quantize import quantize
+from strata.graph.ranks.divide_keys import KeyDivision, divide_keys, gather_keys
 from strata.graph.ranks.divide_tokens import divide_tokens
 from strata.graph.ranks.exchange_rows import exchange_rows
 from strata.graph.ranks.fuse_messages import fuse_messages
@@ -56,7 +58,7 @@ from strata.kernels.linear.packed.few_rows import MOST_ROUNDED_ROWS
 from strata.kernels.linear.packed.in_8_bits import multiplies_rounded
 from strata.kernels.quant.packed import PackedWeight
 from strata.models.families import build
-from strata.parallel.serving_shard import PIPELINE_AXIS, TENSOR_AXIS, RankShard
+from strata.parallel.serving_shard import KEYS_AXIS, PIPELINE_AXIS, TENSOR_AXIS, RankShard
 
 # Up to so many rows, products that take up norms, gating and residuals were faster than the library's with kernels
 # between them in whole steps of the 0.6B and the 8B shape on an H200; beyond, that depends on the weights.
@@ -91,6 +93,10 @@ class StepGraphs:
     captured: how many nodes of each operation the model and its head had before the passes.
     table: what was measured of the device's products.
     overlap_tokens: see `overlapped_logits`; 0 where there is none.
+    gathered_hidden, gathered_logits: as `hidden` and `logits`, for steps for which ranks that divide keys gather them,
+        if `key_gathers` tells that it pays; None where none do.
+    whole_prompts: the same as `hidden` for prompts that stand whole in a batch without pages, where ranks divide keys
+        by sequence; None: `hidden` is for them too.
     narrow_logits: the same as `logits` for steps of `NARROW_TOKENS` or more, in which sums over ranks travel in 8 bits;
         None where none do.
     exchanged_logits: the same for steps of `exchange_tokens` or more that are launched, in which rows go to the ranks
@@ -126,6 +132,15 @@ class StepGraphs:
     narrow_logits: fx.GraphModule | None = None
     exchanged_logits: fx.GraphModule | None = None
     exchange_tokens: int = 0
+    whole_prompts: fx.GraphModule | None = None
+    gathered_hidden: fx.GraphModule | None = None
+    gathered_logits: fx.GraphModule | None = None
+    key_gathers: KeyGathers | None = None
+
+    @property
+    def hidden_without_pages(self) -> fx.GraphModule:
+        """Batch to hidden [tokens, hidden], of prompts that stand whole in it."""
+        return self.whole_prompts or self.hidden
 
     def launched_logits_of(self, tokens: int) -> fx.GraphModule:
         """The graph for steps of so many tokens, on each rank, that the host launches kernel by kernel."""
@@ -149,9 +164,13 @@ class StepGraphs:
 
     def of_step(self, counts: NDArray[Any], ends: NDArray[Any]) -> StepGraphs:
         """With the graphs for such a step in place of `hidden` and `logits`."""
-        if self.sparse_hidden is None or self.sparse_logits is None or not self.leaves_out_keys(counts, ends):
-            return self
         hidden, logits = self.sparse_hidden, self.sparse_logits
+        if self.key_gathers is not None and self.key_gathers.pays(counts, ends):
+            hidden, logits = self.gathered_hidden, self.gathered_logits
+        elif not self.leaves_out_keys(counts, ends):
+            return self
+        assert hidden is not None
+        assert logits is not None
         given = replace(self, hidden=hidden, logits=logits, rounded_logits=None, overlapped_logits=None)
         return replace(given, narrow_logits=None, exchanged_logits=None)
 
@@ -245,14 +264,21 @@ def step_graphs(
         quantize(head, packed)
     if isinstance(sparse, PageChoice):
         select_pages(captured, sparse)
+    dtype, undivided, division = next(model.parameters()).dtype, captured, None
+    if shard is not None and shard.kept.ranks > 1:
+        value = 0 if shard.config.latent is None else shard.config.latent.value
+        division = KeyDivision(Along(KEYS_AXIS, shard.kept.ranks), shard.kept, dtype, value)
+        captured = divide_keys(copied(undivided), division)
     axes = dict(NO_AXES if shard is None else shard.axes)
     if context is not None:
         axes[CONTEXT_AXIS] = context
     part = None if shard is None or shard.own_tokens or _has_all_columns(shard) else VocabularyPart.of(shard)
     by_rows = kind == "cuda" and not deterministic and executor == "graph"
 
-    def fused(*, counted: bool = True, choice: BlockChoice | None = None) -> fx.GraphModule:
-        graph = copied(captured) if head is None else compose(captured, head)
+    def fused(
+        *, counted: bool = True, choice: BlockChoice | None = None, source: fx.GraphModule = captured
+    ) -> fx.GraphModule:
+        graph = copied(source) if head is None else compose(source, head)
         if choice is not None:
             sparsify_attention(graph, choice)
         if shard is not None and shard.own_tokens:
@@ -273,11 +299,10 @@ def step_graphs(
     def of_rows(graph: fx.GraphModule) -> fx.GraphModule:
         return take_rows(graph) if head is None else gather_after_attention(graph)
 
-    def any_step(*, counted: bool = True, choice: BlockChoice | None = None) -> fx.GraphModule:
-        graph = fused(counted=counted, choice=choice)
+    def any_step(**which: Any) -> fx.GraphModule:
+        graph = fused(**which)
         return of_rows(run(fuse_gated_products, graph) if by_rows else graph)
 
-    dtype = next(model.parameters()).dtype
     multiplies = None if limits is None else partial(multiplies_rounded, dtype=dtype, limits=limits)
     may_round = by_rows and fuse_rounding.__name__ in passes
     rounds = may_round and multiplies is not None and any(map(multiplies, packed.values()))
@@ -303,6 +328,12 @@ def step_graphs(
         sparse_keys = sparse.least_keys
         sparse_hidden = bound(fuse(run(merge, sparsify_attention(copied(captured), sparse)), passes))
         sparse_logits = bound(with_messages(any_step(choice=sparse)))
+    whole_prompts = gathered_hidden = gathered_logits = None
+    if shard is not None and division is not None:
+        whole_prompts = bound(fuse(run(merge, copied(undivided)), passes))
+        gathering = gather_keys(undivided, division)
+        gathered_hidden = bound(fuse(run(merge, copied(gathering)), passes))
+        gathered_logits = bound(with_messages(any_step(source=gathering)))
     logits = any_step()
     narrowed = None
     if narrow:
@@ -331,7 +362,7 @@ def step_graphs(
         head=None if head is None else bound(head),
         decode_small_batch=small,
         decode_large_batch=large,
-        recorded_inputs=bound(capture(InputsOfStep(recorded=True, missing=True))),
+        recorded_inputs=bound(capture(InputsOfStep(recorded=division is None, missing=True))),
         mixed_inputs=bound(capture(InputsOfStep(recorded=False, missing=True))),
         prompt_inputs=bound(capture(InputsOfStep(recorded=False, missing=False))),
         divided_inputs=bound(capture(DividedInputsOfStep(fresh=False))),
@@ -346,6 +377,10 @@ def step_graphs(
         narrow_logits=narrowed,
         exchanged_logits=exchanged,
         exchange_tokens=exchange_from or 0,
+        whole_prompts=whole_prompts,
+        gathered_hidden=gathered_hidden,
+        gathered_logits=gathered_logits,
+        key_gathers=None if shard is None or division is None else KeyGathers.of(shard, dtype),
     )
     if executor == "compile":
         for graph in (made.logits, made.decode_small_batch):

@@ -28,6 +28,7 @@ from strata.kernels.recurrent.gated_delta import gated_delta
 from strata.kernels.recurrent.short_convolution import short_convolution
 from strata.kernels.recurrent.state_space import state_space
 from strata.kernels.state.groups import of_group
+from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.torch_functions import TORCH_FUNCTIONS
 
@@ -294,9 +295,10 @@ def meta_pages(
     dtype: torch.dtype,
     page_size: int = 16,
     rounded: torch.dtype | None = None,
+    kept: KeptKeys = ALL_KEYS,
 ) -> PagedKV:
-    """KV pages on the meta device that hold the sequences of a workload. rounded: as `PoolShape` has it."""
-    most = max(-(-length // page_size) for length in workload.total)
+    """KV pages on the meta device that hold the sequences of a workload. rounded, kept: as `PoolShape` has them."""
+    most = max(-(-length // (page_size * kept.ranks)) for length in workload.total)
     pages = most * len(workload.total)
     pool = torch.empty(pages, page_size, kv_heads, head_dim, dtype=rounded or dtype, device="meta")
     exponent = torch.empty(pages, kv_heads, page_size, dtype=torch.uint8, device="meta")

@@ -30,6 +30,9 @@ def gather_after_attention(graph: fx.GraphModule) -> fx.GraphModule:
     if last is None:
         raise ValueError("the graph has no attention after which rows could be gathered")
     after = _downstream(last)
+    for user in last.users:
+        if user.target is getitem and isinstance(user.args[1], int):
+            after.pop(user)  # one of several results, whose rows are gathered
     for node in after:
         operation = operation_of(node)
         if not (node.target in ROWWISE if operation is None else operation.rowwise):

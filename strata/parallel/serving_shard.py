@@ -18,6 +18,7 @@ from strata.comm.experts.sent_rows import exchange_tokens
 from strata.comm.mesh import Axis
 from strata.comm.operations import Along
 from strata.comm.placement import ExpertSlots, Placement
+from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
 from strata.models.config import ModelConfig
 from strata.models.families import build
 from strata.models.layers import CausalLM
@@ -29,6 +30,7 @@ from strata.parallel.stages import Span, layer_spans
 
 TENSOR_AXIS = "tp"
 PIPELINE_AXIS = "pp"
+KEYS_AXIS = "dcp"
 
 # Of an expert's own matrices [outputs, inputs], by the parameter in which all experts are stacked: what is divided.
 _EXPERT_DIMS = {"gate_up_proj": 0, "gate_up_proj_bias": 0, "down_proj": 1}
@@ -44,6 +46,7 @@ class RankShard:
     stage, and the end.
     slots: where its experts are among all, with expert parallelism; None: it has a part of every expert.
     own_tokens: each rank has tokens of its own, and all parameters but experts whole (attention data parallelism).
+    kept: which tokens' keys and values the rank keeps, where neighbours divide those that they would have alike.
     placements: of every parameter, by name. axes: what its collectives run along, by name; an `Along` where graphs are
     only costed. A `strata.models.part.ModelPart`.
     """
@@ -60,6 +63,7 @@ class RankShard:
     own_tokens: bool
     placements: Mapping[str, Placement]
     axes: Mapping[str, Axis | Along]
+    kept: KeptKeys = ALL_KEYS
 
     @staticmethod
     def of(
@@ -73,12 +77,14 @@ class RankShard:
         own_tokens: bool = False,
         stages: int = 1,
         stage: int = 0,
+        key_ranks: int = 1,
     ) -> RankShard:
         """Of rank `index` of `size`, whose live axis is `axis`. expert_parallel: ranks have different experts.
         redundant: how many slots for experts they have more than there are experts, for copies, each rank as many as
         the others; None: ranks need not have equally many experts. own_tokens: see `RankShard`.
         stages: how many share the layers, each of `size` ranks, so that the one with the most weights has as few as
-        possible; `stage`: which of them this rank is in.
+        possible; `stage`: which of them this rank is in. key_ranks: how many neighbours divide keys and values by
+        sequence, which they would have alike.
 
         Raises ValueError if they cannot share the model.
         """
@@ -103,8 +109,14 @@ class RankShard:
         if config.experts is not None and config.experts.held is not None:
             total = config.experts.count + (redundant or 0)
             slots = ExpertSlots(span(total, size, index)[0], total)
+        _require_alike(whole, size, key_ranks)
         axes = {TENSOR_AXIS: axis or Along(TENSOR_AXIS, size), PIPELINE_AXIS: Along(PIPELINE_AXIS, stages)}
-        return RankShard(whole, config, divided, size, index, stages, stage, layers, slots, own_tokens, placed, axes)
+        if key_ranks > 1:
+            axes[KEYS_AXIS] = Along(KEYS_AXIS, key_ranks)
+        kept = KeptKeys(key_ranks, index % key_ranks)
+        return RankShard(
+            whole, config, divided, size, index, stages, stage, layers, slots, own_tokens, placed, axes, kept
+        )
 
     @property
     def most_divided(self) -> ModelConfig:
@@ -268,6 +280,24 @@ def _fault(config: ModelConfig, size: int, expert_parallel: bool, own_tokens: bo
     if not expert_parallel and config.experts.intermediate_size % size:
         return f"does not divide the experts' intermediate_size = {config.experts.intermediate_size}"
     return ""
+
+
+def _require_alike(config: ModelConfig, size: int, key_ranks: int) -> None:
+    """Ranks can divide by sequence what they would have alike."""
+    kv_heads = 1 if config.latent is not None else config.num_kv_heads  # all heads read the same rows
+    alike = size // kv_heads
+    if key_ranks == 1 or (alike and alike % key_ranks == 0):
+        return
+    given = f"decode_context_parallel_size={key_ranks} with tensor_parallel_size={size}"
+    if alike < 2:
+        raise ValueError(
+            f"{given}: no ranks have the same of {kv_heads} KV heads, so there is nothing to divide by "
+            "sequence; leave it out, or give more ranks"
+        )
+    accepted = ", ".join(str(one) for one in range(1, alike + 1) if alike % one == 0)
+    raise ValueError(
+        f"{given}: {alike} ranks have the same of {kv_heads} KV heads, which it must divide; accepted are {accepted}"
+    )
 
 
 def _require_slots(count: int, size: int, redundant: int) -> None:

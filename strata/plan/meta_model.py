@@ -43,6 +43,7 @@ from strata.kernels.attention.cudnn_plan import keeps_neighbours_apart
 from strata.kernels.attention.times import Attends, Prompts
 from strata.kernels.attention.virtual_sequences import MAX_TOKENS, Rows, VirtualSequences, fresh_rows
 from strata.kernels.device_limits import DeviceLimits, implementations_for
+from strata.kernels.state.kept_keys import ALL_KEYS
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig, config_from_dict, read_config
 from strata.models.families import FAMILIES, build
@@ -124,6 +125,7 @@ class MetaModel:
             dtype=shape.dtype,
             page_size=_PAGE_SIZE,
             rounded=shape.rounded,
+            kept=shape.kept,
         )
         if max(workload.new) > 1 and workload.tokens < 1 << 31:  # as many as the device can count
             divided = self._is_divided(workload, size)
@@ -156,7 +158,8 @@ class MetaModel:
 
     @property
     def _pool(self) -> PoolShape:
-        return replace(PoolShape.of(self.config, _PAGE_SIZE, self.dtype), rounded=self.rounded)
+        kept = ALL_KEYS if self.shard is None else self.shard.kept
+        return replace(PoolShape.of(self.config, _PAGE_SIZE, self.dtype), rounded=self.rounded, kept=kept)
 
     @cached_property
     def _states(self) -> StateShape | None:
@@ -217,7 +220,8 @@ class MetaModel:
             if decode is not None:
                 return decode, 1
         if size is None:
-            return self.graphs.launched_logits_of(workload.tokens), 2
+            step = PlanArrays(_plan(workload))
+            return self.graphs.of_step(step.counts, step.ends).launched_logits_of(workload.tokens), 2
         return self.graphs.logits_of(size.tokens), 2
 
     def buffers(self, workload: Workload) -> BufferPlan | None:
@@ -382,7 +386,7 @@ def meta_model(
         passes=passes_of(passes),
         narrow=narrow_messages,
     )
-    attends = any(config.attends) and not deterministic
+    attends = any(config.attends) and not deterministic and (shard is None or shard.kept == ALL_KEYS)
     library = attends and library_limit(limits, config, dtype, _PAGE_SIZE) is None
     division = None
     if context is not None:

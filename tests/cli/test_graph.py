@@ -337,6 +337,25 @@ def test_a_rank_of_two_that_divide_a_prompt() -> None:
         assert run(*few, *ranks, "--json") | {"ranks": 1} == run(*few, "--json")
 
 
+def test_a_rank_of_two_that_divide_keys() -> None:
+    """48 layers, of which 8 ranks have one of 4 KV heads of 128 each, and 4 of 32 heads, in bfloat16."""
+    ranks = ("--tensor-parallel-size", 8, "--context", 1001, "--sequences", 3, "--json")
+    whole, part = run("30B-A3B", *ranks), run("30B-A3B", *ranks, "--decode-context-parallel-size", 2)
+    assert part["messages"] == whole["messages"] + 2 * 48
+    sent = 3 * 4 * 128 * 2 + 3 * 4 * (128 + 1) * 4  # queries, and averages with their logarithms
+    assert part["sent_bytes"] == whole["sent_bytes"] + 48 * sent
+    by_operation = [{row["operation"]: row["cost"] for row in one["operations"]} for one in (whole, part)]
+    assert by_operation[1]["kept_attention"]["cached"] == 48 * 3 * 501 * 2 * 128 * 2
+    assert 2 * by_operation[1]["kept_attention"]["cached"] == by_operation[0]["decode_attention"]["cached"]
+    with pytest.raises(ValueError, match="2 with tensor_parallel_size=4: no ranks have the same of 4 KV heads"):
+        run("30B-A3B", "--tensor-parallel-size", 4, "--decode-context-parallel-size", 2)
+    with pytest.raises(ValueError, match="which has layers with windows: leave it out"):
+        run("gpt-oss-20b", "--tensor-parallel-size", 8, "--decode-context-parallel-size", 2)
+    apart = "--enable-expert-parallel", "--enable-dp-attention", "--decode-context-parallel-size", 2
+    with pytest.raises(ValueError, match="does not go together with --enable-dp-attention"):
+        run("30B-A3B", "--tensor-parallel-size", 8, *apart)
+
+
 def test_ranks_that_cannot_share_a_model_or_have_no_link() -> None:
     with pytest.raises(ValueError, match="--stage 2 of --pipeline-parallel-size 2: stages count from 0 to 1"):
         run("8B", "--pipeline-parallel-size", 2, "--stage", 2)

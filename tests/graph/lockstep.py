@@ -115,6 +115,16 @@ def run_in_lockstep(
                 for node, known, own_rows in zip(nodes, values, twin(called), strict=True):
                     known[node] = own_rows
                 continue
+            if operation.name == "join_heads":
+                for index, (node, known) in enumerate(zip(nodes, values, strict=True)):
+                    known[node] = own_heads(called, index)
+                continue
+            if operation.name in ("all_gather", "gather_tokens") and called[0][1].size < len(graphs):
+                size, dim = called[0][1].size, called[0][2] if operation.name == "all_gather" else 0
+                for index, (node, known) in enumerate(zip(nodes, values, strict=True)):
+                    first = index // size * size  # of neighbours
+                    known[node] = torch.cat([args[0] for args in called[first : first + size]], dim)
+                continue
             if operation.name == "all_to_all":
                 for index, known in enumerate(values):
                     known[nodes[index]] = torch.cat([args[0].chunk(len(graphs))[index] for args in called])
@@ -135,6 +145,17 @@ def run_in_lockstep(
             else:
                 known[node] = _run(graph, node, known, own)
     return results
+
+
+def own_heads(called: Sequence[tuple[Any, ...]], index: int) -> Tensor:
+    """What `join_heads` gives a rank, from the arguments of all: by what each has found in all, unnormalized."""
+    size, dtype = called[index][1].size, called[index][3]
+    first = index // size * size
+    group = called[first : first + size]
+    weights = [sums.double().exp()[..., None] for _, _, sums, _ in group]
+    total = reduce(add, weights)
+    mixed = reduce(add, [weight * part.double() for weight, (part, *_) in zip(weights, group, strict=True)]) / total
+    return mixed.chunk(size, 1)[index - first].to(dtype)
 
 
 def _own(shared: Any) -> Any:

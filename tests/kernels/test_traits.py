@@ -14,6 +14,7 @@ import strata.comm.pairwise_sums
 import strata.comm.reduced_norm
 import strata.models.families  # noqa: F401  (every operation of a model)
 from strata.graph import fuse_attention, fuse_products, fuse_rounding  # noqa: F401  (and of its passes)
+from strata.graph.ranks import divide_keys  # noqa: F401
 from strata.kernels.activation.clamped_swiglu import Clamp
 from strata.kernels.linear import fp8, sliced, vocabulary_embedding  # noqa: F401
 from strata.kernels.moe import count, held  # noqa: F401
@@ -77,6 +78,8 @@ ROWWISE: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
         (some(4, 8, WIDTH), some(4, WIDTH, 4), some(4, 8), some(4, WIDTH), Clamp(1.7, 0.5)),
     ),
     "count_choices": ((CHOSEN, torch.arange(ROWS).int()), (torch.zeros(1, 4, dtype=torch.int64), 0)),
+    "absorb_queries": ((some(ROWS, 4, 10),), (some(4 * (6 + 5), 7), 5)),
+    "expand_values": ((some(ROWS, 4, 7),), (some(4 * (6 + 5), 7), 5)),
     "held_experts": ((X, some(ROWS, 2), CHOSEN), (some(2, 8, WIDTH), some(2, WIDTH, 4), 1, 4)),
 }
 
@@ -92,6 +95,7 @@ def test_these_are_all_that_are_said_to_be_rowwise() -> None:
         "linear_all_reduce_add_rms_norm",
         "dispatch_rows",
         "combine_rows",
+        "join_heads",
     }
 
 

@@ -46,14 +46,17 @@ class HandPaged:
         if rows.tensors == 2:
             self.values = tuple(torch.full(shape, float("nan"), dtype=dtype) for _ in range(config.num_layers))
 
+    def slot(self, row: int, position: int) -> int:
+        """Where a sequence's token at a position goes."""
+        return int(self.tables[row, position // self.page_size]) * self.page_size + position % self.page_size
+
     def next_batch(self, chunks: dict[int, Sequence[int]]) -> Batch:
         """The next tokens of some sequences, by their number."""
         rows, slots, starts = list(chunks), [], []
         for row, tokens in chunks.items():
             starts.append(self.lengths[row])
             for position in range(self.lengths[row], self.lengths[row] + len(tokens)):
-                page = int(self.tables[row, position // self.page_size])
-                slots.append(page * self.page_size + position % self.page_size)
+                slots.append(self.slot(row, position))
             self.lengths[row] += len(tokens)
         pages = PagedKV(
             self.keys, self.values, self.tables[rows], _int32([self.lengths[r] for r in rows]), _int32(slots)

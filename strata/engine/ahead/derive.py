@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from strata.cache.groups import books, pools
 from strata.cache.pages import PageAllocator
 from strata.cache.state_pool import StatePool
+from strata.comm.join_heads import join_heads
 from strata.comm.operations import Along, all_gather
 from strata.comm.peer_copies import PendingSum
 from strata.comm.symmetric import imagined
@@ -39,13 +40,14 @@ from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.startup.packing import Packing
 from strata.engine.startup.sparse_attention import attention_choice
 from strata.engine.step_graphs import Overlap, StepGraphs, step_graphs
-from strata.engine.steps.runner_config import RunnerConfig
+from strata.engine.steps.runner_config import RunnerConfig, planned_windows
 from strata.engine.warm_up import warm_up
 from strata.graph.cudagraph import Recordings
 from strata.graph.deferred import make_code
 from strata.graph.passes import passes_of
 from strata.hardware.specs import recognize
 from strata.kernels import tuned
+from strata.kernels.collective.joined_heads import join_packed, pack_heads
 from strata.kernels.compiling.noting import noting
 from strata.kernels.compiling.variant import Variant
 from strata.kernels.device_limits import DeviceLimits, implementations_for, meta_means
@@ -158,7 +160,7 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
         asked.max_num_seqs,
         sizes.max_tokens,
         sizes.max_length,
-        frozenset(own.windows[layer] for layer in first.layers),
+        planned_windows(own, first),
         own.num_heads,
         config.vocab_size,
         division,
@@ -183,6 +185,8 @@ def _leave_messages_out(graphs: StepGraphs, has_copies: bool) -> None:
                 if bound is not None and bound.operation.collective:
                     is_copied = has_copies and bound.operation is start_all_reduce
                     node.target = _start_copy if is_copied else _WithoutLibrary(bound)
+                    if bound.operation is join_heads:
+                        node.target = _join_heads
             make_code(graph)
 
 
@@ -198,6 +202,14 @@ class _Copied(PendingSum):
 
 def _start_copy(x: Tensor, along: Along, slot: int) -> PendingSum:
     return _Copied(x)
+
+
+def _join_heads(mixed: Tensor, along: Along, sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """The kernels before and behind the message."""
+    if not mixed.numel():
+        empty: Tensor = join_heads.meta(mixed, along, sums, dtype)
+        return empty
+    return join_packed(pack_heads(mixed, sums, along.size), mixed.shape[2], dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,7 +277,7 @@ class _RunOnce:
 
 def _note_long_prompts(engine: DryEngine, sizes: EngineSizes) -> None:
     """Prompts that take several steps, beside a decode and alone: later steps attend over what is cached."""
-    longest = min(sizes.max_length, engine.pages.num_pages * sizes.pool.page_size) - _OUTPUTS
+    longest = min(sizes.max_length, engine.pages.num_pages * sizes.pool.page_tokens) - _OUTPUTS
     most = max(3 * sizes.max_tokens, engine.graphs.sparse_keys)
     for number, length in enumerate((1, most, 2 * sizes.max_tokens + 101)):
         params = SamplingParams(max_tokens=_OUTPUTS, ignore_eos=True)
@@ -296,7 +308,7 @@ def _note_embedded_prompts(graphs: StepGraphs, sizes: EngineSizes) -> None:
     ends = torch.zeros(2, dtype=torch.int32, device=META)
     for tokens in _lengths(min(sizes.max_tokens, sizes.max_length)):
         numbers = torch.zeros(tokens, dtype=torch.int32, device=META)
-        graphs.hidden.forward(Batch(numbers, numbers, ends, tokens))
+        graphs.hidden_without_pages.forward(Batch(numbers, numbers, ends, tokens))
 
 
 def _note_scored_prompts(graphs: StepGraphs, hidden_size: int, sizes: EngineSizes) -> None:

@@ -59,7 +59,7 @@ class Leader:
 
     def __init__(self, job: _Job) -> None:
         self.index, self.size = job.rank, job.engine.ranks
-        self._axis_sizes = job.engine.axis_sizes
+        self._axis_sizes, self._key_ranks = job.engine.axis_sizes, job.engine.decode_context_parallel_size
         self._port = job.port
         self._channel = socket.socket(fileno=job.channel)
         self._frames = messages.Frames(self._channel)
@@ -106,7 +106,8 @@ class Leader:
     def join(self, device: torch.device) -> dict[str, Axis]:
         """See `Rank`."""
         self.least(0)
-        return world.join(world.store_at(self._port, self.size), self.index, self._axis_sizes, device)[1]
+        store = world.store_at(self._port, self.size)
+        return world.join(store, self.index, self._axis_sizes, device, self._key_ranks)[1]
 
 
 class _Steps:

@@ -168,7 +168,9 @@ class Followers:
         """See `Rank`."""
         self.least(0)  # so that nobody waits for one that is still loading, or has ended
         try:
-            self._world, axes = world.join(self._store, 0, self._asked.axis_sizes, device)
+            asked = self._asked
+            mesh = asked.axis_sizes, device, asked.decode_context_parallel_size
+            self._world, axes = world.join(self._store, 0, *mesh)
         except Exception as error:
             raise self.fault_of(error) from error
         self._joined = True

@@ -60,6 +60,7 @@ def share_of(asked: EngineConfig, config: ModelConfig, index: int) -> RankShard:
         own_tokens=asked.enable_dp_attention,
         stages=asked.pipeline_parallel_size,
         stage=place[PIPELINE_AXIS],
+        key_ranks=asked.decode_context_parallel_size,
     )
 
 

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import Store
 from strata.comm.launch import WITHOUT_MULTICAST, World, connected
 from strata.comm.mesh import Axis, Mesh
 from strata.comm.symmetric import with_symmetric_memory
-from strata.parallel.serving_shard import TENSOR_AXIS
+from strata.parallel.serving_shard import KEYS_AXIS, TENSOR_AXIS
 
 _HOST = "127.0.0.1"
 # In which all ranks connect once all have come so far; one that ends meanwhile leaves the others waiting for so long.
@@ -53,9 +53,12 @@ def store_at(port: int, ranks: int) -> TCPStore:
     return TCPStore(_HOST, port, ranks, False, wait_for_workers=False, timeout=timedelta(seconds=60))
 
 
-def join(store: Store, index: int, sizes: Mapping[str, int], device: torch.device) -> tuple[World, dict[str, Axis]]:
+def join(
+    store: Store, index: int, sizes: Mapping[str, int], device: torch.device, key_ranks: int = 1
+) -> tuple[World, dict[str, Axis]]:
     """Connect with the other ranks, which do the same at this time. sizes: of the mesh along each axis, from the
-    outermost. Returns also the axes on which this rank lies, by name."""
+    outermost. key_ranks: how many neighbours divide keys and values by sequence. Returns also the axes on which this
+    rank lies, by name."""
     os.environ.update(WITHOUT_MULTICAST)  # whoever asks for it does not get it
     # Messages that travel beside products would otherwise begin once all programs of a product have.
     os.environ["TORCH_NCCL_HIGH_PRIORITY"] = "1"
@@ -64,6 +67,8 @@ def join(store: Store, index: int, sizes: Mapping[str, int], device: torch.devic
         world = connected(store, index, index, math.prod(sizes.values()), device, timeout_seconds=_JOIN_SECONDS)
     mesh = Mesh.of(world, dict(sizes))
     axes = {name: mesh.axis(name) for name in sizes}
+    if key_ranks > 1:
+        axes[KEYS_AXIS] = mesh.neighbours(KEYS_AXIS, key_ranks)
     for axis in axes.values():
         if axis.group is not None:
             distributed_c10d._set_pg_timeout(timedelta(seconds=_LONGEST_SECONDS), axis.group)

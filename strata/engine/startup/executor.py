@@ -25,11 +25,12 @@ from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
 from strata.engine.recorded_steps import RecordedSteps
 from strata.engine.runner import Runner
 from strata.engine.startup.clock import Log, StartupClock
+from strata.engine.startup.divided_keys import joining_bytes
 from strata.engine.startup.library import has_library_plan, library_scales, without_library
 from strata.engine.startup.sparse_attention import attention_choice, choice_bytes
 from strata.engine.step_cost import planned_buffers, token_division
 from strata.engine.step_graphs import Overlap, StepGraphs, step_graphs
-from strata.engine.steps.runner_config import RunnerConfig
+from strata.engine.steps.runner_config import RunnerConfig, planned_windows
 from strata.graph.buffers import BufferPlan
 from strata.graph.passes import passes_of
 from strata.graph.ranks.overlap import SLOTS
@@ -186,7 +187,7 @@ def build_executor(
         pool, *others = pools(sizes.groups, ledger.group_pages, own.num_layers, device)
         states = None if sizes.states is None else StatePool(sizes.states, ledger.state_rows, device)
     first, *more = sizes.groups
-    windows, heads = frozenset(own.windows[layer] for layer in first.layers), own.num_heads
+    windows, heads = planned_windows(own, first), own.num_heads
     division = None
     if context is not None and context.size > 1:
         product = DeviceLimits.of(device).product if own_kernels else None
@@ -231,7 +232,9 @@ def build_executor(
         model=model,
         graphs=graphs,
         runner=runner,
-        pooler=Pooler(graphs.hidden.forward, sizes.max_tokens, max_length, config.vocab_size, device, ledger),
+        pooler=Pooler(
+            graphs.hidden_without_pages.forward, sizes.max_tokens, max_length, config.vocab_size, device, ledger
+        ),
         recorded=recorded,
         ledger=ledger,
         pool_shape=pool_shape,
@@ -336,7 +339,8 @@ def planned_memory(
         recorded=sizes.recorded,
         scratch=max((_scratch_bytes(asked, config, sizes, count) for count in rows), default=0)
         + (sizes.packing.largest_in_floats(sizes.pool.dtype) if device.type == "cuda" else 0)
-        + choice_bytes(asked, config, sizes.max_tokens, sizes.max_length),
+        + choice_bytes(asked, config, sizes.max_tokens, sizes.max_length)
+        + joining_bytes(asked, config, sizes.max_tokens),
         sharing=ranks,
         messages=_message_bytes(asked, sizes, device, overlapped),
         sources=asked.tensor_parallel_size if asked.enable_dp_attention else 1,
@@ -351,6 +355,8 @@ def _message_bytes(asked: EngineConfig, sizes: EngineSizes, device: torch.device
     """What messages between ranks need: those of NCCL, the keys and values of a layer where ranks gather them, and
     `overlapped` for those that travel beside products."""
     found = _MESSAGE_BYTES + overlapped if asked.ranks > 1 and device.type == "cuda" else 0
+    if 1 < asked.decode_context_parallel_size < asked.tensor_parallel_size:
+        found *= 2  # some of the ranks have a group of their own
     parts = asked.axis_sizes[CONTEXT_AXIS]
     if parts > 1:
         rows = TokenDivision.on(device.type, parts, 0).largest(sizes.max_tokens, asked.max_num_seqs).tokens
@@ -361,13 +367,14 @@ def _message_bytes(asked: EngineConfig, sizes: EngineSizes, device: torch.device
 
 def _scratch_bytes(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, rows: int) -> int:
     """What attention needs beside its result in a step of so many decodes."""
-    keys = -(-sizes.max_length // asked.page_size) * asked.page_size
+    pool, ranks = sizes.pool, sizes.pool.kept.ranks
+    keys = -(-sizes.max_length // pool.page_tokens) * pool.page_size
     if config.latent is not None:
         if asked.deterministic:  # no sequence is divided
             return 0
-        return latent_cuda.scratch_bytes(rows, keys, config.num_heads, config.latent.rank, sizes.pool.dtype)
+        return latent_cuda.scratch_bytes(rows, keys, config.num_heads * ranks, config.latent.rank, pool.dtype)
     if asked.deterministic:
         return attention_fixed.scratch_bytes(rows, keys, config.num_heads, config.head_dim)
     return decode_attention_cuda.scratch_bytes(
-        rows, keys, config.num_heads, config.num_kv_heads, config.head_dim, sizes.pool.dtype
+        rows, keys, config.num_heads * ranks, config.num_kv_heads, config.head_dim, pool.dtype
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from strata.engine.startup.divided_keys import check_kept_keys
 from strata.engine.startup.narrow_messages import check_columns
 from strata.models.config import ModelConfig
 from strata.models.families import FAMILIES
@@ -22,6 +23,7 @@ def check_states(asked: EngineConfig, config: ModelConfig) -> None:
             "fixed size: leave it out"
         )
     _check_pages(asked, config)
+    check_kept_keys(asked, config)
     check_columns(asked, config)
 
 

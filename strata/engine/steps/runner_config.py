@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from strata.cache.groups import PageGroup
 from strata.engine.ranks.token_division import TokenDivision
+from strata.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -25,3 +27,9 @@ class RunnerConfig:
     division: TokenDivision | None = None
     stages: int = 1
     only_windows: bool = False
+
+
+def planned_windows(config: ModelConfig, group: PageGroup) -> frozenset[int | None]:
+    """`RunnerConfig.windows` of the layers of a group; none where ranks divide their keys, because what attends to them
+    follows no plan."""
+    return frozenset() if group.shape.kept.ranks > 1 else frozenset(config.windows[layer] for layer in group.layers)

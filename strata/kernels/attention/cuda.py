@@ -15,6 +15,7 @@ from strata.kernels.attention.decode_triton import decode_attention_kernel
 from strata.kernels.attention.spec import AttentionSpec, PackedBatch
 from strata.kernels.attention.varlen_triton import LOG2_E, attention_kernel, head_pad, mixed_tile
 from strata.kernels.device_limits import DeviceLimits
+from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
 
 
 def supports(
@@ -82,12 +83,15 @@ def prefill(
     spec: AttentionSpec,
     bounds: Tensor | None = None,
     sinks: Tensor | None = None,
+    sums: Tensor | None = None,
+    kept: KeptKeys = ALL_KEYS,
 ) -> None:
     """One launch for sequences of any lengths, into out [tokens, heads, head_dim].
 
     starts: [sequences] int32, from which row of the batch on each sequence's queries are run; `batch.offsets` for all
     rows, and without pages. bounds: [2] int32, sequences from the first to below the second have such rows; None: any
-    may. The other rows of `out` stay as they are.
+    may. The other rows of `out` stay as they are. sums: [tokens, heads] float32, takes the logarithms of the sums of
+    exponentials. kept: which keys of a sequence the pages hold.
     """
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -125,6 +129,8 @@ def prefill(
         k_stride,
         v_stride,
         table_stride,
+        sums,
+        kept.rank,
         GROUP=group,
         HEAD_DIM=head_dim,
         HEAD_PAD=head_pad(head_dim),
@@ -134,6 +140,7 @@ def prefill(
         SINKS=sinks is not None,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.keys,
+        RANKS=kept.ranks,
         num_warps=tile.warps,
         num_stages=tile.stages,
         maxnreg=tile.registers if capped else None,

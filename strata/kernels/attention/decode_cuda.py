@@ -16,6 +16,7 @@ from strata.kernels.attention.decode_triton import decode_attention_kernel
 from strata.kernels.attention.spec import AttentionSpec
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.split_counters import MOST_COUNTERS, split_counters
+from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.rounded_triton import rounding_constants
 
@@ -59,13 +60,16 @@ def decode(
     tile: DecodeTile | None = None,
     out: Tensor | None = None,
     sinks: Tensor | None = None,
+    sums: Tensor | None = None,
+    kept: KeptKeys = ALL_KEYS,
 ) -> Tensor:
     """`attention` where row s of the product is the one token of sequence s: -> [sequences, heads, head_dim].
 
     product: [sequences, any], the elements of a row side by side: queries, whose keys are in the pages; or, with what
     is left to do to them, queries, keys and values. The block tables of pages may be [sequences, kv_heads, pages], one
     for each KV head. tile: None: that of `decode_tile`. out: takes the result, whose elements lie side by side in it.
-    sinks: as for `attention`.
+    sinks: as for `attention`. sums: [sequences, heads] float32, takes the logarithms of the sums of exponentials. kept:
+    which keys of a sequence the pages hold.
     """
     keys, values, tables = pages.keys[spec.layer], pages.values[spec.layer], pages.tables
     sequences, kv_heads, group = tables.shape[0], keys.shape[2], heads // keys.shape[2]
@@ -103,6 +107,8 @@ def decode(
         product.stride(0),
         tables.stride(-2),
         tile.split,
+        sums,
+        kept.rank,
         FUSED=unfinished is not None,
         NORM=todo.q_weight is not None,
         EARLY=early,
@@ -110,6 +116,7 @@ def decode(
         PAGE_SIZE=pages.page_size,
         WINDOW=spec.window or 0,
         OF_HEADS=tables.dim() == 3,
+        RANKS=kept.ranks,
         **shape_constants(group, head_dim, tile),
         **(rounding_constants(keys.dtype) if pages.is_rounded else {}),
         num_warps=tile.warps,

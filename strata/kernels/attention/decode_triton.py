@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from strata.kernels.attention.decode_join import join_splits
 from strata.kernels.attention.decode_rounded import attend_rounded, in_range, joined_columns, load_rounded
 from strata.kernels.attention.decode_tile import decode_tile, shape_constants
 from strata.kernels.attention.varlen_triton import join_sink
@@ -116,46 +117,7 @@ def _attend(
     return largest, weight, result
 
 
-@jit
-def _join_splits(
-    results,
-    scales,
-    used,
-    heads,
-    head,
-    held,
-    HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    JOINED: tl.constexpr,
-):
-    """The weighted mean of the first `used` splits of heads [GROUP_PAD], JOINED at a time, always in their order."""
-    columns = tl.arange(0, HEAD_PAD)
-    maximum = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
-    weight = tl.zeros((GROUP_PAD,), tl.float32)
-    result = tl.zeros((GROUP_PAD, HEAD_PAD), tl.float32)
-    for start in tl.range(0, used, JOINED, num_stages=1):
-        split = start + tl.arange(0, JOINED)
-        there = (split < used)[:, None] & held[None, :]
-        source = split[:, None] * heads + head[None, :]
-        # Past the nearest cache, which does not see what other processors write.
-        each = tl.load(scales + source, mask=there, other=float("-inf"), cache_modifier=".cg")
-        part = tl.load(
-            results + source[:, :, None] * HEAD_DIM + columns[None, None, :],
-            mask=there[:, :, None] & (columns < HEAD_DIM)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        largest = tl.maximum(maximum, tl.max(each, 0))
-        share = tl.exp2(each - largest[None, :])
-        shrink = tl.exp2(maximum - largest)
-        weight = weight * shrink + tl.sum(share, 0)
-        result = result * shrink[:, None] + tl.sum(part * share[:, :, None], 0)
-        maximum = largest
-    return result / weight[:, None]
-
-
-@partial(jit, unspecialized=("lengths", "slots", "tables", "table_stride", "least_keys"))
+@partial(jit, unspecialized=("lengths", "slots", "tables", "table_stride", "least_keys", "rank"))
 def decode_attention_kernel(
     product,
     keys,
@@ -180,6 +142,8 @@ def decode_attention_kernel(
     product_stride,
     table_stride,
     least_keys,
+    sums,
+    rank,
     FUSED: tl.constexpr,
     NORM: tl.constexpr,
     EARLY: tl.constexpr,
@@ -197,6 +161,7 @@ def decode_attention_kernel(
     MANTISSA: tl.constexpr = 0,
     IS_INTEGER: tl.constexpr = False,
     OF_HEADS: tl.constexpr = False,
+    RANKS: tl.constexpr = 1,
 ):
     """Programs [kv_heads, sequences, splits]: the queries of a group over part of the keys of a sequence.
 
@@ -211,6 +176,8 @@ def decode_attention_kernel(
     sequence leave for the last of them, normalized, and the logarithm (to the base two) of its weight.
     k_exponents, v_exponents: [pages, kv_heads, PAGE_SIZE] of pools in 8 bits, or None. EXPONENT, MANTISSA, IS_INTEGER:
     of such a pool's type, see `rounding_constants`. OF_HEADS: each KV head of a sequence has a block table of its own.
+    sums: [sequences, heads] float32, takes the logarithm of each sum of exponentials; None: nobody wants it. RANKS: so
+    many divide the keys of a sequence, and the pages here hold those of number `rank` (`KeptKeys`); not FUSED then.
     """
     kv_head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
@@ -219,6 +186,8 @@ def decode_attention_kernel(
     splits = tl.num_programs(2)
     heads = kv_heads * GROUP
     length = tl.load(lengths + sequence)
+    if RANKS > 1:
+        length = (length + RANKS - 1 - rank) // RANKS
     total = tl.maximum(length, 1)  # a padding row has a token, and no page for it
     cached = total - 1 if FUSED else length
     lowest = tl.maximum(total - WINDOW, 0) if WINDOW > 0 else 0
@@ -349,6 +318,9 @@ def decode_attention_kernel(
     out += sequence * heads * HEAD_DIM
     if used == 1:
         tl.store(out + query_head * HEAD_DIM + columns, result.to(out.dtype.element_ty), mask=held)
+        if sums is not None:
+            own_sums = (maximum + tl.log2(weight)) * 0.6931471805599453
+            tl.store(sums + sequence * heads + query_head, own_sums[:, None], mask=row < GROUP)
     else:
         results += sequence * splits * heads * HEAD_DIM
         scales += sequence * splits * heads
@@ -360,9 +332,11 @@ def decode_attention_kernel(
         if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
             joined_member = tl.arange(0, GROUP_PAD)
             head = kv_head * GROUP + joined_member
-            joined = _join_splits(
+            joined, joined_sums = join_splits(
                 results, scales, used, heads, head, joined_member < GROUP, HEAD_DIM, HEAD_PAD, GROUP_PAD, JOINED
             )
+            if sums is not None:
+                tl.store(sums + sequence * heads + head, joined_sums * 0.6931471805599453, mask=joined_member < GROUP)
             mask = (joined_member < GROUP)[:, None] & (columns < HEAD_DIM)
             tl.store(out + head[:, None] * HEAD_DIM + columns, joined.to(out.dtype.element_ty), mask=mask)
             tl.store(counter, 0)
@@ -381,6 +355,7 @@ def compile_cases() -> list[CompileCase]:
         _case(fp32, 4, 128, 16, None, 64),
         _case(bf16, 8, 64, 16, 128, 1, norm=False, sinks=True),
         _case(bf16, 4, 128, 16, None, 32, of_heads=True),
+        _case(bf16, 16, 128, 16, None, 8, ranks=4),
         _case(bf16, 4, 128, 16, None, 64, norm=True, rounded=torch.float8_e4m3fn),
         _case(bf16, 4, 128, 16, None, 128, rounded=torch.int8),
         # Of one warp, whose heads are normalized before the loop: they spill once, not for each key.
@@ -401,6 +376,7 @@ def _case(
     sinks: bool = False,
     rounded: torch.dtype | None = None,
     of_heads: bool = False,
+    ranks: int = 1,
 ) -> CompileCase:
     """norm: of the fused kernel, None for the one that finds all keys in the pages."""
     kind = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
@@ -421,6 +397,11 @@ def _case(
         "WINDOW": window or 0,
         **shape_constants(group, head_dim, tile),
     }
+    constants["RANKS"] = ranks
+    if ranks > 1:
+        types |= {"out": "*fp32:16", "sums": "*fp32:16", "rank": "i32"}
+    else:
+        constants |= {"sums": None, "rank": 0}
     if rounded is None:
         constants |= {"k_exponents": None, "v_exponents": None}
     else:
@@ -436,5 +417,6 @@ def _case(
         + " sinks" * sinks
         + (f" pools {rounded}" if rounded else "")
         + " tables of heads" * of_heads
+        + f" of {ranks} ranks" * (ranks > 1)
     )
     return CompileCase(name, decode_attention_kernel, types, constants, tile.warps, tile.stages, must)

@@ -111,7 +111,7 @@ def attend_block(
     return largest, weight, result
 
 
-@partial(jit, unspecialized=("starts", "offsets", "bounds", "lengths", "tables", "sequences", "table_stride"))
+@partial(jit, unspecialized=("starts", "offsets", "bounds", "lengths", "tables", "sequences", "table_stride", "rank"))
 def attention_kernel(
     q,
     k,
@@ -131,6 +131,8 @@ def attention_kernel(
     k_stride,
     v_stride,
     table_stride,
+    sums,
+    rank,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
@@ -140,13 +142,16 @@ def attention_kernel(
     SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    RANKS: tl.constexpr = 1,
 ):
     """Programs [kv_heads, tokens // (BLOCK_M // GROUP) + sequences]: a tile of queries of one sequence each.
 
     Of sequence s the queries in rows [starts[s], offsets[s + 1]), the last of its tokens. BOUNDED: only sequences
     [bounds[0], bounds[1]) have any; the programs of the others end at once. PAGE_SIZE 0: k and v are packed like q from
     starts on, and lengths and tables are not read. SINKS: otherwise `sinks` is not read. k_exponents, v_exponents:
-    [pages, kv_heads, PAGE_SIZE] of pools in 8 bits, or None.
+    [pages, kv_heads, PAGE_SIZE] of pools in 8 bits, or None. sums: [tokens, heads] float32, takes the logarithm of each
+    query's sum of exponentials; None: nobody wants it. RANKS: so many divide the keys of a sequence, and the pages here
+    hold those of number `rank` (`KeptKeys`); then there is no window.
     """
     kv_head = tl.program_id(0)
     # The tiles that see most keys come last in a sequence and start first.
@@ -189,6 +194,11 @@ def attention_kernel(
     at = total - new + query
     lowest = total - new + query_start
     end = tl.minimum(total, lowest + TILE_QUERIES)
+    if RANKS > 1:  # positions become places among the keys here: that of a query is the last key that it sees
+        at = (at + RANKS - rank) // RANKS - 1
+        lowest = (lowest + RANKS - rank) // RANKS - 1
+        end = (end + RANKS - 1 - rank) // RANKS
+        total = (total + RANKS - 1 - rank) // RANKS
     start = 0
     if WINDOW > 0:
         start = tl.maximum(lowest + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
@@ -220,6 +230,8 @@ def attention_kernel(
         maximum, weight, result = join_sink(maximum, weight, result, sinks, head, held)
     result = result / tl.where(weight == 0.0, 1.0, weight)[:, None]
     HEADS = tl.num_programs(0) * GROUP
+    if sums is not None:
+        tl.store(sums + token * HEADS + head, (maximum + tl.log2(weight)) * 0.6931471805599453, mask=held)
     target = out + ((token * HEADS + head) * HEAD_DIM)[:, None] + columns[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=mask)
 
@@ -270,6 +282,7 @@ def compile_cases() -> list[CompileCase]:
         _case(fp32, head_dim=128, group=4, page_size=16, window=0),
         _case(bf16, head_dim=64, group=8, page_size=16, window=128, bounded=True, sinks=True),
         _case(bf16, head_dim=128, group=4, page_size=16, window=0, bounded=True, rounded=True),
+        _case(bf16, head_dim=128, group=8, page_size=16, window=0, bounded=True, ranks=2),
     ]
 
 
@@ -282,6 +295,7 @@ def _case(
     bounded: bool = False,
     sinks: bool = False,
     rounded: bool = False,
+    ranks: int = 1,
 ) -> CompileCase:
     kind = "fp32" if dtype == torch.float32 else "bf16"
     signature = dict.fromkeys(("q", "k", "v", "out", "sinks"), f"*{kind}:16")
@@ -299,13 +313,18 @@ def _case(
         "SINKS": sinks,
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.keys,
+        "RANKS": ranks,
     }
+    if ranks > 1:
+        signature |= {"out": "*fp32:16", "sums": "*fp32:16", "rank": "i32"}
+    else:
+        constants |= {"sums": None, "rank": 0}
     if rounded:
         signature |= dict.fromkeys(("k", "v"), "*fp8e4nv:16") | dict.fromkeys(("k_exponents", "v_exponents"), "*u8:16")
     else:
         constants |= {"k_exponents": None, "v_exponents": None}
     name = f"attention {kind} head_dim {head_dim} group {group} page_size {page_size} window {window}"
-    name += " bounded" * bounded + " sinks" * sinks + " fp8" * rounded
+    name += " bounded" * bounded + " sinks" * sinks + " fp8" * rounded + f" of {ranks} ranks" * (ranks > 1)
     must = () if dtype == torch.float32 else ("wgmma.mma_async",)
     # Under the cap it depends on the group how much spills; what was measured spills 56 bytes.
     spilled = 0 if tile.registers is None else 96

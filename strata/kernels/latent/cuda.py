@@ -16,6 +16,7 @@ from strata.kernels.latent.head_product import head_product, head_product_kernel
 from strata.kernels.latent.kernels_triton import latent_decode_kernel, latent_join_kernel, latent_prompt_kernel
 from strata.kernels.latent.tiles import constants, decode_tile, prompt_tile
 from strata.kernels.op import CUBLAS
+from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
 from strata.kernels.state.paged import PagedKV
 
 FIXED_KERNELS = (head_product_kernel, latent_prompt_kernel, head_product_kernel)
@@ -40,10 +41,10 @@ def kernels(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: At
     pages = batch.pages
     assert pages is not None
     decode = (latent_decode_kernel, latent_join_kernel)
-    if _all_decode(q, batch):
+    if all_decode(q, batch):
         return (CUBLAS, *decode, CUBLAS)
-    parts = _parts(q, pages)
-    some = parts is not None and _decodes(pages, parts) > 0
+    parts = parts_of(q, pages)
+    some = parts is not None and may_decode(pages, parts) > 0
     return (CUBLAS, *(decode * some), latent_prompt_kernel, CUBLAS)
 
 
@@ -56,8 +57,8 @@ def scratch(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: At
     """Queries and what they find in the space of the latents, and what the splits of decodes wait in."""
     dims, pages = Dims.of(q, row, weight), batch.pages
     assert pages is not None
-    parts = _parts(q, pages)
-    decodes = q.shape[0] if _all_decode(q, batch) else 0 if parts is None else _decodes(pages, parts)
+    parts = parts_of(q, pages)
+    decodes = q.shape[0] if all_decode(q, batch) else 0 if parts is None else may_decode(pages, parts)
     both = 2 * q.shape[0] * dims.heads * dims.rank * q.element_size()
     result = q.shape[0] * dims.heads * dims.value * q.element_size()
     most = pages.tables.shape[1] * pages.page_size
@@ -72,14 +73,14 @@ def attend(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: Att
     keys, values = by_head(weight, dims)
     latent = torch.bmm(q[..., : dims.nope].transpose(0, 1), keys).transpose(0, 1)
     out = torch.empty_strided(latent.shape, latent.stride(), dtype=q.dtype, device=q.device)
-    parts = _parts(q, pages)
-    if _all_decode(q, batch):
-        _decode(out, latent, q, pages, pages.lengths, spec, dims)
+    parts = parts_of(q, pages)
+    if all_decode(q, batch):
+        decode(out, latent, q, pages, pages.lengths, spec, dims)
     elif parts is None:
-        _prompts(out, latent, q, batch, pages, spec, dims, batch.offsets, None)
+        prompts(out, latent, q, batch, pages, spec, dims, batch.offsets, None)
     else:
-        _decode(out, latent, q, pages, parts.decode_lengths[: _decodes(pages, parts)], spec, dims)
-        _prompts(out, latent, q, batch, pages, spec, dims, parts.starts, parts.bounds)
+        decode(out, latent, q, pages, parts.decode_lengths[: may_decode(pages, parts)], spec, dims)
+        prompts(out, latent, q, batch, pages, spec, dims, parts.starts, parts.bounds)
     return torch.bmm(out.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
 
 
@@ -90,27 +91,40 @@ def attend_fixed(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spe
     keys, values = by_head(weight, dims)
     latent = head_product(q[..., : dims.nope], keys.transpose(1, 2))
     out = torch.empty_like(latent)
-    _prompts(out, latent, q, batch, pages, spec, dims, batch.offsets, None)
+    prompts(out, latent, q, batch, pages, spec, dims, batch.offsets, None)
     return head_product(out, values)
 
 
-def _all_decode(q: Tensor, batch: PackedBatch) -> bool:
+def all_decode(q: Tensor, batch: PackedBatch) -> bool:
     return batch.longest == 1 and batch.pages is not None and q.shape[0] == batch.pages.tables.shape[0]
 
 
-def _parts(q: Tensor, pages: PagedKV) -> BatchParts | None:
+def parts_of(q: Tensor, pages: PagedKV) -> BatchParts | None:
     """Which of the sequences decode, if each of them has a token."""
     return pages.parts if pages.tables.shape[0] <= q.shape[0] else None
 
 
-def _decodes(pages: PagedKV, parts: BatchParts) -> int:
+def may_decode(pages: PagedKV, parts: BatchParts) -> int:
     """How many sequences, the first of the batch, get the programs of a decode; those of prompts find no rows."""
     return pages.tables.shape[0] if parts.decodes is None else parts.decodes
 
 
-def _decode(
-    out: Tensor, latent: Tensor, q: Tensor, pages: PagedKV, lengths: Tensor, spec: AttentionSpec, dims: Dims
+def decode(
+    out: Tensor,
+    latent: Tensor,
+    q: Tensor,
+    pages: PagedKV,
+    lengths: Tensor,
+    spec: AttentionSpec,
+    dims: Dims,
+    sums: Tensor | None = None,
+    kept: KeptKeys = ALL_KEYS,
 ) -> None:
+    """Of the first sequences, of which each decodes or has length 0, the weighted sums of latents, into out [tokens,
+    heads, rank]; latent, of any strides in the first `rank` columns, and q, behind `nope` columns: queries.
+
+    sums: [tokens, heads] float32, takes the logarithms of the sums of exponentials. kept: which rows the pages hold.
+    """
     sequences, tables = lengths.shape[0], pages.tables
     if sequences == 0:
         return
@@ -133,6 +147,8 @@ def _decode(
         q.stride(1),
         tables.stride(0),
         tile.split,
+        kept.rank,
+        KEY_RANKS=kept.ranks,
         **constants(dims.heads, dims.rank, dims.rope, pages.page_size, tile),
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -147,6 +163,9 @@ def _decode(
         tile.split,
         out.stride(0),
         out.stride(1),
+        sums,
+        kept.rank,
+        KEY_RANKS=kept.ranks,
         HEADS=dims.heads,
         RANK=dims.rank,
         RANK_PAD=padded,
@@ -155,7 +174,7 @@ def _decode(
     )
 
 
-def _prompts(
+def prompts(
     out: Tensor,
     latent: Tensor,
     q: Tensor,
@@ -165,9 +184,11 @@ def _prompts(
     dims: Dims,
     starts: Tensor,
     bounds: Tensor | None,
+    sums: Tensor | None = None,
+    kept: KeptKeys = ALL_KEYS,
 ) -> None:
-    """starts: from which row of the batch on each sequence's queries are run. bounds: which sequences have such rows;
-    None: any may."""
+    """As `decode`, of sequences with any number of queries. starts: from which row of the batch on each sequence's are
+    run. bounds: which sequences have such rows; None: any may."""
     tokens, sequences = q.shape[0], batch.offsets.shape[0] - 1
     if tokens == 0:
         return
@@ -191,6 +212,11 @@ def _prompts(
         q.stride(0),
         q.stride(1),
         pages.tables.stride(0),
+        out.stride(0),
+        out.stride(1),
+        sums,
+        kept.rank,
+        KEY_RANKS=kept.ranks,
         BOUNDED=bounds is not None,
         BLOCK_M=tile.queries,
         **constants(dims.heads, dims.rank, dims.rope, pages.page_size, tile),

@@ -59,7 +59,9 @@ def _attend(front, back, at, maximum, weight, result, start, end, rows, table, s
     return largest, weight, result
 
 
-@partial(jit, unspecialized=("starts", "offsets", "bounds", "lengths", "tables", "sequences", "table_stride"))
+@partial(
+    jit, unspecialized=("starts", "offsets", "bounds", "lengths", "tables", "sequences", "table_stride", "key_rank")
+)
 def latent_prompt_kernel(
     latent,
     q,
@@ -78,6 +80,11 @@ def latent_prompt_kernel(
     q_token,
     q_head,
     table_stride,
+    out_token,
+    out_head,
+    sums,
+    key_rank,
+    KEY_RANKS: tl.constexpr,
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     RANK_PAD: tl.constexpr,
@@ -93,9 +100,10 @@ def latent_prompt_kernel(
     queries of one sequence. In one dimension, because others have 65,535 at most.
 
     Of sequence s the queries in rows [starts[s], offsets[s + 1]), the last of its tokens. BOUNDED: only sequences
-    [bounds[0], bounds[1]) have any. latent: the queries in the space of the latent; out, of its strides, the weighted
-    sums of latents. A query's sum goes over blocks that begin at multiples of BLOCK_N, so its bits depend on its
-    sequence alone.
+    [bounds[0], bounds[1]) have any. latent: the queries in the space of the latent; out: the weighted sums of latents.
+    A query's sum goes over blocks that begin at multiples of BLOCK_N, so its bits depend on its sequence alone.
+    sums: [tokens, HEADS] float32, takes the logarithm of each query's sum of exponentials; None: nobody wants it.
+    KEY_RANKS: so many divide the rows of a sequence, and the pages here hold those of number `key_rank` (`KeptKeys`).
     """
     # The tiles that see most come last in a sequence and start first.
     HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -136,6 +144,9 @@ def latent_prompt_kernel(
     )
     at = total - new + query
     end = tl.minimum(total, total - new + query_start + TILE_QUERIES)
+    if KEY_RANKS > 1:  # positions become places among the rows here: that of a query is the last row that it sees
+        at = (at + KEY_RANKS - key_rank) // KEY_RANKS - 1
+        end = (end + KEY_RANKS - 1 - key_rank) // KEY_RANKS
     table = tables + sequence * table_stride
     maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     weight = tl.zeros((BLOCK_M,), tl.float32)
@@ -145,10 +156,18 @@ def latent_prompt_kernel(
             front, back, at, maximum, weight, result, start, end, rows, table, scale,
             RANK, RANK_PAD, ROPE, ROPE_PAD, PAGE_SIZE, BLOCK_N,
         )  # fmt: skip
+    if sums is not None:
+        tl.store(sums + token * HEADS + head, (maximum + tl.log2(weight)) * 0.6931471805599453, mask=held)
     result = result / tl.where(weight == 0.0, 1.0, weight)[:, None]
     column = tl.arange(0, RANK_PAD)[None, :]
-    target = out + (token * latent_token + head * latent_head)[:, None] + column
+    target = out + (token * out_token + head * out_head)[:, None] + column
     tl.store(target, result.to(out.dtype.element_ty), mask=held[:, None] & (column < RANK))
+
+
+@jit
+def _rows_here(length, key_rank, KEY_RANKS: tl.constexpr):
+    """How many rows of a sequence the pages here hold."""
+    return (length + KEY_RANKS - 1 - key_rank) // KEY_RANKS if KEY_RANKS > 1 else length
 
 
 @jit
@@ -158,7 +177,7 @@ def _division(length, splits, least_rows, BLOCK_N: tl.constexpr):
     return size, tl.cdiv(length, size)
 
 
-@partial(jit, unspecialized=("lengths", "tables", "table_stride", "least_rows"))
+@partial(jit, unspecialized=("lengths", "tables", "table_stride", "least_rows", "key_rank"))
 def latent_decode_kernel(
     latent,
     q,
@@ -175,6 +194,8 @@ def latent_decode_kernel(
     q_head,
     table_stride,
     least_rows,
+    key_rank,
+    KEY_RANKS: tl.constexpr,
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     RANK_PAD: tl.constexpr,
@@ -188,12 +209,13 @@ def latent_decode_kernel(
     rows.
 
     results [sequences, splits, HEADS, RANK], scales [sequences, splits, HEADS] float32: weighted means of latents and
-    the logarithms (to the base two) of their weights. least_rows: of a split, a multiple of BLOCK_N.
+    the logarithms (to the base two) of their weights. least_rows: of a split, a multiple of BLOCK_N. key_rank,
+    KEY_RANKS: as for `latent_prompt_kernel`.
     """
     sequence = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     splits = tl.num_programs(2)
-    length = tl.load(lengths + sequence)
+    length = _rows_here(tl.load(lengths + sequence), key_rank, KEY_RANKS)
     size, used = _division(length, splits, least_rows, BLOCK_N)
     if split >= used:
         return
@@ -220,7 +242,7 @@ def latent_decode_kernel(
     tl.store(scales + part, maximum + tl.log2(weight), mask=held)
 
 
-@partial(jit, unspecialized=("lengths", "splits", "least_rows"))
+@partial(jit, unspecialized=("lengths", "splits", "least_rows", "key_rank"))
 def latent_join_kernel(
     results,
     scales,
@@ -230,15 +252,20 @@ def latent_join_kernel(
     least_rows,
     out_token,
     out_head,
+    sums,
+    key_rank,
+    KEY_RANKS: tl.constexpr,
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     RANK_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Programs [HEADS, sequences]: the weighted mean of a sequence's splits, in their order; zeros if it has none."""
+    """Programs [HEADS, sequences]: the weighted mean of a sequence's splits, in their order; zeros if it has none.
+    sums, key_rank, KEY_RANKS: as for `latent_prompt_kernel`."""
     head = tl.program_id(0).to(tl.int64)
     sequence = tl.program_id(1).to(tl.int64)
-    _, used = _division(tl.load(lengths + sequence), splits, least_rows, BLOCK_N)
+    length = _rows_here(tl.load(lengths + sequence), key_rank, KEY_RANKS)
+    _, used = _division(length, splits, least_rows, BLOCK_N)
     column = tl.arange(0, RANK_PAD)
     maximum = float("-inf")
     weight = 0.0
@@ -252,6 +279,8 @@ def latent_join_kernel(
         weight = weight * shrink + share
         result = result * shrink + share * tl.load(results + part * RANK + column, mask=column < RANK, other=0.0)
         maximum = largest
+    if sums is not None:
+        tl.store(sums + sequence * HEADS + head, (maximum + tl.log2(weight)) * 0.6931471805599453)
     result = result / tl.where(weight == 0.0, 1.0, weight)
     tl.store(out + sequence * out_token + head * out_head + column, result.to(out.dtype.element_ty), mask=column < RANK)
 
@@ -260,13 +289,25 @@ def compile_cases() -> list[CompileCase]:
     bf16, fp32 = torch.bfloat16, torch.float32
     found = [_prompt_case(bf16, 16), _prompt_case(bf16, 128, bounded=True), _prompt_case(fp32, 16)]
     found += [_decode_case(bf16, 16, 64), _decode_case(bf16, 128, 64), _decode_case(fp32, 16, 64)]
+    found += [_prompt_case(bf16, 128, bounded=True, key_ranks=8), _decode_case(bf16, 128, 64, key_ranks=8)]
     signature = by_type(
         {"*fp32:16": "results scales", "*bf16:16": "out", "*i32": "lengths", "i32": "splits least_rows"}
     )
     signature |= by_type({"i32:16": "out_token out_head"})
     tile = decode_tile(16, 512, bf16, 64, 8192)
     fixed = {"HEADS": 16, "RANK": 512, "RANK_PAD": 512, "BLOCK_N": tile.rows}
-    return [*found, CompileCase("latent join", latent_join_kernel, signature, fixed, 4, 2)]
+    for key_ranks in (1, 8):
+        types, own = _of_key_ranks(key_ranks)
+        name = "latent join" + f" of {key_ranks} ranks" * (key_ranks > 1)
+        found.append(CompileCase(name, latent_join_kernel, signature | types, fixed | own, 4, 2))
+    return found
+
+
+def _of_key_ranks(key_ranks: int) -> tuple[dict[str, str], dict[str, object]]:
+    """What is said of a kernel whose rows so many ranks divide: types and constants."""
+    if key_ranks == 1:
+        return {}, {"sums": None, "key_rank": 0, "KEY_RANKS": 1}
+    return {"out": "*fp32:16", "sums": "*fp32:16", "key_rank": "i32"}, {"KEY_RANKS": key_ranks}
 
 
 def _signature(kind: str) -> dict[str, str]:
@@ -285,24 +326,32 @@ def _kind(dtype: torch.dtype) -> tuple[str, tuple[str, ...]]:
     return ("fp32", ()) if dtype == torch.float32 else ("bf16", ("mma",))
 
 
-def _prompt_case(dtype: torch.dtype, heads: int, bounded: bool = False) -> CompileCase:
+def _prompt_case(dtype: torch.dtype, heads: int, bounded: bool = False, key_ranks: int = 1) -> CompileCase:
     kind, must = _kind(dtype)
     tile = prompt_tile(heads, 512, dtype)
     signature = _signature(kind) | {"out": f"*{kind}:16", "sequences": "i32"}
     signature |= dict.fromkeys(("starts", "offsets", "bounds"), "*i32")
-    own = {**constants(heads, 512, 64, 16, tile), "BOUNDED": bounded, "BLOCK_M": tile.queries}
-    return _case(f"latent prompts {kind} {heads} heads", latent_prompt_kernel, signature, own, tile, must)
+    signature |= dict.fromkeys(("out_token", "out_head"), "i32:16")
+    types, divided = _of_key_ranks(key_ranks)
+    own = {**constants(heads, 512, 64, 16, tile), "BOUNDED": bounded, "BLOCK_M": tile.queries, **divided}
+    name = f"latent prompts {kind} {heads} heads" + f" of {key_ranks} ranks" * (key_ranks > 1)
+    return _case(name, latent_prompt_kernel, signature | types, own, tile, must)
 
 
-def _decode_case(dtype: torch.dtype, heads: int, sequences: int) -> CompileCase:
+def _decode_case(dtype: torch.dtype, heads: int, sequences: int, key_ranks: int = 1) -> CompileCase:
     kind, must = _kind(dtype)
     tile = decode_tile(heads, 512, dtype, sequences, 8192)
     signature = _signature(kind) | dict.fromkeys(("results", "scales"), "*fp32:16") | {"least_rows": "i32"}
-    own = constants(heads, 512, 64, 16, tile)
-    return _case(f"latent decode {kind} {heads} heads", latent_decode_kernel, signature, own, tile, must)
+    types, divided = _of_key_ranks(key_ranks)
+    for argument in ("out", "sums"):  # what joins the splits has these
+        types.pop(argument, None)
+        divided.pop(argument, None)
+    own = {**constants(heads, 512, 64, 16, tile), **divided}
+    name = f"latent decode {kind} {heads} heads" + f" of {key_ranks} ranks" * (key_ranks > 1)
+    return _case(name, latent_decode_kernel, signature | types, own, tile, must)
 
 
 def _case(
-    name: str, kernel: object, signature: dict[str, str], own: dict[str, int], tile: Tile, must: tuple[str, ...]
+    name: str, kernel: object, signature: dict[str, str], own: dict[str, object], tile: Tile, must: tuple[str, ...]
 ) -> CompileCase:
     return CompileCase(name, kernel, signature, own, tile.warps, tile.stages, must)

@@ -54,7 +54,8 @@ def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -
     shard = None
     if ranks > 1:
         axis = imagined(TENSOR_AXIS, ranks)
-        shard = RankShard.of(config, ranks, 0, axis, expert_parallel=asked.enable_expert_parallel)
+        by_experts, key_ranks = asked.enable_expert_parallel, asked.decode_context_parallel_size
+        shard = RankShard.of(config, ranks, 0, axis, expert_parallel=by_experts, key_ranks=key_ranks)
     own = config if shard is None else shard.config
     sizes = EngineSizes.of(asked, own, torch.device("cuda"), limits, shard)
     sizes.packing.check_kernels("cuda", deterministic=asked.deterministic)
@@ -81,10 +82,10 @@ def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -
         if found is not None:
             target = StepTarget(asked.step_target_ms / 1e3, found, tuple(recorded))
     scheduler = SchedulerConfig(asked.max_num_seqs, sizes.max_tokens, sizes.max_length, asked.seed or 0, target)
-    shape = EngineShape(scheduler, ledger.pages, asked.page_size, asked.enable_prefix_caching)
+    shape = EngineShape(scheduler, ledger.pages, ledger.page_size, asked.enable_prefix_caching)
     if sizes.states is not None or any(group.window is not None for group in sizes.groups):
         snapshots = None if sizes.states is None else ledger.snapshots
         shape = replace(shape, groups=sizes.groups, group_pages=ledger.group_pages, snapshots=snapshots)
-    kv_bytes = sum(group.shape.page_bytes for group in sizes.groups) // sizes.pool.page_size * ranks
+    kv_bytes = sum(group.shape.page_bytes for group in sizes.groups) // sizes.pool.page_tokens * ranks
     prices = PredictedPrices(times, times.copy_seconds(ledger.state_bytes))
     return PredictedEngine(shape, prices, ledger, kv_bytes, times.sources)

@@ -87,6 +87,21 @@ def test_kernels_of_ranks_are_derived_with_their_messages(elsewhere: Callable[..
     } <= found
 
 
+@pytest.mark.parametrize(
+    ("model", "ranks", "attends"),
+    [
+        ("0.6B", 16, {"decode_attention_kernel", "attention_kernel"}),
+        ("V2-Lite", 2, {"latent_decode_kernel", "latent_join_kernel", "latent_prompt_kernel"}),
+    ],
+)
+def test_kernels_of_ranks_that_divide_keys_are_derived(
+    elsewhere: Callable[..., Any], model: str, ranks: int, attends: set[str]
+) -> None:
+    options = {"tensor_parallel_size": ranks, "decode_context_parallel_size": 2}
+    variants = elsewhere(derived, model, DUMMY | options)
+    assert attends | {"pack_heads_kernel", "join_heads_kernel"} <= kernel_names(variants)
+
+
 def test_what_takes_long_to_compile_is_noted_first(alone: Callable[..., Any]) -> None:
     """Before imports of PyTorch that take half a second."""
     noted = alone(noted_before, "torch._dynamo", "0.6B", DUMMY)
@@ -103,6 +118,8 @@ def test_what_takes_long_to_compile_is_noted_first(alone: Callable[..., Any]) ->
         ("1B", DUMMY | {"max_num_seqs": 40, "max_num_batched_tokens": 3000, "dtype": "float16"}, 2500),
         (str(BUILTIN_FOLDER), DUMMY | {"deterministic": True}, 900),
         ("0.6B", DUMMY | {"tensor_parallel_size": 2, "max_num_seqs": 60, "overlap_tokens": 600}, 900),
+        ("0.6B", DUMMY | {"tensor_parallel_size": 16, "decode_context_parallel_size": 2, "max_num_seqs": 60}, 900),
+        ("V2-Lite", DUMMY | {"tensor_parallel_size": 4, "decode_context_parallel_size": 4, "max_num_seqs": 60}, 900),
     ],
 )
 def test_requests_of_all_kinds_launch_nothing_else(

@@ -11,7 +11,7 @@ from strata.engine.engine_config import EngineConfig
 WHOLE = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "page_size", "max_num_seqs")
 
 
-@pytest.mark.parametrize("name", [*WHOLE, "eplb_step_interval"])
+@pytest.mark.parametrize("name", [*WHOLE, "decode_context_parallel_size", "eplb_step_interval"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, "2", True, None, [2]])
 def test_numbers_are_whole_and_over_zero(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{name} must be an integer of at least 1, got "):

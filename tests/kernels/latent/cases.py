@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from strata.comm.join_heads import joined
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.spec import AttentionSpec, Sequences
+from strata.kernels.latent.divided import absorb_queries, expand_values
 from strata.kernels.latent.forms import Dims
+from strata.kernels.state.kept_keys import KeptKeys
 from strata.kernels.state.paged import PagedKV
 
 SPEC = AttentionSpec(0, 0.3)
@@ -56,3 +59,30 @@ def with_parts(call: Call, decodes: int, *, recorded: bool) -> Call:
     bounds = torch.tensor([decodes, len(lengths)], dtype=torch.int32)
     parts = BatchParts(lengths, starts, bounds, None if recorded else decodes)
     return q, row, weight, batch._replace(pages=replace(batch.pages, parts=parts)), spec
+
+
+def by_ranks(call: Call, ranks: int, attend: Callable[..., tuple[Tensor, Tensor]]) -> Tensor:
+    """What `latent_attention` finds, by ranks of which each attends as `kept_latent_attention` to the rows it keeps."""
+    q, row, weight, batch, spec = call
+    dims = Dims.of(q, row, weight)
+    queries = absorb_queries(q, weight, dims.value)
+    found = []
+    for rank in range(ranks):
+        kept = KeptKeys(ranks, rank)
+        found.append(attend(queries, row, _kept(batch, kept), spec, kept, dims.rank))
+    mixed, sums = (torch.stack(parts) for parts in zip(*found, strict=True))
+    return expand_values(joined(mixed, sums).to(q.dtype), weight, dims.value)
+
+
+def _kept(batch: Sequences, kept: KeptKeys) -> Sequences:
+    """The same step with what a rank keeps in the first pages of each sequence."""
+    pages = batch.pages
+    assert pages is not None
+    whole = pages.keys[0].flatten(0, 1)
+    pool = torch.full_like(whole, float("nan"))
+    for table, length in zip(pages.tables.tolist(), pages.lengths.tolist(), strict=True):
+        places = torch.tensor([table[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE for at in range(length)])
+        own = places[kept.rank :: kept.ranks]
+        pool[places[: len(own)]] = whole[own]
+    rows = (pool.view_as(pages.keys[0]),)
+    return batch._replace(pages=replace(pages, keys=rows, values=rows))

@@ -6,7 +6,7 @@ import mmap
 
 import torch
 
-from strata.kernels.latent import cuda, tiles
+from strata.kernels.latent import cuda, divided_cuda, tiles
 from strata.kernels.latent.attention import latent_attention
 from strata.kernels.latent.forms import Dims
 from strata.kernels.rotary.rope import rope_angles
@@ -14,7 +14,7 @@ from strata.kernels.rotary.tail_rope import tail_rope
 from strata.kernels.state.latent_write import latent_write
 
 from ..collective.interpreted import _counts
-from .cases import Call, make_call, with_parts
+from .cases import Call, by_ranks, make_call, with_parts
 
 DIMS = Dims(heads=5, nope=10, rope=6, rank=24, value=14)
 MANY = Dims(heads=19, nope=8, rope=4, rank=16, value=8)
@@ -30,6 +30,8 @@ def check(call: Call) -> None:
     exact = latent_attention.reference(q.double(), row.double(), weight.double(), batch._replace(pages=wide), spec)
     for attend in (cuda.attend, cuda.attend_fixed):
         assert (attend(*call) - exact).abs().max() < 2e-5
+    for ranks in (1, 2, 3):
+        assert (by_ranks(call, ranks, divided_cuda.attend) - exact).abs().max() < 2e-5
 
 
 def check_fixed_bits() -> None:
@@ -85,8 +87,8 @@ def check_far_heads() -> None:
     latent.copy_(near)
     expected = torch.empty_like(near)
     for given, found in ((near, expected), (latent, out)):
-        cuda._prompts(found, given, q, batch, pages, spec, dims, batch.offsets, None)
-        cuda._decode(found, given, q, pages, pages.lengths[:1], spec, dims)
+        cuda.prompts(found, given, q, batch, pages, spec, dims, batch.offsets, None)
+        cuda.decode(found, given, q, pages, pages.lengths[:1], spec, dims)
     assert torch.equal(out, expected)
 
 

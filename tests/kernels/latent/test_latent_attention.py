@@ -15,11 +15,13 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.spec import Sequences
 from strata.kernels.latent import cpu as latent_cpu
 from strata.kernels.latent.attention import latent_attention
+from strata.kernels.latent.divided import absorb_queries, expand_values, kept_latent_attention
 from strata.kernels.latent.forms import Dims, expanded
 from strata.kernels.rotary.rope import rope_angles
+from strata.kernels.state.kept_keys import KeptKeys
 from strata.kernels.state.latent_write import latent_write
 
-from .cases import SPEC, Call, make_call
+from .cases import SPEC, Call, by_ranks, make_call
 
 DIMS = Dims(heads=5, nope=10, rope=6, rank=24, value=14)
 WIDE_VALUES = Dims(heads=3, nope=4, rope=2, rank=7, value=9)
@@ -136,6 +138,38 @@ def test_costs_are_the_hand_counts() -> None:
     )
     read = 2 * 514 * width + 2 * rank + 514 * 64 * 4 + pages.slot_mapping.nbytes
     assert written == Cost(514 * (4 * rank + 3 * 64), read, 2 * 2 * 514 * width, 2 * rank)
+
+
+@pytest.mark.parametrize("dims", [DIMS, WIDE_VALUES])
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_ranks_that_keep_some_rows_find_the_same_together(dims: Dims, ranks: int) -> None:
+    call = make_call(dims, *STEP)
+    exact = in_space_of_latent(call)
+    for attend in (kept_latent_attention.reference, kept_latent_attention.bind("cpu")):
+        assert (by_ranks(call, ranks, attend) - exact).abs().max() < 1e-5
+
+
+def test_costs_of_ranks_that_keep_some_rows_by_hand() -> None:
+    """Of V2-Lite on rank 1 of 4: 2 heads of its own and 8 in all; two decodes of 1000 and 6 tokens, of which 250 and 2
+    are here."""
+    rank, width, workload = 512, 576, Workload((1, 1), (1000, 6))
+    q, weight = torch.empty(2, 2, 192, dtype=torch.bfloat16), torch.empty(2 * 256, rank, dtype=torch.bfloat16)
+    q, weight = q.to("meta"), weight.to("meta")
+    queries = absorb_queries.meta(q, weight, 128)
+    half = 2 * 2 * 128 * rank
+    assert queries.shape == (2, 2, width)
+    absorbed = absorb_queries.cost(q, weight, 128, workload=workload)
+    assert absorbed == Cost(2 * half, 2 * 2 * 2 * 192 + half, 2 * 2 * 2 * width, weights=half)
+    found = torch.empty(2, 2, rank, dtype=torch.bfloat16, device="meta")
+    values = expand_values.cost(found, weight, 128, workload=workload)
+    assert values == Cost(2 * half, 2 * 2 * 2 * rank + half, 2 * 2 * 2 * 128, weights=half)
+    batch = make_call(Dims(2, 128, 64, rank, 128), (1, 1), (1000, 6), torch.bfloat16)[3]
+    all_queries, row = (torch.empty(2, *shape, dtype=torch.bfloat16) for shape in ((8, width), (width,)))
+    kept = KeptKeys(4, 1)
+    attended = kept_latent_attention.cost(all_queries, row, batch, SPEC, kept, rank, workload=workload)
+    rows = (250 + 2) * width * 2
+    flops = 2 * 8 * (width + rank) * (250 + 2)
+    assert attended == Cost(flops, 2 * 2 * 8 * width + rows, 4 * 2 * 8 * (rank + 1), cached=rows)
 
 
 def test_rows_are_written_where_they_stay() -> None:

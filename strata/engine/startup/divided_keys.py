@@ -1,0 +1,65 @@
+"""Whether ranks can divide keys and values by sequence in an engine that is asked for, and what they need for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from strata.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from strata.engine.engine_config import EngineConfig
+
+# What else an engine may not be asked for, and what an option is where it does not ask.
+_REFUSED = {
+    "deterministic": False,
+    "enable_dp_attention": False,
+    "pipeline_parallel_size": 1,
+    "prefill_context_parallel_size": 1,
+    "kv_cache_dtype": "auto",
+    "sparse_prefill": None,
+    "decode_pages": None,
+    "message_dtype": "auto",
+}
+# Copies of what a rank has found, in float32, that are alive at once while ranks join it: as it was computed, packed
+# for the others, and what has arrived.
+_COPIES = 3
+
+
+def check_divided_keys(asked: EngineConfig) -> None:
+    """Raises ValueError for options that ranks which divide keys and values by sequence do not go with."""
+    given = f"decode_context_parallel_size={asked.decode_context_parallel_size}"
+    if asked.decode_context_parallel_size == 1:
+        return
+    if asked.tensor_parallel_size % asked.decode_context_parallel_size:
+        raise ValueError(
+            f"{given} divides keys among the ranks of tensor_parallel_size={asked.tensor_parallel_size}, of which it "
+            "must be a divisor"
+        )
+    other = next((name for name, without in _REFUSED.items() if getattr(asked, name) != without), None)
+    other = "overlap_tokens" if asked.overlap_tokens else other
+    if other is not None:
+        raise ValueError(f"{given} and {other}={getattr(asked, other)!r} are not there together: leave out one of them")
+
+
+def check_kept_keys(asked: EngineConfig, config: ModelConfig) -> None:
+    """Raises ValueError for a model whose keys and values cannot be divided so."""
+    if asked.decode_context_parallel_size == 1:
+        return
+    kinds = {
+        "layers with windows": any(window is not None for window in config.windows),
+        "attention sinks": config.has_sinks,
+        "recurrent layers": config.recurrence is not None,
+    }
+    kind = next((name for name, is_there in kinds.items() if is_there), None)
+    if kind is not None:
+        raise ValueError(
+            f"decode_context_parallel_size={asked.decode_context_parallel_size} is not there for "
+            f"{config.architecture}, which has {kind}: leave it out"
+        )
+
+
+def joining_bytes(asked: EngineConfig, config: ModelConfig, tokens: int) -> int:
+    """What ranks that divide keys need to join what they find in a step of so many tokens. config: of a rank."""
+    ranks = asked.decode_context_parallel_size
+    width = config.head_dim if config.latent is None else config.latent.rank
+    return 0 if ranks == 1 else _COPIES * 4 * tokens * ranks * config.num_heads * (width + 1)

@@ -1,0 +1,116 @@
+"""Ranks that would keep the same keys and values keep different tokens of them instead (decode context parallelism)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import getitem
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from strata.comm.join_heads import join_heads
+from strata.comm.operations import Along, all_gather
+from strata.comm.token_messages import gather_tokens
+from strata.graph.capture import operation_of, reads_state
+from strata.kernels.attention.attention import attention
+from strata.kernels.attention.divided.gathered import gathered_attention, kept_rows
+from strata.kernels.attention.divided.kept import kept_attention
+from strata.kernels.latent.attention import latent_attention
+from strata.kernels.latent.divided import absorb_queries, expand_values, kept_latent_attention
+from strata.kernels.latent.gathered import gathered_latent_attention
+from strata.kernels.state.kept_keys import KeptKeys
+
+
+class KeyDivision(NamedTuple):
+    """along: the ranks. kept: what this one keeps. dtype: of the model. value: of latent attention, the elements of a
+    head's value; 0: attention is not latent."""
+
+    along: Along
+    kept: KeptKeys
+    dtype: torch.dtype
+    value: int = 0
+
+
+def divide_keys(graph: fx.GraphModule, by: KeyDivision) -> fx.GraphModule:
+    """Let attention read what this rank keeps of the keys, and the other ranks the rest; in place; returns `graph`.
+
+    graph: of a rank, captured and not rewritten by a pass yet. It then takes pages that hold the tokens which `kept`
+    says, and a slot mapping that is -1 for all others.
+
+    In place of each attention: the queries of all ranks are gathered, each rank attends with all of them to its keys,
+    and a message gives each its own heads back, joined. Of latent attention queries travel, and return, in the space of
+    the latent. Raises ValueError for what else reads keys, and for attention with a window or with sinks.
+    """
+    for node in list(graph.graph.nodes):
+        if operation_of(node) is attention:
+            _divide(graph, node, by)
+        elif operation_of(node) is latent_attention:
+            _divide_latent(graph, node, by)
+        elif reads_state(node) and operation_of(node) not in (kept_attention, kept_latent_attention):
+            raise ValueError(f"{node.target.name} reads what sequences have kept, which ranks cannot divide by tokens")
+    graph.recompile()
+    return graph
+
+
+def _divide(graph: fx.GraphModule, node: fx.Node, by: KeyDivision) -> None:
+    q, *others, spec = node.args[:5]
+    if spec.window is not None or any(sinks is not None for sinks in node.args[5:]):  # type: ignore[union-attr]
+        raise ValueError("attention with windows or sinks cannot be divided among ranks by tokens")
+    call = _calls_before(node)
+    queries = call(all_gather, q, by.along, 1)
+    found = call(kept_attention, queries, *others, spec, by.kept)
+    _replace(node, call(join_heads, *_joined(call, found, by)))
+
+
+def _divide_latent(graph: fx.GraphModule, node: fx.Node, by: KeyDivision) -> None:
+    q, row, weight, batch, spec = node.args
+    assert isinstance(weight, fx.Node)
+    rank = graph.get_parameter(str(weight.target)).shape[1]
+    call = _calls_before(node)
+    queries = call(all_gather, call(absorb_queries, q, weight, by.value), by.along, 1)
+    found = call(kept_latent_attention, queries, row, batch, spec, by.kept, rank)
+    own = call(join_heads, *_joined(call, found, by))
+    _replace(node, call(expand_values, own, weight, by.value))
+
+
+def gather_keys(graph: fx.GraphModule, by: KeyDivision) -> fx.GraphModule:
+    """As `divide_keys`, but each rank gathers the keys of all for a step's sequences and attends to them with its own
+    queries: for prompts whose queries are more bytes."""
+    for node in list(graph.graph.nodes):
+        operation = operation_of(node)
+        if operation not in (attention, latent_attention):
+            continue
+        is_latent = operation is latent_attention
+        q, k, v, batch, spec, *sinks = node.args
+        if any(sink is not None for sink in sinks):
+            raise ValueError("attention with sinks cannot be divided among ranks by tokens")
+        call = _calls_before(node)
+        rows = call(kept_rows, k, batch, spec, by.kept, 1 if is_latent else 2)
+        gathered = call(gather_tokens, rows, by.along)
+        attend = gathered_latent_attention if is_latent else gathered_attention
+        _replace(node, call(attend, q, k, v, batch, spec, gathered, by.kept))
+    graph.recompile()
+    return graph
+
+
+def _joined(call: Callable[..., fx.Node], found: fx.Node, by: KeyDivision) -> tuple[Any, ...]:
+    """The arguments of `join_heads`."""
+    return call(getitem, found, 0), by.along, call(getitem, found, 1), by.dtype
+
+
+def _calls_before(node: fx.Node) -> Callable[..., fx.Node]:
+    """Puts calls in front of a node, as a part of what it is."""
+
+    def call(target: Any, *arguments: Any) -> fx.Node:
+        with node.graph.inserting_before(node):
+            made = node.graph.call_function(target, arguments)
+        made.meta = {"module": node.meta["module"], "layer": node.meta["layer"]}
+        return made
+
+    return call
+
+
+def _replace(node: fx.Node, by: fx.Node) -> None:
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)

@@ -1,0 +1,136 @@
+"""Attention to keys that ranks keep apart and have gathered: what each sends, and what attends to what all have sent.
+
+For prompts, whose queries are more bytes than the keys that they see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.attention.attention import attention
+from strata.kernels.attention.spec import AttentionSpec, PackedBatch, Sequences
+from strata.kernels.op import ATEN, operation
+from strata.kernels.state.kept_keys import KeptKeys
+from strata.kernels.state.paged import PagedKV
+
+
+def _rows_meta(k: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys, tensors: int) -> Tensor:
+    assert batch.pages is not None
+    pool = batch.pages.keys[spec.layer]
+    return pool.new_empty((batch.pages.tables.numel(), tensors, *pool.shape[1:]), device="meta")
+
+
+def _rows_cost(
+    k: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys, tensors: int, *, workload: Workload
+) -> Cost:
+    moved = _rows_meta(k, batch, spec, kept, tensors).nbytes
+    return Cost(read=moved, written=moved)
+
+
+@operation(_rows_cost, meta=_rows_meta)
+def kept_rows(k: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys, tensors: int) -> Tensor:
+    """The rows that this rank keeps of a step's sequences: [sequences * most_pages, tensors, page_size, kv_heads,
+    head_dim], page after page of the block tables; past a sequence's pages some other page.
+
+    k: what the pages have been written with before. tensors: 2 for keys and values, 1 if a row is both.
+    """
+    pages = batch.pages
+    assert pages is not None
+    counts = -(-pages.lengths // (pages.page_size * kept.ranks))
+    is_used = torch.arange(pages.tables.shape[1], device=k.device) < counts[:, None]
+    used = pages.tables.masked_fill(~is_used, 0).flatten().long()
+    pools = (pages.keys[spec.layer], pages.values[spec.layer])[:tensors]
+    return torch.stack([pool.index_select(0, used) for pool in pools], 1)
+
+
+kept_rows.implement("torch", "cpu", invariant=True)(kept_rows.reference)
+kept_rows.implement("torch", "cuda", invariant=True)(kept_rows.reference)
+
+
+def whole_pages(batch: PackedBatch, gathered: Tensor, kept: KeptKeys) -> Sequences:
+    """A step whose pages hold all tokens of its sequences, in pools of one layer. gathered: of `kept_rows`, one rank's
+    after another's."""
+    pages = batch.pages
+    assert pages is not None
+    parts = gathered.unflatten(0, (kept.ranks, -1))
+    # Position j * ranks + rank of a page is the j-th row of that rank.
+    pools = [parts[:, :, at].permute(1, 2, 0, 3, 4).contiguous().flatten(1, 2) for at in range(parts.shape[2])]
+    tables = torch.arange(pages.tables.numel(), dtype=torch.int32, device=pages.tables.device).view(pages.tables.shape)
+    whole = PagedKV((pools[0],), (pools[-1],), tables, pages.lengths, pages.slot_mapping, parts=pages.parts)
+    return Sequences(batch.offsets, batch.longest, whole)
+
+
+def as_one_layer(spec: AttentionSpec) -> AttentionSpec:
+    return spec._replace(layer=0)
+
+
+def copied_cost(gathered: Tensor) -> Cost:
+    """Of `whole_pages`."""
+    return Cost(read=gathered.nbytes, written=gathered.nbytes)
+
+
+def _cost(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: PackedBatch,
+    spec: AttentionSpec,
+    gathered: Tensor,
+    kept: KeptKeys,
+    *,
+    workload: Workload,
+) -> Cost:
+    own: Cost = attention.cost(q, k, v, batch, spec, workload=workload)
+    return own + copied_cost(gathered)
+
+
+def _meta(
+    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, gathered: Tensor, kept: KeptKeys
+) -> Tensor:
+    return torch.empty(q.shape, dtype=q.dtype, device="meta")
+
+
+@operation(_cost, meta=_meta, reads_state=True)
+def gathered_attention(
+    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, gathered: Tensor, kept: KeptKeys
+) -> Tensor:
+    """`attention` to the keys of all ranks. gathered: [ranks * pages, 2, page_size, kv_heads, head_dim], `kept_rows` of
+    each; `pages.lengths` are those of whole sequences."""
+    result: Tensor = attention.reference(q, k, v, whole_pages(batch, gathered, kept), as_one_layer(spec))
+    return result
+
+
+def _by(device: str) -> Callable[..., Tensor]:
+    attend = attention.bind(device)
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, gathered: Tensor, kept: KeptKeys
+    ) -> Tensor:
+        result: Tensor = attend(q, k, v, whole_pages(batch, gathered, kept), as_one_layer(spec))
+        return result
+
+    return run
+
+
+def _kernels(
+    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, gathered: Tensor, kept: KeptKeys
+) -> tuple[Any, ...]:
+    whole = whole_pages(batch, gathered, kept)
+    return (ATEN, *attention.bind("cuda").launches(q, k, v, whole, as_one_layer(spec)))
+
+
+def _scratch(
+    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, gathered: Tensor, kept: KeptKeys
+) -> int:
+    """The whole pages, and what attention to them needs."""
+    whole = whole_pages(batch, gathered, kept)
+    return gathered.nbytes + attention.bind("cuda").scratch(q, k, v, whole, as_one_layer(spec))
+
+
+gathered_attention.implement("composed", "cpu")(_by("cpu"))
+gathered_attention.implement("composed", "cuda", kernels=_kernels, scratch=_scratch)(_by("cuda"))

@@ -1,0 +1,137 @@
+"""Latent attention in three steps, where ranks divide the rows of each sequence: between them queries and what they
+find travel, in the space of the latent, in which all heads read the same rows (see `kernels.attention.divided`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from strata.hardware.roofline import Cost, Workload
+from strata.kernels.attention.divided import kept_cpu
+from strata.kernels.attention.divided.kept import kept_attention
+from strata.kernels.attention.spec import AttentionSpec, PackedBatch, Sequences
+from strata.kernels.latent import divided_cuda
+from strata.kernels.op import ATEN, CUBLAS, operation
+from strata.kernels.state.kept_keys import KeptKeys
+from strata.kernels.triton_import import HAS_TRITON
+
+
+def _parts(weight: Tensor, heads: int, value: int) -> tuple[Tensor, Tensor]:
+    """What makes keys [heads, nope, rank] and values [heads, value, rank] of a latent."""
+    keys, values = weight.unflatten(0, (heads, -1)).tensor_split((-value,), 1)
+    return keys, values
+
+
+def _product_cost(tokens: int, weight: Tensor, share: float, given: int, made: int) -> Cost:
+    used = round(weight.nbytes * share)
+    return Cost(2 * tokens * round(weight.numel() * share), given + used, made, weights=used)
+
+
+def _absorb_cost(q: Tensor, weight: Tensor, value: int, *, workload: Workload) -> Cost:
+    made = _absorb_meta(q, weight, value)
+    share = 1 - q.shape[1] * value / weight.shape[0]
+    return _product_cost(q.shape[0], weight, share, q.nbytes, made.nbytes)
+
+
+def _absorb_meta(q: Tensor, weight: Tensor, value: int) -> Tensor:
+    tokens, heads, dim = q.shape
+    nope = weight.shape[0] // heads - value
+    return q.new_empty((tokens, heads, weight.shape[1] + dim - nope), device="meta")
+
+
+@operation(_absorb_cost, meta=_absorb_meta, rowwise=True)
+def absorb_queries(q: Tensor, weight: Tensor, value: int) -> Tensor:
+    """Queries as rows of latents are multiplied by them: [tokens, heads, nope + rope] to [tokens, heads, rank + rope].
+
+    weight: as for `latent_attention`, [heads * (nope + value), rank].
+    """
+    keys, _ = _parts(weight, q.shape[1], value)
+    front, back = q.split_with_sizes((keys.shape[1], q.shape[2] - keys.shape[1]), -1)
+    return torch.cat((torch.bmm(front.transpose(0, 1), keys).transpose(0, 1), back), -1)
+
+
+def _expand_cost(mixed: Tensor, weight: Tensor, value: int, *, workload: Workload) -> Cost:
+    made = _expand_meta(mixed, weight, value)
+    share = mixed.shape[1] * value / weight.shape[0]
+    return _product_cost(mixed.shape[0], weight, share, mixed.nbytes, made.nbytes)
+
+
+def _expand_meta(mixed: Tensor, weight: Tensor, value: int) -> Tensor:
+    return mixed.new_empty((*mixed.shape[:2], value), device="meta")
+
+
+@operation(_expand_cost, meta=_expand_meta, rowwise=True)
+def expand_values(mixed: Tensor, weight: Tensor, value: int) -> Tensor:
+    """Averages of latents as averages of each head's values: [tokens, heads, rank] to [tokens, heads, value]. weight:
+    as for `absorb_queries`."""
+    _, values = _parts(weight, mixed.shape[1], value)
+    return torch.bmm(mixed.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
+
+
+for _product in (absorb_queries, expand_values):
+    _product.implement("torch", "cpu")(_product.reference)
+absorb_queries.implement("torch", "cuda", kernels=(CUBLAS, ATEN))(absorb_queries.reference)
+expand_values.implement("torch", "cuda", kernels=(CUBLAS,))(expand_values.reference)
+
+
+def _rows_as_values(batch: PackedBatch) -> Sequences:
+    assert batch.pages is not None
+    return Sequences(batch.offsets, batch.longest, replace(batch.pages, values=batch.pages.keys))
+
+
+def _cost(
+    q: Tensor, row: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys, rank: int, *, workload: Workload
+) -> Cost:
+    assert batch.pages is not None
+    pairs = rows = 0
+    for new, total in zip(workload.new, workload.total, strict=True):
+        pairs += kept.pairs(total) - kept.pairs(total - new)
+        rows += kept.count(total) if new else 0
+    cached = rows * row.shape[1] * batch.pages.keys[spec.layer].element_size()
+    heads = q.shape[1]
+    written = workload.tokens * heads * (rank + 1) * max(4, q.element_size())
+    return Cost(2 * heads * (q.shape[2] + rank) * pairs, q.nbytes + cached, written, cached=cached)
+
+
+def _meta(
+    q: Tensor, row: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys, rank: int
+) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    mixed = q.new_empty((*q.shape[:2], rank), dtype=wide, device="meta")
+    return mixed, q.new_empty(q.shape[:2], dtype=wide, device="meta")
+
+
+@operation(_cost, meta=_meta, reads_state=True)
+def kept_latent_attention(
+    q: Tensor, row: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys, rank: int
+) -> tuple[Tensor, Tensor]:
+    """`kept_attention` where a row is the key and, its first `rank` columns, the value of all heads.
+
+    q: [tokens, heads, rank + rope] of `absorb_queries`, the heads of all ranks that divide the rows; row: [tokens,
+    rank + rope], of which the pages have what is kept here. Returns [tokens, heads, rank] and [tokens, heads].
+    """
+    rows = row[:, None]
+    mixed, sums = kept_attention.reference(q, rows, rows, _rows_as_values(batch), spec, kept)
+    return mixed[..., :rank], sums
+
+
+def _cpu_supports(q: Tensor, row: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys, rank: int) -> bool:
+    return kept_cpu.supports(q, row, row, batch, spec, kept)
+
+
+def _on_cpu(
+    q: Tensor, row: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys, rank: int
+) -> tuple[Tensor, Tensor]:
+    rows = row[:, None]
+    mixed, sums = kept_cpu.attend(q, rows, rows, _rows_as_values(batch), spec, kept)
+    return mixed[..., :rank], sums
+
+
+kept_latent_attention.implement("by sequence", "cpu", supports=_cpu_supports)(_on_cpu)
+if HAS_TRITON:
+    kept_latent_attention.implement(
+        "triton", "cuda", supports=divided_cuda.supports, kernels=divided_cuda.kernels, scratch=divided_cuda.scratch
+    )(divided_cuda.attend)
