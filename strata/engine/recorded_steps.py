@@ -249,19 +249,22 @@ class RecordedSteps:
         """The same of steps that ranks divide, of all ranks together."""
         return tuple(sorted({size.tokens * size.ranks for size in self._divided}))
 
-    def decode_bucket(self, sequences: int) -> BufferShape | None:
-        """The smallest recorded size that holds so many sequences of one token; None if all are smaller."""
-        return next((shape for shape in self._decode if shape.sequences >= sequences), None)
-
-    def mixed_bucket(
-        self, tokens: int, sequences: int, draws: int, prompts: int, fresh: int | None
+    def bucket(
+        self, tokens: int, sequences: int, draws: int, prompts: int, fresh: int | None, *, decodes: bool, scored: bool
     ) -> BufferShape | None:
-        """The smallest recorded size that holds a step with so many prompts; None if all are smaller. fresh: see
-        `smallest_mixed`."""
-        return smallest_mixed(self._mixed, tokens, sequences, draws, prompts, fresh)
+        """The smallest recorded size that holds a step with so many prompts. None, which is counted: it is launched, as
+        all are whose prompts are scored. decodes: it has nothing else. fresh: see `smallest_mixed`."""
+        found = None
+        if decodes:
+            found = next((shape for shape in self._decode if shape.sequences >= sequences), None)
+        elif not scored:
+            found = smallest_mixed(self._mixed, tokens, sequences, draws, prompts, fresh)
+        if found is None:
+            self.count_unrecorded(tokens, sequences, draws, prompts, scored)
+        return found
 
     def divided_bucket(self, share: RankStep) -> BufferShape | None:
-        """The same of a step that ranks divide, one for all ranks."""
+        """The smallest that holds the largest share of a step that ranks divide, one for all ranks."""
         return smallest_mixed(self._divided, *share.room)
 
     def count_unrecorded(self, tokens: int, sequences: int, draws: int, prompts: int, scored: bool) -> None:

@@ -227,17 +227,9 @@ class Runner:
         """The recorded size that a step takes; None if it is launched eagerly, as prompts that are scored are."""
         if self._recorded is None or self._graphs.leaves_out_keys(arrays.counts, arrays.ends):
             return None
+        fresh = None if arrays.starts.any() else fresh_rows(arrays.counts.tolist())
         size = plan.tokens, len(plan.chunks), len(arrays.drawn), arrays.prompts
-        scores = self._scores(plan)
-        bucket = None
-        if arrays.are_decodes:
-            bucket = self._recorded.decode_bucket(len(plan.chunks))
-        elif not scores:
-            fresh = None if arrays.starts.any() else fresh_rows(arrays.counts.tolist())
-            bucket = self._recorded.mixed_bucket(*size, fresh)
-        if bucket is None:
-            self._recorded.count_unrecorded(*size, scores)
-        return bucket
+        return self._recorded.bucket(*size, fresh, decodes=arrays.are_decodes, scored=self._scores(plan))
 
     def _scores(self, plan: StepPlan) -> bool:
         scored, lengths = self._slots.scored, self._slots.prompt_lengths
@@ -253,21 +245,18 @@ class Runner:
         if division is None or share is None:
             return None, None
         bucket = None if recorded is None else recorded.divided_bucket(share)
-        return (share, bucket) if division.pays(arrays, share, recorded=bucket is not None) else (None, None)
+        if not division.pays(arrays, share, recorded=bucket is not None):
+            return None, None
+        if recorded is not None and bucket is None:
+            recorded.count_unrecorded(plan.tokens, len(plan.chunks), len(arrays.drawn), arrays.prompts, scored=False)
+        return share, bucket
 
     def _common_bucket(self, room: StepRoom) -> BufferShape | None:
         """The recorded size that all ranks take for their steps."""
         if self._recorded is None:
             return None
         size = room.tokens, room.sequences, room.draws, room.prompts
-        bucket = None
-        if room.decodes:
-            bucket = self._recorded.decode_bucket(room.sequences)
-        elif not room.scored:
-            bucket = self._recorded.mixed_bucket(*size, room.fresh)
-        if bucket is None:
-            self._recorded.count_unrecorded(*size, room.scored)
-        return bucket
+        return self._recorded.bucket(*size, room.fresh, decodes=room.decodes, scored=room.scored)
 
     def _launch_recorded(self, plan: StepPlan, arrays: PlanArrays, bucket: BufferShape) -> Launched | Undrawn:
         assert self._recorded is not None

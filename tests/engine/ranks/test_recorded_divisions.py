@@ -59,6 +59,7 @@ def of_engine(axis: Axis, model: str, library: bool, most: int) -> dict[str, Any
         "divided": sum(size.ranks > 1 for size in ran),
         "whole": sum(size.ranks == 1 for size in ran),
         "launched": sum(hasattr(one, "shares") for one in launched),
+        "uncounted": len(launched) - recorded.unrecorded["too_large"],
         "tables": torch.equal(tables.on_device, torch.from_numpy(tables.rows)),
         "lacking": len(recorded.lacking),
     }
@@ -81,6 +82,7 @@ def test_shares_draw_what_one_rank_draws(
             assert rank["whole"] > 20
             assert rank["divided"] > (10 if all_are_recorded else 0)
             assert (rank["launched"] > 5) == (not all_are_recorded)
+            assert rank["uncounted"] == 0
             assert rank["prompts"] == ([0, 3] if library and all_are_recorded else [3] if library else [0])
         for name in ("shares", "divided", "launched"):
             assert len({str(rank[name]) for rank in found}) == 1
