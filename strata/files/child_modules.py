@@ -21,6 +21,7 @@ def with_package(variables: Mapping[str, str]) -> dict[str, str]:
     """Environment variables with which a process finds this package, also if it is not installed: `python -m strata` in
     a checkout finds it in the current folder, which -P takes from the import path."""
     paths = [path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path]
-    if ROOT in (Path(path).resolve() for path in (*paths, *site.getsitepackages())):
+    installed = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
+    if ROOT in (Path(path).resolve() for path in (*paths, *installed)):
         return dict(variables)
     return dict(variables) | {"PYTHONPATH": os.pathsep.join([*paths, str(ROOT)])}

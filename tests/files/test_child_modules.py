@@ -33,8 +33,14 @@ def test_what_stood_in_the_path_stays_in_front(before: str | None) -> None:
 
 
 def test_an_installed_package_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("site.getsitepackages", lambda: ["/usr/lib", str(ROOT)])
-    assert with_package({"HOME": "/home"}) == {"HOME": "/home"}
+    """Nor does one that is installed for a user alone: what else lies there must not come before Python's own."""
+    with monkeypatch.context() as patch:
+        patch.setattr("site.getsitepackages", lambda: ["/usr/lib", str(ROOT)])
+        assert with_package({"HOME": "/home"}) == {"HOME": "/home"}
+    monkeypatch.setattr("site.getusersitepackages", lambda: str(ROOT))
+    for enabled, added in ((True, {}), (False, {"PYTHONPATH": str(ROOT)}), (None, {"PYTHONPATH": str(ROOT)})):
+        monkeypatch.setattr("site.ENABLE_USER_SITE", enabled)
+        assert with_package({"HOME": "/home"}) == {"HOME": "/home"} | added
 
 
 def test_the_current_folder_is_left_out() -> None:
