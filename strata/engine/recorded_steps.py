@@ -153,7 +153,7 @@ def divided_buckets(max_sequences: int, max_rows: int, division: TokenDivision, 
     sizes = []
     for size in (size for size in tokens if size >= shortest):
         fitting = [count for count in _mixed_sequences(max_sequences) if count + 1 < size]
-        cut = size // (2 * division.piece)
+        cut, prompts, sequences = size // (2 * division.piece), None, 0
         for draws in fitting if size <= _FEW_SEQUENCES_TOKENS else fitting[-2:]:
             sequences = draws + min(draws, cut) + 1
             prompts = min(sequences - 1, MAX_PROMPTS) if library and size >= _LIBRARY_TOKENS else None

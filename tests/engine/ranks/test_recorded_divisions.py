@@ -103,6 +103,8 @@ def test_sizes_of_shares_begin_with_the_shortest_step_and_hold_the_largest() -> 
         whole = [size for size in sizes if size.ranks == 1]
         assert whole == recorded_sizes(256, 8192, 8 * 10**9, library=True)
     assert not divided_buckets(256, 255, TokenDivision.on("cuda", 2, 0), library=True)
+    # 16 rows have no room for 16 sequences and padding.
+    assert not divided_buckets(20, 16, TokenDivision.on("cpu", 2, 0), library=True)
     # Where cuDNN does not attend, as many rows as of a whole step.
     large = recorded_sizes(64, 8192, 8 * 10**9, library=False, division=TokenDivision.on("cuda", 2, 0))
     assert max(size.tokens for size in large if size.ranks > 1) == 2048
