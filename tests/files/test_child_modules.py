@@ -32,6 +32,16 @@ def test_what_stood_in_the_path_stays_in_front(before: str | None) -> None:
     assert with_package(found) == found
 
 
+def test_another_checkout_in_the_path_comes_behind_this_one(tmp_path: Path) -> None:
+    """`python -m strata` in a checkout runs that one, whatever the path has, and so do the processes it starts."""
+    (tmp_path / "strata").mkdir()
+    (tmp_path / "strata" / "__init__.py").write_text("raise RuntimeError('not this one')")
+    found = with_package(os.environ | {"PYTHONPATH": os.pathsep.join(["/one", str(tmp_path), str(ROOT)])})
+    assert found["PYTHONPATH"].split(os.pathsep)[:3] == ["/one", str(ROOT), str(tmp_path)]
+    assert with_package(found) == found
+    subprocess.run(command_of("strata.files.child_modules"), cwd=tmp_path, env=found, check=True, timeout=60)
+
+
 def test_an_installed_package_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does one that is installed for a user alone: what else lies there must not come before Python's own."""
     with monkeypatch.context() as patch:
