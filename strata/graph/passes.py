@@ -42,7 +42,8 @@ def passes_of(text: str) -> frozenset[str]:
     """The names of the passes that run: "all" (that do so by default), "exact", "none", "merge,fuse_rounding" (these
     alone) or "-fuse_products,+fuse_sent_products" (all but the former, and the latter).
 
-    Raises ValueError for a name that no pass has, and for names with and without a sign beside each other.
+    Raises ValueError for a name that no pass has, for names with and without a sign beside each other, and for one name
+    with both signs.
     """
     if text in _NAMED:
         return _NAMED[text]
@@ -60,6 +61,8 @@ def passes_of(text: str) -> frozenset[str]:
     if not all(signs):
         raise ValueError(f"passes = {text!r}: give names that alone run, or names with a minus or a plus, not both")
     added, left_out = ({name for name, of in zip(bare, signs, strict=True) if of == sign} for sign in ("+", "-"))
+    if both := sorted(added & left_out):
+        raise ValueError(f"passes = {text!r}: {both[0]} is added and left out; give it one sign")
     return (ALL_PASSES | added) - left_out
 
 

@@ -30,7 +30,7 @@ DEFAULT = {one.name for one in PASSES} - {"fuse_sent_products"}
         ("merge, fuse_rounding", {"merge", "fuse_rounding"}),
         ("-fuse_products,-merge", DEFAULT - {"merge", "fuse_products"}),
         ("+fuse_sent_products", DEFAULT | {"fuse_sent_products"}),
-        ("-merge, +fuse_sent_products,+merge", DEFAULT - {"merge"} | {"fuse_sent_products"}),
+        ("-merge, +fuse_sent_products", DEFAULT - {"merge"} | {"fuse_sent_products"}),
         ("fuse_sent_products", {"fuse_sent_products"}),
     ],
 )
@@ -45,6 +45,7 @@ def test_passes_are_chosen_by_name(text: str, run: set[str]) -> None:
         ("", "there is no pass ''"),
         ("merge,-fuse_products", "names with a minus or a plus, not both"),
         ("all,-merge", "there is no pass 'all'"),
+        ("-merge,+merge", "merge is added and left out"),
     ],
 )
 def test_others_are_refused_before_an_engine_starts(text: str, message: str) -> None:
