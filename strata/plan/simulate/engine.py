@@ -13,6 +13,7 @@ from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.ledger import DeviceMemory, Ledger
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.room import StepTarget
+from strata.engine.startup.divided_keys import check_gathered_heads
 from strata.engine.startup.executor import planned_memory
 from strata.engine.step_cost import step_times
 from strata.hardware.figures import Device
@@ -59,6 +60,7 @@ def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -
     own = config if shard is None else shard.config
     sizes = EngineSizes.of(asked, own, torch.device("cuda"), limits, shard)
     sizes.packing.check_kernels("cuda", deterministic=asked.deterministic)
+    check_gathered_heads(asked, own, "cuda")
     total = int(device.ceiling("memory").value)
     memory = DeviceMemory(device.product, total - _CONTEXT, total)
     whole = replace(own, vocab_size=config.vocab_size)
