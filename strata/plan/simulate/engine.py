@@ -13,7 +13,6 @@ from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.ledger import DeviceMemory, Ledger
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.room import StepTarget
-from strata.engine.startup.divided_keys import check_gathered_heads
 from strata.engine.startup.executor import planned_memory
 from strata.engine.step_cost import step_times
 from strata.hardware.figures import Device
@@ -44,7 +43,7 @@ class PredictedEngine:
 def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -> PredictedEngine:
     """Raises ValueError for a model that does not fit, for a device of which too little is known, and for options with
     which no engine is simulated."""
-    for name in ("pipeline_parallel_size", "prefill_context_parallel_size"):
+    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
         if getattr(asked, name) > 1:
             raise ValueError(f"{name}={getattr(asked, name)} is not simulated; only tensor_parallel_size is")
     limits = DeviceLimits.listed(device)
@@ -55,12 +54,10 @@ def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -
     shard = None
     if ranks > 1:
         axis = imagined(TENSOR_AXIS, ranks)
-        by_experts, key_ranks = asked.enable_expert_parallel, asked.decode_context_parallel_size
-        shard = RankShard.of(config, ranks, 0, axis, expert_parallel=by_experts, key_ranks=key_ranks)
+        shard = RankShard.of(config, ranks, 0, axis, expert_parallel=asked.enable_expert_parallel)
     own = config if shard is None else shard.config
     sizes = EngineSizes.of(asked, own, torch.device("cuda"), limits, shard)
     sizes.packing.check_kernels("cuda", deterministic=asked.deterministic)
-    check_gathered_heads(asked, own, "cuda")
     total = int(device.ceiling("memory").value)
     memory = DeviceMemory(device.product, total - _CONTEXT, total)
     whole = replace(own, vocab_size=config.vocab_size)
