@@ -43,6 +43,7 @@ CASES = [
     ("deepseek-v2", None, 2, 2),
     ("deepseek-v3", None, 4, 2),
     ("deepseek-v3", None, 4, 4),
+    ("llama", 1, 3, 3),
 ]
 
 
@@ -89,7 +90,10 @@ def test_ranks_have_the_logits_of_one(
     name: str, kv_heads: int, size: int, key_ranks: int, page_size: int, way: str
 ) -> None:
     """Where queries travel, and where keys do."""
-    config = divisible_config(name, **({} if kv_heads is None else {"num_key_value_heads": kv_heads}))
+    sizes = {} if kv_heads is None else {"num_key_value_heads": kv_heads}
+    if size == 3:
+        sizes |= {"num_attention_heads": 6, "intermediate_size": 48}
+    config = divisible_config(name, **sizes)
     model = random_model(config, torch.float32).requires_grad_(False)
     parts = [shard_of(model, config, size, index, key_ranks=key_ranks) for index in range(size)]
     graphs = [getattr(step_graphs(own, "cpu", deterministic=False, shard=part), way) for part, own in parts]
