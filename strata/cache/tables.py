@@ -19,7 +19,7 @@ from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.cpu import planned
 from strata.kernels.attention.spec import Sequences
 from strata.kernels.state.fixed import FixedStates
-from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
+from strata.kernels.state.kept_keys import ALL_KEYS, ELSEWHERE, KeptKeys
 from strata.kernels.state.paged import PagedKV
 from strata.models.batch import Batch
 
@@ -277,4 +277,4 @@ def _placed(
         position = np.arange(tokens, dtype=np.int32) - (offsets - starts)[owner]
     page, offset = np.divmod(position, page_size * kept.ranks)
     place, rank = np.divmod(offset, kept.ranks)
-    return position, np.where(rank == kept.rank, tables.rows[slots[owner], page] * page_size + place, -1)
+    return position, np.where(rank == kept.rank, tables.rows[slots[owner], page] * page_size + place, ELSEWHERE)

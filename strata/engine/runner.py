@@ -273,7 +273,7 @@ class Runner:
         return undrawn if meets(self._slots.constrained, arrays.drawn) else self._draw(undrawn)
 
     def _launch_eager(self, plan: StepPlan, arrays: PlanArrays, room: StepRoom | None) -> Launched | Undrawn:
-        graphs = self._graphs.of_step(arrays.counts, arrays.ends)
+        graphs = self._graphs.of_step(arrays.counts, arrays.ends, self.pool.shape.page_tokens)
         draws, share = len(arrays.drawn), arrays if isinstance(arrays, RankStep) else None
         if room is not None:
             shape, longest, scores = room.shape(plan), room.longest(plan), room.scored

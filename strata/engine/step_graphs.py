@@ -162,10 +162,10 @@ class StepGraphs:
         many then, [sequences] each."""
         return self.sparse_logits is not None and bool(((counts > 1) & (ends >= self.sparse_keys)).any())
 
-    def of_step(self, counts: NDArray[Any], ends: NDArray[Any]) -> StepGraphs:
-        """With the graphs for such a step in place of `hidden` and `logits`."""
+    def of_step(self, counts: NDArray[Any], ends: NDArray[Any], page_tokens: int) -> StepGraphs:
+        """With the graphs for such a step in place of `hidden` and `logits`. page_tokens: see `PoolShape`."""
         hidden, logits = self.sparse_hidden, self.sparse_logits
-        if self.key_gathers is not None and self.key_gathers.pays(counts, ends):
+        if self.key_gathers is not None and self.key_gathers.pays(counts, ends, page_tokens):
             hidden, logits = self.gathered_hidden, self.gathered_logits
         elif not self.leaves_out_keys(counts, ends):
             return self

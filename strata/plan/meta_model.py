@@ -221,7 +221,8 @@ class MetaModel:
                 return decode, 1
         if size is None:
             step = PlanArrays(_plan(workload))
-            return self.graphs.of_step(step.counts, step.ends).launched_logits_of(workload.tokens), 2
+            graphs = self.graphs.of_step(step.counts, step.ends, self._pool.page_tokens)
+            return graphs.launched_logits_of(workload.tokens), 2
         return self.graphs.logits_of(size.tokens), 2
 
     def buffers(self, workload: Workload) -> BufferPlan | None:

@@ -10,6 +10,7 @@ from strata.cache.block_tables import MAX_CHANGES, BlockTables
 from strata.cache.pool import KVPool, PoolShape
 from strata.cache.staging import Staging
 from strata.cache.tables import BufferShape, StepBuffer
+from strata.kernels.state.kept_keys import ELSEWHERE, KeptKeys
 
 PAGE = 4
 
@@ -39,6 +40,16 @@ def test_places_follow_from_slots_starts_and_counts() -> None:
     assert held.on_device[made.tensors["table_rows"], :3].tolist() == [[7, 9, 1], [5, 2, 0]]
     # Position 6 of the first sequence lies in its page 1, which is page 9 of the pool, at offset 2.
     assert host["slot_mapping"].tolist() == [9 * PAGE + 2, 9 * PAGE + 3, 20, 21, 22, 23, 2 * PAGE]
+
+
+def test_tokens_of_other_ranks_are_told_from_padding() -> None:
+    """Three ranks divide pages of 3 * 4 tokens; the second keeps positions 1, 4, 7 and 10 of a page."""
+    made, held = buffer(9, 3, 2), tables()
+    starts, counts = np.array([10, 0], np.int32), np.array([4, 3], np.int32)
+    made.place(held, PAGE, np.array([2, 0], np.int32), starts, counts, KeptKeys(3, 1))
+    first = [7 * PAGE + 3, ELSEWHERE, ELSEWHERE, 9 * PAGE]  # positions 10 to 13
+    assert made.host["slot_mapping"].tolist() == [*first, ELSEWHERE, 5 * PAGE, ELSEWHERE, -1, -1]
+    assert made.host["lengths"].tolist() == [14, 3, 0]
 
 
 def test_parts_of_a_step_have_their_starts_in_the_buffer() -> None:

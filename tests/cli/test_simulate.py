@@ -12,7 +12,10 @@ from typer.testing import CliRunner
 from strata.bench.load.measures import Figures
 from strata.bench.load.report import LoadResult
 from strata.cli.main import app
+from strata.engine.engine_config import EngineConfig
 from strata.engine.scheduling.config import SchedulerConfig
+from strata.hardware.specs import device
+from strata.plan.meta_model import find_config
 from strata.plan.simulate import engine
 from strata.plan.simulate.replica import EngineShape
 
@@ -122,3 +125,12 @@ def test_what_is_refused_leaves_no_file(tmp_path: Path) -> None:
     saved.write_text("{}\n")
     assert simulate("0.6B", "--input-len", "50000", "--save", str(saved)).exit_code != 0
     assert saved.read_text() == "{}\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"]
+)
+def test_other_ways_of_ranks_are_not_simulated(name: str) -> None:
+    asked = EngineConfig("V2-Lite", tensor_parallel_size=2, **{name: 2})
+    with pytest.raises(ValueError, match=f"{name}=2 is not simulated; only tensor_parallel_size is"):
+        engine.predicted_engine(asked, find_config("V2-Lite"), device("h200"))

@@ -6,6 +6,7 @@ import torch
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.moe.count import count_choices
+from strata.kernels.state.kept_keys import ELSEWHERE
 
 
 def test_choices_of_a_layer_are_added_and_padding_is_not() -> None:
@@ -16,6 +17,15 @@ def test_choices_of_a_layer_are_added_and_padding_is_not() -> None:
         found = run(chosen, slot_mapping, totals, 1)
         assert found is chosen
     assert totals.tolist() == [[0, 1, 2, 3], [4 + 3, 5 + 3, 6 + 9, 7 + 3]]
+
+
+def test_tokens_that_other_ranks_keep_are_counted_as_those_kept_here() -> None:
+    """All ranks compute all tokens, and each has to know how often an expert is chosen, whoever keeps their keys."""
+    slot_mapping = torch.tensor([ELSEWHERE, 3, -1, ELSEWHERE], dtype=torch.int32)
+    for run in (count_choices.reference, count_choices.bind("cpu")):
+        totals = torch.zeros(1, 4, dtype=torch.int64)
+        run(torch.tensor([[0, 1], [0, 2], [0, 1], [0, 3]]), slot_mapping, totals, 0)
+        assert totals.tolist() == [[3, 1, 1, 1]]
 
 
 def test_no_tokens_add_nothing() -> None:

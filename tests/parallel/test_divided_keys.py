@@ -14,6 +14,7 @@ from torch import Tensor
 from strata.comm.launch import World
 from strata.comm.mesh import Mesh
 from strata.comm.operations import Along
+from strata.engine.ranks.expert_balance import expert_tables
 from strata.engine.ranks.key_gathers import KeyGathers
 from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.engine.step_graphs import step_graphs
@@ -21,7 +22,7 @@ from strata.graph.capture import capture
 from strata.graph.cost import node_costs, operation_counts, total
 from strata.graph.ranks.divide_keys import KeyDivision, divide_keys
 from strata.hardware.roofline import Workload
-from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
+from strata.kernels.state.kept_keys import ALL_KEYS, ELSEWHERE, KeptKeys
 from strata.models.config import ModelConfig
 from strata.parallel.serving_shard import RankShard
 from tests.models.batches import HandPaged, packed, random_sequences
@@ -42,6 +43,7 @@ CASES = [
     ("deepseek-v2", None, 2, 2),
     ("deepseek-v3", None, 4, 2),
     ("deepseek-v3", None, 4, 4),
+    ("llama", 1, 3, 3),
 ]
 
 
@@ -54,7 +56,7 @@ class KeptPaged(HandPaged):
 
     def slot(self, row: int, position: int) -> int:
         place, rank = divmod(position, self.kept.ranks)
-        return super().slot(row, place) if rank == self.kept.rank else -1
+        return super().slot(row, place) if rank == self.kept.rank else ELSEWHERE
 
 
 def steps_of(graphs: Sequence[Any], caches: Sequence[HandPaged], run: Any, vocabulary: int) -> list[list[Tensor]]:
@@ -88,7 +90,10 @@ def test_ranks_have_the_logits_of_one(
     name: str, kv_heads: int, size: int, key_ranks: int, page_size: int, way: str
 ) -> None:
     """Where queries travel, and where keys do."""
-    config = divisible_config(name, **({} if kv_heads is None else {"num_key_value_heads": kv_heads}))
+    sizes = {} if kv_heads is None else {"num_key_value_heads": kv_heads}
+    if size == 3:
+        sizes |= {"num_attention_heads": 6, "intermediate_size": 48}
+    config = divisible_config(name, **sizes)
     model = random_model(config, torch.float32).requires_grad_(False)
     parts = [shard_of(model, config, size, index, key_ranks=key_ranks) for index in range(size)]
     graphs = [getattr(step_graphs(own, "cpu", deterministic=False, shard=part), way) for part, own in parts]
@@ -103,6 +108,27 @@ def test_ranks_have_the_logits_of_one(
         for pool in (*cache.keys, *cache.values):
             written = int(pool.flatten(0, 1)[:, 0, 0].isfinite().sum())
             assert written == sum(part.kept.count(length) for length in cache.lengths)
+
+
+@pytest.mark.parametrize("way", ["logits", "gathered_logits"])
+def test_all_choices_of_experts_are_counted_on_each_rank(way: str) -> None:
+    """Rank 0 places experts by what it has counted, also of tokens whose keys another rank keeps."""
+    config = divisible_config("qwen3-moe", num_key_value_heads=1)
+    model = random_model(config, torch.float32).requires_grad_(False)
+    counted = []
+    for key_ranks in (1, 2):
+        parts = [shard_of(model, config, 2, index, key_ranks=key_ranks, expert_parallel=True) for index in range(2)]
+        held = [expert_tables(part, torch.device("cpu")) for part, _ in parts]
+        made = [
+            step_graphs(own, "cpu", deterministic=False, shard=part, experts=one)
+            for (part, own), one in zip(parts, held, strict=True)
+        ]
+        graphs = [getattr(one, way if key_ranks > 1 else "logits") for one in made]
+        caches = [KeptPaged(part.config, 3, 24, part.kept, 2) for part, _ in parts]
+        steps_of(graphs, caches, together(graphs), config.vocab_size)
+        counted += [one.totals.tolist() for one in held]
+    assert sum(counted[0][-1]) > 0
+    assert all(one == counted[0] for one in counted)
 
 
 def over_gloo(world: World, folder: Path, key_ranks: int) -> float:
@@ -195,14 +221,19 @@ def test_keys_are_gathered_where_they_are_fewer_bytes() -> None:
     rule = KeyGathers.of(part, torch.float32)
     assert rule == KeyGathers(key=2 * 4 * 4, joined=4 * 2 * 4 * (4 + 1))
 
-    def pays(counts: list[int], ends: list[int]) -> bool:
-        return rule.pays(np.array(counts), np.array(ends))
+    def pays(counts: list[int], ends: list[int], page_tokens: int = 1) -> bool:
+        return rule.pays(np.array(counts), np.array(ends), page_tokens)
 
     assert pays([10], [50])
     assert not pays([10], [51])
     assert pays([1, 9], [20, 25])
     assert not pays([1, 9], [26, 9])
     assert not pays([1, 1], [1, 1])  # decodes alone
+    # Whole pages are gathered: of sequences of 3 tokens 16 each, or 32.
+    assert pays([3, 4], [3, 4], 16)
+    assert not pays([3, 4], [3, 4], 32)
+    assert pays([10], [49], 10)
+    assert not pays([10], [49], 51)
 
 
 @pytest.mark.parametrize("kept", [KeptKeys(2, 0), KeptKeys(3, 1), KeptKeys(4, 3), ALL_KEYS])

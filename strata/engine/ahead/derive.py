@@ -37,6 +37,7 @@ from strata.engine.sampler import DrawInputs, LogprobTensors, Sampler, draw_ids
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.scheduler import Scheduler
+from strata.engine.startup.divided_keys import check_gathered_heads
 from strata.engine.startup.packing import Packing
 from strata.engine.startup.sparse_attention import attention_choice
 from strata.engine.step_graphs import Overlap, StepGraphs, step_graphs
@@ -93,6 +94,7 @@ def note_variants(asked: EngineConfig, limits: DeviceLimits, note: Callable[[Var
     # A checkpoint that is packed already is taken as floats: what else it launches is compiled when it first is.
     sizes = EngineSizes.of(replace(asked, load_format="dummy"), own, torch.device("cuda"), limits, whole)
     sizes.packing.check_kernels("cuda", deterministic=asked.deterministic)
+    check_gathered_heads(asked, own, "cuda")
     with as_if_launched(limits, note):
         part = _part(shard)
         _note_draws(own.vocab_size, sizes.pool.dtype, part)  # among them what takes longest to compile

@@ -27,11 +27,12 @@ class KeyGathers(NamedTuple):
         key = rows.tensors * rows.shape[0] * rows.shape[1] * (rows.dtype or dtype).itemsize
         return KeyGathers(key, 4 * heads * (width + 1))
 
-    def pays(self, counts: NDArray[Any], ends: NDArray[Any]) -> bool:
+    def pays(self, counts: NDArray[Any], ends: NDArray[Any], page_tokens: int) -> bool:
         """Of a step that runs so many tokens of sequences that have so many then, [sequences] each: with prompts, and
-        the keys of all, as long as the longest, are no more bytes than what would be joined. So gathered keys find room
-        where that does."""
+        the keys of all, in as many pages of `page_tokens` as the longest has, are no more bytes than what would be
+        joined. So gathered keys find room where that does."""
         tokens = int(counts.sum())
         if tokens == len(counts):
             return False
-        return len(ends) * int(ends.max(initial=0)) * self.key <= tokens * self.joined
+        longest = -(-int(ends.max(initial=0)) // page_tokens) * page_tokens
+        return len(ends) * longest * self.key <= tokens * self.joined

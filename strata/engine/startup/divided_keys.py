@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from strata.kernels.attention.decode_cuda import MOST_GROUP
 from strata.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -56,6 +57,19 @@ def check_kept_keys(asked: EngineConfig, config: ModelConfig) -> None:
             f"decode_context_parallel_size={asked.decode_context_parallel_size} is not there for "
             f"{config.architecture}, which has {kind}: leave it out"
         )
+
+
+def check_gathered_heads(asked: EngineConfig, config: ModelConfig, kind: str) -> None:
+    """Raises ValueError if a KV head gets more queries from all ranks than kernels take. config: of a rank; kind: of
+    implementations, "cuda" or "cpu", which takes any. Latents take any, too."""
+    ranks, own = asked.decode_context_parallel_size, config.num_heads // config.num_kv_heads
+    if ranks == 1 or kind != "cuda" or config.latent is not None or ranks * own <= MOST_GROUP:
+        return
+    accepted = ", ".join(str(one) for one in range(1, ranks) if ranks % one == 0 and one * own <= MOST_GROUP)
+    raise ValueError(
+        f"decode_context_parallel_size={ranks} gathers {ranks * own} query heads for a KV head, and kernels on GPUs "
+        f"take at most {MOST_GROUP}; accepted are {accepted}"
+    )
 
 
 def joining_bytes(asked: EngineConfig, config: ModelConfig, tokens: int) -> int:

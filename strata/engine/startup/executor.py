@@ -25,7 +25,7 @@ from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
 from strata.engine.recorded_steps import RecordedSteps
 from strata.engine.runner import Runner
 from strata.engine.startup.clock import Log, StartupClock
-from strata.engine.startup.divided_keys import joining_bytes
+from strata.engine.startup.divided_keys import check_gathered_heads, joining_bytes
 from strata.engine.startup.library import has_library_plan, library_scales, without_library
 from strata.engine.startup.sparse_attention import attention_choice, choice_bytes
 from strata.engine.step_cost import planned_buffers, token_division
@@ -124,6 +124,7 @@ def build_executor(
     own = config if shard is None else shard.config
     sizes = EngineSizes.of(asked, own, device, DeviceLimits.of(device) if own_kernels else None, shard)
     sizes.packing.check_kernels(implementations_for(device), deterministic=asked.deterministic)
+    check_gathered_heads(asked, own, implementations_for(device))
     kernels = None
     if own_kernels:
         from strata.engine.ahead.ahead import KernelsAhead  # needs Triton

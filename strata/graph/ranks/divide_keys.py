@@ -36,7 +36,7 @@ def divide_keys(graph: fx.GraphModule, by: KeyDivision) -> fx.GraphModule:
     """Let attention read what this rank keeps of the keys, and the other ranks the rest; in place; returns `graph`.
 
     graph: of a rank, captured and not rewritten by a pass yet. It then takes pages that hold the tokens which `kept`
-    says, and a slot mapping that is -1 for all others.
+    says, and a slot mapping that is negative for all others.
 
     In place of each attention: the queries of all ranks are gathered, each rank attends with all of them to its keys,
     and a message gives each its own heads back, joined. Of latent attention queries travel, and return, in the space of

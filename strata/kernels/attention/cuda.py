@@ -31,7 +31,7 @@ def supports(
     return (
         q.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and head_dim <= 256
-        and q.shape[1] // k.shape[1] <= 32
+        and q.shape[1] // k.shape[1] <= decode_attention_cuda.MOST_GROUP
         and all(x.stride(-1) == 1 and x.stride(-2) == head_dim for x in sources)
         and (q.dtype == k.dtype == v.dtype if pages is None else pages.holds(spec.layer, q.dtype))
     )

@@ -20,10 +20,13 @@ from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.rounded_triton import rounding_constants
 
+# Query heads of a KV head that registers hold beside a tile of keys.
+MOST_GROUP = 32
+
 
 def fits(pages: PagedKV, heads: int, kv_heads: int, head_dim: int) -> bool:
     """Whether registers hold the tiles, and each KV head of each sequence has a counter."""
-    return head_dim <= 256 and heads // kv_heads <= 32 and pages.tables.shape[0] * kv_heads <= MOST_COUNTERS
+    return head_dim <= 256 and heads // kv_heads <= MOST_GROUP and pages.tables.shape[0] * kv_heads <= MOST_COUNTERS
 
 
 @dataclass(frozen=True)

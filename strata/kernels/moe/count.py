@@ -23,9 +23,9 @@ def count_choices(chosen: Tensor, slot_mapping: Tensor, totals: Tensor, layer: i
     """`chosen` as it is; adds to `totals` how often each expert of a layer was chosen.
 
     chosen: [tokens, per_token] int64, as `route` returns it. slot_mapping: [tokens] int32 as in `PagedKV`; tokens with
-    -1 are padding and not counted. totals: [layers, experts] int64, contiguous.
+    -1 are padding and not counted, those that other ranks keep are. totals: [layers, experts] int64, contiguous.
     """
-    is_token = (slot_mapping >= 0)[:, None].expand_as(chosen)
+    is_token = (slot_mapping != -1)[:, None].expand_as(chosen)
     totals[layer].index_add_(0, chosen.flatten(), is_token.flatten().to(totals.dtype))
     return chosen
 
@@ -43,7 +43,7 @@ def count_choices_kernel(chosen, slot_mapping, totals, choices, per_token, BLOCK
     there = choice < choices
     place = tl.load(slot_mapping + choice // per_token, mask=there, other=-1)
     expert = tl.load(chosen + choice, mask=there, other=0)
-    tl.atomic_add(totals + expert, tl.full((BLOCK,), 1, tl.int64), mask=there & (place >= 0), sem="relaxed")
+    tl.atomic_add(totals + expert, tl.full((BLOCK,), 1, tl.int64), mask=there & (place != -1), sem="relaxed")
 
 
 def _triton(chosen: Tensor, slot_mapping: Tensor, totals: Tensor, layer: int) -> Tensor:

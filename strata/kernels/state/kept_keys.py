@@ -28,3 +28,5 @@ class KeptKeys(NamedTuple):
 
 
 ALL_KEYS = KeptKeys()
+# In slot mappings, of a token whose key and value another rank keeps; padding has -1.
+ELSEWHERE = -2

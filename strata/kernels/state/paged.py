@@ -21,10 +21,11 @@ class PagedKV:
     tables: [sequences, most_pages] int32, the pages of each sequence in order; entries past its length are unspecified,
         and nothing may be read by them.
     lengths: [sequences] int32, tokens of each sequence once this batch's have been written. 0 marks a padding row.
-    slot_mapping: [tokens] int32, page * page_size + offset where each token's key and value go; -1 writes nothing.
+    slot_mapping: [tokens] int32, page * page_size + offset where each token's key and value go; -1 of padding and
+        -2 of a token that another rank keeps (`kept_keys`) write nothing.
     plan: what attention on a CPU needs to know of this step in every layer (`attention_cpu.planned` makes it); None:
         each layer works it out from the tensors above.
-    index: [tokens] int64, the slot mapping again, if none of it is -1: a CPU writes by it. None: each layer looks.
+    index: [tokens] int64, the slot mapping again, if none of it is negative: a CPU writes by it. None: layers look.
     parts: for CUDA, which kernel attends for which rows of a step with prompts; None: attention treats all alike.
     key_exponents, value_exponents: a tensor a layer, [pages, kv_heads, page_size] uint8, where the pools hold 8 bits
         (see `rounded_rows`); empty: the pools hold what is written as it is.

@@ -43,7 +43,7 @@ class PredictedEngine:
 def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -> PredictedEngine:
     """Raises ValueError for a model that does not fit, for a device of which too little is known, and for options with
     which no engine is simulated."""
-    for name in ("pipeline_parallel_size", "prefill_context_parallel_size"):
+    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
         if getattr(asked, name) > 1:
             raise ValueError(f"{name}={getattr(asked, name)} is not simulated; only tensor_parallel_size is")
     limits = DeviceLimits.listed(device)
@@ -54,8 +54,7 @@ def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -
     shard = None
     if ranks > 1:
         axis = imagined(TENSOR_AXIS, ranks)
-        by_experts, key_ranks = asked.enable_expert_parallel, asked.decode_context_parallel_size
-        shard = RankShard.of(config, ranks, 0, axis, expert_parallel=by_experts, key_ranks=key_ranks)
+        shard = RankShard.of(config, ranks, 0, axis, expert_parallel=asked.enable_expert_parallel)
     own = config if shard is None else shard.config
     sizes = EngineSizes.of(asked, own, torch.device("cuda"), limits, shard)
     sizes.packing.check_kernels("cuda", deterministic=asked.deterministic)

@@ -16,6 +16,7 @@ from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.ledger import DeviceMemory
 from strata.engine.outputs import RequestOutput
 from strata.engine.ranks.rank import share_of
+from strata.engine.startup.divided_keys import check_gathered_heads
 from strata.engine.startup.executor import planned_memory
 from strata.engine.startup.kept_states import check_states
 from strata.models.save import save
@@ -201,3 +202,18 @@ def test_models_that_cannot_are_refused(name: str, kind: str) -> None:
     asked = EngineConfig("8B", tensor_parallel_size=4, decode_context_parallel_size=2)
     with pytest.raises(ValueError, match=f"decode_context_parallel_size=2 is not there for .*, which has {kind}"):
         check_states(asked, divisible_config(name))
+
+
+def test_more_heads_than_kernels_take_are_refused_on_gpus() -> None:
+    """48 of 8 ranks: the reference would wait for the device in every layer, which no recorded step can."""
+    config = divisible_config("llama", num_attention_heads=48, num_key_value_heads=1, hidden_size=96)
+    for key_ranks in (1, 2, 4, 8):
+        asked = EngineConfig("8B", tensor_parallel_size=8, decode_context_parallel_size=key_ranks)
+        own = share_of(asked, config, 0).config
+        check_gathered_heads(asked, own, "cpu")
+        if key_ranks < 8:
+            check_gathered_heads(asked, own, "cuda")
+    with pytest.raises(
+        ValueError, match=r"size=8 gathers 48 query heads for a KV head, .* at most 32; accepted are 1, 2, 4"
+    ):
+        check_gathered_heads(asked, own, "cuda")

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from strata.cache.pages import PageAllocator
@@ -64,12 +65,12 @@ def answers(graphs: StepGraphs, config: ModelConfig, kept: KeptKeys, replayed: R
     return [list(sequence.tokens) for sequence in sequences]
 
 
-def on_ranks(world: World, folder: Path) -> list[list[list[int]]]:
+def on_ranks(world: World, folder: Path, name: str) -> list[list[list[int]]]:
     # Inputs come to a place of their own, as on a device.
     Staging.target = lambda self, size: torch.full((size,), -77, dtype=torch.int32)  # type: ignore[method-assign]
     Staging.send = lambda self, target: target.copy_(self.host[: len(target)])  # type: ignore[method-assign]
     mesh = Mesh.of(world, {"tp": world.size})
-    config = divisible_config("llama", num_key_value_heads=1, max_position_embeddings=128)
+    config = divisible_config(name, num_key_value_heads=1, max_position_embeddings=128)
     model = random_model(config, torch.float32).requires_grad_(False)
     part, own = shard_of(model, config, world.size, world.rank, mesh.axis("tp"), key_ranks=2)
     graphs = step_graphs(
@@ -84,8 +85,9 @@ def on_ranks(world: World, folder: Path) -> list[list[list[int]]]:
     return [*found, answers(whole, config, ALL_KEYS, None)]
 
 
-def test_recorded_steps_have_the_ids_of_one_rank(tmp_path: Path) -> None:
-    for eager, recorded, alone in run_ranks(on_ranks, 2, tmp_path):
+@pytest.mark.parametrize("name", ["llama", "deepseek-v2"])
+def test_recorded_steps_have_the_ids_of_one_rank(name: str, tmp_path: Path) -> None:
+    for eager, recorded, alone in run_ranks(on_ranks, 2, tmp_path, name=name):
         assert min(map(len, alone)) > 20
         assert eager == alone
         assert recorded == alone
