@@ -43,6 +43,8 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "latent_prompt",
             "latent_decode",
             "latent_join",
+            "pack_heads",
+            "join_heads",
             "virtual",
             "clear_page_ends",
             "pooled_scores",

@@ -14,6 +14,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from strata.bench.kernels.case import EPS, Case, angles, randn
 from strata.bench.kernels.cases import PAGE_SIZE, full_pages, head_weights
+from strata.bench.kernels.divided_cases import divided_cases
 from strata.bench.kernels.latent_cases import latent_cases
 from strata.hardware.roofline import Workload
 from strata.kernels.attention.attention import attention
@@ -35,7 +36,7 @@ PROMPTS = ((0, 2048), (0, 8192), (4096, 4096))
 
 def attention_cases(config: ModelConfig) -> Iterator[Case]:
     """Decode at every batch and context, each prompt, and decode with sinks at the longest context; latent attention,
-    too, or alone where the model has it."""
+    too, or alone where the model has it, and both where ranks divide the keys."""
     if config.latent is None:
         for context in CONTEXTS:
             for batch in BATCHES:
@@ -46,6 +47,7 @@ def attention_cases(config: ModelConfig) -> Iterator[Case]:
         for batch in (1, 64):
             yield _decode(config, batch, CONTEXTS[-1], has_sinks=True)
     yield from latent_cases(config)
+    yield from divided_cases(config)
 
 
 def _decode(config: ModelConfig, batch: int, context: int, *, has_sinks: bool = False) -> Case:

@@ -26,7 +26,7 @@ _ROWS = (1, 64, 65536)
 def latent_cases(config: ModelConfig) -> Iterator[Case]:
     """At the model's sizes; of one with other attention at those that DeepSeek-V2 would give it, which has latents of
     four heads' width and rotates half of one besides."""
-    dims = _dims(config)
+    dims = latent_dims(config)
     for batch, context in _DECODES:
         yield _call(dims, (1,) * batch, (context,) * batch, f"decode {dims.heads}x{dims.rank} over {context}")
     for kept, new in _PROMPTS:
@@ -36,7 +36,7 @@ def latent_cases(config: ModelConfig) -> Iterator[Case]:
         yield _write(dims, rows)
 
 
-def _dims(config: ModelConfig) -> Dims:
+def latent_dims(config: ModelConfig) -> Dims:
     latent, dim = config.latent, config.head_dim
     if latent is None:
         return Dims(config.num_heads, dim, dim // 2, 4 * dim, dim)
