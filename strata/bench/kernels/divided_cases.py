@@ -30,7 +30,7 @@ _PROMPTS = ((960, 64), (63488, 2048))
 
 
 def divided_cases(config: ModelConfig) -> Iterator[Case]:
-    """Decodes, prompts whose keys are gathered, and what gathers them; of latents, too, or alone as in `latent_cases`."""
+    """Decodes, prompts whose keys are gathered, and what gathers them; of latents, too, or alone, as `latent_cases`."""
     if config.latent is None:
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         yield from _attention_cases(heads, kv_heads, dim)
