@@ -11,7 +11,7 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.divided import kept_cpu
-from strata.kernels.attention.divided.kept import kept_attention
+from strata.kernels.attention.divided.kept import kept_attention, pairs_and_keys
 from strata.kernels.attention.spec import AttentionSpec, PackedBatch, Sequences
 from strata.kernels.latent import divided_cuda
 from strata.kernels.op import ATEN, CUBLAS, operation
@@ -86,10 +86,7 @@ def _cost(
     q: Tensor, row: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys, rank: int, *, workload: Workload
 ) -> Cost:
     assert batch.pages is not None
-    pairs = rows = 0
-    for new, total in zip(workload.new, workload.total, strict=True):
-        pairs += kept.pairs(total) - kept.pairs(total - new)
-        rows += kept.count(total) if new else 0
+    pairs, rows = pairs_and_keys(workload, kept)
     cached = rows * row.shape[1] * batch.pages.keys[spec.layer].element_size()
     heads = q.shape[1]
     written = workload.tokens * heads * (rank + 1) * max(4, q.element_size())

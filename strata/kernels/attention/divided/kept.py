@@ -17,14 +17,20 @@ from strata.kernels.state.kept_keys import KeptKeys
 from strata.kernels.triton_import import HAS_TRITON
 
 
-def _cost(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys, *, workload: Workload
-) -> Cost:
-    assert batch.pages is not None
+def pairs_and_keys(workload: Workload, kept: KeptKeys) -> tuple[int, int]:
+    """How many queries and keys of a step see one another here, and how many keys here its sequences have."""
     pairs = keys = 0
     for new, total in zip(workload.new, workload.total, strict=True):
         pairs += kept.pairs(total) - kept.pairs(total - new)
         keys += kept.count(total) if new else 0
+    return pairs, keys
+
+
+def _cost(
+    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys, *, workload: Workload
+) -> Cost:
+    assert batch.pages is not None
+    pairs, keys = pairs_and_keys(workload, kept)
     heads, dim = q.shape[1:]
     pool = batch.pages.keys[spec.layer]
     cached = 2 * keys * pool.shape[-2] * dim * pool.element_size()
