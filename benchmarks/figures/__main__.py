@@ -1,11 +1,13 @@
-"""Repeats what the documents' figures were measured with, on this machine: the commands of figures.toml, one by one.
+"""Repeats what the documents' figures were measured with, on this machine: the commands of figures.toml.
 
     python -m benchmarks.figures --list
     python -m benchmarks.figures precision sparsity --folder measured --limit 560
 
-FOLDER gets the lines that the commands save, under the names that they have in benchmarks/results, their output
-(log.txt), and a line for each run (runs.jsonl). A run that is expected to take longer than what is left of the limit is
-left out; the same call goes on with it, and with those that failed, until another commit is checked out.
+Runs begin in the order of the list, each with as many GPUs of its own as it asks for, so several go on at once where
+there are several GPUs, or those of CUDA_VISIBLE_DEVICES. FOLDER gets the lines that the commands save, under the names
+that they have in benchmarks/results, the output of each (logs/NAME.txt), and a line for each run (runs.jsonl). A run
+that is expected to take longer than what is left of the limit, or that asks for more GPUs than there are, is left out;
+the same call goes on with it, and with those that failed, until another commit is checked out.
 """
 
 from __future__ import annotations
@@ -19,10 +21,13 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from strata.bench.result import provenance
 
@@ -34,7 +39,8 @@ class Run:
     """A command and what it is for.
 
     seconds: that it is expected to take on an H200; it is ended after twice as many. results: the file that it saves
-    lines to, empty if it saves none. decides: the figure that is asked of it.
+    lines to, empty if it saves none. decides: the figure that is asked of it. gpus: that it runs on. alone: it keeps
+    all processors busy, so nothing runs beside it.
     """
 
     name: str
@@ -43,6 +49,8 @@ class Run:
     seconds: float
     decides: str
     results: str = ""
+    gpus: int = 1
+    alone: bool = False
 
     def arguments(self, folder: Path) -> list[str]:
         words = shlex.split(self.command.replace("{save}", str(folder / self.results)))
@@ -61,12 +69,14 @@ def done(folder: Path, commit: str) -> set[str]:
     return {line["name"] for line in lines if line["commit"] == commit and not line["fault"]}
 
 
-def perform(run: Run, folder: Path, limit: float) -> dict[str, Any]:
-    """Runs it for so many seconds at most, its output at the end of log.txt -> its line."""
+def perform(run: Run, folder: Path, limit: float, gpus: Sequence[str]) -> dict[str, Any]:
+    """Runs it for so many seconds at most, its output in a file of its own -> its line."""
     start = time.monotonic()
-    with open(folder / "log.txt", "a", encoding="utf-8") as log:
-        print(f"\n=== {run.name}: {run.command}", file=log, flush=True)
-        process = subprocess.Popen(run.arguments(folder), stdout=log, stderr=log, start_new_session=True)
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    with open(folder / "logs" / f"{run.name}.txt", "w", encoding="utf-8") as log:
+        process = subprocess.Popen(
+            run.arguments(folder), stdout=log, stderr=log, start_new_session=True, env=environment
+        )
         try:
             status = process.wait(timeout=limit)
             fault = f"exit code {status}" if status else ""
@@ -79,24 +89,80 @@ def perform(run: Run, folder: Path, limit: float) -> dict[str, Any]:
     return {"name": run.name, "command": run.command, "seconds": round(time.monotonic() - start, 1), "fault": fault}
 
 
-def perform_all(runs: Iterable[Run], folder: Path, limit: float, about: Mapping[str, Any]) -> int:
+class Schedule:
+    """Runs that wait for GPUs or are under way."""
+
+    def __init__(self, runs: Sequence[Run], folder: Path, end: float, gpus: Sequence[str]) -> None:
+        self.waiting, self.folder, self.end = list(runs), folder, end
+        self.free, self.count = list(gpus), len(gpus)
+        self.under_way: dict[Future[dict[str, Any]], tuple[Run, list[str]]] = {}
+
+    def why_left_out(self, run: Run) -> str:
+        left = self.end - time.monotonic()
+        if run.gpus > self.count:
+            return f"takes {run.gpus} GPUs of {self.count}"
+        return f"takes {run.seconds:.0f} s of {max(0.0, left):.0f}" if run.seconds > left else ""
+
+    def may_begin(self, run: Run) -> bool:
+        others = [one for one, _ in self.under_way.values()]
+        return run.gpus <= len(self.free) and not (others and (run.alone or any(one.alone for one in others)))
+
+    def begin(self, pool: ThreadPoolExecutor) -> list[tuple[Run, str]]:
+        """Begins what may begin -> those that are left out, and why."""
+        out = []
+        for run in list(self.waiting):
+            if reason := self.why_left_out(run):
+                self.waiting.remove(run)
+                out.append((run, reason))
+            elif self.may_begin(run):
+                self.waiting.remove(run)
+                taken, self.free = self.free[: run.gpus], self.free[run.gpus :]
+                limit = min(2 * run.seconds, self.end - time.monotonic())
+                self.under_way[pool.submit(perform, run, self.folder, limit, taken)] = run, taken
+        return out
+
+    def ended(self) -> list[tuple[Run, dict[str, Any]]]:
+        """Waits until one has ended -> those that have, and their lines."""
+        done, _ = wait(self.under_way, return_when=FIRST_COMPLETED)
+        found = []
+        for future in done:
+            run, taken = self.under_way.pop(future)
+            self.free += taken
+            found.append((run, future.result()))
+        return found
+
+
+def perform_all(
+    runs: Sequence[Run], folder: Path, limit: float, about: Mapping[str, Any], gpus: Sequence[str] = ("",)
+) -> int:
     """Runs what is not done -> how many failed or were left out."""
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
     end, missing, before = time.monotonic() + limit, 0, done(folder, about["commit"])
     for run in runs:
-        left = end - time.monotonic()
         if run.name in before:
             print(f"{run.name}: done before", flush=True)
-        elif run.seconds > left:
-            missing += 1
-            print(f"{run.name}: left out, takes {run.seconds:.0f} s of {max(0.0, left):.0f}", flush=True)
-        else:
-            line = perform(run, folder, min(2 * run.seconds, left))
-            missing += bool(line["fault"])
-            with open(folder / "runs.jsonl", "a", encoding="utf-8") as lines:
-                lines.write(json.dumps(line | about) + "\n")
-            print(f"{run.name}: {line['fault'] or 'done'}, {line['seconds']} s", flush=True)
+    schedule = Schedule([run for run in runs if run.name not in before], folder, end, gpus)
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        while schedule.waiting or schedule.under_way:
+            for run, reason in schedule.begin(pool):
+                missing += 1
+                print(f"{run.name}: left out, {reason}", flush=True)
+            if not schedule.under_way:
+                continue
+            for run, line in schedule.ended():
+                missing += bool(line["fault"])
+                with open(folder / "runs.jsonl", "a", encoding="utf-8") as lines:
+                    lines.write(json.dumps(line | about) + "\n")
+                print(f"{run.name}: {line['fault'] or 'done'}, {line['seconds']} s", flush=True)
     return missing
+
+
+def visible_gpus() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them."""
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if asked is not None:
+        return [name for name in asked.split(",") if name]
+    return [str(index) for index in range(torch.cuda.device_count())]
 
 
 def main() -> None:
@@ -115,9 +181,13 @@ def main() -> None:
     chosen = [run for run in runs if run.topic in (asked.topics or topics)]
     if asked.list:
         for run in chosen:
-            print(f"{run.topic} / {run.name} ({run.seconds:.0f} s): {run.decides}\n    {run.command}")
+            gpus = f", {run.gpus} GPUs" if run.gpus > 1 else ""
+            print(f"{run.topic} / {run.name} ({run.seconds:.0f} s{gpus}): {run.decides}\n    {run.command}")
         return
-    sys.exit(1 if perform_all(chosen, asked.folder, asked.limit, provenance()) else 0)
+    gpus = visible_gpus()
+    if not gpus:
+        parser.error("these run on GPUs, and none is visible")
+    sys.exit(1 if perform_all(chosen, asked.folder, asked.limit, provenance(), gpus) else 0)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LISTED = runs.read(runs.RUNS)
 
 
-def run(name: str, code: str, seconds: float = 5.0, results: str = "") -> object:
+def run(name: str, code: str, seconds: float = 5.0, results: str = "") -> Any:
     return runs.Run(name, "some", f"python -c {shlex.quote(code)} {{save}}", seconds, "nothing", results)
 
 
@@ -44,8 +46,7 @@ def test_all_run_in_order_and_a_failure_stops_none(tmp_path: Path, capsys: pytes
     ]
     assert all(line["commit"] == "a" for line in lines(tmp_path))
     assert (tmp_path / "figures.jsonl").read_text() == "1\n3\n"
-    said = (tmp_path / "log.txt").read_text()
-    assert said.index("said 1") < said.index("=== second") < said.index("said 3")
+    assert [(tmp_path / f"logs/{name}.txt").read_text() for name in ("first", "third")] == ["said 1\n", "said 3\n"]
     assert "second: exit code 3" in capsys.readouterr().out
 
 
@@ -66,7 +67,7 @@ def test_a_run_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> 
     )
     assert runs.perform_all([run("long", parent, seconds=2.0)], tmp_path, 60, ABOUT) == 1
     assert lines(tmp_path)[0]["fault"] == "not done after 4 s"
-    child = int((tmp_path / "log.txt").read_text().split("child ")[-1].split()[0])
+    child = int((tmp_path / "logs/long.txt").read_text().split()[1])
     until = time.monotonic() + 10  # what was killed goes when it gets its turn
     while _lives(child) and time.monotonic() < until:
         time.sleep(0.01)
@@ -84,6 +85,41 @@ def test_what_the_limit_has_no_room_for_is_left_out(tmp_path: Path, capsys: pyte
     assert runs.perform_all([run("long", "pass", seconds=100), run("short", "pass")], tmp_path, 60, ABOUT) == 1
     assert [line["name"] for line in lines(tmp_path)] == ["short"]
     assert "long: left out, takes 100 s of" in capsys.readouterr().out
+
+
+# Says which GPUs it has, then waits until as many runs have begun as are to be under way together.
+TOGETHER = (
+    "import os, sys, time; from pathlib import Path; folder = Path(sys.argv[1]).parent; "
+    "own = os.environ['CUDA_VISIBLE_DEVICES']; print(own); (folder / '{}.begun').touch(); end = time.time() + 20\n"
+    "while len(list(folder.glob('*.begun'))) < {} and time.time() < end: time.sleep(0.01)\n"
+    "sys.exit(time.time() >= end)"
+)
+
+
+def test_runs_with_gpus_of_their_own_go_on_at_once(tmp_path: Path) -> None:
+    chosen = [replace(run(str(gpus), TOGETHER.format(gpus, 3), 30.0, "x"), gpus=gpus) for gpus in (2, 1, 3)]
+    chosen.append(replace(run("last", TOGETHER.format("last", 3), 30.0, "x"), gpus=1))
+    # Of four GPUs 2 and 1 take three, and the fourth goes to the last; 3 waits for them.
+    assert runs.perform_all(chosen, tmp_path, 60, ABOUT, ("a", "b", "c", "d")) == 0
+    had = {name: (tmp_path / f"logs/{name}.txt").read_text().strip() for name in ("2", "1", "last", "3")}
+    assert (had["2"], had["1"], had["last"]) == ("a,b", "c", "d")
+    assert len(set(had["3"].split(","))) == 3
+
+
+def test_what_is_to_be_alone_has_nothing_beside_it(tmp_path: Path) -> None:
+    look = (
+        "import sys, time; from pathlib import Path; folder = Path(sys.argv[1]).parent; own = folder / '{}.running'; "
+        "own.touch(); time.sleep(0.3); print(len(list(folder.glob('*.running')))); own.unlink()"
+    )
+    chosen = [replace(run(name, look.format(name), results="x"), alone=name == "b") for name in "abc"]
+    assert runs.perform_all(chosen, tmp_path, 60, ABOUT, ("0", "1", "2")) == 0
+    assert (tmp_path / "logs/b.txt").read_text().strip() == "1"
+
+
+def test_more_gpus_than_there_are_leave_a_run_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert runs.perform_all([replace(run("wide", "pass"), gpus=2), run("one", "pass")], tmp_path, 60, ABOUT, "0") == 1
+    assert [line["name"] for line in lines(tmp_path)] == ["one"]
+    assert "wide: left out, takes 2 GPUs of 1" in capsys.readouterr().out
 
 
 def test_an_unknown_topic_is_an_error() -> None:
