@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # Requests a second of each model, at which an H200 is partly to nearly busy, and the requests of each load.
-RATES = {"0.6B": (55, 110, 150), "8B": (10, 20, 30)}
-REQUESTS = {"0.6B": 500, "8B": 250}
+RATES = {"0.6B": (55, 110, 150), "8B": (10, 20, 30), "30B-A3B": (10, 20, 30)}
+REQUESTS = {"0.6B": 500, "8B": 250, "30B-A3B": 250}
 IN_FLIGHT = 256
 KINDS = ("single", "rates", "full", "shared", "lognormal", "cached")
 

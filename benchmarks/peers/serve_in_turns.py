@@ -65,13 +65,17 @@ class Client:
         return result
 
 
-def server_command(engine: str, python: str, folder: Path, model: str, port: int, ranks: int) -> list[str]:
+def server_command(
+    engine: str, python: str, folder: Path, model: str, port: int, ranks: int = 1, quantization: str | None = None
+) -> list[str]:
     """Both engines' commands have the same options, but those of OWN_OPTIONS."""
     command = [python, "-m", MODULE[engine], "serve", str(folder), "--host", HOST, "--port", str(port)]
     for name, value in engines.SETUP.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
     if ranks > 1:
         command += ["--tensor-parallel-size", str(ranks)]
+    if quantization is not None:
+        command += ["--quantization", quantization]
     return [*command, "--enable-prefix-caching", "--served-model-name", model, *OWN_OPTIONS[engine]]
 
 
@@ -82,7 +86,8 @@ def measure_server(
     port = free_port()
     url = f"http://{HOST}:{port}"
     pythons = engines.pythons(asked)
-    command = server_command(engine, pythons[engine], folder, model, port, asked.tensor_parallel_size)
+    ranks, quantization = asked.tensor_parallel_size, asked.quantization
+    command = server_command(engine, pythons[engine], folder, model, port, ranks, quantization)
     client = Client(pythons["strata"], url)
     with EngineProcess(f"{engines.NAMES[engine]}'s server", command, log.parent, log) as server:
         seconds = server.wait_until_ready(url + READY[engine], asked.start_timeout)
@@ -94,7 +99,8 @@ def measure_server(
             "turn": turn,
             "device": engines.device_name(),
             "server": shlex.join(command),
-            "tensor_parallel_size": asked.tensor_parallel_size,
+            "tensor_parallel_size": ranks,
+            "quantization": quantization,
         }
         client.measure(WARM_UP)
         for load in loads(model):
@@ -138,6 +144,7 @@ def main() -> None:
     engines.add_options(parser)
     kinds = engines.some_of(KINDS, "kind of load")
     parser.add_argument("--loads", type=kinds, default=list(KINDS), help=f"between commas [{','.join(KINDS)}]")
+    parser.add_argument("--quantization", metavar="SCHEME", help="one that both servers know by this name, as fp8")
     parser.add_argument(
         "--start-timeout", type=engines.seconds, default=300.0, help="seconds in which a server is ready [300]"
     )

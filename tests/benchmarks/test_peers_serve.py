@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from benchmarks.peers import serve_in_turns
 from benchmarks.peers.engines import ROOT, write_model
 from benchmarks.peers.loads import RATES, Load, loads
+from benchmarks.peers.table import row_name
 from strata.cli.main import app
 from strata.models.shapes import SHAPES
 from tests.benchmarks.conftest import FakeEngines, wait_for
@@ -84,6 +85,17 @@ def test_both_servers_have_the_same_options_but_those_of_logs_and_defaults(
     ]
     given = CliRunner().invoke(app, [*strata[:1], "nowhere", *strata[2:port], "0", *strata[port + 1 :]])
     assert "nowhere" in str(given.exception)  # all options are known: only the folder is not there
+
+
+def test_both_servers_pack_weights_alike(engines: MakeEngines, compare: Callable[..., list[dict[str, Any]]]) -> None:
+    made = engines()
+    lines = compare(made, "--turns", "1", "--loads", "single", "--quantization", "fp8")
+    for call in made.servers():
+        assert call["options"][call["options"].index("--quantization") + 1] == "fp8"
+    assert [line["quantization"] for line in lines] == ["fp8", "fp8"]
+    line = {"test": "T5", "model": "8B", "load": "one at a time"}
+    assert row_name(line | {"quantization": "fp8"}) == "8B in fp8, one at a time"
+    assert row_name(line | {"quantization": None}) == row_name(line) == "8B, one at a time"
 
 
 @pytest.mark.parametrize(
