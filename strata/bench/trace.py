@@ -43,6 +43,7 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "latent_prompt",
             "latent_decode",
             "latent_join",
+            "join_decodes",
             "pack_heads",
             "join_heads",
             "virtual",

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
-from strata.kernels.attention.decode_triton import decode_attention_kernel
 from strata.kernels.attention.spec import AttentionSpec, PackedBatch
 from strata.kernels.attention.varlen_triton import LOG2_E, attention_kernel, head_pad, mixed_tile
 from strata.kernels.device_limits import DeviceLimits
@@ -50,7 +49,9 @@ def all_decode(q: Tensor, k: Tensor, batch: PackedBatch) -> bool:
 def kernels(
     q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
 ) -> tuple[Any, ...]:
-    return (decode_attention_kernel if all_decode(q, k, batch) else attention_kernel,)
+    if batch.pages is None or not all_decode(q, k, batch):
+        return (attention_kernel,)
+    return decode_attention_cuda.kernels(q, q.shape[1], q.shape[2], k.shape[1], batch.pages, q.shape[0])
 
 
 def scratch(

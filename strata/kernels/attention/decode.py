@@ -11,7 +11,6 @@ from torch import Tensor
 from strata.hardware.roofline import Cost
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention.attention import attention
-from strata.kernels.attention.decode_triton import decode_attention_kernel
 from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, PackedBatch
 from strata.kernels.fused import Run, fused
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
@@ -74,6 +73,21 @@ def _triton(
     assert batch.pages is not None
     unfinished = decode_attention_cuda.Unfinished(q_weight, k_weight, heads.eps, cos, sin)
     return decode_attention_cuda.decode(product, heads.heads, cos.shape[-1], batch.pages, spec, unfinished, sinks=sinks)
+
+
+def _kernels(
+    product: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    batch: PackedBatch,
+    heads: HeadsSpec,
+    *_: Any,
+) -> tuple[Any, ...]:
+    assert batch.pages is not None
+    sizes = (heads.heads, cos.shape[-1], heads.kv_heads)
+    return decode_attention_cuda.kernels(product, *sizes, batch.pages, product.shape[0])
 
 
 def _scratch(
@@ -148,7 +162,5 @@ def _composed_kernels(*args: Any) -> tuple[str, ...]:
 
 decode_attention.implement("composed", "cpu")(_composed("cpu"))
 if HAS_TRITON:
-    decode_attention.implement("triton", "cuda", supports=_fits, kernels=(decode_attention_kernel,), scratch=_scratch)(
-        _triton
-    )
+    decode_attention.implement("triton", "cuda", supports=_fits, kernels=_kernels, scratch=_scratch)(_triton)
 decode_attention.implement("composed", "cuda", kernels=_composed_kernels)(_composed("cuda"))

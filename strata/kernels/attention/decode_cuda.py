@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import e, log2
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from strata.kernels.attention.decode_join import join_constants, join_decodes_kernel
 from strata.kernels.attention.decode_tile import DecodeTile, decode_tile, shape_constants
 from strata.kernels.attention.decode_triton import decode_attention_kernel
 from strata.kernels.attention.spec import AttentionSpec
@@ -48,9 +50,25 @@ def scratch_bytes(sequences: int, most_keys: int, heads: int, kv_heads: int, hea
 
 def scratch(q: Tensor, heads: int, head_dim: int, kv_heads: int, pages: PagedKV, decodes: int) -> int:
     """`scratch_bytes` of the first sequences of a step."""
-    most = pages.tables.shape[1] * pages.page_size
-    tile = decode_tile(heads // kv_heads, head_dim, q.dtype, decodes, most, rounded=pages.is_rounded)
+    tile = _tile(q, heads, head_dim, kv_heads, pages, decodes, pages.tables.shape[1])
     return 4 * decodes * tile.splits * heads * (head_dim + 1)
+
+
+def kernels(
+    q: Tensor, heads: int, head_dim: int, kv_heads: int, pages: PagedKV, decodes: int, chosen: int | None = None
+) -> tuple[Any, ...]:
+    """What the first sequences of a step launch, over so many chosen pages of each or all."""
+    if not decodes:
+        return ()
+    tile = _tile(q, heads, head_dim, kv_heads, pages, decodes, pages.tables.shape[1] if chosen is None else chosen)
+    return (decode_attention_kernel, join_decodes_kernel) if tile.has_kernel_behind else (decode_attention_kernel,)
+
+
+def _tile(
+    q: Tensor, heads: int, head_dim: int, kv_heads: int, pages: PagedKV, decodes: int, most_pages: int
+) -> DecodeTile:
+    most = most_pages * pages.page_size
+    return decode_tile(heads // kv_heads, head_dim, q.dtype, decodes, most, rounded=pages.is_rounded)
 
 
 def decode(
@@ -81,12 +99,13 @@ def decode(
     if sequences == 0:
         return out
     if tile is None:
-        most = tables.shape[-1] * pages.page_size
-        tile = decode_tile(group, head_dim, product.dtype, sequences, most, rounded=pages.is_rounded)
+        tile = _tile(product, heads, head_dim, kv_heads, pages, sequences, tables.shape[-1])
     results = torch.empty((sequences, tile.splits, heads, head_dim), dtype=torch.float32, device=product.device)
     scales = torch.empty((sequences, tile.splits, heads), dtype=torch.float32, device=product.device)
     todo = unfinished or Unfinished(None, None, 0.0, product, product)
     early = tile.early and unfinished is not None and DeviceLimits.of(product.device).capability >= (9, 0)
+    constants = shape_constants(group, head_dim, tile)
+    window = spec.window or 0
     decode_attention_kernel[(kv_heads, sequences, tile.splits)](
         product,
         keys,
@@ -117,13 +136,33 @@ def decode(
         EARLY=early,
         SINKS=sinks is not None,
         PAGE_SIZE=pages.page_size,
-        WINDOW=spec.window or 0,
+        WINDOW=window,
         OF_HEADS=tables.dim() == 3,
         RANKS=kept.ranks,
-        **shape_constants(group, head_dim, tile),
+        **constants,
         **(rounding_constants(keys.dtype) if pages.is_rounded else {}),
         num_warps=tile.warps,
         num_stages=tile.stages,
         launch_pdl=early,
     )
+    if tile.has_kernel_behind:
+        behind = DeviceLimits.of(product.device).capability >= (9, 0)
+        join_decodes_kernel[(heads, sequences)](
+            results,
+            scales,
+            out,
+            sums,
+            pages.lengths,
+            kept.rank,
+            tile.split,
+            tile.splits,
+            HEAD_DIM=head_dim,
+            HEAD_PAD=constants["HEAD_PAD"],
+            WINDOW=window,
+            BLOCK_N=tile.keys,
+            RANKS=kept.ranks,
+            EARLY=behind,
+            launch_pdl=behind,
+            **join_constants(head_dim),
+        )
     return out

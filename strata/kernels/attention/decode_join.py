@@ -1,8 +1,35 @@
-"""What joins the splits of a decoding sequence, for the last of their programs that ends."""
+"""What joins the splits of a decoding sequence: the last of their programs that ends, or a kernel behind them.
+
+One program goes through its splits in turns, each of which waits for loads from the L2 cache: with 4 query heads to a
+KV head 46 splits took 20 us. The kernel has a program for each query head, which loads all at once.
+"""
 
 from __future__ import annotations
 
-from strata.kernels.triton_import import jit, tl
+from functools import partial
+from typing import Any
+
+from strata.kernels.attention.decode_tile import MOST_SPLITS
+from strata.kernels.compile_case import CompileCase
+from strata.kernels.grid_sizes import next_power_of_2
+from strata.kernels.triton_import import gdc_launch_dependents, gdc_wait, jit, tl
+
+
+@jit
+def divided_keys(length, rank, splits, least_keys, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, RANKS: tl.constexpr):
+    """How the keys of a sequence are divided.
+
+    Returns: its tokens of this rank; these, one at least; the first that is seen; the first of its block, with which
+    splits begin; how many each split has; how many splits have some.
+    """
+    if RANKS > 1:
+        length = (length + RANKS - 1 - rank) // RANKS
+    total = tl.maximum(length, 1)  # a padding row has a token, and no page for it
+    lowest = tl.maximum(total - WINDOW, 0) if WINDOW > 0 else 0
+    begin = lowest // BLOCK_N * BLOCK_N
+    # A split has the least keys, or as many whole blocks as let the sequence fit into the splits there are.
+    size = tl.maximum(tl.cdiv(tl.cdiv(total - begin, splits), BLOCK_N) * BLOCK_N, least_keys)
+    return length, total, lowest, begin, size, tl.cdiv(total - begin, size)
 
 
 @jit
@@ -43,3 +70,81 @@ def join_splits(
         result = result * shrink[:, None] + tl.sum(part * share[:, :, None], 0)
         maximum = largest
     return result / weight[:, None], maximum + tl.log2(weight)
+
+
+@partial(jit, unspecialized=("lengths", "least_keys", "rank", "splits"))
+def join_decodes_kernel(
+    results,
+    scales,
+    out,
+    sums,
+    lengths,
+    rank,
+    least_keys,
+    splits,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    RANKS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Programs [heads, sequences], behind `decode_attention_kernel` of the same arguments, which has left the sequences
+    of a single split finished. SPLITS: a power of two, not below `splits`."""
+    head, heads = tl.program_id(0), tl.num_programs(0)
+    sequence = tl.program_id(1).to(tl.int64)
+    length = tl.load(lengths + sequence)
+    _, _, _, _, _, used = divided_keys(length, rank, splits, least_keys, WINDOW, BLOCK_N, RANKS)
+    if EARLY:
+        # Whoever waits for this kernel waits for the one ahead of it, too: so each program has to.
+        gdc_wait()
+        gdc_launch_dependents()
+    if used == 1:
+        return
+    split, columns = tl.arange(0, SPLITS), tl.arange(0, HEAD_PAD)
+    source = (sequence * splits + split) * heads + head
+    there, held = split < used, columns < HEAD_DIM
+    each = tl.load(scales + source, mask=there, other=float("-inf"))
+    part = tl.load(
+        results + source[:, None] * HEAD_DIM + columns[None, :], mask=there[:, None] & held[None, :], other=0.0
+    )
+    largest = tl.max(each, 0)
+    share = tl.exp2(each - largest)
+    weight = tl.sum(share, 0)
+    joined = tl.sum(part * share[:, None], 0) / weight
+    place = sequence * heads + head
+    tl.store(out + place * HEAD_DIM + columns, joined.to(out.dtype.element_ty), mask=held)
+    if sums is not None:
+        tl.store(sums + place, (largest + tl.log2(weight)) * 0.6931471805599453)
+
+
+def compile_cases() -> list[CompileCase]:
+    """Of short heads, of long ones with the sums, and of one of several ranks."""
+    cases = []
+    for head_dim, ranks, kind in ((128, 1, "bf16"), (80, 1, "fp16"), (256, 4, "fp32")):
+        types = dict.fromkeys(("results", "scales"), "*fp32:16") | {"out": f"*{kind}:16", "lengths": "*i32"}
+        types |= dict.fromkeys(("least_keys", "splits"), "i32")
+        own = join_constants(head_dim)
+        warps = own.pop("num_warps")
+        constants: dict[str, object] = own | {
+            "HEAD_DIM": head_dim,
+            "HEAD_PAD": next_power_of_2(head_dim),
+            "WINDOW": 0,
+            "BLOCK_N": 64,
+            "RANKS": ranks,
+            "EARLY": ranks == 1,
+        }
+        if ranks > 1:
+            types |= {"sums": "*fp32:16", "rank": "i32"}
+        else:
+            constants |= {"sums": None, "rank": 0}
+        follow = ("griddepcontrol.wait",) if ranks == 1 else ()
+        name = f"join decodes {kind} head_dim {head_dim} of {ranks} ranks"
+        cases.append(CompileCase(name, join_decodes_kernel, types, constants, warps, 1, follow))
+    return cases
+
+
+def join_constants(head_dim: int) -> dict[str, Any]:
+    """Of `join_decodes_kernel`: a thread has 64 of the values that are joined, or 32."""
+    return {"SPLITS": MOST_SPLITS, "num_warps": 8 if head_dim > 128 else 4}

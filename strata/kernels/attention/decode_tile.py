@@ -16,6 +16,7 @@ class DecodeTile:
     keys: of a block; warps, stages: of a program and of its pipeline. split: the fewest keys that are worth a program
     of their own, a multiple of `keys`. splits: into how many a sequence may be divided; longer ones have larger splits.
     early: whether the fused kernel is launched before the kernel ahead has ended (programmatic dependent launch).
+    apart: whether splits are joined by a kernel behind, if there are several, not by the last of their programs.
     """
 
     keys: int
@@ -24,15 +25,23 @@ class DecodeTile:
     split: int
     splits: int
     early: bool = True
+    apart: bool = False
 
     def __post_init__(self) -> None:
         if self.split % self.keys or self.splits < 1:
             raise ValueError(f"a split holds whole blocks and a sequence at least one split: {self}")
 
+    @property
+    def has_kernel_behind(self) -> bool:
+        return self.apart and self.splits > 1
+
 
 # Programs enough for every multiprocessor, more than once: sequences and splits for each KV head.
 _PROGRAMS = 512
-_MOST_SPLITS = 64
+MOST_SPLITS = 64
+# Of up to so many sequences splits are joined by a kernel behind: it costs a launch, and of more the programs that join
+# keep each other's processors busy.
+_APART = 40
 # Even where there are many sequences, one may be much longer than the others.
 _LEAST_SPLITS = 4
 # For up to so many sequences: the fewest keys of a split, keys of a block, warps, stages, early. Measured in whole
@@ -75,14 +84,14 @@ def decode_tile(
     )
     if rounded and not in_float16:
         warps = 4  # fewer have no room for keys and values in 8 bits beside what they become
-    splits = min(_MOST_SPLITS, max(_LEAST_SPLITS, _PROGRAMS // max(1, sequences)), max(1, -(-most // split)))
+    splits = min(MOST_SPLITS, max(_LEAST_SPLITS, _PROGRAMS // max(1, sequences)), max(1, -(-most // split)))
     if dtype == torch.float32:
         return DecodeTile(keys=16, warps=8, stages=2, split=split, splits=splits)
     if head_dim > 128:
         keys, warps, stages = 32, 8 if group > 16 else 4, 3
     elif group >= 16:
         keys, warps, stages = 32, 4, 3
-    return DecodeTile(keys, warps, stages, split, splits, early)
+    return DecodeTile(keys, warps, stages, split, splits, early, sequences <= _APART)
 
 
 def shape_constants(group: int, head_dim: int, tile: DecodeTile) -> dict[str, int]:
@@ -96,5 +105,6 @@ def shape_constants(group: int, head_dim: int, tile: DecodeTile) -> dict[str, in
         "HEAD_DIM": head_dim,
         "HEAD_PAD": head_pad,
         "BLOCK_N": tile.keys,
-        "JOINED": min(16, max(1, 1024 * tile.warps // (group_pad * head_pad))),  # as many as registers hold
+        # As many as registers hold.
+        "JOINED": 0 if tile.apart else min(16, max(1, 1024 * tile.warps // (group_pad * head_pad))),
     }

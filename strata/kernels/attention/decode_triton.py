@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from strata.kernels.attention.decode_join import join_splits
+from strata.kernels.attention.decode_join import divided_keys, join_splits
 from strata.kernels.attention.decode_rounded import attend_rounded, in_range, joined_columns, load_rounded
 from strata.kernels.attention.decode_tile import decode_tile, shape_constants
 from strata.kernels.attention.varlen_triton import join_sink
@@ -173,7 +173,8 @@ def decode_attention_kernel(
     least_keys: of a split, a multiple of BLOCK_N.
     width: HEAD_DIM, where a division has to round as that of `rms_norm`.
     results [sequences, splits, heads, HEAD_DIM], scales [sequences, splits, heads] float32: what the splits of a
-    sequence leave for the last of them, normalized, and the logarithm (to the base two) of its weight.
+    sequence leave for the last of them, or with JOINED 0 for the kernel behind, normalized, and the logarithm (to the
+    base two) of its weight.
     k_exponents, v_exponents: [pages, kv_heads, PAGE_SIZE] of pools in 8 bits, or None. EXPONENT, MANTISSA, IS_INTEGER:
     of such a pool's type, see `rounding_constants`. OF_HEADS: each KV head of a sequence has a block table of its own.
     sums: [sequences, heads] float32, takes the logarithm of each sum of exponentials; None: nobody wants it. RANKS: so
@@ -185,16 +186,10 @@ def decode_attention_kernel(
     kv_heads = tl.num_programs(0)
     splits = tl.num_programs(2)
     heads = kv_heads * GROUP
-    length = tl.load(lengths + sequence)
-    if RANKS > 1:
-        length = (length + RANKS - 1 - rank) // RANKS
-    total = tl.maximum(length, 1)  # a padding row has a token, and no page for it
+    length, total, lowest, begin, size, used = divided_keys(
+        tl.load(lengths + sequence), rank, splits, least_keys, WINDOW, BLOCK_N, RANKS
+    )
     cached = total - 1 if FUSED else length
-    lowest = tl.maximum(total - WINDOW, 0) if WINDOW > 0 else 0
-    begin = lowest // BLOCK_N * BLOCK_N
-    # A split has the least keys, or as many whole blocks as let the sequence fit into the splits there are.
-    size = tl.maximum(tl.cdiv(tl.cdiv(total - begin, splits), BLOCK_N) * BLOCK_N, least_keys)
-    used = tl.cdiv(total - begin, size)
     if split >= used:
         return
     start = begin + split * size
@@ -327,19 +322,22 @@ def decode_attention_kernel(
         part = split * heads + query_head
         tl.store(results + part * HEAD_DIM + columns, result, mask=held)
         tl.store(scales + part, (maximum + tl.log2(weight))[:, None], mask=row < GROUP)
-        tl.debug_barrier()
-        counter = counters + sequence * kv_heads + kv_head
-        if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
-            joined_member = tl.arange(0, GROUP_PAD)
-            head = kv_head * GROUP + joined_member
-            joined, joined_sums = join_splits(
-                results, scales, used, heads, head, joined_member < GROUP, HEAD_DIM, HEAD_PAD, GROUP_PAD, JOINED
-            )
-            if sums is not None:
-                tl.store(sums + sequence * heads + head, joined_sums * 0.6931471805599453, mask=joined_member < GROUP)
-            mask = (joined_member < GROUP)[:, None] & (columns < HEAD_DIM)
-            tl.store(out + head[:, None] * HEAD_DIM + columns, joined.to(out.dtype.element_ty), mask=mask)
-            tl.store(counter, 0)
+        if JOINED > 0:
+            tl.debug_barrier()
+            counter = counters + sequence * kv_heads + kv_head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
+                joined_member = tl.arange(0, GROUP_PAD)
+                head = kv_head * GROUP + joined_member
+                joined, joined_sums = join_splits(
+                    results, scales, used, heads, head, joined_member < GROUP, HEAD_DIM, HEAD_PAD, GROUP_PAD, JOINED
+                )
+                if sums is not None:
+                    tl.store(
+                        sums + sequence * heads + head, joined_sums * 0.6931471805599453, mask=joined_member < GROUP
+                    )
+                mask = (joined_member < GROUP)[:, None] & (columns < HEAD_DIM)
+                tl.store(out + head[:, None] * HEAD_DIM + columns, joined.to(out.dtype.element_ty), mask=mask)
+                tl.store(counter, 0)
 
 
 def compile_cases() -> list[CompileCase]:
@@ -411,7 +409,8 @@ def _case(
     sizes = f"head_dim {head_dim} group {group} page_size {page_size} window {window} sequences {sequences}"
     multiply = () if dtype == torch.float32 else ("mma.sync", "cp.async.cg")
     follow = ("griddepcontrol.wait", "griddepcontrol.launch_dependents") if fused else ()
-    must = ("atom.global.gpu.acq_rel.add", "ld.global.cg", *multiply, *follow)
+    joins = () if tile.apart else ("atom.global.gpu.acq_rel.add", "ld.global.cg")
+    must = (*joins, *multiply, *follow)
     name = (
         f"decode {kind} {sizes} norm {norm}"
         + " sinks" * sinks

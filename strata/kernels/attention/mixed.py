@@ -18,7 +18,6 @@ from torch import Tensor
 from strata.kernels.attention import cuda as attention_cuda
 from strata.kernels.attention import cudnn_prompts
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
-from strata.kernels.attention.decode_triton import decode_attention_kernel
 from strata.kernels.attention.spec import AttentionSpec, PackedBatch
 from strata.kernels.attention.varlen_triton import attention_kernel
 from strata.kernels.attention.virtual_sequences import VirtualSequences
@@ -43,7 +42,8 @@ def kernels(
     q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
 ) -> tuple[Any, ...]:
     assert batch.pages is not None
-    decodes = [decode_attention_kernel] * (may_decode(batch.pages) > 0)
+    sizes = (q.shape[1], q.shape[2], k.shape[1])
+    decodes = decode_attention_cuda.kernels(q, *sizes, batch.pages, may_decode(batch.pages))
     return (*decodes, prompt_kernel(batch.pages, spec, sinks))
 
 

@@ -50,8 +50,8 @@ def decoding() -> None:
         spec = AttentionSpec(0, 0.3, window)
         wanted = attention.reference(q, k, v, batch, spec, SINKS)
         _same(fixed.attend(q, k, v, batch, spec, SINKS), wanted)
-        for splits in (1, 4):
-            tile = DecodeTile(keys=16, warps=4, stages=2, split=32, splits=splits)
+        for splits, apart in ((1, False), (4, False), (4, True), (7, True)):
+            tile = DecodeTile(keys=16, warps=4, stages=2, split=32, splits=splits, apart=apart)
             _same(decode_cuda.decode(q.flatten(1), 4, 20, batch.pages, spec, tile=tile, sinks=SINKS), wanted)
 
 
@@ -62,10 +62,11 @@ def decoding_from_the_product() -> None:
         product, *others, batch, heads = given
         wanted = decode_attention.reference(product, *others, batch._replace(pages=alone), heads, spec, SINKS)
         unfinished = decode_cuda.Unfinished(*others[:2], heads.eps, *others[2:])
-        tile = DecodeTile(keys=16, warps=4, stages=2, split=16, splits=2)
-        found = decode_cuda.decode(product, 4, 16, copied(pages), spec, unfinished, tile, sinks=SINKS)
         held = pages.lengths > 0
-        _same(found[held], wanted[held])
+        for apart in (False, True):
+            tile = DecodeTile(keys=16, warps=4, stages=2, split=16, splits=2, apart=apart)
+            found = decode_cuda.decode(product, 4, 16, copied(pages), spec, unfinished, tile, sinks=SINKS)
+            _same(found[held], wanted[held])
 
 
 def pools_in_8_bits(kind: torch.dtype) -> None:
@@ -87,7 +88,7 @@ def pools_in_8_bits(kind: torch.dtype) -> None:
         spec, expected, found = AttentionSpec(1, 0.3, window), pages(), pages()
         wanted = decode_attention.reference(product, *others, batch._replace(pages=expected), heads, spec, SINKS)
         unfinished = decode_cuda.Unfinished(*others[:2], heads.eps, *others[2:])
-        tile = DecodeTile(keys=16, warps=4, stages=2, split=16, splits=2)
+        tile = DecodeTile(keys=16, warps=4, stages=2, split=16, splits=2, apart=kind == torch.int8)
         result = decode_cuda.decode(product, 4, 16, found, spec, unfinished, tile, sinks=SINKS)
         held = plain.lengths > 0
         _same(result[held], wanted[held])

@@ -53,8 +53,8 @@ def decoding(kept: KeptKeys) -> None:
     q, k, v, batch = batch_of(case, [1, 1, 1], kept)
     wanted = kept_attention.reference(q, k, v, batch, SPEC, kept)
     _same(kept_cuda.attend(q, k, v, batch, SPEC, kept), wanted)
-    for splits in (1, 4):
-        tile = DecodeTile(keys=16, warps=4, stages=2, split=32, splits=splits)
+    for splits, apart in ((1, False), (4, False), (4, True)):
+        tile = DecodeTile(keys=16, warps=4, stages=2, split=32, splits=splits, apart=apart)
         out, sums = torch.empty(3, 4, 20), torch.empty(3, 4)
         given = q.flatten(1), 4, 20, batch.pages, SPEC
         decode_cuda.decode(*given, tile=tile, out=out, sums=sums, kept=kept)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from strata.kernels.attention import cuda as attention_cuda
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
-from strata.kernels.attention.decode_triton import decode_attention_kernel
 from strata.kernels.attention.mixed import may_decode
 from strata.kernels.attention.spec import AttentionSpec, PackedBatch
 from strata.kernels.attention.varlen_triton import attention_kernel
@@ -41,9 +40,10 @@ def _decodes(q: Tensor, k: Tensor, batch: PackedBatch) -> int:
 def kernels(
     q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys
 ) -> tuple[Any, ...]:
-    if attention_cuda.all_decode(q, k, batch):
-        return (decode_attention_kernel,)
-    return (*[decode_attention_kernel] * (_decodes(q, k, batch) > 0), attention_kernel)
+    assert batch.pages is not None
+    sizes = (q.shape[1], q.shape[2], k.shape[1])
+    decodes = decode_attention_cuda.kernels(q, *sizes, batch.pages, _decodes(q, k, batch))
+    return decodes if attention_cuda.all_decode(q, k, batch) else (*decodes, attention_kernel)
 
 
 def scratch(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys) -> int:

@@ -15,7 +15,6 @@ from torch import Tensor
 from strata.kernels.attention import cuda as attention_cuda
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention import mixed as attention_mixed
-from strata.kernels.attention.decode_triton import decode_attention_kernel
 from strata.kernels.attention.sparse.page_choice import PageChoice
 from strata.kernels.attention.sparse.pages_triton import (
     BOUNDS_WARPS,
@@ -70,13 +69,15 @@ def kernels(
     given, pages = (q, k, v, batch, spec, sinks), batch.pages
     if pages is None:
         return attention_cuda.kernels(*given)
-    choosing = (page_scores_kernel, chosen_pages_kernel) if _chooses(pages, choice) else ()
-    if attention_cuda.all_decode(q, k, batch):
-        return (page_bounds_kernel, *choosing, decode_attention_kernel)
-    if not attention_mixed.supports(*given):
+    chooses, every = _chooses(pages, choice), attention_cuda.all_decode(q, k, batch)
+    if not every and not attention_mixed.supports(*given):
         return (page_bounds_kernel, *attention_cuda.kernels(*given))
-    decodes = (*choosing, decode_attention_kernel) * (attention_mixed.may_decode(pages) > 0)
-    return (page_bounds_kernel, *decodes, attention_mixed.prompt_kernel(pages, spec, sinks))
+    count = q.shape[0] if every else attention_mixed.may_decode(pages)
+    sizes = (q.shape[1], q.shape[2], k.shape[1])
+    decodes = decode_attention_cuda.kernels(q, *sizes, pages, count, choice.pages if chooses else None)
+    choosing = (page_scores_kernel, chosen_pages_kernel) * (chooses and count > 0)
+    prompts = () if every else (attention_mixed.prompt_kernel(pages, spec, sinks),)
+    return (page_bounds_kernel, *choosing, *decodes, *prompts)
 
 
 def scratch_bytes(sequences: int, most_keys: int, page_size: int, kv_heads: int, choice: PageChoice) -> int:

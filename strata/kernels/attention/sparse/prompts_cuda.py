@@ -13,7 +13,6 @@ from torch import Tensor
 
 from strata.kernels.attention import cuda as attention_cuda
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
-from strata.kernels.attention.decode_triton import decode_attention_kernel
 from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.attention.sparse.choice_triton import (
     choice_warps,
@@ -62,7 +61,8 @@ def kernels(
 ) -> tuple[Any, ...]:
     assert batch.pages is not None
     prompts = (pooled_scores_kernel, kept_blocks_kernel, block_sparse_attention_kernel)
-    return (*[decode_attention_kernel] * (_decodes(batch.pages) > 0), *prompts)
+    sizes = (q.shape[1], q.shape[2], k.shape[1])
+    return (*decode_attention_cuda.kernels(q, *sizes, batch.pages, _decodes(batch.pages)), *prompts)
 
 
 def _decodes(pages: PagedKV) -> int:
