@@ -85,6 +85,23 @@ def check_what_is_read() -> None:
         assert (expanded_cuda.attend(q, unread, weight, batch, spec) - exact).abs().max() < 2e-5
 
 
+def check_rows_that_stay() -> None:
+    """Each form's kernel leaves the rows of the other's prompts as they are."""
+    call = make_call(SMALL, (5, 34, 7), (20, 34, 7))
+    q, row, weight, batch, spec = call
+    pages, begun = batch.pages, slice(5, None)
+    assert pages is not None
+    absorbed = torch.full((len(q), SMALL.heads, SMALL.rank), -7.0)
+    cuda.prompts(absorbed, absorbed.clone(), q, batch, pages, spec, SMALL, batch.offsets, None, continued=True)
+    assert (absorbed[begun] == -7).all()
+    assert (absorbed[:5] != -7).all()
+    found = torch.full((len(q), SMALL.heads, SMALL.value), -7.0)
+    made = row[:, : SMALL.rank] @ weight.T
+    expanded_cuda.expanded_prompts(found, q, made, row, batch, pages, spec, SMALL, batch.offsets, None)
+    assert (found[:5] == -7).all()
+    assert (found - exactly(call))[begun].abs().max() < 2e-5
+
+
 def check_padding() -> None:
     """Rows of a sequence of length 0, to which padding belongs, are zeros beside prompts of every kind."""
     for total in ((1, 40, 7), (9, 50, 7)):
@@ -165,6 +182,7 @@ def main() -> None:
         check_expanded(with_parts(make_call(SMALL, (1, 67, 1, 8), (9, 67, 1, 8)), 1, recorded=recorded))
         check_expanded(with_parts(make_call(SMALL, (1, 1, 35, 9), (40, 9, 35, 20)), 2, recorded=recorded))
     check_what_is_read()
+    check_rows_that_stay()
     check_padding()
     check_fixed_bits()
     check_rows()
