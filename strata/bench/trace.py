@@ -41,6 +41,7 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "fixed_decode",
             "fixed_prefill",
             "latent_prompt",
+            "expanded_prompt",
             "latent_decode",
             "latent_join",
             "join_decodes",

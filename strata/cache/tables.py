@@ -207,7 +207,10 @@ class StepBuffer:
         host["decode_lengths"][decodes:] = 0
         host["bounds"][:] = decodes, min(len(counts) + 1, self.shape.sequences)
         decode_lengths, starts, bounds = (self.tensors[name] for name in ("decode_lengths", "starts", "bounds"))
-        return BatchParts(decode_lengths, starts, bounds, None if recorded else decodes)
+        if recorded:
+            return BatchParts(decode_lengths, starts, bounds)
+        begin = bool((host["lengths"][decodes : len(counts)] == counts[decodes:]).all())
+        return BatchParts(decode_lengths, starts, bounds, decodes, begin=begin)
 
     def pad_draws(self, draws: int, slot: int) -> None:
         """Beyond the first `draws`, padding rows draw greedily, without filters, from row 0 into `slot`."""

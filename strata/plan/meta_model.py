@@ -131,7 +131,8 @@ class MetaModel:
             divided = self._is_divided(workload, size)
             virtual = VirtualSequences(meta_indices(4, 1), meta_indices(2, 1), self._rows(size)) if divided else None
             decodes = _decodes(workload) if size is None else (0 if size.fresh else None)
-            parts = BatchParts(pages.lengths, pages.lengths, meta_indices(2), decodes, virtual)
+            begin = decodes is not None and workload.new[decodes:] == workload.total[decodes:]
+            parts = BatchParts(pages.lengths, pages.lengths, meta_indices(2), decodes, virtual, begin)
             pages = replace(pages, parts=parts)
         tokens = meta_indices(workload.tokens)
         sequences = len(workload.new)

@@ -59,12 +59,25 @@ def test_parts_of_a_step_have_their_starts_in_the_buffer() -> None:
         made = buffer(8 if size == 4 else 20, size, 2)
         made.place(held, PAGE, np.array([2, 0, 1, 0], np.int32), np.array([6, 3, 0, 2], np.int32), counts)
         parts = made.divide(counts, recorded=recorded)
-        assert (parts.decodes, parts.virtual) == (None if recorded else 2, None)
+        assert (parts.decodes, parts.virtual, parts.begin) == (None if recorded else 2, None, False)
         made.send()
         assert parts.decode_lengths.tolist() == [7, 4, 0, 0, 0, 0][:size]
         assert parts.starts.tolist() == [1, 2, 2, 7, 8, 20][:size]
         assert parts.bounds.tolist() == bounds
         assert parts.starts.data_ptr() == made.tensors["starts"].data_ptr()
+
+
+def test_the_host_knows_whether_all_prompts_of_a_step_begin() -> None:
+    """Whatever stands before the decodes in front of them; of a recorded step another may be replayed."""
+    counts, slots, held = np.array([1, 1, 5, 2], np.int32), np.array([2, 0, 1, 0], np.int32), tables()
+    for starts, recorded, begin in (
+        ([6, 0, 0, 0], False, True),
+        ([6, 0, 0, 1], False, False),
+        ([6, 0, 0, 0], True, False),
+    ):
+        made = buffer(20, 6, 2)
+        made.place(held, PAGE, slots, np.array(starts, np.int32), counts)
+        assert made.divide(counts, recorded=recorded).begin == begin
 
 
 def test_a_fresh_step_has_prompts_alone() -> None:
@@ -75,7 +88,7 @@ def test_a_fresh_step_has_prompts_alone() -> None:
     made.place(tables(), PAGE, np.array([2, 0], np.int32), np.array([0, 0], np.int32), counts)
     parts = made.divide(counts, recorded=True)
     made.send()
-    assert parts.decodes == 0
+    assert (parts.decodes, parts.begin) == (0, True)
     assert parts.decode_lengths.tolist() == [0, 0, 0, 0]
     assert parts.starts.tolist() == [0, 1, 6, 20]
     assert parts.bounds.tolist() == [0, 3]

@@ -1,4 +1,4 @@
-"""Latent attention over pages: both implementations against float64, and the bits of the one of deterministic mode."""
+"""Latent attention over pages: all implementations against float64, and the bits of the one of deterministic mode."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from strata.kernels.attention.spec import Sequences
-from strata.kernels.latent.attention import latent_attention
+from strata.kernels.latent.attention import PROMPTS_EXPANDED, latent_attention
 from strata.kernels.latent.forms import Dims
 from tests.kernels.latent.cases import Call, make_call, with_parts
 
@@ -35,7 +35,14 @@ def on_gpu(call: Call) -> Call:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("new", "total", "decodes"),
-    [((1,), (5000,), None), ((1,) * 70, (*range(1, 71),), None), ((1, 1, 90, 33), (700, 3, 400, 33), 2)],
+    [
+        ((1,), (5000,), None),
+        ((1,) * 70, (*range(1, 71),), None),
+        ((1, 1, 90, 33), (700, 3, 400, 33), 2),
+        ((1, 300, 1, 140), (700, 300, 1, 140), 1),
+        ((129, 1, 70), (129, 1, 71), 0),
+        ((129, 1, 70), (129, 1, 71), None),
+    ],
 )
 def test_results_are_near_float64(
     dims: Dims, dtype: torch.dtype, new: tuple, total: tuple, decodes: int | None
@@ -51,6 +58,66 @@ def test_results_are_near_float64(
         for deterministic in (False, True):
             found = latent_attention.bind("cuda", deterministic=deterministic)(*on_gpu(given)).cpu()
             assert (found - exact).abs().max() <= TOLERANCE[dtype] * exact.abs().max()
+
+
+def test_long_prompts_are_expanded_beside_decodes() -> None:
+    """Several tiles of queries and many blocks of keys; what nobody may read is not a number."""
+    new, total = (1, 1, 1100, 517), (900, 3, 1100, 517)
+    call = make_call(LITE, new, total, torch.bfloat16)
+    q, row, weight, batch, spec = call
+    unread = row.clone()
+    unread[:2] = float("nan")
+    exact = latent_attention.reference(*on_gpu((q.float(), row.float(), weight.float(), widened(batch), spec)))
+    for recorded in (False, True):
+        given = on_gpu(with_parts((q, unread, weight, batch, spec), 2, recorded=recorded))
+        bound = latent_attention.bind("cuda")
+        assert bound.choose(*given).name == PROMPTS_EXPANDED
+        difference = (bound(*given) - exact).abs().max()
+        assert difference <= TOLERANCE[torch.bfloat16] * exact.abs().max()
+
+
+def test_a_recording_attends_for_prompts_that_begin_and_others() -> None:
+    """Only the device knows which do when it is replayed."""
+    first = on_gpu(with_parts(make_call(LITE, (1, 130, 69), (40, 130, 69), torch.bfloat16), 1, recorded=True))
+    other = on_gpu(with_parts(make_call(LITE, (1, 60, 139), (9, 93, 139), torch.bfloat16), 1, recorded=True))
+    most = max(call[3].pages.tables.shape[1] for call in (first, other))
+    first, other = (wide_tables(call, most) for call in (first, other))
+    bound, graph = latent_attention.bind("cuda"), torch.cuda.CUDAGraph()
+    wanted = [bound(*call) for call in (first, other)]
+    with torch.cuda.graph(graph):
+        found = bound(*first)
+    for call, expected in zip((first, other), wanted, strict=True):
+        for held, own in zip(tensors_of(first), tensors_of(call), strict=True):
+            held[: len(own)] = own
+        graph.replay()
+        assert torch.equal(found, expected)
+
+
+def widened(batch: Sequences) -> Sequences:
+    assert batch.pages is not None
+    return batch._replace(pages=replace(batch.pages, keys=(batch.pages.keys[0].float(),)))
+
+
+def wide_tables(call: Call, most: int) -> Call:
+    """With tables and pools of one size, as a recording has them."""
+    q, row, weight, batch, spec = call
+    pages = batch.pages
+    assert pages is not None
+    tables = torch.zeros(len(pages.tables), most, dtype=torch.int32, device="cuda")
+    tables[:, : pages.tables.shape[1]] = pages.tables
+    pool = torch.zeros(len(pages.tables) * most, *pages.keys[0].shape[1:], dtype=q.dtype, device="cuda")
+    pool[: len(pages.keys[0])] = pages.keys[0]
+    return q, row, weight, batch._replace(pages=replace(pages, tables=tables, keys=(pool,))), spec
+
+
+def tensors_of(call: Call) -> list[torch.Tensor]:
+    """What differs between two steps that replay one recording."""
+    q, row, weight, batch, _ = call
+    pages = batch.pages
+    assert pages is not None
+    assert pages.parts is not None
+    parts = pages.parts.decode_lengths, pages.parts.starts, pages.parts.bounds
+    return [q, row, weight, batch.offsets, pages.keys[0], pages.tables, pages.lengths, *parts]
 
 
 def test_bits_depend_on_the_sequence_alone() -> None:

@@ -11,6 +11,7 @@ import torch
 from strata.bench.kernels.case import EPS, Case, angles, randn
 from strata.bench.kernels.cases import full_pages
 from strata.hardware.roofline import Workload
+from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.spec import AttentionSpec, Sequences
 from strata.kernels.latent.attention import latent_attention
 from strata.kernels.latent.forms import Dims
@@ -55,6 +56,10 @@ def _call(dims: Dims, new: tuple[int, ...], total: tuple[int, ...], shape: str) 
             row = pages.keys[0][pages.tables[0].long()].flatten(0, 2)[:tokens]
         weight = randn(dims.heads * (dims.nope + dims.value), dims.rank) * dims.rank**-0.5
         q = randn(tokens, dims.heads, dims.nope + dims.rope)
+        if max(new) > 1:
+            starts, bounds = offsets[:-1], torch.tensor([0, len(new)], dtype=torch.int32)
+            parts = BatchParts(torch.zeros_like(pages.lengths), starts, bounds, 0, begin=new == total)
+            pages = replace(pages, parts=parts)
         return q, row, weight, Sequences(offsets, max(new), pages), AttentionSpec(0, (dims.nope + dims.rope) ** -0.5)
 
     return Case(latent_attention, shape, len(new), make, Workload(new, total), "bfloat16")

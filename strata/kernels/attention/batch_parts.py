@@ -18,7 +18,8 @@ class BatchParts:
     of each sequence that the kernel over pages would take, of a decode none. bounds: [2] int32, the first sequence that
     is no decode, and where the sequences end, the one included to which padding belongs. decodes: how many there are;
     None in a recorded step, of which only the device knows it, but for fresh ones, which have none. virtual: the
-    prompts, for cuDNN; None: the kernel over pages takes them.
+    prompts, for cuDNN; None: the kernel over pages takes them. begin: the host knows that the prompts have no tokens
+    from before the step; False in a recorded step unless it is a fresh one.
     """
 
     decode_lengths: Tensor
@@ -26,3 +27,4 @@ class BatchParts:
     bounds: Tensor
     decodes: int | None = None
     virtual: VirtualSequences | None = None
+    begin: bool = False

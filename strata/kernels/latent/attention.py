@@ -18,9 +18,13 @@ from strata.kernels.attention.attention import attention
 from strata.kernels.attention.spec import AttentionSpec, PackedBatch
 from strata.kernels.latent import cpu as latent_cpu
 from strata.kernels.latent import cuda as latent_cuda
+from strata.kernels.latent import expanded_cuda
 from strata.kernels.latent.forms import Dims, alike, expanded
 from strata.kernels.op import CUBLAS, operation
 from strata.kernels.triton_import import HAS_TRITON
+
+# Of the implementations for CUDA, by which a benchmark finds them.
+ABSORBED, PROMPTS_EXPANDED = "triton", "triton, prompts expanded"
 
 
 def _cost(
@@ -94,7 +98,14 @@ latent_attention.implement("expanded", "cpu", differentiable=True, supports=_pac
 latent_attention.implement("fixed tiles", "cpu", invariant=True)(latent_cpu.fixed_tiles)
 if HAS_TRITON:
     latent_attention.implement(
-        "triton", "cuda", supports=latent_cuda.supports, kernels=latent_cuda.kernels, scratch=latent_cuda.scratch
+        PROMPTS_EXPANDED,
+        "cuda",
+        supports=expanded_cuda.supports,
+        kernels=expanded_cuda.kernels,
+        scratch=expanded_cuda.scratch,
+    )(expanded_cuda.attend)
+    latent_attention.implement(
+        ABSORBED, "cuda", supports=latent_cuda.supports, kernels=latent_cuda.kernels, scratch=latent_cuda.scratch
     )(latent_cuda.attend)
     latent_attention.implement(
         "triton fixed", "cuda", invariant=True, supports=latent_cuda.supports, kernels=latent_cuda.FIXED_KERNELS

@@ -1,4 +1,4 @@
-"""Latent attention over pages on CUDA, always with absorbed queries: grids follow from shapes alone, so that a step can
+"""Latent attention over pages on CUDA with absorbed queries: grids follow from shapes alone, so that a step can
 be recorded in a CUDA graph, and which sequences are prompts only the device knows there."""
 
 from __future__ import annotations
@@ -186,9 +186,12 @@ def prompts(
     bounds: Tensor | None,
     sums: Tensor | None = None,
     kept: KeptKeys = ALL_KEYS,
+    *,
+    continued: bool = False,
 ) -> None:
     """As `decode`, of sequences with any number of queries. starts: from which row of the batch on each sequence's are
-    run. bounds: which sequences have such rows; None: any may."""
+    run. bounds: which sequences have such rows; None: any may. continued: only those with tokens in front of these are
+    run, and the rows of the others stay as they are."""
     tokens, sequences = q.shape[0], batch.offsets.shape[0] - 1
     if tokens == 0:
         return
@@ -218,6 +221,7 @@ def prompts(
         kept.rank,
         KEY_RANKS=kept.ranks,
         BOUNDED=bounds is not None,
+        CONTINUED=continued,
         BLOCK_M=tile.queries,
         **constants(dims.heads, dims.rank, dims.rope, pages.page_size, tile),
         num_warps=tile.warps,

@@ -92,6 +92,7 @@ def latent_prompt_kernel(
     ROPE_PAD: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BOUNDED: tl.constexpr,
+    CONTINUED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -100,7 +101,8 @@ def latent_prompt_kernel(
     queries of one sequence. In one dimension, because others have 65,535 at most.
 
     Of sequence s the queries in rows [starts[s], offsets[s + 1]), the last of its tokens. BOUNDED: only sequences
-    [bounds[0], bounds[1]) have any. latent: the queries in the space of the latent; out: the weighted sums of latents.
+    [bounds[0], bounds[1]) have any. CONTINUED: only sequences with tokens in front of these are run. latent: the
+    queries in the space of the latent; out: the weighted sums of latents.
     A query's sum goes over blocks that begin at multiples of BLOCK_N, so its bits depend on its sequence alone.
     sums: [tokens, HEADS] float32, takes the logarithm of each query's sum of exponentials; None: nobody wants it.
     KEY_RANKS: so many divide the rows of a sequence, and the pages here hold those of number `key_rank` (`KeptKeys`).
@@ -132,6 +134,8 @@ def latent_prompt_kernel(
     if query_start >= new:
         return
     total = tl.load(lengths + sequence)
+    if CONTINUED and total <= new:
+        return
 
     row = tl.arange(0, BLOCK_M)
     query = query_start + row // BLOCK_HEADS
@@ -289,6 +293,7 @@ def compile_cases() -> list[CompileCase]:
     bf16, fp32 = torch.bfloat16, torch.float32
     found = [_prompt_case(bf16, 16), _prompt_case(bf16, 128, bounded=True), _prompt_case(fp32, 16)]
     found += [_decode_case(bf16, 16, 64), _decode_case(bf16, 128, 64), _decode_case(fp32, 16, 64)]
+    found += [_prompt_case(bf16, 16, bounded=True, continued=True)]
     found += [_prompt_case(bf16, 128, bounded=True, key_ranks=8), _decode_case(bf16, 128, 64, key_ranks=8)]
     signature = by_type(
         {"*fp32:16": "results scales", "*bf16:16": "out", "*i32": "lengths", "i32": "splits least_rows"}
@@ -326,7 +331,9 @@ def _kind(dtype: torch.dtype) -> tuple[str, tuple[str, ...]]:
     return ("fp32", ()) if dtype == torch.float32 else ("bf16", ("mma",))
 
 
-def _prompt_case(dtype: torch.dtype, heads: int, bounded: bool = False, key_ranks: int = 1) -> CompileCase:
+def _prompt_case(
+    dtype: torch.dtype, heads: int, bounded: bool = False, key_ranks: int = 1, continued: bool = False
+) -> CompileCase:
     kind, must = _kind(dtype)
     tile = prompt_tile(heads, 512, dtype)
     signature = _signature(kind) | {"out": f"*{kind}:16", "sequences": "i32"}
@@ -334,7 +341,9 @@ def _prompt_case(dtype: torch.dtype, heads: int, bounded: bool = False, key_rank
     signature |= dict.fromkeys(("out_token", "out_head"), "i32:16")
     types, divided = _of_key_ranks(key_ranks)
     own = {**constants(heads, 512, 64, 16, tile), "BOUNDED": bounded, "BLOCK_M": tile.queries, **divided}
+    own["CONTINUED"] = continued
     name = f"latent prompts {kind} {heads} heads" + f" of {key_ranks} ranks" * (key_ranks > 1)
+    name += " continued" * continued
     return _case(name, latent_prompt_kernel, signature | types, own, tile, must)
 
 

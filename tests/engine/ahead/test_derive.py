@@ -119,6 +119,7 @@ def test_what_takes_long_to_compile_is_noted_first(alone: Callable[..., Any]) ->
         (str(BUILTIN_FOLDER), DUMMY | {"deterministic": True}, 900),
         ("0.6B", DUMMY | {"tensor_parallel_size": 2, "max_num_seqs": 60, "overlap_tokens": 600}, 900),
         ("0.6B", DUMMY | {"tensor_parallel_size": 16, "decode_context_parallel_size": 2, "max_num_seqs": 60}, 900),
+        ("V2-Lite", DUMMY | {"max_num_seqs": 40, "max_num_batched_tokens": 3000}, 2500),
         ("V2-Lite", DUMMY | {"tensor_parallel_size": 4, "decode_context_parallel_size": 4, "max_num_seqs": 60}, 900),
     ],
 )

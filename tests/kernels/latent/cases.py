@@ -57,7 +57,8 @@ def with_parts(call: Call, decodes: int, *, recorded: bool) -> Call:
     lengths[decodes:] = 0
     starts[:decodes] = batch.offsets[1 : decodes + 1]
     bounds = torch.tensor([decodes, len(lengths)], dtype=torch.int32)
-    parts = BatchParts(lengths, starts, bounds, None if recorded else decodes)
+    begin = not recorded and bool((batch.pages.lengths == batch.offsets.diff())[decodes:].all())
+    parts = BatchParts(lengths, starts, bounds, None if recorded else decodes, begin=begin)
     return q, row, weight, batch._replace(pages=replace(batch.pages, parts=parts)), spec
 
 

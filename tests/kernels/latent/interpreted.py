@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import mmap
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
-from strata.kernels.latent import cuda, divided_cuda, tiles
+from strata.kernels.latent import cuda, divided_cuda, expanded_cuda, tiles
 from strata.kernels.latent.attention import latent_attention
 from strata.kernels.latent.forms import Dims
 from strata.kernels.rotary.rope import rope_angles
@@ -18,20 +20,33 @@ from .cases import Call, by_ranks, make_call, with_parts
 
 DIMS = Dims(heads=5, nope=10, rope=6, rank=24, value=14)
 MANY = Dims(heads=19, nope=8, rope=4, rank=16, value=8)
+SMALL = Dims(heads=2, nope=10, rope=6, rank=24, value=14)
 MAP_NORESERVE = 0x4000  # of Linux
 
 
-def check(call: Call) -> None:
-    """Float32 against the reference in float64; nothing that a launch leaves out may be a number by chance."""
+def exactly(call: Call) -> Tensor:
+    """The reference in float64."""
     q, row, weight, batch, spec = call
     pages = batch.pages
     assert pages is not None
     wide = pages.__class__((pages.keys[0].double(),), (), pages.tables, pages.lengths, pages.slot_mapping)
-    exact = latent_attention.reference(q.double(), row.double(), weight.double(), batch._replace(pages=wide), spec)
-    for attend in (cuda.attend, cuda.attend_fixed):
+    exact: Tensor = latent_attention.reference(
+        q.double(), row.double(), weight.double(), batch._replace(pages=wide), spec
+    )
+    return exact
+
+
+def check(call: Call) -> None:
+    """In float32 it is near; nothing that a launch leaves out may be a number by chance."""
+    exact = exactly(call)
+    for attend in (cuda.attend, cuda.attend_fixed, expanded_cuda.attend):
         assert (attend(*call) - exact).abs().max() < 2e-5
     for ranks in (1, 2, 3):
         assert (by_ranks(call, ranks, divided_cuda.attend) - exact).abs().max() < 2e-5
+
+
+def check_expanded(call: Call) -> None:
+    assert (expanded_cuda.attend(*call) - exactly(call)).abs().max() < 2e-5
 
 
 def check_fixed_bits() -> None:
@@ -49,6 +64,64 @@ def check_fixed_bits() -> None:
         step = batch._replace(offsets=offsets, longest=last - first, pages=part)
         found = cuda.attend_fixed(q[first:last], row[first:last], weight, step, spec)
         assert torch.equal(found, wanted[first:last])
+
+
+def check_what_is_read() -> None:
+    """Prompts that begin read the step's rows and no pages, the others pages and no rows of the step."""
+    whole = make_call(SMALL, (1, 35, 1, 4), (1, 35, 1, 4))
+    exact = exactly(whole)
+    q, row, weight, batch, spec = with_parts(whole, 0, recorded=False)
+    pages = batch.pages
+    assert pages is not None
+    nothing = torch.full_like(pages.keys[0], float("nan"))
+    empty = batch._replace(pages=replace(pages, keys=(nothing,)))
+    assert (expanded_cuda.attend(q, row, weight, empty, spec) - exact).abs().max() < 2e-5
+    call = make_call(SMALL, (1, 6, 11, 5), (40, 20, 11, 33))
+    exact = exactly(call)
+    for recorded in (False, True):
+        q, row, weight, batch, spec = with_parts(call, 1, recorded=recorded)
+        unread = row.clone()
+        unread[:7] = unread[18:] = float("nan")
+        assert (expanded_cuda.attend(q, unread, weight, batch, spec) - exact).abs().max() < 2e-5
+
+
+def check_rows_that_stay() -> None:
+    """Each form's kernel leaves the rows of the other's prompts as they are."""
+    call = make_call(SMALL, (5, 34, 7), (20, 34, 7))
+    q, row, weight, batch, spec = call
+    pages, begun = batch.pages, slice(5, None)
+    assert pages is not None
+    absorbed = torch.full((len(q), SMALL.heads, SMALL.rank), -7.0)
+    cuda.prompts(absorbed, absorbed.clone(), q, batch, pages, spec, SMALL, batch.offsets, None, continued=True)
+    assert (absorbed[begun] == -7).all()
+    assert (absorbed[:5] != -7).all()
+    found = torch.full((len(q), SMALL.heads, SMALL.value), -7.0)
+    made = row[:, : SMALL.rank] @ weight.T
+    expanded_cuda.expanded_prompts(found, q, made, row, batch, pages, spec, SMALL, batch.offsets, None)
+    assert (found[:5] == -7).all()
+    assert (found - exactly(call))[begun].abs().max() < 2e-5
+
+
+def check_padding() -> None:
+    """Rows of a sequence of length 0, to which padding belongs, are zeros beside prompts of every kind."""
+    for total in ((1, 40, 7), (9, 50, 7)):
+        q, row, weight, batch, spec = make_call(SMALL, (1, 40, 7), total)
+        pages = batch.pages
+        assert pages is not None
+        lengths = pages.lengths.clone()
+        lengths[2] = 0
+        call = q, row, weight, batch._replace(pages=replace(pages, lengths=lengths)), spec
+        exact = exactly(call)
+        for recorded in (False, True):
+            given = with_parts(call, 1, recorded=recorded)
+            assert given[3].pages is not None
+            assert given[3].pages.parts is not None
+            if not recorded:  # what the host knows of sequences it does not know of padding
+                parts = replace(given[3].pages.parts, begin=total[1] == 40)
+                given = (*given[:3], given[3]._replace(pages=replace(given[3].pages, parts=parts)), given[4])
+            found = expanded_cuda.attend(*given)
+            assert not found[41:].any()
+            assert (found - exact).abs().max() < 2e-5
 
 
 def check_rows() -> None:
@@ -103,6 +176,14 @@ def main() -> None:
     check(make_call(DIMS, (9, 1, 5), (20, 33, 5)))
     check(with_parts(make_call(MANY, (1, 1, 3), (40, 9, 20)), 2, recorded=False))
     check(with_parts(make_call(DIMS, (1, 1, 5), (40, 9, 20)), 2, recorded=True))
+    # Longer than a tile of queries, begun before and now, and a prompt of one token.
+    check_expanded(make_call(SMALL, (70, 1, 33), (70, 1, 34)))
+    for recorded in (False, True):
+        check_expanded(with_parts(make_call(SMALL, (1, 67, 1, 8), (9, 67, 1, 8)), 1, recorded=recorded))
+        check_expanded(with_parts(make_call(SMALL, (1, 1, 35, 9), (40, 9, 35, 20)), 2, recorded=recorded))
+    check_what_is_read()
+    check_rows_that_stay()
+    check_padding()
     check_fixed_bits()
     check_rows()
 

@@ -14,14 +14,14 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.spec import Sequences
 from strata.kernels.latent import cpu as latent_cpu
-from strata.kernels.latent.attention import latent_attention
+from strata.kernels.latent.attention import ABSORBED, PROMPTS_EXPANDED, latent_attention
 from strata.kernels.latent.divided import absorb_queries, expand_values, kept_latent_attention
 from strata.kernels.latent.forms import Dims, expanded
 from strata.kernels.rotary.rope import rope_angles
 from strata.kernels.state.kept_keys import KeptKeys
 from strata.kernels.state.latent_write import latent_write
 
-from .cases import SPEC, Call, by_ranks, make_call
+from .cases import SPEC, Call, by_ranks, make_call, with_parts
 
 DIMS = Dims(heads=5, nope=10, rope=6, rank=24, value=14)
 WIDE_VALUES = Dims(heads=3, nope=4, rope=2, rank=7, value=9)
@@ -138,6 +138,47 @@ def test_costs_are_the_hand_counts() -> None:
     )
     read = 2 * 514 * width + 2 * rank + 514 * 64 * 4 + pages.slot_mapping.nbytes
     assert written == Cost(514 * (4 * rank + 3 * 64), read, 2 * 2 * 514 * width, 2 * rank)
+
+
+LITE = Dims(heads=16, nope=128, rope=64, rank=512, value=128)
+
+
+def of_lite(new: tuple[int, ...], total: tuple[int, ...], decodes: int, *, recorded: bool) -> Call:
+    return with_parts(make_call(LITE, new, total, torch.bfloat16), decodes, recorded=recorded)
+
+
+def test_prompts_are_expanded_where_the_kernel_fits_their_heads() -> None:
+    pytest.importorskip("triton")
+    bound = latent_attention.bind("cuda")
+    prompts = make_call(LITE, (3, 1), (3, 9), torch.bfloat16)
+    assert bound.choose(*prompts).name == PROMPTS_EXPANDED
+    assert bound.choose(*make_call(LITE, (3, 1), (3, 9), torch.float16)).name == PROMPTS_EXPANDED
+    assert bound.choose(*make_call(LITE, (1, 1), (3, 9), torch.bfloat16)).name == ABSORBED
+    assert bound.choose(*make_call(LITE, (3, 1), (3, 9), torch.float32)).name == ABSORBED
+    assert bound.choose(*make_call(LITE._replace(value=64), (3, 1), (3, 9), torch.bfloat16)).name == ABSORBED
+    assert latent_attention.bind("cuda", deterministic=True).choose(*prompts).name == "triton fixed"
+
+
+def test_what_begins_and_what_the_host_knows_decide_what_is_launched() -> None:
+    """Scratch by hand: 8 tokens of 16 heads. Latents of absorbed queries and of what they find, 512 wide, and splits of
+    decodes; or, once these are gone, keys and values, 256 wide."""
+    pytest.importorskip("triton")
+    bound = latent_attention.bind("cuda")
+    decode, prompt = ("latent_decode_kernel", "latent_join_kernel"), "latent_prompt_kernel"
+    expanded = "(cuBLAS)", "expanded_prompt_kernel"
+    alone = of_lite((5, 3), (5, 3), 0, recorded=False)
+    assert bound.launches(*alone) == expanded
+    assert bound.scratch(*alone) == 8 * 16 * 256 * 2
+    beside = of_lite((1, 4, 3), (9, 4, 3), 1, recorded=False)
+    assert bound.launches(*beside) == ("(cuBLAS)", *decode, "(cuBLAS)", *expanded)
+    one = 2 * 16 * 512 * 2 + 4 * 16 * 513  # of tables of 12 keys, which are one split
+    assert bound.scratch(*beside) == max(one, 8 * 16 * 256 * 2)
+    after = of_lite((1, 4, 3), (9, 5, 3), 1, recorded=False)
+    assert bound.launches(*after) == ("(cuBLAS)", *decode, prompt, "(cuBLAS)", *expanded)
+    assert bound.scratch(*after) == 8 * 2 * 16 * 512 * 2 + 4 * 16 * 513
+    recorded = of_lite((1, 4, 3), (9, 4, 3), 1, recorded=True)
+    assert bound.launches(*recorded) == ("(cuBLAS)", *decode, prompt, "(cuBLAS)", *expanded)
+    assert bound.scratch(*recorded) == 8 * 2 * 16 * 512 * 2 + 3 * 4 * 16 * 513
 
 
 @pytest.mark.parametrize("dims", [DIMS, WIDE_VALUES])
