@@ -267,9 +267,7 @@ def _descriptor(values: Tensor, size: int, width: int) -> TensorDescriptor | Non
 def compile_case(kind: str, tile: SplitTile) -> CompileCase:
     """A tile of values of a kind, as Triton writes it: "i8", "fp8e4nv"."""
     of_rows, of_columns = _pieces_of(tile)
-    operands = dict(
-        zip(("x", "x_rest", "values", "values_rest", "values_last"), (*of_rows, *of_columns), strict=True)
-    )
+    operands = dict(zip(("x", "x_rest", "values", "values_rest", "values_last"), (*of_rows, *of_columns), strict=True))
     signature = {name: f"tensordesc<{kind}[{size}, {tile.width}]>" for name, size in operands.items() if size}
     signature |= {"result": "*bf16:16"} | dict.fromkeys(("x_scales", "scales"), "*fp32:16")
     signature |= {"rows": "i32", "scale_stride": "i32", "out": "i32:16", "part": "i32:16"}
@@ -287,5 +285,8 @@ def compile_case(kind: str, tile: SplitTile) -> CompileCase:
 def compile_cases() -> list[CompileCase]:
     return [
         compile_case("fp8e4nv", SplitTile(128, 128, 4, 8)),
+        compile_case("fp8e4nv", SplitTile(192, 256, 1, 8)),
         compile_case("i8", SplitTile(64, 128, 2, 4)),
+        compile_case("i8", SplitTile(256, 128, 4, 8)),
+        compile_case("i8", SplitTile(128, 224, 1, 8)),
     ]
