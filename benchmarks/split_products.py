@@ -1,6 +1,6 @@
 """Products in 8 bits of up to 256 rows, on one GPU: every tile that could serve, beside the one that is chosen.
 
-    python -m benchmarks.split_products --rows 24,32,64,96,128,136,160,192,224,256 --save split.jsonl
+    python -m benchmarks.split_products --rows 136,160,192,224,256,96,128,24,32,64 --save split.jsonl
 
 The weights are those of a layer of 8B, as they are merged. Calls are recorded in a CUDA graph and find none of their
 weights in the cache. Lines of JSON: of each product and way the microseconds and the relative error (of norms, against
@@ -185,7 +185,7 @@ def written(tile: SplitTile) -> str:
 def table(layers: Sequence[Mapping[str, Any]]) -> str:
     """What is chosen and what is fastest of each number of rows, a layer in microseconds."""
     lines = []
-    for one in layers:
+    for one in sorted(layers, key=lambda one: one["layer"]):
         ways = ", ".join(f"{way} {took}" for way, took in one["sums"].items())
         lines.append(f"{one['layer']} rows: {one['us']} us a layer, {one['fastest_us']} by the fastest tiles ({ways})")
         for name, tile in one["fastest"].items():
@@ -198,7 +198,7 @@ def table(layers: Sequence[Mapping[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scheme", choices=("fp8", "int8"), default="fp8")
-    parser.add_argument("--rows", default="24,32,64,96,128,136,160,192,224,256")
+    parser.add_argument("--rows", default="136,160,192,224,256,96,128,24,32,64")
     parser.add_argument("--seconds", type=float, default=130, help="after which no number of rows is begun [130]")
     parser.add_argument("--save", type=Path, help="append the lines to this file")
     asked = parser.parse_args()

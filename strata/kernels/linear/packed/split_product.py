@@ -52,6 +52,8 @@ def pieces(size: int) -> tuple[int, ...]:
 MOST_SPLIT_ROWS = 256
 # Weights with more rows have tiles enough that are wide.
 _NARROW_OUT, _LEAST_PART = 8192, 4096
+# Of these by the most rows (`benchmarks.split_products` times them and all others).
+_OF_WIDE = ((64, SplitTile(64, 128, 1, 4)), (128, SplitTile(128, 256, 1, 8)), (256, SplitTile(256, 128, 1, 8)))
 
 
 def split_tile(rows: int, out: int, width: int, processors: int) -> SplitTile | None:
@@ -60,8 +62,7 @@ def split_tile(rows: int, out: int, width: int, processors: int) -> SplitTile | 
     if rows > MOST_SPLIT_ROWS or width % 128:
         return None
     if out > _NARROW_OUT:
-        wide = SplitTile(128, 256, 1, 8) if rows <= 128 else SplitTile(256, 128, 1, 8)
-        return SplitTile(64, 128, 1, 4) if rows <= 64 else wide
+        return next(tile for most, tile in _OF_WIDE if rows <= most)
     held = 64 if rows <= 64 else 128
     tiles = ceil_div(out, 64) * ceil_div(rows, held)
     # Six stages take most of a processor's memory.
