@@ -44,9 +44,9 @@ def packed_calls(out: int, width: int) -> Iterator[tuple[str, Callable[[], objec
         operands = randn(ROWS, width), pack(randn(out, width), SCHEMES[name])
         yield f"rounded_product {name}", partial(rounded_product, *operands)
     values = torch.randint(-127, 127, (ROWS, width), dtype=torch.int8)
-    for splits in (1, 2):
+    for tile in (SplitTile(64, 64, 1, 4), SplitTile(64, 64, 2, 4), SplitTile(192, 64, 2, 8), SplitTile(64, 224, 1, 8)):
         given = values, torch.rand(ROWS, 1), pack(randn(out, width), SCHEMES["int8"]), None, torch.bfloat16
-        yield f"split_product by {splits}", partial(split_product, *given, SplitTile(64, 64, splits, 4))
+        yield f"split_product {tile}", partial(split_product, *given, tile)
     experts, ends = pack(randn(3, out, width), SCHEMES["int4"]), torch.tensor([0, 33, ROWS], dtype=torch.int32)
     yield "packed_grouped_product", partial(packed_grouped_product, randn(ROWS, width), experts, ends)
     in_8_bits = values, torch.rand(ROWS, 1), pack(randn(3, out, width), SCHEMES["int8"]), ends, torch.bfloat16

@@ -139,13 +139,20 @@ def products() -> None:
 
 
 def split_products() -> None:
-    x, bias = torch.randn(65, 256), torch.randn(80)
-    for scheme in (Scheme("int8", 1, 0, "row"), Scheme("e4m3", 1, 0, "row"), Scheme("e4m3", 0, 0, "row")):
-        weight = pack(torch.randn(80, 256), scheme)
+    """Several tiles of rows and columns, with edges, of one piece and of two or three."""
+    x, bias = torch.randn(150, 256), torch.randn(200)
+    one, divided = SplitTile(64, 64, 1, 4), SplitTile(64, 64, 2, 4)
+    tall, wide = replace(divided, rows=96), replace(divided, columns=112)
+    for scheme, tiles in (
+        (Scheme("int8", 1, 0, "row"), (one, divided, tall, wide, replace(wide, splits=1))),
+        (Scheme("e4m3", 1, 0, "row"), (divided, replace(tall, splits=1), replace(wide, columns=96))),
+        (Scheme("e4m3", 0, 0, "row"), (one, tall, wide, SplitTile(256, 128, 2, 8))),
+    ):
+        weight = pack(torch.randn(200, 256), scheme)
         values, scales = round_rows.reference(x, weight.kind, 0)
-        for splits in (1, 2):
-            found = split_product(values, scales, weight, bias, torch.float32, SplitTile(64, 64, splits, 4))
-            close(found, packed_product(x, weight, bias))
+        wanted = packed_product(x, weight, bias)
+        for tile in tiles:
+            close(split_product(values, scales, weight, bias, torch.float32, tile), wanted)
 
 
 if __name__ == "__main__":

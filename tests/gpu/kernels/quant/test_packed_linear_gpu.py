@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.split_products import candidates
 from strata.hardware.replay import time_replayed
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.linear.linear import linear
@@ -22,6 +23,7 @@ from strata.kernels.linear.packed.few_rows import (
     multiply,
     packed_tile,
 )
+from strata.kernels.linear.packed.split_product import split_product
 from strata.kernels.linear.prenorm import linear_add, scaled_linear, scaled_linear_silu_mul
 from strata.kernels.linear.silu_mul import linear_silu_mul
 from strata.kernels.linear.skinny_tiles import SkinnyTile
@@ -193,6 +195,25 @@ def test_many_rows_in_8_bits(name: str, rows: int, out: int, width: int) -> None
     gated = linear_silu_mul(x, weight, bias)
     gate, up = result.double().chunk(2, -1)
     assert (gated.double() - F.silu(gate) * up).norm() <= 1e-2 * gated.double().norm()
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+@pytest.mark.parametrize("rows", [33, 97, 136, 250])
+@pytest.mark.parametrize(("out", "width"), [(6160, 4096), (4096, 14336), (28672, 1024)])
+def test_split_products_in_every_tile_that_could_serve(name: str, rows: int, out: int, width: int) -> None:
+    """Twice, for counters that the first left."""
+    weight, x, bias = draw_weight(out, width, ALL[name]), draw(rows, width), draw(out)
+    values, scales = round_rows.bind("cuda")(x, weight.kind, 0)
+    exact = F.linear(values.double() * scales.double(), dense(weight).double(), bias.double())
+    found = candidates(rows, out, width, limits().processors)
+    assert len(found) >= 3
+    for tile in found:
+        first, second = (split_product(values, scales, weight, bias, x.dtype, tile) for _ in range(2))
+        assert (first.double() - exact).norm() <= ROUNDED["rounded, split"] * exact.norm(), tile
+        if name == "int8":
+            assert_near(first, exact)
+        assert torch.equal(first, second), tile
+    assert not split_counters(bias.device).any()
 
 
 @pytest.mark.parametrize("name", ["int4", "mxfp4", "nvfp4", "fp8_weights", "int8_weights", "small groups"])
