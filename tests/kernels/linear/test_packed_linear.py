@@ -14,7 +14,7 @@ from torch import Tensor
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits, as_if_on
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.packed.few_rows import packed_tile
-from strata.kernels.quant import dequantize, raised_int4
+from strata.kernels.quant import dequantize
 from strata.kernels.quant.packed import PackedWeight, Scheme, pack, unpacked_values
 from strata.kernels.quant.schemes import SCHEMES, SPARSITIES
 from strata.kernels.quant.two_of_four import least_two_of_four
@@ -54,41 +54,6 @@ def test_assembly_unpacks_every_byte(name: str, kind: str, less: int) -> None:
         if kind != "int8":  # the low halves of all bytes come first
             found = [found[half * 4 + place] for place in range(4) for half in range(2)]
         assert found == exact
-
-
-def test_raised_codes_and_columns_of_x_come_in_one_order() -> None:
-    pytest.importorskip("triton")
-    numbers = torch.randperm(256)[:8].bfloat16()  # all other than each other
-    columns = {number: column for column, number in enumerate(numbers.tolist())}
-    first, *others = (pair & 0xFFFFFFFF for pair in numbers.view(torch.int32).tolist())
-    pairs = run(raised_int4.RAISED_ORDER_ASSEMBLY.value, first, 4, *others)
-    order = [columns[number] for pair in pairs for number in halves(pair)]
-    assert [column % 2 for column in order] == [0, 0, 0, 0, 1, 1, 1, 1]
-    for word in WORDS:
-        codes = [half for byte in word for half in (byte & 15, byte >> 4)]
-        raised = run(raised_int4.RAISED_INT4_ASSEMBLY.value, int.from_bytes(word, "little"), 4)
-        assert [number for pair in raised for number in halves(pair)] == [codes[column] + 128 for column in order]
-
-
-@pytest.mark.parametrize("mean", [0.0, 1.0])
-def test_raised_sums_lose_no_more_than_was_said(mean: float) -> None:
-    """Float32 sums of sixteen columns at a time, as tensor cores make them, which round towards zero."""
-    x, codes = (torch.randn(500, 128) + mean).bfloat16().double(), torch.randint(0, 16, (500, 128)).double()
-
-    def summed(values: Tensor) -> Tensor:
-        total = torch.zeros(500, dtype=torch.float64)
-        for products in (values * x).split(16, 1):
-            exact = total + products.sum(1)
-            rounded = exact.float().double()
-            step = torch.nextafter(rounded.float(), torch.zeros(500)).double()
-            total = torch.where(rounded.abs() > exact.abs(), step, rounded)
-        return total
-
-    lost = summed(codes + 128) - summed(torch.full_like(codes, 136)) - ((codes - 8) * x).sum(1)
-    assert lost.abs().max() > 0
-    assert (lost.abs() <= 8 * 2**-23 * 280 * x.abs().sum(1)).all()
-    # Beside what rounding a result to bfloat16 loses, of the columns of one group.
-    assert lost.norm() <= 0.02 * 2**-9 * ((codes - 8) * x).sum(1).norm()
 
 
 HOPPER = DeviceLimits("NVIDIA H200", (9, 0), SHARED_BYTES, 132)

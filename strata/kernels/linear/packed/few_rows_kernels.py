@@ -245,7 +245,7 @@ def packed_dot_kernel(
     SCALED_VALUES: tl.constexpr = KIND == "e2m1" and GROUP > 0
     SCALED_SUMS: tl.constexpr = KIND != "e2m1" and GROUP > 0
     # Where a program has the fewest rows of x, instructions for the weight are what takes longest.
-    FEWEST: tl.constexpr = BLOCK_M == 8 and BLOCK_K >= 64
+    FEWEST: tl.constexpr = BLOCK_M == 8 and BLOCK_K >= 64 and BLOCK_N >= 16 * WARPS
     RAISED: tl.constexpr = FEWEST and KIND == "int4" and GROUP > 0 and zeros is None and kind != tl.float16
     tile, split = tl.program_id(0), tl.program_id(1)
     weight_row, column = weight_rows(tile, out, BLOCK_N, GATED)
@@ -294,7 +294,7 @@ def packed_dot_kernel(
     held = (row < rows)[None, :]
     total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     if RAISED:
-        offset = offset_tile(values, 16 * WARPS, BLOCK_K // 2, kind)  # a tensor core's rows for each warp
+        offsets = offset_tile(values, 16 * WARPS, BLOCK_K // 2, kind)  # a tensor core's rows for each warp
     for turn in tl.range(0, part, STEPS * BLOCK_K, num_stages=STAGES):
         for step in tl.static_range(STEPS):
             start = turn + step * BLOCK_K
@@ -320,7 +320,7 @@ def packed_dot_kernel(
             elif RAISED:
                 low, high = unpack_raised(packed, kind)
                 even, odd = raised_halves_of_x(x_tile + moved, held, FULL, kind)
-                less = repeat_rows(tl.dot(offset, odd, tl.dot(offset, even)), BLOCK_N // (16 * WARPS))
+                less = repeat_rows(tl.dot(offsets, odd, tl.dot(offsets, even)), BLOCK_N // (16 * WARPS))
                 total += (tl.dot(high, odd, tl.dot(low, even)) + less) * wide_scale(group_scale)[:, None]
             elif HALVES:
                 low, high = unpack_halves(packed, KIND, zeros is None, kind)
