@@ -59,26 +59,16 @@ def in_raised_order(pairs):
 
 
 @jit
-def offset_tile(values, ROWS: tl.constexpr, BYTES: tl.constexpr, kind: tl.constexpr):
-    """-136 everywhere, [ROWS, BYTES]; as an operand laid out as bytes at `values` are."""
+def offsets_of(pairs, kind: tl.constexpr):
+    """-136 for each of some bytes [rows, bytes], laid out as these are, which Triton's constants would not be.
+
+    Products of x by it are the same for all rows of the weight, and ptxas leaves one for each warp.
+    """
     if kind == tl.bfloat16:
-        # A byte is loaded, and not used, for the operand of x to be the one that values of bytes are multiplied by:
-        # Triton chooses by the loads behind an operand how many neighbours a thread has.
-        byte = tl.load(values + tl.zeros((1, 1), tl.int32))
-        place = tl.arange(0, ROWS)[:, None] + tl.arange(0, BYTES)[None, :]
-        return tl.inline_asm_elementwise(
-            _OFFSET_ASSEMBLY, "=r,=r,r", [byte + place.to(tl.uint8)], tl.bfloat16, is_pure=True, pack=4
-        )
-    return tl.full((ROWS, BYTES), -136.0, kind)
-
-
-@jit
-def repeat_rows(tile, TIMES: tl.constexpr):
-    """tile [rows, columns] so many times (a power of two) below itself: of sums, as more registers of each thread."""
-    if TIMES > 1:
-        twice = tl.permute(tl.join(tile, tile), (2, 0, 1))
-        tile = repeat_rows(tl.reshape(twice, (2 * tile.shape[0], tile.shape[1])), TIMES // 2)
-    return tile
+        found = tl.inline_asm_elementwise(_OFFSET_ASSEMBLY, "=r,=r,r", [pairs], tl.bfloat16, is_pure=True, pack=4)
+    else:
+        found = tl.full(pairs.shape, -136.0, kind)
+    return found
 
 
 @jit

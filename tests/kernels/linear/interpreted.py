@@ -37,7 +37,7 @@ CASES: tuple[tuple[Scheme, tuple[SkinnyTile, ...]], ...] = (
     (Scheme("e4m3", 1, 0), (GEMV, replace(DOT, splits=2))),
     (Scheme("e4m3", 0, 0), (DOT,)),
     (Scheme("e4m3", 32, 64, "block"), (replace(DOT, splits=2, rows=2),)),
-    # Blocks of 64 columns and more are raised; there are tiles of one, two and four times a tensor core's rows a warp.
+    # Raised in blocks of 64 columns and more.
     (
         Scheme("int4", 1, 64),
         (

@@ -58,8 +58,8 @@ def test_raised_sums_lose_no_more_than_was_said(mean: float) -> None:
     assert lost.norm() <= 0.02 * 2**-9 * ((codes - 8) * x).sum(1).norm()
 
 
-# Instructions of the loop for each weight of a thread; while each was made less 8 they were 2.7 to 3.2.
-MOST = {(32, 2): 2.5, (64, 1): 1.75, (64, 2): 2.0, (128, 2): 1.75}
+# Instructions of the loop for each weight of a thread. While each was made less 8, the first took 3.2.
+MOST = {(32, 2): 2.8, (64, 1): 1.75, (64, 2): 2.05, (128, 2): 1.75}
 
 
 @pytest.mark.parametrize(("columns", "warps", "stages", "rows"), dot_shapes(1))
@@ -79,5 +79,5 @@ def test_weights_take_few_instructions(
     assert compiled.spills == 0
     loop = longest_loop(compiled.cubin)
     weights = columns * tile.width // (32 * warps)
-    assert loop.count("HMMA") == weights // 8 + tile.width // 16  # eight weights each, and the sums of x once
+    assert loop.count("HMMA") == weights // 8 + tile.width // 16  # eight weights each, and sums of x once
     assert len(loop) <= MOST[columns, warps] * weights

@@ -117,7 +117,6 @@ def launch(product: PackedProduct, tile: SkinnyTile) -> Launch:
         counters = split_counters(x.device)
     each = min(tile.prefetch, width // tile.splits) * weight.values.shape[1] // width if values is weight.values else 0
     options |= {"BLOCK_M": rows, "FULL": count % rows == 0, "STAGES": tile.stages, "SPLITS": tile.splits}
-    options["WARPS"] = tile.warps
     group = _group(weight)
     # Of four-bit floats a block may have several groups; of others it has a part of one.
     block = tile.width if weight.kind == "e2m1" or not group else min(tile.width, group)

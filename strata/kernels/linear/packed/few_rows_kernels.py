@@ -14,7 +14,7 @@ from strata.kernels.compile_case import CompileCase
 from strata.kernels.linear.skinny_kernels import load_residual, load_squares, store_product, weight_rows
 from strata.kernels.quant.dequantize import unpack_bytes, unpack_halves, unpack_wide, wide_scale
 from strata.kernels.quant.expand import eight_columns
-from strata.kernels.quant.raised_int4 import in_raised_order, load_scales, offset_tile, repeat_rows, unpack_raised
+from strata.kernels.quant.raised_int4 import in_raised_order, load_scales, offsets_of, unpack_raised
 from strata.kernels.triton_import import gdc_launch_dependents, gdc_wait, jit, tl
 
 
@@ -230,7 +230,6 @@ def packed_dot_kernel(
     STAGES: tl.constexpr,
     SPLITS: tl.constexpr,
     PIECES: tl.constexpr,
-    WARPS: tl.constexpr,
 ):
     """Programs [tiles of columns, SPLITS, tiles of rows], as in `dot_kernel`; part: columns of a program.
 
@@ -245,7 +244,7 @@ def packed_dot_kernel(
     SCALED_VALUES: tl.constexpr = KIND == "e2m1" and GROUP > 0
     SCALED_SUMS: tl.constexpr = KIND != "e2m1" and GROUP > 0
     # Where a program has the fewest rows of x, instructions for the weight are what takes longest.
-    FEWEST: tl.constexpr = BLOCK_M == 8 and BLOCK_K >= 64 and BLOCK_N >= 16 * WARPS
+    FEWEST: tl.constexpr = BLOCK_M == 8 and BLOCK_K >= 64
     RAISED: tl.constexpr = FEWEST and KIND == "int4" and GROUP > 0 and zeros is None and kind != tl.float16
     tile, split = tl.program_id(0), tl.program_id(1)
     weight_row, column = weight_rows(tile, out, BLOCK_N, GATED)
@@ -293,8 +292,6 @@ def packed_dot_kernel(
         x_tile = x_start[None, :] + k[:, None]
     held = (row < rows)[None, :]
     total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    if RAISED:
-        offsets = offset_tile(values, 16 * WARPS, BLOCK_K // 2, kind)  # a tensor core's rows for each warp
     for turn in tl.range(0, part, STEPS * BLOCK_K, num_stages=STAGES):
         for step in tl.static_range(STEPS):
             start = turn + step * BLOCK_K
@@ -320,7 +317,8 @@ def packed_dot_kernel(
             elif RAISED:
                 low, high = unpack_raised(packed, kind)
                 even, odd = raised_halves_of_x(x_tile + moved, held, FULL, kind)
-                less = repeat_rows(tl.dot(offsets, odd, tl.dot(offsets, even)), BLOCK_N // (16 * WARPS))
+                offsets = offsets_of(packed, kind)
+                less = tl.dot(offsets, odd, tl.dot(offsets, even))
                 total += (tl.dot(high, odd, tl.dot(low, even)) + less) * wide_scale(group_scale)[:, None]
             elif HALVES:
                 low, high = unpack_halves(packed, KIND, zeros is None, kind)
@@ -419,7 +417,6 @@ def compile_cases() -> list[CompileCase]:
         given |= {} if own else {"parts": "*fp32:16", "counters": "*i32:16"}
         sizes = {"KIND": kind, "GROUP": group, "BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": block, "SPLITS": splits}
         sizes |= {"STEPS": 2 if kind == "int4" else 1, "FULL": False, "STAGES": 4, "PIECES": 0 if kind == "2:4" else 1}
-        sizes |= {"WARPS": warps}
         given |= {"scales": "*u8:16", "scale_stride": "i32:16"} if kind == "2:4" else {}
         title = f"packed dot {kind} {rows}x{columns}"
         cases.append(CompileCase(title, packed_dot_kernel, given, constants | own | sizes, warps, 4, must))
