@@ -32,6 +32,7 @@ class Resources:
     shared_bytes: int
     ptx: str
     cubin: bytes
+    ttgir: str
 
 
 def compile_for(case: CompileCase, capability: int = 90) -> Resources:
@@ -55,8 +56,8 @@ def compile_for(case: CompileCase, capability: int = 90) -> Resources:
     return Resources(usage["REG"], usage["STACK"] + usage["LOCAL"], compiled.metadata.shared, *_code(compiled.asm))
 
 
-def _code(made: Mapping[str, Any]) -> tuple[str, bytes]:
-    return made["ptx"], made["cubin"]
+def _code(made: Mapping[str, Any]) -> tuple[str, bytes, str]:
+    return made["ptx"], made["cubin"], made["ttgir"]
 
 
 def longest_loop(cubin: bytes) -> list[str]:

@@ -3,7 +3,8 @@
 Four bits hold w + 8 of a weight w from -8 to 7. Put beside the bits of 128 in bfloat16 they stand for w + 136, exactly,
 and sum(w x) = sum((w + 136) x) - 136 sum(x), of which tensor cores make the last sum for all rows of the weight at
 once. Products are exact; both sums, float32, lose up to 2^-23 of 280 sum(|x|) together with each sixteen columns of a
-group, which is a thousandth to a hundredth of what rounding the result to bfloat16 loses.
+group, which is a thousandth to a hundredth of what rounding the result to bfloat16 loses. x of 2^113 and more, in a
+group of 128, may overflow.
 
 Nor are columns put in their order: of eight neighbours in a register of the weight, those with even numbers come as
 0, 4, 2, 6 and those with odd as 1, 5, 3, 7, and so do those of x. That takes operands of `mma.sync`, of which a thread

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -77,6 +78,8 @@ def test_weights_take_few_instructions(
         product = PackedProduct(x, weight, residual=residual, norm_weight=norm_weight)
         compiled = compile_for(case_of(launch(product, tile)))
     assert compiled.spills == 0
+    # Four neighbours a thread of both operands: the order in which they are unpacked is right for no other number.
+    assert set(re.findall(r"opIdx = \d, parent = #mma, kWidth = (\d+)", compiled.ttgir)) == {"4"}
     loop = longest_loop(compiled.cubin)
     weights = columns * tile.width // (32 * warps)
     assert loop.count("HMMA") == weights // 8 + tile.width // 16  # eight weights each, and sums of x once
