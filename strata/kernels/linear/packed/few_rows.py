@@ -203,11 +203,12 @@ def _fills(tile: SkinnyTile, rows: int, out: int, width: int, a_byte: bool, devi
 def dot_shapes(rows: int) -> tuple[tuple[int, int, int, int], ...]:
     """For so many rows: columns, warps, stages and the most rows of a program.
 
-    Warps of a program divide its columns, so that each value is converted once; two of them with 64 columns at most
-    take `mma.sync`, whose left operand is in registers in the order in which bytes are loaded.
+    Warps of a program divide its columns, so that each value is converted once; up to two of them, or with 32 columns,
+    take `mma.sync`, whose left operand is in registers in the order in which bytes are loaded. A warp with more columns
+    takes fewer instructions for x.
     """
     if rows <= 8:
-        return ((32, 2, 4, 8), (64, 2, 4, 16))
+        return ((32, 2, 4, 8), (64, 1, 4, 8), (64, 2, 4, 8), (128, 2, 4, 8))
     if rows <= 16:
         return ((64, 2, 4, 16), (64, 4, 4, 16))
     if rows <= 64:
