@@ -19,8 +19,16 @@ from .test_sharded_steps_gpu import FAMILIES, model_of
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in FAMILIES), ("qwen3", torch.bfloat16)])
+# Experts have no deterministic kernels on CUDA: such an engine is refused.
+CASES = [
+    (name, dtype, deterministic)
+    for name, dtype in [*((name, torch.float32) for name in FAMILIES), ("qwen3", torch.bfloat16)]
+    for deterministic in (False, True)
+    if not (deterministic and name == "qwen3-moe")
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "deterministic"), CASES)
 def test_ranks_have_the_logits_of_one(name: str, dtype: torch.dtype, deterministic: bool) -> None:
     model, config = model_of(name, dtype)
     graphs = step_graphs(model.cuda(), "cuda", deterministic, context=Along("cp", 2))
@@ -46,7 +54,7 @@ def test_ranks_have_the_logits_of_one(name: str, dtype: torch.dtype, determinist
             for index, (cache, own) in enumerate(zip(parts, own_rows, strict=True))
         ]
         for found in run_in_lockstep([graphs.divided] * 2, arguments):
-            if deterministic and name != "qwen3-moe":
+            if deterministic:
                 assert torch.equal(found, expected)
             error = (found.float() - expected.float()).norm() / expected.float().norm()
             assert float(error) < (3e-2 if dtype == torch.bfloat16 else 1e-4)
