@@ -86,9 +86,7 @@ def test_small_decode_steps_run_five_kernels_a_layer_or_six(sequences: int, mode
 def test_a_rank_of_two_sends_products_of_few_rows(sequences: int, out: list[str], down: list[str]) -> None:
     config = find_config("8B").with_layers((0, 1))
     shard = RankShard.of(config, 2, 0, imagined(TENSOR_AXIS, 2))
-    kernels = (
-        meta_model(config, device("h200"), shard=shard, passes="+fuse_sent_products").step(decodes(sequences)).kernels
-    )
+    kernels = meta_model(config, device("h200"), shard=shard).step(decodes(sequences)).kernels
     first, second = (place for place, kernel in enumerate(kernels) if kernel == "decode_attention_kernel")
     layer = kernels[first + 2 : second]  # with the next one's q, k and v
     assert (layer[:2], layer[-3:-1]) == (out, down)

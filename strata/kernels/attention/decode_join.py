@@ -97,9 +97,10 @@ def join_decodes_kernel(
     length = tl.load(lengths + sequence)
     _, _, _, _, _, used = divided_keys(length, rank, splits, least_keys, WINDOW, BLOCK_N, RANKS)
     if EARLY:
-        # Whoever waits for this kernel waits for the one ahead of it, too: so each program has to.
-        gdc_wait()
+        # The product behind may load its weights beside attention, as without this kernel. It waits for all programs
+        # here, and each of them for attention: so each has to, whether it joins anything or not.
         gdc_launch_dependents()
+        gdc_wait()
     if used == 1:
         return
     split, columns = tl.arange(0, SPLITS), tl.arange(0, HEAD_PAD)

@@ -97,9 +97,9 @@ def _streams(scheme: Scheme) -> bool:
 
 # By the name that drivers report. launch: T2 of 8B (four kernels a layer) and experts of one token. values, row: T2 of
 # 8B in int4, and products of e4m3 of 2 and 64 rows (docs/log.md); int8 and e2m1 were not measured so, and have those of
-# as many bits. tiles: decode steps of 8B. float8: T4 of 8B; int8, rounded_bandwidth: products of 8,192 rows. grouped:
-# not measured; as of plain experts, 484 of 800 TFLOP/s for 8,192 tokens of 30B-A3B (docs/log.md). filled: not measured;
-# the least weight that was.
+# as many bits. tiles: decode steps of 8B, of more than 128 rows its products in a chain (`benchmarks.split_products`).
+# float8: T4 of 8B; int8, rounded_bandwidth: products of 8,192 rows. grouped: not measured; as of plain experts, 484 of
+# 800 TFLOP/s for 8,192 tokens of 30B-A3B (docs/log.md). filled: not measured; the least weight that was.
 TIMES = {
     "NVIDIA H200": PackedTimes(
         launch=4.2e-6,
@@ -107,7 +107,7 @@ TIMES = {
         bandwidth=4.28e12,
         values={"e4m3": 0.25e-12, "int8": 0.25e-12, "int4": 0.2033e-12, "e2m1": 0.2033e-12},
         row=0.0024e-12,
-        tiles=((64, 0.273e-12), (128, 0.335e-12), (256, 0.684e-12)),
+        tiles=((64, 0.273e-12), (128, 0.335e-12), (192, 0.463e-12), (256, 0.496e-12)),
         rates={"": 800e12, "float8": 1290e12, "int8": 1340e12},
         grouped=0.6,
         rounding=1.7e-6,

@@ -71,9 +71,7 @@ def test_kernels_of_ranks_are_derived_with_their_messages(elsewhere: Callable[..
     # Keys and values of all ranks are written apart from where they are rotated.
     found = kernel_names(elsewhere(derived, "0.6B", DUMMY | {"prefill_context_parallel_size": 2}))
     assert "kv_write_kernel" in found
-    found = kernel_names(
-        elsewhere(derived, "0.6B", DUMMY | {"tensor_parallel_size": 2, "passes": "+fuse_sent_products"})
-    )
+    found = kernel_names(elsewhere(derived, "0.6B", DUMMY | {"tensor_parallel_size": 2}))
     assert "kv_write_kernel" not in found
     assert {
         "gather_rows_kernel",

@@ -53,7 +53,12 @@ MOST_SPLIT_ROWS = 256
 # Weights with more rows have tiles enough that are wide.
 _NARROW_OUT, _LEAST_PART = 8192, 4096
 # Of these by the most rows (`benchmarks.split_products` times them and all others).
-_OF_WIDE = ((64, SplitTile(64, 128, 1, 4)), (128, SplitTile(128, 256, 1, 8)), (256, SplitTile(256, 128, 1, 8)))
+_OF_WIDE = (
+    (64, SplitTile(64, 128, 1, 4)),
+    (128, SplitTile(128, 256, 1, 8)),
+    (192, SplitTile(192, 256, 1, 8)),
+    (256, SplitTile(128, 256, 1, 8)),
+)
 
 
 def split_tile(rows: int, out: int, width: int, processors: int) -> SplitTile | None:
@@ -63,12 +68,12 @@ def split_tile(rows: int, out: int, width: int, processors: int) -> SplitTile | 
         return None
     if out > _NARROW_OUT:
         return next(tile for most, tile in _OF_WIDE if rows <= most)
-    held = 64 if rows <= 64 else 128
+    held = 64 if rows <= 64 else 192 if 128 < rows <= 192 else 128
     tiles = ceil_div(out, 64) * ceil_div(rows, held)
     # Six stages take most of a processor's memory.
     tile = SplitTile(held, 64, 1, 4, stages=6 if tiles <= processors else 4)
     divided = replace(tile, splits=2)
-    pays = 2 * tiles <= processors and width >= 2 * _LEAST_PART and divided.fits(width)
+    pays = 2 * tiles <= processors and (held == 192 or width >= 2 * _LEAST_PART) and divided.fits(width)
     return divided if pays else tile
 
 
