@@ -30,7 +30,8 @@ from strata.kernels.quant.packed import PackedWeight, pack
 from strata.kernels.quant.schemes import SCHEMES
 
 SHAPES = MODELS["8B"]
-LAYERS = 8
+# As a model has, so that the scales of all do not stay in the L2 cache either.
+LAYERS = 32
 EPS = 1e-5
 
 

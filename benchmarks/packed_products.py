@@ -109,22 +109,12 @@ def tiles(rows: int, weight: PackedWeight) -> Iterator[SkinnyTile]:
             tile = SkinnyTile("gemv", columns, block, warps, early=early)
             if tile.fits(rows, out, width) and block // 2 < width:
                 yield tile
-    for shape in dot_shapes(rows):
-        for found in dot_tiles(shape, rows, out, width, weight.kind, group):
-            for tile in _turns(found) if weight.kind == "int4" else [found]:
-                if tile.fits(rows, out, width):
-                    yield tile
-                    if early:
-                        yield replace(tile, early=True)
-                        if weight.kind not in ("int4", "e2m1"):
-                            yield replace(tile, early=True, prefetch=512)
-
-
-def _turns(tile: SkinnyTile) -> Iterator[SkinnyTile]:
-    """With turns of so many columns, and of long ones with less under way, which leaves room for more programs."""
-    yield replace(tile, width=128)
-    yield replace(tile, width=256)
-    yield replace(tile, width=256, stages=3)
+    for shape in {shape for most in (8, 16, 64, 256) for shape in dot_shapes(most)}:
+        for tile in dot_tiles(shape, rows, out, width, weight.kind, group):
+            yield tile
+            if early:
+                yield replace(tile, early=True)
+                yield replace(tile, early=True, prefetch=512)
 
 
 def main() -> None:

@@ -130,19 +130,7 @@ def other_process_on_gpu() -> AbstractContextManager[None]:
 def no_recorded_steps(llm: LLM) -> Iterator[None]:
     from strata.engine.recorded_steps import RecordedSteps
 
-    with (
-        patch.object(RecordedSteps, "decode_bucket", lambda *size: None),
-        patch.object(RecordedSteps, "mixed_bucket", lambda *size: None),
-    ):
-        yield
-
-
-@contextmanager
-def no_passes() -> Iterator[None]:
-    with (
-        patch("strata.engine.step_graphs.merge", lambda graph: graph),
-        patch("strata.engine.step_graphs.fuse", lambda graph: graph),
-    ):
+    with patch.object(RecordedSteps, "bucket", lambda *_, **__: None):
         yield
 
 
@@ -152,7 +140,7 @@ CASES = (
     Case("slow host loop", "waits for the host between steps", USUAL, during=slow_loop),
     Case("eager launches", "launches by the host", USUAL, during=no_recorded_steps, needs_cuda=True),
     # On a CPU the passes save 0 to 7 %, no more than runs differ by: its operations call the same functions of torch.
-    Case("unfused graph", "run one by one", USUAL, around=no_passes, needs_cuda=True),
+    Case("unfused graph", "run one by one", USUAL, {"passes": "none"}, {"passes": "all"}, needs_cuda=True),
     Case(
         "float32 where bf16 was asked", "was asked for", even(8, 512, 8), {"dtype": "float32"}, {"dtype": "bfloat16"}
     ),

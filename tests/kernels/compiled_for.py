@@ -5,34 +5,25 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.linear.skinny import Launch
 
-_POINTERS = {
-    torch.bfloat16: "*bf16:16",
-    torch.float32: "*fp32:16",
-    torch.int32: "*i32:16",
-    torch.uint8: "*u8:16",
-}
+_POINTERS = {torch.bfloat16: "*bf16:16", torch.float32: "*fp32:16", torch.int32: "*i32:16"}
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes: registers and spilled bytes of a thread, bytes of shared memory; and its code."""
+    """What a compiled kernel takes: registers and spilled bytes of a thread, bytes of shared memory; and its PTX."""
 
     registers: int
     spills: int
     shared_bytes: int
     ptx: str
-    cubin: bytes
-    ttgir: str
 
 
 def compile_for(case: CompileCase, capability: int = 90) -> Resources:
@@ -53,34 +44,7 @@ def compile_for(case: CompileCase, capability: int = 90) -> Resources:
         options={"num_warps": case.num_warps, "num_stages": case.num_stages, "maxnreg": case.max_registers},
     )
     usage = _resource_usage(compiled.asm["cubin"])
-    return Resources(usage["REG"], usage["STACK"] + usage["LOCAL"], compiled.metadata.shared, *_code(compiled.asm))
-
-
-def _code(made: Mapping[str, Any]) -> tuple[str, bytes, str]:
-    return made["ptx"], made["cubin"], made["ttgir"]
-
-
-def longest_loop(cubin: bytes) -> list[str]:
-    """The instructions of the machine, without operands, of the longest way back in a kernel: of its main loop."""
-    from triton import knobs
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        command = [knobs.nvidia.nvdisasm.path, "--print-code", str(path)]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    starts: dict[str, int] = {}
-    found: list[str] = []
-    longest = (0, 0)
-    for line in text.splitlines():
-        if label := re.match(r"\s*(\.L\w+):", line):
-            starts[label[1]] = len(found)
-        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\w+)(.*);", line):
-            found.append(instruction[1])
-            target = re.search(r"`\((\.L\w+)\)", instruction[2]) if instruction[1] == "BRA" else None
-            first = starts.get(target[1], len(found)) if target else len(found)
-            longest = max(longest, (first, len(found)), key=lambda ends: ends[1] - ends[0])
-    return found[slice(*longest)]
+    return Resources(usage["REG"], usage["STACK"] + usage["LOCAL"], compiled.metadata.shared, compiled.asm["ptx"])
 
 
 def case_of(planned: Launch) -> CompileCase:

@@ -41,7 +41,7 @@ _PROGRAMS = 512
 MOST_SPLITS = 64
 # Of up to so many sequences splits are joined by a kernel behind: it costs a launch, and of more the programs that join
 # keep each other's processors busy.
-_APART = 40
+_APART = 2
 # Even where there are many sequences, one may be much longer than the others.
 _LEAST_SPLITS = 4
 # For up to so many sequences: the fewest keys of a split, keys of a block, warps, stages, early. Measured in whole

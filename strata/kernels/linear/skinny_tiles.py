@@ -64,8 +64,8 @@ class SkinnyTile:
         count = next_power_of_2(rows)
         if self.kernel == "gemv":
             return count
-        # The least that leaves one kind of instruction to a tile: wgmma to those of 64 columns and four warps or more.
-        return max(16 if self.columns >= 64 and self.warps >= 4 else 8, min(self.rows, count))
+        # The least that leaves one kind of instruction to a tile: wgmma to those of 64 columns and more.
+        return max(16 if self.columns >= 64 else 8, min(self.rows, count))
 
     def fits(self, rows: int, out: int, width: int) -> bool:
         """Whether it can multiply so many rows by a weight [out, width]."""

@@ -37,16 +37,7 @@ CASES: tuple[tuple[Scheme, tuple[SkinnyTile, ...]], ...] = (
     (Scheme("e4m3", 1, 0), (GEMV, replace(DOT, splits=2))),
     (Scheme("e4m3", 0, 0), (DOT,)),
     (Scheme("e4m3", 32, 64, "block"), (replace(DOT, splits=2, rows=2),)),
-    # Raised in blocks of 64 columns and more.
-    (
-        Scheme("int4", 1, 64),
-        (
-            replace(DOT, splits=2),
-            replace(DOT, width=128),
-            replace(DOT, columns=64, width=64, splits=2),
-            replace(DOT, columns=64, width=128, warps=1),
-        ),
-    ),
+    (Scheme("int4", 1, 64), (replace(DOT, splits=2), replace(DOT, width=128))),
     (Scheme("int4", 1, 0), (DOT,)),
     (Scheme("e2m1", 1, 32), (replace(DOT, width=64),)),
     (Scheme("e2m1", 1, 16), (replace(DOT, width=64, splits=2),)),

@@ -40,9 +40,6 @@ GEMV_WIDTH = 16384
 # Larger weights are slower if they are launched early: their loads take the room of the kernel ahead. Smaller ones of
 # groups load two at a time.
 _SMALL_BYTES, _PREFETCH = 26 << 20, 512
-# Large ones in int4, launched early: in a chain of layers of 8B gate and up take 3.4 us less so than by 32 columns in
-# turns of 128, down 0.3 to 1.1.
-_LARGE_INT4, _LONG_TURN = (64, 2, 3, 8), 256
 # Sums of a thread that the last program of a tile may load at once, and turns of the loop over k that a split leaves.
 _MOST_SUMS, _LEAST_TURNS = 128, 4
 # A prefetch brings in pieces of so many bytes.
@@ -182,45 +179,35 @@ def packed_tile(rows: int, out: int, width: int, kind: str, group: int, device: 
         # A thread has 128 bytes of the weight under way.
         block = max(2048, next_power_of_2(width))
         return SkinnyTile("gemv", 4 if block <= 8192 else 2, block, min(8, block // 1024), early=early)
-    large = _nbytes(out, width, kind) > _SMALL_BYTES
-    in_long_turns = large and early and kind == "int4" and rows <= 8 and group >= 128 and width % _LONG_TURN == 0
-    if in_long_turns:
-        found = dot_tiles(_LARGE_INT4, rows, out, width, kind, group, _LONG_TURN)
-    else:
-        found = dot_tiles(dot_shapes(rows)[0], rows, out, width, kind, group)
+    found = dot_tiles(dot_shapes(rows)[0], rows, out, width, kind, group)
     if not found:
         return None
-    most_part = width if in_long_turns else _LONG_PART
     # The first that has enough programs, else the one that has most.
-    best = next((tile for tile in found if _fills(tile, rows, out, width, a_byte, most_part, device)), found[-1])
-    if not early or (large and not in_long_turns):
-        return best
-    return replace(best, early=True, prefetch=_PREFETCH if a_byte else 0)
+    best = next((tile for tile in found if _fills(tile, rows, out, width, a_byte, device)), found[-1])
+    starts_early = early and _nbytes(out, width, kind) <= _SMALL_BYTES
+    return replace(best, early=True, prefetch=_PREFETCH if a_byte else 0) if starts_early else best
 
 
 def _nbytes(out: int, width: int, kind: str) -> int:
     return out * width // (2 if kind in ("int4", "e2m1") else 1)
 
 
-def _fills(
-    tile: SkinnyTile, rows: int, out: int, width: int, a_byte: bool, most_part: int, device: DeviceLimits
-) -> bool:
+def _fills(tile: SkinnyTile, rows: int, out: int, width: int, a_byte: bool, device: DeviceLimits) -> bool:
     programs = ceil_div(out, tile.columns) * ceil_div(rows, tile.program_rows(rows)) * tile.splits
     each = programs * tile.warps / device.processors
     if a_byte:
         return each >= _WARPS_EACH
-    return each >= _HALVES_WARPS_EACH * (1 if width // tile.splits <= most_part else 2)
+    return each >= _HALVES_WARPS_EACH * (1 if width // tile.splits <= _LONG_PART else 2)
 
 
 def dot_shapes(rows: int) -> tuple[tuple[int, int, int, int], ...]:
     """For so many rows: columns, warps, stages and the most rows of a program.
 
-    Warps of a program divide its columns, so that each value is converted once; up to two of them, or with 32 columns,
-    take `mma.sync`, whose left operand is in registers in the order in which bytes are loaded. A warp with more columns
-    takes fewer instructions for x.
+    Warps of a program divide its columns, so that each value is converted once; two of them with 64 columns at most
+    take `mma.sync`, whose left operand is in registers in the order in which bytes are loaded.
     """
     if rows <= 8:
-        return ((32, 2, 4, 8), (64, 1, 4, 8), (64, 2, 4, 8), (128, 2, 4, 8))
+        return ((32, 2, 4, 8), (64, 2, 4, 16))
     if rows <= 16:
         return ((64, 2, 4, 16), (64, 4, 4, 16))
     if rows <= 64:
@@ -229,12 +216,11 @@ def dot_shapes(rows: int) -> tuple[tuple[int, int, int, int], ...]:
 
 
 def dot_tiles(
-    shape: tuple[int, int, int, int], rows: int, out: int, width: int, kind: str, group: int, turn: int = 0
+    shape: tuple[int, int, int, int], rows: int, out: int, width: int, kind: str, group: int
 ) -> list[SkinnyTile]:
-    """Those of a shape of `dot_shapes` for a weight [out, width], in turns of so many columns, 0: by the rule: few
-    splits first; none where no block fits."""
+    """Those of a shape of `dot_shapes` for a weight [out, width]: few splits first; none where no block fits."""
     columns, warps, stages, most = shape
-    block = turn or _block_of(rows, out, width, kind, group)
+    block = _block_of(rows, out, width, kind, group)
     sums = columns * min(most, next_power_of_2(rows)) // (32 * warps)
     tiles = [SkinnyTile("dot", columns, block or 1, warps, stages, splits, rows=most) for splits in _SPLITS]
     return [

@@ -14,7 +14,6 @@ from strata.kernels.compile_case import CompileCase
 from strata.kernels.linear.skinny_kernels import load_residual, load_squares, store_product, weight_rows
 from strata.kernels.quant.dequantize import unpack_bytes, unpack_halves, unpack_wide, wide_scale
 from strata.kernels.quant.expand import eight_columns
-from strata.kernels.quant.raised_int4 import in_raised_order, load_scales, offsets_of, unpack_raised
 from strata.kernels.triton_import import gdc_launch_dependents, gdc_wait, jit, tl
 
 
@@ -172,16 +171,6 @@ def halves_of_x(tile, held, FULL: tl.constexpr, kind: tl.constexpr):
 
 
 @jit
-def raised_halves_of_x(tile, held, FULL: tl.constexpr, kind: tl.constexpr):
-    """The same, of bfloat16 in the order of `unpack_raised`."""
-    if kind == tl.bfloat16:
-        even, odd = in_raised_order(tl.load(tile) if FULL else tl.load(tile, mask=held, other=0))
-    else:
-        even, odd = halves_of_x(tile, held, FULL, kind)
-    return even, odd
-
-
-@jit
 def _four_dots(a, b, c, d, tile, held, total, FULL: tl.constexpr, kind: tl.constexpr):
     """total plus the products of four columns of a weight and of x, from pointers to four 16-bit floats of x."""
     four = tl.load(tile) if FULL else tl.load(tile, mask=held, other=0)
@@ -243,18 +232,10 @@ def packed_dot_kernel(
     PAIR: tl.constexpr = 8 if SPARSE else (2 if HALVES else 1)
     SCALED_VALUES: tl.constexpr = KIND == "e2m1" and GROUP > 0
     SCALED_SUMS: tl.constexpr = KIND != "e2m1" and GROUP > 0
-    # Where a program has the fewest rows of x, instructions for the weight are what takes longest.
-    FEWEST: tl.constexpr = BLOCK_M == 8 and BLOCK_K >= 64
-    RAISED: tl.constexpr = FEWEST and KIND == "int4" and GROUP > 0 and zeros is None and kind != tl.float16
     tile, split = tl.program_id(0), tl.program_id(1)
     weight_row, column = weight_rows(tile, out, BLOCK_N, GATED)
     row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    value_start = values + weight_row.to(tl.int64) * value_stride
-    if KIND == "int4":
-        # Or else only 8 bytes are copied at a time: that 16 divide `part` is known, and that 32 do is not.
-        value_start += split * tl.multiple_of(part // PAIR, 16)
-    else:
-        value_start += split * (part // PAIR)
+    value_start = values + weight_row.to(tl.int64) * value_stride + split * (part // PAIR)
     if PIECES > 0:
         prefetch_bytes(value_start, PIECES)
     if SPARSE:
@@ -266,7 +247,7 @@ def packed_dot_kernel(
         group = weight_row // ROW_GROUP if ROW_GROUP > 0 else weight_row * 0
         group_start = group.to(tl.int64) * scale_stride + split * part // GROUP
     if SCALED_SUMS:
-        following = load_scales(scales + group_start, kind) if RAISED else tl.load(scales + group_start)
+        following = tl.load(scales + group_start)
         if zeros is not None:
             following_zero = tl.load(zeros + group_start)
     elif zeros is not None:
@@ -299,14 +280,11 @@ def packed_dot_kernel(
                 # Asked for a turn before they are wanted.
                 group_scale = following
                 after = tl.minimum(start + BLOCK_K, part - 1) // GROUP
-                at = scales + group_start + after
-                following = load_scales(at, kind) if RAISED else tl.load(at)
+                following = tl.load(scales + group_start + after)
                 if zeros is not None:
                     zero = following_zero
                     following_zero = tl.load(zeros + group_start + after)
-            # Pointers that stay take half the instructions of those that move.
-            moved = start // PAIR if RAISED else 0
-            packed = tl.load(value_tile + moved, eviction_policy="evict_first")
+            packed = tl.load(value_tile, eviction_policy="evict_first")
             if SPARSE:
                 places = tl.load(place_tile, eviction_policy="evict_first")
                 a, b, c, d, e, f, g, h = eight_columns(packed, places, kind)
@@ -314,12 +292,6 @@ def packed_dot_kernel(
                 total = _four_dots(e, f, g, h, x_tile + 1, held, total, FULL, kind)
                 place_tile += BLOCK_K // PAIR
                 x_tile += BLOCK_K // PAIR
-            elif RAISED:
-                low, high = unpack_raised(packed, kind)
-                even, odd = raised_halves_of_x(x_tile + moved, held, FULL, kind)
-                offsets = offsets_of(packed, kind)
-                less = tl.dot(offsets, odd, tl.dot(offsets, even))
-                total += (tl.dot(high, odd, tl.dot(low, even)) + less) * wide_scale(group_scale)[:, None]
             elif HALVES:
                 low, high = unpack_halves(packed, KIND, zeros is None, kind)
                 if zeros is not None:
@@ -343,9 +315,8 @@ def packed_dot_kernel(
                     total += tl.dot(wide, x_part) * wide_scale(group_scale)[:, None]
                 else:
                     total = tl.dot(wide, x_part, total)
-            if not RAISED:
-                value_tile += BLOCK_K // PAIR
-                x_tile += BLOCK_K // PAIR
+            value_tile += BLOCK_K // PAIR
+            x_tile += BLOCK_K // PAIR
     last = True
     if SPLITS > 1:
         offset = tl.program_id(2) * tl.num_programs(0) + tile
@@ -403,11 +374,8 @@ def compile_cases() -> list[CompileCase]:
     one = {name: value for name, value in constants.items() if name != "zeros"}
     loads = ("ld.global.L1::evict_first", "v4.b32", "cvt.rn.f16x2.e4m3x2")
     cases = [CompileCase("packed gemv e4m3", packed_gemv_kernel, gemv, one | sizes, 8, 2, loads)]
-    raised = ("0x000f000f, 0x43004300", "ld.global.nc.f32")
     for kind, stored, group, rows, columns, block, warps, splits, must in (
-        ("int4", "u8", 128, 8, 32, 128, 2, 4, ("mma.sync", *raised, "cp.async.cg.shared.global")),
-        ("int4", "u8", 128, 8, 64, 128, 1, 4, ("mma.sync", *raised, "cp.async.cg.shared.global")),
-        ("int4", "u8", 128, 16, 64, 128, 2, 4, ("mma.sync", "fma.rn.bf16x2", "cp.async.cg.shared.global")),
+        ("int4", "u8", 128, 8, 32, 128, 2, 4, ("mma.sync", "lop3.b32", "cp.async.cg.shared.global")),
         ("e4m3", "fp8e4nv", 128, 64, 64, 128, 4, 1, ("wgmma.mma_async", "cp.async.cg.shared.global")),
         ("2:4", "i64", 0, 8, 32, 128, 2, 4, ("mma.sync", "cp.async.cg.shared.global")),
         ("2:4", "i64", 0, 64, 64, 128, 4, 1, ("wgmma.mma_async",)),

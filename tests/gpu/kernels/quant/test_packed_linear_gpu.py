@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -105,23 +104,6 @@ def test_few_rows_in_every_shape_of_tile(name: str, out: int, width: int, severa
             assert_near(result, exact)
             assert torch.equal(multiply(PackedProduct(x, weight, bias), tile)[0], result)
     assert not split_counters(bias.device).any()
-
-
-@pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["int4", "halves of groups"])
-def test_raised_integers_in_every_turn(name: str, scales: torch.dtype) -> None:
-    """Also of float16, which is not raised, and of x that is far from zero, whose sums the offset is large beside."""
-    drawn = draw_weight(4096, 4096, ALL[name])
-    weight = drawn._replace(scales=drawn.scales.to(scales))
-    for rows, mean in ((1, 0.0), (8, 0.0), (3, 2.0)):
-        x = draw(rows, 4096) + mean
-        exact = exact_linear(x, weight)
-        for found in tiles(rows, weight):
-            for width in (128, 256):
-                (result,) = multiply(PackedProduct(x, weight), replace(found, width=width))
-                assert_near(result, exact)
-    half = draw(2, 4096, dtype=torch.float16)
-    assert_near(linear(half, weight, None), exact_linear(half, weight))
 
 
 @pytest.mark.parametrize("zeros", [torch.uint8, torch.int32, torch.bfloat16])

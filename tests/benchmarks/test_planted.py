@@ -1,0 +1,25 @@
+"""The planted cases that need a GPU: that their faults are still faults where no GPU runs them."""
+
+from __future__ import annotations
+
+import importlib
+
+from strata.engine.llm import LLM
+from strata.engine.recorded_steps import RecordedSteps
+from strata.engine.sampling_params import SamplingParams
+
+cases = importlib.import_module("benchmarks.planted.cases")
+
+
+def test_steps_that_launch_eagerly_find_no_recording() -> None:
+    recorded = object.__new__(RecordedSteps)  # nothing is asked of it
+    with cases.no_recorded_steps(None):
+        assert recorded.bucket(1, 1, 1, 0, None, decodes=True, scored=False) is None
+
+
+def test_options_of_faults_and_of_their_mending_are_options_of_engines() -> None:
+    for case in cases.CASES:
+        for options in (case.options, case.mended):
+            given = {"device": "cpu", "max_model_len": 128, "num_pages": 64} | dict(options)
+            llm = LLM("builtin", **given)
+            assert len(llm.generate("2+2=", SamplingParams(max_tokens=2))) == 1
