@@ -72,16 +72,22 @@ def offline_runs(path: Path, device: str) -> list[dict[str, Any]]:
 
 
 def served_runs(paths: Sequence[Path], device: str) -> list[dict[str, Any]]:
-    """The newest result of each load and model in several files."""
+    """The newest result of each load and model in several files, by number of GPUs and weights."""
     lines = [one for path in paths for one in _lines(path) if one.get("engine") == "strata" and "load" in one]
-    newest = {(one["model"], one["load"]): one for one in sorted(lines, key=lambda one: str(one["started"]))}
-    return [
-        {
-            "run": load, "model": model, "commit": one["commit"], "measured": figures(one),
-            "command": [model, "--device", device, "--max-model-len", str(MAX_MODEL_LEN), *served_options(one)],
-        }
-        for (model, load), one in newest.items()
-    ]  # fmt: skip
+    newest = {
+        (one["model"], one["load"], one.get("tensor_parallel_size", 1), one.get("quantization")): one
+        for one in sorted(lines, key=lambda one: str(one["started"]))
+    }
+    runs = []
+    for (model, load, ranks, quantization), one in newest.items():
+        command = [model, "--device", device, "--max-model-len", str(MAX_MODEL_LEN), *served_options(one)]
+        if ranks > 1:
+            load, command = f"{load} on {ranks} GPUs", [*command, "--tensor-parallel-size", str(ranks)]
+        if quantization is not None:
+            load, command = f"{load} in {quantization}", [*command, "--quantization", quantization]
+        run = {"run": load, "model": model, "commit": one["commit"], "measured": figures(one), "command": command}
+        runs.append(run)
+    return runs
 
 
 def served_options(one: Mapping[str, Any]) -> list[str]:

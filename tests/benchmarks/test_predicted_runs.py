@@ -26,6 +26,17 @@ def test_the_newest_of_each_load_of_strata_counts(tmp_path: Path) -> None:
     assert run["command"][0] == "8B"
 
 
+def test_loads_of_several_gpus_and_of_packed_weights_are_simulated_as_such(tmp_path: Path) -> None:
+    file = tmp_path / "lines"
+    lines = [SERVED, SERVED | {"tensor_parallel_size": 2, "quantization": None}, SERVED | {"quantization": "fp8"}]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    alone, divided, packed = served_runs([file], "h200")
+    assert divided["command"] == [*alone["command"], "--tensor-parallel-size", "2"]
+    assert packed["command"] == [*alone["command"], "--quantization", "fp8"]
+    assert [run["model"] for run in (alone, divided, packed)] == ["8B"] * 3
+    assert [run["run"] for run in (alone, divided, packed)] == ["20/s", "20/s on 2 GPUs", "20/s in fp8"]
+
+
 def test_seconds_of_offline_tests_are_of_the_whole_call(tmp_path: Path) -> None:
     file = tmp_path / "h200.jsonl"
     common = {"model": "8B", "dtype": "bf16", "commit": "abc"}
