@@ -4,7 +4,8 @@
     python -m benchmarks.figures precision sparsity --folder measured --limit 560
 
 Runs begin in the order of the list, each with as many GPUs of its own as it asks for, so several go on at once where
-there are several GPUs, or those of CUDA_VISIBLE_DEVICES. FOLDER gets the lines that the commands save, under the names
+there are several GPUs, or those of CUDA_VISIBLE_DEVICES. One that waits for more GPUs than are free, or for all others
+to end, is overtaken by those behind it. FOLDER gets the lines that the commands save, under the names
 that they have in benchmarks/results, the output of each (logs/NAME.txt), and a line for each run (runs.jsonl). A run
 that is expected to take longer than what is left of the limit, or that asks for more GPUs than there are, is left out;
 the same call goes on with it, and with those that failed, until another commit is checked out.
@@ -22,7 +23,6 @@ import sys
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ import torch
 from strata.bench.result import provenance
 
 RUNS = Path(__file__).with_name("figures.toml")
+_BETWEEN_LOOKS = 0.05  # seconds, at what is under way
 
 
 @dataclass(frozen=True)
@@ -69,24 +70,41 @@ def done(folder: Path, commit: str) -> set[str]:
     return {line["name"] for line in lines if line["commit"] == commit and not line["fault"]}
 
 
-def perform(run: Run, folder: Path, limit: float, gpus: Sequence[str]) -> dict[str, Any]:
-    """Runs it for so many seconds at most, its output in a file of its own -> its line."""
-    start = time.monotonic()
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-    with open(folder / "logs" / f"{run.name}.txt", "w", encoding="utf-8") as log:
-        process = subprocess.Popen(
-            run.arguments(folder), stdout=log, stderr=log, start_new_session=True, env=environment
-        )
-        try:
-            status = process.wait(timeout=limit)
-            fault = f"exit code {status}" if status else ""
-        except subprocess.TimeoutExpired:
-            fault = f"not done after {limit:.0f} s"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    return {"name": run.name, "command": run.command, "seconds": round(time.monotonic() - start, 1), "fault": fault}
+@dataclass(frozen=True)
+class UnderWay:
+    """A run that has begun, on GPUs of its own; limit: the seconds after which it is ended."""
+
+    run: Run
+    gpus: list[str]
+    process: subprocess.Popen[bytes]
+    start: float
+    limit: float
+
+    @classmethod
+    def begin(cls, run: Run, folder: Path, limit: float, gpus: list[str]) -> UnderWay:
+        """Its output goes to a file of its own, and its children to a session that is ended with it."""
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        with open(folder / "logs" / f"{run.name}.txt", "w", encoding="utf-8") as log:
+            process = subprocess.Popen(
+                run.arguments(folder), stdout=log, stderr=log, start_new_session=True, env=environment
+            )
+        return cls(run, gpus, process, time.monotonic(), limit)
+
+    def line(self) -> dict[str, Any] | None:
+        """What is told of it once it has ended or its time is over, when it is ended."""
+        status, seconds = self.process.poll(), time.monotonic() - self.start
+        if status is None and seconds < self.limit:
+            return None
+        fault = f"exit code {status}" if status else ""
+        if status is None:
+            self.kill()
+            fault = f"not done after {self.limit:.0f} s"
+        return {"name": self.run.name, "command": self.run.command, "seconds": round(seconds, 1), "fault": fault}
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
 
 class Schedule:
@@ -95,7 +113,7 @@ class Schedule:
     def __init__(self, runs: Sequence[Run], folder: Path, end: float, gpus: Sequence[str]) -> None:
         self.waiting, self.folder, self.end = list(runs), folder, end
         self.free, self.count = list(gpus), len(gpus)
-        self.under_way: dict[Future[dict[str, Any]], tuple[Run, list[str]]] = {}
+        self.under_way: list[UnderWay] = []
 
     def why_left_out(self, run: Run) -> str:
         left = self.end - time.monotonic()
@@ -104,10 +122,10 @@ class Schedule:
         return f"takes {run.seconds:.0f} s of {max(0.0, left):.0f}" if run.seconds > left else ""
 
     def may_begin(self, run: Run) -> bool:
-        others = [one for one, _ in self.under_way.values()]
-        return run.gpus <= len(self.free) and not (others and (run.alone or any(one.alone for one in others)))
+        alone = run.alone or any(one.run.alone for one in self.under_way)
+        return run.gpus <= len(self.free) and not (self.under_way and alone)
 
-    def begin(self, pool: ThreadPoolExecutor) -> list[tuple[Run, str]]:
+    def begin(self) -> list[tuple[Run, str]]:
         """Begins what may begin -> those that are left out, and why."""
         out = []
         for run in list(self.waiting):
@@ -118,18 +136,24 @@ class Schedule:
                 self.waiting.remove(run)
                 taken, self.free = self.free[: run.gpus], self.free[run.gpus :]
                 limit = min(2 * run.seconds, self.end - time.monotonic())
-                self.under_way[pool.submit(perform, run, self.folder, limit, taken)] = run, taken
+                self.under_way.append(UnderWay.begin(run, self.folder, limit, taken))
         return out
 
-    def ended(self) -> list[tuple[Run, dict[str, Any]]]:
-        """Waits until one has ended -> those that have, and their lines."""
-        done, _ = wait(self.under_way, return_when=FIRST_COMPLETED)
-        found = []
-        for future in done:
-            run, taken = self.under_way.pop(future)
-            self.free += taken
-            found.append((run, future.result()))
-        return found
+    def ended(self) -> list[dict[str, Any]]:
+        """Waits until one has ended -> the lines of those that have."""
+        while True:
+            found = [(one, line) for one in self.under_way if (line := one.line()) is not None]
+            if found:
+                break
+            time.sleep(_BETWEEN_LOOKS)
+        for one, _ in found:
+            self.under_way.remove(one)
+            self.free += one.gpus
+        return [line for _, line in found]
+
+    def kill(self) -> None:
+        for one in self.under_way:
+            one.kill()
 
 
 def perform_all(
@@ -142,18 +166,18 @@ def perform_all(
         if run.name in before:
             print(f"{run.name}: done before", flush=True)
     schedule = Schedule([run for run in runs if run.name not in before], folder, end, gpus)
-    with ThreadPoolExecutor(len(gpus)) as pool:
+    try:
         while schedule.waiting or schedule.under_way:
-            for run, reason in schedule.begin(pool):
+            for run, reason in schedule.begin():
                 missing += 1
                 print(f"{run.name}: left out, {reason}", flush=True)
-            if not schedule.under_way:
-                continue
-            for run, line in schedule.ended():
+            for line in schedule.ended() if schedule.under_way else ():
                 missing += bool(line["fault"])
                 with open(folder / "runs.jsonl", "a", encoding="utf-8") as lines:
                     lines.write(json.dumps(line | about) + "\n")
-                print(f"{run.name}: {line['fault'] or 'done'}, {line['seconds']} s", flush=True)
+                print(f"{line['name']}: {line['fault'] or 'done'}, {line['seconds']} s", flush=True)
+    finally:
+        schedule.kill()
     return missing
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -74,6 +75,34 @@ def test_a_run_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> 
     assert not _lives(child)
 
 
+def test_an_interrupt_ends_what_is_under_way(tmp_path: Path) -> None:
+    """At once, on every GPU: children have sessions of their own, which the terminal's signal does not reach."""
+    program = (
+        "from importlib import import_module; from pathlib import Path; "
+        "runs = import_module('benchmarks.figures.__main__'); "
+        "wait = 'python -c \"import os, time; print(os.getpid(), flush=True); time.sleep(600)\"'; "
+        "chosen = [runs.Run(name, 'some', wait, 300.0, 'nothing') for name in 'abc']; "
+        f"runs.perform_all(chosen, Path({str(tmp_path)!r}), 600, {{'commit': 'a'}}, ('0', '1'))"
+    )
+    told = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.DEVNULL)
+    logs = [tmp_path / f"logs/{name}.txt" for name in "ab"]
+    try:
+        until = time.monotonic() + 60
+        while not all(log.exists() and log.read_text().strip() for log in logs) and time.monotonic() < until:
+            time.sleep(0.01)
+        children = [int(log.read_text()) for log in logs]
+        told.send_signal(signal.SIGINT)
+        assert told.wait(timeout=20) != 0
+    finally:
+        told.kill()
+        told.wait()
+    until = time.monotonic() + 10
+    while any(map(_lives, children)) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not any(map(_lives, children))
+    assert not (tmp_path / "logs/c.txt").exists()
+
+
 def _lives(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
@@ -131,6 +160,7 @@ def test_an_unknown_topic_is_an_error() -> None:
 
 def test_names_are_told_apart() -> None:
     assert len({one.name for one in LISTED}) == len(LISTED)
+    assert all("/" not in one.name for one in LISTED)  # their output is in files of these names
     assert all(("{save}" in one.command) == bool(one.results) for one in LISTED)
 
 

@@ -16,10 +16,11 @@ class BatchParts:
 
     decode_lengths: [sequences] int32, the lengths of decodes, 0 of the others. starts: [sequences] int32, the first row
     of each sequence that the kernel over pages would take, of a decode none. bounds: [2] int32, the first sequence that
-    is no decode, and where the sequences end, the one included to which padding belongs. decodes: how many there are;
-    None in a recorded step, of which only the device knows it, but for fresh ones, which have none. virtual: the
-    prompts, for cuDNN; None: the kernel over pages takes them. begin: the host knows that the prompts have no tokens
-    from before the step; False in a recorded step unless it is a fresh one.
+    is no decode, and where the sequences end, the one included to which padding belongs; there is one between them,
+    where kernels begin to look. decodes: how many there are; None in a recorded step, of which only the device knows
+    it, but for fresh ones, which have none. virtual: the prompts, for cuDNN; None: the kernel over pages takes them.
+    begin: the host knows that the prompts have no tokens from before the step; False in a recorded step unless it is a
+    fresh one.
     """
 
     decode_lengths: Tensor

@@ -140,7 +140,7 @@ def compile_cases() -> list[CompileCase]:
             types |= {"sums": "*fp32:16", "rank": "i32"}
         else:
             constants |= {"sums": None, "rank": 0}
-        follow = ("griddepcontrol.wait",) if ranks == 1 else ()
+        follow = ("griddepcontrol.wait", "griddepcontrol.launch_dependents") if ranks == 1 else ()
         name = f"join decodes {kind} head_dim {head_dim} of {ranks} ranks"
         cases.append(CompileCase(name, join_decodes_kernel, types, constants, warps, 1, follow))
     return cases

@@ -8,6 +8,8 @@ import torch
 
 from strata.kernels.grid_sizes import next_power_of_2
 
+MOST_SPLITS = 64
+
 
 @dataclass(frozen=True)
 class DecodeTile:
@@ -30,6 +32,8 @@ class DecodeTile:
     def __post_init__(self) -> None:
         if self.split % self.keys or self.splits < 1:
             raise ValueError(f"a split holds whole blocks and a sequence at least one split: {self}")
+        if self.apart and self.splits > MOST_SPLITS:
+            raise ValueError(f"a kernel behind joins at most {MOST_SPLITS} splits: {self}")
 
     @property
     def has_kernel_behind(self) -> bool:
@@ -38,7 +42,6 @@ class DecodeTile:
 
 # Programs enough for every multiprocessor, more than once: sequences and splits for each KV head.
 _PROGRAMS = 512
-MOST_SPLITS = 64
 # Of up to so many sequences splits are joined by a kernel behind: it costs a launch, and of more the programs that join
 # keep each other's processors busy.
 _APART = 2

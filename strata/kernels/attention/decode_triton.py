@@ -1,7 +1,8 @@
 """The Triton kernel of decoding: one query a sequence over its cached keys, in one launch with what stands around it.
 
 The keys of a sequence are divided into splits that programs take side by side (Flash-Decoding, Dao et al. 2023); the
-last of them to finish joins their results. The query heads that share a KV head are rows of one tile.
+last of them to finish joins their results, or a kernel behind does (`decode_join.py`). The query heads that share a KV
+head are rows of one tile.
 """
 
 from __future__ import annotations

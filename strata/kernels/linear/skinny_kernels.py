@@ -159,8 +159,8 @@ def gemv_kernel(
     if norm_weight is not None:
         norm_weight = tl.load(norm_weight + column, mask=column < out, other=0.0)
     if EARLY:
-        # No dependent starts before this wait is over, so what precedes a kernel's own wait may read all that was
-        # written before the kernel ahead of it began.
+        # What precedes the wait may read what the step does not write: the model's parameters. Kernels that join or
+        # receive start this one before their own wait is over.
         gdc_wait()
         gdc_launch_dependents()
     if row_squares is not None:

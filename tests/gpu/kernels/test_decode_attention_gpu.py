@@ -141,12 +141,13 @@ CONFIGURATIONS = [
     (8, 1, 256, torch.bfloat16, None, 16, True),
     (32, 1, 128, torch.float16, 1, 32, True),
 ]
+PAIR = [4096, 65]  # whose splits a kernel behind joins
 FEW = [1, 63, 64, 65, 128, 129, 4096, 0]
 SOME = [1, 2, 15, 16, 17, 127, 128, 129, 255, 256, 257, 1300, 0, 0, 0, 0]
 MANY = [1, 2, 255, 256, 257, 511, 512, 513, 514, 1023, 1024, 1025, 16, 17, 64, 65, *[33] * 20, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("lengths", [FEW, SOME, MANY], ids=["few", "some", "many"])
+@pytest.mark.parametrize("lengths", [PAIR, FEW, SOME, MANY], ids=["pair", "few", "some", "many"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "dtype", "window", "page_size", "normed"), CONFIGURATIONS, ids=str
 )
@@ -174,7 +175,7 @@ def test_splits_of_long_sequences_are_larger():
 def test_any_tile(window):
     step = Step([1, 33, 64, 65, 129, 640, 0, 1025], 16, 8, 128, window=window, normed=True)
     shapes = [(32, 2, 2, 32, 64), (64, 4, 3, 128, 2), (128, 8, 3, 256, 1)]
-    step.check(*(DecodeTile(*shape, early) for shape, early in every(shapes, [True, False])))
+    step.check(*(DecodeTile(*shape, *kind) for shape, *kind in every(shapes, [True, False], [True, False])))
 
 
 def test_what_does_not_fit_is_composed():

@@ -152,3 +152,5 @@ def test_tiles_divide_every_sequence() -> None:
                     assert tile.splits <= 64
     with pytest.raises(ValueError, match="whole blocks"):
         DecodeTile(keys=64, warps=4, stages=3, split=96, splits=1)
+    with pytest.raises(ValueError, match="joins at most 64 splits"):
+        DecodeTile(keys=64, warps=4, stages=3, split=64, splits=65, apart=True)
