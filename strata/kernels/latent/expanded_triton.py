@@ -170,7 +170,7 @@ class ExpandedTile:
 
 
 def expanded_tile(dtype: torch.dtype) -> ExpandedTile:
-    """By what a Hopper multiprocessor holds; not measured yet (`benchmarks.latent_prompts` times others beside it)."""
+    """By what a Hopper multiprocessor holds; others were not timed yet (`benchmarks.latent_prompts --tiles`)."""
     if dtype == torch.float32:
         return ExpandedTile(32, 16, 8, 1)
     return ExpandedTile(128, 64, 8, 2)
