@@ -51,8 +51,8 @@ def test_the_fastest_tiles_of_a_layer_are_told_beside_the_chosen(monkeypatch: py
         assert [line["chosen"] for line in own] == [True] + [False] * (len(own) - 1)
         least = min(own, key=lambda line: line["us"])
         assert layer["fastest"][name] == written(SplitTile(**least["tile"]))
-    assert layer["chosen"]["wide"] == "SplitTile(256, 128, 1, 8, 4)"
-    assert layer["chosen"]["long"] == "SplitTile(128, 64, 1, 4, 6)"
+    assert layer["chosen"]["wide"] == "SplitTile(192, 256, 1, 8, 4)"
+    assert layer["chosen"]["long"] == "SplitTile(192, 64, 2, 4, 6)"
     assert layer["fastest"]["long"] == "SplitTile(128, 128, 2, 8, 6)"
-    assert layer["sums"] == {"chosen": 172 + 236, "fastest": 300 - 256 + 172}
+    assert layer["sums"] == {"chosen": 300 - 256 + 236, "fastest": 300 - 256 + 172}
     assert layer["us"] == 3
