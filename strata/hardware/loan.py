@@ -99,7 +99,7 @@ class Loan:
         """What was lent, in words."""
         sums = "" if self.has_same_links else "; nothing of messages, whose links differ"
         return (
-            f"borrowed from {self.lender.product}, whose measured calls come with Strata and which has as many "
-            f"multiprocessors of the same kind: every call by the same utilization of the roofline beyond the start of "
-            f"its kernel ({self.memory:.2f} times the bandwidth){sums}"
+            f"calls borrowed from {self.lender.product}, which has as many multiprocessors of the same kind: each takes "
+            f"the start of a kernel as there, and the rest by the same utilization of the roofline ({self.memory:.2f} "
+            f"times the bandwidth){sums}"
         )
