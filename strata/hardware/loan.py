@@ -85,11 +85,12 @@ class Loan:
     def _moved(self, figure: Figure) -> Figure | None:
         source = f"as on {self.lender.key}: {figure.source}"
         if figure.quantity in _KEPT:
-            return replace(figure, source=source)
+            return replace(figure, source=source, borrowed=True)
         quantity = _MOVED_WITH.get(figure.quantity)
         if quantity is None or self.borrower.known(quantity, figure.dtype, measured=False) is None:
             return None
-        return replace(figure, value=figure.value * self._ratio(quantity, figure.dtype), source=source)
+        value = figure.value * self._ratio(quantity, figure.dtype)
+        return replace(figure, value=value, source=source, borrowed=True)
 
     def _ratio(self, quantity: str, dtype: str | None = None) -> float:
         one, other = (of.ceiling(quantity, dtype, measured=False) for of in (self.lender, self.borrower))
@@ -99,7 +100,7 @@ class Loan:
         """What was lent, in words."""
         sums = "" if self.has_same_links else "; nothing of messages, whose links differ"
         return (
-            f"calls borrowed from {self.lender.product}, which has as many multiprocessors of the same kind: each takes "
-            f"the start of a kernel as there, and the rest by the same utilization of the roofline ({self.memory:.2f} "
-            f"times the bandwidth){sums}"
+            f"calls and ceilings borrowed from {self.lender.product}, which has as many multiprocessors of the same "
+            f"kind: each call takes the start of a kernel as there, the rest by the same utilization of the roofline "
+            f"({self.memory:.2f} times the bandwidth){sums}"
         )

@@ -52,7 +52,7 @@ def test_a_device_without_calls_borrows_those_of_another_and_keeps_what_its_prob
         for before, later in zip(lender.calls["decode_attention"], found.calls["decode_attention"], strict=True)
     )
     (source,) = found.sources
-    assert source.startswith("calls borrowed from NVIDIA H200, ")
+    assert source.startswith("calls and ceilings borrowed from NVIDIA H200, ")
     assert found.loan is not None
     assert lender.loan is None
     assert found.device.ceiling("bandwidth").value == pytest.approx(4.28e12 * 3.35 / 4.8)

@@ -75,6 +75,9 @@ def test_ceilings_are_lent_where_nothing_was_measured() -> None:
     assert lent.ceiling("sustained", "bfloat16").value == 694e12
     assert lent.ceiling("step").value == device("h200").ceiling("step").value
     assert lent.ceiling("bandwidth").source.startswith("as on h200: ")
+    assert {one.quantity for one in lent.figures if one.borrowed} == {
+        *("bandwidth", "compute", "sustained", "launch", "kernel", "step")
+    }
     assert lent.ceiling("memory").value == 80e9
     assert lent.ceiling("l2").value == 50 << 20  # that of the H200 is its own
     one = replace(device("h200").ceiling("bandwidth"), value=2.9e12)

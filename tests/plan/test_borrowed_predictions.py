@@ -67,7 +67,7 @@ def errors(found: dict[str, StepSeconds]) -> dict[tuple[str, str], list[float]]:
 def test_it_is_said_that_calls_were_borrowed_and_that_the_probe_counts(found: dict[str, StepSeconds]) -> None:
     for times in found.values():
         borrowed, probe = times.sources
-        assert borrowed.startswith("calls borrowed from NVIDIA H200")
+        assert borrowed.startswith("calls and ceilings borrowed from NVIDIA H200")
         assert probe.startswith("this machine's probe")
         assert times.device.ceiling("bandwidth").value == 2993045287837.723
         assert times.predict(Workload((1,), (100,))).origin != "measured"
