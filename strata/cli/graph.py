@@ -364,7 +364,7 @@ class PricedStep:
 
         found = []
         for figure in (self.device.ceiling("compute", self.dtype), self.device.ceiling("bandwidth")):
-            kind = "measured" if figure.measured else "promised"
+            kind = "borrowed" if figure.borrowed else "measured" if figure.measured else "promised"
             what = f"{self.dtype}, dense" if figure.quantity == "compute" else "memory, read + written"
             unit = "FLOP/s" if figure.quantity == "compute" else "B/s"
             found.append((f"{self.device.product}: {quantity(figure.value)}{unit} ({what}), {kind}", figure))

@@ -178,6 +178,9 @@ def simulate(
                 file.write(line + "\n")
     if len(results) > 1 and not as_json:
         console.print(sweep_table(results))
+    if not as_json:
+        for source in engine.sources:
+            console.print(f"from {source}", style="dim", soft_wrap=True)
     if picture is not None:
         last = results[-1]
         draw_timeline(last.timeline, f"{last.model} on {data_parallel_size} x {on}: {last.data}", picture)

@@ -15,6 +15,7 @@ from strata.hardware.efficiency import KINDS, EfficiencyTable
 from strata.hardware.figures import Device
 from strata.hardware.fitted_times import FittedTimes
 from strata.hardware.links import HIDDEN, Link
+from strata.hardware.loan import Loan
 from strata.hardware.prediction import ORIGINS, Call, Prediction
 from strata.hardware.roofline import Cost, Workload, floor
 from strata.kernels import tuned
@@ -78,6 +79,7 @@ class StepPredictor:
     ranks: int = 1
     attention_times: AttentionTimes | None = None
     packed_times: PackedTimes | None = None
+    surest: str = ORIGINS[0]
 
     @staticmethod
     def of(
@@ -88,14 +90,19 @@ class StepPredictor:
         link: Link | None = None,
         ranks: int = 1,
         products: EfficiencyTable | None = None,
+        loan: Loan | None = None,
     ) -> StepPredictor:
         """By the products in a device's table of tuned kernels, and other calls by their operation; without any all is
-        analytic. products: what stands in for products where there are none of either.
+        analytic. products: what stands in for products where there are none of either. loan: by which the calls were
+        borrowed; then products, attention and packed weights take the lender's times, too, and nothing is surer than
+        interpolated.
         """
         measured: dict[str, list[Call]] = {operation: list(found) for operation, found in (calls or {}).items()}
-        for key, choice in table.items():
-            shape = (key.rows, key.out, key.width)
-            measured.setdefault(key.operation, []).append(("product", key.dtype, shape, choice.seconds))
+        tuned_calls = _products(table)
+        if loan is not None:
+            tuned_calls = loan.calls(_products(tuned.read(loan.lender.product)))
+        for operation, found in tuned_calls.items():
+            measured.setdefault(operation, []).extend(found)
         tables = {operation: EfficiencyTable.of(device, found) for operation, found in measured.items()}
         if products is not None:
             tables.setdefault(_PLAIN, products)
@@ -105,8 +112,13 @@ class StepPredictor:
             if of_dtype == dtype and kind in ("attention", "prompt")
         )
         sums = None if link is None else AllReduceTimes.of(measured.get("all_reduce", ()), link.latency)
-        by_attention, by_weights = TIMES.get(device.product), packed_times.TIMES.get(device.product)
-        return StepPredictor(device, dtype, tables, prompts, link, sums, ranks, by_attention, by_weights)
+        product = device.product if loan is None else loan.lender.product
+        by_attention, by_weights, surest = TIMES.get(product), packed_times.TIMES.get(product), ORIGINS[0]
+        if loan is not None:
+            by_attention = None if by_attention is None else by_attention.with_memory(loan.memory)
+            by_weights = None if by_weights is None else by_weights.with_memory(loan.memory)
+            surest = ORIGINS[1]
+        return StepPredictor(device, dtype, tables, prompts, link, sums, ranks, by_attention, by_weights, surest)
 
     def step(self, nodes: Iterable[NodeCost], workload: Workload, *, recorded: bool) -> Prediction:
         """All nodes one after the other, beside them sums over ranks that were begun; or, unless the step is recorded,
@@ -134,7 +146,7 @@ class StepPredictor:
         found = self._attention(cost, workload, attends) or Prediction(
             floor(cost, self.device, self.dtype).seconds, "analytic"
         )
-        return _at_least(found, self._seconds("kernel"))
+        return self._as_sure(_at_least(found, self._seconds("kernel")))
 
     def recurrence(self, cost: Cost) -> Prediction:
         """One operation of fixed states of a step, of which nothing was measured."""
@@ -143,7 +155,7 @@ class StepPredictor:
 
     def node(self, node: NodeCost, workload: Workload) -> Prediction:
         """A node of a step: no less than its kernels take in a CUDA graph however little they do."""
-        return _at_least(self._work(node, workload), len(node.kernels) * self._seconds("kernel"))
+        return self._as_sure(_at_least(self._work(node, workload), len(node.kernels) * self._seconds("kernel")))
 
     def roofline(self, cost: Cost, dtype: str = "") -> float:
         """Seconds, messages aside. dtype: in which it is computed, empty or without a peak here: the model's."""
@@ -280,10 +292,22 @@ class StepPredictor:
         """Whether such calls of an operation were measured."""
         return operation in self.tables and (kind, self.dtype) in self.tables[operation].columns
 
+    def _as_sure(self, found: Prediction) -> Prediction:
+        return replace(found, origin=max(found.origin, self.surest, key=ORIGINS.index))
+
     def _seconds(self, quantity: str) -> float:
         """Of what was measured of the device; nothing where it was not."""
         known = self.device.known(quantity)
         return 0.0 if known is None else known.value
+
+
+def _products(table: tuned.Table) -> dict[str, list[Call]]:
+    """The calls of a table of tuned kernels, by operation."""
+    found: dict[str, list[Call]] = {}
+    for key, choice in table.items():
+        call = "product", key.dtype, (key.rows, key.out, key.width), choice.seconds
+        found.setdefault(key.operation, []).append(call)
+    return found
 
 
 def _end(nodes: Iterable[NodeCost], seconds: Iterable[float]) -> float:

@@ -144,7 +144,7 @@ class EfficiencyTable:
                 continue
             rest, size = _split(kind, shape)
             column = found.setdefault((kind, dtype), {}).setdefault(rest, {})
-            utilization = _floor(device, kind, dtype, shape) / seconds
+            utilization = promised_floor(device, kind, dtype, shape) / seconds
             column[size] = max(utilization, column.get(size, 0.0))
         return EfficiencyTable(
             device,
@@ -173,7 +173,7 @@ class EfficiencyTable:
         """
         if kind not in KINDS:
             raise ValueError(f"kind {kind!r} is unknown; known are {', '.join(KINDS)}")
-        floor = _floor(self.device, kind, dtype, shape)
+        floor = promised_floor(self.device, kind, dtype, shape)
         columns = self.columns.get((kind, dtype), {})
         rest, size = _split(kind, shape)
         if not columns:
@@ -205,13 +205,13 @@ class EfficiencyTable:
         utilization = excess = 0.0
         for distance, other in nearest:
             reached = columns[other].utilization(size)
-            least = _floor(self.device, kind, dtype, _joined(kind, other, columns[other].nearest(size)))
+            least = promised_floor(self.device, kind, dtype, _joined(kind, other, columns[other].nearest(size)))
             utilization += reached / distance / whole
             excess += least * (1 / reached - 1) / distance / whole
         return _Nearby(utilization, excess)
 
     def _measured(self, column: Column, kind: str, dtype: str, rest: Shape, size: int) -> float:
-        return _floor(self.device, kind, dtype, _joined(kind, rest, size)) / column.utilization(size)
+        return promised_floor(self.device, kind, dtype, _joined(kind, rest, size)) / column.utilization(size)
 
     def _analytic(self, kind: str, dtype: str, shape: Shape) -> float:
         """The roofline at measured ceilings where there are some."""
@@ -220,7 +220,7 @@ class EfficiencyTable:
         return max(cost.flops / compute, cost.bytes / bandwidth)
 
 
-def _floor(device: Device, kind: str, dtype: str, shape: Shape) -> float:
+def promised_floor(device: Device, kind: str, dtype: str, shape: Shape) -> float:
     """The roofline at what is promised, or at what was measured where nothing is."""
     cost = KINDS[kind].cost(dtype, shape)
     compute = device.known("compute", dtype, measured=False) or device.ceiling("compute", dtype)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from strata.hardware import measured
 from strata.hardware.aiconfigurator import data_folder, imported_efficiencies
 from strata.hardware.efficiency import EfficiencyTable
 from strata.hardware.figures import Device
+from strata.hardware.loan import Loan
 from strata.hardware.prediction import Call
 from strata.hardware.probe.device import device_of, probed_calls
 from strata.hardware.probe.report import kept, newest
@@ -21,13 +22,15 @@ PRODUCT = "linear"  # the operation whose calls are products alone
 @dataclass(frozen=True)
 class Evidence:
     """device: with the ceilings that this machine's probe found. calls: by operation. products: that others measured,
-    where nothing was measured here. sources: where all of it comes from, in words.
+    where nothing was measured here. sources: where all of it comes from, in words. loan: by which calls, and ceilings
+    that no probe found, are another device's, if none were measured of this one.
     """
 
     device: Device
     calls: Mapping[str, list[Call]]
     products: EfficiencyTable | None
     sources: tuple[str, ...]
+    loan: Loan | None = None
 
 
 def evidence_of(device: Device, environment: Mapping[str, str] = os.environ, imported: Path | None = None) -> Evidence:
@@ -39,16 +42,21 @@ def evidence_of(device: Device, environment: Mapping[str, str] = os.environ, imp
     calls, sources = measured.read(device.product), []
     if calls:
         sources.append("calls measured on another machine with this device, which come with Strata")
+    if (loan := Loan.to(device)) is not None:
+        calls = loan.calls(measured.read(loan.lender.product))
+        sources.append(str(loan))
     if (path := newest(device.product, environment)) is not None:
         report = kept(path)
         device = device_of(report)
         for operation, found in probed_calls(report).items():
             calls.setdefault(operation, []).extend(found)
         sources.append(f"this machine's probe of {report.date}, {path}")
+    if loan is not None:
+        device = replace(loan, borrower=device).device()
     products = None if PRODUCT in calls else _imported(device, imported or data_folder())
     if products is not None:
         sources.append("products of aiconfigurator-core, which NVIDIA measured")
-    return Evidence(device, calls, products, tuple(sources))
+    return Evidence(device, calls, products, tuple(sources), loan)
 
 
 def _imported(device: Device, folder: Path | None) -> EfficiencyTable | None:

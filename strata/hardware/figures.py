@@ -52,6 +52,7 @@ class Figure:
     direction: "read + written" (bytes moved either way), or "each" (of the two directions of a link).
     measured: reached by a benchmark on the device, or told by its driver; otherwise promised by the maker.
     url: of the source; None of what was measured here.
+    borrowed: measured on another device and moved to this one (`strata.hardware.loan`).
     """
 
     quantity: str
@@ -63,6 +64,7 @@ class Figure:
     direction: str | None = None
     measured: bool = False
     url: str | None = None
+    borrowed: bool = False
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,14 @@ class StepSeconds:
         ranks = 1 if model.shard is None else model.shard.size
         table = tuned.read(self.device.product)
         self.predictor = StepPredictor.of(
-            self.device, self.dtype, table, found.calls, self.link, ranks=ranks, products=found.products
+            self.device,
+            self.dtype,
+            table,
+            found.calls,
+            self.link,
+            ranks=ranks,
+            products=found.products,
+            loan=found.loan,
         )
         self.costs = model.step_costs()
         self._bases: dict[_Kind, _Base] = {}

@@ -62,6 +62,14 @@ def test_a_trace_is_played_and_drawn(trace: Path, tmp_path: Path) -> None:
     assert all(word in picture.read_text() for word in ("requests that wait", "requests that run", "KV pages in use"))
 
 
+def test_it_is_said_where_predictions_come_from(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no probe of this machine
+    found = simulate("0.6B", "--device", "h100", "--dataset", str(trace), "--replay")
+    assert found.exit_code == 0, found.output
+    assert "from calls and ceilings borrowed from NVIDIA H200, " in found.stdout
+    assert simulate("0.6B", "--device", "a100", "--dataset", str(trace), "--replay").stdout.count("\nfrom ") == 0
+
+
 @pytest.fixture
 def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is refused does not depend on what steps take."""

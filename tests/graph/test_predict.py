@@ -11,8 +11,12 @@ from strata.graph.cost import NodeCost
 from strata.graph.predict import HOST_SECONDS, StepPredictor
 from strata.hardware.figures import Device, Figure, Source, promised
 from strata.hardware.links import HIDDEN, Link
+from strata.hardware.loan import Loan
 from strata.hardware.prediction import Prediction
 from strata.hardware.roofline import Cost, Workload
+from strata.hardware.specs import device
+from strata.kernels import tuned
+from strata.kernels.attention.times import TIMES as ATTENTION_TIMES
 from strata.kernels.quant.packed_times import TIMES
 from strata.kernels.quant.schemes import SCHEMES
 from strata.kernels.tuned import Choice, Key, Table
@@ -53,6 +57,32 @@ def test_products_take_what_their_operation_took() -> None:
     other = found.node(node("linear_silu_mul", 8), DECODES)
     assert other.origin == "interpolated"
     assert 12e-6 < other.seconds < 16e-6
+
+
+def test_nothing_that_was_borrowed_is_measured() -> None:
+    loan = Loan(device("h200"), device("h100"))
+    calls = loan.calls({"rms_norm": [("traffic", "bfloat16", (48_000_000,), 20e-6)]})
+    found = StepPredictor.of(loan.device(), "bfloat16", {}, calls, loan=loan)
+    norm = found.node(node("rms_norm", read=48_000_000), DECODES)
+    assert norm == Prediction(pytest.approx(1.15e-6 + (20e-6 - 1.15e-6) * 4.8 / 3.35), "interpolated")
+    # The lender's tuned products and constants, by the borrower's memory.
+    key, choice = next(
+        (key, choice)
+        for key, choice in tuned.read("NVIDIA H200").items()
+        if key.operation == "linear" and key.rows == 1
+    )
+    product = replace(node("linear", 1), weight=(key.out, key.width))
+    own = StepPredictor.of(device("h200"), "bfloat16", tuned.read("NVIDIA H200")).node(product, DECODES)
+    assert own == Prediction(pytest.approx(choice.seconds), "measured")
+    borrowed = found.node(product, DECODES)
+    assert borrowed.origin == "interpolated"
+    assert borrowed.seconds == pytest.approx(1.15e-6 + (choice.seconds - 1.15e-6) * 4.8 / 3.35)
+    for lent, mine in (
+        (ATTENTION_TIMES["NVIDIA H200"], found.attention_times),
+        (TIMES["NVIDIA H200"], found.packed_times),
+    ):
+        assert mine is not None
+        assert mine.bandwidth == pytest.approx(lent.bandwidth * 3.35 / 4.8)
 
 
 def test_whatever_else_is_the_roofline_and_no_less_than_its_kernels() -> None:

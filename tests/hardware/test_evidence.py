@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -35,10 +36,33 @@ def test_the_machines_probe_of_that_device_counts(tmp_path: Path) -> None:
     probed = 2 * 8192**3 / 7e14
     assert ("product", "bfloat16", (8192, 8192, 8192), probed) in found.calls["linear"]
     assert found.sources[1] == f"this machine's probe of 2026-11-23, {path}"
-    assert evidence_of(device("h100"), environment, tmp_path).device is device("h100")
+    assert evidence_of(device("a100"), environment, tmp_path).device is device("a100")
     path.write_text("{")
     with pytest.raises(ValueError, match=r"nvidia-h200-x2\.json: "):
         evidence_of(device("h200"), environment, tmp_path)
+
+
+def test_a_device_without_calls_borrows_those_of_another_and_keeps_what_its_probe_found(tmp_path: Path) -> None:
+    environment = {"XDG_CACHE_HOME": str(tmp_path)}
+    lender, found = (evidence_of(device(key), environment, tmp_path) for key in ("h200", "h100"))
+    assert found.calls.keys() == lender.calls.keys()
+    assert found.calls["all_reduce"] == lender.calls["all_reduce"]
+    assert all(
+        later[:3] == before[:3] and later[3] > before[3]
+        for before, later in zip(lender.calls["decode_attention"], found.calls["decode_attention"], strict=True)
+    )
+    (source,) = found.sources
+    assert source.startswith("calls and ceilings borrowed from NVIDIA H200, ")
+    assert found.loan is not None
+    assert lender.loan is None
+    assert found.device.ceiling("bandwidth").value == pytest.approx(4.28e12 * 3.35 / 4.8)
+    path = file_of("NVIDIA H100 80GB HBM3", 1, environment)
+    keep(replace(REPORT, product="NVIDIA H100 80GB HBM3"), path)
+    probed = evidence_of(device("h100"), environment, tmp_path)
+    assert probed.device.ceiling("bandwidth").value == 4.2e12
+    assert probed.device.ceiling("step") == found.device.ceiling("step")
+    assert ("product", "bfloat16", (8192, 8192, 8192), 2 * 8192**3 / 7e14) in probed.calls["linear"]
+    assert probed.sources == (source, f"this machine's probe of 2026-11-23, {path}")
 
 
 def test_tables_of_others_stand_in_where_nothing_was_measured(tmp_path: Path) -> None:

@@ -17,10 +17,12 @@ TIMES = AttentionTimes(
     processors=8,
     decode=5e-6,
     join=1e-7,
+    behind=2e-6,
     bandwidth=1e12,
     program=1e-6,
     key=1e-8,
     empty=1e-7,
+    softmax=0.25,
     prompts={"fresh": (20e-6, 1e-8), "pages": (10e-6, 2e-8), "tiles": (3e-6, 4e-8)},
 )
 
@@ -38,10 +40,46 @@ def _parts(workload: Workload) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def test_a_long_decode_is_divided_among_programs() -> None:
-    # Two sequences have splits of 64 keys and 64 at most, of which 100 keys fill two and 12,800 need all, of 256.
+    # Two sequences have splits of 64 keys and 64 at most, of which 100 keys fill two and 12,800 need 50 of 256 each;
+    # whatever their number, a kernel behind joins them.
     short, long = (seconds(Workload((1, 1), (keys, keys)), ATTENDS) for keys in (100, 12_800))
-    assert short == pytest.approx(5e-6 + 2 * 1e-7 + 200 * KEY_BYTES / 1e12 + 4 * 1e-6)
-    assert long == pytest.approx(5e-6 + 50 * 1e-7 + 25_600 * KEY_BYTES / 1e12 + 100 * 1e-6)
+    assert short == pytest.approx(5e-6 + 2e-6 + 200 * KEY_BYTES / 1e12 + 4 * 1e-6)
+    assert long == pytest.approx(5e-6 + 2e-6 + 25_600 * KEY_BYTES / 1e12 + 100 * 1e-6)
+
+
+def test_splits_of_more_sequences_are_joined_one_after_another() -> None:
+    few = replace(ATTENDS, sequences=8)  # splits of 128 keys, of which 1,280 keys fill ten
+    one = seconds(Workload((1,) * 8, (1280,) * 8), few)
+    assert one == pytest.approx(5e-6 + 10 * 1e-7 + 8 * 1280 * KEY_BYTES / 1e12 + 80 * 1e-6)
+
+
+def test_a_kernel_behind_that_is_launched_for_nothing_takes_as_long() -> None:
+    found = seconds(Workload((1,), (40,)), ATTENDS)
+    assert found == pytest.approx(5e-6 + 2e-6 + 40 * KEY_BYTES / 1e12 + 1e-6)
+    none = replace(ATTENDS, most=64)  # no sequence is ever divided
+    assert seconds(Workload((1,), (40,)), none) == pytest.approx(found - 2e-6)
+
+
+def test_a_prompt_by_heads_of_half_the_size_takes_more_than_half_the_time() -> None:
+    whole, half = (
+        TIMES.seconds(
+            Cost(4 * 16 * size * 200 * 201 // 2, cached=200 * 2 * 8 * size * 2),
+            Workload((200,), (200,)),
+            replace(ATTENDS, head_dim=size, sequences=0, prompts="fresh"),
+        )
+        for size in (128, 64)
+    )
+    assert whole is not None
+    assert half is not None
+    assert half - 20e-6 == pytest.approx((0.25 + 0.75 / 2) * (whole - 20e-6))
+
+
+def test_memory_of_less_bandwidth_takes_longer_for_keys_alone() -> None:
+    slow, decode = TIMES.with_memory(0.5), Workload((1, 1), (12_800, 12_800))
+    cost = Cost(4 * 16 * 128 * 25_600, cached=25_600 * KEY_BYTES)
+    one, other = (times.seconds(cost, decode, ATTENDS) for times in (TIMES, slow))
+    assert one is not None
+    assert other == pytest.approx(one + 25_600 * KEY_BYTES / 1e12)
 
 
 def test_programs_of_two_warps_wait_for_the_longest_split() -> None:

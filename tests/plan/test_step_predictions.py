@@ -1,4 +1,8 @@
-"""Predicted steps against measured ones of an H200, of cases to which no constant was fitted."""
+"""Predicted steps against measured ones of an H200, of cases to which no constant was fitted.
+
+Left out are decodes of one and two sequences: when they were measured the last program of a sequence joined its splits,
+as a kernel behind does now.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +59,8 @@ def like(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 @pytest.fixture(scope="module")
 def errors() -> dict[str, list[float]]:
-    """Of the steps of cases that were held out, without those whose like is in a case that was not, by kind."""
+    """Of the steps of cases that were held out, without those whose like is in a case that was not, by kind; and
+    without decodes whose splits are joined otherwise now."""
     spec = device("h200")
     times = StepSeconds(meta_model(find_config("0.6B"), spec), spec)
     measured = [json.loads(line) for line in RESULTS.read_text().splitlines()]
@@ -68,6 +73,8 @@ def errors() -> dict[str, list[float]]:
             groups[kind, len(workload.new), workload.tokens].append(workload)
     found = defaultdict(list)
     for line in held_out:
+        if line["kind"] == "decode" and line["sequences"] <= 2:
+            continue
         workloads = alike[line["case"]][line["kind"], line["sequences"], line["tokens"]]
         assert min(abs(sum(one.total) - line["keys"]) for one in workloads) <= 0.001 * line["keys"]
         predicted = statistics.median(times.seconds(one) for one in workloads)
@@ -79,8 +86,8 @@ def test_half_of_the_held_out_steps_are_within_a_twentieth_and_nine_tenths_withi
     errors: dict[str, list[float]],
 ) -> None:
     summary = ErrorSummary.of([error for of_kind in errors.values() for error in of_kind])
-    assert summary.count >= 38
-    assert summary.median <= 0.043
+    assert summary.count >= 35
+    assert summary.median <= 0.04
     assert summary.p90 <= 0.085
     assert abs(summary.signed) <= 0.02
 

@@ -46,7 +46,11 @@ def predictions(
     for setup, longest in zip(setups, lengths, strict=True):
         given = setup.llm_options() | {"max_model_len": min(_MAX_LENGTH, longest)}
         llm = engine(given)
-        for errors in predicted_and_measured(llm, given, predicted(llm, setup)[0], repeat):
+        times, sources = predicted(llm, setup)
+        if not as_json:
+            for source in (*sources, *times.sources):
+                typer.echo(f"{setup.model:8} predicted from {source}")
+        for errors in predicted_and_measured(llm, given, times, repeat):
             everything += errors
             for one in errors:
                 line = {"test": "predictions", "model": setup.model, "dtype": short_dtype(dtype)} | one.values()

@@ -2,14 +2,16 @@
 
 The constants were fitted to whole steps of Qwen3-0.6B, half of the cases of `benchmarks/results/h200_predictions.jsonl`
 (the other half is held out in `tests/plan/test_step_predictions.py`), and to single calls of 8, 32, 128 and 256 decodes
-(`h200_kernels.jsonl`); those of one and of 64 took up to a third less there than in steps.
+(`h200_kernels.jsonl`); those of one and of 64 took up to a third less there than in steps. `behind` is the median of
+decode steps of 0.6B (one sequence) and 8B (one and two) over 700 and 2,900 tokens; `softmax` was fitted to heads of 64,
+prompts of 1B on an H100 in the same half of the cases (`h100_predictions.jsonl`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -47,20 +49,24 @@ class Attends:
 class AttentionTimes:
     """Seconds of one layer's attention on a device with so many `processors`.
 
-    A decode takes `decode`, `join` for each split of the longest sequence, the way of keys and values at `bandwidth`,
+    A decode takes `decode`, `join` for each split of the longest sequence, or `behind` for the kernel behind that joins
+    all at once, the way of keys and values at `bandwidth`,
     `program` for each program of a processor that finds keys, and `key` for each of the longest split where programs
     have too few warps to hide it. In a step with prompts every sequence of the recorded size gets programs: each of a
     processor takes `empty`, beside the longest split. Prompts take a start and a time for each key that a tile of
-    queries sees, by what attends for them.
+    queries sees, by what attends for them; of a key's time the share `softmax` is the same whatever the size of heads,
+    the rest grows with it.
     """
 
     processors: int
     decode: float
     join: float
+    behind: float
     bandwidth: float
     program: float
     key: float
     empty: float
+    softmax: float
     prompts: dict[Prompts, tuple[float, float]]
 
     def seconds(self, cost: Cost, workload: Workload, attends: Attends) -> float | None:
@@ -79,7 +85,7 @@ class AttentionTimes:
         prompts = [(new, total) for new, total in steps if new > 1]
         pairs = sum(new * (total - new) + new * (new + 1) // 2 for new, total in steps)
         seen = min(1.0, cost.flops / (4 * attends.heads * attends.head_dim * pairs))
-        size = attends.head_dim / _HEAD_DIM
+        size = self.softmax + (1 - self.softmax) * attends.head_dim / _HEAD_DIM
         found = start + each * size * seen * self._longest(prompts, attends, kind)
         if kind == "fresh" or not attends.sequences:
             return found
@@ -87,6 +93,10 @@ class AttentionTimes:
         decodes = [total for new, total in steps if new == 1]
         shared, longest = self._decodes(decodes, held, attends)
         return found + shared + max(longest, self.empty * programs / self.processors)
+
+    def with_memory(self, ratio: float) -> AttentionTimes:
+        """By the same processors, beside memory of so many times the bandwidth."""
+        return replace(self, bandwidth=self.bandwidth * ratio)
 
     def _decodes(self, keys: Sequence[int], held: float, attends: Attends) -> tuple[float, float]:
         """Beside their start: of all programs, and of the longest where that is not hidden. keys: of each, of which so
@@ -102,7 +112,9 @@ class AttentionTimes:
             splits = sum(math.ceil(each * held / _split(each * held, tile)) or 1 for each in keys)
         nbytes = 2 * attends.kv_heads * attends.head_dim * attends.dtype.itemsize * sum(keys) * held
         found = nbytes / self.bandwidth + self.program * splits * attends.kv_heads / self.processors
-        if used > 1:
+        if tile.has_kernel_behind:
+            found += self.behind
+        elif used > 1:
             found += self.join * used
         hidden = tile.warps > _FEW_WARPS
         return found, 0.0 if hidden else self.key * attends.head_dim / _HEAD_DIM * longest
@@ -134,10 +146,12 @@ TIMES = {
         processors=132,
         decode=6.0e-6,
         join=0.11e-6,
+        behind=0.9e-6,
         bandwidth=4.53e12,
         program=0.81e-6,
         key=0.0231e-6,
         empty=0.64e-6,
+        softmax=0.3,
         prompts={"fresh": (27.5e-6, 12.5e-9), "pages": (16.3e-6, 15.75e-9), "tiles": (2.7e-6, 42.2e-9)},
     )
 }

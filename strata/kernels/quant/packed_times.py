@@ -8,7 +8,7 @@ same kernels are quicker.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.linear.packed.few_rows import GEMV_WIDTH, MOST_ROUNDED_ROWS, dot_shapes
@@ -61,9 +61,15 @@ class PackedTimes:
         if not rounds:
             return None
         if rows <= MOST_SPLIT_ROWS and not scheme.columns:
-            return start + weights * next(seconds for most, seconds in self.tiles if rows <= most)
+            each = next(seconds for most, seconds in self.tiles if rows <= most)
+            return start + max(nbytes / self.bandwidth, weights * each)
         compute = 2 * rows * weights / self.rates[multiplied_in(scheme)]
         return self.launch + max(nbytes / self.bandwidth, compute) + written / self.bandwidth
+
+    def with_memory(self, ratio: float) -> PackedTimes:
+        """By the same processors, beside memory of so many times the bandwidth. `values` and `tiles` are instructions,
+        and stay: what they take is no less than the way of the weight."""
+        return replace(self, bandwidth=self.bandwidth * ratio, rounded_bandwidth=self.rounded_bandwidth * ratio)
 
     def experts(self, scheme: Scheme, tokens: int, weights: float, flops: float, nbytes: float) -> float | None:
         """Of those experts that so many tokens go to, with so many weights; None of values that were not measured."""

@@ -59,7 +59,7 @@ class Machine:
         if not runs:
             sources.append(f"graphs as on {STAND_IN}: Strata has no kernels for {listed.product}")
         calls: Mapping[str, list[Call]] = found.calls
-        predictor = StepPredictor.of(known, dtype, table, calls, products=found.products)
+        predictor = StepPredictor.of(known, dtype, table, calls, products=found.products, loan=found.loan)
         kernels = listed if runs else device(STAND_IN)
         sums = tuple(calls.get("all_reduce", ()))
         return Machine(listed, known, kernels, runs, predictor, sums, tuple(sources), network, per_host)

@@ -58,6 +58,15 @@ def test_a_product_by_hand(scheme: str, rows: int, seconds: float | None) -> Non
     assert HAND.product(SCHEMES[scheme], rows, (2, 4), 8.0, 5.0) == seconds
 
 
+def test_slower_memory_bounds_what_instructions_took() -> None:
+    slow = HAND.with_memory(0.1)  # a byte takes ten seconds
+    assert HAND.with_memory(1.0) == HAND
+    assert slow.product(SCHEMES["fp8"], 1, (2, 4), 8.0, 5.0) == 1 + 80
+    assert slow.product(SCHEMES["fp8"], 17, (2, 4), 8.0, 5.0) == 1 + 80  # in place of 40 in tiles
+    assert slow.product(SCHEMES["fp8"], 16, (2, 4), 8.0, 5.0) == 1 + 8 * (3 + 8)  # more than that
+    assert slow.rounded(6, 10, 2) == pytest.approx(1 + 60 * 3 / 0.3)
+
+
 def test_small_weights_have_less_of_a_launch() -> None:
     assert HAND.product(SCHEMES["fp8"], 1, (1, 2), 2.0, 5.0) == 0.5 + 2
 
