@@ -119,8 +119,8 @@ def test_products_of_many_rows_that_were_measured(measured: list[dict[str, Any]]
 
 def test_products_in_decode_steps_that_were_profiled(measured: list[dict[str, Any]]) -> None:
     """Prompts of 700 tokens come in steps of 8,192, so that answers end one group after the other: steps have fewer
-    and fewer rows. At that commit steps of more than 32 launched what was profiled; those of 240 sequences, of up to 182
-    rows, have other tiles since."""
+    and fewer rows. At that commit steps of more than 32 launched what was profiled; those of 240 sequences, of up to
+    182 rows, have other tiles since."""
     lines = [line for line in measured if line.get("test") == "profiled decodes"]
     assert [line["sequences"] for line in lines] == [64, 128, 240]
     for line in lines[:2]:
