@@ -215,6 +215,8 @@ def _attention(head_dim: int, window: int | None) -> Iterator[Call]:
         return Sequences(torch.tensor((0, *new), dtype=torch.int32).cumsum(0).int(), max(new), pages)
 
     yield own(attention, *drawn(3), step(1, 1, 1, pages=held), spec)
+    # Of two sequences a kernel behind joins the splits.
+    yield own(attention, *drawn(2), step(1, 1, pages=full_pages(KV_HEADS, head_dim, (300, 37))), spec)
     yield own(attention, *drawn(91), step(70, 1, 20, pages=held), spec)  # of 300, 1 and 37 tokens
     yield own(attention, *drawn(91), step(70, 1, 20, pages=None), spec)
     if window is None:
