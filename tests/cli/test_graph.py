@@ -112,13 +112,6 @@ def test_this_machines_probe_counts_and_is_named(tmp_path: Path) -> None:
     assert "from this machine's probe of 2026-11-23" in run("0.6B")
 
 
-def test_what_an_h100_borrows_is_not_called_measured() -> None:
-    text = run("0.6B", "--device", "h100")
-    assert "from calls and ceilings borrowed from NVIDIA H200, " in text
-    assert "2.99 TB/s (memory, read + written), borrowed: as on h200: " in text
-    assert run("0.6B", "--device", "h100", "--json")["predicted_from"]["measured"] == 0
-
-
 def test_405b_parameters_and_flops_per_token(config: Path) -> None:
     context = 4000
     shown = run(config, "--context", context, "--device", "a100", "--json")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from strata.cli.main import app
 from strata.hardware.figures import Cuda
 from strata.hardware.loan import Loan
 from strata.hardware.measured import write
@@ -16,6 +19,14 @@ from strata.hardware.specs import device
 H100 = Loan(device("h200"), device("h100"))
 # A memory of 4.8 TB/s and one of 3.35.
 RATIO = 3.35 / 4.8
+
+
+def test_what_was_borrowed_is_not_called_measured() -> None:
+    shown = CliRunner().invoke(app, ["graph", "0.6B", "--device", "h100"], catch_exceptions=False).stdout
+    assert "from calls and ceilings borrowed from NVIDIA H200, " in shown
+    assert "2.99 TB/s (memory, read + written), borrowed: as on h200: " in shown
+    told = CliRunner().invoke(app, ["graph", "0.6B", "--device", "h100", "--json"], catch_exceptions=False).stdout
+    assert json.loads(told)["predicted_from"]["measured"] == 0
 
 
 def test_only_a_device_with_the_same_multiprocessors_borrows(tmp_path: Path) -> None:

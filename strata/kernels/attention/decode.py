@@ -75,34 +75,15 @@ def _triton(
     return decode_attention_cuda.decode(product, heads.heads, cos.shape[-1], batch.pages, spec, unfinished, sinks=sinks)
 
 
-def _kernels(
-    product: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    batch: PackedBatch,
-    heads: HeadsSpec,
-    *_: Any,
-) -> tuple[Any, ...]:
-    assert batch.pages is not None
-    sizes = (heads.heads, cos.shape[-1], heads.kv_heads)
-    return decode_attention_cuda.kernels(product, *sizes, batch.pages, product.shape[0])
+def _of_decodes(count: Callable[..., Any]) -> Callable[..., Any]:
+    """What `count` (the kernels, the bytes to wait in) says of so many decodes, from the operation's arguments."""
 
+    def of(
+        product: Tensor, _q: Any, _k: Any, cos: Tensor, _sin: Any, batch: PackedBatch, heads: HeadsSpec, *_: Any
+    ) -> Any:
+        return count(product, heads.heads, cos.shape[-1], heads.kv_heads, batch.pages, product.shape[0])
 
-def _scratch(
-    product: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    batch: PackedBatch,
-    heads: HeadsSpec,
-    *_: Any,
-) -> int:
-    assert batch.pages is not None
-    sizes = (heads.heads, cos.shape[-1], heads.kv_heads)
-    return decode_attention_cuda.scratch(product, *sizes, batch.pages, product.shape[0])
+    return of
 
 
 def _fits(
@@ -162,5 +143,11 @@ def _composed_kernels(*args: Any) -> tuple[str, ...]:
 
 decode_attention.implement("composed", "cpu")(_composed("cpu"))
 if HAS_TRITON:
-    decode_attention.implement("triton", "cuda", supports=_fits, kernels=_kernels, scratch=_scratch)(_triton)
+    decode_attention.implement(
+        "triton",
+        "cuda",
+        supports=_fits,
+        kernels=_of_decodes(decode_attention_cuda.kernels),
+        scratch=_of_decodes(decode_attention_cuda.scratch),
+    )(_triton)
 decode_attention.implement("composed", "cuda", kernels=_composed_kernels)(_composed("cuda"))

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from strata.kernels.attention.query_tiles import sequence_of_tile
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.state.rounded_triton import exponent_at, powers_of
@@ -157,8 +158,6 @@ def attention_kernel(
     # The tiles that see most keys come last in a sequence and start first.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     TILE_QUERIES: tl.constexpr = BLOCK_M // GROUP
-    # Sequence s starts with tile starts[s] // TILE_QUERIES + s, where both are counted from the first sequence on: find
-    # the last that starts at this tile or before.
     lowest_sequence = 0
     beyond = sequences
     skipped = 0
@@ -168,13 +167,7 @@ def attention_kernel(
         skipped = tl.load(starts + lowest_sequence)
         if tile >= (tl.load(offsets + beyond) - skipped) // TILE_QUERIES + beyond - lowest_sequence:
             return
-    sequence = lowest_sequence
-    while beyond - sequence > 1:
-        middle = (sequence + beyond) // 2
-        if (tl.load(starts + middle) - skipped) // TILE_QUERIES + middle - lowest_sequence <= tile:
-            sequence = middle
-        else:
-            beyond = middle
+    sequence = sequence_of_tile(tile, starts, lowest_sequence, beyond, skipped, TILE_QUERIES)
     first = tl.load(starts + sequence)
     new = tl.load(offsets + sequence + 1) - first
     query_start = (tile - (first - skipped) // TILE_QUERIES - (sequence - lowest_sequence)) * TILE_QUERIES

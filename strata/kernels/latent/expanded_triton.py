@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from strata.kernels.attention.query_tiles import sequence_of_tile
 from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.latent.forms import Dims
@@ -100,8 +101,6 @@ def expanded_prompt_kernel(
     head = tl.program_id(0).to(tl.int64)
     # The tiles that see most keys come last in a sequence and start first.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    # Sequence s starts with tile starts[s] // BLOCK_M + s, where both are counted from the first sequence on: find the
-    # last that starts at this tile or before.
     lowest_sequence = 0
     beyond = sequences
     skipped = 0
@@ -111,13 +110,7 @@ def expanded_prompt_kernel(
         skipped = tl.load(starts + lowest_sequence)
         if tile >= (tl.load(offsets + beyond) - skipped) // BLOCK_M + beyond - lowest_sequence:
             return
-    sequence = lowest_sequence
-    while beyond - sequence > 1:
-        middle = (sequence + beyond) // 2
-        if (tl.load(starts + middle) - skipped) // BLOCK_M + middle - lowest_sequence <= tile:
-            sequence = middle
-        else:
-            beyond = middle
+    sequence = sequence_of_tile(tile, starts, lowest_sequence, beyond, skipped, BLOCK_M)
     first = tl.load(starts + sequence)
     new = tl.load(offsets + sequence + 1) - first
     query_start = (tile - (first - skipped) // BLOCK_M - (sequence - lowest_sequence)) * BLOCK_M

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from strata.kernels.attention.query_tiles import sequence_of_tile
 from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.latent.tiles import Tile, constants, decode_tile, prompt_tile
 from strata.kernels.triton_import import jit, tl
@@ -111,7 +112,6 @@ def latent_prompt_kernel(
     HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // HEAD_BLOCKS
     TILE_QUERIES: tl.constexpr = BLOCK_M // BLOCK_HEADS
-    # Sequence s starts with tile starts[s] // TILE_QUERIES + s, where both are counted from the first sequence on.
     lowest_sequence = 0
     beyond = sequences
     skipped = 0
@@ -121,13 +121,7 @@ def latent_prompt_kernel(
         skipped = tl.load(starts + lowest_sequence)
         if tile >= (tl.load(offsets + beyond) - skipped) // TILE_QUERIES + beyond - lowest_sequence:
             return
-    sequence = lowest_sequence
-    while beyond - sequence > 1:
-        middle = (sequence + beyond) // 2
-        if (tl.load(starts + middle) - skipped) // TILE_QUERIES + middle - lowest_sequence <= tile:
-            sequence = middle
-        else:
-            beyond = middle
+    sequence = sequence_of_tile(tile, starts, lowest_sequence, beyond, skipped, TILE_QUERIES)
     first = tl.load(starts + sequence)
     new = tl.load(offsets + sequence + 1) - first
     query_start = (tile - (first - skipped) // TILE_QUERIES - (sequence - lowest_sequence)) * TILE_QUERIES

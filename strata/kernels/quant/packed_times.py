@@ -27,7 +27,8 @@ class PackedTimes:
     """Seconds of a product, or of a mixture's experts, on a device; bandwidths in bytes/s, rates in FLOP/s.
 
     A kernel takes `launch` beside its work, of few rows by a weight of fewer bytes than `filled` so much less. One row
-    by 8 bits takes the way of the weight at `bandwidth`. Few rows take `values` for each weight that becomes a float in
+    by 8 bits takes `streaming` in place of that, since its loads begin beside the kernel ahead, and the way of the
+    weight at `bandwidth`. Few rows take `values` for each weight that becomes a float in
     registers, by the kind of values, and `row` more for each row of their tiles. Rows in 8 bits take for each weight
     what `tiles` have for the least rows that hold them. More rows than any has take their FLOPs at `rates`, by the
     dtype in which is multiplied ("": the model's), experts at a share of these, `grouped`, and then the way of the
@@ -35,6 +36,7 @@ class PackedTimes:
     """
 
     launch: float
+    streaming: float
     filled: float
     bandwidth: float
     values: Mapping[str, float]
@@ -52,9 +54,10 @@ class PackedTimes:
         if scheme.values not in self.values:
             return None
         weights, rounds = shape[0] * shape[1], bool(multiplied_in(scheme))
-        start = self.launch * min(1.0, nbytes / self.filled)
+        share = min(1.0, nbytes / self.filled)
         if rows == 1 and _streams(scheme) and shape[1] <= GEMV_WIDTH:
-            return start + nbytes / self.bandwidth
+            return self.streaming * share + nbytes / self.bandwidth
+        start = self.launch * share
         if rows <= (MOST_ROUNDED_ROWS if rounds else MOST_ROWS):
             *_, most = dot_shapes(rows)[0]
             return start + self._converted(scheme, weights, most * ceil_div(rows, most), nbytes)
@@ -101,7 +104,8 @@ def _streams(scheme: Scheme) -> bool:
     return scheme.values in ("e4m3", "int8") and not scheme.columns
 
 
-# By the name that drivers report. launch: T2 of 8B (four kernels a layer) and experts of one token. values, row: T2 of
+# By the name that drivers report. launch: experts of one token. streaming: T2 of 8B, four kernels a layer
+# (in a chain of layers without attention it is 2.6e-6, docs/log.md). values, row: T2 of
 # 8B in int4, and products of e4m3 of 2 and 64 rows (docs/log.md); int8 and e2m1 were not measured so, and have those of
 # as many bits. tiles: decode steps of 8B, of more than 128 rows its products in a chain (`benchmarks.split_products`).
 # float8: T4 of 8B; int8, rounded_bandwidth: products of 8,192 rows. grouped: not measured; as of plain experts, 484 of
@@ -109,6 +113,7 @@ def _streams(scheme: Scheme) -> bool:
 TIMES = {
     "NVIDIA H200": PackedTimes(
         launch=4.2e-6,
+        streaming=3.35e-6,
         filled=8.4e6,
         bandwidth=4.28e12,
         values={"e4m3": 0.25e-12, "int8": 0.25e-12, "int4": 0.2033e-12, "e2m1": 0.2033e-12},
