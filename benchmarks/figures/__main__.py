@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.peers.processes import end_on_signals
 from strata.bench.result import provenance
 
 RUNS = Path(__file__).with_name("figures.toml")
@@ -211,6 +212,7 @@ def main() -> None:
     gpus = visible_gpus()
     if not gpus:
         parser.error("these run on GPUs, and none is visible")
+    end_on_signals()
     sys.exit(1 if perform_all(chosen, asked.folder, asked.limit, provenance(), gpus) else 0)
 
 

@@ -13,24 +13,31 @@ HIDDEN = 0.62
 
 @dataclass(frozen=True)
 class Link:
-    """`start` seconds for a call of the library, `latency` seconds a message, `bandwidth` bytes/s each way."""
+    """`start` seconds for a call of the library, `latency` seconds a message, `bandwidth` bytes/s each way.
+
+    shortest, fastest: the least seconds that a message was seen to take and the most bytes/s that were, which floors
+    count with, since the best of many measurements lies under what the first three say of all; None: those three.
+    """
 
     start: float
     latency: float
     bandwidth: float
     source: str
     date: str
+    shortest: float | None = None
+    fastest: float | None = None
 
     def seconds(self, messages: int, sent: int) -> float:
         """The time of one collective in which a rank sends so many messages, one after another, of `sent` bytes in all;
         0 for one that sends nothing."""
         if messages == 0:
             return 0.0
-        return self.start + self.least_seconds(messages, sent)
+        return self.start + self.latency * messages + sent / self.bandwidth
 
     def least_seconds(self, messages: int, sent: int) -> float:
-        """The time of messages alone, as of kernels in a CUDA graph, which start without the host."""
-        return self.latency * messages + sent / self.bandwidth
+        """The floor of messages alone, as of kernels in a CUDA graph, which start without the host."""
+        shortest = self.latency if self.shortest is None else self.shortest
+        return shortest * messages + sent / (self.fastest or self.bandwidth)
 
 
 # By the device's key in strata.hardware.specs.
@@ -41,8 +48,11 @@ LINKS = {
         bandwidth=339e9,
         source="least squares of relative errors over 132 timings of NCCL all-reduce, all-gather, reduce-scatter and "
         "all-to-all, 1 KiB to 1 GiB, on 2, 4 and 8 H200 SXM (NVLink 4, NVSwitch) under torch 2.11.0+cu130; the median "
-        "error is 12 %, and 16 MiB and more on 8 GPUs lie within 23 %",
+        "error is 12 %, and 16 MiB and more on 8 GPUs lie within 23 %; fastest: the all-reduce of 1 GiB on 8; shortest: an "
+        "all-gather of 1 KiB between 2 in one launch of a CUDA graph (`strata bench comm`, 2026-11-28)",
         date="2026-11-20",
+        shortest=1.97e-6,
+        fastest=359e9,
     )
 }
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from itertools import product
+from pathlib import Path
+
 import pytest
 
 from strata.comm.cost import all_gather_cost, all_reduce_cost, all_to_all_cost, reduce_scatter_cost
-from strata.hardware.links import LINKS, link_of
+from strata.hardware.links import LINKS, Link, link_of
 from strata.hardware.specs import DEVICES, device
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 @pytest.mark.parametrize(
@@ -25,11 +32,21 @@ def test_the_h200_link_predicts_what_nccl_took(cost, ranks, nbytes, microseconds
     assert LINKS["h200"].seconds(sends.messages, sends.bytes) == pytest.approx(microseconds * 1e-6, rel=0.15)
 
 
-def test_nothing_takes_no_time_and_a_replayed_message_no_start() -> None:
+def test_nothing_takes_no_time_and_floors_count_the_best_without_a_start() -> None:
     link = LINKS["h200"]
     assert link.seconds(0, 0) == link.least_seconds(0, 0) == 0
-    assert link.least_seconds(2, 339_000) == pytest.approx(2 * 2.33e-6 + 1e-6)
-    assert link.seconds(2, 339_000) - link.least_seconds(2, 339_000) == pytest.approx(25.1e-6)
+    assert link.seconds(2, 339_000) == pytest.approx(25.1e-6 + 2 * 2.33e-6 + 1e-6)
+    assert link.least_seconds(2, 359_000) == pytest.approx(2 * 1.97e-6 + 1e-6)
+    assert Link(5.0, 1.0, 100.0, "", "").least_seconds(2, 100) == 3
+
+
+def test_no_measured_message_was_shorter_than_its_floor() -> None:
+    """Messages of 1 KiB to 32 MiB in CUDA graphs between two and four H200."""
+    records = [json.loads(line) for line in (RESULTS / "h200_parallel.jsonl").read_text().splitlines()]
+    messages = [line for record in records if record["test"] == "comm" for line in record["results"]]
+    assert {(line["ranks"], line["operation"]) for line in messages} >= set(product((2, 4), COLLECTIVES))
+    for line in messages:
+        assert line["value"] * 1e-6 >= LINKS["h200"].least_seconds(1, line["sent"]), line
 
 
 def test_links_belong_to_known_devices_and_stay_below_what_makers_promise() -> None:

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from strata.bench.parallel.plan import Measurement
@@ -31,7 +33,7 @@ def measure(measurement: Measurement, repeat: int, limit: float, commit: str | N
 
 def run_limited(command: Sequence[str], limit: float) -> list[dict[str, Any]] | str:
     """The lines of JSON that a process prints, or in a line why it has failed."""
-    with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as said, _ending_through_what_runs():
         process = subprocess.Popen(command, stdout=printed, stderr=said, start_new_session=True)
         try:
             status = process.wait(limit)
@@ -47,6 +49,25 @@ def run_limited(command: Sequence[str], limit: float) -> list[dict[str, Any]] | 
     how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
     last = next((line for line in reversed(words) if line.strip()), "")
     return f"{how}: {last.strip()[:_MOST_CHARACTERS]}"
+
+
+@contextmanager
+def _ending_through_what_runs() -> Iterator[None]:
+    """SIGTERM and a closed terminal are raised as exits, as Ctrl-C is: nothing else ends what has a session of its own.
+    What is ignored already, as by nohup, stays so."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, _exit)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
 
 
 def _text(file: Any) -> list[str]:

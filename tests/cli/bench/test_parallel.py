@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -88,6 +90,21 @@ def test_what_hangs_or_fails_is_a_line(tmp_path: Path) -> None:
     assert run_limited([sys.executable, "-c", ended], 60) == "exit code 3: strata: error: too small"
     assert run_limited([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], 60) == "killed by SIGKILL: "
     assert run_limited([sys.executable, "-c", "print('a\\n{\"value\": 1}')"], 60) == [{"value": 1}]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_one_that_is_told_to_end_ends_what_it_measures(tmp_path: Path, number: signal.Signals) -> None:
+    """As by `timeout` and by make: what is measured has a session of its own, which no one else ends."""
+    noted = tmp_path / "child"
+    child = f"import os, time, pathlib; pathlib.Path({str(noted)!r}).write_text(str(os.getpid())); time.sleep(60)"
+    start = "import sys; from strata.bench.parallel.measure import run_limited; "
+    started = subprocess.Popen([sys.executable, "-c", f"{start}run_limited([sys.executable, '-c', {child!r}], 60)"])
+    deadline = time.monotonic() + 20
+    while not (noted.exists() and noted.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    started.send_signal(number)
+    assert started.wait(20) == 128 + number
+    assert not _runs(int(noted.read_text()))
 
 
 def _runs(pid: int) -> bool:
