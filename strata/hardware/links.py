@@ -48,8 +48,8 @@ LINKS = {
         bandwidth=339e9,
         source="least squares of relative errors over 132 timings of NCCL all-reduce, all-gather, reduce-scatter and "
         "all-to-all, 1 KiB to 1 GiB, on 2, 4 and 8 H200 SXM (NVLink 4, NVSwitch) under torch 2.11.0+cu130; the median "
-        "error is 12 %, and 16 MiB and more on 8 GPUs lie within 23 %; fastest: the all-reduce of 1 GiB on 8; shortest: "
-        "an all-gather of 1 KiB between 2 in one launch of a CUDA graph (`strata bench comm`, 2026-11-28)",
+        "error is 12 %, and 16 MiB and more on 8 GPUs lie within 23 %; fastest: the all-reduce of 1 GiB on 8; "
+        "shortest: an all-gather of 1 KiB between 2 in one launch of a CUDA graph (`strata bench comm`, 2026-11-28)",
         date="2026-11-20",
         shortest=1.97e-6,
         fastest=359e9,
