@@ -12,7 +12,10 @@ import argparse
 import dataclasses
 import gc
 import json
+import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.peers.engines import write_model
 from benchmarks.planted.cases import CASES, Case
 from strata.bench.explain.measure import Workload, measure, measured_steps
 from strata.bench.explain.predicted_steps import ideal_seconds, in_asked_dtype, predicted
@@ -27,6 +31,7 @@ from strata.bench.result import provenance
 from strata.bench.run import Setup, engine
 from strata.engine.llm import LLM
 from strata.hardware.machine import cpu_name
+from strata.models.shapes import SHAPES
 from strata.plan.explain.explain import explain
 from strata.plan.explain.explanation import Explanation
 from strata.plan.explain.measurement import MeasuredStep, Measurement
@@ -68,11 +73,13 @@ class Run:
 
 
 class Bench:
-    """Engines for a case, and its runs."""
+    """Engines for a case, and its runs. folder: where a shape, which has no tokenizer, gets one."""
 
-    def __init__(self, case: Case, setup: Setup) -> None:
+    def __init__(self, case: Case, setup: Setup, folder: Path) -> None:
         self.case, self.setup = case, setup
         base = setup.llm_options() | {"skip_tokenizer_init": not case.texts, "num_pages": _PAGES}
+        if case.texts and setup.model in SHAPES:
+            base["tokenizer"] = str(write_model(folder, setup.model))
         self.asked = base | {name: value for name, value in case.options.items() if name != "dtype"}
         self.faulty = base | dict(case.options)
         changed = {name: base[name] for name in case.options if name in base}
@@ -125,7 +132,12 @@ class Bench:
 
 
 def outcome(case: Case, setup: Setup, repeat: int) -> Outcome:
-    bench = Bench(case, setup)
+    """What came of a case."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _outcome(Bench(case, setup, Path(folder)), case, repeat)
+
+
+def _outcome(bench: Bench, case: Case, repeat: int) -> Outcome:
     mended_engine = None if case.lasts else bench.make(bench.mended, faulty=False)
     found, mended = [], []
     with case.around() if case.lasts else nullcontext():
@@ -158,21 +170,28 @@ def main() -> None:
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--only", help="cases whose names hold this")
+    parser.add_argument("--only", help="cases whose names hold one of these words between commas")
     parser.add_argument("--save", type=Path, help="append a line of JSON for each case")
     given = parser.parse_args()
     on_cuda = given.device != "cpu" and torch.cuda.is_available()
     setup = Setup(given.model, None, "bfloat16", "cuda" if on_cuda else "cpu", False)
     name = torch.cuda.get_device_name() if on_cuda else cpu_name()
     print(f"{'case':36}{'named':>6}{'promised':>10}{'brought':>9}{'near':>6}{'unexplained':>13}  verdict")
+    failed = 0
     for case in CASES:
-        if given.only and given.only not in case.name:
+        if given.only and not any(words in case.name for words in given.only.split(",")):
             continue
         if case.needs_cuda and not on_cuda:
             print(f"{case.name:36}not run: it needs a CUDA device")
             continue
-        found = outcome(case, setup, given.repeat)
-        gc.collect()  # engines refer to themselves, and the next case's have to find room
+        try:
+            found = outcome(case, setup, given.repeat)
+        except Exception:  # the other cases can still tell something
+            failed += 1
+            print(f"{case.name:36}failed:\n{traceback.format_exc()}", flush=True)
+            continue
+        finally:
+            gc.collect()  # engines refer to themselves, and the next case's have to find room
         print(
             f"{found.case:36}{'yes' if found.named else 'NO':>6}{found.predicted:>10.1%}{found.actual:>9.1%}"
             f"{'yes' if found.near else 'NO':>6}{found.unexplained:>13.2%}  {found.verdict}",
@@ -182,6 +201,7 @@ def main() -> None:
             line = dataclasses.asdict(found) | {"near": found.near, "device": name, "model": given.model}
             with given.save.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line | provenance()) + "\n")
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":
