@@ -10,7 +10,7 @@ import os
 import shutil
 import string
 import subprocess
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,51 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensor-parallel-size", type=count, default=1, help="GPUs that share the model [1]")
+
+
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--weights",
+        type=model_folder,
+        metavar="FOLDER",
+        help="what both engines load, written by benchmarks.peers.weights [each draws its own]",
+    )
+
+
+def model_folder(text: str) -> Path:
+    """The absolute path of a folder with a config.json."""
+    folder = Path(text).absolute()
+    if not (folder / "config.json").is_file():
+        raise argparse.ArgumentTypeError(
+            f"{text} is no folder with a config.json: give one that benchmarks.peers.weights has written"
+        )
+    return folder
+
+
+def refuse_other_weights(parser: argparse.ArgumentParser, folder: Path | None, models: Iterable[str]) -> None:
+    """Results are of shapes, so a folder must be of the one shape that is asked for."""
+    if folder is None:
+        return
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        parser.error(f"--weights {folder}: its config.json cannot be read: {error}")
+    for model in models:
+        if config != SHAPES[model]:
+            parser.error(
+                f"--weights {folder}: its config.json is not that of {model}; ask for the one model that the folder is "
+                f"of, or write another: python -m benchmarks.peers.weights --model {model} --out FOLDER"
+            )
+
+
+def how_loaded(folder: Path | None) -> dict[str, str]:
+    """What differs from `SETUP` where the engines load a folder's weights."""
+    return {} if folder is None else {"load_format": "auto"}
+
+
+def whose_weights(folder: Path | None) -> str:
+    """What a line says of them: "random" ones of each engine, or "saved" ones, the same in both."""
+    return "random" if folder is None else "saved"
 
 
 def add_save(parser: argparse.ArgumentParser) -> None:

@@ -19,7 +19,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.engines import ENGINES, SETUP, add_ranks, add_save, append, count, device_name, now, write_config
+from benchmarks.peers.engines import (
+    ENGINES,
+    SETUP,
+    add_ranks,
+    add_save,
+    add_weights,
+    append,
+    count,
+    device_name,
+    how_loaded,
+    now,
+    refuse_other_weights,
+    whose_weights,
+    write_config,
+)
 from strata.bench import workloads
 from strata.bench.result import Result, make_result
 from strata.bench.run import WARMUP_TOKENS
@@ -29,14 +43,21 @@ TESTS = ("T1", "T2", "T3-b8", "T3-b32", "T3-b128", "T4")
 
 
 def results(
-    engine: Any, model: str, tests: Sequence[workloads.InferenceTest], repeat: int, more: Mapping[str, Any]
+    engine: Any,
+    model: str,
+    tests: Sequence[workloads.InferenceTest],
+    repeat: int,
+    more: Mapping[str, Any],
+    weights: Path | None = None,
 ) -> Iterator[Result]:
     """The result of each test on one `LLM`, each after a short form of it. engine: the module of `LLM`; more: options
-    of it beside those of every comparison."""
+    of it beside those of every comparison; weights: the folder that it loads, without which it draws its own."""
     longest = max([workloads.MAX_MODEL_LEN, *(test.longest for test in tests)])
-    options = SETUP | {"max_model_len": longest} | more
-    with tempfile.TemporaryDirectory() as folder:
-        write_config(Path(folder), model)
+    options = SETUP | how_loaded(weights) | {"max_model_len": longest} | more
+    with tempfile.TemporaryDirectory() as made:
+        if weights is None:
+            write_config(Path(made), model)
+        folder = made if weights is None else str(weights)
         llm = engine.LLM(model=folder, skip_tokenizer_init=True, enable_prefix_caching=False, seed=0, **options)
         for test in tests:
             call(engine, llm, test, WARMUP_TOKENS)
@@ -108,12 +129,14 @@ def main() -> None:
     parser.add_argument("--model", choices=SHAPES, default="0.6B", help="a shape [0.6B]")
     add_options(parser)
     add_ranks(parser)
+    add_weights(parser)
     parser.add_argument("--quantization", help="of weights: fp8 [none]")
     parser.add_argument("--kv-cache-dtype", help="of keys and values: fp8 [that of the weights]")
     add_save(parser)
     parser.add_argument("--run", default=now(), help="what the run is told by that the lines belong to [the time]")
     parser.add_argument("--turn", type=int, default=0, help="which turn of that run this is [0]")
     asked = parser.parse_args()
+    refuse_other_weights(parser, asked.weights, [asked.model])
     if importlib.util.find_spec(asked.engine) is None:
         where = "give the Python that it is installed for (benchmarks/peers/README.md)"
         parser.error(f"--engine {asked.engine}: {sys.executable} does not have it: {where}")
@@ -123,12 +146,13 @@ def main() -> None:
         "engine": asked.engine,
         "version": engine.__version__,
         **({"tensor_parallel_size": 1} | more),
+        "weights": whose_weights(asked.weights),
         "run": asked.run,
         "turn": asked.turn,
         "command": shlex.join(["python", "-m", "benchmarks.peers.offline", *sys.argv[1:]]),
     }
     tests = [named(name) for name in asked.tests]
-    for result in results(engine, asked.model, tests, asked.repeat, more):
+    for result in results(engine, asked.model, tests, asked.repeat, more, asked.weights):
         append(asked.save, result.values() | origin)
         print(f"{asked.engine} {result.text()}", flush=True)
 

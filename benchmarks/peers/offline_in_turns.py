@@ -28,6 +28,8 @@ def run_turns(asked: argparse.Namespace) -> None:
                 command = [pythons[engine], "-m", "benchmarks.peers.offline", "--engine", engine, "--model", model]
                 command += ["--tests", ",".join(asked.tests), "--repeat", str(asked.repeat)]
                 command += ["--tensor-parallel-size", str(asked.tensor_parallel_size)]
+                if asked.weights is not None:
+                    command += ["--weights", str(asked.weights)]
                 command += ["--save", str(asked.save), "--run", run, "--turn", str(turn)]
                 with EngineProcess(engines.NAMES[engine], command, engines.ROOT) as process:
                     process.wait(asked.turn_timeout)
@@ -50,10 +52,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     engines.add_options(parser)
     offline.add_options(parser)
+    engines.add_weights(parser)
     parser.add_argument("--turn-timeout", type=engines.seconds, default=3600.0, help="in which a turn is done [3600]")
+    asked = parser.parse_args()
+    engines.refuse_other_weights(parser, asked.weights, asked.models)
     end_on_signals()
     try:
-        run_turns(parser.parse_args())
+        run_turns(asked)
     except EngineFailed as error:
         sys.exit(str(error))
 

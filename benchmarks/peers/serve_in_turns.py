@@ -3,8 +3,9 @@
     python -m benchmarks.peers.serve_in_turns --strata-python .venv/bin/python --vllm-python .vllm/bin/python \\
         --save benchmarks/results/h200_peers.jsonl
 
-Both serve the same folder (a config and a tokenizer, random weights) and get the same requests from `strata bench
-serve`, after a load that is not measured. A server is stopped before the next one starts, whatever happens.
+Both serve the same folder (a config and a tokenizer, random weights of each or with --weights the same) and get the
+same requests from `strata bench serve`, after a load that is not measured. A server is stopped before the next one
+starts, whatever happens.
 """
 
 from __future__ import annotations
@@ -66,11 +67,18 @@ class Client:
 
 
 def server_command(
-    engine: str, python: str, folder: Path, model: str, port: int, ranks: int = 1, quantization: str | None = None
+    engine: str,
+    python: str,
+    folder: Path,
+    model: str,
+    port: int,
+    ranks: int = 1,
+    quantization: str | None = None,
+    weights: Path | None = None,
 ) -> list[str]:
     """Both engines' commands have the same options, but those of OWN_OPTIONS."""
     command = [python, "-m", MODULE[engine], "serve", str(folder), "--host", HOST, "--port", str(port)]
-    for name, value in engines.SETUP.items():
+    for name, value in (engines.SETUP | engines.how_loaded(weights)).items():
         command += [f"--{name.replace('_', '-')}", str(value)]
     if ranks > 1:
         command += ["--tensor-parallel-size", str(ranks)]
@@ -87,7 +95,7 @@ def measure_server(
     url = f"http://{HOST}:{port}"
     pythons = engines.pythons(asked)
     ranks, quantization = asked.tensor_parallel_size, asked.quantization
-    command = server_command(engine, pythons[engine], folder, model, port, ranks, quantization)
+    command = server_command(engine, pythons[engine], folder, model, port, ranks, quantization, asked.weights)
     client = Client(pythons["strata"], url)
     with EngineProcess(f"{engines.NAMES[engine]}'s server", command, log.parent, log) as server:
         seconds = server.wait_until_ready(url + READY[engine], asked.start_timeout)
@@ -101,6 +109,7 @@ def measure_server(
             "server": shlex.join(command),
             "tensor_parallel_size": ranks,
             "quantization": quantization,
+            "weights": engines.whose_weights(asked.weights),
         }
         client.measure(WARM_UP)
         for load in loads(model):
@@ -131,7 +140,8 @@ def run_turns(asked: argparse.Namespace, work: Path) -> None:
     """All turns of all models. Raises EngineFailed at the first server or load that fails."""
     run = engines.now()
     for model in asked.models:
-        folder = engines.write_model(work / model, model)
+        work.mkdir(parents=True, exist_ok=True)  # for the logs
+        folder = asked.weights or engines.write_model(work / model, model)
         for turn in range(asked.turns):
             for engine in engines.order(turn):
                 print(f"{model}, turn {turn + 1} of {asked.turns}: {engines.NAMES[engine]}", flush=True)
@@ -144,6 +154,7 @@ def main() -> None:
     engines.add_options(parser)
     kinds = engines.some_of(KINDS, "kind of load")
     parser.add_argument("--loads", type=kinds, default=list(KINDS), help=f"between commas [{','.join(KINDS)}]")
+    engines.add_weights(parser)
     parser.add_argument("--quantization", metavar="SCHEME", help="one that both servers know by this name, as fp8")
     parser.add_argument(
         "--start-timeout", type=engines.seconds, default=300.0, help="seconds in which a server is ready [300]"
@@ -155,6 +166,7 @@ def main() -> None:
         parser.error(
             f"there are no loads for {without[0]} (benchmarks/peers/loads.py): give some of {', '.join(RATES)}"
         )
+    engines.refuse_other_weights(parser, asked.weights, asked.models)
     end_on_signals()
     try:
         if asked.work is not None:

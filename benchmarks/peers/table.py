@@ -156,9 +156,11 @@ def rows(lines: Iterable[Line]) -> list[Row]:
 
 def row_name(line: Line) -> str:
     """What is measured: a load on a model, or a test with its unit. Lines of one GPU need not say so, nor those of
-    weights as they are."""
+    weights as they are, nor those for which each engine drew its own."""
     ranks, quantization = line.get("tensor_parallel_size", 1), line.get("quantization")
     model = line["model"] if ranks == 1 else f"{line['model']} on {ranks} GPUs"
+    if line.get("weights") == "saved":
+        model = f"{model} with saved weights"
     if line["test"] == "T5":
         return f"{model}{f' in {quantization}' if quantization else ''}, {line['load']}"
     return f"{line['test']} {model} {line['dtype']}, {line['unit']}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -10,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from strata.models.checkpoint import StoredTensor
-from strata.models.experts import SparseCausalLM, stored_parameters
+from strata.models.experts import SparseCausalLM, stored_views
 from strata.models.joined_experts import joined_experts
 from strata.models.layers import CausalLM
+
+_LAYER = re.compile(r"model\.layers\.\d+\.")
 
 
 def split_tensors(
@@ -46,9 +50,31 @@ def split_tensors(
 
 def checkpoint_parameters(model: nn.Module) -> dict[str, Tensor]:
     """The values of a whole model's parameters under the names of its checkpoints."""
+    return dict(checkpoint_values(model, ((name, one.detach()) for name, one in model.named_parameters())))
+
+
+def checkpoint_values(model: nn.Module, values: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The values of a whole model's parameters, given by name in the model's order, under the names of its checkpoints.
+
+    Of values that are made one after another, those of one layer are held at a time.
+    """
+    for _, of_layer in itertools.groupby(values, key=_layer):
+        yield from join_parameters(model, dict(_views(model, of_layer))).items()
+
+
+def _views(model: nn.Module, values: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The values, those of experts apart unless the family's checkpoints have them together."""
     if isinstance(model, SparseCausalLM) and model.expert_names.joined:
-        return join_parameters(model, {name: one.detach() for name, one in model.named_parameters()})
-    return join_parameters(model, stored_parameters(model))
+        yield from values
+        return
+    for name, value in values:
+        yield from stored_views(model, name, value)
+
+
+def _layer(named: tuple[str, Tensor]) -> str | None:
+    """What the names of a layer's parameters begin with; None: it is in no layer."""
+    found = _LAYER.match(named[0])
+    return found and found[0]
 
 
 def join_parameters(model: nn.Module, parameters: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 
 from strata.files.weight_index import INDEX, SINGLE
 from strata.models.config import ModelConfig
-from strata.models.joined import checkpoint_parameters
+from strata.models.joined import checkpoint_parameters, checkpoint_values
 
 # What a checkpoint folder holds for the tokenizer, and the defaults of generation that go with it.
 _TOKENIZER_FILES = (
@@ -43,6 +45,7 @@ def save(
     folder: str | Path,
     tokenizer: str | Path | HasFolder | None = None,
     *,
+    values: Iterable[tuple[str, Tensor]] | None = None,
     max_shard_bytes: int = 5 * 2**30,
 ) -> None:
     """Write config.json and the weights, under the checkpoint's names and in the dtype of the parameters.
@@ -50,7 +53,9 @@ def save(
     A tied head is not written. Weights of more than `max_shard_bytes` are split into shards with an index. Everything
     is first written beside `folder` and then renamed, so a new folder appears whole or not at all; in a folder that
     exists, each file is replaced at once and weights of an earlier save are removed. tokenizer: a tokenizer with the
-    `folder` that it was loaded from, or such a folder; its files are copied. Raises ValueError if it has none.
+    `folder` that it was loaded from, or such a folder; its files are copied. values: of a model on the meta device, by
+    the names of its parameters and in their order, on any device: they are asked for shard by shard, so that what is
+    held is a shard and a layer. Raises ValueError for a tokenizer without files, and for values that are not the next.
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -61,21 +66,25 @@ def save(
             source = tokenizer if isinstance(tokenizer, str | Path) else tokenizer.folder
             copy_tokenizer(Path(source), written)
         parameters = checkpoint_parameters(model)
-        _write_weights(parameters, written, max_shard_bytes)
+        made = parameters.items() if values is None else checkpoint_values(model, values)
+        _write_weights(parameters, iter(made), written, max_shard_bytes)
         dtype = next(iter(parameters.values())).dtype
         write_json(written / "config.json", dataclasses.replace(config, dtype=dtype).to_dict())
         _publish(written, folder)
 
 
-def _write_weights(parameters: dict[str, Tensor], folder: Path, max_shard_bytes: int) -> None:
+def _write_weights(
+    parameters: dict[str, Tensor], values: Iterator[tuple[str, Tensor]], folder: Path, max_shard_bytes: int
+) -> None:
+    """parameters: what the values are to be, of which only names, sizes and dtypes are looked at."""
     shards = _split(parameters, max_shard_bytes)
     if len(shards) == 1:
-        write_shard(shards[0], folder / SINGLE)
+        write_shard(_take(shards[0], values), folder / SINGLE)
         return
     homes: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        write_shard(shard, folder / file)
+        write_shard(_take(shard, values), folder / file)
         homes |= dict.fromkeys(shard, file)
     size = sum(parameter.numel() * parameter.itemsize for parameter in parameters.values())
     write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": homes})
@@ -93,6 +102,17 @@ def _split(parameters: dict[str, Tensor], max_shard_bytes: int) -> list[dict[str
         shards[-1][name] = parameter
         filled += size
     return shards
+
+
+def _take(shard: dict[str, Tensor], values: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """The next values, which must be those of a shard, in its dtypes."""
+    taken = dict(itertools.islice(values, len(shard)))
+    if [(name, value.shape) for name, value in taken.items()] != [(name, one.shape) for name, one in shard.items()]:
+        raise ValueError(
+            f"values from {next(iter(taken), 'none')} on came where those from {next(iter(shard))} on, of the "
+            f"{len(shard)} next parameters of the model, belong"
+        )
+    return {name: value.to(shard[name].dtype) for name, value in taken.items()}
 
 
 def write_shard(parameters: dict[str, Tensor], file: Path) -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import errno
 import json
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from strata.models import save as module
+from strata.models.families import build
+from strata.models.joined import checkpoint_parameters
 from strata.models.save import save
 from strata.models.weights import load
 
@@ -69,6 +71,60 @@ def test_parameters_that_are_views_of_one_storage(tied: Checkpoint, tmp_path: Pa
     assert (tmp_path / "merged" / "model.safetensors").stat().st_size < 1.1 * (
         tied.folder / "model.safetensors"
     ).stat().st_size
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied", "phi3-partial-window", "gpt-oss-yarn", "glm4-moe-groups"])
+def test_values_are_asked_for_shard_by_shard(
+    name: str, open_checkpoint: Callable[[str], Checkpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of families that join and split: the same files as of the model itself, from values that come one by one."""
+    opened = open_checkpoint(name)
+    sizes = {name: parameter.nbytes for name, parameter in opened.model.named_parameters()}
+    layer = max(
+        sum(size for name, size in sizes.items() if name.startswith(f"model.layers.{number}."))
+        for number in range(len(opened.model.model.layers))
+    )
+    most = max(one.nbytes for one in checkpoint_parameters(opened.model).values())
+    asked, written, held = 0, 0, []
+
+    def values() -> Iterator[tuple[str, Tensor]]:
+        nonlocal asked
+        for name, parameter in opened.model.named_parameters():
+            asked += parameter.nbytes
+            held.append(asked - written)
+            yield name, parameter.detach().double()  # becomes what the model's parameter is
+
+    def write(tensors: dict[str, Tensor], file: Path) -> None:
+        nonlocal written
+        whole(tensors, file)
+        written += sum(one.nbytes for one in tensors.values())
+
+    whole = module.write_shard
+    with torch.device("meta"):
+        model = build(opened.config)
+    monkeypatch.setattr(module, "write_shard", write)
+    save(model, opened.config, tmp_path / "streamed", values=values(), max_shard_bytes=most)
+    monkeypatch.undo()
+    save(opened.model, opened.config, tmp_path / "whole", max_shard_bytes=most)
+    files = {file.name: file.read_bytes() for file in (tmp_path / "whole").iterdir()}
+    assert len(files) > 3
+    assert {file.name: file.read_bytes() for file in (tmp_path / "streamed").iterdir()} == files
+    assert max(held) <= most + layer + max(sizes.values())
+    assert asked == written == sum(sizes.values())
+
+
+@pytest.mark.parametrize("change", ["left out", "turned round", "of another shape"])
+def test_values_of_other_parameters_are_refused(tied: Checkpoint, tmp_path: Path, change: str) -> None:
+    values = [(name, parameter.detach()) for name, parameter in tied.model.named_parameters()]
+    if change == "left out":
+        del values[-1]
+    elif change == "turned round":
+        values.reverse()
+    else:
+        values[0] = (values[0][0], values[0][1][1:])
+    with pytest.raises(ValueError, match=r"values from model\.\S+ on came where those from model\.\S+ on, of the \d+"):
+        save(tied.model, tied.config, tmp_path / "model", values=values)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_config_says_the_dtype_of_the_weights(tied: Checkpoint, tmp_path: Path) -> None:
