@@ -79,7 +79,7 @@ class Bench:
         self.case, self.setup = case, setup
         base = setup.llm_options() | {"skip_tokenizer_init": not case.texts, "num_pages": _PAGES}
         if case.texts and setup.model in SHAPES:
-            base["tokenizer"] = str(write_model(folder, setup.model))
+            base["model"] = str(write_model(folder, setup.model))
         self.asked = base | {name: value for name, value in case.options.items() if name != "dtype"}
         self.faulty = base | dict(case.options)
         changed = {name: base[name] for name in case.options if name in base}

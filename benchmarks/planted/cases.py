@@ -130,7 +130,12 @@ def other_process_on_gpu() -> AbstractContextManager[None]:
 def no_recorded_steps(llm: LLM) -> Iterator[None]:
     from strata.engine.recorded_steps import RecordedSteps
 
-    with patch.object(RecordedSteps, "bucket", lambda *_, **__: None):
+    def none(
+        recorded: RecordedSteps, tokens: int, sequences: int, draws: int, prompts: int, *_: Any, scored: bool, **__: Any
+    ) -> None:
+        recorded.count_unrecorded(tokens, sequences, draws, prompts, scored)
+
+    with patch.object(RecordedSteps, "bucket", none):
         yield
 
 

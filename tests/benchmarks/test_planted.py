@@ -5,16 +5,18 @@ from __future__ import annotations
 import importlib
 
 from strata.engine.llm import LLM
-from strata.engine.recorded_steps import RecordedSteps
+from strata.engine.recorded_steps import REASONS, RecordedSteps
 from strata.engine.sampling_params import SamplingParams
 
 cases = importlib.import_module("benchmarks.planted.cases")
 
 
 def test_steps_that_launch_eagerly_find_no_recording() -> None:
-    recorded = object.__new__(RecordedSteps)  # nothing is asked of it
+    recorded = object.__new__(RecordedSteps)
+    recorded.unrecorded, recorded.lacking = dict.fromkeys(REASONS, 0), ()
     with cases.no_recorded_steps(None):
         assert recorded.bucket(1, 1, 1, 0, None, decodes=True, scored=False) is None
+    assert sum(recorded.unrecorded.values()) == 1  # as if none had been recorded
 
 
 def test_options_of_faults_and_of_their_mending_are_options_of_engines() -> None:

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 # Of a workload's short form: so many tokens of each output, and requests.
 _SHORT_OUTPUT, _SHORT_REQUESTS = 12, 64
-# Memory of a GPU that was in use before the engine took any: beyond its own context, others have it.
+# Memory of a GPU in use beside this process's tensors: a context takes 0.5 GiB and the graphs of an engine 0.4 (0.6B on
+# an H200); what is more than this, others have.
 _OTHERS_BYTES = 2 << 30
 _READING = 0.1  # seconds between two readings of a GPU
 
@@ -123,10 +124,10 @@ def measure(
         beside.enter_context(spans.tokenization(engine.tokenizer))
         beside.enter_context(observed(engine.loop, recorder))
         ran = _run(llm, workload)
-    others = engine.ledger.others
+    others = 0 if on_host else _beside_tensors(engine.device)
     state = DeviceState(
         Summary.of(sampler.readings).slowed_by,
-        (f"{others / 2**30:.1f} GiB in use before the engine started",) if others > _OTHERS_BYTES else (),
+        (f"{others / 2**30:.1f} GiB in use beside this process's tensors",) if others > _OTHERS_BYTES else (),
     )
     steps = recorder.steps(ran.start)
     return Measurement(
@@ -144,6 +145,12 @@ def measure(
         state,
         ran.processor if on_host else None,
     )
+
+
+def _beside_tensors(device: torch.device) -> int:
+    """Bytes of a GPU that are in use, but for those that this process's tensors take, of all its engines."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
 
 
 def measured_steps(llm: LLM, workload: AnyWorkload) -> tuple[MeasuredStep, ...]:

@@ -21,27 +21,39 @@ if TYPE_CHECKING:
 class StepRecorder:
     """An observer of an engine's steps: CUDA events on a GPU, the engine's clock on a CPU.
 
-    On a CPU also how long the engine's thread had a processor: the rest of a step others had it.
+    On a CPU also how long the engine's thread had a processor: the rest of a step others had it. On a GPU how long it
+    had none while it launched a step, which takes nothing but a processor, and whether a step replayed no CUDA graph.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._log = step_log(engine.device, engine.loop.clock)
         self._compilations = engine.compilations
         self._host = engine.device.type == "cpu"
-        self._processor: list[float] = []
+        self._recorded = engine.recorded
+        self._unrecorded = self._eager_steps()
+        self._ran: list[float] = []
+        self._delayed: list[float] = []
         self._compiled: list[int] = []
-        self._began, self._before = 0.0, 0
+        self._eager: list[bool] = []
+        self._began, self._from, self._before = 0.0, 0.0, 0
 
     def begin(self, plan: StepPlan) -> None:
         self._before = self._compilations.total
+        unrecorded = self._eager_steps()  # counted before a step begins
+        self._eager.append(unrecorded > self._unrecorded)
+        self._unrecorded = unrecorded
         self._log.begin(plan)
-        self._began = time.thread_time()
+        self._from, self._began = time.perf_counter(), time.thread_time()
 
     def end(self) -> None:
-        ran = time.thread_time() - self._began
+        ran, passed = time.thread_time() - self._began, time.perf_counter() - self._from
         self._log.end()
-        self._processor.append(ran)
+        self._ran.append(ran)
+        self._delayed.append(max(0.0, passed - ran))
         self._compiled.append(self._compilations.total - self._before)
+
+    def _eager_steps(self) -> int:
+        return 0 if self._recorded is None else sum(self._recorded.unrecorded.values())
 
     def steps(self, start: float) -> tuple[MeasuredStep, ...]:
         """All steps so far; start: of the run, by the engine's clock."""
@@ -52,8 +64,12 @@ class StepRecorder:
                 step.chunks,
                 processor=ran if self._host else None,
                 compiled=compiled,
+                delayed=0.0 if self._host else delayed,
+                eager=eager,
             )
-            for step, ran, compiled in zip(self._log.steps(), self._processor, self._compiled, strict=True)
+            for step, ran, delayed, compiled, eager in zip(
+                self._log.steps(), self._ran, self._delayed, self._compiled, self._eager, strict=True
+            )
         )
 
 

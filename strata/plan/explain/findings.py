@@ -150,8 +150,8 @@ def _unfused(asked: Asked) -> Iterable[Finding]:
         "busy but slow: operations that the passes would merge run one by one",
         "memory",
         (f"{sum(facts.operations.values())} operations ran, {sum(facts.expected.values())} after all passes",),
-        Remedy("the passes that merge and fuse", gain),
-        change={},
+        Remedy("the passes that merge and fuse", gain, "--passes all"),
+        change={"passes": "all"},
         replaces=True,
     )
 

@@ -29,7 +29,8 @@ class MeasuredStep:
 
     begin, end: of its work on the device. busy: seconds in which something ran on the device; None: all of them.
     processor: seconds that the engine's thread had a processor between, where the host is the device; None elsewhere.
-    compiled: how many kernels were compiled or read from the disk for it.
+    compiled: how many kernels were compiled or read from the disk for it. Of a GPU: delayed: seconds for which the host
+    was about to launch it and had no processor; eager: it replayed no CUDA graph where others do.
     """
 
     begin: float
@@ -38,6 +39,8 @@ class MeasuredStep:
     busy: float | None = None
     processor: float | None = None
     compiled: int = 0
+    delayed: float = 0.0
+    eager: bool = False
 
     @property
     def seconds(self) -> float:

@@ -95,16 +95,16 @@ def split_steps(
     again = recomputed(measured.steps)
     foreign = [0.0] * len(measured.steps) if others is None else others
     counts = [1.0] * len(measured.steps) if weights is None else weights
-    groups: dict[tuple[StepWork, int], list[int]] = defaultdict(list)
+    groups: dict[tuple[StepWork, int, bool], list[int]] = defaultdict(list)
     for index, step in enumerate(measured.steps):
         if not counts[index]:
             continue
-        groups[step.kind, (step.tokens - 1).bit_length()].append(index)
+        groups[step.kind, (step.tokens - 1).bit_length(), step.eager].append(index)
     operations: dict[str, _Sum] = defaultdict(_Sum)
     bounds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     beside: dict[str, float] = defaultdict(float)
     least = 0.0
-    for (kind, _), indices in groups.items():
+    for (kind, _, _), indices in groups.items():
         steps = [measured.steps[index] for index in indices]
         middle = _middle(steps)
         nodes = times.model.step(middle.workload)
@@ -164,23 +164,41 @@ def _shares(
     idle_share = 0.0
     if traced is not None:
         idle_share = max(0.0, 1 - math.fsum(traced.seconds.values()) / traced.whole)
-    elif not nodes.recorded and not measured.host_is_device:
-        launches = times.predictor.launches(len(nodes.timed))
-        work = math.fsum(times.predictor.node(node, steps[0].workload).seconds for node in nodes.timed)
-        idle_share = max(0.0, 1 - work / launches) if launches else 0.0
+    elif (steps[0].eager or not nodes.recorded) and not measured.host_is_device:
+        idle_share = _waits_for_launches(nodes, times, steps[0], usual)
     found = []
     for step, (again, others, count) in zip(steps, given, strict=True):
         compiled = max(0.0, step.seconds - usual) if step.compiled and usual else 0.0
-        lost = 0.0 if step.processor is None else min(max(0.0, step.seconds - step.processor), step.seconds - compiled)
+        lost = min(_lost(step, times), step.seconds - compiled)
         rest = step.seconds - compiled - lost
         busy = rest * (1 - idle_share) if step.busy is None else min(step.busy, rest)
         found.append(_Share(count * lost, count * compiled, count * (rest - busy), count * busy, again, others, count))
     return found
 
 
+def _waits_for_launches(nodes: StepNodes, times: StepSeconds, step: MeasuredStep, usual: float) -> float:
+    """The share of an eager step in which its device waits for the host. usual: seconds of steps like it.
+
+    Where launches take longer than the work, they are all that a step is longer than its work: hosts differ, and so
+    does what a launch takes.
+    """
+    own = [*nodes.inputs, *nodes.model, *nodes.draw]
+    launches = times.predictor.launches(len(own))
+    work = math.fsum(times.predictor.node(node, step.workload).seconds for node in own)
+    return max(0.0, 1 - work / max(launches, usual)) if launches > work else 0.0
+
+
+def _lost(step: MeasuredStep, times: StepSeconds) -> float:
+    """Seconds of a step for which other work had the processor. A GPU goes on with what it has, so there it is no more
+    than the step took longer than predicted."""
+    if step.processor is not None:
+        return max(0.0, step.seconds - step.processor)
+    return min(step.delayed, max(0.0, step.seconds - times.seconds(step.workload))) if step.delayed else 0.0
+
+
 def _padding(nodes: StepNodes, times: StepSeconds, step: MeasuredStep) -> float:
     """The share of a recorded step that pads it."""
-    if not nodes.recorded:
+    if not nodes.recorded or step.eager:
         return 0.0
     own = [*nodes.inputs, *nodes.model, *nodes.draw]
     real, padded = (

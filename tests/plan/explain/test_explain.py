@@ -18,7 +18,7 @@ from strata.plan.explain.waterfalls import of_tail
 from strata.plan.explain.what_if import WhatIf
 from strata.plan.meta_model import find_config, host_model
 from strata.plan.step_seconds import StepSeconds
-from tests.plan.explain.runs import BETWEEN, DEVICE, FACTS, law, requests, run, wall
+from tests.plan.explain.runs import BETWEEN, DEVICE, FACTS, FIGURES, law, requests, run, wall
 
 EVEN = requests(*((100, 24) for _ in range(16)))
 
@@ -182,6 +182,34 @@ def test_launches_by_the_host(times: StepSeconds) -> None:
     stepping = measured.stepping / measured.wall
     check(found, "launches by the host", stepping * 2 / 3)
     assert found.verdict.layer == "graph"
+
+
+def test_eager_steps_of_a_gpu_wait_for_launches(times: StepSeconds) -> None:
+    """Where nobody saw when the device worked: what a step exceeds its work by is launches, if those are longer."""
+    measured = run(EVEN, seconds=lambda workload: 0.5, change=lambda step: replace(step, eager=True))
+    found = explain(replace(measured, unrecorded=len(measured.steps)), times)
+    check(found, "launches by the host", measured.stepping / measured.wall)  # the work is next to nothing
+    busy = StepSeconds(
+        times.model, replace(DEVICE, figures=tuple(replace(one, value=one.value / 1e3) for one in FIGURES))
+    )
+    measured = run(
+        EVEN, seconds=lambda workload: 1.2 * busy.seconds(workload), change=lambda step: replace(step, eager=True)
+    )
+    found = explain(replace(measured, unrecorded=len(measured.steps)), busy)
+    assert "launches" not in found.verdict.symptom
+
+
+def test_steps_whose_launches_lost_the_processor(times: StepSeconds) -> None:
+    """Of a GPU: the step is longer by what its launch was delayed, but where it had enough to do meanwhile."""
+    whole = wall(EVEN, seconds=lambda workload: times.seconds(workload))
+    measured = run(
+        EVEN,
+        seconds=lambda workload: 2 * times.seconds(workload),
+        change=lambda step: replace(step, delayed=0.5 * step.seconds),
+    )
+    check(explain(measured, times), "takes the processors", saved(measured.wall, whole))
+    hidden = run(EVEN, seconds=times.seconds, change=lambda step: replace(step, delayed=0.5 * step.seconds))
+    assert "processors" not in explain(hidden, times).verdict.symptom
 
 
 def test_another_process_on_the_device(times: StepSeconds) -> None:
