@@ -52,7 +52,7 @@ class StepFloor:
 
     def of_step(self, tokens: int, rows: int, keys: int, pairs: float) -> Floor:
         """A step of so many tokens that projects so many rows. keys: tokens of its sequences once it has run, whose
-        keys it reads; pairs: of queries and keys."""
+        keys it reads, those that several share once; pairs: of queries and keys."""
         costs = self.costs
         flops = costs.token_flops * tokens + costs.row_flops * rows + self.pair_flops * pairs + self.bounded[0] * tokens
         read = costs.weights + costs.token_weights * tokens + self.key_bytes * keys + self.bounded[1] * rows
