@@ -4,7 +4,7 @@
 
 Served loads are the newest of each kind in DEVICE_serve.jsonl and DEVICE_peers.jsonl, with the same requests and
 arrivals; the offline tests T1 to T4 the newest in DEVICE.jsonl. Each line of FILE has a run's measured and simulated
-figures.
+figures; errors are summed up of loads with shared prefixes and of all others.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ def main() -> None:
         for run in found:
             simulated = simulate([*run["command"], *_dataset(run, Path(folder))])
             line = {"test": "simulated", **{key: run[key] for key in ("run", "model", "commit", "measured")}}
+            line["shares"] = "--prefix-groups" in run["command"]
             line["simulated"] = {name: figures(simulated)[name] for name in run["measured"]}
             lines.append(line)
             print(text(line), flush=True)
-    for name in sorted({name for line in lines for name in line["measured"]}):
-        print(f"{name:12} {ErrorSummary.of(list(errors(lines, name))).text()}")
+    for kind, some in by_kind(lines).items():
+        for name in sorted({name for line in some for name in line["measured"]}):
+            print(f"{kind:16} {name:12} {ErrorSummary.of(list(errors(some, name))).text()}")
     if given.save is not None:
         given.save.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
@@ -120,6 +122,14 @@ def simulate(arguments: list[str]) -> dict[str, Any]:
         raise SystemExit(f"{' '.join(command)}: {done.stderr.strip()}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def by_kind(lines: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Loads whose prompts begin alike and all other runs: decodes read shared keys faster than their own."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        kinds.setdefault("shared prefixes" if line["shares"] else "all others", []).append(line)
+    return kinds
 
 
 def errors(lines: Iterable[Mapping[str, Any]], name: str) -> Iterable[float]:

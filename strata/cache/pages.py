@@ -5,9 +5,21 @@ from __future__ import annotations
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from typing import NamedTuple
 
 # Pages that a sequence finds beside each other when several grow at once: a CPU reads such a run as one view.
 RUN = 8
+
+
+class SharedKeys(NamedTuple):
+    """Tokens on pages that several sequences hold. distinct: each counted once; repeated: once for each sequence that
+    holds it but the first."""
+
+    distinct: int = 0
+    repeated: int = 0
+
+
+NONE_SHARED = SharedKeys()
 
 
 class PageAllocator:
@@ -32,6 +44,8 @@ class PageAllocator:
         self._references = array("i", bytes(4 * num_pages))
         self._cached = bytearray(num_pages)
         self._idle: OrderedDict[int, None] = OrderedDict()
+        # Pages that several sequences hold, and how often beyond the first of each.
+        self._shared = self._repeats = 0
         # `_free` in any order, `_index[page]` where in it a free page stands: one is taken from the middle by moving
         # the last one there. Reversed, so that a fresh pool is handed out in ascending order.
         self._free = array("i", range(num_pages - 1, -1, -1))
@@ -57,6 +71,11 @@ class PageAllocator:
     def usage(self) -> float:
         """The share of the pages that sequences hold, in [0, 1]."""
         return (self.num_pages - len(self._free) - len(self._idle)) / self.num_pages
+
+    @property
+    def shared(self) -> SharedKeys:
+        """What sequences share; a page that is not full counts as a full one."""
+        return SharedKeys(self._shared * self.page_size, self._repeats * self.page_size)
 
     def pages_for(self, tokens: int) -> int:
         """How many pages hold so many tokens."""
@@ -85,7 +104,11 @@ class PageAllocator:
         if not references:
             raise ValueError(f"page {page} is free: it cannot be shared")
         self._references[page] = references + 1
-        if references == 1 and self._cached[page]:
+        holders = references - self._cached[page]
+        if holders:
+            self._repeats += 1
+            self._shared += holders == 1
+        else:
             self._idle.pop(page)
 
     def release(self, page: int) -> None:
@@ -94,10 +117,14 @@ class PageAllocator:
         if references < self._cached[page]:
             raise ValueError(f"page {page} is held by no sequence: it cannot be released")
         self._references[page] = references
-        if not references:
-            self._add_free(page)
-        elif references == 1 and self._cached[page]:
+        holders = references - self._cached[page]
+        if holders:
+            self._repeats -= 1
+            self._shared -= holders == 1
+        elif references:
             self._idle[page] = None
+        else:
+            self._add_free(page)
 
     def release_all(self, pages: list[int]) -> None:
         """`release` each, the last first."""
@@ -154,6 +181,8 @@ class PageAllocator:
             at = self._index[page]
             listed = at < len(self._free) and self._free[at] == page
             assert listed == (references == 0), f"page {page}: {references} references, free {listed}"
+        shared = [count for count in holders.values() if count > 1]
+        assert (self._shared, self._repeats) == (len(shared), sum(shared) - len(shared)), "shared pages"
         assert len(set(self._free)) == len(self._free), "a page is free twice"
         free_in_run = Counter(page // RUN for page in self._free)
         stacked = set(self._whole_runs)

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from strata.cache.pages import NONE_SHARED, SharedKeys
+
 
 class Sampling(NamedTuple):
     """How ids are chosen; the names of `SamplingParams` mean what they mean there.
@@ -108,6 +110,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         with windows; copies are (group, from, to).
     states_before, states_after: (from, to) rows of fixed states, to be copied in this order before the step reads any,
         and once it has written all. A slot is a row; those behind `FixedStates`' padding are snapshots.
+    shared: keys that several sequences read from the same pages, of all sequences that have a slot. No step needs it,
+        but what it takes depends on it.
     """
 
     ended: tuple[int, ...]
@@ -120,6 +124,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     window_copies: tuple[tuple[int, int, int], ...] = ()
     states_before: tuple[tuple[int, int], ...] = ()
     states_after: tuple[tuple[int, int], ...] = ()
+    shared: SharedKeys = NONE_SHARED
 
     @property
     def draws(self) -> list[Draw]:

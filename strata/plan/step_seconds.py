@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
+from strata.cache.pages import SharedKeys
 from strata.cache.tables import BufferShape
 from strata.graph.predict import StepPredictor
 from strata.hardware.evidence import evidence_of
@@ -15,6 +17,9 @@ from strata.hardware.roofline import Cost, Floor, Workload, floor
 from strata.kernels import tuned
 from strata.plan.meta_model import MetaModel, dtype_name
 
+# One token behind so many others that windows are full.
+_REACH = 1 << 30
+_NEAR, _FAR = Workload((1,), (_REACH,)), Workload((1,), (2 * _REACH,))
 # How finely sizes of steps that no graph holds are told apart: an octave in 2^3 parts.
 _STEPS_OF_OCTAVE = 3
 
@@ -89,6 +94,17 @@ class StepSeconds:
         nodes = below.nodes + share * (above.nodes - below.nodes)
         return max(nodes + attention, below.launches)
 
+    def saved(self, shared: SharedKeys) -> float:
+        """Seconds that the decodes of a step take less because they share keys. Nothing of layers whose attention is
+        not priced by its programs, of windows, and on devices of whose L2 cache nothing is known."""
+        times, cache = self.predictor.attention_times, self.device.known("l2")
+        if times is None or cache is None or not shared.repeated:
+            return 0.0
+        return sum(
+            layers * times.saved(shared.distinct * nbytes, shared.repeated * nbytes, cache.value)
+            for nbytes, layers in self._key_bytes
+        )
+
     def floor(self, workload: Workload) -> Floor:
         """The least that the step needs: weights, keys and values moved once, and its products."""
         return floor(self.costs.step(workload, len(workload.new)), self.device, self.dtype, self.link)
@@ -105,6 +121,20 @@ class StepSeconds:
     def attention(self, workload: Workload) -> float:
         """Seconds of the attention and the recurrences of all layers."""
         return self._attention(workload, self.model.recorded_size(workload))
+
+    @cached_property
+    def _key_bytes(self) -> list[tuple[float, int]]:
+        """Bytes of a key with its value, and how many layers keep those of all tokens and attend by known programs."""
+        times, attends = self.predictor.attention_times, self.model.attends(_NEAR, self.model.recorded_size(_NEAR))
+        if times is None or attends is None:
+            return []
+        found = []
+        for cost, layers in self.costs.attentions:
+            near, far = cost(_NEAR), cost(_FAR)
+            nbytes = (far.cached - near.cached) / _REACH  # none behind a window
+            if nbytes and times.seconds(near, _NEAR, attends) is not None:
+                found.append((nbytes, layers))
+        return found
 
     def _attention(self, workload: Workload, size: BufferShape | None) -> float:
         attends = self.model.attends(workload, size)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.predicted_runs import errors, figures, offline_runs, served_options, served_runs
+from benchmarks.predicted_runs import by_kind, errors, figures, offline_runs, served_options, served_runs
 
 SERVED = {
     "engine": "strata", "model": "8B", "load": "20/s", "commit": "abc", "request_rate": 20.0, "seed": 3,
@@ -75,3 +75,8 @@ def test_errors_are_shares_of_what_was_measured() -> None:
     lines = [{"measured": {"seconds": 2.0}, "simulated": {"seconds": 1.0}}, {"measured": {}, "simulated": {}}]
     assert list(errors(lines, "seconds")) == [-0.5]
     assert figures({"seconds": 1.0, "ttft_ms": {"p50": 2.0}, "tpot_ms": None}) == {"seconds": 1.0, "ttft_p50": 2.0}
+
+
+def test_loads_with_shared_prefixes_are_summed_up_alone() -> None:
+    lines = [{"run": name, "shares": name == "cached"} for name in ("20/s", "cached", "T1")]
+    assert by_kind(lines) == {"all others": [lines[0], lines[2]], "shared prefixes": [lines[1]]}

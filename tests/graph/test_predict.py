@@ -83,6 +83,8 @@ def test_nothing_that_was_borrowed_is_measured() -> None:
     ):
         assert mine is not None
         assert mine.bandwidth == pytest.approx(lent.bandwidth * 3.35 / 4.8)
+    assert found.attention_times is not None
+    assert found.attention_times.repeated == ATTENTION_TIMES["NVIDIA H200"].repeated  # from the processors' own cache
 
 
 def test_whatever_else_is_the_roofline_and_no_less_than_its_kernels() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from strata.cache.pages import SharedKeys
 from strata.engine.plan import Chunk, NewSequence, StepPlan, WindowEntries
 from strata.engine.scheduling.room import PromptRoom, StepTarget
 
@@ -47,7 +48,7 @@ class PlanBuilder:
         if self.room is not None:
             self.room.take(start, count)
 
-    def plan(self, ended: list[int]) -> StepPlan | None:
+    def plan(self, ended: list[int], shared: SharedKeys) -> StepPlan | None:
         """None if nothing is to run."""
         chunks = (*self.decodes, *self.others)
         if not chunks:
@@ -55,4 +56,4 @@ class PlanBuilder:
         tokens = len(self.decodes) + sum(chunk.count for chunk in self.others)
         told = tuple(ended), tuple(self.new), chunks, tuple(self.copies), tokens, tuple(self.banned)
         states = tuple(self.states_before), tuple(self.states_after)
-        return StepPlan(*told, tuple(self.windows), tuple(self.window_copies), *states)
+        return StepPlan(*told, tuple(self.windows), tuple(self.window_copies), *states, shared)

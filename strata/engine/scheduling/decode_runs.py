@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Listed
 
-from strata.cache.pages import PageAllocator
+from strata.cache.pages import PageAllocator, SharedKeys
 from strata.engine.plan import StepPlan
 from strata.engine.request import Sequence
 from strata.engine.scheduling.admission import Admission
@@ -28,6 +28,11 @@ class DecodeRuns:
     def sequences(self) -> Listed[Sequence]:
         """Those that run, in order."""
         return self._queues.running
+
+    @property
+    def shared(self) -> SharedKeys:
+        """What they share, which stays as it is: they grow by pages of their own."""
+        return self._pages.shared
 
     def longest(self, plan: StepPlan) -> int:
         """How many rounds can be taken at once behind `plan`, the only one that is not completed; 0 if none can."""

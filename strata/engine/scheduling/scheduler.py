@@ -165,7 +165,7 @@ class Scheduler:
                     count = self._growth.fitting(sequence, count, builder, prefilling)
                 self._prefill(sequence, count, builder)
         self._admit_waiting(builder)
-        plan = builder.plan(self._queues.ended)
+        plan = builder.plan(self._queues.ended, self._pages.shared)
         if plan is not None:
             self._queues.ended = []
         return plan

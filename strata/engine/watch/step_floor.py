@@ -17,7 +17,7 @@ _NEAR, _FAR = Workload((1,), (_REACH,)), Workload((1,), (2 * _REACH,))
 @dataclass(frozen=True)
 class StepFloor:
     """As `strata.hardware.roofline.floor` of `StepCosts.step`: weights, keys and values moved once, all products, all
-    messages. Layers with a window count as if every token read all of it.
+    messages. Layers with a window count as if every token read all of one of its own.
 
     compute, bandwidth: of the device, FLOP/s and bytes/s. pair_flops: of a query with a key; key_bytes: of a key and
     its value; bounded: of the layers with a window, FLOPs and bytes of a token.
@@ -52,7 +52,7 @@ class StepFloor:
 
     def of_step(self, tokens: int, rows: int, keys: int, pairs: float) -> Floor:
         """A step of so many tokens that projects so many rows. keys: tokens of its sequences once it has run, whose
-        keys it reads; pairs: of queries and keys."""
+        keys it reads, those that several share once; pairs: of queries and keys."""
         costs = self.costs
         flops = costs.token_flops * tokens + costs.row_flops * rows + self.pair_flops * pairs + self.bounded[0] * tokens
         read = costs.weights + costs.token_weights * tokens + self.key_bytes * keys + self.bounded[1] * rows

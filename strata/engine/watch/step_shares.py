@@ -49,7 +49,8 @@ class StepShares:
         floor = predicted = None
         if self.floors is not None:
             pairs = keys + sum([chunk.count * (chunk.start + (chunk.count + 1) / 2) for chunk in prompts])
-            floor = self.floors.of_step(tokens, len(chunks), keys + prompt_keys, pairs)
+            read = max(0, keys + prompt_keys - plan.shared.repeated)
+            floor = self.floors.of_step(tokens, len(chunks), read, pairs)
         share = (tokens - decodes) / tokens if tokens else 0.0
         if self.times is not None:
             alone = self.times.decodes(decodes, keys)

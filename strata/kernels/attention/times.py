@@ -4,7 +4,8 @@ The constants were fitted to whole steps of Qwen3-0.6B, half of the cases of `be
 (the other half is held out in `tests/plan/test_step_predictions.py`), and to single calls of 8, 32, 128 and 256 decodes
 (`h200_kernels.jsonl`); those of one and of 64 took up to a third less there than in steps. `behind` is the median of
 decode steps of 0.6B (one sequence) and 8B (one and two) over 700 and 2,900 tokens; `softmax` was fitted to heads of 64,
-prompts of 1B on an H100 in the same half of the cases (`h100_predictions.jsonl`).
+prompts of 1B on an H100 in the same half of the cases (`h100_predictions.jsonl`). `repeated` is twice `bandwidth`: no
+call was measured over keys that sequences share, and it was fitted to TPOT of served loads alone (docs/plan.md).
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class AttentionTimes:
     have too few warps to hide it. In a step with prompts every sequence of the recorded size gets programs: each of a
     processor takes `empty`, beside the longest split. Prompts take a start and a time for each key that a tile of
     queries sees, by what attends for them; of a key's time the share `softmax` is the same whatever the size of heads,
-    the rest grows with it.
+    the rest grows with it. Keys and values that another sequence of the step has read before come at `repeated`.
     """
 
     processors: int
@@ -68,6 +69,7 @@ class AttentionTimes:
     empty: float
     softmax: float
     prompts: dict[Prompts, tuple[float, float]]
+    repeated: float
 
     def seconds(self, cost: Cost, workload: Workload, attends: Attends) -> float | None:
         """None for a cost that is not of such attention: of a state, or of latents."""
@@ -94,8 +96,16 @@ class AttentionTimes:
         shared, longest = self._decodes(decodes, held, attends)
         return found + shared + max(longest, self.empty * programs / self.processors)
 
+    def saved(self, distinct: float, repeated: float, cache: float) -> float:
+        """Seconds that decodes take less than `seconds` says, where several sequences read the same keys and values:
+        so many bytes of them `distinct`, which are read once at least, and `repeated` beyond that. cache: bytes of the
+        L2 cache; of what is larger, it holds a share for those who read it again."""
+        if not repeated:
+            return 0.0
+        return repeated * min(1.0, cache / distinct) * max(0.0, 1 / self.bandwidth - 1 / self.repeated)
+
     def with_memory(self, ratio: float) -> AttentionTimes:
-        """By the same processors, beside memory of so many times the bandwidth."""
+        """By the same processors and their cache, beside memory of so many times the bandwidth."""
         return replace(self, bandwidth=self.bandwidth * ratio)
 
     def _decodes(self, keys: Sequence[int], held: float, attends: Attends) -> tuple[float, float]:
@@ -153,6 +163,7 @@ TIMES = {
         empty=0.64e-6,
         softmax=0.3,
         prompts={"fresh": (27.5e-6, 12.5e-9), "pages": (16.3e-6, 15.75e-9), "tiles": (2.7e-6, 42.2e-9)},
+        repeated=9.06e12,
     )
 }
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
+from strata.cache.pages import NONE_SHARED, SharedKeys
 from strata.engine.plan import StepPlan
 from strata.plan.simulate.prices import Line, StepPrices
 from strata.plan.simulate.replica import EngineShape
@@ -38,8 +39,8 @@ class _ReceivedPrices:
         line = self.decodes(len(plan.chunks), keys)
         return line.seconds(keys), line.size
 
-    def decodes(self, sequences: int, keys: int) -> Line:
-        return self.computed.decodes(sequences, keys)
+    def decodes(self, sequences: int, keys: int, shared: SharedKeys = NONE_SHARED) -> Line:
+        return self.computed.decodes(sequences, keys, shared)
 
 
 def received_prices(prices: StepPrices) -> StepPrices:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Hashable
 from typing import NamedTuple, Protocol
 
+from strata.cache.pages import NONE_SHARED, SharedKeys
 from strata.engine.plan import StepPlan
 from strata.hardware.roofline import Workload
 from strata.plan.step_seconds import StepSeconds
@@ -37,13 +38,15 @@ class StepPrices(Protocol):
     def price(self, plan: StepPlan) -> tuple[float, Hashable | None]:
         """Of a step, and the size as which it is recorded; decodes as `decodes` has them."""
 
-    def decodes(self, sequences: int, keys: int) -> Line:
-        """Of steps in which so many sequences decode over so many keys in all, their own among them, and more."""
+    def decodes(self, sequences: int, keys: int, shared: SharedKeys = NONE_SHARED) -> Line:
+        """Of steps in which so many sequences decode over so many keys in all, their own among them, and more. shared:
+        of these keys, or of other sequences that have slots."""
 
 
 class PredictedPrices:
     """By the cost model of a model on a device. Of decodes the number and the sum of their keys count; of prompts, that
-    are taken to be equal, their tokens up to a multiple of 32 and their pairs of queries and keys within 2 %.
+    are taken to be equal, their tokens up to a multiple of 32 and their pairs of queries and keys within 2 %. Of keys
+    that sequences share, what their decodes save is taken off.
 
     copy_seconds: of the fixed states of a sequence, from or to a snapshot.
     """
@@ -63,19 +66,35 @@ class PredictedPrices:
         chunks = plan.chunks
         if plan.tokens == len(chunks):
             keys = sum([chunk.start for chunk in chunks]) + plan.tokens
-            line = self.decodes(len(chunks), keys)
+            line = self.decodes(len(chunks), keys, plan.shared)
             return line.seconds(keys), line.size
-        decodes, keys, tokens, pairs, is_fresh = 0, 0, 0, 0, True
+        decodes, keys, tokens, pairs, behind = 0, 0, 0, 0, 0
         for chunk in chunks:
             start, count = chunk.start, chunk.count
             if count == 1:
                 decodes, keys = decodes + 1, keys + start + 1
             else:
                 tokens, pairs = tokens + count, pairs + count * (start + start + count + 1)
-                is_fresh = is_fresh and not start
-        return self._priced(decodes, keys, len(chunks) - decodes, tokens, pairs / 2, is_fresh)
+                behind += start
+        seconds, size = self._priced(decodes, keys, len(chunks) - decodes, tokens, pairs / 2, not behind)
+        # What prompts have behind them may be theirs alone, but is taken for repeated. It saves them nothing: their
+        # products count, not the way of keys.
+        by_decodes = _at_most(plan.shared, plan.shared.repeated - behind, keys)
+        return seconds - self._saved(by_decodes, size), size
 
-    def decodes(self, sequences: int, keys: int) -> Line:
+    def decodes(self, sequences: int, keys: int, shared: SharedKeys = NONE_SHARED) -> Line:
+        line = self._unshared(sequences, keys)
+        if not shared.repeated:
+            return line
+        saved = self._saved(_at_most(shared, shared.repeated, keys), line.size)
+        return line._replace(base=line.base - saved)
+
+    def _saved(self, shared: SharedKeys, size: Hashable | None) -> float:
+        """Seconds, of a step that is recorded as `size`. One that the host launches kernel by kernel waits for it."""
+        return 0.0 if size is None else self._times.saved(shared)
+
+    def _unshared(self, sequences: int, keys: int) -> Line:
+        """Where every sequence has keys of its own."""
         step = _place(keys / sequences)
         line = self._lines.get((sequences, step))
         if line is None:
@@ -116,6 +135,11 @@ class PredictedPrices:
 def _place(length: float) -> int:
     """Of the last length that is asked for and is no more than this one: 1, or one from 2 ** (_FIRST / _PARTS) on."""
     return int(math.log2(length) * _PARTS + 1e-9) if length >= _length(_FIRST) else 0
+
+
+def _at_most(shared: SharedKeys, repeated: int, keys: int) -> SharedKeys:
+    """Of shared keys so many repeated ones, of so many keys."""
+    return shared._replace(repeated=max(0, min(repeated, keys)))
 
 
 def _length(place: int) -> int:

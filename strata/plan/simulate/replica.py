@@ -181,7 +181,8 @@ class Replica:
         count = step.plan.tokens
         took = host.launch(count)
         keys = sum([sequence.computed for sequence in self.scheduler.decode_runs.sequences])
-        line = self._prices.decodes(count, keys + count)
+        shared = self.scheduler.decode_runs.shared
+        line = self._prices.decodes(count, keys + count, shared)
         shortest = line.seconds(keys + count)
         launched = self.runner.now + self.loop.delay + took
         if launched >= step.done or host.deliver(count) + took >= 0.9 * shortest or line.slope < 0:
@@ -190,7 +191,7 @@ class Replica:
         for _ in range(rounds):
             reads += count
             if reads >= line.upto:
-                line = self._prices.decodes(count, reads)
+                line = self._prices.decodes(count, reads, shared)
             done += line.base + line.slope * reads
             ends.append(done)
         ends.pop()

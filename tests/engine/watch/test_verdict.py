@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 
+from strata.cache.pages import SharedKeys
 from strata.engine.loop import StepTiming
 from strata.engine.plan import Chunk, Draw, StepPlan
 from strata.engine.scheduling.held import Held
@@ -53,6 +55,19 @@ def test_the_floor_of_a_step_is_that_of_the_roofline(
     assert look.floor.memory == pytest.approx(wanted.memory, rel=1e-6)
     assert look.predicted is not None
     assert look.floor.seconds < look.predicted < 5 * look.floor.seconds
+
+
+def test_keys_that_sequences_share_are_read_once_at_least(costs: StepCosts) -> None:
+    """0.6B: 28 layers of 8 heads of 128 keys and as many values, in 2 bytes."""
+    shares = StepShares(None, StepFloor.of(costs, H200, "bfloat16"))
+    alone = plan([2000] * 64, [(1024, 64)])
+    shared = msgspec.structs.replace(alone, shared=SharedKeys(1024, 64 * 1024))
+    own, less = shares.look(alone).floor, shares.look(shared).floor
+    assert own is not None
+    assert less is not None
+    nbytes = 64 * 1024 * 28 * 2 * 8 * 128 * 2
+    assert own.memory - less.memory == pytest.approx(nbytes / H200.ceiling("bandwidth").value, rel=1e-6)
+    assert own.compute == less.compute
 
 
 def test_the_share_of_prompts_is_what_the_step_would_be_shorter_without(costs: StepCosts) -> None:

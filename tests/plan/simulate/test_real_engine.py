@@ -13,6 +13,7 @@ import torch
 
 from strata import LLM
 from strata.cache.groups import PageGroup
+from strata.cache.pages import NONE_SHARED, SharedKeys
 from strata.cache.pool import PoolShape
 from strata.engine.engine_config import EngineConfig, groups_of
 from strata.engine.loop import EngineLoop
@@ -141,7 +142,7 @@ class Measured:
         self.plans.append(plan)
         return self._seconds(len(self.plans) - 1), None
 
-    def decodes(self, sequences: int, keys: int) -> Line:
+    def decodes(self, sequences: int, keys: int, shared: SharedKeys = NONE_SHARED) -> Line:
         raise AssertionError("every step is asked for")
 
 

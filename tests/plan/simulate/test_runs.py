@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from strata.cache.pages import NONE_SHARED, SharedKeys
 from strata.engine.plan import StepPlan
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.plan.simulate.fleet import NOTICED_SECONDS, Failure, Fleet, FleetConfig
@@ -33,14 +34,15 @@ class Linear:
         count = len(plan.chunks)
         if plan.tokens == count:
             keys = sum(chunk.start for chunk in plan.chunks) + count
-            line = self.decodes(count, keys)
+            line = self.decodes(count, keys, plan.shared)
             return line.seconds(keys), line.size
         return 4e-3 + 20e-6 * plan.tokens, ("prompts", plan.tokens // 64)
 
-    def decodes(self, sequences: int, keys: int) -> Line:
+    def decodes(self, sequences: int, keys: int, shared: SharedKeys = NONE_SHARED) -> Line:
         """Lines that meet at every thousand keys."""
         upto = (keys // 1000 + 1) * 1000
-        return Line(upto, 4e-3 + 1e-5 * sequences, 1e-8 + 1e-12 * upto, ("decodes", -(-sequences // 8)))
+        base = 4e-3 + 1e-5 * sequences - 1e-7 * shared.repeated
+        return Line(upto, base, 1e-8 + 1e-12 * upto, ("decodes", -(-sequences // 8)))
 
 
 def load(count: int, rate: float, *, shared: bool = False) -> list[SimulatedRequest]:
