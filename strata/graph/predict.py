@@ -67,7 +67,7 @@ class StepPredictor:
     tables: utilization by operation. prompts: of their attention by its FLOPs, None if too little was measured. link:
     to the other ranks, None if there are none. sums: of ranks' sums, by algorithm, None where none was measured. ranks:
     how many add up. attention_times: of attention whose programs are known, packed_times: of what multiplies by packed
-    weights, None where those were not measured.
+    weights, and of experts by any, None where those were not measured.
     """
 
     device: Device
@@ -179,6 +179,9 @@ class StepPredictor:
             found = self._message(node)
         elif node.cost.cached and not node.is_recurrent:
             found = self._attention(node.cost, workload, node.attends)
+        elif node.operation in MIXTURES and self.packed_times is not None and node.shape[0]:
+            seconds = self.packed_times.plain_experts(node.shape[0], node.cost.flops, node.cost.bytes)
+            found = Prediction(seconds, ORIGINS[1])
         elif node.cost.bytes and self._knows(alike := _ALIKE.get(node.operation, node.operation), "traffic"):
             found = self.tables[alike].predict("traffic", self.dtype, (node.cost.bytes,))
         if found is not None:

@@ -1,4 +1,4 @@
-"""Predicted steps of packed weights against runs of an H200."""
+"""Predicted steps of packed weights, and of experts in floats, against runs of an H200."""
 
 from __future__ import annotations
 
@@ -41,3 +41,19 @@ def test_runs_of_8b(scheme: str, tests: tuple[str, ...]) -> None:
     took = {line["test"]: line["value"] for line in runs}  # the newest
     for test in tests:
         assert named(test).value(seconds(prices, test)) == pytest.approx(took[test], rel=0.02), test
+
+
+@pytest.mark.parametrize(
+    ("model", "test", "off"),
+    [("30B-A3B", "T2", 0.08), ("30B-A3B", "T4", 0.12), ("gpt-oss-20b", "T2", 0.1), ("V2-Lite", "T4", 0.1)],
+)
+def test_runs_of_mixtures_in_floats(model: str, test: str, off: float) -> None:
+    """Experts in floats take the launches and rates of packed ones, and were fitted to none of these: the choice of a
+    token, and prompts whose tokens reach all."""
+    h200 = device("h200")
+    machine = Machine.of(h200, "bfloat16", per_host=8, network=50e9)
+    prices = LayerPrices(find_config(model), machine, Layout(), torch.bfloat16, Precision(None))
+    lines = [json.loads(line) for line in (RESULTS.parent / "h200_mixtures.jsonl").read_text().splitlines()]
+    runs = (line for line in lines if line["model"] == model and line.get("engine", "strata") == "strata")
+    took = {line["test"]: line["value"] for line in runs}  # the newest
+    assert named(test).value(seconds(prices, test)) == pytest.approx(took[test], rel=off)

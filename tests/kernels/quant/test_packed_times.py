@@ -86,6 +86,13 @@ def test_experts_by_hand(scheme: str, tokens: int, flops: float, seconds: float)
     assert HAND.experts(SCHEMES[scheme], tokens, 8.0, flops, 8.0) == seconds
 
 
+def test_experts_in_floats_by_hand() -> None:
+    """A token's in two launches; else with the order and the sum, by their bytes or at a share of the peak."""
+    assert HAND.plain_experts(1, 1e6, 10.0) == 2 + 10
+    assert HAND.plain_experts(2, 100.0, 10.0) == 4 + 10
+    assert HAND.plain_experts(500, 1000.0, 10.0) == 4 + 1000 / (0.5 * 50)
+
+
 def test_what_else_is_launched_by_hand() -> None:
     assert HAND.expanded(8.0, 4.0, 2) == 1 + 4 + 2 * 8
     assert HAND.rounded(3, 5, 2) == 1 + 3 * 5 * 3 / 3
