@@ -114,8 +114,8 @@ def _streams(scheme: Scheme) -> bool:
 # (in a chain of layers without attention it is 2.6e-6, docs/log.md). values, row: T2 of
 # 8B in int4, and products of e4m3 of 2 and 64 rows (docs/log.md); int8 and e2m1 were not measured so, and have those of
 # as many bits. tiles: decode steps of 8B, of more than 128 rows its products in a chain (`benchmarks.split_products`).
-# float8: T4 of 8B; int8, rounded_bandwidth: products of 8,192 rows. grouped: of plain ones, 484
-# of 800 TFLOP/s for 8,192 tokens of 30B-A3B (docs/log.md), of packed ones not measured. filled: not measured; the least weight that was.
+# float8: T4 of 8B; int8, rounded_bandwidth: products of 8,192 rows. grouped: of plain ones, 484 of 800 TFLOP/s for
+# 8,192 tokens of 30B-A3B (docs/log.md), of packed ones not measured. filled: not measured; the least weight that was.
 TIMES = {
     "NVIDIA H200": PackedTimes(
         launch=4.2e-6,
