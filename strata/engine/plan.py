@@ -110,8 +110,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         with windows; copies are (group, from, to).
     states_before, states_after: (from, to) rows of fixed states, to be copied in this order before the step reads any,
         and once it has written all. A slot is a row; those behind `FixedStates`' padding are snapshots.
-    shared: keys that several sequences read from the same pages, of all sequences that have a slot. No step needs it,
-        but what it takes depends on it.
+    shared: keys that several sequences read from the same pages, of all sequences that have a slot; none is told where
+        a model has stages. No step needs it, but what it takes depends on it.
     """
 
     ended: tuple[int, ...]

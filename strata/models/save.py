@@ -80,12 +80,14 @@ def _write_weights(
     shards = _split(parameters, max_shard_bytes)
     if len(shards) == 1:
         write_shard(_take(shards[0], values), folder / SINGLE)
+        _require_no_more(values)
         return
     homes: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         write_shard(_take(shard, values), folder / file)
         homes |= dict.fromkeys(shard, file)
+    _require_no_more(values)
     size = sum(parameter.numel() * parameter.itemsize for parameter in parameters.values())
     write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": homes})
 
@@ -107,12 +109,22 @@ def _split(parameters: dict[str, Tensor], max_shard_bytes: int) -> list[dict[str
 def _take(shard: dict[str, Tensor], values: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """The next values, which must be those of a shard, in its dtypes."""
     taken = dict(itertools.islice(values, len(shard)))
-    if [(name, value.shape) for name, value in taken.items()] != [(name, one.shape) for name, one in shard.items()]:
-        raise ValueError(
-            f"values from {next(iter(taken), 'none')} on came where those from {next(iter(shard))} on, of the "
-            f"{len(shard)} next parameters of the model, belong"
-        )
+    pairs = itertools.zip_longest(_shapes(shard), _shapes(taken), fillvalue="nothing")
+    for wanted, came in pairs:
+        if wanted != came:
+            raise ValueError(
+                f"{came} came where {wanted} is the model's next value; give all by name in the order of its parameters"
+            )
     return {name: value.to(shard[name].dtype) for name, value in taken.items()}
+
+
+def _shapes(values: dict[str, Tensor]) -> list[str]:
+    return [f"{name} {list(value.shape)}" for name, value in values.items()]
+
+
+def _require_no_more(values: Iterator[tuple[str, Tensor]]) -> None:
+    if (more := next(values, None)) is not None:
+        raise ValueError(f"{more[0]} came behind the model's last value; give as many as it has parameters")
 
 
 def write_shard(parameters: dict[str, Tensor], file: Path) -> None:

@@ -159,7 +159,7 @@ def test_messages_of_any_step() -> None:
     shown = rows_by(nodes, lambda node: (node.operation, "", ""), device("h200"), "float32", "communication", link)
     sums = next(row for row in shown if row.operation == "all_reduce")
     assert (sums.count, sums.bound, sums.cost.sent) == (2 * LAYERS, "communication", BYTES * reduced)
-    assert sums.seconds == pytest.approx(2 * LAYERS * 1.97e-6 + BYTES * reduced / 359e9)
+    assert sums.seconds == pytest.approx(2 * LAYERS * 1.96e-6 + BYTES * reduced / 359e9)
     drawn = Console(width=120)
     with drawn.capture() as text:
         drawn.print(table("", shown, whole=1.0))

@@ -36,7 +36,7 @@ def test_nothing_takes_no_time_and_floors_count_the_best_without_a_start() -> No
     link = LINKS["h200"]
     assert link.seconds(0, 0) == link.least_seconds(0, 0) == 0
     assert link.seconds(2, 339_000) == pytest.approx(25.1e-6 + 2 * 2.33e-6 + 1e-6)
-    assert link.least_seconds(2, 359_000) == pytest.approx(2 * 1.97e-6 + 1e-6)
+    assert link.least_seconds(2, 359_000) == pytest.approx(2 * 1.96e-6 + 1e-6)
     assert Link(5.0, 1.0, 100.0, "", "").least_seconds(2, 100) == 3
 
 
@@ -46,7 +46,7 @@ def test_no_measured_message_was_shorter_than_its_floor() -> None:
     messages = [line for record in records if record["test"] == "comm" for line in record["results"]]
     assert {(line["ranks"], line["operation"]) for line in messages} >= set(product((2, 4), COLLECTIVES))
     for line in messages:
-        assert line["value"] * 1e-6 >= LINKS["h200"].least_seconds(1, line["sent"]), line
+        assert min(line["all"]) * 1e-6 >= LINKS["h200"].least_seconds(1, line["sent"]), line
 
 
 def test_links_belong_to_known_devices_and_stay_below_what_makers_promise() -> None:

@@ -23,7 +23,7 @@ def test_messages_have_a_floor_where_there_is_a_link() -> None:
     h200 = device("h200")
     cost = Cost(read=64 << 10, written=64 << 10, messages=1, sent=64 << 10)
     on_link = floor(cost, h200, "bfloat16", LINKS["h200"])
-    assert (on_link.seconds, on_link.bound) == (pytest.approx(1.97e-6 + 65536 / 359e9), "communication")
+    assert (on_link.seconds, on_link.bound) == (pytest.approx(1.96e-6 + 65536 / 359e9), "communication")
     alone = floor(cost, h200, "bfloat16")
     assert (alone.communication, alone.bound) == (0, "memory")
 

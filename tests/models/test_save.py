@@ -113,16 +113,26 @@ def test_values_are_asked_for_shard_by_shard(
     assert asked == written == sum(sizes.values())
 
 
-@pytest.mark.parametrize("change", ["left out", "turned round", "of another shape"])
-def test_values_of_other_parameters_are_refused(tied: Checkpoint, tmp_path: Path, change: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("left out", r"nothing came where model\.norm\.weight \[\d+\]"),
+        ("turned round", r"model\.norm\.weight \[\d+\] came where model\.embed_tokens\.weight"),
+        ("of another shape", r"model\.embed_tokens\.weight \[\d+, \d+\] came where model\.embed_tokens\.weight"),
+        ("too many", "model.more came behind the model's last value"),
+    ],
+)
+def test_values_of_other_parameters_are_refused(tied: Checkpoint, tmp_path: Path, change: str, told: str) -> None:
     values = [(name, parameter.detach()) for name, parameter in tied.model.named_parameters()]
     if change == "left out":
         del values[-1]
     elif change == "turned round":
         values.reverse()
+    elif change == "too many":
+        values.append(("model.more", values[-1][1]))
     else:
         values[0] = (values[0][0], values[0][1][1:])
-    with pytest.raises(ValueError, match=r"values from model\.\S+ on came where those from model\.\S+ on, of the \d+"):
+    with pytest.raises(ValueError, match=told):
         save(tied.model, tied.config, tmp_path / "model", values=values)
     assert list(tmp_path.iterdir()) == []
 

@@ -22,7 +22,8 @@ class StepRecorder:
     """An observer of an engine's steps: CUDA events on a GPU, the engine's clock on a CPU.
 
     On a CPU also how long the engine's thread had a processor: the rest of a step others had it. On a GPU how long it
-    had none while it launched a step, which takes nothing but a processor, and whether a step replayed no CUDA graph.
+    had none while it launched a step, which takes nothing but a processor (but for compilers and grammars' masks, for
+    which it waits), and whether a step replayed no CUDA graph for lack of one of its size.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -35,12 +36,13 @@ class StepRecorder:
         self._delayed: list[float] = []
         self._compiled: list[int] = []
         self._eager: list[bool] = []
+        self._is_eager = False
         self._began, self._from, self._before = 0.0, 0.0, 0
 
     def begin(self, plan: StepPlan) -> None:
         self._before = self._compilations.total
         unrecorded = self._eager_steps()  # counted before a step begins
-        self._eager.append(unrecorded > self._unrecorded)
+        self._is_eager = unrecorded > self._unrecorded
         self._unrecorded = unrecorded
         self._log.begin(plan)
         self._from, self._began = time.perf_counter(), time.thread_time()
@@ -51,6 +53,7 @@ class StepRecorder:
         self._ran.append(ran)
         self._delayed.append(max(0.0, passed - ran))
         self._compiled.append(self._compilations.total - self._before)
+        self._eager.append(self._is_eager)
 
     def _eager_steps(self) -> int:
         return 0 if self._recorded is None else sum(self._recorded.unrecorded.values())

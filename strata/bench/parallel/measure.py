@@ -54,11 +54,11 @@ def run_limited(command: Sequence[str], limit: float) -> list[dict[str, Any]] | 
 @contextmanager
 def _ending_through_what_runs() -> Iterator[None]:
     """SIGTERM and a closed terminal are raised as exits, as Ctrl-C is: nothing else ends what has a session of its own.
-    What is ignored already, as by nohup, stays so."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, _exit)
+    What is ignored already, as by nohup, stays so. In the main thread alone, as all handlers of signals."""
+    found = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: handler for number, handler in found.items() if handler not in (signal.SIG_IGN, None)}
+    for number in before:
+        signal.signal(number, _exit)
     try:
         yield
     finally:

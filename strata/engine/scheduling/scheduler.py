@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Listed
 from typing import TYPE_CHECKING
 
-from strata.cache.pages import PageAllocator
+from strata.cache.pages import NONE_SHARED, PageAllocator
 from strata.cache.prefix import PrefixTree
 from strata.cache.snapshots import Snapshots
 from strata.cache.window_pages import WindowPages
@@ -165,7 +165,9 @@ class Scheduler:
                     count = self._growth.fitting(sequence, count, builder, prefilling)
                 self._prefill(sequence, count, builder)
         self._admit_waiting(builder)
-        plan = builder.plan(self._queues.ended, self._pages.shared)
+        # A step of several stages has a part of the sequences, and what those share is not known.
+        shared = self._pages.shared if self.config.stages == 1 else NONE_SHARED
+        plan = builder.plan(self._queues.ended, shared)
         if plan is not None:
             self._queues.ended = []
         return plan

@@ -17,7 +17,7 @@ _NEAR, _FAR = Workload((1,), (_REACH,)), Workload((1,), (2 * _REACH,))
 @dataclass(frozen=True)
 class StepFloor:
     """As `strata.hardware.roofline.floor` of `StepCosts.step`: weights, keys and values moved once, all products, all
-    messages. Layers with a window count as if every token read all of one of its own.
+    messages. Layers with a window count as if every token read a whole window of its own.
 
     compute, bandwidth: of the device, FLOP/s and bytes/s. pair_flops: of a query with a key; key_bytes: of a key and
     its value; bounded: of the layers with a window, FLOPs and bytes of a token.

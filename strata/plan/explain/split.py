@@ -165,7 +165,7 @@ def _shares(
     if traced is not None:
         idle_share = max(0.0, 1 - math.fsum(traced.seconds.values()) / traced.whole)
     elif (steps[0].eager or not nodes.recorded) and not measured.host_is_device:
-        idle_share = _waits_for_launches(nodes, times, steps[0], usual)
+        idle_share = _waits_for_launches(nodes, times, _middle(steps), usual)
     found = []
     for step, (again, others, count) in zip(steps, given, strict=True):
         compiled = max(0.0, step.seconds - usual) if step.compiled and usual else 0.0
@@ -185,7 +185,7 @@ def _waits_for_launches(nodes: StepNodes, times: StepSeconds, step: MeasuredStep
     own = [*nodes.inputs, *nodes.model, *nodes.draw]
     launches = times.predictor.launches(len(own))
     work = math.fsum(times.predictor.node(node, step.workload).seconds for node in own)
-    return max(0.0, 1 - work / max(launches, usual)) if launches > work else 0.0
+    return max(0.0, 1 - work / (usual or launches)) if launches > work else 0.0
 
 
 def _lost(step: MeasuredStep, times: StepSeconds) -> float:
@@ -193,7 +193,9 @@ def _lost(step: MeasuredStep, times: StepSeconds) -> float:
     than the step took longer than predicted."""
     if step.processor is not None:
         return max(0.0, step.seconds - step.processor)
-    return min(step.delayed, max(0.0, step.seconds - times.seconds(step.workload))) if step.delayed else 0.0
+    if step.compiled or not step.delayed:  # compilers are processes, for which its thread waits
+        return 0.0
+    return min(step.delayed, max(0.0, step.seconds - times.seconds(step.workload)))
 
 
 def _padding(nodes: StepNodes, times: StepSeconds, step: MeasuredStep) -> float:

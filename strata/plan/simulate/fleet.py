@@ -137,6 +137,7 @@ class Fleet:
         self._pass_to(time)
         if kind == _ROUND:
             if self._due[number] == time:
+                self._due[number] = math.inf  # so that another round at the same time is queued
                 self._replicas[number].proceed()
                 self._follow(number)
         elif kind == _ARRIVE:

@@ -36,7 +36,7 @@ class _ReceivedPrices:
 
     def price(self, plan: StepPlan) -> tuple[float, Hashable | None]:
         keys = sum([chunk.start + chunk.count for chunk in plan.chunks])
-        line = self.decodes(len(plan.chunks), keys)
+        line = self.decodes(len(plan.chunks), keys, plan.shared)
         return line.seconds(keys), line.size
 
     def decodes(self, sequences: int, keys: int, shared: SharedKeys = NONE_SHARED) -> Line:

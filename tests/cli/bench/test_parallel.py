@@ -97,13 +97,17 @@ def test_one_that_is_told_to_end_ends_what_it_measures(tmp_path: Path, number: s
     """As by `timeout` and by make: what is measured has a session of its own, which no one else ends."""
     noted = tmp_path / "child"
     child = f"import os, time, pathlib; pathlib.Path({str(noted)!r}).write_text(str(os.getpid())); time.sleep(60)"
-    start = "import sys; from strata.bench.parallel.measure import run_limited; "
+    start = f"import signal, sys; signal.signal({int(number)}, signal.SIG_DFL); "  # nohup has SIGHUP ignored
+    start += "from strata.bench.parallel.measure import run_limited; "
     started = subprocess.Popen([sys.executable, "-c", f"{start}run_limited([sys.executable, '-c', {child!r}], 60)"])
-    deadline = time.monotonic() + 20
-    while not (noted.exists() and noted.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    started.send_signal(number)
-    assert started.wait(20) == 128 + number
+    try:
+        deadline = time.monotonic() + 20
+        while not (noted.exists() and noted.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        started.send_signal(number)
+        assert started.wait(20) == 128 + number
+    finally:
+        started.kill()
     assert not _runs(int(noted.read_text()))
 
 

@@ -212,6 +212,15 @@ def test_steps_whose_launches_lost_the_processor(times: StepSeconds) -> None:
     assert "processors" not in explain(hidden, times).verdict.symptom
 
 
+def test_a_launch_that_waits_for_its_compiler_lost_no_processor(times: StepSeconds) -> None:
+    measured = run(EVEN, seconds=times.seconds)
+    late = replace(measured.steps[-1], end=measured.steps[-1].end + 0.3, delayed=0.25, compiled=1)
+    found = explain(replace(measured, wall=measured.wall + 0.3, steps=(*measured.steps[:-1], late)), times)
+    parts = {part.name: part.seconds for part in found.waterfall.parts}
+    assert parts["compilation"] == pytest.approx(0.3, rel=0.02)
+    assert "processors taken by other work" not in parts
+
+
 def test_another_process_on_the_device(times: StepSeconds) -> None:
     measured = run(EVEN, seconds=lambda workload: 3 * times.seconds(workload))
     found = explain(replace(measured, device=DeviceState(others=("9.0 GiB in use",))), times)

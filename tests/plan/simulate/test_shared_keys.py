@@ -48,9 +48,10 @@ class Tables:
         return SharedKeys(PAGE * len(counts), PAGE * (sum(counts) - len(counts)))
 
 
-def scheduler(max_sequences: int = 8) -> Scheduler:
+def scheduler(max_sequences: int = 8, stages: int = 1) -> Scheduler:
     pages = PageAllocator(400, PAGE)
-    return Scheduler(SchedulerConfig(max_sequences, max_tokens=256, max_length=400), pages, PrefixTree(pages))
+    config = SchedulerConfig(max_sequences, max_tokens=256, max_length=400, stages=stages)
+    return Scheduler(config, pages, PrefixTree(pages))
 
 
 def run(engine: Scheduler, prompts: dict[str, list[int]], outputs: int = 50) -> StepPlan:
@@ -73,6 +74,21 @@ def test_a_plan_tells_which_keys_its_sequences_share() -> None:
     plan = run(engine, others)
     assert len(plan.chunks) == 4
     assert plan.shared == SharedKeys(32, 3 * 32)
+
+
+def test_of_stages_no_step_tells_what_sequences_of_other_steps_share() -> None:
+    engine, common = scheduler(stages=2), list(range(100, 140))
+    for name in ("first", "second"):
+        engine.add(Request(name, (*common, 7), exactly(9)))
+        plan = engine.schedule()
+        assert plan is not None
+        engine.complete(plan, [1] * len(plan.draws))
+    assert engine.decode_runs.shared.repeated
+    for _ in range(3):
+        plan = engine.schedule()
+        assert plan is not None
+        assert plan.shared == NONE_SHARED
+        engine.complete(plan, [1] * len(plan.draws))
     assert engine.decode_runs.shared == plan.shared
     engine.abort("1")
     assert run(engine, {"other": [*range(200, 260)]}).shared == SharedKeys(32, 2 * 32)
