@@ -75,6 +75,11 @@ def test_a_plan_tells_which_keys_its_sequences_share() -> None:
     assert len(plan.chunks) == 4
     assert plan.shared == SharedKeys(32, 3 * 32)
     assert engine.decode_runs.shared == plan.shared
+    engine.abort("1")
+    assert run(engine, {"other": [*range(200, 260)]}).shared == SharedKeys(32, 2 * 32)
+    engine.abort("first")
+    engine.abort("0")
+    assert run(engine, {}).shared == NONE_SHARED  # one of the four is left
 
 
 def test_of_stages_no_step_tells_what_sequences_of_other_steps_share() -> None:
@@ -90,11 +95,6 @@ def test_of_stages_no_step_tells_what_sequences_of_other_steps_share() -> None:
         assert plan is not None
         assert plan.shared == NONE_SHARED
         engine.complete(plan, [1] * len(plan.draws))
-    engine.abort("1")
-    assert run(engine, {"other": [*range(200, 260)]}).shared == SharedKeys(32, 2 * 32)
-    engine.abort("first")
-    engine.abort("0")
-    assert run(engine, {}).shared == NONE_SHARED  # one of the four is left
 
 
 def test_plans_tell_of_the_pages_of_their_block_tables() -> None:
