@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 # Tests run side by side: threads of one that wait for a core hold up all others of their team. Read when torch loads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Else each process that compiles C++ first compiles a program for each kind of vector, to see which run here.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 import pytest
 import torch

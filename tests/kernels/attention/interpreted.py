@@ -1,7 +1,4 @@
-"""The Triton kernels of attention with sinks in Triton's interpreter, against the reference: run by `test_sinks`.
-
-Under newer numpys Triton 3.6 takes no bounds of loops, which `_counts` of the collective kernels mends.
-"""
+"""The Triton kernels of attention with sinks in Triton's interpreter, against the reference: run by `test_sinks`."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.rounded_triton import write_rounded
 from tests.kernels.attention.test_attention import Case
 from tests.kernels.attention.test_decode_attention import copied, step
-from tests.kernels.collective.interpreted import _counts
+from tests.kernels.interpreter import prepare_interpreter
 
 SINKS = torch.tensor([0.0, 30.0, -30.0, 2.0])
 NEAR = {"rtol": 1e-5, "atol": 1e-5}
@@ -120,7 +117,7 @@ def pools_in_8_bits(kind: torch.dtype) -> None:
 if __name__ == "__main__":
     limits = DeviceLimits("interpreter", capability=(8, 0), shared_bytes=0, processors=0)
     DeviceLimits.of = staticmethod(lambda device: limits)  # type: ignore[method-assign]
-    _counts()
+    prepare_interpreter()
     torch.manual_seed(0)
     prompts_and_mixed_steps()
     decoding()

@@ -19,7 +19,7 @@ from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.state.kept_keys import KeptKeys
 from tests.kernels.attention.kept_case import LENGTHS, NEW, batch_of
 from tests.kernels.attention.test_attention import Case
-from tests.kernels.collective.interpreted import _counts
+from tests.kernels.interpreter import prepare_interpreter
 
 SPEC = AttentionSpec(0, 0.3)
 
@@ -76,7 +76,7 @@ def joining(ranks: int, own: int, dim: int) -> None:
 if __name__ == "__main__":
     limits = DeviceLimits("interpreter", capability=(8, 0), shared_bytes=0, processors=0)
     DeviceLimits.of = staticmethod(lambda device: limits)  # type: ignore[method-assign]
-    _counts()
+    prepare_interpreter()
     for one in (KeptKeys(2, 0), KeptKeys(2, 1), KeptKeys(3, 2), KeptKeys()):
         prompts_and_mixed_steps(one)
         decoding(one)

@@ -1,8 +1,7 @@
 """The ranks of `test_all_reduce`: the kernels in Triton's interpreter, with inboxes in files that all ranks map.
 
 The interpreter runs the programs of a kernel one after another in the order of their indices, so each finds its peers
-in the other processes. It knows no assembly: an atomic addition of nothing reads flags instead. Under newer numpys
-Triton 3.6 takes no bounds of loops, which `_counts` mends.
+in the other processes. It knows no assembly: an atomic addition of nothing reads flags instead.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.runtime import interpreter
 
 from strata.comm import all_reduce_cuda as launches
 from strata.comm import sent_product_cuda
@@ -31,6 +29,8 @@ from strata.kernels.collective.flagged import FLAGGED_PROGRAMS
 from strata.kernels.linear.skinny import skinny_linear
 from strata.kernels.linear.skinny_tiles import SkinnyTile
 from strata.kernels.triton_import import tl, triton
+
+from ..interpreter import prepare_interpreter
 
 CALLS = 4
 SHAPES = {
@@ -57,16 +57,6 @@ GROUPS = ((2, "float32"), (2, "float16"), (4, "float32"))
 @triton.jit
 def _read(places):
     return tl.atomic_add(places, 0)
-
-
-def _counts() -> None:
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patched
 
 
 def numbers(rank: int, call: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -104,7 +94,6 @@ def run_sent(axis: Axis, rank: int, call: int) -> tuple[Tensor, ...]:
 def run_rank(folder: Path, rank: int, ranks: int, dtype: torch.dtype) -> None:
     all_reduce._acquired = _read
     launches.PROGRAMS = launches.FLAGGED_PROGRAMS = 2  # so that a program takes several rows
-    _counts()
     words = Layout.of(ranks).end
     boxes = [torch.from_file(str(folder / f"inbox-{peer}"), True, words, dtype=torch.int32) for peer in range(ranks)]
     peers = torch.tensor([box.data_ptr() for box in boxes])
@@ -133,7 +122,6 @@ def _launcher(name: str) -> Callable[..., Any]:
 
 def run_parts(folder: Path) -> None:
     """Whether the kernels of rounded parts give what their references do, of odd and of even sizes."""
-    _counts()
     found = []
     for ranks, width in ((2, 1160), (3, 7)):
         numbers = torch.randn(2, 5, ranks * width, generator=torch.Generator().manual_seed(width))
@@ -161,6 +149,7 @@ def _same_parts(found: Tensor, wanted: Tensor, width: int) -> bool:
 def main() -> None:
     """One group of ranks after another, as forks of this process: it has imported what all of them need."""
     folder, forks = Path(sys.argv[1]), multiprocessing.get_context("fork")
+    prepare_interpreter()
     run_parts(folder)
     for ranks, name in GROUPS:
         own = folder / f"{ranks}-{name}"

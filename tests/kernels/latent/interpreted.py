@@ -15,7 +15,7 @@ from strata.kernels.rotary.rope import rope_angles
 from strata.kernels.rotary.tail_rope import tail_rope
 from strata.kernels.state.latent_write import latent_write
 
-from ..collective.interpreted import _counts
+from ..interpreter import prepare_interpreter
 from .cases import Call, by_ranks, make_call, with_parts
 
 DIMS = Dims(heads=5, nope=10, rope=6, rank=24, value=14)
@@ -166,7 +166,7 @@ def check_far_heads() -> None:
 
 
 def main() -> None:
-    _counts()
+    prepare_interpreter()
     check_far_heads()
     torch.manual_seed(3)
     torch.use_deterministic_algorithms(True)  # new memory is filled with what is not a number

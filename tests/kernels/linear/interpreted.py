@@ -26,7 +26,7 @@ from strata.kernels.quant.packed import PackedWeight, Scheme, dense, pack, packe
 from strata.kernels.quant.round_rows import round_rows
 from strata.kernels.quant.schemes import SPARSITIES
 from strata.kernels.quant.two_of_four import least_two_of_four
-from tests.kernels.collective.interpreted import _counts
+from tests.kernels.interpreter import prepare_interpreter
 
 GEMV = SkinnyTile("gemv", 32, 64, 4)
 DOT = SkinnyTile("dot", 32, 32, 2, rows=16)
@@ -156,7 +156,7 @@ def split_products() -> None:
 
 
 if __name__ == "__main__":
-    _counts()
+    prepare_interpreter()
     torch.manual_seed(0)
     for scheme, tiles in CASES:
         packed = pack(torch.randn(40, WIDTH) / 8, scheme)

@@ -1,7 +1,4 @@
-"""The Triton kernels of mixtures in Triton's interpreter, against references: run by `test_interpreted`.
-
-Under newer numpys Triton 3.6 takes no bounds of loops, which `_counts` of the collective kernels mends.
-"""
+"""The Triton kernels of mixtures in Triton's interpreter, against references: run by `test_interpreted`."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from strata.kernels.moe.few_tokens import by_choices
 from strata.kernels.moe.held_order import held_numbers
 from strata.kernels.moe.order import Order
 from strata.kernels.moe.route import SOFTMAX, in_one_launch, route
-from tests.kernels.collective.interpreted import _counts
+from tests.kernels.interpreter import prepare_interpreter
 
 from .packed_interpreted import packed_products
 from .routes import ROUTES, assert_no_number_leads_astray, assert_routed, assert_ties_go_to_the_lower_number, distinct
@@ -106,7 +103,7 @@ def few_tokens() -> None:
 
 
 if __name__ == "__main__":
-    _counts()
+    prepare_interpreter()
     torch.manual_seed(0)
     orders()
     routes()

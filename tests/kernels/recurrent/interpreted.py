@@ -1,7 +1,6 @@
 """The Triton kernels of recurrent operations in Triton's interpreter: how far each is from its reference, as JSON.
 
-Sequences begin, go on, stand still and pad; results and rows are poisoned before. `counts` mends what Triton 3.6 lacks
-under newer numpys, where it takes no bounds of loops.
+Sequences begin, go on, stand still and pad; results and rows are poisoned before.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.runtime import interpreter
 
 from strata.kernels.activation import sigmoid_gate
 from strata.kernels.recurrent import (
@@ -29,19 +27,10 @@ from strata.kernels.rotary import partial_rope
 from strata.kernels.rotary.rope import rope_angles
 from strata.kernels.state.fixed import FixedStates
 from strata.models.batch import Batch
+from tests.kernels.interpreter import prepare_interpreter
 from tests.kernels.recurrent.steps import step
 
 LENGTHS, STARTS, SLOTS, ROWS = [5, 1, 0, 19, 1], [0, 3, 2, 7, 0], [4, 1, 3, 0, 2], 6
-
-
-def counts() -> None:
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patched
 
 
 def batch_of(*shapes: tuple[int, ...]) -> Batch:
@@ -162,7 +151,7 @@ def rotation(heads: int, dims: int, kept: int) -> float:
 
 
 def main() -> None:
-    counts()
+    prepare_interpreter()
     torch.use_deterministic_algorithms(True, warn_only=True)  # what is only allocated holds NaN
     state_space_triton._CHUNK = 16  # so that few tokens are two chunks
     found = {

@@ -18,7 +18,7 @@ from strata.kernels.device_limits import DeviceLimits
 from tests.kernels.attention.sparse.interpreted_pages import compare_pages
 from tests.kernels.attention.sparse.test_prompts import CHOICE, SINKS, SPEC
 from tests.kernels.attention.test_attention import Case
-from tests.kernels.collective.interpreted import _counts
+from tests.kernels.interpreter import prepare_interpreter
 
 
 def compare(given: tuple[Any, ...], alike: tuple[Any, ...], choice: BlockChoice, sinks: Tensor | None) -> None:
@@ -63,7 +63,7 @@ if __name__ == "__main__":
     DeviceLimits.of = staticmethod(lambda device: limits)  # type: ignore[method-assign]
     prompts_cuda.pooled_tile = lambda head_dim, dtype: Tile(32, 16, 4, 1)  # type: ignore[assignment]
     torch.empty = poisoned(torch.empty)  # type: ignore[assignment]
-    _counts()
+    prepare_interpreter()
     torch.manual_seed(0)
     step_with_decodes()
     stretches_of_several_pages()
