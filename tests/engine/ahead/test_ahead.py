@@ -230,9 +230,7 @@ def test_other_kinds_of_starts_have_other_manifests(folder: Path) -> None:
     assert manifest.key_of(small(seed=3, gpu_memory_utilization=0.5), hopper()) == keys[0]
 
 
-def test_a_start_that_would_be_refused_is_a_line(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_that_would_be_refused_is_a_line(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever starts an engine may have files of common names beside them, which stay out of it."""
     (tmp_path / "triton.py").write_text("raise ValueError('not the library')")
     monkeypatch.setenv("PYTHONPATH", str(Path(strata.__file__).parents[1]))
