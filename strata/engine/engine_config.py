@@ -299,6 +299,8 @@ def device_of(name: str) -> torch.device:
         raise ValueError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N") from None
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
+    if device.type == "cpu" and device.index is not None:
+        raise ValueError(f"device {name!r} is not there: processors have no numbers; use cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
     return device

@@ -65,7 +65,8 @@ class ServerState:
     def require_alive(self) -> None:
         """Raises ApiError (503) once the engine is dead."""
         if not self.client.alive:
-            raise self.engine_gone("it has ended")
+            again = "; another is being started, ask again" if self.engine_restarts else ""
+            raise self.engine_gone(f"it has ended{again}")
 
     def engine_gone(self, reason: str) -> ApiError:
         """What a request is answered with that the engine cannot finish, or begin, because it has ended."""

@@ -267,6 +267,7 @@ def test_a_sequence_that_cannot_fit_the_pool_is_refused(folder: Path) -> None:
         ({"max_num_sequences": 3}, "unknown option"),
         ({"dtype": "fp8"}, "dtype"),
         ({"device": "tpu"}, "device"),
+        ({"device": "cpu:1"}, "processors have no numbers"),
         ({"page_size": 12}, "power of two"),
         ({"max_model_len": 100000}, "max_position_embeddings"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),

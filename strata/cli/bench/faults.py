@@ -16,7 +16,12 @@ _MAX_MODEL_LEN = 1024
 
 
 def faults(
-    rounds: Annotated[int, typer.Option(min=1, help="Each kills or stops one rank, in turn.")] = 20,
+    rounds: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Each kills one rank, in turn, or stops one once all were killed: twice the ranks see both."
+        ),
+    ] = 20,
     model: Model = "0.6B",
     load_format: LoadFormat = None,
     dtype: options.Dtype = "bfloat16",

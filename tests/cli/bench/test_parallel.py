@@ -121,7 +121,7 @@ def _runs(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--tests", "T9"], "'T9' is unknown"),
+        (["--tests", "T9"], "'T9' is unknown; give some of comm, T2, T1, T4, T0 and T3-bN"),
         (["--dtype", "int3"], "'int3' is unknown"),
         (["--device", "tpu"], "'tpu' is unknown"),
         (["--models", "9B"], "9B"),

@@ -129,6 +129,7 @@ def test_a_killed_engine_is_replaced_if_that_is_asked_for() -> None:
         refused = server.complete(max_tokens=1)
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) >= 1
+        assert "another is being started" in refused.json()["error"]["message"]
         wait_for(lambda: server.status("/ready") == 200, server.output)
         assert server.engine() != first
         assert server.complete(temperature=0, max_tokens=20).json()["choices"] == answer
