@@ -24,6 +24,7 @@ TIMES = AttentionTimes(
     empty=1e-7,
     softmax=0.25,
     prompts={"fresh": (20e-6, 1e-8), "pages": (10e-6, 2e-8), "tiles": (3e-6, 4e-8)},
+    repeated=2e12,
 )
 
 
