@@ -134,10 +134,11 @@ class Bench:
 def outcome(case: Case, setup: Setup, repeat: int) -> Outcome:
     """What came of a case."""
     with tempfile.TemporaryDirectory() as folder:
-        return _outcome(Bench(case, setup, Path(folder)), case, repeat)
+        return _outcome(Bench(case, setup, Path(folder)), repeat)
 
 
-def _outcome(bench: Bench, case: Case, repeat: int) -> Outcome:
+def _outcome(bench: Bench, repeat: int) -> Outcome:
+    case = bench.case
     mended_engine = None if case.lasts else bench.make(bench.mended, faulty=False)
     found, mended = [], []
     with case.around() if case.lasts else nullcontext():

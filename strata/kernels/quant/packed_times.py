@@ -1,4 +1,5 @@
-"""How long products and experts take by packed weights, from the way in which their rows are multiplied.
+"""How long products and experts take by packed weights, from the way in which their rows are multiplied; and experts
+by floats, whose launches, bandwidth and share of the peak are the same.
 
 The constants were fitted to runs and kernels of 8B and 30B-A3B on one H200 (`benchmarks/results/h200_precision.jsonl`;
 docs/plan.md says how far off they are), in steps of models where there are any: alone, or in a chain of products, the

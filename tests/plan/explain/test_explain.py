@@ -12,7 +12,8 @@ from strata.hardware.roofline import Workload
 from strata.models.folder import folder_or_shape
 from strata.plan.explain.explain import explain
 from strata.plan.explain.explanation import Explanation
-from strata.plan.explain.measurement import DeviceState, MeasuredStep, TracedOperations
+from strata.plan.explain.measurement import DeviceState, MeasuredStep, StepChunk, TracedOperations
+from strata.plan.explain.split import split_steps
 from strata.plan.explain.step_fit import StepFit
 from strata.plan.explain.waterfalls import of_tail
 from strata.plan.explain.what_if import WhatIf
@@ -197,6 +198,17 @@ def test_eager_steps_of_a_gpu_wait_for_launches(times: StepSeconds) -> None:
     )
     found = explain(replace(measured, unrecorded=len(measured.steps)), busy)
     assert "launches" not in found.verdict.symptom
+
+
+def test_a_host_that_launches_faster_than_predicted_leaves_the_work_whole(times: StepSeconds) -> None:
+    decodes = tuple(StepChunk(sequence, 100, 1, 1) for sequence in range(16))
+    nodes = times.model.step(MeasuredStep(0.0, 1.0, decodes).workload)
+    own = (*nodes.inputs, *nodes.model, *nodes.draw)
+    work = math.fsum(times.predictor.node(node, MeasuredStep(0.0, 1.0, decodes).workload).seconds for node in own)
+    took = (work + times.predictor.launches(len(own))) / 2
+    assert work < took
+    split = split_steps(replace(run(EVEN), steps=(MeasuredStep(0.0, took, decodes, eager=True),)), times)
+    assert math.fsum(one.seconds for one in split.operations) == pytest.approx(work)
 
 
 def test_steps_whose_launches_lost_the_processor(times: StepSeconds) -> None:
