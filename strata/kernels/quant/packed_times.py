@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.linear.packed.few_rows import GEMV_WIDTH, MOST_ROUNDED_ROWS, dot_shapes
+from strata.kernels.linear.packed.int4_gemv import in_chunks
 from strata.kernels.linear.packed.split_product import MOST_SPLIT_ROWS
 from strata.kernels.linear.skinny_tiles import MOST_ROWS
 from strata.kernels.moe.packed_experts import MOST_CONVERTED
@@ -28,8 +29,8 @@ class PackedTimes:
     """Seconds of a product, or of a mixture's experts, on a device; bandwidths in bytes/s, rates in FLOP/s.
 
     A kernel takes `launch` beside its work, of few rows by a weight of fewer bytes than `filled` so much less. One row
-    by 8 bits takes `streaming` in place of that, since its loads begin beside the kernel ahead, and the way of the
-    weight at `bandwidth`. Few rows take `values` for each weight that becomes a float in
+    by 8 bits or int4 takes `streaming` in place of that, since its loads begin beside the kernel ahead, and the way of
+    the weight at `bandwidth`. Few rows take `values` for each weight that becomes a float in
     registers, by the kind of values, and `row` more for each row of their tiles. Rows in 8 bits take for each weight
     what `tiles` have for the least rows that hold them. More rows than any has take their FLOPs at `rates`, by the
     dtype in which is multiplied ("": the model's), experts at a share of these, `grouped`, and then the way of the
@@ -56,7 +57,8 @@ class PackedTimes:
             return None
         weights, rounds = shape[0] * shape[1], bool(multiplied_in(scheme))
         share = min(1.0, nbytes / self.filled)
-        if rows == 1 and _streams(scheme) and shape[1] <= GEMV_WIDTH:
+        by_integers = scheme.values == "int4" and in_chunks(shape[1], scheme.columns)
+        if rows == 1 and (_streams(scheme) or by_integers) and shape[1] <= GEMV_WIDTH:
             return self.streaming * share + nbytes / self.bandwidth
         start = self.launch * share
         if rows <= (MOST_ROUNDED_ROWS if rounds else MOST_ROWS):

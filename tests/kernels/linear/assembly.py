@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 import torch
 
@@ -66,8 +67,27 @@ def _add(first: int, second: int) -> int:
     return int.from_bytes(struct.pack("<2e", *sums.tolist()), "little")
 
 
+def _dot(first: bool, second: bool) -> Callable[[int, int, int], int]:
+    """Of four bytes each, signed or not, and what it is added to."""
+
+    def dot(a: int, b: int, total: int) -> int:
+        pairs = zip(a.to_bytes(4, "little"), b.to_bytes(4, "little"), strict=True)
+        return total + sum(_byte(left, first) * _byte(right, second) for left, right in pairs) & 0xFFFFFFFF
+
+    return dot
+
+
+def _byte(bits: int, signed: bool) -> int:
+    return bits - 256 if signed and bits > 127 else bits
+
+
+def _fma_wide(*operands: int) -> int:
+    """Of float32, whose product and sum a double holds here."""
+    a, b, c = (_float(operand) for operand in operands)
+    return _bits(a * b + c)
+
+
 _INSTRUCTIONS = {
-    "mov.b32": lambda a: a,
     "and.b32": lambda a, b: a & b,
     "xor.b32": lambda a, b: a ^ b,
     "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
@@ -76,5 +96,12 @@ _INSTRUCTIONS = {
     "lop3.b32": _lop3,
     "fma.rn.bf16x2": _fma,
     "add.rn.f16x2": _add,
+    "shr.u32": lambda a, b: a >> b,
+    "mad.lo.s32": lambda a, b, c: a * b + c & 0xFFFFFFFF,
+    "dp4a.s32.u32": _dot(True, False),
+    "dp4a.u32.s32": _dot(False, True),
+    "dp4a.u32.u32": _dot(False, False),
+    "fma.rn.f32": _fma_wide,
+    "mov.b32": lambda a: a,
     "add.rn.f32": lambda a, b: _bits(_float(a) + _float(b)),
 }

@@ -73,6 +73,24 @@ def few(weight: PackedWeight, tile: SkinnyTile, dtype: torch.dtype = torch.float
     close(found, F.silu(scaled[:, : out // 2]) * scaled[:, out // 2 :])
 
 
+def one_row_by_halves() -> None:
+    """With and without zeros, groups and scales of rows; columns past the last one; edges of tiles."""
+    x = torch.randn(1, 2 * 192)[:, 192:]
+    residual, norm_weight, squares = torch.randn(1, 40), torch.randn(40), torch.rand(1, 5)
+    tile = SkinnyTile("gemv", 16, 256, 4)
+    for columns in (64, 0):
+        packed = pack(torch.randn(40, 192) / 8, Scheme("int4", 1, columns))
+        for weight in (packed, odd(packed), packed._replace(row_scales=torch.rand(40, 1))):
+            exact = x @ dense(weight).t()
+            total, weighted, sums = multiply(PackedProduct(x, weight, residual=residual, norm_weight=norm_weight), tile)
+            close(total, exact + residual)
+            close(weighted, total * norm_weight)
+            close(sums.sum(1), total.square().sum(1))
+            (found,) = multiply(PackedProduct(x, weight, squares=squares, eps=1e-5, gated=True), tile)
+            scaled = exact * torch.rsqrt(squares.sum(1, keepdim=True) / 192 + 1e-5)
+            close(found, F.silu(scaled[:, :20]) * scaled[:, 20:])
+
+
 def rounding() -> None:
     """Integers to the bit; of floats the interpreter itself rounds some otherwise than torch and the hardware."""
     x = torch.randn(3, 300)[:, :150] * torch.tensor([1.0, 1e-30, 0.0])[:, None]
@@ -165,6 +183,7 @@ if __name__ == "__main__":
             assert torch.equal(dequantize(weight, torch.float32), ordered)
             for tile in tiles:
                 few(weight, tile)
+    one_row_by_halves()
     two_of_four()
     rounding()
     rounding_where_rows_are_made()

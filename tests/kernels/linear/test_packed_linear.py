@@ -13,7 +13,9 @@ from torch import Tensor
 
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits, as_if_on
 from strata.kernels.linear.linear import linear
-from strata.kernels.linear.packed.few_rows import packed_tile
+from strata.kernels.linear.packed import int4_gemv
+from strata.kernels.linear.packed.few_rows import PackedProduct, multiply, packed_tile
+from strata.kernels.linear.skinny_tiles import SkinnyTile
 from strata.kernels.quant import dequantize
 from strata.kernels.quant.packed import PackedWeight, Scheme, pack, unpacked_values
 from strata.kernels.quant.schemes import SCHEMES, SPARSITIES
@@ -54,6 +56,22 @@ def test_assembly_unpacks_every_byte(name: str, kind: str, less: int) -> None:
         if kind != "int8":  # the low halves of all bytes come first
             found = [found[half * 4 + place] for place in range(4) for half in range(2)]
         assert found == exact
+
+
+def test_assembly_of_one_row_multiplies_exactly() -> None:
+    """Codes by integers of 16 bits, and floats as such integers, the halves of an odd one to the even."""
+    pytest.importorskip("triton")
+    columns = [-32640.0, 32640.0, 0.0, 1.0, -1.0, 255.5, -256.0, 1234.4]
+    half = 0x3F000000  # 0.5
+    doubled = [struct.unpack("<I", struct.pack("<f", 2 * column))[0] for column in columns]
+    *integers, total = run(int4_gemv.INTEGERS_ASSEMBLY.value, doubled[0], 5, *doubled[1:], half)
+    rounded = [-32640, 32640, 0, 1, -1, 256, -256, 1234]
+    assert struct.unpack("<i", struct.pack("<I", total))[0] == sum(rounded)
+    for word in (0x00000000, 0xFFFFFFFF, 0x12345678, 0x9ABCDEF0):
+        (found,) = run(int4_gemv.DOT_ASSEMBLY.value, word, 1, *integers, 7)
+        codes = [word >> 4 * place & 15 for place in range(8)]
+        exact = 7 + sum(code * column for code, column in zip(codes, rounded, strict=True))
+        assert struct.unpack("<i", struct.pack("<I", found))[0] == exact
 
 
 HOPPER = DeviceLimits("NVIDIA H200", (9, 0), SHARED_BYTES, 132)
@@ -102,6 +120,7 @@ def test_launches_are_told() -> None:
     bound = linear.bind("cuda", packed=True)
     assert bound.launches(*placed("fp8", 1, HOPPER)) == ("packed_gemv_kernel",)
     assert bound.launches(*placed("fp8", 300, HOPPER)) == ("round_rows_kernel", "(cuBLAS)")
+    assert bound.launches(*placed("int4", 1, HOPPER)) == ("int4_gemv_kernel",)
     x, weight, bias = placed("int4", 4, HOPPER)
     order = as_if_on(HOPPER, torch.empty(1024, dtype=torch.int32, device="meta"))
     assert bound.launches(x, weight._replace(order=order), bias) == ("(ATen)", "packed_dot_kernel")
@@ -113,6 +132,37 @@ def test_launches_are_told() -> None:
     x, weight, bias = placed("int8_weights", 1, HOPPER)
     assert bound.choose(x, weight._replace(zeros=weight.scales), bias).name == DEQUANTIZED
     assert bound.choose(*placed("int4", 1, HOPPER, width=1016)).name == DEQUANTIZED
+
+
+def test_tiles_of_one_row_by_bytes() -> None:
+    """Of 8B: qkv, o, gate and up, down; then of a smaller model."""
+    shapes = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (4096, 1024), (1024, 3072))
+    found = [packed_tile(1, out, width, "e4m3", 0, HOPPER) for out, width in shapes]
+    assert [tile and (tile.kernel, tile.columns, tile.warps) for tile in found] == [
+        ("gemv", 8, 4),
+        ("gemv", 8, 4),
+        ("gemv", 4, 4),
+        ("gemv", 2, 8),
+        ("gemv", 4, 2),
+        ("gemv", 4, 4),
+    ]
+
+
+def test_tiles_of_one_row_by_int4() -> None:
+    """256 bytes of a thread, or all that there are; groups of fewer columns than a thread takes go another way."""
+    for out, width, group in ((6144, 4096, 128), (28672, 4096, 128), (4096, 14336, 128), (1024, 1024, 32), (64, 96, 0)):
+        tile = packed_tile(1, out, width, "int4", group, HOPPER)
+        assert tile is not None
+        assert (tile.kernel, tile.early) == ("gemv", True)
+        assert tile.fits(1, out, width)
+        assert tile.width // 2 * tile.columns <= 256 * 32 * tile.warps
+    for width, group in ((4096, 16), (16400, 0), (32768, 128)):
+        tile = packed_tile(1, 4096, width, "int4", group, HOPPER)
+        assert tile is None or tile.kernel == "dot"
+    with pytest.raises(ValueError, match="one row of int4"):
+        multiply(
+            PackedProduct(torch.ones(2, 64), pack(torch.ones(8, 64), SCHEMES["int4"])), SkinnyTile("gemv", 8, 1024, 1)
+        )
 
 
 def test_splits_keep_groups_whole_and_divide_the_width() -> None:

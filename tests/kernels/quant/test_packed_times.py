@@ -50,6 +50,7 @@ HAND = PackedTimes(
         ("fp8", 65, 1 + 8 * 9),
         ("fp8_block", 64, 1 + 2 * 64 * 8 / 100 + 5),
         ("fp8", 1000, 1 + 2 * 1000 * 8 / 100 + 5),
+        ("int4", 2, 1 + 8 * (2 + 4)),
         ("int4", 129, 1 + 8 * (2 + 128)),
         ("int4", 257, None),  # becomes floats in memory
         ("int8", 1, None),  # not measured
@@ -66,6 +67,11 @@ def test_slower_memory_bounds_what_instructions_took() -> None:
     assert slow.product(SCHEMES["fp8"], 17, (2, 4), 8.0, 5.0) == 1 + 80  # in place of 40 in tiles
     assert slow.product(SCHEMES["fp8"], 16, (2, 4), 8.0, 5.0) == 1 + 8 * (3 + 8)  # more than that
     assert slow.rounded(6, 10, 2) == pytest.approx(1 + 60 * 3 / 0.3)
+
+
+def test_one_row_by_int4_streams_in_chunks_of_32_columns() -> None:
+    assert HAND.product(SCHEMES["int4"], 1, (2, 64), 8.0, 5.0) == 0.75 + 8
+    assert HAND.product(SCHEMES["int4"], 1, (2, 4), 8.0, 5.0) == 1 + 8 * (2 + 4)
 
 
 def test_small_weights_have_less_of_a_launch() -> None:

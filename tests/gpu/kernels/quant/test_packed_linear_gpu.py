@@ -106,6 +106,23 @@ def test_few_rows_in_every_shape_of_tile(name: str, out: int, width: int, severa
     assert not split_counters(bias.device).any()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["int4", "small groups", "int4 by rows"])
+def test_one_row_by_int4_of_any_range(name: str, dtype: torch.dtype) -> None:
+    """Far from zero; of very large and very small numbers side by side, or in groups of their own; and of none."""
+    weight = draw_weight(272, 4096, ALL[name])
+    x = draw(1, 4096, dtype=dtype)
+    far, mixed, apart = x + 4, x.clone(), x.clone()
+    mixed[:, ::7] *= 500
+    apart[:, :2048] *= 2.0**-14
+    for one in (x, far, mixed, apart, torch.zeros_like(x)):
+        for given in (weight, odd(weight)):
+            assert_near(linear(one, given, None), exact_linear(one, given))
+    for value in (torch.inf, torch.nan):
+        x[0, 1000] = value
+        assert linear(x, weight, None).isnan().all()
+
+
 @pytest.mark.parametrize("zeros", [torch.uint8, torch.int32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["int4", "small groups", "int4 by rows"])
 def test_zeros_and_orders_of_columns(name: str, zeros: torch.dtype) -> None:

@@ -1,0 +1,279 @@
+"""The Triton kernel of one row times a weight in int4: integers times integers, on the CUDA cores.
+
+32 columns of x become integers of 16 bits, by one power of two: each is kept to 2^-16 of the largest of them, where the
+result is rounded to 2^-9 of itself. Halves of bytes are four bytes after one or two instructions, and `dp4a` multiplies
+these by the high or by the low bytes of x; the sums are exact. So a weight takes some 1.3 instructions, where one that
+becomes a float takes 2 to 4, and all that a program reads is under way, in registers, before its turn has come.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from strata.kernels.compile_case import CompileCase
+from strata.kernels.linear.skinny_kernels import load_residual, load_squares, store_product, weight_rows
+from strata.kernels.quant.dequantize import wide_scale
+from strata.kernels.triton_import import constant, gdc_launch_dependents, gdc_wait, jit, tl
+
+# Columns that a thread takes together, 16 bytes of the weight.
+CHUNK = 32
+
+# Eight floats times a power of two, as integers: the high bytes (signed) of those with even and with odd numbers, their
+# low bytes (unsigned), and the sum of all. 0f4B400000 is 1.5 * 2^23, beside which a float has the bits of an integer.
+INTEGERS_ASSEMBLY = constant("""{
+.reg .f32 t;
+.reg .b32 a, b, c, d, ab, cd, high, low;
+fma.rn.f32 t, $5, $13, 0f4B400000;
+mov.b32 a, t;
+fma.rn.f32 t, $7, $13, 0f4B400000;
+mov.b32 b, t;
+fma.rn.f32 t, $9, $13, 0f4B400000;
+mov.b32 c, t;
+fma.rn.f32 t, $11, $13, 0f4B400000;
+mov.b32 d, t;
+prmt.b32 ab, a, b, 0x5410;
+prmt.b32 cd, c, d, 0x5410;
+prmt.b32 $2, ab, cd, 0x6420;
+prmt.b32 $0, ab, cd, 0x7531;
+fma.rn.f32 t, $6, $13, 0f4B400000;
+mov.b32 a, t;
+fma.rn.f32 t, $8, $13, 0f4B400000;
+mov.b32 b, t;
+fma.rn.f32 t, $10, $13, 0f4B400000;
+mov.b32 c, t;
+fma.rn.f32 t, $12, $13, 0f4B400000;
+mov.b32 d, t;
+prmt.b32 ab, a, b, 0x5410;
+prmt.b32 cd, c, d, 0x5410;
+prmt.b32 $3, ab, cd, 0x6420;
+prmt.b32 $1, ab, cd, 0x7531;
+dp4a.s32.u32 high, $0, 0x01010101, 0;
+dp4a.s32.u32 high, $1, 0x01010101, high;
+dp4a.u32.u32 low, $2, 0x01010101, 0;
+dp4a.u32.u32 low, $3, 0x01010101, low;
+mad.lo.s32 $4, high, 256, low;
+}""")
+# Eight codes of a word times what `INTEGERS_ASSEMBLY` made of their columns, and what came before.
+DOT_ASSEMBLY = constant("""{
+.reg .b32 even, odd, high, low;
+and.b32 even, $1, 0x0f0f0f0f;
+shr.u32 odd, $1, 4;
+and.b32 odd, odd, 0x0f0f0f0f;
+dp4a.u32.s32 high, even, $2, 0;
+dp4a.u32.s32 high, odd, $3, high;
+dp4a.u32.u32 low, even, $4, $6;
+dp4a.u32.u32 low, odd, $5, low;
+mad.lo.s32 $0, high, 256, low;
+}""")
+
+
+def in_chunks(width: int, group: int) -> bool:
+    """Whether a row of so many columns, of which a group shares a scale (0: all), is one of whole chunks."""
+    return width % CHUNK == group % CHUNK == 0
+
+
+@jit
+def _eight(columns):
+    """columns [chunks, 8] one by one, each [chunks]."""
+    even, odd = tl.split(tl.reshape(columns, (columns.shape[0], 2, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    zero, four = tl.split(first)
+    two, six = tl.split(third)
+    one, five = tl.split(second)
+    three, seven = tl.split(fourth)
+    return zero, one, two, three, four, five, six, seven
+
+
+@jit
+def _four(words):
+    """words [rows, chunks, 4] one by one, each [rows, chunks]."""
+    even, odd = tl.split(tl.reshape(words, (words.shape[0], words.shape[1], 2, 2)))
+    zero, two = tl.split(even)
+    one, three = tl.split(odd)
+    return zero, one, two, three
+
+
+@jit
+def _largest(columns):
+    """The bits of the largest magnitude of columns [chunks, 8] float32, a NaN being the largest: int32 [chunks]."""
+    return tl.max(columns.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+
+
+@jit
+def _integers(columns, factor):
+    """Columns [chunks, 8] float32 times factor [chunks] as bytes, and their sum: each int32 [chunks]."""
+    a, b, c, d, e, f, g, h = _eight(columns)
+    return tl.inline_asm_elementwise(
+        INTEGERS_ASSEMBLY,
+        "=r,=r,=r,=r,=r,f,f,f,f,f,f,f,f,f",
+        [a, b, c, d, e, f, g, h, factor],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@jit
+def _add_dot(total, words, integers):
+    """total [rows, chunks] int32 plus the products of eight codes in words [rows, chunks] and of their columns."""
+    high_even, high_odd, low_even, low_odd, _ = integers
+    return tl.inline_asm_elementwise(
+        DOT_ASSEMBLY,
+        "=r,r,r,r,r,r,r",
+        [words, high_even[None, :], high_odd[None, :], low_even[None, :], low_odd[None, :], total],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@jit
+def _dots(x, words, zero, scale, held, CENTERED: tl.constexpr):
+    """Sums [rows] float32 of words [rows, chunks, 4] times x, pointers to the first column of each chunk; zero, scale:
+    of each chunk of each row."""
+    start = x[:, None] + tl.arange(0, 8)[None, :]
+    first = tl.load(start, mask=held[:, None], other=0.0).to(tl.float32)
+    second = tl.load(start + 8, mask=held[:, None], other=0.0).to(tl.float32)
+    third = tl.load(start + 16, mask=held[:, None], other=0.0).to(tl.float32)
+    fourth = tl.load(start + 24, mask=held[:, None], other=0.0).to(tl.float32)
+    largest = tl.maximum(tl.maximum(_largest(first), _largest(second)), tl.maximum(_largest(third), _largest(fourth)))
+    # Just below 2^15; of magnitudes under 2^-112 nothing is left.
+    exponent = tl.maximum(largest >> 23, 15)
+    factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    back = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    back = tl.where(largest >= 0x7F800000, float("nan"), back)
+    one, two, three, four = _four(words)
+    of_first, of_second = _integers(first, factor), _integers(second, factor)
+    of_third, of_fourth = _integers(third, factor), _integers(fourth, factor)
+    total = tl.zeros((words.shape[0], words.shape[1]), tl.int32)
+    total = _add_dot(_add_dot(total, one, of_first), two, of_second)
+    total = _add_dot(_add_dot(total, three, of_third), four, of_fourth)
+    sums = (of_first[4] + of_second[4] + of_third[4] + of_fourth[4])[None, :]
+    exact = (total - 8 * sums).to(tl.float32) if CENTERED else total.to(tl.float32) - zero * sums.to(tl.float32)
+    return tl.sum(exact * (scale * back[None, :]), 1)
+
+
+@jit
+def _plain_dots(x, words, zero, scale, held, CENTERED: tl.constexpr):
+    """The same in floats, which Triton's interpreter knows."""
+    one, two, three, four = _four(words)
+    total = tl.zeros((words.shape[0], words.shape[1]), tl.float32)
+    for place in tl.static_range(8):
+        code = 4 * place
+        total += ((one >> code & 15) - zero) * tl.load(x + place, mask=held, other=0.0)[None, :]
+        total += ((two >> code & 15) - zero) * tl.load(x + 8 + place, mask=held, other=0.0)[None, :]
+        total += ((three >> code & 15) - zero) * tl.load(x + 16 + place, mask=held, other=0.0)[None, :]
+        total += ((four >> code & 15) - zero) * tl.load(x + 24 + place, mask=held, other=0.0)[None, :]
+    return tl.sum(total * scale, 1)
+
+
+@partial(jit, unspecialized=("rows",))
+def int4_gemv_kernel(
+    x,
+    values,
+    scales,
+    zeros,
+    row_scales,
+    bias,
+    row_squares,
+    residual,
+    norm_weight,
+    result,
+    weighted,
+    squares,
+    rows,
+    out,
+    width,
+    value_stride,
+    scale_stride,
+    residual_stride,
+    blocks,
+    eps,
+    ROW_GROUP: tl.constexpr,
+    GROUP: tl.constexpr,
+    GATED: tl.constexpr,
+    EARLY: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Programs [tiles of columns], as in `gemv_kernel`; rows is 1, and width at most BLOCK_K and a multiple of 32.
+
+    GROUP: columns that share a scale, a multiple of 32; 0: all.
+    """
+    weight_row, column = weight_rows(tl.program_id(0), out, BLOCK_N, GATED)
+    row = tl.arange(0, 1)
+    chunk = tl.arange(0, BLOCK_K // 32)
+    held = chunk < width // 32
+    start = (values + weight_row.to(tl.int64) * value_stride).to(tl.pointer_type(tl.int32))
+    word = tl.arange(0, BLOCK_K // 8)[None, :]
+    words = tl.load(start[:, None] + word, mask=word < width // 8, other=0, eviction_policy="evict_first")
+    words = tl.reshape(words, (BLOCK_N, BLOCK_K // 32, 4))
+    group = (weight_row // ROW_GROUP if ROW_GROUP > 0 else weight_row * 0).to(tl.int64)[:, None] * scale_stride
+    group += (chunk // (GROUP // 32) if GROUP > 0 else chunk * 0)[None, :]
+    scale = wide_scale(tl.load(scales + group, mask=held[None, :], other=0))
+    zero = 8.0
+    if zeros is not None:
+        zero = tl.load(zeros + group, mask=held[None, :], other=0).to(tl.float32)
+    if row_scales is not None:
+        row_scales = tl.load(row_scales + weight_row)
+    if bias is not None:
+        bias = tl.load(bias + weight_row)
+    if norm_weight is not None:
+        norm_weight = tl.load(norm_weight + column, mask=column < out, other=0.0)
+    if EARLY:
+        # What precedes the wait may read what the step does not write: the model's parameters.
+        gdc_wait()
+        gdc_launch_dependents()
+    if row_squares is not None:
+        row_squares = load_squares(row_squares, row, rows, blocks, BLOCKS)
+    if residual is not None:
+        residual = load_residual(residual, residual_stride, row, column, rows, out)
+    if x.dtype.element_ty == tl.float32:
+        total = _plain_dots(x + chunk * 32, words, zero, scale, held, zeros is None)
+    else:
+        total = _dots(x + chunk * 32, words, zero, scale, held, zeros is None)
+    if row_scales is not None:
+        total *= row_scales
+    store_product(
+        total[:, None],
+        bias,
+        row_squares,
+        width,
+        eps,
+        residual,
+        norm_weight,
+        result,
+        weighted,
+        squares,
+        row,
+        column,
+        rows,
+        out,
+        GATED,
+    )
+
+
+def compile_cases() -> list[CompileCase]:
+    """All bytes of the weight on their way at once, each 16 of a thread."""
+    signature = dict.fromkeys(("x", "result"), "*bf16:16") | {"scales": "*fp32:16", "values": "*u8:16", "rows": "i32"}
+    signature |= dict.fromkeys(("out", "width", "value_stride"), "i32:16") | {"scale_stride": "i32"}
+    absent = "zeros row_scales bias row_squares residual norm_weight weighted squares residual_stride blocks eps"
+    constants: dict[str, object] = dict.fromkeys(absent.split())
+    constants |= {"ROW_GROUP": 1, "GROUP": 128, "GATED": True, "EARLY": True, "BLOCKS": 1}
+    zeros = {"zeros": "*u8:16"}
+    must = ("ld.global.L1::evict_first", "v4.b32", "dp4a.u32.s32")
+    return [
+        CompileCase(
+            f"one row by int4 {columns}x{block}",
+            int4_gemv_kernel,
+            signature | more,
+            {name: value for name, value in constants.items() if name not in more}
+            | {"BLOCK_N": columns, "BLOCK_K": block},
+            warps,
+            2,
+            must,
+        )
+        for columns, block, warps, more in ((8, 4096, 2, {}), (16, 4096, 4, zeros), (4, 16384, 4, {}))
+    ]
