@@ -29,16 +29,16 @@ class PackedTimes:
     """Seconds of a product, or of a mixture's experts, on a device; bandwidths in bytes/s, rates in FLOP/s.
 
     A kernel takes `launch` beside its work, of few rows by a weight of fewer bytes than `filled` so much less. One row
-    by 8 bits or int4 takes `streaming` in place of that, since its loads begin beside the kernel ahead, and the way of
-    the weight at `bandwidth`. Few rows take `values` for each weight that becomes a float in
-    registers, by the kind of values, and `row` more for each row of their tiles. Rows in 8 bits take for each weight
-    what `tiles` have for the least rows that hold them. More rows than any has take their FLOPs at `rates`, by the
-    dtype in which is multiplied ("": the model's), experts at a share of these, `grouped`, and then the way of the
-    result. Rows that a kernel of its own rounds take `rounding`, and their way at `rounded_bandwidth`.
+    by 8 bits or int4 takes `streaming`, by the kind of values, in place of that, its loads having begun beside the
+    kernel ahead, and the way of the weight at `bandwidth`. Few rows take `values` for each weight that becomes a float in
+    registers, by the kind too, and `row` more for each row of their tiles. Rows in 8 bits take for each weight what
+    `tiles` have for the least rows that hold them. More rows than any has take their FLOPs at `rates`, by the dtype in
+    which is multiplied ("": the model's), experts at a share of these, `grouped`, and then the way of the result. Rows
+    that a kernel of its own rounds take `rounding`, and their way at `rounded_bandwidth`.
     """
 
     launch: float
-    streaming: float
+    streaming: Mapping[str, float]
     filled: float
     bandwidth: float
     values: Mapping[str, float]
@@ -59,7 +59,7 @@ class PackedTimes:
         share = min(1.0, nbytes / self.filled)
         by_integers = scheme.values == "int4" and in_chunks(shape[1], scheme.columns)
         if rows == 1 and (_streams(scheme) or by_integers) and shape[1] <= GEMV_WIDTH:
-            return self.streaming * share + nbytes / self.bandwidth
+            return self.streaming[scheme.values] * share + nbytes / self.bandwidth
         start = self.launch * share
         if rows <= (MOST_ROUNDED_ROWS if rounds else MOST_ROWS):
             *_, most = dot_shapes(rows)[0]
@@ -113,16 +113,16 @@ def _streams(scheme: Scheme) -> bool:
     return scheme.values in ("e4m3", "int8") and not scheme.columns
 
 
-# By the name that drivers report. launch: experts of one token. streaming: T2 of 8B, four kernels a layer
-# (in a chain of layers without attention it is 2.6e-6, docs/log.md). values, row: T2 of
-# 8B in int4, and products of e4m3 of 2 and 64 rows (docs/log.md); int8 and e2m1 were not measured so, and have those of
-# as many bits. tiles: decode steps of 8B, of more than 128 rows its products in a chain (`benchmarks.split_products`).
-# float8: T4 of 8B; int8, rounded_bandwidth: products of 8,192 rows. grouped: of plain ones, 484 of 800 TFLOP/s for
-# 8,192 tokens of 30B-A3B (docs/log.md), of packed ones not measured. filled: not measured; the least weight that was.
+# By the name that drivers report. launch: experts of one token. streaming: T2 of 8B, four kernels a layer; of int8 not
+# measured. values, row: T2 of 8B in int4 when one row was converted too, and products of e4m3 of 2 and 64 rows
+# (docs/log.md); int8 and e2m1 were not measured so, and have those of as many bits. tiles: decode steps of 8B, of more
+# than 128 rows its products in a chain (`benchmarks.split_products`). float8: T4 of 8B; int8, rounded_bandwidth: products
+# of 8,192 rows. grouped: of plain ones, 484 of 800 TFLOP/s for 8,192 tokens of 30B-A3B (docs/log.md), of packed ones not
+# measured. filled: not measured; the least weight that was.
 TIMES = {
     "NVIDIA H200": PackedTimes(
         launch=4.2e-6,
-        streaming=3.35e-6,
+        streaming={"e4m3": 2.65e-6, "int8": 2.65e-6, "int4": 3.65e-6},
         filled=8.4e6,
         bandwidth=4.28e12,
         values={"e4m3": 0.25e-12, "int8": 0.25e-12, "int4": 0.2033e-12, "e2m1": 0.2033e-12},
