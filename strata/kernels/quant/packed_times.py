@@ -28,13 +28,13 @@ _CHOICES, _CONVERTED, _ROUNDED = 2, 4, 6
 class PackedTimes:
     """Seconds of a product, or of a mixture's experts, on a device; bandwidths in bytes/s, rates in FLOP/s.
 
-    A kernel takes `launch` beside its work, of few rows by a weight of fewer bytes than `filled` so much less. One row
-    by 8 bits or int4 takes `streaming`, by the kind of values, in place of that, its loads having begun beside the
-    kernel ahead, and the way of the weight at `bandwidth`. Few rows take `values` for each weight that becomes a float in
-    registers, by the kind too, and `row` more for each row of their tiles. Rows in 8 bits take for each weight what
-    `tiles` have for the least rows that hold them. More rows than any has take their FLOPs at `rates`, by the dtype in
-    which is multiplied ("": the model's), experts at a share of these, `grouped`, and then the way of the result. Rows
-    that a kernel of its own rounds take `rounding`, and their way at `rounded_bandwidth`.
+    A kernel takes `launch` beside its work, of few rows by a weight of fewer bytes than `filled` so much less. One
+    row by 8 bits or int4 takes `streaming`, by the kind of values, in place of that, its loads having begun beside
+    the kernel ahead, and the way of the weight at `bandwidth`. Few rows take `values` for each weight that becomes a
+    float in registers, by the kind too, and `row` more for each row of their tiles. Rows in 8 bits take for each
+    weight what `tiles` have for the least rows that hold them. More rows than any has take their FLOPs at `rates`, by
+    the dtype in which is multiplied ("": the model's), experts at a share of these, `grouped`, and then the way of
+    the result. Rows that a kernel of its own rounds take `rounding`, and their way at `rounded_bandwidth`.
     """
 
     launch: float
@@ -113,12 +113,12 @@ def _streams(scheme: Scheme) -> bool:
     return scheme.values in ("e4m3", "int8") and not scheme.columns
 
 
-# By the name that drivers report. launch: experts of one token. streaming: T2 of 8B, four kernels a layer; of int8 not
-# measured. values, row: T2 of 8B in int4 when one row was converted too, and products of e4m3 of 2 and 64 rows
-# (docs/log.md); int8 and e2m1 were not measured so, and have those of as many bits. tiles: decode steps of 8B, of more
-# than 128 rows its products in a chain (`benchmarks.split_products`). float8: T4 of 8B; int8, rounded_bandwidth: products
-# of 8,192 rows. grouped: of plain ones, 484 of 800 TFLOP/s for 8,192 tokens of 30B-A3B (docs/log.md), of packed ones not
-# measured. filled: not measured; the least weight that was.
+# By the name that drivers report. launch: experts of one token. streaming: T2 of 8B, four kernels a layer; of int8
+# not measured. values, row: T2 of 8B in int4 when one row was converted too, and products of e4m3 of 2 and 64 rows
+# (docs/log.md); int8 and e2m1 were not measured so, and have those of as many bits. tiles: decode steps of 8B, of
+# more than 128 rows its products in a chain (`benchmarks.split_products`). float8: T4 of 8B; int8, rounded_bandwidth:
+# products of 8,192 rows. grouped: of plain ones, 484 of 800 TFLOP/s for 8,192 tokens of 30B-A3B (docs/log.md), of
+# packed ones not measured. filled: not measured; the least weight that was.
 TIMES = {
     "NVIDIA H200": PackedTimes(
         launch=4.2e-6,
