@@ -1,8 +1,8 @@
 """Products of few rows (decoding) with a packed weight, which streams through once: launches and the choice of tiles.
 
-What a weight's scheme says of activations is left out: few rows cost nothing as they are, so x is not rounded and the
-result is nearer to that of the plain weight than the reference's. The rule that chooses tiles is fitted to what those
-of 8B took on an H200 (`benchmarks.packed_products --tiles`).
+What a weight's scheme says of activations is left out: few rows cost nothing as they are, so x is not rounded to 8 bits
+and the result is nearer to that of the plain weight than the reference's; one row by int4 is to 16 (`int4_gemv`). The
+rule that chooses tiles is fitted to what those of 8B took on an H200 (`benchmarks.packed_products --tiles`).
 """
 
 from __future__ import annotations
