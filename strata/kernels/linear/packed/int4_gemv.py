@@ -140,7 +140,7 @@ def _dots(x, words, zero, scale, held, CENTERED: tl.constexpr):
     third = tl.load(start + 16, mask=held[:, None], other=0.0).to(tl.float32)
     fourth = tl.load(start + 24, mask=held[:, None], other=0.0).to(tl.float32)
     largest = tl.maximum(tl.maximum(_largest(first), _largest(second)), tl.maximum(_largest(third), _largest(fourth)))
-    # The largest is then from 2^14 to just below 2^15; under 2^-112 it is less, since no float32 factor is above 2^126.
+    # The largest is then from 2^14 to just below 2^15, of one under 2^-112 less: `back` has to have an exponent.
     exponent = tl.maximum(largest >> 23, 15)
     factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
     back = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
@@ -214,10 +214,10 @@ def int4_gemv_kernel(
     words = tl.reshape(words, (BLOCK_N, BLOCK_K // 32, 4))
     group = (weight_row // ROW_GROUP if ROW_GROUP > 0 else weight_row * 0).to(tl.int64)[:, None] * scale_stride
     group += (chunk // (GROUP // 32) if GROUP > 0 else chunk * 0)[None, :]
-    scale = wide_scale(tl.load(scales + group, mask=held[None, :], other=0))
+    scale = wide_scale(tl.load(scales + group, mask=held[None, :], other=0.0))
     zero = 8.0
     if zeros is not None:
-        zero = tl.load(zeros + group, mask=held[None, :], other=0).to(tl.float32)
+        zero = tl.load(zeros + group, mask=held[None, :], other=0.0).to(tl.float32)
     if row_scales is not None:
         row_scales = tl.load(row_scales + weight_row)
     if bias is not None:
@@ -265,10 +265,11 @@ def compile_cases() -> list[CompileCase]:
     constants: dict[str, object] = dict.fromkeys(absent.split())
     constants |= {"ROW_GROUP": 1, "GROUP": 128, "GATED": True, "EARLY": True, "BLOCKS": 1}
     zeros = {"zeros": "*u8:16"}
+    narrow = {"scales": "*fp8e4nv:16", "zeros": "*fp8e4nv:16", "row_scales": "*fp32:16"}
     must = ("ld.global.L1::evict_first", "v4.b32", "dp4a.u32.s32")
     return [
         CompileCase(
-            f"one row by int4 {columns}x{block}",
+            f"one row by int4 {columns}x{block} {' '.join(more)}".rstrip(),
             int4_gemv_kernel,
             signature | more,
             {name: value for name, value in constants.items() if name not in more}
@@ -277,5 +278,10 @@ def compile_cases() -> list[CompileCase]:
             2,
             must,
         )
-        for columns, block, warps, more in ((8, 4096, 2, {}), (16, 4096, 4, zeros), (4, 16384, 4, {}))
+        for columns, block, warps, more in (
+            (8, 4096, 2, {}),
+            (16, 4096, 4, zeros),
+            (4, 16384, 4, {}),
+            (8, 1024, 1, narrow),
+        )
     ]
