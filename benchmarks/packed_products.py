@@ -28,8 +28,10 @@ from strata.hardware.replay import copies_beyond_l2, time_replayed
 from strata.hardware.roofline import Workload, floor
 from strata.hardware.specs import recognize
 from strata.kernels.device_limits import DeviceLimits
+from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.packed.few_rows import (
+    GEMV_WIDTH,
     IMPLEMENTATION,
     PackedProduct,
     chosen_tile,
@@ -37,6 +39,7 @@ from strata.kernels.linear.packed.few_rows import (
     dot_tiles,
     multiply,
 )
+from strata.kernels.linear.packed.int4_gemv import in_chunks
 from strata.kernels.linear.skinny_tiles import MOST_ROWS, SkinnyTile
 from strata.kernels.quant.packed import PackedWeight, Scheme, pack
 from strata.kernels.quant.schemes import SCHEMES
@@ -101,7 +104,7 @@ def measure(model: str, name: str, scheme_name: str, rows: int, every_tile: bool
 
 
 def tiles(rows: int, weight: PackedWeight) -> Iterator[SkinnyTile]:
-    """All that could serve: of every shape and split, and of values in a byte those that read straight to registers."""
+    """All that could serve: of every shape and split, and those that read straight to registers."""
     (out, width), group = weight.shape, weight.columns if weight.columns < weight.shape[1] else 0
     early = DeviceLimits.of(weight.device).capability >= (9, 0)
     if weight.kind in _IN_8_BITS and not group:
@@ -109,6 +112,11 @@ def tiles(rows: int, weight: PackedWeight) -> Iterator[SkinnyTile]:
             tile = SkinnyTile("gemv", columns, block, warps, early=early)
             if tile.fits(rows, out, width) and block // 2 < width:
                 yield tile
+    if weight.kind == "int4" and rows == 1 and width <= GEMV_WIDTH and in_chunks(width, group):
+        block = max(1024, next_power_of_2(width))
+        for columns, warps in product((4, 8, 16), (1, 2, 4, 8)):
+            if block * columns <= 2 * 512 * 32 * warps:  # bytes that a thread has registers for
+                yield SkinnyTile("gemv", columns, block, warps, early=early)
     for shape in {shape for most in (8, 16, 64, 256) for shape in dot_shapes(most)}:
         for tile in dot_tiles(shape, rows, out, width, weight.kind, group):
             yield tile

@@ -34,6 +34,7 @@ def packed_calls(out: int, width: int) -> Iterator[tuple[str, Callable[[], objec
     yield from _rounding(width)
     for name, rows, tile in (
         ("fp8", 2, SkinnyTile("gemv", 4, 512, 4)),
+        ("int4", 1, SkinnyTile("gemv", 16, 1024, 1)),
         ("int4", 40, SkinnyTile("dot", 64, 128, 4, 3, 2, rows=32)),
         ("mxfp4", 7, SkinnyTile("dot", 16, 128, 2, 3, 1, rows=16)),
     ):

@@ -1,21 +1,27 @@
 """The Triton kernels of packed weights in Triton's interpreter, against references: run by `test_packed_linear`.
 
-In float32, of 2:4 sparsity in float16: the interpreter computes nothing in bfloat16, and knows no assembly.
+In float32, of 2:4 sparsity and of one row by int4 in float16: the interpreter computes nothing in bfloat16. It knows no
+assembly; that of one row by int4 is run here by `assembly.run`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from triton.runtime import interpreter
 
 from strata.kernels.activation import rounded_silu_mul, silu_mul
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
 from strata.kernels.linear.packed import many_rows, rounded_kernel
-from strata.kernels.linear.packed.few_rows import PackedProduct, multiply
+from strata.kernels.linear.packed.few_rows import PackedProduct, launch, multiply
 from strata.kernels.linear.packed.split_product import SplitTile, split_product
 from strata.kernels.linear.skinny_tiles import SkinnyTile
 from strata.kernels.norm import norm, rounded_norm, wide_norm
@@ -26,7 +32,9 @@ from strata.kernels.quant.packed import PackedWeight, Scheme, dense, pack, packe
 from strata.kernels.quant.round_rows import round_rows
 from strata.kernels.quant.schemes import SPARSITIES
 from strata.kernels.quant.two_of_four import least_two_of_four
+from strata.kernels.triton_import import tl
 from tests.kernels.interpreter import prepare_interpreter
+from tests.kernels.linear import assembly
 
 GEMV = SkinnyTile("gemv", 32, 64, 4)
 DOT = SkinnyTile("dot", 32, 32, 2, rows=16)
@@ -74,13 +82,14 @@ def few(weight: PackedWeight, tile: SkinnyTile, dtype: torch.dtype = torch.float
 
 
 def one_row_by_halves() -> None:
-    """With and without zeros, groups and scales of rows; columns past the last one; edges of tiles."""
+    """With and without zeros, groups of columns and rows, scales of rows; columns past the last one; edges of tiles."""
     x = torch.randn(1, 2 * 192)[:, 192:]
     residual, norm_weight, squares = torch.randn(1, 40), torch.randn(40), torch.rand(1, 5)
     tile = SkinnyTile("gemv", 16, 256, 4)
-    for columns in (64, 0):
-        packed = pack(torch.randn(40, 192) / 8, Scheme("int4", 1, columns))
-        for weight in (packed, odd(packed), packed._replace(row_scales=torch.rand(40, 1))):
+    for rows, columns in ((1, 64), (1, 0), (8, 128), (0, 0)):
+        packed = pack(torch.randn(40, 192) / 8, Scheme("int4", rows, columns))
+        scaled_rows = [packed._replace(row_scales=torch.rand(40, 1))] if rows == 1 else []
+        for weight in (packed, odd(packed), *scaled_rows):
             exact = x @ dense(weight).t()
             total, weighted, sums = multiply(PackedProduct(x, weight, residual=residual, norm_weight=norm_weight), tile)
             close(total, exact + residual)
@@ -89,6 +98,48 @@ def one_row_by_halves() -> None:
             (found,) = multiply(PackedProduct(x, weight, squares=squares, eps=1e-5, gated=True), tile)
             scaled = exact * torch.rsqrt(squares.sum(1, keepdim=True) / 192 + 1e-5)
             close(found, F.silu(scaled[:, :20]) * scaled[:, 20:])
+
+
+def one_row_in_integers() -> None:
+    """Exact where 16 bits hold 32 columns; else within what the kernel says, of numbers of any range; NaN stays NaN."""
+    weight = pack(torch.randn(6, 192), Scheme("int4", 1, 64))
+    units = torch.tensor([1, 2, 1, 0.5, -0.0, 1]).repeat_interleave(32)
+    whole = torch.randint(-2047, 2048, (1, 192)) * torch.where(torch.rand(1, 192) < 0.5, 16.0, 1.0) * units
+    mixed = torch.randn(1, 192) * 2.0 ** torch.randint(-20, 12, (1, 192))
+    small = torch.randn(1, 192) * 2.0**-22
+    for given in (weight, odd(weight)._replace(order=None)):
+        unscaled = given._replace(scales=torch.ones_like(given.scales))
+        assert torch.equal(_sums(whole.half(), unscaled).double(), whole.double() @ dense(unscaled).double().t())
+        for x in (mixed.half(), small.half(), torch.zeros(1, 192).half()):
+            wide, plain = x.double(), dense(given).double()
+            largest = wide.abs().view(6, 32).amax(1).repeat_interleave(32)
+            most = (plain.abs() * (2.0**-15 * largest + 1e-6 * wide.abs())).sum(1)
+            assert ((_sums(x, given) - wide @ plain.t()).abs() <= most).all()
+    for value in (torch.nan, torch.inf, -torch.inf):
+        mixed[0, 100] = value
+        assert _sums(mixed.half(), weight).isnan().all()
+
+
+def _sums(x: Tensor, weight: PackedWeight) -> Tensor:
+    """x [1, width] float16 times a weight in int4, not rounded to float16 at the end."""
+    planned = launch(PackedProduct(x, weight), SkinnyTile("gemv", 4, 256, 1))
+    result = torch.empty(1, weight.shape[0])
+    args = tuple(result if one is planned.results[0] else one for one in planned.args)
+    with mock.patch.object(interpreter.InterpreterBuilder, "create_inline_asm", _run_assembly):
+        replace(planned, args=args, results=(result,)).run()
+    return result
+
+
+def _run_assembly(_: Any, text: str, constraints: str, operands: Sequence[Any], *__: Any) -> SimpleNamespace:
+    """Element by element."""
+    given = [operand.data.view(np.uint32) for operand in operands]
+    results = constraints.count("=")
+    found = np.empty((results, *given[0].shape), np.uint32)
+    for place in np.ndindex(given[0].shape):
+        first, *more = (int(operand[place]) for operand in given)
+        found[(slice(None), *place)] = assembly.run(text, first, results, *more)
+    made = [interpreter.TensorHandle(one.view(np.int32), tl.int32) for one in found]
+    return SimpleNamespace(get_result=made.__getitem__)
 
 
 def rounding() -> None:
@@ -184,6 +235,7 @@ if __name__ == "__main__":
             for tile in tiles:
                 few(weight, tile)
     one_row_by_halves()
+    one_row_in_integers()
     two_of_four()
     rounding()
     rounding_where_rows_are_made()

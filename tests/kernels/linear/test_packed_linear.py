@@ -156,13 +156,14 @@ def test_tiles_of_one_row_by_int4() -> None:
         assert (tile.kernel, tile.early) == ("gemv", True)
         assert tile.fits(1, out, width)
         assert tile.width // 2 * tile.columns <= 256 * 32 * tile.warps
-    for width, group in ((4096, 16), (16400, 0), (32768, 128)):
+    for width, group in ((4096, 16), (4128, 48), (16400, 0), (32768, 128)):
         tile = packed_tile(1, 4096, width, "int4", group, HOPPER)
         assert tile is None or tile.kernel == "dot"
-    with pytest.raises(ValueError, match="one row of int4"):
-        multiply(
-            PackedProduct(torch.ones(2, 64), pack(torch.ones(8, 64), SCHEMES["int4"])), SkinnyTile("gemv", 8, 1024, 1)
-        )
+    # Too many rows, too many columns, columns that are no whole chunks, and groups that are none.
+    for rows, width, group in ((2, 64, 0), (1, 2048, 0), (1, 48, 0), (1, 96, 48), (1, 64, 16)):
+        weight = pack(torch.ones(8, width), Scheme("int4", 1, group))
+        with pytest.raises(ValueError, match="one row of int4"):
+            multiply(PackedProduct(torch.ones(rows, width), weight), SkinnyTile("gemv", 8, 1024, 1))
 
 
 def test_splits_keep_groups_whole_and_divide_the_width() -> None:

@@ -1,8 +1,8 @@
 """Products of few rows (decoding) with a packed weight, which streams through once: launches and the choice of tiles.
 
-What a weight's scheme says of activations is left out: few rows cost nothing as they are, so x is not rounded and the
-result is nearer to that of the plain weight than the reference's. The rule that chooses tiles is fitted to what those
-of 8B took on an H200 (`benchmarks.packed_products --tiles`).
+What a weight's scheme says of activations is left out: few rows cost nothing as they are, so x is not rounded to 8 bits
+and the result is nearer to that of the plain weight than the reference's; one row by int4 is to 16 (`int4_gemv`). The
+rule that chooses tiles is fitted to what those of 8B took on an H200 (`benchmarks.packed_products --tiles`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from strata.kernels.device_limits import LEAST_CAPABILITY, DeviceLimits
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.linear.packed.few_rows_kernels import packed_dot_kernel, packed_gemv_kernel
 from strata.kernels.linear.packed.in_8_bits import takes_rounded
-from strata.kernels.linear.packed.int4_gemv import in_chunks, int4_gemv_kernel
+from strata.kernels.linear.packed.int4_gemv import CHUNK, in_chunks, int4_gemv_kernel
 from strata.kernels.linear.skinny import Launch, scratch_bytes
 from strata.kernels.linear.skinny_tiles import MOST_ROWS, SkinnyTile
 from strata.kernels.op import ATEN
@@ -109,14 +109,15 @@ def launch(product: PackedProduct, tile: SkinnyTile) -> Launch:
         "num_warps": tile.warps,
         "launch_pdl": tile.early,
     }
-    rows = tile.program_rows(count)
+    rows, group = tile.program_rows(count), _group(weight)
     if tile.kernel == "gemv" and weight.kind == "int4":
-        if count != 1 or width > tile.width:
-            raise ValueError(f"{tile} takes one row of int4, and all of its columns at once, not {[count, width]}")
+        if count != 1 or width > tile.width or not in_chunks(width, group):
+            what = f"one row of int4 at once, of chunks of {CHUNK} columns and groups of whole chunks"
+            raise ValueError(f"{tile} takes {what}, not {[count, width]} in groups of {group}")
         del options["KIND"]
         count, out, part, _, *strides = sizes
         args = (x, values, weight.scales, weight.zeros, weight.row_scales, *tensors, count, out, part, *strides)
-        return Launch(int4_gemv_kernel, (tiles,), args, options | {"GROUP": _group(weight)}, tuple(results))
+        return Launch(int4_gemv_kernel, (tiles,), args, options | {"GROUP": group}, tuple(results))
     if tile.kernel == "gemv":
         options |= {"ROWS": rows, "ONCE": width <= tile.width}
         args = (x, values, weight.scales, weight.row_scales, *tensors, *sizes)
@@ -128,7 +129,6 @@ def launch(product: PackedProduct, tile: SkinnyTile) -> Launch:
         counters = split_counters(x.device)
     each = min(tile.prefetch, width // tile.splits) * weight.values.shape[1] // width if values is weight.values else 0
     options |= {"BLOCK_M": rows, "FULL": count % rows == 0, "STAGES": tile.stages, "SPLITS": tile.splits}
-    group = _group(weight)
     # Of four-bit floats a block may have several groups; of others it has a part of one.
     block = tile.width if weight.kind == "e2m1" or not group else min(tile.width, group)
     options |= {"BLOCK_K": block, "STEPS": tile.width // block}

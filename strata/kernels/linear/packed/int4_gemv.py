@@ -1,9 +1,11 @@
 """The Triton kernel of one row times a weight in int4: integers times integers, on the CUDA cores.
 
-32 columns of x become integers of 16 bits, by one power of two: each is kept to 2^-16 of the largest of them, where the
-result is rounded to 2^-9 of itself. Halves of bytes are four bytes after one or two instructions, and `dp4a` multiplies
-these by the high or by the low bytes of x; the sums are exact. So a weight takes some 1.3 instructions, where one that
-becomes a float takes 2 to 4, and all that a program reads is under way, in registers, before its turn has come.
+32 columns of x become integers of 16 bits, by one power of two: each is kept to 2^-15 of the largest of them. So a sum
+errs by no more than 2^-15 of what it were if all 32 magnitudes were the largest and nothing cancelled, beside what
+float32 loses. One x far beyond its neighbours takes their bits: beside 10,000, those to 0.25 become 0. Halves of bytes
+are four bytes after one or two instructions, and `dp4a` multiplies these by the high or by the low bytes of x; sums of
+32 columns are exact, and below 2^24. So a weight takes some 1.3 instructions, where one that becomes a float takes 2 to
+4, and all that a program reads is under way, in registers, before its turn has come.
 """
 
 from __future__ import annotations
@@ -131,14 +133,14 @@ def _add_dot(total, words, integers):
 @jit
 def _dots(x, words, zero, scale, held, CENTERED: tl.constexpr):
     """Sums [rows] float32 of words [rows, chunks, 4] times x, pointers to the first column of each chunk; zero, scale:
-    of each chunk of each row."""
+    of each chunk of each row. All are NaN where x has a NaN or an infinity."""
     start = x[:, None] + tl.arange(0, 8)[None, :]
     first = tl.load(start, mask=held[:, None], other=0.0).to(tl.float32)
     second = tl.load(start + 8, mask=held[:, None], other=0.0).to(tl.float32)
     third = tl.load(start + 16, mask=held[:, None], other=0.0).to(tl.float32)
     fourth = tl.load(start + 24, mask=held[:, None], other=0.0).to(tl.float32)
     largest = tl.maximum(tl.maximum(_largest(first), _largest(second)), tl.maximum(_largest(third), _largest(fourth)))
-    # Just below 2^15; of magnitudes under 2^-112 nothing is left.
+    # The largest is then from 2^14 to just below 2^15, of one under 2^-112 less: `back` has to have an exponent.
     exponent = tl.maximum(largest >> 23, 15)
     factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
     back = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
@@ -155,7 +157,7 @@ def _dots(x, words, zero, scale, held, CENTERED: tl.constexpr):
 
 
 @jit
-def _plain_dots(x, words, zero, scale, held, CENTERED: tl.constexpr):
+def _plain_dots(x, words, zero, scale, held):
     """The same in floats, which Triton's interpreter knows."""
     one, two, three, four = _four(words)
     total = tl.zeros((words.shape[0], words.shape[1]), tl.float32)
@@ -212,10 +214,10 @@ def int4_gemv_kernel(
     words = tl.reshape(words, (BLOCK_N, BLOCK_K // 32, 4))
     group = (weight_row // ROW_GROUP if ROW_GROUP > 0 else weight_row * 0).to(tl.int64)[:, None] * scale_stride
     group += (chunk // (GROUP // 32) if GROUP > 0 else chunk * 0)[None, :]
-    scale = wide_scale(tl.load(scales + group, mask=held[None, :], other=0))
+    scale = wide_scale(tl.load(scales + group, mask=held[None, :], other=0.0))
     zero = 8.0
     if zeros is not None:
-        zero = tl.load(zeros + group, mask=held[None, :], other=0).to(tl.float32)
+        zero = tl.load(zeros + group, mask=held[None, :], other=0.0).to(tl.float32)
     if row_scales is not None:
         row_scales = tl.load(row_scales + weight_row)
     if bias is not None:
@@ -231,7 +233,7 @@ def int4_gemv_kernel(
     if residual is not None:
         residual = load_residual(residual, residual_stride, row, column, rows, out)
     if x.dtype.element_ty == tl.float32:
-        total = _plain_dots(x + chunk * 32, words, zero, scale, held, zeros is None)
+        total = _plain_dots(x + chunk * 32, words, zero, scale, held)
     else:
         total = _dots(x + chunk * 32, words, zero, scale, held, zeros is None)
     if row_scales is not None:
@@ -263,10 +265,11 @@ def compile_cases() -> list[CompileCase]:
     constants: dict[str, object] = dict.fromkeys(absent.split())
     constants |= {"ROW_GROUP": 1, "GROUP": 128, "GATED": True, "EARLY": True, "BLOCKS": 1}
     zeros = {"zeros": "*u8:16"}
+    narrow = {"scales": "*fp8e4nv:16", "zeros": "*fp8e4nv:16", "row_scales": "*fp32:16"}
     must = ("ld.global.L1::evict_first", "v4.b32", "dp4a.u32.s32")
     return [
         CompileCase(
-            f"one row by int4 {columns}x{block}",
+            f"one row by int4 {columns}x{block} {' '.join(more)}".rstrip(),
             int4_gemv_kernel,
             signature | more,
             {name: value for name, value in constants.items() if name not in more}
@@ -275,5 +278,10 @@ def compile_cases() -> list[CompileCase]:
             2,
             must,
         )
-        for columns, block, warps, more in ((8, 4096, 2, {}), (16, 4096, 4, zeros), (4, 16384, 4, {}))
+        for columns, block, warps, more in (
+            (8, 4096, 2, {}),
+            (16, 4096, 4, zeros),
+            (4, 16384, 4, {}),
+            (8, 1024, 1, narrow),
+        )
     ]
