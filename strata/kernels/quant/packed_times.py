@@ -122,7 +122,7 @@ def _streams(scheme: Scheme) -> bool:
 TIMES = {
     "NVIDIA H200": PackedTimes(
         launch=4.2e-6,
-        streaming={"e4m3": 2.65e-6, "int8": 2.65e-6, "int4": 3.65e-6},
+        streaming={"e4m3": 2.9e-6, "int8": 2.9e-6, "int4": 3.65e-6},
         filled=8.4e6,
         bandwidth=4.28e12,
         values={"e4m3": 0.25e-12, "int8": 0.25e-12, "int4": 0.2033e-12, "e2m1": 0.2033e-12},

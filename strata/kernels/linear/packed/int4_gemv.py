@@ -258,7 +258,7 @@ def int4_gemv_kernel(
 
 
 def compile_cases() -> list[CompileCase]:
-    """All bytes of the weight on their way at once, each 16 of a thread."""
+    """All bytes of the weight on their way at once; 8 of a thread by a load, of 16 a layer was no faster (docs/log.md)."""
     signature = dict.fromkeys(("x", "result"), "*bf16:16") | {"scales": "*fp32:16", "values": "*u8:16", "rows": "i32"}
     signature |= dict.fromkeys(("out", "width", "value_stride"), "i32:16") | {"scale_stride": "i32"}
     absent = "zeros row_scales bias row_squares residual norm_weight weighted squares residual_stride blocks eps"
@@ -266,7 +266,7 @@ def compile_cases() -> list[CompileCase]:
     constants |= {"ROW_GROUP": 1, "GROUP": 128, "GATED": True, "EARLY": True, "BLOCKS": 1}
     zeros = {"zeros": "*u8:16"}
     narrow = {"scales": "*fp8e4nv:16", "zeros": "*fp8e4nv:16", "row_scales": "*fp32:16"}
-    must = ("ld.global.L1::evict_first", "v4.b32", "dp4a.u32.s32")
+    must = ("ld.global.L1::evict_first.L2::cache_hint.v2.b32", "ld.global.v4.b32", "dp4a.u32.s32")
     return [
         CompileCase(
             f"one row by int4 {columns}x{block} {' '.join(more)}".rstrip(),
