@@ -258,7 +258,7 @@ def int4_gemv_kernel(
 
 
 def compile_cases() -> list[CompileCase]:
-    """All bytes of the weight on their way at once; 8 of a thread by a load, of 16 a layer was no faster (docs/log.md)."""
+    """All bytes of the weight on their way at once, 8 to a load: 16 were no faster (docs/log.md)."""
     signature = dict.fromkeys(("x", "result"), "*bf16:16") | {"scales": "*fp32:16", "values": "*u8:16", "rows": "i32"}
     signature |= dict.fromkeys(("out", "width", "value_stride"), "i32:16") | {"scale_stride": "i32"}
     absent = "zeros row_scales bias row_squares residual norm_weight weighted squares residual_stride blocks eps"
