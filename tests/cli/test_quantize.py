@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
 
 from strata.cli.main import app
 from strata.models.folder import BUILTIN_FOLDER
+from strata.models.quantized.calibrate.unfinished import Unfinished
 from strata.text.tokenizer import Tokenizer
 from strata.train.data.calibration import exercise_samples, file_samples
 
@@ -58,7 +61,8 @@ def test_calibration_text_is_read_in_samples(tmp_path: Path) -> None:
 def test_what_cannot_be_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     for asked, said in (
         (["--scheme", "int5"], "accepted are 'fp8'"),
-        (["--scheme", "int4"], "groups of 128 columns do not divide 704"),
+        (["--scheme", "int4"], "give another --group, or leave them out with --skip"),
+        (["--scheme", "fp8_block"], "down_proj.weight; leave them out with --skip"),
         (["--calibration", str(tmp_path / "absent.txt")], "does not exist"),
         (["--device", "gpu"], "'gpu' is unknown; use auto, cpu, cuda"),
         (["--device", "cuda:64"], "'cuda:64' is not there"),
@@ -67,3 +71,21 @@ def test_what_cannot_be_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
         assert isinstance(result.exception, ValueError)
         assert said in str(result.exception)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("shards", [0, 2])
+def test_an_interruption_says_what_is_kept(shards: int, tmp_path: Path) -> None:
+    out, add, written = tmp_path / "fp8", Unfinished.add, []
+
+    def add_until(self: Unfinished, *given: Any) -> None:
+        if len(written) == shards:
+            raise KeyboardInterrupt
+        written.append(add(self, *given))
+
+    with mock.patch.object(Unfinished, "add", add_until):
+        result = CliRunner().invoke(app, ["quantize", "builtin", "--out", str(out)])
+    assert result.exit_code == 130
+    kept = tmp_path / ".fp8.unfinished"
+    said = f"{kept} keeps the shards that are there; the same command goes on" if shards else "nothing is kept"
+    assert said in result.output
+    assert kept.exists() == bool(shards)

@@ -86,4 +86,4 @@ def _percent(value: float) -> str:
 
 
 def _plain(value: float) -> str:
-    return f"{value:.5g}"
+    return f"{value:.7g}"

@@ -41,6 +41,22 @@ def resolve_device(device: str) -> Any:
 
 
 @contextmanager
+def going_on(out: Path, console: Console) -> Iterator[None]:
+    """An interruption of what writes `out` layer by layer says what is kept and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        from strata.models.quantized.calibrate.unfinished import unfinished_folder
+
+        kept = unfinished_folder(out)
+        if kept.exists():
+            console.print(f"interrupted: {kept} keeps the shards that are there; the same command goes on with them")
+        else:
+            console.print("interrupted before the first shard: nothing is kept")
+        raise
+
+
+@contextmanager
 def progress(console: Console, unit: str) -> Iterator[Callable[[int, int], None]]:
     """Called with how many are done, of how many, the bar shows it; not before, as what cannot begin has none."""
     columns: list[Any] = [TextColumn(unit), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn()]

@@ -14,6 +14,7 @@ from strata.cli.precision.calibration import (
     Device,
     Length,
     Samples,
+    going_on,
     progress,
     resolve_device,
     sequences_of,
@@ -61,7 +62,7 @@ def prune(
         raise ValueError("--out is missing: the folder for the new checkpoint (or give --count-activations)")
     pruning = Pruning.of(pattern, share, method)
     sequences = sequences_of(folder, calibration, samples, length) if pruning.needs_text else []
-    with progress(console, "shards") as report:
+    with going_on(out, console), progress(console, "shards") as report:
         notes = write(folder, out, pruning, sequences, resolve_device(device), report)
     for note in notes:
         console.print(note)

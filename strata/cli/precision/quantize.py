@@ -13,6 +13,7 @@ from strata.cli.precision.calibration import (
     Device,
     Length,
     Samples,
+    going_on,
     progress,
     resolve_device,
     sequences_of,
@@ -51,7 +52,7 @@ def quantize(
     sequences = []
     if rounding.needs_text or calibration is not None:
         sequences = sequences_of(folder, calibration, samples, length)
-    with progress(console, "shards") as report:
+    with going_on(out, console), progress(console, "shards") as report:
         notes = write(folder, out, rounding, sequences, resolve_device(device), report)
     for note in notes:
         console.print(note)

@@ -22,7 +22,7 @@ def check_states(asked: EngineConfig, config: ModelConfig) -> None:
             f"{given}={getattr(asked, given)} is not there for {config.architecture}, of which layers keep a state of "
             "fixed size: leave it out"
         )
-    _check_pages(asked, config)
+    _check_pages(asked, config, keeps_rows=not all(isinstance(state, FixedState) for state in states))
     check_kept_keys(asked, config)
     check_columns(asked, config)
 
@@ -33,11 +33,13 @@ def keeps_all(asked: EngineConfig) -> bool:
     return _apart(asked) is not None
 
 
-def _check_pages(asked: EngineConfig, config: ModelConfig) -> None:
+def _check_pages(asked: EngineConfig, config: ModelConfig, *, keeps_rows: bool) -> None:
     """Raises ValueError if rows cannot be kept in the bits that are asked for."""
     given = f"kv_cache_dtype={asked.kv_cache_dtype!r}"
     if asked.kv_cache_dtype == "auto":
         return
+    if not keeps_rows:
+        raise ValueError(f"{given} is not there for {config.architecture}, which keeps no keys or values: leave it out")
     if config.latent is not None:
         raise ValueError(f"{given} is not there for {config.architecture}, whose pages keep latents: leave it out")
     if asked.prefill_context_parallel_size > 1:

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from strata import LLM, SamplingParams
 from tests.models.checkpoints import FAMILY_CONFIGS, load_oracle, make_checkpoint
+from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 
 CONFIGS = dict(FAMILY_CONFIGS)
 
@@ -85,7 +86,11 @@ def test_pages_are_half_as_large_and_what_cannot_be_is_refused(folder: Path) -> 
         engine(folder, kv_cache_dtype="fp4")
 
 
-def test_latents_are_refused(tmp_path: Path) -> None:
-    name = next(name for name in CONFIGS if name.startswith("deepseek"))
-    with pytest.raises(ValueError, match="pages keep latents: leave it out"):
-        engine(make_checkpoint(tmp_path, CONFIGS[name]))
+@pytest.mark.parametrize(
+    ("family", "said"), [("deepseek", "pages keep latents"), ("mamba2", "which keeps no keys or values")]
+)
+def test_what_has_no_such_pages_is_refused(family: str, said: str, tmp_path: Path) -> None:
+    configs = CONFIGS | dict(RECURRENT_CONFIGS)
+    name = next(name for name in configs if name.startswith(family))
+    with pytest.raises(ValueError, match=f"{said}: leave it out"):
+        engine(make_checkpoint(tmp_path, configs[name]))

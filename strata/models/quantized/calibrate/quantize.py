@@ -78,7 +78,9 @@ def _check(stream: LayerStream, rounding: Rounding) -> None:
             widths = ", ".join(sorted({str(sizes[name][1]) for name in uneven}))
             raise ValueError(
                 f"groups of {packing.columns} columns do not divide {widths}, the widths of {shorten(sorted(uneven))}; "
-                "give another --group, or leave them out with --skip"
+                # Blocks are as the scheme says.
+                + ("" if packing.rows > 1 else "give another --group, or ")
+                + "leave them out with --skip"
             )
     for home, parts in homes(stream.model, found).items():
         if len({part in chosen for part in parts}) > 1:

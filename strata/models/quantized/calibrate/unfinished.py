@@ -21,6 +21,11 @@ from strata.models.save import write_json, write_shard
 _JOURNAL, _LOCK = "journal.json", "lock"
 
 
+def unfinished_folder(out: Path) -> Path:
+    """Where shards of `out` lie until all are there."""
+    return out.parent / f".{out.name}.unfinished"
+
+
 class Unfinished:
     """Shards of `out` that are there, each whole. Use as a context manager: one process at a time works on it.
 
@@ -33,7 +38,7 @@ class Unfinished:
         if out.exists():
             raise ValueError(f"{out} exists; give another folder, or remove it")
         self.out, self.shards = out, shards
-        self.folder = out.parent / f".{out.name}.unfinished"
+        self.folder = unfinished_folder(out)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._settings = settings
         self.notes: list[list[str]] = []
