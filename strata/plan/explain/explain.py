@@ -10,7 +10,7 @@ from typing import Any
 from strata.plan.explain.explanation import Explanation, Peaks, StepTime, Subject
 from strata.plan.explain.findings import Asked, Finding, findings
 from strata.plan.explain.measurement import EngineFacts, MeasuredStep, Measurement
-from strata.plan.explain.split import BOUNDS, NameOf, operation_name
+from strata.plan.explain.split import NameOf, operation_name
 from strata.plan.explain.waterfalls import Explained, of_latency, of_run, of_tail
 from strata.plan.explain.what_if import WhatIf
 from strata.plan.step_seconds import StepSeconds
@@ -128,9 +128,8 @@ def _without_remedy(asked: Asked) -> Verdict:
     intensity = _intensity(asked)
     largest = max(fall.parts, key=lambda part: part.seconds, default=None)
     if largest is None or share > 0.7:
-        limit = max(asked.explained.operations, key=lambda one: one.floor, default=None)
         symptom = f"near the floor: {share:.0%} of the time is the least"
-        return Verdict("kernel", symptom, "memory" if limit is None else BOUNDS[limit.bound], (intensity,), ())
+        return Verdict("kernel", symptom, asked.explained.bound, (intensity,), ())
     evidence = (f"{largest.name}: {largest.seconds / fall.measured:.0%} of the time", intensity)
     return Verdict(largest.layer, _symptom(largest, asked.explained), largest.cause, evidence, _more_at_once(asked))
 

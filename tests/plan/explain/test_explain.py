@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from strata.hardware.roofline import Workload
+from strata.hardware.roofline import floor as roofline_floor
 from strata.models.folder import folder_or_shape
 from strata.plan.explain.explain import explain
 from strata.plan.explain.explanation import Explanation
@@ -145,7 +146,7 @@ def test_a_wait_begins_where_the_step_before_it_ends(times: StepSeconds) -> None
     assert fall.seconds(layer="system") == pytest.approx(0.0, abs=1e-9), "the prompt's step is none of the wait"
 
 
-@pytest.mark.parametrize(("shape", "cause"), [((1000, 1), "compute"), ((10, 100), "memory")])
+@pytest.mark.parametrize(("shape", "cause"), [((1000, 1), "compute"), ((10, 100), "memory"), ((300, 100), "memory")])
 def test_a_run_near_its_floor_says_what_the_floor_is(times: StepSeconds, shape: tuple[int, int], cause: str) -> None:
     near = run(
         requests(shape),
@@ -156,6 +157,27 @@ def test_a_run_near_its_floor_says_what_the_floor_is(times: StepSeconds, shape: 
     found = explain(replace(near, processor=near.wall), times).verdict
     assert "near the floor" in found.symptom
     assert found.cause == cause
+
+
+@pytest.mark.parametrize(("shape", "bound"), [((900, 1), "compute"), ((900, 8), "compute"), ((900, 100), "memory")])
+def test_what_bounds_an_operation_is_what_sets_most_of_its_floor(
+    times: StepSeconds, shape: tuple[int, int], bound: str
+) -> None:
+    """One long prompt computes; each token behind it reads the weights. Both are counted as often as they ran."""
+    ran = run(requests(shape), seconds=lambda work: 2 * times.seconds(work) + 1e-3)
+    floors = {"compute": 0.0, "memory": 0.0}
+    for step in ran.steps:
+        for node in times.model.step(step.workload).model:
+            if node.operation == "linear":
+                least = roofline_floor(node.cost, DEVICE, "bfloat16")
+                floors[least.bound] += least.seconds
+    assert max(floors, key=floors.__getitem__) == bound
+    found = explain(ran, times)
+    linear = next(one for one in found.operations if one.name == "linear")
+    assert linear.bound == bound
+    assert linear.floor == pytest.approx(sum(floors.values()), rel=0.05)
+    part = next(part for part in found.waterfall.parts if part.name == "linear over its floor")
+    assert part.cause == bound
 
 
 def test_a_dtype_that_is_wider_than_asked(times: StepSeconds) -> None:
