@@ -150,9 +150,10 @@ def _intensity(asked: Asked) -> str:
 
 
 def _more_at_once(asked: Asked) -> tuple[Remedy, ...]:
-    """What twice the requests would save of each one's time, where steps hardly grow with them."""
+    """What twice the requests would save of each one's time, where steps hardly grow with them. A workload of one
+    request has no other that could run beside it."""
     run, what_if = asked.measured, asked.what_if
-    if what_if.subject != "run" or not run.requests or len(run.requests) * 2 > run.facts.slots:
+    if what_if.subject != "run" or len(run.requests) < 2 or len(run.requests) * 2 > run.facts.slots:
         return ()
     gain = 1 - (1 - what_if.gain(requests=[*run.requests, *run.requests])) / 2
     return (Remedy("twice the requests at once", gain),) if gain >= LEAST_GAIN else ()

@@ -180,6 +180,14 @@ def test_what_bounds_an_operation_is_what_sets_most_of_its_floor(
     assert part.cause == bound
 
 
+@pytest.mark.parametrize(("count", "words"), [(1, []), (2, ["twice the requests at once"])])
+def test_a_workload_of_one_request_has_no_others_to_run_at_once(
+    times: StepSeconds, count: int, words: list[str]
+) -> None:
+    ran = run(requests(*((100, 24) for _ in range(count))), seconds=lambda work: 50 * times.floor(work).seconds + 1e-2)
+    assert [one.what for one in explain(ran, times).verdict.remedies] == words
+
+
 def test_a_dtype_that_is_wider_than_asked(times: StepSeconds) -> None:
     wide = StepSeconds(replace(times.model, dtype=torch.float32), DEVICE)
     facts = replace(FACTS, dtype="float32")
