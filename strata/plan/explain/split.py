@@ -113,7 +113,7 @@ def split_steps(
     floors: dict[str, float] = {}
     for (kind, _, _), indices in groups.items():
         steps = [measured.steps[index] for index in indices]
-        middle = _middle(steps)
+        middle = middle_step(steps)
         nodes = times.model.step(middle.workload)
         given = [(again[index] / measured.steps[index].tokens, foreign[index], counts[index]) for index in indices]
         shares = _shares(steps, given, measured, nodes, times)
@@ -151,7 +151,7 @@ def split_steps(
     return StepSplit(whole, tuple(part for part in parts if part.seconds), found_operations, _bound(floors))
 
 
-def _middle(steps: Sequence[MeasuredStep]) -> MeasuredStep:
+def middle_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
     """The step nearest to the mean of tokens and of keys."""
     sizes = [(step.tokens, sum(step.workload.total)) for step in steps]
     tokens, keys = (statistics.fmean(column) or 1.0 for column in zip(*sizes, strict=True))
@@ -172,7 +172,7 @@ def _shares(
     if traced is not None:
         idle_share = max(0.0, 1 - math.fsum(traced.seconds.values()) / traced.whole)
     elif (steps[0].eager or not nodes.recorded) and not measured.host_is_device:
-        idle_share = _waits_for_launches(nodes, times, _middle(steps), usual)
+        idle_share = _waits_for_launches(nodes, times, middle_step(steps), usual)
     found = []
     for step, (again, others, count) in zip(steps, given, strict=True):
         compiled = max(0.0, step.seconds - usual) if step.compiled and usual else 0.0

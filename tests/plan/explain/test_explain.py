@@ -13,7 +13,7 @@ from strata.hardware.roofline import floor as roofline_floor
 from strata.models.folder import folder_or_shape
 from strata.plan.explain.explain import explain
 from strata.plan.explain.explanation import Explanation
-from strata.plan.explain.measurement import DeviceState, MeasuredStep, StepChunk, TracedOperations
+from strata.plan.explain.measurement import DeviceState, MeasuredStep, StepChunk, TracedOperations, UnpackedProducts
 from strata.plan.explain.split import split_steps
 from strata.plan.explain.step_fit import StepFit
 from strata.plan.explain.waterfalls import of_tail
@@ -195,6 +195,25 @@ def test_a_dtype_that_is_wider_than_asked(times: StepSeconds) -> None:
     after = wall(EVEN, seconds=lambda workload: times.seconds(workload))
     found = explain(measured, wide, wanted=times)
     check(found, "float32, bfloat16 was asked", saved(measured.wall, after))
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_packed_weights_that_are_unpacked_in_every_call(times: StepSeconds, asked: bool) -> None:
+    """Products take 90 of the 100 ms of a step, and would take 20 of plain weights."""
+    shares = dict.fromkeys(("decode", "prompt"), TracedOperations({"linear": 0.09, "attention": 0.01}, 0.1))
+    slow = run(EVEN, seconds=lambda workload: 0.1, traced=shares)
+    found = explain(replace(slow, unpacked=UnpackedProducts("int4", "linear", 0.02 * len(slow.steps), asked)), times)
+    after = wall(EVEN, seconds=lambda workload: 0.1 - 0.09 + 0.02)
+    check(found, "linear unpacks weights in int4 in every call", saved(slow.wall, after))
+    assert ("--quantization" in found.verdict.remedies[0].option) == asked
+    assert ("checkpoint" in found.verdict.remedies[0].what) != asked
+
+
+def test_plain_products_that_are_as_slow_are_no_remedy(times: StepSeconds) -> None:
+    shares = dict.fromkeys(("decode", "prompt"), TracedOperations({"linear": 0.09, "attention": 0.01}, 0.1))
+    slow = run(EVEN, seconds=lambda workload: 0.1, traced=shares)
+    found = explain(replace(slow, unpacked=UnpackedProducts("int4", "linear", 0.1 * len(slow.steps), True)), times)
+    assert not any("unpack" in one.what for one in found.verdict.remedies)
 
 
 def test_a_graph_that_is_not_fused(times: StepSeconds) -> None:
