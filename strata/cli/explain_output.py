@@ -59,7 +59,8 @@ def draw(found: Explanation) -> None:
 
     # Ids of requests and paths of models are a user's: brackets in them are no markup.
     console, fall = Console(highlight=False, markup=False, emoji=False), found.waterfall
-    table = Table(title=f"{found.title}; {found.device}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    title = found.title if found.device is None else f"{found.title}; {found.device}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("", overflow="fold")
     for name in ("layer", "cause"):
         table.add_column(name, no_wrap=True)
