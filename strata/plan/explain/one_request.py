@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from strata.engine.watch.request_ledger import PARTS, RequestLedger
 from strata.engine.watch.request_ledger import Part as LedgerPart
-from strata.engine.watch.verdict import NEAR, Cause, Remedy, Verdict
+from strata.engine.watch.verdict import HELD_SHARE, NEAR, Cause, Remedy, Verdict
 from strata.plan.explain.explanation import Explanation, Phase
 from strata.plan.waterfall import Part, Waterfall
 
@@ -148,9 +148,9 @@ def _floor(ledger: RequestLedger) -> float:
 def _verdict(ledger: RequestLedger, model: str | None) -> Verdict:
     shares = {one: math.fsum(ledger.parts.get(part, 0.0) for part in one.parts) / ledger.seconds for one in _REASONS}
     worth = sorted((one for one in _REASONS if shares[one] >= _LEAST), key=lambda one: shares[one], reverse=True)
-    evidence = tuple(_evidence(ledger))
+    evidence = (*_evidence(ledger), *_next(ledger, model))
     if not worth:
-        return Verdict("kernel", _of_steps(ledger), "unknown", (*evidence, *_next(ledger, model)), ())
+        return Verdict("kernel", _of_steps(ledger), "unknown", evidence, ())
     remedies = tuple(Remedy(one.remedy, shares[one], one.option) for one in worth)
     return Verdict("system", worth[0].symptom, worth[0].cause, evidence, remedies)
 
@@ -165,7 +165,10 @@ def _of_steps(ledger: RequestLedger) -> str:
 
 
 def _next(ledger: RequestLedger, model: str | None) -> Iterator[str]:
-    """The command that takes such steps apart, where it can run beside no server."""
+    """The command that takes such steps apart, where they are most of its time beyond the floor."""
+    own = math.fsum(ledger.parts.get(part, 0.0) for part in _OWN)
+    if own - _floor(ledger) < HELD_SHARE * ledger.seconds:
+        return
     requests = max(1, round(ledger.beside))
     lengths = f"--prompt {max(1, ledger.prompt_tokens)} --output {max(1, ledger.output_tokens)}"
     yield (
