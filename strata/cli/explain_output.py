@@ -16,10 +16,18 @@ from strata.plan.explain.explanation import Explanation, OperationTime
 if TYPE_CHECKING:
     from rich.table import Table
 
+
+def trace_name(file: Path | None) -> Path | None:
+    """See `writable`. Raises ValueError for a name by which Perfetto, or who reads it, would not know what it is."""
+    if file is not None and not file.name.endswith((".json", ".json.gz")):
+        raise ValueError(f"--trace {file}: give a name that ends in .json or .json.gz")
+    return writable(file)
+
+
 Html = Annotated[Path | None, typer.Option(help="Also write one self-contained page.", callback=writable)]
 TraceFile = Annotated[
     Path | None,
-    typer.Option("--trace", help="Also write a trace for Perfetto (.json or .json.gz).", callback=writable),
+    typer.Option("--trace", help="Also write a trace for Perfetto (.json or .json.gz).", callback=trace_name),
 ]
 
 
