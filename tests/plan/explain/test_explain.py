@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from strata.graph.predict import HOST_SECONDS
 from strata.hardware.roofline import Workload
 from strata.hardware.roofline import floor as roofline_floor
 from strata.models.folder import folder_or_shape
@@ -28,6 +29,13 @@ EVEN = requests(*((100, 24) for _ in range(16)))
 @pytest.fixture(scope="module")
 def times() -> StepSeconds:
     return StepSeconds(host_model(find_config(folder_or_shape("builtin")), torch.bfloat16), DEVICE)
+
+
+def launched(times: StepSeconds) -> StepSeconds:
+    """The same steps as if a host launched them on a GPU."""
+    found = StepSeconds(times.model, times.device)
+    found.predictor = replace(found.predictor, launch=HOST_SECONDS)
+    return found
 
 
 def saved(before: float, after: float) -> float:
@@ -237,7 +245,7 @@ def test_launches_by_the_host(times: StepSeconds) -> None:
 def test_eager_steps_of_a_gpu_wait_for_launches(times: StepSeconds) -> None:
     """Where nobody saw when the device worked: what a step exceeds its work by is launches, if those are longer."""
     measured = run(EVEN, seconds=lambda workload: 0.5, change=lambda step: replace(step, eager=True))
-    found = explain(replace(measured, unrecorded=len(measured.steps)), times)
+    found = explain(replace(measured, unrecorded=len(measured.steps)), launched(times))
     check(found, "launches by the host", measured.stepping / measured.wall)  # the work is next to nothing
     busy = StepSeconds(
         times.model, replace(DEVICE, figures=tuple(replace(one, value=one.value / 1e3) for one in FIGURES))
@@ -245,7 +253,7 @@ def test_eager_steps_of_a_gpu_wait_for_launches(times: StepSeconds) -> None:
     measured = run(
         EVEN, seconds=lambda workload: 1.2 * busy.seconds(workload), change=lambda step: replace(step, eager=True)
     )
-    found = explain(replace(measured, unrecorded=len(measured.steps)), busy)
+    found = explain(replace(measured, unrecorded=len(measured.steps)), launched(busy))
     assert "launches" not in found.verdict.symptom
 
 
@@ -254,9 +262,9 @@ def test_a_host_that_launches_faster_than_predicted_leaves_the_work_whole(times:
     nodes = times.model.step(MeasuredStep(0.0, 1.0, decodes).workload)
     own = (*nodes.inputs, *nodes.model, *nodes.draw)
     work = math.fsum(times.predictor.node(node, MeasuredStep(0.0, 1.0, decodes).workload).seconds for node in own)
-    took = (work + times.predictor.launches(len(own))) / 2
+    took = (work + launched(times).predictor.launches(len(own))) / 2
     assert work < took
-    split = split_steps(replace(run(EVEN), steps=(MeasuredStep(0.0, took, decodes, eager=True),)), times)
+    split = split_steps(replace(run(EVEN), steps=(MeasuredStep(0.0, took, decodes, eager=True),)), launched(times))
     assert math.fsum(one.seconds for one in split.operations) == pytest.approx(work)
 
 
