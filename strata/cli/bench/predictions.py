@@ -49,9 +49,9 @@ def predictions(
         llm = engine(given)
         times, sources = predicted(llm, setup)
         cases = fitting(llm, given, times)
+        known = "" if times.predictor.knows_calls else f"; {_UNKNOWN}"
+        typer.echo(f"{setup.model:8} {len(cases)} cases, each run {repeat + 1} times{known}", err=as_json)
         if not as_json:
-            known = "" if times.predictor.knows_calls else f"; {_UNKNOWN}"
-            typer.echo(f"{setup.model:8} {len(cases)} cases, each run {repeat + 1} times{known}")
             for source in (*sources, *times.sources):
                 typer.echo(f"{setup.model:8} predicted from {source}")
         for errors in predicted_and_measured(llm, cases, times, repeat):
