@@ -185,7 +185,6 @@ def explained(
 ) -> Explanation:
     """A test on an engine with these changes of its options."""
     from strata.bench.explain.measure import kernel_kind, measure, measured_steps
-    from strata.bench.explain.plain_products import product_here, unpacked_products
     from strata.bench.explain.predicted_steps import ideal_seconds, in_asked_dtype, predicted
     from strata.bench.run import engine
     from strata.plan.explain.explain import explain as explain_run
@@ -200,10 +199,7 @@ def explained(
     on_cpu = llm.engine.device.type == "cpu"
     short = workload.short() if on_cpu or profile else None
     measured = measure(llm, workload, given, times, title=title, ideal=ideal, short=short)
-    if on_cpu:
-        product = product_here(times.model.dtype, setup.deterministic)
-        unpacked = unpacked_products(measured.steps, times, product, asked=setup.quantization is not None)
-        measured = dataclasses.replace(measured, unpacked=unpacked)
+
     wanted = in_asked_dtype(measured.facts, llm, setup, times)
     del llm
 

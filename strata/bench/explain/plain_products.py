@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import torch
 
@@ -34,14 +33,18 @@ def unpacked_products(
     groups: dict[tuple[StepWork, int], list[MeasuredStep]] = defaultdict(list)
     for step in steps:
         groups[step.kind, (step.tokens - 1).bit_length()].append(step)
-    each, plain, values = cache(seconds), 0.0, set()
+    values: set[str] = set()
+    calls: Counter[tuple[int, int, int]] = Counter()
     for group in groups.values():
         for node in times.model.step(middle_step(group).workload).model:
             if node.operation == linear.name and node.weight is not None:
                 values.add(node.packed)
-                plain += len(group) * each(math.prod(node.shape[:-1]), *node.weight)
+                calls[math.prod(node.shape[:-1]), *node.weight] += len(group)
     packed = " and ".join(sorted(values - {""}))
-    return UnpackedProducts(packed, linear.name, plain, asked) if packed else None
+    if not packed:
+        return None
+    plain = math.fsum(count * seconds(*shape) for shape, count in calls.items())
+    return UnpackedProducts(packed, linear.name, plain, asked)
 
 
 def product_here(dtype: torch.dtype, deterministic: bool) -> ProductSeconds:
