@@ -90,8 +90,9 @@ def prefill() -> InferenceTest:
     return InferenceTest("T4", random_prompts(16, 2048), (1,) * 16, counted="prompt")
 
 
-def named(name: str) -> InferenceTest:
-    """The test of that name: T1, T2, T3-bN, T4. Raises ValueError for another."""
+def named(name: str, *, or_served: bool = False) -> InferenceTest:
+    """The test of that name: T1, T2, T3-bN, T4. Raises ValueError for another. or_served: who asks takes T5 as well,
+    and says so."""
     requests = name.removeprefix("T3-b")
     if requests.isdecimal() and int(requests) > 0 and requests != name:
         if len(requests) > len(str(MOST_REQUESTS)) or int(requests) > MOST_REQUESTS:
@@ -99,10 +100,10 @@ def named(name: str) -> InferenceTest:
         return fixed_batch(int(requests))
     made = {"T1": offline, "T2": single, "T4": prefill}.get(name)
     if made is None:
-        raise ValueError(
-            f"test {name!r} is unknown; give T1, T2, T3-bN (N requests, such as T3-b32) or T4 "
-            "(T5, a served load, is of `strata explain`, `strata bench gaps` and `strata bench serve`)"
-        )
+        known = ", T4, or T5, a served load"
+        if not or_served:
+            known = " or T4 (T5, a served load, is of `strata explain`, `strata bench gaps` and `strata bench serve`)"
+        raise ValueError(f"test {name!r} is unknown; give T1, T2, T3-bN (N requests, such as T3-b32){known}")
     return made()
 
 

@@ -87,7 +87,12 @@ def explain(
         show(_training(run), as_json=as_json, html=html, trace=trace)
         return
     from strata.bench.run import Setup
+    from strata.engine.engine_config import device_of
 
+    if profile and device_of(device).type == "cpu":
+        raise ValueError(
+            "--profile is of CUDA, and this runs on a CPU, where operations are timed as it is: leave it out"
+        )
     engine = model, load_format, dtype, device, deterministic, tensor_parallel_size
     setup = Setup(*engine, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
     subject: Subject = "tail" if tail else "run"
@@ -133,6 +138,10 @@ def _training(run: Path) -> Explanation:
 
     if run.is_dir():
         return explain_run(read_run(run))
+    if not run.exists():
+        raise ValueError(
+            f"--run {run} is not there: give the folder of a run, or the TOML file of one to take steps of"
+        )
     with tempfile.TemporaryDirectory() as folder:
         return explain_run(short_run(read_train_config(run), Path(folder)))
 
@@ -141,7 +150,7 @@ def _workload(setup: Setup, name: str, prompt: int | None, output: int | None) -
     from strata.bench import workloads
     from strata.bench.explain.measure import Workload
 
-    test = workloads.named(name)
+    test = workloads.named(name, or_served=True)
     if prompt is None and output is None:
         _check_length(setup, name, test.longest)
         return Workload(test)

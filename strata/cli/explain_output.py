@@ -16,10 +16,18 @@ from strata.plan.explain.explanation import Explanation, OperationTime
 if TYPE_CHECKING:
     from rich.table import Table
 
+
+def trace_name(file: Path | None) -> Path | None:
+    """See `writable`. Raises ValueError for a name by which Perfetto, or who reads it, would not know what it is."""
+    if file is not None and not file.name.endswith((".json", ".json.gz")):
+        raise ValueError(f"--trace {file}: give a name that ends in .json or .json.gz")
+    return writable(file)
+
+
 Html = Annotated[Path | None, typer.Option(help="Also write one self-contained page.", callback=writable)]
 TraceFile = Annotated[
     Path | None,
-    typer.Option("--trace", help="Also write a trace for Perfetto (.json or .json.gz).", callback=writable),
+    typer.Option("--trace", help="Also write a trace for Perfetto (.json or .json.gz).", callback=trace_name),
 ]
 
 
@@ -59,7 +67,8 @@ def draw(found: Explanation) -> None:
 
     # Ids of requests and paths of models are a user's: brackets in them are no markup.
     console, fall = Console(highlight=False, markup=False, emoji=False), found.waterfall
-    table = Table(title=f"{found.title}; {found.device}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    title = found.title if found.device is None else f"{found.title}; {found.device}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("", overflow="fold")
     for name in ("layer", "cause"):
         table.add_column(name, no_wrap=True)

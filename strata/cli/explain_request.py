@@ -24,7 +24,11 @@ class _Ledger(RequestLedger, frozen=True):
 
 
 class _Told(msgspec.Struct):
+    """model, device: None of a server that does not tell them yet."""
+
     generations: list[_Ledger]
+    model: str | None = None
+    device: str | None = None
 
 
 def request_explained(url: str, id: str) -> Explanation:
@@ -36,19 +40,19 @@ def request_explained(url: str, id: str) -> Explanation:
         raise ValueError(
             f"--request {id!r} names none: give the id of an answer, like chatcmpl-..., or its x-request-id"
         )
-    ledgers = asyncio.run(_ledgers(url, id))
-    if not ledgers:
+    told = asyncio.run(_told(url, id))
+    if not told.generations:
         raise ValueError(f"the engine of request {id} has ended, and its ledger with it")
-    longest = max(ledgers, key=lambda ledger: ledger.seconds)
-    return explain_request(longest, name=id, server=url)
+    longest = max(told.generations, key=lambda ledger: ledger.seconds)
+    return explain_request(longest, name=id, server=url, device=told.device, model=told.model)
 
 
-async def _ledgers(url: str, id: str) -> list[_Ledger]:
+async def _told(url: str, id: str) -> _Told:
     from strata.bench.load.connection import Client
     from strata.bench.load.server import KEY_VARIABLE, fetch
 
     client = Client(url, os.environ.get(KEY_VARIABLE))
     try:
-        return (await fetch(client, f"/requests/{quote(id, safe='')}", None, _Told)).generations
+        return await fetch(client, f"/requests/{quote(id, safe='')}", None, _Told)
     finally:
         client.close()

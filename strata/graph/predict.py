@@ -67,7 +67,8 @@ class StepPredictor:
     tables: utilization by operation. prompts: of their attention by its FLOPs, None if too little was measured. link:
     to the other ranks, None if there are none. sums: of ranks' sums, by algorithm, None where none was measured. ranks:
     how many add up. attention_times: of attention whose programs are known, packed_times: of what multiplies by packed
-    weights, and of experts by any, None where those were not measured.
+    weights, and of experts by any, None where those were not measured. launch: seconds that the host takes to launch an
+    operation of a step that no CUDA graph holds, while the device may still work; 0 of a processor, which is the host.
     """
 
     device: Device
@@ -80,6 +81,7 @@ class StepPredictor:
     attention_times: AttentionTimes | None = None
     packed_times: PackedTimes | None = None
     surest: str = ORIGINS[0]
+    launch: float = HOST_SECONDS
 
     @staticmethod
     def of(
@@ -120,6 +122,12 @@ class StepPredictor:
             surest = ORIGINS[1]
         return StepPredictor(device, dtype, tables, prompts, link, sums, ranks, by_attention, by_weights, surest)
 
+    @property
+    def knows_calls(self) -> bool:
+        """Whether any call was measured, here or on a device that is like this one; else all is analytic."""
+        measured = self.tables, self.prompts, self.sums, self.attention_times, self.packed_times
+        return any(one for one in measured)
+
     def step(self, nodes: Iterable[NodeCost], workload: Workload, *, recorded: bool) -> Prediction:
         """All nodes one after the other, beside them sums over ranks that were begun; or, unless the step is recorded,
         until the host has launched them; and what is around them in an engine: copies of
@@ -134,12 +142,12 @@ class StepPredictor:
         """As `step`, of nodes that were predicted each."""
         found = replace(Prediction.total(each), seconds=_end(nodes, [one.seconds for one in each]))
         if not recorded:
-            found = _at_least(found, len(nodes) * HOST_SECONDS)
+            found = _at_least(found, len(nodes) * self.launch)
         return replace(found, seconds=found.seconds + self._seconds("step"))
 
     def launches(self, operations: int) -> float:
         """The least time of a step of so many operations that the host launches."""
-        return operations * HOST_SECONDS + self._seconds("step")
+        return operations * self.launch + self._seconds("step")
 
     def attention(self, cost: Cost, workload: Workload, attends: Attends | None = None) -> Prediction:
         """One layer's attention of a step. attends: what runs it, where that is known."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -61,7 +61,7 @@ class StepSeconds:
         self.link: Link | None = None if alone else link_of(self.device)
         ranks = 1 if model.shard is None else model.shard.size
         table = tuned.read(self.device.product)
-        self.predictor = StepPredictor.of(
+        predictor = StepPredictor.of(
             self.device,
             self.dtype,
             table,
@@ -71,6 +71,8 @@ class StepSeconds:
             products=found.products,
             loan=found.loan,
         )
+        # What launches beside a GPU was measured there; a processor runs what it would launch.
+        self.predictor = predictor if model.limits is not None else replace(predictor, launch=0.0)
         self.costs = model.step_costs()
         self._bases: dict[_Kind, _Base] = {}
 

@@ -16,6 +16,7 @@ from strata.bench.served.client import random_load
 from strata.bench.workloads import InferenceTest, random_prompts
 from strata.plan.explain.ceilings import steps_on_processor
 from strata.plan.explain.measurement import Measurement
+from strata.plan.explain.split import split_steps
 from strata.plan.explain.waterfalls import of_latency
 from tests.plan.explain.runs import DEVICE
 
@@ -101,3 +102,15 @@ def test_a_served_load_is_explained_from_arrival_to_last_token(llm: LLM) -> None
     assert fall.measured == pytest.approx(sum(one.times[-1] - one.due for one in measured.requests) / 5)
     assert fall.unexplained == pytest.approx(0.0, abs=1e-9)
     assert all(part.seconds > -1e-3 for part in fall.parts)
+
+
+def test_plain_products_are_measured_where_packed_ones_are_unpacked(measured: Measurement) -> None:
+    assert measured.unpacked is None
+    options = OPTIONS | {"quantization": "int4"}
+    packed = LLM(**options, verbose=False)
+    times = steps_on_processor(packed.engine.config, "float32", DEVICE, quantization="int4")
+    found = measure(packed, Workload(TEST), options, times, title="int4", short=Workload(TEST).short())
+    assert found.unpacked is not None
+    assert (found.unpacked.values, found.unpacked.asked) == ("int4", True)
+    linear = next(one for one in split_steps(found, times).operations if one.name == "linear")
+    assert 0 < found.unpacked.plain < linear.seconds

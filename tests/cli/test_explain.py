@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from strata.cli.explain_output import trace_name
 from strata.cli.main import app
 
 RUNNER = CliRunner()
@@ -33,7 +34,9 @@ def test_the_parts_and_the_floor_are_the_measured_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["T9"], "T9"),
+        (["T9"], "test 'T9' is unknown; give T1, T2, T3-bN (N requests, such as T3-b32), T4, or T5, a served load"),
+        (["T1", "--device", "cpu", "--profile"], "--profile is of CUDA, and this runs on a CPU"),
+        (["T1", "--trace", "x.txt"], "--trace x.txt: give a name that ends in .json or .json.gz"),
         (["T3-b1000000000000"], "give T3-bN with N up to 10000"),
         (["T1", "--prompt", "5"], "--prompt and --output are of T3-bN"),
         (["T3-b2", "--prompt", "1000000"], "T3-b2 has sequences of up to 1,000,256 tokens and builtin reads"),
@@ -46,6 +49,13 @@ def test_what_cannot_be_run_is_said(arguments: list[str], message: str) -> None:
     assert result.exit_code != 0
     assert isinstance(result.exception, ValueError)
     assert message in str(result.exception)
+
+
+def test_a_trace_of_another_name_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    for name in ("x.txt", "x.gz", "json"):
+        RUNNER.invoke(app, [*SMALL, "--trace", str(tmp_path / name)])
+    assert not list(tmp_path.iterdir())
+    assert trace_name(tmp_path / "x.json.gz") == tmp_path / "x.json.gz"
 
 
 @pytest.mark.parametrize("option", ["--prompt", "--output", "--num-prompts"])

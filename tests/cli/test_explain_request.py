@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,8 @@ RUNNER = CliRunner()
 TOLD: dict[str, Any] = {
     "object": "request.ledger",
     "id": "req_1",
+    "model": "builtin",
+    "device": "NVIDIA H200",
     "generations": [
         {
             "seconds": 2.0, "parts": {"slot": 1.5, "prompt": 0.1, "decode": 0.4}, "time_to_first_token": 1.6,
@@ -64,7 +67,7 @@ def url() -> Iterator[str]:
     server.server_close()
 
 
-def test_a_request_is_told_as_a_waterfall(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_is_told_as_a_waterfall(url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("STRATA_API_KEY", "sk-1")
     asked = ["explain", "--url", url, "--request", "cmpl-1"]
     result = RUNNER.invoke(app, asked)
@@ -72,7 +75,12 @@ def test_a_request_is_told_as_a_waterfall(url: str, monkeypatch: pytest.MonkeyPa
     assert "waited for a slot" in result.output
     assert re.search(r"floor +not known", result.output)
     assert "saves 75%: more slots (--max-num-seqs)" in result.output
-    found = json.loads(RUNNER.invoke(app, [*asked, "--json"]).stdout)
+    assert "request cmpl-1, which ended with stop; NVIDIA H200" in result.output
+    trace = tmp_path / "request.json"
+    found = json.loads(RUNNER.invoke(app, [*asked, "--json", "--trace", str(trace)]).stdout)
+    assert found["device"] == "NVIDIA H200"
+    slices = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert slices == ["queue", "prefill", "decode"]
     assert found["waterfall"]["measured"] == 2.0
     assert found["waterfall"]["unexplained"] == pytest.approx(0.0)
     assert found["verdict"]["cause"] == "queueing"
@@ -110,7 +118,8 @@ def test_brackets_in_a_name_are_no_markup(capsys: pytest.CaptureFixture[str]) ->
             server="http://x",
         )
     )
-    assert f"request {name}, which ended" in capsys.readouterr().out
+    title = capsys.readouterr().out.splitlines()[0]
+    assert title.strip() == f"request {name}, which ended with stop", "of a device that nobody told"
 
 
 def test_an_unknown_floor_is_null_and_what_is_a_rounding_is_nothing(capsys: pytest.CaptureFixture[str]) -> None:

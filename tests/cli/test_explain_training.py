@@ -106,7 +106,7 @@ def test_a_config_is_explained_by_a_few_steps_that_leave_nothing(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--run", "nowhere"], "nowhere does not exist"),
+        (["--run", "nowhere"], "--run nowhere is not there: give the folder of a run, or the TOML file of one"),
         (["T1", "--run", "nowhere"], "a test says nothing"),
         (["--run", "nowhere", "--model", "8B"], "--model says nothing"),
         (["--run", "."], "holds no run.json"),

@@ -213,8 +213,16 @@ def test_a_step_is_the_sum_or_waits_for_the_host() -> None:
     assert predictor().step(nodes[:2], DECODES, recorded=True).origin == "measured"
     launched = predictor().step(nodes, DECODES, recorded=False)
     assert launched == Prediction(pytest.approx(3 * HOST_SECONDS), "analytic")
+    host = replace(predictor(), launch=0.0)
+    assert host.step(nodes, DECODES, recorded=False).seconds == pytest.approx(28e-6), "a processor launches nothing"
     long = [node("norm", read=10**9)]
     assert predictor().step(long, DECODES, recorded=False) == predictor().step(long, DECODES, recorded=True)
+
+
+def test_whether_any_call_was_measured() -> None:
+    assert predictor().knows_calls
+    assert not StepPredictor.of(DEVICE, "bfloat16", {}).knows_calls
+    assert StepPredictor.of(device("h200"), "bfloat16", {}).knows_calls, "attention"
 
 
 def test_what_is_around_a_step_comes_on_top() -> None:

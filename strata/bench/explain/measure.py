@@ -14,6 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from strata.bench.explain.node_times import NodeTimes
+from strata.bench.explain.plain_products import product_here, unpacked_products
 from strata.bench.explain.recorder import HostSpans, StepRecorder
 from strata.bench.run import device_name
 from strata.bench.served.client import Load, ServedEngine
@@ -130,6 +131,10 @@ def measure(
         (f"{others / 2**30:.1f} GiB in use beside this process's tensors",) if others > _OTHERS_BYTES else (),
     )
     steps = recorder.steps(ran.start)
+    unpacked = None
+    if on_host and short is not None:
+        product = product_here(times.model.dtype, deterministic=bool(options.get("deterministic")))
+        unpacked = unpacked_products(steps, times, product, asked=options.get("quantization") is not None)
     return Measurement(
         title,
         device_name(llm),
@@ -144,6 +149,7 @@ def measure(
         traced,
         state,
         ran.processor if on_host else None,
+        unpacked,
     )
 
 

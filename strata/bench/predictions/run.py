@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from strata.bench.explain.measure import Workload, facts, measured_steps
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def fitting(llm: LLM, options: Mapping[str, Any], times: StepSeconds) -> list[Case]:
-    """The cases that an engine's model, slots and memory allow."""
+    """The cases that an engine's model, slots and memory allow. options: that the engine was asked for."""
     engine = facts(llm, options, times)
     return [
         case
@@ -27,10 +27,10 @@ def fitting(llm: LLM, options: Mapping[str, Any], times: StepSeconds) -> list[Ca
 
 
 def predicted_and_measured(
-    llm: LLM, options: Mapping[str, Any], times: StepSeconds, repeat: int
+    llm: LLM, chosen: Iterable[Case], times: StepSeconds, repeat: int
 ) -> Iterator[list[StepError]]:
-    """Of each case, run so often and once more before. options: that the engine was asked for."""
-    for case in fitting(llm, options, times):
+    """Of each case, run so often and once more before."""
+    for case in chosen:
         workload = Workload(case.test())
         measured_steps(llm, workload)
         yield step_errors(case.name, [measured_steps(llm, workload) for _ in range(repeat)], times)

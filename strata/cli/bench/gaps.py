@@ -75,7 +75,7 @@ def _served(
 def _offline(test: str, setup: Setup, *, as_json: bool, save: Path | None) -> None:
     import torch
 
-    tested = workloads.named(test)
+    tested = workloads.named(test, or_served=True)
     if setup.device == "cpu" or not torch.cuda.is_available():
         raise ValueError(f"strata bench gaps {test} traces a CUDA device; there is none here (T5 runs on a CPU, too)")
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from strata.bench.predictions.errors import StepError
 
 _MAX_LENGTH = 20_000
+_UNKNOWN = "no calls were measured on this device, so predictions are analytic: what its peaks allow, and no host time"
 
 
 def predictions(
@@ -37,7 +38,7 @@ def predictions(
     """
     from strata.bench.explain.predicted_steps import predicted
     from strata.bench.predictions.errors import ErrorSummary
-    from strata.bench.predictions.run import predicted_and_measured
+    from strata.bench.predictions.run import fitting, predicted_and_measured
     from strata.plan.meta_model import find_config
 
     everything: list[StepError] = []
@@ -47,10 +48,13 @@ def predictions(
         given = setup.llm_options() | {"max_model_len": min(_MAX_LENGTH, longest)}
         llm = engine(given)
         times, sources = predicted(llm, setup)
+        cases = fitting(llm, given, times)
+        known = "" if times.predictor.knows_calls else f"; {_UNKNOWN}"
+        typer.echo(f"{setup.model:8} {len(cases)} cases, each run {repeat + 1} times{known}", err=as_json)
         if not as_json:
             for source in (*sources, *times.sources):
                 typer.echo(f"{setup.model:8} predicted from {source}")
-        for errors in predicted_and_measured(llm, given, times, repeat):
+        for errors in predicted_and_measured(llm, cases, times, repeat):
             everything += errors
             for one in errors:
                 line = {"test": "predictions", "model": setup.model, "dtype": short_dtype(dtype)} | one.values()

@@ -24,7 +24,9 @@ Cause = Literal[
     "preemption",
     "compilation",
     "power",
+    "unknown",
 ]
+"""unknown: steps are over their floor, and nothing that was measured tells of what they are made."""
 LAYERS: tuple[Layer, ...] = get_args(Layer)
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 

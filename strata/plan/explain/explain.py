@@ -10,7 +10,7 @@ from typing import Any
 from strata.plan.explain.explanation import Explanation, Peaks, StepTime, Subject
 from strata.plan.explain.findings import Asked, Finding, findings
 from strata.plan.explain.measurement import EngineFacts, MeasuredStep, Measurement
-from strata.plan.explain.split import BOUNDS, NameOf, operation_name
+from strata.plan.explain.split import NameOf, operation_name
 from strata.plan.explain.waterfalls import Explained, of_latency, of_run, of_tail
 from strata.plan.explain.what_if import WhatIf
 from strata.plan.step_seconds import StepSeconds
@@ -128,9 +128,8 @@ def _without_remedy(asked: Asked) -> Verdict:
     intensity = _intensity(asked)
     largest = max(fall.parts, key=lambda part: part.seconds, default=None)
     if largest is None or share > 0.7:
-        limit = max(asked.explained.operations, key=lambda one: one.floor, default=None)
         symptom = f"near the floor: {share:.0%} of the time is the least"
-        return Verdict("kernel", symptom, "memory" if limit is None else BOUNDS[limit.bound], (intensity,), ())
+        return Verdict("kernel", symptom, asked.explained.bound, (intensity,), ())
     evidence = (f"{largest.name}: {largest.seconds / fall.measured:.0%} of the time", intensity)
     return Verdict(largest.layer, _symptom(largest, asked.explained), largest.cause, evidence, _more_at_once(asked))
 
@@ -151,9 +150,10 @@ def _intensity(asked: Asked) -> str:
 
 
 def _more_at_once(asked: Asked) -> tuple[Remedy, ...]:
-    """What twice the requests would save of each one's time, where steps hardly grow with them."""
+    """What twice the requests would save of each one's time, where steps hardly grow with them. A workload of one
+    request has no other that could run beside it."""
     run, what_if = asked.measured, asked.what_if
-    if what_if.subject != "run" or not run.requests or len(run.requests) * 2 > run.facts.slots:
+    if what_if.subject != "run" or len(run.requests) < 2 or len(run.requests) * 2 > run.facts.slots:
         return ()
     gain = 1 - (1 - what_if.gain(requests=[*run.requests, *run.requests])) / 2
     return (Remedy("twice the requests at once", gain),) if gain >= LEAST_GAIN else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,18 +51,30 @@ class StepTime:
 
 
 @dataclass(frozen=True)
+class Phase:
+    """Of one request: seconds from its arrival. parts: seconds of its ledger that the phase is the sum of."""
+
+    name: str
+    begin: float
+    end: float
+    parts: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class Explanation:
     """Where the time of a run went and why.
 
-    title: what ran, in words. device: as its driver or system names it. operations: the longest first. steps: in their
-    order. sources: of what was predicted, and of the floor, in words. peaks: None where the device's are not known.
+    title: what ran, in words. device: as its driver or system names it; None where nobody told. operations: the longest
+    first. steps: in their order. sources: of what was predicted, and of the floor, in words. peaks: None where the
+    device's are not known. phases: of one request, in their order; none of a run.
     """
 
     title: str
-    device: str
+    device: str | None
     waterfall: Waterfall
     verdict: Verdict
     operations: tuple[OperationTime, ...] = ()
     steps: tuple[StepTime, ...] = ()
     sources: tuple[str, ...] = ()
     peaks: Peaks | None = None
+    phases: tuple[Phase, ...] = ()

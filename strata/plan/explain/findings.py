@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from strata.plan.explain.explanation import OperationTime
 from strata.plan.explain.measurement import Measurement, shared_prefix_tokens
-from strata.plan.explain.split import LAUNCHES, PROMPTS, TAKEN
+from strata.plan.explain.split import LAUNCHES, PROMPTS, TAKEN, split_steps
 from strata.plan.explain.waterfalls import QUEUEING, TOKENIZATION, Explained
 from strata.plan.explain.what_if import WhatIf
 from strata.plan.step_seconds import StepSeconds
@@ -173,6 +174,30 @@ def _precision(asked: Asked) -> Iterable[Finding]:
         change={"dtype": facts.asked_dtype},
         replaces=True,
     )
+
+
+def _unpacked(asked: Asked) -> Iterable[Finding]:
+    found = asked.measured.unpacked
+    if found is None:
+        return
+    took = _seconds_of(split_steps(asked.measured, asked.times).operations, found.operation)
+    here = _seconds_of(asked.explained.operations, found.operation)
+    gain = here / asked.wall * (1 - found.plain / took) if took else 0.0
+    plain = f"weights in floats: {found.values} is unpacked in every call of {found.operation} on a CPU"
+    yield Finding(
+        "unpacked weights",
+        "kernel",
+        f"busy but slow: {found.operation} unpacks weights in {found.values} in every call",
+        "memory",
+        (f"{found.operation} takes {took:.3f} s; {found.plain:.3f} by plain weights, as such products take here",),
+        Remedy(plain, gain, "leave out --quantization") if found.asked else Remedy(f"a checkpoint of {plain}", gain),
+        change={"quantization": None} if found.asked else None,
+        replaces=True,
+    )
+
+
+def _seconds_of(operations: Iterable[OperationTime], name: str) -> float:
+    return math.fsum(one.seconds for one in operations if one.name == name)
 
 
 def _pool(asked: Asked) -> Iterable[Finding]:
@@ -354,6 +379,7 @@ _RULES = (
     _launches,
     _unfused,
     _precision,
+    _unpacked,
     _pool,
     _prefixes,
     _batch_cap,

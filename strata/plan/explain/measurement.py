@@ -118,6 +118,21 @@ class TracedOperations:
 
 
 @dataclass(frozen=True)
+class UnpackedProducts:
+    """Products whose packed weights become floats in every call, as those of a CPU do.
+
+    values: of the weights ("int4"). operation: that multiplies. plain: seconds that it would take in all steps by plain
+    weights, of such products measured there. asked: the engine was told to pack the weights, which the checkpoint has
+    in floats.
+    """
+
+    values: str
+    operation: str
+    plain: float
+    asked: bool
+
+
+@dataclass(frozen=True)
 class Measurement:
     """One run of a workload.
 
@@ -126,6 +141,7 @@ class Measurement:
     steps that replayed no CUDA graph where others do. ideal: the least seconds of the work on this device, if all of it
     ran in the fullest steps; None: no better than by the steps that ran. traced: by the kind of steps; empty: nobody
     traced. processor: seconds that the engine's thread had a processor, where the host is the device; None elsewhere.
+    unpacked: None where no packed weight is unpacked in every call.
     """
 
     title: str
@@ -141,6 +157,7 @@ class Measurement:
     traced: Mapping[StepWork, TracedOperations] = field(default_factory=dict)
     device: DeviceState = DeviceState()
     processor: float | None = None
+    unpacked: UnpackedProducts | None = None
 
     @property
     def stepping(self) -> float:

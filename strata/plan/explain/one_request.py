@@ -8,11 +8,15 @@ from dataclasses import dataclass
 
 from strata.engine.watch.request_ledger import PARTS, RequestLedger
 from strata.engine.watch.request_ledger import Part as LedgerPart
-from strata.engine.watch.verdict import Cause, Layer, Remedy, Verdict
-from strata.plan.explain.explanation import Explanation
+from strata.engine.watch.verdict import HELD_SHARE, NEAR, Cause, Remedy, Verdict
+from strata.plan.explain.explanation import Explanation, Phase
 from strata.plan.waterfall import Part, Waterfall
 
 _OWN: tuple[LedgerPart, ...] = ("prompt", "decode")
+# Until its first step.
+_QUEUED: tuple[LedgerPart, ...] = (
+    "text", "inbox", "grammar", "step_under_way", "slot", "pages", "step_full", "prefix",
+)  # fmt: skip
 # What its steps did beside that: their floor is of all that they did.
 _SHARED: tuple[LedgerPart, ...] = (*_OWN, "prompt_beside", "decode_beside", "recomputed")
 _SAID: dict[LedgerPart, tuple[str, Cause]] = {
@@ -83,13 +87,44 @@ _REASONS = (
 )  # fmt: skip
 
 
-def explain_request(ledger: RequestLedger, *, name: str, server: str) -> Explanation:
-    """name: of the request. server: where it ran, in words. The parts and the floor add up to its seconds."""
+def explain_request(
+    ledger: RequestLedger, *, name: str, server: str, device: str | None = None, model: str | None = None
+) -> Explanation:
+    """name: of the request. server: where it ran, in words. device, model: that it ran on, as the server calls them;
+    None where it does not tell. The parts and the floor add up to its seconds."""
     parts = tuple(_parts(ledger))
     waterfall = Waterfall(ledger.seconds, _floor(ledger), parts)
     left = "runs" if ledger.finish_reason is None else f"ended with {ledger.finish_reason}"
-    floor = () if ledger.floor is not None else ("a server that does not know its device's peaks: no floor",)
-    return Explanation(f"request {name}, which {left}", server, waterfall, _verdict(ledger), sources=floor)
+    sources = [f"the ledger of {server}"]
+    if ledger.floor is None:
+        sources.append("a server that does not know its device's peaks: no floor")
+    return Explanation(
+        f"request {name}, which {left}",
+        device,
+        waterfall,
+        _verdict(ledger, model),
+        sources=tuple(sources),
+        phases=tuple(_phases(ledger)),
+    )
+
+
+def _phases(ledger: RequestLedger) -> Iterator[Phase]:
+    """Queue, prefill, decode and delivery, one after another, of which the parts of the ledger are sums."""
+    first = ledger.parts if ledger.first_token is None else ledger.first_parts
+    later = {part: seconds - first.get(part, 0.0) for part, seconds in ledger.parts.items()}
+    phases: dict[str, dict[LedgerPart, float]] = {
+        "queue": {part: first.get(part, 0.0) for part in _QUEUED},
+        "prefill": {part: first.get(part, 0.0) for part in PARTS if part not in (*_QUEUED, "delivery")},
+        "decode": {part: later.get(part, 0.0) for part in PARTS if part != "delivery"},
+        "delivery": {"delivery": ledger.parts.get("delivery", 0.0)},
+    }
+    begin = 0.0
+    for name, parts in phases.items():
+        told: dict[str, float] = {part: seconds for part, seconds in parts.items() if seconds > 0.0}
+        end = begin + math.fsum(told.values())
+        if told:
+            yield Phase(name, begin, end, told)
+        begin = end
 
 
 def _parts(ledger: RequestLedger) -> Iterator[Part]:
@@ -101,7 +136,7 @@ def _parts(ledger: RequestLedger) -> Iterator[Part]:
             yield Part(name, "system", cause, seconds)
     if own:
         name = "its own steps" if ledger.floor is None else "its own steps, over their floor"
-        yield Part(name, "kernel", "memory", own - _floor(ledger))
+        yield Part(name, "kernel", "unknown", own - _floor(ledger))
 
 
 def _floor(ledger: RequestLedger) -> float:
@@ -110,15 +145,36 @@ def _floor(ledger: RequestLedger) -> float:
     return 0.0 if ledger.floor is None or not shared else min(own, ledger.floor * own / shared)
 
 
-def _verdict(ledger: RequestLedger) -> Verdict:
+def _verdict(ledger: RequestLedger, model: str | None) -> Verdict:
     shares = {one: math.fsum(ledger.parts.get(part, 0.0) for part in one.parts) / ledger.seconds for one in _REASONS}
     worth = sorted((one for one in _REASONS if shares[one] >= _LEAST), key=lambda one: shares[one], reverse=True)
-    evidence = tuple(_evidence(ledger))
+    evidence = (*_evidence(ledger), *_next(ledger, model))
     if not worth:
-        return Verdict("kernel", "most of its time is steps of its own", "memory", evidence, ())
+        return Verdict("kernel", _of_steps(ledger), "unknown", evidence, ())
     remedies = tuple(Remedy(one.remedy, shares[one], one.option) for one in worth)
-    layer: Layer = "system"
-    return Verdict(layer, worth[0].symptom, worth[0].cause, evidence, remedies)
+    return Verdict("system", worth[0].symptom, worth[0].cause, evidence, remedies)
+
+
+def _of_steps(ledger: RequestLedger) -> str:
+    """Where nothing else held it."""
+    least, own = _floor(ledger), math.fsum(ledger.parts.get(part, 0.0) for part in _OWN)
+    if not least:
+        return "most of its time is steps of its own, whose floor is not known"
+    where = "near" if least >= NEAR * own else "over"
+    return f"most of its time is steps of its own, {where} their floor: {least / own:.1%} of them is the least"
+
+
+def _next(ledger: RequestLedger, model: str | None) -> Iterator[str]:
+    """The command that takes such steps apart, where they are most of its time beyond the floor."""
+    own = math.fsum(ledger.parts.get(part, 0.0) for part in _OWN)
+    if own - _floor(ledger) < HELD_SHARE * ledger.seconds:
+        return
+    requests = max(1, round(ledger.beside))
+    lengths = f"--prompt {max(1, ledger.prompt_tokens)} --output {max(1, ledger.output_tokens)}"
+    yield (
+        "a ledger does not tell what steps are made of: on that machine, without the server, "
+        f"`strata explain T3-b{requests} --model {model or 'MODEL'} {lengths}` takes such steps apart"
+    )
 
 
 def _evidence(ledger: RequestLedger) -> Iterator[str]:

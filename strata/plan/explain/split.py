@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from strata.graph.cost import NodeCost
 from strata.hardware.roofline import floor
@@ -31,27 +31,35 @@ def operation_name(node: NodeCost) -> str:
 
 @dataclass(frozen=True)
 class StepSplit:
-    """Seconds of all steps: the floor and the parts add up to them. operations: the longest first."""
+    """Seconds of all steps: the floor and the parts add up to them. operations: the longest first. bound: what sets
+    most of the floor."""
 
     floor: float
     parts: tuple[Part, ...]
     operations: tuple[OperationTime, ...]
+    bound: Cause
 
 
 @dataclass
 class _Sum:
+    """floors: seconds of the floor, by what sets them."""
+
     seconds: float = 0.0
-    floor: float = 0.0
     flops: int = 0
     bytes: int = 0
     sent: int = 0
+    floors: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def floor(self) -> float:
+        return math.fsum(self.floors.values())
 
     def add(self, other: _Sum) -> None:
         self.seconds += other.seconds
-        self.floor += other.floor
         self.flops += other.flops
         self.bytes += other.bytes
         self.sent += other.sent
+        _add(self.floors, other.floors)
 
 
 @dataclass(frozen=True)
@@ -101,12 +109,11 @@ def split_steps(
             continue
         groups[step.kind, (step.tokens - 1).bit_length(), step.eager].append(index)
     operations: dict[str, _Sum] = defaultdict(_Sum)
-    bounds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     beside: dict[str, float] = defaultdict(float)
-    least = 0.0
+    floors: dict[str, float] = {}
     for (kind, _, _), indices in groups.items():
         steps = [measured.steps[index] for index in indices]
-        middle = _middle(steps)
+        middle = middle_step(steps)
         nodes = times.model.step(middle.workload)
         given = [(again[index] / measured.steps[index].tokens, foreign[index], counts[index]) for index in indices]
         shares = _shares(steps, given, measured, nodes, times)
@@ -119,32 +126,32 @@ def split_steps(
         busy = math.fsum(share.busy * share.own_share for share in shares)
         padding = _padding(nodes, times, middle) * busy
         beside["padding"] += padding
-        costs = _by_name(nodes, times, middle, name_of, bounds)
+        costs = _by_name(nodes, times, middle, name_of)
         traced = measured.traced.get(kind)
         kept = math.fsum(share.own for share in shares)
         for name, seconds in (_as_shares(traced.seconds) if traced else _predicted(costs)).items():
             cost = costs.get(name, _Sum())
             took = (busy - padding) * seconds
-            found = _Sum(took, min(cost.floor * kept, took), *(round(kept * n) for n in (cost.flops, cost.bytes)))
-            found.sent = cost.sent
-            operations[name].add(found)
-        least += math.fsum(
-            share.own * times.floor(step.workload).seconds for step, share in zip(steps, shares, strict=True)
-        )
+            counted = min(kept, took / cost.floor) if cost.floor else 0.0
+            kept_floors = {bound: counted * least for bound, least in cost.floors.items()}
+            operations[name].add(_Sum(took, round(kept * cost.flops), round(kept * cost.bytes), cost.sent, kept_floors))
+        for step, share in zip(steps, shares, strict=True):
+            least = times.floor(step.workload)
+            _add(floors, {least.bound: share.own * least.seconds})
     summed = math.fsum(one.floor for one in operations.values())
-    least = min(least, summed)
+    whole = min(math.fsum(floors.values()), summed)
     listed = sorted(operations.items(), key=lambda item: item[1].seconds, reverse=True)
     parts = [
-        *_operation_parts(listed, bounds, sum(one.seconds for _, one in listed)),
-        *_other_parts(beside, summed - least),
+        *_operation_parts(listed, sum(one.seconds for _, one in listed)),
+        *_other_parts(beside, summed - whole),
     ]
     found_operations = tuple(
-        OperationTime(name, one.seconds, one.floor, one.flops, one.bytes, _bound(bounds[name])) for name, one in listed
+        OperationTime(name, one.seconds, one.floor, one.flops, one.bytes, _bound(one.floors)) for name, one in listed
     )
-    return StepSplit(least, tuple(part for part in parts if part.seconds), found_operations)
+    return StepSplit(whole, tuple(part for part in parts if part.seconds), found_operations, _bound(floors))
 
 
-def _middle(steps: Sequence[MeasuredStep]) -> MeasuredStep:
+def middle_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
     """The step nearest to the mean of tokens and of keys."""
     sizes = [(step.tokens, sum(step.workload.total)) for step in steps]
     tokens, keys = (statistics.fmean(column) or 1.0 for column in zip(*sizes, strict=True))
@@ -165,7 +172,7 @@ def _shares(
     if traced is not None:
         idle_share = max(0.0, 1 - math.fsum(traced.seconds.values()) / traced.whole)
     elif (steps[0].eager or not nodes.recorded) and not measured.host_is_device:
-        idle_share = _waits_for_launches(nodes, times, _middle(steps), usual)
+        idle_share = _waits_for_launches(nodes, times, middle_step(steps), usual)
     found = []
     for step, (again, others, count) in zip(steps, given, strict=True):
         compiled = max(0.0, step.seconds - usual) if step.compiled and usual else 0.0
@@ -214,16 +221,13 @@ def _by_name(
     times: StepSeconds,
     step: MeasuredStep,
     name_of: NameOf,
-    bounds: dict[str, dict[str, float]],
 ) -> dict[str, _Sum]:
     """Of one step: predicted seconds, floor and work of the nodes of each name."""
     found: dict[str, _Sum] = defaultdict(_Sum)
     for node in (*nodes.inputs, *nodes.model, *nodes.draw):
         least = floor(node.cost, times.device, times.dtype, times.link)
-        seconds = times.predictor.node(node, step.workload).seconds
-        name = name_of(node)
-        found[name].add(_Sum(seconds, least.seconds, node.cost.flops, node.cost.bytes, node.cost.sent))
-        bounds[name][least.bound] += least.seconds
+        seconds, cost = times.predictor.node(node, step.workload).seconds, node.cost
+        found[name_of(node)].add(_Sum(seconds, cost.flops, cost.bytes, cost.sent, {least.bound: least.seconds}))
     return found
 
 
@@ -236,24 +240,28 @@ def _as_shares(seconds: Mapping[str, float]) -> dict[str, float]:
     return {name: one / whole for name, one in seconds.items()}
 
 
-def _bound(seconds: Mapping[str, float]) -> str:
-    return max(seconds, key=lambda name: seconds[name], default="memory")
+def _add(floors: dict[str, float], more: Mapping[str, float]) -> None:
+    for bound, seconds in more.items():
+        floors[bound] = floors.get(bound, 0.0) + seconds
 
 
-def _operation_parts(
-    listed: Sequence[tuple[str, _Sum]], bounds: Mapping[str, Mapping[str, float]], whole: float
-) -> list[Part]:
-    parts, small = [], 0.0
+def _bound(floors: Mapping[str, float]) -> Cause:
+    """What sets most of them."""
+    return BOUNDS[max(floors, key=lambda bound: floors[bound], default="memory")]
+
+
+def _operation_parts(listed: Sequence[tuple[str, _Sum]], whole: float) -> list[Part]:
+    parts, small = [], _Sum()
     for name, one in listed:
         over = one.seconds - one.floor
         if one.sent:
             parts.append(Part(f"{name}: messages between ranks", "system", "communication", over))
         elif over < _LEAST_SHARE * whole:
-            small += over
+            small.add(one)
         else:
-            cause = BOUNDS[_bound(bounds[name])]
-            parts.append(Part(f"{name} over its floor", "kernel", cause, over))
-    return [*parts, Part("other operations over their floors", "kernel", "memory", small)]
+            parts.append(Part(f"{name} over its floor", "kernel", _bound(one.floors), over))
+    over = small.seconds - small.floor
+    return [*parts, Part("other operations over their floors", "kernel", _bound(small.floors), over)]
 
 
 def _other_parts(beside: Mapping[str, float], between: float) -> list[Part]:

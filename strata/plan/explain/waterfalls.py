@@ -14,7 +14,7 @@ from strata.plan.explain.measurement import MeasuredStep, Measurement
 from strata.plan.explain.split import TAKEN, NameOf, StepSplit, operation_name, split_steps
 from strata.plan.explain.step_fit import StepFit
 from strata.plan.step_seconds import StepSeconds
-from strata.plan.waterfall import Part, Waterfall
+from strata.plan.waterfall import Cause, Part, Waterfall
 
 TOKENIZATION = "tokenization"
 BETWEEN = "host between steps"
@@ -28,10 +28,11 @@ _NEAR = 0.01
 
 @dataclass(frozen=True)
 class Explained:
-    """A waterfall, and the operations that it is made of."""
+    """A waterfall, the operations that it is made of, and what sets most of the floor of its steps."""
 
     waterfall: Waterfall
     operations: tuple[OperationTime, ...]
+    bound: Cause
 
 
 def of_run(measured: Measurement, times: StepSeconds, name_of: NameOf = operation_name) -> Explained:
@@ -108,7 +109,8 @@ def _explained(
     parts = _together([rest, *more, *split.parts])
     kept = [part for part in parts if abs(part.seconds) > _NOTHING * whole]
     ordered = sorted(kept, key=lambda part: part.seconds, reverse=True)
-    return Explained(Waterfall(whole, split.floor if least is None else least, tuple(ordered)), split.operations)
+    fall = Waterfall(whole, split.floor if least is None else least, tuple(ordered))
+    return Explained(fall, split.operations, split.bound)
 
 
 def _weighted(measured: Measurement, weights: Sequence[float]) -> float:

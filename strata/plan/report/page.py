@@ -25,7 +25,7 @@ def html_page(explanation: Explanation) -> str:
         *_operations(explanation),
         *_sources(explanation),
     ]
-    return document("Where the time goes", explanation.title, explanation.device, *sections)
+    return document("Where the time goes", explanation.title, explanation.device or "", *sections)
 
 
 def _verdict(verdict: Verdict) -> Markup:

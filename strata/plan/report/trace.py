@@ -12,10 +12,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from strata.plan.explain.explanation import Explanation, OperationTime, StepTime
+from strata.plan.explain.explanation import Explanation, OperationTime, Phase, StepTime
 from strata.plan.report.timeline import kind_of
 
-STEPS, GAPS, SUMS = "steps", "gaps between steps", "operations, all calls added up"
+PHASES, STEPS, GAPS = "phases of the request", "steps", "gaps between steps"
+SUMS = "operations, all calls added up"
 KV = "share of the KV memory in use"
 # Microseconds of a second, in which the format counts. Shorter gaps are rounding.
 _MICRO = 1e6
@@ -26,12 +27,13 @@ Event = dict[str, Any]
 
 def chrome_trace(explanation: Explanation) -> Event:
     """The trace as JSON has it: a process for the run, with steps, the gaps between them and operations on tracks, and
-    counters of sequences, tokens and KV memory.
+    counters of sequences, tokens and KV memory; or for one request, with its phases.
 
     Operations stand one after another, all calls of each added up, which shows shares and no order.
     """
     steps = explanation.steps
     tracks: dict[str, list[Event]] = {
+        PHASES: [_of_phase(phase) for phase in explanation.phases],
         STEPS: [_of_step(number, step) for number, step in enumerate(steps)],
         GAPS: list(_gaps(steps)),
         SUMS: list(_sums(explanation.operations)),
@@ -74,6 +76,11 @@ def _complete(name: str, begin: float, end: float, category: str, **args: Any) -
 def _of_step(number: int, step: StepTime) -> Event:
     told = {"step": number, "tokens": step.tokens, "sequences": step.sequences}
     return _complete(kind_of(step), step.begin, step.end, "step", **told)
+
+
+def _of_phase(phase: Phase) -> Event:
+    told = {f"{name} ms": seconds * 1e3 for name, seconds in phase.parts.items()}
+    return _complete(phase.name, phase.begin, phase.end, "phase", **told)
 
 
 def _gaps(steps: Sequence[StepTime]) -> Iterator[Event]:

@@ -10,13 +10,14 @@ from fastapi import Request
 from strata.serve.generation import Generation
 from strata.serve.schema.ledger import RequestLedgerReply, ledger_reply
 from strata.serve.schema.reply import Usage
-from strata.serve.state import request_id_of
+from strata.serve.state import request_id_of, server_of
 
 
 async def ledger_of(request: Request, generations: Sequence[Generation]) -> RequestLedgerReply:
     """Of generations that have ended; those whose engine has ended too are left out."""
     found = await asyncio.gather(*(generation.ledger() for generation in generations))
-    return ledger_reply(request_id_of(request), [ledger for ledger in found if ledger is not None])
+    state, known = server_of(request), [ledger for ledger in found if ledger is not None]
+    return ledger_reply(request_id_of(request), state.model_name(None), state.client.ready.device, known)
 
 
 def last_chunk(start: bytes, usage: Usage | None, ledger: RequestLedgerReply | None) -> bytes:

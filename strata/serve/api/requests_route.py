@@ -29,4 +29,4 @@ async def get_request(request: Request, id: str) -> Response:
             f"there is no request {shown(id)} of this key here: it never came to the engine, or was too long ago",
             code="request_not_found",
         )
-    return json_response(ledger_reply(id, found))
+    return json_response(ledger_reply(id, state.model_name(None), state.client.ready.device, found))

@@ -40,11 +40,15 @@ class RequestLedgerReply(ReplyModel):
 
     object: Literal["request.ledger"]
     id: str
+    model: str
+    device: str
+    """That the engine runs on, as its driver names it; "cpu"."""
     generations: list[GenerationLedger]
 
 
-def ledger_reply(id: str, ledgers: Sequence[RequestLedger]) -> RequestLedgerReply:
-    return RequestLedgerReply(object="request.ledger", id=id, generations=[_told(one) for one in ledgers])
+def ledger_reply(id: str, model: str, device: str, ledgers: Sequence[RequestLedger]) -> RequestLedgerReply:
+    told = [_told(one) for one in ledgers]
+    return RequestLedgerReply(object="request.ledger", id=id, model=model, device=device, generations=told)
 
 
 def _told(ledger: RequestLedger) -> GenerationLedger:

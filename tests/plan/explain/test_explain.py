@@ -8,11 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from strata.graph.predict import HOST_SECONDS
 from strata.hardware.roofline import Workload
+from strata.hardware.roofline import floor as roofline_floor
 from strata.models.folder import folder_or_shape
 from strata.plan.explain.explain import explain
 from strata.plan.explain.explanation import Explanation
-from strata.plan.explain.measurement import DeviceState, MeasuredStep, StepChunk, TracedOperations
+from strata.plan.explain.measurement import DeviceState, MeasuredStep, StepChunk, TracedOperations, UnpackedProducts
 from strata.plan.explain.split import split_steps
 from strata.plan.explain.step_fit import StepFit
 from strata.plan.explain.waterfalls import of_tail
@@ -27,6 +29,13 @@ EVEN = requests(*((100, 24) for _ in range(16)))
 @pytest.fixture(scope="module")
 def times() -> StepSeconds:
     return StepSeconds(host_model(find_config(folder_or_shape("builtin")), torch.bfloat16), DEVICE)
+
+
+def launched(times: StepSeconds) -> StepSeconds:
+    """The same steps as if a host launched them on a GPU."""
+    found = StepSeconds(times.model, times.device)
+    found.predictor = replace(found.predictor, launch=HOST_SECONDS)
+    return found
 
 
 def saved(before: float, after: float) -> float:
@@ -145,7 +154,7 @@ def test_a_wait_begins_where_the_step_before_it_ends(times: StepSeconds) -> None
     assert fall.seconds(layer="system") == pytest.approx(0.0, abs=1e-9), "the prompt's step is none of the wait"
 
 
-@pytest.mark.parametrize(("shape", "cause"), [((1000, 1), "compute"), ((10, 100), "memory")])
+@pytest.mark.parametrize(("shape", "cause"), [((1000, 1), "compute"), ((10, 100), "memory"), ((300, 100), "memory")])
 def test_a_run_near_its_floor_says_what_the_floor_is(times: StepSeconds, shape: tuple[int, int], cause: str) -> None:
     near = run(
         requests(shape),
@@ -158,6 +167,35 @@ def test_a_run_near_its_floor_says_what_the_floor_is(times: StepSeconds, shape: 
     assert found.cause == cause
 
 
+@pytest.mark.parametrize(("shape", "bound"), [((900, 1), "compute"), ((900, 8), "compute"), ((900, 100), "memory")])
+def test_what_bounds_an_operation_is_what_sets_most_of_its_floor(
+    times: StepSeconds, shape: tuple[int, int], bound: str
+) -> None:
+    """One long prompt computes; each token behind it reads the weights. Both are counted as often as they ran."""
+    ran = run(requests(shape), seconds=lambda work: 2 * times.seconds(work) + 1e-3)
+    floors = {"compute": 0.0, "memory": 0.0}
+    for step in ran.steps:
+        for node in times.model.step(step.workload).model:
+            if node.operation == "linear":
+                least = roofline_floor(node.cost, DEVICE, "bfloat16")
+                floors[least.bound] += least.seconds
+    assert max(floors, key=floors.__getitem__) == bound
+    found = explain(ran, times)
+    linear = next(one for one in found.operations if one.name == "linear")
+    assert linear.bound == bound
+    assert linear.floor == pytest.approx(sum(floors.values()), rel=0.05)
+    part = next(part for part in found.waterfall.parts if part.name == "linear over its floor")
+    assert part.cause == bound
+
+
+@pytest.mark.parametrize(("count", "words"), [(1, []), (2, ["twice the requests at once"])])
+def test_a_workload_of_one_request_has_no_others_to_run_at_once(
+    times: StepSeconds, count: int, words: list[str]
+) -> None:
+    ran = run(requests(*((100, 24) for _ in range(count))), seconds=lambda work: 50 * times.floor(work).seconds + 1e-2)
+    assert [one.what for one in explain(ran, times).verdict.remedies] == words
+
+
 def test_a_dtype_that_is_wider_than_asked(times: StepSeconds) -> None:
     wide = StepSeconds(replace(times.model, dtype=torch.float32), DEVICE)
     facts = replace(FACTS, dtype="float32")
@@ -165,6 +203,25 @@ def test_a_dtype_that_is_wider_than_asked(times: StepSeconds) -> None:
     after = wall(EVEN, seconds=lambda workload: times.seconds(workload))
     found = explain(measured, wide, wanted=times)
     check(found, "float32, bfloat16 was asked", saved(measured.wall, after))
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_packed_weights_that_are_unpacked_in_every_call(times: StepSeconds, asked: bool) -> None:
+    """Products take 90 of the 100 ms of a step, and would take 20 of plain weights."""
+    shares = dict.fromkeys(("decode", "prompt"), TracedOperations({"linear": 0.09, "attention": 0.01}, 0.1))
+    slow = run(EVEN, seconds=lambda workload: 0.1, traced=shares)
+    found = explain(replace(slow, unpacked=UnpackedProducts("int4", "linear", 0.02 * len(slow.steps), asked)), times)
+    after = wall(EVEN, seconds=lambda workload: 0.1 - 0.09 + 0.02)
+    check(found, "linear unpacks weights in int4 in every call", saved(slow.wall, after))
+    assert ("--quantization" in found.verdict.remedies[0].option) == asked
+    assert ("checkpoint" in found.verdict.remedies[0].what) != asked
+
+
+def test_plain_products_that_are_as_slow_are_no_remedy(times: StepSeconds) -> None:
+    shares = dict.fromkeys(("decode", "prompt"), TracedOperations({"linear": 0.09, "attention": 0.01}, 0.1))
+    slow = run(EVEN, seconds=lambda workload: 0.1, traced=shares)
+    found = explain(replace(slow, unpacked=UnpackedProducts("int4", "linear", 0.1 * len(slow.steps), True)), times)
+    assert not any("unpack" in one.what for one in found.verdict.remedies)
 
 
 def test_a_graph_that_is_not_fused(times: StepSeconds) -> None:
@@ -188,7 +245,7 @@ def test_launches_by_the_host(times: StepSeconds) -> None:
 def test_eager_steps_of_a_gpu_wait_for_launches(times: StepSeconds) -> None:
     """Where nobody saw when the device worked: what a step exceeds its work by is launches, if those are longer."""
     measured = run(EVEN, seconds=lambda workload: 0.5, change=lambda step: replace(step, eager=True))
-    found = explain(replace(measured, unrecorded=len(measured.steps)), times)
+    found = explain(replace(measured, unrecorded=len(measured.steps)), launched(times))
     check(found, "launches by the host", measured.stepping / measured.wall)  # the work is next to nothing
     busy = StepSeconds(
         times.model, replace(DEVICE, figures=tuple(replace(one, value=one.value / 1e3) for one in FIGURES))
@@ -196,7 +253,7 @@ def test_eager_steps_of_a_gpu_wait_for_launches(times: StepSeconds) -> None:
     measured = run(
         EVEN, seconds=lambda workload: 1.2 * busy.seconds(workload), change=lambda step: replace(step, eager=True)
     )
-    found = explain(replace(measured, unrecorded=len(measured.steps)), busy)
+    found = explain(replace(measured, unrecorded=len(measured.steps)), launched(busy))
     assert "launches" not in found.verdict.symptom
 
 
@@ -205,9 +262,9 @@ def test_a_host_that_launches_faster_than_predicted_leaves_the_work_whole(times:
     nodes = times.model.step(MeasuredStep(0.0, 1.0, decodes).workload)
     own = (*nodes.inputs, *nodes.model, *nodes.draw)
     work = math.fsum(times.predictor.node(node, MeasuredStep(0.0, 1.0, decodes).workload).seconds for node in own)
-    took = (work + times.predictor.launches(len(own))) / 2
+    took = (work + launched(times).predictor.launches(len(own))) / 2
     assert work < took
-    split = split_steps(replace(run(EVEN), steps=(MeasuredStep(0.0, took, decodes, eager=True),)), times)
+    split = split_steps(replace(run(EVEN), steps=(MeasuredStep(0.0, took, decodes, eager=True),)), launched(times))
     assert math.fsum(one.seconds for one in split.operations) == pytest.approx(work)
 
 

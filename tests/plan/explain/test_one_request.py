@@ -52,6 +52,37 @@ def test_every_part_is_told_and_they_add_up_with_the_floor() -> None:
     assert unknown.sources
 
 
-def test_one_that_nothing_held() -> None:
-    found = explain_request(ledger({**OWN, "inbox": 0.01}, floor=0.3), name="cmpl-1", server="http://x")
-    assert (found.verdict.layer, found.verdict.remedies) == ("kernel", ())
+@pytest.mark.parametrize(
+    ("floor", "words"),
+    [
+        (0.0012, "over their floor: 0.2% of them is the least"),
+        (0.42, "near their floor: 70.0%"),
+        (None, "whose floor is not known"),
+    ],
+)
+def test_one_that_nothing_held(floor: float | None, words: str) -> None:
+    found = explain_request(
+        ledger({**OWN, "inbox": 0.01}, floor), name="cmpl-1", server="http://x", device="cpu", model="builtin"
+    )
+    assert (found.verdict.layer, found.verdict.cause, found.verdict.remedies) == ("kernel", "unknown", ())
+    assert words in found.verdict.symptom
+    command = "`strata explain T3-b8 --model builtin --prompt 100 --output 50`"
+    assert (command in found.verdict.evidence[-1]) == ("near" not in words)
+    assert {part.cause for part in found.waterfall.parts if part.layer == "kernel"} == {"unknown"}
+    assert (found.device, found.sources[0]) == ("cpu", "the ledger of http://x")
+    assert explain_request(ledger(OWN), name="cmpl-1", server="http://x").device is None
+
+
+def test_phases_are_all_of_its_time_one_after_another() -> None:
+    parts: dict[Part, float] = {"text": 0.01, "slot": 0.2, **OWN, "prompt_beside": 0.05, "decode_beside": 0.3}
+    found = explain_request(ledger(parts), name="cmpl-1", server="http://x").phases
+    told = [(phase.name, phase.begin, phase.end) for phase in found]
+    assert [name for name, _, _ in told] == ["queue", "prefill", "decode"]
+    assert [end for _, _, end in told] == pytest.approx([0.21, 0.36, 1.16])
+    assert [begin for _, begin, _ in told] == [0.0, told[0][2], told[1][2]]
+    assert found[1].parts == {"prompt": 0.1, "prompt_beside": 0.05}
+    delivered = explain_request(ledger({**parts, "delivery": 0.1}), name="cmpl-1", server="http://x").phases
+    assert delivered[-1].end == pytest.approx(1.26)
+    waits = RequestLedger(0.3, {"text": 0.1, "slot": 0.2}, None, {}, None, 100, 0, 0, 0, 0, 0.0, 0, None)
+    only = explain_request(waits, name="cmpl-1", server="http://x").phases
+    assert [(phase.name, phase.end) for phase in only] == [("queue", pytest.approx(0.3))]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from strata.plan.explain.explanation import Phase
 from strata.plan.report.trace import GAPS, KV, STEPS, SUMS, chrome_trace, write_trace
 from tests.plan.report.sample import sample
 
@@ -80,6 +81,16 @@ def test_steps_gaps_and_operations_are_slices() -> None:
     assert covered == pytest.approx(1e6 * (value.steps[-1].end - value.steps[0].begin))
     assert sum(one["dur"] for one in found[SUMS]) == pytest.approx(1e6 * sum(one.seconds for one in value.operations))
     assert found[SUMS][0]["args"]["bound"] == "memory"
+
+
+def test_phases_of_a_request_are_slices() -> None:
+    phases = (Phase("queue", 0.0, 0.25, {"slot": 0.25}), Phase("decode", 0.25, 1.0, {"decode": 0.5, "masks": 0.25}))
+    trace = json.loads(json.dumps(chrome_trace(replace(sample(), operations=(), steps=(), phases=phases))))
+    check(trace)
+    (found,) = tracks(trace).values()
+    assert list(tracks(trace)) == ["phases of the request"]
+    assert [(one["name"], one["ts"], one["dur"]) for one in found] == [("queue", 0.0, 25e4), ("decode", 25e4, 75e4)]
+    assert found[1]["args"] == {"decode ms": 500.0, "masks ms": 250.0}
 
 
 def test_counters_follow_the_steps() -> None:

@@ -38,6 +38,7 @@ def test_the_answer_tells_where_its_time_went(live: LiveServer) -> None:
     assert told["output_tokens"] == answer["usage"]["completion_tokens"]
     assert told["prompt_tokens"] == answer["usage"]["prompt_tokens"]
     assert told["decode_steps"] == told["output_tokens"] - 1
+    assert (answer["ledger"]["model"], answer["ledger"]["device"]) == (answer["model"], "cpu")
     asked = live.client.get(f"/requests/{answer['id']}").json()
     assert asked["generations"] == answer["ledger"]["generations"]
     assert live.client.get(f"/requests/{answer['ledger']['id']}").json() == answer["ledger"]
