@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Else each process that compiles C++ first compiles a program for each kind of vector, to see which run here.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+# Many containers keep Python from writing what it has compiled: each process that a test starts would compile this
+# package anew, most of a second, and each worker rewrite the assertions of all tests in every run.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 import torch
@@ -25,6 +28,8 @@ from strata import LLM
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+sys.dont_write_bytecode = False  # in this process, which has read the variable already
 
 # A shell's job in the background ignores interrupts, and so would every command that a test starts and interrupts.
 # Only the main thread may change that; where it does not run the tests, nothing is changed.

@@ -152,7 +152,7 @@ def rotation(heads: int, dims: int, kept: int) -> float:
 
 def main() -> None:
     prepare_interpreter()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # what is only allocated holds NaN
+    torch.set_deterministic_debug_mode("warn")  # what is only allocated holds NaN
     state_space_triton._CHUNK = 16  # so that few tokens are two chunks
     found = {
         "convolution 4": convolution(4, True, True),
