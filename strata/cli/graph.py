@@ -60,7 +60,7 @@ def graph(
     passes: Annotated[
         str,
         typer.Option(
-            help="Which run: all, exact, none, names, -name to leave out, +name to add, or list to show them."
+            help="Which run: all, exact, none, names that alone run, -name to leave out, or list to show them."
         ),
     ] = "all",
     draw: Annotated[
