@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,22 @@ def test_what_cannot_be_played_is_said(arguments: tuple[str, ...], said: str, tm
     result = simulate("0.6B", *(one.format(**files) for one in arguments))
     assert result.exit_code != 0
     assert said in str(result.exception)
+
+
+def test_weights_that_do_not_fit_are_said_with_options_that_have_room() -> None:
+    """Of 8B on a tenth of an H200; the options that are named have room, and they alone."""
+    given = ("--max-model-len", "4000", "--gpu-memory-utilization", "0.1", "--num-prompts", "2")
+    said = str(simulate("8B", *given).exception)
+    first, *ledger = said.splitlines()
+    assert re.search(r"^the weights alone do not fit: they need 14\.9\d GiB, and 12\.\d+ of NVIDIA H200 may be", first)
+    assert first.endswith("or give --tensor-parallel-size 2 or --quantization fp8")
+    assert [line.split()[0] for line in ledger[:2]] == ["memory", "weights"]
+    words = ("--tensor-parallel-size", "2", "--output-len", "2", "--input-len", "9", "--json")
+    assert simulate("8B", *given, *words).exit_code == 0
+    half = ("--max-model-len", "4000", "--gpu-memory-utilization", "0.05")
+    for words in ((), ("--tensor-parallel-size", "4")):
+        first = str(simulate("8B", *half, *words).exception).splitlines()[0]
+        assert first.endswith("or give --tensor-parallel-size 8" + " or --quantization fp8" * bool(words))
 
 
 @pytest.mark.usefixtures("no_model")
