@@ -84,9 +84,14 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--dataset", "{empty}"), "has no requests"),
+        (("--dataset", "{empty}"), "has no requests: give a JSON object a line, with one of prompt"),
         (("--dataset", "{foreign}"), "line 1"),
-        (("--dataset", "{unsorted}", "--replay"), "line 2: timestamp 1.0 is before that of the line above, 2.0"),
+        (
+            ("--dataset", "{unsorted}", "--replay"),
+            "line 2: timestamp 1 is before that of the line above, 2: sort the trace",
+        ),
+        (("--dataset", "{misspelt}"), 'line 1: there is no field "output_lenght"; accepted are one of prompt,'),
+        (("--dataset", "{early}", "--replay"), "line 2: timestamp must be milliseconds, at least 0, got -1"),
         (("--dataset", "{text}"), "give prompt as token ids, or input_length"),
         (("--fail", "soon"), "give ENGINE@SECONDS or ENGINE@SECONDS:DOWN"),
         (("--fail", "0@1.2.3"), "give ENGINE@SECONDS or ENGINE@SECONDS:DOWN"),
@@ -106,6 +111,8 @@ def test_what_cannot_be_played_is_said(arguments: tuple[str, ...], said: str, tm
     rows: dict[str, list[dict[str, Any]]] = {
         "empty": [],
         "unsorted": [{"input_length": 5, "timestamp": 2}, {"input_length": 5, "timestamp": 1}],
+        "misspelt": [{"input_length": 10, "output_lenght": 3, "timestamp": 0}],
+        "early": [{"input_length": 5, "timestamp": 0}, {"input_length": 5, "timestamp": -1}],
         "text": [{"prompt": "Hello"}],
         "endless": [{"input_length": 5}, {"input_length": 10**12}],
     }

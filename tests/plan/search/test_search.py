@@ -241,7 +241,9 @@ def test_what_cannot_be_is_said(tmp_path: Any) -> None:
     trace.write_text("\n".join(reversed(rows)))
     assert "line 2: timestamp 4 is before" in failure("8B", "--trace", str(trace))
     trace.write_text('{"prompt": "hello"}\n')
-    assert "input_length" in failure("8B", "--trace", str(trace))
+    assert "line 1 has no input_length, which is needed here" in failure("8B", "--trace", str(trace))
+    trace.write_text('{"input_length": 9, "output_lenght": 2}\n')
+    assert 'line 1: there is no field "output_lenght"; accepted are' in failure("8B", "--trace", str(trace))
 
 
 def test_a_path_that_cannot_be_written_is_said_before_the_search(
