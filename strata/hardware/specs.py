@@ -18,6 +18,16 @@ def device(key: str) -> Device:
     return DEVICES[key]
 
 
+def cuda_device(key: str, others: str = "") -> Device:
+    """The same, of those that run CUDA kernels. others: what else may be given, in words. Raises ValueError, naming
+    what is accepted, for any other name."""
+    if key not in DEVICES or DEVICES[key].cuda is None:
+        why = f"is {DEVICES[key].product}, which runs no CUDA kernels" if key in DEVICES else "is unknown"
+        able = ", ".join(name for name, known in DEVICES.items() if known.cuda is not None)
+        raise ValueError(f"device {key!r} {why}; give one of {able}{others}")
+    return DEVICES[key]
+
+
 def device_to_plan(key: str) -> Device:
     """The same, of which enough is known to plan for. Raises ValueError, naming those, for any other name."""
     if key not in DEVICES:

@@ -102,7 +102,11 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--dataset", "lognormal", "--longest", "1000000000000"), "max_model_len is 40960: lower --longest"),
         (("--dataset", "{endless}"), "request 2 has 1000000000000 tokens and 128 of its answer"),
         (("--dataset", "nowhere"), "--dataset is random, shared-prefix, lognormal or a JSON-lines file"),
-        (("--device", "h2000"), "h2000"),
+        (("--device", "h2000"), "--device 'h2000' is unknown; give one of h200, h100,"),
+        (
+            ("--device", "cpu"),
+            "steps of processors are not simulated, those of Strata's CUDA kernels are; give one of h200",
+        ),
         (("--replay",), "it needs --dataset"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
