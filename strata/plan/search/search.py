@@ -13,6 +13,7 @@ from strata.engine.scheduling.room import SERVER_TARGET_MS
 from strata.models.config import ModelConfig
 from strata.plan.search.batching import Batching, LoadPoint, at_concurrency, at_rate
 from strata.plan.search.choice import Choice, Settings
+from strata.plan.search.floors import below_floors, least_step
 from strata.plan.search.layer_prices import LayerPrices
 from strata.plan.search.layout import Layout, layouts
 from strata.plan.search.machine import Machine
@@ -74,6 +75,7 @@ class Search:
 
     def run(self) -> Found:
         """Raises ValueError if the model fits on no layout of the devices, or none is quick enough."""
+        self._check_sizes()
         fitting = self.fitting()
         self._check_floors(fitting)
         seen = [choice for layout, precision in fitting for choice in self.choices(layout, precision)]
@@ -193,20 +195,37 @@ class Search:
             self._anchors[whole] = Anchors(prices, question.traffic, allowed, decodes)
         return self._anchors[whole]
 
-    def _check_floors(self, fitting: list[tuple[Layout, Precision]]) -> None:
-        """Raises ValueError for an objective below the floor of a prompt, or of a token alone, on every layout."""
+    def _check_sizes(self) -> None:
+        """Raises ValueError for objectives that no layout meets whatever runs it, which takes no graphs to know."""
         question = self.question
-        prompt, wanted = max(2, round(question.traffic.computed)), question.objectives
-        for name, asked, step in (("--ttft", wanted.ttft, (0, prompt)), ("--tpot", wanted.tpot, (1, 0))):
-            if asked is None:
-                continue
-            least = min(self.table(layout, precision).price(*step).bounds.seconds for layout, precision in fitting)
-            if asked < least:
-                raise ValueError(
-                    f"{name} {asked * 1e3:g} is below the floor of {question.model} on {question.devices} x "
-                    f"{question.machine.listed.key}, {least * 1e3:.3g} ms: the devices read weights, compute "
-                    "and send no faster; ask for more than that"
-                )
+        pairs = [(layout, one) for layout in self._layouts(question.devices) for one in self.precisions]
+
+        def least(tokens: int) -> float:
+            config, dtype, machine = question.config, question.dtype, question.machine
+            return min(least_step(config, dtype, machine, layout, one, tokens) for layout, one in pairs)
+
+        self._refuse({"ttft": least(self._prompt), "tpot": least(1)})
+
+    def _check_floors(self, fitting: list[tuple[Layout, Precision]]) -> None:
+        """Raises ValueError for objectives below the floor of a prompt, or of a token alone, on every layout."""
+        wanted = self.question.objectives
+
+        def least(decodes: int, prompt: int) -> float:
+            return min(self.table(layout, one).price(decodes, prompt).bounds.seconds for layout, one in fitting)
+
+        ttft = 0.0 if wanted.ttft is None else least(0, self._prompt)
+        self._refuse({"ttft": ttft, "tpot": 0.0 if wanted.tpot is None else least(1, 0)})
+
+    def _refuse(self, floors: dict[str, float]) -> None:
+        question = self.question
+        where = f"{question.model} on {question.devices} x {question.machine.listed.key}"
+        if (below := below_floors(question.objectives, floors, where)) is not None:
+            raise ValueError(below)
+
+    @property
+    def _prompt(self) -> int:
+        """Tokens of a mean one that are computed."""
+        return max(2, round(self.question.traffic.computed))
 
     def binds(self, choice: Choice) -> str:
         """What keeps an engine from more sequences at once."""
