@@ -22,6 +22,7 @@ from strata.plan.search.precision import AS_CHECKPOINT, IN_FEWER_BITS, Precision
 from strata.plan.search.step_table import Anchors, StepTable
 from strata.plan.search.traffic import Objectives, Traffic
 
+_GIB = 1 << 30
 # What is tried of an engine: sequences at once, most tokens of a step, milliseconds that one may take (0: no target).
 SEQUENCES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 512, 640, 768, 1000)
 BUDGETS = (8192, 2048, 4096, 16384)
@@ -263,25 +264,32 @@ class Search:
         missing, layout = min(((self.lacking(one, asked), one) for one in possible), key=lambda pair: pair[0])
         held = self.memory.held(layout, 1, min(BUDGETS), asked)
         devices, name = question.devices, question.machine.listed.key
-        enough = self._enough(devices)
-        advice = f"--gpus {enough} has room for it" if enough else "a device with more memory is needed"
+        advice = self._enough(devices) or "a device with more memory is needed"
         smaller = (precision for precision in self.precisions if any(self._fits(one, precision) for one in possible))
         if (precision := next(smaller, None)) is not None:
             advice += f", and so have these with {' '.join(precision.words)}"
+        if not question.machine.runs:
+            advice += f"; Strata cannot run it there yet, as it lacks kernels for {name}, and plans what it would take"
+        weights, workspace, over, budget = (
+            f"{size / _GIB:,.2f}" for size in (held.weights, held.workspace, missing, held.budget)
+        )
         return (
-            f"{question.model} does not fit on {devices} x {name}: by {layout.name} each needs {held.weights:,} bytes "
-            f"of weights, {held.workspace:,} of workspace and keys and values of a sequence of "
-            f"{question.traffic.longest:,} tokens, {missing:,} bytes more than the {held.budget:,} that it may use; "
-            f"{advice}"
+            f"{question.model} does not fit on {devices} x {name}: by {layout.name} each needs {weights} GiB of "
+            f"weights, {workspace} GiB of workspace and keys and values of a sequence of {question.traffic.longest:,} "
+            f"tokens, {over} GiB more than the {budget} GiB that it may use; {advice}"
         )
 
-    def _enough(self, devices: int) -> int | None:
-        """The fewest, doubled again and again, that have room; None if not even a thousand times as many have."""
+    def _enough(self, devices: int) -> str | None:
+        """The fewest, doubled again and again, that have room, in words, and what Strata lacks to run them beside
+        kernels; None if not even a thousand times as many have."""
         for power in range(1, 11):
             more = devices << power
             larger = (one for one in self._layouts(more) if one.ranks > devices and self._is_linked(one))
-            if any(self._fits(one, self.question.precision) for one in larger):
-                return more
+            fitting = [one for one in larger if self._fits(one, self.question.precision)]
+            if fitting:
+                near = any(one.ranks <= self.question.machine.per_host for one in fitting)
+                lacks = "" if near else " (Strata lacks engines on several hosts)"
+                return f"--gpus {more} has room for it{lacks}"
         return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -228,9 +229,14 @@ def test_what_cannot_be_is_said(tmp_path: Any) -> None:
         said = failure("8B", "--hardware", "m3-ultra", *words)
         assert said.startswith("nothing is planned for m3-ultra, of which no peak is recorded: choose one of h200, h")
     said = failure("70B", *lengths)
-    assert "bytes more than" in said
-    assert "--gpus 2 has room" in said
-    assert "so have these with --quantization fp8" in said
+    assert re.search(
+        r"each needs 131.42 GiB of weights, \S+ GiB of workspace .*, \S+ GiB more than the 117.\d+ GiB ", said
+    )
+    assert said.endswith("--gpus 2 has room for it, and so have these with --quantization fp8")
+    for each, lacks in (("8", ""), ("1", r" \(Strata lacks engines on several hosts\)")):
+        said = failure("8B", "--hardware", "tpu-v5e", "--gpus-per-host", each, *lengths)
+        assert re.search(rf"; --gpus 2 has room for it{lacks}, and so have these with --quantization fp8; ", said)
+        assert "; Strata cannot run it there yet, as it lacks kernels for tpu-v5e" in said
     assert "below the floor" in failure("8B", *lengths, "--tpot", "0.5")
     assert "nearest" in failure("8B", *lengths, "--tpot", "3.7")
     assert "give the lengths" in failure("8B", "--isl", "100")
