@@ -16,7 +16,7 @@ from strata.hardware.figures import Device, Figure
 from strata.hardware.links import Link
 from strata.hardware.prediction import ORIGINS, Prediction
 from strata.hardware.roofline import Floor, Workload, floor
-from strata.hardware.specs import device
+from strata.hardware.specs import cuda_device
 from strata.models.folder import folder_shape_or_file
 
 if TYPE_CHECKING:
@@ -45,7 +45,10 @@ def graph(
         int, typer.Option(min=0, max=_MAX_TOKENS, help="Tokens of a new prompt beside them; 0 for none.")
     ] = 0,
     on: Annotated[
-        str | None, typer.Option("--device", help="Device whose kernels and floors are shown; h200 if left out.")
+        str | None,
+        typer.Option(
+            "--device", help="Device whose kernels and floors are shown, h200 if left out; cpu: the processor here."
+        ),
     ] = None,
     tensor_parallel_size: options.TensorParallelSize = 1,
     message_dtype: options.MessageDtype = "auto",
@@ -60,7 +63,7 @@ def graph(
     passes: Annotated[
         str,
         typer.Option(
-            help="Which run: all, exact, none, names, -name to leave out, +name to add, or list to show them."
+            help="Which run: all, exact, none, names that alone run, -name to leave out, or list to show them."
         ),
     ] = "all",
     draw: Annotated[
@@ -90,7 +93,7 @@ def graph(
     from strata.engine.startup.kept_states import check_states
     from strata.graph.passes import listing
     from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
-    from strata.plan.explain.ceilings import device_here
+    from strata.plan.explain.ceilings import PROCESSOR, device_here
     from strata.plan.meta_model import find_config, host_model, meta_model
 
     if draw is not None and draw.suffix != ".svg":
@@ -101,8 +104,9 @@ def graph(
         typer.echo(listing())
         return
     source = folder_shape_or_file(model)
-    here = device_here(on) if measure else None
-    spec, config = device(on or "h200") if here is None else here.device, find_config(source)
+    here = device_here(on) if measure or on == PROCESSOR else None
+    others = f", or {PROCESSOR}, the processor of this machine"
+    spec, config = cuda_device(on or "h200", others) if here is None else here.device, find_config(source)
     size, stages, shard = tensor_parallel_size, pipeline_parallel_size, None
     parts = prefill_context_parallel_size
     ranks, along = size * stages * parts, imagined(CONTEXT_AXIS, parts) if parts > 1 else None
@@ -133,8 +137,9 @@ def graph(
         own: dict[str, Any] = {"expert_parallel": enable_expert_parallel, "own_tokens": enable_dp_attention}
         own["key_ranks"] = decode_context_parallel_size
         shard = RankShard.of(config, size, 0, axis, stages=stages, stage=stage, **own)
-    if measure and ranks > 1:
-        raise ValueError("--measure runs a step on one device; leave out the other ranks")
+    if here is not None and ranks > 1:
+        shown = "--measure runs a step on one device" if measure else f"--device {on} shows a step of one process"
+        raise ValueError(f"{shown}; leave out the other ranks")
     if draw is not None and ranks > 1:
         raise ValueError("--draw shows a model before it is divided and after, of one rank; leave out the other ranks")
     beside = (prompt,) * bool(prompt)
@@ -147,11 +152,13 @@ def graph(
         meta = meta_model(config, spec, shard=shard, context=along, narrow_messages=divided.narrow_messages, **by)
     priced = price(meta, workload, spec)
     if here is not None:
+        priced = dataclasses.replace(priced, sources=(*priced.sources, *here.sources))
+    if here is not None and measure:
         from strata.bench.measured_step import engine_for, measure_step
 
         asked = engine_for(source, meta, "cpu" if here.is_processor else "cuda", quantization, sparsity, passes)
         measured = measure_step(asked, workload, meta.recorded_size(workload), priced.step.graph)
-        priced = dataclasses.replace(priced, measured=measured, sources=(*priced.sources, *here.sources))
+        priced = dataclasses.replace(priced, measured=measured)
     step = {"model": model, "tokens": tokens, "context": context, "sequences": sequences, "prompt": prompt}
     step |= {"quantization": quantization, "sparsity": sparsity, "ranks": ranks, "stages": stages, "stage": stage}
     title = f"{model}: {sequences} x {tokens} new tokens, {context} cached each"

@@ -12,7 +12,7 @@ import typer
 
 from strata.cli import options
 from strata.hardware.figures import GIGA
-from strata.hardware.specs import device
+from strata.hardware.specs import device_to_plan
 from strata.models.folder import folder_shape_or_file
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def plan(
             raise ValueError(f"{', '.join(given)}: for serving alone; leave out --train, or this")
         from strata.cli.plan_training import plan_training
 
-        on = (device(hardware), gpus, batch_tokens, sequence, gpus_per_host, network * GIGA, precision)
+        on = (device_to_plan(hardware), gpus, batch_tokens, sequence, gpus_per_host, network * GIGA, precision)
         plan_training(model, folder_shape_or_file(model), on, price, out, as_json=as_json)
         return
     if out is not None:
@@ -92,7 +92,7 @@ def plan(
     traffic = Traffic.of(isl, osl, cached) if isl and osl else read_traffic(trace or Path(), cached)
     objectives = Objectives(*(None if value is None else value / 1e3 for value in (ttft, tpot)))
     file = folder_shape_or_file(model)
-    asked, way, spec = Precision(quantization, kv_cache_dtype), network * GIGA, device(hardware)
+    asked, way, spec = Precision(quantization, kv_cache_dtype), network * GIGA, device_to_plan(hardware)
     found = serving_plan(model, file, spec, gpus, traffic, objectives, gpus_per_host, way, price, acceptance, asked)
     if svg is not None:
         svg.write_text(frontier_svg(found), encoding="utf-8")

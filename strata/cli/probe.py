@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
     from strata.hardware.probe.ceiling import Ceiling
     from strata.hardware.probe.report import ProbeReport
 
-_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
+_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"))
+_SIZES = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
 # Of which promised quantity each measured one is a part; the dtype is the same.
 _PROMISED = {
     "copy": "bandwidth",
@@ -72,17 +74,32 @@ def _draw(report: ProbeReport) -> None:
 
     known = recognize(report.product)
     console = Console(highlight=False)
-    table = Table(title=f"{report.product}, {report.date}", title_justify="left", box=None)
-    for name in ("what", "dtype", "shape", "by"):
-        table.add_column(name, no_wrap=True)
-    for name in ("reached", "promised", "share"):
-        table.add_column(name, justify="right", no_wrap=True)
+
+    def table(title: str | None, texts: Sequence[str], numbers: Sequence[str]) -> Table:
+        made = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
+        for name in texts:
+            made.add_column(name, no_wrap=True)
+        for name in numbers:
+            made.add_column(name, justify="right", no_wrap=True)
+        return made
+
+    # Two of them, each of which a terminal of 80 columns shows whole.
+    rates = table(
+        f"{report.product}, {report.date}", ("what", "dtype", "shape", "by"), ("reached", "promised", "unit", "share")
+    )
+    times = table(None, ("what", "size", "by"), ("us",))
     for one in report.ceilings:
+        if one.unit == "s":
+            times.add_row(one.quantity, _shape(one), _by(one), f"{one.value * 1e6:.4g}")
+            continue
         figure = _promise(known, one)
-        said, share = ("-", "-") if figure is None else (_quantity(figure, one.unit), f"{one.value / figure:.0%}")
-        shape = "x".join(map(str, one.shape))
-        table.add_row(one.quantity, one.dtype or "-", shape, _by(one), _quantity(one.value, one.unit), said, share)
-    console.print(table)
+        scale, prefix = _prefix(max(one.value, figure or 0.0))
+        said, share = ("-", "-") if figure is None else (f"{figure / scale:.4g}", f"{one.value / figure:.0%}")
+        cells = f"{one.value / scale:.4g}", said, f"{prefix}{one.unit}", share
+        rates.add_row(one.quantity, one.dtype or "-", _shape(one), _by(one), *cells)
+    for each in (rates, times):
+        if each.row_count:
+            console.print(each)
     for name, told in report.summaries.items():
         if told.power is not None and told.clock is not None:
             reasons = f", held down by {', '.join(told.slowed_by)}" if told.slowed_by else ""
@@ -107,14 +124,20 @@ def _promise(known: Device | None, one: Ceiling) -> float | None:
     return None if figure is None else figure.value
 
 
+def _shape(one: Ceiling) -> str:
+    """Of operands, or bytes."""
+    if len(one.shape) != 1:
+        return "x".join(map(str, one.shape))
+    (size,) = one.shape
+    unit, scale = next((name, scale) for name, scale in _SIZES if size >= scale or scale == 1)
+    return f"{size / scale:g} {unit}"
+
+
 def _by(one: Ceiling) -> str:
     """Threads or ranks, and the algorithm that was fastest."""
     count = f"{one.count} " if one.count > 1 else ""
-    return f"{count}{one.algorithm or ''}".strip() or "1"
+    return f"{count}{(one.algorithm or '').removesuffix('_attention')}".strip() or "1"
 
 
-def _quantity(value: float, unit: str) -> str:
-    if unit == "s":
-        return f"{value * 1e6:.4g} us"
-    scale, prefix = next(((scale, prefix) for scale, prefix in _PREFIXES if value >= scale), (1.0, ""))
-    return f"{value / scale:.4g} {prefix}{unit}"
+def _prefix(value: float) -> tuple[float, str]:
+    return next(((scale, prefix) for scale, prefix in _PREFIXES if value >= scale), (1.0, ""))

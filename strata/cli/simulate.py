@@ -14,10 +14,11 @@ import typer
 from strata.cli import options
 from strata.cli.bench import load_options
 from strata.engine.scheduling.room import SERVER_TARGET_MS
-from strata.hardware.specs import device
+from strata.hardware.specs import DEVICES
 from strata.models.folder import folder_shape_or_file
 
 if TYPE_CHECKING:
+    from strata.hardware.figures import Device
     from strata.plan.simulate.fleet import Failure
 
 # Each of them takes memory here.
@@ -62,7 +63,7 @@ def simulate(
         int,
         typer.Option(min=0, help="So many engines compute prompts alone and the others decode: not served yet."),
     ] = 0,
-    on: Annotated[str, options.engine_option("--device", help="Device of every rank, as strata graph.")] = "h200",
+    on: Annotated[str, options.engine_option("--device", help="Device of every rank, which runs Strata's kernels.")] = "h200",
     data_parallel_size: Annotated[
         int, options.engine_option(min=1, help="Engines that requests are divided among.")
     ] = 1,
@@ -131,7 +132,7 @@ def simulate(
         timeout=0.0,
         seed=seed,
     )
-    spec, source = device(on), folder_shape_or_file(model)
+    spec, source = _device(on), folder_shape_or_file(model)
     config = find_config(source)
     picture, saved = None if plot is None else writable(plottable(plot)), writable(save)
     asked = EngineConfig(
@@ -184,6 +185,21 @@ def simulate(
     if picture is not None:
         last = results[-1]
         draw_timeline(last.timeline, f"{last.model} on {data_parallel_size} x {on}: {last.data}", picture)
+
+
+def _device(name: str) -> Device:
+    """Of the database; whether it runs the kernels is found later. Raises ValueError, naming those that do."""
+    from strata.kernels.device_limits import DeviceLimits, why_not
+
+    if name in DEVICES:
+        return DEVICES[name]
+    limits = {key: DeviceLimits.listed(one) for key, one in DEVICES.items() if one.cuda is not None}
+    able = ", ".join(key for key, one in limits.items() if why_not(one, has_triton=True) is None)
+    what = f"{name!r} is unknown"
+    if name == "cpu":
+        what = "cpu: steps of processors are not simulated, those of Strata's CUDA kernels are"
+        able += ", or load a server that runs on it by strata bench serve"
+    raise ValueError(f"--device {what}; give one of {able}")
 
 
 def _failure(text: str) -> Failure:

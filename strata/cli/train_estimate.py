@@ -24,7 +24,7 @@ def estimate_text(run: TrainConfig, device_name: str, ranks: int) -> str:
     """Memory of the fullest rank, likely and least time of the run's largest step, for each way to recompute; the one
     that a run takes is marked. ranks: as many as `parallel` has if that says more.
     """
-    device = specs.device(device_name)
+    device = specs.device_to_plan(device_name)
     config, room = model_config(run), int(device.ceiling("memory").value)
     check_trainable(config)
     layout, reason = run.parallel, "as the config says"

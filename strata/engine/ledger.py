@@ -137,17 +137,20 @@ class Ledger:
 
 
 class PoolTooSmall(ValueError):
-    """What is left of the memory holds no whole sequence."""
+    """The memory does not hold the weights, or what they leave of it holds no whole sequence."""
 
-    def __init__(self, problem: str, ledger: Ledger) -> None:
-        self._problem, self._ledger = problem, ledger
-        super().__init__(
-            self.with_advice("lower max_model_len or max_num_batched_tokens, or raise gpu_memory_utilization")
-        )
+    def __init__(self, problem: str, ledger: Ledger, advice: str) -> None:
+        self._problem, self._ledger, self._advice = problem, ledger, advice
+        super().__init__(self.with_advice(advice))
 
     def with_advice(self, advice: str) -> str:
         """The message for somebody who can change something else."""
         return f"{self._problem}: {advice}\n" + "\n".join(self._ledger.lines())
+
+    def with_options(self, options: Sequence[str]) -> PoolTooSmall:
+        """The same, with options of a command with which there is room, each alone."""
+        advice = f"{self._advice}, or give {' or '.join(options)}" if options else self._advice
+        return PoolTooSmall(self._problem, self._ledger, advice)
 
 
 class DeviceMemory(NamedTuple):
@@ -313,6 +316,8 @@ def plan_memory(
         snapshots=snapshots,
         state_bytes=state_bytes,
     )
+    if weight_bytes > budget:
+        raise _weights_too_large(ledger)
     if budget - fixed < 0 <= budget - fixed + (max_sequences + 1) * state_bytes and state_bytes:
         raise ValueError(
             f"the states of fixed size of max_num_seqs={max_sequences} sequences need {ledger.states / GIB:.2f} GiB: "
@@ -326,12 +331,24 @@ def plan_memory(
         raise PoolTooSmall(
             f"the KV pool would hold {ledger.tokens:,} tokens, but one sequence may have max_model_len={max_length:,}",
             ledger,
+            "lower --max-model-len or --max-num-batched-tokens, or raise --gpu-memory-utilization",
         )
     if ledger.margin < 0:
         raise ValueError(
             f"{pages:,} KV pages do not fit beside the weights: ask for fewer\n" + "\n".join(ledger.lines())
         )
     return ledger
+
+
+def _weights_too_large(ledger: Ledger) -> PoolTooSmall:
+    """Whatever else is asked for: what helps is less of them, or more memory."""
+    used = f" ({ledger.others / GIB:.2f} are in use already)" if ledger.others > GIB else ""
+    return PoolTooSmall(
+        f"the weights alone do not fit: they need {ledger.weights / GIB:.2f} GiB, and {ledger.budget / GIB:.2f} of "
+        f"{ledger.device} may be used{used}",
+        ledger,
+        "take a device with more memory" + (", or end what else uses this one" if used else ""),
+    )
 
 
 def _name(device: torch.device) -> str:

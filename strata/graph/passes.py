@@ -49,8 +49,9 @@ def passes_of(text: str) -> frozenset[str]:
     unknown = sorted(set(bare) - ALL_PASSES)
     if unknown:
         raise ValueError(
-            f"passes = {text!r}: there is no pass {unknown[0]!r}; accepted are all, exact, none, or names, or names "
-            f"with a minus that are left out, of {', '.join(one.name for one in PASSES)}"
+            f"passes = {text!r}: there is no pass {unknown[0]!r}; accepted are all, exact, none, names that alone run, "
+            f"or names with a minus that are left out, of {', '.join(one.name for one in PASSES)}; strata graph MODEL "
+            "--passes list tells what they do"
         )
     if not left_out:
         return frozenset(bare)

@@ -19,6 +19,7 @@ from strata.bench.load.measures import Distribution, figures, parse_objectives, 
 from strata.bench.load.request_sets import (
     Ask,
     EvenLengths,
+    FileSet,
     LognormalLengths,
     RandomSet,
     SharedPrefixSet,
@@ -143,13 +144,31 @@ def test_a_request_streams_exactly_so_many_tokens() -> None:
         ("{", "line 2, column 2: not JSON: it ends too early"),
         ('{"prompt": "a" 1}', "line 2, column 16: not JSON: expected ',' or '}'"),
         ('{"prompt": "\udcff"}', "line 2, column 13: not UTF-8: byte 0xff"),
-        ("{}", "must have one of prompt, messages and input_length"),
-        ('{"prompt": "a", "input_length": 4}', "has ['prompt', 'input_length']"),
-        ('{"prompt": 4}', "Expected `str | array | null`"),
-        ('{"input_length": -4}', "input_length must be at least 1"),
-        ('{"prompt": "a", "output_length": 0}', "output_length must be at least 1"),
-        ('{"prompt": "a"}', "no timestamp"),
-        ('{"prompt": "a", "timestamp": 4}', "timestamp 4.0 is before that of the line above, 5.0"),
+        ("{}", "has one of prompt, messages and input_length, this one has none"),
+        ('{"prompt": "a", "input_length": 4}', "this one has prompt and input_length"),
+        ('{"prompt": 4}', "prompt must be a text or a list of token ids, not empty, got 4"),
+        ('{"prompt": ""}', 'prompt must be a text or a list of token ids, not empty, got ""'),
+        ('{"messages": [], "timestamp": 9}', "messages must be the list of a chat's messages, not empty, got []"),
+        ('{"input_length": -4}', "input_length must be a whole number of tokens, at least 1, got -4"),
+        ('{"input_length": 0}', "input_length must be a whole number of tokens, at least 1, got 0"),
+        ('{"input_length": "ten"}', 'input_length must be a whole number of tokens, at least 1, got "ten"'),
+        ('{"input_length": 5, "timestamp": "noon"}', 'timestamp must be milliseconds, at least 0, got "noon"'),
+        ('{"prompt": "a", "output_length": 0}', "output_length must be a whole number of tokens, at least 1, got 0"),
+        ('{"input_length": 600, "hash_ids": [1]}', "names 1 blocks of 512 tokens, which input_length 600 is not of"),
+        (
+            '{"input_length": 9, "hash_ids": ["a", "b"' + ', "c"' * 99 + "]}",
+            'a name for each 512 tokens of input_length, got ["a", "b", "c"',
+        ),
+        (
+            '{"prompt": "a", "output_lenght": 3}',
+            'there is no field "output_lenght"; accepted are one of prompt, messages',
+        ),
+        ('{"prompt": "a"', "line 2, column 15: not JSON: it ends too early"),
+        ('{"prompt": 4, "a" 5}', "line 2, column 19: not JSON: expected ':'"),
+        ("[5]", "a request is a JSON object with one of prompt, messages and input_length"),
+        ('{"prompt": "a"}', "has no timestamp, which is needed here: give milliseconds"),
+        ('{"prompt": "a", "timestamp": -4}', "timestamp must be milliseconds, at least 0, got -4"),
+        ('{"prompt": "a", "timestamp": 4}', "timestamp 4 is before that of the line above, 5: sort the trace"),
     ],
 )
 def test_a_bad_line_of_a_file_is_named(tmp_path: Path, line: str, fault: str) -> None:
@@ -158,6 +177,15 @@ def test_a_bad_line_of_a_file_is_named(tmp_path: Path, line: str, fault: str) ->
     with pytest.raises(ValueError, match="line 2") as raised:
         read_rows(path, timed=True)
     assert fault in str(raised.value)
+    assert len(str(raised.value)) < len(str(path)) + 250
+
+
+def test_an_order_and_an_answers_length_may_be_left_out(tmp_path: Path) -> None:
+    """Where nobody replays timestamps they need not rise; the length of an answer is then that of --output-len."""
+    path = tmp_path / "requests.jsonl"
+    path.write_text('{"input_length": 5, "timestamp": 9}\n\n{"input_length": 6, "timestamp": 4, "output_length": 3}\n')
+    asks = FileSet(path, read_rows(path, timed=False), 77, range(50)).asks(2, seed=0)
+    assert [(len(ask.prompt), ask.output_tokens) for ask in asks] == [(5, 77), (6, 3)]
 
 
 # Reading answers

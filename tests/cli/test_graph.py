@@ -243,8 +243,25 @@ def test_a_step_that_is_measured_shows_what_every_operation_took(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("_measures_on_a_processor")
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_cpu_is_the_processor_of_this_machine(has_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    shown = run("builtin", "--device", "cpu", "--json")
+    assert (shown["device"], shown["measured_s"], shown["kernels"]) == ("mine", None, [])
+    assert shown["measurements"] == ["what I know"]
+    weights = 2 * shown["parameters"]
+    assert weights / 1e10 < shown["step_floor_s"] < 1.01 * weights / 1e10
+
+
+@pytest.mark.usefixtures("_measures_on_a_processor")
+def test_a_step_is_measured_on_the_device_that_is_named() -> None:
+    assert run("builtin", "--measure", "--device", "cpu", "--json")["measured_s"] > 0
+
+
+@pytest.mark.usefixtures("_measures_on_a_processor")
 def test_what_cannot_be_measured() -> None:
-    with pytest.raises(ValueError, match=r"device 'h200' is not here, and what is measured runs on .*: leave it out"):
+    said = r"device 'h200' is not here, and what is measured runs on .*: leave it out, or give cpu, the processor"
+    with pytest.raises(ValueError, match=said):
         run("builtin", "--measure", "--device", "h200")
     with pytest.raises(ValueError, match=r"a sequence of 1,025 tokens is over the model's 1,024: it is not measured"):
         run("builtin", "--measure", "--tokens", 1025)
@@ -395,7 +412,15 @@ def test_a_folder_is_its_config(config: Path) -> None:
             "model folder 'nowhere' does not exist; give a model folder, org/model",
         ),
         (["8B", "--passes", "fuse"], "there is no pass 'fuse'; accepted are all, exact, none"),
-        (["8B", "--device", "abacus"], "device 'abacus' is unknown; known are h200"),
+        (["8B", "--device", "abacus"], "device 'abacus' is unknown; give one of h200, .* rtx5090, or cpu, the proc"),
+        (
+            ["8B", "--device", "gaudi3"],
+            "'gaudi3' is Intel Gaudi 3, which runs no CUDA kernels; give one of h200, .* cpu",
+        ),
+        (
+            ["8B", "--device", "cpu", "--tensor-parallel-size", "2"],
+            "cpu shows a step of one process; leave out the oth",
+        ),
     ],
 )
 def test_bad_input_is_one_clear_line(arguments: list[str], message: str) -> None:

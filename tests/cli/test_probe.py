@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from strata.cli.probe import probe
-from strata.hardware.probe import run
+from strata.hardware.probe import report, run
+from strata.hardware.probe.ceiling import Ceiling
 from strata.hardware.probe.cpu import CpuSizes, parts
 from strata.hardware.probe.report import kept
+from tests.hardware.probe.test_device import REPORT
 
 SMALL = CpuSizes(copied=1 << 20, squares=(32,), rows=(1,), width=64, attended=32, call=0.01, held=0.05)
 
@@ -39,6 +42,38 @@ def test_a_table(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "32x32x32" in printed
     assert "FLOP/s" in printed
     assert "kept in" in printed
+
+
+def test_a_table_is_whole_on_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the largest operands, the longest names and a device whose figures are promised."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(report, "keep", lambda *_: None)
+    found = (
+        Ceiling("copy", 4.2e12, 1e-3, shape=(1 << 30,)),
+        Ceiling("product", 12.34e12, 1e-3, "bfloat16", (4096, 28672, 4096)),
+        Ceiling("product, sustained", 701.5e12, 1e-3, "bfloat16", (8192,) * 3, 128),
+        Ceiling("attention", 600.4e12, 1e-3, "bfloat16", (16, 32, 1024, 128), algorithm="cudnn_attention"),
+        Ceiling("host to device", 52e9, 1e-3, shape=(256 << 20,)),
+        Ceiling("kernel in a graph", 1.234e-6, 1.234e-6),
+        Ceiling("reduce_scatter", 123.4e-6, 1e-3, "bfloat16", (128 << 20,), 8, "one shot and norm"),
+    )
+    monkeypatch.setattr(run, "probe", lambda *_: replace(REPORT, ceilings=found))
+    probe("cpu", 60, as_json=False)
+    printed = capsys.readouterr().out
+    assert "\u2026" not in printed
+    assert max(map(len, printed.splitlines()[:-1])) <= 80  # behind them the path of the file
+    rows = [" ".join(line.split()) for line in printed.splitlines()]
+    assert rows[1:-3] == [
+        "what dtype shape by reached promised unit share",
+        "copy - 1 GiB 1 4.2 4.8 TB/s 88%",
+        "product bfloat16 4096x28672x4096 1 12.34 989.4 TFLOP/s 1%",
+        "product, sustained bfloat16 8192x8192x8192 128 701.5 989.4 TFLOP/s 71%",
+        "attention bfloat16 16x32x1024x128 cudnn 600.4 989.4 TFLOP/s 61%",
+        "host to device - 256 MiB 1 52 64 GB/s 81%",
+        "what size by us",
+        "kernel in a graph 1 1.234",
+        "reduce_scatter 128 MiB 8 one shot and norm 123.4",
+    ]
 
 
 def test_a_cache_that_takes_no_files_is_a_warning(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,14 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--dataset", "{empty}"), "has no requests"),
+        (("--dataset", "{empty}"), "has no requests: give a JSON object a line, with one of prompt"),
         (("--dataset", "{foreign}"), "line 1"),
-        (("--dataset", "{unsorted}", "--replay"), "line 2: timestamp 1.0 is before that of the line above, 2.0"),
+        (
+            ("--dataset", "{unsorted}", "--replay"),
+            "line 2: timestamp 1 is before that of the line above, 2: sort the trace",
+        ),
+        (("--dataset", "{misspelt}"), 'line 1: there is no field "output_lenght"; accepted are one of prompt,'),
+        (("--dataset", "{early}", "--replay"), "line 2: timestamp must be milliseconds, at least 0, got -1"),
         (("--dataset", "{text}"), "give prompt as token ids, or input_length"),
         (("--fail", "soon"), "give ENGINE@SECONDS or ENGINE@SECONDS:DOWN"),
         (("--fail", "0@1.2.3"), "give ENGINE@SECONDS or ENGINE@SECONDS:DOWN"),
@@ -96,7 +102,11 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--dataset", "lognormal", "--longest", "1000000000000"), "max_model_len is 40960: lower --longest"),
         (("--dataset", "{endless}"), "request 2 has 1000000000000 tokens and 128 of its answer"),
         (("--dataset", "nowhere"), "--dataset is random, shared-prefix, lognormal or a JSON-lines file"),
-        (("--device", "h2000"), "h2000"),
+        (("--device", "h2000"), "--device 'h2000' is unknown; give one of h200, h100,"),
+        (
+            ("--device", "cpu"),
+            "steps of processors are not simulated, those of Strata's CUDA kernels are; give one of h200",
+        ),
         (("--replay",), "it needs --dataset"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
@@ -105,6 +115,8 @@ def test_what_cannot_be_played_is_said(arguments: tuple[str, ...], said: str, tm
     rows: dict[str, list[dict[str, Any]]] = {
         "empty": [],
         "unsorted": [{"input_length": 5, "timestamp": 2}, {"input_length": 5, "timestamp": 1}],
+        "misspelt": [{"input_length": 10, "output_lenght": 3, "timestamp": 0}],
+        "early": [{"input_length": 5, "timestamp": 0}, {"input_length": 5, "timestamp": -1}],
         "text": [{"prompt": "Hello"}],
         "endless": [{"input_length": 5}, {"input_length": 10**12}],
     }
@@ -115,6 +127,22 @@ def test_what_cannot_be_played_is_said(arguments: tuple[str, ...], said: str, tm
     result = simulate("0.6B", *(one.format(**files) for one in arguments))
     assert result.exit_code != 0
     assert said in str(result.exception)
+
+
+def test_weights_that_do_not_fit_are_said_with_options_that_have_room() -> None:
+    """Of 8B on a tenth of an H200; the options that are named have room, and they alone."""
+    given = ("--max-model-len", "4000", "--gpu-memory-utilization", "0.1", "--num-prompts", "2")
+    said = str(simulate("8B", *given).exception)
+    first, *ledger = said.splitlines()
+    assert re.search(r"^the weights alone do not fit: they need 14\.9\d GiB, and 12\.\d+ of NVIDIA H200 may be", first)
+    assert first.endswith("or give --tensor-parallel-size 2 or --quantization fp8")
+    assert [line.split()[0] for line in ledger[:2]] == ["memory", "weights"]
+    words = ("--tensor-parallel-size", "2", "--output-len", "2", "--input-len", "9", "--json")
+    assert simulate("8B", *given, *words).exit_code == 0
+    half = ("--max-model-len", "4000", "--gpu-memory-utilization", "0.05")
+    for words in ((), ("--tensor-parallel-size", "4")):
+        first = str(simulate("8B", *half, *words).exception).splitlines()[0]
+        assert first.endswith("or give --tensor-parallel-size 8" + " or --quantization fp8" * bool(words))
 
 
 @pytest.mark.usefixtures("no_model")

@@ -8,13 +8,21 @@ from typing import Any
 import pytest
 import torch
 
+from strata import LLM
 from strata.cache.groups import page_groups
 from strata.cache.pool import PoolShape
 from strata.cache.state_pool import StatePool, StateShape
 from strata.cache.tables import BufferShape
 from strata.engine import ledger as ledger_module
 from strata.engine import sampler as sampler_module
-from strata.engine.ledger import SAMPLING_BYTES, activation_bytes, plan_memory, sequence_bytes
+from strata.engine.ledger import (
+    SAMPLING_BYTES,
+    DeviceMemory,
+    PoolTooSmall,
+    activation_bytes,
+    plan_memory,
+    sequence_bytes,
+)
 from strata.engine.recorded_steps import decode_buckets
 from strata.engine.request import Request, Sequence, new_sequence
 from strata.engine.sampler import DrawRow, Sampler
@@ -166,8 +174,40 @@ def test_activations_cover_what_sampling_holds(monkeypatch: pytest.MonkeyPatch) 
     assert 30 * rows * vocabulary < live.most <= SAMPLING_BYTES * rows * vocabulary
 
 
+@pytest.mark.parametrize("own", [{}, {"num_pages": 4}], ids=["pages-as-fit", "pages-given"])
+def test_weights_that_do_not_fit_are_named_before_all_else(own: dict[str, Any]) -> None:
+    """Neither shorter sequences nor fewer pages would help."""
+    memory = DeviceMemory("a GPU", 9 * GIB, 10 * GIB)
+    own = ASKED | own | {"memory": memory, "weight_bytes": 9 * GIB}
+    with pytest.raises(
+        PoolTooSmall, match=r"^the weights alone do not fit: they need 9\.00 GiB, and 8\.00 of a GPU "
+    ) as raised:
+        plan_memory(CONFIG, POOL, torch.device("cuda"), **own)
+    first, *ledger = str(raised.value).splitlines()
+    assert first.endswith(": take a device with more memory")
+    assert ledger[0].startswith("memory on a GPU: 8.00 GiB to use of 10.00")
+    options = str(raised.value.with_options(["--tensor-parallel-size 2", "--quantization fp8"])).splitlines()
+    assert options[0] == f"{first}, or give --tensor-parallel-size 2 or --quantization fp8"
+    assert options[1:] == ledger
+
+
+def test_an_engine_that_does_not_start_says_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a processor, whose memory ranks share: more of them have no more room."""
+    given: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "max_num_seqs": 1}
+    given |= {"max_num_batched_tokens": 32, "skip_tokenizer_init": True, "verbose": False}
+    free = int(0.95 * LLM("builtin", **given).engine.ledger.weights)
+    monkeypatch.setattr(ledger_module, "available_memory", lambda _: (free, free))
+    with pytest.raises(PoolTooSmall, match="the weights alone do not fit") as raised:
+        LLM("builtin", **given)
+    first, *_ = str(raised.value).splitlines()
+    assert first.endswith(": take a device with more memory, or give --quantization fp8")
+    assert LLM("builtin", quantization="fp8", **given).engine.ledger.weights < free
+
+
 def test_too_little_room_for_one_sequence_names_the_remedies() -> None:
-    with pytest.raises(ValueError, match="max_model_len"):
+    with pytest.raises(
+        ValueError, match=r"max_model_len=.*: lower --max-model-len or --max-num-batched-tokens, or raise"
+    ):
         plan_memory(CONFIG, POOL, torch.device("cpu"), **ASKED | {"max_length": 10**9, "max_sequences": 1})
 
 

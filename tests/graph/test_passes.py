@@ -39,7 +39,7 @@ def test_passes_are_chosen_by_name(text: str, run: set[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("fuse", "there is no pass 'fuse'; accepted are all, exact, none, or names, .* of merge, fuse_residual_norms"),
+        ("fuse", "there is no pass 'fuse'; accepted are all, exact, none, names that .* of merge, fuse_residual_norms"),
         ("", "there is no pass ''"),
         ("merge,-fuse_products", "names with a minus, not both"),
         ("all,-merge", "there is no pass 'all'"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from strata.hardware.figures import QUANTITIES, Source, promised
-from strata.hardware.specs import DEVICES, device, recognize
+from strata.hardware.specs import DEVICES, check_planned, device, device_to_plan, recognize
 
 ACCELERATORS = [one for one in DEVICES.values() if one.dtypes()]
 
@@ -44,6 +45,36 @@ def test_no_figure_is_recorded_twice() -> None:
         assert len(names) == len(set(names)), known.key
     products = [known.product for known in DEVICES.values()]
     assert len(products) == len(set(products))
+
+
+def test_devices_that_cannot_be_planned_for_are_not_offered() -> None:
+    """Processors, whose makers promise no clock: against the figures that a plan divides by."""
+    offered = {
+        one.key
+        for one in DEVICES.values()
+        if one.dtypes()
+        and all(any(figure.quantity == name for figure in one.figures) for name in ("bandwidth", "memory"))
+    }
+    assert {"h200", "mi300x", "tpu-v5e", "gaudi3"} < offered < set(DEVICES)
+    for key in ("nope", *(set(DEVICES) - offered)):
+        with pytest.raises(
+            ValueError, match=rf"^(device '{key}' is unknown|nothing is planned for {key}, ).* h200, "
+        ) as raised:
+            device_to_plan(key)
+        names = re.split(r"choose one of |made for ", str(raised.value))[1].split(";")[0].split(", ")
+        assert set(names) == offered
+    for key in offered:
+        assert device_to_plan(key) == DEVICES[key]
+
+
+def test_a_peak_in_another_dtype_is_named() -> None:
+    """Of Machine.of, by the dtype of a model: float16 of a TPU."""
+    said = r"tpu-v5e, of which no peak in float16 \(but in bfloat16, int8\) is recorded: choose one of h200, .*"
+    with pytest.raises(ValueError, match=said) as raised:
+        check_planned(device("tpu-v5e"), "float16")
+    assert "tpu-v5p" not in str(raised.value)
+    with pytest.raises(ValueError, match="epyc-9654, of which no peak and no size of memory is recorded"):
+        check_planned(device("epyc-9654"), "float32")
 
 
 def test_every_device_asked_for_is_there() -> None:

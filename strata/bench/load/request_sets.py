@@ -8,20 +8,15 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-import msgspec
+from typing import Protocol
 
 from strata.bench.load.send import LoadRequest
-from strata.files.json_object import why_no_json
+from strata.files import request_rows
+from strata.files.request_rows import HASHED_TOKENS, Messages, RequestRow
 
 TEMPERATURE = 0.6
 # Deviation of the logarithm of lognormal lengths: the longest of a hundred is ten times as long as the middle one.
 SIGMA = 1.0
-# Tokens of a block that the traces of Mooncake name (Qin et al. 2024, arXiv:2407.00079).
-HASHED_TOKENS = 512
-
-Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -144,7 +139,7 @@ class FileSet:
     """The first requests of a file, in its order. The seed draws the prompts of which it says the length alone."""
 
     path: Path
-    rows: tuple[FileRow, ...]
+    rows: tuple[RequestRow, ...]
     output_tokens: int
     ids: Sequence[int]
 
@@ -154,12 +149,12 @@ class FileSet:
         rng = random.Random(seed)
         return [self._ask(row, rng) for row in self.rows[:count]]
 
-    def _ask(self, row: FileRow, rng: random.Random) -> Ask:
+    def _ask(self, row: RequestRow, rng: random.Random) -> Ask:
         prompt = row.messages or row.prompt or self._drawn(row, rng)
         due = None if row.timestamp is None else (row.timestamp - (self.rows[0].timestamp or 0.0)) / 1e3
         return Ask(prompt, row.output_length or self.output_tokens, due)
 
-    def _drawn(self, row: FileRow, rng: random.Random) -> list[int]:
+    def _drawn(self, row: RequestRow, rng: random.Random) -> list[int]:
         """As many ids as the row says: the same for blocks of the same name."""
         length = row.input_length or 1
         if row.hash_ids is None:
@@ -168,46 +163,17 @@ class FileSet:
         return [id for block in blocks for id in block][:length]
 
 
-class FileRow(msgspec.Struct, frozen=True):
-    """One line of a data set; other fields are ignored.
-
-    One of: prompt (text or token ids), messages (of a chat), input_length (tokens of a random prompt).
-    output_length: tokens of the answer. timestamp: milliseconds, as in the traces of Mooncake. hash_ids: as there, a
-    name for each 512 tokens of a prompt of input_length; the same name stands for the same tokens.
-    """
-
-    prompt: str | list[int] | None = None
-    messages: Messages | None = None
-    input_length: int | None = None
-    output_length: int | None = None
-    timestamp: float | None = None
-    hash_ids: list[int] | None = None
-
-
-def read_rows(path: Path, timed: bool) -> tuple[FileRow, ...]:
+def read_rows(path: Path, timed: bool) -> tuple[RequestRow, ...]:
     """The requests of a JSON-lines file. timed: each must have a timestamp, none before that of the line above.
 
     Raises ValueError that names the line at fault.
     """
     try:
-        lines = path.read_bytes().splitlines()
+        return request_rows.read_rows(path, ordered=timed, needed=("timestamp",) if timed else ())
     except OSError as error:
         raise ValueError(
             f"--dataset is random, shared-prefix, lognormal or a JSON-lines file; {path}: {error.strerror}"
         ) from None
-    rows: list[FileRow] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = msgspec.json.decode(line, type=FileRow)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, {why_no_json(line, error, number)}") from None
-        _check_row(row, rows[-1] if rows else None, timed, f"{path}, line {number}")
-        rows.append(row)
-    if not rows:
-        raise ValueError(f"{path} has no requests")
-    return tuple(rows)
 
 
 def encode(ask: Ask, model: str) -> LoadRequest:
@@ -224,22 +190,3 @@ def encode(ask: Ask, model: str) -> LoadRequest:
     }
     path = "/v1/chat/completions" if chat else "/v1/completions"
     return LoadRequest(path, json.dumps(body).encode(), ask.output_tokens)
-
-
-def _check_row(row: FileRow, before: FileRow | None, timed: bool, where: str) -> None:
-    given = [name for name in ("prompt", "messages", "input_length") if getattr(row, name)]
-    if len(given) != 1:
-        raise ValueError(f"{where} must have one of prompt, messages and input_length (not empty), has {given}")
-    for name in ("input_length", "output_length"):
-        value = getattr(row, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{where}: {name} must be at least 1, got {value}")
-    if row.hash_ids is not None and len(row.hash_ids) != -(-(row.input_length or 0) // HASHED_TOKENS):
-        raise ValueError(
-            f"{where}: hash_ids names {len(row.hash_ids)} blocks of {HASHED_TOKENS} tokens, which input_length "
-            f"{row.input_length} is not of"
-        )
-    if timed and row.timestamp is None:
-        raise ValueError(f"{where} has no timestamp (milliseconds), which --replay needs")
-    if timed and before is not None and (row.timestamp or 0.0) < (before.timestamp or 0.0):
-        raise ValueError(f"{where}: timestamp {row.timestamp} is before that of the line above, {before.timestamp}")

@@ -17,8 +17,9 @@ from rich.console import Group
 from strata.bench.load.arrivals import Rate, arrival_times, load_seeds, saturation_rate
 from strata.bench.load.measures import Distribution, Figures, Goodput
 from strata.bench.load.report import LoadResult
-from strata.bench.load.request_sets import Ask, EvenLengths, FileRow, FileSet, RandomSet, SharedPrefixSet, read_rows
+from strata.bench.load.request_sets import Ask, EvenLengths, FileSet, RandomSet, SharedPrefixSet, read_rows
 from strata.bench.load.sweep import LENGTH_OPTIONS, REQUESTS, SATURATING_CONCURRENCY, SYNTHETIC, LoadConfig, in_words
+from strata.files.request_rows import RequestRow
 from strata.plan.simulate.fleet import Fleet
 from strata.plan.simulate.request import Outcomes, SimulatedRequest, blank_prompt
 from strata.plan.simulate.timeline import Moment
@@ -134,7 +135,7 @@ def _offered(
 
 
 def _requests(
-    config: LoadConfig, rows: tuple[FileRow, ...] | None, count: int, seed: int, rate: float | None, longest: int
+    config: LoadConfig, rows: tuple[RequestRow, ...] | None, count: int, seed: int, rate: float | None, longest: int
 ) -> list[SimulatedRequest]:
     """As a load generator sends them; prompts that share nothing are as good as their lengths."""
     _check_lengths(config, None if rows is None else rows[:count], longest)
@@ -156,7 +157,7 @@ def _requests(
     return requests
 
 
-def _check_lengths(config: LoadConfig, rows: tuple[FileRow, ...] | None, longest: int) -> None:
+def _check_lengths(config: LoadConfig, rows: tuple[RequestRow, ...] | None, longest: int) -> None:
     """Raises ValueError for what is no tokens or too many, before any are drawn: they may be more than memory holds."""
     if rows is None:
         most = config.lengths.most + (config.prefix_tokens if config.dataset == "shared-prefix" else 0)

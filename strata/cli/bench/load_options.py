@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 
 NumPrompts = Annotated[int | None, typer.Option(min=1, help="Requests of each load; 1000, or all of a file.")]
 InputLen = Annotated[int, typer.Option(min=1, help="Tokens of a drawn prompt (after its shared prefix).")]
-OutputLen = Annotated[int, typer.Option(min=1, help="Tokens of an answer.")]
+OutputLen = Annotated[
+    int, typer.Option(min=1, help="Tokens of an answer, also of a file's that have no output_length.")
+]
 LengthSpread = Annotated[
     float, typer.Option(min=0, max=1, help="Lengths are drawn evenly from 1 - this to 1 + this times those.")
 ]

@@ -7,6 +7,7 @@ import shutil
 import zlib
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -18,7 +19,7 @@ from strata.comm.peer_copies import with_peer_copies
 from strata.engine.embeddings.pooling import Pooler
 from strata.engine.engine_config import EngineConfig, EngineSizes, library_limit
 from strata.engine.faults import memory_explained
-from strata.engine.ledger import GIB, DeviceMemory, Ledger, plan_memory
+from strata.engine.ledger import GIB, DeviceMemory, Ledger, PoolTooSmall, plan_memory
 from strata.engine.ranks.expert_balance import RankExperts
 from strata.engine.ranks.rank import Rank, share_of
 from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
@@ -27,6 +28,7 @@ from strata.engine.runner import Runner
 from strata.engine.startup.clock import Log, StartupClock
 from strata.engine.startup.divided_keys import check_gathered_heads, joining_bytes
 from strata.engine.startup.library import has_library_plan, library_scales, without_library
+from strata.engine.startup.room import options_with_room
 from strata.engine.startup.sparse_attention import attention_choice, choice_bytes
 from strata.engine.step_cost import planned_buffers, token_division
 from strata.engine.step_graphs import Overlap, StepGraphs, step_graphs
@@ -136,7 +138,13 @@ def build_executor(
         if limit is not None:
             log(without_library(limit))
     # A draw with filters gathers its rows of logits, of the whole vocabulary, on every rank.
-    ledger = planned_memory(asked, replace(own, vocab_size=config.vocab_size), sizes, device, rank.size)
+    whole = replace(own, vocab_size=config.vocab_size)
+    try:
+        ledger = planned_memory(asked, whole, sizes, device, rank.size)
+    except PoolTooSmall as error:
+        limits = DeviceLimits.of(device) if own_kernels else None
+        plan = partial(rank_memory, config=config, device=device, limits=limits, index=rank.index)
+        raise error.with_options(options_with_room(asked, plan)) from None
     for line in ledger.lines():
         log(line)
     packing, given_dtype = sizes.packing, pool_shape.dtype
@@ -312,6 +320,24 @@ def _runs_own_kernels(asked: EngineConfig, device: torch.device, log: Log) -> bo
         raise ValueError(f"{limit}: deterministic=True needs Strata's own kernels here; leave it out")
     log(f"{limit}: the library's implementations and the references run instead, without CUDA graphs")
     return False
+
+
+def rank_memory(
+    asked: EngineConfig,
+    config: ModelConfig,
+    device: torch.device,
+    limits: DeviceLimits | None,
+    index: int = 0,
+    memory: DeviceMemory | None = None,
+) -> Ledger:
+    """How the memory of a rank's device is divided. config: of the whole model. limits, memory: as `EngineSizes.of` and
+    `planned_memory` have them. Raises ValueError if it does not suffice, and for whatever cannot be honoured."""
+    divides = max(asked.tensor_parallel_size, asked.pipeline_parallel_size) > 1
+    shard = share_of(asked, config, index) if divides else None
+    own = config if shard is None else shard.config
+    sizes = EngineSizes.of(asked, own, device, limits, shard)
+    sizes.packing.check_kernels(implementations_for(limits or device), deterministic=asked.deterministic)
+    return planned_memory(asked, replace(own, vocab_size=config.vocab_size), sizes, device, asked.ranks, memory)
 
 
 def planned_memory(

@@ -23,6 +23,8 @@ from strata.parallel.serving_shard import RankShard
 from strata.plan.meta_model import host_model, meta_model
 from strata.plan.step_seconds import StepSeconds
 
+# The name of this machine's, whichever it is.
+PROCESSOR = "cpu"
 # A second of copies and products, where no probe of the processor was kept.
 _QUICK = cpu.CpuSizes(copied=64 << 20, squares=(512,), rows=(1, 16), width=1024, call=0.05)
 _QUICK_PARTS = 3  # copies, and products in two dtypes
@@ -54,23 +56,29 @@ class Here(NamedTuple):
 
 
 def device_here(asked: str | None) -> Here:
-    """The GPU that is here, or else the processor. asked: the key of a device; None: whichever is here.
+    """The GPU that is here, or else the processor. asked: the key of a device, or "cpu" for the processor; None:
+    whichever is here.
 
     Raises ValueError if that one is not here, and for a GPU that is not in the database.
     """
-    if torch.cuda.is_available():
+    here: Here | None = None
+    if torch.cuda.is_available() and asked != PROCESSOR:
         product = torch.cuda.get_device_name()
         found = recognize(product)
         if found is None:
             raise ValueError(f"{product} is not in the device database, so nothing tells the floors of steps on it")
         here = Here(found, is_processor=False)
-    elif asked is None:
-        device, sources = processor_device()
-        return Here(device, is_processor=True, sources=sources)
     else:
-        here, product = None, cpu_name()
+        product = cpu_name()
+        known = recognize(product)
+        if asked in (None, PROCESSOR) or (known is not None and asked == known.key):
+            device, sources = processor_device()
+            return Here(device, is_processor=True, sources=sources)
     if here is None or asked not in (None, here.device.key):
-        raise ValueError(f"device {asked!r} is not here, and what is measured runs on {product}: leave it out")
+        raise ValueError(
+            f"device {asked!r} is not here, and what is measured runs on {product}: leave it out, or give "
+            f"{PROCESSOR}, the processor"
+        )
     return here
 
 

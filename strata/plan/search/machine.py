@@ -12,7 +12,7 @@ from strata.hardware.evidence import evidence_of
 from strata.hardware.figures import Device
 from strata.hardware.links import LINKS, Link, link_of
 from strata.hardware.prediction import Call
-from strata.hardware.specs import device
+from strata.hardware.specs import check_planned, device
 from strata.kernels import tuned
 
 # Whose kernels are looked at for a device that runs none of Strata's own, and whose launches and messages stand in
@@ -44,8 +44,7 @@ class Machine:
     def of(listed: Device, dtype: str, per_host: int, network: float) -> Machine:
         """listed: of the database. Raises ValueError, naming it, for a device whose peak in `dtype`, bandwidth or
         memory is not known."""
-        for quantity, of_dtype in (("compute", dtype), ("bandwidth", None), ("memory", None)):
-            listed.ceiling(quantity, of_dtype)
+        check_planned(listed, dtype)
         runs = listed.cuda is not None
         table = tuned.read(listed.product)
         found = evidence_of(listed)

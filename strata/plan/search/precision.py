@@ -67,12 +67,12 @@ class Precision:
         cost = node.cost
         if self.scheme is None or not _is_layer_product(node):
             return cost
-        saved = int(cost.weights * (1 - self._weight_bytes / itemsize))
+        saved = int(cost.weights * (1 - self.weight_bytes / itemsize))
         return replace(cost, read=cost.read - saved, weights=cost.weights - saved)
 
     @cached_property
-    def _weight_bytes(self) -> float:
-        """Of a packed weight, scales among them."""
+    def weight_bytes(self) -> float:
+        """Of an element of a packed weight, scales among them; only where weights are packed."""
         assert self.scheme is not None
         with torch.device("meta"):
             packed = pack(torch.empty(_ROWS, _COLUMNS), self.scheme)

@@ -13,6 +13,7 @@ from strata.engine.scheduling.room import SERVER_TARGET_MS
 from strata.models.config import ModelConfig
 from strata.plan.search.batching import Batching, LoadPoint, at_concurrency, at_rate
 from strata.plan.search.choice import Choice, Settings
+from strata.plan.search.floors import below_floors, least_step
 from strata.plan.search.layer_prices import LayerPrices
 from strata.plan.search.layout import Layout, layouts
 from strata.plan.search.machine import Machine
@@ -21,6 +22,7 @@ from strata.plan.search.precision import AS_CHECKPOINT, IN_FEWER_BITS, Precision
 from strata.plan.search.step_table import Anchors, StepTable
 from strata.plan.search.traffic import Objectives, Traffic
 
+_GIB = 1 << 30
 # What is tried of an engine: sequences at once, most tokens of a step, milliseconds that one may take (0: no target).
 SEQUENCES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 512, 640, 768, 1000)
 BUDGETS = (8192, 2048, 4096, 16384)
@@ -74,6 +76,7 @@ class Search:
 
     def run(self) -> Found:
         """Raises ValueError if the model fits on no layout of the devices, or none is quick enough."""
+        self._check_sizes()
         fitting = self.fitting()
         self._check_floors(fitting)
         seen = [choice for layout, precision in fitting for choice in self.choices(layout, precision)]
@@ -193,20 +196,37 @@ class Search:
             self._anchors[whole] = Anchors(prices, question.traffic, allowed, decodes)
         return self._anchors[whole]
 
-    def _check_floors(self, fitting: list[tuple[Layout, Precision]]) -> None:
-        """Raises ValueError for an objective below the floor of a prompt, or of a token alone, on every layout."""
+    def _check_sizes(self) -> None:
+        """Raises ValueError for objectives that no layout meets whatever runs it, which takes no graphs to know."""
         question = self.question
-        prompt, wanted = max(2, round(question.traffic.computed)), question.objectives
-        for name, asked, step in (("--ttft", wanted.ttft, (0, prompt)), ("--tpot", wanted.tpot, (1, 0))):
-            if asked is None:
-                continue
-            least = min(self.table(layout, precision).price(*step).bounds.seconds for layout, precision in fitting)
-            if asked < least:
-                raise ValueError(
-                    f"{name} {asked * 1e3:g} is below the floor of {question.model} on {question.devices} x "
-                    f"{question.machine.listed.key}, {least * 1e3:.3g} ms: the devices read weights, compute "
-                    "and send no faster; ask for more than that"
-                )
+        pairs = [(layout, one) for layout in self._layouts(question.devices) for one in self.precisions]
+
+        def least(tokens: int) -> float:
+            config, dtype, machine = question.config, question.dtype, question.machine
+            return min(least_step(config, dtype, machine, layout, one, tokens) for layout, one in pairs)
+
+        self._refuse({"ttft": least(self._prompt), "tpot": least(1)})
+
+    def _check_floors(self, fitting: list[tuple[Layout, Precision]]) -> None:
+        """Raises ValueError for objectives below the floor of a prompt, or of a token alone, on every layout."""
+        wanted = self.question.objectives
+
+        def least(decodes: int, prompt: int) -> float:
+            return min(self.table(layout, one).price(decodes, prompt).bounds.seconds for layout, one in fitting)
+
+        ttft = 0.0 if wanted.ttft is None else least(0, self._prompt)
+        self._refuse({"ttft": ttft, "tpot": 0.0 if wanted.tpot is None else least(1, 0)})
+
+    def _refuse(self, floors: dict[str, float]) -> None:
+        question = self.question
+        where = f"{question.model} on {question.devices} x {question.machine.listed.key}"
+        if (below := below_floors(question.objectives, floors, where)) is not None:
+            raise ValueError(below)
+
+    @property
+    def _prompt(self) -> int:
+        """Tokens of a mean one that are computed."""
+        return max(2, round(self.question.traffic.computed))
 
     def binds(self, choice: Choice) -> str:
         """What keeps an engine from more sequences at once."""
@@ -244,25 +264,32 @@ class Search:
         missing, layout = min(((self.lacking(one, asked), one) for one in possible), key=lambda pair: pair[0])
         held = self.memory.held(layout, 1, min(BUDGETS), asked)
         devices, name = question.devices, question.machine.listed.key
-        enough = self._enough(devices)
-        advice = f"--gpus {enough} has room for it" if enough else "a device with more memory is needed"
+        advice = self._enough(devices) or "a device with more memory is needed"
         smaller = (precision for precision in self.precisions if any(self._fits(one, precision) for one in possible))
         if (precision := next(smaller, None)) is not None:
             advice += f", and so have these with {' '.join(precision.words)}"
+        if not question.machine.runs:
+            advice += f"; Strata cannot run it there yet, as it lacks kernels for {name}, and plans what it would take"
+        weights, workspace, over, budget = (
+            f"{size / _GIB:,.2f}" for size in (held.weights, held.workspace, missing, held.budget)
+        )
         return (
-            f"{question.model} does not fit on {devices} x {name}: by {layout.name} each needs {held.weights:,} bytes "
-            f"of weights, {held.workspace:,} of workspace and keys and values of a sequence of "
-            f"{question.traffic.longest:,} tokens, {missing:,} bytes more than the {held.budget:,} that it may use; "
-            f"{advice}"
+            f"{question.model} does not fit on {devices} x {name}: by {layout.name} each needs {weights} GiB of "
+            f"weights, {workspace} GiB of workspace and keys and values of a sequence of {question.traffic.longest:,} "
+            f"tokens, {over} GiB more than the {budget} GiB that it may use; {advice}"
         )
 
-    def _enough(self, devices: int) -> int | None:
-        """The fewest, doubled again and again, that have room; None if not even a thousand times as many have."""
+    def _enough(self, devices: int) -> str | None:
+        """The fewest, doubled again and again, that have room, in words, and what Strata lacks to run them beside
+        kernels; None if not even a thousand times as many have."""
         for power in range(1, 11):
             more = devices << power
             larger = (one for one in self._layouts(more) if one.ranks > devices and self._is_linked(one))
-            if any(self._fits(one, self.question.precision) for one in larger):
-                return more
+            fitting = [one for one in larger if self._fits(one, self.question.precision)]
+            if fitting:
+                near = any(one.ranks <= self.question.machine.per_host for one in fitting)
+                lacks = "" if near else " (Strata lacks engines on several hosts)"
+                return f"--gpus {more} has room for it{lacks}"
         return None
 
 

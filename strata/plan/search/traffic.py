@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from strata.files.json_object import why_no_json
+from strata.files.request_rows import read_rows
 
 
 @dataclass(frozen=True)
@@ -56,59 +53,29 @@ class Objectives:
                 raise ValueError(f"{name} {value * 1e3:g}: give milliseconds, more than 0")
 
 
-class _Row(msgspec.Struct, frozen=True):
-    """One line of a trace; other fields are ignored. timestamp: milliseconds, as in the traces of Mooncake."""
-
-    input_length: int
-    output_length: int
-    timestamp: float | None = None
-
-
 def read_traffic(path: Path, cached: int = 0) -> Traffic:
     """The means of a JSON-lines trace (`input_length`, `output_length`, `timestamp`), as `strata bench serve` replays.
 
     cached: of each prompt. Raises ValueError, naming the line at fault, for a trace that is empty, not in the order of
     its timestamps, or in another form.
     """
-    rows = list(_rows(path))
-    if not rows:
-        raise ValueError(f"{path} has no requests: give a trace with one JSON object a line")
-    shortest = min(row.input_length for row in rows)
+    rows = read_rows(path, ordered=True, needed=("input_length", "output_length"))
+    lengths = [(row.input_length or 0, row.output_length or 0) for row in rows]
+    shortest = min(prompt for prompt, _ in lengths)
     if not 0 <= cached < shortest:
         raise ValueError(
             f"--cached {cached}: the shortest prompt of {path} has {shortest} tokens, of which one at least is "
             f"computed; give 0 to {shortest - 1}"
         )
-    outputs = sum(row.output_length for row in rows)
-    context = sum(row.output_length * (row.input_length + row.output_length / 2) for row in rows) / outputs
+    outputs = sum(output for _, output in lengths)
+    context = sum(output * (prompt + output / 2) for prompt, output in lengths) / outputs
     times = [row.timestamp for row in rows if row.timestamp is not None]
     seconds = (times[-1] - times[0]) / 1e3 if len(times) == len(rows) else 0.0
     return Traffic(
-        sum(row.input_length for row in rows) / len(rows),
+        sum(prompt for prompt, _ in lengths) / len(rows),
         outputs / len(rows),
         cached,
         context,
-        max(row.input_length + row.output_length for row in rows),
+        max(prompt + output for prompt, output in lengths),
         (len(rows) - 1) / seconds if seconds > 0 else None,
     )
-
-
-def _rows(path: Path) -> Iterable[_Row]:
-    before: float | None = None
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            row = msgspec.json.decode(line, type=_Row)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, {why_no_json(line, error, number)}") from None
-        if row.input_length < 1 or row.output_length < 1:
-            raise ValueError(f"{where}: input_length and output_length are tokens, 1 or more")
-        if row.timestamp is not None:
-            if before is not None and row.timestamp < before:
-                raise ValueError(
-                    f"{where}: timestamp {row.timestamp:g} is before that of the line above; sort the trace"
-                )
-            before = row.timestamp
-        yield row

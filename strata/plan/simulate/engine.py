@@ -4,16 +4,18 @@ the times of its steps."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from strata.comm.symmetric import imagined
 from strata.engine.engine_config import EngineConfig, EngineSizes
-from strata.engine.ledger import DeviceMemory, Ledger
+from strata.engine.ledger import DeviceMemory, Ledger, PoolTooSmall
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.room import StepTarget
-from strata.engine.startup.executor import planned_memory
+from strata.engine.startup.executor import planned_memory, rank_memory
+from strata.engine.startup.room import options_with_room
 from strata.engine.step_cost import step_times
 from strata.hardware.figures import Device
 from strata.kernels.device_limits import DeviceLimits, why_not
@@ -41,8 +43,8 @@ class PredictedEngine:
 
 
 def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -> PredictedEngine:
-    """Raises ValueError for a model that does not fit, for a device of which too little is known, and for options with
-    which no engine is simulated."""
+    """Raises ValueError for a model that does not fit, with options that have room; for a device of which too little is
+    known; and for options with which no engine is simulated."""
     for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
         if getattr(asked, name) > 1:
             raise ValueError(f"{name}={getattr(asked, name)} is not simulated; only tensor_parallel_size is")
@@ -61,7 +63,11 @@ def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -
     total = int(device.ceiling("memory").value)
     memory = DeviceMemory(device.product, total - _CONTEXT, total)
     whole = replace(own, vocab_size=config.vocab_size)
-    ledger = planned_memory(asked, whole, sizes, torch.device("cuda"), ranks, memory)
+    try:
+        ledger = planned_memory(asked, whole, sizes, torch.device("cuda"), ranks, memory)
+    except PoolTooSmall as error:
+        plan = partial(rank_memory, config=config, device=torch.device("cuda"), limits=limits, memory=memory)
+        raise error.with_options(options_with_room(asked, plan)) from None
     model = meta_model(
         config,
         device,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -222,13 +223,20 @@ def test_the_command_is_one_that_serve_takes(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.usefixtures("few_settings")
 def test_what_cannot_be_is_said(tmp_path: Any) -> None:
     lengths = ("--isl", "100", "--osl", "10")
-    assert "device 'h300' is unknown" in failure("8B", "--hardware", "h300", *lengths)
+    assert "device 'h300' is unknown; plans are made for h200, h100" in failure("8B", "--hardware", "h300", *lengths)
     assert "neither" in failure("9C", *lengths) or "9C" in failure("9C", *lengths)
-    assert "no compute in bfloat16 is recorded for m3-ultra" in failure("8B", "--hardware", "m3-ultra", *lengths)
+    for words in (lengths, ("--train", "--batch-tokens", "8192")):
+        said = failure("8B", "--hardware", "m3-ultra", *words)
+        assert said.startswith("nothing is planned for m3-ultra, of which no peak is recorded: choose one of h200, h")
     said = failure("70B", *lengths)
-    assert "bytes more than" in said
-    assert "--gpus 2 has room" in said
-    assert "so have these with --quantization fp8" in said
+    assert re.search(
+        r"each needs 131.42 GiB of weights, \S+ GiB of workspace .*, \S+ GiB more than the 117.\d+ GiB ", said
+    )
+    assert said.endswith("--gpus 2 has room for it, and so have these with --quantization fp8")
+    for each, lacks in (("8", ""), ("1", r" \(Strata lacks engines on several hosts\)")):
+        said = failure("8B", "--hardware", "tpu-v5e", "--gpus-per-host", each, *lengths)
+        assert re.search(rf"; --gpus 2 has room for it{lacks}, and so have these with --quantization fp8; ", said)
+        assert "; Strata cannot run it there yet, as it lacks kernels for tpu-v5e" in said
     assert "below the floor" in failure("8B", *lengths, "--tpot", "0.5")
     assert "nearest" in failure("8B", *lengths, "--tpot", "3.7")
     assert "give the lengths" in failure("8B", "--isl", "100")
@@ -241,7 +249,9 @@ def test_what_cannot_be_is_said(tmp_path: Any) -> None:
     trace.write_text("\n".join(reversed(rows)))
     assert "line 2: timestamp 4 is before" in failure("8B", "--trace", str(trace))
     trace.write_text('{"prompt": "hello"}\n')
-    assert "input_length" in failure("8B", "--trace", str(trace))
+    assert "line 1 has no input_length, which is needed here" in failure("8B", "--trace", str(trace))
+    trace.write_text('{"input_length": 9, "output_lenght": 2}\n')
+    assert 'line 1: there is no field "output_lenght"; accepted are' in failure("8B", "--trace", str(trace))
 
 
 def test_a_path_that_cannot_be_written_is_said_before_the_search(

@@ -1,0 +1,58 @@
+"""The least that a step takes on any layout, from a model's sizes alone: known before anything is searched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from strata.kernels.quant.packed import multiplied_in
+from strata.models.config import ModelConfig
+from strata.plan.search.layout import Layout
+from strata.plan.search.machine import Machine
+from strata.plan.search.precision import Precision
+from strata.plan.search.traffic import Objectives
+from strata.train.predict.flops import active_elements
+
+
+def least_step(
+    config: ModelConfig, dtype: torch.dtype, machine: Machine, layout: Layout, precision: Precision, tokens: int
+) -> float:
+    """Seconds below which no step of so many tokens of a sequence is: a rank's part of the products that these need,
+    and of the matrices that one of them needs. Attention, messages and other sequences come on top."""
+    head, scheme, predictor = config.vocab_size * config.hidden_size, precision.scheme, machine.predictor
+    each = dtype.itemsize if scheme is None else min(precision.weight_bytes, dtype.itemsize)
+    rate = predictor.rate("" if scheme is None else multiplied_in(scheme))
+    attention = _layer_elements(replace(config, experts=None, intermediate_size=0))
+    around = (_layer_elements(config) - attention) / layout.tensor
+    # Ranks with sequences of their own have attention whole.
+    layers = around + attention / (1 if layout.own_tokens else layout.tensor)
+    rows = max(1, tokens // layout.context)
+    # What is multiplied to attend over latents follows from the step.
+    multiplied = around if config.latent is not None else layers
+    compute = 2 * multiplied * rows / rate + 2 * head / layout.tensor / predictor.rate()
+    memory = (layers * each + head / layout.tensor * dtype.itemsize) / predictor.device.ceiling("bandwidth").value
+    return max(compute, memory)
+
+
+def _layer_elements(config: ModelConfig) -> int:
+    return sum(active_elements(config, layer) for layer in range(config.num_layers))
+
+
+def below_floors(objectives: Objectives, floors: Mapping[str, float], where: str) -> str | None:
+    """Which objectives nothing can meet, and what could, in words; None if none is below its floor. floors: seconds,
+    by the names of `Objectives`."""
+    wanted = {"ttft": objectives.ttft, "tpot": objectives.tpot}
+    below = [
+        (name, asked, floors[name]) for name, asked in wanted.items() if asked is not None and asked < floors[name]
+    ]
+    if not below:
+        return None
+    asked = " and ".join(f"--{name} {value * 1e3:g}" for name, value, _ in below)
+    least = " and ".join(f"{floor * 1e3:.3g}" for _, _, floor in below)
+    are, floor = ("are", "floors") if len(below) > 1 else ("is", "floor")
+    return (
+        f"{asked} {are} below the {floor} of {where}, {least} ms: the devices read weights, compute and send no "
+        "faster; ask for more than that"
+    )

@@ -1,0 +1,87 @@
+"""Floors that are known before a search: by hand, against those of graphs, and what is said below them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from strata.hardware.specs import device
+from strata.plan.meta_model import find_config
+from strata.plan.search.floors import below_floors, least_step
+from strata.plan.search.layout import Layout, layouts
+from strata.plan.search.machine import Machine
+from strata.plan.search.precision import AS_CHECKPOINT, IN_FEWER_BITS, Precision
+from strata.plan.search.search import Question, Search
+from strata.plan.search.traffic import Objectives, Traffic
+
+PROMPT = 777
+TRAFFIC = Traffic.of(PROMPT, 200)
+
+
+@pytest.fixture(scope="module")
+def machine() -> Machine:
+    return Machine.of(device("h200"), "bfloat16", per_host=8, network=50e9)
+
+
+def asked(machine: Machine, model: str, devices: int, objectives: Objectives, layers: int = 4) -> Search:
+    config = find_config(model).with_layers(range(layers))
+    return Search(Question(model, config, torch.bfloat16, machine, devices, TRAFFIC, objectives))
+
+
+def test_8b_by_hand(machine: Machine) -> None:
+    """A token reads every matrix once, at 4.28 TB/s; a prompt of 4,000 multiplies by them at 800 TFLOP/s."""
+    layers, head = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336), 128256 * 4096
+    config = find_config("8B")
+    for layout, ranks, rows in ((Layout(), 1, 4000), (Layout(4), 4, 4000), (Layout(2, context=4), 2, 1000)):
+        token, prompt = (
+            least_step(config, torch.bfloat16, machine, layout, AS_CHECKPOINT, tokens) for tokens in (1, 4000)
+        )
+        assert token == pytest.approx(2 * (layers + head) / ranks / 4.28e12)
+        assert prompt == pytest.approx(2 * (layers * rows + head) / ranks / 800e12)
+    packed = least_step(config, torch.bfloat16, machine, Layout(), Precision("fp8"), 1)
+    assert packed == pytest.approx((layers + 2 * head) / 4.28e12, rel=0.01)
+
+
+@pytest.mark.parametrize(("model", "devices"), [("0.6B", 2), ("V2-Lite", 2)])
+def test_no_graph_is_quicker(machine: Machine, model: str, devices: int) -> None:
+    """Of no layout; of a token on one device by little."""
+    search = asked(machine, model, devices, Objectives(1.0, 1.0))
+    question = search.question
+    for layout in layouts(question.config, devices, 8):
+        if layout.stages > 1:
+            continue
+        for precision in (AS_CHECKPOINT, IN_FEWER_BITS[0], IN_FEWER_BITS[-1]):
+            for tokens, step in ((1, (1, 0)), (PROMPT, (0, PROMPT))):
+                least = least_step(question.config, torch.bfloat16, machine, layout, precision, tokens)
+                floor = search.table(layout, precision).price(*step).bounds.seconds
+                assert least <= floor, (layout, precision, tokens)
+                assert least > 0.93 * floor or tokens > 1 or layout != Layout()
+
+
+def test_both_impossible_objectives_are_named(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the search where sizes tell it, and else by the floors of graphs."""
+    search = asked(machine, "0.6B", 1, Objectives(1.0, 1.0))
+    table = search.table(Layout(), IN_FEWER_BITS[-1])
+    graphs = {"ttft": min(search.table(Layout(), one).price(0, PROMPT).bounds.seconds for one in search.precisions)}
+    graphs["tpot"] = table.price(1, 0).bounds.seconds
+    between = replace(search.question, objectives=Objectives(*(0.99 * value for value in graphs.values())))
+    said = r"^--ttft \S+ and --tpot \S+ are below the floors of 0.6B on 1 x h200, "
+    with pytest.raises(ValueError, match=said + " and ".join(f"{value * 1e3:.3g}" for value in graphs.values())):
+        Search(between).run()
+    monkeypatch.setattr(Search, "fitting", lambda _: pytest.fail("the search ran"))
+    for objectives in (Objectives(1e-5, 1e-6), Objectives(1e-5), Objectives(None, 1e-6)):
+        with pytest.raises(ValueError, match="below the floor") as raised:
+            Search(replace(search.question, objectives=objectives)).run()
+        assert ("--ttft 0.01" in str(raised.value)) == (objectives.ttft is not None)
+        assert ("--tpot 0.001" in str(raised.value)) == (objectives.tpot is not None)
+
+
+def test_what_is_above_its_floor_is_not_named() -> None:
+    floors = {"ttft": 0.02, "tpot": 0.001}
+    assert below_floors(Objectives(0.02, 0.001), floors, "here") is None
+    assert below_floors(Objectives(None, None), floors, "here") is None
+    said = below_floors(Objectives(0.03, 0.0005), floors, "here")
+    assert said is not None
+    assert said.startswith("--tpot 0.5 is below the floor of here, 1 ms: ")
