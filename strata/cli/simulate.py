@@ -63,7 +63,7 @@ def simulate(
         int,
         typer.Option(min=0, help="So many engines compute prompts alone and the others decode: not served yet."),
     ] = 0,
-    on: Annotated[str, options.engine_option("--device", help="Device of every rank, which runs Strata's kernels.")] = "h200",
+    on: Annotated[str, options.engine_option("--device", help="Device of every rank, such as h200 or b200.")] = "h200",
     data_parallel_size: Annotated[
         int, options.engine_option(min=1, help="Engines that requests are divided among.")
     ] = 1,
