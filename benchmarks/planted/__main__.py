@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import gc
 import json
+import shlex
 import sys
 import tempfile
 import time
@@ -178,6 +179,7 @@ def main() -> None:
     setup = Setup(given.model, None, "bfloat16", "cuda" if on_cuda else "cpu", False)
     name = torch.cuda.get_device_name() if on_cuda else cpu_name()
     print(f"{'case':36}{'named':>6}{'promised':>10}{'brought':>9}{'near':>6}{'unexplained':>13}  verdict")
+    command = {"command": shlex.join(["python", "-m", "benchmarks.planted", *sys.argv[1:]])}
     failed = 0
     for case in CASES:
         if given.only and not any(words in case.name for words in given.only.split(",")):
@@ -201,7 +203,7 @@ def main() -> None:
         if given.save is not None:
             line = dataclasses.asdict(found) | {"near": found.near, "device": name, "model": given.model}
             with given.save.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line | provenance()) + "\n")
+                file.write(json.dumps(line | provenance() | command) + "\n")
     sys.exit(1 if failed else 0)
 
 
