@@ -20,41 +20,32 @@ from strata.kernels.triton_import import constant, gdc_launch_dependents, gdc_wa
 # Columns that a thread takes together, 16 bytes of the weight.
 CHUNK = 32
 
-# Eight floats times a power of two, as integers: the high bytes (signed) of those with even and with odd numbers, their
-# low bytes (unsigned), and the sum of all. 0f4B400000 is 1.5 * 2^23, beside which a float has the bits of an integer.
-INTEGERS_ASSEMBLY = constant("""{
+
+def _as_bytes(first: int, high: int, low: int) -> str:
+    """PTX: every other of eight floats, from operand `first` on, times operand 13, as integers of 16 bits, whose bytes
+    become operands `high` and `low`. 0f4B400000 is 1.5 * 2^23, beside which a float has the bits of an integer."""
+    integers = "".join(
+        f"fma.rn.f32 t, ${first + 2 * place}, $13, 0f4B400000;\nmov.b32 {name}, t;\n"
+        for place, name in enumerate("abcd")
+    )
+    return f"""{integers}prmt.b32 ab, a, b, 0x5410;
+prmt.b32 cd, c, d, 0x5410;
+prmt.b32 ${low}, ab, cd, 0x6420;
+prmt.b32 ${high}, ab, cd, 0x7531;
+"""
+
+
+# Eight floats (operands 5 to 12) times a power of two, as integers: the high bytes (signed) of those with even and with
+# odd numbers, their low bytes (unsigned), and the sum of all.
+INTEGERS_ASSEMBLY = constant(f"""{{
 .reg .f32 t;
 .reg .b32 a, b, c, d, ab, cd, high, low;
-fma.rn.f32 t, $5, $13, 0f4B400000;
-mov.b32 a, t;
-fma.rn.f32 t, $7, $13, 0f4B400000;
-mov.b32 b, t;
-fma.rn.f32 t, $9, $13, 0f4B400000;
-mov.b32 c, t;
-fma.rn.f32 t, $11, $13, 0f4B400000;
-mov.b32 d, t;
-prmt.b32 ab, a, b, 0x5410;
-prmt.b32 cd, c, d, 0x5410;
-prmt.b32 $2, ab, cd, 0x6420;
-prmt.b32 $0, ab, cd, 0x7531;
-fma.rn.f32 t, $6, $13, 0f4B400000;
-mov.b32 a, t;
-fma.rn.f32 t, $8, $13, 0f4B400000;
-mov.b32 b, t;
-fma.rn.f32 t, $10, $13, 0f4B400000;
-mov.b32 c, t;
-fma.rn.f32 t, $12, $13, 0f4B400000;
-mov.b32 d, t;
-prmt.b32 ab, a, b, 0x5410;
-prmt.b32 cd, c, d, 0x5410;
-prmt.b32 $3, ab, cd, 0x6420;
-prmt.b32 $1, ab, cd, 0x7531;
-dp4a.s32.u32 high, $0, 0x01010101, 0;
+{_as_bytes(5, 0, 2)}{_as_bytes(6, 1, 3)}dp4a.s32.u32 high, $0, 0x01010101, 0;
 dp4a.s32.u32 high, $1, 0x01010101, high;
 dp4a.u32.u32 low, $2, 0x01010101, 0;
 dp4a.u32.u32 low, $3, 0x01010101, low;
 mad.lo.s32 $4, high, 256, low;
-}""")
+}}""")
 # Eight codes of a word times what `INTEGERS_ASSEMBLY` made of their columns, and what came before.
 DOT_ASSEMBLY = constant("""{
 .reg .b32 even, odd, high, low;
