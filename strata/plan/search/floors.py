@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,23 +16,38 @@ from strata.plan.search.traffic import Objectives
 from strata.train.predict.flops import active_elements
 
 
+@dataclass(frozen=True)
+class Matrices:
+    """Elements that a token is multiplied by: of attention, of what is around it in all layers, of the head. latent:
+    what is multiplied to attend over latents follows from the step."""
+
+    attention: int
+    around: int
+    head: int
+    latent: bool
+
+    @staticmethod
+    def of(config: ModelConfig) -> Matrices:
+        attention = _layer_elements(replace(config, experts=None, intermediate_size=0))
+        around = _layer_elements(config) - attention
+        return Matrices(attention, around, config.vocab_size * config.hidden_size, config.latent is not None)
+
+
 def least_step(
-    config: ModelConfig, dtype: torch.dtype, machine: Machine, layout: Layout, precision: Precision, tokens: int
+    matrices: Matrices, dtype: torch.dtype, machine: Machine, layout: Layout, precision: Precision, tokens: int
 ) -> float:
     """Seconds below which no step of so many tokens of a sequence is: a rank's part of the products that these need,
     and of the matrices that one of them needs. Attention, messages and other sequences come on top."""
-    head, scheme, predictor = config.vocab_size * config.hidden_size, precision.scheme, machine.predictor
+    scheme, predictor = precision.scheme, machine.predictor
     each = dtype.itemsize if scheme is None else min(precision.weight_bytes, dtype.itemsize)
     rate = predictor.rate("" if scheme is None else multiplied_in(scheme))
-    attention = _layer_elements(replace(config, experts=None, intermediate_size=0))
-    around = (_layer_elements(config) - attention) / layout.tensor
+    around, head = matrices.around / layout.tensor, matrices.head / layout.tensor
     # Ranks with sequences of their own have attention whole.
-    layers = around + attention / (1 if layout.own_tokens else layout.tensor)
+    layers = around + matrices.attention / (1 if layout.own_tokens else layout.tensor)
     rows = max(1, tokens // layout.context)
-    # What is multiplied to attend over latents follows from the step.
-    multiplied = around if config.latent is not None else layers
-    compute = 2 * multiplied * rows / rate + 2 * head / layout.tensor / predictor.rate()
-    memory = (layers * each + head / layout.tensor * dtype.itemsize) / predictor.device.ceiling("bandwidth").value
+    multiplied = around if matrices.latent else layers
+    compute = 2 * multiplied * rows / rate + 2 * head / predictor.rate()
+    memory = (layers * each + head * dtype.itemsize) / predictor.device.ceiling("bandwidth").value
     return max(compute, memory)
 
 

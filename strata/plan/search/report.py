@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from strata.engine.ledger import GIB
 from strata.hardware.figures import Device
 from strata.hardware.prediction import ORIGINS
 from strata.models.shapes import SHAPES
@@ -25,7 +26,6 @@ from strata.plan.search.traffic import Objectives, Traffic
 
 _CUDA = torch.device("cuda")
 _SHOWN = 8
-_GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class ServingPlan:
         point, held, bounds = best.point, best.held, self.decode.bounds
         idle = self.question.devices - best.devices
         parts = ("weights", "kv", "workspace", "states", "margin")
-        gib = {name: f"{getattr(held, name) / _GIB:,.2f}" for name in parts}
+        gib = {name: f"{getattr(held, name) / GIB:,.2f}" for name in parts}
         found = [
             ("load", f"{point.concurrency * best.replicas:,.0f} requests under way, {best.requests:,.2f} a second"),
             (
@@ -142,7 +142,7 @@ class ServingPlan:
             ("MFU", f"{self.mfu:.1%} of the maker's dense peak"),
             (
                 "memory, GiB",
-                f"{held.total / _GIB:,.1f} a device: weights {gib['weights']}, workspace {gib['workspace']}"
+                f"{held.total / GIB:,.1f} a device: weights {gib['weights']}, workspace {gib['workspace']}"
                 + (f", states {gib['states']} of {held.sequences:,} sequences" if held.states else ""),
             ),
             (

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 
+from strata.engine.ledger import GIB
 from strata.engine.scheduling.room import SERVER_TARGET_MS
 from strata.models.config import ModelConfig
 from strata.plan.search.batching import Batching, LoadPoint, at_concurrency, at_rate
 from strata.plan.search.choice import Choice, Settings
-from strata.plan.search.floors import below_floors, least_step
+from strata.plan.search.floors import Matrices, below_floors, least_step
 from strata.plan.search.layer_prices import LayerPrices
 from strata.plan.search.layout import Layout, layouts
 from strata.plan.search.machine import Machine
@@ -22,7 +23,6 @@ from strata.plan.search.precision import AS_CHECKPOINT, IN_FEWER_BITS, Precision
 from strata.plan.search.step_table import Anchors, StepTable
 from strata.plan.search.traffic import Objectives, Traffic
 
-_GIB = 1 << 30
 # What is tried of an engine: sequences at once, most tokens of a step, milliseconds that one may take (0: no target).
 SEQUENCES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 512, 640, 768, 1000)
 BUDGETS = (8192, 2048, 4096, 16384)
@@ -200,32 +200,37 @@ class Search:
         """Raises ValueError for objectives that no layout meets whatever runs it, which takes no graphs to know."""
         question = self.question
         pairs = [(layout, one) for layout in self._layouts(question.devices) for one in self.precisions]
+        matrices = Matrices.of(question.config)
 
         def least(tokens: int) -> float:
-            config, dtype, machine = question.config, question.dtype, question.machine
-            return min(least_step(config, dtype, machine, layout, one, tokens) for layout, one in pairs)
+            dtype, machine = question.dtype, question.machine
+            return min(least_step(matrices, dtype, machine, layout, one, tokens) for layout, one in pairs)
 
-        self._refuse({"ttft": least(self._prompt), "tpot": least(1)})
+        self._refuse(least)
 
     def _check_floors(self, fitting: list[tuple[Layout, Precision]]) -> None:
         """Raises ValueError for objectives below the floor of a prompt, or of a token alone, on every layout."""
-        wanted = self.question.objectives
 
-        def least(decodes: int, prompt: int) -> float:
-            return min(self.table(layout, one).price(decodes, prompt).bounds.seconds for layout, one in fitting)
+        def least(tokens: int) -> float:
+            step = (1, 0) if tokens == 1 else (0, tokens)
+            return min(self.table(layout, one).price(*step).bounds.seconds for layout, one in fitting)
 
-        ttft = 0.0 if wanted.ttft is None else least(0, self._prompt)
-        self._refuse({"ttft": ttft, "tpot": 0.0 if wanted.tpot is None else least(1, 0)})
+        self._refuse(least)
 
-    def _refuse(self, floors: dict[str, float]) -> None:
-        question = self.question
+    def _refuse(self, least: Callable[[int], float]) -> None:
+        """Raises ValueError for objectives below a floor. least: seconds of a step of so many tokens of a sequence."""
+        question, wanted = self.question, self.question.objectives
+        floors = {
+            "ttft": 0.0 if wanted.ttft is None else least(self._prompt),
+            "tpot": 0.0 if wanted.tpot is None else least(1),
+        }
         where = f"{question.model} on {question.devices} x {question.machine.listed.key}"
-        if (below := below_floors(question.objectives, floors, where)) is not None:
+        if (below := below_floors(wanted, floors, where)) is not None:
             raise ValueError(below)
 
     @property
     def _prompt(self) -> int:
-        """Tokens of a mean one that are computed."""
+        """Tokens of a mean one that are computed, two at least: a step of one decodes."""
         return max(2, round(self.question.traffic.computed))
 
     def binds(self, choice: Choice) -> str:
@@ -271,7 +276,7 @@ class Search:
         if not question.machine.runs:
             advice += f"; Strata cannot run it there yet, as it lacks kernels for {name}, and plans what it would take"
         weights, workspace, over, budget = (
-            f"{size / _GIB:,.2f}" for size in (held.weights, held.workspace, missing, held.budget)
+            f"{size / GIB:,.2f}" for size in (held.weights, held.workspace, missing, held.budget)
         )
         return (
             f"{question.model} does not fit on {devices} x {name}: by {layout.name} each needs {weights} GiB of "

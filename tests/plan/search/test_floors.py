@@ -9,7 +9,7 @@ import torch
 
 from strata.hardware.specs import device
 from strata.plan.meta_model import find_config
-from strata.plan.search.floors import below_floors, least_step
+from strata.plan.search.floors import Matrices, below_floors, least_step
 from strata.plan.search.layout import Layout, layouts
 from strata.plan.search.machine import Machine
 from strata.plan.search.precision import AS_CHECKPOINT, IN_FEWER_BITS, Precision
@@ -33,14 +33,14 @@ def asked(machine: Machine, model: str, devices: int, objectives: Objectives, la
 def test_8b_by_hand(machine: Machine) -> None:
     """A token reads every matrix once, at 4.28 TB/s; a prompt of 4,000 multiplies by them at 800 TFLOP/s."""
     layers, head = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336), 128256 * 4096
-    config = find_config("8B")
+    matrices = Matrices.of(find_config("8B"))
     for layout, ranks, rows in ((Layout(), 1, 4000), (Layout(4), 4, 4000), (Layout(2, context=4), 2, 1000)):
         token, prompt = (
-            least_step(config, torch.bfloat16, machine, layout, AS_CHECKPOINT, tokens) for tokens in (1, 4000)
+            least_step(matrices, torch.bfloat16, machine, layout, AS_CHECKPOINT, tokens) for tokens in (1, 4000)
         )
         assert token == pytest.approx(2 * (layers + head) / ranks / 4.28e12)
         assert prompt == pytest.approx(2 * (layers * rows + head) / ranks / 800e12)
-    packed = least_step(config, torch.bfloat16, machine, Layout(), Precision("fp8"), 1)
+    packed = least_step(matrices, torch.bfloat16, machine, Layout(), Precision("fp8"), 1)
     assert packed == pytest.approx((layers + 2 * head) / 4.28e12, rel=0.01)
 
 
@@ -48,13 +48,13 @@ def test_8b_by_hand(machine: Machine) -> None:
 def test_no_graph_is_quicker(machine: Machine, model: str, devices: int) -> None:
     """Of no layout; of a token on one device by little."""
     search = asked(machine, model, devices, Objectives(1.0, 1.0))
-    question = search.question
+    question, matrices = search.question, Matrices.of(search.question.config)
     for layout in layouts(question.config, devices, 8):
         if layout.stages > 1:
             continue
         for precision in (AS_CHECKPOINT, IN_FEWER_BITS[0], IN_FEWER_BITS[-1]):
             for tokens, step in ((1, (1, 0)), (PROMPT, (0, PROMPT))):
-                least = least_step(question.config, torch.bfloat16, machine, layout, precision, tokens)
+                least = least_step(matrices, torch.bfloat16, machine, layout, precision, tokens)
                 floor = search.table(layout, precision).price(*step).bounds.seconds
                 assert least <= floor, (layout, precision, tokens)
                 assert least > 0.93 * floor or tokens > 1 or layout != Layout()
