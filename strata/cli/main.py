@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -82,10 +82,21 @@ def start(
     """Pretrains, post-trains and serves large language models."""
 
 
+def options_of(arguments: Sequence[str]) -> list[str]:
+    """Of the command that they name, as its function takes them."""
+    command: Any = get_command(app)
+    for word in arguments:
+        found = getattr(command, "commands", {}).get(word)
+        if found is None:
+            break
+        command = found
+    return [parameter.name for parameter in command.params if parameter.param_type_name == "option"]
+
+
 def main() -> None:
     """Run the command; how it ends is in `ending`."""
     set_waiting(sys.argv[1:])
-    with ending():
+    with ending(lambda: options_of(sys.argv[1:])):
         app()
 
 
