@@ -97,8 +97,9 @@ def kill_engine(server: Running) -> None:
     os.kill(server.engine(), signal.SIGKILL)
 
 
-def test_a_killed_engine_is_told_in_the_stream_by_health_and_by_the_exit_status() -> None:
-    with running() as server, ThreadPoolExecutor(1) as pool:
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_killed_engine_is_told_in_the_stream_by_health_and_by_the_exit_status(workers: str) -> None:
+    with running("--api-workers", workers) as server, ThreadPoolExecutor(1) as pool:
         children = server.children()
         with server.stream(max_tokens=1000) as events:
             next(events)
@@ -112,6 +113,8 @@ def test_a_killed_engine_is_told_in_the_stream_by_health_and_by_the_exit_status(
         assert rest[-1]["error"]["code"] == "engine_dead"
         assert set(rest[-1]["error"]) == {"message", "type", "param", "code"}
         assert whole.result().status_code == 503
+        cause = "the engine is gone: the engine process was killed by SIGKILL (out of memory?)"
+        assert [rest[-1]["error"]["message"], whole.result().json()["error"]["message"]] == [cause] * 2
         assert server.wait(10) == 1
         assert "the engine process was killed by SIGKILL" in server.output()
         wait_for(lambda: not any(map(is_alive, children)), seconds=10)
