@@ -190,7 +190,7 @@ def test_options_that_do_not_go_along_are_refused(option: dict[str, Any]) -> Non
 
 
 def test_it_divides_the_ranks() -> None:
-    with pytest.raises(ValueError, match=r"size=3 divides keys among .*tensor_parallel_size=4"):
+    with pytest.raises(ValueError, match=r"size=3 divides keys among .*size=4.* needs 3 ranks for each KV head"):
         EngineConfig("8B", tensor_parallel_size=4, decode_context_parallel_size=3)
 
 
