@@ -84,13 +84,13 @@ def start(
 
 def options_of(arguments: Sequence[str]) -> list[str]:
     """Of the command that they name, as its function takes them."""
-    command: Any = get_command(app)
+    commands: Mapping[str, Any] = _LazyCommands()
+    parameters: Sequence[Any] = ()
     for word in arguments:
-        found = getattr(command, "commands", {}).get(word)
-        if found is None:
+        if word not in commands:
             break
-        command = found
-    return [parameter.name for parameter in command.params if parameter.param_type_name == "option"]
+        parameters, commands = commands[word].params, getattr(commands[word], "commands", {})
+    return [one.name for one in parameters if one.param_type_name == "option"]
 
 
 def main() -> None:
