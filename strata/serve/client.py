@@ -203,6 +203,11 @@ class EngineClient:
         """How the engine stands, as `Replicas` tells it of several; nothing runs or waits in one that has ended."""
         return (self.statistics if self.alive else messages.ended(self.statistics),)
 
+    @property
+    def cause(self) -> str:
+        """Why it is not alive, in one line, as far as that is known."""
+        return self._dead.result() if self._dead.done() else _UNEXPLAINED
+
     async def wait_dead(self) -> str:
         """Wait until the engine has ended or the client is closed; returns why, in one line."""
         return await asyncio.shield(self._dead)

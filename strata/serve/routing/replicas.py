@@ -155,6 +155,11 @@ class Replicas:
         return any(client.alive for client in self.clients)
 
     @property
+    def cause(self) -> str:
+        """Why none of them is alive, as far as that is known."""
+        return ", ".join(dict.fromkeys(client.cause for client in self.clients))
+
+    @property
     def takes_requests(self) -> bool:
         """Whether any of them is neither lost nor drained."""
         self._look()
