@@ -18,4 +18,4 @@ def test_kernels_equal_their_references() -> None:
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
-    assert {name: error for name, error in found.items() if error > 2e-4} == {}
+    assert {name: error for name, error in found.items() if not error <= 2e-4} == {}  # nor NaN
