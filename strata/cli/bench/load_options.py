@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -50,15 +51,17 @@ def load_config(
 ) -> LoadConfig:
     """chat: prompts are sent as text. timeout: seconds after which a request is given up. Raises ValueError for options
     that contradict each other."""
-    from strata.bench.load.arrivals import parse_rates
+    from strata.bench.load.arrivals import MAX_BURSTINESS, parse_rates
     from strata.bench.load.measures import parse_objectives
     from strata.bench.load.request_sets import EvenLengths, LognormalLengths
     from strata.bench.load.sweep import SYNTHETIC, LoadConfig
 
     if replay and (request_rate != "inf" or dataset in SYNTHETIC):
         raise ValueError("--replay sends a file's requests at their timestamps: it needs --dataset, no --request-rate")
-    if not burstiness > 0:
-        raise ValueError(f"--burstiness must be above 0, got {burstiness:g}")
+    if not (0 < burstiness <= MAX_BURSTINESS or burstiness == math.inf):
+        raise ValueError(
+            f"--burstiness must be above 0, at most {MAX_BURSTINESS:,.0f}, or inf for even gaps; got {burstiness:g}"
+        )
     lognormal = dataset == "lognormal"
     if lognormal and length_spread:
         raise ValueError("--length-spread is of evenly drawn lengths: leave it out with --dataset lognormal")
