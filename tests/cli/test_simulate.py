@@ -108,6 +108,8 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
             "steps of processors are not simulated, those of Strata's CUDA kernels are; give one of h200",
         ),
         (("--replay",), "it needs --dataset"),
+        (("--prefix-len", "100"), "--prefix-len is of --dataset shared-prefix: leave it out with --dataset random"),
+        (("--dataset", "lognormal", "--output-len", "3000"), "--output-len 3000 is the mean of lengths that --longest"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
