@@ -180,11 +180,12 @@ def explained(
 ) -> Explanation:
     """A test on an engine with these changes of its options."""
     from strata.bench.explain.measure import kernel_kind, measure, measured_steps
-    from strata.bench.explain.predicted_steps import ideal_seconds, in_asked_dtype, predicted
+    from strata.bench.explain.predicted_steps import check_ranks, ideal_seconds, in_asked_dtype, predicted
     from strata.bench.run import engine
     from strata.plan.explain.explain import explain as explain_run
     from strata.plan.explain.split import operation_name
 
+    check_ranks(setup)  # before ranks are started
     given = setup.llm_options() | dict(changes)
     llm = engine(given)
     times, sources = predicted(llm, setup)
