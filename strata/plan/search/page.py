@@ -75,7 +75,7 @@ def _row(choice: Choice, last: str) -> list[str]:
         f"{choice.replicas:,}",
         f"{choice.settings.sequences:,}",
         f"{point.ttft * 1e3:,.1f}",
-        f"{point.tpot * 1e3:,.2f}",
+        "-" if choice.tpot_ms is None else f"{choice.tpot_ms:,.2f}",
         f"{choice.tokens:,.0f}",
         f"{choice.tokens_per_device:,.0f}",
         "" if user is None else f"{user:,.1f}",

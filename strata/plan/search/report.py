@@ -127,6 +127,7 @@ class ServingPlan:
         point, held, bounds = best.point, best.held, self.decode.bounds
         idle = self.question.devices - best.devices
         parts = ("weights", "kv", "workspace", "states", "margin")
+        decodes = f"bound by {bounds.bound}, whose floor is {bounds.seconds / self.decode.seconds:.0%} of one"
         gib = {name: f"{getattr(held, name) / GIB:,.2f}" for name in parts}
         found = [
             ("load", f"{point.concurrency * best.replicas:,.0f} requests under way, {best.requests:,.2f} a second"),
@@ -135,10 +136,7 @@ class ServingPlan:
                 f"{point.step * 1e3:,.2f} ms; {point.prompt_steps:.0%} have {point.chunk:,.0f} tokens of prompts",
             ),
             ("binds", best.binds),
-            (
-                "decode steps",
-                f"bound by {bounds.bound}, whose floor is {bounds.seconds / self.decode.seconds:.0%} of one",
-            ),
+            *((("decode steps", decodes),) if best.output > 1 else ()),
             ("MFU", f"{self.mfu:.1%} of the maker's dense peak"),
             (
                 "memory, GiB",

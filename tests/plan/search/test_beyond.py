@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from strata.cli.plan import draw_plan
 from strata.hardware.specs import device
 from strata.plan.search import report as report_module
 from strata.plan.search import search as search_module
@@ -115,6 +116,26 @@ def test_what_strata_lacks_is_apart(plan: ServingPlan) -> None:
     assert all(one.blocked for one in plan.found.blocked)
     assert not any("fp8" in lack for one in plan.found.blocked for lack in one.blocked)
     assert not any(one.blocked for one in plan.found.others)
+
+
+def test_pools_and_guesses_are_told_as_what_strata_lacks(plan: ServingPlan, capsys: pytest.CaptureFixture[str]) -> None:
+    for blocked in (plan.found.blocked[:1], ()):
+        draw_plan(replace(plan, found=replace(plan.found, blocked=blocked)))
+        told = capsys.readouterr().out
+        heading, pools = told.index("Not in Strata yet"), told.index("prompts and answers on engines of their own")
+        assert heading < pools < told.index("speculation, ")
+
+
+def test_answers_of_one_token_have_no_tpot(plan: ServingPlan, capsys: pytest.CaptureFixture[str]) -> None:
+    best = replace(plan.best, output=1.0, point=replace(plan.best.point, tpot=0.0))
+    single = replace(plan, found=replace(plan.found, best=best))
+    assert "decode steps" in dict(plan.lines())
+    assert "decode steps" not in dict(single.lines())
+    assert (best.to_dict()["tpot_ms"], plan.best.to_dict()["tpot_ms"]) == (None, plan.best.point.tpot * 1e3)
+    draw_plan(single)
+    row = capsys.readouterr().out.splitlines()[3].split()
+    assert row[-3] == "-"
+    assert [">-</td>" in html_page(one) for one in (plan, single)] == [False, True]
 
 
 def test_the_best_has_the_checkpoints_precision_and_fewer_bits_stand_beside_it(plan: ServingPlan) -> None:

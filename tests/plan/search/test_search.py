@@ -240,6 +240,10 @@ def test_what_cannot_be_is_said(tmp_path: Any) -> None:
     assert "below the floor" in failure("8B", *lengths, "--tpot", "0.5")
     assert "nearest" in failure("8B", *lengths, "--tpot", "3.7")
     assert "give the lengths" in failure("8B", "--isl", "100")
+    said = failure("8B", *lengths, "--sequence", "4096", "--precision", "bf16")
+    assert said == "--sequence, --precision: for a training run alone; add --train and --batch-tokens, or leave it out"
+    assert "--out: for a training run alone" in failure("8B", *lengths, "--out", "run.toml")
+    assert "answers of one token have no time after" in failure("8B", "--isl", "100", "--osl", "1", "--tpot", "5")
     assert "--trace loads.jsonl has the lengths" in failure("8B", *lengths, "--trace", "loads.jsonl")
     trace = tmp_path / "trace.jsonl"
     trace.write_text("")
