@@ -97,6 +97,8 @@ def plan(
     traffic = Traffic.of(isl, osl, cached) if isl and osl else read_traffic(trace or Path(), cached)
     if tpot is not None and traffic.output == 1:
         raise ValueError(f"--tpot {tpot:g}: answers of one token have no time after the first; leave it out")
+    if svg is not None and traffic.output == 1:
+        raise ValueError(f"--svg {svg}: answers of one token have no tokens a second of a user to draw; leave it out")
     objectives = Objectives(*(None if value is None else value / 1e3 for value in (ttft, tpot)))
     file = folder_shape_or_file(model)
     asked, way, spec = Precision(quantization, kv_cache_dtype), network * GIGA, device_to_plan(hardware)

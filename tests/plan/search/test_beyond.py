@@ -135,7 +135,9 @@ def test_answers_of_one_token_have_no_tpot(plan: ServingPlan, capsys: pytest.Cap
     draw_plan(single)
     row = capsys.readouterr().out.splitlines()[3].split()
     assert row[-3] == "-"
-    assert [">-</td>" in html_page(one) for one in (plan, single)] == [False, True]
+    pages = [html_page(one) for one in (plan, single)]
+    assert [">-</td>" in page for page in pages] == [False, True]
+    assert ["<svg" in page for page in pages] == [True, False]
 
 
 def test_the_best_has_the_checkpoints_precision_and_fewer_bits_stand_beside_it(plan: ServingPlan) -> None:

@@ -243,7 +243,8 @@ def test_what_cannot_be_is_said(tmp_path: Any) -> None:
     said = failure("8B", *lengths, "--sequence", "4096", "--precision", "bf16")
     assert said == "--sequence, --precision: for a training run alone; add --train and --batch-tokens, or leave it out"
     assert "--out: for a training run alone" in failure("8B", *lengths, "--out", "run.toml")
-    assert "answers of one token have no time after" in failure("8B", "--isl", "100", "--osl", "1", "--tpot", "5")
+    for name, value in (("--tpot", "5"), ("--svg", str(tmp_path / "plan.svg"))):
+        assert "answers of one token have no t" in failure("8B", "--isl", "100", "--osl", "1", name, value)
     assert "--trace loads.jsonl has the lengths" in failure("8B", *lengths, "--trace", "loads.jsonl")
     trace = tmp_path / "trace.jsonl"
     trace.write_text("")
