@@ -167,7 +167,8 @@ def simulate(
         )
 
     longest_sequence = engine.shape.scheduler.max_length
-    served = Served(model, on, data_parallel_size, tensor_parallel_size, longest_sequence, enable_prefix_caching, make)
+    engines = data_parallel_size, tensor_parallel_size, longest_sequence, enable_prefix_caching, make
+    served = Served(model, on, *engines, prefill_engines, failures)
     console, results = report_console(), []
     for result in simulate_loads(served, load):
         results.append(result)
