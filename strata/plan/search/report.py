@@ -130,7 +130,11 @@ class ServingPlan:
         decodes = f"bound by {bounds.bound}, whose floor is {bounds.seconds / self.decode.seconds:.0%} of one"
         gib = {name: f"{getattr(held, name) / GIB:,.2f}" for name in parts}
         found = [
-            ("load", f"{point.concurrency * best.replicas:,.0f} requests under way, {best.requests:,.2f} a second"),
+            (
+                "load",
+                f"{point.concurrency * best.replicas:,.0f} requests under way at all times, a next as each ends: "
+                f"{best.requests:,.2f} a second",
+            ),
             (
                 "steps",
                 f"{point.step * 1e3:,.2f} ms; {point.prompt_steps:.0%} have {point.chunk:,.0f} tokens of prompts",

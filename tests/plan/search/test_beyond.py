@@ -126,6 +126,16 @@ def test_pools_and_guesses_are_told_as_what_strata_lacks(plan: ServingPlan, caps
         assert heading < pools < told.index("speculation, ")
 
 
+def test_the_load_is_told_as_the_closed_loop_that_it_is(plan: ServingPlan) -> None:
+    """Its rate is what comes out, not arrivals at random, which would wait for a place as well."""
+    under_way = plan.best.point.concurrency * plan.best.replicas
+    assert dict(plan.lines())["load"] == (
+        f"{under_way:,.0f} requests under way at all times, a next as each ends: {plan.best.requests:,.2f} a second"
+    )
+    whole = plan.best.point.ttft + (plan.best.output - 1) * plan.best.point.tpot
+    assert plan.best.requests == pytest.approx(under_way / whole, rel=1e-3)  # Little's law
+
+
 def test_answers_of_one_token_have_no_tpot(plan: ServingPlan, capsys: pytest.CaptureFixture[str]) -> None:
     best = replace(plan.best, output=1.0, point=replace(plan.best.point, tpot=0.0))
     single = replace(plan, found=replace(plan.found, best=best))
