@@ -36,11 +36,13 @@ def plan(
     cached: Annotated[int, typer.Option(min=0, help="First tokens of prompts that the prefix cache has.")] = 0,
     ttft: Annotated[float | None, typer.Option(help="Most milliseconds to the first token, on average.")] = None,
     tpot: Annotated[float | None, typer.Option(help="Most milliseconds of each token after it.")] = None,
-    price: Annotated[float | None, typer.Option(min=0, help="Of one device an hour, in any currency.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, max=1e9, help="Of one device an hour, in any currency.")] = None,
     quantization: options.Quantization = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
     gpus_per_host: Annotated[int, typer.Option(min=1, help="Devices that a fast link joins.")] = 8,
-    network: Annotated[float, typer.Option(min=0.001, help="GB/s of a device to other hosts, each way.")] = 50.0,
+    network: Annotated[
+        float, typer.Option(min=0.001, max=1e6, help="GB/s of a device to other hosts, each way.")
+    ] = 50.0,
     train: Annotated[
         bool, typer.Option("--train", help="Train it; then the next four options, which are of that alone.")
     ] = False,

@@ -31,7 +31,9 @@ _PROMISED = {
 
 def probe(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda: the first GPU, and messages between all.")] = "auto",
-    seconds: Annotated[float, typer.Option(min=1, help="What does not fit into this time is left out.")] = 60,
+    seconds: Annotated[
+        float, typer.Option(min=1, max=86_400, help="What does not fit into this time is left out.")
+    ] = 60,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
     """Measure this machine's ceilings: copies, reads, products, attention, launches, host copies, collectives.

@@ -331,7 +331,7 @@ def plan_memory(
         raise PoolTooSmall(
             f"the KV pool would hold {ledger.tokens:,} tokens, but one sequence may have max_model_len={max_length:,}",
             ledger,
-            "lower --max-model-len or --max-num-batched-tokens, or raise --gpu-memory-utilization",
+            "lower --max-model-len, --max-num-seqs or --max-num-batched-tokens, or raise --gpu-memory-utilization",
         )
     if ledger.margin < 0:
         raise ValueError(

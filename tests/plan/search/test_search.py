@@ -246,6 +246,10 @@ def test_what_cannot_be_is_said(tmp_path: Any) -> None:
     for name, value in (("--tpot", "5"), ("--svg", str(tmp_path / "plan.svg"))):
         assert "answers of one token have no t" in failure("8B", "--isl", "100", "--osl", "1", name, value)
     assert "--trace loads.jsonl has the lengths" in failure("8B", *lengths, "--trace", "loads.jsonl")
+    for wrong in (("--price", "inf"), ("--network", "inf")):  # no number that JSON has would come of them
+        refused = plan("8B", *lengths, *wrong)
+        assert refused.exit_code == 2
+        assert f"Invalid value for '{wrong[0]}'" in re.sub(r"\x1b\[[\d;]*m", "", refused.output)
     trace = tmp_path / "trace.jsonl"
     trace.write_text("")
     assert "has no requests" in failure("8B", "--trace", str(trace))
