@@ -238,7 +238,7 @@ def test_what_cannot_be_is_said(tmp_path: Any) -> None:
         assert re.search(rf"; --gpus 2 has room for it{lacks}, and so have these with --quantization fp8; ", said)
         assert "; Strata cannot run it there yet, as it lacks kernels for tpu-v5e" in said
     assert "below the floor" in failure("8B", *lengths, "--tpot", "0.5")
-    assert "nearest" in failure("8B", *lengths, "--tpot", "3.7")
+    assert re.search(r"nearest, with TTFT .* ms at 1 sequence at once; ask", failure("8B", *lengths, "--tpot", "3.7"))
     assert "give the lengths" in failure("8B", "--isl", "100")
     said = failure("8B", *lengths, "--sequence", "4096", "--precision", "bf16")
     assert said == "--sequence, --precision: for a training run alone; add --train and --batch-tokens, or leave it out"
