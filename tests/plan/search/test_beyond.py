@@ -186,4 +186,7 @@ def test_a_trace_of_few_requests_is_served_sooner(plan: ServingPlan) -> None:
     assert plan.at_rate is not None
     assert plan.at_rate.requests * plan.best.replicas == pytest.approx(5.0, rel=1e-3)
     assert plan.at_rate.tpot < plan.best.point.tpot
-    assert any("5.00 requests a second" in value for _, value in plan.lines())
+    share = 5.0 / plan.best.requests
+    told = dict(plan.lines())["the trace"]
+    assert told.startswith(f"5.00 requests a second, {share:.0%} of the most: TTFT ")
+    assert " ms for those that find a place at once, TPOT " in told
