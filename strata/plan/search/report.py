@@ -156,9 +156,10 @@ class ServingPlan:
         if (rate := self.question.traffic.rate) is not None:
             told = f"{rate:,.2f} requests a second, more than these devices serve"
             if (light := self.at_rate) is not None:
+                ttft, tpot = f"{light.ttft * 1e3:,.1f} ms", f"{light.tpot * 1e3:,.2f} ms"
                 told = (
-                    f"{rate:,.2f} requests a second, {rate / best.requests:.0%} of the most: "
-                    f"TTFT {light.ttft * 1e3:,.1f} ms for those that find a place at once, TPOT {light.tpot * 1e3:,.2f} ms"
+                    f"{rate:,.2f} requests a second, {rate / best.requests:.0%} of the most: TTFT {ttft} for those "
+                    f"that find a place at once, TPOT {tpot}"
                 )
             found.append(("the trace", told))
         if idle:
