@@ -237,6 +237,8 @@ class PricedStep:
 
         def operation_of(node: NodeCost) -> tuple[str, str, str]:
             part = node.module.rpartition(".")[2]
+            if parts.get(id(node)) == "head" and part == "embed_tokens":  # a tied head, beside the lookup
+                part = "lm_head (embed_tokens)"
             return node.operation, part if node.parameters or "+" in part else "", node.implementation
 
         def part_of(node: NodeCost) -> tuple[str, str, str]:

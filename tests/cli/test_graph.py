@@ -152,6 +152,9 @@ def test_a_tied_head_counts_once() -> None:
     # Qwen3-0.6B: 596,049,920 parameters as published.
     assert shown["parameters"] == 596_049_920
     assert [row["part"] for row in shown["parts"]] == ["inputs", "embedding", "layers", "head", "sampling"]
+    (head,) = (row for row in shown["operations"] if row["part"] == "lm_head (embed_tokens)")
+    assert head["cost"]["flops"] == 2 * 151_936 * 1024 + 151_936  # logits are scaled by the norm
+    assert "embed_tokens" in {row["part"] for row in shown["operations"]}  # the lookup
 
 
 def test_tables_show_merged_parts_and_totals(config: Path) -> None:
