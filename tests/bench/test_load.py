@@ -60,6 +60,16 @@ def test_the_last_of_the_arrivals_is_due_when_the_rate_says() -> None:
     assert arrival_times(3, math.inf, 1.0, seed=1) == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("burstiness", [1e-300, 1e-320, 1e6])
+def test_arrivals_of_extreme_shapes_end_when_the_rate_says(burstiness: float) -> None:
+    """Of the smallest no gap is a float above 0: all come in bursts, and still at the rate."""
+    times = arrival_times(40, 10.0, burstiness, 3)
+    assert times == sorted(times)
+    assert times[-1] == pytest.approx(4.0)
+    if burstiness < 1:
+        assert set(times) <= {0.0, times[-1]}
+
+
 def test_arrivals_are_those_of_their_seed() -> None:
     assert arrival_times(100, 4.0, 1.0, seed=1) == arrival_times(100, 4.0, 1.0, seed=1)
     assert arrival_times(100, 4.0, 1.0, seed=1) != arrival_times(100, 4.0, 1.0, seed=2)

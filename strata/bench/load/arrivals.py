@@ -11,6 +11,10 @@ from itertools import accumulate
 MAX_PERCENT = 1000.0
 # Requests a second; beyond, all are as good as sent at once.
 MAX_RATE = 1e9
+# Beyond, gaps differ by less than a thousandth.
+MAX_BURSTINESS = 1e6
+# Of a mean of 1: shapes near 0 draw less, of which nothing can be scaled.
+_NO_GAP = 1e-200
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,16 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
     of variation is burstiness ** -0.5: 1 is a Poisson process, less is burstier, infinite is evenly spaced.
 
     The gaps are scaled so that the last request is due at count / rate: otherwise the offered rate of 1000 requests
-    would be off by some 3 %, which matters near saturation.
+    would be off by some 3 %, which matters near saturation. Of a shape so near 0 that all gaps are too short to
+    be scaled there is one gap between two bursts, as in the limit.
     """
     if math.isinf(rate):
         return [0.0] * count
     rng = random.Random(seed)
     gaps = [1.0 if math.isinf(burstiness) else rng.gammavariate(burstiness, 1.0) for _ in range(count)]
+    if sum(gaps) < _NO_GAP:
+        gaps = [0.0] * count
+        gaps[rng.randrange(count)] = 1.0
     scale = count / rate / sum(gaps)
     return [scale * sum_of_gaps for sum_of_gaps in accumulate(gaps)]
 

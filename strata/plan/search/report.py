@@ -127,18 +127,20 @@ class ServingPlan:
         point, held, bounds = best.point, best.held, self.decode.bounds
         idle = self.question.devices - best.devices
         parts = ("weights", "kv", "workspace", "states", "margin")
+        decodes = f"bound by {bounds.bound}, whose floor is {bounds.seconds / self.decode.seconds:.0%} of one"
         gib = {name: f"{getattr(held, name) / GIB:,.2f}" for name in parts}
         found = [
-            ("load", f"{point.concurrency * best.replicas:,.0f} requests under way, {best.requests:,.2f} a second"),
+            (
+                "load",
+                f"{point.concurrency * best.replicas:,.0f} requests under way at all times, a next as each ends: "
+                f"{best.requests:,.2f} a second",
+            ),
             (
                 "steps",
                 f"{point.step * 1e3:,.2f} ms; {point.prompt_steps:.0%} have {point.chunk:,.0f} tokens of prompts",
             ),
             ("binds", best.binds),
-            (
-                "decode steps",
-                f"bound by {bounds.bound}, whose floor is {bounds.seconds / self.decode.seconds:.0%} of one",
-            ),
+            *((("decode steps", decodes),) if best.output > 1 else ()),
             ("MFU", f"{self.mfu:.1%} of the maker's dense peak"),
             (
                 "memory, GiB",
@@ -154,8 +156,10 @@ class ServingPlan:
         if (rate := self.question.traffic.rate) is not None:
             told = f"{rate:,.2f} requests a second, more than these devices serve"
             if (light := self.at_rate) is not None:
+                ttft, tpot = f"{light.ttft * 1e3:,.1f} ms", f"{light.tpot * 1e3:,.2f} ms"
                 told = (
-                    f"{rate:,.2f} requests a second: TTFT {light.ttft * 1e3:,.1f} ms, TPOT {light.tpot * 1e3:,.2f} ms"
+                    f"{rate:,.2f} requests a second, {rate / best.requests:.0%} of the most: TTFT {ttft} for those "
+                    f"that find a place at once, TPOT {tpot}"
                 )
             found.append(("the trace", told))
         if idle:

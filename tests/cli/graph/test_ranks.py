@@ -34,6 +34,12 @@ def test_a_rank_of_8_of_405b(config: Path) -> None:
     assert re.search(r"messages\s+254, ", drawn)
 
 
+def test_the_figures_of_a_link_that_floors_count_with_are_told() -> None:
+    """Of an H200: the fit to all messages, and the best of them."""
+    told = " ".join(run("0.6B", "--tensor-parallel-size", 2).split())
+    assert "339 GB/s each way, 2.33 us a message (floors by the best that was seen: 359 GB/s, 1.96 us)" in told
+
+
 def test_stages_of_layers_as_those_of_405b(tmp_path: Path) -> None:
     """Each has its layers, and one message of hidden states leaves the first; only the last has a head and draws."""
     config, layers = tmp_path / "config.json", 14
