@@ -110,9 +110,10 @@ def graph(
     size, stages, shard = tensor_parallel_size, pipeline_parallel_size, None
     parts = prefill_context_parallel_size
     ranks, along = size * stages * parts, imagined(CONTEXT_AXIS, parts) if parts > 1 else None
-    if (enable_expert_parallel or enable_dp_attention) and size == 1:
-        given = "--enable-expert-parallel" if enable_expert_parallel else "--enable-dp-attention"
-        raise ValueError(f"{given} is of experts that --tensor-parallel-size ranks divide; make that 2 or more")
+    if enable_dp_attention and size == 1:
+        raise ValueError(
+            "--enable-dp-attention is of experts that --tensor-parallel-size ranks divide; make that 2 or more"
+        )
     if parts > 1 and (stages > 1 or enable_dp_attention):
         other = "--pipeline-parallel-size" if stages > 1 else "--enable-dp-attention"
         raise ValueError(f"--prefill-context-parallel-size does not go together with {other}; leave out one of them")
