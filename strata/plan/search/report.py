@@ -157,9 +157,10 @@ class ServingPlan:
             told = f"{rate:,.2f} requests a second, more than these devices serve"
             if (light := self.at_rate) is not None:
                 ttft, tpot = f"{light.ttft * 1e3:,.1f} ms", f"{light.tpot * 1e3:,.2f} ms"
+                wait = f" ({light.waiting * 1e3:,.1f} ms of it for a place)" if light.waiting >= 5e-5 else ""
                 told = (
-                    f"{rate:,.2f} requests a second, {rate / best.requests:.0%} of the most: TTFT {ttft} for those "
-                    f"that find a place at once, TPOT {tpot}"
+                    f"{rate:,.2f} requests a second, {rate / best.requests:.0%} of the most: TTFT {ttft}{wait}, "
+                    f"TPOT {tpot}"
                 )
             found.append(("the trace", told))
         if idle:
@@ -199,6 +200,7 @@ class ServingPlan:
             "not_in_strata_yet": [one.to_dict() for one in self.found.blocked],
             "trace_requests_per_second": asked.traffic.rate,
             "trace_ttft_ms": None if self.at_rate is None else self.at_rate.ttft * 1e3,
+            "trace_waiting_ms": None if self.at_rate is None else self.at_rate.waiting * 1e3,
             "trace_tpot_ms": None if self.at_rate is None else self.at_rate.tpot * 1e3,
             "pools_not_in_strata_yet": None if self.pools is None else self.pools.to_dict(),
             "speculation_not_in_strata_yet": None if self.speculation is None else self.speculation.to_dict(),

@@ -189,4 +189,5 @@ def test_a_trace_of_few_requests_is_served_sooner(plan: ServingPlan) -> None:
     share = 5.0 / plan.best.requests
     told = dict(plan.lines())["the trace"]
     assert told.startswith(f"5.00 requests a second, {share:.0%} of the most: TTFT ")
-    assert " ms for those that find a place at once, TPOT " in told
+    assert plan.at_rate.waiting < 1e-6  # so few find a place at once
+    assert " of it for a place" not in told
