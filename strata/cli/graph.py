@@ -159,6 +159,9 @@ def graph(
         from strata.bench.measured_step import engine_for, measure_step
 
         asked = engine_for(source, meta, "cpu" if here.is_processor else "cuda", quantization, sparsity, passes)
+        held = sum(node.cost.weights for node in priced.step.timed) / 2**30
+        many = f"{held:.1f} GiB of weights and {len(priced.step.timed)} operations, one after another"
+        typer.echo(f"measuring on {spec.product}: {many}", err=True)  # of a large model on a processor for minutes
         measured = measure_step(asked, workload, meta.recorded_size(workload), priced.step.graph)
         priced = dataclasses.replace(priced, measured=measured)
     step = {"model": model, "tokens": tokens, "context": context, "sequences": sequences, "prompt": prompt}
