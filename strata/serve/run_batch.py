@@ -147,7 +147,7 @@ async def engine_process(fields: Mapping[str, Any]) -> AsyncIterator[EngineClien
     address, ends = engine_address(folder), EngineEnds(folder)
     try:
         child = await Child.start(ENGINE_MODULE, msgspec.json.encode({"address": address, **fields}))
-        child.ended.add_done_callback(lambda ended: ends.tell(child.pid, _how(ended.result())))
+        child.ended.add_done_callback(lambda ended: ended.cancelled() or ends.tell(child.pid, _how(ended.result())))
         try:
             yield await _connect(child, address, ends)
         finally:
