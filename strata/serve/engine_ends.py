@@ -1,12 +1,14 @@
 """How engine processes have ended: from the launcher, whose children they are, to the processes that serve the API.
 
-A connection to an engine that is killed ends without a word. Only its parent learns which signal it was.
+A connection to an engine that is killed ends without a word. Only its parent learns which signal it was, and only the
+process that kills a silent one why.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,9 +31,11 @@ class EngineEnds:
             self._file(pid).unlink()
 
     def tell(self, pid: int, how: str) -> None:
-        """how: in words, for clients too. Where no file can be written, as on a full disk, clients hear less and the
-        other engines serve on."""
-        written = self._folder / f"ended-{pid}.part"
+        """how: in words, for clients too; what was told first stays. Where no file can be written, as on a full disk,
+        clients hear less and the other engines serve on."""
+        if self._file(pid).is_file():
+            return
+        written = self._folder / f"ended-{pid}.{os.getpid()}"
         try:
             written.write_text(how)
             written.rename(self._file(pid))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,13 @@ def test_what_is_told_is_found_by_every_reader_and_of_that_process_alone(ends: E
     assert [asyncio.run(EngineEnds(tmp_path).find(pid)) for pid in (7, 7, 8)] == ["it was killed"] * 2 + [None]
 
 
+def test_what_is_told_first_stays(ends: EngineEnds) -> None:
+    """A client kills an engine that is silent, of which its parent sees the signal alone."""
+    ends.tell(7, "it said nothing")
+    ends.tell(7, "it was killed")
+    assert asyncio.run(ends.find(7)) == "it said nothing"
+
+
 def test_a_new_process_of_the_same_number_has_not_ended(ends: EngineEnds) -> None:
     ends.begin(7)
     ends.tell(7, "it was killed")
@@ -29,7 +37,7 @@ def test_a_new_process_of_the_same_number_has_not_ended(ends: EngineEnds) -> Non
     assert asyncio.run(ends.find(7)) is None
 
 
-@pytest.mark.parametrize("name", ["ended-7.part", "ended-7"])
+@pytest.mark.parametrize("name", [f"ended-7.{os.getpid()}", "ended-7"], ids=["before it is whole", "whole"])
 def test_where_no_file_can_be_written_nothing_is_told_and_nothing_fails(
     ends: EngineEnds, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
