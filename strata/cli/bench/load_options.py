@@ -46,11 +46,13 @@ def check_used(context: typer.Context, dataset: str, request_rate: str) -> None:
     """Raises ValueError for an option that was given and of which this load knows nothing. What names no dataset is
     left to who reads it."""
     for name, datasets in _OF_DATASETS.items():
-        is_one = dataset in _OF_DATASETS["input_len"] or Path(dataset).is_file()
+        is_one = dataset in _OF_DATASETS["input_len"] or (Path(dataset).exists() and not Path(dataset).is_dir())
         if is_one and dataset not in datasets and is_given(context, name):
             option, known = f"--{name.replace('_', '-')}", ", ".join(datasets)
             raise ValueError(f"{option} is of --dataset {known}: leave it out with --dataset {dataset}")
-    if is_given(context, "burstiness") and set(request_rate.replace(",", " ").split()) == {"inf"}:
+    from strata.bench.load.arrivals import parse_rates
+
+    if is_given(context, "burstiness") and all(math.isinf(rate.value) for rate in parse_rates(request_rate)):
         raise ValueError("--burstiness is of requests that come at a rate: give a --request-rate, or leave it out")
 
 
