@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.predicted_runs import by_kind, errors, figures, offline_runs, served_options, served_runs
+from benchmarks.plan.predicted_runs import by_kind, errors, figures, offline_runs, served_options, served_runs
 
 SERVED = {
     "engine": "strata", "model": "8B", "load": "20/s", "commit": "abc", "request_rate": 20.0, "seed": 3,

@@ -99,12 +99,9 @@ def wait_for_place(steady: Callable[[float], LoadPoint | None], most: int, rate:
     How many are there is a birth-death chain (Kleinrock 1975, chapter 3): they come at random, and end as fast as so
     many under way let them; more than `most` as fast as these. steady: of so many that decode.
     """
-    known = [(0.0, 0.0)]
-    for part in range(1, _PARTS + 1):
-        point = steady(most * part / _PARTS)
-        if point is None:  # the steps have no room for the prompts of more
-            break
-        known.append((point.concurrency, point.requests))
+    full = _most(steady, float(most), lambda point: True)  # more find no room in the steps for their prompts
+    parts = (steady(full.decoding * part / _PARTS) for part in range(1, _PARTS))
+    known = [(0.0, 0.0), *((one.concurrency, one.requests) for one in (*parts, full) if one is not None)]
     places, rates = zip(*known, strict=True)
     ended = np.interp(np.arange(1, most + 1), places, rates)
     load = rate / float(ended[-1])

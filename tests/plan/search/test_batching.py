@@ -93,6 +93,15 @@ def test_a_rate_near_the_most_waits_for_places() -> None:
     assert near.concurrency == pytest.approx(near.requests * (near.ttft + 100 * near.tpot), rel=1e-2)  # Little's law
 
 
+@pytest.mark.parametrize("rate", [0.5, 5.0, 9.0])
+def test_long_prompts_leave_most_places_free(rate: float) -> None:
+    """Prompts of 8,000 tokens, of which steps have no room beside a thirtieth of those that may decode."""
+    point = at_rate(seconds, Traffic.of(8000, 10), FREE, rate=rate, most=1024)
+    assert point is not None
+    assert point.requests == pytest.approx(rate, rel=1e-3)
+    assert point.waiting == pytest.approx(0, abs=1e-9)
+
+
 def test_stages_take_their_share_of_the_sequences() -> None:
     """Two stages with half of the layers each: as many tokens from as many sequences, once two steps are under way."""
     one = at_concurrency(lambda _, __: 0.01, TRAFFIC, FREE, 64)

@@ -1,6 +1,6 @@
 """Simulates the runs that results files hold, and prints how far the simulation is from what was measured.
 
-    python -m benchmarks.predicted_runs [--results benchmarks/results] [--device h200] [--models 0.6B,8B] [--save FILE]
+    python -m benchmarks.plan.predicted_runs [--results benchmarks/results] [--device h200] [--models 8B] [--save FILE]
 
 Served loads are the newest of each kind in DEVICE_serve.jsonl and DEVICE_peers.jsonl, with the same requests and
 arrivals; the offline tests T1 to T4 the newest in DEVICE.jsonl. Each line of FILE has a run's measured and simulated
@@ -30,7 +30,7 @@ _LOGNORMAL = re.compile(r"lognormal prompts of (\d+) and answers of (\d+) tokens
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parents[1] / "results")
     parser.add_argument("--device", default="h200")
     parser.add_argument("--models", default="0.6B,8B")
     parser.add_argument("--save", type=Path)

@@ -1,6 +1,6 @@
 """What it costs a run to be explained: `strata explain` notes every step, and the same run goes unnoted in turns.
 
-    python -m benchmarks.observed_steps --model 0.6B --tests T2,T3-b32,T4 --repeat 5 --save observed.jsonl
+    python -m benchmarks.plan.observed_steps --model 0.6B --tests T2,T3-b32,T4 --repeat 5 --save observed.jsonl
 
 A turn is a run without and a run with, every other turn in the opposite order. The median of each counts, and the line
 says how far the runs of one kind lie apart, since no less can be told from them.
@@ -37,7 +37,7 @@ def main() -> None:
     llm = engine(options)
     times, _ = predicted(llm, setup)
     about = {"device": device_name(llm)} | provenance()
-    about |= {"command": shlex.join(["python", "-m", "benchmarks.observed_steps", *sys.argv[1:]])}
+    about |= {"command": shlex.join(["python", "-m", "benchmarks.plan.observed_steps", *sys.argv[1:]])}
     for test in map(workloads.named, asked.tests.split(",")):
         call(llm, test)  # what its sizes compile
         plain: list[float] = []

@@ -1,6 +1,6 @@
 """Predicted steps of training beside those that were measured on H200s, as a Markdown table.
 
-    python benchmarks/predicted_training.py
+    python -m benchmarks.plan.predicted_training
 
 Reads benchmarks/results/h200_train.jsonl and runs nothing on a device. Rows of Muon, which
 is not predicted, are left out. Rows of one commit are of one code: what got faster since is in docs/train.md.
@@ -21,13 +21,13 @@ from strata.plan.meta_model import find_config
 from strata.train.predict.estimate import Estimate, estimate
 from strata.train.predict.step_shape import StepShape
 
-HERE = Path(__file__).parent
+BENCHMARKS = Path(__file__).parents[1]
 GIB = 2**30
 
 
 def rows() -> list[dict[str, Any]]:
     """The measured steps that can be predicted."""
-    lines = (HERE / "results/h200_train.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (BENCHMARKS / "results/h200_train.jsonl").read_text(encoding="utf-8").splitlines()
     return [row for row in map(json.loads, lines) if row["optimizer"] == "adamw"]
 
 
@@ -45,7 +45,7 @@ def config(row: dict[str, Any]) -> ModelConfig:
     """Of a named shape, or of a file beside this one."""
     name = row["shape"]
     layers = 8 if "8_layers" in name else 16
-    return find_config(name if name in SHAPES else str(HERE / f"qwen3_moe_{layers}_layers.json"))
+    return find_config(name if name in SHAPES else str(BENCHMARKS / f"qwen3_moe_{layers}_layers.json"))
 
 
 def table() -> str:
