@@ -55,7 +55,7 @@ class _Sizes:
 
     def bytes_in(self, dtype: torch.dtype) -> int:
         each = CHUNK * (self.key_dim + self.value_dim) + self.key_dim * self.value_dim
-        return self.programs * (each * dtype.itemsize + 2 * CHUNK * 4)
+        return self.programs * (each * dtype.itemsize + 3 * CHUNK * 4)
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> bool:
@@ -99,7 +99,7 @@ def launch(
     sequences, sizes = batch.offsets.shape[0] - 1, _Sizes.of(k, v, batch)
     reads, puts = v.new_empty(sizes.programs, CHUNK, sizes.key_dim), v.new_empty(sizes.programs, sizes.value_dim, CHUNK)
     begins = v.new_empty(sizes.programs, sizes.value_dim, sizes.key_dim)
-    decays, scales = v.new_empty(2, sizes.programs, CHUNK, dtype=torch.float32).unbind()
+    decays, scales, lefts = v.new_empty(3, sizes.programs, CHUNK, dtype=torch.float32).unbind()
     shared = heads // key_heads
     padded: dict[str, Any] = {"KEY_DIM": sizes.key_dim, "VALUE_DIM": sizes.value_dim, "CHUNK": CHUNK}
     padded["PRECISION"] = "ieee" if v.dtype == torch.float32 else "tf32"
@@ -115,6 +115,7 @@ def launch(
         puts,
         decays,
         scales,
+        lefts,
         sequences,
         heads,
         key_dim,
@@ -134,7 +135,7 @@ def launch(
         reads,
         puts,
         decays,
-        scales,
+        lefts,
         begins,
         kept,
         slots,

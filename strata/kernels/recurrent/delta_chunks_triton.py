@@ -51,6 +51,7 @@ def gated_delta_solve_kernel(
     puts,
     decays,
     scales,
+    lefts,
     sequences,
     heads,
     key_dim,
@@ -73,36 +74,40 @@ def gated_delta_solve_kernel(
         return
     index = tl.arange(0, CHUNK)
     row, column = index[:, None], index[None, :]
-    place, held = tl.arange(0, KEY_DIM)[None, :], tl.arange(0, VALUE_DIM)[None, :]
-    token = first + index
-    exists = token < end
+    place, held = tl.arange(0, KEY_DIM), tl.arange(0, VALUE_DIM)
+    exists = index < end - first
     each = decay_of(
-        tl.load(a + token * a_stride + head, mask=exists, other=0.0),
+        tl.load(a + first * a_stride + head + index * a_stride, mask=exists, other=0.0),
         tl.load(dt_bias + head).to(tl.float32),
         -tl.exp(tl.load(a_log + head).to(tl.float32)),
     )
-    decay = tl.cumsum(tl.where(exists, each, 0.0), 0)
-    opening = tl.load(b + token * b_stride + head, mask=exists, other=0.0).to(tl.float32)
+    each = tl.where(exists, each, 0.0)
+    decay = tl.cumsum(each, 0)
+    opening = tl.load(b + first * b_stride + head + index * b_stride, mask=exists, other=0.0).to(tl.float32)
     strength = tl.where(exists, 1.0 / (1.0 + tl.exp(-opening)), 0.0)
-    source = k + (token * k_stride)[:, None] + head // shared * key_dim + place
-    keys = tl.load(source, mask=exists[:, None] & (place < key_dim), other=0.0)
+    source = k + first * k_stride + head // shared * key_dim
+    source += row * k_stride + place[None, :]
+    keys = tl.load(source, mask=exists[:, None] & (place < key_dim)[None, :], other=0.0)
     wide = keys.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) + eps)
+    of_chunk = tl.program_id(0).to(tl.int64) * CHUNK
+    tl.store(decays + of_chunk + index, decay)
+    tl.store(scales + of_chunk + index, scale)
+    tl.store(lefts + of_chunk + index, scale * tl.exp(tl.sum(each, 0) - decay))
     alike = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
     between = tl.exp(tl.where(row > column, decay[:, None] - decay[None, :], -float("inf")))
     system = (strength * scale)[:, None] * alike * scale[None, :] * between
     inverse = _inverse(system, row, column, PRECISION)
-    program = tl.program_id(0).to(tl.int64)
-    tl.store(decays + program * CHUNK + index, decay)
-    tl.store(scales + program * CHUNK + index, scale)
     weights = (inverse * (strength * scale * tl.exp(decay))[None, :]).to(keys.dtype)
     found = tl.dot(weights, keys, input_precision=PRECISION)
-    tl.store(reads + (program * CHUNK + row) * KEY_DIM + place, found.to(reads.dtype.element_ty))
-    source = v + (token * v_stride)[:, None] + head * value_dim + held
-    values = tl.load(source, mask=exists[:, None] & (held < value_dim), other=0.0)
+    target = reads + of_chunk * KEY_DIM + row * KEY_DIM + place[None, :]
+    tl.store(target, found.to(reads.dtype.element_ty))
+    source = v + first * v_stride + head * value_dim
+    source += row * v_stride + held[None, :]
+    values = tl.load(source, mask=exists[:, None] & (held < value_dim)[None, :], other=0.0)
     weights = (inverse * strength[None, :]).to(values.dtype)
     found = tl.dot(tl.trans(values), tl.trans(weights), input_precision=PRECISION)
-    target = puts + (program * VALUE_DIM + tl.arange(0, VALUE_DIM)[:, None]) * CHUNK + column
+    target = puts + of_chunk * VALUE_DIM + held[:, None] * CHUNK + column
     tl.store(target, found.to(puts.dtype.element_ty))
 
 
@@ -112,7 +117,7 @@ def gated_delta_states_kernel(
     reads,
     puts,
     decays,
-    scales,
+    lefts,
     begins,
     states,
     slots,
@@ -143,25 +148,26 @@ def gated_delta_states_kernel(
         kept = states + (slot * heads + head) * key_dim * value_dim + place[:, None] * value_dim + column[None, :]
         is_old = (keeps != 0) & (tl.load(positions + start) != 0)
         state = tl.trans(tl.load(kept, mask=both & is_old, other=0.0))
-        at = (start // CHUNK + sequence) * heads + head
-        key = k + head // shared * key_dim + place[None, :]
+        chunk = (start // CHUNK + sequence) * heads + head
+        key = k + start * k_stride + head // shared * key_dim
+        key_place = index[:, None] * k_stride + place[None, :]
+        read_place = index[:, None] * KEY_DIM + place[None, :]
+        put_place = column[:, None] * CHUNK + index[None, :]
+        begin_place = column[:, None] * KEY_DIM + place[None, :]
         for first in range(start, end, CHUNK):
-            decay = tl.load(decays + at * CHUNK + index)
-            scale = tl.load(scales + at * CHUNK + index)
-            last = tl.load(decays + at * CHUNK + CHUNK - 1)
-            begin = begins + (at * VALUE_DIM + column[:, None]) * KEY_DIM + place[None, :]
             begun = state.to(begins.dtype.element_ty)
-            tl.store(begin, begun)
-            read = tl.load(reads + (at * CHUNK + index[:, None]) * KEY_DIM + place[None, :])
-            target = puts + (at * VALUE_DIM + column[:, None]) * CHUNK + index[None, :]
-            put = tl.load(target).to(tl.float32)
+            tl.store(begins + chunk * VALUE_DIM * KEY_DIM + begin_place, begun)
+            read = tl.load(reads + chunk * CHUNK * KEY_DIM + read_place)
+            put = tl.load(puts + chunk * VALUE_DIM * CHUNK + put_place).to(tl.float32)
             put -= tl.dot(begun, tl.trans(read), input_precision=PRECISION)
-            tl.store(target, put.to(puts.dtype.element_ty))
-            token = first + index[:, None]
-            keys = tl.load(key + token * k_stride, mask=(token < end) & (place < key_dim)[None, :], other=0.0)
-            left = (put * (scale * tl.exp(last - decay))[None, :]).to(keys.dtype)
-            state = tl.dot(left, keys, state * tl.exp(last), input_precision=PRECISION)
-            at += heads
+            tl.store(puts + chunk * VALUE_DIM * CHUNK + put_place, put.to(puts.dtype.element_ty))
+            exists = (index < end - first)[:, None] & (place < key_dim)[None, :]
+            keys = tl.load(key + key_place, mask=exists, other=0.0)
+            left = (put * tl.load(lefts + chunk * CHUNK + index)[None, :]).to(keys.dtype)
+            whole = tl.exp(tl.load(decays + chunk * CHUNK + CHUNK - 1))
+            state = tl.dot(left, keys, state * whole, input_precision=PRECISION)
+            key += CHUNK * k_stride
+            chunk += heads
         tl.store(kept, tl.trans(state), mask=both & (keeps != 0))
 
 
@@ -197,24 +203,23 @@ def gated_delta_results_kernel(
     if first >= end:
         return
     index = tl.arange(0, CHUNK)
-    place = tl.arange(0, KEY_DIM)
+    row = index[:, None]
+    place = tl.arange(0, KEY_DIM)[None, :]
     column = tl.program_id(0) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
-    token = first + index[:, None]
-    mask = (token < end) & (place < key_dim)[None, :]
-    group = head // shared * key_dim + place[None, :]
-    queries = tl.load(q + token * q_stride + group, mask=mask, other=0.0)
-    keys = tl.load(k + token * k_stride + group, mask=mask, other=0.0)
+    exists = row < end - first
+    group = head // shared * key_dim
+    queries = tl.load(q + first * q_stride + group + row * q_stride + place, mask=exists & (place < key_dim), other=0.0)
+    keys = tl.load(k + first * k_stride + group + row * k_stride + place, mask=exists & (place < key_dim), other=0.0)
     decay = tl.load(decays + program * CHUNK + index)
     scale = tl.load(scales + program * CHUNK + index)
     wide = queries.to(tl.float32)
     length = tl.rsqrt(tl.sum(wide * wide, 1) + eps) * factor
-    seen = index[:, None] >= index[None, :]
-    between = tl.exp(tl.where(seen, decay[:, None] - decay[None, :], -float("inf")))
+    between = tl.exp(tl.where(row >= index[None, :], decay[:, None] - decay[None, :], -float("inf")))
     scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
     scores = (scores * length[:, None] * scale[None, :] * between).to(queries.dtype)
-    begun = tl.load(begins + (program * VALUE_DIM + column[:, None]) * KEY_DIM + place[None, :])
+    begun = tl.load(begins + program * VALUE_DIM * KEY_DIM + column[:, None] * KEY_DIM + place)
     found = tl.dot(queries, tl.trans(begun), input_precision=PRECISION) * (length * tl.exp(decay))[:, None]
-    put = tl.load(puts + (program * VALUE_DIM + column[:, None]) * CHUNK + index[None, :])
+    put = tl.load(puts + program * VALUE_DIM * CHUNK + column[:, None] * CHUNK + index[None, :])
     found = tl.dot(scores, tl.trans(put), found, input_precision=PRECISION)
-    target = result + (token * heads + head) * value_dim + column[None, :]
-    tl.store(target, found.to(result.dtype.element_ty), mask=(token < end) & (column < value_dim)[None, :])
+    target = result + (first * heads + head) * value_dim + row * heads * value_dim + column[None, :]
+    tl.store(target, found.to(result.dtype.element_ty), mask=exists & (column < value_dim)[None, :])
