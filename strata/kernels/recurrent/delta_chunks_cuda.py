@@ -126,6 +126,7 @@ def launch(
         a.stride(0),
         b.stride(0),
         LENGTH_EPS,
+        HALVES=v.dtype == torch.bfloat16,
         **padded,
         num_warps=tiles.warps[0],
     )

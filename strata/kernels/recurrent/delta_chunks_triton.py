@@ -21,20 +21,21 @@ def _first_of(tile, offsets, sequences, CHUNK: tl.constexpr):
 
 
 @jit
-def _join(inverse, system, row, column, size, PRECISION: tl.constexpr):
-    """From inverses of the blocks of `size` on the diagonal those of blocks twice as large: [[P, 0], [Q, R]]^-1 has
-    -R^-1 Q P^-1 below its diagonal."""
-    below = (row // (2 * size) == column // (2 * size)) & (row // size != column // size)
-    part = tl.dot(inverse, tl.where(below, system, 0.0), input_precision=PRECISION)
-    return inverse - tl.dot(part, inverse, input_precision=PRECISION)
+def _inverse(system, row, column, HALVES: tl.constexpr, PRECISION: tl.constexpr):
+    """(1 + system)^-1 [64, 64] in float32, of a system in float32 that stands below the diagonal alone.
 
-
-@jit
-def _inverse(system, row, column, PRECISION: tl.constexpr):
-    """(1 + system)^-1 [64, 64], of a system that stands below the diagonal alone."""
+    From the blocks on the diagonal, of two numbers at first, to those twice as large: [[P, 0], [Q, R]]^-1 has
+    -R^-1 Q P^-1 below its diagonal. HALVES: products are of float16.
+    """
     found = tl.where(row == column, 1.0, tl.where(row // 2 == column // 2, -system, 0.0))
+    kind = tl.float16 if HALVES else tl.float32
+    factor = system.to(kind)
     for level in tl.static_range(1, 6):
-        found = _join(found, system, row, column, 2**level, PRECISION)
+        known = found.to(kind)
+        part = tl.dot(known, factor, input_precision=PRECISION).to(kind)
+        both = tl.dot(part, known, input_precision=PRECISION)
+        below = (row >> level + 1 == column >> level + 1) & (row >> level != column >> level)
+        found = tl.where(below, -both, found)
     return found
 
 
@@ -66,6 +67,7 @@ def gated_delta_solve_kernel(
     VALUE_DIM: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
+    HALVES: tl.constexpr,
 ):
     head = tl.program_id(0) % heads
     tile = tl.program_id(0) // heads
@@ -88,26 +90,24 @@ def gated_delta_solve_kernel(
     source = k + first * k_stride + head // shared * key_dim
     source += row * k_stride + place[None, :]
     keys = tl.load(source, mask=exists[:, None] & (place < key_dim)[None, :], other=0.0)
-    wide = keys.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, 1) + eps)
+    alike = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
+    scale = tl.rsqrt(tl.sum(tl.where(row == column, alike, 0.0), 1) + eps)
     of_chunk = tl.program_id(0).to(tl.int64) * CHUNK
     tl.store(decays + of_chunk + index, decay)
     tl.store(scales + of_chunk + index, scale)
     tl.store(lefts + of_chunk + index, scale * tl.exp(tl.sum(each, 0) - decay))
-    alike = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
     between = tl.exp(tl.where(row > column, decay[:, None] - decay[None, :], -float("inf")))
-    system = (strength * scale)[:, None] * alike * scale[None, :] * between
-    inverse = _inverse(system, row, column, PRECISION)
-    weights = (inverse * (strength * scale * tl.exp(decay))[None, :]).to(keys.dtype)
-    found = tl.dot(weights, keys, input_precision=PRECISION)
+    system = scale[:, None] * alike * (scale * strength)[None, :] * between
+    inverse = _inverse(system, row, column, HALVES, PRECISION)
+    weights = (inverse * (scale * tl.exp(decay))[None, :]).to(keys.dtype)
+    found = tl.dot(weights, keys, input_precision=PRECISION) * strength[:, None]
     target = reads + of_chunk * KEY_DIM + row * KEY_DIM + place[None, :]
     tl.store(target, found.to(reads.dtype.element_ty))
     source = v + first * v_stride + head * value_dim
     source += row * v_stride + held[None, :]
     values = tl.load(source, mask=exists[:, None] & (held < value_dim)[None, :], other=0.0)
-    weights = (inverse * strength[None, :]).to(values.dtype)
-    found = tl.dot(tl.trans(values), tl.trans(weights), input_precision=PRECISION)
-    target = puts + of_chunk * VALUE_DIM + held[:, None] * CHUNK + column
+    found = tl.dot(inverse.to(values.dtype), values, input_precision=PRECISION) * strength[:, None]
+    target = puts + of_chunk * VALUE_DIM + held[None, :] * CHUNK + row
     tl.store(target, found.to(puts.dtype.element_ty))
 
 
