@@ -24,42 +24,53 @@ from strata.kernels.recurrent.gated_delta_triton import LENGTH_EPS
 from strata.kernels.recurrent.sequences import STATE, RecurrentBatch
 
 KERNELS = (gated_delta_solve_kernel, gated_delta_states_kernel, gated_delta_results_kernel)
-# The longest sequence of a step has this many tokens at least.
+# Fewer new tokens than this of the longest sequence go through chunks of 16, from which nothing is handed on.
 _SHORTEST = 128
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """warps: of the programs of each kernel, in their order. state_columns, result_columns: of a head's values that a
-    program of the second and of the third has. stages: loads in flight of the second."""
+class Tile:
+    """columns: of a head's values in one product, and, but for `solve`, of a program. stages: loads in flight."""
 
-    warps: tuple[int, int, int] = (4, 4, 4)
-    state_columns: int = 64
-    result_columns: int = 128
-    stages: int = 2
+    columns: int
+    warps: int = 4
+    stages: int = 3
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Of the three kernels. The registers of `solve` let three programs run on a multiprocessor of Hopper, those of
+    `states` one at 64 columns and 3 stages, and those of `results` three."""
+
+    solve: Tile = Tile(64)
+    states: Tile = Tile(64)
+    results: Tile = Tile(128)
+
+
+TILES = Tiles()
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Programs of the first kernel, and dimensions as they are padded."""
+    """programs: chunks of heads at most, as many as `solve` has programs. key_dim, value_dim: padded."""
 
     programs: int
     key_dim: int
     value_dim: int
 
     @staticmethod
-    def of(k: Tensor, v: Tensor, batch: RecurrentBatch) -> _Sizes:
-        tiles = v.shape[0] // CHUNK + batch.offsets.shape[0] - 1
-        dims = (max(16, next_power_of_2(dim)) for dim in (k.shape[2], v.shape[2]))
-        return _Sizes(tiles * v.shape[1], *dims)
+    def of(tokens: int, sequences: int, heads: int, key_dim: int, value_dim: int) -> _Sizes:
+        padded = (max(16, next_power_of_2(dim)) for dim in (key_dim, value_dim))
+        return _Sizes((tokens // CHUNK + sequences) * heads, *padded)
 
-    def bytes_in(self, dtype: torch.dtype) -> int:
-        each = CHUNK * (self.key_dim + self.value_dim) + self.key_dim * self.value_dim
-        return self.programs * (each * dtype.itemsize + 3 * CHUNK * 4)
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Of what the kernels hand on: W, U and the state, and three vectors in float32."""
+        elements = CHUNK * (self.key_dim + self.value_dim) + self.key_dim * self.value_dim
+        return self.programs * (elements * dtype.itemsize + 3 * CHUNK * 4)
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> bool:
-    """Long sequences in bfloat16, so many tokens that most tiles are full."""
+    """Long sequences in bfloat16, and not so many short ones beside them that most tiles have little or nothing."""
     batch: RecurrentBatch = others[4]
     return (
         batch.longest >= _SHORTEST
@@ -71,8 +82,16 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> bool:
 
 
 def scratch(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> int:
-    """What the kernels hand on: of each chunk its part of the triangular systems, its decays and the state before it."""
-    return _Sizes.of(k, v, others[4]).bytes_in(v.dtype)
+    """What the kernels hand on to each other."""
+    batch: RecurrentBatch = others[4]
+    return _Sizes.of(v.shape[0], batch.offsets.shape[0] - 1, v.shape[1], k.shape[2], v.shape[2]).nbytes(v.dtype)
+
+
+def scratch_bytes(tokens: int, sequences: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> int:
+    """The most that `scratch` is in a step of so many tokens and sequences at most."""
+    if tokens < _SHORTEST or dtype != torch.bfloat16:
+        return 0
+    return _Sizes.of(tokens, min(sequences, tokens // CHUNK), heads, key_dim, value_dim).nbytes(dtype)
 
 
 def launch(
@@ -85,7 +104,7 @@ def launch(
     a_log: Tensor,
     batch: RecurrentBatch,
     layer: int,
-    tiles: Tiles = Tiles(),
+    tiles: Tiles = TILES,
 ) -> Tensor:
     key_heads, key_dim = k.shape[1:]
     heads, value_dim = v.shape[1:]
@@ -96,14 +115,15 @@ def launch(
     kept, slots = v.new_empty(0, dtype=torch.float32), batch.offsets  # no row is touched where nothing is kept
     if states is not None:
         kept, slots = states.tensors[layer][STATE], states.slots
-    sequences, sizes = batch.offsets.shape[0] - 1, _Sizes.of(k, v, batch)
-    reads, puts = v.new_empty(sizes.programs, CHUNK, sizes.key_dim), v.new_empty(sizes.programs, sizes.value_dim, CHUNK)
-    begins = v.new_empty(sizes.programs, sizes.value_dim, sizes.key_dim)
-    decays, scales, lefts = v.new_empty(3, sizes.programs, CHUNK, dtype=torch.float32).unbind()
-    shared = heads // key_heads
-    padded: dict[str, Any] = {"KEY_DIM": sizes.key_dim, "VALUE_DIM": sizes.value_dim, "CHUNK": CHUNK}
-    padded["PRECISION"] = "ieee" if v.dtype == torch.float32 else "tf32"
-    gated_delta_solve_kernel[(sizes.programs,)](
+    sequences, shared = batch.offsets.shape[0] - 1, heads // key_heads
+    sizes = _Sizes.of(v.shape[0], sequences, heads, key_dim, value_dim)
+    programs, keys, values = sizes.programs, sizes.key_dim, sizes.value_dim
+    reads, puts = v.new_empty(programs, CHUNK, keys), v.new_empty(programs, values, CHUNK)
+    begins = v.new_empty(programs, values, keys)
+    decays, scales, lefts = v.new_empty(3, programs, CHUNK, dtype=torch.float32).unbind()
+    precision = "ieee" if v.dtype == torch.float32 else "tf32"
+    padded: dict[str, Any] = {"KEY_DIM": keys, "VALUE_DIM": values, "CHUNK": CHUNK, "PRECISION": precision}
+    gated_delta_solve_kernel[(programs,)](
         k,
         v,
         a,
@@ -126,12 +146,12 @@ def launch(
         a.stride(0),
         b.stride(0),
         LENGTH_EPS,
-        HALVES=v.dtype == torch.bfloat16,
         **padded,
-        num_warps=tiles.warps[0],
+        **_options(tiles.solve, min(keys, values)),
+        HALVES=v.dtype == torch.bfloat16,
     )
-    columns = min(tiles.state_columns, sizes.value_dim)
-    gated_delta_states_kernel[(sequences, heads, ceil_div(value_dim, columns))](
+    own = _options(tiles.states, values)
+    gated_delta_states_kernel[(sequences, heads, ceil_div(value_dim, own["COLUMNS"]))](
         k,
         reads,
         puts,
@@ -148,13 +168,11 @@ def launch(
         shared,
         k.stride(0),
         int(states is not None),
-        COLUMNS=columns,
         **padded,
-        num_warps=tiles.warps[1],
-        num_stages=tiles.stages,
+        **own,
     )
-    columns = min(tiles.result_columns, sizes.value_dim)
-    gated_delta_results_kernel[(sizes.programs * (sizes.value_dim // columns),)](
+    own = _options(tiles.results, values)
+    gated_delta_results_kernel[(programs * (values // own["COLUMNS"]),)](
         q,
         k,
         puts,
@@ -172,8 +190,11 @@ def launch(
         k.stride(0),
         LENGTH_EPS,
         key_dim**-0.5,
-        COLUMNS=columns,
         **padded,
-        num_warps=tiles.warps[2],
+        **own,
     )
     return result
+
+
+def _options(tile: Tile, most: int) -> dict[str, int]:
+    return {"COLUMNS": min(tile.columns, most), "num_warps": tile.warps, "num_stages": tile.stages}
