@@ -28,6 +28,7 @@ from strata.engine.runner import Runner
 from strata.engine.startup.clock import Log, StartupClock
 from strata.engine.startup.divided_keys import check_gathered_heads, joining_bytes
 from strata.engine.startup.library import has_library_plan, library_scales, without_library
+from strata.engine.startup.recurrent_scratch import recurrent_bytes
 from strata.engine.startup.room import options_with_room
 from strata.engine.startup.sparse_attention import attention_choice, choice_bytes
 from strata.engine.step_cost import planned_buffers, token_division
@@ -366,6 +367,7 @@ def planned_memory(
         recorded=sizes.recorded,
         scratch=max((_scratch_bytes(asked, config, sizes, count) for count in rows), default=0)
         + (sizes.packing.largest_in_floats(sizes.pool.dtype) if device.type == "cuda" else 0)
+        + (recurrent_bytes(asked, config, sizes.max_tokens, sizes.pool.dtype) if device.type == "cuda" else 0)
         + choice_bytes(asked, config, sizes.max_tokens, sizes.max_length)
         + joining_bytes(asked, config, sizes.max_tokens),
         sharing=ranks,
