@@ -30,7 +30,7 @@ _SHORTEST = 128
 
 @dataclass(frozen=True)
 class Tile:
-    """columns: of a head's values in one product, and, but for `solve`, of a program. stages: loads in flight."""
+    """columns: of a head's values that a program has. stages: loads in flight, where there is a loop."""
 
     columns: int
     warps: int = 4
@@ -39,10 +39,9 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Of the three kernels. The registers of `solve` let three programs run on a multiprocessor of Hopper, those of
-    `states` one at 64 columns and 3 stages, and those of `results` three."""
+    """Of the three kernels."""
 
-    solve: Tile = Tile(64)
+    solve_warps: int = 4
     states: Tile = Tile(64)
     results: Tile = Tile(128)
 
@@ -64,9 +63,9 @@ class _Sizes:
         return _Sizes((tokens // CHUNK + sequences) * heads, *padded)
 
     def nbytes(self, dtype: torch.dtype) -> int:
-        """Of what the kernels hand on: W, U and the state, and three vectors in float32."""
-        elements = CHUNK * (self.key_dim + self.value_dim) + self.key_dim * self.value_dim
-        return self.programs * (elements * dtype.itemsize + 3 * CHUNK * 4)
+        """Of what the kernels hand on: X, P and the state, and four vectors in float32."""
+        elements = CHUNK * (CHUNK + self.value_dim) + self.key_dim * self.value_dim
+        return self.programs * (elements * dtype.itemsize + 4 * CHUNK * 4)
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> bool:
@@ -118,45 +117,45 @@ def launch(
     sequences, shared = batch.offsets.shape[0] - 1, heads // key_heads
     sizes = _Sizes.of(v.shape[0], sequences, heads, key_dim, value_dim)
     programs, keys, values = sizes.programs, sizes.key_dim, sizes.value_dim
-    reads, puts = v.new_empty(programs, CHUNK, keys), v.new_empty(programs, values, CHUNK)
+    inverses, puts = v.new_empty(programs, CHUNK, CHUNK), v.new_empty(programs, values, CHUNK)
     begins = v.new_empty(programs, values, keys)
-    decays, scales, lefts = v.new_empty(3, programs, CHUNK, dtype=torch.float32).unbind()
-    precision = "ieee" if v.dtype == torch.float32 else "tf32"
-    padded: dict[str, Any] = {"KEY_DIM": keys, "VALUE_DIM": values, "CHUNK": CHUNK, "PRECISION": precision}
+    decays, weights, reads, lefts = v.new_empty(4, programs, CHUNK, dtype=torch.float32).unbind()
+    padded: dict[str, Any] = {"CHUNK": CHUNK, "PRECISION": "ieee" if v.dtype == torch.float32 else "tf32"}
+    padded["KEY_DIM"] = keys
     gated_delta_solve_kernel[(programs,)](
         k,
-        v,
         a,
         b,
         dt_bias,
         a_log,
         batch.offsets,
-        reads,
-        puts,
+        inverses,
         decays,
-        scales,
+        weights,
+        reads,
         lefts,
         sequences,
         heads,
         key_dim,
-        value_dim,
         shared,
         k.stride(0),
-        v.stride(0),
         a.stride(0),
         b.stride(0),
         LENGTH_EPS,
         **padded,
-        **_options(tiles.solve, min(keys, values)),
         HALVES=v.dtype == torch.bfloat16,
+        num_warps=tiles.solve_warps,
     )
+    padded["VALUE_DIM"] = values
     own = _options(tiles.states, values)
     gated_delta_states_kernel[(sequences, heads, ceil_div(value_dim, own["COLUMNS"]))](
         k,
-        reads,
-        puts,
+        v,
+        inverses,
         decays,
+        reads,
         lefts,
+        puts,
         begins,
         kept,
         slots,
@@ -167,6 +166,7 @@ def launch(
         value_dim,
         shared,
         k.stride(0),
+        v.stride(0),
         int(states is not None),
         **padded,
         **own,
@@ -177,7 +177,7 @@ def launch(
         k,
         puts,
         decays,
-        scales,
+        weights,
         begins,
         batch.offsets,
         result,

@@ -2,13 +2,13 @@
 
 In a chunk of 64 tokens, with `d` the sum of the logarithms of decays up to a token, `K` and `V` its keys (of length 1)
 and values, `L[i, j] = K[i] . K[j] exp(d[i] - d[j])` below the diagonal, `B` the strengths on it and `S` the state
-before the chunk, what the tokens put into the state is (Yang et al. 2024, "Parallelizing linear transformers with the
-delta rule over sequence length", section 3; decays as in Yang, Kautz and Hatamizadeh 2024)
+before the chunk, a token puts into the state its row of `B P` (Yang et al. 2024, "Parallelizing linear transformers
+with the delta rule over sequence length", section 3; decays as in Yang, Kautz and Hatamizadeh 2024), where
 
-`P = U - W S`, with `U = B X V`, `W = B X exp(d) K` and `X = (1 + L B)^-1`;
+`P = X V - X (exp(d) K S)` and `X = (1 + L B)^-1`;
 
-the state behind it is `exp(d[63]) S + (exp(d[63] - d) K)^T P`, and the results are `exp(d) Q S + C P`, where `C[i, j] =
-Q[i] . K[j] exp(d[i] - d[j])` up to the diagonal. U and W know no state: a kernel solves for them in all chunks at once.
+the state behind it is `exp(d[63]) S + (exp(d[63] - d) K)^T B P`, and the results are `exp(d) Q S + C B P`, where
+`C[i, j] = Q[i] . K[j] exp(d[i] - d[j])` up to the diagonal. X knows no state: a kernel finds it for all chunks at once.
 A second walks from chunk to chunk with the state in registers and leaves S and P, from which a third has the results,
 again of all chunks at once.
 
@@ -17,15 +17,17 @@ bits sustained, 4.1 TB/s) they take at least
 
 | kernel | products | GFLOP | us | moves | MB | us |
 |---|---|---|---|---|---|---|
-| solve | K K^T; 10 of 64x64x64; X K, X V | 69 | 100 | K, V; W, U, three vectors | 475 | 116 |
-| states | W S, K^T P | 34 | 50 | W, U, K; P, S | 741 | 181 |
-| results | Q K^T, Q S, scores P | 34 | 50 | Q, K, S, P; results | 675 | 165 |
+| solve | K K^T, 10 of 64x64x64 | 52 | 75 | K; X, four vectors | 145 | 35 |
+| states | X V, S K, X (S K), K^T P | 52 | 75 | K, V, X; P, S | 677 | 165 |
+| results | Q K^T, Q S, C P | 34 | 50 | Q, K, S, P; results | 675 | 165 |
 
-so memory bounds each, 462 us together, where the recurrence has to move 410 MB (100 us). S is kept in 16 bits: it is
-multiplied as such, and in float32 would be 537 MB instead of 268 of what the second kernel writes and the third reads.
-The walk has two products in a row for a chunk, 512 cycles of a multiprocessor's tensor cores for 64 columns of values:
-256 chunks are 75 us at least, whatever the number of heads. So its programs hold the state with a row for a column of
-values, as the operand and the sum that tensor cores take from registers, 64 rows by 4 warps, and nothing but that.
+405 us together, most of them by memory, where the recurrence has to move 410 MB (100 us). Multiplying X by K and V
+ahead, as the paper does (`W` and `U`), would take one product of 64x64x64 a head from the walk and write and read 390
+MB more. S is kept in 16 bits: it is multiplied as such, and in float32 would be 537 MB instead of 268 of what the
+second kernel writes and the third reads. The walk's products for 64 columns of values take a multiprocessor's tensor
+cores 768 cycles a chunk: 256 chunks are 110 us at least, whatever the number of heads. So its programs hold the state
+with a row for a column of values, as tensor cores take an operand and a sum from registers, 64 rows by 4 warps, and
+what is loaded for the next chunks is on its way meanwhile.
 """
 
 from __future__ import annotations
@@ -72,30 +74,25 @@ def _inverse(system, row, column, HALVES: tl.constexpr, PRECISION: tl.constexpr)
 @partial(jit, unspecialized=("offsets", "sequences"))
 def gated_delta_solve_kernel(
     k,
-    v,
     a,
     b,
     dt_bias,
     a_log,
     offsets,
-    reads,
-    puts,
+    inverses,
     decays,
-    scales,
+    weights,
+    reads,
     lefts,
     sequences,
     heads,
     key_dim,
-    value_dim,
     shared,
     k_stride,
-    v_stride,
     a_stride,
     b_stride,
     eps,
     KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
     HALVES: tl.constexpr,
@@ -103,11 +100,11 @@ def gated_delta_solve_kernel(
     """Programs [(tokens // CHUNK + sequences) * heads], heads of a tile side by side; tiles as `sequence_of_tile` has
     them. In one dimension, because others have 65,535 at most. `shared` heads have one key head.
 
-    Of each program: reads [CHUNK, KEY_DIM] and puts [VALUE_DIM, CHUNK], W and the transpose of U; in float32 [CHUNK]
-    decays, the sums; scales, of keys to length 1; lefts, the scales with what is left of a token behind the chunk.
-    Rows and columns that are none are zeros. Keys and values stay as they are, and what scales them stands in the
-    other factor. COLUMNS: of a product. HALVES: the inverse is of float16, whose numbers are as close as those of tf32
-    and, none of them being above 1, as far.
+    Of each program: inverses [CHUNK, CHUNK], X; in float32 [CHUNK] decays, the sums, and what keys, which stay as they
+    are, are multiplied by: weights, to length 1 and by their strengths; reads, to length 1 and by what is left of the
+    state before the chunk; lefts, weights by what is left of a token behind the chunk. What is no token has weight 0.
+    HALVES: products for the inverse are of float16, as close as tf32. No number is above 1: X[i, j] is what key i has
+    of key j behind the contractions (1 - beta K K^T) of the tokens between, times decays and a strength.
     """
     head = tl.program_id(0) % heads
     tile = tl.program_id(0) // heads
@@ -125,45 +122,32 @@ def gated_delta_solve_kernel(
     each = tl.where(exists, each, 0.0)
     decay = tl.cumsum(each, 0)
     opening = tl.load(b + first * b_stride + head + index * b_stride, mask=exists, other=0.0).to(tl.float32)
-    strength = tl.where(exists, 1.0 / (1.0 + tl.exp(-opening)), 0.0)
-    key = k + first * k_stride + head // shared * key_dim
     place = tl.arange(0, KEY_DIM)[None, :]
-    keys = tl.load(key + row * k_stride + place, mask=exists[:, None] & (place < key_dim), other=0.0)
+    source = k + first * k_stride + head // shared * key_dim
+    keys = tl.load(source + row * k_stride + place, mask=exists[:, None] & (place < key_dim), other=0.0)
     alike = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
     scale = tl.rsqrt(tl.sum(tl.where(row == column, alike, 0.0), 1) + eps)
+    weight = tl.where(exists, scale / (1.0 + tl.exp(-opening)), 0.0)
     of_chunk = tl.program_id(0).to(tl.int64) * CHUNK
     tl.store(decays + of_chunk + index, decay)
-    tl.store(scales + of_chunk + index, scale)
-    tl.store(lefts + of_chunk + index, scale * tl.exp(tl.sum(each, 0) - decay))
+    tl.store(weights + of_chunk + index, weight)
+    tl.store(reads + of_chunk + index, scale * tl.exp(decay))
+    tl.store(lefts + of_chunk + index, weight * tl.exp(tl.sum(each, 0) - decay))
     between = tl.exp(tl.where(row > column, decay[:, None] - decay[None, :], -float("inf")))
-    system = scale[:, None] * alike * (scale * strength)[None, :] * between
+    system = scale[:, None] * alike * weight[None, :] * between
     inverse = _inverse(system, row, column, HALVES, PRECISION)
-    weights = (inverse * (scale * tl.exp(decay))[None, :]).to(keys.dtype)
-    for start in tl.static_range(0, KEY_DIM, COLUMNS):
-        held = start + tl.arange(0, COLUMNS)
-        mask = exists[:, None] & (held < key_dim)[None, :]
-        part = tl.load(key + row * k_stride + held[None, :], mask=mask, other=0.0)
-        read = tl.dot(weights, part, input_precision=PRECISION) * strength[:, None]
-        target = reads + of_chunk * KEY_DIM + row * KEY_DIM + held[None, :]
-        tl.store(target, read.to(reads.dtype.element_ty))
-    weights = inverse.to(keys.dtype)
-    value = v + first * v_stride + head * value_dim
-    for start in tl.static_range(0, VALUE_DIM, COLUMNS):
-        held = start + tl.arange(0, COLUMNS)
-        mask = exists[:, None] & (held < value_dim)[None, :]
-        part = tl.load(value + row * v_stride + held[None, :], mask=mask, other=0.0)
-        put = tl.dot(tl.trans(part), tl.trans(weights), input_precision=PRECISION) * strength[None, :]
-        target = puts + of_chunk * VALUE_DIM + held[:, None] * CHUNK + column
-        tl.store(target, put.to(puts.dtype.element_ty))
+    tl.store(inverses + of_chunk * CHUNK + row * CHUNK + column, inverse.to(inverses.dtype.element_ty))
 
 
 @partial(jit, unspecialized=("slots", "offsets", "positions", "keeps"))
 def gated_delta_states_kernel(
     k,
-    reads,
-    puts,
+    v,
+    inverses,
     decays,
+    reads,
     lefts,
+    puts,
     begins,
     states,
     slots,
@@ -174,6 +158,7 @@ def gated_delta_states_kernel(
     value_dim,
     shared,
     k_stride,
+    v_stride,
     keeps,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -181,9 +166,9 @@ def gated_delta_states_kernel(
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Programs [sequences, heads, value_dim / COLUMNS]: from chunk to chunk. reads, decays, lefts: as
-    `gated_delta_solve_kernel` left them. puts: too; what each token puts into the state takes the place of U. begins
-    [VALUE_DIM, KEY_DIM] of each chunk: takes the transpose of the state before it."""
+    """Programs [sequences, heads, value_dim / COLUMNS]: from chunk to chunk. inverses, decays, reads, lefts: as
+    `gated_delta_solve_kernel` left them. Takes of each chunk: puts [VALUE_DIM, CHUNK], the transpose of P; begins
+    [VALUE_DIM, KEY_DIM], that of the state before it."""
     sequence = tl.program_id(0)
     head = tl.program_id(1)
     start = tl.load(offsets + sequence).to(tl.int64)
@@ -192,15 +177,18 @@ def gated_delta_states_kernel(
         index = tl.arange(0, CHUNK)
         place = tl.arange(0, KEY_DIM)
         column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-        both = (place < key_dim)[:, None] & (column < value_dim)[None, :]
+        inside, held = place < key_dim, column < value_dim
+        both = inside[:, None] & held[None, :]
         slot = tl.load(slots + sequence).to(tl.int64)
         kept = states + (slot * heads + head) * key_dim * value_dim + place[:, None] * value_dim + column[None, :]
         is_old = (keeps != 0) & (tl.load(positions + start) != 0)
         state = tl.trans(tl.load(kept, mask=both & is_old, other=0.0))
         chunk = (start // CHUNK + sequence) * heads + head
         key = k + start * k_stride + head // shared * key_dim
+        value = v + start * v_stride + head * value_dim
         key_place = index[:, None] * k_stride + place[None, :]
-        read_place = index[:, None] * KEY_DIM + place[None, :]
+        value_place = index[:, None] * v_stride + column[None, :]
+        square = index[:, None] * CHUNK + index[None, :]
         put_place = column[:, None] * CHUNK + index[None, :]
         begin_place = column[:, None] * KEY_DIM + place[None, :]
         last = decays + chunk * CHUNK + CHUNK - 1
@@ -211,17 +199,20 @@ def gated_delta_states_kernel(
             next_whole = tl.load(last, mask=first + CHUNK < end, other=0.0)
             begun = state.to(begins.dtype.element_ty)
             tl.store(begins + chunk * VALUE_DIM * KEY_DIM + begin_place, begun)
-            read = tl.load(reads + chunk * CHUNK * KEY_DIM + read_place)
-            put = tl.load(puts + chunk * VALUE_DIM * CHUNK + put_place).to(tl.float32)
-            # As a sum it would be where the product adds up, and Triton loads nothing ahead for that.
-            put -= tl.dot(begun, tl.trans(read), input_precision=PRECISION)
+            exists = index[:, None] < end - first
+            keys = tl.load(key + key_place, mask=exists & inside[None, :], other=0.0)
+            values = tl.load(value + value_place, mask=exists & held[None, :], other=0.0)
+            inverse = tl.load(inverses + chunk * CHUNK * CHUNK + square)
+            put = tl.dot(tl.trans(values), tl.trans(inverse), input_precision=PRECISION)
+            read = tl.load(reads + chunk * CHUNK + index)[None, :]
+            known = tl.dot(begun, tl.trans(keys), input_precision=PRECISION) * -read
+            put = tl.dot(known.to(keys.dtype), tl.trans(inverse), put, input_precision=PRECISION)
             tl.store(puts + chunk * VALUE_DIM * CHUNK + put_place, put.to(puts.dtype.element_ty))
-            exists = (index < end - first)[:, None] & (place < key_dim)[None, :]
-            keys = tl.load(key + key_place, mask=exists, other=0.0)
-            left = (put * tl.load(lefts + chunk * CHUNK + index)[None, :]).to(keys.dtype)
-            state = tl.dot(left, keys, state * tl.exp(whole), input_precision=PRECISION)
+            left = tl.load(lefts + chunk * CHUNK + index)[None, :]
+            state = tl.dot((put * left).to(keys.dtype), keys, state * tl.exp(whole), input_precision=PRECISION)
             whole = next_whole
             key += CHUNK * k_stride
+            value += CHUNK * v_stride
             chunk += heads
         tl.store(kept, tl.trans(state), mask=both & (keeps != 0))
 
@@ -232,7 +223,7 @@ def gated_delta_results_kernel(
     k,
     puts,
     decays,
-    scales,
+    weights,
     begins,
     offsets,
     result,
@@ -268,12 +259,12 @@ def gated_delta_results_kernel(
     queries = tl.load(q + first * q_stride + group + row * q_stride + place, mask=exists & (place < key_dim), other=0.0)
     keys = tl.load(k + first * k_stride + group + row * k_stride + place, mask=exists & (place < key_dim), other=0.0)
     decay = tl.load(decays + program * CHUNK + index)
-    scale = tl.load(scales + program * CHUNK + index)
+    weight = tl.load(weights + program * CHUNK + index)
     wide = queries.to(tl.float32)
     length = tl.rsqrt(tl.sum(wide * wide, 1) + eps) * factor
     between = tl.exp(tl.where(row >= index[None, :], decay[:, None] - decay[None, :], -float("inf")))
     scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-    scores = (scores * length[:, None] * scale[None, :] * between).to(queries.dtype)
+    scores = (scores * length[:, None] * weight[None, :] * between).to(queries.dtype)
     begun = tl.load(begins + program * VALUE_DIM * KEY_DIM + column[:, None] * KEY_DIM + place)
     found = tl.dot(queries, tl.trans(begun), input_precision=PRECISION) * (length * tl.exp(decay))[:, None]
     put = tl.load(puts + program * VALUE_DIM * CHUNK + column[:, None] * CHUNK + index[None, :])
@@ -286,8 +277,8 @@ def compile_cases() -> list[CompileCase]:
     """Heads of 128 by 128, as Qwen3-Next has."""
     signature = by_type(
         {
-            "*bf16:16": "q k v a b dt_bias a_log reads puts begins result",
-            "*fp32:16": "decays scales lefts states",
+            "*bf16:16": "q k v a b dt_bias a_log inverses puts begins result",
+            "*fp32:16": "decays weights reads lefts states",
             "*i32": "slots offsets positions",
             "i32:16": "heads key_dim value_dim q_stride k_stride v_stride a_stride b_stride",
             "i32": "sequences shared keeps",
@@ -296,12 +287,13 @@ def compile_cases() -> list[CompileCase]:
     )
     padded = {"KEY_DIM": 128, "VALUE_DIM": 128, "CHUNK": CHUNK, "PRECISION": "tf32"}
     kernels: list[tuple[str, Any, dict[str, object], int]] = [
-        ("solve", gated_delta_solve_kernel, {"COLUMNS": 64, "HALVES": True}, 3),
+        ("solve", gated_delta_solve_kernel, {"HALVES": True}, 3),
         ("states", gated_delta_states_kernel, {"COLUMNS": 64}, 3),
         ("results", gated_delta_results_kernel, {"COLUMNS": 128}, 3),
     ]
     found = []
     for name, kernel, own, stages in kernels:
         types = {one: kind for one, kind in signature.items() if one in kernel.arg_names}
-        found.append(CompileCase(f"gated_delta {name}", kernel, types, padded | own, 4, stages, ("wgmma",)))
+        constants = {one: value for one, value in (padded | own).items() if one in kernel.arg_names}
+        found.append(CompileCase(f"gated_delta {name}", kernel, types, constants, 4, stages, ("wgmma",)))
     return found

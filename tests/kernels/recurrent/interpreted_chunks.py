@@ -20,7 +20,7 @@ from tests.kernels.interpreter import prepare_interpreter
 from tests.kernels.recurrent.steps import HERE, in_pieces, pool, step
 
 # Columns of states and results are divided among programs.
-NARROW = Tiles(Tile(16), Tile(16), Tile(16))
+NARROW = Tiles(4, Tile(16), Tile(16))
 
 
 class Layer:

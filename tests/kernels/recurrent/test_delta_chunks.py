@@ -95,7 +95,9 @@ def test_memory_is_planned_for_the_largest_step() -> None:
     """Of the published Qwen3-Next, over so many sequences that each may be a tile of its own."""
     config = config_from_dict(SHAPES["80B-A3B"])
     asked = EngineConfig("nowhere", max_num_seqs=40)
-    assert recurrent_bytes(asked, config, 4096, BF16) == (64 + 40) * 32 * (2 * (2 * 64 * 128 + 128 * 128) + 3 * 64 * 4)
+    assert recurrent_bytes(asked, config, 4096, BF16) == (64 + 40) * 32 * (
+        2 * (64 * 64 + 64 * 128 + 128 * 128) + 4 * 64 * 4
+    )
     many = EngineConfig("nowhere", max_num_seqs=4096)
     assert recurrent_bytes(many, config, 4096, BF16) * 104 == recurrent_bytes(asked, config, 4096, BF16) * 128
     assert recurrent_bytes(replace(asked, deterministic=True), config, 4096, BF16) == 0
