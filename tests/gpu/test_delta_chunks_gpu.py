@@ -17,7 +17,11 @@ from tests.kernels.recurrent.steps import step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
-TOLERANCE = 1e-2
+# Of the largest number, and of the root of the mean square: with all that is multiplied rounded to bfloat16, a result
+# once more, random rows are 9e-3 and 5e-3 from float64 (the roundings, done by hand).
+TOLERANCE = (1.5e-2, 8e-3)
+# Keys that come again and again overwrite what they put there a moment ago: 2.3e-2 and 1.3e-2.
+REPEATED = (5e-2, 2.5e-2)
 # Key heads, heads and their dimensions.
 SIZES = [(4, 8, 128, 128), (3, 3, 64, 64), (2, 4, 48, 80), (1, 2, 20, 36)]
 
@@ -53,8 +57,10 @@ def run(rows: Sequence[Tensor], weights: Sequence[Tensor], batch: Batch) -> Tens
     return bound(*given, batch, 0)
 
 
-def near(found: Tensor, wanted: Tensor) -> bool:
-    return bool((found.cpu() - wanted).abs().max() <= TOLERANCE * wanted.abs().max())
+def is_near(found: Tensor, wanted: Tensor, tolerance: tuple[float, float] = TOLERANCE) -> bool:
+    error = found.cpu() - wanted
+    largest = error.abs().max() <= tolerance[0] * wanted.abs().max()
+    return bool(largest & (error.square().mean() <= tolerance[1] ** 2 * wanted.square().mean()))
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -62,12 +68,12 @@ def near(found: Tensor, wanted: Tensor) -> bool:
 def test_results_and_states_are_near_float64(lengths: tuple[int, ...], sizes: tuple[int, ...]) -> None:
     rows, weights = inputs(sum(lengths), sizes)
     wide = [one.double() for one in (*rows, *weights)]
-    assert near(run(rows, weights, on_gpu(step(lengths))), gated_delta.reference(*wide, step(lengths), 0))
+    assert is_near(run(rows, weights, on_gpu(step(lengths))), gated_delta.reference(*wide, step(lengths), 0))
     starts = [3 * (number % 2) for number in range(len(lengths))]  # every other one begins
     host, device = kept_states(len(lengths), sizes)
     wanted = gated_delta.reference(*wide, step(lengths, starts, host), 0)
-    assert near(run(rows, weights, on_gpu(step(lengths, starts), device)), wanted)
-    assert near(device.tensors[0][1], host.tensors[0][1])
+    assert is_near(run(rows, weights, on_gpu(step(lengths, starts), device)), wanted)
+    assert is_near(device.tensors[0][1], host.tensors[0][1])
 
 
 @pytest.mark.parametrize("bias", [-8.0, 0.0, 8.0])
@@ -78,7 +84,7 @@ def test_weak_and_strong_decays_of_keys_that_come_again(bias: float) -> None:
     rows[1] = rows[1][torch.randint(0, 4, (500,))]
     rows[4] = rows[4] + 3
     wanted = gated_delta.reference(*(one.double() for one in (*rows, *weights)), step([500]), 0)
-    assert near(run(rows, weights, on_gpu(step([500]))), wanted)
+    assert is_near(run(rows, weights, on_gpu(step([500]))), wanted, REPEATED)
 
 
 def test_pieces_of_a_prompt_are_near_the_whole() -> None:
@@ -92,7 +98,7 @@ def test_pieces_of_a_prompt_are_near_the_whole() -> None:
         batch = on_gpu(step([count], [done]), states)
         parts.append(run([one[done : done + count] for one in rows], weights, batch))
         done += count
-    assert near(torch.cat(parts), wanted)
+    assert is_near(torch.cat(parts), wanted)
 
 
 def test_a_recorded_step_runs_other_lengths_of_its_shapes() -> None:
