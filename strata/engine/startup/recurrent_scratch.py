@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 def recurrent_bytes(asked: EngineConfig, config: ModelConfig, max_tokens: int, dtype: torch.dtype) -> int:
-    """On a GPU, in the largest step. config: of a rank. In deterministic mode a state goes from token to token."""
+    """On a GPU, in the largest step, of which padding may be one more sequence. config: of a rank. In deterministic mode
+    a state goes from token to token."""
     delta = config.recurrence
     if asked.deterministic or not isinstance(delta, GatedDeltaConfig):
         return 0
     heads = delta.heads, delta.key_dim, delta.value_dim
-    return delta_chunks_cuda.scratch_bytes(max_tokens, asked.max_num_seqs, *heads, dtype)
+    return delta_chunks_cuda.scratch_bytes(max_tokens, asked.max_num_seqs + 1, *heads, dtype)

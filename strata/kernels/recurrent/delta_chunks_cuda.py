@@ -24,8 +24,10 @@ from strata.kernels.recurrent.gated_delta_triton import LENGTH_EPS
 from strata.kernels.recurrent.sequences import STATE, RecurrentBatch
 
 KERNELS = (gated_delta_solve_kernel, gated_delta_states_kernel, gated_delta_results_kernel)
-# Fewer new tokens than this of the longest sequence go through chunks of 16, from which nothing is handed on.
-_SHORTEST = 128
+# Chunks of 16, one after another and from which nothing is handed on, are for prompts with fewer tokens than this, and
+# for those with less than so many tokens for each sequence of the step: of each there is a tile at least, with a state
+# that is written and read once more. Not measured.
+_SHORTEST, _PER_SEQUENCE = 128, 4
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,10 @@ class _Sizes:
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> bool:
-    """Long sequences in bfloat16, and not so many short ones beside them that most tiles have little or nothing."""
+    """A long sequence in bfloat16, and not many others beside it."""
     batch: RecurrentBatch = others[4]
     return (
-        batch.longest >= _SHORTEST
-        and v.shape[0] >= CHUNK * (batch.offsets.shape[0] - 1)
+        batch.longest >= max(_SHORTEST, _PER_SEQUENCE * (batch.offsets.shape[0] - 1))
         and q.dtype == k.dtype == v.dtype == torch.bfloat16
         and max(k.shape[2], v.shape[2]) <= 128
         and gated_delta_triton.supports(q, k, v, *others)
@@ -90,7 +91,7 @@ def scratch_bytes(tokens: int, sequences: int, heads: int, key_dim: int, value_d
     """The most that `scratch` is in a step of so many tokens and sequences at most."""
     if tokens < _SHORTEST or dtype != torch.bfloat16:
         return 0
-    return _Sizes.of(tokens, min(sequences, tokens // CHUNK), heads, key_dim, value_dim).nbytes(dtype)
+    return _Sizes.of(tokens, min(sequences, tokens // _PER_SEQUENCE), heads, key_dim, value_dim).nbytes(dtype)
 
 
 def launch(

@@ -36,8 +36,9 @@ def arguments(lengths: list[int], dims: tuple[int, int] = (128, 128), dtype: tor
         (PARALLEL, arguments([128])),
         (PARALLEL, arguments([1, 250, 1, 4])),
         (PARALLEL, arguments([200], (48, 80))),
-        (SERIAL, arguments([127, 127])),
-        (SERIAL, arguments([128, *[1] * 2])),
+        (SERIAL, arguments([127, 127, 127])),
+        (PARALLEL, arguments([1, 132, *[1] * 31])),
+        (SERIAL, arguments([1, 131, *[1] * 31])),
         (SERIAL, arguments([200], (256, 16))),
         (SERIAL, arguments([200], dtype=torch.float16)),
         (SERIAL, arguments([200], dtype=torch.float32)),
@@ -92,14 +93,14 @@ def test_grids_follow_from_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_is_planned_for_the_largest_step() -> None:
-    """Of the published Qwen3-Next, over so many sequences that each may be a tile of its own."""
+    """Of the published Qwen3-Next. One sequence more has a recorded step's padding; of 4,096 tokens not
+    more than 1,024 sequences are run so."""
     config = config_from_dict(SHAPES["80B-A3B"])
     asked = EngineConfig("nowhere", max_num_seqs=40)
-    assert recurrent_bytes(asked, config, 4096, BF16) == (64 + 40) * 32 * (
-        2 * (64 * 64 + 64 * 128 + 128 * 128) + 4 * 64 * 4
-    )
+    each = 2 * (64 * 64 + 64 * 128 + 128 * 128) + 4 * 4 * 64
+    assert recurrent_bytes(asked, config, 4096, BF16) == (64 + 41) * 32 * each
     many = EngineConfig("nowhere", max_num_seqs=4096)
-    assert recurrent_bytes(many, config, 4096, BF16) * 104 == recurrent_bytes(asked, config, 4096, BF16) * 128
+    assert recurrent_bytes(many, config, 4096, BF16) == (64 + 1024) * 32 * each
     assert recurrent_bytes(replace(asked, deterministic=True), config, 4096, BF16) == 0
     assert recurrent_bytes(asked, config, 4096, torch.float32) == 0
     assert recurrent_bytes(asked, replace(config, recurrence=None), 4096, BF16) == 0
