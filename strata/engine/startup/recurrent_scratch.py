@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def recurrent_bytes(asked: EngineConfig, config: ModelConfig, max_tokens: int, dtype: torch.dtype) -> int:
-    """On a GPU, in the largest step, of which padding may be one more sequence. config: of a rank. In deterministic mode
-    a state goes from token to token."""
+    """On a GPU, in the largest step, whose padding may be one more sequence. config: of a rank. In deterministic mode a
+    state goes from token to token."""
     delta = config.recurrence
     if asked.deterministic or not isinstance(delta, GatedDeltaConfig):
         return 0

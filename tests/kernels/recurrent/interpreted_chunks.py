@@ -78,6 +78,20 @@ def divided(lengths: list[int], cuts: list[tuple[int, ...]], *sizes: int) -> flo
     return (found - layer.oracle(step(lengths), layer.rows)).abs().max().item()
 
 
+def halves(length: int) -> float:
+    """With inverses in float16, as they are for bfloat16."""
+    solve = delta_chunks_cuda.gated_delta_solve_kernel
+
+    class Halves:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *given, **options: solve[grid](*given, **options | {"HALVES": True})
+
+    delta_chunks_cuda.gated_delta_solve_kernel = Halves()
+    found = whole([length], 1, 2, 32, 16)
+    delta_chunks_cuda.gated_delta_solve_kernel = solve
+    return found
+
+
 def alone() -> float:
     """A sequence beside one that is not a number."""
     layer = Layer(150, 1, 2, 16, 16, delta_chunks_cuda.TILES)
@@ -104,6 +118,7 @@ def main() -> None:
         "kept in columns": kept([66, 130], [5, 0], 2, 2, 48, 80, tiles=NARROW),
         "pieces": divided([190, 1, 75], [(65, 0, 3), (0, 1, 0), (61, 0, 71), (64, 0, 1)], 1, 2, 24, 40),
         "alone": alone(),
+        "inverses in float16": halves(150),
     }
     print(json.dumps(found))
 

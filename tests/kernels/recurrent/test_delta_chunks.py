@@ -93,8 +93,7 @@ def test_grids_follow_from_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_is_planned_for_the_largest_step() -> None:
-    """Of the published Qwen3-Next. One sequence more has a recorded step's padding; of 4,096 tokens not
-    more than 1,024 sequences are run so."""
+    """Of the published Qwen3-Next, with a sequence more for padding. Of 4,096 tokens not more than 1,024 are run so."""
     config = config_from_dict(SHAPES["80B-A3B"])
     asked = EngineConfig("nowhere", max_num_seqs=40)
     each = 2 * (64 * 64 + 64 * 128 + 128 * 128) + 4 * 4 * 64

@@ -19,4 +19,5 @@ def test_kernels_equal_their_references(module: str) -> None:
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
-    assert {name: error for name, error in found.items() if error > 2e-4} == {}
+    allowed = {name: 2e-3 if "float16" in name else 2e-4 for name in found}
+    assert {name: error for name, error in found.items() if error > allowed[name]} == {}
