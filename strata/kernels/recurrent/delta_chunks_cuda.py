@@ -149,7 +149,7 @@ def launch(
     )
     padded["VALUE_DIM"] = values
     own = _options(tiles.states, values)
-    gated_delta_states_kernel[(sequences, heads, ceil_div(value_dim, own["COLUMNS"]))](
+    gated_delta_states_kernel[(ceil_div(value_dim, own["COLUMNS"]), heads, sequences)](
         k,
         v,
         inverses,

@@ -22,12 +22,12 @@ bits sustained, 4.1 TB/s) they take at least
 | results | Q K^T, Q S, C P | 34 | 50 | Q, K, S, P; results | 675 | 165 |
 
 405 us together, most of them by memory, where the recurrence has to move 410 MB (100 us). Multiplying X by K and V
-ahead, as the paper does (`W` and `U`), would take one product of 64x64x64 a head from the walk and write and read 390
-MB more. S is kept in 16 bits: it is multiplied as such, and in float32 would be 537 MB instead of 268 of what the
-second kernel writes and the third reads. The walk's products for 64 columns of values take a multiprocessor's tensor
-cores 768 cycles a chunk: 256 chunks are 110 us at least, whatever the number of heads. So its programs hold the state
-with a row for a column of values, as tensor cores take an operand and a sum from registers, 64 rows by 4 warps, and
-what is loaded for the next chunks is on its way meanwhile.
+ahead, as the paper does (`W` and `U`), would take two of four products from the walk and write and read 390 MB more.
+S is kept in 16 bits: it is multiplied as such, and in float32 would be 537 MB instead of 268 of what the second kernel
+writes and the third reads. The walk's products for 64 columns of values take a multiprocessor's tensor cores 768 cycles
+a chunk: 256 chunks are 110 us at least, whatever the number of heads. So its programs hold the state with a row for a
+column of values, as tensor cores take an operand and a sum from registers, 64 rows by 4 warps, and what is loaded for
+the next chunks is on its way meanwhile.
 """
 
 from __future__ import annotations
@@ -166,17 +166,18 @@ def gated_delta_states_kernel(
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Programs [sequences, heads, value_dim / COLUMNS]: from chunk to chunk. inverses, decays, reads, lefts: as
-    `gated_delta_solve_kernel` left them. Takes of each chunk: puts [VALUE_DIM, CHUNK], the transpose of P; begins
-    [VALUE_DIM, KEY_DIM], that of the state before it."""
-    sequence = tl.program_id(0)
+    """Programs [value_dim / COLUMNS, heads, sequences]: from chunk to chunk. Those of the last sequences start first,
+    since decodes stand in front of prompts. inverses, decays, reads, lefts: as `gated_delta_solve_kernel` left them.
+    Takes of each chunk: puts [VALUE_DIM, CHUNK], the transpose of P; begins [VALUE_DIM, KEY_DIM], that of the state
+    before it."""
+    sequence = tl.num_programs(2) - 1 - tl.program_id(2)
     head = tl.program_id(1)
     start = tl.load(offsets + sequence).to(tl.int64)
     end = tl.load(offsets + sequence + 1).to(tl.int64)
     if start < end:
         index = tl.arange(0, CHUNK)
         place = tl.arange(0, KEY_DIM)
-        column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         inside, held = place < key_dim, column < value_dim
         both = inside[:, None] & held[None, :]
         slot = tl.load(slots + sequence).to(tl.int64)

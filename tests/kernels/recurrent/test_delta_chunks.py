@@ -89,7 +89,7 @@ def test_grids_follow_from_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     for lengths in ([150, 70, 3], [1, 1, 221], [200, 23, 0]):
         launches = Launches(monkeypatch)
         gated_delta.bind("cuda")(*arguments(lengths))
-        assert launches.grids == [((3 + 3) * 4,), (3, 4, 2), ((3 + 3) * 4,)]
+        assert launches.grids == [((3 + 3) * 4,), (2, 4, 3), ((3 + 3) * 4,)]
 
 
 def test_memory_is_planned_for_the_largest_step() -> None:
