@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from strata.engine.startup.option_names import as_flags
 
 INTERRUPTED = 130
 
@@ -36,9 +38,11 @@ _WITHOUT_PATH = {
 
 
 @contextmanager
-def ending() -> Iterator[None]:
+def ending(options: Callable[[], Collection[str]] = tuple) -> Iterator[None]:
     """Around a whole command: bad input, a path that cannot be used and a fault of the engine are a message and exit
     code 1, an interrupt is exit code 130. Main thread only.
+
+    options: tells which the command has, so that a message of the engine names them as they were given.
     """
     with _interrupts_end_imports():
         try:
@@ -46,19 +50,22 @@ def ending() -> Iterator[None]:
         except KeyboardInterrupt:
             sys.exit(INTERRUPTED)
         except Exception as error:
-            said = explanation(error)
+            said = explanation(error, options)
             if said is None:
                 raise
             print(f"strata: error: {said}", file=sys.stderr)
             sys.exit(1)
 
 
-def explanation(error: Exception) -> str | None:
-    """What to tell a user; None for a mistake in this program, whose traceback is worth more."""
+def explanation(error: Exception, options: Callable[[], Collection[str]] = tuple) -> str | None:
+    """What to tell a user; None for a mistake in this program, whose traceback is worth more. options: as `ending`."""
     if isinstance(error, OSError):
         return _of_path(error)
     faults = sys.modules.get("strata.engine.faults")  # where it is not loaded, none of it was raised
-    return str(error) if isinstance(error, (ValueError, faults.EngineFault) if faults else ValueError) else None
+    if not isinstance(error, (ValueError, faults.EngineFault) if faults else ValueError):
+        return None
+    engine = sys.modules.get("strata.engine.engine_config")
+    return str(error) if engine is None else as_flags(str(error), {*options()} & {*engine.EngineConfig.__annotations__})
 
 
 def _of_path(error: OSError) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -82,10 +82,21 @@ def start(
     """Pretrains, post-trains and serves large language models."""
 
 
+def options_of(arguments: Sequence[str]) -> list[str]:
+    """Of the command that they name, as its function takes them."""
+    commands: Mapping[str, Any] = _LazyCommands()
+    parameters: Sequence[Any] = ()
+    for word in arguments:
+        if word not in commands:
+            break
+        parameters, commands = commands[word].params, getattr(commands[word], "commands", {})
+    return [one.name for one in parameters if one.param_type_name == "option"]
+
+
 def main() -> None:
     """Run the command; how it ends is in `ending`."""
     set_waiting(sys.argv[1:])
-    with ending():
+    with ending(lambda: options_of(sys.argv[1:])):
         app()
 
 

@@ -52,7 +52,9 @@ OverlapTokens = Annotated[
     ),
 ]
 MessageDtype = Annotated[str, engine_option(help="Of sums over ranks: auto, or fp8, rounded in steps of many tokens.")]
-EnableExpertParallel = Annotated[bool, engine_option(help="Ranks have different experts of a mixture, each whole.")]
+EnableExpertParallel = Annotated[
+    bool, engine_option(help="Ranks have different experts of a mixture, whole; one has all.")
+]
 EnableDpAttention = Annotated[
     bool, engine_option(help="Those ranks have sequences and KV pages of their own, and share the experts alone.")
 ]

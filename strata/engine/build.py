@@ -33,6 +33,7 @@ from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.scheduling.step_times import StepTimes
 from strata.engine.startup.clock import Log, StartupClock, collector_off
 from strata.engine.startup.executor import Executor, build_executor
+from strata.engine.startup.experts_of_ranks import without_effect
 from strata.engine.startup.kept_states import check_states
 from strata.engine.step_cost import step_shares, step_times
 from strata.engine.step_graphs import StepGraphs
@@ -95,6 +96,9 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
     device = asked.resolve_device()
     if device.index is not None:
         torch.cuda.set_device(device)  # kernels, events and graphs are of the current one, whatever they are given
+    unused = without_effect(asked)
+    if unused is not None:
+        log(unused)
     with clock.phase("config"):
         config, folder = weights.resolve(asked.model, asked.load_format)
         followers = None

@@ -88,15 +88,15 @@ class EngineConfig:
         divide the tokens of long prompts among them.
     decode_context_parallel_size: how many of the ranks that divide matrices, and would have the same KV heads, keep
         different tokens of them instead, so that keys and values take that share of the memory.
-    overlap_tokens: with several ranks, steps with prompts of so many tokens or more divide their rows in two, and the
-        messages of one half travel while the products of the other run; None: between two GPUs that send by copy
-        engines, steps of as many as a cost model says that it pays for; 0: none do. Not in deterministic mode.
+    overlap_tokens: where ranks divide matrices, steps with prompts of so many tokens or more divide their rows in two,
+        and the messages of one half travel while the products of the other run; None: between two GPUs that send by
+        copy engines, steps of as many as a cost model says that it pays for; 0: none do. Not in deterministic mode.
     message_dtype: "auto" lets what ranks add up travel as it is computed; "fp8" (e4m3, also "fp8_e4m3") rounds it in
         steps of many tokens, there and back, with a power of two for each 128 columns of a row
         (`strata.graph.ranks.narrow_messages`), and lets no messages travel beside products.
     pipeline_parallel_size: stages that divide the layers among them, each of tensor_parallel_size ranks.
     enable_expert_parallel: ranks that divide matrices have different experts of a mixture, each whole, instead of a
-        part of every one.
+        part of every one. One rank has all of them, and is as it would be without, as vLLM's is.
     enable_dp_attention: those ranks have sequences of their own and all else than experts whole: each its own KV pages,
         and max_num_seqs, max_num_batched_tokens and num_pages of its own. Of mixtures, with enable_expert_parallel.
     enable_eplb: experts that are chosen often get copies and move between the ranks while the engine runs.
@@ -170,9 +170,8 @@ class EngineConfig:
         for field in fields(self):
             if isinstance(field.default, bool) and not isinstance(value := getattr(self, field.name), bool):
                 raise ValueError(f"{field.name} must be True or False, got {value!r}")
-        least = self.overlap_tokens
-        if least is not None and not _is_whole(least, 0):
-            raise ValueError(f"overlap_tokens must be an integer of at least 0, or None, got {least!r}")
+        if self.overlap_tokens is not None and not _is_whole(self.overlap_tokens, 0):
+            raise ValueError(f"overlap_tokens must be an integer of at least 0, or None, got {self.overlap_tokens!r}")
         if not _is_whole(redundant := self.num_redundant_experts, 0):
             raise ValueError(f"num_redundant_experts must be an integer of at least 0, got {redundant!r}")
         target = self.step_target_ms

@@ -148,7 +148,7 @@ class PoolTooSmall(ValueError):
         return f"{self._problem}: {advice}\n" + "\n".join(self._ledger.lines())
 
     def with_options(self, options: Sequence[str]) -> PoolTooSmall:
-        """The same, with options of a command with which there is room, each alone."""
+        """The same, with options with which there is room, each alone."""
         advice = f"{self._advice}, or give {' or '.join(options)}" if options else self._advice
         return PoolTooSmall(self._problem, self._ledger, advice)
 
@@ -331,7 +331,7 @@ def plan_memory(
         raise PoolTooSmall(
             f"the KV pool would hold {ledger.tokens:,} tokens, but one sequence may have max_model_len={max_length:,}",
             ledger,
-            "lower --max-model-len or --max-num-batched-tokens, or raise --gpu-memory-utilization",
+            "lower max_model_len or max_num_batched_tokens, or raise gpu_memory_utilization",
         )
     if ledger.margin < 0:
         raise ValueError(

@@ -109,7 +109,7 @@ class RankShard:
         if config.experts is not None and config.experts.held is not None:
             total = config.experts.count + (redundant or 0)
             slots = ExpertSlots(span(total, size, index)[0], total)
-        _require_alike(whole, size, key_ranks)
+        _require_alike(whole, size, key_ranks, expert_parallel)
         axes = {TENSOR_AXIS: axis or Along(TENSOR_AXIS, size), PIPELINE_AXIS: Along(PIPELINE_AXIS, stages)}
         if key_ranks > 1:
             axes[KEYS_AXIS] = Along(KEYS_AXIS, key_ranks)
@@ -282,21 +282,25 @@ def _fault(config: ModelConfig, size: int, expert_parallel: bool, own_tokens: bo
     return ""
 
 
-def _require_alike(config: ModelConfig, size: int, key_ranks: int) -> None:
-    """Ranks can divide by sequence what they would have alike."""
+def _require_alike(config: ModelConfig, size: int, key_ranks: int, expert_parallel: bool) -> None:
+    """Ranks can divide by sequence what they would have alike; else it is told how many could."""
     kv_heads = 1 if config.latent is not None else config.num_kv_heads  # all heads read the same rows
     alike = size // kv_heads
     if key_ranks == 1 or (alike and alike % key_ranks == 0):
         return
     given = f"decode_context_parallel_size={key_ranks} with tensor_parallel_size={size}"
+    needed = range(kv_heads * key_ranks, config.num_heads + 1, kv_heads * key_ranks)
+    least = next((one for one in needed if not _fault(config, one, expert_parallel, own_tokens=False)), None)
+    more = "" if least is None else f" or give tensor_parallel_size={least}"
     if alike < 2:
         raise ValueError(
-            f"{given}: no ranks have the same of {kv_heads} KV heads, so there is nothing to divide by "
-            "sequence; leave it out, or give more ranks"
+            f"{given}: no ranks have the same of {kv_heads} KV heads, so there is nothing to divide by sequence; leave "
+            f"it out{more and ',' + more}"
         )
     accepted = ", ".join(str(one) for one in range(1, alike + 1) if alike % one == 0)
     raise ValueError(
-        f"{given}: {alike} ranks have the same of {kv_heads} KV heads, which it must divide; accepted are {accepted}"
+        f"{given}: {alike} ranks have the same of {kv_heads} KV heads, which it must divide; accepted are "
+        f"{accepted}{more and ';' + more}"
     )
 
 

@@ -15,6 +15,7 @@ import zmq
 
 from strata.engine.process import messages
 from strata.engine.watch.request_ledger import RequestLedger
+from strata.serve.engine_ends import EngineEnds
 
 # Frames that are read before other tasks get a turn.
 FRAMES_PER_READ = 64
@@ -24,6 +25,7 @@ RETRY_MS = 20
 LINGER_MS = 500
 # In which an engine answers what it is asked for between two steps.
 ANSWER_SECONDS = 10.0
+_UNEXPLAINED = "the engine process has ended"
 
 _log = logging.getLogger("strata.serve")
 
@@ -131,11 +133,13 @@ class EngineClient:
 
     ready: messages.Ready
 
-    def __init__(self, address: str, silence_timeout: float = 0.0) -> None:
+    def __init__(self, address: str, silence_timeout: float = 0.0, ends: EngineEnds | None = None) -> None:
         """Prepares the connection; `connect` makes one that is ready for use."""
         self._loop = asyncio.get_running_loop()
         self._answered: asyncio.Future[messages.Ready | None] = self._loop.create_future()
         self._dead: asyncio.Future[str] = self._loop.create_future()
+        self._ends = ends
+        self._finding: asyncio.Task[None] | None = None  # how the engine has ended
         self._streams: dict[str, Stream] = {}
         self._vectors: dict[str, asyncio.Future[list[float]]] = {}
         self._asked: dict[str, asyncio.Future[list[RequestLedger]]] = {}
@@ -159,14 +163,22 @@ class EngineClient:
         self._send(messages.Hello())
 
     @classmethod
-    async def connect(cls, address: str, *, timeout: float | None = None, silence_timeout: float = 0.0) -> EngineClient:
+    async def connect(
+        cls,
+        address: str,
+        *,
+        timeout: float | None = None,
+        silence_timeout: float = 0.0,
+        ends: EngineEnds | None = None,
+    ) -> EngineClient:
         """A client of the engine that serves, or will serve, at `address`; waits until it is ready.
 
         silence_timeout: seconds after which an engine that has requests and says nothing is killed; 0 for never. (One
             that works says how it stands twice a second, to clients whose requests wait too.)
+        ends: where the engine's parent says how it ended, if it could not say so itself; None: nowhere.
         Raises EngineGone if the engine dies meanwhile or is not ready after `timeout` seconds.
         """
-        client = cls(address, silence_timeout)
+        client = cls(address, silence_timeout, ends)
         try:
             async with asyncio.timeout(timeout):
                 ready = await client._answered
@@ -184,12 +196,17 @@ class EngineClient:
 
     @property
     def alive(self) -> bool:
-        return not self._dead.done()
+        return not self._dead.done() and self._finding is None
 
     @property
     def each_statistics(self) -> tuple[messages.Statistics]:
         """How the engine stands, as `Replicas` tells it of several; nothing runs or waits in one that has ended."""
         return (self.statistics if self.alive else messages.ended(self.statistics),)
+
+    @property
+    def cause(self) -> str:
+        """Why it is not alive, in one line, as far as that is known."""
+        return self._dead.result() if self._dead.done() else _UNEXPLAINED
 
     async def wait_dead(self) -> str:
         """Wait until the engine has ended or the client is closed; returns why, in one line."""
@@ -199,6 +216,8 @@ class EngineClient:
         """Abort all requests and end the connection. Safe to call twice."""
         if self._streams or self._vectors:
             self._send(messages.Abort([*self._streams, *self._vectors]))
+        if self._finding is not None:
+            self._finding.cancel()
         self._die("the connection to the engine was closed")
         if not self._socket.closed:
             self._socket.disable_monitor()
@@ -210,7 +229,7 @@ class EngineClient:
         """Ask for a generation. Raises ValueError if the id is that of an unfinished request."""
         self._check_new(add.id)
         stream = Stream(self, add.id, add.params.n)
-        if not self.alive:
+        if self._dead.done():
             stream._fail(EngineGone(self._dead.result()))
             return stream
         self._watch_silence()
@@ -222,7 +241,7 @@ class EngineClient:
         """One vector. Raises EngineRefused, EngineGone, or ValueError if the id is that of an unfinished request."""
         self._check_new(request.id)
         if not self.alive:
-            raise EngineGone(self._dead.result())
+            raise EngineGone(await self.wait_dead())
         vector: asyncio.Future[list[float]] = self._loop.create_future()
         self._watch_silence()
         self._vectors[request.id] = vector
@@ -263,7 +282,7 @@ class EngineClient:
         """Of the newest requests of that name (`Add.names` and ids) that the engine knows, in order. Raises EngineGone,
         also if it does not answer in time."""
         if not self.alive:
-            raise EngineGone(self._dead.result())
+            raise EngineGone(await self.wait_dead())
         id = uuid4().hex
         answer: asyncio.Future[list[RequestLedger]] = self._loop.create_future()
         self._asked[id] = answer
@@ -339,10 +358,20 @@ class EngineClient:
         if self.alive and _has_mail(self._monitor):
             while self.alive and _has_mail(self._socket):
                 self._read()  # its last words
-            self._die("the engine process has ended")
+            ready = self._answered.result() if self._answered.done() else None
+            if self.alive and self._ends is not None and ready is not None and ready.pid is not None:
+                self._hang_up()
+                self._finding = self._loop.create_task(self._die_as_found(self._ends, ready.pid))
+            else:
+                self._die(_UNEXPLAINED)
+
+    async def _die_as_found(self, ends: EngineEnds, pid: int) -> None:
+        self._die(await ends.find(pid) or _UNEXPLAINED)
 
     def _watch_silence(self) -> None:
         """A request is about to be sent."""
+        if not self.alive:
+            return
         if not self._streams and not self._vectors:
             self._silent_since = self._loop.time()
         if self._most_silence and self._watchdog is None:
@@ -366,13 +395,10 @@ class EngineClient:
         self._die(reason)
 
     def _die(self, reason: str) -> None:
-        if not self.alive:
+        if self._dead.done():
             return
         self._dead.set_result(reason)
-        if self._watchdog is not None:
-            self._watchdog.cancel()
-        self._loop.remove_reader(self._socket.fileno())
-        self._loop.remove_reader(self._monitor.fileno())
+        self._hang_up()
         if not self._answered.done():
             self._answered.set_result(None)
         for id in (*self._streams, *self._vectors):
@@ -380,6 +406,13 @@ class EngineClient:
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(EngineGone(reason))
+
+    def _hang_up(self) -> None:
+        """Hear and send nothing more. A second call has no effect."""
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        self._loop.remove_reader(self._socket.fileno())
+        self._loop.remove_reader(self._monitor.fileno())
 
 
 def _has_mail(socket: zmq.Socket[bytes]) -> bool:

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Scope
 from strata.serve.api.response_store import ResponseStore
 from strata.serve.batch_file import BatchFault, BatchRequest, BatchResults, read_requests
 from strata.serve.client import EngineClient, EngineGone
+from strata.serve.engine_ends import EngineEnds
 from strata.serve.grammar import GrammarChecker
 from strata.serve.http.app import build_app
 from strata.serve.http.errors import internal_error
@@ -55,7 +56,7 @@ async def run_batch(
     Raises EngineNotStarted, EngineGone if the engine dies, ValueError for files or a model that cannot be read, or for
     results that cannot be written.
     """
-    async with _engine(engine) as client, _application(settings, client) as app:
+    async with engine_process(engine) as client, _application(settings, client) as app:
         ready()
         # Twice what runs at once, so that the engine never waits for this process.
         await answer_all(app, client, read_requests(requests), results, 2 * client.ready.max_sequences, done)
@@ -140,23 +141,24 @@ async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
 
 
 @asynccontextmanager
-async def _engine(fields: Mapping[str, Any]) -> AsyncIterator[EngineClient]:
+async def engine_process(fields: Mapping[str, Any]) -> AsyncIterator[EngineClient]:
     """A client of an engine process of its own, which ends with the block."""
     folder = Path(tempfile.mkdtemp(prefix="strata-"))  # mode 0700
-    address = engine_address(folder)
+    address, ends = engine_address(folder), EngineEnds(folder)
     try:
         child = await Child.start(ENGINE_MODULE, msgspec.json.encode({"address": address, **fields}))
+        child.ended.add_done_callback(lambda ended: ends.tell(child.pid, _how(ended.result())))
         try:
-            yield await _connect(child, address)
+            yield await _connect(child, address, ends)
         finally:
             await child.stop(_ENGINE_STOP_SECONDS)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _connect(child: Child, address: str) -> EngineClient:
+async def _connect(child: Child, address: str, ends: EngineEnds) -> EngineClient:
     """A client once the engine is ready. Raises EngineNotStarted, or EngineGone for one that could not say why."""
-    connecting = asyncio.create_task(EngineClient.connect(address))
+    connecting = asyncio.create_task(EngineClient.connect(address, ends=ends))
     try:
         await asyncio.wait((connecting, child.ended), return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -170,7 +172,11 @@ async def _connect(child: Child, address: str) -> EngineClient:
         raise EngineGone("the engine process does not answer")
     if child.ended.result() > 0:
         raise EngineNotStarted
-    raise EngineGone(f"the engine process {how_it_ended(child.ended.result())}")
+    raise EngineGone(_how(child.ended.result()))
+
+
+def _how(status: int) -> str:
+    return f"the engine process {how_it_ended(status)}"
 
 
 @asynccontextmanager

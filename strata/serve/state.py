@@ -66,7 +66,7 @@ class ServerState:
         """Raises ApiError (503) once the engine is dead."""
         if not self.client.alive:
             again = "; another is being started, ask again" if self.engine_restarts else ""
-            raise self.engine_gone(f"it has ended{again}")
+            raise self.engine_gone(f"{self.client.cause}{again}")
 
     def engine_gone(self, reason: str) -> ApiError:
         """What a request is answered with that the engine cannot finish, or begin, because it has ended."""

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from strata.bench.load.measures import Figures
 from strata.bench.load.report import LoadResult
-from strata.cli.main import app
+from strata.cli.ending import explanation
+from strata.cli.main import app, options_of
 from strata.engine.engine_config import EngineConfig
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.hardware.specs import device
@@ -129,11 +130,16 @@ def test_what_cannot_be_played_is_said(arguments: tuple[str, ...], said: str, tm
     assert said in str(result.exception)
 
 
+def told(result: Any) -> str:
+    """As the command prints it."""
+    assert isinstance(result.exception, ValueError)
+    return explanation(result.exception, lambda: options_of(["simulate"])) or ""
+
+
 def test_weights_that_do_not_fit_are_said_with_options_that_have_room() -> None:
     """Of 8B on a tenth of an H200; the options that are named have room, and they alone."""
     given = ("--max-model-len", "4000", "--gpu-memory-utilization", "0.1", "--num-prompts", "2")
-    said = str(simulate("8B", *given).exception)
-    first, *ledger = said.splitlines()
+    first, *ledger = told(simulate("8B", *given)).splitlines()
     assert re.search(r"^the weights alone do not fit: they need 14\.9\d GiB, and 12\.\d+ of NVIDIA H200 may be", first)
     assert first.endswith("or give --tensor-parallel-size 2 or --quantization fp8")
     assert [line.split()[0] for line in ledger[:2]] == ["memory", "weights"]
@@ -141,7 +147,7 @@ def test_weights_that_do_not_fit_are_said_with_options_that_have_room() -> None:
     assert simulate("8B", *given, *words).exit_code == 0
     half = ("--max-model-len", "4000", "--gpu-memory-utilization", "0.05")
     for words in ((), ("--tensor-parallel-size", "4")):
-        first = str(simulate("8B", *half, *words).exception).splitlines()[0]
+        first = told(simulate("8B", *half, *words)).splitlines()[0]
         assert first.endswith("or give --tensor-parallel-size 8" + " or --quantization fp8" * bool(words))
 
 

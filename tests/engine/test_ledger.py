@@ -186,8 +186,8 @@ def test_weights_that_do_not_fit_are_named_before_all_else(own: dict[str, Any]) 
     first, *ledger = str(raised.value).splitlines()
     assert first.endswith(": take a device with more memory")
     assert ledger[0].startswith("memory on a GPU: 8.00 GiB to use of 10.00")
-    options = str(raised.value.with_options(["--tensor-parallel-size 2", "--quantization fp8"])).splitlines()
-    assert options[0] == f"{first}, or give --tensor-parallel-size 2 or --quantization fp8"
+    options = str(raised.value.with_options(["tensor_parallel_size=2", "quantization='fp8'"])).splitlines()
+    assert options[0] == f"{first}, or give tensor_parallel_size=2 or quantization='fp8'"
     assert options[1:] == ledger
 
 
@@ -200,14 +200,12 @@ def test_an_engine_that_does_not_start_says_what_would(monkeypatch: pytest.Monke
     with pytest.raises(PoolTooSmall, match="the weights alone do not fit") as raised:
         LLM("builtin", **given)
     first, *_ = str(raised.value).splitlines()
-    assert first.endswith(": take a device with more memory, or give --quantization fp8")
+    assert first.endswith(": take a device with more memory, or give quantization='fp8'")
     assert LLM("builtin", quantization="fp8", **given).engine.ledger.weights < free
 
 
 def test_too_little_room_for_one_sequence_names_the_remedies() -> None:
-    with pytest.raises(
-        ValueError, match=r"max_model_len=.*: lower --max-model-len or --max-num-batched-tokens, or raise"
-    ):
+    with pytest.raises(ValueError, match=r"max_model_len=.*: lower max_model_len or max_num_batched_tokens, or raise"):
         plan_memory(CONFIG, POOL, torch.device("cpu"), **ASKED | {"max_length": 10**9, "max_sequences": 1})
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from .deepseek_checkpoints import DEEPSEEK_CONFIGS
 from .gpt_oss_checkpoints import GPT_OSS_CONFIGS
 from .later_checkpoints import LATER_CONFIGS, Config, sizes
 
@@ -209,7 +210,7 @@ ALIKE_CONFIGS: list[tuple[str, Config]] = [
         ),
     ),
 ]
-FAMILY_CONFIGS = ALIKE_CONFIGS + LATER_CONFIGS + GPT_OSS_CONFIGS
+FAMILY_CONFIGS = ALIKE_CONFIGS + LATER_CONFIGS + DEEPSEEK_CONFIGS + GPT_OSS_CONFIGS
 
 
 def make_checkpoint(folder: Path, config: Config, seed: int = 0) -> Path:

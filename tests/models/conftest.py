@@ -15,7 +15,7 @@ from strata.models.layers import CausalLM
 from strata.models.weights import load
 
 from .checkpoints import FAMILY_CONFIGS, Config, load_oracle, make_checkpoint
-from .later_checkpoints import THIRD_CONFIGS
+from .deepseek_checkpoints import THIRD_CONFIGS
 
 logging.disable_progress_bar()
 

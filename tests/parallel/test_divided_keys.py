@@ -247,15 +247,29 @@ def test_kept_keys_are_counted(kept: KeptKeys) -> None:
 @pytest.mark.parametrize(
     ("kv_heads", "size", "key_ranks", "message"),
     [
-        (4, 4, 2, "no ranks have the same of 4 KV heads"),
-        (8, 4, 2, "no ranks have the same of 8 KV heads"),
-        (2, 4, 4, "2 ranks have the same of 2 KV heads, which it must divide; accepted are 1, 2"),
-        (1, 4, 3, "4 ranks have the same of 1 KV heads, which it must divide; accepted are 1, 2, 4"),
+        (4, 4, 2, "no ranks have the same of 4 KV heads, .*; leave it out, or give tensor_parallel_size=8$"),
+        (8, 4, 2, "no ranks have the same of 8 KV heads, .*; leave it out$"),
+        (
+            2,
+            4,
+            4,
+            "2 ranks have the same of 2 KV heads, .*; accepted are 1, 2; or give tensor_parallel_size=8$",
+        ),
+        (1, 4, 3, "4 ranks have the same of 1 KV heads, which it must divide; accepted are 1, 2, 4$"),
     ],
 )
 def test_only_what_ranks_have_alike_is_divided(kv_heads: int, size: int, key_ranks: int, message: str) -> None:
     with pytest.raises(ValueError, match=f"decode_context_parallel_size={key_ranks} with .*{message}"):
         RankShard.of(divisible_config("llama", num_key_value_heads=kv_heads), size, 0, key_ranks=key_ranks)
+
+
+@pytest.mark.parametrize(("kv_heads", "key_ranks", "size"), [(4, 2, 8), (2, 4, 8), (1, 2, 2)])
+def test_as_many_ranks_as_are_told_divide(kv_heads: int, key_ranks: int, size: int) -> None:
+    """Of 8 query heads; half as many ranks do not."""
+    config = divisible_config("llama", num_key_value_heads=kv_heads)
+    assert RankShard.of(config, size, 0, key_ranks=key_ranks).kept == KeptKeys(key_ranks, 0)
+    with pytest.raises(ValueError, match=f"give tensor_parallel_size={size}$"):
+        RankShard.of(config, size // 2, 0, key_ranks=key_ranks)
 
 
 @pytest.mark.parametrize("name", ["mistral", "gpt-oss"])

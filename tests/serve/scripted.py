@@ -101,7 +101,7 @@ class ScriptedEngine:
         )
         self.statistics = Statistics()
         self.each_statistics = (self.statistics,)
-        self.alive = True
+        self.alive, self.cause = True, "it has ended"
         self.added: list[Add] = []
         self.finished: list[tuple[int, str]] = []
         self.streams: list[ScriptedStream] = []

@@ -31,9 +31,12 @@ from strata.engine.process.messages import (
     TokenLogprobs,
 )
 from strata.engine.sampling_params import SamplingParams
+from strata.serve import engine_ends
 from strata.serve.client import EngineClient, EngineGone, EngineRefused, Stream
+from strata.serve.engine_ends import EngineEnds
 
-READY = Ready("tiny", 300, 2, 256, [0], SamplingParams(), 8, 100, 16, "cpu", {"weights": 0.5})
+PID = 1 << 30  # no process has it
+READY = Ready("tiny", 300, 2, 256, [0], SamplingParams(), 8, 100, 16, "cpu", {"weights": 0.5}, pid=PID)
 
 
 class ScriptedEngine:
@@ -84,8 +87,10 @@ def engine(address: str) -> Iterator[ScriptedEngine]:
 
 
 @asynccontextmanager
-async def connected(engine: ScriptedEngine, address: str) -> AsyncIterator[EngineClient]:
-    connecting = asyncio.create_task(EngineClient.connect(address, timeout=5))
+async def connected(
+    engine: ScriptedEngine, address: str, ends: EngineEnds | None = None
+) -> AsyncIterator[EngineClient]:
+    connecting = asyncio.create_task(EngineClient.connect(address, timeout=5, ends=ends))
     assert await engine.heard() == Hello()
     await engine.say(READY)
     client = await connecting
@@ -327,6 +332,53 @@ def test_embeddings(engine: ScriptedEngine, address: str) -> None:
                 await asyncio.wait_for(client.embed(Embed("e", [1])), 0.05)
             assert await engine.heard() == Embed("e", [1])
             assert await engine.heard() == Abort(["e"])
+
+    play(scenario())
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_how_an_engine_without_last_words_ended_is_told_by_its_parent(
+    address: str, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the connection has ended, or not at all; nothing is asked of the engine any more meanwhile."""
+    monkeypatch.setattr(engine_ends, "_MOST_SECONDS", 5.0 if told else 0.1)
+    ends = EngineEnds(tmp_path)
+
+    async def scenario() -> None:
+        engine = ScriptedEngine(address)
+        async with connected(engine, address, ends=ends) as client:
+            before = client.submit(add("a"))
+            await engine.heard()
+            engine.close()
+            ended = asyncio.create_task(client.wait_dead())
+            while client.alive:
+                await asyncio.sleep(0.001)
+            after, embedding = client.submit(add("b")), asyncio.create_task(client.embed(Embed("e", [1])))
+            if told:
+                ends.tell(PID + 1, "of another")
+                await asyncio.sleep(0.05)
+                assert not ended.done()
+                ends.tell(PID, "it was killed")
+            reason = await asyncio.wait_for(ended, 2)
+            assert reason == ("it was killed" if told else "the engine process has ended")
+            for stream in (before, after, client.submit(add("c"))):
+                with pytest.raises(EngineGone, match=reason):
+                    await anext(stream)
+            with pytest.raises(EngineGone, match=reason):
+                await embedding
+
+    play(scenario())
+
+
+def test_a_client_that_is_closed_does_not_wait_for_how_the_engine_ended(address: str, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine = ScriptedEngine(address)
+        async with connected(engine, address, ends=EngineEnds(tmp_path)) as client:
+            engine.close()
+            while client.alive:
+                await asyncio.sleep(0.001)
+            await client.close()
+            assert await asyncio.wait_for(client.wait_dead(), 0.1) == "the connection to the engine was closed"
 
     play(scenario())
 

@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 from strata.engine.process.messages import Delta
+from strata.models.folder import BUILTIN_FOLDER
 from strata.serve.batch_file import BatchFault, BatchResults, read_requests
 from strata.serve.client import EngineGone
-from strata.serve.run_batch import answer_all, post
+from strata.serve.run_batch import answer_all, engine_process, post
 from strata.text.tokenizer import Tokenizer
 from tests.serve.running import PATIENCE, descendants, is_alive, wait_for
 from tests.serve.scripted import EOS, Scripted, delta
@@ -182,6 +183,16 @@ def test_what_an_engine_took_with_it_is_left_for_the_next_run(
         assert run(served, files).succeeded == 5
 
 
+def test_how_an_engine_was_killed_is_told() -> None:
+    async def scenario() -> str:
+        async with engine_process({"model": str(BUILTIN_FOLDER), "device": "cpu"}) as client:
+            assert client.ready.pid is not None
+            os.kill(client.ready.pid, signal.SIGKILL)
+            return await asyncio.wait_for(client.wait_dead(), 10)
+
+    assert asyncio.run(scenario()) == "the engine process was killed by SIGKILL (out of memory?)"
+
+
 def test_a_fault_of_the_application_is_one_requests_error() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         raise RuntimeError("secret")
@@ -332,7 +343,7 @@ def test_what_the_engine_refuses_is_said_once(tmp_path: Path) -> None:
     asked.write_text(line("a"))
     nowhere = run_command(asked, tmp_path / "out", "--model", "nowhere")
     too_long = run_command(asked, tmp_path / "out", "--device", "cpu", "--max-model-len", "100000")
-    for refused, what in ((nowhere, "'nowhere' does not exist"), (too_long, "max_model_len=100000")):
+    for refused, what in ((nowhere, "'nowhere' does not exist"), (too_long, "--max-model-len 100000 is over")):
         assert refused.returncode == 1
         assert refused.stderr.startswith("strata: error: ")
         assert what in refused.stderr

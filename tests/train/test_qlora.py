@@ -37,8 +37,7 @@ from strata.train.steps.objective import NextToken
 from strata.train.steps.tune_step import TuneStep
 from strata.train.trainer import Trainer
 from tests.engine.packing.test_packed_checkpoints import written
-from tests.models.gpt_oss_checkpoints import GPT_OSS_CONFIGS
-from tests.models.later_checkpoints import LATER_CONFIGS
+from tests.models.checkpoints import FAMILY_CONFIGS
 from tests.train.conftest import Tune, log
 from tests.train.predict.saved_bytes import saved_bytes
 
@@ -145,7 +144,7 @@ def test_columns_in_an_order_of_their_own_and_biases_have_gradients() -> None:
 
 @pytest.mark.parametrize("name", ["glm4-moe-groups", "gpt-oss-yarn", "deepseek-v3-groups-yarn"])
 def test_experts_and_latents_stay_packed(name: str, tmp_path: Path) -> None:
-    config = config_from_dict(dict(LATER_CONFIGS + GPT_OSS_CONFIGS)[name], name)
+    config = config_from_dict(dict(FAMILY_CONFIGS)[name], name)
     model = build(config)
     randomize(model, 3)
     save(model, config, tmp_path)

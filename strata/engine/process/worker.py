@@ -24,6 +24,7 @@ from strata.engine.engine_config import EngineConfig
 from strata.engine.faults import EngineFault
 from strata.engine.lifeline import Ending, end_with_parent
 from strata.engine.process.service import Service
+from strata.engine.startup.option_names import as_flags
 
 # How long last words to clients may take, in milliseconds.
 LINGER_MS = 1000
@@ -106,21 +107,24 @@ def serve(service: Service, wire: Wire, ending: Ending) -> None:
 
 def main() -> int:
     end_with_parent()
+    given: list[str] = []  # options, as the command line that started this process has them
     try:
         options: dict[str, Any] = msgspec.json.decode(sys.stdin.buffer.readline(), type=dict[str, Any])
         wire = Wire(options.pop("address", ""))
         check = options.pop("check", False)
-        config = EngineConfig.from_options(options.pop("model", None), options)
-        engine = build_engine(config, log=_log)
+        model = options.pop("model", None)
+        given += options
+        config = EngineConfig.from_options(model, options)
+        engine = build_engine(config, log=lambda line: _log(as_flags(line, given)))
     except (ValueError, msgspec.MsgspecError, EngineFault) as error:
-        _log(f"strata: error: {error}")
+        _log(as_flags(f"strata: error: {error}", given))
         return 1
     service = Service(engine, config.model, wire.send, _log, check)
     code, last_words = 0, "the engine has been told to end"
     try:
         serve(service, wire, Ending())
     except EngineFault as fault:
-        code, last_words = 1, str(fault)
+        code, last_words = 1, as_flags(str(fault), given)
     except Exception as error:
         traceback.print_exc()
         code, last_words = 1, f"the engine has failed: {error!r}"

@@ -34,7 +34,8 @@ def check_divided_keys(asked: EngineConfig) -> None:
     if asked.tensor_parallel_size % asked.decode_context_parallel_size:
         raise ValueError(
             f"{given} divides keys among the ranks of tensor_parallel_size={asked.tensor_parallel_size}, of which it "
-            "must be a divisor"
+            f"must be a divisor: it needs {asked.decode_context_parallel_size} ranks for each KV head of the model, or "
+            f"{asked.decode_context_parallel_size} in all where attention is latent"
         )
     other = next((name for name, without in _REFUSED.items() if getattr(asked, name) != without), None)
     other = "overlap_tokens" if asked.overlap_tokens else other

@@ -7,7 +7,6 @@ import shutil
 import zlib
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -19,38 +18,30 @@ from strata.comm.peer_copies import with_peer_copies
 from strata.engine.embeddings.pooling import Pooler
 from strata.engine.engine_config import EngineConfig, EngineSizes, library_limit
 from strata.engine.faults import memory_explained
-from strata.engine.ledger import GIB, DeviceMemory, Ledger, PoolTooSmall, plan_memory
+from strata.engine.ledger import GIB, Ledger
 from strata.engine.ranks.expert_balance import RankExperts
-from strata.engine.ranks.rank import Rank, share_of
+from strata.engine.ranks.rank import Rank
 from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
 from strata.engine.recorded_steps import RecordedSteps
 from strata.engine.runner import Runner
 from strata.engine.startup.clock import Log, StartupClock
-from strata.engine.startup.divided_keys import check_gathered_heads, joining_bytes
+from strata.engine.startup.divided_keys import check_gathered_heads
 from strata.engine.startup.library import has_library_plan, library_scales, without_library
-from strata.engine.startup.recurrent_scratch import recurrent_bytes
-from strata.engine.startup.room import options_with_room
-from strata.engine.startup.sparse_attention import attention_choice, choice_bytes
+from strata.engine.startup.memory import RankPlace, overlapped_bytes, rank_memory, rank_part
+from strata.engine.startup.sparse_attention import attention_choice
 from strata.engine.step_cost import planned_buffers, token_division
 from strata.engine.step_graphs import Overlap, StepGraphs, step_graphs
 from strata.engine.steps.runner_config import RunnerConfig, planned_windows
 from strata.graph.buffers import BufferPlan
 from strata.graph.passes import passes_of
 from strata.graph.ranks.overlap import SLOTS
-from strata.graph.ranks.row_parts import most_rows
 from strata.hardware.figures import Device
 from strata.hardware.specs import recognize
 from strata.kernels import tuned
-from strata.kernels.attention import decode_cuda as decode_attention_cuda
-from strata.kernels.attention import fixed as attention_fixed
 from strata.kernels.device_limits import DeviceLimits, implementations_for, why_not
-from strata.kernels.latent import cuda as latent_cuda
 from strata.models.config import ModelConfig
 from strata.models.quantized.load import load_packed
 from strata.parallel.serving_shard import TENSOR_AXIS
-
-# What NCCL takes for the channels between the ranks of one host, estimated.
-_MESSAGE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -122,11 +113,10 @@ def build_executor(
     own_kernels = _runs_own_kernels(asked, device, log)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // rank.size))
-    divides = max(asked.tensor_parallel_size, asked.pipeline_parallel_size) > 1
-    shard = share_of(asked, config, rank.index) if divides else None
-    own = config if shard is None else shard.config
-    sizes = EngineSizes.of(asked, own, device, DeviceLimits.of(device) if own_kernels else None, shard)
-    sizes.packing.check_kernels(implementations_for(device), deterministic=asked.deterministic)
+    limits = DeviceLimits.of(device) if own_kernels else None
+    place = RankPlace(device, limits, rank.index)
+    part = rank_part(asked, config, place)
+    shard, own, sizes = part.shard, part.config, part.sizes
     check_gathered_heads(asked, own, implementations_for(device))
     kernels = None
     if own_kernels:
@@ -138,14 +128,7 @@ def build_executor(
         limit = library_limit(DeviceLimits.of(device), own, pool_shape.dtype, asked.page_size)
         if limit is not None:
             log(without_library(limit))
-    # A draw with filters gathers its rows of logits, of the whole vocabulary, on every rank.
-    whole = replace(own, vocab_size=config.vocab_size)
-    try:
-        ledger = planned_memory(asked, whole, sizes, device, rank.size)
-    except PoolTooSmall as error:
-        limits = DeviceLimits.of(device) if own_kernels else None
-        plan = partial(rank_memory, config=config, device=device, limits=limits, index=rank.index)
-        raise error.with_options(options_with_room(asked, plan)) from None
+    ledger = rank_memory(asked, config, place, part)
     for line in ledger.lines():
         log(line)
     packing, given_dtype = sizes.packing, pool_shape.dtype
@@ -158,7 +141,7 @@ def build_executor(
         _require_alike(device, rank)
         ledger = ledger.agreed(rank.least)
         axes = rank.join(device)
-        overlapped = _overlapped_bytes(asked, own, sizes)
+        overlapped = overlapped_bytes(asked, own, sizes)
         axes[TENSOR_AXIS] = with_peer_copies(axes[TENSOR_AXIS], device, SLOTS, overlapped)
         context = axes.get(CONTEXT_AXIS)
         experts, tables = None, None
@@ -297,14 +280,6 @@ def _recorded(runner: Runner, sizes: EngineSizes, ledger: Ledger, rank: Rank) ->
     return recorded
 
 
-def _overlapped_bytes(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes) -> int:
-    """Of the largest message that travels by copy engines beside products; 0 if none is to."""
-    none_travel = asked.overlapped_from == 0 or asked.deterministic or asked.enable_dp_attention
-    if none_travel or asked.tensor_parallel_size != 2:
-        return 0
-    return most_rows(sizes.max_tokens) * config.hidden_size * sizes.pool.dtype.itemsize
-
-
 def _sends_by_copies(axis: Axis, device: torch.device) -> Device | None:
     """The device, if ranks along an axis send large messages by copy engines and its figures are known."""
     return None if axis.copies is None else recognize(DeviceLimits.of(device).product)
@@ -321,89 +296,3 @@ def _runs_own_kernels(asked: EngineConfig, device: torch.device, log: Log) -> bo
         raise ValueError(f"{limit}: deterministic=True needs Strata's own kernels here; leave it out")
     log(f"{limit}: the library's implementations and the references run instead, without CUDA graphs")
     return False
-
-
-def rank_memory(
-    asked: EngineConfig,
-    config: ModelConfig,
-    device: torch.device,
-    limits: DeviceLimits | None,
-    index: int = 0,
-    memory: DeviceMemory | None = None,
-) -> Ledger:
-    """How the memory of a rank's device is divided. config: of the whole model. limits, memory: as `EngineSizes.of` and
-    `planned_memory` have them. Raises ValueError if it does not suffice, and for whatever cannot be honoured."""
-    divides = max(asked.tensor_parallel_size, asked.pipeline_parallel_size) > 1
-    shard = share_of(asked, config, index) if divides else None
-    own = config if shard is None else shard.config
-    sizes = EngineSizes.of(asked, own, device, limits, shard)
-    sizes.packing.check_kernels(implementations_for(limits or device), deterministic=asked.deterministic)
-    return planned_memory(asked, replace(own, vocab_size=config.vocab_size), sizes, device, asked.ranks, memory)
-
-
-def planned_memory(
-    asked: EngineConfig,
-    config: ModelConfig,
-    sizes: EngineSizes,
-    device: torch.device,
-    ranks: int,
-    memory: DeviceMemory | None = None,
-) -> Ledger:
-    """How the memory of a device is divided. config: of a rank, with the whole vocabulary. memory: of a device that
-    need not be here. Raises ValueError if it does not suffice."""
-    rows = {size.sequences for size in sizes.recorded}
-    overlapped = SLOTS * _overlapped_bytes(asked, config, sizes)
-    return plan_memory(
-        config,
-        sizes.pool,
-        device,
-        weight_bytes=sizes.weight_bytes,
-        max_tokens=sizes.max_tokens,
-        max_sequences=asked.max_num_seqs,
-        max_length=sizes.max_length,
-        utilization=asked.gpu_memory_utilization,
-        num_pages=asked.num_pages,
-        dtype=sizes.pool.dtype,
-        recorded=sizes.recorded,
-        scratch=max((_scratch_bytes(asked, config, sizes, count) for count in rows), default=0)
-        + (sizes.packing.largest_in_floats(sizes.pool.dtype) if device.type == "cuda" else 0)
-        + (recurrent_bytes(asked, config, sizes.max_tokens, sizes.pool.dtype) if device.type == "cuda" else 0)
-        + choice_bytes(asked, config, sizes.max_tokens, sizes.max_length)
-        + joining_bytes(asked, config, sizes.max_tokens),
-        sharing=ranks,
-        messages=_message_bytes(asked, sizes, device, overlapped),
-        sources=asked.tensor_parallel_size if asked.enable_dp_attention else 1,
-        memory=memory,
-        groups=sizes.groups,
-        states=sizes.states,
-        takes_snapshots=asked.enable_prefix_caching,
-    )
-
-
-def _message_bytes(asked: EngineConfig, sizes: EngineSizes, device: torch.device, overlapped: int) -> int:
-    """What messages between ranks need: those of NCCL, the keys and values of a layer where ranks gather them, and
-    `overlapped` for those that travel beside products."""
-    found = _MESSAGE_BYTES + overlapped if asked.ranks > 1 and device.type == "cuda" else 0
-    if 1 < asked.decode_context_parallel_size < asked.tensor_parallel_size:
-        found *= 2  # some of the ranks have a group of their own
-    parts = asked.axis_sizes[CONTEXT_AXIS]
-    if parts > 1:
-        rows = TokenDivision.on(device.type, parts, 0).largest(sizes.max_tokens, asked.max_num_seqs).tokens
-        token = sizes.pool.page_bytes // sizes.pool.page_size // sizes.pool.layers
-        found += (1 + parts) * rows * token
-    return found
-
-
-def _scratch_bytes(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, rows: int) -> int:
-    """What attention needs beside its result in a step of so many decodes."""
-    pool, ranks = sizes.pool, sizes.pool.kept.ranks
-    keys = -(-sizes.max_length // pool.page_tokens) * pool.page_size
-    if config.latent is not None:
-        if asked.deterministic:  # no sequence is divided
-            return 0
-        return latent_cuda.scratch_bytes(rows, keys, config.num_heads * ranks, config.latent.rank, pool.dtype)
-    if asked.deterministic:
-        return attention_fixed.scratch_bytes(rows, keys, config.num_heads, config.head_dim)
-    return decode_attention_cuda.scratch_bytes(
-        rows, keys, config.num_heads * ranks, config.num_kv_heads, config.head_dim, pool.dtype
-    )

@@ -8,6 +8,13 @@ if TYPE_CHECKING:
     from strata.engine.engine_config import EngineConfig
 
 
+def without_effect(asked: EngineConfig) -> str | None:
+    """What to tell whoever asks for experts on different ranks and has one rank, which vLLM takes too; None else."""
+    if asked.enable_expert_parallel and asked.tensor_parallel_size == 1:
+        return "enable_expert_parallel=True has no effect with tensor_parallel_size=1: one rank has all experts"
+    return None
+
+
 def check_experts(asked: EngineConfig) -> None:
     """Raises ValueError for options of experts, and of attention by requests, that do not go with the others."""
     redundant = asked.num_redundant_experts

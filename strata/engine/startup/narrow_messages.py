@@ -1,4 +1,4 @@
-"""Whether what ranks add up can travel in 8 bits in an engine that is asked for."""
+"""Whether what ranks add up can travel in 8 bits, or beside products, in an engine that is asked for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ _REFUSED = {"deterministic": False, "enable_dp_attention": False, "prefill_conte
 
 
 def check_messages(asked: EngineConfig) -> None:
-    """Raises ValueError for an unknown `message_dtype`, and where there is nothing that could be rounded."""
+    """Raises ValueError for an unknown `message_dtype`, and where there is nothing that could be rounded, or travel."""
+    if asked.overlap_tokens and asked.tensor_parallel_size == 1:
+        raise ValueError(
+            f"overlap_tokens={asked.overlap_tokens} lets what ranks add up travel beside products, and "
+            "tensor_parallel_size=1 adds up nothing; leave it out"
+        )
     if asked.message_dtype not in _DTYPES:
         raise ValueError(f"message_dtype {asked.message_dtype!r} is unknown; use {', '.join(_DTYPES)}")
     if not asked.narrow_messages:

@@ -12,7 +12,7 @@ _RANKS = (2, 4, 8)
 
 
 def options_with_room(asked: EngineConfig, plan: Callable[[EngineConfig], object]) -> list[str]:
-    """The fewest ranks that have room, and weights in 8 bits if they have: each alone, as words of a command line.
+    """The fewest ranks that have room, and weights in 8 bits if they have: each alone, as `LLM` takes them.
 
     plan: divides the memory for other options; raises ValueError where it does not suffice, or they cannot be.
     """
@@ -26,7 +26,7 @@ def options_with_room(asked: EngineConfig, plan: Callable[[EngineConfig], object
 
     more = (size for size in _RANKS if size > asked.tensor_parallel_size)
     ranks = next((size for size in more if has_room(tensor_parallel_size=size)), None)
-    found = [] if ranks is None else [f"--tensor-parallel-size {ranks}"]
+    found = [] if ranks is None else [f"tensor_parallel_size={ranks}"]
     if asked.quantization is None and asked.sparsity is None and has_room(quantization="fp8"):
-        found.append("--quantization fp8")
+        found.append("quantization='fp8'")
     return found

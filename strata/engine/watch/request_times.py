@@ -22,7 +22,7 @@ from strata.engine.scheduling.held import HOLDUPS
 from strata.engine.watch.request_ledger import Part, RequestLedger, ended_at
 from strata.engine.watch.step_shares import StepLook
 
-# Ledgers of requests that have ended, the newest, are kept for whoever asks: about 2 KB each.
+# Ledgers of requests that have ended, the newest, are kept for whoever asks: about 3 KB each, however long it ran.
 KEPT = 1024
 # Of requests that share a name, the newest are told: it is done between two steps, and all would take as long as one.
 MOST_TOLD = 128

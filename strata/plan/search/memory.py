@@ -15,7 +15,7 @@ from strata.engine.engine_config import EngineConfig, EngineSizes, groups_of
 from strata.engine.ledger import DeviceMemory, numbered_pages, room_beside_snapshots, snapshot_rows
 from strata.engine.ranks.rank import share_of
 from strata.engine.recorded_steps import recorded_sizes
-from strata.engine.startup.executor import planned_memory
+from strata.engine.startup.memory import planned_memory
 from strata.engine.startup.packing import Packing
 from strata.kernels.attention.cudnn_plan import keeps_neighbours_apart
 from strata.kernels.device_limits import DeviceLimits, why_not
@@ -210,7 +210,7 @@ class Memory:
         sizes = replace(sizes, max_tokens=budget, recorded=tuple(recorded))
         # With one page, of a device with room for anything: what is missing on the real one is counted from the parts.
         ample = self._memory._replace(free=1 << 60, total=1 << 60)
-        ledger = planned_memory(replace(asked, num_pages=1), config, sizes, _DEVICE, asked.ranks, ample)
+        ledger = planned_memory(replace(asked, num_pages=1), config, sizes, _DEVICE, ample)
         workspace = ledger.activations + ledger.sequences + ledger.graphs + ledger.messages
         usable = int(self._memory.total * asked.gpu_memory_utilization) - _CONTEXT
         windows = 0

@@ -4,23 +4,21 @@ the times of its steps."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from strata.comm.symmetric import imagined
-from strata.engine.engine_config import EngineConfig, EngineSizes
-from strata.engine.ledger import DeviceMemory, Ledger, PoolTooSmall
+from strata.engine.engine_config import EngineConfig
+from strata.engine.ledger import DeviceMemory, Ledger
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.room import StepTarget
-from strata.engine.startup.executor import planned_memory, rank_memory
-from strata.engine.startup.room import options_with_room
+from strata.engine.startup.memory import RankPlace, rank_memory, rank_part
 from strata.engine.step_cost import step_times
 from strata.hardware.figures import Device
 from strata.kernels.device_limits import DeviceLimits, why_not
 from strata.models.config import ModelConfig
-from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
+from strata.parallel.serving_shard import TENSOR_AXIS
 from strata.plan.meta_model import meta_model
 from strata.plan.simulate.prices import PredictedPrices
 from strata.plan.simulate.replica import EngineShape
@@ -52,22 +50,15 @@ def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -
     limit = why_not(limits)
     if limit is not None:
         raise ValueError(f"{device.key}: {limit}; simulate a device that runs Strata's own kernels, such as h200")
-    ranks = asked.tensor_parallel_size
-    shard = None
-    if ranks > 1:
-        axis = imagined(TENSOR_AXIS, ranks)
-        shard = RankShard.of(config, ranks, 0, axis, expert_parallel=asked.enable_expert_parallel)
-    own = config if shard is None else shard.config
-    sizes = EngineSizes.of(asked, own, torch.device("cuda"), limits, shard)
-    sizes.packing.check_kernels("cuda", deterministic=asked.deterministic)
     total = int(device.ceiling("memory").value)
     memory = DeviceMemory(device.product, total - _CONTEXT, total)
-    whole = replace(own, vocab_size=config.vocab_size)
-    try:
-        ledger = planned_memory(asked, whole, sizes, torch.device("cuda"), ranks, memory)
-    except PoolTooSmall as error:
-        plan = partial(rank_memory, config=config, device=torch.device("cuda"), limits=limits, memory=memory)
-        raise error.with_options(options_with_room(asked, plan)) from None
+    place = RankPlace(torch.device("cuda"), limits, memory=memory)
+    part = rank_part(asked, config, place)
+    ledger = rank_memory(asked, config, place, part)
+    sizes, shard = part.sizes, part.shard
+    if shard is not None:
+        axis = imagined(TENSOR_AXIS, asked.tensor_parallel_size)
+        shard = replace(shard, axes={**shard.axes, TENSOR_AXIS: axis})
     model = meta_model(
         config,
         device,
@@ -91,6 +82,6 @@ def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -
     if sizes.states is not None or any(group.window is not None for group in sizes.groups):
         snapshots = None if sizes.states is None else ledger.snapshots
         shape = replace(shape, groups=sizes.groups, group_pages=ledger.group_pages, snapshots=snapshots)
-    kv_bytes = sum(group.shape.page_bytes for group in sizes.groups) // sizes.pool.page_tokens * ranks
+    kv_bytes = sum(group.shape.page_bytes for group in sizes.groups) // sizes.pool.page_tokens * asked.ranks
     prices = PredictedPrices(times, times.copy_seconds(ledger.state_bytes))
     return PredictedEngine(shape, prices, ledger, kv_bytes, times.sources)

@@ -22,6 +22,7 @@ import msgspec
 import uvloop
 
 from strata.serve.client import EngineClient, EngineGone
+from strata.serve.engine_ends import EngineEnds
 from strata.serve.observe.logs import configure_logging
 from strata.serve.processes.api_processes import ApiProcesses
 from strata.serve.processes.child import Child, how_it_ended
@@ -93,6 +94,7 @@ class _Launcher:
         device = engine.get("device", "auto")
         self._devices = engine_devices(asked.settings.data_parallel_size, ranks, device, os.environ)
         self._engines: list[Child] = []
+        self._ends = EngineEnds(self._folder)
         self._gone: set[int] = set()  # replicas whose engine has ended and gets no successor
         self._replacing: dict[int, asyncio.Task[bool]] = {}
 
@@ -171,7 +173,9 @@ class _Launcher:
             return
         engine.kill()  # what it may have started
         which = f" of replica {replica}" if len(self._engines) > 1 else ""
-        _log.error("the engine process%s %s", which, how_it_ended(engine.ended.result()))
+        said = f"the engine process{which} {how_it_ended(engine.ended.result())}"
+        self._ends.tell(engine.pid, said)
+        _log.error("%s", said)
         if self._asked.restart_engine:
             self._replacing[replica] = asyncio.create_task(self._replace_engine(replica))
         else:

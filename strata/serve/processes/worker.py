@@ -24,6 +24,7 @@ import uvloop
 from strata.engine.lifeline import end_with_parent
 from strata.serve.api.response_store import ResponseStore
 from strata.serve.client import EngineClient, EngineGone
+from strata.serve.engine_ends import EngineEnds
 from strata.serve.fair_queue import AT_ONCE
 from strata.serve.grammar import GrammarChecker
 from strata.serve.http.app import build_app
@@ -86,6 +87,7 @@ class ApiServer:
         self._job = job
         replicas = range(job.settings.data_parallel_size)
         self._addresses = [engine_address(Path(job.folder), replica) for replica in replicas]
+        self._ends = EngineEnds(Path(job.folder))
         self._drain = Drain()
 
     async def start(self, listener: socket.socket) -> None:
@@ -169,8 +171,8 @@ class ApiServer:
         silence = self._job.settings.engine_timeout
         if len(self._addresses) > 1:
             drains = ReplicaDrains(len(self._addresses), Path(self._job.folder))
-            return await Replicas.connect(self._addresses, silence_timeout=silence, drains=drains)
-        return await EngineClient.connect(self._addresses[0], silence_timeout=silence)
+            return await Replicas.connect(self._addresses, silence_timeout=silence, drains=drains, ends=self._ends)
+        return await EngineClient.connect(self._addresses[0], silence_timeout=silence, ends=self._ends)
 
     async def _connect_again(self, replica: int) -> None:
         state, silence = self._state, self._job.settings.engine_timeout
@@ -181,7 +183,7 @@ class ApiServer:
             state.metrics.engine_ended(one.statistics, replica)
             await one.close()
             try:
-                another = await EngineClient.connect(self._addresses[replica], silence_timeout=silence)
+                another = await EngineClient.connect(self._addresses[replica], silence_timeout=silence, ends=self._ends)
             except EngineGone as error:
                 _log.warning("the new engine is gone: %s", error)
                 continue

@@ -12,6 +12,7 @@ from strata.engine.process.messages import Add, Delta, Embed, Ready, Statistics,
 from strata.engine.routing.router import NoReplica, Route, Router, Standing
 from strata.engine.watch.request_ledger import RequestLedger
 from strata.serve.client import EngineClient, EngineGone
+from strata.serve.engine_ends import EngineEnds
 from strata.serve.routing.drains import ReplicaDrains
 
 # After this an engine has told of all that it was sent before it was drained: it tells twice a second.
@@ -112,12 +113,18 @@ class Replicas:
 
     @classmethod
     async def connect(
-        cls, addresses: Sequence[str], *, silence_timeout: float = 0.0, drains: ReplicaDrains | None = None
+        cls,
+        addresses: Sequence[str],
+        *,
+        silence_timeout: float = 0.0,
+        drains: ReplicaDrains | None = None,
+        ends: EngineEnds | None = None,
     ) -> Replicas:
         """Wait until all engines are ready. Raises EngineGone if one of them is not to be; parameters as of
         `EngineClient.connect` and of `Replicas`."""
         connecting = [
-            asyncio.create_task(EngineClient.connect(address, silence_timeout=silence_timeout)) for address in addresses
+            asyncio.create_task(EngineClient.connect(address, silence_timeout=silence_timeout, ends=ends))
+            for address in addresses
         ]
         try:
             return cls(await asyncio.gather(*connecting), drains)
@@ -146,6 +153,11 @@ class Replicas:
     @property
     def alive(self) -> bool:
         return any(client.alive for client in self.clients)
+
+    @property
+    def cause(self) -> str:
+        """Why none of them is alive, as far as that is known."""
+        return ", ".join(dict.fromkeys(client.cause for client in self.clients))
 
     @property
     def takes_requests(self) -> bool:

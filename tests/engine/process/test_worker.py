@@ -359,14 +359,18 @@ class TestTheEnd:
         parent.stdout.close()
 
     @pytest.mark.parametrize(
-        ("error", "told"), [("EngineFault('out of memory\\nledger')", "out of memory"), ("KeyError('bug')", "bug")]
+        ("error", "told"),
+        [
+            ("out_of_memory(MemoryError(), 'a step', self._ledger)", "max_num_seqs, --max-num-batched-tokens or"),
+            ("KeyError('bug')", "bug"),
+        ],
     )
     def test_of_an_engine_that_breaks_down_is_told_to_all(self, tmp_path: Path, error: str, told: str) -> None:
         script = (
             "import sys\n"
             "from strata.engine import loop\n"
             "from strata.engine.process import worker\n"
-            "from strata.engine.faults import EngineFault\n"
+            "from strata.engine.faults import out_of_memory\n"
             "step = loop.EngineLoop.step\n"
             "def breaks(self):\n"
             f"    if self.scheduler.running > 1: raise {error}\n"
@@ -374,7 +378,7 @@ class TestTheEnd:
             "loop.EngineLoop.step = breaks\n"
             "sys.exit(worker.main())\n"
         )
-        with WorkerProcess(tmp_path / "engine", script=script, num_pages=100) as worker:
+        with WorkerProcess(tmp_path / "engine", script=script, num_pages=100, max_num_batched_tokens=512) as worker:
 
             async def scenario() -> None:
                 clients = [await EngineClient.connect(worker.address, timeout=60) for _ in range(2)]

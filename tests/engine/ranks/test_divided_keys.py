@@ -17,8 +17,8 @@ from strata.engine.ledger import DeviceMemory
 from strata.engine.outputs import RequestOutput
 from strata.engine.ranks.rank import share_of
 from strata.engine.startup.divided_keys import check_gathered_heads
-from strata.engine.startup.executor import planned_memory
 from strata.engine.startup.kept_states import check_states
+from strata.engine.startup.memory import planned_memory
 from strata.models.save import save
 from tests.parallel.models import random_model
 from tests.parallel.shards import divisible_config
@@ -163,7 +163,7 @@ def test_memory_holds_more_tokens(tmp_path: Path) -> None:
         shard = share_of(asked, config, 1)
         sizes = EngineSizes.of(asked, shard.config, torch.device("cpu"), None, shard)
         memory = DeviceMemory("cpu", 1 << 34, 1 << 34)
-        ledgers.append(planned_memory(asked, shard.config, sizes, torch.device("cpu"), 4, memory))
+        ledgers.append(planned_memory(asked, shard.config, sizes, torch.device("cpu"), memory))
     assert len({ledger.page_bytes for ledger in ledgers}) == 1
     assert [ledger.page_size for ledger in ledgers] == [4, 8, 16]
 
@@ -190,7 +190,7 @@ def test_options_that_do_not_go_along_are_refused(option: dict[str, Any]) -> Non
 
 
 def test_it_divides_the_ranks() -> None:
-    with pytest.raises(ValueError, match=r"size=3 divides keys among .*tensor_parallel_size=4"):
+    with pytest.raises(ValueError, match=r"size=3 divides keys among .*size=4.* needs 3 ranks for each KV head"):
         EngineConfig("8B", tensor_parallel_size=4, decode_context_parallel_size=3)
 
 

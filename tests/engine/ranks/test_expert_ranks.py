@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from strata import LLM, SamplingParams
+from strata.engine.build import build_engine
 from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.ranks.expert_balance import ExpertBalance, RankExperts
 from strata.engine.ranks.rank import share_of
@@ -164,3 +165,17 @@ def test_room_that_ranks_cannot_share(folder: Path) -> None:
     ranked: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True}
     with pytest.raises(ValueError, match="num_redundant_experts=1 with 8 experts on 2 ranks"):
         LLM(folder, **ranked, num_redundant_experts=1, **OPTIONS)
+
+
+def test_one_rank_takes_the_option_of_experts_as_vllm_does_and_says_that_it_does_nothing(tmp_path: Path) -> None:
+    config = divisible_config("qwen3-moe")
+    save(random_model(config, torch.float32), config, tmp_path)
+    options = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "skip_tokenizer_init": True}
+    told: list[list[str]] = [[], []]
+    graphs = []
+    for enabled, lines in enumerate(told):
+        asked = EngineConfig.from_options(tmp_path, options | {"enable_expert_parallel": bool(enabled)})
+        graphs.append(build_engine(asked, lines.append).graphs.logits.code)
+    assert graphs[0] == graphs[1]
+    said = "enable_expert_parallel=True has no effect with tensor_parallel_size=1: one rank has all experts"
+    assert [said in lines for lines in told] == [False, True]

@@ -41,7 +41,7 @@ SCHEMA = {
 
 def started(ranks: int) -> LLM:
     # Of the prompts, long chunks are computed in two halves, short ones whole.
-    return LLM(tensor_parallel_size=ranks, overlap_tokens=24, **OPTIONS)
+    return LLM(tensor_parallel_size=ranks, overlap_tokens=24 if ranks > 1 else None, **OPTIONS)
 
 
 @pytest.fixture(scope="module")

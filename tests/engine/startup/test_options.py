@@ -25,6 +25,14 @@ def test_numbers_are_whole_and_not_negative(name: str, value: Any) -> None:
         EngineConfig("8B", **{name: value})
 
 
+def test_one_rank_has_no_messages_that_could_travel_beside_products() -> None:
+    for options in ({}, {"pipeline_parallel_size": 2}, {"prefill_context_parallel_size": 2}):
+        with pytest.raises(ValueError, match=r"overlap_tokens=64 .* tensor_parallel_size=1 adds up nothing; leave it"):
+            EngineConfig("8B", overlap_tokens=64, **options)
+        assert EngineConfig("8B", overlap_tokens=0, **options).overlapped_from == 0
+    assert EngineConfig("8B", overlap_tokens=64, tensor_parallel_size=2).overlapped_from == 64
+
+
 @pytest.mark.parametrize("name", ["enable_expert_parallel", "enable_dp_attention", "enable_eplb", "deterministic"])
 @pytest.mark.parametrize("value", ["false", 1, None])
 def test_what_is_on_or_off_is_a_bool(name: str, value: Any) -> None:

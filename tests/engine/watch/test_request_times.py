@@ -3,7 +3,10 @@ causes."""
 
 from __future__ import annotations
 
+import gc
+import sys
 import time
+import tracemalloc
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,8 +22,8 @@ from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.held import Held
 from strata.engine.scheduling.scheduler import Scheduler
-from strata.engine.watch.request_ledger import Part, RequestLedger, ended_at
-from strata.engine.watch.request_times import MOST_TOLD, Arrival, RequestTimes
+from strata.engine.watch.request_ledger import PARTS, Part, RequestLedger, ended_at
+from strata.engine.watch.request_times import KEPT, MOST_TOLD, Arrival, RequestTimes
 from strata.engine.watch.step_shares import StepLook, StepShares
 from strata.engine.watch.watch import Watch
 from tests.engine.simulated import (
@@ -231,6 +234,47 @@ def test_of_many_requests_of_one_name_the_newest_are_told() -> None:
         times.queued(str(number), ["all"], [sequence], Arrival(*[float(number)] * 4))
     found = times.ledgers("all", 1000.0)
     assert [ledger.seconds for ledger in found] == [1000.0 - number for number in range(5, MOST_TOLD + 5)]
+
+
+def test_a_ledger_does_not_grow_with_the_output() -> None:
+    """100,000 tokens at 2 ms, looked at twice a second as an engine does."""
+    watch, draw = Watch(StepShares()), Draw(0, 0)
+    sequence = Sequence(0, request("long", 4, 9), 0, 64, [1] * 4, 4)
+    watch.requests.queued("long", ["long"], [sequence], Arrival(0.0, 0.0, 0.0, 0.0))
+    prompt = StepPlan((), (NewSequence(0, 0, (1,) * 4, 4, 0),), (Chunk(0, 0, 0, 4, (draw,), 0, ()),), (), 4)
+    decode = StepPlan((), (), (Chunk(0, 0, 4, 1, (draw,), 0, ()),), (), 1)
+    blocks = []
+    for number in range(100_000):
+        now = 0.002 * number
+        watch.step(StepTiming(decode if number else prompt, (Held(),), now, now, now + 0.001))
+        watch.standings(now, compiled=0)
+        if number in (20_000, 99_999):
+            gc.collect()
+            blocks.append(sys.getallocatedblocks())
+    assert watch.requests.ledgers("long", now)[0].decode_steps == 99_999
+    assert abs(blocks[1] - blocks[0]) < 1_000
+
+
+def test_ledgers_do_not_grow_with_the_requests() -> None:
+    """Six times as many as are kept, each with all parts and the longest name that a client can give."""
+    times, held = RequestTimes(has_floor=True), []
+    tracemalloc.start()
+    try:
+        for number in range(6 * KEPT):
+            id = str(number)
+            sequence = Sequence(number, request(id, 4, 1), 0, 64, [1] * 1000, 4)
+            times.queued(id, [f"{id:x>128}", f"answer-{id}"], [sequence], Arrival(*[float(number)] * 4))
+            running = times._times[number]
+            running.parts.update({part: float(at + number) for at, part in enumerate(PARTS)})
+            running.first_parts = {part: float(at + number) for at, part in enumerate(PARTS)}
+            times.request_ended(id, number + 1.0)
+            times.delivered(id, number + 2.0)
+            if (number + 1) % (3 * KEPT) == 0:
+                held.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert held[0] < 3.5e3 * KEPT
+    assert abs(held[1] - held[0]) < 64e3
 
 
 def test_a_step_costs_as_much_however_many_decode() -> None:

@@ -19,8 +19,7 @@ from strata.cli import serve as serve_cli
 from strata.cli.main import app
 from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.ledger import DeviceMemory, Ledger, PoolTooSmall
-from strata.engine.ranks.rank import share_of
-from strata.engine.startup.executor import planned_memory
+from strata.engine.startup.memory import RankPlace, planned_memory, rank_memory, rank_part
 from strata.hardware.specs import device
 from strata.kernels.device_limits import DeviceLimits
 from strata.models.config import ModelConfig, config_from_dict
@@ -108,7 +107,7 @@ def predicted_ledger(asked: EngineConfig, config: ModelConfig) -> Ledger:
     """Of an H200."""
     sizes = EngineSizes.of(asked, config, torch.device("cuda"), DeviceLimits.listed(device("h200")))
     memory = DeviceMemory("NVIDIA H200", int(141e9) - (1 << 29), int(141e9))
-    return planned_memory(asked, config, sizes, torch.device("cuda"), 1, memory)
+    return planned_memory(asked, config, sizes, torch.device("cuda"), memory)
 
 
 @pytest.mark.parametrize(
@@ -128,12 +127,9 @@ def test_fewer_bits_have_the_memory_that_the_engine_gives_them(
     held = Memory(config, machine, TRAFFIC, model).held(layout, 64, 8192, precision)
     engine = []
     for index in sorted({0, asked.ranks // 2, asked.ranks - 1}):
-        shard = share_of(asked, config, index) if asked.ranks > 1 else None
-        own = config if shard is None else shard.config
-        sizes = EngineSizes.of(asked, own, torch.device("cuda"), DeviceLimits.listed(device("h200")), shard)
         memory = DeviceMemory("NVIDIA H200", int(141e9) - CONTEXT, int(141e9))
-        whole = replace(own, vocab_size=config.vocab_size)
-        engine.append(planned_memory(asked, whole, sizes, torch.device("cuda"), asked.ranks, memory))
+        place = RankPlace(torch.device("cuda"), DeviceLimits.listed(device("h200")), index, memory)
+        engine.append(rank_memory(asked, config, place, rank_part(asked, config, place)))
     least = min(engine, key=lambda one: one.pages)
     assert (held.weights, held.page_bytes) == (least.weights, least.page_bytes)
     assert held.workspace == least.activations + least.sequences + least.graphs + least.messages
@@ -284,7 +280,7 @@ def test_fixed_states_have_the_memory_that_the_engine_gives_them(name: str, mach
         held = replace(ample, total=total, budget=int(total * 0.9) - CONTEXT)
         try:
             ledger = planned_memory(
-                asked, config, sizes, torch.device("cuda"), 1, DeviceMemory("", total - CONTEXT, total)
+                asked, config, sizes, torch.device("cuda"), DeviceMemory("", total - CONTEXT, total)
             )
         except PoolTooSmall:
             ledger = None

@@ -97,8 +97,9 @@ def kill_engine(server: Running) -> None:
     os.kill(server.engine(), signal.SIGKILL)
 
 
-def test_a_killed_engine_is_told_in_the_stream_by_health_and_by_the_exit_status() -> None:
-    with running() as server, ThreadPoolExecutor(1) as pool:
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_killed_engine_is_told_in_the_stream_by_health_and_by_the_exit_status(workers: str) -> None:
+    with running("--api-workers", workers) as server, ThreadPoolExecutor(1) as pool:
         children = server.children()
         with server.stream(max_tokens=1000) as events:
             next(events)
@@ -108,10 +109,13 @@ def test_a_killed_engine_is_told_in_the_stream_by_health_and_by_the_exit_status(
             killed = time.monotonic()
             wait_for(lambda: server.status("/health") == 503, server.output)
             assert time.monotonic() - killed < 10
+            cause = "the engine is gone: the engine process was killed by SIGKILL (out of memory?)"
+            wait_for(lambda: server.http.get("/health").json()["error"]["message"] == cause, server.output)
             rest = list(events)
         assert rest[-1]["error"]["code"] == "engine_dead"
         assert set(rest[-1]["error"]) == {"message", "type", "param", "code"}
         assert whole.result().status_code == 503
+        assert [rest[-1]["error"]["message"], whole.result().json()["error"]["message"]] == [cause] * 2
         assert server.wait(10) == 1
         assert "the engine process was killed by SIGKILL" in server.output()
         wait_for(lambda: not any(map(is_alive, children)), seconds=10)
@@ -129,7 +133,8 @@ def test_a_killed_engine_is_replaced_if_that_is_asked_for() -> None:
         refused = server.complete(max_tokens=1)
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) >= 1
-        assert "another is being started" in refused.json()["error"]["message"]
+        message = refused.json()["error"]["message"]
+        assert message.endswith("was killed by SIGKILL (out of memory?); another is being started, ask again")
         wait_for(lambda: server.status("/ready") == 200, server.output)
         assert server.engine() != first
         assert server.complete(temperature=0, max_tokens=20).json()["choices"] == answer

@@ -56,7 +56,7 @@ def test_a_key_on_the_command_line_is_refused_and_not_repeated() -> None:
     ("arguments", "what"),
     [
         (("--allowed-origins", "*"), "--allowed-origins *"),
-        (("--max-model-len", "5000"), "max_model_len=5000"),
+        (("--max-model-len", "5000"), "--max-model-len 5000"),
     ],
 )
 def test_bad_arguments_are_one_line(arguments: tuple[str, ...], what: str) -> None:

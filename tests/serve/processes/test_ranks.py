@@ -39,6 +39,8 @@ def test_a_rank_that_is_lost_ends_the_requests_and_the_engine_is_replaced(alone:
                 os.kill(lose(server), signal.SIGKILL)
                 last = list(events)[-1]
             assert last["error"]["code"] == "engine_dead"
+            if lose is Running.engine:
+                assert "the engine process was killed by SIGKILL" in last["error"]["message"]
             wait_for(lambda: server.status("/health") == 503, server.output)
             wait_for(lambda: server.status("/ready") == 200, server.output)
             assert answer(server) == alone

@@ -113,6 +113,8 @@ def test_several_api_processes_share_the_replicas() -> None:
             answers = list(pool.map(lambda _: server.complete(temperature=0, max_tokens=40), range(16)))
         # What had begun in the engine as it was killed may have been told so; all else was answered by the other.
         assert {one.status_code for one in answers} <= {200, 503}
+        cause = "the engine is gone: the engine process of replica 0 was killed by SIGKILL (out of memory?)"
+        assert {one.json()["error"]["message"] for one in answers if one.status_code == 503} <= {cause}
         assert {one.json()["choices"][0]["text"] for one in answers if one.status_code == 200} == {expected}
         await_restarts(server, 1)
         assert answer(server) == expected

@@ -1,0 +1,157 @@
+"""How the memory of a rank's device is divided: what the rank has of the model, the sizes that follow, and the ledger.
+
+The start of an engine counts so on the device that is here, a simulation on one that need not be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from strata.engine.engine_config import EngineConfig, EngineSizes
+from strata.engine.ledger import DeviceMemory, Ledger, PoolTooSmall, plan_memory
+from strata.engine.ranks.rank import share_of
+from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
+from strata.engine.startup.divided_keys import joining_bytes
+from strata.engine.startup.recurrent_scratch import recurrent_bytes
+from strata.engine.startup.room import options_with_room
+from strata.engine.startup.sparse_attention import choice_bytes
+from strata.graph.ranks.overlap import SLOTS
+from strata.graph.ranks.row_parts import most_rows
+from strata.kernels.attention import decode_cuda as decode_attention_cuda
+from strata.kernels.attention import fixed as attention_fixed
+from strata.kernels.device_limits import DeviceLimits, implementations_for
+from strata.kernels.latent import cuda as latent_cuda
+from strata.models.config import ModelConfig
+from strata.parallel.serving_shard import RankShard
+
+# What NCCL takes for the channels between the ranks of one host, estimated.
+_MESSAGE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a rank runs. limits: of a CUDA device that runs the own kernels, which need not be here; None: of no such
+    device. index: of the rank. memory: of a device that need not be here; None: of `device` as it is now."""
+
+    device: torch.device
+    limits: DeviceLimits | None
+    index: int = 0
+    memory: DeviceMemory | None = None
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What a rank has of a model. shard: None if it has all of it. config: its own, from which `sizes` follow."""
+
+    shard: RankShard | None
+    config: ModelConfig
+    sizes: EngineSizes
+
+
+def rank_part(asked: EngineConfig, config: ModelConfig, place: RankPlace) -> RankPart:
+    """config: of the whole model. Raises ValueError for whatever cannot be honoured."""
+    divides = max(asked.tensor_parallel_size, asked.pipeline_parallel_size) > 1
+    shard = share_of(asked, config, place.index) if divides else None
+    own = config if shard is None else shard.config
+    sizes = EngineSizes.of(asked, own, place.device, place.limits, shard)
+    kind = implementations_for(place.limits or place.device)
+    sizes.packing.check_kernels(kind, deterministic=asked.deterministic)
+    return RankPart(shard, own, sizes)
+
+
+def rank_memory(asked: EngineConfig, config: ModelConfig, place: RankPlace, part: RankPart) -> Ledger:
+    """How the memory of a rank's device is divided. config: of the whole model, of which the rank has `part`.
+
+    Raises ValueError if it does not suffice; where the weights or the pages lack room, with options that have it.
+    """
+
+    def planned(other: EngineConfig) -> Ledger:
+        return _divided(other, config, place, rank_part(other, config, place))
+
+    try:
+        return _divided(asked, config, place, part)
+    except PoolTooSmall as error:
+        raise error.with_options(options_with_room(asked, planned)) from None
+
+
+def _divided(asked: EngineConfig, config: ModelConfig, place: RankPlace, part: RankPart) -> Ledger:
+    # A draw with filters gathers its rows of logits, of the whole vocabulary, on every rank.
+    whole = replace(part.config, vocab_size=config.vocab_size)
+    return planned_memory(asked, whole, part.sizes, place.device, place.memory)
+
+
+def planned_memory(
+    asked: EngineConfig,
+    config: ModelConfig,
+    sizes: EngineSizes,
+    device: torch.device,
+    memory: DeviceMemory | None = None,
+) -> Ledger:
+    """How the memory of a device is divided. config: of a rank, with the whole vocabulary. memory: of a device that
+    need not be here. Raises ValueError if it does not suffice."""
+    rows = {size.sequences for size in sizes.recorded}
+    overlapped = SLOTS * overlapped_bytes(asked, config, sizes)
+    return plan_memory(
+        config,
+        sizes.pool,
+        device,
+        weight_bytes=sizes.weight_bytes,
+        max_tokens=sizes.max_tokens,
+        max_sequences=asked.max_num_seqs,
+        max_length=sizes.max_length,
+        utilization=asked.gpu_memory_utilization,
+        num_pages=asked.num_pages,
+        dtype=sizes.pool.dtype,
+        recorded=sizes.recorded,
+        scratch=max((_scratch_bytes(asked, config, sizes, count) for count in rows), default=0)
+        + (sizes.packing.largest_in_floats(sizes.pool.dtype) if device.type == "cuda" else 0)
+        + (recurrent_bytes(asked, config, sizes.max_tokens, sizes.pool.dtype) if device.type == "cuda" else 0)
+        + choice_bytes(asked, config, sizes.max_tokens, sizes.max_length)
+        + joining_bytes(asked, config, sizes.max_tokens),
+        sharing=asked.ranks,
+        messages=_message_bytes(asked, sizes, device, overlapped),
+        sources=asked.tensor_parallel_size if asked.enable_dp_attention else 1,
+        memory=memory,
+        groups=sizes.groups,
+        states=sizes.states,
+        takes_snapshots=asked.enable_prefix_caching,
+    )
+
+
+def overlapped_bytes(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes) -> int:
+    """Of the largest message that travels by copy engines beside products; 0 if none is to."""
+    none_travel = asked.overlapped_from == 0 or asked.deterministic or asked.enable_dp_attention
+    if none_travel or asked.tensor_parallel_size != 2:
+        return 0
+    return most_rows(sizes.max_tokens) * config.hidden_size * sizes.pool.dtype.itemsize
+
+
+def _message_bytes(asked: EngineConfig, sizes: EngineSizes, device: torch.device, overlapped: int) -> int:
+    """What messages between ranks need: those of NCCL, the keys and values of a layer where ranks gather them, and
+    `overlapped` for those that travel beside products."""
+    found = _MESSAGE_BYTES + overlapped if asked.ranks > 1 and device.type == "cuda" else 0
+    if 1 < asked.decode_context_parallel_size < asked.tensor_parallel_size:
+        found *= 2  # some of the ranks have a group of their own
+    parts = asked.axis_sizes[CONTEXT_AXIS]
+    if parts > 1:
+        rows = TokenDivision.on(device.type, parts, 0).largest(sizes.max_tokens, asked.max_num_seqs).tokens
+        token = sizes.pool.page_bytes // sizes.pool.page_size // sizes.pool.layers
+        found += (1 + parts) * rows * token
+    return found
+
+
+def _scratch_bytes(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, rows: int) -> int:
+    """What attention needs beside its result in a step of so many decodes."""
+    pool, ranks = sizes.pool, sizes.pool.kept.ranks
+    keys = -(-sizes.max_length // pool.page_tokens) * pool.page_size
+    if config.latent is not None:
+        if asked.deterministic:  # no sequence is divided
+            return 0
+        return latent_cuda.scratch_bytes(rows, keys, config.num_heads * ranks, config.latent.rank, pool.dtype)
+    if asked.deterministic:
+        return attention_fixed.scratch_bytes(rows, keys, config.num_heads, config.head_dim)
+    return decode_attention_cuda.scratch_bytes(
+        rows, keys, config.num_heads * ranks, config.num_kv_heads, config.head_dim, pool.dtype
+    )
