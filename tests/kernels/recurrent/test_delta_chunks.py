@@ -13,7 +13,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from strata.engine.engine_config import EngineConfig
+from strata.engine.ledger import DeviceMemory
+from strata.engine.startup.memory import RankPlace, rank_memory, rank_part
 from strata.engine.startup.recurrent_scratch import recurrent_bytes
+from strata.hardware.specs import device
+from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.recurrent import delta_chunks_cuda
 from strata.kernels.recurrent.gated_delta import gated_delta
 from strata.models.config import config_from_dict
@@ -103,3 +107,18 @@ def test_memory_is_planned_for_the_largest_step() -> None:
     assert recurrent_bytes(replace(asked, deterministic=True), config, 4096, BF16) == 0
     assert recurrent_bytes(asked, config, 4096, torch.float32) == 0
     assert recurrent_bytes(asked, replace(config, recurrence=None), 4096, BF16) == 0
+
+
+def test_ranks_of_a_gpu_set_it_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight heads, once for steps that are launched and once for those that are recorded."""
+    config = config_from_dict(SHAPES["80B-A3B"])
+    asked = EngineConfig("nowhere", tensor_parallel_size=4, max_model_len=4096)
+    place = RankPlace(
+        torch.device("cuda"), DeviceLimits.listed(device("h200")), 0, DeviceMemory("a GPU", 141 << 30, 141 << 30)
+    )
+    part = rank_part(asked, config, place)
+    found = rank_memory(asked, config, place, part)
+    monkeypatch.setattr("strata.engine.startup.memory.recurrent_bytes", lambda *given: 0)
+    without = rank_memory(asked, config, place, part)
+    more = recurrent_bytes(asked, part.config, part.sizes.max_tokens, BF16)
+    assert found.activations - without.activations == found.graphs - without.graphs == more > 100 << 20
