@@ -49,6 +49,7 @@ def compare(reference: Callable[..., Tensor], kernel: Callable[..., Tensor], *sh
     whole = step([3, 17])
     for batches in (kept, [whole, whole]):
         wanted, found = reference(batches[0]), kernel(batches[1])
+        assert found.isfinite().all()
         worst = max(worst, (wanted - found).abs().max().item())
     assert kept[0].states is not None
     assert kept[1].states is not None

@@ -20,4 +20,4 @@ def test_kernels_equal_their_references(module: str) -> None:
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
     allowed = {name: 2e-3 if "float16" in name else 2e-4 for name in found}
-    assert {name: error for name, error in found.items() if error > allowed[name]} == {}
+    assert {name: error for name, error in found.items() if not error <= allowed[name]} == {}  # nor NaN
