@@ -101,8 +101,9 @@ def gated_delta_solve_kernel(
     them. In one dimension, because others have 65,535 at most. `shared` heads have one key head.
 
     Of each program: inverses [CHUNK, CHUNK], X; in float32 [CHUNK] decays, the sums, and what keys, which stay as they
-    are, are multiplied by: weights, to length 1 and by their strengths; reads, to length 1 and by what is left of the
-    state before the chunk; lefts, weights by what is left of a token behind the chunk. What is no token has weight 0.
+    are, are multiplied by: weights, to length 1 and by their strengths; reads, to length 1, by what is left of the
+    state before the chunk and by -1; lefts, weights by what is left of a token behind the chunk. What is no token has
+    weight 0.
     HALVES: products for the inverse are of float16, as close as tf32. No number is above 1: X[i, j] is what key i has
     of key j behind the contractions (1 - beta K K^T) of the tokens between, times decays and a strength.
     """
@@ -131,7 +132,7 @@ def gated_delta_solve_kernel(
     of_chunk = tl.program_id(0).to(tl.int64) * CHUNK
     tl.store(decays + of_chunk + index, decay)
     tl.store(weights + of_chunk + index, weight)
-    tl.store(reads + of_chunk + index, scale * tl.exp(decay))
+    tl.store(reads + of_chunk + index, -scale * tl.exp(decay))
     tl.store(lefts + of_chunk + index, weight * tl.exp(tl.sum(each, 0) - decay))
     between = tl.exp(tl.where(row > column, decay[:, None] - decay[None, :], -float("inf")))
     system = scale[:, None] * alike * weight[None, :] * between
@@ -192,21 +193,22 @@ def gated_delta_states_kernel(
         square = index[:, None] * CHUNK + index[None, :]
         put_place = column[:, None] * CHUNK + index[None, :]
         begin_place = column[:, None] * KEY_DIM + place[None, :]
+        count = (end - start).to(tl.int32)
         last = decays + chunk * CHUNK + CHUNK - 1
         whole = tl.load(last)
-        for first in range(start, end, CHUNK):
+        for done in range(0, count, CHUNK):
             # A chunk ahead by hand: Triton does so for blocks alone.
             last += heads * CHUNK
-            next_whole = tl.load(last, mask=first + CHUNK < end, other=0.0)
+            next_whole = tl.load(last, mask=done + CHUNK < count, other=0.0)
             begun = state.to(begins.dtype.element_ty)
             tl.store(begins + chunk * VALUE_DIM * KEY_DIM + begin_place, begun)
-            exists = index[:, None] < end - first
+            exists = index[:, None] < count - done
             keys = tl.load(key + key_place, mask=exists & inside[None, :], other=0.0)
             values = tl.load(value + value_place, mask=exists & held[None, :], other=0.0)
             inverse = tl.load(inverses + chunk * CHUNK * CHUNK + square)
             put = tl.dot(tl.trans(values), tl.trans(inverse), input_precision=PRECISION)
             read = tl.load(reads + chunk * CHUNK + index)[None, :]
-            known = tl.dot(begun, tl.trans(keys), input_precision=PRECISION) * -read
+            known = tl.dot(begun, tl.trans(keys), input_precision=PRECISION) * read
             put = tl.dot(known.to(keys.dtype), tl.trans(inverse), put, input_precision=PRECISION)
             tl.store(puts + chunk * VALUE_DIM * CHUNK + put_place, put.to(puts.dtype.element_ty))
             left = tl.load(lefts + chunk * CHUNK + index)[None, :]
