@@ -80,7 +80,7 @@ def explain(
         _check_alone(context, "request", "a request of a server", _OF_REQUESTS)
         show(request_explained(url, request), as_json=as_json, html=html, trace=trace)
         return
-    if _is_given(context, "url"):
+    if options.is_given(context, "url"):
         raise ValueError("--url is of the server that has a --request: give its id too")
     if run is not None:
         _check_alone(context, "run", "a training run", _OF_TRAINING)
@@ -120,14 +120,9 @@ def _check_alone(context: typer.Context, option: str, what: str, known: frozense
     """What is of tests says nothing of anything else. Raises ValueError where it was given."""
     given = (one for one in context.command.params if one.name not in known)
     for one in given:
-        if _is_given(context, one.name or ""):
+        if options.is_given(context, one.name or ""):
             name = one.opts[0] if one.opts[0].startswith("-") else "a test"
             raise ValueError(f"--{option} explains {what}, of which {name} says nothing; leave one of them out")
-
-
-def _is_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def _training(run: Path) -> Explanation:
@@ -185,11 +180,12 @@ def explained(
 ) -> Explanation:
     """A test on an engine with these changes of its options."""
     from strata.bench.explain.measure import kernel_kind, measure, measured_steps
-    from strata.bench.explain.predicted_steps import ideal_seconds, in_asked_dtype, predicted
+    from strata.bench.explain.predicted_steps import check_ranks, ideal_seconds, in_asked_dtype, predicted
     from strata.bench.run import engine
     from strata.plan.explain.explain import explain as explain_run
     from strata.plan.explain.split import operation_name
 
+    check_ranks(setup)  # before ranks are started
     given = setup.llm_options() | dict(changes)
     llm = engine(given)
     times, sources = predicted(llm, setup)

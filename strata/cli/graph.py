@@ -110,8 +110,10 @@ def graph(
     size, stages, shard = tensor_parallel_size, pipeline_parallel_size, None
     parts = prefill_context_parallel_size
     ranks, along = size * stages * parts, imagined(CONTEXT_AXIS, parts) if parts > 1 else None
-    if (enable_expert_parallel or enable_dp_attention) and size == 1:
-        raise ValueError("--enable-expert-parallel divides experts by --tensor-parallel-size; make that 2 or more")
+    if enable_dp_attention and size == 1:
+        raise ValueError(
+            "--enable-dp-attention is of experts that --tensor-parallel-size ranks divide; make that 2 or more"
+        )
     if parts > 1 and (stages > 1 or enable_dp_attention):
         other = "--pipeline-parallel-size" if stages > 1 else "--enable-dp-attention"
         raise ValueError(f"--prefill-context-parallel-size does not go together with {other}; leave out one of them")
@@ -157,6 +159,9 @@ def graph(
         from strata.bench.measured_step import engine_for, measure_step
 
         asked = engine_for(source, meta, "cpu" if here.is_processor else "cuda", quantization, sparsity, passes)
+        held = sum(node.cost.weights for node in priced.step.timed) / 2**30
+        many = f"{held:.1f} GiB of weights and {len(priced.step.timed)} operations, one after another"
+        typer.echo(f"measuring on {spec.product}: {many}", err=True)  # of a large model on a processor for minutes
         measured = measure_step(asked, workload, meta.recorded_size(workload), priced.step.graph)
         priced = dataclasses.replace(priced, measured=measured)
     step = {"model": model, "tokens": tokens, "context": context, "sequences": sequences, "prompt": prompt}
@@ -236,6 +241,8 @@ class PricedStep:
 
         def operation_of(node: NodeCost) -> tuple[str, str, str]:
             part = node.module.rpartition(".")[2]
+            if parts.get(id(node)) == "head" and part == "embed_tokens":  # a tied head, beside the lookup
+                part = "lm_head (embed_tokens)"
             return node.operation, part if node.parameters or "+" in part else "", node.implementation
 
         def part_of(node: NodeCost) -> tuple[str, str, str]:
@@ -349,6 +356,9 @@ class PricedStep:
         if self.link is not None:
             link = self.link
             rate = f"{quantity(link.bandwidth)}B/s each way, {duration(link.latency)} a message"
+            best = f"{quantity(link.fastest or link.bandwidth)}B/s, {duration(link.least_seconds(1, 0))}"
+            if link.fastest is not None or link.shortest is not None:
+                rate += f" (floors by the best that was seen: {best})"
             console.print(f"link between ranks: {rate}: {link.source}, {link.date}", style="dim")
 
     @property

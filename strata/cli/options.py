@@ -83,3 +83,9 @@ Temperature = Annotated[float | None, sampling_option(help="0 is greedy; the mod
 TopP = Annotated[float | None, sampling_option(help="Nucleus sampling, in [0, 1].")]
 TopK = Annotated[int | None, sampling_option(help="Keep this many likeliest tokens; 0 keeps all.")]
 Seed = Annotated[int | None, sampling_option(help="The same seed draws the same tokens.")]
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether a parameter was given, rather than left at its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")

@@ -24,6 +24,7 @@ _PRECISION, _LACKS = "precision", "lacks"
 
 
 def plan(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="Checkpoint folder, org/model, config.json, or a shape (8B, 70B).")],
     hardware: Annotated[
         str, typer.Option(help="Device of the database, such as h100, b200, mi300x or tpu-v5e.")
@@ -35,12 +36,16 @@ def plan(
     cached: Annotated[int, typer.Option(min=0, help="First tokens of prompts that the prefix cache has.")] = 0,
     ttft: Annotated[float | None, typer.Option(help="Most milliseconds to the first token, on average.")] = None,
     tpot: Annotated[float | None, typer.Option(help="Most milliseconds of each token after it.")] = None,
-    price: Annotated[float | None, typer.Option(min=0, help="Of one device an hour, in any currency.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, max=1e9, help="Of one device an hour, in any currency.")] = None,
     quantization: options.Quantization = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
     gpus_per_host: Annotated[int, typer.Option(min=1, help="Devices that a fast link joins.")] = 8,
-    network: Annotated[float, typer.Option(min=0.001, help="GB/s of a device to other hosts, each way.")] = 50.0,
-    train: Annotated[bool, typer.Option("--train", help="Train it; then the next four options.")] = False,
+    network: Annotated[
+        float, typer.Option(min=0.001, max=1e6, help="GB/s of a device to other hosts, each way.")
+    ] = 50.0,
+    train: Annotated[
+        bool, typer.Option("--train", help="Train it; then the next four options, which are of that alone.")
+    ] = False,
     batch_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a step, on all devices.")] = None,
     sequence: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 8192,
     precision: Annotated[str, typer.Option(help="Of its layers: bf16, fp8-tensor, fp8-row.")] = "bf16",
@@ -73,8 +78,10 @@ def plan(
         on = (device_to_plan(hardware), gpus, batch_tokens, sequence, gpus_per_host, network * GIGA, precision)
         plan_training(model, folder_shape_or_file(model), on, price, out, as_json=as_json)
         return
-    if out is not None:
-        raise ValueError("--out writes the run file of a training: it goes with --train")
+    if given := [f"--{name}" for name in ("out", "sequence", "precision") if options.is_given(context, name)]:
+        raise ValueError(
+            f"{', '.join(given)}: for a training run alone; add --train and --batch-tokens, or leave it out"
+        )
     from strata.bench.result import writable
     from strata.plan.search.frontier import drawable, frontier_svg
     from strata.plan.search.page import html_page
@@ -90,6 +97,10 @@ def plan(
     if trace is None and not (isl and osl):
         raise ValueError("give the lengths of requests by --isl and --osl, or by --trace FILE")
     traffic = Traffic.of(isl, osl, cached) if isl and osl else read_traffic(trace or Path(), cached)
+    if tpot is not None and traffic.output == 1:
+        raise ValueError(f"--tpot {tpot:g}: answers of one token have no time after the first; leave it out")
+    if svg is not None and traffic.output == 1:
+        raise ValueError(f"--svg {svg}: answers of one token have no tokens a second of a user to draw; leave it out")
     objectives = Objectives(*(None if value is None else value / 1e3 for value in (ttft, tpot)))
     file = folder_shape_or_file(model)
     asked, way, spec = Precision(quantization, kv_cache_dtype), network * GIGA, device_to_plan(hardware)
@@ -101,7 +112,7 @@ def plan(
     if as_json:
         print(json.dumps(found.to_dict()))
     else:
-        _draw(found)
+        draw_plan(found)
 
 
 def named(name: str, value: str) -> str:
@@ -109,7 +120,8 @@ def named(name: str, value: str) -> str:
     return textwrap.fill(value, 80, initial_indent=f"{name:<14}", subsequent_indent=" " * 14, break_long_words=False)
 
 
-def _draw(found: ServingPlan) -> None:
+def draw_plan(found: ServingPlan) -> None:
+    """Print a plan as tables and lines."""
     from rich.console import Console
     from rich.table import Table
 
@@ -130,7 +142,7 @@ def _draw(found: ServingPlan) -> None:
                 f"{one.replicas}",
                 f"{one.settings.sequences}",
                 f"{one.point.ttft * 1e3:,.1f}",
-                f"{one.point.tpot * 1e3:,.2f}",
+                "-" if one.tpot_ms is None else f"{one.tpot_ms:,.2f}",
                 f"{one.tokens:,.0f}",
                 f"{one.tokens_per_device:,.0f}",
                 one.settings.precision.name if last == _PRECISION else ", ".join(one.blocked),
@@ -154,6 +166,8 @@ def _draw(found: ServingPlan) -> None:
         print(named("refused", line))
     if found.blocked:
         console.print(table("\nNot in Strata yet", found.blocked, _LACKS))
+    elif found.lacking():
+        console.print("\nNot in Strata yet", style="italic")
     for line in found.lacking():
         console.print(line, soft_wrap=True)
     for source in found.sources:

@@ -10,7 +10,7 @@ from strata.bench.result import writable
 from strata.cli.plan import named
 from strata.hardware.figures import Device
 from strata.plan.meta_model import find_config
-from strata.plan.training.plan import layout_name, training_plan
+from strata.plan.training.plan import layout_name, milliseconds, training_plan
 from strata.plan.training.task import Task
 
 
@@ -46,4 +46,4 @@ def plan_training(
         print("\nThe quickest of other divisions among devices:")
     for one in found.found.others:
         how = f"{layout_name(one.shape.layout)}, recompute {one.estimate.recompute}"
-        print(f"  {one.seconds * 1e3:>9,.0f} ms  {one.estimate.likely_mfu:>6.1%}  {how}")
+        print(f"  {milliseconds(one.seconds):>9} ms  {one.estimate.likely_mfu:>6.1%}  {how}")

@@ -31,18 +31,21 @@ _PROMISED = {
 
 def probe(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda: the first GPU, and messages between all.")] = "auto",
-    seconds: Annotated[float, typer.Option(min=1, help="What does not fit into this time is left out.")] = 60,
+    seconds: Annotated[
+        float, typer.Option(min=1, max=86_400, help="What does not fit into this time is left out.")
+    ] = 60,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
     """Measure this machine's ceilings: copies, reads, products, attention, launches, host copies, collectives.
 
-    A product is also held for seconds, as the power limit allows. The result is kept in ~/.cache/strata/probe.
+    A product is also held for seconds, as the power limit allows. The result is kept in ~/.cache/strata/probe,
+    unless it lacks what an earlier one there has.
 
     Example: strata probe --json
     """
     import torch
 
-    from strata.hardware.probe.report import file_of, keep
+    from strata.hardware.probe.report import file_of, keep, lost
     from strata.hardware.probe.run import probe as measure
 
     if device not in ("auto", "cpu", "cuda"):
@@ -55,14 +58,21 @@ def probe(
 
     report = measure(kind, seconds, comm.parts)
     path = file_of(report.product, len(report.gpus))
-    try:
-        keep(report, path)
-    except OSError as error:
-        print(f"strata: warning: not kept: {path}: {error.strerror}", file=sys.stderr)
+    why_not = None
+    if more := lost(report, path):
+        why_not = f"{path} has {', '.join(more)} too; give more --seconds, or remove it"
+    else:
+        try:
+            keep(report, path)
+        except OSError as error:
+            why_not = f"{path}: {error.strerror}"
     if as_json:
         typer.echo(json.dumps(report.to_dict()))
     else:
         _draw(report)
+    if why_not is not None:
+        print(f"strata: warning: not kept: {why_not}", file=sys.stderr)
+    elif not as_json:
         typer.echo(f"kept in {path}")
 
 

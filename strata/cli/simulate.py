@@ -27,6 +27,7 @@ _FAILURE = re.compile(r"(\d+)@(\d+(?:\.\d+)?)(?::(\d+(?:\.\d+)?))?", re.ASCII)
 
 
 def simulate(
+    context: typer.Context,
     model: Annotated[
         str,
         typer.Argument(help=f"Checkpoint folder, org/model, config.json, builtin, or a shape ({options.SHAPE_NAMES})."),
@@ -114,6 +115,7 @@ def simulate(
     for name, most in _MOST.items():
         if (sizes[name] or 0) > most:
             raise ValueError(f"--{name} {sizes[name]} is more than can be simulated; give {most} or fewer")
+    load_options.check_used(context, dataset, request_rate)
     load = load_options.load_config(
         dataset=dataset,
         chat=False,
@@ -165,7 +167,8 @@ def simulate(
         )
 
     longest_sequence = engine.shape.scheduler.max_length
-    served = Served(model, on, data_parallel_size, tensor_parallel_size, longest_sequence, enable_prefix_caching, make)
+    engines = data_parallel_size, tensor_parallel_size, longest_sequence, enable_prefix_caching, make
+    served = Served(model, on, *engines, prefill_engines, failures)
     console, results = report_console(), []
     for result in simulate_loads(served, load):
         results.append(result)

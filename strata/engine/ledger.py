@@ -331,7 +331,7 @@ def plan_memory(
         raise PoolTooSmall(
             f"the KV pool would hold {ledger.tokens:,} tokens, but one sequence may have max_model_len={max_length:,}",
             ledger,
-            "lower max_model_len or max_num_batched_tokens, or raise gpu_memory_utilization",
+            "lower max_model_len, max_num_seqs or max_num_batched_tokens, or raise gpu_memory_utilization",
         )
     if ledger.margin < 0:
         raise ValueError(

@@ -34,7 +34,8 @@ class Evidence:
 
 
 def evidence_of(device: Device, environment: Mapping[str, str] = os.environ, imported: Path | None = None) -> Evidence:
-    """Of a device of the database. imported: the folder of aiconfigurator-core's tables, the installed package's by
+    """Of a device of the database, or of a processor with the ceilings that are known of it, which stay where the probe
+    found none. imported: the folder of aiconfigurator-core's tables, the installed package's by
     default.
 
     Raises ValueError, naming it, for a probe's file that cannot be read.
@@ -47,7 +48,10 @@ def evidence_of(device: Device, environment: Mapping[str, str] = os.environ, imp
         sources.append(str(loan))
     if (path := newest(device.product, environment)) is not None:
         report = kept(path)
-        device = device_of(report)
+        probed = device_of(report)
+        found_there = {(one.quantity, one.dtype, one.measured) for one in probed.figures}
+        others = tuple(one for one in device.figures if (one.quantity, one.dtype, one.measured) not in found_there)
+        device = replace(probed, figures=probed.figures + others)
         for operation, found in probed_calls(report).items():
             calls.setdefault(operation, []).extend(found)
         sources.append(f"this machine's probe of {report.date}, {path}")

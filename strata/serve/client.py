@@ -390,6 +390,8 @@ class EngineClient:
         reason = f"it has requests and said nothing for {self._most_silence:g} s"
         _log.error("the engine is taken for dead and killed: %s", reason)
         if self.ready.pid is not None:  # whoever has started it learns of it so
+            if self._ends is not None:
+                self._ends.tell(self.ready.pid, reason)  # for other processes, which see but its end
             with suppress(ProcessLookupError):
                 os.kill(self.ready.pid, signal.SIGKILL)
         self._die(reason)

@@ -147,7 +147,12 @@ async def engine_process(fields: Mapping[str, Any]) -> AsyncIterator[EngineClien
     address, ends = engine_address(folder), EngineEnds(folder)
     try:
         child = await Child.start(ENGINE_MODULE, msgspec.json.encode({"address": address, **fields}))
-        child.ended.add_done_callback(lambda ended: ends.tell(child.pid, _how(ended.result())))
+
+        def tell(ended: asyncio.Task[int]) -> None:
+            if not ended.cancelled():
+                ends.tell(child.pid, _how(ended.result()))
+
+        child.ended.add_done_callback(tell)
         try:
             yield await _connect(child, address, ends)
         finally:

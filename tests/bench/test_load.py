@@ -6,7 +6,7 @@ import json
 import math
 import random
 import statistics
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy
 import pytest
 
 from strata.bench.load.answer import Answer, EventParser, Fault
-from strata.bench.load.arrivals import Rate, arrival_times, parse_rates, saturation_rate
+from strata.bench.load.arrivals import LEAST_RATE, Rate, arrival_times, parse_rates, saturation_rate
 from strata.bench.load.measures import Distribution, figures, parse_objectives, percentile
 from strata.bench.load.request_sets import (
     Ask,
@@ -60,6 +60,23 @@ def test_the_last_of_the_arrivals_is_due_when_the_rate_says() -> None:
     assert arrival_times(3, math.inf, 1.0, seed=1) == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("burstiness", [1e-300, 1e-320, 1e6])
+def test_arrivals_of_extreme_shapes_end_when_the_rate_says(burstiness: float) -> None:
+    """Of the smallest no gap is a float above 0: all come in bursts, and still at the rate."""
+    times = arrival_times(40, 10.0, burstiness, 3)
+    assert times == sorted(times)
+    assert times[-1] == pytest.approx(4.0)
+    if burstiness < 1:
+        assert set(times) <= {0.0, times[-1]}
+
+
+def test_no_shape_at_the_lowest_rate_is_beyond_what_a_float_holds() -> None:
+    for burstiness, seed in product((1e-320, 0.001, 0.005, 1.0), range(40)):
+        times = arrival_times(50, LEAST_RATE, burstiness, seed)
+        assert times == sorted(times)
+        assert times[-1] == pytest.approx(50 / LEAST_RATE)
+
+
 def test_arrivals_are_those_of_their_seed() -> None:
     assert arrival_times(100, 4.0, 1.0, seed=1) == arrival_times(100, 4.0, 1.0, seed=1)
     assert arrival_times(100, 4.0, 1.0, seed=1) != arrival_times(100, 4.0, 1.0, seed=2)
@@ -72,7 +89,8 @@ def test_rates_are_numbers_or_shares() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "x", "0", "-1", "nan", "1e300", "%", "0%", "-5%", "1001%", "inf%", "nan%", "4,", "25 %%"]
+    "text",
+    ["", "x", "0", "-1", "nan", "1e300", "5e-324", "1e-300%", "%", "0%", "-5%", "1001%", "inf%", "nan%", "4,", "25 %%"],
 )
 def test_bad_rates_are_named(text: str) -> None:
     with pytest.raises(ValueError, match="--request-rate takes") as raised:

@@ -51,6 +51,12 @@ def test_what_cannot_be_run_is_said(arguments: list[str], message: str) -> None:
     assert message in str(result.exception)
 
 
+def test_ranks_on_one_processor_are_refused_before_they_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strata.bench.run.engine", lambda *_: pytest.fail("an engine was started"))
+    result = RUNNER.invoke(app, [*SMALL, "--tensor-parallel-size", "2"])
+    assert "several ranks on one processor" in str(result.exception)
+
+
 def test_a_trace_of_another_name_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     for name in ("x.txt", "x.gz", "json"):
         RUNNER.invoke(app, [*SMALL, "--trace", str(tmp_path / name)])

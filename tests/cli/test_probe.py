@@ -86,6 +86,31 @@ def test_a_cache_that_takes_no_files_is_a_warning(
     assert captured.err.startswith("strata: warning: not kept: ")
 
 
+def test_a_short_probe_does_not_replace_a_longer_one(
+    small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it had no time for would be lost; without an earlier one, it is kept."""
+    monkeypatch.setattr(run, "probe", lambda *_: short)
+    whole = (Ceiling("copy", 1e10, 1.0, shape=(9,)), Ceiling("product", 1e11, 1.0, "bfloat16", (9, 9, 9)))
+    short = replace(REPORT, gpus=(), ceilings=whole[:1], missing={"products in bfloat16": "the time was over"})
+    probe("cpu", 1, as_json=False)
+    (file,) = small.iterdir()
+    assert kept(file) == short
+    longer = replace(REPORT, gpus=(), ceilings=whole, missing={})
+    report.keep(longer, file)
+    capsys.readouterr()
+    probe("cpu", 1, as_json=False)
+    captured = capsys.readouterr()
+    assert kept(file) == longer
+    assert captured.err == (
+        f"strata: warning: not kept: {file} has product in bfloat16 too; give more --seconds, or remove it\n"
+    )
+    assert "kept in" not in captured.out
+    file.write_text("{")
+    probe("cpu", 1, as_json=False)
+    assert kept(file) == short
+
+
 def test_bad_input() -> None:
     with pytest.raises(ValueError, match="'tpu' is unknown; give auto, cpu or cuda"):
         probe("tpu", 60, as_json=False)

@@ -72,6 +72,26 @@ def test_it_is_said_where_predictions_come_from(trace: Path, tmp_path: Path, mon
     assert simulate("0.6B", "--device", "a100", "--dataset", str(trace), "--replay").stdout.count("\nfrom ") == 0
 
 
+def test_failures_and_engines_for_prompts_alone_are_told(trace: Path) -> None:
+    replayed = ("--dataset", str(trace), "--replay", "--data-parallel-size", "2")
+    found = simulate("0.6B", *replayed, "--fail", "1@0.5:0.2", "--fail", "0@50")
+    assert found.exit_code == 0, found.output
+    (line,) = (one for one in found.stdout.splitlines() if one.startswith("simulated: "))
+    words = "; engine 1 ends at 0.5 s for 0.2 s; engine 0 ends at 50 s for 19 s, behind the load; "
+    assert line.startswith(f"simulated: 2 x h200{words}")
+    found = simulate("0.6B", *replayed, "--prefill-engines", "1")
+    assert "simulated: 2 x h200, of which 1 for prompts alone (Strata does not serve so yet)" in found.stdout
+    values = json.loads(simulate("0.6B", *replayed, "--fail", "0@50", "--json").stdout)
+    assert (values["prefill_engines"], values["failures"]) == (0, [{"replica": 0, "at": 50.0, "down": 19.0}])
+
+
+def test_saturation_counts_what_was_completed() -> None:
+    """What fails because no engine is left ends at once, and is no rate that an engine sustains."""
+    load = ("--num-prompts", "60", "--max-concurrency", "4", "--request-rate", "50%", "--fail", "0@0.05")
+    said = str(simulate("0.6B", *load).exception)
+    assert re.search(r"with more than 8 requests, of which \d were completed", said), said
+
+
 @pytest.fixture
 def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is refused does not depend on what steps take."""
@@ -109,6 +129,8 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
             "steps of processors are not simulated, those of Strata's CUDA kernels are; give one of h200",
         ),
         (("--replay",), "it needs --dataset"),
+        (("--prefix-len", "100"), "--prefix-len is of --dataset shared-prefix: leave it out with --dataset random"),
+        (("--dataset", "lognormal", "--output-len", "3000"), "--output-len 3000 is the mean of lengths that --longest"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )

@@ -205,7 +205,9 @@ def test_an_engine_that_does_not_start_says_what_would(monkeypatch: pytest.Monke
 
 
 def test_too_little_room_for_one_sequence_names_the_remedies() -> None:
-    with pytest.raises(ValueError, match=r"max_model_len=.*: lower max_model_len or max_num_batched_tokens, or raise"):
+    with pytest.raises(
+        ValueError, match=r"max_model_len=.*: lower max_model_len, max_num_seqs or max_num_batched_tokens, or raise"
+    ):
         plan_memory(CONFIG, POOL, torch.device("cpu"), **ASKED | {"max_length": 10**9, "max_sequences": 1})
 
 

@@ -18,6 +18,7 @@ from strata.engine.step_graphs import step_graphs
 from strata.kernels.collective.joined_heads import join_packed, pack_heads
 from strata.kernels.device_limits import DeviceLimits
 from tests.graph.lockstep import run_in_lockstep
+from tests.largest import largest
 from tests.models.batches import HandPaged
 from tests.parallel.models import SIZES, random_model
 from tests.parallel.shards import divisible_config, shard_of
@@ -75,7 +76,7 @@ def errors(name: str, kv_heads: int | None, size: int, dtype: torch.dtype, devic
 )
 @pytest.mark.parametrize("way", ["logits", "gathered_logits"])
 def test_ranks_have_the_logits_of_one(way: str, name: str, kv_heads: int | None, size: int, dtype: torch.dtype) -> None:
-    assert max(errors(name, kv_heads, size, dtype, "cuda", way)) < (3e-2 if dtype == torch.bfloat16 else 1e-4)
+    assert largest(errors(name, kv_heads, size, dtype, "cuda", way)) < (3e-2 if dtype == torch.bfloat16 else 1e-4)
 
 
 def test_what_ranks_have_found_is_packed_and_joined() -> None:

@@ -18,6 +18,7 @@ from strata.parallel.context import ContextBatch, divide_batch
 from strata.parallel.layout import Layout
 from strata.parallel.loss import vocabulary_cross_entropy
 from strata.parallel.parallelize import Parallel, parallelize
+from tests.largest import name_of_largest
 from tests.parallel.models import head_weight, loss_of, moved, random_batch, random_model
 from tests.parallel.ranks import relative_error
 
@@ -94,7 +95,7 @@ def steps_of_ranks(world: World, config: ModelConfig, layout: Layout) -> dict[st
     batch, _ = moved(*random_batch(config, [6, 11], seed=7), world.device)
     with torch.no_grad():
         errors["hidden"] = relative_error(model(batch), wanted(batch))
-    worst = max(errors, key=errors.__getitem__)
+    worst = name_of_largest(errors)
     elements = sum(part.master.numel() for part in gradients.shards)
     return {"worst": [worst, errors[worst]], "elements": elements, "smallest norm": min(norms)}
 

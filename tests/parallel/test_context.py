@@ -16,6 +16,7 @@ from strata.models.config import config_from_dict
 from strata.parallel.context import ContextBatch, check_heads, divide_batch, parallelize_attention
 from strata.parallel.context_ring import RingSteps, ring_attention
 from strata.parallel.zigzag import Zigzag
+from tests.largest import name_of_largest
 from tests.models.batches import HandPaged
 from tests.parallel.models import SIZES, gradients_of, loss_of, random_batch, random_model
 from tests.parallel.ranks import relative_error, run_ranks
@@ -66,7 +67,7 @@ def equal_to_one_process(world: World, folder: Path) -> dict[str, Any]:
                     errors[parameter] = (gradient - wanted.flatten()).abs().max().item() / max(
                         1e-3, wanted.abs().max().item()
                     )
-                worst = max(errors, key=errors.__getitem__)
+                worst = name_of_largest(errors)
                 found[f"{name} {method} {lengths}"] = [worst, errors[worst]]
     return found
 

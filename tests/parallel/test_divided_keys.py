@@ -25,6 +25,7 @@ from strata.hardware.roofline import Workload
 from strata.kernels.state.kept_keys import ALL_KEYS, ELSEWHERE, KeptKeys
 from strata.models.config import ModelConfig
 from strata.parallel.serving_shard import RankShard
+from tests.largest import largest
 from tests.models.batches import HandPaged, packed, random_sequences
 from tests.parallel.models import random_model
 from tests.parallel.ranks import run_ranks
@@ -151,7 +152,7 @@ def over_gloo(world: World, folder: Path, key_ranks: int) -> float:
 
 
 def test_ranks_over_gloo_have_the_logits_of_one(tmp_path: Path) -> None:
-    assert max(run_ranks(over_gloo, 4, tmp_path, key_ranks=2)) < CLOSE
+    assert largest(run_ranks(over_gloo, 4, tmp_path, key_ranks=2)) < CLOSE
 
 
 def test_prompts_without_pages_are_not_divided() -> None:

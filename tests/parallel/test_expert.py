@@ -23,6 +23,7 @@ from strata.models.experts import Experts
 from strata.models.layers import CausalLM
 from strata.parallel.expert import DispatchedExperts, shard_experts
 from strata.train.recompute import RECOMPUTE_OF_MODULES, recompute_modules
+from tests.largest import largest, name_of_largest
 from tests.parallel.models import config_of, gradients_of, loss_of, random_batch, random_model
 from tests.parallel.ranks import relative_error, run_ranks
 
@@ -70,7 +71,7 @@ def equal_to_one_process(world: World, folder: Path) -> dict[str, Any]:
                 if ".experts." in parameter:
                     wanted = wanted.chunk(axis.size)[axis.index]
                 errors[parameter] = (gradient - wanted).abs().max().item() / max(1e-3, wanted.abs().max().item())
-            worst = max(errors, key=errors.__getitem__)
+            worst = name_of_largest(errors)
             last = gradients_of(model)["model.layers.1.mlp.experts.down_proj"][-1]
             found[f"{name}, idle: {kind}"] = [worst, errors[worst], bool(last.any())]
     return found
@@ -138,7 +139,7 @@ def sent_once(world: World, folder: Path) -> dict[str, Any]:
         pairs += [(own.grad, one.grad) for own, one in zip(given[:2], wanted[axis.index], strict=False)]
         for name, parameter in part.named_parameters():
             pairs.append((parameter.grad, whole.get_parameter(name).grad.chunk(axis.size)[axis.index]))
-        error = max([(own - one).abs().max().item() for own, one in pairs if own.numel()])
+        error = largest((own - one).abs().max().item() for own, one in pairs if own.numel())
         there, back = (len(one) for one in sent if one.shape[-1] == HIDDEN)
         ranks_of = [[set(row) for row in (one[2] // (COUNT // axis.size)).tolist()] for one in wanted]
         due = sum(len(ranks) for ranks in ranks_of[axis.index])

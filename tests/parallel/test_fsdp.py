@@ -14,6 +14,7 @@ from strata.models.families import build
 from strata.parallel.data_parallel import fill
 from strata.parallel.layout import Layout
 from strata.parallel.parallelize import parallelize
+from tests.largest import largest
 from tests.parallel.models import config_of, head_weight, random_batch, random_model
 from tests.parallel.ranks import relative_error, run_ranks
 from tests.parallel.steps import CLIP, steps_of_ranks
@@ -41,7 +42,7 @@ def all_layouts(world: World, folder: Path) -> list[Any]:
 def test_five_steps_equal_one_process(world: int, tmp_path: Path) -> None:
     ranks = run_ranks(all_layouts, world, tmp_path)
     for (name, layout), *found in zip(LAYOUTS[world], *ranks, strict=True):
-        assert max(one["worst"][1] for one in found) < 1e-9, (name, layout, found)
+        assert largest(one["worst"][1] for one in found) < 1e-9, (name, layout, found)
         assert found[0]["smallest norm"] > 2 * CLIP
 
 

@@ -24,6 +24,7 @@ from strata.parallel.pipeline import MicroBatch, Pipeline
 from strata.parallel.schedules import SCHEDULES, PipelineSchedule, make_schedule
 from strata.parallel.split_backward import backward_of_inputs
 from strata.parallel.stages import ModelStages, balance, layer_spans
+from tests.largest import largest
 from tests.parallel.models import config_of, head_weight, loss_of, random_batch, random_model
 from tests.parallel.ranks import relative_error, run_ranks
 
@@ -91,9 +92,9 @@ def every_schedule(world: World, folder: Path) -> dict[str, Any]:
             losses = [pipeline.run(batches, targets_of(batches), recorded) for _ in range(2)]
             gradients = {key: parameter.grad for key, parameter in part.named_parameters()}
             found[f"{family} {name}"] = {
-                "loss": max(relative_error(loss, wanted) for loss in losses),
+                "loss": largest(relative_error(loss, wanted) for loss in losses),
                 # Two steps were run, and nobody took the gradients of the first.
-                "gradient": max(
+                "gradient": largest(
                     relative_error(gradient, 2 * whole.get_parameter(key).grad) for key, gradient in gradients.items()
                 ),
                 "names": list(gradients),
@@ -148,7 +149,7 @@ def against_one_process(mesh: Mesh, layout: Layout, family: str, layers: int, sc
         "loss": float(loss),
         "wanted": float(wanted),
         "replica": replica.index,
-        "gradient": max(errors),
+        "gradient": largest(errors),
         "norm": relative_error(norm, norm_of(whole)),
     }
 
@@ -167,8 +168,8 @@ def check_products(ranks: Sequence[dict[str, Any]]) -> None:
         found = [rank[key] for rank in ranks]
         shares = {one["replica"]: one["loss"] for one in found}
         assert sum(shares.values()) == pytest.approx(found[0]["wanted"], rel=1e-9), key
-        assert max(one["gradient"] for one in found) < 1e-9, (key, found)
-        assert max(one["norm"] for one in found) < 1e-9, (key, found)
+        assert largest(one["gradient"] for one in found) < 1e-9, (key, found)
+        assert largest(one["norm"] for one in found) < 1e-9, (key, found)
 
 
 def test_a_stage_without_experts_makes_the_groups_of_those_that_have_some(tmp_path: Path) -> None:
@@ -216,8 +217,8 @@ def test_loss_and_gradients_equal_one_process(world: int, tmp_path: Path) -> Non
         names = sorted(name for name, _ in whole.named_parameters())
         for schedule in SCHEDULES:
             found = [rank["schedules"][f"{family} {schedule}"] for rank in ranks]
-            assert max(one["loss"] for one in found) < 1e-9, (family, schedule, found)
-            assert max(one["gradient"] for one in found) < 1e-9, (family, schedule, found)
+            assert largest(one["loss"] for one in found) < 1e-9, (family, schedule, found)
+            assert largest(one["gradient"] for one in found) < 1e-9, (family, schedule, found)
             # Every parameter lies on one rank, under its name.
             assert sorted(name for one in found for name in one["names"]) == names
             for one in found:

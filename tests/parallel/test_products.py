@@ -7,6 +7,7 @@ from typing import Any
 
 from strata.comm.launch import World
 from strata.parallel.layout import Layout
+from tests.largest import largest
 from tests.parallel.models import config_of
 from tests.parallel.ranks import run_ranks
 from tests.parallel.steps import CLIP, steps_of_ranks
@@ -31,5 +32,5 @@ def all_layouts(world: World, folder: Path) -> list[Any]:
 def test_five_steps_equal_one_process(tmp_path: Path) -> None:
     ranks = run_ranks(all_layouts, 4, tmp_path, timeout=300)
     for (name, layout), *found in zip(LAYOUTS, *ranks, strict=True):
-        assert max(one["worst"][1] for one in found) < 1e-9, (name, layout, found)
+        assert largest(one["worst"][1] for one in found) < 1e-9, (name, layout, found)
         assert found[0]["smallest norm"] > 2 * CLIP

@@ -33,6 +33,7 @@ from strata.parallel.expert_balance.placement import PERIOD
 from strata.parallel.expert_balance.placement import turns as expert_turns
 from strata.parallel.serving_shard import RankShard, rank_config
 from tests.graph.lockstep import run_in_lockstep
+from tests.largest import largest
 from tests.models.batches import HandPaged, random_sequences
 
 from .models import random_model
@@ -65,7 +66,7 @@ def steps_of(configs: Sequence[ModelConfig], vocabulary: int, run: Any) -> list[
 
 def largest_error(found: list[Tensor], wanted: list[Tensor]) -> float:
     pairs = zip(found, wanted, strict=True)
-    return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
+    return largest(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -89,7 +90,7 @@ def test_ranks_with_different_experts_have_the_logits_of_one(name: str, size: in
 
 def over_gloo(world: World, folder: Path) -> float:
     axis = Mesh.of(world, {"tp": world.size}).axis("tp")
-    worst = 0.0
+    errors = []
     for name in MIXTURES:
         config = config_for(name)
         model = random_model(config, torch.float32).requires_grad_(False)
@@ -100,12 +101,12 @@ def over_gloo(world: World, folder: Path) -> float:
         (found,) = steps_of([part.config], config.vocab_size, lambda given, mine=mine: [mine(*given[0])])
         held = VocabularyPart.of(part)
         expected = [logits[:, held.first : held.first + held.count] for logits in wanted]
-        worst = max(worst, largest_error(list(map(held.own, found)), expected))
-    return worst
+        errors.append(largest_error(list(map(held.own, found)), expected))
+    return largest(errors)
 
 
 def test_ranks_over_gloo_have_the_logits_of_one(tmp_path: Path) -> None:
-    assert max(run_ranks(over_gloo, 2, tmp_path)) < CLOSE
+    assert largest(run_ranks(over_gloo, 2, tmp_path)) < CLOSE
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])

@@ -31,6 +31,7 @@ from strata.graph.ranks.shard import shard
 from strata.models.config import ModelConfig
 from strata.parallel.serving_shard import RankShard
 from tests.graph.lockstep import run_in_lockstep
+from tests.largest import largest
 from tests.models.batches import HandPaged, random_sequences
 from tests.parallel.models import random_model
 from tests.parallel.ranks import run_ranks
@@ -107,7 +108,7 @@ def test_steps_of_all_ranks_have_the_logits_of_one(name: str, size: int, determi
     ]
     ranks = together(graphs)
     found = follow([part.config for part in shards], config.vocab_size, ranks, of_all_rows(ranks))
-    assert max(map(relative, joined(found, config.vocab_size), wanted)) < CLOSE
+    assert largest(map(relative, joined(found, config.vocab_size), wanted)) < CLOSE
 
 
 @pytest.mark.parametrize(("name", "size"), FEW_SIZES)
@@ -127,7 +128,7 @@ def test_steps_whose_messages_travel_beside_products_have_the_logits_of_one(name
         assert operation_counts(graphs[-1])["start_all_reduce"] == 2 * (sums * config.num_layers - 1)
     ranks = together(graphs)
     found = follow([part.config for part in shards], config.vocab_size, ranks, of_all_rows(ranks))
-    assert max(map(relative, joined(found, config.vocab_size), wanted)) < CLOSE
+    assert largest(map(relative, joined(found, config.vocab_size), wanted)) < CLOSE
 
 
 @pytest.mark.parametrize("layers", [2, 3, 6])
@@ -205,7 +206,7 @@ def test_the_graphs_of_a_gpu_have_the_logits_of_one_rank_too(name: str, size: in
         (wanted,) = follow([config], config.vocab_size, alone(prompts), alone(one))
         configs = [part.config for part, _ in parts]
         found = follow(configs, config.vocab_size, together(prompts_of_ranks), together(several))
-        assert max(map(relative, joined(found, config.vocab_size), wanted)) < CLOSE
+        assert largest(map(relative, joined(found, config.vocab_size), wanted)) < CLOSE
 
 
 @pytest.mark.parametrize("name", PRE_NORM)
@@ -239,7 +240,7 @@ SUMMED = ("self_attn.o_proj", "mlp.down_proj")
 def over_gloo(world: World, folder: Path) -> float:
     """The largest relative error of this rank's logits over all families."""
     axis = Mesh.of(world, {"tp": world.size}).axis("tp")
-    worst = 0.0
+    errors: list[float] = []
     for name in FAMILIES:
         config = divisible_config(name, **kv_heads_of(world.size))
         model = random_model(config, torch.float32).requires_grad_(False)
@@ -251,10 +252,10 @@ def over_gloo(world: World, folder: Path) -> float:
             (found,) = follow([part.config], config.vocab_size, mine, of_all_rows(mine))
             held = VocabularyPart.of(part)
             expected = [logits[:, held.first : held.first + held.count] for logits in wanted]
-            worst = max(worst, *map(relative, map(held.own, found), expected))
-    return worst
+            errors += map(relative, map(held.own, found), expected)
+    return largest(errors)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_over_gloo_have_the_logits_of_one(size: int, tmp_path: Path) -> None:
-    assert max(run_ranks(over_gloo, size, tmp_path)) < CLOSE
+    assert largest(run_ranks(over_gloo, size, tmp_path)) < CLOSE

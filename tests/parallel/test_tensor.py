@@ -16,6 +16,7 @@ from strata.kernels.loss import loss
 from strata.parallel.families import TABLES
 from strata.parallel.loss import vocabulary_cross_entropy
 from strata.parallel.tensor import TensorSharding, shard_model
+from tests.largest import largest, name_of_largest
 from tests.parallel.models import CONFIGS, config_of, gradients_of, head_weight, loss_of, random_batch, random_model
 from tests.parallel.ranks import relative_error, run_ranks
 
@@ -72,7 +73,7 @@ def equal_to_one_process(world: World, folder: Path) -> dict[str, Any]:
         }
         for parameter, gradient in gradients.items():
             errors[parameter] = relative_error(gradient, sharding.shard(parameter, whole.get_parameter(parameter).grad))
-        worst = max(errors, key=errors.__getitem__)
+        worst = name_of_largest(errors)
         found[f"{name} {mode}"] = {
             "worst": [worst, errors[worst]],
             "logits": logits.seen,
@@ -90,7 +91,7 @@ def test_loss_and_every_gradient_equal_one_process(world: int, tmp_path: Path) -
     ranks = run_ranks(equal_to_one_process, world, tmp_path)
     for key in ranks[0]:
         found = [rank[key] for rank in ranks]
-        assert max(one["worst"][1] for one in found) < 1e-9, (key, found)
+        assert largest(one["worst"][1] for one in found) < 1e-9, (key, found)
         assert not any(one["logits"] for one in found)
         assert all(one["names"] for one in found)
         assert sum(one["elements"][0] for one in found) == found[0]["elements"][1]

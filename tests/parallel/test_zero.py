@@ -21,6 +21,7 @@ from strata.parallel.layout import Layout
 from strata.parallel.parallelize import Parallel, parallelize
 from strata.parallel.zero import ZeroGradients
 from strata.train.compile import TrainingGraph
+from tests.largest import largest
 from tests.parallel.models import config_of, gradients_of, head_weight, loss_of, random_batch, random_model
 from tests.parallel.ranks import relative_error, run_ranks
 from tests.parallel.steps import CLIP, steps_of_ranks
@@ -54,7 +55,7 @@ def all_layouts(world: World, folder: Path) -> list[Any]:
 def test_five_steps_equal_one_process(world: int, tmp_path: Path) -> None:
     ranks = run_ranks(all_layouts, world, tmp_path)
     for (name, layout), *found in zip(LAYOUTS[world], *ranks, strict=True):
-        assert max(one["worst"][1] for one in found) < 1e-9, (name, layout, found)
+        assert largest(one["worst"][1] for one in found) < 1e-9, (name, layout, found)
         assert found[0]["smallest norm"] > 2 * CLIP
         if layout.zero and layout.tp == 1:
             whole = sum(parameter.numel() for parameter in random_model(config_of(name)).parameters())
@@ -79,7 +80,7 @@ def reduced_gradient_errors(gradients: ZeroGradients, wanted: dict[str, torch.Te
         held = wanted[part.name].flatten()[part.start : part.start + part.master.numel()]
         assert part.master.grad is not None
         errors.append(relative_error(part.master.grad, held) if held.any() else float(part.master.grad.abs().max()))
-    return max(errors)
+    return largest(errors)
 
 
 def gradients_of_both(world: World) -> tuple[tuple[Batch, torch.Tensor], dict[str, torch.Tensor]]:

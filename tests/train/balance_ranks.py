@@ -15,6 +15,7 @@ from strata.models.layers import CausalLM
 from strata.parallel.layout import Layout
 from strata.train.config import BalanceConfig
 from strata.train.steps.parallel_step import ParallelStep
+from tests.largest import name_of_largest
 from tests.parallel.models import config_of, random_model
 from tests.parallel.ranks import relative_error
 from tests.train.step_ranks import OPTIMIZER, STEPS, made, of_whole, packs_of, plain_loss, rate_of
@@ -130,6 +131,6 @@ def worst(world: World, folder: Path, layouts: list[list[Any]]) -> list[list[Any
     found = []
     for family, method, layout, options in layouts:
         errors = errors_of(world, family, method, Layout(**layout), **options)
-        name = max(errors, key=errors.__getitem__)
+        name = name_of_largest(errors)
         found.append([name, errors[name]])
     return found

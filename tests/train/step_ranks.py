@@ -24,6 +24,7 @@ from strata.train.optimizer.config import OptimizerConfig
 from strata.train.steps.make import make_step
 from strata.train.steps.parallel_step import ParallelStep
 from strata.train.steps.recorded import shape_of_all
+from tests.largest import name_of_largest
 from tests.parallel.models import config_of, loss_of, random_model
 from tests.parallel.ranks import relative_error
 
@@ -137,7 +138,7 @@ def worst(world: World, folder: Path, layouts: list[list[Any]]) -> list[list[Any
     found = []
     for family, layout, options in layouts:
         errors = errors_of(world, family, Layout(**layout), **options)
-        name = max(errors, key=errors.__getitem__)
+        name = name_of_largest(errors)
         found.append([name, errors[name]])
     return found
 

@@ -10,6 +10,7 @@ import torch
 
 from strata.bench.run import Setup
 from strata.bench.workloads import InferenceTest
+from strata.engine.engine_config import device_of
 from strata.parallel.serving_shard import RankShard
 from strata.plan.explain.ceilings import processor_device, steps_on_gpu, steps_on_processor
 from strata.plan.explain.measurement import EngineFacts
@@ -26,14 +27,19 @@ def predicted(llm: LLM, setup: Setup) -> tuple[StepSeconds, Sequence[str]]:
     engine = llm.engine
     ran = dtype_name(next(engine.model.parameters()).dtype)
     if engine.device.type == "cpu":
-        if setup.tensor_parallel_size > 1:
-            raise ValueError(
-                "nothing tells what steps of several ranks on one processor should take: leave out "
-                "--tensor-parallel-size, or run it on GPUs"
-            )
+        check_ranks(setup)
         here, sources = processor_device()
         return steps_on_processor(engine.config, ran, here, setup.deterministic, *_in_bits(setup)), sources
     return _on_gpu(llm, setup, ran), ()
+
+
+def check_ranks(setup: Setup) -> None:
+    """Raises ValueError for ranks that share a processor, of which no link is known."""
+    if device_of(setup.device).type == "cpu" and setup.tensor_parallel_size > 1:
+        raise ValueError(
+            "nothing tells what steps of several ranks on one processor should take: leave out "
+            "--tensor-parallel-size, or run it on GPUs"
+        )
 
 
 def in_asked_dtype(facts: EngineFacts, llm: LLM, setup: Setup, times: StepSeconds) -> StepSeconds | None:

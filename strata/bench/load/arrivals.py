@@ -11,6 +11,12 @@ from itertools import accumulate
 MAX_PERCENT = 1000.0
 # Requests a second; beyond, all are as good as sent at once.
 MAX_RATE = 1e9
+# Of either; a request in twelve days. Gaps at lower ones are soon more than a float holds.
+LEAST_RATE = 1e-6
+# Beyond, gaps differ by less than a thousandth.
+MAX_BURSTINESS = 1e6
+# Of a mean of 1: shapes near 0 draw less, of which nothing can be scaled.
+_NO_GAP = 1e-200
 
 
 @dataclass(frozen=True)
@@ -41,12 +47,16 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
     of variation is burstiness ** -0.5: 1 is a Poisson process, less is burstier, infinite is evenly spaced.
 
     The gaps are scaled so that the last request is due at count / rate: otherwise the offered rate of 1000 requests
-    would be off by some 3 %, which matters near saturation.
+    would be off by some 3 %, which matters near saturation. Of a shape so near 0 that all gaps are too short to
+    be scaled there is one gap between two bursts, as in the limit.
     """
     if math.isinf(rate):
         return [0.0] * count
     rng = random.Random(seed)
     gaps = [1.0 if math.isinf(burstiness) else rng.gammavariate(burstiness, 1.0) for _ in range(count)]
+    if sum(gaps) < _NO_GAP:
+        gaps = [0.0] * count
+        gaps[rng.randrange(count)] = 1.0
     scale = count / rate / sum(gaps)
     return [scale * sum_of_gaps for sum_of_gaps in accumulate(gaps)]
 
@@ -81,11 +91,11 @@ def _parse_rate(word: str) -> Rate:
         value = float(word.removesuffix("%"))
     except ValueError:
         value = math.nan
-    if of_saturation and 0 < value <= MAX_PERCENT:
+    if of_saturation and LEAST_RATE <= value <= MAX_PERCENT:
         return Rate(value / 100, of_saturation=True)
-    if of_saturation or not (0 < value <= MAX_RATE or value == math.inf):
+    if of_saturation or not (LEAST_RATE <= value <= MAX_RATE or value == math.inf):
         raise ValueError(
-            f"--request-rate takes requests a second (4, at most {MAX_RATE:,.0f}), inf, or percent of saturation "
-            f"(25%, at most {MAX_PERCENT:.0f}%), several between commas; got {word!r}"
+            f"--request-rate takes requests a second (4, from {LEAST_RATE:g} to {MAX_RATE:,.0f}), inf, or percent of "
+            f"saturation (25%, from {LEAST_RATE:g}% to {MAX_PERCENT:.0f}%), several between commas; got {word!r}"
         )
     return Rate(value)

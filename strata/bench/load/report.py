@@ -73,7 +73,8 @@ class LoadResult:
         figures = self.figures
         faults = ", ".join(f"{count} {kind}" for kind, count in figures.faults.items())
         failed = f"; failed: {faults} ({figures.lost} lost)" if faults else ""
-        yield f"{figures.completed:,} of {figures.requests:,} requests completed in {figures.seconds:.1f} s{failed}"
+        seconds = f"{figures.seconds:,.1f}" if figures.seconds >= 10 else number(figures.seconds)
+        yield f"{figures.completed:,} of {figures.requests:,} requests completed in {seconds} s{failed}"
         for kind, message in figures.fault_messages.items():
             yield f"{kind}: {escape(message)}"
         requests, output = number(figures.requests_per_second), number(figures.output_tokens_per_second)

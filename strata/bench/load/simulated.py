@@ -20,7 +20,7 @@ from strata.bench.load.report import LoadResult
 from strata.bench.load.request_sets import Ask, EvenLengths, FileSet, RandomSet, SharedPrefixSet, read_rows
 from strata.bench.load.sweep import LENGTH_OPTIONS, REQUESTS, SATURATING_CONCURRENCY, SYNTHETIC, LoadConfig, in_words
 from strata.files.request_rows import RequestRow
-from strata.plan.simulate.fleet import Fleet
+from strata.plan.simulate.fleet import Failure, Fleet
 from strata.plan.simulate.request import Outcomes, SimulatedRequest, blank_prompt
 from strata.plan.simulate.timeline import Moment
 
@@ -31,7 +31,8 @@ _IDS = range(1, 50_000)
 @dataclass(frozen=True)
 class SimulatedResult(LoadResult):
     """As of a server, and of what: the device, how many engines of how many ranks each; preemptions of all engines, the
-    share of prompt tokens found in their prefix caches (None: none were looked up), and `timeline`."""
+    share of prompt tokens found in their prefix caches (None: none were looked up), and `timeline`. prefill_engines: as
+    many compute prompts alone. failures: of engines, as they were asked for."""
 
     device: str
     engines: int
@@ -39,6 +40,8 @@ class SimulatedResult(LoadResult):
     preemptions: int
     prefix_hits: float | None
     timeline: tuple[Moment, ...]
+    prefill_engines: int
+    failures: tuple[Failure, ...]
 
     def values(self) -> dict[str, Any]:
         return {**super().values(), "test": "T5 simulated"}
@@ -47,6 +50,11 @@ class SimulatedResult(LoadResult):
         """The same, and of what it is a simulation."""
         ranks = f" of {self.tensor_parallel_size} ranks" if self.tensor_parallel_size > 1 else ""
         words = f"simulated: {self.engines} x {self.device}{ranks}"
+        if self.prefill_engines:
+            words += f", of which {self.prefill_engines} for prompts alone (Strata does not serve so yet)"
+        for one in self.failures:
+            late = one.at >= self.figures.seconds
+            words += f"; engine {one.replica} ends at {one.at:g} s for {one.down:g} s" + ", behind the load" * late
         if self.preemptions:
             words += f"; {self.preemptions:,} preempted"
         if self.prefix_hits is not None:
@@ -57,7 +65,8 @@ class SimulatedResult(LoadResult):
 @dataclass(frozen=True)
 class Served:
     """What is simulated. make: a server with its engines, for requests, of which at most so many are under way; the
-    flag says whether to keep prefix trees, which cost memory. caches: whether its engines have any."""
+    flag says whether to keep prefix trees, which cost memory. caches: whether its engines have any. prefill_engines,
+    failures: see `SimulatedResult`."""
 
     model: str
     device: str
@@ -66,6 +75,8 @@ class Served:
     max_model_len: int
     caches: bool
     make: Callable[[Sequence[SimulatedRequest], int | None, bool], Fleet]
+    prefill_engines: int = 0
+    failures: tuple[Failure, ...] = ()
 
 
 def simulate_loads(served: Served, config: LoadConfig) -> Iterator[SimulatedResult]:
@@ -106,6 +117,8 @@ def simulate_loads(served: Served, config: LoadConfig) -> Iterator[SimulatedResu
             preemptions=sum(one.preemptions for one in counted),
             prefix_hits=sum(one.prefix_hits for one in counted) / queries if queries else None,
             timeline=tuple(fleet.timeline.moments),
+            prefill_engines=served.prefill_engines,
+            failures=served.failures,
         )
         return fleet, result
 
@@ -116,7 +129,7 @@ def simulate_loads(served: Served, config: LoadConfig) -> Iterator[SimulatedResu
     if config.saturating:
         concurrency = config.max_concurrency or SATURATING_CONCURRENCY
         fleet, result = load(next(seeds), math.inf, None, concurrency)
-        saturation = saturation_rate(fleet.outcomes.last, concurrency)
+        saturation = saturation_rate([fleet.outcomes.last[one] for one in fleet.outcomes.completed()], concurrency)
         yield result
     for rate in config.rates:
         yield _offered(load, rate, saturation, next(seeds), config.max_concurrency)

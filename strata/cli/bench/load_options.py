@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from strata.cli.options import is_given
 
 if TYPE_CHECKING:
     from strata.bench.load.sweep import LoadConfig
@@ -28,6 +32,29 @@ Burstiness = Annotated[
 Replay = Annotated[bool, typer.Option("--replay", help="Send a file's requests at their timestamps (ms).")]
 Goodput = Annotated[str, typer.Option(help="Most ms of ttft, tpot, e2e: 'ttft:200 tpot:15'.")]
 
+# Of which datasets an option says something; those that are not here are of all.
+_OF_DATASETS = {
+    "input_len": ("random", "shared-prefix", "lognormal"),
+    "length_spread": ("random", "shared-prefix"),
+    "longest": ("lognormal",),
+    "prefix_len": ("shared-prefix",),
+    "prefix_groups": ("shared-prefix",),
+}
+
+
+def check_used(context: typer.Context, dataset: str, request_rate: str) -> None:
+    """Raises ValueError for an option that was given and of which this load knows nothing. What names no dataset is
+    left to who reads it."""
+    for name, datasets in _OF_DATASETS.items():
+        is_one = dataset in _OF_DATASETS["input_len"] or (Path(dataset).exists() and not Path(dataset).is_dir())
+        if is_one and dataset not in datasets and is_given(context, name):
+            option, known = f"--{name.replace('_', '-')}", ", ".join(datasets)
+            raise ValueError(f"{option} is of --dataset {known}: leave it out with --dataset {dataset}")
+    from strata.bench.load.arrivals import parse_rates
+
+    if is_given(context, "burstiness") and all(math.isinf(rate.value) for rate in parse_rates(request_rate)):
+        raise ValueError("--burstiness is of requests that come at a rate: give a --request-rate, or leave it out")
+
 
 def load_config(
     *,
@@ -50,18 +77,23 @@ def load_config(
 ) -> LoadConfig:
     """chat: prompts are sent as text. timeout: seconds after which a request is given up. Raises ValueError for options
     that contradict each other."""
-    from strata.bench.load.arrivals import parse_rates
+    from strata.bench.load.arrivals import MAX_BURSTINESS, parse_rates
     from strata.bench.load.measures import parse_objectives
     from strata.bench.load.request_sets import EvenLengths, LognormalLengths
     from strata.bench.load.sweep import SYNTHETIC, LoadConfig
 
     if replay and (request_rate != "inf" or dataset in SYNTHETIC):
         raise ValueError("--replay sends a file's requests at their timestamps: it needs --dataset, no --request-rate")
-    if not burstiness > 0:
-        raise ValueError(f"--burstiness must be above 0, got {burstiness:g}")
+    if not (0 < burstiness <= MAX_BURSTINESS or burstiness == math.inf):
+        raise ValueError(
+            f"--burstiness must be above 0, at most {MAX_BURSTINESS:,.0f}, or inf for even gaps; got {burstiness:g}"
+        )
     lognormal = dataset == "lognormal"
-    if lognormal and length_spread:
-        raise ValueError("--length-spread is of evenly drawn lengths: leave it out with --dataset lognormal")
+    for option, mean in (("--input-len", input_len), ("--output-len", output_len)):
+        if lognormal and mean > longest:
+            raise ValueError(
+                f"{option} {mean} is the mean of lengths that --longest {longest} cuts: lower it, or raise --longest"
+            )
     return LoadConfig(
         dataset=dataset,
         chat=chat,

@@ -25,6 +25,7 @@ def _picture(file: Path | None) -> Path | None:
 
 
 def serve(
+    context: typer.Context,
     url: Annotated[str, typer.Option(help=f"Where the server is; its key is read from {KEY_VARIABLE}.")] = (
         "http://127.0.0.1:8000"
     ),
@@ -72,6 +73,7 @@ def serve(
     """
     if plot is not None and (replay or set(request_rate.replace(",", " ").split()) == {"inf"}):
         raise ValueError("--plot draws latency against --request-rate: give it finite rates (such as 25%,50%,75%,90%)")
+    load_options.check_used(context, dataset, request_rate)
     config = load_options.load_config(
         dataset=dataset,
         chat=endpoint == "chat",

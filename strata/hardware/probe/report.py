@@ -102,6 +102,22 @@ def keep(report: ProbeReport, path: Path) -> None:
     partial.replace(path)
 
 
+def lost(report: ProbeReport, path: Path) -> list[str]:
+    """What the file has and this report, which did not measure all, has not: quantities with their dtypes. Nothing if
+    the file is none of this version's."""
+    try:
+        before = kept(path) if path.is_file() else None
+    except ValueError:
+        before = None
+    if before is None or not report.missing:
+        return []
+    found = {(one.quantity, one.dtype) for one in report.ceilings}
+    more = dict.fromkeys((one.quantity, one.dtype) for one in before.ceilings)
+    return [
+        f"{quantity} in {dtype}" if dtype else quantity for quantity, dtype in more if (quantity, dtype) not in found
+    ]
+
+
 def kept(path: Path) -> ProbeReport:
     """What `keep` wrote. Raises ValueError, naming the file, if it is none of this version's."""
     try:
@@ -111,6 +127,8 @@ def kept(path: Path) -> ProbeReport:
         return ProbeReport.from_dict(values)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; `strata probe` writes it") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not JSON ({error}); run `strata probe` again") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

@@ -16,7 +16,7 @@ from strata.hardware.machine import cpu_name, processor
 from strata.hardware.probe import cpu
 from strata.hardware.probe.ceiling import Measured
 from strata.hardware.probe.device import device_of
-from strata.hardware.probe.report import ProbeReport, newest
+from strata.hardware.probe.report import ProbeReport, kept, newest
 from strata.hardware.specs import DEVICES, recognize
 from strata.models.config import DTYPES, ModelConfig
 from strata.parallel.serving_shard import RankShard
@@ -29,14 +29,23 @@ PROCESSOR = "cpu"
 _QUICK = cpu.CpuSizes(copied=64 << 20, squares=(512,), rows=(1, 16), width=1024, call=0.05)
 _QUICK_PARTS = 3  # copies, and products in two dtypes
 _TURNS = 3  # the best counts: others may have the processor for a while
+# What floors of steps are made of. A probe of few seconds may have found less.
+_NEEDED = {"copies": ("bandwidth", None), "float32": ("compute", "float32"), "bfloat16": ("compute", "bfloat16")}
 
 
 def processor_device() -> tuple[Device, tuple[str, ...]]:
     """This machine's processor with what it reaches, and where that comes from: by the probe that was kept (which
-    `StepSeconds` reads itself), or else a second of measuring now."""
+    `StepSeconds` reads itself), or else, and for what that lacks, a second of measuring now.
+
+    Raises ValueError, naming it, for a probe's file that cannot be read.
+    """
     name = cpu_name()
-    if newest(name) is not None:
-        return recognize(name) or Device("processor", name, ()), ()
+    path, lacking = newest(name), list(_NEEDED)
+    if path is not None:
+        probed = device_of(kept(path))
+        lacking = [what for what, of in _NEEDED.items() if probed.known(*of) is None]
+        if not lacking:
+            return recognize(name) or Device("processor", name, ()), ()
     measured, began = Measured(), time.perf_counter()
     measured.run(_TURNS * cpu.parts({}, _QUICK)[:_QUICK_PARTS], began + 60)
     took = time.perf_counter() - began
@@ -44,7 +53,8 @@ def processor_device() -> tuple[Device, tuple[str, ...]]:
     report = ProbeReport(
         name, today, took, processor(), (), tuple(measured.ceilings), versions={"torch": torch.__version__}
     )
-    return device_of(report), (f"ceilings of {name} measured now in {took:.1f} s; `strata probe` measures them well",)
+    what = "ceilings" if path is None else f"ceilings ({', '.join(lacking)})"
+    return device_of(report), (f"{what} of {name} measured now in {took:.1f} s; `strata probe` measures them well",)
 
 
 class Here(NamedTuple):

@@ -184,7 +184,7 @@ def _evidence(ledger: RequestLedger) -> Iterator[str]:
         yield f"first token after {ledger.first_token:.3f} s, most of it: {what} ({ledger.first_parts[longest]:.3f} s)"
     yield (
         f"{ledger.prompt_tokens:,} prompt tokens, {ledger.cached_tokens:,} of them cached, in {ledger.prompt_steps:,} "
-        f"steps; {ledger.output_tokens:,} output tokens"
+        f"step{'s' * (ledger.prompt_steps != 1)}; {ledger.output_tokens:,} output tokens"
     )
     if ledger.decode_steps:
         each = math.fsum(ledger.parts.get(part, 0.0) for part in ("decode", "decode_beside", "masks", "host_gap"))

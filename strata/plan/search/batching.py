@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+
 from strata.engine.scheduling.room import IN_LINE, LEAST_TOKENS, MAX_SLOWDOWN
 from strata.plan.search.traffic import Traffic
 
@@ -21,6 +23,7 @@ from strata.plan.search.traffic import Traffic
 SERVER_SECONDS = 2.7e-3
 _LEAST, _PRECISION = 1e-6, 1e-4
 _FEW_TOKENS = 8.0
+_PARTS = 32  # numbers of sequences, for which a load is asked for
 _BUSIEST = 0.999
 
 StepSeconds = Callable[[float, float], float]
@@ -45,7 +48,8 @@ class LoadPoint:
     """A steady load on one engine.
 
     requests: a second. ttft, tpot: mean seconds. decoding: sequences that decode at a time, of `concurrency` under way.
-    prompt_steps: share of the steps that have prompts, of `chunk` tokens; step: seconds of a mean one.
+    prompt_steps: share of the steps that have prompts, of `chunk` tokens; step: seconds of a mean one. waiting: what of
+    ttft a request waits for a place, where they come independently of each other.
     """
 
     concurrency: float
@@ -56,6 +60,7 @@ class LoadPoint:
     prompt_steps: float
     chunk: float
     step: float
+    waiting: float = 0.0
 
 
 def at_concurrency(seconds: StepSeconds, traffic: Traffic, batching: Batching, concurrency: int) -> LoadPoint:
@@ -80,7 +85,36 @@ def at_rate(seconds: StepSeconds, traffic: Traffic, batching: Batching, rate: fl
         return _prompts_at_rate(seconds, traffic, batching, rate)
     steady = partial(_steady, seconds, traffic, batching, 1.0)
     found = _most(steady, float(most), lambda point: point.requests <= rate)
-    return None if found.requests < rate * (1 - 1e-3) or found.concurrency > most else found
+    if found.requests < rate * (1 - 1e-3) or found.concurrency > most:
+        return None
+    wait = wait_for_place(steady, most, rate)
+    if wait is None:
+        return None
+    return replace(found, concurrency=found.concurrency + rate * wait, ttft=found.ttft + wait, waiting=wait)
+
+
+def wait_for_place(steady: Callable[[float], LoadPoint | None], most: int, rate: float) -> float | None:
+    """Mean seconds until one of `most` places is free for a request; None if more come than end.
+
+    How many are there is a birth-death chain (Kleinrock 1975, chapter 3): they come at random, and end as fast as so
+    many under way let them; more than `most` as fast as these. steady: of so many that decode.
+    """
+    known = [(0.0, 0.0)]
+    for part in range(1, _PARTS + 1):
+        point = steady(most * part / _PARTS)
+        if point is None:  # the steps have no room for the prompts of more
+            break
+        known.append((point.concurrency, point.requests))
+    places, rates = zip(*known, strict=True)
+    ended = np.interp(np.arange(1, most + 1), places, rates)
+    load = rate / float(ended[-1])
+    if load >= 1:
+        return None
+    chances = np.cumsum(np.log(rate / ended))
+    weights = np.exp(np.append(0.0, chances) - max(0.0, chances.max()))
+    beyond = weights[-1] * load / (1 - load)
+    waiting = beyond / (1 - load) / (weights.sum() + beyond)  # requests, on average
+    return float(waiting / rate)
 
 
 def _most(

@@ -64,6 +64,11 @@ class Choice:
         return self.tokens / self.devices
 
     @property
+    def tpot_ms(self) -> float | None:
+        """None of answers of one token, behind which there is none."""
+        return self.point.tpot * 1e3 if self.output > 1 else None
+
+    @property
     def tokens_per_user(self) -> float | None:
         """A second, once the first has come; None of answers of one token."""
         return 1 / self.point.tpot if self.point.tpot else None
@@ -81,7 +86,7 @@ class Choice:
             "step_target_ms": settings.target,
             "concurrency": point.concurrency * self.replicas,
             "ttft_ms": point.ttft * 1e3,
-            "tpot_ms": point.tpot * 1e3,
+            "tpot_ms": self.tpot_ms,
             "requests_per_second": self.requests,
             "tokens_per_second": self.tokens,
             "tokens_per_second_per_device": self.tokens_per_device,

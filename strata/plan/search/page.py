@@ -21,14 +21,16 @@ def html_page(plan: ServingPlan) -> str:
     title, _, subtitle = plan.title.partition(", ")
     asked = [one for one in plan.found.seen if one.settings.precision == plan.question.precision]
     runs = [one for one in asked if not one.blocked] or asked
-    drawn = element(
-        "figure", _picture(plan), class_="scroll", role="img", aria_label="tokens a second a device and of a user"
-    )
-    parts = [
-        section("The best", *_command(plan), _rows("the best", (plan.best,)), _facts(plan)),
-        section("Throughput against latency", "Each point is a way to run the engines.", drawn),
-        section("The outer points", "From the most tokens a device on.", _rows("frontier", tuple(frontier(runs)))),
-    ]
+    parts = [section("The best", *_command(plan), _rows("the best", (plan.best,)), _facts(plan))]
+    if plan.best.tokens_per_user is not None:  # answers of one token have no latency to draw
+        drawn = element(
+            "figure", _picture(plan), class_="scroll", role="img", aria_label="tokens a second a device and of a user"
+        )
+        outer = _rows("frontier", tuple(frontier(runs)))
+        parts += [
+            section("Throughput against latency", "Each point is a way to run the engines.", drawn),
+            section("The outer points", "From the most tokens a device on.", outer),
+        ]
     if plan.found.others:
         parts.append(section("Other layouts", "The best settings of each.", _rows("other layouts", plan.found.others)))
     if plan.packed or plan.refused:
@@ -75,7 +77,7 @@ def _row(choice: Choice, last: str) -> list[str]:
         f"{choice.replicas:,}",
         f"{choice.settings.sequences:,}",
         f"{point.ttft * 1e3:,.1f}",
-        f"{point.tpot * 1e3:,.2f}",
+        "-" if choice.tpot_ms is None else f"{choice.tpot_ms:,.2f}",
         f"{choice.tokens:,.0f}",
         f"{choice.tokens_per_device:,.0f}",
         "" if user is None else f"{user:,.1f}",

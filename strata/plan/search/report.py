@@ -127,18 +127,20 @@ class ServingPlan:
         point, held, bounds = best.point, best.held, self.decode.bounds
         idle = self.question.devices - best.devices
         parts = ("weights", "kv", "workspace", "states", "margin")
+        decodes = f"bound by {bounds.bound}, whose floor is {bounds.seconds / self.decode.seconds:.0%} of one"
         gib = {name: f"{getattr(held, name) / GIB:,.2f}" for name in parts}
         found = [
-            ("load", f"{point.concurrency * best.replicas:,.0f} requests under way, {best.requests:,.2f} a second"),
+            (
+                "load",
+                f"{point.concurrency * best.replicas:,.0f} requests under way at all times, a next as each ends: "
+                f"{best.requests:,.2f} a second",
+            ),
             (
                 "steps",
                 f"{point.step * 1e3:,.2f} ms; {point.prompt_steps:.0%} have {point.chunk:,.0f} tokens of prompts",
             ),
             ("binds", best.binds),
-            (
-                "decode steps",
-                f"bound by {bounds.bound}, whose floor is {bounds.seconds / self.decode.seconds:.0%} of one",
-            ),
+            *((("decode steps", decodes),) if best.output > 1 else ()),
             ("MFU", f"{self.mfu:.1%} of the maker's dense peak"),
             (
                 "memory, GiB",
@@ -154,8 +156,11 @@ class ServingPlan:
         if (rate := self.question.traffic.rate) is not None:
             told = f"{rate:,.2f} requests a second, more than these devices serve"
             if (light := self.at_rate) is not None:
+                ttft, tpot = f"{light.ttft * 1e3:,.1f} ms", f"{light.tpot * 1e3:,.2f} ms"
+                wait = f" ({light.waiting * 1e3:,.1f} ms of it for a place)" if light.waiting >= 5e-5 else ""
                 told = (
-                    f"{rate:,.2f} requests a second: TTFT {light.ttft * 1e3:,.1f} ms, TPOT {light.tpot * 1e3:,.2f} ms"
+                    f"{rate:,.2f} requests a second, {rate / best.requests:.0%} of the most: TTFT {ttft}{wait}, "
+                    f"TPOT {tpot}"
                 )
             found.append(("the trace", told))
         if idle:
@@ -195,6 +200,7 @@ class ServingPlan:
             "not_in_strata_yet": [one.to_dict() for one in self.found.blocked],
             "trace_requests_per_second": asked.traffic.rate,
             "trace_ttft_ms": None if self.at_rate is None else self.at_rate.ttft * 1e3,
+            "trace_waiting_ms": None if self.at_rate is None else self.at_rate.waiting * 1e3,
             "trace_tpot_ms": None if self.at_rate is None else self.at_rate.tpot * 1e3,
             "pools_not_in_strata_yet": None if self.pools is None else self.pools.to_dict(),
             "speculation_not_in_strata_yet": None if self.speculation is None else self.speculation.to_dict(),

@@ -359,7 +359,7 @@ def too_slow(question: Question, seen: list[Choice], blocked: list[Choice], pack
     return (
         f"{where} is not predicted to meet {asked} (ms) in any way: {near.settings.layout.name} comes nearest, with "
         f"TTFT {near.point.ttft * 1e3:.4g} and TPOT {near.point.tpot * 1e3:.4g} ms at {near.settings.sequences} "
-        "sequences; ask for no less, or give more devices"
+        f"sequence{'s' * (near.settings.sequences > 1)} at once; ask for no less, or give more devices"
         + (f"; {' '.join(packed[0].settings.precision.words)} would do" if packed else "")
         + (f"; {', '.join(blocked[0].blocked)} would do, which Strata lacks" if blocked else "")
     )

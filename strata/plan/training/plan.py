@@ -46,10 +46,10 @@ class TrainingPlan:
         """What to expect of the best, for people."""
         choice, task = self.best, self.task
         found, time, memory = choice.estimate, choice.estimate.likely, choice.estimate.fullest
-        parts = ", ".join(f"{name} {seconds * 1e3:,.0f}" for name, seconds in parts_of(time).items() if seconds)
+        parts = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in parts_of(time).items() if seconds)
         lines = [
             ("layout", f"{layout_name(choice.shape.layout)}, recompute {found.recompute}, {_packs(choice)}"),
-            ("step", f"{time.seconds * 1e3:,.0f} ms ({time.origin}), at least {found.time.seconds * 1e3:,.0f}"),
+            ("step", f"{milliseconds(time.seconds)} ms ({time.origin}), at least {milliseconds(found.time.seconds)}"),
             ("ms of it", parts),
             ("tokens/s", f"{found.likely_tokens_per_second:,.0f}, each {self.tokens_per_device:,.0f}"),
             ("MFU", f"{found.likely_mfu:.1%} ({MFU})"),
@@ -91,7 +91,7 @@ class TrainingPlan:
         missing = (misfit.memory.total - self.found.usable) / GIB
         return (
             f"{told}, and memory: {layout_name(misfit.shape.layout)}, recompute {misfit.recompute}, {missing:.1f} GiB "
-            f"too large, would take {misfit.seconds * 1e3:,.0f} ms"
+            f"too large, would take {milliseconds(misfit.seconds)} ms"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,6 +122,11 @@ def parts_of(time: StepTime) -> dict[str, float]:
         "the pipeline's bubble": time.bubble,
         "gaps between kernels": time.gaps,
     }
+
+
+def milliseconds(seconds: float) -> str:
+    """Whole ones, of a short step three digits."""
+    return f"{seconds * 1e3:,.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
 
 
 def layout_name(layout: Layout) -> str:

@@ -128,7 +128,9 @@ class _Launcher:
 
     async def _start_engine(self, replica: int) -> Child:
         job = {"address": engine_address(self._folder, replica), **self._engine_fields}
-        return await Child.start(ENGINE_MODULE, msgspec.json.encode(job), environment=self._devices[replica])
+        engine = await Child.start(ENGINE_MODULE, msgspec.json.encode(job), environment=self._devices[replica])
+        self._ends.begin(engine.pid)
+        return engine
 
     async def _start_api(self) -> bool:
         """Whether requests are served now; if not, a signal ended the server, or the engine did not start."""

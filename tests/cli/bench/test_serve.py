@@ -170,7 +170,7 @@ def test_the_tables_say_what_failed_and_how_good_it_was() -> None:
     with FakeServer(failures={3: "429", 4: "cut"}) as fake:
         command = ["bench", "serve", "--url", fake.url, *SMALL, "--goodput", "ttft:1000", "--request-rate", "200,inf"]
         shown = CliRunner().invoke(app, command, env={"COLUMNS": "80"}).stdout
-    assert "4 of 6 requests completed" in shown
+    assert re.search(r"4 of 6 requests completed in (0\.0*[1-9]\d*|[1-9]\S*) s", shown)  # of a short load, too
     assert "failed: 1 HTTP 429, 1 cut (1 lost)" in shown
     assert "(66.7% of requests): ttft <= 1000 ms" in shown
     assert "output tok/s (1 a chunk)" in shown
@@ -184,11 +184,20 @@ def test_the_tables_say_what_failed_and_how_good_it_was() -> None:
         (["--model", "gpt"], "has no model 'gpt': --model is one of fake, other"),
         (["--request-rate", "5%,x%"], "--request-rate takes"),
         (["--goodput", "ttft=5"], "--goodput takes"),
-        (["--burstiness", "0"], "--burstiness must be above 0"),
+        (["--burstiness", "0", "--request-rate", "5"], "--burstiness must be above 0"),
         (["--input-len", "999"], "up to 1003 tokens with their answers, fake takes 1000: lower --input-len"),
         (["--dataset", "nowhere.jsonl"], "--dataset is random, shared-prefix, lognormal or a JSON-lines file"),
         (["--dataset", "lognormal"], "up to 4096 tokens with their answers, fake takes 1000: lower --longest"),
-        (["--dataset", "lognormal", "--length-spread", "0.5"], "--length-spread is of evenly drawn lengths"),
+        (["--dataset", "lognormal", "--length-spread", "0.5"], "--length-spread is of --dataset random, shared"),
+        (["--burstiness", "1e9", "--request-rate", "5"], "at most 1,000,000, or inf for even gaps; got 1e+09"),
+        (["--dataset", "lognormal", "--longest", "2"], "is the mean of lengths that --longest 2 cuts"),
+        (["--prefix-len", "100"], "--prefix-len is of --dataset shared-prefix: leave it out with --dataset random"),
+        (["--dataset", "lognormal", "--prefix-groups", "2"], "--prefix-groups is of --dataset shared-prefix"),
+        (["--longest", "90"], "--longest is of --dataset lognormal: leave it out with --dataset random"),
+        (["--dataset", "README.md", "--input-len", "9"], "--input-len is of --dataset random, shared-prefix, log"),
+        (["--dataset", "/dev/null", "--input-len", "9"], "--input-len is of --dataset random, shared-prefix, log"),
+        (["--burstiness", "2"], "--burstiness is of requests that come at a rate: give a --request-rate"),
+        (["--burstiness", "2", "--request-rate", "Infinity"], "--burstiness is of requests that come at a rate"),
         (["--replay"], "--replay sends a file's requests"),
         (["--request-rate", "50%"], "raise --num-prompts or lower --max-concurrency"),
         (["--url", "127.0.0.1:8000"], "--url must be like http://127.0.0.1:8000"),

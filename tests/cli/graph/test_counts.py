@@ -76,6 +76,9 @@ def test_a_tied_head_counts_once() -> None:
     # Qwen3-0.6B: 596,049,920 parameters as published.
     assert shown["parameters"] == 596_049_920
     assert [row["part"] for row in shown["parts"]] == ["inputs", "embedding", "layers", "head", "sampling"]
+    (head,) = (row for row in shown["operations"] if row["part"] == "lm_head (embed_tokens)")
+    assert head["cost"]["flops"] == 2 * 151_936 * 1024 + 151_936  # logits are scaled by the norm
+    assert "embed_tokens" in {row["part"] for row in shown["operations"]}  # the lookup
 
 
 def test_tables_show_merged_parts_and_totals(config: Path) -> None:
@@ -113,6 +116,7 @@ def test_a_folder_is_its_config(config: Path) -> None:
             ["nowhere"],
             "model folder 'nowhere' does not exist; give a model folder, org/model",
         ),
+        (["30B-A3B", "--enable-dp-attention"], "--enable-dp-attention is of experts that --tensor-parallel-size ranks"),
         (["8B", "--passes", "fuse"], "there is no pass 'fuse'; accepted are all, exact, none"),
         (["8B", "--device", "abacus"], "device 'abacus' is unknown; give one of h200, .* rtx5090, or cpu, the proc"),
         (

@@ -8,11 +8,12 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from strata.bench import measured_step
 from strata.hardware.figures import Device, Figure
 from strata.plan.explain import ceilings
-from tests.cli.graph.shown import run
+from tests.cli.graph.shown import app, run
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -24,6 +25,15 @@ def _measures_on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(measured_step, "_LEAST_SECONDS", 0)
     monkeypatch.setattr(ceilings, "processor_device", lambda: (Device("mine", "My CPU", measured), ("what I know",)))
+
+
+@pytest.mark.usefixtures("_measures_on_a_processor")
+def test_what_takes_long_is_told_before() -> None:
+    given = ["builtin", "--tokens", "1", "--measure", "--json"]
+    told = CliRunner(env={"COLUMNS": "120"}).invoke(app, given, catch_exceptions=False)
+    assert re.fullmatch(
+        r"measuring on My CPU: 0\.0 GiB of weights and \d+ operations, one after another\n", told.stderr
+    )
 
 
 def measured_figure(quantity: str, value: float, dtype: str | None = None) -> Figure:

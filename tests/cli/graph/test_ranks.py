@@ -34,6 +34,16 @@ def test_a_rank_of_8_of_405b(config: Path) -> None:
     assert re.search(r"messages\s+254, ", drawn)
 
 
+def test_experts_of_one_rank_are_those_of_the_model() -> None:
+    assert run("30B-A3B", "--enable-expert-parallel", "--json") == run("30B-A3B", "--json")
+
+
+def test_the_figures_of_a_link_that_floors_count_with_are_told() -> None:
+    """Of an H200: the fit to all messages, and the best of them."""
+    told = " ".join(run("0.6B", "--tensor-parallel-size", 2).split())
+    assert "339 GB/s each way, 2.33 us a message (floors by the best that was seen: 359 GB/s, 1.96 us)" in told
+
+
 def test_stages_of_layers_as_those_of_405b(tmp_path: Path) -> None:
     """Each has its layers, and one message of hidden states leaves the first; only the last has a head and draws."""
     config, layers = tmp_path / "config.json", 14
@@ -102,7 +112,7 @@ def test_ranks_that_cannot_share_a_model_or_have_no_link() -> None:
     with pytest.raises(ValueError, match="does not go together with --pipeline-parallel-size"):
         run("8B", "--prefill-context-parallel-size", 2, "--pipeline-parallel-size", 2)
     with pytest.raises(ValueError, match="make that 2 or more"):
-        run("30B-A3B", "--enable-expert-parallel")
+        run("30B-A3B", "--enable-dp-attention")
     for option in ("--prefill-context-parallel-size", "--pipeline-parallel-size"):
         with pytest.raises(ValueError, match="layers keep a state of fixed size: leave it out"):
             run("80B-A3B", option, 2)

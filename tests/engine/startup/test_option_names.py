@@ -28,11 +28,29 @@ OPTIONS = ["max_num_seqs", "max_model_len", "dtype", "quantization", "determinis
         ("the dtype of what passes is deterministic", "the dtype of what passes is deterministic"),
         ("give --max-num-seqs 4, or a/max_num_seqs/b", "give --max-num-seqs 4, or a/max_num_seqs/b"),
         ("max_num_seqs_of and my_max_num_seqs", "max_num_seqs_of and my_max_num_seqs"),
+        ("max_num_seqs=-5 and max_model_len=None", "--max-num-seqs -5 and --max-model-len None"),
+        ('quantization="it\'s" with max_num_seqs=1e-05', "--quantization it's with --max-num-seqs 1e-05"),
+        ("passes=['a', 'b'] of the engine's max_num_seqs", "passes=['a', 'b'] of the engine's --max-num-seqs"),
+        ("rope='(max_num_seqs)' is not max_num_seqs", "rope='(max_num_seqs)' is not --max-num-seqs"),
     ],
 )
 def test_options_that_a_command_has_are_named_as_it_takes_them(text: str, said: str) -> None:
     assert as_flags(text, OPTIONS) == said
     assert as_flags(text, []) == text
+
+
+@pytest.mark.parametrize(
+    "echoed",
+    [
+        "model folder 'max_num_seqs' does not exist",
+        "got 'max_num_seqs=3' for one",
+        'no folder "max_model_len: it\'s"',
+        "runs/lr=1,dtype=bf16/x has no config.json",
+        "max_num_seqs.json is no folder",
+    ],
+)
+def test_what_a_user_gave_is_told_as_it_was_given(echoed: str) -> None:
+    assert as_flags(f"{echoed}; lower max_num_seqs", OPTIONS) == f"{echoed}; lower --max-num-seqs"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from strata.parallel.layout import Layout
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.steps.make import fresh, make_step
 from tests.gpu.ranks import found_by_ranks
+from tests.largest import name_of_largest
 from tests.train.step_ranks import errors_of, pack_of
 
 pytestmark = pytest.mark.gpu
@@ -82,7 +83,7 @@ def of_rank(world: World) -> dict[str, Any]:
     worst = []
     for family, layout in LAYOUTS[world.size]:
         errors = errors_of(world, family, layout)
-        name = max(errors, key=errors.__getitem__)
+        name = name_of_largest(errors)
         worst.append([name, errors[name]])
     pairs = []
     for precision, recompute, tied, packs in (

@@ -11,7 +11,7 @@ import torch
 
 from strata.hardware.specs import device
 from strata.plan.meta_model import find_config
-from strata.plan.search.batching import SERVER_SECONDS, Batching, at_concurrency, at_rate
+from strata.plan.search.batching import SERVER_SECONDS, Batching, LoadPoint, at_concurrency, at_rate, wait_for_place
 from strata.plan.search.layer_prices import LayerPrices
 from strata.plan.search.layout import Layout
 from strata.plan.search.machine import Machine
@@ -68,6 +68,29 @@ def test_a_rate_is_met_or_refused() -> None:
     assert point.requests == pytest.approx(20.0, rel=1e-3)
     assert point.decoding == pytest.approx(20 * 100 * point.tpot, rel=1e-3)
     assert at_rate(seconds, TRAFFIC, FREE, rate=200.0, most=256) is None  # 200 x 500 tokens at 10 us each
+
+
+def test_a_wait_for_a_place_is_that_of_as_many_servers() -> None:
+    """Where each of four takes a second however many there are: Erlang's C, counted by hand for three a second."""
+
+    def alike(decoding: float) -> LoadPoint:
+        return LoadPoint(decoding, decoding, decoding, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+    all_busy = 3**4 / 24 * 4
+    expected = all_busy / (1 + 3 + 9 / 2 + 27 / 6 + all_busy)
+    assert wait_for_place(alike, 4, 3.0) == pytest.approx(expected / (4 - 3))
+    assert wait_for_place(alike, 4, 4.0) is None
+    waits = [wait_for_place(alike, 4, 4 - 2.0**-near) or 0.0 for near in range(10)]
+    assert all(one < more for one, more in pairwise(waits))
+    assert wait_for_place(alike, 2000, 20.0) == pytest.approx(0, abs=1e-12)  # chances far below the least number
+
+
+def test_a_rate_near_the_most_waits_for_places() -> None:
+    most = at_concurrency(seconds, TRAFFIC, FREE, 64)
+    near = at_rate(seconds, TRAFFIC, FREE, rate=0.97 * most.requests, most=64)
+    assert near is not None
+    assert near.waiting > 0.1
+    assert near.concurrency == pytest.approx(near.requests * (near.ttft + 100 * near.tpot), rel=1e-2)  # Little's law
 
 
 def test_stages_take_their_share_of_the_sequences() -> None:

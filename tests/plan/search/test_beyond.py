@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from strata.cli.plan import draw_plan
 from strata.hardware.specs import device
 from strata.plan.search import report as report_module
 from strata.plan.search import search as search_module
@@ -117,6 +118,38 @@ def test_what_strata_lacks_is_apart(plan: ServingPlan) -> None:
     assert not any(one.blocked for one in plan.found.others)
 
 
+def test_pools_and_guesses_are_told_as_what_strata_lacks(plan: ServingPlan, capsys: pytest.CaptureFixture[str]) -> None:
+    for blocked in (plan.found.blocked[:1], ()):
+        draw_plan(replace(plan, found=replace(plan.found, blocked=blocked)))
+        told = capsys.readouterr().out
+        heading, pools = told.index("Not in Strata yet"), told.index("prompts and answers on engines of their own")
+        assert heading < pools < told.index("speculation, ")
+
+
+def test_the_load_is_told_as_the_closed_loop_that_it_is(plan: ServingPlan) -> None:
+    """Its rate is what comes out, not arrivals at random, which would wait for a place as well."""
+    under_way = plan.best.point.concurrency * plan.best.replicas
+    assert dict(plan.lines())["load"] == (
+        f"{under_way:,.0f} requests under way at all times, a next as each ends: {plan.best.requests:,.2f} a second"
+    )
+    whole = plan.best.point.ttft + (plan.best.output - 1) * plan.best.point.tpot
+    assert plan.best.requests == pytest.approx(under_way / whole, rel=1e-3)  # Little's law
+
+
+def test_answers_of_one_token_have_no_tpot(plan: ServingPlan, capsys: pytest.CaptureFixture[str]) -> None:
+    best = replace(plan.best, output=1.0, point=replace(plan.best.point, tpot=0.0))
+    single = replace(plan, found=replace(plan.found, best=best))
+    assert "decode steps" in dict(plan.lines())
+    assert "decode steps" not in dict(single.lines())
+    assert (best.to_dict()["tpot_ms"], plan.best.to_dict()["tpot_ms"]) == (None, plan.best.point.tpot * 1e3)
+    draw_plan(single)
+    row = capsys.readouterr().out.splitlines()[3].split()
+    assert row[-3] == "-"
+    pages = [html_page(one) for one in (plan, single)]
+    assert [">-</td>" in page for page in pages] == [False, True]
+    assert ["<svg" in page for page in pages] == [True, False]
+
+
 def test_the_best_has_the_checkpoints_precision_and_fewer_bits_stand_beside_it(plan: ServingPlan) -> None:
     assert plan.best.settings.precision == AS_CHECKPOINT
     assert plan.command is not None
@@ -153,4 +186,8 @@ def test_a_trace_of_few_requests_is_served_sooner(plan: ServingPlan) -> None:
     assert plan.at_rate is not None
     assert plan.at_rate.requests * plan.best.replicas == pytest.approx(5.0, rel=1e-3)
     assert plan.at_rate.tpot < plan.best.point.tpot
-    assert any("5.00 requests a second" in value for _, value in plan.lines())
+    share = 5.0 / plan.best.requests
+    told = dict(plan.lines())["the trace"]
+    assert told.startswith(f"5.00 requests a second, {share:.0%} of the most: TTFT ")
+    assert plan.at_rate.waiting < 1e-6  # so few find a place at once
+    assert " of it for a place" not in told

@@ -234,9 +234,18 @@ def test_what_cannot_be_is_said(tmp_path: Any) -> None:
         assert re.search(rf"; --gpus 2 has room for it{lacks}, and so have these with --quantization fp8; ", said)
         assert "; Strata cannot run it there yet, as it lacks kernels for tpu-v5e" in said
     assert "below the floor" in failure("8B", *lengths, "--tpot", "0.5")
-    assert "nearest" in failure("8B", *lengths, "--tpot", "3.7")
+    assert re.search(r"nearest, with TTFT .* ms at 1 sequence at once; ask", failure("8B", *lengths, "--tpot", "3.7"))
     assert "give the lengths" in failure("8B", "--isl", "100")
+    said = failure("8B", *lengths, "--sequence", "4096", "--precision", "bf16")
+    assert said == "--sequence, --precision: for a training run alone; add --train and --batch-tokens, or leave it out"
+    assert "--out: for a training run alone" in failure("8B", *lengths, "--out", "run.toml")
+    for name, value in (("--tpot", "5"), ("--svg", str(tmp_path / "plan.svg"))):
+        assert "answers of one token have no t" in failure("8B", "--isl", "100", "--osl", "1", name, value)
     assert "--trace loads.jsonl has the lengths" in failure("8B", *lengths, "--trace", "loads.jsonl")
+    for wrong in (("--price", "inf"), ("--network", "inf")):  # no number that JSON has would come of them
+        refused = plan("8B", *lengths, *wrong)
+        assert refused.exit_code == 2
+        assert f"Invalid value for '{wrong[0]}'" in re.sub(r"\x1b\[[\d;]*m", "", refused.output)
     trace = tmp_path / "trace.jsonl"
     trace.write_text("")
     assert "has no requests" in failure("8B", "--trace", str(trace))

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from strata.cli.main import app
 from strata.cli.train_estimate import model_config
 from strata.hardware.specs import device
+from strata.models.folder import folder_shape_or_file
 from strata.plan.meta_model import find_config
 from strata.plan.training.candidates import candidates
 from strata.plan.training.plan import TrainingPlan, parts_of, training_plan
@@ -73,6 +74,17 @@ def test_parts_are_the_step_and_the_price_is_that_of_device_hours(planned: Train
     steps = 10**9 / EIGHT.batch_tokens
     assert planned.price_of_tokens(10**9) == pytest.approx(steps * time.seconds / 3600 * 8 * 3.0)
     assert planned.binding.startswith("products and attention (")
+
+
+def test_a_step_of_a_few_milliseconds_has_three_digits() -> None:
+    found = training_plan("builtin", Task(find_config(folder_shape_or_file("builtin")), device("h200"), 1, 8192, 1024))
+    told, time = dict(found.lines()), found.best.estimate.likely
+    assert time.seconds < 0.01
+    assert (
+        told["step"] == f"{time.seconds * 1e3:.3g} ms (analytic), at least {found.best.estimate.time.seconds * 1e3:.3g}"
+    )
+    parts = [float(part.split()[-1]) for part in told["ms of it"].split(",")]
+    assert sum(parts) == pytest.approx(time.seconds * 1e3, rel=0.01)
 
 
 def test_a_pipeline_is_a_run_too(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from benchmarks.stub_engine import StubConfig
 from strata.engine.process.messages import Add, Embed
 from strata.engine.sampling_params import SamplingParams
 from strata.serve.client import EngineClient, EngineGone
+from strata.serve.engine_ends import EngineEnds
 from tests.serve.running import is_alive, running, wait_for
 
 SILENCE = 1.0  # the stub says how it stands twice a second
@@ -45,8 +46,10 @@ def stub(address: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @asynccontextmanager
-async def connected(address: str, silence_timeout: float) -> AsyncIterator[EngineClient]:
-    client = await EngineClient.connect(address, timeout=30, silence_timeout=silence_timeout)
+async def connected(
+    address: str, silence_timeout: float, ends: EngineEnds | None = None
+) -> AsyncIterator[EngineClient]:
+    client = await EngineClient.connect(address, timeout=30, silence_timeout=silence_timeout, ends=ends)
     try:
         yield client
     finally:
@@ -85,6 +88,25 @@ def test_all_that_wait_are_told_and_the_engine_is_killed(
     assert [record.getMessage() for record in caplog.records] == [
         "the engine is taken for dead and killed: it has requests and said nothing for 1 s"
     ]
+
+
+def test_a_process_without_requests_learns_why_another_killed_the_engine(
+    address: str, stub: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    """It would hear of the signal alone, which is most often one of a lack of memory."""
+
+    async def scenario() -> None:
+        ends = EngineEnds(tmp_path)
+        async with connected(address, SILENCE, ends) as client, connected(address, SILENCE, ends) as idle:
+            stream = client.submit(add(100_000))
+            await anext(stream)
+            stub.send_signal(signal.SIGSTOP)
+            assert await idle.wait_dead() == await client.wait_dead() == "it has requests and said nothing for 1 s"
+            ends.tell(stub.pid, "the engine process was killed by SIGKILL")  # as its parent does
+            assert await ends.find(stub.pid) == await client.wait_dead()
+            await stream.aclose()
+
+    play(scenario())
 
 
 def test_time_without_requests_does_not_count(address: str, stub: subprocess.Popen[bytes]) -> None:

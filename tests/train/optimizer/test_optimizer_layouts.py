@@ -16,6 +16,7 @@ from strata.parallel.parallelize import parallelize
 from strata.train.optimizer.clip import clip_scale
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.optimizer.make import make_optimizer
+from tests.largest import largest, name_of_largest
 from tests.parallel.models import config_of, loss_of, random_model
 from tests.parallel.ranks import run_ranks
 from tests.parallel.steps import CLIP, accumulate, batches, counted_tokens, weight_errors
@@ -81,7 +82,7 @@ def steps_against_one_process(world: World, name: str, layout: Layout, optimizer
         changes.update(clip_scale(gradients.norm(), CLIP))
         gradients.sync_weights()
     errors = weight_errors(model, parallel, wanted_model(config, documents.size, settings, world.device))
-    worst = max(errors, key=errors.__getitem__)
+    worst = name_of_largest(errors)
     held = {kind: [one.numel() for one in tensors] for kind, tensors in changes.state().items()}
     return {"worst": [worst, errors[worst]], "held": held, "parts": [part.master.numel() for part in gradients.shards]}
 
@@ -94,7 +95,7 @@ def all_layouts(world: World, folder: Path) -> list[Any]:
 def test_three_steps_equal_one_process(world: int, tmp_path: Path) -> None:
     ranks = run_ranks(all_layouts, world, tmp_path)
     for (name, layout, optimizer), *found in zip(LAYOUTS[world], *ranks, strict=True):
-        assert max(one["worst"][1] for one in found) < 1e-9, (name, layout, optimizer, found)
+        assert largest(one["worst"][1] for one in found) < 1e-9, (name, layout, optimizer, found)
         for one in found:
             # Every part has either a momentum or both moments, as large as itself.
             state = one["held"]

@@ -16,6 +16,7 @@ from strata.models.save import save
 from strata.parallel.layout import Layout
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.steps.make import fresh, make_step, stored
+from tests.largest import largest
 from tests.parallel.models import config_of
 from tests.parallel.ranks import run_ranks
 from tests.train.step_ranks import errors_of, four_ranks, made, repeated_messages, two_ranks
@@ -64,7 +65,7 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
 def test_steps_of_layouts_equal_one_process(world: int, tmp_path: Path) -> None:
     ranks = run_ranks(two_ranks if world == 2 else four_ranks, world, tmp_path, timeout=180, layouts=LAYOUTS[world])
     for one, *found in zip(LAYOUTS[world], *(rank["worst"] for rank in ranks), strict=True):
-        assert max(error for _, error in found) < 1e-9, (one, found)
+        assert largest(error for _, error in found) < 1e-9, (one, found)
     if world == 2:
         for rank in ranks:
             assert rank["shapes"] == [[1, 2, 8], None, None, None]
@@ -82,7 +83,7 @@ def test_steps_of_layouts_equal_one_process(world: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3-biases-tied", "mixtral", "deepseek-v2", "qwen3-next"])
 def test_steps_of_one_device_equal_plain_pytorch(family: str, recompute: str) -> None:
     errors = errors_of(ALONE, family, Layout(), recompute=recompute)
-    assert max(errors.values()) < 1e-9, errors
+    assert largest(errors.values()) < 1e-9, errors
 
 
 # Of a layer, when it is computed again, and when its MLP alone is.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.largest import largest
 from tests.parallel.ranks import run_ranks
 from tests.train.tiny_run import EXPERTS, Files, Table, write_files
 from tests.train.train_ranks import train_each
@@ -76,7 +77,7 @@ def differences(one: list[float], other: list[float]) -> list[float]:
 
 
 def check_every_layout_trains_as_one_process(found: By_name) -> None:
-    largest = {}
+    apart = {}
     for name in (*LAYOUTS, "experts", "lora", "dpo"):
         alone = found[f"{name if f'{name}-alone' in found else 'dp'}-alone"][0]
         first, second = found[name]
@@ -86,9 +87,9 @@ def check_every_layout_trains_as_one_process(found: By_name) -> None:
         divides_documents = first["samples"] != alone["samples"]
         assert divides_documents == (name in ("dp", "zero-1", "zero-2", "fsdp", "experts", "lora", "dpo"))
         assert (samples([first, second]) if divides_documents else second["samples"]) == alone["samples"]
-        largest[name] = max(differences(losses(first), losses(alone)))
-    print("largest relative difference of a loss:", {name: f"{value:.0e}" for name, value in largest.items()})
-    assert max(largest.values()) < BOUND
+        apart[name] = largest(differences(losses(first), losses(alone)))
+    print("largest relative difference of a loss:", {name: f"{value:.0e}" for name, value in apart.items()})
+    assert largest(apart.values()) < BOUND
 
 
 def check_resumed_on_other_ranks_and_layouts(found: By_name) -> None:
@@ -104,7 +105,7 @@ def check_resumed_on_other_ranks_and_layouts(found: By_name) -> None:
     assert [line["tokens"] for line in trained] == [line["tokens"] for line in through["lines"]]
     apart = differences([line["loss"] for line in trained], losses(through))
     print(f"largest relative difference of a loss: {max(apart):.1e}")
-    assert max(apart) < BOUND
+    assert largest(apart) < BOUND
 
 
 def check_a_slow_rank_is_named(found: By_name) -> None:
