@@ -71,7 +71,8 @@ def _layer(inner: int, heads: int, channels: int, new: tuple[int, ...], total: t
     kind = "prompt" if len(new) == 1 and rows > 1 else "decode"
     yield Case(short_convolution, f"{kind} {channels} by {_WIDTH}", rows, convolution, workload)
     yield Case(state_space, f"{kind} {heads}x{_HEAD} by {_STATE}", rows, scan, workload)
-    yield Case(gated_delta, f"{kind} {pairs}/{2 * pairs}x{_STATE}x{_STATE}", rows, delta, workload)
+    products = "bfloat16" if kind == "prompt" else "float32"  # a prompt's chunks are products of what it is given
+    yield Case(gated_delta, f"{kind} {pairs}/{2 * pairs}x{_STATE}x{_STATE}", rows, delta, workload, products)
     yield Case(deinterleave, f"{pairs}x{6 * _STATE}", rows, columns, workload)
     yield Case(gated_rms_norm, f"{inner}", rows, norm, workload)
     yield Case(gated_mean_square, f"{inner}", rows, lambda: (randn(rows, inner), randn(rows, inner)), workload)

@@ -14,6 +14,7 @@ from strata.engine.ledger import DeviceMemory, Ledger, PoolTooSmall, plan_memory
 from strata.engine.ranks.rank import share_of
 from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
 from strata.engine.startup.divided_keys import joining_bytes
+from strata.engine.startup.recurrent_scratch import recurrent_bytes
 from strata.engine.startup.room import options_with_room
 from strata.engine.startup.sparse_attention import choice_bytes
 from strata.graph.ranks.overlap import SLOTS
@@ -106,6 +107,7 @@ def planned_memory(
         recorded=sizes.recorded,
         scratch=max((_scratch_bytes(asked, config, sizes, count) for count in rows), default=0)
         + (sizes.packing.largest_in_floats(sizes.pool.dtype) if device.type == "cuda" else 0)
+        + (recurrent_bytes(asked, config, sizes.max_tokens, sizes.pool.dtype) if device.type == "cuda" else 0)
         + choice_bytes(asked, config, sizes.max_tokens, sizes.max_length)
         + joining_bytes(asked, config, sizes.max_tokens),
         sharing=asked.ranks,

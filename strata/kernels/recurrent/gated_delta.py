@@ -16,7 +16,7 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.blocks import in_whole_vectors
 from strata.kernels.op import operation
-from strata.kernels.recurrent import gated_delta_triton
+from strata.kernels.recurrent import delta_chunks_cuda, gated_delta_triton
 from strata.kernels.recurrent.gated_delta_triton import LENGTH_EPS
 from strata.kernels.recurrent.sequences import (
     STATE,
@@ -206,6 +206,13 @@ def _recurrence(
 gated_delta.implement("chunks", "cpu", differentiable=True)(_chunks)
 gated_delta.implement("recurrence", "cpu", invariant=True)(_recurrence)
 if HAS_TRITON:
+    gated_delta.implement(
+        "triton parallel chunks",
+        "cuda",
+        supports=delta_chunks_cuda.supports,
+        kernels=delta_chunks_cuda.KERNELS,
+        scratch=delta_chunks_cuda.scratch,
+    )(delta_chunks_cuda.launch)
     gated_delta.implement(
         "triton chunks",
         "cuda",

@@ -22,7 +22,7 @@ LENGTH_EPS = 1e-6
 
 
 @jit
-def _decay(a, bias, rate):
+def decay_of(a, bias, rate):
     """The logarithm of a decay; past 20 softplus is the number itself."""
     raw = a.to(tl.float32) + bias
     return rate * tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
@@ -89,7 +89,7 @@ def gated_delta_kernel(
         bias = tl.load(dt_bias + head).to(tl.float32)
         group = head // shared * key_dim
         for token in range(start, end):
-            decay = _decay(tl.load(a + token * a_stride + head), bias, rate)
+            decay = decay_of(tl.load(a + token * a_stride + head), bias, rate)
             strength = 1.0 / (1.0 + tl.exp(-tl.load(b + token * b_stride + head).to(tl.float32)))
             query = tl.load(q + token * q_stride + group + place, mask=inside, other=0.0)
             key = tl.load(k + token * k_stride + group + place, mask=inside, other=0.0)
@@ -158,7 +158,7 @@ def gated_delta_chunks_kernel(
             token = first + index
             exists = token < end
             raw = tl.load(a + token * a_stride + head, mask=exists, other=0.0)
-            each = tl.where(exists, _decay(raw, bias, rate), 0.0)
+            each = tl.where(exists, decay_of(raw, bias, rate), 0.0)
             decay = tl.cumsum(each, 0)
             whole = tl.sum(each, 0)
             opening = tl.load(b + token * b_stride + head, mask=exists, other=0.0).to(tl.float32)

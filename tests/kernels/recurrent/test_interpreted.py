@@ -12,10 +12,12 @@ import pytest
 pytest.importorskip("triton")
 
 
-def test_kernels_equal_their_references() -> None:
+@pytest.mark.parametrize("module", ["interpreted", "interpreted_chunks"])
+def test_kernels_equal_their_references(module: str) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.kernels.recurrent.interpreted"]
+    command = [sys.executable, "-m", f"tests.kernels.recurrent.{module}"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
-    assert {name: error for name, error in found.items() if not error <= 2e-4} == {}  # nor NaN
+    allowed = {name: 2e-3 if "float16" in name else 2e-4 for name in found}
+    assert {name: error for name, error in found.items() if not error <= allowed[name]} == {}  # nor NaN

@@ -1,0 +1,201 @@
+"""The gated delta rule over prompts on CUDA: what its three kernels wait in, their tiles and their launches.
+
+Grids follow from shapes alone, so that a step can be recorded in a CUDA graph: a step of so many tokens and sequences
+has `tokens // 64 + sequences` tiles at most, and a program finds the chunk that it is given, if any.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strata.kernels.grid_sizes import ceil_div, next_power_of_2
+from strata.kernels.recurrent import gated_delta_triton
+from strata.kernels.recurrent.delta_chunks_triton import (
+    CHUNK,
+    gated_delta_results_kernel,
+    gated_delta_solve_kernel,
+    gated_delta_states_kernel,
+)
+from strata.kernels.recurrent.gated_delta_triton import LENGTH_EPS
+from strata.kernels.recurrent.sequences import STATE, RecurrentBatch
+
+KERNELS = (gated_delta_solve_kernel, gated_delta_states_kernel, gated_delta_results_kernel)
+# Chunks of 16, one after another and from which nothing is handed on, are for prompts with fewer tokens than this, and
+# for those with less than so many tokens for each sequence of the step: of each there is a tile at least, with a state
+# that is written and read once more. Not measured.
+_SHORTEST, _PER_SEQUENCE = 128, 4
+
+
+@dataclass(frozen=True)
+class Tile:
+    """columns: of a head's values that a program has. stages: loads in flight, where there is a loop."""
+
+    columns: int
+    warps: int = 4
+    stages: int = 3
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Of the three kernels."""
+
+    solve_warps: int = 4
+    states: Tile = Tile(64)
+    results: Tile = Tile(128)
+
+
+TILES = Tiles()
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """programs: chunks of heads at most, as many as `solve` has programs. key_dim, value_dim: padded."""
+
+    programs: int
+    key_dim: int
+    value_dim: int
+
+    @staticmethod
+    def of(tokens: int, sequences: int, heads: int, key_dim: int, value_dim: int) -> _Sizes:
+        padded = (max(16, next_power_of_2(dim)) for dim in (key_dim, value_dim))
+        return _Sizes((tokens // CHUNK + sequences) * heads, *padded)
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Of what the kernels hand on: X, P and the state, and four vectors in float32."""
+        elements = CHUNK * (CHUNK + self.value_dim) + self.key_dim * self.value_dim
+        return self.programs * (elements * dtype.itemsize + 4 * CHUNK * 4)
+
+
+def supports(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> bool:
+    """A long sequence in bfloat16, and not many others beside it."""
+    batch: RecurrentBatch = others[4]
+    return (
+        batch.longest >= max(_SHORTEST, _PER_SEQUENCE * (batch.offsets.shape[0] - 1))
+        and q.dtype == k.dtype == v.dtype == torch.bfloat16
+        and max(k.shape[2], v.shape[2]) <= 128
+        and gated_delta_triton.supports(q, k, v, *others)
+    )
+
+
+def scratch(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> int:
+    """What the kernels hand on to each other."""
+    batch: RecurrentBatch = others[4]
+    return _Sizes.of(v.shape[0], batch.offsets.shape[0] - 1, v.shape[1], k.shape[2], v.shape[2]).nbytes(v.dtype)
+
+
+def scratch_bytes(tokens: int, sequences: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> int:
+    """The most that `scratch` is in a step of so many tokens and sequences at most."""
+    if tokens < _SHORTEST or dtype != torch.bfloat16:
+        return 0
+    return _Sizes.of(tokens, min(sequences, tokens // _PER_SEQUENCE), heads, key_dim, value_dim).nbytes(dtype)
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    dt_bias: Tensor,
+    a_log: Tensor,
+    batch: RecurrentBatch,
+    layer: int,
+    tiles: Tiles = TILES,
+) -> Tensor:
+    key_heads, key_dim = k.shape[1:]
+    heads, value_dim = v.shape[1:]
+    result = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    if not result.numel():
+        return result
+    states = batch.states
+    kept, slots = v.new_empty(0, dtype=torch.float32), batch.offsets  # no row is touched where nothing is kept
+    if states is not None:
+        kept, slots = states.tensors[layer][STATE], states.slots
+    sequences, shared = batch.offsets.shape[0] - 1, heads // key_heads
+    sizes = _Sizes.of(v.shape[0], sequences, heads, key_dim, value_dim)
+    programs, keys, values = sizes.programs, sizes.key_dim, sizes.value_dim
+    inverses, puts = v.new_empty(programs, CHUNK, CHUNK), v.new_empty(programs, values, CHUNK)
+    begins = v.new_empty(programs, values, keys)
+    decays, weights, reads, lefts = v.new_empty(4, programs, CHUNK, dtype=torch.float32).unbind()
+    padded: dict[str, Any] = {"CHUNK": CHUNK, "PRECISION": "ieee" if v.dtype == torch.float32 else "tf32"}
+    padded["KEY_DIM"] = keys
+    gated_delta_solve_kernel[(programs,)](
+        k,
+        a,
+        b,
+        dt_bias,
+        a_log,
+        batch.offsets,
+        inverses,
+        decays,
+        weights,
+        reads,
+        lefts,
+        sequences,
+        heads,
+        key_dim,
+        shared,
+        k.stride(0),
+        a.stride(0),
+        b.stride(0),
+        LENGTH_EPS,
+        **padded,
+        HALVES=v.dtype == torch.bfloat16,
+        num_warps=tiles.solve_warps,
+    )
+    padded["VALUE_DIM"] = values
+    own = _options(tiles.states, values)
+    gated_delta_states_kernel[(ceil_div(value_dim, own["COLUMNS"]), heads, sequences)](
+        k,
+        v,
+        inverses,
+        decays,
+        reads,
+        lefts,
+        puts,
+        begins,
+        kept,
+        slots,
+        batch.offsets,
+        batch.positions,
+        heads,
+        key_dim,
+        value_dim,
+        shared,
+        k.stride(0),
+        v.stride(0),
+        int(states is not None),
+        **padded,
+        **own,
+    )
+    own = _options(tiles.results, values)
+    gated_delta_results_kernel[(programs * (values // own["COLUMNS"]),)](
+        q,
+        k,
+        puts,
+        decays,
+        weights,
+        begins,
+        batch.offsets,
+        result,
+        sequences,
+        heads,
+        key_dim,
+        value_dim,
+        shared,
+        q.stride(0),
+        k.stride(0),
+        LENGTH_EPS,
+        key_dim**-0.5,
+        **padded,
+        **own,
+    )
+    return result
+
+
+def _options(tile: Tile, most: int) -> dict[str, int]:
+    return {"COLUMNS": min(tile.columns, most), "num_warps": tile.warps, "num_stages": tile.stages}
