@@ -30,9 +30,27 @@ def _load_queries(latent, q, token, head, held, latent_token, latent_head, q_tok
 
 
 @jit
-def _attend(front, back, at, maximum, weight, result, start, end, rows, table, scale,
-            RANK: tl.constexpr, RANK_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr,
-            PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+def _row_offsets(table, start, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
+    """Where the rows at positions [start, start + BLOCK_N) begin among the pages; past `end` the last one again."""
+    position = tl.maximum(tl.minimum(start + tl.arange(0, BLOCK_N), end - 1), 0)
+    page = tl.load(table + position // PAGE_SIZE).to(tl.int64)
+    return (page * PAGE_SIZE + position % PAGE_SIZE) * WIDTH
+
+
+@jit
+def _load_rows(rows, offsets, RANK: tl.constexpr, RANK_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr):
+    """Of the rows at `offsets` [BLOCK_N]: the latents [BLOCK_N, RANK_PAD], and what is behind [BLOCK_N, ROPE_PAD]."""
+    column = tl.arange(0, RANK_PAD)[None, :]
+    source = rows + offsets[:, None]
+    latents = tl.load(source + column) if RANK_PAD == RANK else tl.load(source + column, mask=column < RANK, other=0.0)
+    column = tl.arange(0, ROPE_PAD)[None, :]
+    source += RANK
+    tails = tl.load(source + column) if ROPE_PAD == ROPE else tl.load(source + column, mask=column < ROPE, other=0.0)
+    return latents, tails
+
+
+@jit
+def _attend(front, back, at, maximum, weight, result, latents, tails, start, end, scale, BLOCK_N: tl.constexpr):
     """The rows at positions [start, start + BLOCK_N) below `end` join the running softmax of a tile of queries.
 
     at [queries]: the last position that each sees. maximum, weight [queries] and result [queries, RANK_PAD] float32:
@@ -40,16 +58,9 @@ def _attend(front, back, at, maximum, weight, result, start, end, rows, table, s
     which a query sees nothing leaves its state as it is, bit for bit.
     """
     position = start + tl.arange(0, BLOCK_N)
-    there = position < end
-    page = tl.load(table + position // PAGE_SIZE, mask=there, other=0).to(tl.int64)
-    source = rows + (page * PAGE_SIZE + position % PAGE_SIZE)[:, None] * (RANK + ROPE)
-    column = tl.arange(0, RANK_PAD)[None, :]
-    latents = tl.load(source + column, mask=there[:, None] & (column < RANK), other=0.0)
-    column = tl.arange(0, ROPE_PAD)[None, :]
-    tails = tl.load(source + RANK + column, mask=there[:, None] & (column < ROPE), other=0.0)
     scores = tl.dot(front, tl.trans(latents), input_precision="ieee")
     scores = tl.dot(back, tl.trans(tails), scores, input_precision="ieee") * scale
-    scores = tl.where(there[None, :] & (position[None, :] <= at[:, None]), scores, float("-inf"))
+    scores = tl.where((position < end)[None, :] & (position[None, :] <= at[:, None]), scores, float("-inf"))
     largest = tl.maximum(maximum, tl.max(scores, 1))
     # A query that has seen nothing yet has the maximum -inf, and -inf minus itself is not a number.
     shift = tl.where(largest == float("-inf"), 0.0, largest)
@@ -149,11 +160,14 @@ def latent_prompt_kernel(
     maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     weight = tl.zeros((BLOCK_M,), tl.float32)
     result = tl.zeros((BLOCK_M, RANK_PAD), tl.float32)
+    # Looked up a block ahead: loads that wait for a lookup could not be pipelined.
+    offsets = _row_offsets(table, 0, end, PAGE_SIZE, BLOCK_N, RANK + ROPE)
     for start in range(0, end, BLOCK_N):
+        latents, tails = _load_rows(rows, offsets, RANK, RANK_PAD, ROPE, ROPE_PAD)
+        offsets = _row_offsets(table, start + BLOCK_N, end, PAGE_SIZE, BLOCK_N, RANK + ROPE)
         maximum, weight, result = _attend(
-            front, back, at, maximum, weight, result, start, end, rows, table, scale,
-            RANK, RANK_PAD, ROPE, ROPE_PAD, PAGE_SIZE, BLOCK_N,
-        )  # fmt: skip
+            front, back, at, maximum, weight, result, latents, tails, start, end, scale, BLOCK_N
+        )
     if sums is not None:
         tl.store(sums + token * HEADS + head, (maximum + tl.log2(weight)) * 0.6931471805599453, mask=held)
     result = result / tl.where(weight == 0.0, 1.0, weight)[:, None]
@@ -229,11 +243,14 @@ def latent_decode_kernel(
     maximum = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
     weight = tl.zeros((BLOCK_HEADS,), tl.float32)
     result = tl.zeros((BLOCK_HEADS, RANK_PAD), tl.float32)
+    # Looked up a block ahead: loads that wait for a lookup could not be pipelined.
+    offsets = _row_offsets(table, split * size, end, PAGE_SIZE, BLOCK_N, RANK + ROPE)
     for start in range(split * size, end, BLOCK_N):
+        latents, tails = _load_rows(rows, offsets, RANK, RANK_PAD, ROPE, ROPE_PAD)
+        offsets = _row_offsets(table, start + BLOCK_N, end, PAGE_SIZE, BLOCK_N, RANK + ROPE)
         maximum, weight, result = _attend(
-            front, back, at, maximum, weight, result, start, end, rows, table, scale,
-            RANK, RANK_PAD, ROPE, ROPE_PAD, PAGE_SIZE, BLOCK_N,
-        )  # fmt: skip
+            front, back, at, maximum, weight, result, latents, tails, start, end, scale, BLOCK_N
+        )
     part = (sequence * splits + split) * HEADS + head
     column = tl.arange(0, RANK_PAD)[None, :]
     tl.store(results + part[:, None] * RANK + column, result / weight[:, None], mask=held[:, None] & (column < RANK))
