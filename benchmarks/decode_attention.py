@@ -79,7 +79,7 @@ def measured(sequences: int, keys: int, name: str, every_tile: bool) -> Iterator
     angles = torch.rand(sequences, DIM // 2, device="cuda")
     cos, sin = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
     unfinished = Unfinished(None, None, 0.0, cos, sin)
-    rule = decode_tile(HEADS // KV_HEADS, DIM, product.dtype, sequences, keys, rounded=kind is not None)
+    rule = decode_tile(HEADS, KV_HEADS, DIM, product.dtype, sequences, keys, rounded=kind is not None)
     for tile in dict.fromkeys((rule, *(others(rule, keys) if every_tile else ()))):
         calls = [
             partial(decode, product, HEADS, DIM, pages, AttentionSpec(layer, DIM**-0.5), unfinished, tile)

@@ -16,12 +16,13 @@ KEY_BYTES = 4096
 TIMES = AttentionTimes(
     processors=8,
     decode=5e-6,
-    join=1e-7,
+    join=0.5e-7,
     behind=2e-6,
     bandwidth=1e12,
-    program=1e-6,
+    program={1: 1e-6, 4: 3e-6},
     key=1e-8,
     empty=1e-7,
+    beside=1e-9,
     softmax=0.25,
     prompts={"fresh": (20e-6, 1e-8), "pages": (10e-6, 2e-8), "tiles": (3e-6, 4e-8)},
     repeated=2e12,
@@ -52,6 +53,23 @@ def test_splits_of_more_sequences_are_joined_one_after_another() -> None:
     few = replace(ATTENDS, sequences=8)  # splits of 128 keys, of which 1,280 keys fill ten
     one = seconds(Workload((1,) * 8, (1280,) * 8), few)
     assert one == pytest.approx(5e-6 + 10 * 1e-7 + 8 * 1280 * KEY_BYTES / 1e12 + 80 * 1e-6)
+
+
+def test_four_heads_of_a_group_take_longer_to_join_and_have_fewer_splits() -> None:
+    # 528 programs, so each of 8 KV heads has eight splits of a sequence, of 160 keys, and two warps do not hide them.
+    wide = replace(ATTENDS, heads=32, sequences=8)
+    one = seconds(Workload((1,) * 8, (1280,) * 8), wide)
+    assert one == pytest.approx(5e-6 + 8 * 4 * 0.5e-7 + 8 * 1280 * KEY_BYTES / 1e12 + 64 * 3e-6 + 160 * 1e-8)
+
+
+def test_a_step_with_prompts_takes_the_least_of_what_is_beside_them() -> None:
+    times = replace(TIMES, beside=1e-3)
+    step, cost = Workload((1, 64), (500, 64)), Cost(4 * 16 * 128 * (500 + 64 * 65 // 2), cached=564 * KEY_BYTES)
+    attends = replace(ATTENDS, prompts="tiles")
+    found, least = times.seconds(cost, step, attends), TIMES.seconds(cost, step, attends)
+    assert found is not None and least is not None
+    # Sixteen programs of a KV head, two sequences and 64 splits, on each of 8 processors.
+    assert found - least == pytest.approx(1e-3 - 128 * 1e-7)
 
 
 def test_a_kernel_behind_that_is_launched_for_nothing_takes_as_long() -> None:

@@ -44,7 +44,7 @@ class Unfinished:
 
 def scratch_bytes(sequences: int, most_keys: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """What the splits of decoding sequences wait in, where a sequence may have so many keys."""
-    splits = decode_tile(heads // kv_heads, head_dim, dtype, sequences, most_keys).splits
+    splits = decode_tile(heads, kv_heads, head_dim, dtype, sequences, most_keys).splits
     return 4 * sequences * splits * heads * (head_dim + 1)
 
 
@@ -68,7 +68,7 @@ def _tile(
     q: Tensor, heads: int, head_dim: int, kv_heads: int, pages: PagedKV, decodes: int, most_pages: int
 ) -> DecodeTile:
     most = most_pages * pages.page_size
-    return decode_tile(heads // kv_heads, head_dim, q.dtype, decodes, most, rounded=pages.is_rounded)
+    return decode_tile(heads, kv_heads, head_dim, q.dtype, decodes, most, rounded=pages.is_rounded)
 
 
 def decode(

@@ -40,11 +40,15 @@ class DecodeTile:
         return self.apart and self.splits > 1
 
 
-# Programs enough for every multiprocessor, more than once: sequences and splits for each KV head.
-_PROGRAMS = 512
+# Query heads to a KV head from which fewer splits pay: each leaves more to join, and fewer are joined at a time. Whole
+# steps of 8B (four) and 0.6B (two) on an H200, pools in 16 bits.
+_WIDE_GROUP = 4
+# Programs enough for every multiprocessor, more than once: of wide groups sequences, KV heads and splits, as many as
+# find a place at once; else sequences and splits for each KV head.
+_WIDE_PROGRAMS, _PROGRAMS = 528, 512
 # Of up to so many sequences splits are joined by a kernel behind: it costs a launch, and of more the programs that join
 # keep each other's processors busy.
-_APART = 2
+_WIDE_APART, _APART = 4, 2
 # Even where there are many sequences, one may be much longer than the others.
 _LEAST_SPLITS = 4
 # For up to so many sequences: the fewest keys of a split, keys of a block, warps, stages, early. Measured in whole
@@ -58,6 +62,7 @@ _PLAIN = (
     (100, (768, 64, 2, 2, True)),
     (1 << 30, (1024, 64, 4, 3, True)),
 )
+_WIDE = tuple((limit, (128, 32, 2, 3, True) if limit == 12 else sizes) for limit, sizes in _PLAIN)
 # The same of pools in 8 bits that are multiplied in float16, of the kernel alone on an H200: with half the bytes for as
 # many instructions a key, few warps share what a block takes beside its keys.
 _ROUNDED = (
@@ -75,26 +80,29 @@ def multiplies_in_float16(head_dim: int, dtype: torch.dtype) -> bool:
 
 
 def decode_tile(
-    group: int, head_dim: int, dtype: torch.dtype, sequences: int, most: int, *, rounded: bool = False
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, sequences: int, most: int, *, rounded: bool = False
 ) -> DecodeTile:
-    """The tile for so many sequences of at most `most` keys, with `group` query heads to a KV head.
+    """The tile for so many sequences of at most `most` keys.
 
     rounded: of pools in 8 bits.
     """
+    group = heads // kv_heads
     in_float16 = rounded and multiplies_in_float16(head_dim, dtype)
-    split, keys, warps, stages, early = next(
-        sizes for limit, sizes in (_ROUNDED if in_float16 else _PLAIN) if sequences <= limit
-    )
+    wide = group >= _WIDE_GROUP and not rounded
+    rule = _ROUNDED if in_float16 else _WIDE if wide else _PLAIN
+    split, keys, warps, stages, early = next(sizes for limit, sizes in rule if sequences <= limit)
     if rounded and not in_float16:
         warps = 4  # fewer have no room for keys and values in 8 bits beside what they become
-    splits = min(MOST_SPLITS, max(_LEAST_SPLITS, _PROGRAMS // max(1, sequences)), max(1, -(-most // split)))
+    own = max(1, sequences)
+    wanted = _WIDE_PROGRAMS // (own * kv_heads) if wide else _PROGRAMS // own
+    splits = min(MOST_SPLITS, max(_LEAST_SPLITS, wanted), max(1, -(-most // split)))
     if dtype == torch.float32:
         return DecodeTile(keys=16, warps=8, stages=2, split=split, splits=splits)
     if head_dim > 128:
         keys, warps, stages = 32, 8 if group > 16 else 4, 3
     elif group >= 16:
         keys, warps, stages = 32, 4, 3
-    return DecodeTile(keys, warps, stages, split, splits, early, sequences <= _APART)
+    return DecodeTile(keys, warps, stages, split, splits, early, sequences <= (_WIDE_APART if wide else _APART))
 
 
 def shape_constants(group: int, head_dim: int, tile: DecodeTile) -> dict[str, int]:

@@ -388,7 +388,7 @@ def _case(
     types |= dict.fromkeys(("results", "scales"), "*fp32:16") | {"counters": "*i32:16"}
     types |= dict.fromkeys(("lengths", "slots", "tables"), "*i32") | dict.fromkeys(("eps", "scale"), "fp32")
     types |= dict.fromkeys(("width", "product_stride"), "i32:16") | dict.fromkeys(("table_stride", "least_keys"), "i32")
-    tile = decode_tile(group, head_dim, dtype, sequences, 4096, rounded=rounded is not None)
+    tile = decode_tile(8 * group, 8, head_dim, dtype, sequences, 4096, rounded=rounded is not None)
     flags = {"FUSED": fused, "NORM": bool(norm), "EARLY": fused, "SINKS": sinks, "OF_HEADS": of_heads}
     constants: dict[str, object] = {
         **flags,

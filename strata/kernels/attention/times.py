@@ -50,11 +50,11 @@ class Attends:
 class AttentionTimes:
     """Seconds of one layer's attention on a device with so many `processors`.
 
-    A decode takes `decode`, `join` for each split of the longest sequence, or `behind` for the kernel behind that joins
-    all at once, the way of keys and values at `bandwidth`,
-    `program` for each program of a processor that finds keys, and `key` for each of the longest split where programs
-    have too few warps to hide it. In a step with prompts every sequence of the recorded size gets programs: each of a
-    processor takes `empty`, beside the longest split. Prompts take a start and a time for each key that a tile of
+    A decode takes `decode`, `join` for each split of the longest sequence and query head of a KV head, or `behind` for
+    the kernel behind that joins all at once, the way of keys and values at `bandwidth`, `program` for each program of a
+    processor that finds keys (by the query heads of a KV head from which it holds), and `key` for each of the longest
+    split where programs have too few warps to hide it. In a step with prompts every sequence of the recorded size gets programs: each of a
+    processor takes `empty`, all together `beside` at least, beside the longest split. Prompts take a start and a time for each key that a tile of
     queries sees, by what attends for them; of a key's time the share `softmax` is the same whatever the size of heads,
     the rest grows with it. Keys and values that another sequence of the step has read before come at `repeated`.
     """
@@ -64,9 +64,10 @@ class AttentionTimes:
     join: float
     behind: float
     bandwidth: float
-    program: float
+    program: dict[int, float]
     key: float
     empty: float
+    beside: float
     softmax: float
     prompts: dict[Prompts, tuple[float, float]]
     repeated: float
@@ -94,7 +95,7 @@ class AttentionTimes:
         programs = attends.sequences * attends.kv_heads * _tile(attends).splits
         decodes = [total for new, total in steps if new == 1]
         shared, longest = self._decodes(decodes, held, attends)
-        return found + shared + max(longest, self.empty * programs / self.processors)
+        return found + shared + max(longest, self.beside, self.empty * programs / self.processors)
 
     def saved(self, distinct: float, repeated: float, cache: float) -> float:
         """Seconds that decodes take less than `seconds` says, where several sequences read the same keys and values:
@@ -121,11 +122,13 @@ class AttentionTimes:
             used = math.ceil(most / longest)
             splits = sum(math.ceil(each * held / _split(each * held, tile)) or 1 for each in keys)
         nbytes = 2 * attends.kv_heads * attends.head_dim * attends.dtype.itemsize * sum(keys) * held
-        found = nbytes / self.bandwidth + self.program * splits * attends.kv_heads / self.processors
+        group = attends.heads // attends.kv_heads
+        program = self.program[max(least for least in self.program if least <= group)]
+        found = nbytes / self.bandwidth + program * splits * attends.kv_heads / self.processors
         if tile.has_kernel_behind:
             found += self.behind
         elif used > 1:
-            found += self.join * used
+            found += self.join * group * used
         hidden = tile.warps > _FEW_WARPS
         return found, 0.0 if hidden else self.key * attends.head_dim / _HEAD_DIM * longest
 
@@ -155,12 +158,13 @@ TIMES = {
     "NVIDIA H200": AttentionTimes(
         processors=132,
         decode=6.0e-6,
-        join=0.11e-6,
+        join=0.055e-6,
         behind=0.9e-6,
         bandwidth=4.53e12,
-        program=0.81e-6,
+        program={1: 0.81e-6, 4: 2.30e-6},
         key=0.0231e-6,
         empty=0.64e-6,
+        beside=16.0e-6,
         softmax=0.3,
         prompts={"fresh": (27.5e-6, 12.5e-9), "pages": (16.3e-6, 15.75e-9), "tiles": (2.7e-6, 42.2e-9)},
         repeated=9.06e12,
@@ -170,7 +174,7 @@ TIMES = {
 
 def _tile(attends: Attends) -> DecodeTile:
     return decode_tile(
-        attends.heads // attends.kv_heads, attends.head_dim, attends.dtype, attends.sequences, attends.most
+        attends.heads, attends.kv_heads, attends.head_dim, attends.dtype, attends.sequences, attends.most
     )
 
 

@@ -14,7 +14,7 @@ from strata.kernels.attention.spec import AttentionSpec, PackedBatch
 from strata.kernels.latent.forms import Dims, by_head
 from strata.kernels.latent.head_product import head_product, head_product_kernel
 from strata.kernels.latent.kernels_triton import latent_decode_kernel, latent_join_kernel, latent_prompt_kernel
-from strata.kernels.latent.tiles import constants, decode_tile, prompt_tile
+from strata.kernels.latent.tiles import Tile, constants, decode_tile, prompt_tile
 from strata.kernels.op import CUBLAS
 from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
 from strata.kernels.state.paged import PagedKV
@@ -119,16 +119,18 @@ def decode(
     dims: Dims,
     sums: Tensor | None = None,
     kept: KeptKeys = ALL_KEYS,
+    tile: Tile | None = None,
 ) -> None:
     """Of the first sequences, of which each decodes or has length 0, the weighted sums of latents, into out [tokens,
     heads, rank]; latent, of any strides in the first `rank` columns, and q, behind `nope` columns: queries.
 
     sums: [tokens, heads] float32, takes the logarithms of the sums of exponentials. kept: which rows the pages hold.
+    tile: None: the rule's.
     """
     sequences, tables = lengths.shape[0], pages.tables
     if sequences == 0:
         return
-    tile = decode_tile(dims.heads, dims.rank, q.dtype, sequences, tables.shape[1] * pages.page_size)
+    tile = tile or decode_tile(dims.heads, dims.rank, q.dtype, sequences, tables.shape[1] * pages.page_size)
     results = torch.empty((sequences, tile.splits, dims.heads, dims.rank), dtype=torch.float32, device=q.device)
     scales = torch.empty((sequences, tile.splits, dims.heads), dtype=torch.float32, device=q.device)
     latent_decode_kernel[(-(-dims.heads // tile.heads), sequences, tile.splits)](

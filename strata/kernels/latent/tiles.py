@@ -1,5 +1,6 @@
-"""How the kernels of latent attention divide their work. Chosen by what registers and shared memory of a Hopper hold:
-nothing here was measured."""
+"""How the kernels of latent attention divide their work. Decodes of up to 16 heads were measured on an H200
+(`python -m benchmarks.latent_decodes --tiles`), all else was chosen by what registers and shared memory of a Hopper
+hold."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ import torch
 
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 
+_PROCESSORS = 132
 # A program needs most of a multiprocessor's memory, so more than two for each find no place.
-_PROGRAMS = 264
+_PROGRAMS = 2 * _PROCESSORS
 _MOST_SPLITS = 64
 # Even where there are many sequences, one may be much longer than the others.
 _LEAST_SPLITS = 4
@@ -49,7 +51,10 @@ def decode_tile(heads: int, rank: int, dtype: torch.dtype, sequences: int, most:
     splits = max(1, min(_MOST_SPLITS, wanted, ceil_div(most, _SPLIT_ROWS)))
     if dtype == torch.float32:
         return Tile(together, together, 16, 8, 1, _SPLIT_ROWS, splits)
-    return Tile(together, together, 32, 4 if together == 16 else 8, 2, _SPLIT_ROWS, splits)
+    if together > 16:
+        return Tile(together, together, 32, 8, 2, _SPLIT_ROWS, splits)
+    # A program fills a multiprocessor's memory. One that is not followed by another hides more of its own loads.
+    return Tile(together, together, 64, 4, 3 if programs * splits <= _PROCESSORS else 2, _SPLIT_ROWS, splits)
 
 
 def constants(heads: int, rank: int, rope: int, page_size: int, tile: Tile) -> dict[str, int]:

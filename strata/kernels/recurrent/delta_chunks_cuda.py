@@ -26,8 +26,9 @@ from strata.kernels.recurrent.sequences import STATE, RecurrentBatch
 KERNELS = (gated_delta_solve_kernel, gated_delta_states_kernel, gated_delta_results_kernel)
 # Chunks of 16, one after another and from which nothing is handed on, are for prompts with fewer tokens than this, and
 # for those with less than so many tokens for each sequence of the step: of each there is a tile at least, with a state
-# that is written and read once more. Not measured.
-_SHORTEST, _PER_SEQUENCE = 128, 4
+# that is written and read once more. On an H200 one prompt of 64 takes 22 us for 30, of 32 tokens 23 for 18, and one of
+# 512 beside 255 decodes 867 for 1,389.
+_SHORTEST, _PER_SEQUENCE = 64, 2
 
 
 @dataclass(frozen=True)

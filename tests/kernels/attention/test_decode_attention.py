@@ -147,7 +147,7 @@ def test_tiles_divide_every_sequence() -> None:
         for head_dim in (64, 128, 256):
             for sequences in (1, 8, 9, 64, 512, 4096):
                 for most in (1, 64, 1000, 40960):
-                    tile = decode_tile(group, head_dim, torch.bfloat16, sequences, most)
+                    tile = decode_tile(8 * group, 8, head_dim, torch.bfloat16, sequences, most)
                     assert tile.splits * tile.split < most + tile.split or tile.splits == 1
                     assert tile.splits <= 64
     with pytest.raises(ValueError, match="whole blocks"):

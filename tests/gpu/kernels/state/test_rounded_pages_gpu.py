@@ -102,7 +102,7 @@ def test_decoding_over_rows_of_any_size(kind: torch.dtype, sequences: int) -> No
     plain.keys[0][tables[1].long()] *= 2.0**-40
     packed.key_exponents[0][tables[1].long()] -= 40
     q[5] *= 2.0**-70
-    tile = decode_tile(4, 128, torch.bfloat16, sequences, 900, rounded=True)
+    tile = decode_tile(16, 4, 128, torch.bfloat16, sequences, 900, rounded=True)
     found = decode(q.flatten(1), 16, 128, packed, step.spec(), tile=tile).double()
     exact = exact_of(q, plain, step)
     of_head = torch.tensor([2], device="cuda").repeat_interleave(4) * 4 + torch.arange(4, device="cuda")
