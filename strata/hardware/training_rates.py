@@ -71,10 +71,10 @@ def _rates(*points: tuple[int, float]) -> Column:
 # By the device's key in strata.hardware.specs.
 TRAINING_RATES = {
     "h200": TrainingRates(
-        wide=_rates((2048, 757), (4096, 685)),
-        narrow=_rates((2048, 1260), (4096, 1140)),
-        attention=_rates((64, 433), (128, 508)),
-        attention_backward=_rates((64, 278), (128, 337)),
+        wide=_rates((2048, 655), (4096, 685)),
+        narrow=_rates((2048, 1080), (4096, 1140)),
+        attention=_rates((64, 522), (128, 508)),
+        attention_backward=_rates((64, 335), (128, 337)),
         traffic=4.12 * TERA,
         gap=20e-6,
         copied=44,

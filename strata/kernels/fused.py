@@ -1,4 +1,5 @@
-"""A fused operation out of those that it replaces: its reference, its results' shapes and its cost follow from theirs.
+"""A fused operation out of those that it replaces: its reference, its results' shapes, its cost and, where it has none of
+its own, its gradients follow from theirs.
 
 What they are is said once, by a function of `run` and the arguments that calls `run(operation, *arguments)` for each.
 """
@@ -6,6 +7,7 @@ What they are is said once, by a function of `run` and the arguments that calls 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -46,7 +48,9 @@ def fused(
             return whole if saved is None else whole - saved(*args)
 
         reference.__name__, reference.__doc__ = composition.__name__, composition.__doc__
-        return operation(cost, meta=meta, mutates=mutates, backward=backward, packable=packable, **traits)(reference)
+        defined = operation(cost, meta=meta, mutates=mutates, backward=backward, packable=packable, **traits)(reference)
+        defined.parts = partial(composition, lambda part, *given: part(*given))
+        return defined
 
     return define
 

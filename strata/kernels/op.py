@@ -66,6 +66,7 @@ class Operation:
         depends on how long the sequences are.
     collective: all ranks of an axis run it together; its second argument is the axis.
     backward: the cost of its gradients, where that does not follow from its own by the rule of `backward_cost`.
+    parts: of a fused operation, those that it replaces, one after another, each as it runs best.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Operation:
     reads_state: bool = False
     collective: bool = False
     backward: Callable[..., Cost] | None = None
+    parts: Callable[..., Any] | None = None
     implementations: list[Implementation] = field(default_factory=list)
     _bound: dict[tuple[str, bool, bool, bool], Bound] = field(default_factory=dict, repr=False)
 
@@ -153,7 +155,12 @@ class Operation:
                 and implementation.differentiable >= differentiable
             ):
                 yield implementation
-        if not deterministic:
+        if deterministic:
+            return
+        if differentiable and self.parts is not None:
+            # The parts may have gradients of their own where the whole has none; the reference's keep floats.
+            yield Implementation("parts", self.parts, device, differentiable=True)
+        else:
             yield Implementation("reference", self.reference, device, differentiable=True)
 
     def __call__(self, *args: Any) -> Any:

@@ -202,3 +202,33 @@ def test_fused_kernels_sum_a_row_like_rms_norm(width: int, aligned: bool, tmp_pa
     if width <= 256:
         heads = next(case for case in qk_file.compile_cases() if case.constants["NORM"])
         assert summation(heads, width, aligned) == expected
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_gradients_are_those_that_the_parts_have(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads with norms have no gradients of their own as a whole on any device; a norm that has some is used."""
+    given = []
+
+    def norm_with_gradients(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        given.append(tuple(x.shape))
+        return rms_norm.reference(x, weight, eps)
+
+    known = [*rms_norm.implementations]
+    monkeypatch.setattr(rms_norm, "implementations", known)
+    monkeypatch.setattr(rms_norm, "_bound", {})
+    rms_norm.implement("with gradients", "cpu", differentiable=True)(norm_with_gradients)
+    product = torch.randn(9, (4 + 2 * 2) * 8, requires_grad=True)
+    weights = [torch.randn(8, requires_grad=True) for _ in "qk"]
+    cos, sin = rope_angles(torch.arange(9, dtype=torch.int32), torch.randn(9, 8))
+    arguments = (product, *weights, cos, sin, None, HeadsSpec(0, 4, 2, 1e-5))
+    chosen = qk_rope_kv_write.bind(device, differentiable=True).choose(*arguments)
+    assert chosen.name == "parts"
+    results = chosen.run(*arguments)
+    assert given == [(9, 4, 8), (9, 2, 8)]
+    exact = [one.detach().double().requires_grad_() for one in (product, *weights)]
+    wanted = qk_rope_kv_write.reference(*exact, cos.double(), sin.double(), None, arguments[-1])
+    upstream = [torch.randn_like(one) for one in results]
+    torch.autograd.backward(results, upstream)
+    torch.autograd.backward(wanted, [one.double() for one in upstream])
+    for found, one in zip((product, *weights), exact, strict=True):
+        torch.testing.assert_close(found.grad.double(), one.grad, rtol=1e-4, atol=1e-5)

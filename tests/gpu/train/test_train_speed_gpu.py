@@ -131,6 +131,22 @@ def test_rotation(head_dim: int) -> None:
     check(qk_rope_kv_write, "triton with gradients", product, None, None, cos, sin, None, HeadsSpec(0, 6, 2))
 
 
+def test_rotation_behind_norms_keeps_the_product_alone() -> None:
+    cos, sin = angles(300, 128)
+    weights = [wanting(draw(128)) for _ in "qk"]
+    arguments = (cos, sin, None, HeadsSpec(0, 16, 8, 1e-6))
+    check(qk_rope_kv_write, "parts", wanting(draw(300, 32 * 128)), *weights, *arguments)
+    product, kept = wanting(draw(300, 32 * 128)), {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda one: kept.setdefault(one.untyped_storage().data_ptr(), one), lambda one: one
+    ):
+        results = qk_rope_kv_write(product, *weights, *arguments)
+    assert results[2].untyped_storage().data_ptr() == product.untyped_storage().data_ptr()
+    floats = sum(one.nbytes for one in kept.values() if one.dtype == torch.float32)
+    assert floats <= 3 * cos.nbytes  # the angles, one of them negated for the way back
+    assert sum(one.untyped_storage().nbytes() for one in kept.values()) <= product.nbytes + 4 * cos.nbytes
+
+
 @pytest.mark.parametrize(("sequences", "length", "head_dim"), [(1, 1024, 128), (2, 512, 64), (3, 1024, 64)])
 def test_attention_of_equal_lengths(sequences: int, length: int, head_dim: int) -> None:
     tokens = sequences * length

@@ -40,7 +40,7 @@ def shape_of(row: dict[str, Any]) -> StepShape:
 
 
 def test_there_are_as_many_as_were_measured() -> None:
-    assert len(ROWS) == 7
+    assert len(ROWS) == 11
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['shape']}-{row['precision']}-{row['ranks']}")
