@@ -1,5 +1,5 @@
-"""A fused operation out of those that it replaces: its reference, its results' shapes, its cost and, where it has none of
-its own, its gradients follow from theirs.
+"""A fused operation out of those that it replaces: its reference, its results' shapes, its cost and, where it has none
+of its own, its gradients follow from theirs.
 
 What they are is said once, by a function of `run` and the arguments that calls `run(operation, *arguments)` for each.
 """

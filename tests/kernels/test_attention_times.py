@@ -67,7 +67,8 @@ def test_a_step_with_prompts_takes_the_least_of_what_is_beside_them() -> None:
     step, cost = Workload((1, 64), (500, 64)), Cost(4 * 16 * 128 * (500 + 64 * 65 // 2), cached=564 * KEY_BYTES)
     attends = replace(ATTENDS, prompts="tiles")
     found, least = times.seconds(cost, step, attends), TIMES.seconds(cost, step, attends)
-    assert found is not None and least is not None
+    assert found is not None
+    assert least is not None
     # Sixteen programs of a KV head, two sequences and 64 splits, on each of 8 processors.
     assert found - least == pytest.approx(1e-3 - 128 * 1e-7)
 

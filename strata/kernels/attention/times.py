@@ -6,6 +6,8 @@ The constants were fitted to whole steps of Qwen3-0.6B, half of the cases of `be
 decode steps of 0.6B (one sequence) and 8B (one and two) over 700 and 2,900 tokens; `softmax` was fitted to heads of 64,
 prompts of 1B on an H100 in the same half of the cases (`h100_predictions.jsonl`). `repeated` is twice `bandwidth`: no
 call was measured over keys that sequences share, and it was fitted to TPOT of served loads alone (docs/plan.md).
+`program` of groups of four heads was fitted, with `join` for each of its heads, to half of the decodes of 8B
+(`h200_predictions_larger.jsonl`), and `beside` to all small steps with prompts there.
 """
 
 from __future__ import annotations
@@ -53,10 +55,11 @@ class AttentionTimes:
     A decode takes `decode`, `join` for each split of the longest sequence and query head of a KV head, or `behind` for
     the kernel behind that joins all at once, the way of keys and values at `bandwidth`, `program` for each program of a
     processor that finds keys (by the query heads of a KV head from which it holds), and `key` for each of the longest
-    split where programs have too few warps to hide it. In a step with prompts every sequence of the recorded size gets programs: each of a
-    processor takes `empty`, all together `beside` at least, beside the longest split. Prompts take a start and a time for each key that a tile of
-    queries sees, by what attends for them; of a key's time the share `softmax` is the same whatever the size of heads,
-    the rest grows with it. Keys and values that another sequence of the step has read before come at `repeated`.
+    split where programs have too few warps to hide it. In a step with prompts every sequence of the recorded size gets
+    programs: each of a processor takes `empty`, all together `beside` at least, beside the longest split. Prompts take
+    a start and a time for each key that a tile of queries sees, by what attends for them; of a key's time the share
+    `softmax` is the same whatever the size of heads, the rest grows with it. Keys and values that another sequence of
+    the step has read before come at `repeated`.
     """
 
     processors: int

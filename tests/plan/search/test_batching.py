@@ -117,9 +117,10 @@ def test_answers_of_one_token_are_prompts_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "scheme", "tpot", "ttft"), [(1, None, 0.06, 0.2), (2, None, 0.12, 0.25), (1, "fp8", 0.1, 0.22)]
+    ("ranks", "scheme", "count", "tpot", "ttft"),
+    [(1, None, 3, 0.06, 0.2), (2, None, 3, 0.12, 0.25), (1, "fp8", 6, 0.1, 0.22)],
 )
-def test_served_loads_of_8b_on_h200(ranks: int, scheme: str | None, tpot: float, ttft: float) -> None:
+def test_served_loads_of_8b_on_h200(ranks: int, scheme: str | None, count: int, tpot: float, ttft: float) -> None:
     """Mean latencies of the loads at rates that were measured, of which none made the steps' table. Over two ranks and
     in fp8 all are predicted too short."""
     machine, config = Machine.of(device("h200"), "bfloat16", per_host=8, network=50e9), find_config("8B")
@@ -136,7 +137,7 @@ def test_served_loads_of_8b_on_h200(ranks: int, scheme: str | None, tpot: float,
         and one["request_rate"] != "inf"
         and (one.get("tensor_parallel_size", 1), one.get("quantization")) == (ranks, scheme)
     ]
-    assert len(loads) == 3
+    assert len(loads) == count
     for load in loads:
         point = at_rate(table.seconds, traffic, Batching(8192, 0.02), load["request_rate"], most=256)
         assert point is not None
