@@ -82,11 +82,12 @@ TRAINING_RATES = {
         beside=0.52,
         slowed=0.12,
         streamed=0.9,
-        source="kernels of traced steps of 8192 tokens a sequence: T6 (1B, one H200) and 8B on two (f82237a); those in "
-        "8 bits from one step time of each; products of 8B without messages beside them from strata bench kernels; "
-        "what FSDP copies from 8B with cp=2 (f4dcc19), and modules by the step times of tp=4 and pp=4 (a633b1b) and of "
-        "ep=2 (f4dcc19), which are 1.27 to 1.35; the "
-        "streamed update of benchmarks/optimizer_step.py (6e93380), 49.4 of 55 GB/s",
-        date="2026-11-21",
+        source="of width 2048 and heads of 64 step times of 1B on one H200 over two sequences of 8,192 tokens "
+        "(a633b1b) and four of 4,096 (6ac8d16), which differ by attention; of width 4096 and heads of 128 kernels of "
+        "a traced step of 8B on two (f82237a), its products without messages beside them from strata bench kernels; "
+        "those in 8 bits from step times; what FSDP copies from 8B with cp=2 (f4dcc19), and modules by the step times "
+        "of tp=4 and pp=4 (a633b1b) and of ep=2 (f4dcc19), which are 1.27 to 1.35; the streamed update of "
+        "benchmarks/optimizer_step.py (6e93380), 49.4 of 55 GB/s",
+        date="2026-11-28",
     )
 }

@@ -138,7 +138,11 @@ def test_what_attention_needs_is_counted() -> None:
 
     # 32 parts up to 8,192 keys, and 16 for each doubling after that.
     assert attention_fixed.scratch_bytes(256, 131072, 32, 128) == 256 * (32 + 4 * 16) * 32 * (128 + 2) * 4
-    assert decode_attention_cuda.scratch_bytes(256, 4096, 32, 8, 128, torch.bfloat16) == 256 * 4 * 32 * (128 + 1) * 4
+    shape = (4096, 32, 8, 128, torch.bfloat16)
+    assert decode_attention_cuda.scratch_bytes(256, *shape, rounded=False) == 256 * 4 * 32 * (128 + 1) * 4
+    # Of 8 KV heads with four query heads 528 programs; over pools in 8 bits 512 for each KV head.
+    assert decode_attention_cuda.scratch_bytes(8, *shape, rounded=False) == 8 * 8 * 32 * (128 + 1) * 4
+    assert decode_attention_cuda.scratch_bytes(8, *shape, rounded=True) == 8 * (4096 // 256) * 32 * (128 + 1) * 4
     plain = plan_memory(CONFIG, POOL, torch.device("cpu"), **ASKED)
     more = plan_memory(CONFIG, POOL, torch.device("cpu"), **ASKED | {"scratch": 10**6})
     assert more.activations == plain.activations + 10**6

@@ -152,6 +152,5 @@ def _scratch_bytes(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes,
         return latent_cuda.scratch_bytes(rows, keys, config.num_heads * ranks, config.latent.rank, pool.dtype)
     if asked.deterministic:
         return attention_fixed.scratch_bytes(rows, keys, config.num_heads, config.head_dim)
-    return decode_attention_cuda.scratch_bytes(
-        rows, keys, config.num_heads * ranks, config.num_kv_heads, config.head_dim, pool.dtype
-    )
+    heads = config.num_heads * ranks, config.num_kv_heads, config.head_dim
+    return decode_attention_cuda.scratch_bytes(rows, keys, *heads, pool.dtype, rounded=pool.rounded is not None)

@@ -42,9 +42,12 @@ class Unfinished:
     sin: Tensor
 
 
-def scratch_bytes(sequences: int, most_keys: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """What the splits of decoding sequences wait in, where a sequence may have so many keys."""
-    splits = decode_tile(heads, kv_heads, head_dim, dtype, sequences, most_keys).splits
+def scratch_bytes(
+    sequences: int, most_keys: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, *, rounded: bool
+) -> int:
+    """What the splits of decoding sequences wait in, where a sequence may have so many keys. rounded: of pools in 8
+    bits."""
+    splits = decode_tile(heads, kv_heads, head_dim, dtype, sequences, most_keys, rounded=rounded).splits
     return 4 * sequences * splits * heads * (head_dim + 1)
 
 

@@ -303,7 +303,8 @@ def latent_join_kernel(
 def compile_cases() -> list[CompileCase]:
     bf16, fp32 = torch.bfloat16, torch.float32
     found = [_prompt_case(bf16, 16), _prompt_case(bf16, 128, bounded=True), _prompt_case(fp32, 16)]
-    found += [_decode_case(bf16, 16, 64), _decode_case(bf16, 128, 64), _decode_case(fp32, 16, 64)]
+    found += [_decode_case(bf16, 16, sequences) for sequences in (1, 64)]
+    found += [_decode_case(bf16, 128, 64), _decode_case(fp32, 16, 64)]
     found += [_prompt_case(bf16, 16, bounded=True, continued=True)]
     found += [_prompt_case(bf16, 128, bounded=True, key_ranks=8), _decode_case(bf16, 128, 64, key_ranks=8)]
     signature = by_type(
@@ -367,7 +368,7 @@ def _decode_case(dtype: torch.dtype, heads: int, sequences: int, key_ranks: int 
         types.pop(argument, None)
         divided.pop(argument, None)
     own = {**constants(heads, 512, 64, 16, tile), **divided}
-    name = f"latent decode {kind} {heads} heads" + f" of {key_ranks} ranks" * (key_ranks > 1)
+    name = f"latent decode {kind} {heads} heads of {sequences}" + f" of {key_ranks} ranks" * (key_ranks > 1)
     return _case(name, latent_decode_kernel, signature | types, own, tile, must)
 
 

@@ -11,7 +11,7 @@ import torch
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 
 _PROCESSORS = 132
-# A program needs most of a multiprocessor's memory, so more than two for each find no place.
+# A program needs much of a multiprocessor's memory, so more than two for each find no place.
 _PROGRAMS = 2 * _PROCESSORS
 _MOST_SPLITS = 64
 # Even where there are many sequences, one may be much longer than the others.
@@ -53,7 +53,7 @@ def decode_tile(heads: int, rank: int, dtype: torch.dtype, sequences: int, most:
         return Tile(together, together, 16, 8, 1, _SPLIT_ROWS, splits)
     if together > 16:
         return Tile(together, together, 32, 8, 2, _SPLIT_ROWS, splits)
-    # A program fills a multiprocessor's memory. One that is not followed by another hides more of its own loads.
+    # With three stages a program has a multiprocessor for itself, with two it has another beside it.
     return Tile(together, together, 64, 4, 3 if programs * splits <= _PROCESSORS else 2, _SPLIT_ROWS, splits)
 
 
