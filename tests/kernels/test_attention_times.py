@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.attention.times import Attends, AttentionTimes
+from strata.kernels.attention.times import Attends, AttentionTimes, GroupTimes
 
 # Sixteen heads over eight of keys, each of 128: 4,096 bytes of keys and values a token.
 ATTENDS = Attends(16, 8, 128, torch.bfloat16, 2, 40_000, None)
@@ -19,8 +19,7 @@ TIMES = AttentionTimes(
     join=0.5e-7,
     behind=2e-6,
     bandwidth=1e12,
-    program={1: 1e-6, 4: 3e-6},
-    key=1e-8,
+    groups={1: GroupTimes(1e-6, 1e-8, overlaps=False), 4: GroupTimes(3e-6, 4e-7, overlaps=True)},
     empty=1e-7,
     beside=1e-9,
     softmax=0.25,
@@ -56,10 +55,15 @@ def test_splits_of_more_sequences_are_joined_one_after_another() -> None:
 
 
 def test_four_heads_of_a_group_take_longer_to_join_and_have_fewer_splits() -> None:
-    # 528 programs, so each of 8 KV heads has eight splits of a sequence, of 160 keys, and two warps do not hide them.
+    # 528 programs, so each of 8 KV heads has eight splits of a sequence, of 160 keys, and two warps do not hide them:
+    # 64 us, of which 42 are those in which all keys and values come. Half as many sequences would not take longer.
     wide = replace(ATTENDS, heads=32, sequences=8)
     one = seconds(Workload((1,) * 8, (1280,) * 8), wide)
-    assert one == pytest.approx(5e-6 + 8 * 4 * 0.5e-7 + 8 * 1280 * KEY_BYTES / 1e12 + 64 * 3e-6 + 160 * 1e-8)
+    assert one == pytest.approx(5e-6 + 8 * 4 * 0.5e-7 + 160 * 4e-7 + 64 * 3e-6)
+    few = seconds(Workload((1,) * 8, (1280,) + (640,) * 7), wide)
+    assert one - few == pytest.approx(7 * (8 - 5) * 3e-6)  # of 640 keys five splits of 128
+    many = seconds(Workload((1,) * 8, (40_000,) * 8), wide)  # eight splits of 5,024 keys: 2 ms, and 1.3 of bytes
+    assert many == pytest.approx(5e-6 + 8 * 4 * 0.5e-7 + 5024 * 4e-7 + 64 * 3e-6)
 
 
 def test_a_step_with_prompts_takes_the_least_of_what_is_beside_them() -> None:

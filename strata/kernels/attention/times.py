@@ -6,8 +6,8 @@ The constants were fitted to whole steps of Qwen3-0.6B, half of the cases of `be
 decode steps of 0.6B (one sequence) and 8B (one and two) over 700 and 2,900 tokens; `softmax` was fitted to heads of 64,
 prompts of 1B on an H100 in the same half of the cases (`h100_predictions.jsonl`). `repeated` is twice `bandwidth`: no
 call was measured over keys that sequences share, and it was fitted to TPOT of served loads alone (docs/plan.md).
-`program` of groups of four heads was fitted, with `join` for each of its heads, to half of the decodes of 8B
-(`h200_predictions_larger.jsonl`), and `beside` to all small steps with prompts there.
+The times of groups of four heads were fitted to half of the decodes of 8B (`h200_predictions_larger.jsonl`), and
+`beside` to all small steps with prompts there.
 """
 
 from __future__ import annotations
@@ -49,13 +49,24 @@ class Attends:
 
 
 @dataclass(frozen=True)
+class GroupTimes:
+    """Seconds of a decode's programs, by how many query heads a KV head has: `program` for each program of a processor
+    that finds keys, `key` for each of the longest split where programs have too few warps to hide it. overlaps: such
+    keys take no time beside that in which keys and values come from memory, only what they take longer.
+    """
+
+    program: float
+    key: float
+    overlaps: bool
+
+
+@dataclass(frozen=True)
 class AttentionTimes:
     """Seconds of one layer's attention on a device with so many `processors`.
 
     A decode takes `decode`, `join` for each split of the longest sequence and query head of a KV head, or `behind` for
-    the kernel behind that joins all at once, the way of keys and values at `bandwidth`, `program` for each program of a
-    processor that finds keys (by the query heads of a KV head from which it holds), and `key` for each of the longest
-    split where programs have too few warps to hide it. In a step with prompts every sequence of the recorded size gets
+    the kernel behind that joins all at once, the way of keys and values at `bandwidth`, and the times of `groups`, by
+    the query heads of a KV head from which they hold. In a step with prompts every sequence of the recorded size gets
     programs: each of a processor takes `empty`, all together `beside` at least, beside the longest split. Prompts take
     a start and a time for each key that a tile of queries sees, by what attends for them; of a key's time the share
     `softmax` is the same whatever the size of heads, the rest grows with it. Keys and values that another sequence of
@@ -67,8 +78,7 @@ class AttentionTimes:
     join: float
     behind: float
     bandwidth: float
-    program: dict[int, float]
-    key: float
+    groups: dict[int, GroupTimes]
     empty: float
     beside: float
     softmax: float
@@ -126,14 +136,17 @@ class AttentionTimes:
             splits = sum(math.ceil(each * held / _split(each * held, tile)) or 1 for each in keys)
         nbytes = 2 * attends.kv_heads * attends.head_dim * attends.dtype.itemsize * sum(keys) * held
         group = attends.heads // attends.kv_heads
-        program = self.program[max(least for least in self.program if least <= group)]
-        found = nbytes / self.bandwidth + program * splits * attends.kv_heads / self.processors
+        times = self.groups[max(least for least in self.groups if least <= group)]
+        moved = nbytes / self.bandwidth
+        found = moved + times.program * splits * attends.kv_heads / self.processors
         if tile.has_kernel_behind:
             found += self.behind
         elif used > 1:
             found += self.join * group * used
-        hidden = tile.warps > _FEW_WARPS
-        return found, 0.0 if hidden else self.key * attends.head_dim / _HEAD_DIM * longest
+        if tile.warps > _FEW_WARPS:
+            return found, 0.0
+        alone = times.key * attends.head_dim / _HEAD_DIM * longest
+        return found, max(0.0, alone - moved) if times.overlaps else alone
 
     def _longest(self, prompts: Sequence[tuple[int, int]], attends: Attends, kind: Prompts) -> float:
         """The keys that programs on one processor see one after another, where those of the last prompt start first,
@@ -164,8 +177,7 @@ TIMES = {
         join=0.055e-6,
         behind=0.9e-6,
         bandwidth=4.53e12,
-        program={1: 0.81e-6, 4: 2.30e-6},
-        key=0.0231e-6,
+        groups={1: GroupTimes(0.81e-6, 0.0231e-6, overlaps=False), 4: GroupTimes(3.03e-6, 0.06e-6, overlaps=True)},
         empty=0.64e-6,
         beside=16.0e-6,
         softmax=0.3,

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from strata.engine.watch.request_ledger import PARTS, RequestLedger
 from strata.engine.watch.request_ledger import Part as LedgerPart
 from strata.engine.watch.verdict import HELD_SHARE, NEAR, Cause, Remedy, Verdict
+from strata.models.folder import BUILTIN
+from strata.models.shapes import SHAPES
 from strata.plan.explain.explanation import Explanation, Phase
 from strata.plan.waterfall import Part, Waterfall
 
@@ -171,9 +173,12 @@ def _next(ledger: RequestLedger, model: str | None) -> Iterator[str]:
         return
     requests = max(1, round(ledger.beside))
     lengths = f"--prompt {max(1, ledger.prompt_tokens)} --output {max(1, ledger.output_tokens)}"
+    # A server's name for a folder is not where it is.
+    given = model if model == BUILTIN or model in SHAPES else "MODEL"
+    named = "" if given == model or model is None else f", MODEL being the folder that is served as {model!r}"
     yield (
         "a ledger does not tell what steps are made of: on that machine, without the server, "
-        f"`strata explain T3-b{requests} --model {model or 'MODEL'} {lengths}` takes such steps apart"
+        f"`strata explain T3-b{requests} --model {given} {lengths}` takes such steps apart{named}"
     )
 
 

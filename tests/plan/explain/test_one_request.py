@@ -73,6 +73,16 @@ def test_one_that_nothing_held(floor: float | None, words: str) -> None:
     assert explain_request(ledger(OWN), name="cmpl-1", server="http://x").device is None
 
 
+def test_a_folder_is_not_asked_for_by_the_name_under_which_it_is_served() -> None:
+    served = {"name": "cmpl-1", "server": "http://x", "device": "cpu"}
+    told = explain_request(ledger(OWN, 0.0012), model="model", **served).verdict.evidence[-1]
+    assert "`strata explain T3-b8 --model MODEL --prompt 100 --output 50`" in told
+    assert told.endswith("MODEL being the folder that is served as 'model'")
+    shape = explain_request(ledger(OWN, 0.0012), model="8B", **served).verdict.evidence[-1]
+    assert "--model 8B" in shape
+    assert "MODEL" not in shape
+
+
 def test_phases_are_all_of_its_time_one_after_another() -> None:
     parts: dict[Part, float] = {"text": 0.01, "slot": 0.2, **OWN, "prompt_beside": 0.05, "decode_beside": 0.3}
     found = explain_request(ledger(parts), name="cmpl-1", server="http://x").phases
