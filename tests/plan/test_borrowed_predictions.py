@@ -1,9 +1,9 @@
 """Predicted steps against measured ones of an H100, of which no calls were measured: an H200's are moved to it.
 
-Its own probe counts, as it was kept (`benchmarks/results/h100_probe.json`). Left out are decodes whose splits are others
-than when they were measured: of one and two sequences, which the last program joined, as a kernel behind does now, and
-of up to twelve where a KV head has four query heads; and 30B-A3B, whose experts are not measured on any device
-(docs/plan.md has its errors).
+Its own probe counts, as it was kept (`benchmarks/results/h100_probe.json`). Left out are decodes whose splits are
+others than when they were measured: of one and two sequences, which the last program joined, as a kernel behind does
+now, and of up to twelve where a KV head has four query heads; and 30B-A3B, whose experts are not measured on any
+device (docs/plan.md has its errors).
 """
 
 from __future__ import annotations
