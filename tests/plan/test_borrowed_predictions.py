@@ -1,9 +1,8 @@
 """Predicted steps against measured ones of an H100, of which no calls were measured: an H200's are moved to it.
 
-Its own probe counts, as it was kept (`benchmarks/results/h100_probe.json`). Left out are decodes whose splits are
-others than when they were measured: of one and two sequences, which the last program joined, as a kernel behind does
-now, and of up to twelve where a KV head has four query heads; and 30B-A3B, whose experts are not measured on any
-device (docs/plan.md has its errors).
+Its own probe counts, as it was kept (`benchmarks/results/h100_probe.json`). Left out are decodes of one and two
+sequences, whose splits the last program joined when they were measured, as a kernel behind does now; and 30B-A3B, whose
+experts are not measured on any device (docs/plan.md has its errors).
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from strata.bench.predictions.errors import ErrorSummary
 from strata.hardware.probe.report import file_of
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
+from strata.kernels.attention import decode_tile as decode_tile_module
 from strata.plan.meta_model import find_config, meta_model
 from strata.plan.step_seconds import StepSeconds
 from tests.plan.test_step_predictions import is_fitted, steps
@@ -28,7 +28,7 @@ from tests.plan.test_step_predictions import is_fitted, steps
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 H100 = device("h100")
 # Median and ninth tenth of absolute errors, a little above what is reached.
-BOUNDS = {"0.6B": (0.058, 0.14), "1B": (0.055, 0.14), "8B": (0.028, 0.075)}
+BOUNDS = {"0.6B": (0.058, 0.14), "1B": (0.055, 0.14), "8B": (0.028, 0.085)}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, StepSeconds]:
 
 @pytest.fixture(scope="module")
 def errors(found: dict[str, StepSeconds]) -> dict[tuple[str, str], list[float]]:
-    """By model and kind, of cases to which no share of softmax was fitted."""
+    """By model and kind, of cases to which no share of softmax was fitted; divided as they were when they ran, by the
+    rule that groups of two query heads still have."""
     known = {case.name: case for case in cases()}
     alike: dict[str, dict[tuple[str, int, int], list[Workload]]] = {}
     for name in known:
@@ -55,12 +56,14 @@ def errors(found: dict[str, StepSeconds]) -> dict[tuple[str, str], list[float]]:
                 alike[name][kind, len(workload.new), workload.tokens].append(workload)
     of: dict[tuple[str, str], list[float]] = defaultdict(list)
     for line in map(json.loads, (RESULTS / "h100_predictions.jsonl").read_text().splitlines()):
-        joined = line["kind"] == "decode" and line["sequences"] <= (2 if line["model"] == "0.6B" else 12)
+        joined = line["kind"] == "decode" and line["sequences"] <= 2
         if line["model"] not in BOUNDS or joined or line["case"] not in alike:
             continue
         workloads = alike[line["case"]][line["kind"], line["sequences"], line["tokens"]]
         assert min(abs(sum(one.total) - line["keys"]) for one in workloads) <= 0.005 * line["keys"] + 2
-        seconds = statistics.median(found[line["model"]].seconds(one) for one in workloads)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(decode_tile_module, "_WIDE_GROUP", 1 << 30)
+            seconds = statistics.median(found[line["model"]].seconds(one) for one in workloads)
         of[line["model"], line["kind"]].append(seconds / line["measured"] - 1)
     return of
 
@@ -80,7 +83,7 @@ def test_steps_of_a_model_are_predicted_by_borrowed_calls(
 ) -> None:
     summary = ErrorSummary.of([error for (one, _), of_kind in errors.items() if one == model for error in of_kind])
     median, p90 = BOUNDS[model]
-    assert summary.count >= 35
+    assert summary.count >= 40
     assert summary.median <= median
     assert summary.p90 <= p90
 
@@ -92,7 +95,7 @@ def test_no_kind_of_step_is_far_off(errors: dict[tuple[str, str], list[float]]) 
 
 def test_half_of_all_held_out_steps_are_within_a_twentieth(errors: dict[tuple[str, str], list[float]]) -> None:
     summary = ErrorSummary.of([error for of_kind in errors.values() for error in of_kind])
-    assert summary.count >= 160
+    assert summary.count >= 190
     assert summary.median <= 0.048
-    assert summary.p90 <= 0.125
+    assert summary.p90 <= 0.12
     assert abs(summary.signed) <= 0.02

@@ -6,8 +6,8 @@ The constants were fitted to whole steps of Qwen3-0.6B, half of the cases of `be
 decode steps of 0.6B (one sequence) and 8B (one and two) over 700 and 2,900 tokens; `softmax` was fitted to heads of 64,
 prompts of 1B on an H100 in the same half of the cases (`h100_predictions.jsonl`). `repeated` is twice `bandwidth`: no
 call was measured over keys that sequences share, and it was fitted to TPOT of served loads alone (docs/plan.md).
-The times of groups of four heads were fitted to half of the decodes of 8B (`h200_predictions_larger.jsonl`), and
-`beside` to all small steps with prompts there.
+`program` of groups of four heads was fitted to half of the decodes of 8B (`h200_predictions_larger.jsonl`), `key` and
+`overlaps` were chosen beside all of these and 1B's, and `beside` beside all small steps with prompts there.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class GroupTimes:
 class AttentionTimes:
     """Seconds of one layer's attention on a device with so many `processors`.
 
-    A decode takes `decode`, `join` for each split of the longest sequence and query head of a KV head, or `behind` for
-    the kernel behind that joins all at once, the way of keys and values at `bandwidth`, and the times of `groups`, by
-    the query heads of a KV head from which they hold. In a step with prompts every sequence of the recorded size gets
-    programs: each of a processor takes `empty`, all together `beside` at least, beside the longest split. Prompts take
-    a start and a time for each key that a tile of queries sees, by what attends for them; of a key's time the share
-    `softmax` is the same whatever the size of heads, the rest grows with it. Keys and values that another sequence of
-    the step has read before come at `repeated`.
+    A decode takes `decode`, `join` for each split of the longest sequence and query head of a KV head (of 128), or
+    `behind` for the kernel behind that joins all at once, the way of keys and values at `bandwidth`, and the times of
+    `groups`, by the query heads of a KV head from which they hold. In a step with prompts every sequence of the
+    recorded size gets programs: each of a processor takes `empty`, all together `beside` at least, beside the longest
+    split. Prompts take a start and a time for each key that a tile of queries sees, by what attends for them; of a
+    key's time the share `softmax` is the same whatever the size of heads, the rest grows with it. Keys and values that
+    another sequence of the step has read before come at `repeated`.
     """
 
     processors: int
@@ -135,17 +135,17 @@ class AttentionTimes:
             used = math.ceil(most / longest)
             splits = sum(math.ceil(each * held / _split(each * held, tile)) or 1 for each in keys)
         nbytes = 2 * attends.kv_heads * attends.head_dim * attends.dtype.itemsize * sum(keys) * held
-        group = attends.heads // attends.kv_heads
+        group, size = attends.heads // attends.kv_heads, attends.head_dim / _HEAD_DIM
         times = self.groups[max(least for least in self.groups if least <= group)]
         moved = nbytes / self.bandwidth
         found = moved + times.program * splits * attends.kv_heads / self.processors
         if tile.has_kernel_behind:
             found += self.behind
         elif used > 1:
-            found += self.join * group * used
+            found += self.join * group * size * used
         if tile.warps > _FEW_WARPS:
             return found, 0.0
-        alone = times.key * attends.head_dim / _HEAD_DIM * longest
+        alone = times.key * size * longest
         return found, max(0.0, alone - moved) if times.overlaps else alone
 
     def _longest(self, prompts: Sequence[tuple[int, int]], attends: Attends, kind: Prompts) -> float:
@@ -177,7 +177,7 @@ TIMES = {
         join=0.055e-6,
         behind=0.9e-6,
         bandwidth=4.53e12,
-        groups={1: GroupTimes(0.81e-6, 0.0231e-6, overlaps=False), 4: GroupTimes(3.03e-6, 0.06e-6, overlaps=True)},
+        groups={1: GroupTimes(0.81e-6, 0.0231e-6, overlaps=False), 4: GroupTimes(2.3e-6, 0.06e-6, overlaps=True)},
         empty=0.64e-6,
         beside=16.0e-6,
         softmax=0.3,

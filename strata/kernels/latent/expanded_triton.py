@@ -163,7 +163,7 @@ class ExpandedTile:
 
 
 def expanded_tile(dtype: torch.dtype) -> ExpandedTile:
-    """By what a Hopper multiprocessor holds; others were not timed yet (`benchmarks.latent_prompts --tiles`)."""
+    """By what a Hopper multiprocessor holds; others were not timed yet (`benchmarks.latent.prompts --tiles`)."""
     if dtype == torch.float32:
         return ExpandedTile(32, 16, 8, 1)
     return ExpandedTile(128, 64, 8, 2)

@@ -1,5 +1,5 @@
 """How the kernels of latent attention divide their work. Decodes of up to 16 heads were measured on an H200
-(`python -m benchmarks.latent_decodes --tiles`), all else was chosen by what registers and shared memory of a Hopper
+(`python -m benchmarks.latent.decodes --tiles`), all else was chosen by what registers and shared memory of a Hopper
 hold."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Latent attention of prompts that begin in a step, on one GPU: absorbed, and expanded as launched and as recorded.
 
-    python -m benchmarks.latent_prompts --steps 1x8192,4x2048,16x512 --save latent_prompts.jsonl
-    python -m benchmarks.latent_prompts --steps 4x2048 --tiles
+    python -m benchmarks.latent.prompts --steps 1x8192,4x2048,16x512 --save latent_prompts.jsonl
+    python -m benchmarks.latent.prompts --steps 4x2048 --tiles
 
 Heads of DeepSeek-V2-Lite in bfloat16, which take turns over operands, so that caches hold little of the next. A step of
 4x2048 has four prompts of 2,048 tokens. "recorded": only the device knows that they begin. With --tiles the kernel over
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="append the lines to this file")
     arguments = parser.parse_args()
     about = {"device": torch.cuda.get_device_name()} | provenance()
-    about |= {"command": shlex.join(["python", "-m", "benchmarks.latent_prompts", *sys.argv[1:]])}
+    about |= {"command": shlex.join(["python", "-m", "benchmarks.latent.prompts", *sys.argv[1:]])}
     for step in arguments.steps.split(","):
         prompts, tokens = map(int, step.split("x"))
         for found in (tiles if arguments.tiles else forms)(prompts, tokens):

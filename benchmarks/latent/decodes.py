@@ -1,7 +1,7 @@
 """Decodes over latents on one GPU, with the kernel that joins their splits, beside the bytes of the latents.
 
-    python -m benchmarks.latent_decodes --steps 64x8192,1x8192 --save latent_decodes.jsonl
-    python -m benchmarks.latent_decodes --steps 64x8192 --tiles
+    python -m benchmarks.latent.decodes --steps 64x8192,1x8192 --save latent_decodes.jsonl
+    python -m benchmarks.latent.decodes --steps 64x8192 --tiles
 
 Heads of DeepSeek-V2-Lite in bfloat16. Calls take turns over pools that caches hold little of. A step of 64x8192 has 64
 sequences of 8,192 tokens. With --tiles also tiles that the rule does not choose; those that do not fit are left out.
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="append the lines to this file")
     arguments = parser.parse_args()
     about = {"device": torch.cuda.get_device_name()} | provenance()
-    about |= {"command": shlex.join(["python", "-m", "benchmarks.latent_decodes", *sys.argv[1:]])}
+    about |= {"command": shlex.join(["python", "-m", "benchmarks.latent.decodes", *sys.argv[1:]])}
     for step in arguments.steps.split(","):
         sequences, tokens = map(int, step.split("x"))
         for found in measured(sequences, tokens, arguments.tiles):
