@@ -255,7 +255,8 @@ class TestOthers:
         assert len(packed.data) == (2 if isinstance(given[0], list) or given == ["one text", "another"] else 1)
         for number, (one, two) in enumerate(zip(packed.data, plain.data, strict=True)):
             assert one.index == two.index == number
-            assert one.embedding == pytest.approx(two.embedding, abs=1e-6)
+            # Of several prompts as many as have come run in one step, and bfloat16 rounds by how many rows it has.
+            assert one.embedding == pytest.approx(two.embedding, abs=5e-3)
             assert math.hypot(*one.embedding) == pytest.approx(1, abs=1e-3)
         assert packed.usage.prompt_tokens == packed.usage.total_tokens > 0
 

@@ -137,6 +137,14 @@ def test_calls_are_items_of_their_own(serve_script: Serve, written: Callable[...
     assert none[0]["content"][0]["text"] == f"Well.\n{CALL}\n{CALL}"
 
 
+def test_arguments_are_streamed_as_they_are_written(serve_script: Serve, written: Callable[..., Any]) -> None:
+    with serve_script(written(CALL), settings={"tool_format": "hermes"}) as served:
+        events = stream(served, tools=[ADD])
+    deltas = [event["delta"] for event in events if event["type"] == "response.function_call_arguments.delta"]
+    assert len(deltas) > 1
+    assert "".join(deltas) == '{"a": 1}'
+
+
 def test_reasoning_is_an_item_of_its_own(serve_script: Serve, written: Callable[..., Any]) -> None:
     with serve_script(written("<think>\nOne and one.\n</think>\n\nTwo."), settings={"reasoning": True}) as served:
         body = post(served)

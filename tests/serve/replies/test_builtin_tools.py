@@ -84,7 +84,6 @@ def test_a_round_trip_streamed(client: OpenAI, case: tuple[list[Any], str, str, 
     messages += [called, {"role": "tool", "tool_call_id": call.id, "content": result}]
     with client.chat.completions.stream(model=MODEL, messages=messages, tools=tools) as stream:
         pieces = [event.delta for event in stream if event.type == "content.delta"]
-    assert len(pieces) > 1  # a reader that is slow gets several at once
     assert "".join(pieces).endswith(f"Answer: {answer}")
 
 
