@@ -10,18 +10,14 @@ rotates queries and keys and writes the step's own rows, as in a step. `rate` co
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from strata.bench.result import provenance
+from benchmarks.gpu_lines import GpuLines, gpu_arguments
 from strata.hardware.replay import copies_beyond_l2, time_replayed
 from strata.kernels.attention.decode_cuda import Unfinished, decode
 from strata.kernels.attention.decode_tile import DecodeTile, decode_tile
@@ -96,19 +92,13 @@ def main() -> None:
     parser.add_argument("--steps", default="128x4300,32x4300,8x4300,1x4300,128x900,64x900,1x400")
     parser.add_argument("--pages", default=",".join(KINDS), help="bfloat16, fp8, int8")
     parser.add_argument("--tiles", action="store_true", help="also tiles that the rule does not choose")
-    parser.add_argument("--save", type=Path, help="append the lines to this file")
-    arguments = parser.parse_args()
-    about = {"device": torch.cuda.get_device_name()} | provenance()
-    about |= {"command": shlex.join(["python", "-m", "benchmarks.decode_attention", *sys.argv[1:]])}
+    arguments = gpu_arguments(parser)
+    lines = GpuLines("benchmarks.decode_attention", arguments.save)
     for step in arguments.steps.split(","):
         sequences, keys = map(int, step.split("x"))
         for name in arguments.pages.split(","):
             for found in measured(sequences, keys, name, arguments.tiles):
-                line = json.dumps(found | about)
-                print(line, flush=True)
-                if arguments.save:
-                    with arguments.save.open("a") as file:
-                        file.write(line + "\n")
+                lines.put(found)
 
 
 if __name__ == "__main__":

@@ -10,16 +10,12 @@ mean square as a share of that of the results. `kernels`: microseconds of each o
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from strata.bench.result import provenance
+from benchmarks.gpu_lines import GpuLines, gpu_arguments
 from strata.hardware.replay import time_replayed
 from strata.kernels.recurrent import delta_chunks_cuda as parallel
 from strata.kernels.recurrent import gated_delta_triton as serial
@@ -99,16 +95,10 @@ def measured(step: str) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", default="1x16384,4x4096,16x1024,8x128,32x64,1x32,1x64,2048+100,512+60,512+255")
-    parser.add_argument("--save", type=Path, help="append the lines to this file")
-    asked = parser.parse_args()
-    about = {"device": torch.cuda.get_device_name()} | provenance()
-    about |= {"command": shlex.join(["python", "-m", "benchmarks.delta_prompts", *sys.argv[1:]])}
+    asked = gpu_arguments(parser)
+    lines = GpuLines("benchmarks.delta_prompts", asked.save)
     for step in asked.steps.split(","):
-        line = json.dumps(measured(step) | about)
-        print(line, flush=True)
-        if asked.save:
-            with asked.save.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+        lines.put(measured(step))
 
 
 if __name__ == "__main__":

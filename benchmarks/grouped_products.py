@@ -9,18 +9,14 @@ Choices fall evenly on the experts. Calls are recorded in a CUDA graph and find 
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from strata.bench.result import provenance
+from benchmarks.gpu_lines import GpuLines, gpu_arguments
 from strata.kernels.moe.grouped import choose_tile, grouped_product
 from strata.kernels.moe.held_order import held_order
 from strata.models.config import config_from_dict
@@ -89,19 +85,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="30B-A3B,V2-Lite,gpt-oss-20b,granite-4.0-h-tiny")
     parser.add_argument("--tokens", default="1,8,64,128,256,1024,8192")
-    parser.add_argument("--save", type=Path, help="append the lines to this file")
-    asked = parser.parse_args()
-    command = {"command": shlex.join(["python", "-m", "benchmarks.grouped_products", *sys.argv[1:]])}
+    asked = gpu_arguments(parser)
+    lines = GpuLines("benchmarks.grouped_products", asked.save)
     for shape in asked.shapes.split(","):
         for tokens in map(int, asked.tokens.split(",")):
             for gated in (True, False):
-                line = json.dumps(
-                    measure(shape, tokens, gated) | {"device": torch.cuda.get_device_name()} | provenance() | command
-                )
-                print(line, flush=True)
-                if asked.save is not None:
-                    with asked.save.open("a", encoding="utf-8") as file:
-                        file.write(line + "\n")
+                lines.put(measure(shape, tokens, gated))
 
 
 if __name__ == "__main__":

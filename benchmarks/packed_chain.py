@@ -10,19 +10,15 @@ chain is faster: lines of JSON with the microseconds of a layer, attention left 
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
-import sys
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_lines import GpuLines, gpu_arguments
 from benchmarks.packed_products import MODELS, tiles
-from strata.bench.result import provenance
 from strata.hardware.replay import time_replayed
 from strata.kernels.linear.packed.few_rows import PackedProduct, chosen_tile, multiply
 from strata.kernels.linear.skinny_tiles import SkinnyTile
@@ -98,16 +94,10 @@ def main() -> None:
     parser.add_argument("--scheme", choices=SCHEMES, default="fp8")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=300, help="after which no tile is tried anymore [300]")
-    parser.add_argument("--save", type=Path, help="append the lines to this file")
-    asked = parser.parse_args()
-    about = {"device": torch.cuda.get_device_name(), "scheme": asked.scheme, "rows": asked.rows} | provenance()
-    about |= {"command": shlex.join(["python", "-m", "benchmarks.packed_chain", *sys.argv[1:]])}
+    asked = gpu_arguments(parser)
+    lines = GpuLines("benchmarks.packed_chain", asked.save, scheme=asked.scheme, rows=asked.rows)
     for found in descend(Chain(asked.scheme, asked.rows), asked.seconds):
-        line = json.dumps(found | about)
-        print(line, flush=True)
-        if asked.save is not None:
-            with asked.save.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+        lines.put(found)
 
 
 if __name__ == "__main__":

@@ -14,19 +14,15 @@ measured rate and the FLOPs at that of the type in which a call multiplies.
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from strata.bench.result import provenance
+from benchmarks.gpu_lines import GpuLines, gpu_arguments
 from strata.hardware.replay import copies_beyond_l2, time_replayed
 from strata.hardware.roofline import Workload, floor
 from strata.hardware.specs import recognize
@@ -175,19 +171,13 @@ def main() -> None:
     parser.add_argument("--schemes", default=",".join(SCHEMES), help=f"of {', '.join(SCHEMES)}")
     parser.add_argument("--tokens", default="1,4,16,64,128,256,8192", help="of a step")
     parser.add_argument("--tiles", action="store_true", help="time every tile that could serve")
-    parser.add_argument("--save", type=Path, help="append the lines to this file")
-    asked = parser.parse_args()
-    command = {"command": shlex.join(["python", "-m", "benchmarks.packed_experts", *sys.argv[1:]])}
-    about = {"device": torch.cuda.get_device_name()} | provenance() | command
+    asked = gpu_arguments(parser)
+    lines = GpuLines("benchmarks.packed_experts", asked.save)
     for shape in asked.shapes.split(","):
         for scheme in asked.schemes.split(","):
             for tokens in map(int, asked.tokens.split(",")):
                 for found in measure(shape, scheme, tokens, asked.tiles):
-                    line = json.dumps(found | about)
-                    print(line, flush=True)
-                    if asked.save is not None:
-                        with asked.save.open("a", encoding="utf-8") as file:
-                            file.write(line + "\n")
+                    lines.put(found)
 
 
 if __name__ == "__main__":

@@ -11,19 +11,15 @@ which a call multiplies.
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from strata.bench.result import provenance
+from benchmarks.gpu_lines import GpuLines, gpu_arguments
 from strata.hardware.replay import copies_beyond_l2, time_replayed
 from strata.hardware.roofline import Workload, floor
 from strata.hardware.specs import recognize
@@ -131,20 +127,14 @@ def main() -> None:
     parser.add_argument("--schemes", default=",".join(SCHEMES))
     parser.add_argument("--rows", default="1,2,4,8,16,32,64,128,256,1024,8192")
     parser.add_argument("--tiles", action="store_true", help="of few rows, time every tile that could serve")
-    parser.add_argument("--save", type=Path, help="append the lines to this file")
-    asked = parser.parse_args()
-    command = {"command": shlex.join(["python", "-m", "benchmarks.packed_products", *sys.argv[1:]])}
-    about = {"device": torch.cuda.get_device_name()} | provenance() | command
+    asked = gpu_arguments(parser)
+    lines = GpuLines("benchmarks.packed_products", asked.save)
     for model in asked.models.split(","):
         for name in MODELS[model]:
             for scheme in asked.schemes.split(","):
                 for rows in map(int, asked.rows.split(",")):
                     for found in measure(model, name, scheme, rows, asked.tiles):
-                        line = json.dumps(found | about)
-                        print(line, flush=True)
-                        if asked.save is not None:
-                            with asked.save.open("a", encoding="utf-8") as file:
-                                file.write(line + "\n")
+                        lines.put(found)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     asked = parser.parse_args()
+    if asked.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no CUDA device; --device cpu runs on the processor")
     device = torch.device(asked.device, 0) if asked.device == "cuda" else torch.device("cpu")
     fields = SHAPES[asked.shape] | ({} if asked.layers is None else {"num_hidden_layers": asked.layers})
     config, lora = config_from_dict(fields, asked.shape), LoraConfig(asked.rank, quantization=asked.quantization)

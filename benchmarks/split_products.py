@@ -15,9 +15,7 @@ steps that round rows where they are made take "chosen" and little more.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import shlex
 import sys
 import time
 from collections import defaultdict
@@ -25,14 +23,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_lines import GpuLines, gpu_arguments
 from benchmarks.packed_products import MODELS, weights
-from strata.bench.result import provenance
 from strata.hardware.replay import time_replayed
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
 from strata.kernels.grid_sizes import ceil_div
@@ -200,13 +197,11 @@ def main() -> None:
     parser.add_argument("--scheme", choices=("fp8", "int8"), default="fp8")
     parser.add_argument("--rows", default="136,160,192,224,256,96,128,24,32,64")
     parser.add_argument("--seconds", type=float, default=130, help="after which no number of rows is begun [130]")
-    parser.add_argument("--save", type=Path, help="append the lines to this file")
-    asked = parser.parse_args()
+    asked = gpu_arguments(parser)
     several = [int(rows) for rows in asked.rows.split(",")]
     if not all(0 < rows <= MOST_SPLIT_ROWS for rows in several):
         parser.error(f"--rows {asked.rows}: split products have 1 to {MOST_SPLIT_ROWS} rows")
-    about = {"device": torch.cuda.get_device_name(), "scheme": asked.scheme} | provenance()
-    about |= {"command": shlex.join(["python", "-m", "benchmarks.split_products", *sys.argv[1:]])}
+    lines = GpuLines("benchmarks.split_products", asked.save, scheme=asked.scheme)
     end = time.monotonic() + asked.seconds
     held = {name: weights(*shape, SCHEMES[asked.scheme]) for name, shape in SHAPES.items()}
     layers = []
@@ -217,11 +212,7 @@ def main() -> None:
         for found in measure(held, rows):
             if "layer" in found:
                 layers.append(found)
-            line = json.dumps(found | about)
-            print(line, flush=True)
-            if asked.save is not None:
-                with asked.save.open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
+            lines.put(found)
     print(table(layers))
 
 

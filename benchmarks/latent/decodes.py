@@ -11,19 +11,15 @@ sequences of 8,192 tokens. With --tiles also tiles that the rule does not choose
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import torch
 from triton.runtime.errors import OutOfResources
 
-from strata.bench.result import provenance
+from benchmarks.gpu_lines import GpuLines, gpu_arguments
 from strata.hardware.replay import copies_beyond_l2, time_replayed
 from strata.kernels.attention.spec import AttentionSpec
 from strata.kernels.latent import cuda
@@ -85,18 +81,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", default="64x8192,16x32768,128x2048,256x1024,32x1024,8x4096,1x8192")
     parser.add_argument("--tiles", action="store_true", help="also tiles that the rule does not choose")
-    parser.add_argument("--save", type=Path, help="append the lines to this file")
-    arguments = parser.parse_args()
-    about = {"device": torch.cuda.get_device_name()} | provenance()
-    about |= {"command": shlex.join(["python", "-m", "benchmarks.latent.decodes", *sys.argv[1:]])}
+    arguments = gpu_arguments(parser)
+    lines = GpuLines("benchmarks.latent.decodes", arguments.save)
     for step in arguments.steps.split(","):
         sequences, tokens = map(int, step.split("x"))
         for found in measured(sequences, tokens, arguments.tiles):
-            line = json.dumps(found | about)
-            print(line, flush=True)
-            if arguments.save:
-                with arguments.save.open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
+            lines.put(found)
 
 
 if __name__ == "__main__":

@@ -12,20 +12,16 @@ the pairs of queries and keys. `difference`: the largest from the absorbed form,
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strata.bench.result import provenance
+from benchmarks.gpu_lines import GpuLines, gpu_arguments
 from strata.hardware import roofline
 from strata.hardware.replay import copies_beyond_l2, time_replayed
 from strata.hardware.roofline import Workload
@@ -129,18 +125,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", default="1x8192,4x2048,16x512")
     parser.add_argument("--tiles", action="store_true", help="the kernel over expanded keys alone, by tiles")
-    parser.add_argument("--save", type=Path, help="append the lines to this file")
-    arguments = parser.parse_args()
-    about = {"device": torch.cuda.get_device_name()} | provenance()
-    about |= {"command": shlex.join(["python", "-m", "benchmarks.latent.prompts", *sys.argv[1:]])}
+    arguments = gpu_arguments(parser)
+    lines = GpuLines("benchmarks.latent.prompts", arguments.save)
     for step in arguments.steps.split(","):
         prompts, tokens = map(int, step.split("x"))
         for found in (tiles if arguments.tiles else forms)(prompts, tokens):
-            line = json.dumps(found | about)
-            print(line, flush=True)
-            if arguments.save:
-                with arguments.save.open("a") as file:
-                    file.write(line + "\n")
+            lines.put(found)
 
 
 if __name__ == "__main__":

@@ -15,20 +15,16 @@ bounds of the pages that it wrote are found within the time. Layers take turns, 
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from strata.bench.result import provenance
+from benchmarks.gpu_lines import GpuLines, gpu_arguments
 from strata.hardware.replay import time_replayed
 from strata.kernels.attention import cuda as attention_cuda
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
@@ -210,11 +206,9 @@ def main() -> None:
     parser.add_argument("--pages", default="64,128,256", help="that decodes choose")
     parser.add_argument("--points-to", type=int, default=8, help="blocks that a block of queries points to")
     parser.add_argument("--structure", type=float, default=9.0, help="what that adds to scores")
-    parser.add_argument("--save", type=Path, help="append the lines to this file")
-    asked = parser.parse_args()
+    asked = gpu_arguments(parser)
     torch.manual_seed(0)
-    command = {"command": shlex.join(["python", "-m", "benchmarks.sparsity.attention", *sys.argv[1:]])}
-    about = {"device": torch.cuda.get_device_name()} | provenance() | command
+    lines = GpuLines("benchmarks.sparsity.attention", asked.save)
     structure = asked.points_to, asked.structure
     if asked.decode is None:
         shares = [*map(float, asked.shares.split(","))]
@@ -223,11 +217,7 @@ def main() -> None:
         counts, sizes = [*map(int, asked.pages.split(","))], [one.split("x") for one in asked.decode.split(",")]
         runs = [measure_decodes(int(rows), int(length), counts, *structure) for rows, length in sizes]
     for found in chain.from_iterable(runs):
-        line = json.dumps(found | about)
-        print(line, flush=True)
-        if asked.save is not None:
-            with asked.save.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+        lines.put(found)
 
 
 if __name__ == "__main__":

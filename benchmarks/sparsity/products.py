@@ -11,14 +11,10 @@ float32. A way that a library or device refuses has the text of the error in its
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
-import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.sparse import SparseSemiStructuredTensor, to_sparse_semi_structured
 
+from benchmarks.gpu_lines import GpuLines, gpu_arguments
 from benchmarks.packed_products import MODELS
-from strata.bench.result import provenance
 from strata.hardware.replay import time_replayed
 from strata.hardware.roofline import Cost, floor
 from strata.hardware.specs import recognize
@@ -204,30 +200,18 @@ def main() -> None:
     parser.add_argument("--model", default="8B", choices=sorted(MODELS))
     parser.add_argument("--rows", default="8192")
     parser.add_argument("--algorithms", action="store_true", help="also every algorithm of cuSPARSELt by itself")
-    parser.add_argument("--save", type=Path, help="append the lines to this file")
-    asked = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA device, and torch sees none")
+    asked = gpu_arguments(parser)
     warnings.filterwarnings("ignore", message="The PyTorch API of SparseSemiStructuredTensor")
-    command = {"command": shlex.join(["python", "-m", "benchmarks.sparsity.products", *sys.argv[1:]])}
-    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    about |= {"cusparselt": torch.backends.cusparselt.version()} | provenance() | command
-
-    def put(line: dict[str, Any]) -> None:
-        text = json.dumps(line | about)
-        print(text, flush=True)
-        if asked.save is not None:
-            with asked.save.open("a", encoding="utf-8") as file:
-                file.write(text + "\n")
-
+    cusparselt = torch.backends.cusparselt.version()
+    lines = GpuLines("benchmarks.sparsity.products", asked.save, cusparselt=cusparselt)
     for rows in map(int, asked.rows.split(",")):
-        lines: list[Mapping[str, Any]] = []
+        found: list[Mapping[str, Any]] = []
         for name, (out, width) in MODELS[asked.model].items():
             for line in measure(out, width, rows, asked.algorithms):
-                lines.append(line)
-                put({"model": asked.model, "product": name, "rows": rows} | line)
-        for line in totals(lines, len(MODELS[asked.model])):
-            put({"model": asked.model, "rows": rows} | line)
+                found.append(line)
+                lines.put({"model": asked.model, "product": name, "rows": rows} | line)
+        for line in totals(found, len(MODELS[asked.model])):
+            lines.put({"model": asked.model, "rows": rows} | line)
 
 
 if __name__ == "__main__":
