@@ -113,10 +113,10 @@ def test_groups_of_four_heads_are_about_as_well_predicted() -> None:
     lines = held_out(measured("h200_predictions_larger.jsonl", "8B"))
     decodes = ErrorSummary.of(errors_of("8B", [line for line in lines if line["kind"] == "decode"])["decode"])
     assert decodes.count >= 15
-    assert decodes.median <= 0.05
-    assert decodes.p90 <= 0.09
+    assert decodes.median <= 0.048
+    assert decodes.p90 <= 0.089
     all_of_1b = errors_of("1B", measured("h200_predictions_larger.jsonl", "1B"))
     summary = ErrorSummary.of([error for of_kind in all_of_1b.values() for error in of_kind])
     assert summary.count >= 140
-    assert summary.median <= 0.05
-    assert summary.p90 <= 0.115
+    assert summary.median <= 0.046
+    assert summary.p90 <= 0.111

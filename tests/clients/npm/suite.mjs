@@ -224,6 +224,8 @@ test("embeddings", async () => {
   }
   const mean = await client.embeddings.create({ model, input: [[5, 6, 7]], pooling: "mean", encoding_format: "float" });
   const last = await client.embeddings.create({ model, input: [5, 6, 7], encoding_format: "float" });
+  const [{ embedding: alone }] = (await client.embeddings.create({ model, input: [5, 6, 7] })).data;
+  alone.forEach((value, place) => assert.ok(Math.abs(value - last.data[0].embedding[place]) < 1e-6));
   assert.notDeepEqual(mean.data[0].embedding, last.data[0].embedding);
   assert.equal(mean.usage.prompt_tokens, 3);
 });

@@ -256,7 +256,7 @@ class TestOthers:
         for number, (one, two) in enumerate(zip(packed.data, plain.data, strict=True)):
             assert one.index == two.index == number
             # Of several prompts as many as have come run in one step, and bfloat16 rounds by how many rows it has.
-            assert one.embedding == pytest.approx(two.embedding, abs=5e-3)
+            assert one.embedding == pytest.approx(two.embedding, abs=1e-6 if len(plain.data) == 1 else 5e-3)
             assert math.hypot(*one.embedding) == pytest.approx(1, abs=1e-3)
         assert packed.usage.prompt_tokens == packed.usage.total_tokens > 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 import httpx
@@ -70,18 +71,22 @@ def kept(browser: Browser) -> list[Any]:
 
 def test_a_reply_streams_and_is_told_of(browser: Browser, server: Server) -> None:
     assert browser.sees("#empty")
+    began = time.monotonic()
     ask(browser, "What is 47 + 38?", server.reply_tokens)
     seen = [browser.wait(lambda: content(browser), "the first token")]
     seen.append(browser.wait(lambda: content(browser) if len(content(browser)) > len(seen[0]) else "", "more of it"))
     assert not finished(browser), "it was seen while it came"
     browser.wait(lambda: finished(browser), "the end of the reply")
+    took = time.monotonic() - began
     assert not browser.sees("#empty")
     stats = browser.text(f"{LAST} .stats")
     assert "first token" in stats
     assert f"{server.reply_tokens} tokens" in stats
     assert "cut at its length" in stats
     rate = float(stats.split("tokens/s")[0].split()[-1])
-    assert 10 < rate < 120, "the engine gives a token every ten milliseconds at best, and a page draws the first late"
+    assert rate < 120, "the engine gives a token every ten milliseconds, and a page draws the first one late"
+    # The first piece may bring several tokens, and what comes behind it may be slow.
+    assert rate > 0.3 * server.reply_tokens / took, "all of them came in the time that was waited here"
 
 
 def test_markdown_is_shown_and_markup_is_text(browser: Browser, server: Server) -> None:
