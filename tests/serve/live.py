@@ -30,6 +30,7 @@ from strata.serve.processes.drain import Drain
 from strata.serve.settings import ServeSettings
 from strata.serve.state import ServerState
 from strata.text.tokenizer import Tokenizer
+from tests.serve.running import NO_LIMITS
 
 NAME = "builtin"
 
@@ -41,7 +42,7 @@ class LiveServer:
         self.url = url
         self.state = state
         self.engine = engine
-        self.client = httpx.Client(base_url=url, timeout=60)
+        self.client = httpx.Client(base_url=url, timeout=60, limits=NO_LIMITS)
 
     def post(self, path: str, **body: Any) -> Any:
         response = self.client.post(path, json=body)

@@ -24,6 +24,8 @@ PATIENCE = 60.0  # seconds, for a machine that has more to do
 ENGINE = b"strata.engine.process.worker"
 LONG = {"temperature": 0, "ignore_eos": True, "stream": True}
 QUESTION = {"model": "builtin", "prompt": "Once upon a time"}
+# httpcore's pool closes an idle connection over its limits, also one that another thread was just given: Bad file descriptor.
+NO_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 
 
 def serve(*arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
@@ -72,7 +74,7 @@ class Running:
         greeting = wait_for(lambda: next((line for line in self.lines if "Strata serves" in line), None), self.output)
         self.url = re.search(r"http://\S+", greeting).group()  # type: ignore[union-attr]
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self.http = httpx.Client(base_url=self.url, headers=headers, timeout=PATIENCE)
+        self.http = httpx.Client(base_url=self.url, headers=headers, timeout=PATIENCE, limits=NO_LIMITS)
         self.folder = Path(self._engine_socket().split()[-1]).parent
 
     def output(self) -> str:
