@@ -21,6 +21,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -35,6 +36,11 @@ sys.dont_write_bytecode = False  # in this process, which has read the variable 
 # Only the main thread may change that; where it does not run the tests, nothing is changed.
 if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# How long an example takes, and how soon one is made, says nothing where other tests have the cores.
+settings.register_profile("strata", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("strata")
 
 
 # Leaves what is there out of all later searches for garbage. An engine does so too, and at its end all would be

@@ -34,7 +34,7 @@ def test_two_ranks_report_once(tmp_path: Path) -> None:
     arguments = ["--shape", str(config), "--batch", "2", "--sequence", "16", "--steps", "2", "--repeat", "2"]
     arguments += ["--ranks", "2", "--layout", "shard=2,zero=2,micro_batches=2", "--device", "cpu", "--json"]
     command = [sys.executable, "-m", "strata", "bench", "train", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     values = json.loads(line)

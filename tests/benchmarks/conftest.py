@@ -51,7 +51,7 @@ def runs(pid: int) -> bool:
         return False
 
 
-def wait_for(true: Callable[[], Any], seconds: float = 30.0) -> None:
+def wait_for(true: Callable[[], Any], seconds: float = 180.0) -> None:
     """Until something is so."""
     end = time.monotonic() + seconds
     while not true():

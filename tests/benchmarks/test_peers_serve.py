@@ -65,7 +65,7 @@ def test_both_servers_get_the_same_loads_in_turns(
     of_turn = [asked[at : at + len(of_kinds) + 1] for at in range(0, len(asked), len(of_kinds) + 1)]
     assert len(of_turn) == 4
     assert all(turn == of_turn[0] for turn in of_turn)
-    assert made.alive() == []
+    wait_for(lambda: not made.alive())  # what was killed goes when it gets its turn
 
 
 def test_both_servers_have_the_same_options_but_those_of_logs_and_defaults(
@@ -102,7 +102,7 @@ def test_both_servers_pack_weights_alike(engines: MakeEngines, compare: Callable
     ("failure", "message"),
     [
         ("dies", "vLLM's server ended with exit code 3; its log ends:\nnot enough memory"),
-        ("never ready", "vLLM's server was not ready within 0.5 s (http://127.0.0.1:"),
+        ("never ready", "vLLM's server was not ready within 4 s (http://127.0.0.1:"),
         ("dies under load", "vLLM's server ended with exit code 7"),
     ],
 )
@@ -114,12 +114,12 @@ def test_a_server_that_fails_is_told_and_stopped(
     message: str,
 ) -> None:
     made = engines(vllm=failure)
-    patience = "0.5" if failure == "never ready" else "60"
+    patience = "4" if failure == "never ready" else "60"
     with pytest.raises(SystemExit) as ended:
         compare(made, "--loads", "single", "--start-timeout", patience)
     assert str(ended.value).startswith(message)
     assert [call["engine"] for call in made.servers()] == ["strata", "vllm"]
-    assert made.alive() == []
+    wait_for(lambda: not made.alive())  # what was killed goes when it gets its turn
     # What was measured before is kept.
     assert [json.loads(line)["engine"] for line in (tmp_path / "results.jsonl").read_text().splitlines()] == ["strata"]
 
@@ -130,7 +130,7 @@ def test_a_load_that_is_not_measured_is_told(
     made = engines(strata="no load")
     with pytest.raises(SystemExit, match="the load 'warm-up' was not measured:\nError: no such option"):
         compare(made)
-    assert made.alive() == []
+    wait_for(lambda: not made.alive())  # what was killed goes when it gets its turn
 
 
 def test_a_server_that_tells_no_version_is_measured(
@@ -151,8 +151,8 @@ def test_a_signal_stops_the_server(engines: MakeEngines, tmp_path: Path, number:
         wait_for(made.servers)
         assert len(made.alive()) == 2
         process.send_signal(number)
-        assert process.wait(60) == 128 + number
-    assert made.alive() == []
+        assert process.wait(180) == 128 + number
+    wait_for(lambda: not made.alive())  # what was killed goes when it gets its turn
 
 
 def test_ctrl_c_stops_the_server_and_is_no_error(engines: MakeEngines, tmp_path: Path) -> None:
@@ -162,9 +162,9 @@ def test_ctrl_c_stops_the_server_and_is_no_error(engines: MakeEngines, tmp_path:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         wait_for(made.servers)
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=60)[1] == ""
+        assert process.communicate(timeout=180)[1] == ""
         assert process.returncode == 128 + signal.SIGINT
-    assert made.alive() == []
+    wait_for(lambda: not made.alive())  # what was killed goes when it gets its turn
 
 
 def test_who_ignores_a_closed_terminal_goes_on(engines: MakeEngines, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_who_ignores_a_closed_terminal_goes_on(engines: MakeEngines, tmp_path: P
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         wait_for(made.servers)
         process.send_signal(signal.SIGHUP)
-        assert "Strata's server was not ready within 3 s" in process.communicate(timeout=60)[1]
+        assert "Strata's server was not ready within 3 s" in process.communicate(timeout=180)[1]
 
 
 def test_what_cannot_be_measured_is_refused(

@@ -38,7 +38,7 @@ def url() -> Iterator[str]:
 
 def run(command: Sequence[str | Path], environment: Mapping[str, str]) -> None:
     result = subprocess.run(
-        command, env={**os.environ, **ALONE, **environment}, capture_output=True, text=True, timeout=180
+        command, env={**os.environ, **ALONE, **environment}, capture_output=True, text=True, timeout=600
     )
     assert result.returncode == 0, result.stdout + result.stderr
 

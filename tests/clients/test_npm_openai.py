@@ -30,7 +30,7 @@ def test_every_endpoint_and_field(server: Running) -> None:
         env={**os.environ, "STRATA_URL": server.url, "STRATA_KEY": KEY},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     wanted = len(re.findall(r"^ *test\(", SUITE.read_text(), re.MULTILINE)) + 1  # one of them is for two choices

@@ -10,6 +10,8 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import cycle, islice
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -30,12 +32,26 @@ _STARTER.set_forkserver_preload(
 )
 
 
+# Below those that the kernel gives to whoever asks for any: the ranks listen a second or more after this was chosen.
+_PORTS = cycle(range(first := 10_000 + 20 * (os.getpid() % 1_000), first + 20))
+
+
+def _free_port() -> int:
+    """Of this process's own, one that nobody listens on."""
+    for port in islice(_PORTS, 20):
+        with socket.socket() as probe, suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
+
+
 def run_ranks(
     function: Callable[..., Any],
     world: int,
     tmp_path: Path,
     *,
-    timeout: float = 240.0,
+    timeout: float = 600.0,
     collective_seconds: float = 120.0,
     **args: Any,
 ) -> list[Any]:
@@ -48,13 +64,10 @@ def run_ranks(
     Raises AssertionError with the errors of all ranks if one fails or if they take longer than `timeout` seconds; no
     process is left.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     common = os.environ | {
         "WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(_free_port()),
         "CUDA_VISIBLE_DEVICES": "",
     }
     job = {"module": function.__module__, "function": function.__name__, "folder": str(tmp_path), "args": args}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,15 +28,17 @@ def tokenizer() -> Iterator[Tokenizer]:
 
 @pytest.fixture(scope="session")
 def live() -> Iterator[LiveServer]:
-    """The built-in model, served. Tests leave it idle."""
-    with live_server(BUILTIN, tool_format="hermes", max_queue=64, priority_keys=("anonymous",)) as server:
+    """The built-in model, served. Tests leave it idle. In float32: which requests share a step, and what of a prompt is
+    cached, depends on when they come and what came before, and bfloat16 rounds by how many rows a step has."""
+    settings: dict[str, Any] = {"tool_format": "hermes", "max_queue": 64, "priority_keys": ("anonymous",)}
+    with live_server(BUILTIN, engine_options={"dtype": "float32"}, **settings) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def llm() -> LLM:
     """The same model without a server."""
-    return LLM(BUILTIN, device="cpu", max_num_seqs=8)
+    return LLM(BUILTIN, device="cpu", dtype="float32", max_num_seqs=8)
 
 
 @pytest.fixture

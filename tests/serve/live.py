@@ -30,7 +30,7 @@ from strata.serve.processes.drain import Drain
 from strata.serve.settings import ServeSettings
 from strata.serve.state import ServerState
 from strata.text.tokenizer import Tokenizer
-from tests.serve.running import NO_LIMITS
+from tests.serve.running import NO_LIMITS, PATIENCE
 
 NAME = "builtin"
 
@@ -55,7 +55,7 @@ class LiveServer:
         statistics = self.state.client.statistics
         return statistics.running == 0 and statistics.waiting == 0 and self.state.limits.in_flight == 0
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 10.0) -> float:
+    def wait_until(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> float:
         """Seconds until it held."""
         start = time.monotonic()
         while not condition():
@@ -88,7 +88,7 @@ def _serving(settings: ServeSettings, address: str, keys: Sequence[KeyHash]) -> 
     states: list[ServerState] = []
 
     async def connect() -> ServerState:
-        client = await EngineClient.connect(address, timeout=60)
+        client = await EngineClient.connect(address, timeout=PATIENCE)
         states.append(
             ServerState(
                 settings=settings,
@@ -123,7 +123,7 @@ def in_thread(application: Gate) -> Iterator[str]:
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
         thread.start()
         try:
-            assert httpx.get(f"{url}/ready", timeout=60).status_code == 200
+            assert httpx.get(f"{url}/ready", timeout=PATIENCE).status_code == 200
             yield url
         finally:
             server.should_exit = True

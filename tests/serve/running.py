@@ -20,11 +20,12 @@ from typing import Any
 
 import httpx
 
-PATIENCE = 60.0  # seconds, for a machine that has more to do
+# Seconds, for a slow machine that has more to do: there a server may take a minute to start.
+PATIENCE = 180.0
 ENGINE = b"strata.engine.process.worker"
 LONG = {"temperature": 0, "ignore_eos": True, "stream": True}
 QUESTION = {"model": "builtin", "prompt": "Once upon a time"}
-# httpcore's pool closes an idle connection over its limits, also one that another thread was just given: Bad file descriptor.
+# httpcore's pool closes an idle connection over its limits, also one that another thread was just given.
 NO_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 
 
@@ -137,7 +138,7 @@ class Running:
     def wait(self, seconds: float = PATIENCE) -> int:
         """The exit status, once it has one."""
         status = self.process.wait(seconds)
-        self._reader.join(5)
+        self._reader.join(PATIENCE)
         return status
 
     def _engine_socket(self) -> str:

@@ -30,7 +30,7 @@ def run(request):
                 process = renderer._worker._process
                 renderer.close()
                 renderer.close()
-                assert process is None or process.wait(5) == -signal.SIGKILL
+                assert process is None or process.wait(60) == -signal.SIGKILL
 
         with asyncio.Runner(loop_factory=request.param) as runner:
             runner.run(whole())
@@ -80,7 +80,7 @@ def test_only_what_is_too_slow_fails_and_what_waits_behind_it_is_rendered(run):
             *(renderer.render(rendering(ECHO, "x" * 50_000 + str(number))) for number in range(20)),
             return_exceptions=True,
         )
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 30
         assert found[0] == "before"
         assert found[2] == "behind"
         assert found[4:] == ["x" * 50_000 + str(number) for number in range(20)]
@@ -111,10 +111,10 @@ def test_an_answer_that_came_while_the_loop_was_busy_is_in_time(run):
         await renderer.render(rendering("warm"))
         asked = asyncio.create_task(renderer.render(rendering(ECHO, "there")))
         await asyncio.sleep(0)
-        time.sleep(0.5)
+        time.sleep(1.5)
         assert await asked == "there"
 
-    run(task, deadline=0.2)
+    run(task, deadline=1.0)
 
 
 def test_a_worker_that_is_killed_while_it_renders_fails_that_and_nothing_else(run):

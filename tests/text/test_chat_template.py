@@ -268,7 +268,7 @@ def test_endless_template_is_killed_at_the_deadline_and_the_next_rendering_works
     start = time.monotonic()
     with pytest.raises(ValueError, match=r"longer than 0\.5 s"):
         ours(renderer, ENDLESS, PLAIN)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
     assert not runs(first)
     assert ours(renderer, "{{ messages | length }}", PLAIN) == "3"
     renderer.close()
@@ -340,7 +340,7 @@ print(renderer._worker._process.pid, flush=True)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     pid = int(done.stdout)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while runs(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not runs(pid)

@@ -120,7 +120,7 @@ class Command:
 
     def end(self) -> tuple[int, str]:
         """The exit code, and all that was written to standard error."""
-        _, said = self._process.communicate(timeout=120)
+        _, said = self._process.communicate(timeout=600)
         return self._process.returncode, said
 
     def ranks(self) -> dict[int, int]:
@@ -142,7 +142,7 @@ class Command:
 
     def until(self, holds: Callable[[], Any]) -> None:
         """Wait for it, while the command runs."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not holds():
             assert self._process.poll() is None, self.end()
             assert time.monotonic() < deadline

@@ -82,6 +82,7 @@ class Live {
   schedule() {
     clearInterval(this.timer);
     const reads = !this.paused && !document.hidden;
+    this.reads = reads;
     if (reads) {
       this.timer = setInterval(() => this.read(), EVERY);
       this.read();
@@ -98,12 +99,14 @@ class Live {
     this.reading = true;
     try {
       const text = await (await request("/metrics")).text();
+      if (!this.reads) return; // paused meanwhile
       const point = this.readings.add(text, Date.now() / 1000);
       this.fault.hidden = true;
       this.say("Live", true);
       this.showTiles(point);
       this.showVerdict(parseMetrics(text));
     } catch (error) {
+      if (!this.reads) return;
       this.readings.interrupt(Date.now() / 1000);
       this.fault.replaceChildren(error.status === 401 ? "The server asks for a key: enter it in the chat's settings, in this tab." : error.message);
       this.fault.hidden = false;

@@ -78,7 +78,7 @@ def test_requests_are_answered_or_failed_or_lost() -> None:
     async def load(url: str) -> Endings:
         client = Client(url)
         try:
-            sending = SteadyLoad(client, [encode(Ask([1, 2], 3), "fake")], rate=50, timeout=0.5)
+            sending = SteadyLoad(client, [encode(Ask([1, 2], 3), "fake")], rate=50, timeout=2.0)
             while sending.answered < 4:
                 await asyncio.sleep(0.01)
             return await sending.end()

@@ -18,7 +18,7 @@ COMMAND = [sys.executable, "-m", "strata", "bench", "comm", "--device", "cpu", "
 def test_lines_of_two_ranks(tmp_path: Path) -> None:
     saved = tmp_path / "comm.jsonl"
     command = [*COMMAND, "--sizes", "4KiB,64", "--dtype", "float32", "--save", str(saved), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert lines == [json.loads(line) for line in saved.read_text().splitlines()]
@@ -38,7 +38,7 @@ def test_lines_of_two_ranks(tmp_path: Path) -> None:
 
 
 def test_sizes_that_ranks_cannot_share_are_refused_by_all_in_one_line() -> None:
-    done = subprocess.run([*COMMAND, "--sizes", "6"], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([*COMMAND, "--sizes", "6"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "6 bytes are no 2 equal parts of bf16 numbers; give multiples of 4" in done.stderr

@@ -40,7 +40,7 @@ def test_every_failure_is_counted_and_every_request_accounted_for(failure: str) 
         "cut": ("cut", "", True),
         "no [DONE]": ("cut", "without [DONE]", True),
         "short": ("length", "3 output tokens came, 4 were asked for", False),
-        "hangs": ("timeout", "0.5 s", True),
+        "hangs": ("timeout", "2 s", True),
         "not JSON": ("malformed", "", False),
     }
     with FakeServer(failures={1: failure, 3: failure}) as fake:
@@ -49,7 +49,7 @@ def test_every_failure_is_counted_and_every_request_accounted_for(failure: str) 
         async def main() -> list[Outcome]:
             try:
                 requests = [encode(Ask([1], 4), "fake")] * 5
-                return await send_all(client, requests, [0.0] * 5, max_concurrency=1, timeout=0.5)
+                return await send_all(client, requests, [0.0] * 5, max_concurrency=1, timeout=2.0)
             finally:
                 client.close()
 
@@ -101,7 +101,7 @@ def test_a_trace_is_replayed_at_its_times(tmp_path: Path) -> None:
 def test_shares_of_saturation_are_measured_and_offered_in_order(tmp_path: Path) -> None:
     saved = tmp_path / "saved.jsonl"
     with FakeServer(gap=0.005) as fake:
-        options = ["--request-rate", "50%,100%", "--max-concurrency", "2", "--goodput", "ttft:1000", "--save"]
+        options = ["--request-rate", "50%,100%", "--max-concurrency", "2", "--goodput", "ttft:60000", "--save"]
         results = bench(fake.url, *options, str(saved))
     saturated, half, whole = results
     assert [json.loads(line) for line in saved.read_text().splitlines()] == results
@@ -118,9 +118,10 @@ def test_shares_of_saturation_are_measured_and_offered_in_order(tmp_path: Path) 
 
 
 def test_concurrency_bounds_a_load_that_comes_at_once() -> None:
-    with FakeServer(gap=0.005) as fake:
+    # A request lasts until the last of them has come, on a busy machine too.
+    with FakeServer(gap=0.05) as fake:
         bench(fake.url, "--max-concurrency", "3")
-    with FakeServer(gap=0.005) as free:
+    with FakeServer(gap=0.05) as free:
         bench(free.url)
     assert (max(fake.under_way), max(free.under_way)) == (3, 6)
 
@@ -168,11 +169,11 @@ def test_a_lost_request_is_an_exit_code_and_a_refused_one_is_not() -> None:
 
 def test_the_tables_say_what_failed_and_how_good_it_was() -> None:
     with FakeServer(failures={3: "429", 4: "cut"}) as fake:
-        command = ["bench", "serve", "--url", fake.url, *SMALL, "--goodput", "ttft:1000", "--request-rate", "200,inf"]
+        command = ["bench", "serve", "--url", fake.url, *SMALL, "--goodput", "ttft:60000", "--request-rate", "200,inf"]
         shown = CliRunner().invoke(app, command, env={"COLUMNS": "80"}).stdout
     assert re.search(r"4 of 6 requests completed in (0\.0*[1-9]\d*|[1-9]\S*) s", shown)  # of a short load, too
     assert "failed: 1 HTTP 429, 1 cut (1 lost)" in shown
-    assert "(66.7% of requests): ttft <= 1000 ms" in shown
+    assert "(66.7% of requests): ttft <= 60000 ms" in shown
     assert "output tok/s (1 a chunk)" in shown
     assert "Latency (ms) against load" in shown
     assert "…" not in shown

@@ -54,11 +54,11 @@ def play(worker: WorkerProcess, scenario: Callable[[EngineClient], Coroutine[Any
     """Run a scenario with a client of its own, and see that the engine is as free afterwards as before."""
 
     async def run() -> None:
-        client = await EngineClient.connect(worker.address, timeout=60)
+        client = await EngineClient.connect(worker.address, timeout=180)
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(240):
                 await scenario(client)
-                await until(lambda: client.statistics.kv_usage == 0, 2)
+                await until(lambda: client.statistics.kv_usage == 0)
         finally:
             await client.close()
 
@@ -66,8 +66,8 @@ def play(worker: WorkerProcess, scenario: Callable[[EngineClient], Coroutine[Any
     assert worker.process.poll() is None
 
 
-async def until(condition: Callable[[], bool], seconds: float) -> None:
-    """Wait for a condition, which must come true within so many seconds."""
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait for a condition, which must come true."""
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < seconds, "it does not become true"
@@ -135,7 +135,7 @@ def test_clients_share_the_engine_and_not_their_names(worker: WorkerProcess, llm
     want = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
 
     async def scenario(client: EngineClient) -> None:
-        others = [await EngineClient.connect(worker.address, timeout=10) for _ in PROMPTS[1:]]
+        others = [await EngineClient.connect(worker.address, timeout=60) for _ in PROMPTS[1:]]
         clients = [client, *others]
         streams = [
             one.submit(Add("same", output.prompt_token_ids, GREEDY)) for one, output in zip(clients, want, strict=True)
@@ -161,7 +161,7 @@ def test_a_stop_string_ends_a_sample_where_the_offline_api_ends_it(worker: Worke
                 client.finish("a", 0, sample.stop_reason)
         assert text == want.outputs[0].text
         assert (sample.finish_reason, sample.stop_reason) == ("stop", params.stop)
-        await until(lambda: client.statistics.kv_usage == 0, 1)
+        await until(lambda: client.statistics.kv_usage == 0)
 
     play(worker, scenario)
 
@@ -171,18 +171,20 @@ def test_an_abort_frees_the_pages_long_before_the_request_would_end(worker: Work
     async def scenario(client: EngineClient) -> None:
         if phase == "prefill":  # 15 steps
             streams = [client.submit(Add("long", list(range(100, 1000)), replace(LONG, max_tokens=50)))]
-            await until(lambda: client.statistics.running == 1, 1)
+            await until(lambda: client.statistics.running == 1)
         else:
             streams = [client.submit(Add(f"{i}", [i + 5] * 20, LONG)) for i in range(10)]
-            await until(lambda: (client.statistics.running, client.statistics.waiting) == (8, 2), 2)
+            await until(lambda: (client.statistics.running, client.statistics.waiting) == (8, 2))
         if phase == "queued":
             await streams.pop().aclose()
-            await until(lambda: client.statistics.waiting == 1, 1)
+            await until(lambda: client.statistics.waiting == 1)
+        steps = client.statistics.steps
         for stream in streams:
             await stream.aclose()
         client.abort("0")
         client.abort("never seen")
-        await until(lambda: client.statistics.running == client.statistics.kv_usage == 0, 1)  # of 900 steps
+        await until(lambda: client.statistics.running == client.statistics.kv_usage == 0)
+        assert client.statistics.steps - steps < 450  # of 900
 
     play(worker, scenario)
 
@@ -194,9 +196,11 @@ def test_a_client_that_vanishes_leaves_nothing_behind(worker: WorkerProcess) -> 
         socket.connect(worker.address)
         for message in (Hello(), *(Add(f"{i}", [i + 5] * 20, LONG) for i in range(10)), Embed("e", [1])):
             socket.send(msgspec.msgpack.encode(message))
-        await until(lambda: client.statistics.running == 8, 2)
+        await until(lambda: client.statistics.running == 8)
+        steps = client.statistics.steps
         context.destroy(linger=0)
-        await until(lambda: client.statistics.running + client.statistics.waiting == 0, 1.5)
+        await until(lambda: client.statistics.running + client.statistics.waiting == 0)
+        assert client.statistics.steps - steps < 600  # of 900
 
     play(worker, scenario)
 
@@ -213,10 +217,10 @@ def test_a_client_that_does_not_read_delays_nobody_and_loses_nothing(worker: Wor
             socket.send(msgspec.msgpack.encode(message))
         told = await whole(client.submit(Add("a", [5, 6], params)))
         assert len(told[0].tokens) == 300
-        await until(lambda: client.statistics.running == 0, 5)
+        await until(lambda: client.statistics.running == 0)
         tokens: list[int] = []
         while len(tokens) < 300:
-            assert socket.poll(2000)
+            assert socket.poll(30_000)
             message = msgspec.msgpack.decode(socket.recv(), type=FromEngine)
             if isinstance(message, Step):
                 tokens += [token for delta in message.deltas for token in delta.tokens]
@@ -272,7 +276,7 @@ def test_it_tells_how_it_stands_while_nothing_happens(worker: WorkerProcess) -> 
     async def scenario(client: EngineClient) -> None:
         for _ in range(2):
             before = client.statistics
-            await until(lambda before=before: client.statistics is not before, 1)  # type: ignore[misc]
+            await until(lambda before=before: client.statistics is not before, 10)  # type: ignore[misc]
 
     play(worker, scenario)
 
@@ -302,7 +306,7 @@ class TestTheEnd:
         with WorkerProcess(tmp_path / "engine", num_pages=100) as worker:
 
             async def scenario() -> None:
-                client = await EngineClient.connect(worker.address, timeout=60)
+                client = await EngineClient.connect(worker.address, timeout=180)
                 stream = client.submit(Add("a", [5, 6], LONG))
                 await anext(stream)
                 assert worker.process.stdin is not None
@@ -314,7 +318,7 @@ class TestTheEnd:
                     worker.process.stdin.close()
                 else:
                     worker.process.send_signal(getattr(signal, how))
-                reason = await asyncio.wait_for(client.wait_dead(), 2)
+                reason = await asyncio.wait_for(client.wait_dead(), 30)
                 assert reason == (
                     "the engine process has ended" if how == "SIGKILL" else "the engine has been told to end"
                 )
@@ -323,7 +327,7 @@ class TestTheEnd:
                 await client.close()
 
             asyncio.run(scenario())
-            assert worker.ended(10) == (-signal.SIGKILL if how == "SIGKILL" else 0)
+            assert worker.ended(60) == (-signal.SIGKILL if how == "SIGKILL" else 0)
 
     @pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells a child of its parent's death on Linux only")
     def test_comes_with_the_parents(self, tmp_path: Path) -> None:
@@ -343,14 +347,14 @@ class TestTheEnd:
         child = int(parent.stdout.readline())
 
         async def scenario() -> None:
-            client = await EngineClient.connect(config["address"], timeout=60)
+            client = await EngineClient.connect(config["address"], timeout=180)
             parent.kill()
-            await asyncio.wait_for(client.wait_dead(), 10)
+            await asyncio.wait_for(client.wait_dead(), 60)
             await client.close()
 
         asyncio.run(scenario())
         parent.wait()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
             assert time.monotonic() < deadline, "an orphan is left"
             time.sleep(0.02)
@@ -381,7 +385,7 @@ class TestTheEnd:
         with WorkerProcess(tmp_path / "engine", script=script, num_pages=100, max_num_batched_tokens=512) as worker:
 
             async def scenario() -> None:
-                clients = [await EngineClient.connect(worker.address, timeout=60) for _ in range(2)]
+                clients = [await EngineClient.connect(worker.address, timeout=180) for _ in range(2)]
                 streams = [client.submit(Add("a", [5, 6], LONG)) for client in clients]
                 for client, stream in zip(clients, streams, strict=True):
                     with pytest.raises(EngineGone, match=told) as caught:
@@ -390,7 +394,7 @@ class TestTheEnd:
                     await client.close()
 
             asyncio.run(scenario())
-            assert worker.ended(10) == 1
+            assert worker.ended(60) == 1
             (line,) = [line for line in worker.errors if line.startswith("strata: error: ")]
             assert told in line
 
@@ -427,5 +431,5 @@ def test_what_cannot_be_honoured_is_one_line(
 
 def test_a_process_that_cannot_start_ends_with_code_1(tmp_path: Path) -> None:
     with WorkerProcess(tmp_path / "engine", model="/nowhere") as worker:
-        assert worker.ended(60) == 1
+        assert worker.ended(180) == 1
         assert [line.startswith("strata: error: ") for line in worker.errors] == [True]

@@ -53,7 +53,7 @@ def test_a_rank_that_stops_is_named_and_another_engine_can_start(monkeypatch: py
     cause = re.escape(f"rank 1 of 2 (process {pids[1]}) has not answered for 2 s: it is stopped")
     with pytest.raises(EngineFault, match=cause):
         llm.generate([[1, 2, 3]] * 40, LONG, use_tqdm=False)
-    assert time.monotonic() - began[0] < 5
+    assert time.monotonic() - began[0] < 30
     assert not alive(pids[1])
     with pytest.raises(EngineFault, match=cause):  # from now on
         llm.generate([[1]], LONG, use_tqdm=False)
@@ -65,7 +65,7 @@ def test_a_rank_that_stops_is_named_and_another_engine_can_start(monkeypatch: py
     pids = others(again)
     before = time.monotonic()
     del again
-    assert time.monotonic() - before < 5
+    assert time.monotonic() - before < 30
     assert not any(alive(pid) for pid in pids.values())
 
 
@@ -171,7 +171,7 @@ def test_an_engine_that_is_collected_by_the_thread_that_watches_its_ranks_ends(
 ) -> None:
     monkeypatch.setattr(Followers, "_hanging", Followers.stop)  # garbage is collected wherever something is made
     ranks = Followers(EngineConfig(str(tmp_path / "nothing"), tensor_parallel_size=2, device="cpu"), lambda line: None)
-    ranks._watching.join(5)
+    ranks._watching.join(60)
     assert not ranks._watching.is_alive()
     assert not any(alive(pid) for pid in ranks.processes.values())
 
@@ -191,7 +191,7 @@ if __name__ == "__main__":
         pids = [int(pid) for pid in process.stdout.readline().split()]
         assert len(pids) == 1
         process.kill()
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while any(alive(pid) for pid in pids) and time.monotonic() < until:
         time.sleep(0.02)
     assert not any(alive(pid) for pid in pids)

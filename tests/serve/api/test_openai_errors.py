@@ -77,9 +77,12 @@ def test_it_comes_again_after_the_time_it_is_told(serve_script: ServeScript) -> 
         assert 60 <= len(server.engine.added) < 1000
         seconds = int(caught.value.response.headers["retry-after"])
         assert seconds == 1
-        start = time.monotonic()
-        assert client_of(server, max_retries=2).completions.create(prompt="x", model=NAME).choices
-        assert 0.9 * seconds < time.monotonic() - start < 5
+        patient, took = client_of(server, max_retries=2), 0.0
+        while took < 0.5:  # a second may have passed since, and then one is let in at once
+            start = time.monotonic()
+            assert patient.completions.create(prompt="x", model=NAME).choices
+            took = time.monotonic() - start
+        assert 0.9 * seconds < took < 30
 
 
 def test_a_dead_engine(serve_script: ServeScript) -> None:

@@ -63,7 +63,7 @@ def talkative_server(
                 process.communicate()
 
 
-def _wait_until_ready(api: subprocess.Popen[str], stub: subprocess.Popen[str], seconds: float = 60.0) -> None:
+def _wait_until_ready(api: subprocess.Popen[str], stub: subprocess.Popen[str], seconds: float = 180.0) -> None:
     assert api.stdout is not None
     deadline = time.monotonic() + seconds
     while not select.select([api.stdout], [], [], 0.1)[0]:

@@ -52,7 +52,7 @@ def finished(browser: Browser) -> bool:
 
 
 def metric(server: Server | LiveServer, name: str) -> float:
-    families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)
+    families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics", timeout=60).text)
     return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
 
@@ -72,7 +72,8 @@ def kept(browser: Browser) -> list[Any]:
 def test_a_reply_streams_and_is_told_of(browser: Browser, server: Server) -> None:
     assert browser.sees("#empty")
     began = time.monotonic()
-    ask(browser, "What is 47 + 38?", server.reply_tokens)
+    tokens = 5 * server.reply_tokens  # some seconds, so that looks at it, however late, fall into them
+    ask(browser, "What is 47 + 38?", tokens)
     seen = [browser.wait(lambda: content(browser), "the first token")]
     seen.append(browser.wait(lambda: content(browser) if len(content(browser)) > len(seen[0]) else "", "more of it"))
     assert not finished(browser), "it was seen while it came"
@@ -81,12 +82,12 @@ def test_a_reply_streams_and_is_told_of(browser: Browser, server: Server) -> Non
     assert not browser.sees("#empty")
     stats = browser.text(f"{LAST} .stats")
     assert "first token" in stats
-    assert f"{server.reply_tokens} tokens" in stats
+    assert f"{tokens} tokens" in stats
     assert "cut at its length" in stats
     rate = float(stats.split("tokens/s")[0].split()[-1])
     assert rate < 120, "the engine gives a token every ten milliseconds, and a page draws the first one late"
     # The first piece may bring several tokens, and what comes behind it may be slow.
-    assert rate > 0.3 * server.reply_tokens / took, "all of them came in the time that was waited here"
+    assert rate > 0.3 * tokens / took, "all of them came in the time that was waited here"
 
 
 def test_markdown_is_shown_and_markup_is_text(browser: Browser, server: Server) -> None:
@@ -114,8 +115,8 @@ def test_stop_ends_the_reply_here_and_at_the_engine(browser: Browser, server: Se
     browser.wait(lambda: finished(browser), "the reply to be over")
     text = content(browser)
     assert "stopped" in browser.text(f"{LAST} .stats")
-    browser.wait(lambda: metric(server, "strata_aborts_total") == aborts + 1, "the engine's abort", 2)
-    browser.wait(lambda: metric(server, "strata_num_requests_running") == 0, "an idle engine", 2)
+    browser.wait(lambda: metric(server, "strata_aborts_total") == aborts + 1, "the engine's abort")
+    browser.wait(lambda: metric(server, "strata_num_requests_running") == 0, "an idle engine")
     assert content(browser) == text
     assert text.strip() != ""
 
@@ -313,6 +314,6 @@ def test_the_built_in_model_answers(window: Browser, browser: Browser, live: Liv
     window.click("#settings-toggle")
     window.write("#temperature", "0")
     ask(window, "What is 47 + 38?")
-    window.wait(lambda: finished(window), "the end of the reply", 30)
+    window.wait(lambda: finished(window), "the end of the reply")
     assert "85" in content(window)
     assert " tokens" in window.text(f"{LAST} .stats")

@@ -20,7 +20,7 @@ def test_nothing_comes_from_elsewhere(browser: Browser, server: Server, page: st
     loaded = browser.run("return performance.getEntriesByType('resource').map(({name}) => name)")
     assert len(loaded) > 3
     assert [url for url in loaded if not url.startswith(server.url)] == []
-    policy = httpx.get(server.url + page).headers["content-security-policy"]
+    policy = httpx.get(server.url + page, timeout=60).headers["content-security-policy"]
     assert "unsafe" not in policy
     assert "http" not in policy
 
@@ -53,7 +53,7 @@ def test_the_policy_holds(browser: Browser, server: Server, page: str) -> None:
 
 def test_the_reference_has_every_route(browser: Browser, server: Server) -> None:
     browser.open(f"{server.url}/docs")
-    document = httpx.get(f"{server.url}/openapi.json").json()
+    document = httpx.get(f"{server.url}/openapi.json", timeout=60).json()
     expected = {f"{method} {path}" for path, methods in document["paths"].items() for method in methods}
     titles = "return [...document.querySelectorAll('.operation h2')].map((one) => one.innerText)"
     browser.wait(lambda: browser.run(titles), "the reference")
@@ -82,11 +82,13 @@ def test_a_request_can_be_tried(browser: Browser, server: Server) -> None:
     browser.click(f"{box} button[type=submit]")
     browser.wait(lambda: "200" in browser.text(f"{box} [role=status]"), "the answer")
     browser.wait(lambda: "data: [DONE]" in browser.text(f"{box} pre"), "its end")
+    browser.wait(lambda: browser.text(f"{box} button[type=submit]") == "Try it", "the end of the connection")
     browser.clear(f"{box} textarea")
     browser.write(f"{box} textarea", '{"messages": 1}')
     browser.click(f"{box} button[type=submit]")
     browser.wait(lambda: "400" in browser.text(f"{box} [role=status]"), "the refusal")
-    assert '"param": "messages"' in browser.text(f"{box} pre")
+    # Its parts are shown as they come, and written out once all are there.
+    browser.wait(lambda: '"param": "messages"' in browser.text(f"{box} pre"), "the whole of it")
 
 
 def luminance(colour: str) -> float:

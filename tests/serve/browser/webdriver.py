@@ -128,7 +128,7 @@ class Browser:
         """A command of Chromium's own protocol."""
         return self._do("POST", "/goog/cdp/execute", {"cmd": command, "params": parameters})
 
-    def wait(self, condition: Callable[[], T], what: str, seconds: float = 10.0) -> T:
+    def wait(self, condition: Callable[[], T], what: str, seconds: float = 60.0) -> T:
         """The first true value of `condition`; raises TimeoutError that says what did not come."""
         deadline = time.monotonic() + seconds
         while True:
@@ -141,7 +141,7 @@ class Browser:
 
     def _end_driver(self) -> None:
         self._driver.terminate()
-        self._driver.communicate(timeout=10)
+        self._driver.communicate(timeout=60)
 
     def _port(self) -> int:
         assert self._driver.stdout is not None

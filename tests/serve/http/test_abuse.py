@@ -19,7 +19,7 @@ from tests.serve.running import Running, resident_bytes, running
 ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789"
 CHAT = {"messages": [{"role": "user", "content": "What is 47 + 38?"}], "max_tokens": 24, "temperature": 0}
 MAX_TIMES, MAX_BYTES = 3.0, 400e6
-CHATS, SECONDS, ROUNDS = 9, 4.0, 3
+CHATS, SECONDS, ROUNDS = 9, 4.0, 8
 
 
 @pytest.fixture(scope="module")

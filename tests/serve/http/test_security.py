@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from strata.serve.http.app import build_app
 from strata.serve.settings import ServeSettings
 from strata.serve.state import ServerState
-from tests.serve.running import Running, running
+from tests.serve.running import Running, running, wait_for
 
 KEY = "sk-alice-0123456789"
 SECRET = "the-word-that-no-log-may-hold"
@@ -92,7 +92,7 @@ def test_every_route_but_health_and_ready_needs_a_right_key(server: Running) -> 
         ("PUT", "/v1/models"),
     ]:
         for headers in ({}, {"Authorization": "Bearer sk-wrong"}, {"Authorization": f"Bearer {KEY[:-1]}"}):
-            response = httpx.request(method, server.url + path, headers=headers, content=b"{}")
+            response = httpx.request(method, server.url + path, headers=headers, content=b"{}", timeout=60)
             if path in ("/health", "/ready"):
                 assert response.status_code in (200, 405)
             elif method == "HEAD":
@@ -125,8 +125,9 @@ def test_the_log_holds_neither_keys_nor_prompts(server: Running) -> None:
     assert server.complete(prompt=SECRET, max_tokens=1).status_code == 200
     server.http.get(f"/v1/models?key={SECRET}")
     httpx.get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {SECRET}"})
-    server.http.post("/v1/completions", content=f'{{"prompt": "{SECRET}", "no_such_field": 1}}')
-    time.sleep(0.2)
+    last = {"x-request-id": "the-last-of-these"}
+    server.http.post("/v1/completions", content=f'{{"prompt": "{SECRET}", "no_such_field": 1}}', headers=last)
+    wait_for(lambda: "the-last-of-these" in server.output(), server.output)
     assert "POST /v1/completions" in server.output()
     for secret in (KEY, SECRET):
         assert secret not in server.output()
@@ -164,7 +165,7 @@ def test_json_that_is_deep_or_broken_is_refused_at_once(server: Running, body: b
     start = time.monotonic()
     response = server.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
     fault(response, 400)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
     assert_serves(server)
 
 
@@ -232,7 +233,7 @@ def test_grammars_that_are_deep_large_or_wrong_cost_their_request_only(
         "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}},
     }
     assert server.http.post("/v1/chat/completions", json=body).status_code in statuses
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
     assert_serves(server)
 
 
@@ -241,7 +242,7 @@ def test_a_hostile_template_costs_its_request_only(server: Running, word: str) -
     body = {"model": "builtin", "messages": [{"role": "user", "content": word}], "max_tokens": 1}
     start = time.monotonic()
     error = fault(server.http.post("/v1/chat/completions", json=body), 400)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
     assert "subclasses" not in error["message"]
     assert_serves(server)
     body["messages"] = [{"role": "user", "content": "Hi"}]
@@ -263,5 +264,5 @@ def test_no_processes_or_files_are_left_by_all_that(server: Running) -> None:
         assert_serves(server)
     states = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in server.children()]
     assert "Z" not in states
-    assert len(list(Path(f"/proc/{server.pid}/fd").iterdir())) <= before
+    wait_for(lambda: len(list(Path(f"/proc/{server.pid}/fd").iterdir())) <= before)
     assert before < 60

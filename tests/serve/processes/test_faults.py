@@ -17,15 +17,16 @@ import pytest
 from tests.serve.running import LONG, QUESTION, Running, is_alive, running, wait_for
 
 IDLE = (0, 0, 0)
-STORY = "Once upon a time there was a small town. " * 60  # a prefill of dozens of steps
+# Its prefill is of hundreds of steps, in which is heard that its client leaves.
+STORY = "Once upon a time there was a small town. " * 60
 
 # ---- clients that leave ----
 
 
 @pytest.fixture(scope="module")
 def narrow() -> Iterator[Running]:
-    """A server that runs two sequences at once and prefills 16 tokens a step."""
-    with running("--max-num-seqs", "2", "--max-num-batched-tokens", "16") as started:
+    """A server that runs two sequences at once and prefills 4 tokens a step."""
+    with running("--max-num-seqs", "2", "--max-num-batched-tokens", "4") as started:
         yield started
 
 
@@ -81,7 +82,7 @@ def test_a_client_that_leaves_gives_its_pages_back_within_a_step_and_100_ms(
             connection.close()
         wait_for(lambda: narrow.load() == IDLE)
     assert min(took) < step + 0.1  # what other work on this machine adds is not the server's
-    assert max(took) < 2
+    assert max(took) < 20
 
 
 def step_seconds(server: Running) -> float:
@@ -104,11 +105,11 @@ def test_a_killed_engine_is_told_in_the_stream_by_health_and_by_the_exit_status(
         with server.stream(max_tokens=1000) as events:
             next(events)
             whole = pool.submit(server.complete, ignore_eos=True, max_tokens=1000)
-            time.sleep(0.1)
+            wait_for(lambda: server.metric("strata_num_requests_running") == 2, server.output)
             kill_engine(server)
             killed = time.monotonic()
             wait_for(lambda: server.status("/health") == 503, server.output)
-            assert time.monotonic() - killed < 10
+            assert time.monotonic() - killed < 30
             cause = "the engine is gone: the engine process was killed by SIGKILL (out of memory?)"
             wait_for(lambda: server.http.get("/health").json()["error"]["message"] == cause, server.output)
             rest = list(events)
@@ -116,9 +117,9 @@ def test_a_killed_engine_is_told_in_the_stream_by_health_and_by_the_exit_status(
         assert set(rest[-1]["error"]) == {"message", "type", "param", "code"}
         assert whole.result().status_code == 503
         assert [rest[-1]["error"]["message"], whole.result().json()["error"]["message"]] == [cause] * 2
-        assert server.wait(10) == 1
+        assert server.wait() == 1
         assert "the engine process was killed by SIGKILL" in server.output()
-        wait_for(lambda: not any(map(is_alive, children)), seconds=10)
+        wait_for(lambda: not any(map(is_alive, children)))
         assert not server.folder.exists()
 
 
@@ -142,7 +143,7 @@ def test_a_killed_engine_is_replaced_if_that_is_asked_for() -> None:
         kill_engine(server)
         wait_for(lambda: server.engine() != second)
         kill_engine(server)  # before it is ready: this could go on for ever
-        assert server.wait(10) == 1
+        assert server.wait() == 1
 
 
 # ---- memory that runs out ----
@@ -199,15 +200,15 @@ def test_a_row_of_nan_ends_its_request_alone_and_spoils_no_cached_page(broken: P
 def bounded() -> Iterator[Running]:
     """A server of two keys, each of which has four requests a minute."""
     environment = {"STRATA_API_KEYS": "a:sk-a,b:sk-b"}
-    arguments = ("--request-timeout", "0.3", "--requests-per-minute", "4")
+    arguments = ("--request-timeout", "2", "--requests-per-minute", "4")
     with running(*arguments, environment=environment, key="sk-a") as started:
         yield started
 
 
 def test_a_request_that_takes_too_long_is_ended(bounded: Running) -> None:
-    whole = bounded.complete(ignore_eos=True, max_tokens=1000)
+    whole = bounded.complete(ignore_eos=True, max_tokens=1000, n=16)  # takes several times as long
     assert (whole.status_code, whole.json()["error"]["code"]) == (408, "timeout")
-    with bounded.stream(max_tokens=1000) as events:
+    with bounded.stream(max_tokens=1000, n=16) as events:
         assert list(events)[-1]["error"]["code"] == "timeout"
     wait_for(lambda: bounded.load() == IDLE)
     assert 'strata_rejects_total{model_name="builtin",reason="deadline"} 2.0' in bounded.http.get("/metrics").text
@@ -216,9 +217,10 @@ def test_a_request_that_takes_too_long_is_ended(bounded: Running) -> None:
 def test_each_key_has_its_own_bounds(bounded: Running) -> None:
     bob = {"Authorization": "Bearer sk-b"}
     asked = {**QUESTION, "max_tokens": 1}
+    start = time.monotonic()
     statuses = [bounded.http.post("/v1/completions", json=asked, headers=bob).status_code for _ in range(5)]
     assert statuses == [200, 200, 200, 200, 429]
     refused = bounded.http.post("/v1/completions", json=asked, headers=bob)
     assert refused.json()["error"]["code"] == "requests_per_minute"
-    assert 10 <= int(refused.headers["retry-after"]) <= 15
+    assert 15 - (time.monotonic() - start) <= int(refused.headers["retry-after"]) <= 15
     assert bounded.complete(max_tokens=1).status_code == 200

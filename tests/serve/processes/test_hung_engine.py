@@ -49,7 +49,7 @@ def stub(address: str) -> Iterator[subprocess.Popen[bytes]]:
 async def connected(
     address: str, silence_timeout: float, ends: EngineEnds | None = None
 ) -> AsyncIterator[EngineClient]:
-    client = await EngineClient.connect(address, timeout=30, silence_timeout=silence_timeout, ends=ends)
+    client = await EngineClient.connect(address, timeout=120, silence_timeout=silence_timeout, ends=ends)
     try:
         yield client
     finally:
@@ -57,7 +57,7 @@ async def connected(
 
 
 def play(scenario: Coroutine[object, object, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
+    asyncio.run(asyncio.wait_for(scenario, 180))
 
 
 def add(max_tokens: int, id: str = "a") -> Add:
@@ -77,11 +77,11 @@ def test_all_that_wait_are_told_and_the_engine_is_killed(
             start = time.monotonic()
             with pytest.raises(EngineGone, match=r"said nothing for 1 s"):
                 _ = [deltas async for deltas in stream]
-            assert SILENCE - 0.1 < time.monotonic() - start < SILENCE + 5
+            assert SILENCE - 0.1 < time.monotonic() - start < SILENCE + 30
             with pytest.raises(EngineGone):
                 await vector
             assert not client.alive
-            assert stub.wait(5) == -signal.SIGKILL
+            assert stub.wait(60) == -signal.SIGKILL
 
     with caplog.at_level(logging.ERROR, "strata.serve"):
         play(scenario())
@@ -111,17 +111,18 @@ def test_a_process_without_requests_learns_why_another_killed_the_engine(
 
 def test_time_without_requests_does_not_count(address: str, stub: subprocess.Popen[bytes]) -> None:
     async def scenario() -> None:
-        async with connected(address, SILENCE) as client:
+        silence = 2.5  # far more than this and the stub may be late
+        async with connected(address, silence) as client:
             assert len([one async for one in client.submit(add(1))]) == 1  # sets the clock going
             stub.send_signal(signal.SIGSTOP)
-            await asyncio.sleep(SILENCE - 0.4)
+            await asyncio.sleep(silence - 0.5)
             waiting = client.submit(add(1, "b"))  # soon after which the clock strikes
-            await asyncio.sleep(SILENCE - 0.4)
+            await asyncio.sleep(1)
             assert client.alive
             stub.send_signal(signal.SIGCONT)
             assert len([one async for one in waiting]) == 1
             stub.send_signal(signal.SIGSTOP)
-            await asyncio.sleep(3 * SILENCE)
+            await asyncio.sleep(1.5 * silence)
             assert client.alive
             stub.send_signal(signal.SIGCONT)
 
@@ -158,7 +159,7 @@ def test_without_a_bound_nothing_is_killed(address: str, stub: subprocess.Popen[
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    wait_for(condition, seconds=10)
+    wait_for(condition)
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
@@ -174,7 +175,7 @@ def test_a_server_whose_engine_hangs_says_so_and_ends(workers: str) -> None:
         assert set(rest[-1]["error"]) == {"message", "type", "param", "code"}
         assert server.status("/health") == 503
         assert whole.result().status_code == 503
-        assert server.wait(20) == 1
+        assert server.wait() == 1
         assert "the engine is taken for dead and killed" in server.output()
         eventually(lambda: not any(map(is_alive, children)))
 

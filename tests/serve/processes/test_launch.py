@@ -24,11 +24,21 @@ from strata.serve.processes.launch import bind, greeting
 from strata.serve.processes.worker import ApiJob
 from strata.serve.settings import ServeSettings
 from tests.serve.conftest import BUILTIN
-from tests.serve.running import Running, command_line, descendants, is_alive, refusal, running, serve, wait_for
+from tests.serve.running import (
+    PATIENCE,
+    Running,
+    command_line,
+    descendants,
+    is_alive,
+    refusal,
+    running,
+    serve,
+    wait_for,
+)
 
 
 def assert_nothing_is_left(server: Running, children: list[int]) -> None:
-    wait_for(lambda: not any(map(is_alive, [server.pid, *children])), seconds=10)
+    wait_for(lambda: not any(map(is_alive, [server.pid, *children])))
     assert not server.folder.exists()
 
 
@@ -146,7 +156,7 @@ def test_memory_that_is_not_there_is_told_with_the_remedy_and_the_ledger() -> No
     assert error.startswith("strata: error: 1,000,000,000 KV pages do not fit")
     assert "ask for fewer" in error
     assert any("KV pages" in line for line in ledger)
-    assert seconds < 10
+    assert seconds < 60  # a slow processor takes half of them to import torch twice
 
 
 def test_every_setting_has_an_option_and_every_option_a_variable() -> None:
@@ -220,10 +230,10 @@ def test_what_the_server_keeps_on_disk_is_its_users_alone(server: Running) -> No
 def test_sigterm_lets_requests_finish_and_takes_no_others() -> None:
     with running() as server:
         children = server.children()
-        with server.stream(max_tokens=600) as events:
+        with server.stream(max_tokens=1000) as events:
             next(events)
             server.signal(signal.SIGTERM)
-            wait_for(lambda: server.status("/ready") == 503, server.output, seconds=2)
+            wait_for(lambda: server.status("/ready") == 503, server.output)
             refused = server.complete(max_tokens=1)
             assert refused.status_code == 503
             assert refused.json()["error"]["code"] == "draining"
@@ -245,7 +255,7 @@ def test_what_does_not_finish_in_time_ends_with_an_error_in_the_stream() -> None
             rest = list(events)
         assert rest[-1]["error"]["type"] == "service_unavailable_error"
         assert server.wait() == 0
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 25  # and not the 30 s that it has otherwise
         assert "did not finish" in server.output()
 
 
@@ -259,7 +269,7 @@ def test_ctrl_c_ends_it_and_a_second_one_at_once() -> None:
             start = time.monotonic()
             server.signal(signal.SIGINT)
             assert server.wait() == 128 + signal.SIGINT
-            assert time.monotonic() - start < 10  # the first one lets requests go on for 30 s
+            assert time.monotonic() - start < 25  # the first one lets requests go on for 30 s
         assert_nothing_is_left(server, children)
 
 
@@ -268,14 +278,14 @@ def test_a_killed_launcher_leaves_no_process_behind() -> None:
         children = server.children()
         assert len(children) >= 1
         server.signal(signal.SIGKILL)
-        wait_for(lambda: not any(map(is_alive, children)), seconds=10)
+        wait_for(lambda: not any(map(is_alive, children)))
 
 
 def test_sigterm_while_the_model_loads_ends_it() -> None:
     status, output, seconds = _signalled_while_loading()
     assert status == 0
     assert "Strata serves" not in output
-    assert seconds < 20
+    assert seconds < 60
 
 
 def _signalled_while_loading() -> tuple[int, str, float]:
@@ -283,7 +293,7 @@ def _signalled_while_loading() -> tuple[int, str, float]:
     wait_for(lambda: descendants(process.pid))
     start = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=PATIENCE)
     return process.returncode, output, time.monotonic() - start
 
 
@@ -367,7 +377,7 @@ def test_a_folder_that_cannot_be_served_is_one_line_and_soon(copied: Path) -> No
     assert len(errors) == 1
     assert what in errors[0]
     assert "Traceback" not in output
-    assert seconds < 20
+    assert seconds < 60
 
 
 @pytest.mark.parametrize("breaking", [lose_index_key, change_shape, change_architecture, lose_tokenizer])

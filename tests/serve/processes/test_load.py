@@ -103,7 +103,9 @@ def test_twice_the_load_it_can_bear_is_refused_at_once_or_served_as_without_it()
             assert server.metric("strata_rejects_total") == rejects
             part, wait = len(refused) / len(overloaded), percentile(refused, 0.5)
             ratios.append((part, wait, percentile(admitted, share) / percentile(full, share)))
-            if 0.25 < part < 0.75 and wait < 0.05 and ratios[-1][2] < slack:
+            # At once is a tenth of the time that an answer takes, where that is longer than 50 ms.
+            at_once = max(0.05, 0.1 * percentile(full, 0.5))
+            if 0.25 < part < 0.75 and wait < at_once and ratios[-1][2] < slack:
                 break
         else:
             pytest.fail(f"refused share, seconds to a refusal, times as slow as without overload: {ratios}")
@@ -172,7 +174,7 @@ def test_clients_killed_at_random_moments_leave_nothing_behind(wide: Running) ->
     before = resident_bytes(wide.pid), resident_bytes(engine), open_files(wide.pid)
     for _ in range(rounds):
         asyncio.run(kill_clients(wide, draw, clients))
-        wait_for(lambda: wide.load() == IDLE, seconds=5)
+        wait_for(lambda: wide.load() == IDLE)
     # A connection that its client has left is closed when the server comes to it.
     wait_for(lambda: open_files(wide.pid) <= before[2] + 2)
     after = resident_bytes(wide.pid), resident_bytes(engine)

@@ -52,5 +52,5 @@ def test_a_rank_that_is_lost_ends_the_requests_and_the_engine_is_replaced(alone:
         children = server.children()
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
-        assert not any(map(is_alive, children))
+        wait_for(lambda: not any(map(is_alive, children)))
         assert not server.folder.exists()

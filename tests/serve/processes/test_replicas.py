@@ -47,7 +47,7 @@ def test_a_lost_replica_leaves_the_other_serving_and_is_replaced() -> None:
             assert answer(server) == expected
             assert server.status("/health") == 200
             await_restarts(server, losses)
-            assert "of replica" in server.output()
+            wait_for(lambda: "of replica" in server.output())
             assert not is_alive(lost)
             assert answer(server) == expected
         assert server.metric("strata_engine_steps_total") > steps
@@ -56,7 +56,7 @@ def test_a_lost_replica_leaves_the_other_serving_and_is_replaced() -> None:
         children = server.children()
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
-        assert not any(map(is_alive, children))
+        wait_for(lambda: not any(map(is_alive, children)))
         assert not server.folder.exists()
 
 

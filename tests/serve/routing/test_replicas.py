@@ -54,7 +54,7 @@ def play(folder: Path, scenario: Scenario, count: int = 2) -> None:
             for engine in engines:
                 engine.close()
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    asyncio.run(asyncio.wait_for(run(), 120))
 
 
 def add(id: str, prompt: list[int], **params: int) -> Add:

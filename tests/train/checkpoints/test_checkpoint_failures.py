@@ -145,7 +145,7 @@ def test_a_process_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path
     code = f"from {__name__} import *; killed_while_writing(Path({str(tmp_path)!r}), kills=12)"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

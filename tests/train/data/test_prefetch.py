@@ -28,13 +28,13 @@ def threads() -> list[str]:
     return [one.name for one in threading.enumerate() if one.name == "data"]
 
 
-def settled(loader: Counted) -> int:
-    """How many steps have been asked for once no more come."""
-    before = -1
-    while before != loader.asked:
-        before = loader.asked
-        time.sleep(0.05)
-    return before
+def settled(loader: Counted, least: int) -> int:
+    """How many steps have been asked for once so many have come and no more do."""
+    deadline = time.monotonic() + 60
+    while loader.asked < least and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    return loader.asked
 
 
 def test_all_steps_in_order() -> None:
@@ -46,10 +46,10 @@ def test_all_steps_in_order() -> None:
 def test_it_runs_as_far_ahead_as_asked_and_no_further() -> None:
     loader = Counted()
     with prefetch(loader, DataPosition(), 100, most=3) as steps:
-        assert settled(loader) == 3
+        assert settled(loader, 3) == 3
         next(steps)
         next(steps)
-        assert settled(loader) == 5
+        assert settled(loader, 5) == 5
     assert not threads()
 
 

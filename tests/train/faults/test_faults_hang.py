@@ -94,7 +94,7 @@ def test_heartbeats_are_json() -> None:
 def run(name: str, folder: Path) -> tuple[int, str]:
     """Exit code and standard error of three ranks."""
     command = [sys.executable, "-m", "tests.train.fault_ranks", "launch", "3", "0", name, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     return done.returncode, done.stderr
 
 
@@ -109,7 +109,7 @@ def test_a_rank_that_stops_in_a_backward_pass_is_named_with_its_collective(tmp_p
     assert code == HUNG
     (line,) = [line for line in said.splitlines() if "no progress" in line]
     assert line.startswith(
-        "strata: no progress for 2 s: rank 1 is at step 5, backward, and never entered reduce_scatter "
+        f"strata: no progress for {HANG_SECONDS:g} s: rank 1 is at step 5, backward, and never entered reduce_scatter "
     ), said
     assert "of 'shard'" in line
     assert "that ranks 0, 2 wait in" in line
@@ -131,7 +131,7 @@ def test_a_frozen_rank_is_named_by_one_that_lives(tmp_path: Path) -> None:
     assert "rank 0 last wrote a heartbeat" in line
     assert "at step 3, data: frozen" in line
     assert "ranks 1-2 wait in all_reduce 3 of 'dp' (16 bytes)" in line
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 200  # in which three ranks import torch
 
 
 @pytest.mark.parametrize("seconds", [0.5, -1.0])

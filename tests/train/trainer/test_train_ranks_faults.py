@@ -21,7 +21,7 @@ from tests.train.train_ranks import ALONE, Command, train
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 
 FULL = bool(os.environ.get("STRATA_FULL_FAULTS"))
-STEPS = 34
+STEPS = 60
 # Which ranks are killed, one time after the other.
 KILLED = (1,), (0, 1), (0,)
 LAYOUT = {"shard": 2, "zero": 2}
@@ -71,7 +71,7 @@ def test_killed_three_times_in_a_row_and_stopped_once(files: Files, tmp_path: Pa
     """The rank that is stopped is named; both start again."""
     chance = random.Random(7)
     out = tmp_path / "run"
-    table = files.table(out, run={"steps": STEPS}, parallel=LAYOUT, faults={"hang_seconds": 2})
+    table = files.table(out, run={"steps": STEPS}, parallel=LAYOUT, faults={"hang_seconds": 5})
     pauses = []
     with Command(write_toml(tmp_path / "run.toml", table), "--ranks", 2, "--restarts", 9) as command:
         for number, victims in enumerate(KILLED):
@@ -82,16 +82,16 @@ def test_killed_three_times_in_a_row_and_stopped_once(files: Files, tmp_path: Pa
             command.signal(*victims)
             killed = time.monotonic()
             pauses.append(first_step_after(command, out, begun) - killed)
-        command.until(lambda: has_reached(out, STEPS - 9))
+        command.until(lambda: has_reached(out, STEPS - 30))
         command.signal(1, number=signal.SIGSTOP)
         code, said = command.end()
     print(f"seconds from a kill to the first new step: {', '.join(f'{pause:.1f}' for pause in pauses)}")
     assert code == 0, said
     assert said.count("was killed by SIGKILL; restart ") == len(KILLED)
-    assert re.search(r"strata: no progress for 2 s: rank 1 .*; rank 0 waits in \w+ \d+ of '[a-z*]+'", said), said
+    assert re.search(r"strata: no progress for 5 s: rank 1 .*; rank 0 waits in \w+ \d+ of '[a-z*]+'", said), said
     assert "strata: rank 0 failed with exit code 75; restart " in said
     assert "Traceback" not in said
-    assert max(pauses) < 60
+    assert max(pauses) < 180
     assert_same(out, run_through(tmp_path, table))
 
 
@@ -116,14 +116,14 @@ def test_killed_again_and_again_at_any_moment(files: Files, tmp_path: Path) -> N
 
 def test_one_process_killed_and_resumed_by_hand(files: Files, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    toml = write_toml(tmp_path / "run.toml", files.table(out, run={"steps": 20}))
+    toml = write_toml(tmp_path / "run.toml", files.table(out, run={"steps": 60}))
     with Command(toml) as command:
         command.until(lambda: has_reached(out, 8))
     last = log_of(out)[-1]["step"]
-    assert last < 20
+    assert last < 60
     with Command(toml, "--resume") as command:
         code, said = command.end()
     assert code == 0, said
-    uninterrupted = train(ALONE, files.table(tmp_path / "through", run={"steps": 20}))
+    uninterrupted = train(ALONE, files.table(tmp_path / "through", run={"steps": 60}))
     assert repeatable(log_of(out)) == repeatable(uninterrupted["lines"])
     assert last_checkpoint(out) == last_checkpoint(tmp_path / "through")
