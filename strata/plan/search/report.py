@@ -173,12 +173,10 @@ class ServingPlan:
         if (rate := self.question.traffic.rate) is not None:
             told = f"{rate:,.2f} requests a second, more than these devices serve"
             if (light := self.at_rate) is not None:
-                ttft, tpot = f"{light.ttft * 1e3:,.1f} ms", f"{light.tpot * 1e3:,.2f} ms"
+                ttft = f"{light.ttft * 1e3:,.1f} ms"
+                tpot = f", TPOT {light.tpot * 1e3:,.2f} ms" if best.output > 1 else ""
                 wait = f" ({light.waiting * 1e3:,.1f} ms of it for a place)" if light.waiting >= 5e-5 else ""
-                told = (
-                    f"{rate:,.2f} requests a second, {rate / best.requests:.0%} of the most: TTFT {ttft}{wait}, "
-                    f"TPOT {tpot}"
-                )
+                told = f"{rate:,.2f} requests a second, {rate / best.requests:.0%} of the most: TTFT {ttft}{wait}{tpot}"
             found.append(("the trace", told))
         if idle:
             found.append(("idle", f"{idle} of {self.question.devices} devices"))
@@ -218,7 +216,7 @@ class ServingPlan:
             "trace_requests_per_second": asked.traffic.rate,
             "trace_ttft_ms": None if self.at_rate is None else self.at_rate.ttft * 1e3,
             "trace_waiting_ms": None if self.at_rate is None else self.at_rate.waiting * 1e3,
-            "trace_tpot_ms": None if self.at_rate is None else self.at_rate.tpot * 1e3,
+            "trace_tpot_ms": None if self.at_rate is None or best.output <= 1 else self.at_rate.tpot * 1e3,
             "pools_not_in_strata_yet": None if self.pools is None else self.pools.to_dict(),
             "speculation_not_in_strata_yet": None if self.speculation is None else self.speculation.to_dict(),
             "sources": list(self.sources),
