@@ -200,11 +200,10 @@ def _prompts_alone(seconds: StepSeconds, traffic: Traffic, batching: Batching, c
     own = concurrency / batching.stages / batching.ranks
     chunk = min(batching.budget, max(1.0, own) * traffic.computed)
     step = seconds(0.0, chunk)
-    requests = chunk / traffic.computed / step * batching.ranks
-    under_way = requests * (step * batching.stages)
-    requests *= min(1.0, concurrency / under_way)
-    ttft = max(concurrency / requests, step * batching.stages) + SERVER_SECONDS
-    return LoadPoint(concurrency, 0.0, requests, ttft, 0.0, 1.0, chunk, step)
+    most = chunk / traffic.computed / step * batching.ranks
+    # The next comes as one ends, which is when it is through all stages and back over HTTP.
+    requests = min(most, concurrency / (step * batching.stages + SERVER_SECONDS))
+    return LoadPoint(concurrency, 0.0, requests, concurrency / requests, 0.0, 1.0, chunk, step)
 
 
 def _prompts_at_rate(seconds: StepSeconds, traffic: Traffic, batching: Batching, rate: float) -> LoadPoint | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,9 +134,23 @@ def command(choice: Choice, model: str, is_shape: bool, length: int, per_host: i
 
 def request_flops(config: ModelConfig, traffic: Traffic) -> float:
     """FLOPs of a mean request, a multiply-add as two: every matrix that a token meets, the head for tokens of the
-    answer, and scores and values of the keys that each query sees (all of them, as if there were no windows)."""
+    answer, and scores and values of the keys that each query sees in the layers that attend."""
+    windows = Counter(window for window, attends in zip(config.windows, config.attends, strict=True) if attends)
+    pairs = sum(layers * _seen(traffic, math.inf if window is None else window) for window, layers in windows.items())
+    attention = 2 * config.num_heads * (config.head_dim + config.value_dim) * pairs
+    head = 2 * config.vocab_size * config.hidden_size * traffic.output
+    return layer_product_flops(config, traffic) + head + attention
+
+
+def layer_product_flops(config: ModelConfig, traffic: Traffic) -> float:
+    """Of the matrices of layers alone."""
     matrices = sum(active_elements(config, layer) for layer in range(config.num_layers))
-    tokens = traffic.computed + traffic.output - 1
-    pairs = traffic.computed * (traffic.cached + traffic.computed / 2) + (traffic.output - 1) * traffic.context
-    attention = 2 * config.num_layers * config.num_heads * (config.head_dim + config.value_dim) * pairs
-    return 2 * matrices * tokens + 2 * config.vocab_size * config.hidden_size * traffic.output + attention
+    return 2 * matrices * (traffic.computed + traffic.output - 1)
+
+
+def _seen(traffic: Traffic, window: float) -> float:
+    """Queries of a mean request and the keys that they see, of the `window` latest each."""
+    first, last = min(traffic.cached, window), min(traffic.prompt, window)
+    beyond = traffic.prompt - max(traffic.cached, last)  # queries behind which there are more keys than those
+    prompt = (last**2 - first**2) / 2 + (beyond * window if beyond else 0.0)
+    return prompt + (traffic.output - 1) * min(traffic.context, window)

@@ -11,11 +11,12 @@ import torch
 from strata.engine.ledger import GIB
 from strata.hardware.figures import Device
 from strata.hardware.prediction import ORIGINS
+from strata.kernels.quant.packed import multiplied_in
 from strata.models.shapes import SHAPES
 from strata.models.weights import resolve_dtype
 from strata.plan.meta_model import dtype_name, find_config
 from strata.plan.search.batching import LoadPoint
-from strata.plan.search.choice import Choice, command, request_flops
+from strata.plan.search.choice import Choice, command, layer_product_flops, request_flops
 from strata.plan.search.layer_prices import StepPrice
 from strata.plan.search.machine import Machine
 from strata.plan.search.pools import Pools, best_pools
@@ -100,10 +101,24 @@ class ServingPlan:
 
     @property
     def mfu(self) -> float:
-        """FLOPs of the requests' own matrices and attention over the maker's dense peak of all devices that work."""
+        """FLOPs of the requests' own matrices and attention over the maker's dense peak of all devices that work, of
+        layers' products in the dtype that they multiply."""
         asked = self.question
-        peak = asked.machine.listed.ceiling("compute", dtype_name(asked.dtype), measured=False).value
-        return self.best.requests * request_flops(asked.config, asked.traffic) / (self.best.devices * peak)
+        layers = layer_product_flops(asked.config, asked.traffic)
+        peak = self._peak(dtype_name(asked.dtype))
+        seconds = (request_flops(asked.config, asked.traffic) - layers) / peak + layers / self._peak(self._multiplied)
+        return self.best.requests * seconds / self.best.devices
+
+    def _peak(self, dtype: str) -> float:
+        return self.question.machine.listed.ceiling("compute", dtype, measured=False).value
+
+    @property
+    def _multiplied(self) -> str:
+        """In which dtype layers' products are, where the device has a peak of it."""
+        asked = self.question
+        rounded = None if asked.precision.scheme is None else multiplied_in(asked.precision.scheme)
+        known = asked.machine.listed.known("compute", rounded, measured=False) if rounded else None
+        return dtype_name(asked.dtype) if known is None or rounded is None else rounded
 
     @property
     def cost_per_million(self) -> float | None:
@@ -129,6 +144,8 @@ class ServingPlan:
         parts = ("weights", "kv", "workspace", "states", "margin")
         decodes = f"bound by {bounds.bound}, whose floor is {bounds.seconds / self.decode.seconds:.0%} of one"
         gib = {name: f"{getattr(held, name) / GIB:,.2f}" for name in parts}
+        multiplied = self._multiplied
+        products = "" if multiplied == dtype_name(self.question.dtype) else f", of products in {multiplied}"
         found = [
             (
                 "load",
@@ -141,7 +158,7 @@ class ServingPlan:
             ),
             ("binds", best.binds),
             *((("decode steps", decodes),) if best.output > 1 else ()),
-            ("MFU", f"{self.mfu:.1%} of the maker's dense peak"),
+            ("MFU", f"{self.mfu:.1%} of the maker's dense peak{products}"),
             (
                 "memory, GiB",
                 f"{held.total / GIB:,.1f} a device: weights {gib['weights']}, workspace {gib['workspace']}"
@@ -156,12 +173,10 @@ class ServingPlan:
         if (rate := self.question.traffic.rate) is not None:
             told = f"{rate:,.2f} requests a second, more than these devices serve"
             if (light := self.at_rate) is not None:
-                ttft, tpot = f"{light.ttft * 1e3:,.1f} ms", f"{light.tpot * 1e3:,.2f} ms"
+                ttft = f"{light.ttft * 1e3:,.1f} ms"
+                tpot = f", TPOT {light.tpot * 1e3:,.2f} ms" if best.output > 1 else ""
                 wait = f" ({light.waiting * 1e3:,.1f} ms of it for a place)" if light.waiting >= 5e-5 else ""
-                told = (
-                    f"{rate:,.2f} requests a second, {rate / best.requests:.0%} of the most: TTFT {ttft}{wait}, "
-                    f"TPOT {tpot}"
-                )
+                told = f"{rate:,.2f} requests a second, {rate / best.requests:.0%} of the most: TTFT {ttft}{wait}{tpot}"
             found.append(("the trace", told))
         if idle:
             found.append(("idle", f"{idle} of {self.question.devices} devices"))
@@ -201,7 +216,7 @@ class ServingPlan:
             "trace_requests_per_second": asked.traffic.rate,
             "trace_ttft_ms": None if self.at_rate is None else self.at_rate.ttft * 1e3,
             "trace_waiting_ms": None if self.at_rate is None else self.at_rate.waiting * 1e3,
-            "trace_tpot_ms": None if self.at_rate is None else self.at_rate.tpot * 1e3,
+            "trace_tpot_ms": None if self.at_rate is None or best.output <= 1 else self.at_rate.tpot * 1e3,
             "pools_not_in_strata_yet": None if self.pools is None else self.pools.to_dict(),
             "speculation_not_in_strata_yet": None if self.speculation is None else self.speculation.to_dict(),
             "sources": list(self.sources),

@@ -54,8 +54,10 @@ def accepted(acceptance: float, guesses: int) -> float:
 
 
 def best_speculation(search: Search, best: Choice, acceptance: float) -> Speculation | None:
-    """The most tokens a second within the objectives on the layout of the best; None if there is none. acceptance: of
-    each guess, in [0, 1)."""
+    """The most tokens a second within the objectives on the layout of the best; None if there is none, or answers have
+    one token. acceptance: of each guess, in [0, 1)."""
+    if search.question.traffic.output <= 1:
+        return None
     found = [one for one in _tried(search, best, acceptance) if _meets(search, one)]
     return max(found, key=lambda one: (one.tokens, -one.point.tpot), default=None)
 

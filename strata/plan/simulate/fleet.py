@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
@@ -95,7 +96,7 @@ class Fleet:
         self._order = itertools.count()
         self._now = 0.0
         self._under_way = 0
-        self._freed = 0.0  # since when another may be under way
+        self._left: deque[float] = deque()  # when requests ended whose places no others have taken yet
         self._parsed = 0.0  # when the newest request was handed to an engine
 
     @property
@@ -115,7 +116,9 @@ class Fleet:
         following, sent, arrives = 0, math.inf, math.inf
         while True:
             if arrives == math.inf and following < len(requests) and self._under_way < most:
-                sent = max(requests[following].due, self._freed)
+                sent = requests[following].due
+                if following >= most:
+                    sent = max(sent, self._left.popleft())
                 begun = max(sent + self._host.request, self._parsed)
                 arrives = begun + self._host.parsed(len(requests[following].prompt))
             if self._events and self._events[0][0] <= arrives:
@@ -224,8 +227,8 @@ class Fleet:
         self._leave()
 
     def _leave(self) -> None:
-        if self._under_way == self._config.max_concurrency:
-            self._freed = self._now
+        if self._config.max_concurrency is not None:
+            self._left.append(self._now)
         self._under_way -= 1
 
     def _fail(self, failure: Failure) -> None:

@@ -112,8 +112,19 @@ def test_stages_take_their_share_of_the_sequences() -> None:
 
 def test_answers_of_one_token_are_prompts_alone() -> None:
     point = at_concurrency(seconds, Traffic.of(500, 1), Batching(1000, None), 2)
-    assert point.requests == pytest.approx(2 / seconds(0, 1000))
+    assert point.requests == pytest.approx(2 / (seconds(0, 1000) + SERVER_SECONDS))
     assert point.tpot == 0.0
+
+
+@pytest.mark.parametrize("concurrency", [1, 2, 9, 100])
+@pytest.mark.parametrize(("stages", "ranks"), [(1, 1), (2, 1), (1, 4)])
+def test_prompts_alone_that_are_under_way_are_those_that_come_in_the_time_of_one(
+    concurrency: int, stages: int, ranks: int
+) -> None:
+    """Little's law, the way over HTTP included."""
+    point = at_concurrency(seconds, Traffic.of(16, 1), Batching(1000, None, stages, ranks), concurrency)
+    assert point.requests * point.ttft == pytest.approx(concurrency)
+    assert point.ttft >= seconds(0, 16) * stages + SERVER_SECONDS
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from strata.hardware.specs import device
 from strata.plan.search import report as report_module
 from strata.plan.search import search as search_module
 from strata.plan.search import step_table
-from strata.plan.search.choice import Choice, command
+from strata.plan.search.choice import Choice, command, layer_product_flops, request_flops
 from strata.plan.search.frontier import frontier, frontier_svg
 from strata.plan.search.layout import Layout
 from strata.plan.search.page import html_page
-from strata.plan.search.precision import AS_CHECKPOINT, IN_FEWER_BITS
+from strata.plan.search.precision import AS_CHECKPOINT, IN_FEWER_BITS, Precision
 from strata.plan.search.report import ServingPlan, serving_plan
 from strata.plan.search.speculation import accepted
 from strata.plan.search.traffic import Objectives, Traffic
@@ -96,6 +96,19 @@ def test_cost_and_use_of_the_devices(plan: ServingPlan) -> None:
     assert sum(plan.origins.values()) == pytest.approx(1)
     assert best.devices <= 4
     assert not best.blocked
+
+
+def test_products_that_round_activations_are_held_against_the_peak_of_what_they_multiply(plan: ServingPlan) -> None:
+    asked = plan.question
+    rounded = replace(plan, question=replace(asked, precision=Precision("fp8")))
+    listed, layers = asked.machine.listed, layer_product_flops(asked.config, asked.traffic)
+    peaks = [listed.ceiling("compute", name, measured=False).value for name in ("float8", "bfloat16")]
+    seconds = layers / peaks[0] + (request_flops(asked.config, asked.traffic) - layers) / peaks[1]
+    assert rounded.mfu == pytest.approx(plan.best.requests * seconds / plan.best.devices)
+    assert rounded.mfu < plan.mfu
+    assert ("MFU", f"{rounded.mfu:.1%} of the maker's dense peak, of products in float8") in rounded.lines()
+    unpacked = replace(plan, question=replace(asked, precision=Precision("fp8_weights")))  # multiplied as floats
+    assert unpacked.mfu == pytest.approx(plan.mfu)
 
 
 def test_engines_of_a_host_that_is_not_full_are_started_as_many_as_they_are(plan: ServingPlan) -> None:

@@ -33,6 +33,7 @@ from strata.plan.search.memory import Memory, needed_tokens
 from strata.plan.search.precision import AS_CHECKPOINT, IN_FEWER_BITS, Precision
 from strata.plan.search.search import Question, Search, rank
 from strata.plan.search.traffic import Objectives, Traffic
+from strata.train.predict.flops import active_elements
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 
 RUNNER = CliRunner()
@@ -149,6 +150,24 @@ def test_flops_of_a_request_by_hand() -> None:
     attention = 4 * 32 * 4096 * (100 * 50 + 9 * 105)
     expected = 2 * matrices * (100 + 9) + 2 * 128256 * 4096 * 10 + attention
     assert request_flops(config, Traffic.of(100, 10)) == pytest.approx(expected)
+
+
+def test_scores_are_of_layers_that_attend_and_of_keys_within_windows() -> None:
+    traffic = Traffic.of(1000, 11, cached=200)
+
+    def scores(config: ModelConfig) -> float:
+        matrices = sum(active_elements(config, layer) for layer in range(config.num_layers))
+        products = 2 * matrices * (800 + 10) + 2 * config.vocab_size * config.hidden_size * 11
+        return request_flops(config, traffic) - products
+
+    all_keys = (1000**2 - 200**2) / 2 + 10 * traffic.context
+    assert scores(config_from_dict(RECURRENT_CONFIGS["mamba2"])) == 0
+    hybrid = config_from_dict(RECURRENT_CONFIGS["granite-hybrid"])  # of three layers one attends
+    assert scores(hybrid) == pytest.approx(4 * hybrid.num_heads * hybrid.head_dim * all_keys)
+    dense = find_config("8B")
+    windows = replace(dense, windows=(512,) * 31 + (None,))
+    nearest = (512**2 - 200**2) / 2 + (1000 - 512) * 512 + 10 * 512
+    assert scores(windows) == pytest.approx(4 * 32 * 128 * (31 * nearest + all_keys))
 
 
 @pytest.mark.usefixtures("few_settings")
@@ -300,6 +319,23 @@ def test_fixed_states_have_the_memory_that_the_engine_gives_them(name: str, mach
             assert held.states + held.snapshots * held.state_bytes == ledger.states
     assert fits[-1]
     assert fits[0] == (name == "mamba2")
+
+
+@pytest.mark.usefixtures("few_settings")
+def test_answers_of_one_token_have_no_time_after_it(tmp_path: Path) -> None:
+    """Neither at the rate of a trace nor by guesses, of which nothing follows the first token."""
+    trace = tmp_path / "trace.jsonl"
+    rows = ({"timestamp": 100.0 * at, "input_length": 300, "output_length": 1} for at in range(9))
+    trace.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    asked = ["plan", "0.6B", "--trace", str(trace), "--acceptance", "0.6"]
+    shown = RUNNER.invoke(app, asked)
+    assert shown.exit_code == 0, shown.exception
+    assert "10.00 requests a second" in shown.stdout
+    assert "TPOT 0.00" not in shown.stdout
+    found = json.loads(RUNNER.invoke(app, [*asked, "--json"]).stdout)
+    assert found["trace_ttft_ms"] > 0
+    assert found["trace_tpot_ms"] is None
+    assert found["speculation_not_in_strata_yet"] is None
 
 
 @pytest.mark.usefixtures("few_settings")

@@ -128,3 +128,14 @@ def test_a_failure_keeps_nobody_waiting_who_comes_before_it_is_noticed() -> None
 def test_an_engine_that_is_down_cannot_fail() -> None:
     with pytest.raises(ValueError, match=r"engine 1 fails at 2 s, but is down from 1 to 3 s"):
         play([], in_runs=True, failures=(Failure(1, 2.0, 1.0), Failure(0, 2.0, 9.0), Failure(1, 1.0, 2.0)))
+
+
+@pytest.mark.parametrize("parse", [4e-4, 5e-2])
+def test_no_more_requests_are_under_way_than_may_be(parse: float) -> None:
+    """Also where the host parses them more slowly than engines answer: who waits for it is under way."""
+    requests = [replace(one, due=0.0) for one in load(150, 30.0)]
+    fleet, _ = play(requests, in_runs=True, host=replace(HOST, parse=parse), max_concurrency=9)
+    sent, last = fleet.outcomes.sent, fleet.outcomes.last
+    under_way = [sum(sent[other] <= at < last[other] for other in range(len(sent))) for at in sent]
+    assert max(under_way) == 9
+    assert sum(last) - sum(sent) == pytest.approx(9 * max(last), rel=0.05)  # and no fewer, but in the end
