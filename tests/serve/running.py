@@ -24,7 +24,8 @@ PATIENCE = 60.0  # seconds, for a machine that has more to do
 ENGINE = b"strata.engine.process.worker"
 LONG = {"temperature": 0, "ignore_eos": True, "stream": True}
 QUESTION = {"model": "builtin", "prompt": "Once upon a time"}
-# httpcore's pool closes an idle connection over its limits, also one that another thread was just given: Bad file descriptor.
+# httpcore's pool closes an idle connection over its limits, also one that another thread was just given: Bad file
+# descriptor.
 NO_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 
 
