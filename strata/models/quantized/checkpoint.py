@@ -13,7 +13,7 @@ from torch import nn
 from strata.files.json_object import read_object
 from strata.files.weight_index import INDEX, SINGLE
 from strata.kernels.quant.packed import PackedWeight, join
-from strata.models.checkpoint import StoredTensor, read_checkpoint
+from strata.models.checkpoint import StoredTensor, read_checkpoint, shorten
 from strata.models.part import Boxes
 from strata.models.quantized.formats.read import MODELOPT_FILE, PackedFormat, read_format
 from strata.models.weights import match_tensors
@@ -37,6 +37,10 @@ class Checkpoint:
         tensors = read_checkpoint(folder, packed=format is not None)
         if format is not None:
             tensors = {name: tensor for name, tensor in tensors.items() if name not in format.claimed}
+            if twice := sorted(tensors.keys() & format.matrices):
+                raise ValueError(
+                    f"{folder} holds matrices packed and in floats, too: {shorten(twice)}; remove what is not meant"
+                )
             tensors |= {
                 name: StoredTensor(name, folder, torch.float32, format.shape(name), 0) for name in format.matrices
             }

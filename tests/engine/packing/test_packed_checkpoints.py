@@ -164,3 +164,14 @@ def test_what_is_packed_already_is_not_packed_again_nor_read_as_floats(tmp_path:
         LLM(tmp_path, quantization="fp8", **OPTIONS)
     with pytest.raises(ValueError, match="no quantized weights"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "pack-4"])
+def test_a_matrix_that_is_there_twice_is_refused(name: str, tmp_path: Path) -> None:
+    """Nothing tells whether the packed one is meant or the floats."""
+    written(tmp_path, name)
+    stored = load_file(tmp_path / "model.safetensors")
+    floats = {"model.layers.0.mlp.down_proj.weight": torch.ones(64, 96)}
+    save_file(stored | floats, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"packed and in floats, too: model\.layers\.0\.mlp\.down_proj\.weight; "):
+        LLM(tmp_path, **OPTIONS)
