@@ -248,6 +248,11 @@ def test_folders_and_tokens_that_do_not_fit_are_refused(model: Path, tmp_path: P
         quantize(model, tmp_path, rounding("fp8"), [], CPU)
     with pytest.raises(ValueError, match="has token 61"):
         quantize(model, tmp_path / "out", rounding("fp8"), [[61]], CPU)
+    with pytest.raises(ValueError, match="has token -1"):
+        quantize(model, tmp_path / "out", rounding("fp8"), [[3], [2, -1]], CPU)
+    with pytest.raises(ValueError, match="a sample of 65 tokens, and the model takes 64: cut"):
+        quantize(model, tmp_path / "out", rounding("fp8"), [[3], [2] * 65], CPU)
+    assert not list(tmp_path.iterdir())
     out = write(model, tmp_path / "once", "fp8", "rtn")
     config = json.loads((out / "config.json").read_text())
     for of_its_own in (False, True):  # as files of modelopt have it
