@@ -20,6 +20,7 @@ from torch import Tensor
 from strata.kernels.quant.packed import dense
 from strata.kernels.quant.schemes import SCHEMES
 from strata.models.checkpoint import read_checkpoint
+from strata.models.generation_config import read_generation_config
 from strata.models.quantized.calibrate.quantize import quantize
 from strata.models.quantized.calibrate.settings import METHODS, Rounding
 from strata.models.quantized.formats.read import read_format
@@ -241,6 +242,14 @@ def test_a_model_of_float64_has_scales_that_can_be_read(scheme: str, method: str
     products = {name.removesuffix("_packed") for name in stored(out) if "proj.weight" in name and "_s" not in name}
     _, _, packed = load_packed(out, dict.fromkeys(products, SCHEMES[scheme]))
     assert len(packed) == len(scales)
+
+
+def test_what_a_folder_says_of_generation_goes_along_without_a_tokenizer(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [2, 7], "temperature": 0.6}')
+    out = write(tmp_path / "model", tmp_path / "out", "fp8", "rtn")
+    found = read_generation_config(out)
+    assert (found.temperature, found.eos_ids) == (0.6, (2, 7))
 
 
 def test_folders_and_tokens_that_do_not_fit_are_refused(model: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from strata.models.joined import join_parameters
 from strata.models.quantized.calibrate.matrices import layer_prefix, layer_views
 from strata.models.quantized.calibrate.stream import LayerStream, batches_of
 from strata.models.quantized.calibrate.unfinished import Unfinished
-from strata.models.save import copy_tokenizer, write_json
+from strata.models.save import copy_companions, write_json
 from strata.models.weights import stored_values
 
 # Of a layer's number, the text and what enters the layer, which is opened: changes it in place so that it makes what
@@ -54,8 +54,7 @@ def rewrite(
         for name in others[unfinished.done - stream.layers :]:
             unfinished.add(_others(stream, name), [])
             report(unfinished.done, unfinished.shards)
-        if (stream.folder / "tokenizer.json").is_file():
-            copy_tokenizer(stream.folder, unfinished.folder)
+        copy_companions(stream.folder, unfinished.folder)
         write_json(unfinished.folder / "config.json", config)
         unfinished.finish()
         return [note for notes in unfinished.notes for note in notes]
