@@ -145,11 +145,17 @@ def write_shard(parameters: dict[str, Tensor], file: Path) -> None:
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    files = [source / name for name in _TOKENIZER_FILES if (source / name).is_file()]
-    if not any(file.name == "tokenizer.json" for file in files):
+    """As `copy_companions`. Raises ValueError where there is no tokenizer."""
+    if not (source / "tokenizer.json").is_file():
         raise ValueError(f"{source} has no tokenizer.json, so there is no tokenizer to save")
-    for file in files:
-        shutil.copyfile(file, folder / file.name)
+    copy_companions(source, folder)
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copy the files of a checkpoint folder's tokenizer and of defaults of generation, as far as they are there."""
+    for name in _TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 def write_json(file: Path, values: dict[str, Any]) -> None:

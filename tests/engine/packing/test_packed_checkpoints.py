@@ -20,6 +20,7 @@ from strata.models.families import build
 from strata.models.initialize import randomize
 from strata.models.layers import CausalLM
 from strata.models.part import inside
+from strata.models.quantized.checkpoint import Checkpoint
 from strata.models.quantized.load import load_packed
 from strata.models.weights import load
 from strata.parallel.serving_shard import RankShard
@@ -164,3 +165,34 @@ def test_what_is_packed_already_is_not_packed_again_nor_read_as_floats(tmp_path:
         LLM(tmp_path, quantization="fp8", **OPTIONS)
     with pytest.raises(ValueError, match="no quantized weights"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "pack-4"])
+def test_a_matrix_that_is_there_twice_is_refused(name: str, tmp_path: Path) -> None:
+    """Nothing tells whether the packed one is meant or the floats."""
+    written(tmp_path, name)
+    stored = load_file(tmp_path / "model.safetensors")
+    floats = {"model.layers.0.mlp.down_proj.weight": torch.ones(64, 96)}
+    save_file(stored | floats, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"packed and in floats, too: model\.layers\.0\.mlp\.down_proj\.weight; "):
+        LLM(tmp_path, **OPTIONS)
+
+
+@torch.no_grad()
+def test_biases_of_zeros_that_the_model_does_not_have_are_passed_over(tmp_path: Path) -> None:
+    """Older files of AutoGPTQ have some; others are refused, and the model's own are read, zeros or not."""
+    written(tmp_path, "gptq")
+    with torch.device("meta"):
+        empty = build(config_from_dict(LLAMA))
+        biased = build(config_from_dict(LLAMA | {"mlp_bias": True}))
+    stored = load_file(tmp_path / "model.safetensors")
+    mlp = {f"model.layers.0.mlp.{name}_proj.bias": size for name, size in (("gate", 96), ("up", 96), ("down", 64))}
+    zeros = {name: torch.zeros(size, dtype=torch.float16) for name, size in mlp.items()}
+    save_file(stored | zeros, tmp_path / "model.safetensors")
+    assert not zeros.keys() & Checkpoint.of(tmp_path, empty).sources.keys()
+    assert zeros.keys() <= Checkpoint.of(tmp_path, biased).sources.keys()
+    last = "model.layers.0.mlp.up_proj.bias"
+    zeros[last][-1] = 1.0
+    save_file(stored | zeros, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"does not call for: {last}$"):
+        Checkpoint.of(tmp_path, empty)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,10 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from strata.kernels.quant.packed import dense
+from strata.kernels.quant.schemes import SCHEMES
 from strata.models.checkpoint import read_checkpoint
+from strata.models.generation_config import read_generation_config
 from strata.models.quantized.calibrate.quantize import quantize
 from strata.models.quantized.calibrate.settings import METHODS, Rounding
 from strata.models.quantized.formats.read import read_format
@@ -227,11 +231,37 @@ def test_stopped_before_the_first_shard_it_leaves_nothing_and_two_cannot_write_a
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("scheme", "method"), [("int4", "rtn"), ("fp8_weights", "awq")])
+def test_a_model_of_float64_has_scales_that_can_be_read(scheme: str, method: str, model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "wide")
+    wide = {name: value.double() for name, value in stored(model).items()}
+    save_file(wide, tmp_path / "wide" / "model.safetensors", metadata={"format": "pt"})
+    out = write(tmp_path / "wide", tmp_path / "out", scheme, method)
+    scales = [one for name, one in stored(out).items() if name.endswith("weight_scale")]
+    assert {one.dtype for one in scales} == {torch.float32}
+    products = {name.removesuffix("_packed") for name in stored(out) if "proj.weight" in name and "_s" not in name}
+    _, _, packed = load_packed(out, dict.fromkeys(products, SCHEMES[scheme]))
+    assert len(packed) == len(scales)
+
+
+def test_what_a_folder_says_of_generation_goes_along_without_a_tokenizer(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [2, 7], "temperature": 0.6}')
+    out = write(tmp_path / "model", tmp_path / "out", "fp8", "rtn")
+    found = read_generation_config(out)
+    assert (found.temperature, found.eos_ids) == (0.6, (2, 7))
+
+
 def test_folders_and_tokens_that_do_not_fit_are_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="exists"):
         quantize(model, tmp_path, rounding("fp8"), [], CPU)
     with pytest.raises(ValueError, match="has token 61"):
         quantize(model, tmp_path / "out", rounding("fp8"), [[61]], CPU)
+    with pytest.raises(ValueError, match="has token -1"):
+        quantize(model, tmp_path / "out", rounding("fp8"), [[3], [2, -1]], CPU)
+    with pytest.raises(ValueError, match="a sample of 65 tokens, and the model takes 64: cut"):
+        quantize(model, tmp_path / "out", rounding("fp8"), [[3], [2] * 65], CPU)
+    assert not list(tmp_path.iterdir())
     out = write(model, tmp_path / "once", "fp8", "rtn")
     config = json.loads((out / "config.json").read_text())
     for of_its_own in (False, True):  # as files of modelopt have it

@@ -60,7 +60,7 @@ class LayerRounding:
 
     def _pack(self, matrix: Matrix) -> PackedWeight:
         weight, scheme = self.views[matrix.name], self.rounding.packing
-        dtype = self.stream.sources[matrix.name].dtype
+        dtype = self._scale_dtype(matrix)
         moments = self.inputs.moments(matrix) if self.batches else None
         if moments is None or moments.rows == 0:
             return nearest(weight, scheme, dtype)
@@ -69,6 +69,11 @@ class LayerRounding:
         assert moments.gram is not None
         scales = find_scales(weight, scheme, dtype, moments.mean_squares)
         return gptq(weight, scheme, scales, moments.gram, moments.rows)
+
+    def _scale_dtype(self, matrix: Matrix) -> torch.dtype:
+        """In which scales are stored: the checkpoint's, but float32 for float64, in which no format has them."""
+        dtype = self.stream.sources[matrix.name].dtype
+        return torch.float32 if dtype == torch.float64 else dtype
 
     def _fold(self) -> None:
         """Move what is large between what makes activations and what multiplies them, where the method does."""
@@ -111,7 +116,7 @@ class LayerRounding:
         calls = self._calls(block)
         expected = [block(*given) for given in calls]
         reading = [matrix for matrix in self.matrices if self._reads(matrix, fold)]
-        dtypes = [self.stream.sources[matrix.name].dtype for matrix in reading]
+        dtypes = [self._scale_dtype(matrix) for matrix in reading]
         weights = [self.views[matrix.name] for matrix in reading]
         kept = [weight.clone() for weight in weights]
 

@@ -17,7 +17,7 @@ from strata.models.joined import join_parameters
 from strata.models.quantized.calibrate.matrices import layer_prefix, layer_views
 from strata.models.quantized.calibrate.stream import LayerStream, batches_of
 from strata.models.quantized.calibrate.unfinished import Unfinished
-from strata.models.save import copy_tokenizer, write_json
+from strata.models.save import copy_companions, write_json
 from strata.models.weights import stored_values
 
 # Of a layer's number, the text and what enters the layer, which is opened: changes it in place so that it makes what
@@ -39,11 +39,10 @@ def rewrite(
     asked: what the change follows from, beside the model and the text. sequences: token ids of calibration text; may be
     none. config: of the new config.json. What is finished is kept beside `out` when this is stopped; called again alike
     it goes on, and the bytes are the same. report: called with the number of finished shards and of all. Raises
-    ValueError, before weights are read, for tokens that the model does not have, and for `out` that exists.
+    ValueError, before weights are read, for tokens that the model does not have, for more of them in a sequence than it
+    takes, and for `out` that exists.
     """
-    worst = max((max(sequence, default=0) for sequence in sequences), default=0)
-    if worst >= stream.config.vocab_size:
-        raise ValueError(f"the calibration text has token {worst}, and the model {stream.config.vocab_size} tokens")
+    _check_tokens(stream, sequences)
     batches = batches_of([sequence for sequence in sequences if len(sequence)]) if sequences else []
     others = [name for name, _ in stream.model.named_parameters() if not name.startswith("model.layers.")]
     with Unfinished(out, asked | _sources(stream, sequences), stream.layers + len(others)) as unfinished:
@@ -55,11 +54,21 @@ def rewrite(
         for name in others[unfinished.done - stream.layers :]:
             unfinished.add(_others(stream, name), [])
             report(unfinished.done, unfinished.shards)
-        if (stream.folder / "tokenizer.json").is_file():
-            copy_tokenizer(stream.folder, unfinished.folder)
+        copy_companions(stream.folder, unfinished.folder)
         write_json(unfinished.folder / "config.json", config)
         unfinished.finish()
         return [note for notes in unfinished.notes for note in notes]
+
+
+def _check_tokens(stream: LayerStream, sequences: Sequence[Sequence[int]]) -> None:
+    known, longest = stream.config.vocab_size, stream.config.longest
+    for sequence in sequences:
+        if unknown := [token for token in sequence if not 0 <= token < known]:
+            raise ValueError(f"the calibration text has token {unknown[0]}, and the model {known} tokens")
+        if len(sequence) > longest:
+            raise ValueError(
+                f"the calibration text has a sample of {len(sequence)} tokens, and the model takes {longest}: cut it"
+            )
 
 
 def layer_tensors(stream: LayerStream, number: int, without: Collection[str] = ()) -> dict[str, Tensor]:
