@@ -162,11 +162,8 @@ def match_tensors(model: nn.Module, tensors: dict[str, StoredTensor], folder: Pa
         raise ValueError(f"{folder} lacks tensors that its config.json calls for: {shorten(missing)}")
     known = {*names.values(), _HEAD} if tied else set(names.values())
     unexpected = [name for name in tensors if name not in known and not _DERIVED.fullmatch(name)]
-    if isinstance(model, CausalLM) and model.has_layers_behind:
-        last = len(model.model.layers) - 1
-        unexpected = [name for name in unexpected if not ((at := _LAYER.match(name)) and int(at[1]) > last)]
     if isinstance(model, CausalLM):
-        unexpected = [name for name in unexpected if not name.startswith(model.passed_over)]
+        unexpected = [name for name in unexpected if not is_passed_over(model, name)]
     if unexpected:
         raise ValueError(f"{folder} has tensors that its config.json does not call for: {shorten(unexpected)}")
     misshapen = [
@@ -177,6 +174,12 @@ def match_tensors(model: nn.Module, tensors: dict[str, StoredTensor], folder: Pa
     if misshapen:
         raise ValueError(f"{folder} has tensors of other shapes than its config.json says: {shorten(misshapen)}")
     return {name: tensors[names[name]] for name in wanted}
+
+
+def is_passed_over(model: CausalLM, name: str) -> bool:
+    """Whether a tensor of a checkpoint is of layers that predict further tokens (MTP), which no graph runs."""
+    at = _LAYER.match(name) if model.has_layers_behind else None
+    return (at is not None and int(at[1]) >= len(model.model.layers)) or name.startswith(model.passed_over)
 
 
 def stored_values(model: CausalLM, folder: Path, wanted: Container[str]) -> Iterator[tuple[str, Tensor]]:

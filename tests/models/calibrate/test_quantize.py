@@ -17,10 +17,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from strata import LLM, SamplingParams
 from strata.kernels.quant.packed import dense
 from strata.kernels.quant.schemes import SCHEMES
 from strata.models.checkpoint import read_checkpoint
 from strata.models.generation_config import read_generation_config
+from strata.models.quantized.calibrate import rewrite
 from strata.models.quantized.calibrate.quantize import quantize
 from strata.models.quantized.calibrate.settings import METHODS, Rounding
 from strata.models.quantized.formats.read import read_format
@@ -270,3 +272,39 @@ def test_folders_and_tokens_that_do_not_fit_are_refused(model: Path, tmp_path: P
         if not of_its_own:
             (out / "hf_quant_config.json").write_text("{}")
             (out / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
+
+
+def test_layers_that_predict_further_tokens_are_copied_piece_by_piece(
+    open_checkpoint: Callable[[str], Checkpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = open_checkpoint("deepseek-v3-groups-yarn")
+    folder = shutil.copytree(source.folder, tmp_path / "model")
+    behind = f"model.layers.{len(source.model.model.layers)}."
+    kept = {
+        f"{behind}eh_proj.weight": torch.randn(56, 112).bfloat16(),
+        f"{behind}enorm.weight": torch.randn(56),
+        f"{behind}mlp.experts.0.up_proj.weight": torch.randn(12, 56),
+    }
+    save_file(stored(folder) | kept, folder / "model.safetensors")
+    plain = write(source.folder, tmp_path / "plain", "int8_weights", "rtn")
+    monkeypatch.setattr(rewrite, "_SHARD_BYTES", 56 * 112 * 2 + 56 * 4)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(folder, tmp_path / "out", rounding("int8_weights", "rtn"), [], CPU, _stop_before_the_last)
+    out = write(folder, tmp_path / "out", "int8_weights", "rtn")
+    found, without = stored(out), stored(plain)
+    assert found.keys() == without.keys() | kept.keys()
+    assert all(torch.equal(found[name], one) for name, one in (without | kept).items())
+    assert len(list(out.glob("*.safetensors"))) == len(list(plain.glob("*.safetensors"))) + 2
+    ignored = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    assert {f"{behind}eh_proj", f"{behind}mlp.experts.0.up_proj"} <= set(ignored)
+    greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    answers = [
+        LLM(str(one), device="cpu", skip_tokenizer_init=True).generate([[5, 6, 7]], greedy, use_tqdm=False)
+        for one in (out, plain)
+    ]
+    assert answers[0][0].outputs[0].token_ids == answers[1][0].outputs[0].token_ids
+
+
+def _stop_before_the_last(done: int, of: int) -> None:
+    if done == of - 1:
+        raise KeyboardInterrupt

@@ -111,7 +111,8 @@ def _ignored(stream: LayerStream, rounding: Rounding) -> list[str]:
         else:
             names = list(join_parameters(model, matrices))
         found |= dict.fromkeys(name.removesuffix(".weight") for name in names)
-    return [*found, _HEAD]
+    behind = [name for name, one in stream.behind.items() if len(one.shape) == 2 and name.endswith(".weight")]
+    return [*found, _HEAD, *(name.removesuffix(".weight") for name in behind)]
 
 
 def _in_one(stream: LayerStream) -> bool:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from strata.models.batch import Batch
+from strata.models.checkpoint import StoredTensor
 from strata.models.experts import SparseCausalLM, stored_views
 from strata.models.joined import join_parameters
 from strata.models.quantized.calibrate.matrices import layer_prefix, layer_views
@@ -23,6 +26,8 @@ from strata.models.weights import stored_values
 # Of a layer's number, the text and what enters the layer, which is opened: changes it in place so that it makes what
 # the new one will; returns its tensors as they are stored, and notes for users.
 Change = Callable[[int, Sequence[Batch], Sequence[Tensor]], tuple[dict[str, Tensor], list[str]]]
+# Of shards of layers that predict further tokens, which are copied.
+_SHARD_BYTES = 2**30
 
 
 def rewrite(
@@ -34,7 +39,8 @@ def rewrite(
     config: dict[str, Any],
     report: Callable[[int, int], None],
 ) -> list[str]:
-    """Write the model of a stream to `out`, its layers changed; returns the notes of all layers.
+    """Write the model of a stream to `out`, its layers changed; returns the notes of all layers. Layers that predict
+    further tokens are copied.
 
     asked: what the change follows from, beside the model and the text. sequences: token ids of calibration text; may be
     none. config: of the new config.json. What is finished is kept beside `out` when this is stopped; called again alike
@@ -45,7 +51,9 @@ def rewrite(
     _check_tokens(stream, sequences)
     batches = batches_of([sequence for sequence in sequences if len(sequence)]) if sequences else []
     others = [name for name, _ in stream.model.named_parameters() if not name.startswith("model.layers.")]
-    with Unfinished(out, asked | _sources(stream, sequences), stream.layers + len(others)) as unfinished:
+    behind = _pieces(stream.behind)
+    shards = stream.layers + len(others) + len(behind)
+    with Unfinished(out, asked | _sources(stream, sequences), shards) as unfinished:
         report(unfinished.done, unfinished.shards)
         hidden = _hidden(stream, batches, unfinished)
         for number in range(unfinished.done, stream.layers):
@@ -53,6 +61,9 @@ def rewrite(
             report(unfinished.done, unfinished.shards)
         for name in others[unfinished.done - stream.layers :]:
             unfinished.add(_others(stream, name), [])
+            report(unfinished.done, unfinished.shards)
+        for piece in behind[unfinished.done - stream.layers - len(others) :]:
+            unfinished.add({one.name: _as_stored(one) for one in piece}, [])
             report(unfinished.done, unfinished.shards)
         copy_companions(stream.folder, unfinished.folder)
         write_json(unfinished.folder / "config.json", config)
@@ -92,7 +103,7 @@ def stored_dtype(stream: LayerStream, name: str) -> torch.dtype:
 
 def _sources(stream: LayerStream, sequences: Sequence[Sequence[int]]) -> dict[str, Any]:
     """What the bytes of the result follow from, beside what is asked."""
-    files = sorted({stored.file for stored in stream.sources.values()})
+    files = sorted({stored.file for stored in (*stream.sources.values(), *stream.behind.values())})
     return {
         "model": str(stream.folder.resolve()),
         "config": hashlib.sha256((stream.folder / "config.json").read_bytes()).hexdigest(),
@@ -136,3 +147,23 @@ def _batch_name(place: int) -> str:
 def _others(stream: LayerStream, name: str) -> dict[str, Tensor]:
     ((_, value),) = stored_values(stream.model, stream.folder, (name,))
     return {stored: one.to(stored_dtype(stream, stored)) for stored, one in stored_views(stream.model, name, value)}
+
+
+def _pieces(tensors: Mapping[str, StoredTensor]) -> list[list[StoredTensor]]:
+    """In their order, each of as many as `_SHARD_BYTES` hold, or of one that is larger."""
+    pieces: list[list[StoredTensor]] = []
+    filled = 0
+    for one in tensors.values():
+        size = math.prod(one.shape) * one.dtype.itemsize
+        if not pieces or filled + size > _SHARD_BYTES:
+            pieces.append([])
+            filled = 0
+        pieces[-1].append(one)
+        filled += size
+    return pieces
+
+
+def _as_stored(stored: StoredTensor) -> Tensor:
+    with safe_open(stored.file, framework="pt", device="cpu") as reader:
+        tensor: Tensor = reader.get_tensor(stored.name)
+    return tensor

@@ -16,7 +16,7 @@ from strata.models.checkpoint import StoredTensor, read_checkpoint
 from strata.models.families import build
 from strata.models.layers import CausalLM, Layer, layer_angles
 from strata.models.quantized.calibrate.matrices import layer_prefix
-from strata.models.weights import match_tensors, resolve, stored_values
+from strata.models.weights import is_passed_over, match_tensors, resolve, stored_values
 
 _EMBEDDING = "model.embed_tokens.weight"
 # Tokens that run through a layer at once.
@@ -24,7 +24,8 @@ _BATCH_TOKENS = 4096
 
 
 class LayerStream:
-    """The model of a folder. sources: of all its tensors in the checkpoint. device: where layers are computed."""
+    """The model of a folder. sources: of all its tensors in the checkpoint. behind: tensors that the checkpoint has of
+    layers that predict further tokens. device: where layers are computed."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         """Raises ValueError as `strata.models.weights.load` does; reads no weight."""
@@ -32,7 +33,9 @@ class LayerStream:
         self.folder, self.config, self.device = folder, config, device
         with torch.device("meta"):
             self.model: CausalLM = build(config)
-        self.sources: dict[str, StoredTensor] = match_tensors(self.model, read_checkpoint(folder), folder)
+        stored = read_checkpoint(folder)
+        self.sources: dict[str, StoredTensor] = match_tensors(self.model, stored, folder)
+        self.behind = {name: one for name, one in stored.items() if is_passed_over(self.model, name)}
         for rotary in (self.model.model.rotary, self.model.model.window_rotary):
             if rotary is not None:
                 _remake(rotary, device)
