@@ -305,6 +305,32 @@ def test_layers_that_predict_further_tokens_are_copied_piece_by_piece(
     assert answers[0][0].outputs[0].token_ids == answers[1][0].outputs[0].token_ids
 
 
+def test_shards_of_another_count_are_told_before_work(
+    open_checkpoint: Callable[[str], Checkpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a version that left out layers that predict further tokens: names of shards hold how many there are."""
+    source = open_checkpoint("deepseek-v3-groups-yarn")
+    folder = shutil.copytree(source.folder, tmp_path / "model")
+    behind = {f"model.layers.{len(source.model.model.layers)}.eh_proj.weight": torch.randn(56, 112)}
+    save_file(stored(folder) | behind, folder / "model.safetensors")
+
+    def stop(done: int, of: int) -> None:
+        if done == 1:
+            raise KeyboardInterrupt
+
+    def again(done: int, of: int) -> None:
+        raise AssertionError
+
+    with monkeypatch.context() as before:
+        before.setattr(rewrite, "_pieces", lambda tensors: [])
+        with pytest.raises(KeyboardInterrupt):
+            quantize(folder, tmp_path / "out", rounding("int8_weights", "rtn"), [], CPU, stop)
+    with pytest.raises(
+        ValueError, match=r"lacks model-00001-of-\d+\.safetensors, .*; remove .*\.out\.unfinished and run"
+    ):
+        quantize(folder, tmp_path / "out", rounding("int8_weights", "rtn"), [], CPU, again)
+
+
 def _stop_before_the_last(done: int, of: int) -> None:
     if done == of - 1:
         raise KeyboardInterrupt
