@@ -38,12 +38,13 @@ def count_activations(
 ) -> list[ActivationCounts]:
     """Of each layer with an MLP or experts, while text runs through the model; one layer in memory, in float32.
 
-    sequences: token ids. Raises ValueError as `LayerStream` does, and if there is no text.
+    sequences: token ids. Raises ValueError as `LayerStream` and its `check_tokens` do, and if there is no text.
     """
     if not any(len(sequence) for sequence in sequences):
         raise ValueError("activations are counted while text runs through the model, and there is none")
-    batches = batches_of([sequence for sequence in sequences if len(sequence)])
     stream = LayerStream(folder, device)
+    stream.check_tokens(sequences)
+    batches = batches_of([sequence for sequence in sequences if len(sequence)])
     hidden, found = stream.embed(batches), []
     for number in range(stream.layers):
         counts: list[Tensor] = []

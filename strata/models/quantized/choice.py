@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from strata.kernels.quant.packed import PackedWeight, Scheme
-from strata.models.experts import Router, SparseCausalLM, stored_views
+from strata.models.experts import Experts, Router, SparseCausalLM, stored_views
 from strata.models.layers import CausalLM
 from strata.models.quantized.checkpoint import Checkpoint
 
@@ -34,7 +34,7 @@ def packed_there(
     checkpoint: Checkpoint, products: Iterable[str], complete: CausalLM, layers: CausalLM
 ) -> dict[str, Scheme]:
     """The schemes of the products of which a checkpoint has all matrices packed, but for a head that ranks cannot
-    divide evenly, of which the last rows are zeros.
+    divide evenly, of which the last rows are zeros, and for experts of which others are not packed.
 
     layers: `complete` as ranks divide it, or itself.
     """
@@ -47,7 +47,7 @@ def packed_there(
         has_zeros = name == _HEAD and len(parameter) % len(layers.get_parameter(name))
         if not has_zeros and all(checkpoint.is_packed(one) for one in stored):
             schemes[name] = format.scheme_of(checkpoint.sources[stored[0]].name)
-    return schemes
+    return {name: scheme for name, scheme in schemes.items() if _multiplied_with(complete, name) <= schemes.keys()}
 
 
 def hold_packed(model: nn.Module, packed: Mapping[str, PackedWeight]) -> None:
@@ -60,6 +60,14 @@ def hold_packed(model: nn.Module, packed: Mapping[str, PackedWeight]) -> None:
         module = model.get_submodule(owner)
         delattr(module, last)
         setattr(module, last, weight)
+
+
+def _multiplied_with(complete: CausalLM, name: str) -> set[str]:
+    """The parameters of the operation that multiplies by this one: of experts both, which are packed or are not."""
+    owner = name.rpartition(".")[0]
+    if not isinstance(complete.get_submodule(owner), Experts):
+        return {name}
+    return {f"{owner}.gate_up_proj", f"{owner}.down_proj"}
 
 
 def _is_of_router(model: CausalLM, name: str) -> bool:

@@ -28,6 +28,7 @@ from strata.models.quantized.calibrate.settings import METHODS, Rounding
 from strata.models.quantized.formats.read import read_format
 from strata.models.quantized.load import load_packed
 
+from ..batches import packed as batch_of
 from ..batches import random_sequences
 from ..conftest import Checkpoint
 from .models import LLAMA, stored, unpacked, write_llama
@@ -303,6 +304,51 @@ def test_layers_that_predict_further_tokens_are_copied_piece_by_piece(
         for one in (out, plain)
     ]
     assert answers[0][0].outputs[0].token_ids == answers[1][0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("skip", ["*.experts.*.down_proj", "*.experts.*.up_proj"])
+def test_experts_packed_in_part_are_served_in_floats(
+    skip: str, open_checkpoint: Callable[[str], Checkpoint], tmp_path: Path
+) -> None:
+    """One operation multiplies by all of a mixture's matrices, packed or not."""
+    source = open_checkpoint("glm4-moe-groups")
+    out = write(source.folder, tmp_path / "out", "int8_weights", "rtn", (skip,))
+    llm = LLM(str(out), device="cpu", dtype="float32", skip_tokenizer_init=True)
+    greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    ids = list(llm.generate([[5, 6, 7]], greedy, use_tqdm=False)[0].outputs[0].token_ids)
+    kept = [name for name, one in llm.engine.model.named_parameters() if one.is_meta]
+    assert any("self_attn" in name for name in kept)
+    assert not any(".experts." in name for name in kept)
+    plain, _, _ = load_packed(out, {}, dtype="float32")
+    with torch.no_grad():
+        logits = plain.head(plain(batch_of([[5, 6, 7, *ids[:-1]]])))[2:]
+    assert logits.argmax(-1).tolist() == ids
+
+
+def test_shards_of_another_count_are_told_before_work(
+    open_checkpoint: Callable[[str], Checkpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a version that left out layers that predict further tokens: names of shards hold how many there are."""
+    source = open_checkpoint("deepseek-v3-groups-yarn")
+    folder = shutil.copytree(source.folder, tmp_path / "model")
+    behind = {f"model.layers.{len(source.model.model.layers)}.eh_proj.weight": torch.randn(56, 112)}
+    save_file(stored(folder) | behind, folder / "model.safetensors")
+
+    def stop(done: int, of: int) -> None:
+        if done == 1:
+            raise KeyboardInterrupt
+
+    def again(done: int, of: int) -> None:
+        raise AssertionError
+
+    with monkeypatch.context() as before:
+        before.setattr(rewrite, "_pieces", lambda tensors: [])
+        with pytest.raises(KeyboardInterrupt):
+            quantize(folder, tmp_path / "out", rounding("int8_weights", "rtn"), [], CPU, stop)
+    with pytest.raises(
+        ValueError, match=r"lacks model-00001-of-\d+\.safetensors, .*; remove .*\.out\.unfinished and run"
+    ):
+        quantize(folder, tmp_path / "out", rounding("int8_weights", "rtn"), [], CPU, again)
 
 
 def _stop_before_the_last(done: int, of: int) -> None:

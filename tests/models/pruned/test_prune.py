@@ -113,6 +113,10 @@ def test_small_inputs_of_second_products_are_counted(model: Path) -> None:
             assert count == pytest.approx(int((sizes < share * sizes.amax(1, keepdim=True)).sum()), abs=2)
     with pytest.raises(ValueError, match="there is none"):
         count_activations(model, [], CPU)
+    with pytest.raises(ValueError, match="has token 61, and the model 61 tokens"):
+        count_activations(model, [[3], [61]], CPU)
+    with pytest.raises(ValueError, match="a sample of 65 tokens, and the model takes 64: cut"):
+        count_activations(model, [[3], [2] * 65], CPU)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def rewrite(
     ValueError, before weights are read, for tokens that the model does not have, for more of them in a sequence than it
     takes, and for `out` that exists.
     """
-    _check_tokens(stream, sequences)
+    stream.check_tokens(sequences)
     batches = batches_of([sequence for sequence in sequences if len(sequence)]) if sequences else []
     others = [name for name, _ in stream.model.named_parameters() if not name.startswith("model.layers.")]
     behind = _pieces(stream.behind)
@@ -69,17 +69,6 @@ def rewrite(
         write_json(unfinished.folder / "config.json", config)
         unfinished.finish()
         return [note for notes in unfinished.notes for note in notes]
-
-
-def _check_tokens(stream: LayerStream, sequences: Sequence[Sequence[int]]) -> None:
-    known, longest = stream.config.vocab_size, stream.config.longest
-    for sequence in sequences:
-        if unknown := [token for token in sequence if not 0 <= token < known]:
-            raise ValueError(f"the calibration text has token {unknown[0]}, and the model {known} tokens")
-        if len(sequence) > longest:
-            raise ValueError(
-                f"the calibration text has a sample of {len(sequence)} tokens, and the model takes {longest}: cut it"
-            )
 
 
 def layer_tensors(stream: LayerStream, number: int, without: Collection[str] = ()) -> dict[str, Tensor]:

@@ -44,6 +44,19 @@ class LayerStream:
     def layers(self) -> int:
         return len(self.model.model.layers)
 
+    def check_tokens(self, sequences: Sequence[Sequence[int]]) -> None:
+        """Raises ValueError for tokens that the model does not have, and for more of them in a sequence than it
+        takes."""
+        known, longest = self.config.vocab_size, self.config.longest
+        for sequence in sequences:
+            if unknown := [token for token in sequence if not 0 <= token < known]:
+                raise ValueError(f"the calibration text has token {unknown[0]}, and the model {known} tokens")
+            if len(sequence) > longest:
+                raise ValueError(
+                    f"the calibration text has a sample of {len(sequence)} tokens, and the model takes {longest}: "
+                    "cut it"
+                )
+
     @contextmanager
     def opened(self, number: int) -> Iterator[Layer]:
         """A layer with its weights, for as long as this is open."""

@@ -34,7 +34,8 @@ class Unfinished:
     """
 
     def __init__(self, out: Path, settings: dict[str, Any], shards: int) -> None:
-        """settings: what `out` is made of and how. Raises ValueError if `out` exists, or if it was begun otherwise."""
+        """settings: what `out` is made of and how. Raises ValueError if `out` exists, or if it was begun otherwise
+        or lacks a shard."""
         if out.exists():
             raise ValueError(f"{out} exists; give another folder, or remove it")
         self.out, self.shards = out, shards
@@ -129,6 +130,12 @@ class Unfinished:
                 "it was, or remove that folder"
             )
         self.notes = found.get("notes", [])
+        shards = [self._shard(number) for number in range(self.done)]
+        if absent := [shard.name for shard in shards if not shard.is_file()]:  # names hold how many there are
+            raise ValueError(
+                f"{self.folder}, of an interrupted run, lacks {absent[0]}, maybe because another version of Strata "
+                f"wrote it in other shards; remove {self.folder} and run this again"
+            )
         self._write_journal()
 
     def _write_journal(self) -> None:
