@@ -143,7 +143,7 @@ function renderTable({ head, rows }) {
   return element("div", { class: "table" }, table);
 }
 
-// Code, bold, italic, struck out, [text](address), a bare address.
+// Code, bold, italic, struck out, [text](address), a bare address. The text is bounded: for each "[" an end is looked for.
 const INLINE = new RegExp(
   [
     /(`+)([^`]|[^`][^]*?[^`])\1(?!`)/,
@@ -151,7 +151,7 @@ const INLINE = new RegExp(
     /(?<![\w*])\*(?=[^\s*])([^*]*[^\s*])\*(?!\*)/,
     /(?<!\w)_(?=\S)([^_]*\S)_(?!\w)/,
     /~~(?=\S)([^]*?\S)~~/,
-    /\[([^\]\n]+)\]\((https?:[^\s()]*(?:\([^\s()]*\)[^\s()]*)*)\)/,
+    /\[([^\]\n]{1,1000})\]\((https?:[^\s()]*(?:\([^\s()]*\)[^\s()]*)*)\)/,
     /(https?:\/\/[^\s<>"')\]]*[^\s<>"')\].,;:!?])/,
   ]
     .map((pattern) => pattern.source)
