@@ -78,18 +78,21 @@ class Live {
     for (const chart of CHARTS) chart.restyle(this.readings);
   }
 
-  /** Read on while the page is seen and not paused; else leave a gap. */
+  /** Whether the page is seen and not paused. */
+  get reads() {
+    return !this.paused && !document.hidden;
+  }
+
+  /** Read on, or leave a gap. */
   schedule() {
     clearInterval(this.timer);
-    const reads = !this.paused && !document.hidden;
-    this.reads = reads;
-    if (reads) {
+    if (this.reads) {
       this.timer = setInterval(() => this.read(), EVERY);
       this.read();
     } else {
       this.readings.interrupt(Date.now() / 1000);
     }
-    this.say(reads ? "Live" : "Paused", reads);
+    this.say(this.reads ? "Live" : "Paused", this.reads);
     this.button.replaceChildren(icon(this.paused ? "play" : "pause"), this.paused ? "Go on" : "Pause");
     this.button.setAttribute("aria-pressed", this.paused);
   }

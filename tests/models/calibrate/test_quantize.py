@@ -161,13 +161,9 @@ def test_killed_in_the_middle_it_goes_on_to_the_same_bytes(model: Path, tmp_path
 
 
 def test_what_an_interrupted_run_has_lost_is_told(model: Path, tmp_path: Path) -> None:
-    def stop(done: int, of: int) -> None:
-        if done == 1:
-            raise KeyboardInterrupt
-
     out, unfinished = tmp_path / "out", tmp_path / ".out.unfinished"
     with pytest.raises(KeyboardInterrupt):
-        quantize(model, out, rounding("int4"), TEXT, CPU, stop)
+        quantize(model, out, rounding("int4"), TEXT, CPU, _stop_after_the_first)
     config = model / "config.json"
     values = config.read_text()
     config.write_text(json.dumps(json.loads(values) | {"rope_theta": 7000.0}))
@@ -334,21 +330,22 @@ def test_shards_of_another_count_are_told_before_work(
     behind = {f"model.layers.{len(source.model.model.layers)}.eh_proj.weight": torch.randn(56, 112)}
     save_file(stored(folder) | behind, folder / "model.safetensors")
 
-    def stop(done: int, of: int) -> None:
-        if done == 1:
-            raise KeyboardInterrupt
-
     def again(done: int, of: int) -> None:
         raise AssertionError
 
     with monkeypatch.context() as before:
         before.setattr(rewrite, "_pieces", lambda tensors: [])
         with pytest.raises(KeyboardInterrupt):
-            quantize(folder, tmp_path / "out", rounding("int8_weights", "rtn"), [], CPU, stop)
+            quantize(folder, tmp_path / "out", rounding("int8_weights", "rtn"), [], CPU, _stop_after_the_first)
     with pytest.raises(
         ValueError, match=r"lacks model-00001-of-\d+\.safetensors, .*; remove .*\.out\.unfinished and run"
     ):
         quantize(folder, tmp_path / "out", rounding("int8_weights", "rtn"), [], CPU, again)
+
+
+def _stop_after_the_first(done: int, of: int) -> None:
+    if done == 1:
+        raise KeyboardInterrupt
 
 
 def _stop_before_the_last(done: int, of: int) -> None:
