@@ -62,7 +62,7 @@ def offline_runs(path: Path, device: str) -> list[dict[str, Any]]:
     newest = {
         (one["test"], one["model"]): one for one in _lines(path) if one["test"] in TESTS and one["dtype"] == "bf16"
     }
-    command = ["--request-rate", "inf", "--no-enable-prefix-caching", "--step-target-ms", "0", "--device", device]
+    command = ["--request-rate", "inf", "--no-enable-prefix-caching", "--tpot-target-ms", "0", "--device", device]
     command += ["--max-model-len", str(MAX_MODEL_LEN)]
     return [
         {

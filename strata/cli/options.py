@@ -63,6 +63,15 @@ NumRedundantExperts = Annotated[int, engine_option(min=0, help="Room of a layer 
 EplbStepInterval = Annotated[int, engine_option(min=1, help="Steps after which experts are placed anew.")]
 MaxModelLen = Annotated[int | None, engine_option(help="Most tokens of a sequence, prompt and output.")]
 MaxNumSeqs = Annotated[int, engine_option(min=1, help="Sequences that run at once.")]
+TpotTargetMs = Annotated[
+    float,
+    engine_option(
+        min=0, help="What a step takes at most beside those who read along, as long as prompts keep up; 0: no target."
+    ),
+]
+TtftTargetMs = Annotated[
+    float, engine_option(min=1, help="In what time prompts in line are to be read: longer lines make steps longer.")
+]
 GpuMemoryUtilization = Annotated[
     float, engine_option(help="Share of the GPU's memory that may be in use with the engine, others' included.")
 ]

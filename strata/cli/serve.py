@@ -14,7 +14,7 @@ import typer
 from strata.cli import options
 from strata.cli.help import Command
 from strata.cli.serve_options import Reasoning, ServedModelName, ToolCalls, chat_option, served_names, tool_format
-from strata.engine.scheduling.room import SERVER_TARGET_MS
+from strata.engine.scheduling.room import SERVER_TPOT_MS, SERVER_TTFT_MS
 from strata.files.json_object import why_no_text
 from strata.models.folder import display_name, folder_or_shape, located, model_folder
 from strata.models.shapes import SHAPES
@@ -138,13 +138,8 @@ def serve(
     enable_prefix_caching: Annotated[
         bool, options.engine_option(help="Reuse the pages of prompts that begin alike.")
     ] = True,
-    step_target_ms: Annotated[
-        float | None,
-        options.engine_option(
-            min=0,
-            help="What a step is to take at most beside those who read along; 0: prompts fill steps without a target.",
-        ),
-    ] = SERVER_TARGET_MS,
+    tpot_target_ms: options.TpotTargetMs = SERVER_TPOT_MS,
+    ttft_target_ms: options.TtftTargetMs = SERVER_TTFT_MS,
     seed: Annotated[
         int | None, options.engine_option(help="Of requests that bring none; left out, every start draws anew.")
     ] = None,
@@ -229,7 +224,8 @@ def serve(
         "sparse_prefill_min_keys": sparse_prefill_min_keys,
         "page_size": page_size,
         "num_pages": num_pages,
-        "step_target_ms": step_target_ms or None,
+        "tpot_target_ms": tpot_target_ms or None,
+        "ttft_target_ms": ttft_target_ms,
     }
     traces = None if otlp_traces_endpoint is None else _endpoint(otlp_traces_endpoint)
     sizes = tensor_parallel_size, pipeline_parallel_size, prefill_context_parallel_size, data_parallel_size

@@ -13,7 +13,7 @@ import typer
 
 from strata.cli import options
 from strata.cli.bench import load_options
-from strata.engine.scheduling.room import SERVER_TARGET_MS
+from strata.engine.scheduling.room import SERVER_TPOT_MS, SERVER_TTFT_MS
 from strata.hardware.specs import DEVICES
 from strata.models.folder import folder_shape_or_file
 
@@ -83,9 +83,8 @@ def simulate(
     enable_prefix_caching: Annotated[
         bool, options.engine_option(help="Reuse the pages of prompts that begin alike.")
     ] = True,
-    step_target_ms: Annotated[
-        float, options.engine_option(min=0, help="What a step is to take at most beside those who read along; 0: none.")
-    ] = SERVER_TARGET_MS,
+    tpot_target_ms: options.TpotTargetMs = SERVER_TPOT_MS,
+    ttft_target_ms: options.TtftTargetMs = SERVER_TTFT_MS,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a load instead of tables.")] = False,
     save: Annotated[Path | None, typer.Option(help="Append each result to this file, a JSON object a line.")] = None,
     plot: Annotated[
@@ -150,7 +149,8 @@ def simulate(
         gpu_memory_utilization=gpu_memory_utilization,
         num_pages=num_pages,
         enable_prefix_caching=enable_prefix_caching,
-        step_target_ms=step_target_ms or None,
+        tpot_target_ms=tpot_target_ms or None,
+        ttft_target_ms=ttft_target_ms,
     )
     failures = tuple(_failure(one) for one in fail or ())
     engine = predicted_engine(asked, config, spec)

@@ -28,14 +28,12 @@ from strata.engine.recorded_steps import REASONS, RecordedSteps
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.rank_schedulers import RankPages, RankSchedulers
-from strata.engine.scheduling.room import StepTarget
 from strata.engine.scheduling.scheduler import Scheduler
-from strata.engine.scheduling.step_times import StepTimes
 from strata.engine.startup.clock import Log, StartupClock, collector_off
 from strata.engine.startup.executor import Executor, build_executor
 from strata.engine.startup.experts_of_ranks import without_effect
 from strata.engine.startup.kept_states import check_states
-from strata.engine.step_cost import step_shares, step_times
+from strata.engine.step_cost import step_shares, step_target, step_times
 from strata.engine.step_graphs import StepGraphs
 from strata.engine.warm_up import warm_up
 from strata.engine.watch.step_shares import StepShares
@@ -129,7 +127,8 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
         pooler = RankedPooler(executor.pooler, followers)
     with clock.phase("graph"):
         shares = _step_shares(executor, device)
-        target = _step_target(asked, executor, shares.times)
+        recorded_sizes = () if executor.recorded is None else executor.recorded.sizes
+        target = step_target(asked, shares.times, executor.padded_tokens, recorded_sizes)
     recorded, ledger = executor.recorded, executor.ledger
     seed = secrets.randbits(63) if asked.seed is None else asked.seed
     stages = asked.pipeline_parallel_size
@@ -204,14 +203,6 @@ def _step_shares(executor: Executor, device: torch.device) -> StepShares:
         if times is not None and division is not None and division.times is not None:
             times = replace(times, division=division.times.division)
     return step_shares(executor.graphs, executor.pool_shape, name, times, executor.states)
-
-
-def _step_target(asked: EngineConfig, executor: Executor, times: StepTimes | None) -> StepTarget | None:
-    """What limits steps with decodes; None if nothing does, or the device's peaks are not known."""
-    if times is None or asked.step_target_ms is None:
-        return None
-    seconds = asked.step_target_ms / 1e3 / asked.pipeline_parallel_size  # stages are alike, and a token passes them all
-    return StepTarget(seconds, times, executor.padded_tokens)
 
 
 def _default_params(defaults: GenerationDefaults) -> SamplingParams:

@@ -17,6 +17,7 @@ from strata.cache.tables import BufferShape
 from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
 from strata.engine.recorded_steps import recorded_sizes
 from strata.engine.sampling_params import RANGES, check_integer
+from strata.engine.scheduling.room import SERVER_TTFT_MS
 from strata.engine.startup.divided_keys import check_divided_keys
 from strata.engine.startup.experts_of_ranks import check_experts
 from strata.engine.startup.kept_states import check_states, keeps_all
@@ -80,8 +81,10 @@ class EngineConfig:
     decode_pages: None, or to how many of its pages a sequence attends that decodes (see docs/sparse_attention.md).
     page_size: tokens of a KV page.
     num_pages: KV pages; None takes what memory allows.
-    step_target_ms: what a step with decodes is to take at most, so that prompts do not stall those who read along; None
+    tpot_target_ms: what a step with decodes is to take at most, so that prompts do not stall those who read along; None
         fills steps up to max_num_batched_tokens, which ends a batch sooner. It needs a device whose peaks are known.
+    ttft_target_ms: in what time the prompts in line are to be read; longer lines make steps longer than that, until
+        max_num_batched_tokens.
     tensor_parallel_size: ranks that divide each matrix among them; each is a process with a GPU of its own, or with its
         share of a CPU's cores.
     prefill_context_parallel_size: ranks that hold the model alike, or by as many ranks each as divide its matrices, and
@@ -128,7 +131,8 @@ class EngineConfig:
     decode_pages: int | None = None
     page_size: int = 16
     num_pages: int | None = None
-    step_target_ms: float | None = None
+    tpot_target_ms: float | None = None
+    ttft_target_ms: float = SERVER_TTFT_MS
     tensor_parallel_size: int = 1
     prefill_context_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -174,9 +178,12 @@ class EngineConfig:
             raise ValueError(f"overlap_tokens must be an integer of at least 0, or None, got {self.overlap_tokens!r}")
         if not _is_whole(redundant := self.num_redundant_experts, 0):
             raise ValueError(f"num_redundant_experts must be an integer of at least 0, got {redundant!r}")
-        target = self.step_target_ms
+        target = self.tpot_target_ms
         if target is not None and not (isinstance(target, int | float) and 0 < target < math.inf):
-            raise ValueError(f"step_target_ms must be a number over 0, or None for no target, got {target!r}")
+            raise ValueError(f"tpot_target_ms must be a number over 0, or None for no target, got {target!r}")
+        wait = self.ttft_target_ms
+        if not (isinstance(wait, int | float) and 0 < wait < math.inf):
+            raise ValueError(f"ttft_target_ms must be a number over 0, got {wait!r}")
         if self.seed is not None:
             check_integer("seed", self.seed, RANGES["seed"])
         if self.page_size & (self.page_size - 1):

@@ -226,7 +226,7 @@ class EngineLoop:
         if before is not None and self.scheduler.needs_known_ids:
             return self._complete(self._drawn(before))
         began = self.clock()
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(began)
         drawn = self._drawn(before) if before is not None else None
         after = self._launch(plan, began) if plan is not None else None
         if self._late is not None and plan is not None:
@@ -241,7 +241,7 @@ class EngineLoop:
         """Launch a step while a stage has none, or else wait for the oldest."""
         if len(self._in_stages) < self._stages + self._run_ahead:
             began = self.clock()
-            plan = self.scheduler.schedule()
+            plan = self.scheduler.schedule(began)
             if plan is not None:
                 self._in_stages.append(self._drawn(self._masked(self._launch(plan, began))))
                 return None

@@ -181,6 +181,12 @@ class PlanArrays:
         more = np.flatnonzero(self.counts != 1)
         return len(self.counts) - int(more[0]) if len(more) else 0
 
+    @property
+    def behind(self) -> int:
+        """The most tokens that one of the prompts has from before the step; 0 if there is none."""
+        prompts = self.prompts
+        return int(self.starts[-prompts:].max()) if prompts else 0
+
 
 @dataclass(frozen=True)
 class UndrawnStep:

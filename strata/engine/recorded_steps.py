@@ -73,7 +73,10 @@ _MIXED_SEQUENCES = (16, 64, 256, 1024)
 # A step with more tokens has time for programs without work, so one size less for each number of them.
 _FEW_SEQUENCES_TOKENS = 640
 # From so many on, cuDNN attends faster than the kernel over pages, if there are few prompts.
-_LIBRARY_TOKENS = 448
+LIBRARY_TOKENS = 448
+# Behind so many keys shorter steps are padded to that: the kernel over pages has few programs then, each of which reads
+# all keys. 256 tokens of 8B behind 16,000 take 29 ms with it and, padded, 20.
+LIBRARY_KEYS = 6144
 # And from so many on it attends faster over a step's own keys than over pages by enough for recordings of their own.
 _FRESH_TOKENS = 2048
 # Where it does, sizes for any number of prompts, which are short then: each is at most a half more than the one before.
@@ -130,7 +133,7 @@ def mixed_buckets(max_sequences: int, max_tokens: int, library: bool, fresh: boo
     tokens, largest = _mixed_rows(max_tokens)
     sizes = []
     for size in tokens:
-        divided = library and size >= _LIBRARY_TOKENS
+        divided = library and size >= LIBRARY_TOKENS
         fitting = [count for count in _mixed_sequences(max_sequences) if count + 1 < size]
         if fresh and size >= _FRESH_TOKENS:
             count = min(max_sequences, MAX_PROMPTS)
@@ -156,7 +159,7 @@ def divided_buckets(max_sequences: int, max_rows: int, division: TokenDivision, 
         cut, prompts, sequences = size // (2 * division.piece), None, 0
         for draws in fitting if size <= _FEW_SEQUENCES_TOKENS else fitting[-2:]:
             sequences = draws + min(draws, cut) + 1
-            prompts = min(sequences - 1, MAX_PROMPTS) if library and size >= _LIBRARY_TOKENS else None
+            prompts = min(sequences - 1, MAX_PROMPTS) if library and size >= LIBRARY_TOKENS else None
             sizes.append(BufferShape(size, sequences, draws, prompts, ranks=division.ranks))
         if prompts is not None and sequences - 1 > MAX_PROMPTS and (size in _MANY_PROMPTS_TOKENS or size == largest):
             sizes.append(BufferShape(size, sequences, draws, ranks=division.ranks))
@@ -250,15 +253,24 @@ class RecordedSteps:
         return tuple(sorted({size.tokens * size.ranks for size in self._divided}))
 
     def bucket(
-        self, tokens: int, sequences: int, draws: int, prompts: int, fresh: int | None, *, decodes: bool, scored: bool
+        self,
+        tokens: int,
+        sequences: int,
+        draws: int,
+        prompts: int,
+        fresh: int | None,
+        behind: int,
+        *,
+        decodes: bool,
+        scored: bool,
     ) -> BufferShape | None:
         """The smallest recorded size that holds a step with so many prompts. None, which is counted: it is launched, as
-        all are whose prompts are scored. decodes: it has nothing else. fresh: see `smallest_mixed`."""
+        all are whose prompts are scored. decodes: it has nothing else. fresh, behind: see `smallest_mixed`."""
         found = None
         if decodes:
             found = next((shape for shape in self._decode if shape.sequences >= sequences), None)
         elif not scored:
-            found = smallest_mixed(self._mixed, tokens, sequences, draws, prompts, fresh)
+            found = smallest_mixed(self._mixed, tokens, sequences, draws, prompts, fresh, behind)
         if found is None:
             self.count_unrecorded(tokens, sequences, draws, prompts, scored)
         return found
@@ -411,27 +423,35 @@ class RecordedSteps:
 
 
 def smallest_mixed(
-    shapes: Iterable[BufferShape], tokens: int, sequences: int, draws: int, prompts: int, fresh: int | None = None
+    shapes: Iterable[BufferShape],
+    tokens: int,
+    sequences: int,
+    draws: int,
+    prompts: int,
+    fresh: int | None = None,
+    behind: int = 0,
 ) -> BufferShape | None:
-    """The first of these ascending sizes that holds a step with so many prompts; None if all are smaller. fresh: its
-    `fresh_rows` if all its sequences begin in it."""
-    return next(
-        (
-            shape
-            for shape in shapes
-            if shape.tokens >= tokens
-            and shape.sequences > sequences
-            and shape.draws >= draws
-            and (shape.prompts is None or shape.prompts >= prompts)
-            and (not shape.fresh or (fresh is not None and shape.tokens >= fresh))
-        ),
-        None,
+    """The first of these ascending sizes that holds a step with so many prompts, or of those with cuDNN that are no
+    longer than its shortest the first where that pays; None if all are smaller. fresh: its `fresh_rows` if all its
+    sequences begin in it. behind: the most keys that any of its prompts has from before."""
+    fitting = (
+        shape
+        for shape in shapes
+        if shape.tokens >= tokens
+        and shape.sequences > sequences
+        and shape.draws >= draws
+        and (shape.prompts is None or shape.prompts >= prompts)
+        and (not shape.fresh or (fresh is not None and shape.tokens >= fresh))
     )
+    first = next(fitting, None)
+    if first is None or first.tokens >= LIBRARY_TOKENS or behind < LIBRARY_KEYS:
+        return first
+    return next((shape for shape in fitting if shape.tokens <= LIBRARY_TOKENS and shape.prompts is not None), first)
 
 
 def has_few_long_prompts(tokens: int, prompts: int) -> bool:
     """Whether cuDNN, where it can attend, does so for the prompts of a step."""
-    return _LIBRARY_TOKENS <= tokens <= MAX_TOKENS and prompts <= MAX_PROMPTS
+    return LIBRARY_TOKENS <= tokens <= MAX_TOKENS and prompts <= MAX_PROMPTS
 
 
 def _is_decode(shape: BufferShape) -> bool:

@@ -162,6 +162,7 @@ class Sequence:
     sent_pages: int = 0  # entries of its block table that the runner has
     verified: bool = False  # whether an id has been drawn from its pages
     unforked: list[Sequence] = field(default_factory=list)
+    in_line: float | None = None  # since when nothing but other prompts has kept its own from being computed
 
     def __post_init__(self) -> None:
         request = self.request

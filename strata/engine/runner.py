@@ -229,7 +229,7 @@ class Runner:
             return None
         fresh = None if arrays.starts.any() else fresh_rows(arrays.counts.tolist())
         size = plan.tokens, len(plan.chunks), len(arrays.drawn), arrays.prompts
-        return self._recorded.bucket(*size, fresh, decodes=arrays.are_decodes, scored=self._scores(plan))
+        return self._recorded.bucket(*size, fresh, arrays.behind, decodes=arrays.are_decodes, scored=self._scores(plan))
 
     def _scores(self, plan: StepPlan) -> bool:
         scored, lengths = self._slots.scored, self._slots.prompt_lengths
@@ -256,7 +256,7 @@ class Runner:
         if self._recorded is None:
             return None
         size = room.tokens, room.sequences, room.draws, room.prompts
-        return self._recorded.bucket(*size, room.fresh, decodes=room.decodes, scored=room.scored)
+        return self._recorded.bucket(*size, room.fresh, room.behind, decodes=room.decodes, scored=room.scored)
 
     def _launch_recorded(self, plan: StepPlan, arrays: PlanArrays, bucket: BufferShape) -> Launched | Undrawn:
         assert self._recorded is not None

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from strata.cache.pool import PoolShape
 from strata.cache.state_pool import StateShape, meta_states
+from strata.cache.tables import BufferShape
 from strata.comm.mesh import Axis
+from strata.engine.engine_config import EngineConfig
 from strata.engine.ranks.token_division import TokenDivision
+from strata.engine.recorded_steps import LIBRARY_KEYS
+from strata.engine.scheduling.room import StepTarget
 from strata.engine.scheduling.step_times import LINK, MESSAGE_SECONDS, DivisionTimes, StepTimes
 from strata.engine.step_graphs import StepGraphs
 from strata.engine.watch.step_floor import StepFloor
@@ -43,6 +48,19 @@ def step_times(
         return StepTimes.of(costs, device, dtype, recorded, _link(device) if costs.messages else None, overlapped)
     except ValueError:  # no peak is recorded for the dtype
         return None
+
+
+def step_target(
+    asked: EngineConfig, times: StepTimes | None, tokens: Sequence[int], sizes: Iterable[BufferShape]
+) -> StepTarget | None:
+    """What limits steps with decodes; None if nothing does, or the device's peaks are not known. tokens: to which steps
+    with prompts are padded, ascending. sizes: that are recorded."""
+    if times is None or asked.tpot_target_ms is None:
+        return None
+    seconds = asked.tpot_target_ms / 1e3 / asked.pipeline_parallel_size  # stages are alike, and a token passes them all
+    library = min((size.tokens for size in sizes if size.prompts is not None and not size.fresh), default=None)
+    padded = None if library is None else (LIBRARY_KEYS, library)
+    return StepTarget(seconds, times, tuple(tokens), asked.ttft_target_ms / 1e3, padded)
 
 
 def step_shares(

@@ -287,9 +287,11 @@ class MetaModel:
         if max(workload.new) == 1:
             rows = next((rows for rows in decode_buckets(self.max_sequences) if rows >= count), None)
             return None if rows is None else BufferShape(rows, rows, rows)
-        prompts = count - _decodes(workload)
+        decodes = _decodes(workload)
+        starts = [total - new for new, total in zip(workload.new[decodes:], workload.total[decodes:], strict=True)]
         fresh = fresh_rows(workload.new) if workload.new == workload.total else None
-        return smallest_mixed(self._mixed_sizes, workload.tokens, count, count, prompts, fresh)
+        size = workload.tokens, count, count, count - decodes
+        return smallest_mixed(self._mixed_sizes, *size, fresh, max(starts, default=0))
 
     @cached_property
     def _mixed_sizes(self) -> list[BufferShape]:

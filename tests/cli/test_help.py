@@ -112,7 +112,7 @@ def test_the_forms_of_passes_are_those_that_are_taken(command: tuple[str, ...]) 
 
 
 def test_a_step_takes_no_less_than_no_time() -> None:
-    result = RUNNER.invoke(app, ["serve", "--step-target-ms", "-1"])
+    result = RUNNER.invoke(app, ["serve", "--tpot-target-ms", "-1"])
     assert result.exit_code == 2
     assert "greater than or equal to 0" in re.sub(r"[\s│]+", " ", result.stderr)
 

@@ -272,9 +272,9 @@ def test_a_sequence_that_cannot_fit_the_pool_is_refused(folder: Path) -> None:
         ({"max_model_len": 100000}, "max_position_embeddings"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
         ({"num_pages": 10**9}, "KV pages"),
-        ({"step_target_ms": 0}, "step_target_ms"),
-        ({"step_target_ms": float("nan")}, "step_target_ms"),
-        ({"step_target_ms": "20"}, "step_target_ms"),
+        ({"tpot_target_ms": 0}, "tpot_target_ms"),
+        ({"tpot_target_ms": float("nan")}, "tpot_target_ms"),
+        ({"tpot_target_ms": "20"}, "tpot_target_ms"),
     ],
 )
 def test_bad_options_are_refused(folder: Path, options, words: str) -> None:

@@ -125,7 +125,7 @@ def in_divided_steps(
     folder: Path, monkeypatch: pytest.MonkeyPatch, graphs: Replayed | None = None
 ) -> tuple[LLM, Replayed]:
     """An engine whose steps of up to two prompts divide them for the library."""
-    monkeypatch.setattr(recorded_steps, "_LIBRARY_TOKENS", 32)
+    monkeypatch.setattr(recorded_steps, "LIBRARY_TOKENS", 32)
     monkeypatch.setattr(recorded_steps, "MAX_PROMPTS", 2)
     sizes = recorded_sizes(MOST, LONGEST, 10**6, library=True)
     assert {size.prompts for size in sizes if size.tokens != size.sequences} == {2, None}
@@ -144,7 +144,7 @@ def test_the_same_ids_where_few_prompts_are_divided(folder: Path, monkeypatch: p
 @pytest.fixture
 def fresh_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes for fresh steps of up to two prompts, whose last is continued to a whole block of 16 keys."""
-    for name, value in (("_LIBRARY_TOKENS", 32), ("_FRESH_TOKENS", 32), ("MAX_PROMPTS", 2)):
+    for name, value in (("LIBRARY_TOKENS", 32), ("_FRESH_TOKENS", 32), ("MAX_PROMPTS", 2)):
         monkeypatch.setattr(recorded_steps, name, value)
     monkeypatch.setattr(virtual_sequences, "KEY_BLOCK", 16)
     sizes = recorded_sizes(MOST, LONGEST, 10**6, library=True, fresh=True)

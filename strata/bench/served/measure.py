@@ -24,7 +24,7 @@ from strata.bench.served.timeline import (
 )
 from strata.bench.step_observers import observed
 from strata.bench.trace import GapSplit, TraceTime
-from strata.engine.scheduling.room import SERVER_TARGET_MS
+from strata.engine.scheduling.room import SERVER_TPOT_MS
 
 if TYPE_CHECKING:
     from strata.engine.build import Engine
@@ -78,7 +78,7 @@ def served_gaps(setup: Setup, test: ServedTest) -> Iterator[ServedGaps]:
 
 def _server_options(setup: Setup) -> dict[str, Any]:
     """What `strata serve` starts its engine with, but no tokenizer, and sequences of MAX_MODEL_LEN at most."""
-    return setup.llm_options() | {"enable_prefix_caching": True, "step_target_ms": SERVER_TARGET_MS}
+    return setup.llm_options() | {"enable_prefix_caching": True, "tpot_target_ms": SERVER_TPOT_MS}
 
 
 def _measure(engine: Engine, served: ServedEngine, load: Load, name: str, costs: CostsOn | None) -> dict[str, Any]:

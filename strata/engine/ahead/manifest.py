@@ -22,7 +22,8 @@ from strata.models import weights
 
 _FILE = "variants.json"
 # What no kernel depends on.
-_ELSEWHERE = {"model", "device", "seed", "gpu_memory_utilization", "skip_tokenizer_init", "step_target_ms"}
+_TARGETS = {"tpot_target_ms", "ttft_target_ms"}
+_ELSEWHERE = {"model", "device", "seed", "gpu_memory_utilization", "skip_tokenizer_init", *_TARGETS}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ class StepRoom(NamedTuple):
 
     tokens, sequences, draws, prompts: of each the most that any plan has. decodes: all plans decode alone. scored: some
     plan has a prompt of which log-probabilities are reported. fresh: most rows that a plan needs, see `fresh_rows`, if
-    all sequences of all plans begin in them.
+    all sequences of all plans begin in them. behind: the most tokens that a prompt has from before the step.
     """
 
     tokens: int
@@ -25,6 +25,7 @@ class StepRoom(NamedTuple):
     decodes: bool
     scored: bool
     fresh: int | None
+    behind: int
 
     @staticmethod
     def of(plans: Sequence[StepPlan], scored: bool) -> StepRoom:
@@ -42,6 +43,7 @@ class StepRoom(NamedTuple):
             decodes=decodes,
             scored=scored,
             fresh=fresh,
+            behind=max(one.behind for one in arrays),
         )
 
     def shape(self, plan: StepPlan) -> BufferShape:

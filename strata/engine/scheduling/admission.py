@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from strata.cache.pages import PageAllocator
 from strata.engine.request import Sequence
 from strata.engine.scheduling.prefixes import Prefixes
@@ -49,17 +51,16 @@ class Admission:
         self._refusal = None
         return found
 
-    def in_line(self) -> int:
-        """How many of those that wait find slots and pages, even if none is cached. The others wait for those that run
-        to end, however many tokens of prompts a step takes."""
+    def in_line(self) -> Iterator[Sequence]:
+        """Those that wait and find slots and pages, even if none is cached. The others wait for those that run to end,
+        however many tokens of prompts a step takes."""
         room = self._pages.free + self._pages.idle - len(self._queues.running)
-        possible = self._queues.waiting[: self._queues.free_slots]
-        for count, sequence in enumerate(possible):
+        for sequence in self._queues.waiting[: self._queues.free_slots]:
             wanted = self._pages.pages_for(len(sequence.tokens))
             if wanted > room:
-                return count
+                return
             room -= wanted + 1  # the one that is left for each that runs
-        return len(possible)
+            yield sequence
 
     def wanted(self, sequence: Sequence, found: list[int]) -> int:
         """How many pages a sequence needs behind those that were found for it."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from strata.cache.pages import SharedKeys
 from strata.engine.plan import Chunk, NewSequence, StepPlan, WindowEntries
-from strata.engine.scheduling.room import PromptRoom, StepTarget
+from strata.engine.scheduling.room import InLine, PromptRoom, StepTarget
 
 
 @dataclass
@@ -30,8 +31,8 @@ class PlanBuilder:
     states_before: list[tuple[int, int]] = field(default_factory=list)
     states_after: list[tuple[int, int]] = field(default_factory=list)
 
-    def make_room(self, target: StepTarget, in_line: int) -> None:
-        """All decodes are planned; so many sequences have prompts to compute."""
+    def make_room(self, target: StepTarget, in_line: Iterable[InLine]) -> None:
+        """All decodes are planned. in_line: see `PromptRoom`."""
         if self.decodes:
             keys = sum([chunk.start for chunk in self.decodes]) + len(self.decodes)
             self.room = PromptRoom(target, len(self.decodes), keys, in_line)

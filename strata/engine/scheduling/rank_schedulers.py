@@ -142,9 +142,9 @@ class RankSchedulers:
         self._unbegun.add(request.id)
         return sequences
 
-    def schedule(self) -> RankPlans | None:
+    def schedule(self, now: float = 0.0) -> RankPlans | None:
         """The next step of all ranks; None if none of them can run anything."""
-        plans = [part.schedule() for part in self._parts]
+        plans = [part.schedule(now) for part in self._parts]
         if all(plan is None for plan in plans):
             return None
         return RankPlans.of(tuple(plan or NOTHING for plan in plans))

@@ -159,6 +159,15 @@ class StepTimes:
         pairs = count * (start + (count + 1) / 2)
         return self.token * count + self.sequence + self.key * (start + count) + self.pair * pairs
 
+    def prompt(self, start: int, count: int) -> float:
+        """Seconds of so many tokens of a prompt behind the first `start` in steps that are full of prompts."""
+        seconds = self.chunk(start, count) + self.product * count
+        return seconds if self.division is None else seconds / self.division.ranks
+
+    def overhead(self, decodes: int, others: float) -> float:
+        """Seconds of a step with so many decodes, which take `others`, that serve no prompt beside them."""
+        return self.step + self.product * decodes + others
+
     def total(self, tokens: int, others: float) -> float:
         """Seconds of a step with prompts, of so many tokens that take `others` beside weights and products."""
         undivided = self.undivided(tokens, others)

@@ -71,7 +71,8 @@ def _tile(
     q: Tensor, heads: int, head_dim: int, kv_heads: int, pages: PagedKV, decodes: int, most_pages: int
 ) -> DecodeTile:
     most = most_pages * pages.page_size
-    return decode_tile(heads, kv_heads, head_dim, q.dtype, decodes, most, rounded=pages.is_rounded)
+    some = pages.parts is not None and pages.parts.decodes is None
+    return decode_tile(heads, kv_heads, head_dim, q.dtype, decodes, most, rounded=pages.is_rounded, some=some)
 
 
 def decode(

@@ -188,9 +188,8 @@ TIMES = {
 
 
 def _tile(attends: Attends) -> DecodeTile:
-    return decode_tile(
-        attends.heads, attends.kv_heads, attends.head_dim, attends.dtype, attends.sequences, attends.most
-    )
+    shape = attends.heads, attends.kv_heads, attends.head_dim, attends.dtype
+    return decode_tile(*shape, attends.sequences, attends.most, some=attends.prompts is not None)
 
 
 def _split(keys: float, tile: DecodeTile) -> int:

@@ -75,7 +75,7 @@ _REASONS = (
         "prompts of others made its decode steps longer",
         "scheduling",
         "shorter steps with prompts",
-        "--step-target-ms",
+        "--tpot-target-ms",
     ),
     _Reason(("host_gap",), "the device waited for the host between steps", "host", "processors for the engine"),
     _Reason(("masks", "grammar"), "its grammar: compiled, and masks waited for", "host", "a simpler schema"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strata.engine.engine_config import EngineConfig
-from strata.engine.scheduling.room import SERVER_TARGET_MS
+from strata.engine.scheduling.room import SERVER_TPOT_MS
 from strata.models.config import ModelConfig
 from strata.plan.search.batching import LoadPoint
 from strata.plan.search.layout import Layout
@@ -85,7 +85,7 @@ class Choice:
             "devices": self.devices,
             "max_num_seqs": settings.sequences,
             "max_num_batched_tokens": settings.budget,
-            "step_target_ms": settings.target,
+            "tpot_target_ms": settings.target,
             "concurrency": point.concurrency * self.replicas,
             "ttft_ms": point.ttft * 1e3,
             "tpot_ms": self.tpot_ms,
@@ -127,8 +127,8 @@ def command(choice: Choice, model: str, is_shape: bool, length: int, per_host: i
     if settings.sequences != EngineConfig.max_num_seqs:
         words += ["--max-num-seqs", str(settings.sequences)]
     words += ["--max-num-batched-tokens", str(settings.budget)]
-    if settings.target != SERVER_TARGET_MS:
-        words += ["--step-target-ms", f"{settings.target:g}"]
+    if settings.target != SERVER_TPOT_MS:
+        words += ["--tpot-target-ms", f"{settings.target:g}"]
     return words
 
 

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 from strata.engine.ledger import GIB
-from strata.engine.scheduling.room import SERVER_TARGET_MS
+from strata.engine.scheduling.room import SERVER_TPOT_MS
 from strata.models.config import ModelConfig
 from strata.plan.search.batching import Batching, LoadPoint, at_concurrency, at_rate
 from strata.plan.search.choice import Choice, Settings
@@ -26,7 +26,7 @@ from strata.plan.search.traffic import Objectives, Traffic
 # What is tried of an engine: sequences at once, most tokens of a step, milliseconds that one may take (0: no target).
 SEQUENCES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 512, 640, 768, 1000)
 BUDGETS = (8192, 2048, 4096, 16384)
-TARGETS = (SERVER_TARGET_MS, 0.0)
+TARGETS = (SERVER_TPOT_MS, 0.0)
 # Of tokens a second, as a logarithm: what is closer is told apart by latency, and not by how well steps are predicted.
 _ALIKE = 0.005
 

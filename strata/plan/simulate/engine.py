@@ -12,9 +12,8 @@ from strata.comm.symmetric import imagined
 from strata.engine.engine_config import EngineConfig
 from strata.engine.ledger import DeviceMemory, Ledger
 from strata.engine.scheduling.config import SchedulerConfig
-from strata.engine.scheduling.room import StepTarget
 from strata.engine.startup.memory import RankPlace, rank_memory, rank_part
-from strata.engine.step_cost import step_times
+from strata.engine.step_cost import step_target, step_times
 from strata.hardware.figures import Device
 from strata.kernels.device_limits import DeviceLimits, why_not
 from strata.models.config import ModelConfig
@@ -72,11 +71,10 @@ def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -
     )
     times = StepSeconds(model, device)
     target = None
-    if asked.step_target_ms is not None:
+    if asked.tpot_target_ms is not None:
         recorded = sorted({size.tokens for size in sizes.recorded if size.tokens > size.sequences})
         found = step_times(model.graphs, sizes.pool, device.product, max(recorded, default=0), sizes.states)
-        if found is not None:
-            target = StepTarget(asked.step_target_ms / 1e3, found, tuple(recorded))
+        target = step_target(asked, found, recorded, sizes.recorded)
     scheduler = SchedulerConfig(asked.max_num_seqs, sizes.max_tokens, sizes.max_length, asked.seed or 0, target)
     shape = EngineShape(scheduler, ledger.pages, ledger.page_size, asked.enable_prefix_caching)
     if sizes.states is not None or any(group.window is not None for group in sizes.groups):

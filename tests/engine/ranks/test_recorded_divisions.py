@@ -33,7 +33,7 @@ def of_engine(axis: Axis, model: str, library: bool, most: int) -> dict[str, Any
     llm = LLM(Path(model), **OPTIONS)
     plain: Any = llm.engine.loop._runner
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recorded_steps, "_LIBRARY_TOKENS", 16)
+        patch.setattr(recorded_steps, "LIBRARY_TOKENS", 16)
         patch.setattr(recorded_steps, "MAX_PROMPTS", 3)
         patch.setattr(Staging, "target", lambda self, size: torch.full((size,), -77, dtype=torch.int32))
         patch.setattr(Staging, "send", lambda self, target: target.copy_(self.host[: len(target)]))

@@ -25,7 +25,7 @@ OWN: dict[Part, float] = {"prompt": 0.1, "decode": 0.5}
         ("pages", "--num-pages"),
         ("preempted", "--num-pages"),
         ("step_full", "--data-parallel-size"),
-        ("decode_beside", "--step-target-ms"),
+        ("decode_beside", "--tpot-target-ms"),
         ("text", "--api-workers"),
     ],
 )

@@ -231,7 +231,7 @@ def test_the_command_is_one_that_serve_takes(monkeypatch: pytest.MonkeyPatch) ->
     assert started[0]["max_model_len"] == found["prompt_tokens"] + found["output_tokens"]
     assert (started[0]["quantization"], started[0]["kv_cache_dtype"]) == ("fp8", "fp8")
     assert not found["in_fewer_bits"]
-    assert (started[0]["step_target_ms"] or 0) == found["best"]["step_target_ms"]
+    assert (started[0]["tpot_target_ms"] or 0) == found["best"]["tpot_target_ms"]
     assert sum(found["predicted_from"].values()) == pytest.approx(1.0)
 
 
