@@ -12,7 +12,7 @@ from strata.engine.scheduling.step_times import StepTimes
 
 # What a server aims at unless it is told, in ms. Steps with decodes of 20: streams get 50 tokens a second, faster than
 # anyone reads, and prompts still fill most of a step (8B reads its weights in 4 ms). And a first token after WAIT.
-SERVER_TPOT_MS, SERVER_TTFT_MS = 20.0, 500.0
+SERVER_TPOT_MS, SERVER_TTFT_MS = 20.0, 300.0
 # Where decodes alone take longer than half of a target, a step may take so many times as long as they do alone.
 MAX_SLOWDOWN = 2.0
 # Prompt tokens that a step takes in any case, so that the first prompt gets on at any length. Fewer would hardly be
