@@ -88,7 +88,7 @@ def cases(asked: argparse.Namespace) -> Iterator[Workload]:
 
 
 def measured(llm: LLM, workload: Workload, ended: int, traced: bool) -> dict[str, Any]:
-    runner = llm.engine.loop.runner
+    runner = llm.engine.loop._runner
     assert isinstance(runner, Runner)
     steps = llm.engine.recorded
     launched = runner.launch(plan_of(workload, llm.engine.ledger.page_size, ended))

@@ -118,7 +118,7 @@ def measure_step(asked: EngineConfig, workload: Workload, recorded: BufferShape 
     limits = DeviceLimits.of(device) if kind == "cuda" else None
     most = max(_STEP_TOKENS, workload.tokens, 0 if recorded is None else recorded.tokens)
     asked = replace(asked, max_num_batched_tokens=most, max_model_len=longest)
-    asked = replace(asked, max_num_seqs=max(asked.max_num_seqs, len(workload.new)))
+    asked = replace(asked, max_num_seqs=max(asked.max_sequences, len(workload.new)))
     sizes = EngineSizes.of(asked, config, device, limits)
     sizes.packing.check_kernels(kind, deterministic=False)
     model, _, packed = load_packed(
@@ -138,7 +138,7 @@ def measure_step(asked: EngineConfig, workload: Workload, recorded: BufferShape 
         graphs,
         pool,
         RunnerConfig(
-            asked.max_num_seqs,
+            asked.max_sequences,
             sizes.max_tokens,
             sizes.max_length,
             frozenset(config.windows[layer] for layer in first.layers),
@@ -148,7 +148,7 @@ def measure_step(asked: EngineConfig, workload: Workload, recorded: BufferShape 
         ),
         device,
         [(one, group.window) for one, group in zip(others, more, strict=True) if group.window is not None],
-        None if sizes.states is None else StatePool(sizes.states, asked.max_num_seqs + 1, device),
+        None if sizes.states is None else StatePool(sizes.states, asked.max_sequences + 1, device),
     )
     plan = _plan(workload, each, config.vocab_size, sum(group.window is not None for group in sizes.groups))
     with torch.inference_mode(), _noting(graphs) as given:

@@ -38,7 +38,7 @@ def explain(
     tensor_parallel_size: options.TensorParallelSize = 1,
     quantization: options.Quantization = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
-    max_num_seqs: options.MaxNumSeqs = 256,
+    max_num_seqs: options.MaxNumSeqs = None,
     max_num_batched_tokens: Annotated[int | None, options.engine_option(min=1, help="Most tokens of a step.")] = None,
     num_pages: Annotated[
         int | None, options.engine_option(min=1, help="KV pages; what memory allows if left out.")

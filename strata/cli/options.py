@@ -62,7 +62,9 @@ EnableEplb = Annotated[bool, engine_option(help="Experts move between ranks, so 
 NumRedundantExperts = Annotated[int, engine_option(min=0, help="Room of a layer for copies of experts, all ranks'.")]
 EplbStepInterval = Annotated[int, engine_option(min=1, help="Steps after which experts are placed anew.")]
 MaxModelLen = Annotated[int | None, engine_option(help="Most tokens of a sequence, prompt and output.")]
-MaxNumSeqs = Annotated[int, engine_option(min=1, help="Sequences that run at once.")]
+MaxNumSeqs = Annotated[
+    int | None, engine_option(min=1, help="Sequences that run at once. [default: by memory, from 256 on]")
+]
 TpotTargetMs = Annotated[
     float,
     engine_option(

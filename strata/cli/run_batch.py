@@ -47,7 +47,7 @@ def run(
     enable_dp_attention: options.EnableDpAttention = False,
     load_format: options.LoadFormat = "auto",
     max_model_len: options.MaxModelLen = None,
-    max_num_seqs: options.MaxNumSeqs = 256,
+    max_num_seqs: options.MaxNumSeqs = None,
     gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
     deterministic: options.Deterministic = False,
     kv_cache_dtype: options.KvCacheDtype = "auto",

@@ -74,7 +74,7 @@ def simulate(
     quantization: options.Quantization = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
     max_model_len: options.MaxModelLen = None,
-    max_num_seqs: options.MaxNumSeqs = 256,
+    max_num_seqs: options.MaxNumSeqs = None,
     max_num_batched_tokens: Annotated[int | None, options.engine_option(min=1, help="Most tokens of a step.")] = None,
     gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
     num_pages: Annotated[

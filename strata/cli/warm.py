@@ -26,7 +26,7 @@ def warm(
     sparsity: options.Sparsity = None,
     dtype: options.Dtype = "auto",
     max_model_len: options.MaxModelLen = None,
-    max_num_seqs: options.MaxNumSeqs = 256,
+    max_num_seqs: options.MaxNumSeqs = None,
     max_num_batched_tokens: Annotated[int | None, options.engine_option(min=1, help="Most tokens of one step.")] = None,
     deterministic: options.Deterministic = False,
     tensor_parallel_size: options.TensorParallelSize = 1,

@@ -120,7 +120,7 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
         experts = executor.experts
         balance = None if experts is None else ExpertBalance(experts, asked.eplb_step_interval, log)
         if asked.enable_dp_attention:
-            sizes = mask_ids, asked.max_num_seqs
+            sizes = mask_ids, executor.max_sequences
             ranks = OwnTokensRunner(executor.runner, followers, experts, balance, *sizes, device)
         else:
             ranks = RankedRunner(executor.runner, followers, experts, balance)
@@ -133,7 +133,7 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
     seed = secrets.randbits(63) if asked.seed is None else asked.seed
     stages = asked.pipeline_parallel_size
     scheduler_config = SchedulerConfig(
-        asked.max_num_seqs, executor.max_tokens, executor.max_length, seed, target, stages
+        executor.max_sequences, executor.max_tokens, executor.max_length, seed, target, stages
     )
     scheduler, pages = _scheduler(asked, scheduler_config, executor)
     loop = EngineLoop(scheduler, ranks or executor.runner, run_ahead=device.type == "cuda", ledger=ledger)
@@ -187,7 +187,7 @@ def _scheduler(
         of_ranks = RankSchedulers(config, counts[0], asked.page_size, caches=asked.enable_prefix_caching)
         return of_ranks, of_ranks.pages
     snapshots = executor.ledger.snapshots if executor.ledger.state_bytes else None
-    held = books(executor.groups, counts, asked.max_num_seqs, config.max_length, snapshots)
+    held = books(executor.groups, counts, config.max_sequences, config.max_length, snapshots)
     tree = held.tree() if asked.enable_prefix_caching else None
     return Scheduler(config, held.pages, tree, held.windows, held.snapshots), held.filled
 

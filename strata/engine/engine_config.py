@@ -47,6 +47,9 @@ _AXES = {
 # In which 8 bits pages keep keys and values; None: in the weights' dtype.
 KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
+# Sequences that run at once where nothing more is known.
+MAX_NUM_SEQS = 256
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -65,7 +68,8 @@ class EngineConfig:
     enable_prefix_caching: keep and reuse the pages of prompts that begin alike.
     gpu_memory_utilization: share of the GPU's memory that may be in use with the engine, other processes' included, in
         (0, 1].
-    max_num_seqs: most sequences that run at once.
+    max_num_seqs: most sequences that run at once. None: on CUDA as many as find room for some hundred tokens each and
+        still make the engine faster, from 256 on (`startup.sequences`); elsewhere 256.
     max_num_batched_tokens: most tokens of one step; longer prompts are prefilled in chunks. None: 8192 on CUDA, with
         stages of a pipeline that share of it, so that all soon have work, but at least 2048; 2048 on a CPU or where the
         own kernels cannot run.
@@ -119,7 +123,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     enable_prefix_caching: bool = True
     gpu_memory_utilization: float = 0.9
-    max_num_seqs: int = 256
+    max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     seed: int | None = None
     deterministic: bool = False
@@ -165,8 +169,8 @@ class EngineConfig:
             raise ValueError(f"kv_cache_dtype {self.kv_cache_dtype!r} is unknown; use {', '.join(KV_DTYPES)}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
-        may_be_none = ("max_model_len", "max_num_batched_tokens", "num_pages")
-        sizes = "max_num_seqs", "page_size", "decode_context_parallel_size", "eplb_step_interval", *_AXES.values()
+        may_be_none = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_pages")
+        sizes = "page_size", "decode_context_parallel_size", "eplb_step_interval", *_AXES.values()
         for name in (*may_be_none, *sizes, *SPARSE_SIZES):
             value = getattr(self, name)
             if not (_is_whole(value, 1) or (value is None and name in may_be_none)):
@@ -196,6 +200,11 @@ class EngineConfig:
         self._check_executor()
         check_messages(self)
         check_divided_keys(self)
+
+    @property
+    def max_sequences(self) -> int:
+        """`max_num_seqs` as it takes effect."""
+        return MAX_NUM_SEQS if self.max_num_seqs is None else self.max_num_seqs
 
     @property
     def narrow_messages(self) -> bool:
@@ -392,7 +401,7 @@ class EngineSizes:
             # It reads pages of floats alone, but a step's own rows are floats.
             library, fresh = attends and pool.rounded is None, attends and keeps_neighbours_apart(dtype)
             exchanged = None if shard is None or asked.deterministic else shard.exchange_tokens(dtype)
-            given = asked.max_num_seqs, max_tokens, parameters
+            given = asked.max_sequences, max_tokens, parameters
             recorded = recorded_sizes(*given, library, fresh, division, exchanged)
         sizes = tuple(replace(size, groups=len(groups)) for size in recorded)
         return EngineSizes(

@@ -70,8 +70,9 @@ _RECORDED_FLOPS = 7e12
 _ALWAYS_RECORDED = 2048
 # Numbers of sequences that recordings of such steps hold: splits of decode attention and sampled rows follow them.
 _MIXED_SEQUENCES = (16, 64, 256, 1024)
-# A step with more tokens has time for programs without work, so one size less for each number of them.
-_FEW_SEQUENCES_TOKENS = 640
+# Steps with more tokens have time for programs without work: none of those is for few sequences, and of still more
+# tokens only two numbers of sequences are told apart.
+_FEW_SEQUENCES_TOKENS, _MANY_SEQUENCES_TOKENS = 640, 3072
 # From so many on, cuDNN attends faster than the kernel over pages, if there are few prompts.
 LIBRARY_TOKENS = 448
 # Behind so many keys shorter steps are padded to that: the kernel over pages has few programs then, each of which reads
@@ -119,7 +120,7 @@ def max_mixed_tokens(parameters: int, library: bool) -> int:
 
 def decode_buckets(most: int) -> list[int]:
     """Batch sizes of decode that get a CUDA graph: close together where padding would cost most."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 32)]
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, most, 64)]
     return [*(size for size in sizes if size < most), most]
 
 
@@ -138,7 +139,7 @@ def mixed_buckets(max_sequences: int, max_tokens: int, library: bool, fresh: boo
         if fresh and size >= _FRESH_TOKENS:
             count = min(max_sequences, MAX_PROMPTS)
             sizes.append(BufferShape(size, count + 1, count, count, fresh=True))
-        for count in fitting if size <= _FEW_SEQUENCES_TOKENS else fitting[-2:]:
+        for count in _told_apart(size, fitting):
             sizes.append(BufferShape(size, count + 1, count, min(count, MAX_PROMPTS) if divided else None))
         if divided and fitting[-1] > MAX_PROMPTS and (size in _MANY_PROMPTS_TOKENS or size == largest):
             sizes.append(BufferShape(size, fitting[-1] + 1, fitting[-1]))
@@ -157,7 +158,7 @@ def divided_buckets(max_sequences: int, max_rows: int, division: TokenDivision, 
     for size in (size for size in tokens if size >= shortest):
         fitting = [count for count in _mixed_sequences(max_sequences) if count + 1 < size]
         cut, prompts, sequences = size // (2 * division.piece), None, 0
-        for draws in fitting if size <= _FEW_SEQUENCES_TOKENS else fitting[-2:]:
+        for draws in _told_apart(size, fitting):
             sequences = draws + min(draws, cut) + 1
             prompts = min(sequences - 1, MAX_PROMPTS) if library and size >= LIBRARY_TOKENS else None
             sizes.append(BufferShape(size, sequences, draws, prompts, ranks=division.ranks))
@@ -174,6 +175,13 @@ def _mixed_rows(most: int) -> tuple[list[int], int | None]:
     tokens += [*range(1024, 2048, 256), *range(2048, 4096, 512), *range(4096, MAX_TOKENS + 1, 1024)]
     largest = most if most <= tokens[-1] else None
     return [*(size for size in tokens if size < most), *([] if largest is None else [largest])], largest
+
+
+def _told_apart(tokens: int, sequences: list[int]) -> list[int]:
+    """For which numbers of sequences, ascending, steps of so many tokens have sizes of their own."""
+    if tokens <= _FEW_SEQUENCES_TOKENS:
+        return sequences
+    return sequences[-3:][len(sequences) < 4 :] if tokens <= _MANY_SEQUENCES_TOKENS else sequences[-2:]
 
 
 def _mixed_sequences(most: int) -> list[int]:

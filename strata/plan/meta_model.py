@@ -14,7 +14,7 @@ from strata.cache.pool import PoolShape
 from strata.cache.state_pool import StateShape, meta_states
 from strata.cache.tables import BufferShape
 from strata.comm.mesh import Axis
-from strata.engine.engine_config import KV_DTYPES, EngineConfig, library_limit
+from strata.engine.engine_config import KV_DTYPES, MAX_NUM_SEQS, EngineConfig, library_limit
 from strata.engine.plan import Chunk, Draw, PlanArrays, StepPlan
 from strata.engine.ranks.token_division import RankStep, TokenDivision
 from strata.engine.recorded_steps import (
@@ -110,7 +110,7 @@ class MetaModel:
     library: bool
     shard: RankShard | None = None
     division: TokenDivision | None = None
-    max_sequences: int = EngineConfig.max_num_seqs
+    max_sequences: int = MAX_NUM_SEQS
     deterministic: bool = False
     rounded: torch.dtype | None = None
 

@@ -156,10 +156,10 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
         graphs = replace(graphs, part=_part(shard))
     first, *more = groups = groups_of(asked, own, sizes.pool, sizes.max_length)
     pages = [asked.num_pages or _PAGES] * len(groups)
-    held = books(groups, pages, asked.max_num_seqs, sizes.max_length, None if sizes.states is None else 0)
+    held = books(groups, pages, asked.max_sequences, sizes.max_length, None if sizes.states is None else 0)
     pool, *others = pools(groups, pages, own.num_layers, META)
     runner_config = RunnerConfig(
-        asked.max_num_seqs,
+        asked.max_sequences,
         sizes.max_tokens,
         sizes.max_length,
         planned_windows(own, first),
@@ -169,10 +169,10 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
         only_windows=first.window is not None,
     )
     given = [(one, group.window) for one, group in zip(others, more, strict=True) if group.window is not None]
-    states = None if sizes.states is None else StatePool(sizes.states, asked.max_num_seqs + 1, META)
+    states = None if sizes.states is None else StatePool(sizes.states, asked.max_sequences + 1, META)
     runner = _NotingRunner(graphs, pool, runner_config, META, given, states)
     runner.record(sizes.recorded)
-    scheduler_config = SchedulerConfig(asked.max_num_seqs, sizes.max_tokens, sizes.max_length, 0, None)
+    scheduler_config = SchedulerConfig(asked.max_sequences, sizes.max_tokens, sizes.max_length, 0, None)
     scheduler = Scheduler(scheduler_config, held.pages, None, held.windows, held.snapshots)
     return DryEngine(graphs, EngineLoop(scheduler, runner, run_ahead=True, ledger=_NO_LEDGER), held.filled)
 

@@ -28,6 +28,7 @@ from strata.engine.startup.clock import Log, StartupClock
 from strata.engine.startup.divided_keys import check_gathered_heads
 from strata.engine.startup.library import has_library_plan, library_scales, without_library
 from strata.engine.startup.memory import RankPlace, overlapped_bytes, rank_memory, rank_part
+from strata.engine.startup.sequences import with_sequences
 from strata.engine.startup.sparse_attention import attention_choice
 from strata.engine.step_cost import planned_buffers, token_division
 from strata.engine.step_graphs import Overlap, StepGraphs, step_graphs
@@ -64,6 +65,7 @@ class Executor:
     groups: tuple[PageGroup, ...]
     states: StateShape | None
     max_tokens: int
+    max_sequences: int
     max_length: int
     own_kernels: bool
     kernels_are_ready: bool
@@ -115,6 +117,7 @@ def build_executor(
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // rank.size))
     limits = DeviceLimits.of(device) if own_kernels else None
     place = RankPlace(device, limits, rank.index)
+    asked = with_sequences(asked, config, place)
     part = rank_part(asked, config, place)
     shard, own, sizes = part.shard, part.config, part.sizes
     check_gathered_heads(asked, own, implementations_for(device))
@@ -172,7 +175,7 @@ def build_executor(
             executor=asked.executor,
             narrow=asked.narrow_messages,
         )
-        largest = sizes.max_tokens, min(asked.max_num_seqs, sizes.max_tokens)
+        largest = sizes.max_tokens, min(asked.max_sequences, sizes.max_tokens)
         planned = planned_buffers(graphs, pool_shape, sizes.states, *largest, limits)
         ledger = replace(ledger, planned=planned.peak)
         log(planned_line(planned, ledger, sizes.max_tokens))
@@ -189,7 +192,7 @@ def build_executor(
         division = division.agreed(rank.least)
     stages = asked.pipeline_parallel_size
     runner_config = RunnerConfig(
-        asked.max_num_seqs,
+        asked.max_sequences,
         sizes.max_tokens,
         max_length,
         windows,
@@ -215,7 +218,7 @@ def build_executor(
         wanted = sizes.library or fresh
         has_library = wanted and has_library_plan(own, scales, pool, max_length, fresh, log)
         if not rank.least(int(has_library)) and wanted:
-            sizes = sizes.without_library(asked.max_num_seqs)
+            sizes = sizes.without_library(asked.max_sequences)
         if sizes.recorded:
             recorded = _recorded(runner, sizes, ledger, rank)
             shortage = recorded.shortage(ledger.device)
@@ -234,6 +237,7 @@ def build_executor(
         groups=sizes.groups,
         states=sizes.states,
         max_tokens=sizes.max_tokens,
+        max_sequences=asked.max_sequences,
         max_length=max_length,
         own_kernels=own_kernels,
         kernels_are_ready=kernels_are_ready,

@@ -99,7 +99,7 @@ def planned_memory(
         device,
         weight_bytes=sizes.weight_bytes,
         max_tokens=sizes.max_tokens,
-        max_sequences=asked.max_num_seqs,
+        max_sequences=asked.max_sequences,
         max_length=sizes.max_length,
         utilization=asked.gpu_memory_utilization,
         num_pages=asked.num_pages,
@@ -136,7 +136,7 @@ def _message_bytes(asked: EngineConfig, sizes: EngineSizes, device: torch.device
         found *= 2  # some of the ranks have a group of their own
     parts = asked.axis_sizes[CONTEXT_AXIS]
     if parts > 1:
-        rows = TokenDivision.on(device.type, parts, 0).largest(sizes.max_tokens, asked.max_num_seqs).tokens
+        rows = TokenDivision.on(device.type, parts, 0).largest(sizes.max_tokens, asked.max_sequences).tokens
         token = sizes.pool.page_bytes // sizes.pool.page_size // sizes.pool.layers
         found += (1 + parts) * rows * token
     return found

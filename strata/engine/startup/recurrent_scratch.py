@@ -21,4 +21,4 @@ def recurrent_bytes(asked: EngineConfig, config: ModelConfig, max_tokens: int, d
     if asked.deterministic or not isinstance(delta, GatedDeltaConfig):
         return 0
     heads = delta.heads, delta.key_dim, delta.value_dim
-    return delta_chunks_cuda.scratch_bytes(max_tokens, asked.max_num_seqs + 1, *heads, dtype)
+    return delta_chunks_cuda.scratch_bytes(max_tokens, asked.max_sequences + 1, *heads, dtype)

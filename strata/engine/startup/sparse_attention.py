@@ -88,7 +88,7 @@ def choice_bytes(asked: EngineConfig, config: ModelConfig, max_tokens: int, max_
     """What choosing keys needs in the largest step. config: of a rank."""
     choice, kv_heads = _choice(asked), config.num_kv_heads
     if isinstance(choice, PageChoice):
-        return decodes_cuda.scratch_bytes(asked.max_num_seqs, max_length, asked.page_size, kv_heads, choice)
+        return decodes_cuda.scratch_bytes(asked.max_sequences, max_length, asked.page_size, kv_heads, choice)
     if choice is None:
         return 0
     return prompts_cuda.scratch_bytes(max_tokens, max_length, config.num_heads, kv_heads, choice)

@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from strata.engine.engine_config import EngineConfig
 from strata.engine.scheduling.room import SERVER_TPOT_MS
 from strata.models.config import ModelConfig
 from strata.plan.search.batching import LoadPoint
@@ -124,8 +123,7 @@ def command(choice: Choice, model: str, is_shape: bool, length: int, per_host: i
     if here > 1:
         words += ["--data-parallel-size", str(here)]
     words += [*settings.precision.words, "--max-model-len", str(length)]
-    if settings.sequences != EngineConfig.max_num_seqs:
-        words += ["--max-num-seqs", str(settings.sequences)]
+    words += ["--max-num-seqs", str(settings.sequences)]
     words += ["--max-num-batched-tokens", str(settings.budget)]
     if settings.target != SERVER_TPOT_MS:
         words += ["--tpot-target-ms", f"{settings.target:g}"]

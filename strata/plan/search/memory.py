@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from strata.cache.tables import BufferShape
-from strata.engine.engine_config import EngineConfig, EngineSizes, groups_of
+from strata.engine.engine_config import MAX_NUM_SEQS, EngineConfig, EngineSizes, groups_of
 from strata.engine.ledger import DeviceMemory, numbered_pages, room_beside_snapshots, snapshot_rows
 from strata.engine.ranks.rank import share_of
 from strata.engine.recorded_steps import recorded_sizes
@@ -156,7 +156,7 @@ class Memory:
     ) -> tuple[ModelConfig, EngineSizes]:
         """The config of a rank, with the whole vocabulary, and the sizes of an engine with default options. Raises
         ValueError for a precision that the engine refuses."""
-        asked = self.asked(layout, EngineConfig.max_num_seqs, _BUDGET, precision)
+        asked = self.asked(layout, MAX_NUM_SEQS, _BUDGET, precision)
         if precision.options:
             config, sizes = self._ranks(layout, rank)
             pool = replace(sizes.pool, rounded=precision.rounded)
@@ -206,7 +206,7 @@ class Memory:
         if self._limits is not None:
             fresh = sizes.library and keeps_neighbours_apart(sizes.pool.dtype)
             library = sizes.library and sizes.pool.rounded is None
-            recorded = recorded_sizes(asked.max_num_seqs, budget, sizes.parameters, library, fresh)
+            recorded = recorded_sizes(asked.max_sequences, budget, sizes.parameters, library, fresh)
         sizes = replace(sizes, max_tokens=budget, recorded=tuple(recorded))
         # With one page, of a device with room for anything: what is missing on the real one is counted from the parts.
         ample = self._memory._replace(free=1 << 60, total=1 << 60)
@@ -215,7 +215,7 @@ class Memory:
         usable = int(self._memory.total * asked.gpu_memory_utilization) - _CONTEXT
         windows = 0
         for group in sizes.groups[1:]:
-            pages = group.most_useful(asked.max_num_seqs, budget, self._length)
+            pages = group.most_useful(asked.max_sequences, budget, self._length)
             windows += (pages or 0) * group.shape.page_bytes
         return Held(
             self._memory.total,
@@ -226,9 +226,9 @@ class Memory:
             0,
             ledger.page_bytes,
             ledger.page_size,
-            asked.max_num_seqs,
+            asked.max_sequences,
             ledger.state_bytes,
-            numbered_pages(asked.max_num_seqs, -(-self._length // ledger.page_size)),
+            numbered_pages(asked.max_sequences, -(-self._length // ledger.page_size)),
         )
 
 

@@ -13,6 +13,7 @@ from strata.engine.engine_config import EngineConfig
 from strata.engine.ledger import DeviceMemory, Ledger
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.startup.memory import RankPlace, rank_memory, rank_part
+from strata.engine.startup.sequences import with_sequences
 from strata.engine.step_cost import step_target, step_times
 from strata.hardware.figures import Device
 from strata.kernels.device_limits import DeviceLimits, why_not
@@ -52,6 +53,7 @@ def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -
     total = int(device.ceiling("memory").value)
     memory = DeviceMemory(device.product, total - _CONTEXT, total)
     place = RankPlace(torch.device("cuda"), limits, memory=memory)
+    asked = with_sequences(asked, config, place)
     part = rank_part(asked, config, place)
     ledger = rank_memory(asked, config, place, part)
     sizes, shard = part.sizes, part.shard
@@ -69,13 +71,13 @@ def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -
         narrow_messages=asked.narrow_messages,
         kv_cache_dtype=asked.kv_cache_dtype,
     )
-    times = StepSeconds(model, device)
+    times = StepSeconds(replace(model, max_sequences=asked.max_sequences), device)
     target = None
     if asked.tpot_target_ms is not None:
         recorded = sorted({size.tokens for size in sizes.recorded if size.tokens > size.sequences})
         found = step_times(model.graphs, sizes.pool, device.product, max(recorded, default=0), sizes.states)
         target = step_target(asked, found, recorded, sizes.recorded)
-    scheduler = SchedulerConfig(asked.max_num_seqs, sizes.max_tokens, sizes.max_length, asked.seed or 0, target)
+    scheduler = SchedulerConfig(asked.max_sequences, sizes.max_tokens, sizes.max_length, asked.seed or 0, target)
     shape = EngineShape(scheduler, ledger.pages, ledger.page_size, asked.enable_prefix_caching)
     if sizes.states is not None or any(group.window is not None for group in sizes.groups):
         snapshots = None if sizes.states is None else ledger.snapshots
