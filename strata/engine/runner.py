@@ -134,13 +134,17 @@ class Runner:
         self.observer: StepObserver | None = None
 
     @torch.inference_mode()
-    def record(self, buckets: Iterable[BufferShape], *, all_of_them: bool = False) -> RecordedSteps:
+    def record(
+        self, buckets: Iterable[BufferShape], *, all_of_them: bool = False, kernels_are_ready: bool = False
+    ) -> RecordedSteps:
         """Record CUDA graphs for steps of these sizes, the largest first so that the others fit in its memory.
 
-        all_of_them: a size that the memory does not suffice for is an error, not `lacking`.
+        all_of_them: a size that the memory does not suffice for is an error, not `lacking`. kernels_are_ready: all
+        variants of own kernels, so that few sizes have to be run before they are recorded.
         """
         given = (self._graphs, self.pool, self._tables, self._newest, self._staging, self._recordings())
-        recorded = RecordedSteps(*given, self._config.heads, self._windows, self._states, self._rank)
+        more = self._config.heads, self._windows, self._states, self._rank
+        recorded = RecordedSteps(*given, *more, kernels_are_ready=kernels_are_ready)
         for bucket in sorted(buckets, key=lambda shape: shape.size, reverse=True):
             recorded.record(bucket, may_lack=not all_of_them)
         torch.cuda.empty_cache()  # what the first runs left on a stream that nothing else uses

@@ -51,6 +51,8 @@ def warm_up(
     longest = min(room - outputs, config.max_tokens)
     whole, rest = divmod(min(max_recorded_tokens + 1, config.max_tokens), longest)
     unrecorded = (*(longest,) * whole, *(rest,) * (rest > 0))  # prompts of more tokens than a recorded step has
+    if kernels_are_ready and max_recorded_tokens >= config.max_tokens:  # there is no such step
+        unrecorded = ()
     numbers = itertools.count()
 
     def add(lengths: Sequence[int], **sampling: Any) -> None:

@@ -220,7 +220,7 @@ def build_executor(
         if not rank.least(int(has_library)) and wanted:
             sizes = sizes.without_library(asked.max_sequences)
         if sizes.recorded:
-            recorded = _recorded(runner, sizes, ledger, rank)
+            recorded = _recorded(runner, sizes, ledger, rank, kernels_are_ready)
             shortage = recorded.shortage(ledger.device)
             if shortage is not None:
                 log(shortage)
@@ -274,10 +274,12 @@ def _require_alike(device: torch.device, rank: Rank) -> None:
             )
 
 
-def _recorded(runner: Runner, sizes: EngineSizes, ledger: Ledger, rank: Rank) -> RecordedSteps:
+def _recorded(
+    runner: Runner, sizes: EngineSizes, ledger: Ledger, rank: Rank, kernels_are_ready: bool
+) -> RecordedSteps:
     """Several ranks record all sizes or cannot go on: in one that does not, messages of other lengths would meet."""
     if rank.size == 1:
-        return runner.record(sizes.recorded)
+        return runner.record(sizes.recorded, kernels_are_ready=kernels_are_ready)
     with memory_explained("recording CUDA graphs", ledger):
         recorded = runner.record(sizes.recorded, all_of_them=True)
     rank.least(0)
