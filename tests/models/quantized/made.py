@@ -206,6 +206,54 @@ BLOCK = {"block_structure": [16, 8]}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False, "damp_percent": 0.01}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "GEMM"}
 
+# Fields of how weights were found, as GPTQModel 7.7 and 2.2 and transformers 5.23 write them.
+_GPTQMODEL: dict[str, Any] = {
+    "method": "gptq",
+    "checkpoint_format": "gptq",
+    "lm_head": False,
+    "pack_dtype": "int32",
+    "meta": {
+        "quantizer": ["gptqmodel:7.7.0"],
+        "damp_percent": 0.05,
+        "fallback": {"strategy": "rtn", "threshold": "0.5%", "smooth": None},
+        "gptaq": None,
+        "hessian": {"chunk_size": None, "staging_dtype": "float32"},
+        "static_groups": False,
+    },
+}
+_GPTQMODEL_2: dict[str, Any] = {
+    "checkpoint_format": "gptq",
+    "dynamic": None,
+    "hyb_act": False,
+    "lm_head": False,
+    "meta": {"quantizer": ["gptqmodel:2.2.0"], "uri": "https://github.com/modelcloud/gptqmodel"},
+    "pack_dtype": "int32",
+    "static_groups": False,
+    "true_sequential": True,
+    "v2": False,
+    "v2_alpha": 0.25,
+    "v2_memory_device": "auto",
+}
+_TRANSFORMERS: dict[str, Any] = {
+    "act_group_aware": True,
+    "backend": "auto",
+    "batch_size": 1,
+    "block_name_to_quantize": None,
+    "cache_block_outputs": True,
+    "damp_percent": 0.1,
+    "dataset": None,
+    "desc_act": False,
+    "max_input_length": None,
+    "meta": None,
+    "model_seqlen": None,
+    "module_name_preceding_first_block": None,
+    "modules_in_block_to_quantize": None,
+    "pad_token_id": None,
+    "sym": True,
+    "tokenizer": None,
+    "true_sequential": True,
+}
+
 LAYOUTS: dict[str, Layout] = {
     "fp8": Layout(
         {"quant_method": "fp8", "activation_scheme": "static"}, one_scale("e4m3", static="input_scale"), "row", "e4m3"
@@ -284,8 +332,13 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "awq": Layout(_AWQ, awq(32)),
     "awq-whole-rows": Layout(_AWQ | {"group_size": -1, "version": "gemm"}, awq(0)),
+    "awq-of-gptqmodel": Layout(_AWQ | _GPTQMODEL | {"method": "awq", "checkpoint_format": "gemm"}, awq(32)),
+    "awq-of-transformers": Layout(_AWQ | _TRANSFORMERS | {"format": "gemm"}, awq(32)),
+    "gptq-of-transformers": Layout(_GPTQ | _TRANSFORMERS | {"format": "gptq"}, gptq(4, 32, stored_less=1)),
     "gptq": Layout(_GPTQ, gptq(4, 32, stored_less=1)),
     "gptq-v1-in-name-only": Layout(_GPTQ | {"checkpoint_format": "gptq"}, gptq(4, 32, stored_less=0)),
+    "gptq-of-gptqmodel": Layout(_GPTQ | _GPTQMODEL | {"format": "gptq"}, gptq(4, 32, stored_less=1)),
+    "gptq-of-gptqmodel-2": Layout(_GPTQ | _GPTQMODEL_2, gptq(4, 32, stored_less=1)),
     "gptq-ordered": Layout(_GPTQ | {"desc_act": True}, gptq(4, 32, 1, ordered=True)),
     "gptq-v2-asymmetric": Layout(
         _GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"}, gptq(4, 32, 0, symmetric=False, ordered=True)

@@ -32,7 +32,7 @@ def read_fp8(fields: Fields, stored: StoredTensors) -> dict[str, PackedMatrix]:
     static = fields.choice("activation_scheme", ("dynamic", "static"), "dynamic") == "static"
     if static and block:
         raise fields.wrong("activation_scheme", "static", "'dynamic' where weights have a scale for each block")
-    fields.only("fmt", "e4m3", "other kinds of 8 bits are not implemented")
+    fields.choice("fmt", ("e4m3", "float8_e4m3fn", None), None)
     fields.choice("scale_fmt", ("float", "ue8m0", None), None)  # the scales' dtype tells it
     fields.only("expert_dtype", "fp8", "experts in 4 bits are not implemented in this format")
     take_names(fields, "modules_to_not_convert", "ignored_layers", "modules_to_convert")  # the dtypes tell it

@@ -20,6 +20,7 @@ from strata.models.quantized.formats.matrices import PackedMatrix, read_box
 from strata.models.quantized.formats.modelopt import read_modelopt
 from strata.models.quantized.formats.mxfp4 import read_mxfp4
 from strata.models.quantized.formats.stored import StoredTensors
+from strata.models.quantized.method import take_method
 
 _METHODS: Mapping[str, Callable[[Fields, StoredTensors], dict[str, PackedMatrix]]] = {
     "awq": read_awq,
@@ -85,7 +86,7 @@ def read_format(config: dict[str, Any], tensors: Mapping[str, StoredTensor], fol
     if not isinstance(values, dict):
         raise ValueError(f"{where} is {values!r}; supported is an object or null")
     fields = Fields(values, where)
-    method = fields.choice("quant_method", (*_METHODS, _MXFP4))
+    method = take_method(fields, (*_METHODS, _MXFP4))
     if method == _MXFP4:
         return None
     stored = StoredTensors(tensors, folder)
@@ -121,4 +122,4 @@ def _modelopt_values(file: dict[str, Any], where: str) -> dict[str, Any]:
     fields.finish({"producer"})
     if not isinstance(values, dict):
         raise fields.wrong("quantization", values, "an object")
-    return {"quant_method": "modelopt"} | values
+    return values
