@@ -18,6 +18,8 @@ from strata.models.quantized.formats.read import PackedFormat, read_format
 E4M3 = torch.float8_e4m3fn
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 AWQ_PLACES = [0, 2, 4, 6, 1, 3, 5, 7]
+# Of activations, where a layout has one for all.
+INPUT_SCALE = 0.0123
 
 # The tensors of a weight [out, width] by the last part of their names, and the weight in float32.
 Made = tuple[dict[str, Tensor], Tensor]
@@ -26,12 +28,13 @@ Maker = Callable[[int, int, Generator], Made]
 
 @dataclass(frozen=True)
 class Layout:
-    """A format with its config; `activations` as `Scheme` has it."""
+    """A format with its config; `activations` as `Scheme` has it; static: they have `INPUT_SCALE`."""
 
     config: dict[str, Any]
     make: Maker
     activations: str = ""
     values: str = "int4"
+    static: bool = False
 
 
 def words(codes: Tensor, bits: int, dim: int) -> Tensor:
@@ -76,7 +79,7 @@ def one_scale(values_of: str, name: str = "weight_scale", shape: tuple[int, ...]
         scale = scales_of(size, generator, torch.bfloat16 if shape else torch.float32)
         tensors = {"weight": values, name: scale}
         if static:
-            tensors[static] = torch.tensor(0.5)
+            tensors[static] = torch.tensor(INPUT_SCALE)
         return tensors, values.float() * scale.float()
 
     return make
@@ -256,7 +259,11 @@ _TRANSFORMERS: dict[str, Any] = {
 
 LAYOUTS: dict[str, Layout] = {
     "fp8": Layout(
-        {"quant_method": "fp8", "activation_scheme": "static"}, one_scale("e4m3", static="input_scale"), "row", "e4m3"
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        one_scale("e4m3", static="input_scale"),
+        "row",
+        "e4m3",
+        True,
     ),
     "fp8-block": Layout(
         {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [16, 8]},
@@ -275,6 +282,7 @@ LAYOUTS: dict[str, Layout] = {
         one_scale("e4m3", shape=(1,), static="input_scale"),
         "row",
         "e4m3",
+        True,
     ),
     "float-channel": Layout(
         compressed("float-quantized", numbers("float", 8, "channel"), numbers("float", 8, "token", **TOKEN)),
@@ -291,6 +299,13 @@ LAYOUTS: dict[str, Layout] = {
         fp8_block(16, 8, "weight_scale", torch.bfloat16),
         "block",
         "e4m3",
+    ),
+    "int-tensor": Layout(
+        compressed("int-quantized", numbers("int", 8, "channel"), numbers("int", 8, "tensor", dynamic=False)),
+        one_scale("int8", shape=(-1, 1), static="input_scale"),
+        "row",
+        "int8",
+        True,
     ),
     "int": Layout(
         compressed("int-quantized", numbers("int", 8, "channel"), numbers("int", 8, "token", **TOKEN)),
@@ -355,6 +370,7 @@ LAYOUTS: dict[str, Layout] = {
         one_scale("e4m3", static="input_scale"),
         "row",
         "e4m3",
+        True,
     ),
     "modelopt-nvfp4": Layout(
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"], "producer": {"name": "modelopt"}},
@@ -362,6 +378,14 @@ LAYOUTS: dict[str, Layout] = {
         values="e2m1",
     ),
 }
+
+
+def rounded_statically(x: Tensor, values: str) -> Tensor:
+    """Float32 activations as a file with static scales asks for them: divided, cut off, rounded, multiplied."""
+    scaled = x * torch.tensor(INPUT_SCALE).reciprocal()
+    return (
+        scaled.clamp(-448, 448).to(E4M3).float() if values == "e4m3" else scaled.round().clamp(-127, 127)
+    ) * INPUT_SCALE
 
 
 def make(
