@@ -93,7 +93,8 @@ def rounds(twin: nn.Module, scales: dict[str, Tensor]) -> None:
 def loaded(folder: Path) -> tuple[CausalLM, dict[str, PackedWeight]]:
     config = config_from_dict(json.loads((folder / "config.json").read_text()))
     with torch.device("meta"):
-        schemes = Packing.of(None, build(config), folder=folder).schemes
+        empty = build(config)
+    schemes = Packing.of(None, empty, folder=folder).schemes
     model, _, weights = load_packed(folder, schemes, dtype="float32")
     return model, weights
 
