@@ -181,7 +181,10 @@ FAMILY_CONFIGS = {
         window=None,
         sliding="all",
         experts=(read_mixtral, mixtral_fields),
-        fixed={"router_jitter_noise": Fixed(0.0, "routing has no noise")},
+        fixed={
+            "norm_topk_prob": Fixed(True, "the weights of a token's experts are divided by their sum"),
+            "router_jitter_noise": Fixed(0.0, "routing has no noise"),
+        },
     ),
     "Qwen3MoeForCausalLM": FamilyConfig(
         "qwen3_moe",

@@ -89,7 +89,7 @@ AGREED: list[tuple[str, Config]] = [
     ("LlamaForCausalLM", {"is_decoder": False, "pruned_heads": {}, "add_cross_attention": False, "is_causal": True}),
     ("Qwen2ForCausalLM", {"qkv_bias": True, "lm_head_bias": False, "use_mrope": False}),
     ("Olmo2ForCausalLM", {"use_qk_norm": True}),
-    ("MixtralForCausalLM", {"router_jitter_noise": 0.0, "mlp_bias": False}),
+    ("MixtralForCausalLM", {"router_jitter_noise": 0.0, "norm_topk_prob": True}),
     ("Gemma3ForCausalLM", {"attn_logit_softcapping": None, "use_bidirectional_attention": False}),
 ]
 
