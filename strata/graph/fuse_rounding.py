@@ -20,8 +20,8 @@ from strata.kernels.norm.wide_norm import wide_rms_norm
 from strata.kernels.op import Operation
 from strata.kernels.quant.packed import PackedWeight
 
-# Kind and columns: see `round_rows`.
-_Rounding = tuple[str, int]
+# Kind, columns, and the scale that was found ahead: see `round_rows`.
+_Rounding = tuple[str, int, float | None]
 
 
 class _Fusion(NamedTuple):
@@ -96,7 +96,8 @@ def _readers(
             weight = user.args[1] if user.target is linear else None
             if not isinstance(weight, PackedWeight) or user.args[0] is not rows:
                 continue
-            rounding = weight.kind, weight.columns if weight.activations == "block" else 0
+            columns = weight.columns if weight.activations == "block" else 0
+            rounding = weight.kind, columns, weight.input_scale
             if rounding == (first or rounding) and multiplies(_held(graph, weight)):
                 first = rounding
                 found.append(user)
@@ -114,9 +115,12 @@ def _fuse(
 ) -> None:
     rows = _rows_of(node, fusion)
     keeps = any(user not in readers for one in rows for user in one.users)
-    arguments: tuple[Any, ...] = (*node.args, *rounding)
+    kind, columns, static = rounding
+    arguments: tuple[Any, ...] = (*node.args, kind, columns, *((keeps,) if fusion.keeps else ()))
+    if static is not None:
+        arguments += (static,)
     with graph.inserting_before(node):
-        fused = graph.call_function(fusion.rounded, (*arguments, keeps) if fusion.keeps else arguments)
+        fused = graph.call_function(fusion.rounded, arguments)
         parts = [graph.call_function(getitem, (fused, place)) for place in range(fusion.results + 2 + keeps)]
     *others, values, scales = parts[: fusion.results + 2]
     name = node.meta["module"] if node.target is not silu_mul else ".".join((node.meta["module"], "silu_mul"))

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from strata.kernels.fused import storage_of
 from strata.kernels.linear.linear import linear
-from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.quant.packed import PackedWeight, shared_input_scale
 
 
 def merge(graph: fx.GraphModule) -> fx.GraphModule:
@@ -80,7 +80,13 @@ def _kind(graph: fx.GraphModule, weight: fx.Node | PackedWeight) -> tuple[object
     tensors = {name: _fetched(graph, one) for name, one in _with_rows(weight).items()}
     order = _fetched(graph, weight.order) if isinstance(weight.order, fx.Node) else None
     columns = None if order is None or order.is_meta else tuple(order.tolist())
-    return weight.scheme, columns, *((name, one.shape[1], one.dtype, one.device) for name, one in tensors.items())
+    static = weight.input_scale is not None
+    return (
+        weight.scheme,
+        static,
+        columns,
+        *((name, one.shape[1], one.dtype, one.device) for name, one in tensors.items()),
+    )
 
 
 def _mergeable(graph: fx.GraphModule, node: fx.Node, aliased: set[str]) -> bool:
@@ -163,7 +169,7 @@ def _merged_weight(
     packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
     fields = [_with_rows(weight) for weight in packed]
     merged = {name: _merged(graph, [field[name] for field in fields], meta) for name in fields[0]}
-    return packed[0].with_tensors(merged)
+    return packed[0].with_tensors(merged)._replace(input_scale=shared_input_scale(packed))
 
 
 def _merged(graph: fx.GraphModule, nodes: Sequence[fx.Node], meta: dict[str, object]) -> fx.Node:

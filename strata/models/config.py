@@ -12,19 +12,18 @@ import torch
 
 from strata.files.fields import Fields
 from strata.files.json_object import read_existing_object
-from strata.models import generation_fields
 from strata.models.expert_config import ExpertsConfig
+from strata.models.family.fixed_fields import WITHOUT_EFFECT, take_fixed
 from strata.models.family.latent_config import LatentConfig, read_latent
 from strata.models.family_config import FAMILY_CONFIGS, FamilyConfig, RecurrenceConfig
 from strata.models.layer_config import read_rotated, read_windows
+from strata.models.quantized.method import PACKED_METHODS, take_method
 from strata.models.recurrence.granite_config import Multipliers, read_multipliers
 from strata.models.recurrence.state_space_config import StateSpaceConfig
 from strata.models.rope_config import Ropes, read_ropes, write_ropes
 from strata.models.rotary import RopeConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# How checkpoints are packed that are served from packed weights (`strata.models.quantized.formats`).
-PACKED_METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "modelopt")
 
 
 @dataclass(frozen=True)
@@ -180,18 +179,6 @@ class ModelConfig:
         return values | family.own_fields(self)
 
 
-# Fields without effect on the logits. Generation parameters in config.json are for `read_generation_config`.
-_BOOKKEEPING = """
-    _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path
-    attention_dropout attn_implementation chunk_size_feed_forward embd_pdrop finetuning_task id2label initializer_range
-    is_llama_config label2id max_sequence_length name_or_path num_labels output_attentions output_hidden_states
-    prefix pretraining_tp problem_type resid_pdrop return_dict sep_token_id task_specific_params tie_last_hidden_states
-    tokenizer_class torchscript transformers.js_config transformers_version unsloth_fixed unsloth_version
-    use_bfloat16 use_cache
-"""
-_WITHOUT_EFFECT = frozenset(_BOOKKEEPING.split()) | generation_fields.IN_CONFIG | generation_fields.WITHOUT_EFFECT
-
-
 def read_config(folder: Path) -> ModelConfig:
     """The config of a checkpoint folder. Raises ValueError if it is missing, is not JSON, or cannot be honoured."""
     path = Path(folder) / "config.json"
@@ -256,8 +243,8 @@ def config_from_dict(values: dict[str, Any], where: str = "config.json") -> Mode
         latent=latent,
         windows=windows,
         rotated=rotated,
-        attention_bias=_read_bias(fields, family, "attention_bias"),
-        mlp_bias=_read_bias(fields, family, "mlp_bias"),
+        attention_bias="attention_bias" in family.biases and fields.flag("attention_bias", family.biased),
+        mlp_bias="mlp_bias" in family.biases and fields.flag("mlp_bias", family.biased),
         tied=fields.flag("tie_word_embeddings", family.tied),
         dtype=_read_dtype(fields),
         bos_id=_read_id(fields, "bos_token_id", family.bos_id),
@@ -269,16 +256,16 @@ def config_from_dict(values: dict[str, Any], where: str = "config.json") -> Mode
     )
     fields.choice(family.activation_key, family.activations, family.activations[0])
     _read_packing(fields, family)
-    _refuse_changed_mathematics(fields)
+    take_fixed(fields, architecture, family.fixed)
     _refuse_misspelt(fields, values, config.to_dict())
-    fields.finish(_WITHOUT_EFFECT)
+    fields.finish(WITHOUT_EFFECT)
     return config
 
 
 def _refuse_misspelt(fields: Fields, values: Collection[str], known: Collection[str]) -> None:
     """Refuse an unread field whose name is almost that of a known one."""
     for key in values:
-        is_unread = key not in _WITHOUT_EFFECT and (fields.has(key) or fields.is_null(key))
+        is_unread = key not in WITHOUT_EFFECT and (fields.has(key) or fields.is_null(key))
         if is_unread and (close := get_close_matches(key, known, n=1, cutoff=0.8)):
             raise ValueError(
                 f"{fields.where}: unknown field {key}; it may change the mathematics; is {close[0]} meant?"
@@ -290,7 +277,8 @@ def _read_architecture(fields: Fields) -> str:
     if not isinstance(named, list) or len(named) != 1 or named[0] not in list(FAMILY_CONFIGS):
         raise fields.wrong("architectures", named, "a list with one of " + ", ".join(FAMILY_CONFIGS))
     architecture: str = named[0]
-    fields.only("model_type", FAMILY_CONFIGS[architecture].model_type, f"architectures names {architecture}")
+    family = FAMILY_CONFIGS[architecture]
+    fields.choice("model_type", (family.model_type, *family.also_called, None), None)
     return architecture
 
 
@@ -315,13 +303,6 @@ def _read_heads(fields: Fields, family: FamilyConfig, hidden_size: int) -> tuple
     return num_heads, num_kv_heads, head_dim
 
 
-def _read_bias(fields: Fields, family: FamilyConfig, key: str) -> bool:
-    if key in family.biases:
-        return fields.flag(key, family.biased)
-    fields.only(key, False, f"the biases of {family.model_type} are fixed")
-    return False
-
-
 def _read_query_scalar(fields: Fields, family: FamilyConfig) -> int | None:
     return None if family.query_scalar is None else fields.count("query_pre_attn_scalar", family.query_scalar)
 
@@ -329,7 +310,6 @@ def _read_query_scalar(fields: Fields, family: FamilyConfig) -> int | None:
 def _read_softcap(fields: Fields, family: FamilyConfig) -> float | None:
     if not family.softcaps:
         return None
-    fields.only("attn_logit_softcapping", None, "transformers does not apply it in this family")
     key = "final_logit_softcapping"
     if not fields.has(key):
         fields.take(key, None)
@@ -346,7 +326,7 @@ def _read_packing(fields: Fields, family: FamilyConfig) -> None:
         raise fields.wrong("quantization_config", values, "an object or null")
     packing = Fields(values, f"{fields.where}, quantization_config")
     own = () if family.packed is None else (family.packed,)
-    if packing.choice("quant_method", (*own, *PACKED_METHODS)) not in own:
+    if take_method(packing, (*own, *PACKED_METHODS)) not in own:
         return  # the rest is read with the weights
     packing.take("modules_to_not_convert", None)  # the tensors' names tell it
     packing.finish(frozenset())
@@ -372,12 +352,3 @@ def _read_ids(fields: Fields, key: str, default: int | None) -> tuple[int, ...]:
         raise fields.wrong(key, value, "a token id, a list of token ids, or null")
     # Some checkpoints write -1 for "none".
     return tuple(one for one in ids if one >= 0)
-
-
-def _refuse_changed_mathematics(fields: Fields) -> None:
-    """Fields that are known, and that are implemented for one value only."""
-    fields.only("rope_interleaved", False, "the first half of a head turns with the second")
-    fields.only("use_bidirectional_attention", False, "a token sees itself and what is before it")
-    fields.only("use_mrope", False, "positions have one dimension")
-    fields.only("is_encoder_decoder", False, "these families are decoders")
-    fields.only("per_layer_config", None, "all layers have one shape")

@@ -46,7 +46,6 @@ class ExpertsConfig:
 def read_mixtral(fields: Fields, num_layers: int, intermediate_size: int) -> ExpertsConfig:
     """Mixtral: experts in every layer, as wide as `intermediate_size`; weights are always normalized."""
     count, per_token = _read_counts(fields, "num_local_experts", 8, 2)
-    fields.only("router_jitter_noise", 0.0, "routing has no noise")
     return ExpertsConfig(count, per_token, intermediate_size, True, (True,) * num_layers, read_balance_weight(fields))
 
 
@@ -113,7 +112,7 @@ def read_deepseek_v2(fields: Fields, num_layers: int, intermediate_size: int) ->
     else:
         groups, kept = _read_groups(fields, key, count, per_token, 1, 1, smallest=1)
     choice = Choice("softmax", groups, kept, "max", fields.number("routed_scaling_factor", 1.0))
-    _read_deepseek_bookkeeping(fields, "softmax")
+    _take_deepseek_bookkeeping(fields)
     dense = fields.count("first_k_dense_replace", 0, least=0)
     width = fields.count("moe_intermediate_size", 1407)
     return ExpertsConfig(
@@ -134,8 +133,7 @@ def read_deepseek_v3(fields: Fields, num_layers: int, intermediate_size: int) ->
     key = "num_local_experts" if fields.has("num_local_experts") else "n_routed_experts"
     count, per_token = _read_counts(fields, key, 256, 8)
     groups, kept = _read_groups(fields, key, count, per_token, 8, 4, smallest=2)
-    fields.only("topk_method", "noaux_tc", "experts are chosen by biased scores")
-    _read_deepseek_bookkeeping(fields, "sigmoid")
+    _take_deepseek_bookkeeping(fields)
     _read_layers_behind(fields)
     dense = fields.count("first_k_dense_replace", 3, least=0)
     width = fields.count("moe_intermediate_size", 2048)
@@ -170,11 +168,9 @@ def _deepseek_fields(experts: ExpertsConfig) -> dict[str, Any]:
     return values
 
 
-def _read_deepseek_bookkeeping(fields: Fields, scoring: str) -> None:
-    """What the published configs hold besides, of training or implemented for one value alone."""
-    fields.only("scoring_func", scoring, "this family scores experts so")
-    fields.only("moe_layer_freq", 1, "all layers behind the dense ones have experts")
-    for key in ("auto_map", "aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits"):
+def _take_deepseek_bookkeeping(fields: Fields) -> None:
+    """What the published configs hold besides, of training."""
+    for key in ("aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits"):
         fields.take(key, None)
 
 

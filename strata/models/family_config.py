@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from strata.files.fields import Fields
@@ -24,6 +24,7 @@ from strata.models.expert_config import (
     read_qwen3_moe,
     read_qwen3_next,
 )
+from strata.models.family.fixed_fields import HEAD_NORMS, Fixed
 from strata.models.family.latent_config import latent_fields
 from strata.models.recurrence.gated_delta_config import GatedDeltaConfig, gated_delta_fields, read_gated_delta
 from strata.models.recurrence.granite_config import (
@@ -107,6 +108,10 @@ class FamilyConfig:
     has_multipliers: bool = False
     # Whether `position_embedding_type` says if positions rotate queries and keys.
     has_position_type: bool = False
+    # Other names of the model type in configs that name the architecture.
+    also_called: tuple[str, ...] = ()
+    # Fields of which one value says what this family does anyway, where that is not what all do.
+    fixed: Mapping[str, Fixed] = field(default_factory=dict)
 
     def own_fields(self, config: ModelConfig) -> dict[str, Any]:
         values: dict[str, Any] = {key: getattr(config, key) for key in self.biases}
@@ -144,12 +149,26 @@ class FamilyConfig:
         return values
 
 
+_BEHIND_DENSE = Fixed(1, "all layers behind the dense ones have experts")
+
 FAMILY_CONFIGS = {
     "LlamaForCausalLM": FamilyConfig("llama", 2048, bos_id=1, eos_id=2, biases=("attention_bias", "mlp_bias")),
     "MistralForCausalLM": FamilyConfig("mistral", 131072, num_kv_heads=8, bos_id=1, eos_id=2, sliding="all"),
-    "Qwen2ForCausalLM": FamilyConfig("qwen2", 32768, num_kv_heads=32, sliding="some"),
+    "Qwen2ForCausalLM": FamilyConfig(
+        "qwen2",
+        32768,
+        num_kv_heads=32,
+        sliding="some",
+        fixed={"qkv_bias": Fixed(True, "queries, keys and values have biases")},
+    ),
     "Qwen3ForCausalLM": FamilyConfig(
-        "qwen3", 32768, num_kv_heads=32, head_dim=128, sliding="some", biases=("attention_bias",)
+        "qwen3",
+        32768,
+        num_kv_heads=32,
+        head_dim=128,
+        sliding="some",
+        biases=("attention_bias",),
+        fixed=HEAD_NORMS,
     ),
     "MixtralForCausalLM": FamilyConfig(
         "mixtral",
@@ -162,6 +181,10 @@ FAMILY_CONFIGS = {
         window=None,
         sliding="all",
         experts=(read_mixtral, mixtral_fields),
+        fixed={
+            "norm_topk_prob": Fixed(True, "the weights of a token's experts are divided by their sum"),
+            "router_jitter_noise": Fixed(0.0, "routing has no noise"),
+        },
     ),
     "Qwen3MoeForCausalLM": FamilyConfig(
         "qwen3_moe",
@@ -170,6 +193,7 @@ FAMILY_CONFIGS = {
         sliding="switched",
         biases=("attention_bias",),
         experts=(read_qwen3_moe, qwen3_moe_fields),
+        fixed=HEAD_NORMS,
     ),
     "SmolLM3ForCausalLM": FamilyConfig(
         "smollm3",
@@ -184,7 +208,9 @@ FAMILY_CONFIGS = {
         biases=("attention_bias", "mlp_bias"),
         sliding="unrotated",
     ),
-    "Olmo2ForCausalLM": FamilyConfig("olmo2", 2048, eos_id=50279, pad_id=1, norm_eps=1e-5, biases=("attention_bias",)),
+    "Olmo2ForCausalLM": FamilyConfig(
+        "olmo2", 2048, eos_id=50279, pad_id=1, norm_eps=1e-5, biases=("attention_bias",), fixed=HEAD_NORMS
+    ),
     "Phi3ForCausalLM": FamilyConfig(
         "phi3",
         4096,
@@ -209,6 +235,7 @@ FAMILY_CONFIGS = {
         full_interval=4,
         biases=("attention_bias",),
         sliding="interval",
+        fixed=HEAD_NORMS,
     ),
     "Gemma3ForCausalLM": FamilyConfig(
         "gemma3_text",
@@ -230,6 +257,7 @@ FAMILY_CONFIGS = {
         activations=("gelu_pytorch_tanh",),
         biases=("attention_bias",),
         sliding="interval",
+        fixed=HEAD_NORMS,
     ),
     "Glm4MoeForCausalLM": FamilyConfig(
         "glm4_moe",
@@ -252,6 +280,7 @@ FAMILY_CONFIGS = {
         norm_eps_key="layer_norm_epsilon",
         recurrence=(read_mamba2, mamba2_fields),
         attends=False,
+        fixed={"rms_norm": Fixed(True, "its gated norm is always there")},
     ),
     "DeepseekV2ForCausalLM": FamilyConfig(
         "deepseek_v2",
@@ -262,6 +291,7 @@ FAMILY_CONFIGS = {
         latent="paired",
         biases=("attention_bias", "mlp_bias"),
         experts=(read_deepseek_v2, deepseek_v2_fields),
+        fixed={"scoring_func": Fixed("softmax", "this family scores experts so"), "moe_layer_freq": _BEHIND_DENSE},
     ),
     "DeepseekV3ForCausalLM": FamilyConfig(
         "deepseek_v3",
@@ -272,6 +302,12 @@ FAMILY_CONFIGS = {
         latent="paired or halves",
         biases=("attention_bias",),
         experts=(read_deepseek_v3, deepseek_v3_fields),
+        also_called=("kimi_k2",),
+        fixed={
+            "moe_layer_freq": _BEHIND_DENSE,
+            "scoring_func": Fixed("sigmoid", "this family scores experts so"),
+            "topk_method": Fixed("noaux_tc", "experts are chosen by biased scores"),
+        },
     ),
     "GraniteMoeHybridForCausalLM": FamilyConfig(
         "granitemoehybrid",
@@ -284,6 +320,7 @@ FAMILY_CONFIGS = {
         intermediate_key="shared_intermediate_size",
         has_multipliers=True,
         has_position_type=True,
+        fixed={"normalization_function": Fixed("rmsnorm", "its norms are RMS norms")},
     ),
     "Qwen3NextForCausalLM": FamilyConfig(
         "qwen3_next",
@@ -295,6 +332,7 @@ FAMILY_CONFIGS = {
         has_query_gates=True,
         experts=(read_qwen3_next, qwen3_next_fields),
         recurrence=(read_gated_delta, gated_delta_fields),
+        fixed=HEAD_NORMS,
     ),
     "GptOssForCausalLM": FamilyConfig(
         "gpt_oss",

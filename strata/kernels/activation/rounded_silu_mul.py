@@ -16,6 +16,7 @@ from strata.kernels.quant.round_rows import (
     can_round,
     empty_rounded,
     round_rows,
+    rounding_case,
     rounding_cases,
     rounding_constants,
     rounding_tile,
@@ -25,12 +26,14 @@ from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 
 @fused(rowwise=True)
-def silu_mul_round(run: Run, gate: Tensor, up: Tensor, kind: str, columns: int) -> tuple[Tensor, Tensor]:
+def silu_mul_round(
+    run: Run, gate: Tensor, up: Tensor, kind: str, columns: int, static: float | None = None
+) -> tuple[Tensor, Tensor]:
     """`round_rows` of `silu_mul`: gate and up [rows, width] of one dtype -> values and scales.
 
     The product is rounded to the dtype before it is rounded to 8 bits, so results have the bits of the two operations.
     """
-    values, scales = run(round_rows, run(silu_mul, gate, up), kind, columns)
+    values, scales = run(round_rows, run(silu_mul, gate, up), kind, columns, static)
     return values, scales
 
 
@@ -45,6 +48,7 @@ def rounded_silu_mul_kernel(
     up_stride,
     width,
     groups,
+    static,
     KIND: tl.constexpr,
     MOST: tl.constexpr,
     LEAST: tl.constexpr,
@@ -60,10 +64,10 @@ def rounded_silu_mul_kernel(
     opening = tl.load(gate + row * gate_stride + column, mask=held, other=0.0)
     value = tl.load(up + row * up_stride + column, mask=held, other=0.0)
     wide = (rounded_silu(opening) * value.to(tl.float32)).to(opening.dtype).to(tl.float32)
-    store_rounded(wide, first_row, first_column, values, scales, rows, width, groups, KIND, MOST, LEAST, GROUP)
+    store_rounded(wide, first_row, first_column, values, scales, rows, width, groups, static, KIND, MOST, LEAST, GROUP)
 
 
-def _triton(gate: Tensor, up: Tensor, kind: str, columns: int) -> tuple[Tensor, Tensor]:
+def _triton(gate: Tensor, up: Tensor, kind: str, columns: int, static: float | None = None) -> tuple[Tensor, Tensor]:
     rows, width = gate.shape
     values, scales = empty_rounded(gate.shape, kind, columns, gate.device)
     tile, warps = rounding_tile(width, columns)
@@ -78,6 +82,7 @@ def _triton(gate: Tensor, up: Tensor, kind: str, columns: int) -> tuple[Tensor, 
             up.stride(0),
             width,
             scales.shape[1],
+            static,
             **rounding_constants(kind, columns),
             **tile,
             num_warps=warps,
@@ -85,7 +90,7 @@ def _triton(gate: Tensor, up: Tensor, kind: str, columns: int) -> tuple[Tensor, 
     return values, scales
 
 
-def _fits(gate: Tensor, up: Tensor, kind: str, columns: int) -> bool:
+def _fits(gate: Tensor, up: Tensor, kind: str, columns: int, static: float | None = None) -> bool:
     """A tile holds a whole row, or groups."""
     alike = gate.dim() == 2 and gate.shape == up.shape and gate.dtype == up.dtype and up.stride(-1) == 1
     whole = columns > 0 or gate.shape[-1] <= rounding_tile(gate.shape[-1], columns)[0]["COLUMNS"]
@@ -95,16 +100,18 @@ def _fits(gate: Tensor, up: Tensor, kind: str, columns: int) -> bool:
 _silu_mul, _round = silu_mul.bind("cuda", deterministic=True), round_rows.bind("cuda", deterministic=True)
 
 
-def _one_after_the_other(gate: Tensor, up: Tensor, kind: str, columns: int) -> tuple[Tensor, Tensor]:
-    values, scales = _round(_silu_mul(gate, up), kind, columns)
+def _one_after_the_other(
+    gate: Tensor, up: Tensor, kind: str, columns: int, static: float | None = None
+) -> tuple[Tensor, Tensor]:
+    values, scales = _round(_silu_mul(gate, up), kind, columns, static)
     return values, scales
 
 
-def _kernels_of_both(gate: Tensor, up: Tensor, kind: str, columns: int) -> tuple[Any, ...]:
-    return _silu_mul.launches(gate, up) + _round.launches(gate, kind, columns)
+def _kernels_of_both(gate: Tensor, up: Tensor, kind: str, columns: int, static: float | None = None) -> tuple[Any, ...]:
+    return _silu_mul.launches(gate, up) + _round.launches(gate, kind, columns, static)
 
 
-def _gated_bytes(gate: Tensor, up: Tensor, kind: str, columns: int) -> int:
+def _gated_bytes(gate: Tensor, up: Tensor, kind: str, columns: int, static: float | None = None) -> int:
     return gate.numel() * gate.element_size()
 
 
@@ -122,9 +129,8 @@ def compile_cases() -> list[CompileCase]:
     given = dict.fromkeys(("gate", "up"), "*bf16:16") | dict.fromkeys(("gate_stride", "up_stride", "width"), "i32:16")
     given |= {"scales": "*fp32:16", "rows": "i32", "groups": "i32"}
     cases = []
-    for stored, kind, group in rounding_cases():
-        tile, warps = rounding_tile(14336, group)
-        signature, constants = given | {"values": f"*{stored}:16"}, rounding_constants(kind, group) | tile
-        title = f"silu_mul to {kind} by {group}"
-        cases.append(CompileCase(title, rounded_silu_mul_kernel, signature, constants, warps, 2))
+    for case in rounding_cases():
+        tile, warps = rounding_tile(14336, case[2])
+        signature, constants, title = rounding_case(case, given, tile)
+        cases.append(CompileCase(f"silu_mul {title}", rounded_silu_mul_kernel, signature, constants, warps, 2))
     return cases

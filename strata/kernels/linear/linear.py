@@ -53,7 +53,7 @@ linear.implement("fixed tiles", "cpu", invariant=True)(fixed.buffered_linear)
 
 @linear.implement("unpacked, fixed tiles", "cpu", invariant=True, packed=True)
 def _unpacked(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    product = fixed.buffered_linear(round_activations(x, weight.scheme), dense(weight)).to(x.dtype)
+    product = fixed.buffered_linear(round_activations(x, weight.scheme, weight.input_scale), dense(weight)).to(x.dtype)
     return product if bias is None else product + bias
 
 

@@ -62,7 +62,7 @@ def rounded_rows(
 ) -> Tensor:
     """As `converted_rows`, of x that is rounded and so is what is gated."""
     first, last = biases
-    values, scales = _round(ordered(x, gate_up), gate_up.kind, gate_up.columns)
+    values, scales = _round(ordered(x, gate_up), gate_up.kind, gate_up.columns, gate_up.input_scale)
     inner = rounded_grouped_product(
         values,
         scales,
@@ -75,7 +75,7 @@ def rounded_rows(
         bias=first,
         clamp=clamp,
     )
-    values, scales = _round(ordered(inner, down), down.kind, down.columns)
+    values, scales = _round(ordered(inner, down), down.kind, down.columns, down.input_scale)
     return rounded_grouped_product(values, scales, down, order.ends, x.dtype, bias=last)
 
 

@@ -17,6 +17,7 @@ from strata.kernels.quant.round_rows import (
     can_round,
     empty_rounded,
     round_rows,
+    rounding_case,
     rounding_cases,
     rounding_constants,
     store_rounded,
@@ -27,33 +28,51 @@ Rounded = tuple[Tensor, ...]
 
 
 @fused(rowwise=True)
-def rms_norm_round(run: Run, x: Tensor, weight: Tensor, eps: float, kind: str, columns: int, keeps: bool) -> Rounded:
+def rms_norm_round(
+    run: Run, x: Tensor, weight: Tensor, eps: float, kind: str, columns: int, keeps: bool, static: float | None = None
+) -> Rounded:
     """`rms_norm` of x [rows, width] and `round_rows` of that -> values, scales and, if it keeps them, the rows.
 
     The norm is rounded to x.dtype before it is rounded to 8 bits, so results have the bits of the two operations.
     """
     normed = run(rms_norm, x, weight, eps)
-    values, scales = run(round_rows, normed, kind, columns)
+    values, scales = run(round_rows, normed, kind, columns, static)
     return (values, scales, normed) if keeps else (values, scales)
 
 
 @fused(rowwise=True)
 def add_rms_norm_round(
-    run: Run, x: Tensor, residual: Tensor, weight: Tensor, eps: float, kind: str, columns: int, keeps: bool
+    run: Run,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    kind: str,
+    columns: int,
+    keeps: bool,
+    static: float | None = None,
 ) -> Rounded:
     """`x + residual`, and of that sum what `rms_norm_round` returns: x, residual [rows, width] of one dtype."""
     total, normed = run(add_rms_norm, x, residual, weight, eps)
-    values, scales = run(round_rows, normed, kind, columns)
+    values, scales = run(round_rows, normed, kind, columns, static)
     return (total, values, scales, normed) if keeps else (total, values, scales)
 
 
 @fused(rowwise=True)
 def wide_rms_norm_round(
-    run: Run, x: Tensor, weight: Tensor, eps: float, offset: float, kind: str, columns: int, keeps: bool
+    run: Run,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    kind: str,
+    columns: int,
+    keeps: bool,
+    static: float | None = None,
 ) -> Rounded:
     """Of `wide_rms_norm` what `rms_norm_round` returns: x [rows, width]."""
     normed = run(wide_rms_norm, x, weight, eps, offset)
-    values, scales = run(round_rows, normed, kind, columns)
+    values, scales = run(round_rows, normed, kind, columns, static)
     return (values, scales, normed) if keeps else (values, scales)
 
 
@@ -71,6 +90,7 @@ def rounded_norm_kernel(
     residual_stride,
     width,
     groups,
+    static,
     eps,
     offset,
     WIDE: tl.constexpr,
@@ -102,7 +122,7 @@ def rounded_norm_kernel(
     if result is not None:
         tl.store(result + row * width + column, normed, mask=held)
     wide = normed.to(tl.float32)
-    store_rounded(wide, first_row, 0, values, scales, rows, width, groups, KIND, MOST, LEAST, GROUP)
+    store_rounded(wide, first_row, 0, values, scales, rows, width, groups, static, KIND, MOST, LEAST, GROUP)
 
 
 def _launch(
@@ -113,6 +133,7 @@ def _launch(
     kind: str,
     columns: int,
     keeps: bool,
+    static: float | None = None,
     offset: float | None = None,
 ) -> Rounded:
     """The tiles of `rms_norm`, so that each row is summed in the same order. offset: of `wide_rms_norm`."""
@@ -135,6 +156,7 @@ def _launch(
             None if residual is None else residual.stride(0),
             width,
             scales.shape[1],
+            static,
             eps,
             offset,
             WIDE=offset is not None,
@@ -145,32 +167,70 @@ def _launch(
     return tuple(one for one in (total, values, scales, result) if one is not None)
 
 
-def _triton(x: Tensor, weight: Tensor, eps: float, kind: str, columns: int, keeps: bool) -> Rounded:
-    return _launch(x, None, weight, eps, kind, columns, keeps)
+def _triton(
+    x: Tensor, weight: Tensor, eps: float, kind: str, columns: int, keeps: bool, static: float | None = None
+) -> Rounded:
+    return _launch(x, None, weight, eps, kind, columns, keeps, static)
 
 
 def _sum_triton(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, kind: str, columns: int, keeps: bool
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    kind: str,
+    columns: int,
+    keeps: bool,
+    static: float | None = None,
 ) -> Rounded:
-    return _launch(x, residual, weight, eps, kind, columns, keeps)
+    return _launch(x, residual, weight, eps, kind, columns, keeps, static)
 
 
-def _wide_triton(x: Tensor, weight: Tensor, eps: float, offset: float, kind: str, columns: int, keeps: bool) -> Rounded:
-    return _launch(x, None, weight, eps, kind, columns, keeps, offset)
+def _wide_triton(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    kind: str,
+    columns: int,
+    keeps: bool,
+    static: float | None = None,
+) -> Rounded:
+    return _launch(x, None, weight, eps, kind, columns, keeps, static, offset)
 
 
-def _fits(x: Tensor, weight: Tensor, eps: float, kind: str, columns: int, keeps: bool) -> bool:
+def _fits(
+    x: Tensor, weight: Tensor, eps: float, kind: str, columns: int, keeps: bool, static: float | None = None
+) -> bool:
     """A tile holds a whole row, and whole groups of it."""
     whole = columns <= row_tile(x.shape[-1])[0]["WIDTH"] and x.shape[-1] <= MOST_COLUMNS
     return x.dim() == 2 and x.dtype != torch.float64 and whole and can_round(x, kind, columns)
 
 
-def _sum_fits(x: Tensor, residual: Tensor, weight: Tensor, eps: float, kind: str, columns: int, keeps: bool) -> bool:
+def _sum_fits(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    kind: str,
+    columns: int,
+    keeps: bool,
+    static: float | None = None,
+) -> bool:
     alike = x.shape == residual.shape and x.dtype == residual.dtype and residual.stride(-1) == 1
     return alike and _fits(x, weight, eps, kind, columns, keeps)
 
 
-def _wide_fits(x: Tensor, weight: Tensor, eps: float, offset: float, kind: str, columns: int, keeps: bool) -> bool:
+def _wide_fits(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    kind: str,
+    columns: int,
+    keeps: bool,
+    static: float | None = None,
+) -> bool:
     return _fits(x, weight, eps, kind, columns, keeps)
 
 
@@ -187,11 +247,10 @@ def compile_cases() -> list[CompileCase]:
     given = pointers | strides | {"scales": "*fp32:16", "rows": "i32", "groups": "i32", "eps": "fp32"}
     cases = []
     for width in (4096, 16384):
-        for stored, kind, group in rounding_cases():
+        for case in rounding_cases():
             tile, warps = row_tile(width)
-            signature, constants = given | {"values": f"*{stored}:16"}, rounding_constants(kind, group) | tile
-            constants |= {"WIDE": False, "offset": None}
-            title = f"add_rms_norm of {width} to {kind} by {group}"
+            signature, constants, title = rounding_case(case, given, tile | {"WIDE": False, "offset": None})
+            title = f"add_rms_norm of {width} {title}"
             cases.append(CompileCase(title, rounded_norm_kernel, signature, constants, warps, 2))
     # Without a residual, and of which only the rounded rows are read.
     first = cases[0]

@@ -35,8 +35,9 @@ class Scheme(NamedTuple):
         Gradients may be "e5m2", which nothing here packs. "2:4" are the floats that 2:4 sparsity leaves, of which eight
         columns share a byte that says where they are.
     rows, columns: of the weight, that share a scale; 0: all of them. The last of a dimension may be fewer.
-    activations: what is multiplied is rounded to the same kind of values, "row": with a scale for each row, "block":
-        with one for each `columns` of a row; "": it is not rounded.
+    activations: what is multiplied is rounded to the same kind of values, "row": with a scale for each row, or the one
+        that the weight has for all (`PackedWeight.input_scale`), "block": with one for each `columns` of a row; "": it
+        is not rounded.
     """
 
     values: str
@@ -62,6 +63,8 @@ class PackedWeight(NamedTuple):
     row_scales: float32 [..., out, 1], where scales alone are too narrow (NVFP4); None: 1.
     order: int32 [width]; the product is with x[..., order], so that groups of columns can be any; None: with x.
     kind, rows, columns, activations: the scheme, its fields one by one, since torch.fx writes no tuple within another.
+    input_scale: that of all rows which are multiplied, found ahead (static), of a scheme that rounds them by rows;
+        None: each row has its own, found as it is rounded.
     """
 
     values: Tensor
@@ -73,6 +76,7 @@ class PackedWeight(NamedTuple):
     rows: int
     columns: int
     activations: str
+    input_scale: float | None = None
 
     @staticmethod
     def of(
@@ -258,30 +262,33 @@ def pack_values(values: Tensor, kind: str) -> Tensor:
     return packed
 
 
-def round_activations(x: Tensor, scheme: Scheme) -> Tensor:
-    """x [..., width] as a product with a weight of the scheme sees it, in float32."""
+def round_activations(x: Tensor, scheme: Scheme, input_scale: float | None = None) -> Tensor:
+    """x [..., width] as a product with a weight of the scheme sees it, in float32. input_scale: the weight's."""
     if not scheme.activations:
         return x.float()
     wide = x.float()
     groups = scheme._replace(rows=1, columns=scheme.columns if scheme.activations == "block" else 0)
     rows = wide.reshape(-1, wide.shape[-1])
-    scales = scales_of_rows(rows, groups)
+    scales = scales_of_rows(rows, groups, input_scale)
     values = rounded(rows * spread(1 / scales, groups, rows.shape), scheme.values)
     return (values * spread(scales, groups, rows.shape)).view(wide.shape)
 
 
-def scales_of_rows(rows: Tensor, groups: Scheme) -> Tensor:
+def scales_of_rows(rows: Tensor, groups: Scheme, static: float | None = None) -> Tensor:
     """Of float32 rows [rows, width], for each group of columns of each: the largest becomes the largest value.
 
-    None is so small that its inverse, by which rows are multiplied, is not finite.
+    None is so small that its inverse, by which rows are multiplied, is not finite. static: instead the scale of every
+    row, with NaN for a row in which something is no finite number.
     """
+    if static is not None:
+        return static + (rows * 0.0).sum(-1, keepdim=True)
     largest = group_maxima(rows.abs(), groups)
     return (largest / torch.full_like(largest, LARGEST[groups.values])).clamp(min=LEAST_SCALE)
 
 
 def packed_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     """`x @ weight^T + bias` with x rounded by the scheme: sums in float32, rounded once to x's dtype, then the bias."""
-    return product_of(round_activations(x, weight.scheme), weight, bias, x.dtype)
+    return product_of(round_activations(x, weight.scheme, weight.input_scale), weight, bias, x.dtype)
 
 
 def product_of(rows: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -291,12 +298,20 @@ def product_of(rows: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: t
 
 
 def join(parts: Sequence[PackedWeight]) -> PackedWeight:
-    """The rows of all parts as one weight. All have one scheme, rows that share a scale aside, and one `order`."""
+    """The rows of all parts as one weight. All have one scheme, rows that share a scale aside, and one `order`. What
+    they multiply has the largest of their input scales."""
     if scaled_apart(parts):
         parts = [with_own_rows(part) for part in parts]
     first = parts[0]
     fields = {name: torch.cat([getattr(part, name) for part in parts], -2) for name in first.tensors if name != "order"}
-    return first.with_tensors(fields)
+    return first.with_tensors(fields)._replace(input_scale=shared_input_scale(parts))
+
+
+def shared_input_scale(parts: Sequence[PackedWeight]) -> float | None:
+    """Of rows that all parts multiply, each of which has a scale for them, or none has: the largest, so that no part
+    is given values cut off where its own scale leaves them."""
+    scales = [part.input_scale for part in parts if part.input_scale is not None]
+    return max(scales) if scales else None
 
 
 def scaled_apart(parts: Sequence[PackedWeight]) -> bool:
@@ -309,6 +324,7 @@ def scaled_apart(parts: Sequence[PackedWeight]) -> bool:
 def joinable(one: PackedWeight, other: PackedWeight) -> bool:
     """Whether rows of both can be those of one weight."""
     alike = one.scheme._replace(rows=1) == other.scheme._replace(rows=1) and one.tensors.keys() == other.tensors.keys()
+    alike = alike and (one.input_scale is None) == (other.input_scale is None)
     kinds = alike and all(one.tensors[name].dtype == other.tensors[name].dtype for name in one.tensors)
     return kinds and (one.order is None or (other.order is not None and torch.equal(one.order, other.order)))
 

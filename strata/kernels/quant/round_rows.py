@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -18,27 +19,28 @@ from strata.kernels.triton_import import HAS_TRITON, jit, tl
 DTYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
 
-def _cost(x: Tensor, kind: str, columns: int, *, workload: Workload) -> Cost:
+def _cost(x: Tensor, kind: str, columns: int, static: float | None = None, *, workload: Workload) -> Cost:
     groups = x.shape[0] * (-(-x.shape[1] // columns) if columns else 1)
     # The largest magnitude, a multiplication, and the rounding.
     return Cost(3 * x.numel(), x.nbytes, x.numel() + 4 * groups)
 
 
-def _meta(x: Tensor, kind: str, columns: int) -> tuple[Tensor, Tensor]:
+def _meta(x: Tensor, kind: str, columns: int, static: float | None = None) -> tuple[Tensor, Tensor]:
     return empty_rounded(x.shape, kind, columns, torch.device("meta"))
 
 
 @operation(_cost, meta=_meta, rowwise=True)
-def round_rows(x: Tensor, kind: str, columns: int) -> tuple[Tensor, Tensor]:
+def round_rows(x: Tensor, kind: str, columns: int, static: float | None = None) -> tuple[Tensor, Tensor]:
     """x [rows, width] in 8 bits -> values [rows, width], float8_e4m3fn ("e4m3") or int8 ("int8"), and their scales.
 
     scales: float32 [rows, groups]. So many columns share one, the last of a row maybe fewer; 0: all of a row.
 
     The largest magnitude that a scale serves becomes the largest value. Rows are multiplied by the inverse of their
-    scale, rounded, since a division for each element would take longer than memory does.
+    scale, rounded, since a division for each element would take longer than memory does. static: instead the scale of
+    all rows (columns 0); what is beyond the largest value becomes it.
     """
     groups = Scheme(kind, 1, columns)
-    scales = scales_of_rows(x.float(), groups)
+    scales = scales_of_rows(x.float(), groups, static)
     return pack_values(rounded(x.float() * spread(1 / scales, groups, x.shape), kind), kind), scales
 
 
@@ -50,9 +52,11 @@ def empty_rounded(shape: torch.Size, kind: str, columns: int, device: torch.devi
 
 
 @jit
-def scale_of(largest, poison, MOST: tl.constexpr, LEAST: tl.constexpr):
-    """poison: 0, or NaN where something was no finite number: so a run sees it, for integers have no NaN."""
-    return tl.maximum(tl.div_rn(largest, MOST), LEAST) + poison
+def scale_of(largest, poison, static, MOST: tl.constexpr, LEAST: tl.constexpr):
+    """poison: 0, or NaN where something was no finite number: so a run sees it, for integers have no NaN. static: the
+    scale, if it was found ahead."""
+    found = tl.maximum(tl.div_rn(largest, MOST), LEAST) if static is None else static
+    return found + poison
 
 
 @jit
@@ -75,6 +79,7 @@ def store_rounded(
     rows,
     width,
     groups,
+    static,
     KIND: tl.constexpr,
     MOST: tl.constexpr,
     LEAST: tl.constexpr,
@@ -84,13 +89,14 @@ def store_rounded(
 
     GROUP 0: it has whole rows; else its columns are a multiple of GROUP. It is stored as one long row: a tile of its
     shape would let each thread of the kernel take 16 columns at a time, and sum a row in another order than in 16 bits.
+    static: the scale of all rows, or None.
     """
     ROWS: tl.constexpr = wide.shape[0]
     COLUMNS: tl.constexpr = wide.shape[1]
     SHARED: tl.constexpr = GROUP if GROUP > 0 else COLUMNS
     EACH: tl.constexpr = COLUMNS // SHARED
     grouped = tl.reshape(wide, (ROWS * EACH, SHARED))
-    scale = scale_of(tl.max(tl.abs(grouped), 1), tl.sum(grouped * 0.0, 1), MOST, LEAST)
+    scale = scale_of(tl.max(tl.abs(grouped), 1), tl.sum(grouped * 0.0, 1), static, MOST, LEAST)
     place = tl.arange(0, ROWS * EACH)
     row, group = first_row + place // EACH, first_column // SHARED + place % EACH
     tl.store(scales + row.to(tl.int64) * groups + group, scale, mask=(row < rows) & (group < groups))
@@ -110,6 +116,7 @@ def round_rows_kernel(
     width,
     x_stride,
     groups,
+    static,
     KIND: tl.constexpr,
     MOST: tl.constexpr,
     LEAST: tl.constexpr,
@@ -126,7 +133,9 @@ def round_rows_kernel(
     if ONCE:
         held = (row < rows) & (column < width)
         wide = tl.load(x + row * x_stride + column, mask=held, other=0.0).to(tl.float32)
-        store_rounded(wide, first_row, first_column, values, scales, rows, width, groups, KIND, MOST, LEAST, GROUP)
+        store_rounded(
+            wide, first_row, first_column, values, scales, rows, width, groups, static, KIND, MOST, LEAST, GROUP
+        )
     else:
         top = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         poison = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
@@ -134,7 +143,7 @@ def round_rows_kernel(
             given = tl.load(x + row * x_stride + start + column, mask=start + column < width, other=0.0).to(tl.float32)
             top = tl.maximum(top, tl.abs(given))
             poison += given * 0.0
-        scale = scale_of(tl.max(top, 1), tl.sum(poison, 1), MOST, LEAST)
+        scale = scale_of(tl.max(top, 1), tl.sum(poison, 1), static, MOST, LEAST)
         tl.store(scales + first_row + tl.arange(0, ROWS), scale)
         for start in range(0, width, COLUMNS):
             held = start + column < width
@@ -161,7 +170,7 @@ def rounding_constants(kind: str, columns: int) -> dict[str, Any]:
     return {"KIND": kind, "MOST": LARGEST[kind], "LEAST": LEAST_SCALE, "GROUP": columns}
 
 
-def _triton(x: Tensor, kind: str, columns: int) -> tuple[Tensor, Tensor]:
+def _triton(x: Tensor, kind: str, columns: int, static: float | None = None) -> tuple[Tensor, Tensor]:
     rows, width = x.shape
     values, scales = empty_rounded(x.shape, kind, columns, x.device)
     tile, warps = rounding_tile(width, columns)
@@ -175,6 +184,7 @@ def _triton(x: Tensor, kind: str, columns: int) -> tuple[Tensor, Tensor]:
             width,
             x.stride(0),
             scales.shape[1],
+            static,
             **rounding_constants(kind, columns),
             **tile,
             ONCE=once,
@@ -183,7 +193,7 @@ def _triton(x: Tensor, kind: str, columns: int) -> tuple[Tensor, Tensor]:
     return values, scales
 
 
-def can_round(x: Tensor, kind: str, columns: int) -> bool:
+def can_round(x: Tensor, kind: str, columns: int, static: float | None = None) -> bool:
     """Whether kernels that end in `store_rounded` can round such rows."""
     power_of_2 = columns & (columns - 1) == 0
     return kind in DTYPES and power_of_2 and columns <= _COLUMNS and x.stride(-1) == 1 and x.shape[-1] > 0
@@ -193,20 +203,36 @@ if HAS_TRITON:
     round_rows.implement("triton", "cuda", invariant=True, supports=can_round, kernels=(round_rows_kernel,))(_triton)
 
 
-def rounding_cases() -> list[tuple[str, str, int]]:
-    """Of a kernel that ends in `store_rounded`: the type of values as Triton writes it, kind, and columns."""
-    return [("i8", "int8", 0), ("fp8e4nv", "e4m3", 0), ("fp8e4nv", "e4m3", 128)]
+def rounding_cases() -> list[tuple[str, str, int, bool]]:
+    """Of a kernel that ends in `store_rounded`: the type of values as Triton writes it, kind, columns, and whether the
+    scale is static."""
+    return [
+        ("i8", "int8", 0, False),
+        ("fp8e4nv", "e4m3", 0, False),
+        ("fp8e4nv", "e4m3", 0, True),
+        ("fp8e4nv", "e4m3", 128, False),
+    ]
+
+
+def rounding_case(
+    case: tuple[str, str, int, bool], signature: Mapping[str, str], constants: Mapping[str, Any]
+) -> tuple[dict[str, str], dict[str, Any], str]:
+    """What a kernel of that case is compiled for, beside this, and the end of its title."""
+    stored, kind, group, static = case
+    found = {**signature, "values": f"*{stored}:16", **({"static": "fp32"} if static else {})}
+    fixed = {**constants, **rounding_constants(kind, group), **({} if static else {"static": None})}
+    return found, fixed, f"to {kind} by {group}" + ", static" * static
 
 
 def compile_cases() -> list[CompileCase]:
     signature = {"x": "*bf16:16", "scales": "*fp32:16", "rows": "i32", "groups": "i32"}
     signature |= dict.fromkeys(("width", "x_stride"), "i32:16")
     cases = []
-    for stored, kind, group in rounding_cases():
+    for case in rounding_cases():
+        group = case[2]
         for width in (14336, 28672):
             tile, warps = rounding_tile(width, group)
-            constants = rounding_constants(kind, group) | tile | {"ONCE": group > 0 or width <= tile["COLUMNS"]}
-            title = f"rows of {width} to {kind} by {group}"
-            given = signature | {"values": f"*{stored}:16"}
-            cases.append(CompileCase(title, round_rows_kernel, given, constants, warps, 2))
+            once = group > 0 or width <= tile["COLUMNS"]
+            given, constants, title = rounding_case(case, signature, tile | {"ONCE": once})
+            cases.append(CompileCase(f"rows of {width} {title}", round_rows_kernel, given, constants, warps, 2))
     return cases

@@ -19,6 +19,7 @@ from strata.kernels.quant.packed import (
     pack,
     part_of,
     scaled_apart,
+    shared_input_scale,
     with_own_rows,
 )
 from strata.kernels.quant.two_of_four import BYTE_COLUMNS
@@ -51,6 +52,7 @@ class Assembly:
         if not self._count:
             return
         self._require_alike(matrix)
+        self._made = self._made._replace(input_scale=shared_input_scale((self._made, matrix)))
         expert, part = divmod(number, self._parts)
         for name, whole_of in self._made.tensors.items():
             if name != "order":

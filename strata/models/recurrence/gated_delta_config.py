@@ -56,7 +56,6 @@ def read_gated_delta(fields: Fields, hidden_size: int, num_layers: int) -> Gated
         types = ["full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(num_layers)]
     if not isinstance(types, list) or len(types) != num_layers or any(kind not in list(_KINDS) for kind in types):
         raise fields.wrong("layer_types", types, f"a list of {num_layers} of " + ", ".join(map(repr, _KINDS)))
-    fields.only("use_sliding_window", False, "its attention sees the whole sequence")
     key_heads, heads = fields.count("linear_num_key_heads", 16), fields.count("linear_num_value_heads", 32)
     if heads % key_heads:
         raise fields.wrong("linear_num_key_heads", key_heads, f"a divisor of linear_num_value_heads = {heads}")

@@ -44,7 +44,6 @@ def read_granite_hybrid(fields: Fields, hidden_size: int, num_layers: int) -> St
         raise fields.wrong("layer_types", types, f"a list of {num_layers} of " + ", ".join(map(repr, _KINDS)))
     fields.take("mamba_chunk_size", None)  # how transformers computes
     fields.take("init_method", None)  # what training began with
-    fields.only("normalization_function", "rmsnorm", "its norms are RMS norms")
     heads, inner = fields.count("mamba_n_heads", 128), fields.count("mamba_expand", 2) * hidden_size
     if inner % heads:
         raise fields.wrong("mamba_n_heads", heads, f"a divisor of mamba_expand * hidden_size = {inner}")

@@ -70,7 +70,6 @@ def read_mamba2(fields: Fields, hidden_size: int, num_layers: int) -> StateSpace
     least, most = read_limits(fields)
     for key in _WITHOUT_EFFECT:
         fields.take(key, None)
-    fields.only("rms_norm", True, "its gated norm is always there")
     fields.only("intermediate_size", heads * head_dim, "it follows from expand")
     return StateSpaceConfig(
         layers=(True,) * num_layers,

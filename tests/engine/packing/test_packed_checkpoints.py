@@ -55,7 +55,7 @@ def written(folder: Path, name: str) -> CausalLM:
     return model
 
 
-@pytest.mark.parametrize("name", ["fp8-block", "pack-4-asymmetric", "nvfp4", "awq", "gptq-ordered"])
+@pytest.mark.parametrize("name", ["float-tensor", "fp8-block", "pack-4-asymmetric", "nvfp4", "awq", "gptq-ordered"])
 @torch.no_grad()
 def test_greedy_tokens_are_those_of_what_it_stands_for(name: str, tmp_path: Path) -> None:
     model = written(tmp_path, name)

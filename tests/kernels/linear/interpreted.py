@@ -145,34 +145,39 @@ def _run_assembly(_: Any, text: str, constraints: str, operands: Sequence[Any], 
 def rounding() -> None:
     """Integers to the bit; of floats the interpreter itself rounds some otherwise than torch and the hardware."""
     x = torch.randn(3, 300)[:, :150] * torch.tensor([1.0, 1e-30, 0.0])[:, None]
-    for kind, columns in (("int8", 0), ("int8", 128), ("e4m3", 0), ("e4m3", 64)):
-        (values, scales), (wanted, same) = many_rows._round(x, kind, columns), round_rows.reference(x, kind, columns)
+    cases = (("int8", 0, None), ("int8", 128, None), ("e4m3", 0, None), ("e4m3", 64, None))
+    for kind, columns, static in (*cases, ("int8", 0, 0.01), ("e4m3", 0, 0.01)):
+        values, scales = many_rows._round(x, kind, columns, static)
+        wanted, same = round_rows.reference(x, kind, columns, static)
         assert torch.equal(scales, same)
         assert (values.dtype, values.shape) == (wanted.dtype, wanted.shape)
         assert (values.float() != wanted.float()).float().mean() <= (0 if kind == "int8" else 0.05)
     x[1, 7] = torch.inf
-    values, scales = many_rows._round(x, "int8", 0)
-    assert scales.isfinite().flatten().tolist() == [True, False, True]
+    for static in (None, 0.01):
+        values, scales = many_rows._round(x, "int8", 0, static)
+        assert scales.isfinite().flatten().tolist() == [True, False, True]
     # A row that is too long for a tile is read twice.
     x = torch.randn(2, 2100)
     with mock.patch.object(round_rows_file, "MOST_COLUMNS", 1024), mock.patch.object(round_rows_file, "_COLUMNS", 1024):
-        identical(many_rows._round(x, "int8", 0), round_rows.reference(x, "int8", 0))
+        for static in (None, 0.01):
+            identical(many_rows._round(x, "int8", 0, static), round_rows.reference(x, "int8", 0, static))
 
 
 def rounding_where_rows_are_made() -> None:
     """To the bit what the kernels make one after the other."""
     gate, up = torch.randn(5, 2 * 150).split(150, 1)
     weight = torch.randn(150)
-    for kind, columns in (("int8", 0), ("int8", 64), ("e4m3", 0)):
+    for kind, columns, static in (("int8", 0, None), ("int8", 64, None), ("e4m3", 0, None), ("e4m3", 0, 0.01)):
         total, normed = norm._sum_triton(gate, up, weight, 1e-5)
-        rounded = many_rows._round(normed, kind, columns)
-        identical(rounded_norm._sum_triton(gate, up, weight, 1e-5, kind, columns, True), (total, *rounded, normed))
-        identical(rounded_norm._triton(total, weight, 1e-5, kind, columns, False), rounded)
+        rounded = many_rows._round(normed, kind, columns, static)
+        found = rounded_norm._sum_triton(gate, up, weight, 1e-5, kind, columns, True, static)
+        identical(found, (total, *rounded, normed))
+        identical(rounded_norm._triton(total, weight, 1e-5, kind, columns, False, static), rounded)
         wide = wide_norm._triton(total, weight, 1e-5, 1.0)
-        found = rounded_norm._wide_triton(total, weight, 1e-5, 1.0, kind, columns, True)
-        identical(found, (*many_rows._round(wide, kind, columns), wide))
-        gated = many_rows._round(silu_mul._triton(gate, up), kind, columns)
-        identical(rounded_silu_mul._triton(gate, up, kind, columns), gated)
+        found = rounded_norm._wide_triton(total, weight, 1e-5, 1.0, kind, columns, True, static)
+        identical(found, (*many_rows._round(wide, kind, columns, static), wide))
+        gated = many_rows._round(silu_mul._triton(gate, up), kind, columns, static)
+        identical(rounded_silu_mul._triton(gate, up, kind, columns, static), gated)
 
 
 def identical(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:

@@ -18,6 +18,8 @@ from strata.models.quantized.formats.read import PackedFormat, read_format
 E4M3 = torch.float8_e4m3fn
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 AWQ_PLACES = [0, 2, 4, 6, 1, 3, 5, 7]
+# Of activations, where a layout has one for all.
+INPUT_SCALE = 0.0123
 
 # The tensors of a weight [out, width] by the last part of their names, and the weight in float32.
 Made = tuple[dict[str, Tensor], Tensor]
@@ -26,12 +28,13 @@ Maker = Callable[[int, int, Generator], Made]
 
 @dataclass(frozen=True)
 class Layout:
-    """A format with its config; `activations` as `Scheme` has it."""
+    """A format with its config; `activations` as `Scheme` has it; static: they have `INPUT_SCALE`."""
 
     config: dict[str, Any]
     make: Maker
     activations: str = ""
     values: str = "int4"
+    static: bool = False
 
 
 def words(codes: Tensor, bits: int, dim: int) -> Tensor:
@@ -76,7 +79,7 @@ def one_scale(values_of: str, name: str = "weight_scale", shape: tuple[int, ...]
         scale = scales_of(size, generator, torch.bfloat16 if shape else torch.float32)
         tensors = {"weight": values, name: scale}
         if static:
-            tensors[static] = torch.tensor(0.5)
+            tensors[static] = torch.tensor(INPUT_SCALE)
         return tensors, values.float() * scale.float()
 
     return make
@@ -206,9 +209,61 @@ BLOCK = {"block_structure": [16, 8]}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False, "damp_percent": 0.01}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "GEMM"}
 
+# Fields of how weights were found, as GPTQModel 7.7 and 2.2 and transformers 5.23 write them.
+_GPTQMODEL: dict[str, Any] = {
+    "method": "gptq",
+    "checkpoint_format": "gptq",
+    "lm_head": False,
+    "pack_dtype": "int32",
+    "meta": {
+        "quantizer": ["gptqmodel:7.7.0"],
+        "damp_percent": 0.05,
+        "fallback": {"strategy": "rtn", "threshold": "0.5%", "smooth": None},
+        "gptaq": None,
+        "hessian": {"chunk_size": None, "staging_dtype": "float32"},
+        "static_groups": False,
+    },
+}
+_GPTQMODEL_2: dict[str, Any] = {
+    "checkpoint_format": "gptq",
+    "dynamic": None,
+    "hyb_act": False,
+    "lm_head": False,
+    "meta": {"quantizer": ["gptqmodel:2.2.0"], "uri": "https://github.com/modelcloud/gptqmodel"},
+    "pack_dtype": "int32",
+    "static_groups": False,
+    "true_sequential": True,
+    "v2": False,
+    "v2_alpha": 0.25,
+    "v2_memory_device": "auto",
+}
+_TRANSFORMERS: dict[str, Any] = {
+    "act_group_aware": True,
+    "backend": "auto",
+    "batch_size": 1,
+    "block_name_to_quantize": None,
+    "cache_block_outputs": True,
+    "damp_percent": 0.1,
+    "dataset": None,
+    "desc_act": False,
+    "max_input_length": None,
+    "meta": None,
+    "model_seqlen": None,
+    "module_name_preceding_first_block": None,
+    "modules_in_block_to_quantize": None,
+    "pad_token_id": None,
+    "sym": True,
+    "tokenizer": None,
+    "true_sequential": True,
+}
+
 LAYOUTS: dict[str, Layout] = {
     "fp8": Layout(
-        {"quant_method": "fp8", "activation_scheme": "static"}, one_scale("e4m3", static="input_scale"), "row", "e4m3"
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        one_scale("e4m3", static="input_scale"),
+        "row",
+        "e4m3",
+        True,
     ),
     "fp8-block": Layout(
         {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [16, 8]},
@@ -227,6 +282,7 @@ LAYOUTS: dict[str, Layout] = {
         one_scale("e4m3", shape=(1,), static="input_scale"),
         "row",
         "e4m3",
+        True,
     ),
     "float-channel": Layout(
         compressed("float-quantized", numbers("float", 8, "channel"), numbers("float", 8, "token", **TOKEN)),
@@ -243,6 +299,13 @@ LAYOUTS: dict[str, Layout] = {
         fp8_block(16, 8, "weight_scale", torch.bfloat16),
         "block",
         "e4m3",
+    ),
+    "int-tensor": Layout(
+        compressed("int-quantized", numbers("int", 8, "channel"), numbers("int", 8, "tensor", dynamic=False)),
+        one_scale("int8", shape=(-1, 1), static="input_scale"),
+        "row",
+        "int8",
+        True,
     ),
     "int": Layout(
         compressed("int-quantized", numbers("int", 8, "channel"), numbers("int", 8, "token", **TOKEN)),
@@ -284,8 +347,13 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "awq": Layout(_AWQ, awq(32)),
     "awq-whole-rows": Layout(_AWQ | {"group_size": -1, "version": "gemm"}, awq(0)),
+    "awq-of-gptqmodel": Layout(_AWQ | _GPTQMODEL | {"method": "awq", "checkpoint_format": "gemm"}, awq(32)),
+    "awq-of-transformers": Layout(_AWQ | _TRANSFORMERS | {"format": "gemm"}, awq(32)),
+    "gptq-of-transformers": Layout(_GPTQ | _TRANSFORMERS | {"format": "gptq"}, gptq(4, 32, stored_less=1)),
     "gptq": Layout(_GPTQ, gptq(4, 32, stored_less=1)),
     "gptq-v1-in-name-only": Layout(_GPTQ | {"checkpoint_format": "gptq"}, gptq(4, 32, stored_less=0)),
+    "gptq-of-gptqmodel": Layout(_GPTQ | _GPTQMODEL | {"format": "gptq"}, gptq(4, 32, stored_less=1)),
+    "gptq-of-gptqmodel-2": Layout(_GPTQ | _GPTQMODEL_2, gptq(4, 32, stored_less=1)),
     "gptq-ordered": Layout(_GPTQ | {"desc_act": True}, gptq(4, 32, 1, ordered=True)),
     "gptq-v2-asymmetric": Layout(
         _GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"}, gptq(4, 32, 0, symmetric=False, ordered=True)
@@ -302,6 +370,7 @@ LAYOUTS: dict[str, Layout] = {
         one_scale("e4m3", static="input_scale"),
         "row",
         "e4m3",
+        True,
     ),
     "modelopt-nvfp4": Layout(
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"], "producer": {"name": "modelopt"}},
@@ -309,6 +378,14 @@ LAYOUTS: dict[str, Layout] = {
         values="e2m1",
     ),
 }
+
+
+def rounded_statically(x: Tensor, values: str) -> Tensor:
+    """Float32 activations as a file with static scales asks for them: divided, cut off, rounded, multiplied."""
+    scaled = x * torch.tensor(INPUT_SCALE).reciprocal()
+    return (
+        scaled.clamp(-448, 448).to(E4M3).float() if values == "e4m3" else scaled.round().clamp(-127, 127)
+    ) * INPUT_SCALE
 
 
 def make(

@@ -26,7 +26,7 @@ from strata.models.weights import load, match_tensors
 from tests.models.batches import packed, random_sequences
 from tests.models.checkpoints import make_checkpoint
 
-from .made import LAYOUTS, Layout, make, read
+from .made import INPUT_SCALE, LAYOUTS, Layout, make, read, rounded_statically
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -66,6 +66,7 @@ def test_what_is_read_is_what_the_layout_says(name: str, tmp_path: Path) -> None
         whole = format.read(matrix, (0, out), (0, width))
         assert whole.shape == wanted.shape
         assert whole.scheme == scheme
+        assert whole.input_scale == (torch.tensor(INPUT_SCALE).item() if layout.static else None)
         assert torch.equal(dense(whole), wanted)
         for rows in ((0, 8), (5, 21), (33, out), (out, out)):
             assert torch.equal(dense(format.read(matrix, rows, (0, width))), wanted[slice(*rows)])
@@ -106,7 +107,21 @@ def made_llama() -> tuple[CausalLM, dict[str, tuple[int, int]]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["fp8", "fp8-block", "float-channel", "int", "pack-4-asymmetric", "nvfp4", "mxfp4", "awq", "gptq-ordered"]
+    "name",
+    [
+        "fp8",
+        "fp8-block",
+        "float-tensor",
+        "float-channel",
+        "int",
+        "int-tensor",
+        "modelopt-fp8",
+        "pack-4-asymmetric",
+        "nvfp4",
+        "mxfp4",
+        "awq",
+        "gptq-ordered",
+    ],
 )
 @torch.no_grad()
 def test_a_llama_runs_from_it_as_from_what_it_stands_for(name: str, tmp_path: Path) -> None:
@@ -130,7 +145,10 @@ def plain_llama(model: CausalLM, expected: dict[str, Tensor], layout: Layout, sc
         if layout.activations:
             owner = model.get_submodule(name.removesuffix(".weight"))
             assert isinstance(owner, Linear)
-            owner.register_forward_pre_hook(lambda _, x: (round_activations(x[0], scheme),))
+            if layout.static:
+                owner.register_forward_pre_hook(lambda _, x: (rounded_statically(x[0], layout.values),))
+            else:
+                owner.register_forward_pre_hook(lambda _, x: (round_activations(x[0], scheme),))
 
 
 def test_experts_of_gpt_oss_stay_packed(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def fits_scaled_mm(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) 
 
 
 def scaled_mm(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    values, scales = _round(_rows_of(x, weight), weight.kind, 0)
+    values, scales = _round(_rows_of(x, weight), weight.kind, 0, weight.input_scale)
     return scaled_mm_of_rounded(values, scales, weight, bias, x.dtype).view(*x.shape[:-1], weight.shape[0])
 
 
@@ -63,7 +63,7 @@ def fits_rounded(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) ->
 
 
 def rounded_product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    values, scales = _round(_rows_of(x, weight), weight.kind, weight.columns)
+    values, scales = _round(_rows_of(x, weight), weight.kind, weight.columns, weight.input_scale)
     return product_of_rounded(values, scales, weight, bias, x.dtype).view(*x.shape[:-1], weight.shape[0])
 
 
@@ -105,7 +105,7 @@ def fits_split(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> b
 
 
 def split(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    values, scales = _round(_rows_of(x, weight), weight.kind, 0)
+    values, scales = _round(_rows_of(x, weight), weight.kind, 0, weight.input_scale)
     return split_of_rounded(values, scales, weight, bias, x.dtype).view(*x.shape[:-1], weight.shape[0])
 
 

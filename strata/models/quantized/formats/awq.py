@@ -23,15 +23,15 @@ from strata.models.quantized.formats.matrices import (
     nibbles_of,
     scheme_of_words,
 )
-from strata.models.quantized.formats.settings import take_group, take_names, take_object
+from strata.models.quantized.formats.settings import HOW_MADE, take_group, take_names, take_object
 from strata.models.quantized.formats.stored import FLOATS, StoredTensors
 
 _BITS = 4
 _IN_A_WORD = 32 // _BITS
 _PLACES = (0, 2, 4, 6, 1, 3, 5, 7)
 _VALUE_OF_ROW = [_PLACES.index(row) for row in range(_IN_A_WORD)]
-# How it was made or is to be run, and what is written where it has no meaning.
-_WITHOUT_EFFECT = ("backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "lm_head", "meta", "modules_to_fuse")
+# How fused modules of AutoAWQ are to be run.
+_OF_FUSED = frozenset({"do_fuse", "fuse_max_seq_len", "modules_to_fuse"})
 
 
 def read_awq(fields: Fields, stored: StoredTensors) -> dict[str, PackedMatrix]:
@@ -49,7 +49,7 @@ def read_awq(fields: Fields, stored: StoredTensors) -> dict[str, PackedMatrix]:
     fields.only("method", "awq", "quant_method says so")
     fields.only("pack_dtype", "int32", "other words are not implemented")
     take_names(fields, "modules_to_not_convert")  # the tensors' names tell it
-    fields.finish(_WITHOUT_EFFECT)
+    fields.finish(HOW_MADE | _OF_FUSED)
     return {f"{owner}.weight": _matrix(stored, owner, group) for owner in stored.owners("qweight")}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from strata.files.fields import Fields
@@ -28,7 +28,7 @@ _BOOKKEEPING = (
 class Numbers:
     """Of weights or activations: kind ("int" or "float") and bits, and what shares a scale.
 
-    rows, columns: of a weight that share a scale, 0: all of them.
+    rows, columns: of a weight that share a scale, 0: all of them. dynamic: scales are found as activations are rounded.
     """
 
     kind: str
@@ -37,6 +37,7 @@ class Numbers:
     strategy: str
     rows: int
     columns: int
+    dynamic: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,10 +133,9 @@ def _read_numbers(values: dict[str, Any], where: str) -> Numbers:
 
 
 def _read_activations(values: dict[str, Any], where: str) -> Numbers:
-    """Scales of activations are found as a product reads them, whatever the file has."""
     fields = Fields(values, where)
-    fields.choice("dynamic", (True, False, "local"), False)
-    return _take_numbers(fields, (*_STRATEGIES[:-1], "token"))
+    dynamic = fields.choice("dynamic", (True, False, "local"), False)
+    return replace(_take_numbers(fields, (*_STRATEGIES[:-1], "token")), dynamic=dynamic is not False)
 
 
 def _check_order(fields: Fields) -> None:

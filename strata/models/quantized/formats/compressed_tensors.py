@@ -28,9 +28,8 @@ from strata.models.quantized.formats.matrices import (
     signed,
 )
 from strata.models.quantized.formats.settings import take_cache
-from strata.models.quantized.formats.stored import FLOATS, StoredTensors
+from strata.models.quantized.formats.stored import FLOATS, ONE, StoredTensors
 
-_ONE = ((), (1,), (1, 1))
 _INPUT_SCALES = ("input_scale", "input_global_scale")
 _Read = Callable[[StoredTensors, str, Numbers, str], PackedMatrix]
 
@@ -38,8 +37,8 @@ _Read = Callable[[StoredTensors, str, Numbers, str], PackedMatrix]
 def read_compressed_tensors(fields: Fields, stored: StoredTensors) -> dict[str, PackedMatrix]:
     """The matrices of a checkpoint, by name.
 
-    Activations of 8 bits are rounded as a product reads them, by rows or by the blocks of a weight's columns; a scale
-    that the file has for them is passed over. Activations of other bits than the weights are not rounded.
+    Activations of 8 bits are rounded as a product reads them: by rows, with the scale that the file has for all rows,
+    or by the blocks of a weight's columns. Activations of other bits than the weights are not rounded.
     """
     take_cache(fields, stored, "kv_cache_scheme")
     rules = read_rules(fields)
@@ -55,9 +54,12 @@ def read_compressed_tensors(fields: Fields, stored: StoredTensors) -> dict[str, 
             accepted = ", ".join(map(repr, _LAYOUTS))
             raise ValueError(f"{fields.where}: format = {group.layout!r} is not supported; accepted are {accepted}")
         _check_numbers(group, fields.where, owner)
+        rounding = _rounding(group)
+        if rounding == "row" and group.activations is not None and not group.activations.dynamic:
+            stored.take_input_scale(owner, _INPUT_SCALES[0])
         for last in _INPUT_SCALES:
             stored.pass_over(f"{owner}.{last}")
-        matrices[f"{owner}.weight"] = _LAYOUTS[group.layout](stored, owner, group.weights, _rounding(group))
+        matrices[f"{owner}.weight"] = _LAYOUTS[group.layout](stored, owner, group.weights, rounding)
     _check_plain(rules, stored, matrices)
     return matrices
 
@@ -107,6 +109,11 @@ def _rounding(group: Group) -> str:
             f"activations with a scale for each {activations.strategy} and weights in groups of {weights.columns} "
             f"columns (targets {', '.join(group.targets)}) are not supported"
         )
+    if not activations.dynamic and activations.strategy != "tensor":
+        raise ValueError(
+            f"activations with a scale for each {activations.strategy} that is found ahead (dynamic = False; targets "
+            f"{', '.join(group.targets)}) are not supported; accepted is one for the tensor"
+        )
     return "row"
 
 
@@ -124,7 +131,7 @@ def _read_values(stored: StoredTensors, owner: str, numbers: Numbers, rounding: 
     out, width = values.shape
     rows, columns = numbers.rows, numbers.columns
     if numbers.strategy == "tensor":
-        shapes: tuple[tuple[int, ...], ...] = _ONE
+        shapes: tuple[tuple[int, ...], ...] = ONE
     elif numbers.strategy == "block":
         shapes = ((-(-out // rows), -(-width // columns)),)
     else:
@@ -138,7 +145,7 @@ def _read_values(stored: StoredTensors, owner: str, numbers: Numbers, rounding: 
 
 
 def _read_nvfp4(stored: StoredTensors, owner: str, numbers: Numbers, rounding: str) -> PackedMatrix:
-    whole = stored.take(f"{owner}.weight_global_scale", (torch.float32,), *_ONE)
+    whole = stored.take(f"{owner}.weight_global_scale", (torch.float32,), *ONE)
     return _read_e2m1(stored, owner, numbers, NV_GROUP, torch.float8_e4m3fn, (whole, True))
 
 

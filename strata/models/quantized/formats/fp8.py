@@ -14,43 +14,47 @@ from strata.kernels.quant.packed import Scheme
 from strata.models.checkpoint import StoredTensor
 from strata.models.quantized.formats.matrices import PackedMatrix, ScaledMatrix
 from strata.models.quantized.formats.settings import take_cache, take_names
-from strata.models.quantized.formats.stored import FLOATS, StoredTensors
+from strata.models.quantized.formats.stored import FLOATS, ONE, StoredTensors
 
 # Of the scale beside a weight; of those of activations, which are for one scale of all tokens.
 _SCALES = ("weight_scale_inv", "weight_scale")
 _INPUT_SCALES = ("input_scale", "activation_scale")
-_ONE = ((), (1,), (1, 1))
 
 
 def read_fp8(fields: Fields, stored: StoredTensors) -> dict[str, PackedMatrix]:
     """The matrices of a checkpoint, by name.
 
-    Activations are rounded as a product reads them: by the blocks of a weight's columns, or by rows. A scale that the
-    file has for activations is passed over.
+    Activations are rounded as a product reads them: by the blocks of a weight's columns, by rows, or, where the scheme
+    is static, with the scale that the file has for them.
     """
     block = _take_block(fields)
     static = fields.choice("activation_scheme", ("dynamic", "static"), "dynamic") == "static"
     if static and block:
         raise fields.wrong("activation_scheme", "static", "'dynamic' where weights have a scale for each block")
-    fields.only("fmt", "e4m3", "other kinds of 8 bits are not implemented")
+    fields.choice("fmt", ("e4m3", "float8_e4m3fn", None), None)
     fields.choice("scale_fmt", ("float", "ue8m0", None), None)  # the scales' dtype tells it
     fields.only("expert_dtype", "fp8", "experts in 4 bits are not implemented in this format")
     take_names(fields, "modules_to_not_convert", "ignored_layers", "modules_to_convert")  # the dtypes tell it
     take_cache(fields, stored, "kv_cache_scheme")
     fields.finish({"dequantize"})
-    return {f"{owner}.weight": _matrix(stored, owner, block) for owner in stored.owners("weight", torch.float8_e4m3fn)}
+    return {
+        f"{owner}.weight": _matrix(stored, owner, block, static)
+        for owner in stored.owners("weight", torch.float8_e4m3fn)
+    }
 
 
 def scalar_matrix(stored: StoredTensors, values: StoredTensor, scales: str) -> ScaledMatrix:
     """Of e4m3 values with one scale for all, which is called so; what it multiplies is rounded by rows."""
-    scale = stored.take(scales, FLOATS, *_ONE)
+    scale = stored.take(scales, FLOATS, *ONE)
     return ScaledMatrix(stored, Scheme("e4m3", 0, 0, "row"), values, scale)
 
 
-def _matrix(stored: StoredTensors, owner: str, block: tuple[int, int] | None) -> PackedMatrix:
+def _matrix(stored: StoredTensors, owner: str, block: tuple[int, int] | None, static: bool) -> PackedMatrix:
     values = stored.take(f"{owner}.weight", (torch.float8_e4m3fn,), dims=2)
     name = next((name for last in _SCALES if (name := f"{owner}.{last}") in stored), f"{owner}.{_SCALES[0]}")
     if block is None:
+        if static:
+            stored.take_input_scale(owner, *_INPUT_SCALES)
         for last in _INPUT_SCALES:
             stored.pass_over(f"{owner}.{last}")
         return scalar_matrix(stored, values, name)

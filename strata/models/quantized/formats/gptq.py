@@ -28,21 +28,13 @@ from strata.models.quantized.formats.matrices import (
     scheme_of_words,
     signed,
 )
-from strata.models.quantized.formats.settings import take_group, take_object
+from strata.models.quantized.formats.settings import HOW_MADE, take_group, take_object
 from strata.models.quantized.formats.stored import FLOATS, StoredTensors
 
 _BITS = (4, 8)
 _V1, _V2 = "gptq", "gptq_v2"
 # A 1 in each field of a word: of 4 bits, of 8.
 _ONES = {4: 0x11111111, 8: 0x01010101}
-# How it was made or is to be run.
-_BOOKKEEPING = """
-    act_group_aware backend batch_size block_name_to_quantize cache_block_outputs damp_auto_increment damp_percent
-    dataset disable_exllama exllama_config foem gptaq hyb_act lm_head max_input_length model_file_base_name
-    model_name_or_path model_seqlen module_name_preceding_first_block modules_in_block_to_quantize mse pad_token_id
-    static_groups tokenizer true_sequential use_cuda_fp16 use_exllama
-"""
-_BOOKKEEPING_OF_RULES = frozenset({"mse", "damp_percent", "static_groups", "act_group_aware"})
 
 
 @dataclass(frozen=True)
@@ -72,11 +64,12 @@ def read_gptq(fields: Fields, stored: StoredTensors) -> dict[str, PackedMatrix]:
     rules = take_object(fields, "dynamic")
     writer = take_object(fields, "meta").get("quantizer")
     fields.only("pack_dtype", "int32", "other words are not implemented")
-    fields.only("is_marlin_format", False, "this layout is for one kernel")
+    for key in ("is_marlin_format", "use_marlin"):
+        fields.only(key, False, "this layout is for one kernel")
     fields.only("method", "gptq", "quant_method says so")
     for key in ("activation", "adapter", "rotation"):
         fields.only(key, None, "weights alone are read")
-    fields.finish(_BOOKKEEPING.split())
+    fields.finish(HOW_MADE)
     settings = _Settings(bits, group, symmetric, ordered, layout == _V1)
     matrices: dict[str, PackedMatrix] = {}
     for owner in stored.owners("qweight"):
@@ -113,7 +106,7 @@ def _settings_of(owner: str, settings: _Settings, rules: Mapping[str, Any], wher
             symmetric=own.flag("sym", settings.symmetric),
             ordered=own.flag("desc_act", settings.ordered),
         )
-        own.finish(_BOOKKEEPING_OF_RULES)
+        own.finish(HOW_MADE)
         return settings
     return settings
 

@@ -21,8 +21,8 @@ _ALGORITHMS = ("FP8", "NVFP4", "W4A16_NVFP4")
 def read_modelopt(fields: Fields, stored: StoredTensors) -> dict[str, PackedMatrix]:
     """The matrices of a checkpoint, by name.
 
-    fields: the quantization_config, or `quantization` of hf_quant_config.json. Activations in fp8 are rounded by rows,
-    those in 4 bits are not; a scale that the file has for them is passed over.
+    fields: the quantization_config, or `quantization` of hf_quant_config.json. Activations in fp8 are rounded with the
+    scale that the file has for them, or by rows; those in 4 bits are not, whatever scale it has.
     """
     algorithm = fields.choice("quant_algo", _ALGORITHMS)
     if algorithm != "FP8" and fields.count("group_size", NV_GROUP) != NV_GROUP:
@@ -38,7 +38,8 @@ def read_modelopt(fields: Fields, stored: StoredTensors) -> dict[str, PackedMatr
 
 def _scalar(stored: StoredTensors, owner: str) -> PackedMatrix:
     values = stored.take(f"{owner}.weight", (torch.float8_e4m3fn,), dims=2)
-    stored.pass_over(f"{owner}.input_scale")
+    if f"{owner}.input_scale" in stored:
+        stored.take_input_scale(owner, "input_scale")
     return scalar_matrix(stored, values, f"{owner}.weight_scale")
 
 

@@ -19,7 +19,8 @@ from strata.models.quantized.formats.gptq import read_gptq
 from strata.models.quantized.formats.matrices import PackedMatrix, read_box
 from strata.models.quantized.formats.modelopt import read_modelopt
 from strata.models.quantized.formats.mxfp4 import read_mxfp4
-from strata.models.quantized.formats.stored import StoredTensors
+from strata.models.quantized.formats.stored import InputScale, StoredTensors
+from strata.models.quantized.method import take_method
 
 _METHODS: Mapping[str, Callable[[Fields, StoredTensors], dict[str, PackedMatrix]]] = {
     "awq": read_awq,
@@ -38,11 +39,13 @@ class PackedFormat:
     """The packed weights of a checkpoint.
 
     scheme: the method and what it packs, for messages. claimed: all stored tensors that it reads or passes over.
+    input_scales: by matrix, of what it multiplies, where the checkpoint has one scale for that.
     """
 
     scheme: str
     claimed: frozenset[str]
     stored: Mapping[str, PackedMatrix]
+    input_scales: Mapping[str, InputScale]
 
     @property
     def matrices(self) -> frozenset[str]:
@@ -60,11 +63,11 @@ class PackedFormat:
     def read(self, name: str, rows: tuple[int, int], columns: tuple[int, int]) -> PackedWeight:
         """The rows and columns [first, end) of a matrix on the CPU.
 
-        Scales of activations that a file has are not in it: what it multiplies is rounded with scales of its own rows
-        (or blocks of them), which are at least as fine. Raises ValueError for a scale that is no finite number, zeros
-        that are not what the config says, and columns that cannot be divided.
+        Experts have the largest of the scales that each has for what it multiplies. Raises ValueError for a scale that
+        is no finite number, zeros that are not what the config says, and columns that cannot be divided.
         """
-        return read_box(self.stored[name], name, rows, columns)
+        weight, scale = read_box(self.stored[name], name, rows, columns), self.input_scales.get(name)
+        return weight if scale is None else weight._replace(input_scale=scale.value)
 
 
 def read_format(config: dict[str, Any], tensors: Mapping[str, StoredTensor], folder: Path) -> PackedFormat | None:
@@ -85,7 +88,7 @@ def read_format(config: dict[str, Any], tensors: Mapping[str, StoredTensor], fol
     if not isinstance(values, dict):
         raise ValueError(f"{where} is {values!r}; supported is an object or null")
     fields = Fields(values, where)
-    method = fields.choice("quant_method", (*_METHODS, _MXFP4))
+    method = take_method(fields, (*_METHODS, _MXFP4))
     if method == _MXFP4:
         return None
     stored = StoredTensors(tensors, folder)
@@ -104,7 +107,7 @@ def _format(method: str, matrices: dict[str, PackedMatrix], stored: StoredTensor
         raise ValueError(f"{stored.folder} holds no packed weights, though its quantization_config says {method!r}")
     counts = Counter(matrix.scheme for matrix in matrices.values())
     schemes = ", ".join(f"{_words(scheme)} ({count})" for scheme, count in counts.most_common())
-    return PackedFormat(f"{method}: {schemes}", claimed, matrices)
+    return PackedFormat(f"{method}: {schemes}", claimed, matrices, stored.input_scales)
 
 
 def _words(scheme: Scheme) -> str:
@@ -121,4 +124,4 @@ def _modelopt_values(file: dict[str, Any], where: str) -> dict[str, Any]:
     fields.finish({"producer"})
     if not isinstance(values, dict):
         raise fields.wrong("quantization", values, "an object")
-    return {"quant_method": "modelopt"} | values
+    return values

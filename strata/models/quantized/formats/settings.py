@@ -7,6 +7,19 @@ from typing import Any
 from strata.files.fields import Fields
 from strata.models.quantized.formats.stored import StoredTensors
 
+# How weights were found or are to be run, not what they are. GPTQModel writes the fields of its algorithm (in 2025
+# beside the others, later in `meta`), and transformers 5 those of GPTQ for AWQ, too. The tensors' names tell whether
+# the head is packed.
+_HOW_MADE = """
+    act_group_aware backend batch_size block_name_to_quantize buffered_fwd cache_block_outputs damp_auto_increment
+    damp_percent dataset disable_exllama exllama_config fail_safe failsafe fallback foem gc_mode gptaq gptaq_alpha
+    gptaq_memory_device hessian hessian_chunk_size hyb_act lm_head max_input_length meta mock_quantization
+    model_file_base_name model_name_or_path model_seqlen module_name_preceding_first_block modules_in_block_to_quantize
+    moe mse offload_to_disk offload_to_disk_path pack_impl pad_token_id parallel_packing static_groups tokenizer
+    true_sequential use_cuda_fp16 use_exllama v2 v2_alpha v2_memory_device
+"""
+HOW_MADE = frozenset(_HOW_MADE.split())
+
 
 def take_names(fields: Fields, *keys: str) -> tuple[str, ...]:
     """The strings of the lists at these keys, of which any may be absent or null."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from strata.kernels.quant.packed import LEAST_SCALE
 from strata.models.checkpoint import StoredTensor, shorten
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -21,16 +24,42 @@ _OF_PACKED = re.compile(
     r"weight_packed|weight_shape|weight_g_idx|qweight|qzeros|scales|g_idx|pre_quant_scale|.*_scale(_inv|_2)?|"
     r".*_zero_point|svdquant_.*"
 )
+# A scale of whole matrices, or of all rows that one multiplies.
+ONE = ((), (1,), (1, 1))
+# Products of all experts are one here.
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+@dataclass
+class InputScale:
+    """The scale that one product has for the rows it multiplies (static): the largest of its matrices'."""
+
+    tensors: StoredTensors
+    sources: list[StoredTensor] = field(default_factory=list)
+
+    @cached_property
+    def value(self) -> float:
+        """Raises ValueError for scales of which one is no finite number, or none positive."""
+        largest = max(float(self.tensors.read_scales(one)) for one in self.sources)
+        if largest < LEAST_SCALE:
+            first = self.sources[0]
+            raise ValueError(f"{first.file}: {first.name} is {largest:.3g}; accepted is a scale of at least 2^-126")
+        return largest
 
 
 class StoredTensors:
-    """The tensors of one checkpoint, of which a format takes those that it reads."""
+    """The tensors of one checkpoint, of which a format takes those that it reads.
+
+    input_scales: by matrix, those that were taken.
+    """
 
     def __init__(self, tensors: Mapping[str, StoredTensor], folder: Path) -> None:
         self.folder = folder
         self._tensors = tensors
         self._taken: set[str] = set()
         self._readers: dict[Path, Any] = {}
+        self.input_scales: dict[str, InputScale] = {}
+        self._products: dict[str, InputScale] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -59,6 +88,14 @@ class StoredTensors:
             raise ValueError(f"{self.folder}: {name} is {list(stored.shape)}, expected {accepted}")
         self._taken.add(name)
         return stored
+
+    def take_input_scale(self, owner: str, *lasts: str) -> None:
+        """The scale of what the matrix of `owner` multiplies, under the first of these last names that there is."""
+        name = next((name for last in lasts if (name := f"{owner}.{last}") in self), f"{owner}.{lasts[0]}")
+        source, product = self.take(name, FLOATS, *ONE), _EXPERT.sub(".experts.*.", owner)
+        scale = self._products.setdefault(product, InputScale(self))
+        scale.sources.append(source)
+        self.input_scales[f"{owner}.weight"] = scale
 
     def pass_over(self, name: str) -> None:
         """Let a tensor that there may be be without effect."""

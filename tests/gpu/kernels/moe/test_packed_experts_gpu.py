@@ -207,6 +207,14 @@ def test_rows_are_rounded_of_more_than_two_an_expert(name: str, tokens: int, rou
     assert_right(experts, given(name, tokens, 6, 2, 512, 256), ROUNDED if rounded else CONVERTED)
 
 
+def test_rows_are_rounded_with_a_scale_that_was_found_ahead() -> None:
+    *arguments, gate_up, down = given("fp8", 64, 6, 2, 512, 256)
+    static = [*arguments, gate_up._replace(input_scale=0.01), down._replace(input_scale=0.03)]
+    assert_right(experts, static, ROUNDED)
+    by_rows = experts.bind("cuda", packed=True)(*arguments, gate_up, down)
+    assert not torch.equal(experts.bind("cuda", packed=True)(*static), by_rows)
+
+
 @pytest.mark.parametrize("name", ["fp8", "int8"])
 @pytest.mark.parametrize("parts", [(GATE, SUM), (ChoicePart(8, 512, 4), ChoicePart(4, 128, 8))])
 @pytest.mark.parametrize(

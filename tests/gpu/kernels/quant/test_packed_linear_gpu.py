@@ -176,17 +176,22 @@ def test_rows_stand_alone_in_one_tile() -> None:
 
 
 @pytest.mark.parametrize("kind", ["e4m3", "int8"])
-@pytest.mark.parametrize("columns", [0, 128])
+@pytest.mark.parametrize(("columns", "static"), [(0, None), (128, None), (0, 0.013)])
 @pytest.mark.parametrize("shape", [(1, 64), (7, 200), (300, 4096), (33, 14336), (5, 28672)])
-def test_rounded_rows_are_the_reference_to_the_bit(shape: tuple[int, int], columns: int, kind: str) -> None:
+def test_rounded_rows_are_the_reference_to_the_bit(
+    shape: tuple[int, int], columns: int, static: float | None, kind: str
+) -> None:
     x = draw(shape[0], shape[1] + 8)[:, 8:] * torch.exp(4 * torch.randn(shape[0], 1, device="cuda")).bfloat16()
     x[0, : shape[1] // 2] = 0
-    assert round_rows.bind("cuda").choose(x, kind, columns).name == "triton"
-    found, wanted = round_rows.bind("cuda")(x, kind, columns), round_rows.reference(x.cpu(), kind, columns)
+    assert round_rows.bind("cuda").choose(x, kind, columns, static).name == "triton"
+    found, wanted = (
+        round_rows.bind("cuda")(x, kind, columns, static),
+        round_rows.reference(x.cpu(), kind, columns, static),
+    )
     for mine, theirs in zip(found, wanted, strict=True):
         assert torch.equal(mine.cpu().view(torch.uint8), theirs.view(torch.uint8))
     x[-1, 3] = torch.nan
-    _, scales = round_rows.bind("cuda")(x, kind, columns)
+    _, scales = round_rows.bind("cuda")(x, kind, columns, static)
     assert scales[-1, 0].isnan()
     assert scales[:-1].isfinite().all()
 
@@ -195,15 +200,19 @@ def test_rounded_rows_are_the_reference_to_the_bit(shape: tuple[int, int], colum
 ROUNDED = {"rounded, cublas": 2e-2, "rounded, split": 2e-2, "rounded, triton": 5e-3}
 
 
-@pytest.mark.parametrize("name", ["fp8", "int8", "fp8_block", "rows of blocks"])
+@pytest.mark.parametrize(
+    ("name", "static"),
+    [("fp8", None), ("int8", None), ("fp8_block", None), ("rows of blocks", None), ("fp8", 0.01), ("int8", 0.03)],
+)
 @pytest.mark.parametrize("rows", [33, 65, 127, 256, 333, 2048])
 @pytest.mark.parametrize(("out", "width"), [(1024, 3072), (6144, 4096), (4096, 14336), (8320, 256), (272, 1040)])
-def test_many_rows_in_8_bits(name: str, rows: int, out: int, width: int) -> None:
-    weight, x, bias = draw_weight(out, width, ALL[name]), draw(rows, width), draw(out)
+def test_many_rows_in_8_bits(name: str, static: float | None, rows: int, out: int, width: int) -> None:
+    weight, x, bias = draw_weight(out, width, ALL[name])._replace(input_scale=static), draw(rows, width), draw(out)
     chosen = linear.bind("cuda", packed=True).choose(x, weight, bias)
     by_rows, whole = name in ("fp8", "int8"), "rounded, cublas" if name == "fp8" else "rounded, triton"
     assert chosen.name == ("rounded, split" if by_rows and rows <= 256 and width % 128 == 0 else whole)
-    exact = F.linear(round_activations(x.cpu(), weight.scheme).cuda().double(), dense(weight).double(), bias.double())
+    rows_read = round_activations(x.cpu(), weight.scheme, static).cuda().double()
+    exact = F.linear(rows_read, dense(weight).double(), bias.double())
     result = chosen.run(x, weight, bias)
     assert result.isfinite().all()
     assert (result.double() - exact).norm() <= ROUNDED[chosen.name] * exact.norm()

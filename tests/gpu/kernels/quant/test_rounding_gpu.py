@@ -23,7 +23,10 @@ from strata.kernels.quant.schemes import SCHEMES
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
 EPS = 1e-5
-WAYS = [("e4m3", 0), ("int8", 0), ("e4m3", 128), ("int8", 128)]
+# Kind, columns that share a scale, and one for all rows.
+WAYS = [
+    ("e4m3", 0, None), ("int8", 0, None), ("e4m3", 128, None), ("int8", 128, None), ("e4m3", 0, 0.01), ("int8", 0, 0.02)
+]  # fmt: skip
 
 
 def draw(*shape: int) -> Tensor:
@@ -40,49 +43,52 @@ def assert_identical(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> N
         assert torch.equal(one.view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize(("kind", "columns"), WAYS)
+@pytest.mark.parametrize(("kind", "columns", "static"), WAYS)
 @pytest.mark.parametrize("width", [64, 200, 1024, 4096, 5000, 14336, 16384, 28672])
-def test_fused_kernels_have_the_bits_of_their_parts(width: int, kind: str, columns: int) -> None:
+def test_fused_kernels_have_the_bits_of_their_parts(width: int, kind: str, columns: int, static: float | None) -> None:
     for rows in (1, 65, 300):
         left, right = draw(rows, 2 * width + 16)[:, 16:].split(width, 1)
-        gated = run(round_rows, run(silu_mul, left, right), kind, columns)
-        assert_identical(run(silu_mul_round, left, right, kind, columns), gated)
+        gated = run(round_rows, run(silu_mul, left, right), kind, columns, static)
+        assert_identical(run(silu_mul_round, left, right, kind, columns, static), gated)
         if width > 16384 or width < columns:
             continue
         weight = draw(width)
-        assert rms_norm_round.bind("cuda").choose(left, weight, EPS, kind, columns, True).name == "triton"
+        assert rms_norm_round.bind("cuda").choose(left, weight, EPS, kind, columns, True, static).name == "triton"
         normed = run(rms_norm, left, weight, EPS)
-        rounded = run(round_rows, normed, kind, columns)
-        assert_identical(run(rms_norm_round, left, weight, EPS, kind, columns, False), rounded)
-        assert_identical(run(rms_norm_round, left, weight, EPS, kind, columns, True), (*rounded, normed))
+        rounded = run(round_rows, normed, kind, columns, static)
+        assert_identical(run(rms_norm_round, left, weight, EPS, kind, columns, False, static), rounded)
+        assert_identical(run(rms_norm_round, left, weight, EPS, kind, columns, True, static), (*rounded, normed))
         wide = run(wide_rms_norm, left, weight, EPS, 1.0)
-        found = run(wide_rms_norm_round, left, weight, EPS, 1.0, kind, columns, True)
-        assert_identical(found, (*run(round_rows, wide, kind, columns), wide))
+        found = run(wide_rms_norm_round, left, weight, EPS, 1.0, kind, columns, True, static)
+        assert_identical(found, (*run(round_rows, wide, kind, columns, static), wide))
         total, normed = run(add_rms_norm, left, right, weight, EPS)
-        rounded = run(round_rows, normed, kind, columns)
-        found = run(add_rms_norm_round, left, right, weight, EPS, kind, columns, True)
+        rounded = run(round_rows, normed, kind, columns, static)
+        found = run(add_rms_norm_round, left, right, weight, EPS, kind, columns, True, static)
         assert_identical(found, (total, *rounded, normed))
-        found = run(add_rms_norm_round, left, right, weight, EPS, kind, columns, False)
+        found = run(add_rms_norm_round, left, right, weight, EPS, kind, columns, False, static)
         assert_identical(found, (total, *rounded))
 
 
-def test_what_is_no_number_shows_in_its_row_alone() -> None:
+@pytest.mark.parametrize("static", [None, 0.01])
+def test_what_is_no_number_shows_in_its_row_alone(static: float | None) -> None:
     gate, up = draw(9, 4096), draw(9, 4096)
     gate[4, 77] = torch.nan
     for _, scales in (
-        run(silu_mul_round, gate, up, "int8", 0),
-        run(rms_norm_round, gate, up[0], EPS, "int8", 0, False),
-        run(add_rms_norm_round, gate, up, up[0], EPS, "int8", 0, False)[1:],
+        run(silu_mul_round, gate, up, "int8", 0, static),
+        run(rms_norm_round, gate, up[0], EPS, "int8", 0, False, static),
+        run(add_rms_norm_round, gate, up, up[0], EPS, "int8", 0, False, static)[1:],
     ):
         assert scales.isnan().flatten().tolist() == [row == 4 for row in range(9)]
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "int8", "fp8_block"])
+@pytest.mark.parametrize(
+    ("scheme", "static"), [("fp8", None), ("int8", None), ("fp8_block", None), ("fp8", 0.01), ("int8", 0.02)]
+)
 @pytest.mark.parametrize("rows", [65, 300, 2048])
-def test_products_of_rounded_rows_have_the_bits_of_others(rows: int, scheme: str) -> None:
-    weight = pack(torch.randn(1008, 2048) / 45, SCHEMES[scheme]).to("cuda")
+def test_products_of_rounded_rows_have_the_bits_of_others(rows: int, scheme: str, static: float | None) -> None:
+    weight = pack(torch.randn(1008, 2048) / 45, SCHEMES[scheme]).to("cuda")._replace(input_scale=static)
     x, bias = draw(rows, 2048), draw(1008)
-    values, scales = run(round_rows, x, weight.kind, weight.columns)
+    values, scales = run(round_rows, x, weight.kind, weight.columns, static)
     bound = rounded_linear.bind("cuda", packed=True)
     for added in (None, bias):
         chosen = bound.choose(values, scales, weight, added, x.dtype)
