@@ -159,5 +159,4 @@ def _function(value: Any) -> Mapping[str, Any] | None:
     function = value.get("function")
     if function is None:
         function = {key: one for key, one in value.items() if key not in ("type", "id")}
-    named = isinstance(function, Mapping) and isinstance(function.get("name"), str) and function["name"]
-    return function if named else None
+    return function if isinstance(function, Mapping) and isinstance(function.get("name"), str) else None

@@ -294,7 +294,7 @@ def test_what_asks_for_nothing_is_taken(engine: Engine) -> None:
         ({"chat_template_content_format": "openai"}, "chat_template_content_format must be"),
         ({"lora_request": object()}, "lora_request is not supported"),
         ({"mm_processor_kwargs": {"num_crops": 4}}, "mm_processor_kwargs is not supported"),
-        ({"tools": [{"name": ""}]}, r"tools\[0\] must be like"),
+        ({"tools": [{"name": 5}]}, r"tools\[0\] must be like"),
         ({"tools": TOOL}, "tools must be a list"),
     ],
 )

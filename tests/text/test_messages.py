@@ -20,7 +20,7 @@ OBJECTS = st.dictionaries(TEXTS, VALUES, max_size=3)
 ARGUMENTS = st.none() | OBJECTS | OBJECTS.map(json.dumps) | VALUES.map(json.dumps) | TEXTS
 CALLS = st.builds(
     lambda name, arguments, id: {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}},
-    st.text(min_size=1, max_size=3),
+    TEXTS,
     ARGUMENTS,
     st.none() | TEXTS,
 )
@@ -99,7 +99,7 @@ def test_what_is_not_in_openais_messages_stays() -> None:
         ({"role": "assistant", "tool_calls": {"name": "a"}}, r"messages\[1\]\.tool_calls must be a list"),
         ({"role": "assistant", "tool_calls": ["a"]}, r"messages\[1\]\.tool_calls\[0\] must be like"),
         ({"role": "assistant", "tool_calls": [{"type": "custom", "name": "a"}]}, r"tool_calls\[0\] must be like"),
-        ({"role": "assistant", "tool_calls": [{"function": {"name": ""}}]}, r"tool_calls\[0\] must be like"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": None}}]}, r"tool_calls\[0\] must be like"),
         ({"role": "assistant", "tool_calls": [{"name": "a", "arguments": [1]}]}, r"\[0\]: arguments must be an object"),
         ({"role": "assistant", "function_call": {"name": "a"}}, r"function_call is not supported: .* use tool_calls"),
         ({"role": "assistant", "audio": {"id": "a"}}, r"messages\[1\]\.audio is not supported: only text"),
