@@ -207,7 +207,7 @@ GEMMA_3 = """\
 {%- if add_generation_prompt %}{{- '[start]model\\n' }}{% endif %}
 """
 
-# All system messages first; calls told from turns without a content; reasoning cut off at its tag.
+# All system messages first; calls told from turns without a content; arguments that are a text; reasoning cut off.
 DEEPSEEK = """\
 {%- set ns = namespace(system='', outputs=false) %}
 {%- for message in messages %}
@@ -220,8 +220,7 @@ DEEPSEEK = """\
         {{- '[Assistant]' }}{% if message['content'] is not none %}{{- message['content'] }}{% endif %}
         {%- for tool in message['tool_calls'] %}
             {{- '[call]' + tool['type'] + '[sep]' + tool['function']['name'] + '\\n```json\\n' }}
-            {%- set arguments = tool['function']['arguments'] %}
-            {{- arguments if arguments is string else arguments | tojson(ensure_ascii=False) }}{{ '\\n```[/call]' }}
+            {{- tool['function']['arguments'] + '\\n```[/call]' }}
         {%- endfor %}
         {{- eos_token }}
     {%- elif message['role'] == 'assistant' %}

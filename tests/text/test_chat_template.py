@@ -200,6 +200,31 @@ def test_last_message_is_left_open(renderer, template, content):
     assert text.rstrip().endswith(("It is 8", "It is"))
 
 
+@pytest.mark.parametrize(
+    "shown",
+    ["{{ it }}", "{{ '(' + it }}", "{{ it + ')' }}", "{{ '(' ~ it }}", "{{ '%s' | format(it) }}", "{{ it | trim }}"],
+)
+def test_arguments_that_a_template_puts_into_a_text_are_json(renderer, shown):
+    """To transformers such a template needs the text; an object shows its arguments as Python writes them, or fails."""
+    template = "{% set it = messages[0].tool_calls[0].function.arguments %}" + shown
+    arguments = {"a": [1, None, True], "ü": "it's"}
+    call = {"type": "function", "function": {"name": "f", "arguments": json.dumps(arguments, ensure_ascii=False)}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert ours(renderer, template, messages) == theirs(template, messages)
+
+
+def test_arguments_are_an_object(renderer):
+    template = (
+        "{% set it = messages[0].tool_calls[0].function.arguments %}{{ it is mapping }} {{ it is string }} {{ it.a }}"
+        "{% for key, value in it.items() %}{{ key }}{% endfor %}{{ it | tojson }}{{ it | length }}{{ it == {'a': 1} }}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert ours(renderer, template, messages) == theirs(template, messages)
+    with pytest.raises(ValueError, match="chat template failed"):
+        ours(renderer, "{{ messages[0].tool_calls[0].function.arguments.update(b=1) }}", messages)
+
+
 def test_leaving_open_what_is_not_there_is_refused(renderer):
     with pytest.raises(ValueError, match="add_generation_prompt=False"):
         ours(renderer, CHATML, PLAIN, continue_final_message=True)

@@ -4,6 +4,7 @@ data. What it is then is what transformers makes of the same messages, written b
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -174,6 +175,8 @@ def theirs(folder: Path) -> Any:
 
 def wanted(theirs: Any, template: str, meant: Messages, tools: Any, *, prompt: bool) -> str | None:
     """What transformers renders; None if the template refuses that or fails."""
+    if template == TEMPLATES["deepseek"]:
+        meant = with_arguments_as_text(meant)
     shown = [one for one in SHOWN if one["function"]["name"] in {tool["function"]["name"] for tool in tools or ()}]
     try:
         text = theirs.apply_chat_template(
@@ -182,6 +185,15 @@ def wanted(theirs: Any, template: str, meant: Messages, tools: Any, *, prompt: b
     except Exception:
         return None
     return str(text)
+
+
+def with_arguments_as_text(messages: Messages) -> Messages:
+    """The same for a template that adds arguments to a text, where transformers needs one."""
+    messages = copy.deepcopy(messages)
+    for function in (call["function"] for message in messages for call in message.get("tool_calls", ())):
+        if not isinstance(function["arguments"], str):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return messages
 
 
 def asked(server: Scripted, path: str, body: dict[str, Any]) -> list[int] | None:
