@@ -20,7 +20,7 @@ NO_ARGUMENTS = {"type": "object", "properties": {}}
 # The names that reasoning goes by; of several the first is taken.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _TEXT_PARTS = ("text", "input_text", "output_text")
-# Whose messages must have a content, if an empty one; the assistant may only call, and other roles are a template's own.
+# Whose messages must have a content, perhaps an empty one; the assistant may only call, others are a template's own.
 _NEEDS_CONTENT = ("system", "user", "tool")
 _NOT_READ = {"audio": "only text is read", "function_call": "that is the older form, use tool_calls"}
 
