@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from llguidance import LLMatcher
 from rich.console import Console
@@ -23,10 +23,10 @@ from strata.engine.grammars.grammar import GrammarCompiler
 from strata.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from strata.engine.request import Request
 from strata.engine.sampling_params import SamplingParams
+from strata.text.messages import Message
 from strata.text.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
-Message = Mapping[str, Any]
 
 
 class LLM:
@@ -107,24 +107,66 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: Literal["auto", "string"] = "auto",
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several; a message is {"role": ..., "content": ...}.
+        """Answer one conversation, or each of several; a message is {"role": ..., "content": ...}, as in OpenAI's API.
 
-        Raises ValueError if the model has no chat template.
+        The template sees messages and tools as a server's does (`strata.text.messages`), and contents as strings.
+        chat_template: the text of one that is used instead of the model's. add_generation_prompt: open the assistant's
+        answer. continue_final_message: leave the last message open instead, to be written on; it needs
+        add_generation_prompt=False. tools: functions that the model may call, as OpenAI's API describes them; the call
+        is in the text. chat_template_kwargs: variables for the template. lora_request and mm_processor_kwargs are
+        vLLM's and have no use here.
+        Raises ValueError if the model has no chat template, and for what the template or this engine cannot take.
         """
-        several = bool(messages) and not isinstance(messages[0], Mapping)
-        conversations = list(messages) if several else [messages]
-        return self.generate(
-            [self.chat_prompt(one, add_generation_prompt) for one in conversations],  # type: ignore[arg-type]
-            sampling_params,
-            use_tqdm,
-        )
+        if lora_request is not None:
+            raise ValueError("lora_request is not supported: merge the adapter into the model's folder, and load that")
+        if mm_processor_kwargs:
+            raise ValueError("mm_processor_kwargs is not supported: only text is read")
+        if chat_template_content_format not in ("auto", "string"):
+            raise ValueError(
+                f"chat_template_content_format must be 'auto' or 'string', got {chat_template_content_format!r}: "
+                "templates are given the content of a message as one string"
+            )
 
-    def chat_prompt(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> dict[str, Any]:
+        def prompt(one: Sequence[Message]) -> dict[str, Any]:
+            return self.chat_prompt(
+                one, add_generation_prompt, continue_final_message, tools, chat_template, chat_template_kwargs
+            )
+
+        if not isinstance(messages, (list, tuple)) or not messages or not isinstance(messages[0], (list, tuple)):
+            return self.generate(prompt(cast(Sequence[Message], messages)), sampling_params, use_tqdm)
+        prompts = []
+        for number, one in enumerate(messages):
+            try:
+                prompts.append(prompt(cast(Sequence[Message], one)))
+            except ValueError as error:
+                raise ValueError(f"conversation {number}: {error}") from None
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """The prompt that `chat` sends for one conversation: its text and its ids."""
+        if chat_template is not None and not (isinstance(chat_template, str) and "{" in chat_template):
+            raise ValueError(f"chat_template must be the text of a Jinja template, got {chat_template!r:.80}")
         tokenizer = self.get_tokenizer()
-        text = tokenizer.chat_text(list(messages), add_generation_prompt=add_generation_prompt)
+        text = tokenizer.chat_text(
+            messages, add_generation_prompt, continue_final_message, tools, chat_template_kwargs, chat_template
+        )
         return {"prompt": text.text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from strata.text.async_worker import AsyncWorker
 from strata.text.killable_worker import KillableWorker
+from strata.text.messages import REASONING_FIELDS, messages_for_template, short, tools_for_template
 from strata.text.spelled_tokens import ChatText, Marks, SpelledTokens
 
 MAX_CHARACTERS = 4_000_000
@@ -21,7 +22,9 @@ _MODULE = "strata.text.template_worker"
 _MAX_ANSWER = 12 * MAX_CHARACTERS + 1000  # JSON escapes a character in at most 12 bytes (a surrogate pair)
 
 _CONTINUED_HERE = "STRATA_CONTINUES_THIS_MESSAGE "
-_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+NO_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
+"""What is said of a rendering by other means than variables of the template."""
 
 
 @dataclass(frozen=True)
@@ -48,23 +51,27 @@ class Rendering:
         variables: Mapping[str, Any] | None = None,
         spelled: SpelledTokens | None = None,
     ) -> Rendering:
-        """As transformers' `apply_chat_template` renders it. Raises ValueError for what is no chat.
+        """As transformers' `apply_chat_template` renders messages and tools when they are in the one form of
+        `strata.text.messages`, to which they are brought here. Raises ValueError for what is no chat.
 
         continue_final_message: leave the last message open, for the model to write on.
         special_tokens: "bos_token" and the like to their text, visible to the template.
-        variables: what else the template sees; none may be called as one of those that are always there.
+        variables: what else the template sees; none may be called as one of `NO_VARIABLES`.
         spelled: finds what is no special token in messages, tools and variables, though it looks like one.
         """
-        chat = _checked(messages)
+        chat = [_with_reasoning(message) for message in messages_for_template(messages)]
         if continue_final_message:
             if add_generation_prompt:
                 raise ValueError(
                     "continue_final_message writes on in the last message: set add_generation_prompt=False"
                 )
-            _mark_end(chat)
-        fixed = {"messages": chat, "tools": tools, "add_generation_prompt": add_generation_prompt}
-        if taken := sorted(fixed.keys() & (variables or {}).keys()):
-            raise ValueError(f"a variable of the chat template cannot be called {taken[0]!r}: that one is always there")
+            _mark_end(chat[-1])
+        if variables is not None and not isinstance(variables, Mapping):
+            raise ValueError(f"variables of the chat template must be an object, got {short(variables)}")
+        if taken := next((name for name in variables or () if name in NO_VARIABLES), None):
+            raise ValueError(f"{taken!r} is no variable of the chat template: give it as an argument of its own")
+        shown = tools_for_template(tools)
+        fixed = {"messages": chat, "tools": shown, "add_generation_prompt": add_generation_prompt}
         marks = (spelled or SpelledTokens(())).marks()
         seen = {**special_tokens, "documents": None, **marks.put({**(variables or {}), **fixed})}
         request = {"template": template, "variables": seen, "max_characters": MAX_CHARACTERS}
@@ -123,36 +130,17 @@ class AsyncTemplateRenderer:
         self._worker.close()
 
 
-def _checked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    if not isinstance(messages, (list, tuple)) or not messages:
-        raise ValueError(f"messages must be a list with at least one message, got {_short(messages)}")
-    chat = []
-    for number, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ValueError(
-                f'messages[{number}] must be like {{"role": "user", "content": "..."}}, got {_short(message)}'
-            )
-        # Clients send null for what is not there, and templates would print it.
-        present = {key: value for key, value in message.items() if value is not None}
-        reasoning = next((present[key] for key in _REASONING_FIELDS if key in present), None)
-        if reasoning is not None:
-            present = {"thinking": reasoning, **present, "reasoning_content": reasoning}
-        chat.append(present)
-    return chat
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its reasoning, if it has any, by each name that templates have for it."""
+    if "reasoning_content" not in message:
+        return message
+    return message | dict.fromkeys(REASONING_FIELDS, message["reasoning_content"])
 
 
-def _mark_end(chat: list[dict[str, Any]]) -> None:
-    content = chat[-1].get("content")
-    if isinstance(content, str):
-        chat[-1]["content"] = content + _CONTINUED_HERE
-        return
-    blocks = [dict(block) if isinstance(block, Mapping) else block for block in content or ()]
-    for block in reversed(blocks):
-        if isinstance(block, dict) and isinstance(block.get("text"), str):
-            block["text"] += _CONTINUED_HERE
-            chat[-1]["content"] = blocks
-            return
-    raise ValueError("continue_final_message needs a last message with text in its content")
+def _mark_end(last: dict[str, Any]) -> None:
+    if "content" not in last:
+        raise ValueError("continue_final_message needs a last message with a content")
+    last["content"] += _CONTINUED_HERE
 
 
 def _cut_at_mark(text: str) -> str:
@@ -163,11 +151,6 @@ def _cut_at_mark(text: str) -> str:
         return text[:mark]
     # The template strips messages; what it would have stripped from the end of this one is still before the mark.
     return text[:mark].rstrip()
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _not_json(error: Exception) -> ValueError:

@@ -57,6 +57,21 @@ class DictMaker:
         return dict.fromkeys(keys, value)
 
 
+class Arguments(dict[str, Any]):
+    """The arguments of a call: an object to templates that read or write one, and its JSON where a template puts them
+    into a text, as DeepSeek's do with what in OpenAI's messages is a text.
+    """
+
+    def __str__(self) -> str:
+        return _tojson(self)
+
+    def __add__(self, other: str) -> str:
+        return str(self) + other
+
+    def __radd__(self, other: str) -> str:
+        return other + str(self)
+
+
 def _refuse_internal(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise SecurityError(f"a namespace takes no name that begins with an underscore: {name!r}")
@@ -104,7 +119,15 @@ def compile_template(source: str) -> Template:
     return environment.from_string(source)
 
 
+def _set_arguments(variables: dict[str, Any]) -> None:
+    for message in variables["messages"]:
+        for call in message.get("tool_calls", ()):
+            if isinstance(call["function"]["arguments"], dict):
+                call["function"]["arguments"] = Arguments(call["function"]["arguments"])
+
+
 def render(source: str, variables: dict[str, Any], max_characters: int) -> str:
+    _set_arguments(variables)
     parts = []
     characters = 0
     for part in compile_template(source).generate(variables):

@@ -13,11 +13,10 @@ import tokenizers
 from strata.files.folders import why_no_folder
 from strata.files.json_object import read_object
 from strata.text.chat_template import Rendering, TemplateRenderer
+from strata.text.messages import Message
 from strata.text.special_tokens import SpecialTokens, read_special_tokens
 from strata.text.spelled_tokens import ChatText, SpelledTokens
 from strata.text.text_bounds import max_characters_per_token
-
-Message = Mapping[str, Any]
 
 _SHORT = 1000  # characters or ids, which take a millisecond at most
 
@@ -194,6 +193,8 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> ChatText:
         """Messages ({"role": ..., "content": ...}) as the text that the model's chat template makes of them, with the
         places where they spell special tokens, for `encode`.
@@ -201,8 +202,17 @@ class Tokenizer:
         add_generation_prompt: end with what opens the assistant's answer.
         continue_final_message: leave the last message open instead, to be written on.
         tools: JSON schemas of the functions that the model may call.
+        variables, chat_template: as of `rendering`.
         """
-        return self._renderer.render(self.rendering(messages, add_generation_prompt, continue_final_message, tools))
+        asked = self.rendering(
+            messages,
+            add_generation_prompt,
+            continue_final_message,
+            tools,
+            variables,
+            chat_template=chat_template,
+        )
+        return self._renderer.render(asked)
 
     def rendering(
         self,
@@ -212,14 +222,15 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
         parse_special_tokens: bool = False,
+        chat_template: str | None = None,
     ) -> Rendering:
         """What `chat_text` has rendered, for a renderer of one's own.
 
         variables: for the template, besides. parse_special_tokens: special tokens that messages spell are that;
-            otherwise they are text.
+            otherwise they are text. chat_template: the text of one that is used instead of the model's.
         """
         return Rendering.of_chat(
-            self._template(tools is not None),
+            self._template(bool(tools)) if chat_template is None else chat_template,
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,

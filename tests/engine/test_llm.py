@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from strata import LLM, SamplingParams
 from strata.engine.engine_config import EngineConfig
@@ -213,6 +215,108 @@ def test_chat_uses_the_template(engine: Engine) -> None:
     assert output.prompt_token_ids[0] == llm.get_tokenizer().id("<|user|>")
     two = llm.chat([[{"role": "user", "content": "fox"}], [{"role": "user", "content": "dog"}]], GREEDY, use_tqdm=False)
     assert two[0].outputs[0].token_ids == output.outputs[0].token_ids
+
+
+ONE = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+ASKED = {"role": "user", "content": "fox"}
+BEGUN = [ASKED, {"role": "assistant", "content": "the quick"}]
+TOOL = {"type": "function", "function": {"name": "jump", "description": "", "parameters": {"type": "object"}}}
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ mood | default('none') }}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_arguments_have_the_order_and_the_defaults_of_vllm() -> None:
+    parameters = list(inspect.signature(LLM.chat).parameters.values())[1:]
+    assert [(one.name, one.default) for one in parameters[1:]] == [
+        ("sampling_params", None),
+        ("use_tqdm", True),
+        ("lora_request", None),
+        ("chat_template", None),
+        ("chat_template_content_format", "auto"),
+        ("add_generation_prompt", True),
+        ("continue_final_message", False),
+        ("tools", None),
+        ("chat_template_kwargs", None),
+        ("mm_processor_kwargs", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "options"),
+    [
+        ([ASKED], {}),
+        ([ASKED], {"add_generation_prompt": False}),
+        (BEGUN, {"add_generation_prompt": False, "continue_final_message": True}),
+        ([ASKED], {"chat_template": TEMPLATE}),
+        ([ASKED], {"chat_template": TEMPLATE, "tools": [TOOL]}),
+        ([ASKED], {"chat_template": TEMPLATE, "chat_template_kwargs": {"mood": "fine", "unread": [1]}}),
+        ([ASKED], {"tools": []}),
+    ],
+)
+def test_the_prompt_is_that_of_transformers(
+    engine: Engine, folder: Path, messages: list[dict[str, Any]], options: dict[str, Any]
+) -> None:
+    theirs = {"add_generation_prompt": True, **options}
+    theirs.update(theirs.pop("chat_template_kwargs", {}))
+    text = AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, tokenize=False, **theirs)
+    single = engine(dtype="float32").chat(messages, ONE, use_tqdm=False, **options)
+    several = engine(dtype="float32").chat([messages, messages], [ONE, ONE], use_tqdm=False, **options)
+    assert [one.prompt for one in (*single, *several)] == [text] * 3
+    again = engine(dtype="float32").generate(text, ONE, use_tqdm=False)[0]
+    assert all(one.prompt_token_ids == again.prompt_token_ids for one in several)
+    assert all(one.outputs[0].token_ids == again.outputs[0].token_ids for one in (*single, *several))
+
+
+def test_what_asks_for_nothing_is_taken(engine: Engine) -> None:
+    plain = engine(dtype="float32").chat([ASKED], ONE, use_tqdm=False)[0]
+    nothing = {"lora_request": None, "mm_processor_kwargs": {}, "tools": None, "chat_template_kwargs": {}}
+    for layout in ("auto", "string"):
+        asked = engine(dtype="float32").chat(
+            [ASKED], ONE, use_tqdm=False, chat_template_content_format=layout, **nothing
+        )[0]
+        assert asked.prompt_token_ids == plain.prompt_token_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"continue_final_message": True}, "add_generation_prompt=False"),
+        ({"chat_template_kwargs": {"tools": []}}, "'tools' is no variable"),
+        ({"chat_template_kwargs": {"continue_final_message": True}}, "'continue_final_message' is no variable"),
+        ({"chat_template_kwargs": ["mood"]}, "variables of the chat template must be an object"),
+        ({"chat_template": "template.jinja"}, "chat_template must be the text of a Jinja template"),
+        ({"chat_template": 5}, "chat_template must be the text of a Jinja template"),
+        ({"chat_template": "{{ ''.__class__.__mro__ }}"}, "chat template failed"),
+        ({"chat_template": "{% for %}"}, "syntax error in line 1"),
+        ({"chat_template_content_format": "openai"}, "chat_template_content_format must be"),
+        ({"lora_request": object()}, "lora_request is not supported"),
+        ({"mm_processor_kwargs": {"num_crops": 4}}, "mm_processor_kwargs is not supported"),
+        ({"tools": [{"name": 5}]}, r"tools\[0\] must be like"),
+        ({"tools": TOOL}, "tools must be a list"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_a_sentence(engine: Engine, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        engine(dtype="float32").chat([ASKED], ONE, use_tqdm=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ("fox", "messages must be a list"),
+        ([], "messages must be a list"),
+        (ASKED, "messages must be a list"),
+        (["fox"], r"messages\[0\] must be like"),
+        ([[ASKED], []], "conversation 1: messages must be a list"),
+        ([[ASKED], [ASKED, {"role": "user"}]], r"conversation 1: messages\[1\]\.content is missing"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(engine: Engine, messages: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        engine(dtype="float32").chat(messages, ONE, use_tqdm=False)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -185,8 +185,9 @@ def test_a_fault_of_the_template_and_a_chat_that_is_no_json_are_told(run):
     async def task(renderer):
         with pytest.raises(ValueError, match="chat template failed: not so"):
             await renderer.render(rendering("{{ raise_exception('not so') }}"))
+        strange = {"role": "user", "content": "x", "name": object()}
         with pytest.raises(ValueError, match="plain JSON values"):
-            await renderer.render(rendering(ECHO, object()))
+            await renderer.render(TextRendering.of_chat(ECHO, [strange], special_tokens={}))
         assert await renderer.render(rendering(ECHO)) == "Hello"
 
     run(task)

@@ -102,10 +102,10 @@ def test_every_string_of_messages_tools_and_variables_is_meant() -> None:
         ids = tokenizer.encode(rendered, add_special_tokens=False)
         assert specials(tokenizer, ids) == ["<s>"] * 3
         assert tokenizer.decode(ids, skip_special_tokens=False) == rendered.text
-        assert rendered.text.count("<|im_end|>") == 12
+        assert rendered.text.count("<|im_end|>") == 13
         assert "\ue000" not in rendered.text
         allowed = renderer.render(tokenizer.rendering(messages, tools=tools, parse_special_tokens=True))
-        assert specials(tokenizer, tokenizer.encode(allowed, add_special_tokens=False)).count("<|im_end|>") == 11
+        assert specials(tokenizer, tokenizer.encode(allowed, add_special_tokens=False)).count("<|im_end|>") == 12
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from strata.serve.replies.tools import Function, Named, ToolUse, use_tools
 from strata.serve.schema.base import json_response
 from strata.serve.schema.chat import ChatRequest, NamedTool
 from strata.serve.schema.chat_reply import ChatChunk, ChatCompletion
-from strata.serve.schema.messages import for_template
+from strata.serve.schema.messages import as_sent
 from strata.serve.schema.reply import ReplyHead, usage_of
 from strata.serve.schema.sampling import sampling_params
 from strata.serve.state import server_of
@@ -97,7 +97,7 @@ async def _parse(body: ChatRequest, request: Request) -> _ParsedRequest:
     text = await chat_text(
         state,
         admission,
-        [for_template(message) for message in body.messages],
+        as_sent(body.messages),
         tools=tools.shown,
         add_generation_prompt=body.opens_answer,
         continue_final_message=bool(body.continue_final_message),

@@ -12,6 +12,7 @@ from strata.engine.sampling_params import SamplingParams
 from strata.serve.http.errors import ApiError
 from strata.serve.http.limits import Admission
 from strata.serve.state import ServerState
+from strata.text.messages import text_of
 from strata.text.spelled_tokens import ChatText
 
 Result = TypeVar("Result")
@@ -44,8 +45,8 @@ async def chat_text(
     Raises ApiError (400) if it refuses them, or if what others than the model have said is longer than it could take.
     variables: for the template, besides. parse_special_tokens: those that messages spell become tokens.
     """
-    said = (message.get("content") for message in messages if message.get("role") != "assistant")
-    _check_length(state, sum(len(content) for content in said if isinstance(content, str)), "messages")
+    said = (text_of(message.get("content")) for message in messages if message.get("role") != "assistant")
+    _check_length(state, sum(map(len, said)), "messages")
     try:
         asked = state.tokenizer.rendering(
             messages, add_generation_prompt, continue_final_message, tools, variables, parse_special_tokens

@@ -7,16 +7,6 @@ from typing import Any
 
 from strata.serve.http.errors import ApiError
 from strata.serve.replies.reply_parser import Reply
-from strata.serve.schema.messages import (
-    AssistantMessage,
-    CalledFunction,
-    Message,
-    MessageToolCall,
-    SystemMessage,
-    ToolMessage,
-    UserMessage,
-    for_template,
-)
 from strata.serve.schema.responses import (
     Content,
     FunctionCallItem,
@@ -25,6 +15,7 @@ from strata.serve.schema.responses import (
     MessageItem,
     ReasoningItem,
 )
+from strata.text.messages import messages_for_template
 
 
 def input_messages(given: str | Sequence[Item], before: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -36,7 +27,7 @@ def input_messages(given: str | Sequence[Item], before: Sequence[dict[str, Any]]
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     calls = {call["id"] for message in before for call in message.get("tool_calls", ())}
-    messages: list[Message] = []
+    messages: list[dict[str, Any]] = []
     for number, item in enumerate(given):
         if isinstance(item, FunctionCallOutputItem):
             if item.call_id not in calls:
@@ -45,56 +36,49 @@ def input_messages(given: str | Sequence[Item], before: Sequence[dict[str, Any]]
                     f"input[{number}].call_id: no function call before it has the call_id {item.call_id!r:.80}",
                     param=f"input[{number}].call_id",
                 )
-            messages.append(ToolMessage(role="tool", content=_text(item.output), tool_call_id=item.call_id))
+            messages.append({"role": "tool", "content": _content(item.output), "tool_call_id": item.call_id})
         elif isinstance(item, MessageItem) and item.role != "assistant":
-            messages.append(_message(item))
+            messages.append({"role": item.role, "content": _content(item.content)})
         else:
             if isinstance(item, FunctionCallItem):
                 calls.add(item.call_id)
             _add_to_assistant(messages, item)
-    return [for_template(message) for message in messages]
+    return messages_for_template(messages)
 
 
 def assistant_message(reply: Reply) -> dict[str, Any]:
     """What the model has written, as the message that later requests go on from."""
-    calls = [
-        MessageToolCall(id=call.id, type="function", function=CalledFunction(name=call.name, arguments=call.arguments))
-        for call in reply.tool_calls
-    ]
-    message = AssistantMessage(role="assistant", content=reply.content)
-    message.reasoning_content = reply.reasoning or None
-    message.tool_calls = calls or None
-    return for_template(message)
+    calls = [_call(call.id, call.name, call.arguments) for call in reply.tool_calls]
+    reasoning = reply.reasoning or None
+    written = {"role": "assistant", "content": reply.content, "reasoning_content": reasoning, "tool_calls": calls}
+    return messages_for_template([written])[0]
 
 
-def _message(item: MessageItem) -> Message:
-    if item.role == "user":
-        return UserMessage(role="user", content=_text(item.content))
-    return SystemMessage(role="system", content=_text(item.content))
-
-
-def _add_to_assistant(messages: list[Message], item: MessageItem | FunctionCallItem | ReasoningItem) -> None:
-    last = messages[-1] if messages else None
-    if not isinstance(last, AssistantMessage) or not _follows(last, item):
-        last = AssistantMessage(role="assistant")
-        messages.append(last)
+def _add_to_assistant(messages: list[dict[str, Any]], item: MessageItem | FunctionCallItem | ReasoningItem) -> None:
+    if not messages or not _follows(messages[-1], item):
+        messages.append({"role": "assistant"})
+    last = messages[-1]
     if isinstance(item, FunctionCallItem):
-        function = CalledFunction(name=item.name, arguments=item.arguments)
-        call = MessageToolCall(id=item.call_id, type="function", function=function)
-        last.tool_calls = [*(last.tool_calls or ()), call]
+        last.setdefault("tool_calls", []).append(_call(item.call_id, item.name, item.arguments))
     elif isinstance(item, ReasoningItem):
-        last.reasoning_content = "\n".join(part.text for part in item.content or item.summary or ())
+        last["reasoning_content"] = "\n".join(part.text for part in item.content or item.summary or ())
     else:
-        last.content = _text(item.content)
+        last["content"] = _content(item.content)
 
 
-def _follows(message: AssistantMessage, item: MessageItem | FunctionCallItem | ReasoningItem) -> bool:
+def _follows(message: dict[str, Any], item: MessageItem | FunctionCallItem | ReasoningItem) -> bool:
     """Whether an item belongs to a message that has these parts already: reasoning, then content, then calls."""
+    if message["role"] != "assistant":
+        return False
     if isinstance(item, FunctionCallItem):
         return True
-    empty = message.content is None and not message.tool_calls
-    return empty and (isinstance(item, MessageItem) or message.reasoning_content is None)
+    empty = "content" not in message and "tool_calls" not in message
+    return empty and (isinstance(item, MessageItem) or "reasoning_content" not in message)
 
 
-def _text(content: Content) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+def _call(id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _content(content: Content) -> Any:
+    return content if isinstance(content, str) else [part.model_dump() for part in content]

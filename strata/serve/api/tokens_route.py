@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from fastapi import Request, Response
@@ -13,10 +13,9 @@ from strata.serve.api.prompts import chat_text, encode, off_the_loop
 from strata.serve.http.errors import ApiError
 from strata.serve.http.json_route import api_router
 from strata.serve.http.limits import Admission
-from strata.serve.replies.tools import Function
 from strata.serve.schema.base import ReplyModel, RequestModel, json_response
 from strata.serve.schema.chat import Tool
-from strata.serve.schema.messages import Message, for_template
+from strata.serve.schema.messages import Message, as_sent
 from strata.serve.schema.sampling import TokenId, check_ids
 from strata.serve.schema.template import TemplateFields
 from strata.serve.state import ServerState, server_of
@@ -118,15 +117,11 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 
 
 async def _text_of_messages(body: TokenizeRequest, state: ServerState, admission: Admission) -> ChatText:
-    tools: list[dict[str, Any]] | None = None
-    if body.tools:
-        functions = [tool.function for tool in body.tools]
-        tools = [Function(one.name, one.description, one.parameters).for_template() for one in functions]
     return await chat_text(
         state,
         admission,
-        [for_template(message) for message in body.messages or ()],
-        tools=tools,
+        as_sent(body.messages or ()),
+        tools=[tool.model_dump() for tool in body.tools or ()],
         add_generation_prompt=body.opens_answer,
         continue_final_message=bool(body.continue_final_message),
         variables=body.chat_template_kwargs,

@@ -17,8 +17,8 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from strata.files.strict_json import read_json
 from strata.serve.http.errors import ERROR_HANDLERS, ApiError
-from strata.serve.http.json_route import read_json
 from strata.serve.http.limits import Admission
 from strata.serve.http.loop_share import LoopShare
 

@@ -12,6 +12,7 @@ from strata.serve.grammar import Grammar, tool_call_grammar
 from strata.serve.http.errors import ApiError
 from strata.serve.http.validation import shown
 from strata.serve.replies.tool_formats import FUNCTION_NAME, TOOL_FORMATS
+from strata.text.messages import NO_ARGUMENTS
 
 # Every request carries its tools through the template, and templates have a time limit.
 MAX_TOOLS = 128
@@ -28,11 +29,13 @@ class Function:
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        return self.parameters or {"type": "object", "properties": {}}
+        return self.parameters or NO_ARGUMENTS
 
-    def for_template(self) -> dict[str, Any]:
-        shown = {"name": self.name, "description": self.description or "", "parameters": dict(self.schema)}
-        return {"type": "function", "function": shown}
+    @property
+    def tool(self) -> dict[str, Any]:
+        """As clients describe it."""
+        described = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": described}
 
 
 @dataclass(frozen=True)
@@ -98,8 +101,7 @@ def use_tools(
         grammar = tool_call_grammar(described, TOOL_FORMATS[tool_format].name, several, param)
     if free and grammar is not None and answer is not None:
         grammar = Grammar.either(answer, grammar)
-    shown = [function.for_template() for function in functions]
-    return ToolUse(shown, tool_format, grammar, parallel)
+    return ToolUse([function.tool for function in functions], tool_format, grammar, parallel)
 
 
 def _callable(functions: Sequence[Function], choice: ToolChoice | None) -> Sequence[Function]:

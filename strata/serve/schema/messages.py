@@ -1,12 +1,12 @@
-"""The messages of a chat, as clients send them and as chat templates take them; fields not named here are ignored."""
+"""The messages of a chat, as clients send them; fields not named here are ignored."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
-from strata.serve.http.json_route import read_json
 from strata.serve.schema.base import HistoryModel, Unsupported, told_apart
 
 _TEXT_ONLY = "this server reads text only"
@@ -22,7 +22,7 @@ def _kind_of_content(value: Any) -> str | None:
 
 
 Content = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[TextPart], Field(min_length=1), Tag("parts")],
+    Annotated[str, Tag("text")] | Annotated[list[TextPart], Tag("parts")],
     told_apart(_kind_of_content, "content", 'Input should be a string or a list of {"type": "text", "text": ...}'),
 ]
 
@@ -74,41 +74,6 @@ class ToolMessage(HistoryModel):
 Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
 
-def for_template(message: Message) -> dict[str, Any]:
-    """A message as chat templates know it: content one string, "developer" as "system", arguments as an object."""
-    shown: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
-    shown["content"] = _text_of(message.content)
-    if message.name is not None:
-        shown["name"] = message.name
-    if isinstance(message, ToolMessage):
-        shown["tool_call_id"] = message.tool_call_id
-    if isinstance(message, AssistantMessage):
-        shown["content"] = shown["content"] or message.refusal or ""
-        if message.reasoning_content is not None:
-            shown["reasoning_content"] = message.reasoning_content
-        if message.tool_calls:
-            shown["tool_calls"] = [_call_for_template(call) for call in message.tool_calls]
-    return shown
-
-
-def _text_of(content: str | list[TextPart] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(part.text for part in content)
-
-
-def _call_for_template(call: MessageToolCall) -> dict[str, Any]:
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
-    }
-
-
-def _arguments(text: str) -> Any:
-    """Templates write arguments as JSON themselves; what the model once wrote wrongly is shown to it as it was."""
-    try:
-        value = read_json(text.encode() or b"{}")
-    except ValueError:
-        return text
-    return value if isinstance(value, dict) else text
+def as_sent(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages with the fields that are known here and have a value, for `strata.text.messages`."""
+    return [message.model_dump(exclude_none=True) for message in messages]

@@ -27,7 +27,7 @@ class TextPart(HistoryModel):
 
 
 Content = Annotated[
-    str | Annotated[list[TextPart], Field(min_length=1)],
+    str | list[TextPart],
     described_as('a string or a list of {"type": "input_text" or "output_text", "text": ...}'),
 ]
 

@@ -8,8 +8,7 @@ from pydantic import Field
 
 from strata.serve.http.errors import ApiError
 from strata.serve.schema.base import RequestModel
-
-_NOT_THERE = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
+from strata.text.chat_template import NO_VARIABLES
 
 
 class TemplateFields(RequestModel):
@@ -18,7 +17,7 @@ class TemplateFields(RequestModel):
     continue_final_message: bool | None = None
     """Leave the last message open instead, to be written on."""
     chat_template_kwargs: (
-        Annotated[dict[str, Any], Field(json_schema_extra={"propertyNames": {"not": {"enum": list(_NOT_THERE)}}})]
+        Annotated[dict[str, Any], Field(json_schema_extra={"propertyNames": {"not": {"enum": list(NO_VARIABLES)}}})]
         | None
     ) = None
     """Variables for the chat template, such as `enable_thinking`; one that the template does not read has no effect."""
@@ -34,7 +33,7 @@ class TemplateFields(RequestModel):
                 param="add_generation_prompt",
             )
         for name in self.chat_template_kwargs or ():
-            if name in _NOT_THERE:
+            if name in NO_VARIABLES:
                 where = f"chat_template_kwargs.{name}"
                 raise ApiError(400, f"{where}: this is no variable that a request can set there", param=where)
 

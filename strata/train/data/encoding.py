@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from strata.text.tokenizer import Message, Tokenizer
+from strata.text.messages import Message, messages_for_template, says_nothing
+from strata.text.tokenizer import Tokenizer
 
 # Characters that are encoded at once, since the library takes some 200 bytes for each; and among how many before that
 # a cut is looked for.
@@ -93,7 +94,11 @@ def encode_completion(tokenizer: Tokenizer, prompt: str, completion: str) -> Doc
 
 
 def encode_chat(
-    tokenizer: Tokenizer, messages: Sequence[Message], first: int = 0, tools: Sequence[Mapping[str, Any]] | None = None
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    first: int = 0,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    empty_turns: bool = False,
 ) -> list[Document]:
     """The documents of one conversation; assistant turns from messages[first] on, with what ends each, count in the
     loss.
@@ -101,16 +106,22 @@ def encode_chat(
     A turn begins where the prompt ends that the template writes for it (`add_generation_prompt`), so training sees what
     generation will. A template that writes earlier turns otherwise once more follow (dropping their reasoning) cannot
     show all turns in one text as generation had them: such a conversation becomes one document for each assistant turn.
-    tools: JSON schemas of the functions that the model may call. Raises ValueError for messages that the template
-    refuses, and if there is no such turn.
+    tools: JSON schemas of the functions that the model may call. empty_turns: learn those that say nothing too; they
+    would teach a model to end at once, and are read as all else otherwise. Raises ValueError for messages that the
+    template refuses, and if there is no turn to learn.
     """
+    messages = messages_for_template(messages)
 
     def encoded(messages: Sequence[Message], *, prompt: bool) -> list[int]:
         return tokenizer.encode_chat(messages, add_generation_prompt=prompt, tools=tools)
 
-    turns = [at for at, message in enumerate(messages) if at >= first and _role(message) == "assistant"]
+    turns = [at for at, message in enumerate(messages) if at >= first and message["role"] == "assistant"]
     if not turns:
         raise ValueError("the messages have no assistant turn, so there is nothing to learn")
+    if not empty_turns:
+        turns = [turn for turn in turns if not says_nothing(messages[turn])]
+    if not turns:
+        raise ValueError("the assistant says and calls nothing in these messages, so there is nothing to learn")
     if turns[0] == 0:
         raise ValueError("the first message is the assistant's; a conversation begins with another role")
     ids = encoded(messages, prompt=False)
@@ -131,9 +142,11 @@ def encode_preference(
     rejected: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[Document, Document]:
-    """Two conversations, chosen and rejected; the loss counts the turn after the prompt. tools: as of `encode_chat`."""
+    """Two conversations, chosen and rejected; the loss counts the turn after the prompt, also an empty one, which may
+    be the worse of two. tools: as of `encode_chat`."""
     one, other = (
-        encode_chat(tokenizer, [*prompt, *reply], first=len(prompt), tools=tools) for reply in (chosen, rejected)
+        encode_chat(tokenizer, [*prompt, *reply], first=len(prompt), tools=tools, empty_turns=True)
+        for reply in (chosen, rejected)
     )
     if len(one) != 1 or len(other) != 1:
         raise ValueError("the chat template cannot show all turns of a reply in one text: give one assistant turn")
@@ -172,10 +185,6 @@ def _added(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     bare, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
     start = next(at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
     return whole[:start], whole[start + len(bare) :]
-
-
-def _role(message: Any) -> Any:
-    return message.get("role") if isinstance(message, Mapping) else None
 
 
 def _document(ids: list[int], spans: Sequence[tuple[int, int]]) -> Document:

@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from strata.text.tokenizer import Message, Tokenizer
+from strata.text.messages import Message
+from strata.text.tokenizer import Tokenizer
 from strata.train.data.encoding import Document, encode_chat, encode_completion, encode_preference, encode_text
 
 # The fields that tell a kind of data, in the order in which they are looked for.

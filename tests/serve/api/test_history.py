@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from strata.serve.schema.chat import ChatRequest
-from strata.serve.schema.messages import for_template
+from strata.serve.schema.messages import as_sent
 from strata.text.tokenizer import Tokenizer
 from tests.serve.scripted import Scripted, delta, scripted_server
 
@@ -63,8 +63,7 @@ def test_unknown_fields_of_messages_change_nothing(served: Scripted) -> None:
 def test_unknown_fields_of_calls_and_their_results_are_taken(served: Scripted) -> None:
     plain = [{"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "c1", "content": "4"}]
     shown = [
-        [for_template(message) for message in ChatRequest.model_validate({"messages": messages}).messages]
-        for messages in (plain, filled(plain))
+        as_sent(ChatRequest.model_validate({"messages": messages}).messages) for messages in (plain, filled(plain))
     ]
     assert shown[0] == shown[1]
 

@@ -27,6 +27,7 @@ from strata.serve.replies.reply_parser import (
 )
 from strata.serve.replies.tool_formats import format_in_template
 from strata.serve.replies.tools import MAX_SCHEMA_BYTES, MAX_TOOLS, Function, Named, ToolChoice, ToolUse, use_tools
+from strata.text.messages import tools_for_template
 from strata.text.tokenizer import Tokenizer
 from strata.train.tasks.vocabulary import CHAT_TEMPLATE
 from tests.serve.conftest import BUILTIN
@@ -285,7 +286,7 @@ def test_tools_are_shown_and_calls_looked_for_unless_the_choice_is_none() -> Non
     used = use_tools([ADD, NOW], None, parallel=True, tool_format="hermes")
     assert used.tool_format == "hermes"
     assert used.grammar is None
-    assert used.shown == [
+    assert tools_for_template(used.shown) == [
         {"type": "function", "function": {"name": "add", "description": "adds", "parameters": ADD.parameters}},
         {
             "type": "function",

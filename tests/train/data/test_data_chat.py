@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from strata.text.tokenizer import Tokenizer
-from strata.train.data.encoding import Document, encode_chat
+from strata.train.data.encoding import Document, encode_chat, encode_preference
 
 TURNS = [
     {"role": "system", "content": "the box"},
@@ -84,9 +84,39 @@ def test_a_template_without_its_own_generation_prompt_is_refused(folder: Path) -
     [
         (TURNS[:2], "no assistant turn"),
         (TURNS[2:3], "the first message is the assistant's"),
-        (["hello"], "no assistant turn"),
+        (["hello"], r"messages\[0\] must be like"),
     ],
 )
 def test_chats_that_cannot_be_used(tokenizer: Tokenizer, messages: list[dict[str, str]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         encode_chat(tokenizer, messages)
+
+
+@pytest.mark.parametrize("empty", [None, [], "", " \n", [{"type": "text", "text": ""}]])
+def test_a_turn_that_says_nothing_is_read_and_not_learned(tokenizer: Tokenizer, empty: object) -> None:
+    turns = [*TURNS[:2], {"role": "assistant", "content": empty, "tool_calls": []}, *TURNS[3:]]
+    (document,) = encode_chat(tokenizer, turns)
+    assert wanted(tokenizer, document) == "dog<|end|>"
+    assert document.tokens.tolist() == tokenizer.encode_chat(turns, add_generation_prompt=False)
+    with pytest.raises(ValueError, match="says and calls nothing"):
+        encode_chat(tokenizer, turns[:3])
+
+
+@pytest.mark.parametrize("said", [{"tool_calls": [{"name": "jump"}]}, {"reasoning": "hm"}, {"refusal": "no"}])
+def test_a_turn_without_content_that_says_something_is_learned(folder: Path, said: dict[str, object]) -> None:
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.thinking }}{{ m.content }}"
+        "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    with Tokenizer.load(folder, template) as tokenizer:
+        (document,) = encode_chat(tokenizer, [TURNS[1], {"role": "assistant", "content": None, **said}])
+        shown = {"tool_calls": '{"name": "jump", "arguments": {}}', "reasoning": "hm", "refusal": "no"}
+        assert wanted(tokenizer, document) == shown[next(iter(said))] + "<|end|>"
+
+
+@pytest.mark.parametrize("nothing", ["", None, []])
+def test_a_reply_that_says_nothing_may_be_the_rejected_one(tokenizer: Tokenizer, nothing: object) -> None:
+    replies = (TURNS[2], {"role": "assistant", "content": nothing})
+    chosen, rejected = encode_preference(tokenizer, TURNS[:2], *([reply] for reply in replies))
+    assert (wanted(tokenizer, chosen), wanted(tokenizer, rejected)) == ("brown fox<|end|>", "<|end|>")
