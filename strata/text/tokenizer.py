@@ -285,7 +285,7 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Chat templates by name. Files of their own come before the entry in `config`, the tokenizer_config.json."""
     files = {"default": folder / "chat_template.jinja"}
     files.update((path.stem, path) for path in sorted((folder / "additional_chat_templates").glob("*.jinja")))
-    from_files = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}
+    from_files = {name: path.read_text(encoding="utf-8-sig") for name, path in files.items() if path.is_file()}
     if from_files:
         return from_files
     given = config.get("chat_template")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from strata.files.json_lines import without_mark
 from strata.files.json_object import why_no_json
 from strata.train.data.encoding import last_cut
 
@@ -110,10 +111,11 @@ def read_text(file_range: FileRange) -> str:
     with Path(file_range.path).open("rb") as stream:
         stream.seek(file_range.start)
         raw = stream.read(file_range.end - file_range.start)
+    text = raw if file_range.start else without_mark(raw)
     try:
-        return raw.decode().replace("\r\n", "\n").replace("\r", "\n")
+        return text.decode().replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        at = file_range.start + error.start
+        at = file_range.start + len(raw) - len(text) + error.start
         raise ValueError(f"{file_range.path} is not UTF-8: {error.reason} at byte {at}; convert it first") from None
 
 
@@ -139,12 +141,12 @@ def _lines(file_range: FileRange) -> Iterator[tuple[Line, dict[str, Any]]]:
             stream.seek(file_range.start - 1)
             stream.readline()  # the rest of a line that begins in the range before
         while (at := stream.tell()) < file_range.end:
-            line = stream.readline().rstrip(b"\r\n")
+            line = without_mark(stream.readline()).rstrip(b"\r\n")
             if not line.strip():
                 continue
             where = Line(file_range.path, at)
             try:
-                record = json.loads(line.decode("utf-8-sig"))  # of bytes, json guesses the encoding
+                record = json.loads(line.decode())  # of bytes, json guesses the encoding
             except (ValueError, RecursionError) as error:
                 why = why_no_json(line, error, where.number)
                 raise ValueError(f"{where.path}, {why}; correct or remove the line") from None
