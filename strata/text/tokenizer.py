@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -187,6 +188,11 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return bool(self._templates)
+
+    def template_names(self, field: str) -> bool:
+        """Whether the word stands in a chat template, which may then read this field of messages."""
+        word = re.compile(rf"(?<!\w){re.escape(field)}(?!\w)")
+        return any(word.search(template) for template in self._templates.values())
 
     def chat_text(
         self,

@@ -138,7 +138,7 @@ def test_preferences_of_every_shape(tokenizer: Tokenizer) -> None:
         ({"messages": [ASKS, "a"]}, r"messages\[1\] must have 'role' and 'content', or 'from' and 'value', got 'a'"),
         ({"prompt": "a", "completion": ""}, "'completion' is empty, so there is nothing to learn"),
         ({"prompt": "a", "completion": [ANSWERS]}, "'prompt' must be a list of messages, got 'a'"),
-        ({"prompt": "a", "completion": "b", "label": False}, "a completion with a 'label' is no example to follow"),
+        ({"prompt": "a", "completion": "b", "label": False}, "a chat with a 'label' is no example to follow"),
         ({"chosen": "a", "rejected": "b"}, "the record needs a 'prompt', or conversations that begin alike"),
         (
             {"chosen": TURNS, "rejected": [{"role": "user", "content": "something else"}, *TURNS[1:]]},
