@@ -1,4 +1,4 @@
-"""Records as people have them, with the fields of TRL or of ShareGPT: which kind of data each is, and its documents."""
+"""Records with the fields of TRL, ShareGPT or Alpaca: which kind of data each is, and its documents."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from strata.text.tokenizer import Tokenizer
+from strata.train.data.alpaca import ROW as ALPACA
+from strata.train.data.alpaca import alpaca_prompt, alpaca_turns, text_of
 from strata.train.data.encoding import Document, encode_chat, encode_completion, encode_text
 from strata.train.data.turns import Turn, check_record, read_turns, unmarked
 
 # The fields that tell a kind of data, in the order in which they are looked for.
 SHAPES = {
+    ALPACA: "chat",  # before text: some have the whole prompt as "text", too
     ("text",): "text",
     ("messages",): "chat",
     ("chosen", "rejected"): "preference",
@@ -37,7 +40,7 @@ def encode_record(tokenizer: Tokenizer, kind: str, record: Mapping[str, Any]) ->
     shape = _shape(record, tuple(shape for shape, one in SHAPES.items() if one == kind))
     check_record(record, kind)
     if kind == "text":
-        return [encode_text(tokenizer, _text(record, "text"))]
+        return [encode_text(tokenizer, text_of(record, "text"))]
     if kind == "preference":
         prompt, *replies = _preference(tokenizer, record)
         return [
@@ -46,8 +49,8 @@ def encode_record(tokenizer: Tokenizer, kind: str, record: Mapping[str, Any]) ->
         ]
     if shape == ("prompt", "completion"):
         return _completion(tokenizer, record)
-    (field,) = shape
-    return _chat(tokenizer, record, _system(record, field), read_turns(tokenizer, record[field], field))
+    turns = alpaca_turns(record) if shape == ALPACA else read_turns(tokenizer, record[shape[0]], shape[0])
+    return _chat(tokenizer, record, _system(record, turns), turns)
 
 
 def _shape(record: Mapping[str, Any], accepted: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
@@ -96,23 +99,18 @@ def _preference(tokenizer: Tokenizer, record: Mapping[str, Any]) -> tuple[list[T
         if any(reply[cut:] and reply[cut].role in _OPENING for reply in (chosen, rejected)):
             raise ValueError(f"'chosen' and 'rejected' must be alike up to a reply, and differ at messages[{cut}]")
         return chosen[:cut], chosen[cut:], rejected[cut:]
+    if record.get("prompt") is None and "instruction" in record:
+        return [*_system(record, ()), *alpaca_prompt(record)], chosen, rejected
     if record.get("prompt") is None:
         raise ValueError("the record needs a 'prompt', or conversations that begin alike as 'chosen' and 'rejected'")
     return read_turns(tokenizer, record["prompt"], "prompt", "user"), chosen, rejected
 
 
-def _text(record: Mapping[str, Any], field: str) -> str:
-    if not isinstance(record[field], str):
-        raise ValueError(f"{field!r} must be a text, got {record[field]!r:.60}")
-    text: str = record[field]
-    return text
-
-
-def _system(record: Mapping[str, Any], field: str) -> list[Turn]:
-    """The system message that ShareGPT may have beside the conversation."""
-    if field != "conversations" or not record.get("system"):
+def _system(record: Mapping[str, Any], turns: Sequence[Turn]) -> list[Turn]:
+    """The system message that may stand beside a conversation without one."""
+    if not record.get("system") or (turns and turns[0].role in ("system", "developer")):
         return []
-    return [unmarked("system", _text(record, "system"))]
+    return [unmarked("system", text_of(record, "system"))]
 
 
 def _tools(record: Mapping[str, Any]) -> list[Any] | None:

@@ -151,7 +151,7 @@ def test_preferences_of_every_shape(tokenizer: Tokenizer) -> None:
         ({"messages": TURNS, "tools": {"name": "a"}}, "'tools' must be a list of functions"),
         (
             {"question": "a"},
-            "the record has the fields question; accepted are: text; messages; chosen, rejected; prompt",
+            "the record has the fields question; accepted are: instruction, output; text; messages; chosen, ",
         ),
     ],
 )
@@ -167,5 +167,8 @@ def test_a_file_may_mix_shapes_of_one_kind_and_no_kinds(folder: Path, tmp_path: 
     assert tokenize([file], folder, tmp_path / "good").kind == "chat"
     assert TokenDataset(tmp_path / "good").samples == 3
     file.write_text("".join(json.dumps(one) + "\n" for one in records))
-    with pytest.raises(ValueError, match=r"a\.jsonl, line 4: the record has the fields text; accepted are: messages;"):
+    with pytest.raises(
+        ValueError,
+        match=r"a\.jsonl, line 4: the record has the fields text; accepted are: instruction, output; mess",
+    ):
         tokenize([file], folder, tmp_path / "mixed")
