@@ -9,8 +9,18 @@ from strata.text.tokenizer import Message, Tokenizer
 
 # What ShareGPT calls a role, {"from": "human", "value": ...}.
 _ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("system", "user", "assistant", "tool")}
-# Fields of a message that mean something to any chat template.
-_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "refusal")
+# Fields of a message that are known whatever the chat template; reasoning goes by three names.
+_FIELDS = (
+    "role",
+    "content",
+    "name",
+    "tool_calls",
+    "tool_call_id",
+    "refusal",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+)
 # Marks of a turn, 0 or false for context, and whose format has each.
 _MARKS = {
     "weight": "OpenAI",

@@ -107,9 +107,9 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("bytes_per_shard", [1, 150, 10**6])
-@pytest.mark.parametrize("indent", [None, 2])
-@pytest.mark.parametrize("mark", [b"", BOM_UTF8])
+@pytest.mark.parametrize(
+    ("bytes_per_shard", "indent", "mark"), [(1, None, BOM_UTF8), (150, 2, b""), (150, None, b""), (10**6, 2, BOM_UTF8)]
+)
 def test_an_array_holds_what_lines_hold(
     folder: Path, tmp_path: Path, bytes_per_shard: int, indent: int | None, mark: bytes
 ) -> None:

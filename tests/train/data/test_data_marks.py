@@ -148,9 +148,9 @@ def test_marks_that_cannot_be_followed(tokenizer: Tokenizer, record: dict[str, A
 
 
 def test_keys_that_are_null_or_that_the_template_reads_are_taken(folder: Path, tokenizer: Tokenizer) -> None:
-    assert read(tokenizer, {"messages": marked(2, colour=None, train_detail=None)}) == read(
-        tokenizer, {"messages": TURNS}
-    )
+    plain = read(tokenizer, {"messages": TURNS})
+    for more in ({"colour": None, "train_detail": None}, {"reasoning": "hm", "name": "Kim"}):
+        assert read(tokenizer, {"messages": marked(2, **more)}) == plain
     template = (
         "{% for m in messages %}<|{{ m.role }}|>{{ m['colour'] }}{{ m.content }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
