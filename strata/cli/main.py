@@ -29,7 +29,7 @@ _MODULES = {
     "explain": "strata.cli.explain:explain",
     "eval": "strata.cli.evaluation.command:evaluate",
     "train": "strata.cli.train:command",
-    "data": "strata.cli.train_data:command",
+    "data": "strata.cli.data.command:command",
     "quantize": "strata.cli.precision.quantize:quantize",
     "prune": "strata.cli.precision.prune:prune",
     "bench": "strata.cli.bench.inference:bench",

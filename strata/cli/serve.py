@@ -270,7 +270,7 @@ def _read_template(file: Path) -> str:
 
     try:
         raw = file.read_bytes()
-        text = raw.decode("utf-8")
+        text = raw.decode("utf-8-sig")
         check_syntax(text)
     except OSError as error:
         raise ValueError(f"--chat-template {file} cannot be read: {error.strerror}") from None

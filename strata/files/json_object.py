@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from strata.files.json_lines import without_mark
+
 # What msgspec says of a text: the reason, and the byte where it stands.
 _AT_BYTE = re.compile(r"(?:JSON is malformed: )?(.*) \(byte (\d+)\)", re.DOTALL)
 
@@ -28,7 +30,7 @@ def read_existing_object(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     try:
-        values = json.loads(text)
+        values = json.loads(text.decode("utf-8-sig"))  # of bytes, json guesses the encoding
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}, {why_no_json(text, error)}") from None
     if not isinstance(values, dict):
@@ -56,6 +58,7 @@ def why_no_json(text: bytes, error: Exception, line: int = 1) -> str:
 
 def why_no_text(text: bytes, line: int = 1) -> str:
     """Where the first byte stands that is not UTF-8; `line` as in `why_no_json`. There must be one."""
+    text = without_mark(text)
     try:
         text.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from strata.files.json_lines import json_lines
 from strata.files.json_object import why_no_json
 
 # Tokens of a block that the traces of Mooncake name (Qin et al. 2024, arXiv:2407.00079).
@@ -52,9 +53,7 @@ def read_rows(path: Path, *, ordered: bool, needed: tuple[str, ...] = ()) -> tup
     Raises ValueError that names the line at fault and what it may be, and OSError for a file that cannot be read.
     """
     rows: list[RequestRow] = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        if not line.strip():
-            continue
+    for number, line in json_lines(path):
         where = f"{path}, line {number}"
         try:
             row = msgspec.json.decode(line, type=RequestRow)

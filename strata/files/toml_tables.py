@@ -32,7 +32,7 @@ def read_toml(path: Path) -> tuple[dict[str, Any], str]:
     """A TOML file as it is, and its text. Raises ValueError, with line and column, if it is missing or no TOML."""
     try:
         data = path.read_bytes()
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")
         return tomllib.loads(text), text
     except FileNotFoundError:
         raise ValueError(f"training config {path} does not exist") from None

@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import msgspec
 
+from strata.files.json_lines import json_lines
 from strata.files.json_object import why_no_json
 from strata.files.locks import lock
 
@@ -45,19 +46,14 @@ def read_requests(file: Path) -> Iterator[BatchRequest | BatchFault]:
     """What each line asks for; empty lines ask for nothing. Raises ValueError if the file cannot be read."""
     seen: dict[str, int] = {}
     try:
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                request = _read_request(number, line)
-                if isinstance(request, BatchRequest) and request.custom_id in seen:
-                    message = (
-                        f"line {number}: line {seen[request.custom_id]} has the custom_id {request.custom_id!r:.80}"
-                    )
-                    request = BatchFault(number, request.custom_id, "duplicate_custom_id", message)
-                if isinstance(request, BatchRequest):
-                    seen[request.custom_id] = number
-                yield request
+        for number, line in json_lines(file):
+            request = _read_request(number, line)
+            if isinstance(request, BatchRequest) and request.custom_id in seen:
+                message = f"line {number}: line {seen[request.custom_id]} has the custom_id {request.custom_id!r:.80}"
+                request = BatchFault(number, request.custom_id, "duplicate_custom_id", message)
+            if isinstance(request, BatchRequest):
+                seen[request.custom_id] = number
+            yield request
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -187,6 +188,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._templates)
 
+    def template_names(self, field: str) -> bool:
+        """Whether the word stands in a chat template, which may then read this field of messages."""
+        word = re.compile(rf"(?<!\w){re.escape(field)}(?!\w)")
+        return any(word.search(template) for template in self._templates.values())
+
     def chat_text(
         self,
         messages: Sequence[Message],
@@ -296,7 +302,7 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Chat templates by name. Files of their own come before the entry in `config`, the tokenizer_config.json."""
     files = {"default": folder / "chat_template.jinja"}
     files.update((path.stem, path) for path in sorted((folder / "additional_chat_templates").glob("*.jinja")))
-    from_files = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}
+    from_files = {name: path.read_text(encoding="utf-8-sig") for name, path in files.items() if path.is_file()}
     if from_files:
         return from_files
     given = config.get("chat_template")

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from strata.engine.llm import LLM
 from strata.engine.sampling_params import SamplingParams
+from strata.files.json_lines import json_lines
+from strata.files.json_object import why_no_json
 from strata.text.tokenizer import Tokenizer
 from strata.train.tasks.mixture import TASKS, held_out_examples
 
@@ -36,16 +38,15 @@ def read_passages(file: Path, tokenizer: Tokenizer, length: int) -> list[Passage
     passage begins with it. Raises ValueError for a file that is missing, empty, or no such text, by its line.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        if file.suffix == ".jsonl":
+            documents = [_ids_of(line, file, number, tokenizer) for number, line in json_lines(file)]
+        else:
+            text = file.read_text(encoding="utf-8-sig")
+            documents = [tokenizer.encode(text)] if text.strip() else []
     except FileNotFoundError:
         raise ValueError(f"{file} does not exist; give a file of JSON lines (.jsonl) or of plain text") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is no text in UTF-8: byte {error.start} is not; convert it first") from None
-    if file.suffix == ".jsonl":
-        lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-        documents = [_ids_of(line, f"{file}, line {number}", tokenizer) for number, line in lines]
-    else:
-        documents = [tokenizer.encode(text)] if text.strip() else []
     found = [one for number, ids in enumerate(documents) for one in _cut(ids, length, number, tokenizer.bos_id)]
     if not found:
         raise ValueError(
@@ -54,17 +55,18 @@ def read_passages(file: Path, tokenizer: Tokenizer, length: int) -> list[Passage
     return found
 
 
-def _ids_of(line: str, where: str, tokenizer: Tokenizer) -> list[int]:
+def _ids_of(line: bytes, file: Path, number: int, tokenizer: Tokenizer) -> list[int]:
     try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: not JSON: {error}") from None
+        record = json.loads(line.decode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}, {why_no_json(line, error, number)}") from None
     fields = set(record) if isinstance(record, dict) else set()
     if "text" in fields and isinstance(record["text"], str):
         return tokenizer.encode(record["text"])
     if "messages" in fields and isinstance(record["messages"], list):
         return tokenizer.encode_chat(record["messages"], add_generation_prompt=False)
-    raise ValueError(f'{where}: must be {{"text": "..."}} or {{"messages": [...]}}, got {line:.60}')
+    shown = line.decode()[:60].rstrip()
+    raise ValueError(f'{file}, line {number}: must be {{"text": "..."}} or {{"messages": [...]}}, got {shown}')
 
 
 def _cut(ids: Sequence[int], length: int, document: int, begin: int | None) -> list[Passage]:

@@ -88,7 +88,7 @@ def _read_file(file: Path) -> list[tuple[str, str]]:
     except OSError as error:
         raise ValueError(f"the API key file {file} cannot be read: {error.strerror}") from None
     try:
-        lines = [line.strip() for line in text.decode("utf-8").split("\n")]
+        lines = [line.strip() for line in text.decode("utf-8-sig").split("\n")]
     except UnicodeDecodeError:
         raise ValueError(f"{file}, {why_no_text(text)}") from None
     entries = [(f"{file}, line {number}", line) for number, line in enumerate(lines, 1)]

@@ -28,9 +28,12 @@ def file_samples(file: Path, tokenizer: Tokenizer, count: int, longest: int) -> 
                 kind = kind_of(record)
                 if kind == "text" and not str(record["text"]).strip():
                     continue  # its tokens are those that begin and end any text
-                tokens = encode_record(tokenizer, kind, record)[0].tokens.tolist()
+                documents = encode_record(tokenizer, kind, record)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}; correct or remove the record") from None
+            if not documents:
+                continue
+            tokens = documents[0].tokens.tolist()
             ends = len(tokens) if file_range.format == "text" else min(longest, len(tokens))
             samples += [tokens[at : min(at + longest, ends)] for at in range(0, ends, longest)]
             if len(samples) >= count:

@@ -96,26 +96,27 @@ def encode_completion(tokenizer: Tokenizer, prompt: str, completion: str) -> Doc
 def encode_chat(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
-    first: int = 0,
+    learned: Sequence[int] | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
     empty_turns: bool = False,
 ) -> list[Document]:
-    """The documents of one conversation; assistant turns from messages[first] on, with what ends each, count in the
-    loss.
+    """The documents of one conversation; the assistant's turns, with what ends each, count in the loss.
 
     A turn begins where the prompt ends that the template writes for it (`add_generation_prompt`), so training sees what
     generation will. A template that writes earlier turns otherwise once more follow (dropping their reasoning) cannot
     show all turns in one text as generation had them: such a conversation becomes one document for each assistant turn.
-    tools: JSON schemas of the functions that the model may call. empty_turns: learn those that say nothing too; they
-    would teach a model to end at once, and are read as all else otherwise. Raises ValueError for messages that the
-    template refuses, and if there is no turn to learn.
+    learned: which messages count, in order, where not all of the assistant's do. tools: JSON schemas of the functions
+    that the model may call. empty_turns: learn those that say nothing too; they would teach a model to end at once, and
+    are read as all else otherwise. Raises ValueError for messages that the template refuses, and if none counts.
     """
     messages = messages_for_template(messages)
 
     def encoded(messages: Sequence[Message], *, prompt: bool) -> list[int]:
         return tokenizer.encode_chat(messages, add_generation_prompt=prompt, tools=tools)
 
-    turns = [at for at, message in enumerate(messages) if at >= first and message["role"] == "assistant"]
+    turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+    if learned is not None:
+        turns = list(learned)
     if not turns:
         raise ValueError("the messages have no assistant turn, so there is nothing to learn")
     if not empty_turns:
@@ -133,24 +134,6 @@ def encode_chat(
     if all(ids[: len(part)] == part for part in parts):
         return [_document(ids, spans)]
     return [_document(part, [span]) for part, span in zip(parts, spans, strict=True)]
-
-
-def encode_preference(
-    tokenizer: Tokenizer,
-    prompt: Sequence[Message],
-    chosen: Sequence[Message],
-    rejected: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None = None,
-) -> tuple[Document, Document]:
-    """Two conversations, chosen and rejected; the loss counts the turn after the prompt, also an empty one, which may
-    be the worse of two. tools: as of `encode_chat`."""
-    one, other = (
-        encode_chat(tokenizer, [*prompt, *reply], first=len(prompt), tools=tools, empty_turns=True)
-        for reply in (chosen, rejected)
-    )
-    if len(one) != 1 or len(other) != 1:
-        raise ValueError("the chat template cannot show all turns of a reply in one text: give one assistant turn")
-    return one[0], other[0]
 
 
 def _reply_span(prompt: list[int], upto: list[int], ends: tuple[int, ...], turn: int) -> tuple[int, int]:

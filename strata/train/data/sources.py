@@ -1,4 +1,4 @@
-"""Input files as records: JSONL, Parquet and raw text, in ranges that processes can read apart."""
+"""Input files as records: JSONL, JSON arrays, Parquet and raw text, in ranges that processes can read apart."""
 
 from __future__ import annotations
 
@@ -8,18 +8,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from strata.files.json_array import array_rows
+from strata.files.json_lines import without_mark
 from strata.files.json_object import why_no_json
 from strata.train.data.encoding import last_cut
 
-FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".txt": "text", ".md": "text"}
+FORMATS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "array",
+    ".parquet": "parquet",
+    ".txt": "text",
+    ".md": "text",
+}
 # Bytes before a limit among which a text is cut, and the fewest of a range: whole characters, whichever they are.
 _WINDOW = 2**16
 _FEWEST = 8
+# Bytes that begin no character.
+_WITHIN = bytes(range(0x80, 0xC0))
 
 
 @dataclass(frozen=True)
 class FileRange:
-    """A part of an input file, `start` to `end`: bytes of JSONL or of text, row groups of Parquet.
+    """A part of an input file, `start` to `end`: bytes of JSONL, of an array's rows or of text, row groups of Parquet.
 
     A line of JSONL belongs to the range in which it begins. A text is cut where no token reaches across.
     """
@@ -31,22 +42,28 @@ class FileRange:
 
 
 @dataclass(frozen=True)
-class Line:
-    """The line of a file that begins at a byte. Its number is counted when it is asked for."""
+class Place:
+    """A byte of a file. Its line and its column (characters, from 1) are counted when they are asked for."""
 
     path: str
     at: int
 
     @property
-    def number(self) -> int:
-        before = 0
-        with Path(self.path).open("rb") as stream:
-            while stream.tell() < self.at:
-                before += stream.read(min(2**20, self.at - stream.tell())).count(b"\n")
-        return before + 1
+    def line(self) -> int:
+        return self._counted()[0]
 
     def __str__(self) -> str:
-        return f"{self.path}, line {self.number}"
+        line, column = self._counted()
+        return f"{self.path}, line {line}" + (f", column {column}" if column > 1 else "")
+
+    def _counted(self) -> tuple[int, int]:
+        line, column = 1, 1
+        with Path(self.path).open("rb") as stream:
+            while stream.tell() < self.at:
+                above, newline, beside = stream.read(min(2**20, self.at - stream.tell())).rpartition(b"\n")
+                line += above.count(b"\n") + len(newline)
+                column = (1 if newline else column) + len(beside.translate(None, _WITHIN))
+        return line, column
 
 
 def file_ranges(paths: Sequence[Path], bytes_per_range: int) -> list[FileRange]:
@@ -61,6 +78,8 @@ def file_ranges(paths: Sequence[Path], bytes_per_range: int) -> list[FileRange]:
         if format == "jsonl":
             starts = range(0, size, bytes_per_range)
             ranges += [FileRange(str(file), format, start, min(start + bytes_per_range, size)) for start in starts]
+        elif format == "array":
+            ranges += _split_array(file, bytes_per_range)
         elif format == "parquet":
             groups = _parquet(file).num_row_groups
             each = max(1, groups * bytes_per_range // max(1, size))
@@ -80,7 +99,7 @@ def split_text(file_range: FileRange, bytes_per_range: int) -> list[FileRange]:
             begin = max(starts[-1], limit - _WINDOW)
             stream.seek(begin)
             raw = stream.read(limit - begin)
-            whole = raw.lstrip(bytes(range(0x80, 0xC0)))  # the rest of a character
+            whole = raw.lstrip(_WITHIN)  # the rest of a character
             # Not between the two characters of a line end, which are read as one.
             text = whole.decode("utf-8", errors="ignore").removesuffix("\r")
             cut = len(text[: last_cut(text)].encode())
@@ -91,7 +110,7 @@ def split_text(file_range: FileRange, bytes_per_range: int) -> list[FileRange]:
     ]
 
 
-def read_range(file_range: FileRange) -> Iterator[tuple[Line | str, dict[str, Any]]]:
+def read_range(file_range: FileRange) -> Iterator[tuple[Place | str, dict[str, Any]]]:
     """The records of a range, each with where it stands (for messages). A range of text is one record, its
     "text".
 
@@ -99,6 +118,8 @@ def read_range(file_range: FileRange) -> Iterator[tuple[Line | str, dict[str, An
     """
     if file_range.format == "jsonl":
         yield from _lines(file_range)
+    elif file_range.format == "array":
+        yield from _array(file_range)
     elif file_range.format == "parquet":
         yield from _rows(file_range)
     else:
@@ -110,48 +131,90 @@ def read_text(file_range: FileRange) -> str:
     with Path(file_range.path).open("rb") as stream:
         stream.seek(file_range.start)
         raw = stream.read(file_range.end - file_range.start)
+    text = raw if file_range.start else without_mark(raw)
     try:
-        return raw.decode().replace("\r\n", "\n").replace("\r", "\n")
+        return text.decode().replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        at = file_range.start + error.start
+        at = file_range.start + len(raw) - len(text) + error.start
         raise ValueError(f"{file_range.path} is not UTF-8: {error.reason} at byte {at}; convert it first") from None
 
 
 def _files(paths: Sequence[Path]) -> Iterator[Path]:
     for path in paths:
         if path.is_dir():
-            found = sorted(file for file in path.rglob("*") if file.is_file() and file.suffix in FORMATS)
+            found = sorted(file for file in path.rglob("*") if file.is_file() and _is_data(file))
             if not found:
                 raise ValueError(f"folder {path} holds no file that ends in {', '.join(FORMATS)}")
             yield from found
         elif not path.exists():
             raise ValueError(f"data file {path} does not exist")
         elif path.suffix not in FORMATS:
-            lines = f"; a list in JSON becomes lines by: jq -c '.[]' {path}" if path.suffix == ".json" else ""
-            raise ValueError(f"{path}: the ending {path.suffix!r} is unknown; accepted are {', '.join(FORMATS)}{lines}")
+            raise ValueError(f"{path}: the ending {path.suffix!r} is unknown; accepted are {', '.join(FORMATS)}")
         else:
             yield path
 
 
-def _lines(file_range: FileRange) -> Iterator[tuple[Line, dict[str, Any]]]:
+def _is_data(file: Path) -> bool:
+    """Of a folder: JSON that is no array is about the data, like dataset_info.json."""
+    return file.suffix in FORMATS and (FORMATS[file.suffix] != "array" or _is_array(file))
+
+
+def _is_array(file: Path) -> bool:
+    with file.open("rb") as stream:
+        return without_mark(stream.read(2**12)).lstrip().startswith(b"[")
+
+
+def _split_array(file: Path, bytes_per_range: int) -> list[FileRange]:
+    """Ranges of whole rows, of at most so many bytes where that is more than one row. Reads all of the file."""
+    if not _is_array(file):
+        raise ValueError(f"{file} holds no list of rows ([{{...}}, ...]); name a file of rows a line .jsonl")
+    raw = file.read_bytes()
+    rows = without_mark(raw)
+    before = len(raw) - len(rows)
+    ends: list[list[int]] = []
+    try:
+        for start, end, _ in array_rows(rows):
+            if ends and end - ends[-1][0] <= bytes_per_range:
+                ends[-1][1] = end
+            else:
+                ends.append([start, end])
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}, {why_no_json(rows, error)}; correct the file") from None
+    return [FileRange(str(file), "array", start + before, end + before) for start, end in ends]
+
+
+def _array(file_range: FileRange) -> Iterator[tuple[Place, dict[str, Any]]]:
+    with Path(file_range.path).open("rb") as stream:
+        stream.seek(file_range.start)
+        rows = stream.read(file_range.end - file_range.start)
+    for start, end, record in array_rows(b"[%b]" % rows):
+        where = Place(file_range.path, file_range.start + start - 1)
+        yield where, _object(record, where, "row", rows[start - 1 : end - 1])
+
+
+def _object(value: Any, where: Place, what: str, text: bytes) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        shown = text[:60].decode(errors="replace")
+        raise ValueError(f"{where}: the {what} must be a JSON object, got {shown!r}; correct or remove it")
+    return value
+
+
+def _lines(file_range: FileRange) -> Iterator[tuple[Place, dict[str, Any]]]:
     with Path(file_range.path).open("rb") as stream:
         if file_range.start:
             stream.seek(file_range.start - 1)
             stream.readline()  # the rest of a line that begins in the range before
         while (at := stream.tell()) < file_range.end:
-            line = stream.readline().rstrip(b"\r\n")
+            line = without_mark(stream.readline()).rstrip(b"\r\n")
             if not line.strip():
                 continue
-            where = Line(file_range.path, at)
+            where = Place(file_range.path, at)
             try:
-                record = json.loads(line.decode("utf-8-sig"))  # of bytes, json guesses the encoding
+                record = json.loads(line.decode())  # of bytes, json guesses the encoding
             except (ValueError, RecursionError) as error:
-                why = why_no_json(line, error, where.number)
+                why = why_no_json(line, error, where.line)
                 raise ValueError(f"{where.path}, {why}; correct or remove the line") from None
-            if not isinstance(record, dict):
-                shown = line[:60].decode(errors="replace")
-                raise ValueError(f"{where}: the line must be a JSON object, got {shown!r}; correct or remove it")
-            yield where, record
+            yield where, _object(record, where, "line", line)
 
 
 def _rows(file_range: FileRange) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -13,7 +13,7 @@ from strata.train.data.encoding import Document
 from strata.train.data.long_text import BYTES_PER_PART, LongText, write_cut, write_part
 from strata.train.data.records import encode_record, kind_of
 from strata.train.data.shards import VERSION, Index, ShardEntry, documents_per_sample, write_shard
-from strata.train.data.sources import FileRange, file_ranges, read_range
+from strata.train.data.sources import FileRange, Place, file_ranges, read_range
 from strata.train.data.writing import Job, ShardJob, finished, named, write_manifest, write_missing
 
 # Of the parts of long texts: the folder, which goes when the shards are there.
@@ -53,7 +53,7 @@ def tokenize(
     if longest is not None and longest < 2:
         raise ValueError(f"longest = {longest} must be at least 2: the first token of a document is not predicted")
     ranges = file_ranges(paths, bytes_per_shard)
-    kind = _first_kind(ranges)
+    kind = first_kind(ranges)
     with Tokenizer.load(tokenizer_folder) as tokenizer:
         digest, vocab_size = tokenizer_digest(tokenizer), tokenizer.vocab_size
     made_of = {"kind": kind, "tokenizer": digest, "longest": longest, "files": _files(ranges)}
@@ -118,18 +118,26 @@ def _write(job: _Job) -> ShardEntry:
     documents: list[Document] = []
     left_out = 0
     with Tokenizer.load(job.tokenizer) as tokenizer:
-        for where, record in read_range(job.file_range):
-            try:
-                encoded = encode_record(tokenizer, job.kind, record)
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}; correct or remove the record") from None
-            fitting = list(_fitting(encoded, job.kind, job.longest))
-            left_out += not fitting
-            documents += fitting
+        for _, encoded in read_documents(tokenizer, job.file_range, job.kind):
+            kept = list(fitting(encoded, job.kind, job.longest))
+            left_out += not kept
+            documents += kept
         return write_shard(job.folder, job.name, job.kind, documents, tokenizer.vocab_size, left_out)
 
 
-def _fitting(encoded: list[Document], kind: str, longest: int | None) -> Iterator[Document]:
+def read_documents(
+    tokenizer: Tokenizer, file_range: FileRange, kind: str
+) -> Iterator[tuple[Place | str, list[Document]]]:
+    """The documents of each record of a range, with where it stands. Raises ValueError that says so, too."""
+    for where, record in read_range(file_range):
+        try:
+            encoded = encode_record(tokenizer, kind, record)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}; correct or remove the record") from None
+        yield where, encoded
+
+
+def fitting(encoded: list[Document], kind: str, longest: int | None) -> Iterator[Document]:
     """Documents of at most `longest` tokens: text in parts, chats and pairs whole or not at all."""
     each = documents_per_sample(kind)
     for start in range(0, len(encoded), each):
@@ -144,7 +152,8 @@ def _fitting(encoded: list[Document], kind: str, longest: int | None) -> Iterato
                 yield Document(tokens[at : at + longest], loss_mask[at : at + longest])
 
 
-def _first_kind(ranges: list[FileRange]) -> str:
+def first_kind(ranges: Sequence[FileRange]) -> str:
+    """The kind of the first record. Raises ValueError if it has none, or there is none."""
     for file_range in ranges:
         if file_range.format == "text":
             return "text"

@@ -138,7 +138,7 @@ def test_documents_are_cut_and_each_part_begins_as_a_text_does(tmp_path: Path) -
     [
         ("text.txt", " \n", "has no document of two tokens or more"),
         ("text.jsonl", "{}", r'line 1: must be \{"text": "..."\} or \{"messages": \[...\]\}, got \{\}'),
-        ("text.jsonl", '{"text": "5"}\n{"text"', "line 2: not JSON"),
+        ("text.jsonl", '{"text": "5"}\n{"text"', "line 2, column 8: not JSON"),
         ("none.txt", None, "does not exist; give a file of JSON lines"),
     ],
 )

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from strata.text.tokenizer import Tokenizer
-from strata.train.data.encoding import Document, encode_chat, encode_preference
+from strata.train.data.encoding import Document, encode_chat
+from strata.train.data.records import encode_record
 
 TURNS = [
     {"role": "system", "content": "the box"},
@@ -117,6 +118,6 @@ def test_a_turn_without_content_that_says_something_is_learned(folder: Path, sai
 
 @pytest.mark.parametrize("nothing", ["", None, []])
 def test_a_reply_that_says_nothing_may_be_the_rejected_one(tokenizer: Tokenizer, nothing: object) -> None:
-    replies = (TURNS[2], {"role": "assistant", "content": nothing})
-    chosen, rejected = encode_preference(tokenizer, TURNS[:2], *([reply] for reply in replies))
+    record = {"prompt": TURNS[:2], "chosen": [TURNS[2]], "rejected": [{"role": "assistant", "content": nothing}]}
+    chosen, rejected = encode_record(tokenizer, "preference", record)
     assert (wanted(tokenizer, chosen), wanted(tokenizer, rejected)) == ("brown fox<|end|>", "<|end|>")

@@ -138,7 +138,7 @@ def test_preferences_of_every_shape(tokenizer: Tokenizer) -> None:
         ({"messages": [ASKS, "a"]}, r"messages\[1\] must have 'role' and 'content', or 'from' and 'value', got 'a'"),
         ({"prompt": "a", "completion": ""}, "'completion' is empty, so there is nothing to learn"),
         ({"prompt": "a", "completion": [ANSWERS]}, "'prompt' must be a list of messages, got 'a'"),
-        ({"prompt": "a", "completion": "b", "label": False}, "a completion with a 'label' is no example to follow"),
+        ({"prompt": "a", "completion": "b", "label": False}, "a chat with a 'label' is no example to follow"),
         ({"chosen": "a", "rejected": "b"}, "the record needs a 'prompt', or conversations that begin alike"),
         (
             {"chosen": TURNS, "rejected": [{"role": "user", "content": "something else"}, *TURNS[1:]]},
@@ -151,7 +151,7 @@ def test_preferences_of_every_shape(tokenizer: Tokenizer) -> None:
         ({"messages": TURNS, "tools": {"name": "a"}}, "'tools' must be a list of functions"),
         (
             {"question": "a"},
-            "the record has the fields question; accepted are: text; messages; chosen, rejected; prompt",
+            "the record has the fields question; accepted are: instruction, output; text; messages; chosen, ",
         ),
     ],
 )
@@ -167,5 +167,8 @@ def test_a_file_may_mix_shapes_of_one_kind_and_no_kinds(folder: Path, tmp_path: 
     assert tokenize([file], folder, tmp_path / "good").kind == "chat"
     assert TokenDataset(tmp_path / "good").samples == 3
     file.write_text("".join(json.dumps(one) + "\n" for one in records))
-    with pytest.raises(ValueError, match=r"a\.jsonl, line 4: the record has the fields text; accepted are: messages;"):
+    with pytest.raises(
+        ValueError,
+        match=r"a\.jsonl, line 4: the record has the fields text; accepted are: instruction, output; mess",
+    ):
         tokenize([file], folder, tmp_path / "mixed")

@@ -13,7 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from typer.core import TyperGroup
 
+from strata.cli.data.preview import print_preview
 from strata.models.folder import existing_folder
+from strata.train.data.preview import preview as preview_rows
 from strata.train.data.shards import Index
 from strata.train.data.tokenize import tokenize
 from strata.train.tasks.exercises import write_exercises
@@ -41,38 +43,72 @@ def data() -> None:
 
     `strata data FILES --out FOLDER` is short for `strata data files FILES --out FOLDER`.
 
+    FILES are .jsonl (a JSON object a line), .json (an array of them), .parquet,
+    .txt or .md, or folders of these. An object is a chat, a preference or a text:
+
+    {"messages": [{"role": "user", "content": "Hi"}, ...]}
+
+    {"conversations": [{"from": "human", "value": "Hi"}, ...]} (ShareGPT)
+
+    {"instruction": "Add", "input": "1, 2", "output": "3"} (Alpaca)
+
+    {"prompt": "Hi", "completion": "Hello"}
+
+    {"prompt": "Hi", "chosen": "Hello", "rejected": "What"}
+
+    {"text": "Once upon a time"}
+
+    Of chats the assistant's turns are learned, but those of "weight": 0 (OpenAI),
+    "train": false (axolotl) and "loss": false (ms-swift).
+
+    Example: strata data chats.jsonl --preview
+
     Example: strata data chats.jsonl --out runs/chats
     """
 
 
 @command.command()
 def files(
-    files: Annotated[list[Path], typer.Argument(help="JSONL, Parquet or text files, or folders of them.")],
-    out: Out,
+    files: Annotated[list[Path], typer.Argument(help="JSONL, JSON arrays, Parquet or text files, or folders of them.")],
+    out: Annotated[Path | None, typer.Option(help="The folder for the shards.")] = None,
     model: Annotated[str, typer.Option(help="Whose tokenizer and chat template: a folder, or builtin.")] = "builtin",
     longest: Annotated[
         int | None, typer.Option(help="Split text after so many tokens, leave longer chats and preferences out.")
     ] = None,
     workers: Workers = None,
     shard_mb: Annotated[int, typer.Option(help="Input that one shard is made of, in MB.", min=1)] = 64,
+    preview: Annotated[
+        bool, typer.Option("--preview", help="Print rows with the learned tokens marked, and write nothing.")
+    ] = False,
+    rows: Annotated[int | None, typer.Option(help="How many rows --preview prints; 3 if left out.", min=1)] = None,
 ) -> None:
-    """Tokenize files of records: texts, chats, TRL's prompt and completion or preferences, ShareGPT's conversations.
+    """Tokenize files of records: texts, chats, Alpaca's rows, TRL's prompt and completion or preferences, ShareGPT's
+    conversations.
 
     Example: strata data chats.jsonl --out runs/chats
     """
+    if preview:
+        shown = preview_rows(files, existing_folder(model), rows=rows or 3, longest=longest)
+        print_preview(shown, Console(highlight=False))
+        return
+    if rows is not None:
+        raise ValueError("--rows is for --preview: give both, or leave it out")
+    if out is None:
+        raise ValueError("give a folder for the shards, --out FOLDER, or --preview, which writes nothing")
+    folder = out
 
     def write(report: Callable[[int, int], None]) -> Index:
         return tokenize(
             files,
             existing_folder(model),
-            out,
+            folder,
             longest=longest,
             workers=workers or os.cpu_count() or 1,
             bytes_per_shard=shard_mb * 10**6,
             report=report,
         )
 
-    _show(out, write)
+    _show(folder, write)
 
 
 @command.command()

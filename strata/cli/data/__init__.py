@@ -1,0 +1,1 @@
+"""`strata data`: its options, and the rows that --preview prints."""

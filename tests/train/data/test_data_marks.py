@@ -1,0 +1,159 @@
+"""Marks of turns, as OpenAI's, axolotl's and ms-swift's formats have them: a marked turn is read and not learned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strata.text.tokenizer import Tokenizer
+from strata.train.data.calibration import file_samples
+from strata.train.data.records import encode_record, kind_of
+from strata.train.data.tokenize import tokenize
+
+TURNS = [
+    {"role": "system", "content": "the box"},
+    {"role": "user", "content": "quick?"},
+    {"role": "assistant", "content": "brown fox"},
+    {"role": "user", "content": "lazy?"},
+    {"role": "assistant", "content": "dog"},
+]
+ROLES = {"system": "system", "user": "human", "assistant": "gpt"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Iterator[Tokenizer]:
+    with Tokenizer.load(folder) as loaded:
+        yield loaded
+
+
+def marked(at: int, **marks: Any) -> list[dict[str, Any]]:
+    return [turn | (marks if number == at else {}) for number, turn in enumerate(TURNS)]
+
+
+def shared(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same in ShareGPT's fields."""
+    return [
+        {"from": ROLES[turn["role"]], "value": turn["content"]}
+        | {key: value for key, value in turn.items() if key not in ("role", "content")}
+        for turn in turns
+    ]
+
+
+def read(tokenizer: Tokenizer, record: dict[str, Any]) -> list[tuple[str, str]]:
+    """Of each document its whole text and what of it is learned."""
+    return [
+        (
+            tokenizer.decode(one.tokens.tolist(), skip_special_tokens=False),
+            tokenizer.decode(one.tokens[one.loss_mask].tolist(), skip_special_tokens=False),
+        )
+        for one in encode_record(tokenizer, kind_of(record), record)
+    ]
+
+
+MARKS = ("weight", "train", "training", "loss", "loss_scale")
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_a_turn_marked_as_not_to_be_learned_is_context(tokenizer: Tokenizer, mark: str) -> None:
+    ((text, both),) = read(tokenizer, {"messages": TURNS})
+    assert both == "brown fox<|end|>dog<|end|>"
+    for off, on in ((0, 1), (0.0, 1.0), (False, True)):
+        for turns in (marked(2, **{mark: off}), marked(2, **{mark: off})[:4] + marked(4, **{mark: on})[4:]):
+            assert read(tokenizer, {"messages": turns}) == [(text, "dog<|end|>")]
+            assert read(tokenizer, {"conversations": shared(turns)}) == [(text, "dog<|end|>")]
+            assert read(tokenizer, {"prompt": turns[:2], "completion": turns[2:]}) == [(text, "dog<|end|>")]
+        assert read(tokenizer, {"messages": marked(4, **{mark: off})}) == [(text, "brown fox<|end|>")]
+        # What is done anyway; Parquet has a null where a message has no such field.
+        for at, value in ((2, on), (2, None), (0, off), (1, off), (1, None)):
+            assert read(tokenizer, {"messages": marked(at, **{mark: value})}) == [(text, both)]
+
+
+def test_a_template_that_rewrites_earlier_turns_shows_each_learned_turn_as_generation_had_it(folder: Path) -> None:
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>"
+        "{% if m.thinking and loop.last %}({{ m.thinking }}){% endif %}{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    turns = [turn | ({"thinking": "hm"} if turn["role"] == "assistant" else {}) for turn in TURNS]
+    with Tokenizer.load(folder, template) as tokenizer:
+        one, other = read(tokenizer, {"messages": turns})
+        assert read(tokenizer, {"messages": [*turns[:2], turns[2] | {"weight": 0}, *turns[3:]]}) == [other]
+        assert read(tokenizer, {"messages": [*turns[:4], turns[4] | {"weight": 0}]}) == [one]
+
+
+def test_the_first_turn_may_be_the_assistants_if_it_is_context(tokenizer: Tokenizer) -> None:
+    opening = {"role": "assistant", "content": "quick!", "weight": 0}
+    ((text, learned),) = read(tokenizer, {"messages": [opening, *TURNS[1:3]]})
+    assert "quick!" in text
+    assert learned == "brown fox<|end|>"
+
+
+def test_a_chat_without_a_learned_turn_is_left_out(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    silent = [turn | ({"weight": 0} if turn["role"] == "assistant" else {}) for turn in TURNS]
+    assert read(tokenizer, {"messages": silent}) == []
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"messages": one}) + "\n" for one in (silent, TURNS)))
+    (shard,) = tokenize([file], folder, tmp_path / "out").shards
+    assert (shard.documents, shard.left_out) == (1, 1)
+    assert len(file_samples(file, tokenizer, 9, 64)) == 1
+
+
+def test_marks_of_preferences(tokenizer: Tokenizer) -> None:
+    record = {"prompt": marked(2, weight=0)[:4], "chosen": [TURNS[4]], "rejected": "no"}
+    assert read(tokenizer, record) == read(tokenizer, record | {"prompt": TURNS[:4]})
+    assert read(tokenizer, record | {"chosen": marked(4, weight=1)[4:]}) == read(tokenizer, record)
+    # Of a reply of several turns, those that are not marked.
+    chosen, rejected = read(tokenizer, record | {"prompt": TURNS[:2], "chosen": marked(2, weight=0)[2:]})
+    assert (chosen[1], rejected[1]) == ("dog<|end|>", "no<|end|>")
+    with pytest.raises(ValueError, match="'chosen' has no turn that is learned"):
+        read(tokenizer, record | {"chosen": marked(4, weight=0)[4:]})
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"messages": marked(2, weight=0.5)}, r"messages\[2\]: weight = 0.5 is not supported; accepted are 0 and 1"),
+        ({"messages": marked(2, loss_scale=2.0)}, r"messages\[2\]: loss_scale = 2.0 is not supported"),
+        ({"messages": marked(2, train="false")}, r"messages\[2\]: train = 'false' is not supported"),
+        ({"messages": marked(2, loss=[False])}, r"messages\[2\]: loss = \[False\] is not supported"),
+        ({"messages": marked(2, weight=0, train=True)}, r"messages\[2\]: weight = 0 and train = True disagree"),
+        ({"messages": marked(1, train=True)}, r"messages\[1\]: train = True, but .* assistant"),
+        ({"messages": marked(2, loss_mask=0)}, r"messages\[2\]: the key 'loss_mask' is unknown; .* weight"),
+        (
+            {"messages": marked(2, train_detail=[{"begin_offset": 0, "end_offset": 3, "train": False}])},
+            r"messages\[2\]: 'train_detail' marks parts of a turn",
+        ),
+        (
+            {"messages": marked(2, content=[{"type": "text", "text": "brown", "train": False}])},
+            r"messages\[2\]: 'train' marks a part of the content",
+        ),
+        (
+            {"messages": marked(2, content=[{"type": "text", "text": "brown", "weight": 0}])},
+            r"messages\[2\]: 'weight' marks a part of the content",
+        ),
+        ({"conversations": shared(marked(2, colour="red"))}, r"conversations\[2\]: the key 'colour' is unknown"),
+        ({"messages": TURNS, "weight": 0}, "the record is marked as not to be learned .weight = 0."),
+        ({"messages": TURNS, "loss": False}, "the record is marked as not to be learned .loss = False."),
+        ({"messages": TURNS, "label": False}, "a chat with a 'label' is no example to follow"),
+        ({"conversations": shared(TURNS), "kto_tag": True}, "a chat with a 'kto_tag' is no example to follow"),
+    ],
+)
+def test_marks_that_cannot_be_followed(tokenizer: Tokenizer, record: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(tokenizer, record)
+
+
+def test_keys_that_are_null_or_that_the_template_reads_are_taken(folder: Path, tokenizer: Tokenizer) -> None:
+    plain = read(tokenizer, {"messages": TURNS})
+    for more in ({"colour": None, "train_detail": None}, {"reasoning": "hm", "name": "Kim"}):
+        assert read(tokenizer, {"messages": marked(2, **more)}) == plain
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m['colour'] }}{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    with Tokenizer.load(folder, template) as reading:
+        assert read(reading, {"messages": marked(4, colour="red ")})[0][1].endswith("red dog<|end|>")
