@@ -15,10 +15,14 @@ class CallerCounts:
     def __init__(self, folder: Path | None, worker: int) -> None:
         self._folder, self._worker = folder, worker
         self._cells: dict[str, Cells] = {}
+        self._values: dict[str, memoryview[float]] = {}
 
     def of(self, caller: str) -> memoryview[float]:
         """One number for each of KINDS, to be added to. caller: what a key may be called, which names a folder here."""
-        return self._of(caller).values
+        found = self._values.get(caller)
+        if found is None:
+            found = self._values[caller] = self._of(caller).values
+        return found
 
     def sums(self) -> dict[str, list[float]]:
         """Of all processes, by caller: those of a key that there is no more, too."""

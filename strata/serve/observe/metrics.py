@@ -192,11 +192,13 @@ class Metrics:
 
     def tokens(self, *, prompt: int, output: int, caller: str) -> None:
         """Tokens that the engine has computed, counted as they come: a prompt with its request's first delta."""
-        self._values[self._first["prompt_tokens"]] += prompt
-        self._values[self._first["generation_tokens"]] += output
         of_caller = self._callers.of(caller)
-        of_caller[1] += prompt
-        of_caller[2] += output
+        if prompt:
+            self._values[self._first["prompt_tokens"]] += prompt
+            of_caller[1] += prompt
+        if output:
+            self._values[self._first["generation_tokens"]] += output
+            of_caller[2] += output
 
     def first_token(self, seconds: float) -> None:
         """A request has its first token, so long after its arrival."""
@@ -266,13 +268,13 @@ class Metrics:
             yield histogram
 
     def _answers(self, sums: Sequence[float]) -> Metric:
-        """Every handler with the status 200, so that rates begin there, and with others as they come."""
+        """Of every handler and status that there was."""
         labels = ["model_name", "method", "handler", "status"]
         counter = CounterMetricFamily("strata_http_requests", "Requests answered, by route and status.", labels=labels)
         for number, (method, path) in enumerate(self._handlers):
             first = self._first["http_requests"] + number * len(_STATUSES)
             for at, status in enumerate(_STATUSES, first):
-                if sums[at] or status == "200":
+                if sums[at]:
                     counter.add_metric([self._model_name, method, path, status], sums[at])
         return counter
 

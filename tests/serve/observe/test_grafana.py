@@ -26,6 +26,7 @@ def series() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     metrics = Metrics("m")
     metrics.received("chat", "alice")
+    metrics.answered(0, 404)
     told = Statistics(floor_share=0.4, gap_share=0.1, predicted_ratio=1.0, finding="slots", layer="system", cause="x")
     for family in text_string_to_metric_families(metrics.render(told).decode()):
         for sample in family.samples:
