@@ -244,9 +244,8 @@ def main() -> None:
     )
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="keep the models and the servers' logs here")
     asked = parser.parse_args()
-    engines.require_pythons(
-        parser, asked, {"strata": None} | dict.fromkeys(asked.engines)
-    )  # Strata's puts load on both
+    wanted = dict.fromkeys(("strata", *asked.engines))  # Strata's puts load on both
+    engines.require_pythons(parser, asked, wanted)
     asked.run = asked.run or engines.now()
     for model in asked.models:
         if model not in RATES:
