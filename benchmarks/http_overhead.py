@@ -141,7 +141,7 @@ def processes(interval: float) -> Iterator[Processes]:
         address = engine_address(Path(folder))
         stub = StubConfig(address, interval=interval, tokens=LETTERS)
         settings = ServeSettings(str(MODEL), (NAME,), port=port, max_queue=4096)
-        job = ApiJob(settings, [], str(MODEL), folder=folder, listener=listener.fileno())
+        job = ApiJob(settings, [], str(MODEL), folder=folder, listeners=(listener.fileno(),))
         said = Path(folder, "said")
         with (
             _started("benchmarks.stub_engine", stub, said) as engine,

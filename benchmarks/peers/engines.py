@@ -40,7 +40,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{engine}-python",
             type=interpreter,
-            required=True,
             metavar="FILE",
             help=f"the Python that {NAMES[engine]} is installed for",
         )
@@ -157,6 +156,13 @@ def some_of(known: Collection[str], what: str) -> Callable[[str], list[str]]:
 
 
 shapes = some_of(SHAPES, "shape")
+
+
+def require_pythons(parser: argparse.ArgumentParser, asked: argparse.Namespace, wanted: Iterable[str]) -> None:
+    """Ends the program unless the Python of each of these engines was given."""
+    missing = [f"--{engine}-python" for engine in wanted if getattr(asked, f"{engine}_python") is None]
+    if missing:
+        parser.error(f"the following arguments are required: {', '.join(missing)}")
 
 
 def pythons(asked: argparse.Namespace) -> dict[str, str]:

@@ -55,6 +55,7 @@ def main() -> None:
     engines.add_weights(parser)
     parser.add_argument("--turn-timeout", type=engines.seconds, default=3600.0, help="in which a turn is done [3600]")
     asked = parser.parse_args()
+    engines.require_pythons(parser, asked, engines.ENGINES)
     engines.refuse_other_weights(parser, asked.weights, asked.models)
     end_on_signals()
     try:

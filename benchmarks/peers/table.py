@@ -32,11 +32,12 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure of a line. `read` gives None where a line has none."""
+    """A figure of a line. `read` gives None where a line has none. everywhere: its column stands even if none has."""
 
     name: str
     read: Callable[[Line], float | None]
     more_is_better: bool
+    everywhere: bool = True
 
 
 @dataclass(frozen=True)
@@ -91,25 +92,31 @@ class Row:
 
 
 def latency(name: str, share: str) -> Callable[[Line], float | None]:
-    """Reads a percentile of a latency in milliseconds, which a load without a good answer has not."""
-    return lambda line: None if line[name] is None else line[name][share]
+    """Reads a figure of a latency in milliseconds, which a load without a good answer has not, nor one without turns
+    that of turns."""
+    return lambda line: (line.get(name) or {}).get(share)
 
 
 SERVED = (
+    Metric("TTFT mean", latency("ttft_ms", "mean"), more_is_better=False, everywhere=False),
     Metric("TTFT p50", latency("ttft_ms", "p50"), more_is_better=False),
     Metric("TTFT p99", latency("ttft_ms", "p99"), more_is_better=False),
+    Metric("first turns' p50", latency("first_turns_ttft_ms", "p50"), more_is_better=False, everywhere=False),
+    Metric("late turns' p50", latency("late_turns_ttft_ms", "p50"), more_is_better=False, everywhere=False),
     Metric("TPOT p50", latency("tpot_ms", "p50"), more_is_better=False),
     Metric("tok/s", lambda line: line["output_tokens_per_second"], more_is_better=True),
 )
 
 
 def served_table(found: Iterable[Row]) -> Iterator[str]:
-    """The loads on servers; latencies in milliseconds."""
-    yield f"| load | {' | '.join(metric.name for metric in SERVED)} | ahead |"
-    yield "|---" * (len(SERVED) + 2) + "|"
-    for row in found:
-        cells = " | ".join(row.cell(metric) for metric in SERVED)
-        yield f"| {row.name} | {cells} | {row.ahead(SERVED)}{row.failures()} |"
+    """The loads on servers; latencies in milliseconds. What not every load has is a column if one has it."""
+    shown = list(found)
+    metrics = [metric for metric in SERVED if metric.everywhere or any(row.figures(metric) for row in shown)]
+    yield f"| load | {' | '.join(metric.name for metric in metrics)} | ahead |"
+    yield "|---" * (len(metrics) + 2) + "|"
+    for row in shown:
+        cells = " | ".join(row.cell(metric) for metric in metrics)
+        yield f"| {row.name} | {cells} | {row.ahead(metrics)}{row.failures()} |"
 
 
 def offline_table(found: Iterable[Row]) -> Iterator[str]:

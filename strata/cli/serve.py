@@ -19,7 +19,7 @@ from strata.files.json_object import why_no_text
 from strata.models.folder import display_name, folder_or_shape, located, model_folder
 from strata.models.shapes import SHAPES
 from strata.serve.http.gate import is_loopback
-from strata.serve.http.keys import ANONYMOUS, KeyHash, read_keys
+from strata.serve.http.keys import ANONYMOUS, KeyHash, KeySource
 from strata.serve.processes.launch import launch
 from strata.serve.processes.worker import ApiJob
 from strata.serve.settings import ServeSettings
@@ -54,8 +54,13 @@ def serve(
         str, _http_option(help="Where to listen; what is no loopback address needs an API key.")
     ] = "127.0.0.1",
     port: Annotated[int, _http_option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    metrics_port: Annotated[
+        int | None,
+        _http_option(min=0, max=65535, help="Serve /metrics alone there too, on the same host and without a key."),
+    ] = None,
     api_key_file: Annotated[
-        Path | None, _http_option(help="A key a line, as key or name:key. More come from STRATA_API_KEY(S).")
+        Path | None,
+        _http_option(help="A key a line, as key or name:key; read again at SIGHUP. More come from STRATA_API_KEY(S)."),
     ] = None,
     api_key: Annotated[
         str | None, typer.Option(hidden=True, allow_from_autoenv=False, callback=_refuse_key, expose_value=False)
@@ -159,7 +164,8 @@ def serve(
     Example: strata serve path/to/Llama-3.1-8B-Instruct --max-model-len 16384
     """
     folder = folder_or_shape(model) if load_format == "dummy" else str(model_folder(model))
-    keys = read_keys(api_key_file, os.environ)
+    source = KeySource(api_key_file, os.environ)
+    keys = source.read()
     if not keys and not is_loopback(host):
         raise ValueError(
             f"--host {host} lets others in, and there is no API key: set STRATA_API_KEY or --api-key-file, "
@@ -172,6 +178,7 @@ def serve(
         served_model_names=served_names(served_model_name, display_name(model, folder)),
         host=host,
         port=port,
+        metrics_port=metrics_port,
         allowed_hosts=tuple(allowed_hosts or ()),
         allowed_origins=tuple(_origin(one) for one in allowed_origins or ()),
         chat_template=template,
@@ -231,7 +238,7 @@ def serve(
     sizes = tensor_parallel_size, pipeline_parallel_size, prefill_context_parallel_size, data_parallel_size
     several = max(sizes) > 1
     restarts = several if restart_engine is None else restart_engine
-    sys.exit(launch(ApiJob(settings, keys, tokenizer_folder, restarts, traces), engine))
+    sys.exit(launch(ApiJob(settings, keys, tokenizer_folder, restarts, traces), engine, source))
 
 
 def _named_keys(option: str, given: list[str], keys: list[KeyHash]) -> tuple[str, ...]:

@@ -75,20 +75,28 @@ class Engine:
     graphs: StepGraphs
     shares: StepShares
 
+    def ready_line(self) -> str:
+        """How it stands once it is made, in a line."""
+        seconds, ledger = sum(self.startup.values()), self.ledger
+        return f"ready on {ledger.device} after {seconds:.1f} s, with KV pages for {ledger.tokens:,} tokens"
 
-def build_engine(asked: EngineConfig, log: Log, *, show_progress: bool = False) -> Engine:
+
+def build_engine(asked: EngineConfig, log: Log, *, details: Log | None = None, show_progress: bool = False) -> Engine:
     """Load the model, divide the memory, capture the graphs, and on CUDA compile kernels meanwhile and warm up.
 
-    log: gets lines about it. show_progress: of what takes long on a new machine, with a bar on standard error.
+    log: gets lines about it. details: gets those of an ordinary start (the memory ledger, times), `log` if left out.
+    show_progress: of what takes long on a new machine, with a bar on standard error.
     Raises ValueError for whatever cannot be honoured, EngineFault if the memory does not suffice after all.
     """
     with collector_off(), ExitStack() as beside, ExitStack() as with_engine:
-        engine = _build(asked, log, show_progress, beside, with_engine)
+        engine = _build(asked, log, details or log, show_progress, beside, with_engine)
         weakref.finalize(engine, with_engine.pop_all().close)
         return engine
 
 
-def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack, with_engine: ExitStack) -> Engine:
+def _build(
+    asked: EngineConfig, log: Log, details: Log, show_progress: bool, beside: ExitStack, with_engine: ExitStack
+) -> Engine:
     """beside: takes what has to end with the start; with_engine: what has to end with the engine, or if that fails."""
     clock = StartupClock()
     device = asked.resolve_device()
@@ -113,7 +121,8 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
         log(line)
     mask_ids = vocabulary(tokenizer, config.vocab_size)
     rank = followers or OneRank()
-    executor = build_executor(asked, config, device, mask_ids, log, clock, beside, rank, show_progress=show_progress)
+    place = mask_ids, log, clock, beside, rank
+    executor = build_executor(asked, config, device, *place, details=details, show_progress=show_progress)
     ranks: RankedRunner | None = None
     pooler: PromptPooler = executor.pooler
     if followers is not None:
@@ -147,7 +156,7 @@ def _build(asked: EngineConfig, log: Log, show_progress: bool, beside: ExitStack
     # looked for garbage only among what came since the collector went off; to walk all objects takes 0.3 s.
     gc.collect(0)
     gc.freeze()
-    log(clock.line())
+    details(clock.line())
     engine = Engine(
         loop=loop,
         pages=pages,

@@ -23,6 +23,7 @@ from strata.engine.grammars.grammar import GrammarCompiler
 from strata.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from strata.engine.request import Request
 from strata.engine.sampling_params import SamplingParams
+from strata.models.folder import display_name
 from strata.text.messages import Message
 from strata.text.tokenizer import Tokenizer
 
@@ -33,17 +34,24 @@ class LLM:
     """A model ready to generate. See `EngineConfig` for the keyword arguments; unknown ones are an error.
 
     Without `model` it is the small model that comes with Strata; `org/model` is a download in the Hugging Face cache.
-    verbose: tell on standard error how memory is divided and how long the start took. Raises ValueError, in one clear
-    line, for whatever it cannot load or serve.
+    verbose: on standard error, True tells how memory is divided and how long each part of the start took, None (the
+    default) in one line that it is ready, both what is noteworthy besides; False tells nothing. Raises ValueError, in
+    one clear line, for whatever it cannot load or serve.
 
     Calls may be nested, and streams read side by side, in one thread: each gets all its own outputs. A call that comes
     while one of another thread is under way raises RuntimeError. An error in a step, Ctrl-C too, ends all requests.
     """
 
-    def __init__(self, model: str | Path | None = None, *, verbose: bool = True, **options: Any) -> None:
-        console = Console(stderr=True, highlight=False, quiet=not verbose)
+    def __init__(self, model: str | Path | None = None, *, verbose: bool | None = None, **options: Any) -> None:
+        console = Console(stderr=True, highlight=False, quiet=verbose is False)
         log = partial(console.print, markup=False, soft_wrap=True)
-        self._engine: Engine = build_engine(EngineConfig.from_options(model, options), log=log, show_progress=verbose)
+        asked = EngineConfig.from_options(model, options)
+        self._engine: Engine = build_engine(
+            asked, log, details=log if verbose else lambda _: None, show_progress=verbose is not False
+        )
+        if verbose is None:
+            name = display_name(None if model is None else str(model), str(asked.model))
+            log(f"{name} is {self._engine.ready_line()} (verbose=True tells more)")
         self._delivery = Delivery(self._engine.loop)
         self._numbers = itertools.count()
 

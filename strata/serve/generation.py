@@ -134,7 +134,8 @@ class Generation:
         if self._first_token is None:
             self._note_first(deltas[0], now)
         sample_deltas = [self._sample_delta(delta, now) for delta in deltas]
-        self._state.metrics.tokens(prompt=0, output=sum(len(sample_delta.token_ids) for sample_delta in sample_deltas))
+        output = sum(len(sample_delta.token_ids) for sample_delta in sample_deltas)
+        self._state.metrics.tokens(prompt=0, output=output, caller=self._admission.caller.name)
         if self._running == 0:
             await self.aclose()
         return sample_deltas
@@ -234,7 +235,7 @@ class Generation:
         self._scheduled = delta.scheduled
         self.cached_tokens = delta.cached_tokens or 0
         self._state.metrics.first_token(now - self._admission.arrival)
-        self._state.metrics.tokens(prompt=self.prompt_tokens, output=0)
+        self._state.metrics.tokens(prompt=self.prompt_tokens, output=0, caller=self._admission.caller.name)
 
     def _record(self) -> None:
         if self._reason == "abort":

@@ -12,7 +12,8 @@ class ServeSettings:
     """One server.
 
     model: checkpoint folder. served_model_names: what clients may call it; the first is what it calls itself.
-    host, port: where it listens. allowed_hosts: further Host names that are served on a loopback address.
+    host, port: where it listens. metrics_port: where it serves /metrics alone, without a key; None for nowhere.
+    allowed_hosts: further Host names that are served on a loopback address.
     chat_template: the text of a template that replaces the model's own.
     tool_format: "hermes", "llama3" or None (tools are refused). reasoning: split <think>...</think> off the content.
     max_queue: requests that may wait; more are asked to come again. request_timeout: most seconds of one request.
@@ -29,6 +30,7 @@ class ServeSettings:
     served_model_names: tuple[str, ...]
     host: str = "127.0.0.1"
     port: int = 8000
+    metrics_port: int | None = None
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     chat_template: str | None = None

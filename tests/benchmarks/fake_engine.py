@@ -56,7 +56,14 @@ def load():
     note()
     if failure == "no load":
         sys.exit("Error: no such option")
-    print(json.dumps({"test": "T5", "requests": 3, "completed": 3}))
+    if failure == "second load" and option("--seed") == "2":
+        sys.exit("Error: too long")
+    if failure == "second load hangs" and option("--seed") == "2":
+        time.sleep(600)
+    if failure == "only saturation" or "50%" in options:
+        print(json.dumps({"test": "T5", "requests": 3, "completed": 3, "request_rate": "inf", "saturation": 2.0}))
+    if failure != "only saturation" or option("--seed") == "0":
+        print(json.dumps({"test": "T5", "requests": 3, "completed": 3}))
 
 
 def offline():

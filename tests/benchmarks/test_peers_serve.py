@@ -15,9 +15,9 @@ import pytest
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
-from benchmarks.peers import serve_in_turns
+from benchmarks.peers import serve_in_turns, table
 from benchmarks.peers.engines import ROOT, write_model
-from benchmarks.peers.loads import RATES, Load, loads
+from benchmarks.peers.loads import LONG_KINDS, RATES, Load, loads
 from benchmarks.peers.table import row_name
 from strata.cli.main import app
 from strata.models.shapes import SHAPES
@@ -31,7 +31,8 @@ MakeEngines = Callable[..., FakeEngines]
 @pytest.fixture
 def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
     """Runs the comparison on a tiny shape; the lines that it saves."""
-    monkeypatch.setitem(SHAPES, "0.6B", TINY)
+    for model in ("0.6B", "8B"):
+        monkeypatch.setitem(SHAPES, model, TINY)
     monkeypatch.setattr(serve_in_turns, "end_on_signals", lambda: None)
 
     def run(made: FakeEngines, *options: str) -> list[dict[str, Any]]:
@@ -43,6 +44,11 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
         return [json.loads(text) for text in saved.read_text().splitlines()]
 
     return run
+
+
+def whole(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of the fake engines with the figures that a table reads."""
+    return {"date": "", "commit": "", "ttft_ms": None, "tpot_ms": None, "output_tokens_per_second": 1.0, **line}
 
 
 def test_both_servers_get_the_same_loads_in_turns(
@@ -180,11 +186,19 @@ def test_who_ignores_a_closed_terminal_goes_on(engines: MakeEngines, tmp_path: P
 def test_what_cannot_be_measured_is_refused(
     engines: MakeEngines, compare: Callable[..., list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for options in (["--models", "1B"], ["--loads", "none"], ["--start-timeout", "nan"]):
+    for options in (
+        ["--models", "1B"],
+        ["--loads", "none"],
+        ["--start-timeout", "nan"],
+        ["--loads", "long"],
+        ["--engines", "strata,x"],
+    ):
         with pytest.raises(SystemExit):
             compare(engines(), *options)
     shown = capsys.readouterr().err
     assert "there are no loads for 1B" in shown
+    assert "0.6B has no loads of kind long: ask for --models 8B" in shown
+    assert "'x' is no engine: give some of strata, vllm" in shown
     assert "'none' is no kind of load: give some of single, rates" in shown
     assert "argument --start-timeout: give seconds over 0, not nan" in shown
 
@@ -192,24 +206,103 @@ def test_what_cannot_be_measured_is_refused(
 @pytest.mark.parametrize("model", RATES)
 def test_no_load_has_the_prompts_of_another(model: str) -> None:
     found = loads(model)
-    seeds = {load.options[load.options.index("--seed") + 1] for load in found}
+    seeds = {(load.max_model_len, load.options[load.options.index("--seed") + 1]) for load in found}
     assert len(seeds) == len({load.name for load in found}) == len(found)
 
 
-@pytest.mark.parametrize("load", loads("0.6B"), ids=lambda load: load.name)
+ALL = [*loads("0.6B"), *(load for load in loads("8B") if load.kind in LONG_KINDS)]
+
+
+@pytest.mark.parametrize("load", ALL, ids=lambda load: load.name)
 def test_strata_bench_serve_takes_each_load(load: Load) -> None:
     # The last value of an option counts.
     small = ["--num-prompts", "3", "--input-len", "5", "--output-len", "2"]
     if "--request-rate" in load.options:
         small += ["--request-rate", "1000"]
-    with FakeServer(max_model_len=4096) as fake:
+    if load.kind == "agents":
+        small = ["--sessions", "1", "--turns", "3", "--pause", "0"]
+    with FakeServer(max_model_len=load.max_model_len) as fake:
         command = ["bench", "serve", "--url", fake.url, "--json", *load.options, *small]
         done = CliRunner().invoke(app, command, catch_exceptions=False)
     result = json.loads(done.stdout)
     assert result["completed"] == 3
-    assert result["max_concurrency"] == (1 if "one at" in load.name else 256 if "flight" in load.name else None)
-    sets = {"shared": "shared-prefix", "cached": "shared-prefix", "lognormal": "lognormal"}
-    assert result["data"].split()[0] == sets.get(load.kind, "random")
+    if load.kind not in LONG_KINDS:
+        assert result["max_concurrency"] == (1 if "one at" in load.name else 256 if "flight" in load.name else None)
+    sets = {"shared": "shared-prefix", "cached": "shared-prefix", "lognormal": "lognormal", "agents": "agents:"}
+    shared = "shared-prefix" if "shared" in load.name else "random"
+    assert result["data"].split()[0] == sets.get(load.kind, shared)
+
+
+def test_each_kind_has_a_server_that_takes_its_lengths(
+    engines: MakeEngines, compare: Callable[..., list[dict[str, Any]]]
+) -> None:
+    made = engines()
+    lines = compare(made, "--models", "8B", "--turns", "1", "--loads", "longest,long,agents")
+    lengths = [call["options"][call["options"].index("--max-model-len") + 1] for call in made.servers()]
+    assert lengths == ["20480", "20480", "66048", "66048", "32768", "32768"]
+    assert [call["engine"] for call in made.servers()] == 3 * ["strata", "vllm"]
+    of_strata = [line["load"] for line in lines if line["engine"] == "strata"]
+    assert len(of_strata) == 5 + 2 + 1  # longest has a line of the closed loop that found its rate
+    assert of_strata[5:7] == [of_strata[6] + ": saturation", of_strata[6]]
+    assert of_strata == [line["load"] for line in lines if line["engine"] == "vllm"]
+    assert table.tables([whole(line) for line in lines]).count("\n| 8B") == 8
+
+
+def test_the_long_loads_are_those_of_the_figures_that_stand() -> None:
+    """Of 2026-11-29, whose prompts other runs must get, too."""
+    assert [" ".join(load.options) for load in loads("8B") if load.kind == "long"] == [
+        "--input-len 1024 --output-len 1024 --num-prompts 128 --max-concurrency 64 --seed 1",
+        "--input-len 8192 --output-len 512 --num-prompts 48 --max-concurrency 16 --seed 2",
+        "--input-len 16000 --output-len 128 --num-prompts 24 --request-rate 1.5 --seed 3",
+        "--input-len 256 --output-len 1024 --num-prompts 384 --max-concurrency 384 --seed 4",
+        "--input-len 512 --output-len 256 --dataset shared-prefix --prefix-len 6000 --prefix-groups 8 "
+        "--num-prompts 160 --request-rate 12 --seed 5",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        ("second load", "was not measured:\nError: too long"),
+        ("second load hangs", "did not end within 5 s"),
+    ],
+)
+def test_a_load_that_fails_loses_none_of_the_others(
+    engines: MakeEngines,
+    compare: Callable[..., list[dict[str, Any]]],
+    tmp_path: Path,
+    failure: str,
+    message: str,
+) -> None:
+    options = ["--turns", "1", "--loads", "rates", "--engines", "strata", "--load-timeout", "5", "--run", "first"]
+    names = [load.name for load in loads("0.6B") if load.kind == "rates"]
+    with pytest.raises(SystemExit) as ended:
+        compare(engines(strata=failure), *options)
+    assert str(ended.value) == f"0.6B, Strata: the load {names[0]!r} {message}"
+    saved = tmp_path / "results.jsonl"
+    assert [json.loads(line)["load"] for line in saved.read_text().splitlines()] == names[1:]
+
+
+def test_a_rate_whose_saturation_alone_was_measured_is_not(
+    engines: MakeEngines, compare: Callable[..., list[dict[str, Any]]]
+) -> None:
+    with pytest.raises(SystemExit, match="'one at a time' was not measured"):
+        compare(engines(strata="only saturation"), "--turns", "1", "--loads", "single")
+
+
+def test_calls_of_one_name_are_one_comparison_and_go_on(
+    engines: MakeEngines, compare: Callable[..., list[dict[str, Any]]]
+) -> None:
+    made = engines()
+    asked = ("--turns", "1", "--run", "both", "--engines")
+    for more in (["strata", "--loads", "single"], ["vllm", "--loads", "single"], ["strata,vllm", "--loads", "single"]):
+        lines = compare(made, *asked, *more)
+    assert [(line["engine"], line["run"]) for line in lines] == [("strata", "both"), ("vllm", "both")]
+    lines = compare(made, *asked, "strata", "--loads", "single,rates")
+    assert [line["load"] for line in lines[2:]] == [load.name for load in loads("0.6B") if load.kind == "rates"]
+    assert len(made.servers()) == 3  # a server of which nothing is left to measure is not started
+    assert len(compare(made, "--turns", "1", "--run", "another", "--engines", "strata", "--loads", "single")) == 6
+    assert "only" not in table.tables([whole(line) for line in lines[:2]])
 
 
 def test_the_tokenizer_knows_words_and_every_id_has_a_text(tmp_path: Path) -> None:

@@ -59,6 +59,21 @@ def test_served_loads_side_by_side() -> None:
     ]
 
 
+def test_what_some_loads_have_is_a_column_only_where_one_has_it() -> None:
+    turns = {"first_turns_ttft_ms": {"p50": 90.0}, "late_turns_ttft_ms": {"p50": 45.0}}
+    lines = [
+        served("strata", 0, 15.0, 31.0, 4.5, 1257.0, ttft_ms={"mean": 20.0, "p50": 15.0, "p99": 31.0}),
+        served("strata", 0, 15.0, 31.0, 4.5, 1257.0, load="agents", **turns),
+        served("vllm", 0, 15.0, 31.0, 4.5, 1257.0, load="agents", **(turns | {"late_turns_ttft_ms": {"p50": 90.0}})),
+    ]
+    assert shown(lines)[2:] == [
+        "| load | TTFT mean | TTFT p50 | TTFT p99 | first turns' p50 | late turns' p50 | TPOT p50 | tok/s | ahead |",
+        "|---|---|---|---|---|---|---|---|---|",
+        "| 8B, 10/s | 20 / - | 15 / - | 31 / - | - / - | - / - | 4.5 / - | 1,257 / - | only Strata ran |",
+        "| 8B, agents | - / - | 15 / 15 | 31 / 31 | 90 / 90 | 45 / 90 | 4.5 / 4.5 | 1,257 / 1,257 | Strata |",
+    ]
+
+
 def test_one_engine_is_ahead_where_the_other_is_in_nothing() -> None:
     lines = [
         served("strata", 0, 19.0, 35.0, 5.2, 1000.0, load="a"),

@@ -19,7 +19,8 @@ class FakeServer:
     failures: what goes wrong with which of the streamed requests, by their number from 0. key: what must be sent.
     gap: seconds between two tokens. arrived: when each streamed request came (`time.perf_counter`). under_way: how many
     there were then, with it. bodies: what each asked. known: the characters that are tokens, all others being one; None
-    for any. max_model_len: as its list of models has it.
+    for any. max_model_len: as its list of models has it. tells_ids: whether it answers with token ids if asked, which
+    are a thousand times the request's number and on.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class FakeServer:
         tokenizes: bool = True,
         known: str | None = None,
         max_model_len: int = 1000,
+        tells_ids: bool = True,
     ) -> None:
         self.failures = failures or {}
         self.key = key
@@ -37,6 +39,7 @@ class FakeServer:
         self.tokenizes = tokenizes
         self.known = known
         self.max_model_len = max_model_len
+        self.tells_ids = tells_ids
         self.arrived: list[float] = []
         self.bodies: list[dict[str, Any]] = []
         self.under_way: list[int] = []
@@ -114,12 +117,16 @@ class FakeServer:
             return
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
         tokens = body["max_tokens"] - (failure == "short")
+        first_id = 1000 * len(self.arrived)
         chat = path == "/v1/chat/completions"
         if chat:
             _event(writer, {"choices": [{"delta": {"role": "assistant", "content": ""}}]})
-        for _ in range(tokens):
+        for number in range(tokens):
             await asyncio.sleep(self.gap)
-            _event(writer, {"choices": [{"delta": {"content": "x"}} if chat else {"text": "x"}], "usage": None})
+            choice: dict[str, Any] = {"delta": {"content": "x"}} if chat else {"text": "x"}
+            if body.get("return_token_ids") and self.tells_ids:
+                choice["token_ids"] = [first_id + number]
+            _event(writer, {"choices": [choice], "usage": None})
         if failure == "cut":
             await writer.drain()
             writer.transport.abort()

@@ -122,7 +122,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--input-len", "1000000000000"), "max_model_len is 40960: lower --input-len or --output-len"),
         (("--dataset", "lognormal", "--longest", "1000000000000"), "max_model_len is 40960: lower --longest"),
         (("--dataset", "{endless}"), "request 2 has 1000000000000 tokens and 128 of its answer"),
-        (("--dataset", "nowhere"), "--dataset is random, shared-prefix, lognormal or a JSON-lines file"),
+        (("--dataset", "nowhere"), "--dataset is random, shared-prefix, lognormal, agents or a JSON-lines file"),
         (("--device", "h2000"), "--device 'h2000' is unknown; give one of h200, h100,"),
         (
             ("--device", "cpu"),

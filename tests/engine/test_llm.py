@@ -405,3 +405,20 @@ def test_what_a_start_says_is_neither_wrapped_nor_read_as_markup(
     monkeypatch.setattr("strata.engine.llm.build_engine", build)
     LLM(folder, device="cpu")
     assert capsys.readouterr().err.splitlines() == [line]
+
+
+@pytest.mark.parametrize("verbose", [None, True, False])
+def test_a_start_is_one_line_or_all_of_it_or_none(verbose: bool | None, capsys: pytest.CaptureFixture[str]) -> None:
+    options: dict[str, Any] = {"device": "cpu", "num_pages": 20, "max_num_seqs": 2, "max_model_len": 64}
+    LLM(**options) if verbose is None else LLM(**options, verbose=verbose)
+    out, told = capsys.readouterr()
+    assert out == ""
+    assert len(told.splitlines()) == {None: 1, False: 0}.get(verbose, len(told.splitlines()))
+    assert ("KV pages" in told, "activations" in told) == (verbose is not False, verbose is True)
+
+
+def test_what_is_noteworthy_is_told_without_being_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    LLM(device="cpu", num_pages=20, max_num_seqs=2, max_model_len=64, enable_expert_parallel=True)
+    told = capsys.readouterr().err
+    assert "enable_expert_parallel" in told
+    assert "activations" not in told

@@ -45,13 +45,14 @@ class Answer:
     """A streamed answer while it comes; `append` is what `Client.post` calls with each part of the body.
 
     times: when each chunk with text came, in seconds of `time.perf_counter()`. prompt_tokens, output_tokens: by the
-    usage that the server tells at the end, 0 before.
+    usage that the server tells at the end, 0 before. ids: of the output, as far as the server tells them.
     """
 
     def __init__(self) -> None:
         self.times: list[float] = []
         self.prompt_tokens = 0
         self.output_tokens = 0
+        self.ids: list[int] = []
         self._parser = EventParser()
         self._refusal = b""
         self._fault: Fault | None = None
@@ -68,8 +69,9 @@ class Answer:
             else:
                 self._take(data, now)
 
-    def fault(self, status: int, asked: int) -> Fault | None:
-        """What is wrong with the answer now that it has ended; None if it is whole and has `asked` output tokens."""
+    def fault(self, status: int, asked: int, *, with_ids: bool = False) -> Fault | None:
+        """What is wrong with the answer now that it has ended; None if it is whole and has `asked` output tokens, and
+        if `with_ids` the ids of them all."""
         if status != 200:
             return Fault(f"HTTP {status}", refusal_message(self._refusal), lost=False)
         if self._fault is not None:
@@ -78,6 +80,9 @@ class Answer:
             return Fault("cut", "the stream ended without [DONE]", lost=True)
         if self.output_tokens != asked:
             return Fault("length", f"{self.output_tokens} output tokens came, {asked} were asked for", lost=False)
+        if with_ids and len(self.ids) != asked:
+            told = f"{len(self.ids)} token ids came of {asked}: the server must tell them (return_token_ids)"
+            return Fault("ids", told, lost=False)
         return None
 
     def _take(self, data: bytes, now: float) -> None:
@@ -92,6 +97,9 @@ class Answer:
             self.prompt_tokens, self.output_tokens = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
         if any(choice.has_text for choice in chunk.choices):
             self.times.append(now)
+        for choice in chunk.choices:
+            if choice.token_ids is not None:
+                self.ids += choice.token_ids
 
 
 def refusal_message(body: bytes) -> str:
@@ -120,6 +128,7 @@ class _Choice(msgspec.Struct):
 
     text: str = ""
     delta: _Delta | None = None
+    token_ids: list[int] | None = None
 
     @property
     def has_text(self) -> bool:

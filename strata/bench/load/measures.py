@@ -27,6 +27,8 @@ def e2e(outcome: Outcome) -> float:
     return outcome.ended - outcome.sent
 
 
+# Turns behind this share of the most that a session has had in its context are late ones.
+LATE_TURNS = 0.75
 # What a goodput may bound.
 OBJECTIVES = {"ttft": ttft, "tpot": tpot, "e2e": e2e}
 
@@ -67,6 +69,8 @@ class Figures:
     server (cut off, timed out, no connection). chunks: parts that the text came in, fewer than the tokens where several
     came at once. ttft, tpot, itl, e2e: of the good requests; itl is the time between two chunks. send_lag: how late
     requests were sent, which is the load generator's own fault or, with bounded concurrency, the server's.
+    first_turns_ttft, late_turns_ttft: of the turns of sessions that begin a context, and of those behind three quarters
+    of the turns of the longest; None without sessions.
     """
 
     requests: int
@@ -87,6 +91,8 @@ class Figures:
     e2e_ms: Distribution | None
     send_lag_ms: Distribution | None
     goodput: Goodput | None
+    first_turns_ttft_ms: Distribution | None = None
+    late_turns_ttft_ms: Distribution | None = None
 
 
 def figures(outcomes: Sequence[Outcome], objectives: Mapping[str, float]) -> Figures:
@@ -100,6 +106,7 @@ def figures(outcomes: Sequence[Outcome], objectives: Mapping[str, float]) -> Fig
     prompt_tokens = sum(outcome.prompt_tokens for outcome in good)
     output_tokens = sum(outcome.output_tokens for outcome in good)
     shown = [outcome for outcome in good if outcome.times]
+    late = LATE_TURNS * max(outcome.turn for outcome in outcomes)
     return Figures(
         requests=len(outcomes),
         completed=len(good),
@@ -119,6 +126,8 @@ def figures(outcomes: Sequence[Outcome], objectives: Mapping[str, float]) -> Fig
         e2e_ms=Distribution.of(e2e(outcome) for outcome in good),
         send_lag_ms=Distribution.of(max(0.0, outcome.sent - outcome.due) for outcome in outcomes),
         goodput=_goodput(outcomes, objectives, seconds) if objectives else None,
+        first_turns_ttft_ms=Distribution.of(ttft(outcome) for outcome in shown if outcome.turn == 1),
+        late_turns_ttft_ms=Distribution.of(ttft(outcome) for outcome in shown if outcome.turn > late),
     )
 
 

@@ -15,6 +15,8 @@ from strata.bench.load.measures import Distribution, Figures
 from strata.bench.result import number, provenance
 
 LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2e_ms": "E2E"}
+# Of sessions alone.
+TURN_LATENCIES = {"first_turns_ttft_ms": "TTFT of first turns", "late_turns_ttft_ms": "TTFT of late turns"}
 
 # Columns enough for any table here.
 WIDE = 200
@@ -27,7 +29,8 @@ class LoadResult:
     """One load and its figures.
 
     started: when the sweep that it belongs to began (UTC). model: as the server names it. data: the data set in words.
-    request_rate: requests a second that were offered, infinite if all came at once, None if a trace said when.
+    request_rate: requests a second that were offered, infinite if all came at once, None if a trace or the turns of
+    sessions said when.
     saturation: requests a second that the server sustained in a closed loop, if the rate is a share of it.
     max_concurrency: most requests under way, None for no bound.
     """
@@ -53,7 +56,7 @@ class LoadResult:
     def offered(self) -> str:
         """Requests a second, and the share of saturation."""
         if self.request_rate is None:
-            return "replay"
+            return "at their own times"
         if math.isinf(self.request_rate):
             return "all at once"
         share = "" if self.saturation is None else f" ({self.request_rate / self.saturation:.0%})"
@@ -66,6 +69,9 @@ class LoadResult:
             table.add_column(name, justify="right")
         for field, name in LATENCIES.items():
             table.add_row(name, *_cells(getattr(self.figures, field)))
+        for field, name in TURN_LATENCIES.items():
+            if getattr(self.figures, field) is not None:
+                table.add_row(name, *_cells(getattr(self.figures, field)))
         bound = "" if self.max_concurrency is None else f", at most {self.max_concurrency} under way"
         return Group(f"{self.model}, {self.data}", f"offered/s: {self.offered()}{bound}", table, *self._lines())
 

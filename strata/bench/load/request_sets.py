@@ -172,12 +172,12 @@ def read_rows(path: Path, timed: bool) -> tuple[RequestRow, ...]:
         return request_rows.read_rows(path, ordered=timed, needed=("timestamp",) if timed else ())
     except OSError as error:
         raise ValueError(
-            f"--dataset is random, shared-prefix, lognormal or a JSON-lines file; {path}: {error.strerror}"
+            f"--dataset is random, shared-prefix, lognormal, agents or a JSON-lines file; {path}: {error.strerror}"
         ) from None
 
 
-def encode(ask: Ask, model: str) -> LoadRequest:
-    """A streamed request for exactly `ask.output_tokens` tokens."""
+def encode(ask: Ask, model: str, *, with_ids: bool = False) -> LoadRequest:
+    """A streamed request for exactly `ask.output_tokens` tokens, with their ids if asked."""
     chat = isinstance(ask.prompt, list) and isinstance(ask.prompt[0], dict)
     body = {
         "model": model,
@@ -188,5 +188,7 @@ def encode(ask: Ask, model: str) -> LoadRequest:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    if with_ids:
+        body["return_token_ids"] = True
     path = "/v1/chat/completions" if chat else "/v1/completions"
     return LoadRequest(path, json.dumps(body).encode(), ask.output_tokens)

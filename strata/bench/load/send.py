@@ -19,11 +19,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """output_tokens: how many the answer must have."""
+    """output_tokens: how many the answer must have. turn: of the session that it goes on, from 1, whose next turn
+    needs the answer's ids; 0: of none."""
 
     path: str
     body: bytes
     output_tokens: int
+    turn: int = 0
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Outcome:
     """What became of one request; times are seconds from the start of the load.
 
     due: when it was to be sent. sent: when it was. times: when each chunk with text came. fault: None if all is well.
+    turn: as of its request. ids: of the output, where the server told them.
     """
 
     due: float
@@ -40,6 +43,8 @@ class Outcome:
     prompt_tokens: int
     output_tokens: int
     fault: Fault | None
+    turn: int = 0
+    ids: tuple[int, ...] = ()
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -69,7 +74,7 @@ async def send_all(
 
     async def send(request: LoadRequest, at: float) -> Outcome:
         try:
-            return await _send(client, request, start, at, timeout)
+            return await send_one(client, request, start, at, timeout)
         finally:
             slots.release()
             on_end()
@@ -84,13 +89,14 @@ async def send_all(
     return [task.result() for task in tasks]
 
 
-async def _send(client: Client, request: LoadRequest, start: float, due: float, timeout: float) -> Outcome:
+async def send_one(client: Client, request: LoadRequest, start: float, due: float, timeout: float) -> Outcome:
+    """What becomes of a request sent now. start: of the load, by `time.perf_counter()`. timeout: seconds."""
     answer = Answer()
     sent = time.perf_counter()
     try:
         async with asyncio.timeout(timeout):
             status = await client.post(request.path, request.body, answer.append)
-        fault = answer.fault(status, request.output_tokens)
+        fault = answer.fault(status, request.output_tokens, with_ids=request.turn > 0)
     except TimeoutError:
         fault = Fault("timeout", f"no end within {timeout:g} s", lost=True)
     except ConnectionCut as error:
@@ -99,4 +105,5 @@ async def _send(client: Client, request: LoadRequest, start: float, due: float, 
         fault = Fault("connect", str(error), lost=True)
     ended = time.perf_counter()
     times = tuple(moment - start for moment in answer.times)
-    return Outcome(due, sent - start, times, ended - start, answer.prompt_tokens, answer.output_tokens, fault)
+    tokens = answer.prompt_tokens, answer.output_tokens
+    return Outcome(due, sent - start, times, ended - start, *tokens, fault, request.turn, tuple(answer.ids))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -27,8 +28,10 @@ from strata.bench.load.request_sets import (
     read_rows,
 )
 from strata.bench.load.send import Outcome, send_all
+from strata.bench.load.sessions import SessionShape, send_sessions, turn_request
 
 SYNTHETIC = ("random", "shared-prefix", "lognormal")
+AGENTS = "agents"
 # What makes requests longer.
 LENGTH_OPTIONS = {
     "random": "--input-len or --output-len",
@@ -45,11 +48,11 @@ Show = Callable[[LoadResult], None]
 class LoadConfig:
     """What is to be measured.
 
-    dataset: one of SYNTHETIC, or a file. chat: prompts become chats. requests: of each load; None for 1000, or all of
-    the file. rates: of the loads; None to send the file's requests at their timestamps. burstiness: see
+    dataset: one of SYNTHETIC, AGENTS, or a file. chat: prompts become chats. requests: of each load; None for 1000, or
+    all of the file. rates: of the loads; None to send the file's requests at their timestamps. burstiness: see
     `arrival_times`. max_concurrency: most requests under way, None for no bound; if rates are shares of saturation,
     while that is measured. objectives: milliseconds by name, of the goodput. timeout: seconds after which a request is
-    given up.
+    given up. sessions: of AGENTS, whose turns come at times of their own; only these three and the seed count then.
     """
 
     dataset: str
@@ -64,6 +67,7 @@ class LoadConfig:
     objectives: dict[str, float]
     timeout: float
     seed: int
+    sessions: SessionShape | None = None
 
     @property
     def saturating(self) -> bool:
@@ -76,6 +80,8 @@ async def measure(
 ) -> list[LoadResult]:
     """The result of each load, which `show` gets as it comes. Raises ValueError if the server cannot be measured."""
     served = await server.find_model(client, model)
+    if config.sessions is not None:
+        return [await _measure_sessions(client, served, config, config.sessions, show)]
     sweep = Sweep(client, served.name, config, await _request_set(client, served, config), show)
     await sweep.try_one()
     if config.rates is None:
@@ -138,17 +144,14 @@ class Sweep:
 
     async def _send(self, asks: list[Ask], due: list[float], concurrency: int | None, name: str) -> list[Outcome]:
         requests = [encode(ask, self._model) for ask in asks]
-        columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
-        console = Console(stderr=True)
-        with Progress(*columns, console=console, transient=True, refresh_per_second=2) as progress:
-            task = progress.add_task(name, total=len(requests))
+        with _progress(name, len(requests)) as advance:
             return await send_all(
                 self._client,
                 requests,
                 due,
                 max_concurrency=concurrency,
                 timeout=self._config.timeout,
-                on_end=lambda: progress.advance(task),
+                on_end=advance,
             )
 
     def _add(
@@ -167,6 +170,48 @@ class Sweep:
         )
         self.results.append(result)
         self._show(result)
+
+
+async def _measure_sessions(
+    client: Client, served: server.Served, config: LoadConfig, shape: SessionShape, show: Show
+) -> LoadResult:
+    """All turns of all sessions, behind one request with a prompt of its own."""
+    if served.max_model_len is not None and shape.context > served.max_model_len:
+        raise ValueError(
+            f"sessions have contexts of up to {shape.context} tokens, {served.name} takes {served.max_model_len}: "
+            "lower --context-len"
+        )
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    ids, seeds = await server.text_ids(client, served.name), load_seeds(config.seed)
+    tried = replace(shape, sessions=1, turns=1).draw(ids, next(seeds))[0][0]
+    await server.try_one(client, turn_request(served.name, (), tried, 1))
+    sessions = shape.draw(ids, next(seeds))
+    with _progress("turns", shape.sessions * shape.turns) as advance:
+        outcomes = await send_sessions(
+            client, served.name, sessions, shape.context, timeout=config.timeout, on_end=advance
+        )
+    result = LoadResult(
+        started=started,
+        model=served.name,
+        data=in_words(config),
+        request_rate=None,
+        saturation=None,
+        burstiness=config.burstiness,
+        max_concurrency=shape.sessions,
+        seed=config.seed,
+        figures=figures(outcomes, config.objectives),
+    )
+    show(result)
+    return result
+
+
+@contextmanager
+def _progress(name: str, requests: int) -> Iterator[Callable[[], None]]:
+    """Shows how many requests have ended; what it gives is called as each does."""
+    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2) as progress:
+        task = progress.add_task(name, total=requests)
+        yield lambda: progress.advance(task)
 
 
 async def _request_set(client: Client, served: server.Served, config: LoadConfig) -> RequestSet:
@@ -190,6 +235,8 @@ async def _request_set(client: Client, served: server.Served, config: LoadConfig
 
 def in_words(config: LoadConfig) -> str:
     """The data set of a load."""
+    if config.sessions is not None:
+        return f"{AGENTS}: {config.sessions.words}"
     if config.dataset not in SYNTHETIC:
         return Path(config.dataset).name
     words = f"{config.dataset} {config.lengths.words}"

@@ -14,7 +14,8 @@ from strata.bench.load.plot import plot_latency, plottable
 from strata.bench.load.report import LoadResult, report_console, sweep_table
 from strata.bench.load.send import run
 from strata.bench.load.server import KEY_VARIABLE
-from strata.bench.load.sweep import LoadConfig, measure
+from strata.bench.load.sessions import SessionShape
+from strata.bench.load.sweep import AGENTS, LoadConfig, measure
 from strata.bench.result import writable
 from strata.cli.bench import load_options
 from strata.cli.bench.options import AsJson, Save
@@ -36,8 +37,8 @@ def serve(
     dataset: Annotated[
         str,
         typer.Option(
-            help="random, shared-prefix, lognormal (lengths as people's), or a JSON-lines file of prompt, messages or "
-            "input_length, and output_length."
+            help="random, shared-prefix, lognormal (lengths as people's), agents (sessions whose turns go on from the "
+            "answers), or a JSON-lines file of prompt, messages or input_length, and output_length."
         ),
     ] = "random",
     num_prompts: load_options.NumPrompts = None,
@@ -47,6 +48,12 @@ def serve(
     longest: load_options.Longest = 2048,
     prefix_len: load_options.PrefixLen = 1024,
     prefix_groups: load_options.PrefixGroups = 8,
+    sessions: load_options.Sessions = 64,
+    turns: load_options.Turns = 20,
+    turn_input: load_options.TurnInput = "300-2000",
+    turn_output: load_options.TurnOutput = "100-400",
+    pause: load_options.Pause = "0-5",
+    context_len: load_options.ContextLen = 32_768,
     request_rate: Annotated[
         str, typer.Option(help="Requests a second, inf, or percent of a saturation measured first; several: 25%,50%.")
     ] = "inf",
@@ -74,6 +81,12 @@ def serve(
     if plot is not None and (replay or set(request_rate.replace(",", " ").split()) == {"inf"}):
         raise ValueError("--plot draws latency against --request-rate: give it finite rates (such as 25%,50%,75%,90%)")
     load_options.check_used(context, dataset, request_rate)
+    shape = None
+    if dataset == AGENTS:
+        new = load_options.parse_span("turn-input", turn_input, int, 1)
+        output = load_options.parse_span("turn-output", turn_output, int, 1)
+        pauses = load_options.parse_span("pause", pause, float, 0)
+        shape = SessionShape(sessions, turns, new, output, pauses, context_len)
     config = load_options.load_config(
         dataset=dataset,
         chat=endpoint == "chat",
@@ -91,6 +104,7 @@ def serve(
         goodput=goodput,
         timeout=timeout,
         seed=seed,
+        sessions=shape,
     )
     results = measure_server(url, model, config, as_json=as_json, save=save)
     if plot is not None:

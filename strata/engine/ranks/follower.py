@@ -180,6 +180,10 @@ def _masks(rows: messages.MaskRows) -> MasksUnderWay:
     return MasksUnderWay(computed, values, rows.count, rows.words)
 
 
+def _silent(line: str) -> None:
+    """The first rank says what is to be said of a start."""
+
+
 def _follow(job: _Job, leader: Leader) -> None:
     """Make what every rank makes, and do what rank 0 tells, until it ends. Raises _LeaderGone."""
     asked = job.engine
@@ -190,7 +194,7 @@ def _follow(job: _Job, leader: Leader) -> None:
     ids = config.vocab_size  # masks come from rank 0
     with collector_off(), ExitStack() as beside:
         executor = build_executor(
-            asked, config, device, ids, lambda _: None, StartupClock(), beside, leader, show_progress=False
+            asked, config, device, ids, _silent, StartupClock(), beside, leader, details=_silent, show_progress=False
         )
     stages = asked.pipeline_parallel_size
     tells = asked.enable_dp_attention or (stages > 1 and job.rank == asked.ranks - asked.ranks // stages)

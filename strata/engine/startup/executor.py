@@ -101,6 +101,7 @@ def build_executor(
     beside: ExitStack,
     rank: Rank,
     *,
+    details: Log,
     show_progress: bool,
 ) -> Executor:
     """Divide the memory, load the weights, capture the graphs, and on CUDA compile kernels meanwhile and record steps.
@@ -133,10 +134,10 @@ def build_executor(
             log(without_library(limit))
     ledger = rank_memory(asked, config, place, part)
     for line in ledger.lines():
-        log(line)
+        details(line)
     packing, given_dtype = sizes.packing, pool_shape.dtype
     if packing.schemes:
-        log(packing.line(given_dtype))
+        details(packing.line(given_dtype))
     with clock.phase("weights"), memory_explained("loading the weights", ledger):
         source = device, given_dtype, asked.load_format, max_length, asked.seed or 0, shard
         model, _, packed = load_packed(asked.model, packing.schemes, *source)
@@ -178,7 +179,7 @@ def build_executor(
         largest = sizes.max_tokens, min(asked.max_sequences, sizes.max_tokens)
         planned = planned_buffers(graphs, pool_shape, sizes.states, *largest, limits)
         ledger = replace(ledger, planned=planned.peak)
-        log(planned_line(planned, ledger, sizes.max_tokens))
+        details(planned_line(planned, ledger, sizes.max_tokens))
     with clock.phase("KV pages"), memory_explained("allocating the KV pages", ledger):
         pool, *others = pools(sizes.groups, ledger.group_pages, own.num_layers, device)
         states = None if sizes.states is None else StatePool(sizes.states, ledger.state_rows, device)

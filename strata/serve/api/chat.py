@@ -26,7 +26,7 @@ from strata.serve.schema.chat_reply import ChatChunk, ChatCompletion
 from strata.serve.schema.messages import as_sent
 from strata.serve.schema.reply import ReplyHead, usage_of
 from strata.serve.schema.sampling import sampling_params
-from strata.serve.state import server_of
+from strata.serve.state import caller_of, server_of
 
 router = api_router("chat")
 
@@ -34,7 +34,7 @@ router = api_router("chat")
 @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=streams(ChatChunk))
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
-    server_of(request).metrics.received("chat")
+    server_of(request).metrics.received("chat", caller_of(request).name)
     if body.stream:
         return EventStream(_stream(body, request))
     return await run_until_disconnect(request, _answer(body, request))

@@ -24,7 +24,7 @@ from strata.serve.observe.logs import note_prompt
 from strata.serve.schema.completions import DEFAULT_MAX_TOKENS, Completion, CompletionRequest
 from strata.serve.schema.reply import ReplyHead, Usage, usage_of
 from strata.serve.schema.sampling import check_ids, sampling_params
-from strata.serve.state import ServerState, server_of
+from strata.serve.state import ServerState, caller_of, server_of
 from strata.text.tokenizer import Tokenizer
 
 router = api_router("completions")
@@ -33,7 +33,7 @@ router = api_router("completions")
 @router.post("/v1/completions", response_model=Completion, responses=streams(Completion))
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Write on from a prompt, or from each of several."""
-    server_of(request).metrics.received("completions")
+    server_of(request).metrics.received("completions", caller_of(request).name)
     if body.stream:
         return EventStream(_stream(body, request))
     return await run_until_disconnect(request, _answer(body, request))

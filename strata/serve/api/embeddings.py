@@ -23,7 +23,7 @@ from strata.serve.http.sse import run_until_disconnect
 from strata.serve.observe.metrics import RequestRecord
 from strata.serve.schema.embeddings import EmbeddingList, EmbeddingRequest
 from strata.serve.schema.sampling import check_ids
-from strata.serve.state import ServerState, server_of
+from strata.serve.state import ServerState, caller_of, server_of
 
 # Of one request at the engine at once, so that others are not kept waiting.
 _AT_ONCE = 8
@@ -34,7 +34,7 @@ router = api_router("embeddings")
 @router.post("/v1/embeddings", response_model=EmbeddingList)
 async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """The vectors of texts."""
-    server_of(request).metrics.received("embeddings")
+    server_of(request).metrics.received("embeddings", caller_of(request).name)
     return await run_until_disconnect(request, _answer(body, request))
 
 

@@ -38,7 +38,7 @@ router = api_router("responses")
 @router.post("/v1/responses", response_model=ResponseObject, responses=streams(ResponseStreamEvent))
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer an input."""
-    server_of(request).metrics.received("responses")
+    server_of(request).metrics.received("responses", caller_of(request).name)
     if body.stream:
         return EventStream(_stream(body, request))
     return await run_until_disconnect(request, _answer(body, request))

@@ -18,7 +18,7 @@ from strata.serve.schema.chat import Tool
 from strata.serve.schema.messages import Message, as_sent
 from strata.serve.schema.sampling import TokenId, check_ids
 from strata.serve.schema.template import TemplateFields
-from strata.serve.state import ServerState, server_of
+from strata.serve.state import ServerState, caller_of, server_of
 from strata.text.spelled_tokens import ChatText
 
 router = api_router("tokens")
@@ -78,7 +78,7 @@ class Detokenized(ReplyModel):
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """The token ids of a prompt or of messages."""
     state = server_of(request)
-    state.metrics.received("tokenize")
+    state.metrics.received("tokenize", caller_of(request).name)
     state.model_name(body.model)
     body.check()
     admission = admit(request)
@@ -104,7 +104,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, special tokens included."""
     state = server_of(request)
-    state.metrics.received("detokenize")
+    state.metrics.received("detokenize", caller_of(request).name)
     state.model_name(body.model)
     check_ids(body.tokens, state.client.ready.vocab_size, "tokens")
     admission = admit(request)

@@ -24,6 +24,7 @@ from strata.serve.http.direct_routes import DirectRoutes
 from strata.serve.http.errors import ERROR_HANDLERS
 from strata.serve.http.openapi import describe
 from strata.serve.observe import metrics_route
+from strata.serve.observe.handlers import Handlers
 from strata.serve.schema.chat_reply import ChatChunk
 from strata.serve.schema.completions import Completion
 from strata.serve.schema.responses_reply import ResponseStreamEvent
@@ -44,6 +45,11 @@ ROUTERS = (
     page_route.router,
 )
 STREAMED = (ChatChunk, Completion, ResponseStreamEvent)
+
+
+def handlers(app: FastAPI) -> Handlers:
+    """The routes that requests are counted under."""
+    return Handlers([*app.routes, *(route for router in ROUTERS for route in router.routes)])
 
 
 def build_app(settings: ServeSettings, connect: Callable[[], Awaitable[ServerState]]) -> FastAPI:

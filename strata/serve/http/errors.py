@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
+from starlette.types import Scope
 
 from strata.serve.http.validation import explain_fault
+from strata.serve.observe.logs import note_error
 from strata.serve.observe.metrics import Rejection
 
 _TYPES = {
@@ -75,19 +77,29 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
+    @property
+    def type(self) -> str:
+        return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+
+    @property
+    def word(self) -> str:
+        """Its code, or its type if it has none."""
+        return self.code or self.type
+
     def body(self) -> dict[str, dict[str, str | None]]:
-        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body(), self.status, self.headers)
 
 
-def count_rejection(app: FastAPI, error: ApiError) -> None:
-    """Count in the metrics a request that is not served, or not to its end, for another cause than a fault of ours."""
+def count_rejection(scope: Scope, error: ApiError) -> None:
+    """Count in the metrics a request that is not served, or not to its end, for another cause than a fault of ours, and
+    leave its code for the request's line."""
+    note_error(scope, error.word)
     reason = rejection_of(error)
     if reason is not None:
-        app.state.server.metrics.rejected(reason)
+        scope["app"].state.server.metrics.rejected(reason)
 
 
 def rejection_of(error: ApiError) -> Rejection | None:
@@ -133,7 +145,7 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 async def _answer_api_error(request: Request, error: ApiError) -> JSONResponse:
-    count_rejection(request.app, error)
+    count_rejection(request.scope, error)
     return error.response()
 
 
@@ -151,7 +163,9 @@ async def _answer_http_exception(request: Request, error: HTTPException) -> JSON
     message = messages.get(error.status_code, str(error.detail))
     codes = {404: "unknown_url", 405: "method_not_allowed"}
     headers = {"allow": _methods_of_path(request)} if error.status_code == 405 else error.headers
-    return ApiError(error.status_code, message, code=codes.get(error.status_code), headers=headers).response()
+    told = ApiError(error.status_code, message, code=codes.get(error.status_code), headers=headers)
+    note_error(request.scope, told.word)
+    return told.response()
 
 
 def _methods_of_path(request: Request) -> str:
@@ -161,8 +175,10 @@ def _methods_of_path(request: Request) -> str:
     return ", ".join(one["method"] for one in scopes if any(route.matches(one)[0] is Match.FULL for route in routes))
 
 
-async def _answer_anything(request: Request, error: Exception) -> JSONResponse:
-    return internal_error().response()  # starlette raises the error on, and the server logs it
+async def _answer_anything(request: Request, fault: Exception) -> JSONResponse:
+    error = internal_error()
+    note_error(request.scope, error.word)
+    return error.response()  # starlette raises the other on, and the server logs it
 
 
 ERROR_HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = {

@@ -16,12 +16,14 @@ from strata.serve.http.keys import ANONYMOUS, KeyRing
 from strata.serve.http.limits import Caller
 from strata.serve.http.request_head import RequestHead
 from strata.serve.http.validation import shown
+from strata.serve.observe.logs import note_error
 from strata.serve.observe.metrics import Rejection
 from strata.serve.processes.drain import Drain
 from strata.serve.settings import ServeSettings
 
 OPEN_PATHS = frozenset({"/health", "/ready"})  # all others need a key, whatever routes there are
-_WHILE_DRAINING = OPEN_PATHS | {"/metrics"}
+METRICS_PATH = "/metrics"
+_WHILE_DRAINING = OPEN_PATHS | {METRICS_PATH}
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9, _-]{1,1024}")
 
 # A route that sends one of these itself (the page has its own content-security-policy) keeps it.
@@ -90,15 +92,19 @@ class Gate:
             try:
                 head.check()
                 self._check_origin(head)
+                open_port = self._is_metrics_port(scope)
+                if open_port and head.path != METRICS_PATH:
+                    raise ApiError(404, f"this port has {METRICS_PATH} alone", code="unknown_url")
                 if head.is_preflight and head.origin in self._settings.allowed_origins:
                     await _send_preflight(answer, head)
                     return
-                state["caller"] = caller = self._identify(head)
+                state["caller"] = caller = ANONYMOUS if open_port else self._identify(head)
                 self._check_draining(head)
                 if head.method == "POST":
                     self._enter(caller)
                 body = await reading.read(caller.name, head, receive)
             except ApiError as error:
+                note_error(scope, error.word)
                 if (reason := rejection_of(error)) is not None:
                     self._rejected(reason)
                 await _send_error(answer, error)
@@ -109,6 +115,11 @@ class Gate:
             if head.method == "HEAD":  # the server leaves the body out
                 scope = {**scope, "method": "GET"}
             await self._app(scope, receive if body is None else _replay(body, receive), answer)
+
+    def _is_metrics_port(self, scope: Scope) -> bool:
+        """Whether the request came to the port that serves metrics without a key."""
+        port = self._settings.metrics_port
+        return port is not None and scope["server"][1] == port
 
     def _check_origin(self, head: RequestHead) -> None:
         """A page of another site must not reach a server on loopback, neither by its address nor by a name of its own.

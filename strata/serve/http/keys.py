@@ -1,4 +1,4 @@
-"""API keys: read once from a file or the environment, kept as hashes, looked up in constant time."""
+"""API keys: read from a file and the environment, kept as hashes, looked up in constant time."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import re
 import stat
 from collections.abc import MutableMapping, Sequence
+from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -40,10 +41,14 @@ class KeyRing:
     """The keys that open the server; without any it is open to all who reach it."""
 
     def __init__(self, keys: Sequence[KeyHash]) -> None:
+        self.replace(keys)
+
+    def replace(self, keys: Sequence[KeyHash]) -> None:
+        """From now on these open the server, and no others."""
         self._keys = [(key.digest, Caller(key.name, key.salt)) for key in keys]
 
-    def __bool__(self) -> bool:
-        return bool(self._keys)
+    def __len__(self) -> int:
+        return len(self._keys)
 
     def find(self, presented: str) -> Caller | None:
         """Whose key this is. Takes as long for a wrong key as for a right one, wherever it stands."""
@@ -55,26 +60,48 @@ class KeyRing:
         return found
 
 
-def read_keys(file: Path | None, environment: MutableMapping[str, str]) -> list[KeyHash]:
-    """The keys of `file` and of STRATA_API_KEY and STRATA_API_KEYS, which are removed from `environment`.
+class KeySource:
+    """The keys of a file, which may be read again, and of STRATA_API_KEY and STRATA_API_KEYS, which are removed from
+    `environment` at once and kept as hashes.
 
     The file has a key in each line, as `key` or `name:key`; empty lines and lines with # are left out. STRATA_API_KEYS
-    separates them with commas. A key without a name is called key-1, key-2 and so on. Raises ValueError for a file that
-    others may read, and for what is no key; its message never holds a key.
+    separates them with commas. A key without a name is called key-1, key-2 and so on, by its place among all; it keeps
+    that name whatever comes or goes before it, and no other key gets it.
     """
-    entries = [] if file is None else _read_file(file)
-    for variable in ENVIRONMENT:
-        for number, text in enumerate(environment.pop(variable, "").split(","), 1):
-            if text.strip():
-                entries.append((f"{variable}, key {number}", text.strip()))
-    keys = [_parse(where, text, number) for number, (where, text) in enumerate(entries, 1)]
-    for what in ("name", "digest"):
-        values = [getattr(key, what) for key in keys]
-        for at, value in enumerate(values):
-            if value in values[:at]:
-                kind = "name" if what == "name" else "key"
-                raise ValueError(f"{entries[at][0]}: this {kind} is given twice; each key needs a name of its own")
-    return keys
+
+    def __init__(self, file: Path | None, environment: MutableMapping[str, str]) -> None:
+        self.file = file
+        entries = []
+        for variable in ENVIRONMENT:
+            for number, text in enumerate(environment.pop(variable, "").split(","), 1):
+                if text.strip():
+                    entries.append((f"{variable}, key {number}", text.strip()))
+        self._of_environment = [_parse(where, text) for where, text in entries]
+        self._numbered: dict[str, str] = {}  # names that were given here, by digest
+
+    def read(self) -> list[KeyHash]:
+        """All of them now. Raises ValueError for a file that others may read, and for what is no key; its message never
+        holds a key."""
+        of_file = [] if self.file is None else [_parse(where, text) for where, text in _read_file(self.file)]
+        found = [*of_file, *self._of_environment]
+        numbered = dict(self._numbered)
+        keys = []
+        for number, (_, key) in enumerate(found, 1):
+            if not key.name:
+                name = numbered.get(key.digest) or next(
+                    free for at in count(number) if (free := f"key-{at}") not in numbered.values()
+                )
+                numbered[key.digest] = name
+                key = msgspec.structs.replace(key, name=name)
+            keys.append(key)
+        for what in ("name", "digest"):
+            values = [getattr(key, what) for key in keys]
+            for at, value in enumerate(values):
+                if value in values[:at]:
+                    kind = "name" if what == "name" else "key"
+                    raise ValueError(f"{found[at][0]}: this {kind} is given twice; each key needs a name of its own")
+        self._numbered = numbered
+        return keys
 
 
 def _read_file(file: Path) -> list[tuple[str, str]]:
@@ -98,15 +125,16 @@ def _read_file(file: Path) -> list[tuple[str, str]]:
     return entries
 
 
-def _parse(where: str, text: str, number: int) -> KeyHash:
+def _parse(where: str, text: str) -> tuple[str, KeyHash]:
+    """Where a key stands, and the key, with an empty name if it has none of its own."""
     name, colon, key = text.partition(":")
     if not colon:
-        name, key = f"key-{number}", text
-    if not _NAME.fullmatch(name):
+        name, key = "", text
+    elif not _NAME.fullmatch(name):
         raise ValueError(f"{where}: the name before the colon must be 1 to 64 of letters, digits, dot, _ and -")
     if not _KEY.fullmatch(key):
         raise ValueError(f"{where}: a key must be visible ASCII characters without spaces or commas")
-    return KeyHash.of(name, key)
+    return where, KeyHash.of(name, key)
 
 
 def _digest(key: str) -> str:

@@ -78,10 +78,14 @@ class Limits:
         self._runnable = max(1, max_sequences // workers)
         self._most_in_flight = self._runnable + settings.max_queue // workers
         self._most_of_caller = None if settings.concurrency is None else max(1, settings.concurrency // workers)
-        self._shared = callers > 1
+        self.set_callers(callers)
         self._allowances: dict[str, _Allowance] = {}
         self._releases: deque[float] = deque(maxlen=_RELEASES_REMEMBERED)
         self._in_flight = 0
+
+    def set_callers(self, callers: int) -> None:
+        """There are so many from now on."""
+        self._shared = callers > 1
 
     @property
     def in_flight(self) -> int:

@@ -8,11 +8,12 @@ from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from strata.serve.http.errors import ApiError, count_rejection, internal_error
+from strata.serve.observe.logs import note_error
 
 DONE = b"data: [DONE]\n\n"
 
@@ -44,29 +45,31 @@ class EventStream(Response):
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _until_client_leaves(receive, self._send_all(scope["app"], send))
+        await _until_client_leaves(receive, self._send_all(scope, send))
 
-    async def _send_all(self, app: FastAPI, send: Send) -> None:
+    async def _send_all(self, scope: Scope, send: Send) -> None:
         events = self._events
         try:
             first = await anext(events)
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": first, "more_body": True})
-            await self._send_rest(app, send)
+            await self._send_rest(scope, send)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             await events.aclose()
 
-    async def _send_rest(self, app: FastAPI, send: Send) -> None:
+    async def _send_rest(self, scope: Scope, send: Send) -> None:
         try:
             async for event in self._events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         except ApiError as error:
-            count_rejection(app, error)
+            count_rejection(scope, error)
             await send({"type": "http.response.body", "body": _error_event(error), "more_body": True})
         except Exception:
             _log.exception("a stream failed")
-            await send({"type": "http.response.body", "body": _error_event(internal_error()), "more_body": True})
+            fault = internal_error()
+            note_error(scope, fault.word)
+            await send({"type": "http.response.body", "body": _error_event(fault), "more_body": True})
 
 
 def streams(chunk: type[BaseModel]) -> dict[int | str, dict[str, Any]]:

@@ -9,7 +9,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Protocol, TextIO
 
@@ -83,11 +83,27 @@ def note_prompt(scope: Scope, prompt: str) -> None:
     _notes(scope)["prompt"] = prompt
 
 
-class AccessLog:
-    """ASGI middleware, the outermost: when a request is over it writes the request's line and its trace."""
+def note_error(scope: Scope, code: str) -> None:
+    """Leave the code of the error that the request is answered with for its line."""
+    _notes(scope)["error_code"] = code
 
-    def __init__(self, app: ASGIApp, *, log_prompts: bool = False, tracer: RequestTracer | None = None) -> None:
+
+class AccessLog:
+    """ASGI middleware, the outermost: when a request is over it writes the request's line and its trace.
+
+    answered: called with the method, path and status (None: the client left before there was one) of each.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        log_prompts: bool = False,
+        tracer: RequestTracer | None = None,
+        answered: Callable[[str, str, int | None], None] = lambda method, path, status: None,
+    ) -> None:
         self._app = app
+        self._answered = answered
         self._log_prompts = log_prompts
         self._tracer = tracer
 
@@ -108,6 +124,7 @@ class AccessLog:
         try:
             await self._app(scope, receive, send_and_look)
         finally:
+            self._answered(scope["method"], scope["path"], start.get("status"))
             self._write_line(scope, start, time.monotonic() - arrival)
 
     def _write_line(self, scope: Scope, start: Message, seconds: float) -> None:
@@ -122,6 +139,7 @@ class AccessLog:
             ms=round(seconds * 1e3, 1),
             request_id=request_id,
             caller=getattr(notes.get("caller"), "name", None),
+            error_code=notes.get("error_code"),
             **_usage(records),
             prompt=notes.get("prompt") if self._log_prompts else None,
         )

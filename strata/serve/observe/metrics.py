@@ -17,6 +17,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from strata.engine.process.messages import Statistics
+from strata.serve.observe.caller_counts import KINDS, CallerCounts
+from strata.serve.observe.handlers import OTHER
 from strata.serve.observe.metric_cells import Cells
 
 Endpoint = Literal["chat", "completions", "responses", "embeddings", "tokenize", "detokenize"]
@@ -63,6 +65,14 @@ _ENGINE_COUNTERS: dict[str, tuple[str, str | None, dict[str, Callable[[Statistic
         },
     ),
 }
+
+_CALLER_HELP = dict(zip(KINDS, ("Requests received.", "Prompt tokens.", "Tokens generated."), strict=True))
+
+# What is answered here; "none" if the client left before there was a status.
+_STATUSES = (
+    "200", "204", "304", "400", "401", "403", "404", "405", "408", "409", "413", "415", "429", "431", "499", "500",
+    "503", "none", "other",
+)  # fmt: skip
 
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 
@@ -123,10 +133,20 @@ class Metrics:
         `engine`, numbers from 0.
     folder, worker: where the API processes of one server keep their numbers, and which of them this is; each of them
         then renders the sum over all. Without a folder this process is the only one.
+    handlers: (method, template of a path) of the routes that requests are counted under, the same in all processes.
     """
 
-    def __init__(self, model_name: str, folder: Path | None = None, worker: int = 0, engines: int = 1) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        folder: Path | None = None,
+        worker: int = 0,
+        engines: int = 1,
+        handlers: Sequence[tuple[str, str]] = (OTHER,),
+    ) -> None:
         self._model_name, self._worker = model_name, worker
+        self._handlers = list(handlers)
+        self._callers = CallerCounts(folder, worker)
         self._first: dict[str, int] = {}
         count = 0
         for name, (_, _, values) in _COUNTERS.items():
@@ -135,6 +155,8 @@ class Metrics:
         for name, (_, bounds) in _HISTOGRAMS.items():
             self._first[name] = count
             count += len(bounds) + 2  # one bucket above the last bound, and the sum
+        self._first["http_requests"] = count
+        count += len(self._handlers) * len(_STATUSES)
         names = [(name, value) for name, (_, _, counts) in _ENGINE_COUNTERS.items() for value in counts]
         # As they were last reported, of each engine by name and label; and what those before it had counted.
         self._engine_cells: list[dict[tuple[str, str], int]] = []
@@ -149,9 +171,16 @@ class Metrics:
         self._rejections = {value: self._first["rejects"] + at for at, value in enumerate(REJECTIONS)}
         self._reasons = {value: self._first["request_success"] + at for at, value in enumerate(FINISHED_REASONS)}
 
-    def received(self, endpoint: Endpoint) -> None:
-        """A request has arrived."""
+    def received(self, endpoint: Endpoint, caller: str) -> None:
+        """A request has arrived. caller: the name of its key."""
         self._values[self._endpoints[endpoint]] += 1
+        self._callers.of(caller)[0] += 1
+
+    def answered(self, handler: int, status: int | None) -> None:
+        """A request has been answered. handler: its place among the handlers. status: None if it never came to one."""
+        told = "none" if status is None else str(status)
+        place = _STATUSES.index(told if told in _STATUSES else "other")
+        self._values[self._first["http_requests"] + handler * len(_STATUSES) + place] += 1
 
     def rejected(self, reason: Rejection) -> None:
         """A request is not taken."""
@@ -161,10 +190,15 @@ class Metrics:
         """The client of a request has left."""
         self._values[self._first["aborts"]] += 1
 
-    def tokens(self, *, prompt: int, output: int) -> None:
+    def tokens(self, *, prompt: int, output: int, caller: str) -> None:
         """Tokens that the engine has computed, counted as they come: a prompt with its request's first delta."""
-        self._values[self._first["prompt_tokens"]] += prompt
-        self._values[self._first["generation_tokens"]] += output
+        of_caller = self._callers.of(caller)
+        if prompt:
+            self._values[self._first["prompt_tokens"]] += prompt
+            of_caller[1] += prompt
+        if output:
+            self._values[self._first["generation_tokens"]] += output
+            of_caller[2] += output
 
     def first_token(self, seconds: float) -> None:
         """A request has its first token, so long after its arrival."""
@@ -222,6 +256,8 @@ class Metrics:
             for at, value in enumerate(values, self._first[name]):
                 counter.add_metric([self._model_name, value][: len(labels)], sums[at])
             yield counter
+        yield self._answers(sums)
+        yield from self._caller_families()
         for name, (help_text, bounds) in _HISTOGRAMS.items():
             histogram = HistogramMetricFamily(f"strata_{name}", help_text, labels=["model_name"])
             first = self._first[name]
@@ -230,6 +266,26 @@ class Metrics:
             buckets = list(zip([*map(str, bounds), "+Inf"], totals, strict=True))
             histogram.add_metric([self._model_name], buckets, sum_value=sums[above + 1])
             yield histogram
+
+    def _answers(self, sums: Sequence[float]) -> Metric:
+        """Of every handler and status that there was."""
+        labels = ["model_name", "method", "handler", "status"]
+        counter = CounterMetricFamily("strata_http_requests", "Requests answered, by route and status.", labels=labels)
+        for number, (method, path) in enumerate(self._handlers):
+            first = self._first["http_requests"] + number * len(_STATUSES)
+            for at, status in enumerate(_STATUSES, first):
+                if sums[at]:
+                    counter.add_metric([self._model_name, method, path, status], sums[at])
+        return counter
+
+    def _caller_families(self) -> Iterable[Metric]:
+        of_callers = self._callers.sums()
+        for at, kind in enumerate(KINDS):
+            help_text = f"{_CALLER_HELP[kind]} By the name of the key."
+            counter = CounterMetricFamily(f"strata_caller_{kind}", help_text, labels=["model_name", "caller"])
+            for caller, counts in of_callers.items():
+                counter.add_metric([self._model_name, caller], counts[at])
+            yield counter
 
     def _engine_counts(self, engine: int, statistics: Statistics) -> dict[tuple[str, str], float]:
         """What the engines of a number have counted, as this process or any other has reported."""

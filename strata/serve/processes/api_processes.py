@@ -6,10 +6,12 @@ import asyncio
 import logging
 import socket
 import time
+from collections.abc import Sequence
 
 import msgspec
 
 from strata.serve.client import EngineGone
+from strata.serve.http.keys import KeyHash
 from strata.serve.processes.child import Child, how_it_ended
 from strata.serve.processes.worker import READY, ApiJob
 
@@ -31,10 +33,17 @@ class ApiProcesses:
         self._job = job
         self._children: dict[int, Child] = {}
 
-    async def start(self, listener: socket.socket) -> None:
+    def set_keys(self, keys: Sequence[KeyHash]) -> None:
+        """The keys that open the server from now on, in those that are started later, too."""
+        self._job = msgspec.structs.replace(self._job, keys=list(keys))
+        for child in self._children.values():
+            child.tell(msgspec.json.encode(self._job.keys))
+
+    async def start(self, listeners: Sequence[socket.socket]) -> None:
         """Start them all; returns once all accept connections. Raises EngineGone if one ends instead."""
-        self._listener = listener
-        listener.set_inheritable(True)
+        self._listeners = tuple(listener.fileno() for listener in listeners)
+        for listener in listeners:
+            listener.set_inheritable(True)
         await self._start_one(0)  # alone: what is wrong with the job is said once
         others = range(1, self._job.settings.api_workers)
         await asyncio.gather(*(self._start_one(number) for number in others))
@@ -48,9 +57,12 @@ class ApiProcesses:
         await asyncio.gather(*(child.stop(seconds + _STOP_SECONDS) for child in self._children.values()))
 
     async def _start_one(self, number: int) -> None:
-        job = msgspec.structs.replace(self._job, number=number, listener=self._listener.fileno())
-        child = await Child.start(MODULE, msgspec.json.encode(job), pass_fds=(self._listener.fileno(),), talks=True)
+        keys = self._job.keys
+        job = msgspec.structs.replace(self._job, number=number, listeners=self._listeners)
+        child = await Child.start(MODULE, msgspec.json.encode(job), pass_fds=self._listeners, talks=True)
         self._children[number] = child
+        if self._job.keys is not keys:  # they have changed meanwhile
+            child.tell(msgspec.json.encode(self._job.keys))
         if (await child.read_line()).decode().strip() != READY:
             raise EngineGone(f"API process {number} {how_it_ended(await child.ended)}")
 

@@ -59,6 +59,11 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
+    def tell(self, line: bytes) -> None:
+        """A further line of its standard input, for one that reads on. One that has ended hears nothing."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + b"\n")
+
     async def read_line(self) -> bytes:
         """The next line that it prints; empty when it prints no more."""
         assert self._process.stdout is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import json
 import logging
@@ -14,7 +15,8 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,8 @@ import uvloop
 
 from strata.serve.client import EngineClient, EngineGone
 from strata.serve.engine_ends import EngineEnds
-from strata.serve.observe.logs import configure_logging
+from strata.serve.http.keys import KeySource
+from strata.serve.observe.logs import configure_logging, log_event
 from strata.serve.processes.api_processes import ApiProcesses
 from strata.serve.processes.child import Child, how_it_ended
 from strata.serve.processes.devices import engine_devices
@@ -38,25 +41,34 @@ _ENGINE_STOP_SECONDS = 5.0
 _log = logging.getLogger("strata.serve")
 
 
-def launch(asked: ApiJob, engine: Mapping[str, Any]) -> int:
+def launch(asked: ApiJob, engine: Mapping[str, Any], keys: KeySource) -> int:
     """Run a server until a signal ends it. Returns the exit status: 0, or 1 if the engine died or did not start.
 
-    asked: of the API processes, but for what the launcher decides. engine: fields of EngineConfig by name.
+    asked: of the API processes, but for what the launcher decides. engine: fields of EngineConfig by name. keys: where
+    those of `asked` are from; at SIGHUP they are read again.
     Raises ValueError if it cannot listen, or cannot serve the model.
     """
     configure_logging(asked.settings.log_json)
     _allow_many_connections()
-    with bind(asked.settings.host, asked.settings.port) as listener:
+    with ExitStack() as closing:
+        listeners = [closing.enter_context(bind(asked.settings.host, asked.settings.port))]
+        if asked.settings.metrics_port is not None:
+            metrics = bind(asked.settings.host, asked.settings.metrics_port, "--metrics-port")
+            listeners.append(closing.enter_context(metrics))
+            settings = dataclasses.replace(asked.settings, metrics_port=metrics.getsockname()[1])
+            asked = msgspec.structs.replace(asked, settings=settings)
         folder = Path(tempfile.mkdtemp(prefix="strata-"))  # mode 0700
+        asked = msgspec.structs.replace(asked, folder=str(folder))
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                return runner.run(_Launcher(msgspec.structs.replace(asked, folder=str(folder)), engine, listener).run())
+                return runner.run(_Launcher(asked, engine, keys, listeners).run())
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that has the address but does not listen yet. Raises ValueError if it cannot have it."""
+def bind(host: str, port: int, option: str = "--port") -> socket.socket:
+    """A socket that has the address but does not listen yet. Raises ValueError if it cannot have it. option: that gave
+    the port."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -72,7 +84,7 @@ def bind(host: str, port: int) -> socket.socket:
                 f"--host {host} is no address of this machine: leave it out for 127.0.0.1, or give 0.0.0.0 for all of "
                 "its addresses"
             ) from None
-        raise ValueError(f"{host}:{port} cannot be listened on ({error.strerror}): choose another --port") from None
+        raise ValueError(f"{host}:{port} cannot be listened on ({error.strerror}): choose another {option}") from None
     return listener
 
 
@@ -83,9 +95,12 @@ def _allow_many_connections() -> None:
 
 
 class _Launcher:
-    def __init__(self, asked: ApiJob, engine: Mapping[str, Any], listener: socket.socket) -> None:
+    def __init__(
+        self, asked: ApiJob, engine: Mapping[str, Any], keys: KeySource, listeners: Sequence[socket.socket]
+    ) -> None:
         self._asked, self._engine_fields = asked, engine
-        self._listener = listener
+        self._keys, self._key_names = keys, {key.name for key in asked.keys}
+        self._listeners = listeners
         self._folder = Path(asked.folder)
         self._api = ApiServer(asked) if asked.settings.api_workers == 1 else ApiProcesses(asked)
         self._signalled = asyncio.Event()
@@ -100,13 +115,14 @@ class _Launcher:
 
     async def run(self) -> int:
         start = time.monotonic()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._read_keys)
         self._on_signals(lambda _: self._signalled.set())
         self._engines = [await self._start_engine(replica) for replica in range(len(self._devices))]
         self._on_signals(self._on_signal)
         try:
             if not await self._start_api():
                 return 0 if self._signalled.is_set() else 1
-            print(greeting(self._asked, self._listener.getsockname(), time.monotonic() - start), flush=True)
+            print(greeting(self._asked, self._listeners[0].getsockname(), time.monotonic() - start), flush=True)
             return await self._watch()
         finally:
             for replacing in self._replacing.values():
@@ -114,8 +130,23 @@ class _Launcher:
             await asyncio.gather(*(engine.stop(_ENGINE_STOP_SECONDS) for engine in self._engines))
 
     def _on_signals(self, handle: Callable[[int], None]) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, handle, number)
+
+    def _read_keys(self) -> None:
+        """Have the API processes take the keys that the file has now; if it is wrong, they keep what they have."""
+        if self._keys.file is None:
+            _log.warning("there is no --api-key-file to be read again: the API keys stay as they are")
+            return
+        try:
+            keys = self._keys.read()
+        except ValueError as error:
+            _log.error("the API keys stay as they are: %s", error)
+            return
+        self._api.set_keys(keys)
+        before, self._key_names = self._key_names, {key.name for key in keys}
+        new, gone = (",".join(sorted(names)) or None for names in (self._key_names - before, before - self._key_names))
+        log_event(_log, "the API keys were read again", keys=len(keys), new=new, gone=gone)
 
     def _on_signal(self, number: int) -> None:
         """The first signal ends the server in good order, the second at once; API processes end with this one."""
@@ -134,7 +165,7 @@ class _Launcher:
 
     async def _start_api(self) -> bool:
         """Whether requests are served now; if not, a signal ended the server, or the engine did not start."""
-        starting = asyncio.create_task(self._api.start(self._listener))
+        starting = asyncio.create_task(self._api.start(self._listeners))
         ended = [engine.ended for engine in self._engines]
         await self._any_of(starting, *ended)
         if not starting.done():
@@ -228,7 +259,9 @@ def greeting(asked: ApiJob, address: tuple[Any, ...], seconds: float) -> str:
         prompt = {"messages": [{"role": "user", "content": "What is 47 + 38?"}]}
         route = "chat/completions"
     question = json.dumps({"model": name, **prompt})
+    metrics = asked.settings.metrics_port
+    open_metrics = "" if metrics is None else f"\nMetrics without a key: http://{host}:{metrics}/metrics"
     return (
         f"Strata serves {name} at {url} (ready in {seconds:.1f} s; Ctrl-C ends it). Try:\n"
-        f"curl {url}/v1/{route} -H 'Content-Type: application/json'{key} -d '{question}'"
+        f"curl {url}/v1/{route} -H 'Content-Type: application/json'{key} -d '{question}'{open_metrics}"
     )

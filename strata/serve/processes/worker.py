@@ -1,7 +1,8 @@
 """One API process: HTTP on a listening socket, for an engine in another process.
 
 `python -m strata.serve.processes.worker` runs one with an ApiJob as JSON on standard input; it says "ready" on standard
-output once it serves. The launcher runs one in itself when there is to be but one.
+output once it serves. Later lines are lists of keys that open the server from then on. The launcher runs one in itself
+when there is to be but one.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 
 import msgspec
@@ -27,7 +29,7 @@ from strata.serve.client import EngineClient, EngineGone
 from strata.serve.engine_ends import EngineEnds
 from strata.serve.fair_queue import AT_ONCE
 from strata.serve.grammar import GrammarChecker
-from strata.serve.http.app import build_app
+from strata.serve.http.app import build_app, handlers
 from strata.serve.http.gate import Gate
 from strata.serve.http.http_protocol import BoundedHttpProtocol
 from strata.serve.http.keys import KeyHash, KeyRing
@@ -62,7 +64,7 @@ class ApiJob(msgspec.Struct, frozen=True):
     traces_endpoint: where OpenTelemetry's traces go, None for nowhere.
     folder: private to the server; the engine's socket and the processes' metrics are in it.
     number: of this process.
-    listener: descriptor of the listening socket that it has inherited, if it is a process of its own.
+    listeners: descriptors of the listening sockets that it has inherited, if it is a process of its own.
     """
 
     settings: ServeSettings
@@ -72,7 +74,7 @@ class ApiJob(msgspec.Struct, frozen=True):
     traces_endpoint: str | None = None
     folder: str = ""
     number: int = 0
-    listener: int | None = None
+    listeners: tuple[int, ...] = ()
 
 
 def engine_address(folder: Path, replica: int = 0) -> str:
@@ -89,16 +91,26 @@ class ApiServer:
         self._addresses = [engine_address(Path(job.folder), replica) for replica in replicas]
         self._ends = EngineEnds(Path(job.folder))
         self._drain = Drain()
+        self._keys = KeyRing(job.keys)
+        self._limits: Limits | None = None  # until the engine is ready
 
-    async def start(self, listener: socket.socket) -> None:
+    def set_keys(self, keys: Sequence[KeyHash]) -> None:
+        """The keys that open the server from now on; what is under way goes on."""
+        self._keys.replace(keys)
+        if self._limits is not None:
+            self._limits.set_callers(len(keys))
+
+    async def start(self, listeners: Sequence[socket.socket]) -> None:
         """Wait until the engine is ready, then serve; returns once connections are accepted.
 
         Raises EngineGone, or ValueError for a model that cannot be served.
         """
         tracer = make_tracer(self._job.traces_endpoint, self._job.settings.served_model_names[0])
+        self._app = build_app(self._job.settings, self._connected)
+        self._handlers = handlers(self._app)
         self._state = await self._connect()
         self._server = _Server(self._application(tracer))
-        self.ended = asyncio.create_task(self._server.serve([listener]))
+        self.ended = asyncio.create_task(self._server.serve(list(listeners)))
         again = self._addresses if self._job.restart_engine else ()
         self._connecting = [asyncio.create_task(self._connect_again(replica)) for replica in range(len(again))]
         accepting = asyncio.create_task(self._server.accepting.wait())
@@ -131,29 +143,37 @@ class ApiServer:
             hello = tokenizer.rendering([{"role": "user", "content": "Hello"}])
             await asyncio.gather(*(renderer.render(hello) for renderer in renderers))
         client = await self._clients()
+        self._limits = Limits(settings, client.ready.max_sequences, callers=len(self._keys))
         return ServerState(
             settings=settings,
             client=client,
             tokenizer=tokenizer,
-            limits=Limits(settings, client.ready.max_sequences, callers=len(job.keys)),
-            metrics=Metrics(settings.served_model_names[0], Path(job.folder), job.number, len(self._addresses)),
+            limits=self._limits,
+            metrics=Metrics(
+                settings.served_model_names[0],
+                Path(job.folder),
+                job.number,
+                len(self._addresses),
+                self._handlers.names,
+            ),
             grammars=GrammarChecker(),
             responses=ResponseStore(),
             renderers=renderers,
             engine_restarts=job.restart_engine,
         )
 
+    async def _connected(self) -> ServerState:
+        return self._state
+
     def _application(self, tracer: RequestTracer | None) -> uvicorn.Config:
-        settings = self._job.settings
+        state, settings = self._state, self._job.settings
+        gate = Gate(self._app, settings, self._keys, self._drain, state.limits.enter, state.metrics.rejected)
 
-        async def connected() -> ServerState:
-            return self._state
+        def answered(method: str, path: str, status: int | None) -> None:
+            state.metrics.answered(self._handlers.place(method, path), status)
 
-        app = build_app(settings, connected)
-        state, keys = self._state, KeyRing(self._job.keys)
-        gate = Gate(app, settings, keys, self._drain, state.limits.enter, state.metrics.rejected)
         return uvicorn.Config(
-            AccessLog(gate, log_prompts=settings.log_prompts, tracer=tracer),
+            AccessLog(gate, log_prompts=settings.log_prompts, tracer=tracer, answered=answered),
             http=BoundedHttpProtocol,
             ws="none",
             lifespan="on",
@@ -214,25 +234,37 @@ class _Server(uvicorn.Server):
 def main() -> None:
     """Serve what the job on standard input says, until SIGTERM, which drains."""
     end_with_parent()
-    job = msgspec.json.decode(sys.stdin.buffer.readline(), type=ApiJob)
+    # Unbuffered: what comes behind the job is left for the event loop to find.
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as told:
+        _main(told)
+
+
+def _main(told: FileIO) -> None:
+    job = msgspec.json.decode(told.readline(), type=ApiJob)
     configure_logging(job.settings.log_json)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(job))
+            runner.run(_serve(job, told))
     except (ValueError, EngineGone) as error:
         print(f"strata: error: {error}", file=sys.stderr)
         sys.exit(1)
 
 
-async def _serve(job: ApiJob) -> None:
-    assert job.listener is not None
+async def _serve(job: ApiJob, told: FileIO) -> None:
     terminated = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, terminated.set)
-    loop.add_reader(sys.stdin.fileno(), os._exit, 1)  # the launcher has died
     server = ApiServer(job)
-    with socket.socket(fileno=job.listener) as listener:
-        await server.start(listener)
+
+    def hear() -> None:
+        line = told.readline()
+        if not line:  # the launcher has died
+            os._exit(1)
+        server.set_keys(msgspec.json.decode(line, type=list[KeyHash]))
+
+    loop.add_reader(told.fileno(), hear)
+    with ExitStack() as closing:
+        await server.start([closing.enter_context(socket.socket(fileno=one)) for one in job.listeners])
         print(READY, flush=True)
         await terminated.wait()
         await server.drain(job.settings.shutdown_timeout)

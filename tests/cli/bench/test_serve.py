@@ -187,7 +187,7 @@ def test_the_tables_say_what_failed_and_how_good_it_was() -> None:
         (["--goodput", "ttft=5"], "--goodput takes"),
         (["--burstiness", "0", "--request-rate", "5"], "--burstiness must be above 0"),
         (["--input-len", "999"], "up to 1003 tokens with their answers, fake takes 1000: lower --input-len"),
-        (["--dataset", "nowhere.jsonl"], "--dataset is random, shared-prefix, lognormal or a JSON-lines file"),
+        (["--dataset", "nowhere.jsonl"], "--dataset is random, shared-prefix, lognormal, agents or a JSON-lines file"),
         (["--dataset", "lognormal"], "up to 4096 tokens with their answers, fake takes 1000: lower --longest"),
         (["--dataset", "lognormal", "--length-spread", "0.5"], "--length-spread is of --dataset random, shared"),
         (["--burstiness", "1e9", "--request-rate", "5"], "at most 1,000,000, or inf for even gaps; got 1e+09"),

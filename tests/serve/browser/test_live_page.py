@@ -152,7 +152,7 @@ def test_labels_may_hold_anything(browser: Browser) -> None:
         return [samples.get("strata_requests_total")[0].labels, total(samples, "strata_requests_total")];
     """
     metrics = Metrics(name)
-    metrics.received("chat")
+    metrics.received("chat", "alice")
     labels, total = browser.run(script, metrics.render(Statistics()).decode())
     assert labels == {"endpoint": "chat", "model_name": name}
     assert total == 1

@@ -68,7 +68,12 @@ class Server:
         )
 
     def ask(
-        self, *headers: tuple[str, str], method: str = "POST", path: str = "/v1/x", pieces: tuple[bytes, ...] = ()
+        self,
+        *headers: tuple[str, str],
+        method: str = "POST",
+        path: str = "/v1/x",
+        pieces: tuple[bytes, ...] = (),
+        port: int = 8000,
     ) -> Answer:
         given = dict(headers)
         given.setdefault("host", "localhost:8000")
@@ -77,6 +82,7 @@ class Server:
             "type": "http",
             "method": method,
             "path": path,
+            "server": ("127.0.0.1", port),
             "raw_path": path.encode(),
             "query_string": b"",
             "headers": [(name.encode(), value.encode("latin-1")) for name, value in listed],
@@ -95,6 +101,21 @@ class Server:
 
         asyncio.run(self.gate(scope, receive, send))
         return Answer(messages)
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/health", "/v1/models", "/metrics/", "//metrics", "/metrics/x", "/v1/completions"]
+)
+def test_the_port_of_metrics_has_metrics_alone_and_needs_no_key(path: str) -> None:
+    server = Server(KEYS, metrics_port=9000)
+    read = server.ask(method="GET", path="/metrics", port=9000)
+    assert (read.status, read.json["caller"]) == (200, "anonymous")
+    for headers in ((), (ALICE,)):
+        refused = server.ask(*headers, method="GET", path=path, port=9000)
+        assert (refused.status, refused.code) == (404, "unknown_url")
+    assert server.ask(method="GET", path="/metrics").status == 401
+    assert server.ask(("host", "evil.example"), method="GET", path="/metrics", port=9000).status == 403
+    assert Server(KEYS).ask(method="GET", path="/metrics", port=9000).status == 401
 
 
 CHUNKED = ("transfer-encoding", "chunked")

@@ -24,7 +24,11 @@ QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
 def series() -> dict[str, set[str]]:
     """The labels of every sample's name."""
     found: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(Metrics("m").render(Statistics()).decode()):
+    metrics = Metrics("m")
+    metrics.received("chat", "alice")
+    metrics.answered(0, 404)
+    told = Statistics(floor_share=0.4, gap_share=0.1, predicted_ratio=1.0, finding="slots", layer="system", cause="x")
+    for family in text_string_to_metric_families(metrics.render(told).decode()):
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     return found
@@ -40,7 +44,15 @@ def test_queries_are_of_series_that_there_are(series: dict[str, set[str]], query
     assert query.count('{model_name=~"$model"}') == len(names), "the model chosen on top holds for all of it"
     assert query.count("(") == query.count(")")
     counters = [name for name in names if name.endswith(("_total", "_bucket", "_sum", "_count"))]
-    assert len(re.findall(r"rate\(", query)) == len(counters), "a counter is read as a rate, a gauge as it is"
+    assert len(re.findall(r"(rate|increase)\(", query)) == len(counters), "a counter is read by its growth, alone"
+
+
+def test_what_operators_look_for_is_there() -> None:
+    asked = set(re.findall(r"strata_(\w+)", " ".join(QUERIES)))
+    assert asked >= {
+        "verdict", "step_floor_share", "step_gap_share", "compilations_after_ready_total", "engine_restarts_total",
+        "http_requests_total", "caller_requests_total", "caller_prompt_tokens_total", "caller_generation_tokens_total",
+    }  # fmt: skip
 
 
 def test_the_data_source_is_chosen_on_top() -> None:

@@ -6,15 +6,24 @@ import asyncio
 import io
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import FastAPI, Response
+from fastapi.testclient import TestClient
 
+from strata.serve.http.errors import ERROR_HANDLERS, ApiError
+from strata.serve.http.gate import Gate
+from strata.serve.http.keys import KeyRing
+from strata.serve.http.limits import Caller
+from strata.serve.http.sse import EventStream
 from strata.serve.observe.logs import AccessLog, configure_logging, log_event, note_generation, note_prompt
-from strata.serve.observe.metrics import RequestRecord
+from strata.serve.observe.metrics import Metrics, RequestRecord
+from strata.serve.processes.drain import Drain
+from strata.serve.settings import ServeSettings
 
 RECORD = RequestRecord(
     "chat", "stop", 100.0, 100.01, 100.05, 101.0, prompt_tokens=12, cached_tokens=8, output_tokens=40
@@ -85,6 +94,50 @@ def test_json_line_of_a_request() -> None:
         "ttft_ms": 50.0,
         "finish_reason": "stop",
     }
+
+
+@pytest.mark.parametrize(
+    ("error", "word"),
+    [
+        (ApiError(401, "no", code="invalid_api_key"), "invalid_api_key"),
+        (ApiError(400, "the prompt has no tokens", param="prompt"), "invalid_request_error"),
+        (ApiError(503, "no", code="queue_full"), "queue_full"),
+    ],
+)
+@pytest.mark.parametrize("where", ["gate", "route", "stream"])
+def test_the_line_of_a_request_that_failed_has_the_code_of_its_error(error: ApiError, word: str, where: str) -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"data: 1\n\n"
+        raise error
+
+    async def route() -> Response:
+        if where == "stream":
+            return EventStream(events())
+        raise error
+
+    def enter(caller: Caller) -> None:
+        if where == "gate":
+            raise error
+
+    app = FastAPI(exception_handlers=ERROR_HANDLERS)
+    app.add_api_route("/x", route, methods=["POST"])
+    app.state.server = SimpleNamespace(metrics=Metrics("m"))
+    settings = ServeSettings("m", ("m",), host="0.0.0.0")
+    gate = Gate(app, settings, KeyRing([]), Drain(), enter, lambda reason: None)
+    stream = io.StringIO()
+    configure_logging(True, stream)
+    answer = TestClient(AccessLog(gate)).post("/x")
+    line = json.loads(stream.getvalue())
+    assert line["error_code"] == word
+    assert line["status"] == answer.status_code == (200 if where == "stream" else error.status)
+
+
+def test_a_path_that_is_not_there_is_told_in_the_line() -> None:
+    app = FastAPI(exception_handlers=ERROR_HANDLERS)
+    stream = io.StringIO()
+    configure_logging(True, stream)
+    TestClient(AccessLog(app)).get("/nowhere")
+    assert json.loads(stream.getvalue())["error_code"] == "unknown_url"
 
 
 def test_human_line_of_a_request() -> None:

@@ -18,6 +18,7 @@ from prometheus_client import Counter, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from strata.engine.process.messages import Statistics, ended
+from strata.serve.observe.handlers import Handlers
 from strata.serve.observe.metrics import ENDPOINTS, REJECTIONS, Metrics, RequestRecord
 from strata.serve.observe.metrics_route import router
 
@@ -85,13 +86,13 @@ def test_the_verdict_and_the_share_of_the_floor() -> None:
 
 def test_counters() -> None:
     metrics = Metrics("m")
-    metrics.received("chat")
-    metrics.received("chat")
-    metrics.received("detokenize")
+    metrics.received("chat", "alice")
+    metrics.received("chat", "alice")
+    metrics.received("detokenize", "bob")
     metrics.rejected("queue_full")
     metrics.aborted()
-    metrics.tokens(prompt=12, output=1)
-    metrics.tokens(prompt=0, output=5)
+    metrics.tokens(prompt=12, output=1, caller="alice")
+    metrics.tokens(prompt=0, output=5, caller="bob")
     read = samples(metrics.render(Statistics()))
     assert read["strata_requests_total{endpoint=chat}"] == 2
     assert read["strata_requests_total{endpoint=detokenize}"] == 1
@@ -99,9 +100,45 @@ def test_counters() -> None:
     assert read["strata_aborts_total"] == 1
     assert read["strata_prompt_tokens_total"] == 12
     assert read["strata_generation_tokens_total"] == 6
+    of_callers = {name: value for name, value in read.items() if name.startswith("strata_caller_")}
+    assert of_callers == {
+        "strata_caller_requests_total{caller=alice}": 2,
+        "strata_caller_requests_total{caller=bob}": 1,
+        "strata_caller_prompt_tokens_total{caller=alice}": 12,
+        "strata_caller_prompt_tokens_total{caller=bob}": 0,
+        "strata_caller_generation_tokens_total{caller=alice}": 1,
+        "strata_caller_generation_tokens_total{caller=bob}": 5,
+    }
     totals = [value for name, value in read.items() if re.match(r"strata_(requests|rejects)_total", name)]
     assert len(totals) == len(ENDPOINTS) + len(REJECTIONS)
     assert sum(totals) == 4
+
+
+def test_answers_are_counted_by_route_and_status_and_nothing_that_a_client_makes_up_is_a_label() -> None:
+    app = FastAPI()
+    for path in ("/things", "/things/{id}", "/files/{name:path}"):
+        app.add_api_route(path, lambda: None, methods=["GET", "POST"], name=path)
+    found = Handlers(app.routes)
+    metrics = Metrics("m", handlers=found.names)
+    seen = [
+        ("GET", "/things", 200), ("HEAD", "/things", 200), ("POST", "/things", 429), ("GET", "/things/7", 404),
+        ("GET", "/things/8", 404), ("GET", "/files/a/b/c", 200), ("GET", "/files/a/b/c", None),
+        ("GET", "/etc/passwd", 404), ("BREW", "/things", 405), ("GET", "/things", 418),
+    ]  # fmt: skip
+    for method, path, status in seen:
+        metrics.answered(found.place(method, path), status)
+    read = samples(metrics.render(Statistics()))
+    counted = {name: value for name, value in read.items() if name.startswith("strata_http_requests_total") and value}
+    assert counted == {
+        "strata_http_requests_total{handler=/things}{method=GET}{status=200}": 2,
+        "strata_http_requests_total{handler=/things}{method=GET}{status=other}": 1,
+        "strata_http_requests_total{handler=/things}{method=POST}{status=429}": 1,
+        "strata_http_requests_total{handler=/things/{id}}{method=GET}{status=404}": 2,
+        "strata_http_requests_total{handler=/files/{name:path}}{method=GET}{status=200}": 1,
+        "strata_http_requests_total{handler=/files/{name:path}}{method=GET}{status=none}": 1,
+        "strata_http_requests_total{handler=other}{method=other}{status=404}": 1,
+        "strata_http_requests_total{handler=other}{method=other}{status=405}": 1,
+    }
 
 
 def test_phases_of_a_request() -> None:
@@ -156,12 +193,15 @@ def test_tokens_that_came_together_are_as_many_gaps() -> None:
 
 def test_any_process_renders_the_sum_of_all(tmp_path: Path) -> None:
     first, second = Metrics("m", tmp_path, 0), Metrics("m", tmp_path, 1)
-    first.received("chat")
-    second.received("chat")
+    first.received("chat", "alice")
+    second.received("chat", "alice")
+    second.received("tokenize", "a-key.that_came-later")
     second.first_token(0.3)
     for metrics in (first, second):
         read = samples(metrics.render(Statistics(running=5)))
         assert read["strata_requests_total{endpoint=chat}"] == 2
+        assert read["strata_caller_requests_total{caller=alice}"] == 2
+        assert read["strata_caller_requests_total{caller=a-key.that_came-later}"] == 1
         assert read["strata_time_to_first_token_seconds_count"] == 1
         assert read["strata_num_requests_running"] == 5, "the engine is one, however many processes ask it"
 
@@ -223,15 +263,16 @@ def test_what_a_process_counted_outlives_it(tmp_path: Path) -> None:
         "import os, sys, pathlib",
         "from strata.serve.observe.metrics import Metrics",
         "metrics = Metrics('m', pathlib.Path(sys.argv[1]), 1)",
-        "metrics.received('chat')",
+        "metrics.received('chat', 'alice')",
         "os.kill(os.getpid(), 9)",
     ])  # fmt: skip
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
     survivor = Metrics("m", tmp_path, 0)
     assert samples(survivor.render(Statistics()))["strata_requests_total{endpoint=chat}"] == 1
     again = Metrics("m", tmp_path, 1)
-    again.received("chat")
-    assert samples(survivor.render(Statistics()))["strata_requests_total{endpoint=chat}"] == 2
+    again.received("chat", "alice")
+    read = samples(survivor.render(Statistics()))
+    assert read["strata_requests_total{endpoint=chat}"] == read["strata_caller_requests_total{caller=alice}"] == 2
 
 
 def test_a_delta_costs_a_fraction_of_what_the_library_takes() -> None:
@@ -242,7 +283,7 @@ def test_a_delta_costs_a_fraction_of_what_the_library_takes() -> None:
 
     def ours() -> None:
         metrics.inter_token(0.0123, 3)
-        metrics.tokens(prompt=0, output=3)
+        metrics.tokens(prompt=0, output=3, caller="alice")
 
     def library() -> None:
         for _ in range(3):

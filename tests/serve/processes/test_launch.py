@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -202,6 +203,12 @@ def test_a_model_without_a_chat_template_is_greeted_with_a_completion(tmp_path: 
     assert "/v1/chat/completions" in greeting(ApiJob(template, [], str(tmp_path)), ("127.0.0.1", 8000), 1.0)
 
 
+def test_a_closed_terminal_ends_nothing_and_without_a_key_file_nothing_is_read(server: Running) -> None:
+    server.signal(signal.SIGHUP)
+    wait_for(lambda: "there is no --api-key-file to be read again" in server.output(), server.output)
+    assert server.status("/health") == 200
+
+
 def test_only_this_machine_reaches_it_by_its_own_name(server: Running) -> None:
     assert server.http.get("/v1/models", headers={"Host": "evil.example"}).status_code == 403
     assert server.http.get("/v1/models", headers={"Host": "my.box"}).status_code == 200
@@ -297,16 +304,50 @@ def _signalled_while_loading() -> tuple[int, str, float]:
     return process.returncode, output, time.monotonic() - start
 
 
-def test_several_api_processes_serve_drain_and_count_together() -> None:
-    with running("--api-workers", "2", environment={"STRATA_API_KEYS": "me:sk-1"}, key="sk-1") as server:
+@pytest.mark.parametrize("api_processes", [1, 2])
+def test_keys_are_read_again_metrics_have_a_port_and_processes_drain_together(
+    api_processes: int, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.touch(0o600)
+    keys.write_text("alice:sk-alice")
+    options = ("--api-workers", str(api_processes), "--api-key-file", str(keys), "--metrics-port", "0")
+    with running(*options, environment={"STRATA_API_KEY": "me:sk-1"}, key="sk-1") as server:
         children = server.children()
         workers = [pid for pid in children if b"strata.serve.processes.worker" in command_line(pid)]
-        assert len(workers) == 2
+        assert len(workers) == (0 if api_processes == 1 else api_processes)
         for pid in (server.pid, *children):
             assert b"sk-1" not in command_line(pid)
-        assert httpx.get(f"{server.url}/v1/models").status_code == 401
-        with server.stream(max_tokens=300) as events:
+
+        def answers(key: str) -> set[int]:
+            """The statuses that connections get, of whichever process."""
+            bearer = {"Authorization": f"Bearer {key}"}
+            return {httpx.get(f"{server.url}/v1/models", headers=bearer).status_code for _ in range(4)}
+
+        def read_again(text: str, said: str) -> None:
+            keys.write_text(text)
+            before = server.output().count(said)
+            server.signal(signal.SIGHUP)
+            wait_for(lambda: server.output().count(said) > before, server.output)
+
+        assert (answers("sk-alice"), answers("sk-bob"), answers("sk-x")) == ({200}, {401}, {401})
+        with server.stream(max_tokens=1000) as events:
             next(events)
+            read_again("bob:sk-bob", "the API keys were read again keys=2 new=bob gone=alice")
+            wait_for(lambda: answers("sk-bob") == {200}, server.output)
+            wait_for(lambda: answers("sk-alice") == {401}, server.output)
+            read_again("bob:sk bob", "the API keys stay as they are")
+            assert (answers("sk-bob"), answers("sk-1"), answers("sk-x")) == ({200}, {200}, {401})
+            assert "sk bob" not in server.output()
+            text = next(line for line in server.lines if line.startswith("Metrics without a key: ")).split()[-1]
+            counted = httpx.get(text).text
+            assert httpx.get(text.replace("/metrics", "/v1/models")).status_code == 404
+            assert re.search(r'strata_caller_requests_total{caller="me",model_name="builtin"} 1.0', counted)
+            unauthorized = r'strata_http_requests_total{handler="/v1/models",method="GET",.*status="401"} (\d+)'
+            assert int(re.search(unauthorized, counted)[1]) >= 12  # type: ignore[index]
+            lines = [line for line in server.lines if "GET /v1/models status=401" in line]
+            assert lines
+            assert all(" error_code=invalid_api_key" in line for line in lines)
             server.signal(signal.SIGTERM)
             rest = list(events)
         assert rest[-1] == {"done": True}
