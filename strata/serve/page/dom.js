@@ -69,10 +69,10 @@ async function copy(text) {
   field.remove();
 }
 
-/** A code block with its language and a button that copies it. */
-export function codeBlock(code, language) {
+/** A code block with its language and a button that copies it. coloured: what is shown, if that is more than its text. */
+export function codeBlock(code, language, ...coloured) {
   const head = element("div", { class: "code-head" }, element("span", {}, language || "text"), copyButton(() => code, "Copy code"));
-  return element("div", { class: "code-block" }, head, element("pre", { tabindex: "0" }, element("code", {}, code)));
+  return element("div", { class: "code-block" }, head, element("pre", { tabindex: "0" }, element("code", {}, ...(coloured.length ? coloured : [code]))));
 }
 
 /** Keep what can be kept; false if the browser has no room or keeps nothing. */

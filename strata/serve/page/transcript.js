@@ -1,7 +1,7 @@
 // Messages as elements: what was said, how fast it came, what went wrong.
 
 import { copyButton, element, iconButton } from "./dom.js";
-import { renderMarkdown } from "./markdown.js";
+import { renderMarkdown } from "./markdown/render.js";
 
 /**
  * The element of a message. `actions.retry` answers the conversation's last question again, `actions.enterKey` leads to
