@@ -146,6 +146,10 @@ def test_a_reload_in_the_middle_keeps_what_had_come(browser: Browser) -> None:
     browser.wait(lambda: any(len(one["messages"][1]["content"]) > 20 for one in kept(browser)), "some of it kept")
     browser.reload()
     assert len(content(browser)) > 20
+    assert not browser.sees(".notice")
+    assert "cut off" in browser.text(f"{LAST} .stats")
+    browser.reload()
+    assert "cut off" in browser.text(f"{LAST} .stats"), "also later"
 
 
 def test_rename_and_delete(browser: Browser) -> None:
@@ -194,9 +198,9 @@ def test_what_is_set_is_sent_and_nothing_else(browser: Browser) -> None:
 
 def test_an_error_is_shown_in_place_and_can_be_tried_again(browser: Browser) -> None:
     ask(browser, "too much", 10_000_000)
-    assert notice(browser) == "The server does not take what the settings have for “Most tokens”."
+    assert "besides the 131,072 that “Most tokens” in the settings" in notice(browser)
     browser.run("document.querySelector('#max_tokens').value = 5")
-    browser.click(".message .notice button")
+    browser.click(".message .notice button:last-child")
     browser.wait(lambda: finished(browser), "the reply")
     assert browser.run("return document.querySelectorAll('.message').length") == 2
     assert content(browser) != ""
