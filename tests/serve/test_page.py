@@ -42,6 +42,7 @@ def test_pages_have_a_strict_policy_and_nothing_inline(client: TestClient, page:
     assert directives["default-src"] == "'none'"
     assert directives["script-src"] == directives["style-src"] == directives["connect-src"] == "'self'"
     assert directives["frame-ancestors"] == "'none'"
+    assert directives["trusted-types"] == ("dompurify" if page == "/" else "'none'")
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert re.findall(r"<script(?![^>]*\bsrc=)|<style|\son\w+=|\sstyle=|javascript:", answer.text) == []
 

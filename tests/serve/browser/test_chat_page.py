@@ -90,6 +90,28 @@ def test_a_reply_streams_and_is_told_of(browser: Browser, server: Server) -> Non
     assert rate > 0.3 * tokens / took, "all of them came in the time that was waited here"
 
 
+def test_drawing_leaves_most_of_the_time(browser: Browser) -> None:
+    """Replies that take long to draw are drawn the more seldom; what comes meanwhile is drawn together."""
+    script = """
+        const { Pace } = await import("/page/pace.js");
+        const [clock, later, frame] = [performance.now, window.setTimeout, window.requestAnimationFrame];
+        const waits = [];
+        let now = 0;
+        let took = 100;
+        performance.now = () => now;
+        window.setTimeout = (then, wait) => { waits.push(wait); Promise.resolve().then(then); return 1; };
+        window.requestAnimationFrame = (then) => { Promise.resolve().then(then); return 1; };
+        const pace = new Pace(() => { now += took; took = 1; });
+        for (let burst = 0; burst < 3; burst += 1) {
+          for (let change = 0; change < 5; change += 1) pace.changed();
+          await new Promise((done) => later(done, 20));
+        }
+        [performance.now, window.setTimeout, window.requestAnimationFrame] = [clock, later, frame];
+        return waits;
+    """
+    assert browser.run(script) == [0, 300, 3]
+
+
 def test_markdown_is_shown_and_markup_is_text(browser: Browser, server: Server) -> None:
     ask(browser, "Show me all you can", server.reply_tokens)
     browser.wait(lambda: finished(browser), "the end of the reply")

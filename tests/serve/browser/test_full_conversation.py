@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import pytest
@@ -140,9 +139,9 @@ def test_the_note_offers_to_begin_anew(browser: Browser) -> None:
     assert asked(browser)[-1] == "z"
 
 
-@pytest.fixture
-def small(tmp_path: Any) -> Iterator[str]:
-    with talkative_server(tmp_path, REPLY, model_limit=400) as (url, _):
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with talkative_server(tmp_path_factory.mktemp("s"), REPLY, model_limit=400) as (url, _):
         yield url
 
 
