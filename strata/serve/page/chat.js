@@ -36,7 +36,7 @@ class Chat {
     this.forgotten = forgottenNote(() => this.open(newConversation()));
     this.conversations = allConversations();
     this.conversations.forEach(markCut);
-    this.replies = new Map(); // conversation -> {controller, reply, pace} of the reply that is on its way
+    this.replies = new Map(); // conversation -> AbortController of the reply that is on its way
     this.settings = new Settings({
       systemChanged: (text) => this.setSystem(text),
       keyChanged: () => this.showModel(),
@@ -141,10 +141,11 @@ class Chat {
   /** Another tab has changed something: take over all but what is on its way here. */
   readAgain(key) {
     if (this.replies.size) return;
-    this.conversations = allConversations();
-    const same = this.conversations.find((one) => one.id === this.current.id);
-    if (same) this.current = same;
-    if (same && concerns(key, same)) this.show();
+    const isShown = ({ id }) => id === this.current.id;
+    const shownHasChanged = concerns(key, this.current);
+    this.conversations = allConversations().map((one) => (isShown(one) && !shownHasChanged ? this.current : one));
+    this.current = this.conversations.find(isShown) ?? this.current;
+    if (shownHasChanged) this.show();
     else this.render();
   }
 
@@ -211,7 +212,7 @@ class Chat {
     conversation.messages.push(reply);
     conversation.updated = Date.now();
     this.conversations.sort((one, other) => other.updated - one.updated);
-    this.replies.set(conversation, { controller, reply });
+    this.replies.set(conversation, controller);
     this.save(conversation);
     this.showMessage(reply);
     this.render();
@@ -252,7 +253,7 @@ class Chat {
   }
 
   stop(conversation = this.current) {
-    this.replies.get(conversation)?.controller.abort();
+    this.replies.get(conversation)?.abort();
   }
 
   showReply(conversation, reply) {

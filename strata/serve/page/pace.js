@@ -17,8 +17,8 @@ export class Pace {
 
   now() {
     const began = performance.now();
+    this.next = null;
     this.draw();
     this.rest = REST * (performance.now() - began);
-    this.next = null;
   }
 }

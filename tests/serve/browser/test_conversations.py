@@ -325,6 +325,21 @@ def test_another_file_is_refused(browser: Browser, tmp_path: Path, text: str, to
     assert "version 2" in choose(browser, written(file, CONVERSATION, version=2))
 
 
+def test_another_tab_writes_another_conversation(browser: Browser) -> None:
+    said = exchange(browser, "a")
+    other = CONVERSATION | {"updated": 1e15}
+    browser.run(
+        "const name = `strata.conversation.${arguments[0].id}`;"
+        "localStorage.setItem(name, JSON.stringify(arguments[0]));"
+        "window.dispatchEvent(new StorageEvent('storage', { key: name }))",
+        other,
+    )
+    assert listed(browser) == ["kept", "a"]
+    assert seen(browser) == ["a", said]
+    exchange(browser, "b")
+    assert len(seen(browser)) == 4
+
+
 def test_a_reply_that_another_tab_writes_is_none_that_was_cut(browser: Browser, server: Server) -> None:
     exchange(browser, "a")
     [conversation] = kept(browser)

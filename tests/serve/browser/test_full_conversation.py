@@ -148,6 +148,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def test_a_conversation_with_a_real_server_has_no_end(window: Browser, browser: Browser, small: str) -> None:
     assert httpx.get(f"{small}/v1/models", timeout=60).json()["data"][0]["max_model_len"] == 400
     window.open(small)
+    window.click("#new")
     for number in range(8):
         ask(window, f"question {number}", 60)
         window.wait(lambda: finished(window), "the reply")
