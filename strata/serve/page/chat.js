@@ -1,8 +1,13 @@
 // The chat page: which conversation is open, which replies are on their way, and what the reader does.
 
+import { idInAddress, wasShown, writeAddress } from "./address.js";
 import { servedModel } from "./api.js";
-import { allConversations, isConversation, newConversation, saveConversation } from "./conversations.js";
+import { branch, takeBranch } from "./branches.js";
+import { Composer } from "./composer.js";
+import { allConversations, concerns, keepDraft, markCut, newConversation, saveConversation } from "./conversations.js";
 import { dress, element, keep, kept } from "./dom.js";
+import { openEditor } from "./editor.js";
+import { Pace } from "./pace.js";
 import { asMessages, receiveReply } from "./reply.js";
 import { forgetHalf, makeRoom } from "./room.js";
 import { Settings } from "./settings.js";
@@ -11,6 +16,7 @@ import { forgottenNote, messageElement, showMessage } from "./transcript.js";
 
 const OPEN = "strata.open";
 const SAVE_MS = 1000; // a reply that is on its way is kept this often, so that a reload loses little of it
+const LEAVING_MS = 5000; // from when a page is about to be left, until it has been or is not
 const NEAR_END = 60; // pixels
 const EXAMPLES = [
   "What is 47 + 38?",
@@ -23,15 +29,13 @@ class Chat {
   constructor() {
     this.scroll = document.getElementById("scroll");
     this.transcript = document.getElementById("transcript");
-    this.prompt = document.getElementById("prompt");
-    this.send = document.getElementById("send");
-    this.stop = document.getElementById("stop");
     this.toEnd = document.getElementById("to-end");
     this.announce = document.getElementById("announce");
     this.model = null;
     this.limit = Infinity; // tokens that the model takes, question and answer together
     this.forgotten = forgottenNote(() => this.open(newConversation()));
     this.conversations = allConversations();
+    this.conversations.forEach(markCut);
     this.replies = new Map(); // conversation -> AbortController of the reply that is on its way
     this.settings = new Settings({
       systemChanged: (text) => this.setSystem(text),
@@ -41,29 +45,23 @@ class Chat {
       open: (conversation) => this.open(conversation),
       deleted: (conversation) => this.forget(conversation),
       restored: (conversation) => this.takeBack(conversation),
+      imported: (conversations) => this.takeIn(conversations),
     });
+    this.composer = new Composer({ send: (text) => this.ask(text), stop: () => this.stop() });
     this.listen();
-    this.open(this.conversations.find((one) => one.id === kept(OPEN)) ?? newConversation());
+    this.openAddress(true);
     this.showModel();
   }
 
   listen() {
-    document.getElementById("composer").addEventListener("submit", (event) => {
-      event.preventDefault();
-      this.ask(this.prompt.value);
-    });
-    this.prompt.addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-      event.preventDefault();
-      this.ask(this.prompt.value);
-    });
-    this.prompt.addEventListener("input", () => this.showButtons());
-    this.stop.addEventListener("click", () => this.replies.get(this.current)?.abort());
     document.getElementById("new").addEventListener("click", () => this.open(newConversation()));
     this.toEnd.addEventListener("click", () => this.follow(true));
     this.scroll.addEventListener("scroll", () => (this.toEnd.hidden = this.isAtEnd()));
     document.addEventListener("keydown", (event) => event.key === "Escape" && this.escape());
-    window.addEventListener("storage", ({ key }) => isConversation(key) && this.readAgain());
+    window.addEventListener("storage", ({ key }) => concerns(key) && this.readAgain(key));
+    window.addEventListener("popstate", () => this.openAddress(false));
+    window.addEventListener("beforeunload", () => this.aboutToLeave());
+    window.addEventListener("pagehide", () => this.leave());
     const examples = EXAMPLES.map((text) => element("button", { type: "button", click: () => this.ask(text) }, text));
     document.getElementById("examples").append(...examples);
   }
@@ -74,6 +72,7 @@ class Chat {
       const { id, max_model_len: limit } = await servedModel();
       this.model = id;
       this.limit = limit;
+      this.settings.setMost(limit);
       shown.textContent = this.model;
       document.title = `${this.model} · Strata`;
     } catch (error) {
@@ -83,18 +82,34 @@ class Chat {
 
   // Conversations
 
-  open(conversation) {
+  /** The conversation of the page's address. Where a visit begins without one, that is the one that was open last. */
+  openAddress(isStart) {
+    const id = idInAddress() ?? (isStart && !wasShown() ? kept(OPEN) : null);
+    const found = this.conversations.find((one) => one.id === id);
+    if (idInAddress() !== null && !found) this.sidebar.say("That conversation is not kept in this browser.");
+    this.open(found ?? newConversation(), true);
+  }
+
+  /** replace: it takes the place of what was open in the browser's history. */
+  open(conversation, replace = false) {
+    const isKept = this.conversations.includes(conversation);
     this.current = conversation;
     keep(OPEN, conversation.id);
-    this.settings.system.value = conversation.system;
+    writeAddress(isKept ? conversation.id : null, replace);
+    this.sidebar.show(false);
+    this.show();
+    this.follow(true);
+    this.composer.open(isKept ? conversation.id : "");
+  }
+
+  /** All of the open conversation, made anew. */
+  show() {
+    this.settings.system.value = this.current.system;
     this.elements = new Map();
     this.transcript.replaceChildren();
-    for (const message of conversation.messages) this.showMessage(message);
+    for (const message of this.current.messages) this.showMessage(message);
     this.showForgotten();
-    this.sidebar.show(false);
     this.render();
-    this.follow(true);
-    this.prompt.focus();
   }
 
   setSystem(text) {
@@ -103,15 +118,20 @@ class Chat {
   }
 
   forget(conversation) {
-    this.replies.get(conversation)?.abort();
+    this.stop(conversation);
     this.conversations = this.conversations.filter((one) => one !== conversation);
-    if (conversation === this.current) this.open(newConversation());
+    if (conversation === this.current) this.open(newConversation(), true);
     else this.render();
   }
 
   takeBack(conversation) {
-    this.conversations = [...this.conversations, conversation].sort((one, other) => other.updated - one.updated);
+    this.takeIn([conversation]);
     this.open(conversation);
+  }
+
+  takeIn(conversations) {
+    this.conversations = [...this.conversations, ...conversations].sort((one, other) => other.updated - one.updated);
+    this.render();
   }
 
   save(conversation) {
@@ -119,39 +139,76 @@ class Chat {
   }
 
   /** Another tab has changed something: take over all but what is on its way here. */
-  readAgain() {
+  readAgain(key) {
     if (this.replies.size) return;
-    this.conversations = allConversations();
-    const same = this.conversations.find((one) => one.id === this.current.id);
-    if (same) this.open(same);
+    const isShown = ({ id }) => id === this.current.id;
+    const shownHasChanged = concerns(key, this.current);
+    this.conversations = allConversations().map((one) => (isShown(one) && !shownHasChanged ? this.current : one));
+    this.current = this.conversations.find(isShown) ?? this.current;
+    if (shownHasChanged) this.show();
     else this.render();
+  }
+
+  /** Browsers end connections when they leave a page, some before they say that it goes away. */
+  aboutToLeave() {
+    this.leaving = true;
+    setTimeout(() => (this.leaving = false), LEAVING_MS);
+  }
+
+  /** The page goes away, and what is on its way ends with it. */
+  leave() {
+    for (const conversation of this.replies.keys()) {
+      markCut(conversation);
+      this.stop(conversation);
+      if (this.conversations.includes(conversation)) saveConversation(conversation);
+    }
   }
 
   // Questions and replies
 
-  async ask(text) {
+  /** Ask, in place of the message at `at` and all behind it if there is one. False if that cannot be now. */
+  ask(text, at = this.current.messages.length) {
     const conversation = this.current;
-    if (!text.trim() || this.replies.has(conversation)) return;
-    this.prompt.value = "";
-    if (!this.conversations.includes(conversation)) this.conversations.unshift(conversation);
-    conversation.messages.push({ role: "user", content: text.trim() });
-    this.showMessage(conversation.messages.at(-1));
-    await this.answer(conversation);
+    if (!text.trim() || !this.isFree()) return false;
+    const message = { role: "user", content: text.trim() };
+    if (at < conversation.messages.length) message.fork = this.branch(at);
+    if (!this.conversations.includes(conversation)) {
+      this.conversations.unshift(conversation);
+      writeAddress(conversation.id, true);
+      keepDraft("", "");
+      this.composer.draft = conversation.id;
+    }
+    conversation.messages.push(message);
+    this.showMessage(message);
+    this.answer(conversation);
+    return true;
   }
 
-  async answerAgain() {
+  answerAgain() {
     const conversation = this.current;
-    if (this.replies.has(conversation)) return;
-    const last = conversation.messages.pop();
-    this.elements.get(last)?.remove();
-    await this.answer(conversation);
+    if (!this.isFree()) return;
+    this.answer(conversation, this.branch(conversation.messages.length - 1));
   }
 
-  async answer(conversation) {
-    const controller = new AbortController();
-    const sampling = this.settings.sampling();
+  /** Put aside what was said from `at` on; the fork for what takes its place. */
+  branch(at) {
+    for (const message of this.current.messages.slice(at)) this.elements.get(message).remove();
+    return branch(this.current, at);
+  }
+
+  isFree() {
+    const free = !this.replies.has(this.current);
+    if (!free) this.sidebar.say("A reply is on its way. Wait for it, or stop it first.");
+    return free;
+  }
+
+  async answer(conversation, fork) {
+    const { sampling, changes } = this.settings.take();
+    if (changes.length) this.sidebar.say(changes.join(" "));
     makeRoom(conversation, this.limit, sampling.max_tokens);
-    const reply = { role: "assistant", content: "", stats: {} };
+    const reply = { role: "assistant", content: "", stats: {}, unfinished: true, fork };
+    const controller = new AbortController();
+    const pace = new Pace(() => reply.unfinished && this.showReply(conversation, reply));
     conversation.messages.push(reply);
     conversation.updated = Date.now();
     this.conversations.sort((one, other) => other.updated - one.updated);
@@ -169,13 +226,16 @@ class Chat {
         model: this.model ?? undefined,
         sampling,
         signal: controller.signal,
-        changed: () => this.changed(conversation, reply),
+        changed: () => this.changed(conversation, pace),
       });
     } while (isTooLong(reply.error, sampling.max_tokens, this.limit) && forgetHalf(conversation));
+    if (this.leaving && reply.error?.status === 0) {
+      delete reply.error;
+      reply.cut = true;
+    }
     if (reply.stats.all >= this.limit) reply.stats.full = true;
     this.replies.delete(conversation);
-    cancelAnimationFrame(this.frame);
-    this.frame = null;
+    delete reply.unfinished;
     if (this.conversations.includes(conversation)) this.save(conversation);
     this.showReply(conversation, reply);
     this.render();
@@ -184,17 +244,16 @@ class Chat {
   }
 
   /** Show and keep what has come, but not for every token. */
-  changed(conversation, reply) {
-    if (!this.frame) {
-      this.frame = requestAnimationFrame(() => {
-        this.frame = null;
-        this.showReply(conversation, reply);
-      });
-    }
+  changed(conversation, pace) {
+    pace.changed();
     if (performance.now() - (this.saved ?? 0) > SAVE_MS) {
       this.saved = performance.now();
       if (this.conversations.includes(conversation)) this.save(conversation);
     }
+  }
+
+  stop(conversation = this.current) {
+    this.replies.get(conversation)?.abort();
   }
 
   showReply(conversation, reply) {
@@ -204,13 +263,36 @@ class Chat {
     this.follow(wasAtEnd);
   }
 
+  /** Open a message of the reader's to be written anew; the last one if none is given. */
+  edit(message = this.current.messages.findLast(({ role }) => role === "user")) {
+    const at = this.current.messages.indexOf(message);
+    if (at >= 0 && this.isFree()) openEditor(this.elements.get(message), message, (text) => this.ask(text, at));
+  }
+
+  /** Show another way that the conversation went from a message on. */
+  turnTo(message, which) {
+    if (!this.isFree()) return;
+    const at = this.current.messages.indexOf(message);
+    const place = this.scroll.scrollTop;
+    takeBranch(this.current, at, which);
+    this.save(this.current);
+    this.show();
+    this.scroll.scrollTop = place;
+    this.elements.get(this.current.messages[at]).querySelector(".switch button:enabled").focus();
+  }
+
   // What is seen
 
   showMessage(message) {
-    const actions = { retry: () => this.answerAgain(), enterKey: () => this.settings.enterKey() };
+    const actions = {
+      retry: () => this.answerAgain(),
+      enterKey: () => this.settings.enterKey(),
+      edit: (which) => this.edit(which),
+      turnTo: (which, to) => this.turnTo(which, to),
+    };
     let shown = this.elements.get(message);
     if (!shown) {
-      shown = messageElement(message, actions);
+      shown = messageElement(message);
       this.elements.set(message, shown);
       this.transcript.append(shown);
     }
@@ -231,14 +313,7 @@ class Chat {
     for (const message of [before, last]) if (message) this.showMessage(message);
     this.sidebar.render(this.conversations, this.current, (conversation) => this.replies.has(conversation));
     document.getElementById("empty").hidden = this.current.messages.length > 0;
-    this.showButtons();
-  }
-
-  showButtons() {
-    const streaming = this.replies.has(this.current);
-    this.send.hidden = streaming;
-    this.send.disabled = !this.prompt.value.trim();
-    this.stop.hidden = !streaming;
+    this.composer.show(this.replies.has(this.current));
   }
 
   isAtEnd() {
@@ -251,7 +326,7 @@ class Chat {
   }
 
   escape() {
-    if (this.replies.has(this.current)) this.replies.get(this.current).abort();
+    if (this.replies.has(this.current)) this.stop();
     else if (this.sidebar.isOpen) this.sidebar.show(false);
     else if (this.settings.isOpen) this.settings.show(false);
   }

@@ -1,11 +1,15 @@
 // Conversations, kept in this browser: one entry of localStorage each, so that two tabs do not overwrite each other's.
 
-import { keep, kept } from "./dom.js";
+import { drop, keep, kept } from "./dom.js";
 
 const PREFIX = "strata.conversation.";
+const DRAFT = "strata.draft."; // and the conversation's id; nothing for one that has not begun
 const LONGEST_TITLE = 60;
 
-/** {id, title, system, created, updated, messages}; a message is {role, content} and what became of it. */
+/**
+ * {id, title, system, created, updated, messages}; a message is {role, content} and what became of it: a reply has
+ * `unfinished` while it is written, `cut` if its page went away before it was complete; `fork` is explained in branches.js.
+ */
 export function newConversation() {
   const now = Date.now();
   return { id: randomId(), title: "", system: "", created: now, updated: now, messages: [] };
@@ -33,10 +37,35 @@ export function saveConversation(conversation) {
 
 export function deleteConversation(conversation) {
   localStorage.removeItem(PREFIX + conversation.id);
+  keepDraft(conversation.id, "");
 }
 
-export function isConversation(storageKey) {
-  return storageKey === null || storageKey.startsWith(PREFIX);
+/** A copy with an id of its own. */
+export function renewed(conversation) {
+  return { ...conversation, id: randomId() };
+}
+
+/** Replies that were being written when their page went away will get no more. Only for what no page writes any more. */
+export function markCut(conversation) {
+  for (const message of conversation.messages.filter(({ unfinished }) => unfinished)) {
+    delete message.unfinished;
+    message.cut = true;
+  }
+}
+
+/** What stands in the message field and was not sent. */
+export function draftOf(id) {
+  return kept(DRAFT + id) ?? "";
+}
+
+export function keepDraft(id, text) {
+  if (text) keep(DRAFT + id, text);
+  else drop(DRAFT + id);
+}
+
+/** Whether a change of this entry of the storage, null for all, concerns a conversation, or this one. */
+export function concerns(storageKey, conversation = { id: "" }) {
+  return storageKey === null || storageKey.startsWith(PREFIX + conversation.id);
 }
 
 /** What the list calls it: the name it was given, or how it begins. */

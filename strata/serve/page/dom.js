@@ -18,6 +18,8 @@ const ICONS = {
   close: "M6 6l12 12M18 6L6 18",
   menu: "M4 7h16M4 12h16M4 17h16",
   retry: "M19 12a7 7 0 1 1-2.2-5.1M19 4v4h-4",
+  before: "M14 6l-6 6 6 6",
+  after: "M10 6l6 6-6 6",
   play: "M8 5l11 7-11 7z",
   pause: "M8 5v14M16 5v14",
 };
@@ -69,10 +71,10 @@ async function copy(text) {
   field.remove();
 }
 
-/** A code block with its language and a button that copies it. */
-export function codeBlock(code, language) {
+/** A code block with its language and a button that copies it. coloured: what is shown, if that is more than its text. */
+export function codeBlock(code, language, ...coloured) {
   const head = element("div", { class: "code-head" }, element("span", {}, language || "text"), copyButton(() => code, "Copy code"));
-  return element("div", { class: "code-block" }, head, element("pre", { tabindex: "0" }, element("code", {}, code)));
+  return element("div", { class: "code-block" }, head, element("pre", { tabindex: "0" }, element("code", {}, ...(coloured.length ? coloured : [code]))));
 }
 
 /** Keep what can be kept; false if the browser has no room or keeps nothing. */
@@ -90,6 +92,14 @@ export function kept(key) {
     return localStorage.getItem(key);
   } catch {
     return null;
+  }
+}
+
+export function drop(key) {
+  try {
+    localStorage.removeItem(key);
+  } catch {
+    // a browser that keeps nothing has nothing to forget
   }
 }
 

@@ -1,19 +1,46 @@
-// The list of conversations: open, rename, delete and take the deletion back.
+// The list of conversations: open, rename, delete and take the deletion back, export and import.
 
-import { deleteConversation, saveConversation, titleOf } from "./conversations.js";
+import { allConversations, deleteConversation, markCut, renewed, saveConversation, titleOf } from "./conversations.js";
 import { element, iconButton } from "./dom.js";
+import { asFile, fromText } from "./transfer.js";
 
 const UNDO_MS = 6000;
 
 export class Sidebar {
-  /** open(conversation), deleted(conversation), restored(conversation): told to the page, which owns the conversations. */
-  constructor({ open, deleted, restored }) {
-    this.tell = { open, deleted, restored };
+  /** open(conversation), deleted(conversation), restored(conversation), imported(conversations): told to the page, which owns them. */
+  constructor({ open, deleted, restored, imported }) {
+    this.tell = { open, deleted, restored, imported };
     this.list = document.getElementById("conversations");
     this.panel = document.getElementById("sidebar");
     this.menu = document.getElementById("menu");
     this.toast = document.getElementById("toast");
     this.menu.addEventListener("click", () => this.show(!this.isOpen));
+    this.export = document.getElementById("export");
+    this.export.addEventListener("click", () => download(asFile(allConversations())));
+    const chooser = document.getElementById("import-file");
+    document.getElementById("import").addEventListener("click", () => chooser.click());
+    chooser.addEventListener("change", async () => {
+      await this.import(chooser.files[0]);
+      chooser.value = ""; // so that the same file can be chosen again
+    });
+  }
+
+  async import(file) {
+    let given;
+    try {
+      given = fromText(await file.text());
+    } catch (error) {
+      this.say(error.message);
+      return;
+    }
+    const here = new Map(allConversations().map((one) => [one.id, JSON.stringify(one)]));
+    const fresh = given.filter((one) => here.get(one.id) !== JSON.stringify(one)).map((one) => (here.has(one.id) ? renewed(one) : one));
+    fresh.forEach(markCut);
+    const saved = fresh.filter(saveConversation);
+    this.tell.imported(saved);
+    const room = saved.length < fresh.length ? ` This browser has no room for ${fresh.length - saved.length} more.` : "";
+    const known = given.length - fresh.length;
+    this.say(`${conversations(saved.length)} imported${known ? `, ${known} here already` : ""}.${room}`);
   }
 
   /** In a narrow window the list lies over the chat while it is open. */
@@ -39,6 +66,7 @@ export class Sidebar {
     });
     const none = element("li", { class: "none" }, "Nothing said so far.");
     this.list.replaceChildren(...(items.length ? items : [none]));
+    this.export.disabled = items.length === 0;
   }
 
   rename(item, conversation) {
@@ -81,4 +109,14 @@ export class Sidebar {
     clearTimeout(this.timer);
     this.timer = setTimeout(() => (this.toast.hidden = true), UNDO_MS);
   }
+}
+
+function conversations(count) {
+  return count === 1 ? "1 conversation" : `${count} conversations`;
+}
+
+function download(file) {
+  const address = URL.createObjectURL(file);
+  element("a", { href: address, download: file.name }).click();
+  setTimeout(() => URL.revokeObjectURL(address), 60_000);
 }

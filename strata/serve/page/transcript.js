@@ -1,17 +1,11 @@
 // Messages as elements: what was said, how fast it came, what went wrong.
 
 import { copyButton, element, iconButton } from "./dom.js";
-import { renderMarkdown } from "./markdown.js";
+import { renderMarkdown } from "./markdown/render.js";
 
-/**
- * The element of a message. `actions.retry` answers the conversation's last question again, `actions.enterKey` leads to
- * the key's field.
- */
-export function messageElement(message, actions) {
-  const made = element("article", { class: `message ${message.role}`, "aria-label": message.role === "user" ? "You" : "Reply" });
-  made.append(element("div", { class: "content" }));
-  showMessage(made, message, { ...actions, isLast: false, isStreaming: false });
-  return made;
+/** The element of a message, empty so far. */
+export function messageElement({ role }) {
+  return element("article", { class: `message ${role}`, "aria-label": role === "user" ? "You" : "Reply" }, element("div", { class: "content" }));
 }
 
 /** What stands above the first message that still fits. `begin` opens a new conversation. */
@@ -24,8 +18,11 @@ export function forgottenNote(begin) {
   );
 }
 
-/** Bring an element up to its message. */
-export function showMessage(shown, message, { retry, enterKey, isLast, isStreaming }) {
+/**
+ * Bring an element up to its message. retry(): answer the conversation's last question again; enterKey(): go to the key's
+ * field; edit(message): write it anew, the last question if none is given; turnTo(message, which): see another in its place.
+ */
+export function showMessage(shown, message, { retry, enterKey, edit, turnTo, isLast, isStreaming }) {
   const content = shown.querySelector(".content");
   if (message.role === "user") content.textContent = message.content;
   else renderMarkdown(content, message.content);
@@ -33,8 +30,8 @@ export function showMessage(shown, message, { retry, enterKey, isLast, isStreami
   shown.querySelector(".waiting")?.remove();
   shown.querySelector(".notice")?.remove();
   if (isStreaming && !message.content && !message.reasoning) content.after(waiting());
-  if (message.error) content.after(errorNotice(message.error, retry, enterKey));
-  showFoot(shown, message, isStreaming, isLast ? retry : null);
+  if (message.error) content.after(errorNotice(message.error, { retry, enterKey, edit, isLast }));
+  showFoot(shown, message, { retry, edit, turnTo, isLast, isStreaming });
 }
 
 function showReasoning(shown, message, isStreaming) {
@@ -52,37 +49,58 @@ function waiting() {
   return element("span", { class: "waiting", "aria-label": "Waiting for the first token" }, element("i"), element("i"), element("i"));
 }
 
-function errorNotice(error, retry, enterKey) {
+function errorNotice(error, { retry, enterKey, edit, isLast }) {
   const button = (label, action) => element("button", { type: "button", class: "button", click: action }, label);
-  const remedy = error.status === 401 ? button("Enter a key", enterKey) : null;
-  return element("div", { class: "notice", role: "alert" }, element("span", {}, error.message), remedy, button("Try again", retry));
+  const remedies = [];
+  if (error.status === 401) remedies.push(button("Enter a key", enterKey));
+  if (isLast && (error.status === 413 || error.code === "context_length_exceeded")) remedies.push(button("Edit the message", () => edit()));
+  if (isLast) remedies.push(button("Try again", retry));
+  return element("div", { class: "notice", role: "alert" }, element("span", {}, error.message), ...remedies);
 }
 
-function showFoot(shown, message, isStreaming, retry) {
+function showFoot(shown, message, { retry, edit, turnTo, isLast, isStreaming }) {
   let foot = shown.querySelector(".message-foot");
   if (!foot) {
     foot = element("div", { class: "message-foot" });
     shown.append(foot);
   }
+  shown.classList.toggle("forked", message.fork !== undefined);
   const stats = element("span", { class: "stats" }, ...statistics(message, isStreaming).map((text) => element("span", {}, text)));
   if (isStreaming) {
     foot.replaceChildren(stats);
     return;
   }
   const buttons = [];
+  if (message.fork) buttons.push(branchSwitch(message, turnTo));
   if (message.content) buttons.push(copyButton(() => message.content, "Copy message"));
-  if (retry && message.role === "assistant" && !message.error) buttons.push(iconButton("retry", "Answer again", retry));
+  if (message.role === "user") buttons.push(iconButton("pencil", "Edit message", () => edit(message)));
+  if (isLast && message.role === "assistant" && !message.error) buttons.push(iconButton("retry", "Answer again", retry));
   foot.replaceChildren(...buttons, stats);
 }
 
+/** "2 / 3": which of the ways from here on is shown, and to the ones beside it. */
+function branchSwitch(message, turnTo) {
+  const { at, tails } = message.fork;
+  const turn = (name, label, to) => {
+    const button = iconButton(name, label, () => turnTo(message, to));
+    button.disabled = tails[to] === undefined;
+    return button;
+  };
+  const before = turn("before", "The version before", at - 1);
+  const after = turn("after", "The version after", at + 1);
+  return element("span", { class: "switch", role: "group", "aria-label": "Versions" }, before, element("span", {}, `${at + 1} / ${tails.length}`), after);
+}
+
 /** What is told of a reply: {ttft: ms, rate: tokens/s, tokens, finish}. */
-function statistics({ role, stats, stopped }, isStreaming) {
+function statistics({ role, stats, stopped, unfinished, cut }, isStreaming) {
   if (role === "user" || !stats) return [];
   const told = [];
   if (stats.ttft !== undefined) told.push(`first token ${duration(stats.ttft)}`);
   if (stats.rate) told.push(`${stats.rate < 100 ? stats.rate.toFixed(1) : Math.round(stats.rate)} tokens/s`);
   if (stats.tokens) told.push(stats.tokens === 1 ? "1 token" : `${stats.tokens} tokens`);
-  if (stopped) told.push("stopped");
+  if (cut) told.push("cut off when the page was closed or loaded again");
+  else if (unfinished && !isStreaming) told.push("being written in another tab");
+  else if (stopped) told.push("stopped");
   else if (stats.finish === "length" && !isStreaming) told.push(stats.full ? "the model had no more room" : "cut at its length");
   return told;
 }

@@ -3,7 +3,6 @@
 const FIELDS = { temperature: "Temperature", top_p: "Top p", top_k: "Top k", max_tokens: "Most tokens", seed: "Seed" };
 
 const BY_CODE = {
-  context_length_exceeded: "This is too long for the model.",
   body_too_large: "This is too much text to send at once.",
   queue_full: "Too many are asking at the moment.",
   concurrency: "Your key has as many replies under way as it may have at once.",
@@ -27,10 +26,28 @@ export function inPlainWords({ status, code, param, message }, { hasKey = false,
 
 function what(status, code, param, message, hasKey) {
   if (status === 401) return hasKey ? "The key is wrong: the server does not know it." : "The server asks for a key.";
+  if (code === "context_length_exceeded") return tooLong(message);
   if (FIELDS[param]) return `The server does not take what the settings have for “${FIELDS[param]}”.`;
   if (BY_CODE[code]) return BY_CODE[code];
   if (status >= 500) return "The server is in trouble and did not answer.";
   return message ? `The server did not take this: ${message}` : `The server did not take this (HTTP ${status}).`;
+}
+
+/** The API says how many tokens were asked for, or, of what is far too much, how many characters. */
+function tooLong(message) {
+  const told = (pattern) => pattern.exec(message)?.slice(1).map((digits) => (digits === undefined ? null : Number(digits)));
+  const figure = (count) => count.toLocaleString("en");
+  const tokens = told(/at most (\d+) tokens; you asked for (\d+) of prompt(?: and (\d+) of output)?/);
+  if (tokens) {
+    const [most, prompt, answer] = tokens;
+    const over = figure(prompt + (answer ?? 1) - most);
+    const has = answer === null ? figure(prompt) : `${figure(prompt)} besides the ${figure(answer)} that “${FIELDS.max_tokens}” in the settings keeps for the answer`;
+    return `This is ${over} tokens too long for the model: it takes ${figure(most)} with the answer, and this has ${has}.`;
+  }
+  const characters = told(/(\d+) characters at most; \w+ has (\d+)/);
+  if (!characters) return "This is too long for the model.";
+  const [most, given] = characters;
+  return `This is ${figure(given - most)} characters too long for the model: it takes ${figure(most)} at most, and this has ${figure(given)}.`;
 }
 
 function when(seconds) {

@@ -90,6 +90,28 @@ def test_a_reply_streams_and_is_told_of(browser: Browser, server: Server) -> Non
     assert rate > 0.3 * tokens / took, "all of them came in the time that was waited here"
 
 
+def test_drawing_leaves_most_of_the_time(browser: Browser) -> None:
+    """Replies that take long to draw are drawn the more seldom; what comes meanwhile is drawn together."""
+    script = """
+        const { Pace } = await import("/page/pace.js");
+        const [clock, later, frame] = [performance.now, window.setTimeout, window.requestAnimationFrame];
+        const waits = [];
+        let now = 0;
+        let took = 100;
+        performance.now = () => now;
+        window.setTimeout = (then, wait) => { waits.push(wait); Promise.resolve().then(then); return 1; };
+        window.requestAnimationFrame = (then) => { Promise.resolve().then(then); return 1; };
+        const pace = new Pace(() => { now += took; took = 1; });
+        for (let burst = 0; burst < 3; burst += 1) {
+          for (let change = 0; change < 5; change += 1) pace.changed();
+          await new Promise((done) => later(done, 20));
+        }
+        [performance.now, window.setTimeout, window.requestAnimationFrame] = [clock, later, frame];
+        return waits;
+    """
+    assert browser.run(script) == [0, 300, 3]
+
+
 def test_markdown_is_shown_and_markup_is_text(browser: Browser, server: Server) -> None:
     ask(browser, "Show me all you can", server.reply_tokens)
     browser.wait(lambda: finished(browser), "the end of the reply")
@@ -146,6 +168,10 @@ def test_a_reload_in_the_middle_keeps_what_had_come(browser: Browser) -> None:
     browser.wait(lambda: any(len(one["messages"][1]["content"]) > 20 for one in kept(browser)), "some of it kept")
     browser.reload()
     assert len(content(browser)) > 20
+    assert not browser.sees(".notice")
+    assert "cut off" in browser.text(f"{LAST} .stats")
+    browser.reload()
+    assert "cut off" in browser.text(f"{LAST} .stats"), "also later"
 
 
 def test_rename_and_delete(browser: Browser) -> None:
@@ -194,9 +220,9 @@ def test_what_is_set_is_sent_and_nothing_else(browser: Browser) -> None:
 
 def test_an_error_is_shown_in_place_and_can_be_tried_again(browser: Browser) -> None:
     ask(browser, "too much", 10_000_000)
-    assert notice(browser) == "The server does not take what the settings have for “Most tokens”."
+    assert "besides the 131,072 that “Most tokens” in the settings" in notice(browser)
     browser.run("document.querySelector('#max_tokens').value = 5")
-    browser.click(".message .notice button")
+    browser.click(".message .notice button:last-child")
     browser.wait(lambda: finished(browser), "the reply")
     assert browser.run("return document.querySelectorAll('.message').length") == 2
     assert content(browser) != ""

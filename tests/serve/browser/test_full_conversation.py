@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import pytest
@@ -95,6 +95,31 @@ def test_one_message_that_is_too_long_is_told_in_plain_words(browser: Browser) -
     assert asked(browser)[-1] == "x", "it was tried alone"
 
 
+def test_what_is_too_long_says_by_how_much_and_can_be_edited(window: Browser, browser: Browser, small: str) -> None:
+    """The server's own words are the source of the figures, so a real one is asked."""
+    window.open(small)
+    window.run("document.querySelector('#prompt').value = 'word '.repeat(500)")
+    window.write("#prompt", "end\n")
+    told = notice(window)
+    over, most, has = (int(figure.replace(",", "")) for figure in re.findall(r"[\d,]*\d", told))
+    assert most == 400
+    assert over == has + 1 - most
+    window.click(".notice .button")
+    window.run("document.querySelector('.editor textarea').value = 'short'")
+    window.click(".editor .primary")
+    window.wait(lambda: finished(window), "the reply")
+    assert window.run("return [...document.querySelectorAll('.message')].length") == 2
+    assert not window.sees(".switch"), "nothing is kept of what got no answer"
+    assert window.text(".message.user .content") == "short"
+    window.click("#new")
+    window.run("document.querySelector('#prompt').value = 'word '.repeat(20000)")
+    window.write("#prompt", "end\n")
+    over, most, has = (int(figure.replace(",", "")) for figure in re.findall(r"[\d,]*\d", notice(window)))
+    assert "characters too long" in notice(window)
+    assert has == 100_003
+    assert over == has - most
+
+
 def test_a_setting_that_can_never_be_met_leaves_the_conversation_whole(browser: Browser) -> None:
     play(browser, 200)
     converse(browser, "ab")
@@ -114,15 +139,16 @@ def test_the_note_offers_to_begin_anew(browser: Browser) -> None:
     assert asked(browser)[-1] == "z"
 
 
-@pytest.fixture
-def small(tmp_path: Any) -> Iterator[str]:
-    with talkative_server(tmp_path, REPLY, model_limit=400) as (url, _):
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with talkative_server(tmp_path_factory.mktemp("s"), REPLY, model_limit=400) as (url, _):
         yield url
 
 
 def test_a_conversation_with_a_real_server_has_no_end(window: Browser, browser: Browser, small: str) -> None:
     assert httpx.get(f"{small}/v1/models", timeout=60).json()["data"][0]["max_model_len"] == 400
     window.open(small)
+    window.click("#new")
     for number in range(8):
         ask(window, f"question {number}", 60)
         window.wait(lambda: finished(window), "the reply")

@@ -49,12 +49,33 @@ def test_everything_on_the_chat_page_can_be_touched(phone: Browser, server: Serv
     phone.wait(lambda: finished(phone), "the reply")
     assert phone.sees(".message.user [aria-label='Copy message']"), "there is no pointer under which it could appear"
     assert small(phone) == []
+    phone.click("[aria-label='Edit message']")
+    assert small(phone) == []
+    phone.click(".editor .primary")
+    phone.wait(lambda: phone.sees(".switch") and finished(phone), "another reply")
+    assert small(phone) == []
     phone.click("#menu")
     phone.wait(lambda: phone.sees(".conversation [aria-label=Rename]"), "the list")
     assert small(phone) == []
     phone.press("Escape")
     phone.click("#settings-toggle")
     assert small(phone) == []
+
+
+def test_wide_things_move_in_their_own_frames(phone: Browser, server: Server) -> None:
+    phone.open(server.url)
+    ask(phone, "show me", 3)
+    phone.wait(lambda: finished(phone), "the reply")
+    wide = "a_{1}" * 80
+    cells = "|".join(["incomprehensibility"] * 6)
+    text = f"${{{wide}}}$\n\n$${wide}$$\n\n{cells}\n{'-|' * 6}\n{cells}\n\n```\n{'x' * 400}\n```\n\n{'y' * 400}"
+    script = """
+        const { renderMarkdown } = await import("/page/markdown/render.js");
+        renderMarkdown(document.querySelector('.message.assistant .content'), arguments[0]);
+        const frame = document.querySelector('#scroll');
+        return [frame.scrollWidth - frame.clientWidth, document.querySelectorAll('.assistant .content > *').length];
+    """
+    assert phone.run(script, text) == [0, 5]
 
 
 @pytest.mark.parametrize("page", ["/live", "/docs"])
