@@ -6,15 +6,10 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 
 from strata.cli.ending import INTERRUPTED, explanation
 from strata.engine.startup.clock import collector_off
@@ -22,18 +17,6 @@ from strata.train.launch import ended_at_once, launch
 
 if TYPE_CHECKING:
     from strata.train.config import TrainConfig
-    from strata.train.trainer import Report
-
-# What a line of the log shows on the screen, where it has it.
-SHOWN = {
-    "loss": ".4f",
-    "preferred": ".2f",
-    "margin": ".3f",
-    "learning_rate": ".2e",
-    "gradient_norm": ".2f",
-    "tokens_per_second": ",",
-    "mfu": ".1%",
-}
 
 _TOLD_TO_END = (INTERRUPTED, 128 + signal.SIGTERM)
 
@@ -91,10 +74,11 @@ def _train(run: TrainConfig, steps: range | None, *, resume: bool) -> None:
     """On this rank."""
     with collector_off():
         from strata.cli.train_run import run_on_this_rank
+        from strata.cli.train_screen import Screen
 
     gc.freeze()  # what was imported is no garbage: the collections between steps need not search it
     with ended_at_once(explanation):
-        run_on_this_rank(run, _Screen, resume=resume, steps=steps)
+        run_on_this_rank(run, Screen, resume=resume, steps=steps)
 
 
 def _launch(run: TrainConfig, ranks: int, restarts: int, *, resume: bool) -> int:
@@ -126,37 +110,11 @@ def _changes(arguments: list[str]) -> list[tuple[str, str]]:
     return changes
 
 
-def _steps(text: str, most: int) -> range:
+def _steps(text: str, most: int | None) -> range:
     first, _, last = text.partition("-")
     if not first.isdecimal() or (last and not last.isdecimal()):
         raise ValueError(f"--profile {text} must be a step or a first and a last one, such as 10-12")
     steps = range(int(first), int(last or first) + 1)
-    if not steps or steps[0] > most:
-        raise ValueError(f"--profile {text} has none of the steps of this run, 1-{most}")
+    if not steps or (most is not None and steps[0] > most):
+        raise ValueError(f"--profile {text} has none of the steps of this run{f', 1-{most}' if most else ''}")
     return steps
-
-
-class _Screen:
-    """Progress of a run, for the one rank that prints."""
-
-    def __init__(self, run: TrainConfig) -> None:
-        self._console = Console(stderr=True, highlight=False, markup=False)
-        self._run = run
-
-    def say(self, line: object) -> None:
-        self._console.print(line, soft_wrap=isinstance(line, str))
-
-    @contextmanager
-    def progress(self, done: int) -> Iterator[Report]:
-        columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}")
-        lines_only = not self._console.is_terminal
-        with Bar(*columns, TimeRemainingColumn(), console=self._console, disable=lines_only) as bar:
-            task = bar.add_task("starting", total=self._run.run.steps, completed=done)
-
-            def show(line: dict[str, Any]) -> None:
-                text = "  ".join(f"{name} {line[name]:{form}}" for name, form in SHOWN.items() if name in line)
-                bar.update(task, completed=line["step"], description=text)
-                if lines_only:
-                    self.say(f"step {line['step']}  {text}")
-
-            yield show

@@ -20,7 +20,6 @@ def check_run(config: TrainConfig, ranks: int, *, resume: bool) -> None:
     What depends on their devices is left to them, and so are the checksums of the data, which take long.
     """
     resumed(Path(config.run.out), wanted=resume)
-    data = config.data
     found = open_data(config, _ignored, checksums=False)
     start = starting_point(config, found.every)
     check_trainable(start.config)
@@ -29,7 +28,7 @@ def check_run(config: TrainConfig, ranks: int, *, resume: bool) -> None:
         layout = chosen_layout(config, start.config, World(0, 0, ranks, torch.device("cpu"), None), _ignored)
         ways = layout.dp * layout.shard
     lasting(config, training_loader(config, found, rank=0, ranks=ways))
-    check_room(found.validation, data.tokens_per_pack)
+    check_room(found.validation, config.data.tokens_per_pack)
 
 
 def _ignored(_: str) -> None:

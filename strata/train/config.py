@@ -136,8 +136,8 @@ class LearningRateSchedule:
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """What a run is measured by and never trained on: `folder`, which `strata data` has written, or `share`, the part of
-    each source's samples that is held out.
+    """What a run is measured by and never trained on: `folder`, which `strata data` has written, or `share`, the part
+    of each source's samples that is held out.
 
     every: steps between two evaluations; one more follows the last step. patience: the run stops after so many
     evaluations in a row that were not lower, by more than min_delta, than the lowest that was; None never stops it.
@@ -217,7 +217,8 @@ class TrainConfig:
 
     model: the fields of a config.json for a fresh model; the tokenizer supplies the special ids and, unless it is to be
     padded, vocab_size. parallel: how the ranks share the work; left out, `auto_layout` decides. balance: of a
-    model with experts; left out, by the loss. validation: what it is measured by; left out, by nothing. lora: train adapters alone. dpo: learn preferences.
+    model with experts; left out, by the loss. validation: what it is measured by; left out, by nothing. lora: train
+    adapters alone. dpo: learn preferences.
     """
 
     run: RunConfig

@@ -13,7 +13,8 @@ from strata.train.adapters.frozen import check_weights
 from strata.train.checkpoints.folder import checkpoints
 from strata.train.config import StartConfig, TrainConfig
 from strata.train.data.loader import Loader, check_data
-from strata.train.data.mixture import Mixture
+from strata.train.data.mixture import DatasetReader, Mixture
+from strata.train.data.once import OnceLoader
 from strata.train.data.shards import TokenDataset
 
 
@@ -46,6 +47,11 @@ class RunData:
     @property
     def every(self) -> list[TokenDataset]:
         return self.training + self.validation
+
+    @property
+    def reader(self) -> DatasetReader:
+        """Of all, with those that are trained on first."""
+        return DatasetReader(self.every)
 
 
 def open_data(config: TrainConfig, warn: Callable[[str], None], *, checksums: bool = True) -> RunData:
@@ -87,6 +93,22 @@ def training_loader(config: TrainConfig, data: RunData, *, rank: int, ranks: int
         rank=rank,
         ranks=ranks,
         by_epoch=config.run.epochs is not None,
+    )
+
+
+def validation_loader(config: TrainConfig, data: RunData, *, rank: int, ranks: int) -> OnceLoader | None:
+    """The same for what the run is validated by, in the same packs; None if by nothing."""
+    given, first = config.data, len(data.training)
+    if not data.validation:
+        return None
+    return OnceLoader(
+        data.reader,
+        range(first, len(data.every)),
+        given.tokens_per_pack,
+        given.packs_per_step,
+        given.window,
+        rank=rank,
+        ranks=ranks,
     )
 
 

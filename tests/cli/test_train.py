@@ -102,7 +102,8 @@ def test_the_command_trains_evaluates_and_exports(train: Train, tmp_path: Path) 
     load(exported)
     assert [line["step"] for line in log(tmp_path / "run")] == [1, 2, 3, 4]
     # What people see: each line of the log, then the model and its scores.
-    assert re.search(r"step 4 +loss \d\.\d{4} +learning_rate 2\.50e-03 +gradient_norm \d", result.output)
+    assert re.search(r"step 1 of 4, \d+ s left +loss \d", result.output)
+    assert re.search(r"step 4 of 4 +loss \d\.\d{4} +learning_rate 2\.50e-03 +gradient_norm \d", result.output)
     assert "Held-out accuracy" in result.output
 
 

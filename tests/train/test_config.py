@@ -20,7 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.mark.parametrize(
     ("section", "changes", "message"),
     [
-        ("run", {"stepz": 3}, r"run: unknown key 'stepz'; known are out, steps, seed"),
+        ("run", {"stepz": 3}, r"run: unknown key 'stepz'; known are out, steps, epochs, seed"),
         ("run", {"steps": "6"}, r"run: steps must be of type int, got '6'"),
         ("run", {"steps": True}, r"run: steps must be of type int, got True"),
         ("run", {"steps": 6.0}, r"run: steps must be of type int, got 6\.0"),
@@ -133,7 +133,7 @@ def test_what_python_cannot_hold_is_no_toml_either(tmp_path: Path, value: str) -
         ("steps = 60", "stepz = 60", (), r"run\.toml, line {at}: run: unknown key 'stepz'"),
         ("steps = 60", 'steps = "60"', (), r"run\.toml, line {at}: run: steps must be of type int"),
         ("steps = 60", "steps = 0", (), r"run\.toml, line {at}: run\.steps = 0 must be positive"),
-        ("steps = 60", "", (), r"run\.toml, line {section}: run: 'steps' is missing"),
+        ("steps = 60", "", (), r"run\.toml, line {section}: run\.steps is missing, and so is run\.epochs"),
         ("[run]", "[walk]\nfast = 1\n\n[run]", (), r"run\.toml, line {section}: unknown key 'walk'"),
         ("steps = 60", "steps = 60", (("run.steps", "0"),), r"--run\.steps: run\.steps = 0 must be positive"),
     ],

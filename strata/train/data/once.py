@@ -16,7 +16,9 @@ class OnceLoader:
     """Packs of at most `capacity` tokens, `packs` of them a step over all ranks; this rank takes every ranks-th one.
 
     What a pack holds does not depend on the ranks. The last step is filled with packs of which the loss counts nothing,
-    so that every rank has as many as in any other step. It has a length, in steps.
+    so that every rank has as many as in any other step.
+
+    fingerprints: of the datasets.
     """
 
     def __init__(
@@ -34,12 +36,10 @@ class OnceLoader:
         sample may be longer than a pack.
         """
         check_room([reader.datasets[source] for source in sources], capacity)
+        self.fingerprints = [reader.datasets[source].fingerprint for source in sources]
         self._reader, self._packs, self._rank, self._ranks = reader, packs, rank, ranks
         made = [one for source in sources for one in _packed(reader, source, capacity, window)]
         self._steps = [made[first : first + packs] for first in range(0, len(made), packs)]
-
-    def __len__(self) -> int:
-        return len(self._steps)
 
     def __iter__(self) -> Iterator[list[PackedBatch]]:
         for step in self._steps:
