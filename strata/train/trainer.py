@@ -307,11 +307,12 @@ class Trainer:
             return
         state = self.checkpoints.restore(shards, self._recipe, at=best)
         if state is None:
-            self.warn(f"step {best} had the lowest validation loss and has no checkpoint: the model is of the last step")
+            self.warn(f"step {best} had the lowest validation loss and has no checkpoint: the model is of the last one")
             self._load()
             return
         self._take(state)
-        self.warn(f"the model is of step {best}: its validation loss, {self._validation.progress.lowest:.4f}, is lowest")
+        lowest = self._validation.progress.lowest
+        self.warn(f"the model is of step {best}, whose validation loss, {lowest:.4f}, was the lowest")
 
     def _load(self, *, before: int | None = None) -> dict[str, Any]:
         """Continue from the newest checkpoint, of a step less than `before`. Returns the state that was saved in it."""

@@ -168,7 +168,7 @@ def test_the_picture_has_a_panel_for_each_curve(tmp_path: Path) -> None:
     picture = plot_report(tmp_path)
     assert picture == tmp_path / "report.svg"
     text = picture.read_text()
-    titles = ("loss", "gradient norm before clipping", "learning rate", "tokens/s", "MFU", "step")
+    titles = ("loss", "gradient norm before clipping (logarithmic)", "learning rate", "tokens/s", "MFU", "step")
     assert all(f">{title}</text>" in text for title in titles)
     first = picture.read_bytes()
     plot_report(tmp_path)

@@ -87,7 +87,8 @@ class Checkpointer:
         """Begin the checkpoint of a step. The shards may change again after `before_update`.
 
         state: of the run, what JSON can hold; `restore` wants a "recipe" in it, and steps that it has under `NEEDED`
-        keep their checkpoints. shards: as the current stream leaves them. If the checkpoint before is not yet written, waits for it.
+        keep their checkpoints. shards: as the current stream leaves them. If the checkpoint before is not yet written,
+        waits for it.
         """
         self.finish()
         with self._stall():
