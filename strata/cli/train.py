@@ -6,17 +6,37 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
 
 from strata.cli.ending import INTERRUPTED, explanation
 from strata.engine.startup.clock import collector_off
 from strata.train.launch import ended_at_once, launch
+from strata.train.log.pace import Place
 
 if TYPE_CHECKING:
     from strata.train.config import TrainConfig
+    from strata.train.trainer import Report
+
+# What a line of the log shows on the screen, where it has it.
+SHOWN = {
+    "loss": ".4f",
+    "validation_loss": ".4f",
+    "preferred": ".2f",
+    "margin": ".3f",
+    "validation_preferred": ".2f",
+    "validation_margin": ".3f",
+    "learning_rate": ".2e",
+    "gradient_norm": ".2f",
+    "tokens_per_second": ",",
+    "mfu": ".1%",
+}
 
 _TOLD_TO_END = (INTERRUPTED, 128 + signal.SIGTERM)
 
@@ -74,7 +94,6 @@ def _train(run: TrainConfig, steps: range | None, *, resume: bool) -> None:
     """On this rank."""
     with collector_off():
         from strata.cli.train_run import run_on_this_rank
-        from strata.cli.train_screen import Screen
 
     gc.freeze()  # what was imported is no garbage: the collections between steps need not search it
     with ended_at_once(explanation):
@@ -118,3 +137,29 @@ def _steps(text: str, most: int | None) -> range:
     if not steps or (most is not None and steps[0] > most):
         raise ValueError(f"--profile {text} has none of the steps of this run{f', 1-{most}' if most else ''}")
     return steps
+
+
+class Screen:
+    """Progress of a run, for the one rank that prints."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False, markup=False)
+
+    def say(self, line: object) -> None:
+        self._console.print(line, soft_wrap=isinstance(line, str))
+
+    @contextmanager
+    def progress(self, done: int, steps: int) -> Iterator[Report]:
+        columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[values]}")
+        lines_only, place = not self._console.is_terminal, Place(done, steps)
+        with Progress(*columns, console=self._console, disable=lines_only) as bar:
+            task = bar.add_task(f"step {done} of {steps}", total=steps, completed=done, values="starting")
+
+            def show(line: dict[str, Any]) -> None:
+                values = "  ".join(f"{name} {line[name]:{form}}" for name, form in SHOWN.items() if name in line)
+                described = place.at(line["step"])
+                bar.update(task, completed=line["step"], description=described, values=values)
+                if lines_only:
+                    self.say(f"{described}  {values}")
+
+            yield show

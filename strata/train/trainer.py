@@ -89,8 +89,7 @@ class Trainer:
         self.mesh = self.layout.mesh(self.world)
         documents = self.mesh.flattened("dp", "shard")
         self.loader = training_loader(config, data, rank=documents.index, ranks=documents.size)
-        by_epoch = config.run.epochs is not None
-        self._recipe = recipe_of(config, data.training, self.world.device.type, by_epoch=by_epoch)
+        self._recipe = recipe_of(config, data.training, self.world.device.type)
         config = self.config = lasting(config, self.loader)
         assert config.run.steps is not None
         self.steps = config.run.steps

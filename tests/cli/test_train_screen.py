@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from strata.cli.train_screen import Place, Screen
+from strata.cli.train import Screen
+from strata.train.log.pace import Place
 
 
 class Clock:
