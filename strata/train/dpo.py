@@ -122,7 +122,7 @@ def weights_digest(folder: Path) -> str:
 class DpoObjective:
     """The DPO loss of the pairs of a pack; for the log how many pairs have a positive margin, and the margins."""
 
-    metrics = ("preferred", "margin")
+    metrics: tuple[str, ...] = ("preferred", "margin")
 
     def __init__(self, reference: Reference, config: DpoConfig) -> None:
         self._reference, self._config = reference, config

@@ -220,7 +220,8 @@ class Trainer:
 
     def _state(self) -> dict[str, Any]:
         """For a checkpoint of the step that was just done."""
-        state = {"position": self.position.to_json(), "guard": self._guard.state(), "recipe": self._recipe}
+        state: dict[str, Any] = {"position": self.position.to_json(), "guard": self._guard.state()}
+        state["recipe"] = self._recipe
         if self._validation is not None:
             state["validation"] = self._validation.state()
         if self._best_step is not None:

@@ -92,6 +92,6 @@ class Validation:
         if state is None or state["made_of"] != self._loader.fingerprints:
             self.progress = Progress()
             return state is None
-        values = {name: math.inf if state[name] is None else state[name] for name in asdict(self.progress)}
-        self.progress = Progress(**values)
+        lowest, reference = (math.inf if state[name] is None else state[name] for name in ("lowest", "reference"))
+        self.progress = Progress(lowest, state["step"], reference, state["waited"])
         return True

@@ -90,10 +90,9 @@ class Mixture(DatasetReader):
         """Positions in which as many tokens stand as the datasets hold: of one dataset, each of its samples once."""
         if len(self.datasets) == 1:
             return self.datasets[0].samples
-        each = sum(
-            quota * one.tokens / one.samples for quota, one in zip(self._quotas.tolist(), self.datasets, strict=True)
-        )
-        return max(1, round(sum(one.tokens for one in self.datasets) * int(self._ends[-1]) / each))
+        each = [one.tokens / one.samples for one in self.datasets]
+        block = float(self._quotas @ each)
+        return max(1, round(sum(one.tokens for one in self.datasets) * int(self._ends[-1]) / block))
 
 
 def _quotas(shares: NDArray[np.float64], block: int) -> NDArray[np.int64]:

@@ -33,7 +33,7 @@ class Objective(Protocol):
 class NextToken:
     """Cross-entropy of the counted tokens: all of a text in pretraining, the assistant's turns in fine-tuning."""
 
-    metrics = ()
+    metrics: tuple[str, ...] = ()
 
     def count(self, packed: PackedBatch) -> int:
         return len(packed.targets)
