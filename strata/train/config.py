@@ -139,10 +139,10 @@ class ValidationConfig:
     """What a run is measured by and never trained on: `folder`, which `strata data` has written, or `share`, the part
     of each source's samples that is held out.
 
-    every: steps between two evaluations; one more follows the last step. patience: the run stops after so many
-    evaluations in a row that were not lower, by more than min_delta, than the lowest that was; None never stops it.
-    keep_best: each lowest loss leaves a checkpoint, and the finished model is that of the last of those; None is yes
-    with a patience.
+    every: steps between two evaluations; one more follows the last step. patience: the run stops after so many in a row
+    without a loss that is lower, by more than min_delta, than the last one that was; None never stops it. keep_best:
+    each lowest loss leaves a checkpoint, and the finished model is that of the lowest of all; None is yes with a
+    patience.
     """
 
     folder: str | None = None

@@ -54,9 +54,6 @@ class Validation:
         """The step whose checkpoint the finished model is made of, if not of the last."""
         return self.progress.step if self._config.keeps_best and self.progress.step else None
 
-    def is_due(self, step: int) -> bool:
-        return step % self._config.every == 0
-
     def measure(self, stepper: Stepper, step: int) -> dict[str, float]:
         """After a step: by its name in the log, the mean of each number over all that counts in the validation data."""
         self._phases.at(VALIDATION)
@@ -77,9 +74,10 @@ class Validation:
     def verdict(self) -> str:
         """Why the run stops."""
         best = self.progress
+        wanted = best.reference - self._config.min_delta
         return (
-            f"early stopping: {best.waited} evaluations in a row were not below {best.reference:.4f} "
-            f"(validation.patience = {self._config.patience}); the lowest, {best.lowest:.4f}, was of step {best.step}"
+            f"early stopping: no validation loss below {wanted:.4f} within validation.patience = "
+            f"{self._config.patience}; the lowest, {best.lowest:.4f}, was of step {best.step}"
         )
 
     def state(self) -> dict[str, Any]:

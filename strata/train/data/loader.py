@@ -64,7 +64,8 @@ class Loader:
         """by_epoch: no window reaches from one epoch into the next, so that a run of whole epochs has each sample as
         often as any other.
 
-        Raises ValueError if `ranks` does not divide `packs`, or if a sample may be longer than a pack."""
+        Raises ValueError if `ranks` does not divide `packs`, or if a sample may be longer than a pack.
+        """
         if packs % ranks:
             raise ValueError(
                 f"packs_per_step = {packs} is not divisible by the {ranks} data-parallel ranks; "

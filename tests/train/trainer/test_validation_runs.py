@@ -161,7 +161,7 @@ def test_a_run_stops_when_patience_is_used_up_and_gives_its_best_model(small: Sm
     assert run.train().step == 2
     assert [line["step"] for line in log(tmp_path / "run")] == [1, 2, 3, 4]
     assert [path.name for path in checkpoints(tmp_path / "run/checkpoints")] == ["step-00000002", "step-00000004"]
-    assert any("early stopping: 2 evaluations in a row" in line for line in said)
+    assert any("early stopping: no validation loss below 2.0000" in line for line in said)
     best = masters(tmp_path / "run/checkpoints/step-00000002")
     for name, weight in load(save_model(run))[0].named_parameters():
         assert torch.equal(weight.flatten(), best[name].to(weight.dtype)), name
