@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+from rich.progress import BarColumn, Progress, TextColumn
 
 from strata.cli.ending import INTERRUPTED, explanation
 from strata.engine.startup.clock import collector_off
 from strata.train.launch import ended_at_once, launch
+from strata.train.log.pace import Place
 
 if TYPE_CHECKING:
     from strata.train.config import TrainConfig
@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 # What a line of the log shows on the screen, where it has it.
 SHOWN = {
     "loss": ".4f",
+    "validation_loss": ".4f",
     "preferred": ".2f",
     "margin": ".3f",
+    "validation_preferred": ".2f",
+    "validation_margin": ".3f",
     "learning_rate": ".2e",
     "gradient_norm": ".2f",
     "tokens_per_second": ",",
@@ -94,7 +97,7 @@ def _train(run: TrainConfig, steps: range | None, *, resume: bool) -> None:
 
     gc.freeze()  # what was imported is no garbage: the collections between steps need not search it
     with ended_at_once(explanation):
-        run_on_this_rank(run, _Screen, resume=resume, steps=steps)
+        run_on_this_rank(run, Screen, resume=resume, steps=steps)
 
 
 def _launch(run: TrainConfig, ranks: int, restarts: int, *, resume: bool) -> int:
@@ -126,37 +129,37 @@ def _changes(arguments: list[str]) -> list[tuple[str, str]]:
     return changes
 
 
-def _steps(text: str, most: int) -> range:
+def _steps(text: str, most: int | None) -> range:
     first, _, last = text.partition("-")
     if not first.isdecimal() or (last and not last.isdecimal()):
         raise ValueError(f"--profile {text} must be a step or a first and a last one, such as 10-12")
     steps = range(int(first), int(last or first) + 1)
-    if not steps or steps[0] > most:
-        raise ValueError(f"--profile {text} has none of the steps of this run, 1-{most}")
+    if not steps or (most is not None and steps[0] > most):
+        raise ValueError(f"--profile {text} has none of the steps of this run{f', 1-{most}' if most else ''}")
     return steps
 
 
-class _Screen:
+class Screen:
     """Progress of a run, for the one rank that prints."""
 
-    def __init__(self, run: TrainConfig) -> None:
+    def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False, markup=False)
-        self._run = run
 
     def say(self, line: object) -> None:
         self._console.print(line, soft_wrap=isinstance(line, str))
 
     @contextmanager
-    def progress(self, done: int) -> Iterator[Report]:
-        columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}")
-        lines_only = not self._console.is_terminal
-        with Bar(*columns, TimeRemainingColumn(), console=self._console, disable=lines_only) as bar:
-            task = bar.add_task("starting", total=self._run.run.steps, completed=done)
+    def progress(self, done: int, steps: int) -> Iterator[Report]:
+        columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[values]}")
+        lines_only, place = not self._console.is_terminal, Place(done, steps)
+        with Progress(*columns, console=self._console, disable=lines_only) as bar:
+            task = bar.add_task(f"step {done} of {steps}", total=steps, completed=done, values="starting")
 
             def show(line: dict[str, Any]) -> None:
-                text = "  ".join(f"{name} {line[name]:{form}}" for name, form in SHOWN.items() if name in line)
-                bar.update(task, completed=line["step"], description=text)
+                values = "  ".join(f"{name} {line[name]:{form}}" for name, form in SHOWN.items() if name in line)
+                described = place.at(line["step"])
+                bar.update(task, completed=line["step"], description=described, values=values)
                 if lines_only:
-                    self.say(f"step {line['step']}  {text}")
+                    self.say(f"{described}  {values}")
 
             yield show

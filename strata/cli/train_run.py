@@ -31,16 +31,16 @@ class Screen(Protocol):
     def say(self, line: object) -> None:
         """A line, or a table."""
 
-    def progress(self, done: int) -> AbstractContextManager[Report]:
+    def progress(self, done: int, steps: int) -> AbstractContextManager[Report]:
         """Around the steps of a run of which `done` are done; receives the lines of the log."""
 
 
 def run_on_this_rank(
-    config: TrainConfig, screen_of: Callable[[TrainConfig], Screen], *, resume: bool, steps: range | None
+    config: TrainConfig, screen_of: Callable[[], Screen], *, resume: bool, steps: range | None
 ) -> None:
     """Train, then evaluate and export on the first rank. steps: to profile."""
     with join_world(config.run.device, timeout_seconds=config.faults.collective_seconds) as world:
-        screen = screen_of(config) if world.is_main else _Silent()
+        screen = screen_of() if world.is_main else _Silent()
         finished = _train(config, world, screen, resume=resume or world.restarts > 0, steps=steps)
     if finished is None:
         return
@@ -70,9 +70,14 @@ def _train(config: TrainConfig, world: World, screen: Screen, *, resume: bool, s
     done = run.position.step
     if steps is not None and steps[-1] <= done:
         raise ValueError(f"the steps to profile, {steps[0]}-{steps[-1]}, are done: this run goes on from step {done}")
-    if done >= config.run.steps:
-        screen.say(f"{folder} is at step {done} already, no step is left; train on with a larger --run.steps")
-    with screen.progress(done) as report:
+    if steps is not None and steps[0] > run.steps:
+        raise ValueError(f"the steps to profile, {steps[0]}-{steps[-1]}, are none of the {run.steps} steps of this run")
+    if run.is_over:
+        why, longer = "no step is left", "--run.steps" if config.run.epochs is None else "--run.epochs"
+        if run.is_stopped:
+            why, longer = "early stopping has ended it", "--validation.patience"
+        screen.say(f"{folder} is at step {done} already, {why}; train on with a larger {longer}")
+    with screen.progress(done, run.steps) as report:
         position = run.train(report)
     if profiler is not None:
         _say_profile(profiler, screen)
@@ -123,5 +128,5 @@ class _Silent:
     def say(self, line: object) -> None:
         pass
 
-    def progress(self, done: int) -> AbstractContextManager[Report]:
+    def progress(self, done: int, steps: int) -> AbstractContextManager[Report]:
         return nullcontext(lambda _: None)

@@ -47,6 +47,7 @@ class FsdpGradients:
         parameters' dtype if that is wider.
         """
         self._sharding, self._axes, self._world_axis = sharding, axes, world_axis
+        self._whole: FSDPModule
         dtype = next(model.parameters()).dtype
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype,
@@ -62,6 +63,7 @@ class FsdpGradients:
             # The loss is a share of that of the whole step: gradients are summed, not averaged.
             divided.set_gradient_divide_factor(1.0)
             divided.set_force_sum_reduction_for_comms(True)
+            self._whole = divided
         if any(parameter.is_meta for parameter in model.parameters()):
             model.to_empty(device=mesh.world.device)
         self._parameters = {name: _as_dtensor(parameter) for name, parameter in model.named_parameters()}
@@ -98,6 +100,7 @@ class FsdpGradients:
         self.all_gather_weights()  # the masters are the weights
 
     def all_gather_weights(self) -> None:
+        self._whole.reshard()  # a forward pass that no backward pass followed has left the weights before gathered
         for parameter in self._parameters.values():
             parameter.grad = None
         for shard in self.shards:

@@ -17,7 +17,7 @@ from strata.models.batch import Batch
 from strata.parallel.data_parallel import Gradients
 from strata.parallel.families import span
 from strata.parallel.loss import vocabulary_cross_entropy
-from strata.parallel.schedules import Action, Pass, PipelineSchedule
+from strata.parallel.schedules import Action, Pass, PipelineSchedule, forward_alone
 from strata.parallel.split_backward import WeightGradients, backward_of_inputs
 from strata.parallel.stages import ModelStages
 from strata.parallel.timeline import Exchange, check, programs
@@ -56,12 +56,14 @@ class Pipeline:
         _check_fsdp(model, schedule)
         check(schedule)
         self.program = programs(schedule)[self.axis.index]
+        self.forward_program = programs(forward_alone(schedule))[self.axis.index]
         # NCCL wants all ranks of a group in its first call; transfers are between two.
         start_all_reduce(torch.zeros((), device=mesh.world.device), self.axis).wait()
 
-    def run(self, batches: Sequence[MicroBatch], counted: int | Tensor, gradients: Gradients) -> Tensor:
+    def run(self, batches: Sequence[MicroBatch], counted: int | Tensor, gradients: Gradients | None) -> Tensor:
         """Forward and backward of all micro-batches; `gradients` has this rank's share of the step's gradient after it,
-        not yet reduced. All ranks along "pp" give the same batches.
+        not yet reduced; None, where gradients are off, for the forward passes alone. All ranks along "pp" give the same
+        batches.
 
         counted: the targets of the whole step, of all its micro-batches on all data-parallel ranks; a tensor [] where
         the host does not know it.
@@ -71,7 +73,7 @@ class Pipeline:
         if len(batches) != self.schedule.micro_batches:
             raise ValueError(f"{len(batches)} micro-batches, but the schedule is for {self.schedule.micro_batches}")
         step = _Step(self, batches, counted, gradients)
-        for event in self.program:
+        for event in self.forward_program if gradients is None else self.program:
             if isinstance(event, Exchange):
                 step.exchange(event)
             else:
@@ -109,7 +111,7 @@ class _Step:
     """What a rank holds during one step; keys are (stage, micro-batch)."""
 
     def __init__(
-        self, pipeline: Pipeline, batches: Sequence[MicroBatch], counted: int | Tensor, gradients: Gradients
+        self, pipeline: Pipeline, batches: Sequence[MicroBatch], counted: int | Tensor, gradients: Gradients | None
     ) -> None:
         self.pipeline, self.model, self.axis = pipeline, pipeline.model, pipeline.axis
         self.batches, self.counted, self.gradients = batches, counted, gradients
@@ -154,6 +156,9 @@ class _Step:
         """Wait for what is still under way. Returns the loss."""
         while self.under_way:
             self._wait_for_next()
+        if self.gradients is None:
+            self.embedding.sent()
+            return start_all_reduce(self.loss, self.axis).wait()
         if self.embedding.owns_embedding:
             self._begin_weights()
         self.embedding.send_gradient()
@@ -171,8 +176,9 @@ class _Step:
             self.loss += output.detach()
         else:
             self._hand_on(action, output.detach())
-        # The edge keeps the graph, and not the output, which nobody needs after it was sent.
-        self.graphs[key] = hidden, get_gradient_edge(output)
+        if self.gradients is not None:
+            # The edge keeps the graph, and not the output, which nobody needs after it was sent.
+            self.graphs[key] = hidden, get_gradient_edge(output)
 
     def _backward(self, action: Action) -> None:
         key = action.stage, action.micro_batch
@@ -182,8 +188,7 @@ class _Step:
         if action.kind is Pass.INPUTS:
             of_given, self.weights[key] = backward_of_inputs(output, slope, given)
             if self.weights[key].has_begun:
-                self.embedding.accumulate()
-                self.gradients.accumulate()
+                self._accumulate()
         else:
             self._begin_weights()
             torch.autograd.backward([output], [slope])
@@ -201,10 +206,15 @@ class _Step:
 
     def _begin_weights(self) -> None:
         if self.passes_left == 1:
+            assert self.gradients is not None
             self.gradients.set_is_last_backward()
 
     def _end_weights(self) -> None:
         self.passes_left -= 1
+        self._accumulate()
+
+    def _accumulate(self) -> None:
+        assert self.gradients is not None
         self.embedding.accumulate()
         self.gradients.accumulate()
 
@@ -267,6 +277,10 @@ class _TiedEmbedding:
             return self._embedding() if self.model.lm_head is None else self.model.lm_head.weight
         self._wait()
         return self.received
+
+    def sent(self) -> None:
+        """Wait until the weight has travelled."""
+        self._wait()
 
     def accumulate(self) -> None:
         """Take the gradient that a backward pass left on a received embedding."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 
@@ -153,6 +153,12 @@ def make_schedule(name: str, ranks: int, micro_batches: int) -> PipelineSchedule
     if name not in SCHEDULES:
         raise ValueError(f"schedule {name!r} is unknown; known are {', '.join(SCHEDULES)}")
     return SCHEDULES[name](ranks, micro_batches)
+
+
+def forward_alone(schedule: PipelineSchedule) -> PipelineSchedule:
+    """Its forward passes, in their order."""
+    actions = tuple(tuple(one for one in rank if one.kind is Pass.FORWARD) for rank in schedule.actions)
+    return replace(schedule, actions=actions)
 
 
 def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], lead: int) -> Iterator[Action]:

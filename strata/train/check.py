@@ -8,10 +8,9 @@ import torch
 
 from strata.comm.launch import World
 from strata.train.config import TrainConfig
-from strata.train.data.loader import Loader
-from strata.train.data.mixture import Mixture
+from strata.train.data.loader import check_room
 from strata.train.layout import chosen_layout
-from strata.train.start import open_data, resumed, starting_point
+from strata.train.start import lasting, open_data, resumed, starting_point, training_loader
 from strata.train.trainable import check_trainable
 
 
@@ -21,16 +20,15 @@ def check_run(config: TrainConfig, ranks: int, *, resume: bool) -> None:
     What depends on their devices is left to them, and so are the checksums of the data, which take long.
     """
     resumed(Path(config.run.out), wanted=resume)
-    data = config.data
-    datasets = open_data(data, _ignored, checksums=False)
-    start = starting_point(config, datasets)
+    found = open_data(config, _ignored, checksums=False)
+    start = starting_point(config, found.every)
     check_trainable(start.config)
     ways = ranks
     if config.parallel is not None:  # otherwise chosen by the memory of the devices
         layout = chosen_layout(config, start.config, World(0, 0, ranks, torch.device("cpu"), None), _ignored)
         ways = layout.dp * layout.shard
-    mixture = Mixture(datasets, [one.weight for one in data.sources], config.run.seed)
-    Loader(mixture, data.tokens_per_pack, data.packs_per_step, data.window, ranks=ways)
+    lasting(config, training_loader(config, found, rank=0, ranks=ways))
+    check_room(found.validation, config.data.tokens_per_pack)
 
 
 def _ignored(_: str) -> None:

@@ -23,19 +23,24 @@ PRECISIONS = ("bf16", "fp8-tensor", "fp8-row")
 # What the backward pass computes again on a GPU: nothing, what costs no products, also the widest product, or whole
 # layers; from least time to least memory. Modules that are no graph take "mlp" for all of the MLP, and no "operations".
 RECOMPUTE = ("none", "operations", "mlp", "layers")
+# How the learning rate goes on after its warm-up, by the names of Hugging Face.
+SCHEDULES = ("warmup_stable_decay", "cosine", "linear", "constant")
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """out: the folder that receives log, checkpoints and model. Intervals are in steps; a checkpoint's step is logged.
 
+    steps, epochs: one of both. An epoch is every sample of the data once, or, of several sources, as many tokens as
+    they hold, by their weights; a part of one counts samples.
     precision: of the products of the layers, one of `PRECISIONS`; a CPU computes in float32 and takes "bf16" alone.
     recompute: on a GPU, one of `RECOMPUTE`, or "auto" for the first that fits.
     deterministic: a resumed run repeats every bit; a GPU then goes without cuDNN's attention.
     """
 
     out: str
-    steps: int
+    steps: int | None = None
+    epochs: float | None = None
     seed: int = 0
     device: str = "auto"
     precision: str = "bf16"
@@ -46,7 +51,12 @@ class RunConfig:
     keep_checkpoints: int = 2
 
     def __post_init__(self) -> None:
-        _positive("run", self, "steps", "log_every", "checkpoint_every", "keep_checkpoints")
+        if self.steps is None and self.epochs is None:
+            raise ValueError("run.steps is missing, and so is run.epochs; give one of them")
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(f"run.steps = {self.steps} and run.epochs = {self.epochs:g} both say how long; give one")
+        given = [name for name in ("steps", "epochs") if getattr(self, name) is not None]
+        _positive("run", self, *given, "log_every", "checkpoint_every", "keep_checkpoints")
         for name, accepted in (("precision", PRECISIONS), ("recompute", ("auto", *RECOMPUTE))):
             if getattr(self, name) not in accepted:
                 raise ValueError(f"run.{name} = {getattr(self, name)!r} must be one of {', '.join(accepted)}")
@@ -93,15 +103,71 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """Warm-up, stable, decay: see `strata.train.learning_rate`. Lengths are in steps."""
+    """See `strata.train.learning_rate`. Lengths are in steps.
+
+    decay: of "warmup_stable_decay" alone; "cosine" and "linear" fall from the end of the warm-up to that of the run.
+    name: one of `SCHEDULES`. min_lr_factor: what the rate falls to, as a share of its peak.
+    """
 
     warmup: int
-    decay: int
+    decay: int | None = None
+    name: str = "warmup_stable_decay"
+    min_lr_factor: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.name not in SCHEDULES:
+            raise ValueError(f"schedule.name = {self.name!r} must be one of {', '.join(SCHEDULES)}")
+        stays = self.name == "warmup_stable_decay"
+        if stays and self.decay is None:
+            raise ValueError(
+                "schedule.decay is missing: the last steps of warmup_stable_decay; give it, or a schedule.name of "
+                f"{', '.join(SCHEDULES[1:])}"
+            )
+        if not stays and self.decay is not None:
+            raise ValueError(f"schedule.decay = {self.decay} is for warmup_stable_decay; remove it for {self.name}")
         for name in ("warmup", "decay"):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"schedule.{name} = {getattr(self, name)} must not be negative")
+        if not 0 <= self.min_lr_factor <= 1:
+            raise ValueError(f"schedule.min_lr_factor = {self.min_lr_factor} must lie in [0, 1]")
+        if self.name == "constant" and self.min_lr_factor:
+            raise ValueError(f"schedule.min_lr_factor = {self.min_lr_factor} has no use in a constant rate; remove it")
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """What a run is measured by and never trained on: `folder`, which `strata data` has written, or `share`, the part
+    of each source's samples that is held out.
+
+    every: steps between two evaluations; one more follows the last step. patience: the run stops after so many in a row
+    without a loss that is lower, by more than min_delta, than the last one that was; None never stops it. keep_best:
+    each lowest loss leaves a checkpoint, and the finished model is that of the lowest of all; None is yes with a
+    patience.
+    """
+
+    folder: str | None = None
+    share: float | None = None
+    every: int = 100
+    patience: int | None = None
+    min_delta: float = 0.0
+    keep_best: bool | None = None
+
+    def __post_init__(self) -> None:
+        if (self.folder is None) == (self.share is None):
+            raise ValueError(
+                "[validation] needs either a folder of `strata data`, or the share of the training data to hold out"
+            )
+        if self.share is not None and not 0 < self.share < 1:
+            raise ValueError(f"validation.share = {self.share} must lie between 0 and 1, such as 0.05")
+        _positive("validation", self, "every", *(() if self.patience is None else ("patience",)))
+        if not 0 <= self.min_delta < float("inf"):
+            raise ValueError(f"validation.min_delta = {self.min_delta} must be 0 or more, and finite")
+        if self.min_delta and self.patience is None:
+            raise ValueError(f"validation.min_delta = {self.min_delta} says what patience waits for; set patience too")
+
+    @property
+    def keeps_best(self) -> bool:
+        return self.patience is not None if self.keep_best is None else self.keep_best
 
 
 @dataclass(frozen=True)
@@ -151,7 +217,8 @@ class TrainConfig:
 
     model: the fields of a config.json for a fresh model; the tokenizer supplies the special ids and, unless it is to be
     padded, vocab_size. parallel: how the ranks share the work; left out, `auto_layout` decides. balance: of a
-    model with experts; left out, by the loss. lora: train adapters alone. dpo: learn preferences.
+    model with experts; left out, by the loss. validation: what it is measured by; left out, by nothing. lora: train
+    adapters alone. dpo: learn preferences.
     """
 
     run: RunConfig
@@ -162,6 +229,7 @@ class TrainConfig:
     model: dict[str, Any] | None = None
     parallel: Layout | None = None
     balance: BalanceConfig | None = None
+    validation: ValidationConfig | None = None
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     log: LogConfig = field(default_factory=LogConfig)
     lora: LoraConfig | None = None
@@ -170,11 +238,7 @@ class TrainConfig:
     export: ExportConfig | None = None
 
     def __post_init__(self) -> None:
-        if self.schedule.warmup + self.schedule.decay > self.run.steps:
-            raise ValueError(
-                f"schedule.warmup + schedule.decay = {self.schedule.warmup + self.schedule.decay} exceeds "
-                f"run.steps = {self.run.steps}"
-            )
+        self._check_schedule()
         if (self.model is None) == (self.start.model is None):
             raise ValueError("a fresh model has a [model] table and start.tokenizer, a trained one start.model alone")
         if self.model is not None and (self.lora is not None or self.dpo is not None):
@@ -189,6 +253,15 @@ class TrainConfig:
         if self.export is not None and self.evaluate is None:
             raise ValueError("[export] writes a card with accuracies: add [evaluate], or remove [export]")
 
+    def _check_schedule(self) -> None:
+        steps, warmup, decay = self.run.steps, self.schedule.warmup, self.schedule.decay
+        if steps is None or warmup + (decay or 0) <= steps:
+            return
+        both = f"schedule.warmup = {warmup}"
+        if decay:
+            both = f"schedule.warmup + schedule.decay = {warmup + decay}"
+        raise ValueError(f"{both} exceeds run.steps = {steps}")
+
 
 def read_train_config(path: Path, changes: Sequence[tuple[str, str]] = ()) -> TrainConfig:
     """The run that a TOML file describes.
@@ -198,6 +271,11 @@ def read_train_config(path: Path, changes: Sequence[tuple[str, str]] = ()) -> Tr
     """
     values, text = read_toml(path)
     changed = replaced(values, changes)
+    asked = {key for key, _ in changes}
+    for key, other in (("steps", "epochs"), ("epochs", "steps")):
+        # The length on the command line replaces that of the file, whichever way each says it.
+        if f"run.{key}" in asked and f"run.{other}" not in asked and isinstance(changed["run"], dict):
+            changed["run"].pop(other, None)
     try:
         return read_table(TrainConfig, changed)
     except WrongTable as error:

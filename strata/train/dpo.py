@@ -20,7 +20,7 @@ from strata.comm.to_device import to_device
 from strata.kernels.loss.loss import linear_cross_entropy
 from strata.models.layers import CausalLM
 from strata.train.data.loader import collate
-from strata.train.data.mixture import Mixture
+from strata.train.data.mixture import DatasetReader
 from strata.train.data.pack import PackedBatch, Samples, move
 from strata.train.steps.passes import head_weight
 
@@ -74,7 +74,13 @@ class Reference:
 
     @classmethod
     def computed(
-        cls, make_model: Callable[[], CausalLM], mixture: Mixture, capacity: int, cache: Path, base: str, ranks: Axis
+        cls,
+        make_model: Callable[[], CausalLM],
+        reader: DatasetReader,
+        capacity: int,
+        cache: Path,
+        base: str,
+        ranks: Axis,
     ) -> Reference:
         """Those in the file `cache`, or if it was made with other data or another model, new ones, left there.
 
@@ -82,13 +88,13 @@ class Reference:
         from others (see `weights_digest`). capacity: tokens that a batch may have. ranks: the axis of all, which call
         this alike and compute a share each; the numbers do not depend on how many there are.
         """
-        made_of = {"base": base, "data": " ".join(dataset.fingerprint for dataset in mixture.datasets)}
-        stored = _stored(cache, made_of, len(mixture.datasets))
+        made_of = {"base": base, "data": " ".join(dataset.fingerprint for dataset in reader.datasets)}
+        stored = _stored(cache, made_of, len(reader.datasets))
         if start_all_reduce(torch.tensor(stored is not None, dtype=torch.int32), ranks, "min").wait():
             assert stored is not None
             return cls(stored)
         model = make_model()
-        tables = [_logprobs(model, mixture, number, capacity, ranks) for number in range(len(mixture.datasets))]
+        tables = [_logprobs(model, reader, number, capacity, ranks) for number in range(len(reader.datasets))]
         if ranks.index == 0:
             part = cache.with_name(f".{cache.name}.part")
             save_file({str(number): table for number, table in enumerate(tables)}, part, metadata=made_of)
@@ -116,6 +122,8 @@ def weights_digest(folder: Path) -> str:
 class DpoObjective:
     """The DPO loss of the pairs of a pack; for the log how many pairs have a positive margin, and the margins."""
 
+    metrics: tuple[str, ...] = ("preferred", "margin")
+
     def __init__(self, reference: Reference, config: DpoConfig) -> None:
         self._reference, self._config = reference, config
 
@@ -124,32 +132,32 @@ class DpoObjective:
 
     def __call__(self, model: CausalLM, packed: PackedBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         policy = reply_logprobs(model, packed).view(-1, 2)
-        assert packed.samples is not None, "pairs are known by their place in the mixture"
+        assert packed.samples is not None, "pairs are known by their dataset and number"
         losses, margins = dpo_loss(policy, to_device(self._reference.of(packed.samples), policy.device), self._config)
         return losses.sum(), {"preferred": (margins > 0).to(margins.dtype).sum(), "margin": margins.sum()}
 
 
 @torch.no_grad()
-def _logprobs(model: CausalLM, mixture: Mixture, dataset: int, capacity: int, ranks: Axis) -> Tensor:
+def _logprobs(model: CausalLM, reader: DatasetReader, dataset: int, capacity: int, ranks: Axis) -> Tensor:
     """Of all samples of a dataset, [samples, 2] float32 on the CPU, from batches that the ranks take in turns.
 
     They meet after each, so that none waits for longer than a batch takes: a collective fails if it waits too long.
     """
-    parts, runs = [], list(_in_order(mixture, dataset, capacity))
+    parts, runs = [], list(_in_order(reader, dataset, capacity))
     for first in range(0, len(runs), ranks.size):
         batches = runs[first : first + ranks.size]
         tables = [torch.zeros(len(one.numbers), 2) for one in batches]
         if ranks.index < len(batches):
-            packed = collate(mixture, batches[ranks.index])
+            packed = collate(reader, batches[ranks.index])
             tables[ranks.index].copy_(reply_logprobs(model, packed).view(-1, 2))
         # What the others have computed is added to zeros: the bits are theirs.
         parts.append(start_all_reduce(torch.cat(tables), ranks).wait())
     return torch.cat(parts)
 
 
-def _in_order(mixture: Mixture, dataset: int, capacity: int) -> Iterator[Samples]:
+def _in_order(reader: DatasetReader, dataset: int, capacity: int) -> Iterator[Samples]:
     """All samples of a dataset in runs of at most `capacity` tokens."""
-    lengths = mixture.datasets[dataset].lengths(np.arange(mixture.datasets[dataset].samples))
+    lengths = reader.datasets[dataset].lengths(np.arange(reader.datasets[dataset].samples))
     first, tokens = 0, 0
     for number, length in enumerate(lengths.tolist()):
         if number > first and tokens + length > capacity:

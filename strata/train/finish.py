@@ -16,7 +16,7 @@ from strata.models.save import save
 from strata.train.adapters.frozen import load_floats
 from strata.train.adapters.lora import LoraConfig, load_adapter, merge_lora, save_adapter
 from strata.train.checkpoints.export import export
-from strata.train.checkpoints.folder import newest, step_of
+from strata.train.checkpoints.folder import newest, step_of, whole_checkpoints
 from strata.train.steps.tune_step import TuneStep
 from strata.train.trainer import Trainer
 
@@ -24,9 +24,10 @@ from strata.train.trainer import Trainer
 def save_model(run: Trainer) -> Path:
     """Write the model of a finished run as Hugging Face lays it out, and return its folder. One rank calls this.
 
+    It is that of the step at which the run stands: the last, or the best of its validation.
     It has the dtype that the run started from, bfloat16 if fresh. A LoRA run leaves its adapter in `adapter`, and the
     weights that it started from, as they are stored, with that merged into them; of packed ones the floats that they
-    stand for. Raises ValueError if the last step has
+    stand for. Raises ValueError if that step has
     no checkpoint, of which the model is made otherwise, and if the model cannot be written.
     """
     folder = run.folder / "model"
@@ -46,8 +47,9 @@ def _write_model(run: Trainer, folder: Path) -> None:
     if config.lora is not None:
         _write_merged(run, config.lora, folder)
         return
-    newest_checkpoint = newest(run.folder / "checkpoints", run.warn)
-    if newest_checkpoint is None or step_of(newest_checkpoint) != run.position.step:
+    whole = whole_checkpoints(run.folder / "checkpoints", run.warn)
+    checkpoint = next((one for one in whole if step_of(one) == run.position.step), None)
+    if checkpoint is None:
         raise ValueError(
             f"the checkpoint of step {run.position.step} was not written, and the model is made of it; make room and "
             f"resume the run"
@@ -56,7 +58,7 @@ def _write_model(run: Trainer, folder: Path) -> None:
         run.warn(about_bias)
     weights = run.start.weights
     dtype = torch.bfloat16 if weights is None else _stored_dtype(weights)
-    export(newest_checkpoint, run.start.config, run.start.tokenizer, folder, dtype)
+    export(checkpoint, run.start.config, run.start.tokenizer, folder, dtype)
 
 
 def _write_merged(run: Trainer, lora: LoraConfig, folder: Path) -> None:

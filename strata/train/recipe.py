@@ -16,7 +16,7 @@ def recipe_of(config: TrainConfig, datasets: Sequence[TokenDataset], device: str
     """By section, as JSON gives it back. Where ranks and state lie, the length of a run and its intervals are no part
     of it: those may change when a run is resumed.
 
-    device: "cpu" or "cuda", which round differently.
+    datasets: that are trained on. device: "cpu" or "cuda", which round differently.
     """
     values = asdict(config)
     del values["optimizer"]["offload"]
@@ -25,7 +25,8 @@ def recipe_of(config: TrainConfig, datasets: Sequence[TokenDataset], device: str
     recipe = {
         "run": {"seed": config.run.seed, "device": device, "precision": config.run.precision},
         **{name: values[name] or {} for name in ("start", "model", "data", "optimizer", "balance", "lora", "dpo")},
-        "order": {"version": ORDER},
+        "validation": {"share": None if config.validation is None else config.validation.share},
+        "order": {"version": ORDER} | ({} if config.run.epochs is None else {"by_epoch": True}),
         "fingerprints": dict(enumerate(one.fingerprint for one in datasets)),
     }
     read: dict[str, Any] = json.loads(json.dumps(recipe))

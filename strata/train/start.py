@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from strata.models.config import ModelConfig, config_from_dict, read_config
@@ -11,8 +11,10 @@ from strata.models.folder import existing_folder
 from strata.text.tokenizer import Tokenizer
 from strata.train.adapters.frozen import check_weights
 from strata.train.checkpoints.folder import checkpoints
-from strata.train.config import DataConfig, StartConfig, TrainConfig
-from strata.train.data.loader import check_data
+from strata.train.config import StartConfig, TrainConfig
+from strata.train.data.loader import Loader, check_data
+from strata.train.data.mixture import DatasetReader, Mixture
+from strata.train.data.once import OnceLoader
 from strata.train.data.shards import TokenDataset
 
 
@@ -35,21 +37,95 @@ def resumed(folder: Path, *, wanted: bool) -> bool:
     return bool(existing)
 
 
-def open_data(config: DataConfig, warn: Callable[[str], None], *, checksums: bool = True) -> list[TokenDataset]:
-    """The sources of a run, every shard checked, by its checksums if asked. warn: is called with shards that are left
-    out. Raises ValueError for others that are damaged.
+@dataclass(frozen=True)
+class RunData:
+    """What a run trains on, and what it is validated by, which is none of it."""
+
+    training: list[TokenDataset]
+    validation: list[TokenDataset]
+
+    @property
+    def every(self) -> list[TokenDataset]:
+        return self.training + self.validation
+
+    @property
+    def reader(self) -> DatasetReader:
+        """Of all, with those that are trained on first."""
+        return DatasetReader(self.every)
+
+
+def open_data(config: TrainConfig, warn: Callable[[str], None], *, checksums: bool = True) -> RunData:
+    """The sources of a run and what [validation] asks for, every shard checked, by its checksums if asked. warn: is
+    called with shards that are left out. Raises ValueError for others that are damaged, and for validation data that is
+    trained on.
     """
-    datasets = [
-        TokenDataset(one.folder, skip_corrupt=config.skip_corrupt, checksums=checksums) for one in config.sources
-    ]
-    for dataset in datasets:
+
+    def opened(folder: str) -> TokenDataset:
+        dataset = TokenDataset(folder, skip_corrupt=config.data.skip_corrupt, checksums=checksums)
         if dataset.skipped:
             warn(f"{dataset.folder}: training goes without damaged shards: {', '.join(dataset.skipped)}")
-    return datasets
+        return dataset
+
+    training, validation = [opened(one.folder) for one in config.data.sources], config.validation
+    if validation is None:
+        return RunData(training, [])
+    if validation.share is not None:
+        kept, held_out = zip(*(one.divided(validation.share) for one in training), strict=True)
+        return RunData([*kept], [*held_out])
+    assert validation.folder is not None
+    apart = opened(validation.folder)
+    if any(one.fingerprint == apart.fingerprint for one in training):
+        raise ValueError(
+            f"validation.folder = {validation.folder!r} holds what the run trains on; give other data, or hold a part "
+            "of it out with validation.share"
+        )
+    return RunData(training, [apart])
+
+
+def training_loader(config: TrainConfig, data: RunData, *, rank: int, ranks: int) -> Loader:
+    """Of this rank of those that see documents of their own. Raises ValueError if the data does not go with them."""
+    given = config.data
+    return Loader(
+        Mixture(data.training, [one.weight for one in given.sources], config.run.seed),
+        given.tokens_per_pack,
+        given.packs_per_step,
+        given.window,
+        rank=rank,
+        ranks=ranks,
+        by_epoch=config.run.epochs is not None,
+    )
+
+
+def validation_loader(config: TrainConfig, data: RunData, *, rank: int, ranks: int) -> OnceLoader | None:
+    """The same for what the run is validated by, in the same packs; None if by nothing."""
+    given, first = config.data, len(data.training)
+    if not data.validation:
+        return None
+    return OnceLoader(
+        data.reader,
+        range(first, len(data.every)),
+        given.tokens_per_pack,
+        given.packs_per_step,
+        given.window,
+        rank=rank,
+        ranks=ranks,
+    )
+
+
+def lasting(config: TrainConfig, loader: Loader) -> TrainConfig:
+    """The run with its length in steps. Raises ValueError if its schedule is longer."""
+    epochs = config.run.epochs
+    if epochs is None:
+        return config
+    steps = loader.steps_of(epochs)
+    try:
+        return replace(config, run=replace(config.run, steps=steps, epochs=None))
+    except ValueError as error:
+        raise ValueError(f"{error}, which is what run.epochs = {epochs:g} come to") from None
 
 
 def starting_point(config: TrainConfig, datasets: Sequence[TokenDataset]) -> Start:
-    """Raises ValueError where start, model and data do not go together."""
+    """datasets: all of the run. Raises ValueError where start, model and data do not go together."""
     kind = "preference" if config.dpo else datasets[0].index.kind
     if kind == "preference" and not config.dpo:
         raise ValueError("the data holds preferences: add a [dpo] table, or use chats")

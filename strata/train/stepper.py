@@ -17,7 +17,7 @@ from strata.parallel.layout import Layout
 from strata.train.adapters.frozen import load_frozen
 from strata.train.adapters.lora import add_lora
 from strata.train.config import BalanceConfig, TrainConfig
-from strata.train.data.mixture import Mixture
+from strata.train.data.mixture import DatasetReader
 from strata.train.dpo import DpoObjective, Reference, weights_digest
 from strata.train.layout import device_memory
 from strata.train.phases import Phases
@@ -35,15 +35,15 @@ from strata.train.trainable import check_trainable
 
 @dataclass(frozen=True)
 class Setting:
-    """What a step is made from. before_update: called right before masters and optimizer state change. recompute: see
-    `chosen_recompute`.
+    """What a step is made from. documents: of all datasets whose samples it may be given. before_update: called right
+    before masters and optimizer state change. recompute: see `chosen_recompute`.
     """
 
     config: TrainConfig
     start: Start
     layout: Layout
     mesh: Mesh
-    mixture: Mixture
+    documents: DatasetReader
     folder: Path
     phases: Phases
     before_update: Callable[[], None]
@@ -140,7 +140,7 @@ def _reference(setting: Setting, dtype: torch.dtype) -> Reference:
     packed_as = None if lora is None else lora.quantization
     return Reference.computed(
         lambda: load_frozen(weights, setting.start.config, packed_as, device, dtype),
-        setting.mixture,
+        setting.documents,
         setting.config.data.tokens_per_pack,
         setting.folder / "reference.safetensors",
         weights_digest(weights) + (f" {packed_as}" if packed_as else ""),

@@ -17,9 +17,9 @@ from strata.hardware.machine import cpu_name
 from strata.parallel.data_parallel import all_ranks
 from strata.train.adapters.frozen import packed_line
 from strata.train.checkpoints.checkpointer import Checkpointer
+from strata.train.checkpoints.folder import NEEDED
 from strata.train.config import TrainConfig
-from strata.train.data.loader import Loader, Step
-from strata.train.data.mixture import Mixture
+from strata.train.data.loader import Step
 from strata.train.data.prefetch import prefetch
 from strata.train.faults.guard import Kind, LossGuard, Verdict
 from strata.train.faults.hang import HangWatch
@@ -37,9 +37,10 @@ from strata.train.profile import StepProfiler
 from strata.train.recipe import recipe_of
 from strata.train.results import Reading, Results
 from strata.train.settings import collected_between_steps, deterministic
-from strata.train.start import open_data, resumed, starting_point
+from strata.train.start import lasting, open_data, resumed, starting_point, training_loader, validation_loader
 from strata.train.stepper import Setting, chosen_recompute, make_stepper
 from strata.train.steps.tune_step import TuneStep
+from strata.train.validation import Validation
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -80,22 +81,19 @@ class Trainer:
         is_resumed = resumed(self.folder, wanted=resume)
         if resume and not is_resumed:
             warn(f"nothing to resume in {self.folder}: begins at step 1")
-        datasets = open_data(config.data, warn)
-        self.start = starting_point(config, datasets)
+        data = open_data(config, warn)
+        self.start = starting_point(config, data.every)
         self.layout = chosen_layout(config, self.start.config, world, warn)
         self._watch = HangWatch(world, self.folder / "faults", config.faults.hang_seconds)
         self.world = self._watch.world
         self.mesh = self.layout.mesh(self.world)
-        documents, data = self.mesh.flattened("dp", "shard"), config.data
-        self.mixture = Mixture(datasets, [one.weight for one in data.sources], config.run.seed)
-        self.loader = Loader(
-            self.mixture,
-            data.tokens_per_pack,
-            data.packs_per_step,
-            data.window,
-            rank=documents.index,
-            ranks=documents.size,
-        )
+        documents = self.mesh.flattened("dp", "shard")
+        self.loader = training_loader(config, data, rank=documents.index, ranks=documents.size)
+        self._recipe = recipe_of(config, data.training, self.world.device.type)
+        config = self.config = lasting(config, self.loader)
+        assert config.run.steps is not None
+        self.steps = config.run.steps
+        held_out = validation_loader(config, data, rank=documents.index, ranks=documents.size)
         self.folder.mkdir(parents=True, exist_ok=True)
         with self._sole_run():
             pass  # before anything of another run is touched
@@ -111,13 +109,16 @@ class Trainer:
         if self.world.is_main:
             self._times = StepTimes(self.start.config, documents.size, device, weights_are_frozen=frozen)
         self._phases = ObservedPhases(self._watch, clock, self._times)
+        self._validation = None
+        if config.validation is not None and held_out is not None:
+            self._validation = Validation(config.validation, held_out, self._phases)
         recompute = chosen_recompute(config, self.start.config, self.layout, device)
         setting = Setting(
             config,
             self.start,
             self.layout,
             self.mesh,
-            self.mixture,
+            data.reader,
             self.folder,
             self._phases,
             self.checkpoints.before_update,
@@ -142,14 +143,15 @@ class Trainer:
             warn(about_bias)
         self._guard = LossGuard(config.faults)
         self._results = Results(self.world.device)
-        self._recipe = recipe_of(config, datasets, self.world.device.type)
         self.position = Position()
         if is_resumed:
             self._guard.restore(self._load()["guard"])
         self._describe(recompute)
 
     def train(self, report: Report = lambda _: None) -> Position:
-        """All steps that are left, and a checkpoint of the last. `report` receives each line of the log, on every rank.
+        """All steps that are left, or until validation ends them, and a checkpoint of the last. `report` receives each
+        line of the log, on every rank. Then the run stands, with its weights, where that checkpoint or the best one is;
+        the result says where.
 
         Raises TrainingStopped where the policy for faults says so.
         """
@@ -160,7 +162,7 @@ class Trainer:
             held.enter_context(deterministic(self.config.run.deterministic))
             held.enter_context(collected_between_steps())
             self.checkpoints.prepare(self.stepper.state_shards())
-            while self.position.step < self.config.run.steps:
+            while not self.is_over:
                 try:
                     # Which drop the lines of steps that are repeated.
                     with self._open_log() as log, self._open_times() as times:
@@ -169,7 +171,18 @@ class Trainer:
                     self.warn(back.verdict.reason)
                     self._go_back(back.verdict)
             self.checkpoints.finish()
+            self._go_to_best()
         return self.position
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no step is left."""
+        return self.position.step >= self.steps or self.is_stopped
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether validation has ended the run."""
+        return self._validation is not None and self._validation.stops
 
     def _advance(self, log: Logs, times: Logs, report: Report) -> None:
         """Steps until the end."""
@@ -177,35 +190,55 @@ class Trainer:
         self._meter.restart(self.position.tokens)
         if self._times is not None:
             self._times.restart()
-        last = self._guard.data_step(run.steps)
+        last = self._guard.data_step(self.steps)
         with prefetch(self.loader, self.position.place, last - self.position.data_step) as steps:
-            while self.position.step < run.steps:
+            while not self.is_over:
                 with self._traced(self.position.step + 1):
                     self._one_step(self._next(steps))
                     if self._profiler is not None:
                         self._phases.at(PROFILE)  # a trace that ends here is written
-                is_saved = self._is_due(run.checkpoint_every)
+                is_saved, is_measured = self._is_due(run.checkpoint_every), self._is_measured()
                 # A checkpoint has seen all numbers, and no line spans the point where a run may resume.
-                is_logged = is_saved or self._is_due(run.log_every)
+                is_logged = is_saved or is_measured or self._is_due(run.log_every)
                 self._phases.at("log")
                 # The device computes while the numbers of the step before are looked at.
                 for reading in self._results.ready(behind=0 if is_logged else 1):
                     self._judge(reading)
                 if is_logged:
-                    self._write_line(log, report)
+                    self._write_line(log, report, is_measured=is_measured)
                     if self._times is not None:
                         times.write(self.position.step, self._times.take())
                 self._phases.at("checkpoint")
                 self.checkpoints.poll()
-                if is_saved:
-                    state = {"position": self.position.to_json(), "guard": self._guard.state(), "recipe": self._recipe}
-                    self.checkpoints.start(self.position.step, state, self.stepper.state_shards())
+                if is_saved or self.is_stopped or self._best_step == self.position.step:
+                    self.checkpoints.start(self.position.step, self._state(), self.stepper.state_shards())
                     gc.collect()
+                if is_saved or is_measured:
                     self._meter.restart(self.position.tokens)
+        if self._validation is not None and self._validation.stops and self.position.step < self.steps:
+            self.warn(self._validation.verdict())
+
+    def _state(self) -> dict[str, Any]:
+        """For a checkpoint of the step that was just done."""
+        state: dict[str, Any] = {"position": self.position.to_json(), "guard": self._guard.state()}
+        state["recipe"] = self._recipe
+        if self._validation is not None:
+            state["validation"] = self._validation.state()
+        if self._best_step is not None:
+            state[NEEDED] = [self._best_step]
+        return state
 
     def _is_due(self, every: int) -> bool:
         """What happens after every so many steps, and after the last."""
-        return self.position.step == self.config.run.steps or self.position.step % every == 0
+        return self.position.step == self.steps or self.position.step % every == 0
+
+    def _is_measured(self) -> bool:
+        """Whether validation follows this step."""
+        return self.config.validation is not None and self._is_due(self.config.validation.every)
+
+    @property
+    def _best_step(self) -> int | None:
+        return None if self._validation is None else self._validation.best_step
 
     def _traced(self, number: int) -> AbstractContextManager[None]:
         self._phases.step(number)
@@ -214,11 +247,14 @@ class Trainer:
         self._phases.at(PROFILE)
         return self._profiler.step(number)
 
-    def _write_line(self, log: Logs, report: Report) -> None:
+    def _write_line(self, log: Logs, report: Report, *, is_measured: bool) -> None:
         values, about_ranks = self._meter.line(self.position, self._rate(self.position.step - 1))
         values["checkpoint_stall"] = round(self.checkpoints.stalled_seconds, 3)
         if about_ranks:
             self.warn(about_ranks)
+        if is_measured and self._validation is not None:
+            values |= self._validation.measure(self.stepper, self.position.step)
+            self._phases.at("log")
         log.write(self.position.step, values)
         report(values)
 
@@ -243,14 +279,8 @@ class Trainer:
         self._meter.count(step)
 
     def _rate(self, step: int) -> float:
-        optimizer, schedule = self.config.optimizer, self.config.schedule
-        return learning_rate(
-            step,
-            peak=optimizer.learning_rate,
-            steps=self.config.run.steps,
-            warmup=schedule.warmup,
-            decay=schedule.decay,
-        )
+        peak = self.config.optimizer.learning_rate
+        return learning_rate(step, peak=peak, steps=self.steps, **asdict(self.config.schedule))
 
     def _judge(self, reading: Reading) -> None:
         """Raises what follows from a step's numbers, on all ranks alike, as they see the same."""
@@ -270,14 +300,34 @@ class Trainer:
         state = self._load(before=verdict.before)
         self._guard.roll_back(state["guard"])
 
+    def _go_to_best(self) -> None:
+        """Take the weights of the step whose validation loss was the lowest, if the finished model is that."""
+        best, shards = self._best_step, self.stepper.state_shards()
+        if self._validation is None or best in (None, self.position.step):
+            return
+        state = self.checkpoints.restore(shards, self._recipe, at=best)
+        if state is None:
+            self.warn(f"step {best} had the lowest validation loss and has no checkpoint: the model is of the last one")
+            self._load()
+            return
+        self._take(state)
+        lowest = self._validation.progress.lowest
+        self.warn(f"the model is of step {best}, whose validation loss, {lowest:.4f}, was the lowest")
+
     def _load(self, *, before: int | None = None) -> dict[str, Any]:
         """Continue from the newest checkpoint, of a step less than `before`. Returns the state that was saved in it."""
         state = self.checkpoints.restore(self.stepper.state_shards(), self._recipe, before=before)
         if state is None:
             raise TrainingStopped(f"{self.folder} has no checkpoint to go back to; save more often, or begin again")
+        self._take(state)
+        if self._validation is not None and not self._validation.restore(state.get("validation")):
+            self.warn("the validation data is not what it was: the lowest loss, and patience, begin anew")
+        return state
+
+    def _take(self, state: dict[str, Any]) -> None:
+        """Stand where a checkpoint was made that the shards were filled from."""
         self.position = Position.from_json(state["position"])
         self.stepper.restored(self.position.step)
-        return state
 
     def _describe(self, recompute: str) -> None:
         """For those who explain the run later."""

@@ -102,8 +102,25 @@ def test_the_command_trains_evaluates_and_exports(train: Train, tmp_path: Path) 
     load(exported)
     assert [line["step"] for line in log(tmp_path / "run")] == [1, 2, 3, 4]
     # What people see: each line of the log, then the model and its scores.
-    assert re.search(r"step 4 +loss \d\.\d{4} +learning_rate 2\.50e-03 +gradient_norm \d", result.output)
+    assert re.search(r"step 1 of 4, \d+ s left +loss \d", result.output)
+    assert re.search(r"step 4 of 4 +loss \d\.\d{4} +learning_rate 2\.50e-03 +gradient_norm \d", result.output)
     assert "Held-out accuracy" in result.output
+
+
+def test_a_run_by_epochs_that_validation_has_ended(train: Train, tmp_path: Path) -> None:
+    """Whose steps only its data tells."""
+    # Nothing gains as much, but for the first evaluation on none.
+    validation = ("--validation.share", "0.1", "--validation.every", "1", "--validation.patience", "1")
+    epochs = ("--run.epochs", "0.2", "--schedule.decay", "0", *validation, "--validation.min_delta", "100")
+    first = train(*epochs)
+    assert first.exit_code == 0, first.output
+    assert [line["step"] for line in log(tmp_path / "run")] == [1, 2]
+    assert re.search(r"step 2 of (?!2 )\d+, ", first.output)
+    assert "early stopping: no validation loss below" in first.output
+    again = train(*epochs, "--resume")
+    assert "step 2 already, early stopping has ended it; train on with a larger --validation.patience" in again.output
+    late = train(*epochs, "--run.out", str(tmp_path / "other"), "--profile", "500-501")
+    assert re.search(r"the steps to profile, 500-501, are none of the \d+ steps of this run", str(late.exception))
 
 
 def test_a_run_goes_on_where_it_was(train: Train, tmp_path: Path) -> None:
@@ -287,5 +304,6 @@ def test_fine_tuning_from_files_to_a_model(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert str(tmp_path / "run/model") in result.output.replace("\n", "")
     load(tmp_path / "run/model")
+    assert re.search(r"^step 2 of 2  loss \d+\.\d{4}  validation_loss \d+\.\d{4}  ", result.output, re.MULTILINE)
     adapter = json.loads((tmp_path / "run/adapter/adapter_config.json").read_text())
     assert (adapter["r"], adapter["base_model_name_or_path"]) == (8, "builtin")

@@ -111,14 +111,18 @@ def made(world: World, config: ModelConfig, layout: Layout, **options: Any) -> t
 
 
 def errors_of(world: World, family: str, layout: Layout, **options: Any) -> dict[str, float]:
-    """Largest relative errors of losses, norms and masters after some steps."""
+    """Largest relative errors of losses, norms and masters after some steps, each measured before it is done."""
     stages = layout.pp * (2 if layout.schedule == "interleaved" else 1)
     config = config_of(family, num_hidden_layers=max(2, stages))
     step, replicas, own = made(world, config, layout, **options)
     model, losses, norms = one_process(config, replicas, STEPS)
     errors: dict[str, float] = {}
     for index in range(STEPS):
+        step.sync_weights()
+        measured = step.measured(packs_of(config, index, own))
+        errors[f"measured {index}"] = abs(float(measured["loss"]) / losses[index] - 1)
         result = step(packs_of(config, index, own), rate_of(index))
+        errors[f"counted {index}"] = abs(float(measured["counted"] - result.metrics["counted"]))
         errors[f"loss {index}"] = abs(float(result.loss) / losses[index] - 1)
         errors[f"norm {index}"] = abs(float(result.norm) / norms[index] - 1)
     for shard in step.state_shards():

@@ -20,7 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.mark.parametrize(
     ("section", "changes", "message"),
     [
-        ("run", {"stepz": 3}, r"run: unknown key 'stepz'; known are out, steps, seed"),
+        ("run", {"stepz": 3}, r"run: unknown key 'stepz'; known are out, steps, epochs, seed"),
         ("run", {"steps": "6"}, r"run: steps must be of type int, got '6'"),
         ("run", {"steps": True}, r"run: steps must be of type int, got True"),
         ("run", {"steps": 6.0}, r"run: steps must be of type int, got 6\.0"),
@@ -31,6 +31,40 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
         ("run", {"deterministic": 1}, r"deterministic must be of type bool, got 1"),
         ("schedule", {"warmup": 5}, r"schedule\.warmup \+ schedule\.decay = 7 exceeds run\.steps = 6"),
         ("schedule", {"warmup": -1}, r"schedule\.warmup = -1 must not be negative"),
+        (
+            "schedule",
+            {"name": "wsd"},
+            r"schedule\.name = 'wsd' must be one of warmup_stable_decay, cosine, linear, const",
+        ),
+        ("schedule", {"decay": None}, r"schedule\.decay is missing: the last steps of warmup_stable_decay"),
+        ("schedule", {"name": "cosine"}, r"schedule\.decay = 2 is for warmup_stable_decay; remove it for cosine"),
+        ("schedule", {"min_lr_factor": 1.5}, r"schedule\.min_lr_factor = 1\.5 must lie in \[0, 1\]"),
+        (
+            "schedule",
+            {"name": "constant", "decay": None, "min_lr_factor": 0.1},
+            r"schedule\.min_lr_factor = 0\.1 has no use in a constant rate",
+        ),
+        (
+            "schedule",
+            {"name": "linear", "decay": None, "warmup": 7},
+            r"schedule\.warmup = 7 exceeds run\.steps = 6",
+        ),
+        ("run", {"epochs": 2}, r"run\.steps = 6 and run\.epochs = 2 both say how long; give one"),
+        ("run", {"steps": None}, r"run\.steps is missing, and so is run\.epochs; give one of them"),
+        ("run", {"steps": None, "epochs": 0.0}, r"run\.epochs = 0\.0 must be positive"),
+        ("run", {"steps": None, "epochs": "all"}, r"run: epochs must be of type float, got 'all'"),
+        ("validation", {}, r"\[validation\] needs either a folder of `strata data`, or the share"),
+        ("validation", {"share": 0.1, "folder": "x"}, r"\[validation\] needs either a folder"),
+        ("validation", {"share": 1}, r"validation\.share = 1\.0 must lie between 0 and 1"),
+        ("validation", {"share": 0.1, "every": 0}, r"validation\.every = 0 must be positive"),
+        ("validation", {"share": 0.1, "patience": 0}, r"validation\.patience = 0 must be positive"),
+        ("validation", {"share": 0.1, "min_delta": 0.1}, r"validation\.min_delta = 0\.1 says what patience waits for"),
+        ("validation", {"share": 0.1, "patience": 1, "min_delta": -1}, r"validation\.min_delta = -1\.0 must be 0 or"),
+        (
+            "validation",
+            {"share": 0.1, "patients": 3},
+            r"validation: unknown key 'patients'; known are folder, share, e",
+        ),
         ("data", {"sources": []}, r"data\.sources is empty; name at least one folder"),
         ("data", {"sources": [{"folder": "x", "wight": 1}]}, r"sources\[0\]: unknown key 'wight'"),
         ("data", {"sources": [{"weight": 1}]}, r"sources\[0\]: 'folder' is missing"),
@@ -133,7 +167,7 @@ def test_what_python_cannot_hold_is_no_toml_either(tmp_path: Path, value: str) -
         ("steps = 60", "stepz = 60", (), r"run\.toml, line {at}: run: unknown key 'stepz'"),
         ("steps = 60", 'steps = "60"', (), r"run\.toml, line {at}: run: steps must be of type int"),
         ("steps = 60", "steps = 0", (), r"run\.toml, line {at}: run\.steps = 0 must be positive"),
-        ("steps = 60", "", (), r"run\.toml, line {section}: run: 'steps' is missing"),
+        ("steps = 60", "", (), r"run\.toml, line {section}: run\.steps is missing, and so is run\.epochs"),
         ("[run]", "[walk]\nfast = 1\n\n[run]", (), r"run\.toml, line {section}: unknown key 'walk'"),
         ("steps = 60", "steps = 60", (("run.steps", "0"),), r"--run\.steps: run\.steps = 0 must be positive"),
     ],
@@ -192,6 +226,18 @@ def test_values_of_every_type_replace_those_of_the_file() -> None:
     assert (run.lora.projections, run.lora.rank) == (["q_proj", "v_proj"], 8)
     assert (run.faults.spike, run.schedule.warmup, run.schedule.decay) == ("rollback", 7, 20)
     assert changed(("run.out", "with space = and more")).run.out == "with space = and more"
+
+
+def test_a_length_replaces_that_of_the_file_whichever_way_it_is_said(tmp_path: Path) -> None:
+    by_epochs = changed(("run.epochs", "1.5")).run
+    assert (by_epochs.steps, by_epochs.epochs) == (None, 1.5)
+    text = re.sub(r"(?m)^steps = \d+", "epochs = 3", (EXAMPLES / "sft.toml").read_text())
+    (tmp_path / "run.toml").write_text(text)
+    assert read_train_config(tmp_path / "run.toml").run.epochs == 3.0
+    by_steps = read_train_config(tmp_path / "run.toml", [("run.steps", "7"), ("schedule.decay", "1")]).run
+    assert (by_steps.steps, by_steps.epochs) == (7, None)
+    with pytest.raises(ValueError, match=r"both say how long"):
+        changed(("run.epochs", "1.5"), ("run.steps", "7"))
 
 
 @pytest.mark.parametrize(

@@ -168,11 +168,36 @@ def test_the_picture_has_a_panel_for_each_curve(tmp_path: Path) -> None:
     picture = plot_report(tmp_path)
     assert picture == tmp_path / "report.svg"
     text = picture.read_text()
-    titles = ("loss", "gradient norm before clipping", "learning rate", "tokens/s", "MFU", "step")
+    titles = ("loss", "gradient norm before clipping (logarithmic)", "learning rate", "tokens/s", "MFU", "step")
     assert all(f">{title}</text>" in text for title in titles)
     first = picture.read_bytes()
     plot_report(tmp_path)
     assert picture.read_bytes() == first
+
+
+@pytest.mark.parametrize(
+    ("losses", "validation", "is_logarithmic"),
+    [
+        ((3.0, 0.4), (), False),
+        ((3.0, 0.3), (), True),
+        ((3.0, 0.4), (0.3,), True),
+        ((3.0, 0.0), (), False),  # which has no place on such a scale
+        ((3.0, 1.0), (1.5, 2.0), False),
+    ],
+)
+def test_the_loss_is_logarithmic_from_a_factor_of_ten_on_and_validation_lies_beside_it(
+    tmp_path: Path, losses: tuple[float, ...], validation: tuple[float, ...], is_logarithmic: bool
+) -> None:
+    pytest.importorskip("matplotlib")
+    with open_logs(tmp_path, LogConfig(), 0, {}) as logs:
+        for step, loss in enumerate(losses, 1):
+            logs.write(step, {"loss": loss})
+        for step, loss in enumerate(validation, 1):
+            logs.write(step, {"validation_loss": loss})
+    assert plot_report(tmp_path) is not None
+    text = (tmp_path / "report.svg").read_text()
+    assert f">loss{' (logarithmic)' * is_logarithmic}</text>" in text
+    assert (">validation</text>" in text) == bool(validation)
 
 
 def test_no_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

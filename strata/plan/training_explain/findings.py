@@ -252,13 +252,14 @@ def _precision(asked: Asked) -> Iterator[Verdict]:
 
 
 def _warm_up(asked: Asked) -> Iterator[Verdict]:
-    lost, steps = asked.part(parts.WARM_UP), asked.run.what.config.run.steps
+    lost, given = asked.part(parts.WARM_UP), asked.run.what.config.run
+    longer = f"--run.epochs {10 * given.epochs:g}" if given.epochs else f"--run.steps {10 * (given.steps or 0)}"
     yield Verdict(
         "graph",
         "most of a short run is its beginning",
         "compilation",
         (f"the first interval takes {seconds(asked.run.warm_up)} longer than others",),
-        (Remedy("ten times the steps, for each of them", 0.9 * lost, f"--run.steps {10 * steps}"),),
+        (Remedy("ten times the steps, for each of them", 0.9 * lost, longer),),
     )
 
 

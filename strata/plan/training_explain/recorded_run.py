@@ -13,7 +13,7 @@ from typing import Any
 from strata.train.log.description import RunDescription, read_description
 from strata.train.log.json_lines import read_lines
 from strata.train.log.logs import FILE
-from strata.train.log.step_times import PROFILE, TIMES
+from strata.train.log.step_times import PROFILE, TIMES, VALIDATION
 from strata.train.predict.flops import StepFlops
 from strata.train.predict.step_kinds import StepTable, kind_of, read_step_trace
 from strata.train.profile import STEP
@@ -150,7 +150,7 @@ def _interval(path: Path, line: Mapping[str, Any]) -> Interval:
         return Interval(
             line["step"],
             line["steps"],
-            line["seconds"] - phases.pop(PROFILE, 0.0),
+            line["seconds"] - sum(phases.pop(name, 0.0) for name in (PROFILE, VALIDATION)),
             line["device"],
             phases,
             line["tokens"],

@@ -32,8 +32,11 @@ def short_run(config: TrainConfig, folder: Path) -> RecordedRun:
     name = Path(config.run.out).name
     short = replace(
         config,
-        run=replace(config.run, out=str(folder / name), steps=steps, log_every=_EACH, checkpoint_every=steps),
+        run=replace(
+            config.run, out=str(folder / name), steps=steps, epochs=None, log_every=_EACH, checkpoint_every=steps
+        ),
         schedule=LearningRateSchedule(0, 0),
+        validation=None,
         log=LogConfig(),
         evaluate=None,
         export=None,

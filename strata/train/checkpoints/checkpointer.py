@@ -86,8 +86,9 @@ class Checkpointer:
     def start(self, step: int, state: Mapping[str, Any], shards: Sequence[StateShard]) -> None:
         """Begin the checkpoint of a step. The shards may change again after `before_update`.
 
-        state: of the run, what JSON can hold; `restore` wants a "recipe" in it. shards: as the current stream leaves
-        them. If the checkpoint before is not yet written, waits for it.
+        state: of the run, what JSON can hold; `restore` wants a "recipe" in it, and steps that it has under `NEEDED`
+        keep their checkpoints. shards: as the current stream leaves them. If the checkpoint before is not yet written,
+        waits for it.
         """
         self.finish()
         with self._stall():
@@ -144,13 +145,19 @@ class Checkpointer:
         return path
 
     def restore(
-        self, shards: Sequence[StateShard], recipe: Mapping[str, Any], *, before: int | None = None
+        self,
+        shards: Sequence[StateShard],
+        recipe: Mapping[str, Any],
+        *,
+        before: int | None = None,
+        at: int | None = None,
     ) -> dict[str, Any] | None:
         """Fill the shards from the newest checkpoint that can be read, whatever layout wrote it. Returns the state that
         was given to `start`; None if there is no checkpoint.
 
         recipe: what the checkpoint must have been made with, see `check_recipe`. before: if given, checkpoints of this
-        step and later ones are given up for good. Raises ValueError, on all ranks, if it
+        step and later ones are given up for good. at: if given, the checkpoint of this step and no other; None is
+        returned if it cannot be read, and some shards may be filled then. Raises ValueError, on all ranks, if it
         is another, if the checkpoint is of another model or optimizer, or if all checkpoints are corrupt.
         """
         if before is not None and self.world.is_main:
@@ -158,7 +165,8 @@ class Checkpointer:
                 if step_of(path) >= before:
                     set_aside(path)
         # As the first rank sees the folder, so that all ranks read the same.
-        found = all_gather_json([path.name for path in checkpoints(self.folder)], self._world_axis, _HOST)[0]
+        there = [path.name for path in checkpoints(self.folder) if at in (None, step_of(path))]
+        found = all_gather_json(there, self._world_axis, _HOST)[0]
         for number, path in reversed([*enumerate(self.folder / name for name in found)]):
             state: dict[str, Any] = {}
             outcome = {"corrupt": "", "wrong": ""}
@@ -176,7 +184,7 @@ class Checkpointer:
             if not (corrupt := [one["corrupt"] for one in outcomes if one["corrupt"]]):
                 return state
             self.warn(corrupt[0] + (f"; goes on from the one before, {found[number - 1]}" if number else ""))
-        if found:
+        if found and at is None:
             raise ValueError(f"all {len(found)} checkpoints in {self.folder} are corrupt; remove them to begin again")
         return None
 

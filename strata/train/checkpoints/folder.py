@@ -15,6 +15,9 @@ from strata.train.checkpoints.index import INDEX, STATE, CorruptCheckpoint, Inde
 
 _NAME = re.compile(r"step-(\d{8,})")
 
+# In `state.json`: steps whose checkpoints remain as long as this one.
+NEEDED = "needed"
+
 Warn = Callable[[str], None]
 
 
@@ -103,11 +106,22 @@ def publish(folder: Path, step: int, index: Index) -> Path:
 
 
 def prune(folder: Path, latest: Path, keep: int) -> None:
-    """Set aside those before the `keep` newest ones up to `latest`. Later ones are of a run that was resumed further
-    back; `latest` never gives way to them.
+    """Set aside those before the `keep` newest ones up to `latest`, but for those that one of these names. Later ones
+    are of a run that was resumed further back; `latest` never gives way to them.
     """
-    for path in [one for one in checkpoints(folder) if step_of(one) <= step_of(latest)][:-keep]:
-        set_aside(path)
+    found = [one for one in checkpoints(folder) if step_of(one) <= step_of(latest)]
+    named = {step for path in found[-keep:] for step in _needed(path)}
+    for path in found[:-keep]:
+        if step_of(path) not in named:
+            set_aside(path)
+
+
+def _needed(path: Path) -> list[int]:
+    """The steps of which a checkpoint's run needs the checkpoints, too."""
+    try:
+        return list(read_state(path).get(NEEDED, []))
+    except CorruptCheckpoint:
+        return []
 
 
 def set_aside(path: Path) -> None:

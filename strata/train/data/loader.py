@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
 import numpy as np
+from numpy.typing import NDArray
 
 from strata.models.config import ModelConfig
 from strata.text.tokenizer import Tokenizer
-from strata.train.data.mixture import Mixture
+from strata.train.data.mixture import DatasetReader, Mixture
 from strata.train.data.pack import PackedBatch, Samples, pack
 from strata.train.data.packing import best_fit
 from strata.train.data.shards import TokenDataset
@@ -49,23 +51,45 @@ class Loader:
     """
 
     def __init__(
-        self, mixture: Mixture, capacity: int, packs: int, window: int, *, rank: int = 0, ranks: int = 1
+        self,
+        mixture: Mixture,
+        capacity: int,
+        packs: int,
+        window: int,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        by_epoch: bool = False,
     ) -> None:
-        """Raises ValueError if `ranks` does not divide `packs`, or if a sample may be longer than a pack."""
+        """by_epoch: no window reaches from one epoch into the next, so that a run of whole epochs has each sample as
+        often as any other.
+
+        Raises ValueError if `ranks` does not divide `packs`, or if a sample may be longer than a pack.
+        """
         if packs % ranks:
             raise ValueError(
                 f"packs_per_step = {packs} is not divisible by the {ranks} data-parallel ranks; "
                 f"set data.packs_per_step to a multiple of {ranks}"
             )
-        for dataset in mixture.datasets:
-            if dataset.longest > capacity:
-                raise ValueError(
-                    f"{dataset.folder} has a sample of {dataset.longest} tokens, but a pack has room for {capacity}; "
-                    f"raise data.tokens_per_pack, or tokenize with a smaller --longest"
-                )
+        check_room(mixture.datasets, capacity)
         self.mixture = mixture
         self._capacity, self._packs, self._window, self._rank, self._ranks = capacity, packs, window, rank, ranks
+        self._epoch = mixture.epoch if by_epoch else None
         self._held: tuple[int, list[Samples]] | None = None
+
+    def steps_of(self, epochs: float) -> int:
+        """How many steps so many epochs are, of a loader that goes by them. Each sample is packed for it, a microsecond
+        each. The last step is filled up from the epoch after.
+        """
+        assert self._epoch is not None
+        positions = max(1, round(epochs * self._epoch))
+        packs, window = 0, 0
+        while positions > 0:
+            there, made = len(self._positions(window)), len(self._packs_of(window))
+            packs += ceil(made * min(1.0, positions / there))
+            positions -= there
+            window += 1
+        return -(-packs // self._packs)
 
     def step(self, place: DataPosition) -> Step:
         """The step that begins at `place`, as this rank has it."""
@@ -85,7 +109,7 @@ class Loader:
     def _packs_of(self, window: int) -> list[Samples]:
         """The packs of a window. The window used last is remembered."""
         if self._held is None or self._held[0] != window:
-            positions = np.arange(window * self._window, (window + 1) * self._window)
+            positions = self._positions(window)
             sources, numbers = self.mixture.locate(positions)
             lengths = self.mixture.lengths(sources, numbers)
             packs = best_fit(lengths, self._capacity)
@@ -93,10 +117,27 @@ class Loader:
             self._held = (window, made)
         return self._held[1]
 
+    def _positions(self, window: int) -> NDArray[np.int64]:
+        if self._epoch is None:
+            return np.arange(window * self._window, (window + 1) * self._window)
+        epoch, place = divmod(window, -(-self._epoch // self._window))
+        first, end = epoch * self._epoch, (epoch + 1) * self._epoch
+        return np.arange(first + place * self._window, min(first + (place + 1) * self._window, end))
 
-def collate(mixture: Mixture, samples: Samples) -> PackedBatch:
+
+def collate(reader: DatasetReader, samples: Samples) -> PackedBatch:
     """The documents of the samples, one after another, as the model reads them: none sees another."""
-    return pack(mixture.documents(samples.datasets, samples.numbers), samples)
+    return pack(reader.documents(samples.datasets, samples.numbers), samples)
+
+
+def check_room(datasets: Sequence[TokenDataset], capacity: int) -> None:
+    """Raises ValueError if a sample may be longer than a pack of `capacity` tokens."""
+    for dataset in datasets:
+        if dataset.longest > capacity:
+            raise ValueError(
+                f"{dataset.folder} has a sample of {dataset.longest} tokens, but a pack has room for {capacity}; "
+                f"raise data.tokens_per_pack, or tokenize with a smaller --longest"
+            )
 
 
 def check_data(datasets: Sequence[TokenDataset], kind: str, config: ModelConfig, tokenizer: Tokenizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
@@ -18,9 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata.train.data.encoding import Document, Encoded
+from strata.train.data.permutation import mixed, permuted
 
 INDEX = "index.json"
 VERSION = 1
+# Of the order in which samples are held out: no seed of a run changes what it is measured by.
+_ORDER_OF_PARTS = 0
 
 
 class ShardEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -158,10 +162,35 @@ class TokenDataset:
         self.longest = max(shard.longest for shard in shards)
         self.longest_document = max(shard.longest_document for shard in shards)
         sums = [self.index.tokenizer, *(sum for shard in shards for sum in shard.sha256.values())]
-        self.fingerprint = hashlib.sha256(" ".join(sums).encode()).hexdigest()[:16]
+        self.fingerprint = _digest(sums)
+        self._part: range | None = None
+
+    def divided(self, share: float) -> tuple[TokenDataset, TokenDataset]:
+        """All but a share of the samples, and that share: drawn at random, the same ones whenever they are drawn of as
+        many. Raises ValueError if one of both would have none.
+        """
+        held = max(1, round(self.samples * share))
+        if held == self.samples:
+            raise ValueError(
+                f"{self.folder} has {self.samples} sample(s), of which a share of {share:g} leaves none to train on; "
+                "lower it, or give more data"
+            )
+        out, kept = self._of(range(held)), self._of(range(held, self.samples))
+        out.tokens = int(out.lengths(np.arange(held)).sum())
+        kept.tokens = self.tokens - out.tokens
+        return kept, out
+
+    def _of(self, part: range) -> TokenDataset:
+        """The samples that stand at these places of a fixed random order of all."""
+        made = copy.copy(self)
+        made._part, made.samples = part, len(part)
+        made.fingerprint = _digest([self.fingerprint, str(part.start), str(part.stop)])
+        return made
 
     def spans(self, numbers: NDArray[np.int64]) -> Spans:
         """Where the documents of the samples `numbers` [n] lie: one of each sample, or two of a preference."""
+        if self._part is not None:
+            numbers = permuted(numbers + self._part.start, int(self._ends[-1]), mixed(_ORDER_OF_PARTS))
         homes = np.searchsorted(self._ends, numbers, side="right")
         first = np.concatenate([[0], self._ends])[homes]
         places = ((numbers - first) * self._each)[:, None] + np.arange(self._each)
@@ -244,6 +273,10 @@ def _appearing_whole(path: Path) -> Iterator[BinaryIO]:
         raise ValueError(
             f"cannot write {path}: {error.strerror}; mend that and run the same command again: what is finished is kept"
         ) from None
+
+
+def _digest(parts: Sequence[str]) -> str:
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
 
 def _sha256(path: Path) -> str:

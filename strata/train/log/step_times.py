@@ -20,6 +20,8 @@ from strata.train.predict.flops import StepFlops, batch_flops
 TIMES = "times.jsonl"
 # The phase in which a profiler begins or writes its trace: no other run has it.
 PROFILE = "profile"
+# Forward passes over what is not trained on, which are no part of a step either.
+VALIDATION = "validation"
 # Of the host before the first phase of a step.
 _BETWEEN = "between"
 

@@ -14,17 +14,26 @@ from strata.train.steps.passes import head_weight
 
 
 class Objective(Protocol):
-    """The loss of one pack, as a sum, so that packs and ranks can be added up whatever they hold."""
+    """The loss of one pack, as a sum, so that packs and ranks can be added up whatever they hold.
+
+    metrics: the names of the further sums.
+    """
+
+    metrics: tuple[str, ...]
 
     def count(self, packed: PackedBatch) -> int:
         """Of how many things the sum is."""
 
     def __call__(self, model: CausalLM, packed: PackedBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The sum, [] with its gradient, and by name further sums over the same things, for the log."""
+        """The sum, [] with its gradient, and by name further sums over the same things, for the log. The pack has some
+        of those things.
+        """
 
 
 class NextToken:
     """Cross-entropy of the counted tokens: all of a text in pretraining, the assistant's turns in fine-tuning."""
+
+    metrics: tuple[str, ...] = ()
 
     def count(self, packed: PackedBatch) -> int:
         return len(packed.targets)

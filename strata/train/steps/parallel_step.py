@@ -83,6 +83,13 @@ class ParallelStep:
             loss, norm, counted = self._run(batches)
         return StepResult(loss, norm, {"counted": counted, **self._balancing.metrics()})
 
+    @torch.no_grad()
+    def measured(self, batches: Sequence[PackedBatch]) -> dict[str, Tensor]:
+        self._free_recording()
+        counted, _ = start_all_reduce(self._own_counts(batches), self._documents).wait().unbind()
+        share = self._passes([self._to_micro_batch(one) for one in batches], counted.clamp(min=1))
+        return {"loss": start_all_reduce(share, self._tokens).wait(), "counted": counted}
+
     def state_shards(self) -> list[StateShard]:
         return self._shards()
 
@@ -95,12 +102,15 @@ class ParallelStep:
 
     def _run(self, batches: Sequence[PackedBatch]) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, norm and number of counted tokens."""
-        counts = (sum(len(one.targets) for one in batches), sum(len(one.tokens) for one in batches))
-        own = to_device(torch.tensor(counts, dtype=self._dtype), self._device)
-        found = self._reduced(self._passes_over(batches), own)
+        found = self._reduced(self._passes_over(batches), self._own_counts(batches))
         self._begin_update()
         self._update(found[1])
         return found
+
+    def _own_counts(self, batches: Sequence[PackedBatch]) -> Tensor:
+        """[2] how many tokens of these documents count, and how many there are."""
+        counts = (sum(len(one.targets) for one in batches), sum(len(one.tokens) for one in batches))
+        return to_device(torch.tensor(counts, dtype=self._dtype), self._device)
 
     def _passes_over(self, batches: Sequence[PackedBatch]) -> Callable[[Tensor], Tensor]:
         if self._before is None:
@@ -116,7 +126,7 @@ class ParallelStep:
     def _reduced(self, run: Callable[[Tensor], Tensor], own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The passes of `run`, which is given how many tokens all ranks count, and the sums over all ranks.
 
-        own: [2] how many tokens of these documents count, and how many there are.
+        own: see `_own_counts`.
         """
         counted, tokens = start_all_reduce(own, self._documents).wait().unbind()
         self._balancing.begin(tokens)
@@ -152,8 +162,13 @@ class ParallelStep:
     def _forget_recording(self) -> None:
         """A step that is launched takes as much memory, which there may not be twice."""
         if self._recorded is not None:
+            self._free_recording()
+            self._wanted *= 2
+
+    def _free_recording(self) -> None:
+        """The next step of its shape records again."""
+        if self._recorded is not None:
             assert isinstance(self._passes, GraphPasses)
             self._recorded = None
             self._passes.free_gradients()  # they lie in it
-            self._wanted *= 2
             torch.cuda.empty_cache()

@@ -27,6 +27,9 @@ LOGITS_BYTES = 5 * 2**30
 class Passes(Protocol):
     """Computes with the weights of the last update and leaves a rank's share of the step's gradient with its
     `Gradients`, not yet reduced.
+
+    Where gradients are off (`torch.no_grad`) these are forward passes alone, with the weights that are there, and
+    nothing is left.
     """
 
     def __call__(self, batches: Sequence[MicroBatch], counted: Tensor) -> Tensor:
@@ -65,17 +68,20 @@ class ModulePasses:
         self._tensor_axis, self._vocab_size = tensor_axis, vocab_size
 
     def __call__(self, batches: Sequence[MicroBatch], counted: Tensor) -> Tensor:
-        self._gradients.all_gather_weights()
+        trains = torch.is_grad_enabled()
+        if trains:
+            self._gradients.all_gather_weights()
         total = torch.zeros_like(counted)
         for one in batches:
-            if one is batches[-1]:
+            if trains and one is batches[-1]:
                 self._gradients.set_is_last_backward()
             hidden = self._model(one.batch).index_select(0, one.rows)
             # Read after the forward pass, which gathers it where weights are divided.
             head = head_weight(self._model)
             loss = self._loss(hidden, head, one.targets, counted)
-            loss.backward()
-            self._gradients.accumulate()
+            if trains:
+                loss.backward()
+                self._gradients.accumulate()
             total += loss.detach()
         return total
 
@@ -93,6 +99,8 @@ class PipelinePasses:
         self._pipeline, self._gradients = pipeline, gradients
 
     def __call__(self, batches: Sequence[MicroBatch], counted: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self._pipeline.run(batches, counted, None)
         self._gradients.all_gather_weights()
         return self._pipeline.run(batches, counted, self._gradients)
 
@@ -115,19 +123,23 @@ class GraphPasses:
 
     def _over(self, given: Sequence[tuple[Batch, Tensor | None, Tensor]], counted: Tensor) -> Tensor:
         scale = counted.reciprocal()
-        self._gradients.start_all_gather_weights()
+        if torch.is_grad_enabled():
+            self._gradients.start_all_gather_weights()
         total = torch.zeros_like(counted)
         for one in given:
             total += self._pass(*one, scale, is_last=one is given[-1])
         return total
 
     def _pass(self, batch: Batch, rows: Tensor | None, targets: Tensor, scale: Tensor, *, is_last: bool) -> Tensor:
-        if is_last:
+        trains = torch.is_grad_enabled()
+        if trains and is_last:
             self._gradients.set_is_last_backward()
         hidden = self._graph(batch)
         self._gradients.wait()  # for the head, which is not in the graph
         counted = hidden if rows is None else hidden.index_select(0, rows)
         head = head_weight(self._model)
+        if not trains:
+            return summed_cross_entropy(counted, head, targets, scale)  # type: ignore[no-any-return]
         place = self._gradients.memory(head)
         logits_bytes = LOGITS_BYTES if place is None else CHUNK_BYTES
         loss: Tensor

@@ -31,6 +31,14 @@ class Stepper(Protocol):
     def __call__(self, batches: Sequence[PackedBatch], rate: float) -> StepResult:
         """One step. batches: this rank's packs, as many on every rank, alike along "cp", "tp" and "pp"."""
 
+    def measured(self, batches: Sequence[PackedBatch]) -> dict[str, Tensor]:
+        """What a step would say of these packs, by forward passes alone: nothing that a step changes changes. Call
+        `sync_weights` before the first of several. batches: as for a step, but some of them may count nothing.
+
+        Returns, alike on all ranks, [] each: "loss" and the objective's metrics, means over what counts, and "counted",
+        how much that is; 0 leaves means of 0.
+        """
+
     def state_shards(self) -> list[StateShard]:
         """What a checkpoint stores of this rank: the live memory of masters and optimizer state."""
 

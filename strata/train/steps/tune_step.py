@@ -67,22 +67,19 @@ class TuneStep:
         self._optimizer = make_optimizer(self._gradients.shards, config, mesh, self._sharding)
 
     def __call__(self, batches: Sequence[PackedBatch], rate: float) -> StepResult:
-        own = to_device(torch.tensor(float(sum(map(self._objective.count, batches)))), self._device)
-        counted = start_all_reduce(own, self._documents).wait()
-        totals: dict[str, Tensor] = {}
+        counted = self._counted(batches)
         self._phases.at(PASSES)
-        for packed in batches:
-            if packed is batches[-1]:
-                self._gradients.set_is_last_backward()
-            total, sums = self._objective(self.model, packed)
-            (total / counted).backward()
-            self._gradients.accumulate()
-            for name, one in {"loss": total, **sums}.items():
-                totals[name] = totals.get(name, torch.zeros_like(one)) + one.detach()
+        totals = self._passes(batches, counted)
         self._phases.at("reduce")
-        means = start_all_reduce(torch.stack(list(totals.values())), self._documents).wait() / counted
-        named = dict(zip(totals, means.unbind(), strict=True))
+        named = self._means(totals, counted)
         return StepResult(named.pop("loss"), self._update(rate), named | {"counted": counted})
+
+    @torch.no_grad()
+    def measured(self, batches: Sequence[PackedBatch]) -> dict[str, Tensor]:
+        counted = self._counted(batches)
+        # Ranks meet after their passes alone, so that they need not have equally many.
+        totals = self._passes([one for one in batches if self._objective.count(one)], counted)
+        return self._means(totals, counted.clamp(min=1)) | {"counted": counted}
 
     def state_shards(self) -> list[StateShard]:
         biases = {
@@ -99,6 +96,28 @@ class TuneStep:
 
     def sync_weights(self) -> None:
         self._gradients.all_gather_weights()
+
+    def _counted(self, batches: Sequence[PackedBatch]) -> Tensor:
+        own = to_device(torch.tensor(float(sum(map(self._objective.count, batches)))), self._device)
+        return start_all_reduce(own, self._documents).wait()
+
+    def _passes(self, batches: Sequence[PackedBatch], counted: Tensor) -> dict[str, Tensor]:
+        """The sums over this rank's packs, [] each; where gradients are on, theirs too."""
+        totals = {name: torch.zeros_like(counted) for name in ("loss", *self._objective.metrics)}
+        for packed in batches:
+            total, sums = self._objective(self.model, packed)
+            if torch.is_grad_enabled():
+                if packed is batches[-1]:
+                    self._gradients.set_is_last_backward()
+                (total / counted).backward()
+                self._gradients.accumulate()
+            for name, one in {"loss": total, **sums}.items():
+                totals[name] = totals[name] + one.detach()
+        return totals
+
+    def _means(self, totals: dict[str, Tensor], counted: Tensor) -> dict[str, Tensor]:
+        means = start_all_reduce(torch.stack(list(totals.values())), self._documents).wait() / counted
+        return dict(zip(totals, means.unbind(), strict=True))
 
     def _update(self, rate: float) -> Tensor:
         self._gradients.reduce()

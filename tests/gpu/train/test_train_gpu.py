@@ -14,7 +14,7 @@ from examples import toy_data
 from strata.comm.launch import World
 from strata.files.toml_tables import read_table
 from strata.models.folder import BUILTIN_FOLDER
-from strata.train.config import TrainConfig
+from strata.train.config import TrainConfig, ValidationConfig
 from strata.train.data.tokenize import tokenize
 from strata.train.steps.parallel_step import ParallelStep
 from strata.train.tasks.exercises import write_exercises
@@ -144,6 +144,21 @@ def test_documents_of_one_length_are_recorded_and_follow_the_cpu(
         found.append(losses(tmp_path / device))
     assert found[1] == pytest.approx(found[0], rel=0.02)
     assert found[1][-1] < 0.95 * found[1][0]
+
+
+def test_validation_between_recorded_steps_changes_none_of_their_bits(data: Path, tmp_path: Path) -> None:
+    """It frees a recording, and the next step makes another."""
+    found = []
+    for every in (3, 12):
+        config = pretraining(data, tmp_path / str(every), "cuda", 12, 1e-3)
+        text = replace(config.data, sources=[replace(config.data.sources[0], folder=str(data / "text"))])
+        text = replace(text, tokens_per_pack=2 * LENGTH, packs_per_step=1)
+        trainer(replace(config, data=text, validation=ValidationConfig(share=0.1, every=every))).train()
+        lines = log(tmp_path / str(every))
+        assert [line["step"] for line in lines if "validation_loss" in line] == list(range(every, 13, every))
+        found.append((losses(tmp_path / str(every)), norms(tmp_path / str(every)), lines[-1]["validation_loss"]))
+    assert found[0] == found[1]
+    assert found[0][2] == pytest.approx(found[0][0][-1], rel=0.2)
 
 
 TUNED: list[tuple[str, dict[str, Any]]] = [("style", {"lora": {"rank": 4}}), ("style", {}), ("short", {"dpo": {}})]

@@ -39,7 +39,7 @@ def run_through(folder: Path, table: Table) -> Path:
     with Command(toml, "--ranks", 2) as command:
         code, said = command.end()
     assert code == 0, said
-    shown = re.findall(r"^step (\d+)  loss \d+\.\d{4}  .*tokens_per_second [\d,]+$", said, re.MULTILINE)
+    shown = re.findall(r"^step (\d+) of \d+.*  loss \d+\.\d{4}  .*tokens_per_second [\d,]+$", said, re.MULTILINE)
     assert shown == [str(step) for step in range(1, steps + 1)]
     return out
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.largest import largest
 from tests.parallel.ranks import run_ranks
 from tests.train.tiny_run import EXPERTS, Files, Table, write_files
@@ -22,6 +24,8 @@ LAYOUTS: dict[str, Table] = {
 }
 # One run, two steps on each; None is one process.
 RESUMED: list[Table | None] = [{"shard": 2, "zero": 2}, None, {"tp": 2}, {"pp": 2}, {"cp": 2}]
+# Its last step has fewer packs than ranks.
+VALIDATED: Table = {"validation": {"share": 0.06, "every": 2}}
 # Relative. float32 has a spacing of 1.2e-7, and the sums of one loss round a few times.
 BOUND = 1e-6
 LATE_SECONDS = 0.4
@@ -40,11 +44,17 @@ def test_runs_over_two_ranks(tmp_path: Path) -> None:
 
 def _runs(files: Files, folder: Path) -> dict[str, Table]:
     pairs = {"sources": [{"folder": str(files.pairs)}]}
-    tables = {name: files.table(folder / name, parallel=layout) for name, layout in LAYOUTS.items()}
+    tables = {name: files.table(folder / name, parallel=layout, **VALIDATED) for name, layout in LAYOUTS.items()}
     tables |= {
-        "experts": files.table(folder / "experts", model=EXPERTS, parallel={"shard": 2, "ep": 2, "zero": 1}),
-        "lora": files.tuning(folder / "lora", lora={"rank": 2, "quantization": "int4"}, parallel={"dp": 2}),
-        "dpo": files.tuning(folder / "dpo", data=pairs, dpo={"beta": 0.3}, parallel={"shard": 2, "zero": 2}),
+        "experts": files.table(
+            folder / "experts", model=EXPERTS, parallel={"shard": 2, "ep": 2, "zero": 1}, **VALIDATED
+        ),
+        "lora": files.tuning(
+            folder / "lora", lora={"rank": 2, "quantization": "int4"}, parallel={"dp": 2}, **VALIDATED
+        ),
+        "dpo": files.tuning(
+            folder / "dpo", data=pairs, dpo={"beta": 0.3}, parallel={"shard": 2, "zero": 2}, **VALIDATED
+        ),
     }
     runs: dict[str, Table] = {name: {"table": table} for name, table in tables.items()}
     for name in ("dp", "experts", "lora", "dpo"):
@@ -64,6 +74,12 @@ def _runs(files: Files, folder: Path) -> dict[str, Table]:
 
 def losses(run: Table) -> list[float]:
     return [line["loss"] for line in run["lines"]]
+
+
+def validated(run: Table, name: str) -> list[float]:
+    """What validation found, after the second and the last step."""
+    assert f"validation_{name}" not in run["lines"][0]
+    return [line[f"validation_{name}"] for line in run["lines"][1:]]
 
 
 def samples(ranks: list[Table]) -> list[list[list[int]]]:
@@ -88,6 +104,13 @@ def check_every_layout_trains_as_one_process(found: By_name) -> None:
         assert divides_documents == (name in ("dp", "zero-1", "zero-2", "fsdp", "experts", "lora", "dpo"))
         assert (samples([first, second]) if divides_documents else second["samples"]) == alone["samples"]
         apart[name] = largest(differences(losses(first), losses(alone)))
+        measured = [validated(one, "loss") for one in (first, second, alone)]
+        assert measured[0] == measured[1]
+        # That of pairs is a difference of what whole replies weigh, which is tens of times as much.
+        scale = 20 if name == "dpo" else 1
+        apart[f"{name} validated"] = largest(differences(measured[0], measured[2])) / scale
+    pairs = [validated(one, "preferred") for one in (*found["dpo"], *found["dpo-alone"])]
+    assert pairs[0] == pairs[1] == pytest.approx(pairs[2])
     print("largest relative difference of a loss:", {name: f"{value:.0e}" for name, value in apart.items()})
     assert largest(apart.values()) < BOUND
 
