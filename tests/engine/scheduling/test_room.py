@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
 from strata.engine.scheduling.config import SchedulerConfig
-from strata.engine.scheduling.room import IN_LINE, LEAST_TOKENS, PromptRoom, StepTarget
+from strata.engine.scheduling.room import LEAST_TOKENS, InLine, PromptRoom, StepTarget
 from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.scheduling.step_times import DivisionTimes, StepTimes
 from tests.engine.scheduling.plans import request, step
@@ -22,8 +23,8 @@ TIMES = StepTimes(4 * MS, NOTHING, NOTHING, 0.01 * MS, NOTHING, NOTHING, NOTHING
 TARGET_SECONDS = 20 * MS
 
 
-def room(decodes: int, in_line: int = 1, times: StepTimes = TIMES) -> PromptRoom:
-    return PromptRoom(StepTarget(TARGET_SECONDS, times), decodes, keys=0, in_line=in_line)
+def room(decodes: int, in_line: Iterable[InLine] = (), times: StepTimes = TIMES) -> PromptRoom:
+    return PromptRoom(StepTarget(TARGET_SECONDS, times, wait=1.0), decodes, keys=0, in_line=in_line)
 
 
 def test_what_fits_is_taken_whole_and_what_does_not_ends_with_a_page() -> None:
@@ -37,7 +38,7 @@ def test_what_fits_is_taken_whole_and_what_does_not_ends_with_a_page() -> None:
 
 
 def test_a_divided_prompt_ends_where_the_step_needs_no_padding() -> None:
-    of = PromptRoom(StepTarget(20 * MS, TIMES, (512, 1024, 1200, 1600)), 50, 0, 1)
+    of = PromptRoom(StepTarget(20 * MS, TIMES, (512, 1024, 1200, 1600)), 50, 0, ())
     assert of.chunk(0, 5000, most=8192, page_size=16) == 1136  # of 1549; and 14 tokens less than a page of padding
     assert of.chunk(9, 5000, most=8192, page_size=16) == 1143
     assert of.chunk(0, 1540, most=8192, page_size=16) == 1540  # it ends here
@@ -54,12 +55,12 @@ def test_a_prompt_gets_more_where_ranks_divide_the_step() -> None:
     of = room(decodes=50, times=two)
     assert of.chunk(0, 2940, most=8192, page_size=16) == 2940
     assert of.chunk(0, 5000, most=8192, page_size=16) == 2944  # of 2949 to 2950
-    of = PromptRoom(StepTarget(20 * MS, two, (512, 1024, 2048, 2560, 3072)), 50, 0, 1)
+    of = PromptRoom(StepTarget(20 * MS, two, (512, 1024, 2048, 2560, 3072)), 50, 0, ())
     assert of.chunk(0, 5000, most=8192, page_size=16) == 2496  # which are 14 less than 2,560 tokens of the step
     of.take(0, 2496)
     assert of.chunk(0, 5000, most=8192, page_size=16) == 448  # of 454, all that is left
     # In 10 ms 1,000 tokens of a divided step would fit, which is too short for one.
-    short = PromptRoom(StepTarget(10 * MS, two), 50, 0, 1)
+    short = PromptRoom(StepTarget(10 * MS, two), 50, 0, ())
     assert short.chunk(0, 5000, most=8192, page_size=16) == 544  # of 549 to 550
 
 
@@ -73,7 +74,7 @@ def test_ranks_divide_no_step_of_decodes_alone() -> None:
 
 def test_what_a_prompt_has_to_get_is_padded() -> None:
     slow = StepTimes(1.0, NOTHING, NOTHING, 1.0, NOTHING, 1.0, 1.0)
-    of = PromptRoom(StepTarget(20 * MS, slow, (128, 256, 512)), 50, 0, 1)
+    of = PromptRoom(StepTarget(20 * MS, slow, (128, 256, 512)), 50, 0, ())
     assert of.chunk(0, 5000, most=8192, page_size=16) == LEAST_TOKENS
 
 
@@ -99,10 +100,32 @@ def test_decodes_that_take_long_themselves_are_slowed_down_by_half() -> None:
     assert room(decodes=200, times=slow).chunk(0, 10_000, most=10_000, page_size=1) == pytest.approx(3200, abs=1)
 
 
-def test_many_in_line_get_more_of_the_time() -> None:
-    chunks = [room(50, in_line).chunk(0, 100_000, most=100_000, page_size=1) for in_line in (1, IN_LINE, 3 * IN_LINE)]
-    assert chunks[0] == chunks[1] == pytest.approx(1550, abs=1)
-    assert chunks[2] == pytest.approx((3 * TARGET_SECONDS - 4 * MS) / (0.01 * MS) - 50, abs=1)
+@pytest.mark.parametrize(
+    ("in_line", "tokens"),
+    [
+        ((), 1550),
+        ([InLine(0, 70_000, 0.0)], 1550),  # in steps of 15 ms it is read within a second
+        # In 4.5 ms of each step nothing of a prompt is read, and 0.9 of a second are needed for it: steps of 45 ms.
+        ([InLine(0, 90_000, 0.0)], 4050),
+        ([InLine(5000, 90_000, 0.0)], 4050),
+        ([InLine(0, 30_000, 0.0), InLine(0, 60_000, 0.0)], 4050),
+        ([InLine(0, 45_000, 0.5)], 4050),
+        ([InLine(0, 1000, 0.99), InLine(0, 10, 0.0)], 100_000),  # too late, like the next
+        ([InLine(0, 10, 0.0), InLine(0, 99_990, 0.0), InLine(0, 10, 0.0)], 100_000),
+        ([InLine(0, 10, 7.0)], 100_000),
+    ],
+)
+def test_a_step_is_as_long_as_prompts_in_line_need_it_to_be(in_line: list[InLine], tokens: int) -> None:
+    assert room(50, in_line).chunk(0, 100_000, most=100_000, page_size=1) == pytest.approx(tokens, abs=2)
+
+
+def test_a_step_behind_many_keys_is_no_shorter_than_it_is_padded_to() -> None:
+    slow = StepTimes(1.0, NOTHING, NOTHING, 1.0, NOTHING, 1.0, 1.0)
+    of = PromptRoom(StepTarget(20 * MS, slow, (256, 448, 512), padded=(6000, 448)), 50, 0, ())
+    assert of.chunk(5984, 5000, most=8192, page_size=16) == LEAST_TOKENS
+    assert of.chunk(6000, 5000, most=8192, page_size=16) == 384  # of 398: whole pages
+    of.take(6000, 384)
+    assert of.chunk(0, 5000, most=8192, page_size=16) == 0
 
 
 def scheduler(times: StepTimes | None, **options: Any) -> Scheduler:

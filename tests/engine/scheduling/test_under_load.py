@@ -17,7 +17,7 @@ from strata.engine.recorded_steps import mixed_buckets, smallest_mixed
 from strata.engine.request import Request
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
-from strata.engine.scheduling.room import StepTarget
+from strata.engine.scheduling.room import SERVER_TTFT_MS, StepTarget
 from strata.engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling.test_step_times import of
 from tests.engine.simulated import SimulatedRunner, Simulation, Unchecked, drive
@@ -54,9 +54,11 @@ H200 = {
 }
 
 
-def run(name: str, requests: list[Request], by_time: bool, pages: int = 60_000) -> Simulation:
-    target = StepTarget(20 * MS, of(name)) if by_time else None
-    scheduler = Scheduler(SchedulerConfig(256, 8192, 20_000, target=target), PageAllocator(pages, 16), None)
+def run(
+    name: str, requests: list[Request], by_time: bool, pages: int = 60_000, wait: float = SERVER_TTFT_MS * MS
+) -> Simulation:
+    target = StepTarget(20 * MS, of(name), wait=wait) if by_time else None
+    scheduler = Scheduler(SchedulerConfig(256, 8192, 70_000, target=target), PageAllocator(pages, 16), None)
     return drive(scheduler, SimulatedRunner(Unchecked(), H200[name].seconds), requests, run_ahead=True)
 
 
@@ -81,10 +83,10 @@ def waits(found: Simulation) -> list[float]:
     return [found.first[sample.request.id] - sample.request.arrival for sample in found.samples]
 
 
-@pytest.mark.parametrize("name", H200)
-def test_a_long_prompt_does_not_hold_up_those_who_decode(name: str) -> None:
+@pytest.mark.parametrize(("name", "tokens"), [("0.6B", 16_384), ("8B", 6000)])
+def test_a_long_prompt_that_can_be_read_in_time_does_not_hold_up_those_who_decode(name: str, tokens: int) -> None:
     streams = [request(str(number), 512, 1000) for number in range(50)]
-    requests = [*streams, request("long", 16_384, 8, arrival=1.0)]
+    requests = [*streams, request("long", tokens, 8, arrival=1.0)]
     assert longest_gap(run(name, requests, by_time=True), since=1.0) < 25 * MS
     assert longest_gap(run(name, requests, by_time=False), since=1.0) > 60 * MS
 
@@ -98,12 +100,13 @@ def test_a_long_prompt_does_not_hold_up_streams_that_come_and_go() -> None:
 @pytest.mark.parametrize("name", H200)
 def test_prompts_that_wait_for_pages_make_no_step_longer(name: str) -> None:
     source = random.Random(1)
-    since = {"0.6B": 0.3, "8B": 1.0}[name]
-    streams = [request(f"stream {number}", 200, 600) for number in range(30)]
+    # Those that find pages at once can be read in time.
+    since, pages, outputs = {"0.6B": (0.3, 2000, 600), "8B": (1.0, 1250, 300)}[name]
+    streams = [request(f"stream {number}", 200, outputs) for number in range(30)]
     others = [request(str(number), source.randint(1000, 6000), 100, arrival=since) for number in range(100)]
-    by_time, by_tokens = (run(name, [*streams, *others], by_time, pages=2000) for by_time in (True, False))
-    read = [by_time.times[sample.id] for sample in by_time.samples if sample.request.id.startswith("stream")]
-    gaps = [after - before for times in read for before, after in pairwise(times) if before >= since]
+    by_time, by_tokens = (run(name, [*streams, *others], by_time, pages) for by_time in (True, False))
+    streamed = [by_time.times[sample.id] for sample in by_time.samples if sample.request.id.startswith("stream")]
+    gaps = [after - before for times in streamed for before, after in pairwise(times) if before >= since]
     assert len(gaps) > 1000
     assert max(gaps) < 25 * MS
     assert max(by_time.last.values()) < 1.01 * max(by_tokens.last.values())
@@ -133,7 +136,7 @@ def test_chunks_of_long_prompts_leave_little_padding(name: str, library: bool) -
                 run.append(size.tokens)
             return H200[name].seconds(plan)
 
-        target = StepTarget(20 * MS, of(name), known)
+        target = StepTarget(20 * MS, of(name), known, wait=60.0)  # no prompt is late
         scheduler = Scheduler(SchedulerConfig(256, 8192, 20_000, target=target), PageAllocator(60_000, 16), None)
         drive(scheduler, SimulatedRunner(Unchecked(), seconds), requests, run_ahead=True)
         return 1 - sum(computed) / sum(run)
@@ -158,3 +161,24 @@ def test_prompts_wait_no_longer_for_their_first_token(name: str, rate: float) ->
     assert mean(by_time) < 1.05 * mean(by_tokens)
     assert median(by_time) < 1.05 * median(by_tokens)
     assert quantiles(by_time, n=20)[-1] < 1.15 * quantiles(by_tokens, n=20)[-1]
+
+
+@pytest.mark.parametrize("name", H200)
+@pytest.mark.parametrize("seed", range(2))
+def test_no_prompt_of_any_length_waits_much_longer_than_with_chunks_that_fill_steps(name: str, seed: int) -> None:
+    """At 95 % of the rate at which requests end if there are always some, plain chunked prefill just keeps up. Steps
+    that are kept short whatever comes do not."""
+    source = random.Random(seed)
+    shapes = [(round(2 ** source.uniform(7, 16)), source.choice([16, 128, 400])) for _ in range(100)]
+    requests = [request(str(number), *shape) for number, shape in enumerate(shapes)]
+    saturated = run(name, requests, by_time=False)
+    rate = 0.95 * len(shapes) / max(saturated.last.values())
+    arrivals = accumulate(source.expovariate(rate) for _ in shapes)
+    requests = [
+        request(str(n), *shape, arrival) for n, (shape, arrival) in enumerate(zip(shapes, arrivals, strict=True))
+    ]
+    plain, by_time, short = (waits(run(name, requests, *how)) for how in ((False,), (True,), (True, 60_000, 1e9)))
+    later = [one - other for one, other in zip(by_time, plain, strict=True)]
+    assert max(later) < SERVER_TTFT_MS * MS + 0.25  # a step may take the latter
+    assert mean(later) < 0.15
+    assert mean(short) > mean(by_time) + 1 or name == "0.6B"  # whose steps of 20 ms read as fast
