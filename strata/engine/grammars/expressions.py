@@ -1,0 +1,204 @@
+"""Context-free grammars over characters: a rule is an expression of characters, sequences, choices and repetitions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+LAST_CHARACTER = 0x10FFFF
+_SURROGATES = (0xD800, 0xDFFF)  # halves of characters, which no text has
+
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Characters:
+    """One character, of these code points: inclusive ranges in order, none next to another; none at all is never met."""
+
+    ranges: Ranges
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What the rule of this name takes."""
+
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Sequence:
+    """One after another; of no parts, the empty text."""
+
+    parts: tuple[Expression, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """One of several; of none, nothing."""
+
+    options: tuple[Expression, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Repeat:
+    """At least so many times, and at most, None for without end."""
+
+    part: Expression
+    least: int
+    most: int | None
+
+
+Expression = Characters | Call | Sequence | Choice | Repeat
+Rules = Mapping[str, Expression]
+
+EMPTY = Sequence(())
+
+
+def characters(ranges: Iterable[tuple[int, int]], negated: bool = False) -> Characters:
+    """The code points of ranges in any order, or all others."""
+    if negated:
+        return Characters(tuple(_without(_joined([*ranges, _SURROGATES]))))
+    return Characters(tuple(part for one in _joined(ranges) for part in _cut(one)))
+
+
+def inner(expression: Expression) -> tuple[Expression, ...]:
+    """The expressions that this one is made of."""
+    match expression:
+        case Sequence(parts) | Choice(parts):
+            return parts
+        case Repeat(part):
+            return (part,)
+    return ()
+
+
+def called(expression: Expression) -> set[str]:
+    """The rules that an expression names."""
+    names, ahead = set(), [expression]
+    while ahead:
+        one = ahead.pop()
+        if isinstance(one, Call):
+            names.add(one.name)
+        ahead.extend(inner(one))
+    return names
+
+
+def satisfiable(rules: Rules, root: str) -> dict[str, Expression] | None:
+    """The rules that an output may need, without what no text ever completes; None if nothing satisfies `root`."""
+    calls = {name: called(expression) for name, expression in rules.items()}
+    callers = defaultdict(list)
+    for name, names in calls.items():
+        for other in names:
+            callers[other].append(name)
+    completed: set[str] = set()
+    ahead = list(rules)
+    while ahead:
+        name = ahead.pop()
+        if name not in completed and _pruned(rules[name], completed) is not None:
+            completed.add(name)
+            ahead.extend(callers[name])
+    kept: dict[str, Expression] = {}
+    needed = [root]
+    while needed:
+        name = needed.pop()
+        if name not in kept and (expression := _pruned(rules[name], completed)) is not None:
+            kept[name] = expression
+            needed.extend(sorted(called(expression)))
+    return kept if root in kept else None
+
+
+def without_tail_calls(rules: Rules) -> dict[str, Expression]:
+    """The rules, with a repetition where one calls itself at the end of its options and nowhere else, or at the beginning.
+
+    `list ::= item list | item` is `item* item`: each call that waits for another costs the parser a state.
+    """
+    return {name: _repeated(name, expression) for name, expression in rules.items()}
+
+
+def _repeated(name: str, expression: Expression) -> Expression:
+    options = [_parts(option) for option in _options(expression)]
+    if name not in called(expression):
+        return expression
+    for end, rest in ((-1, slice(0, -1)), (0, slice(1, None))):
+        again, others = [], []
+        for parts in options:
+            tail = parts[end] if parts else None
+            own = isinstance(tail, Call) and tail.name == name
+            (again if own else others).append(Sequence(tuple(parts[rest] if own else parts)))
+        if not any(name in called(one) for one in (*again, *others)):
+            repeated, once = Repeat(Choice(tuple(again)), 0, None), Choice(tuple(others))
+            return Sequence((repeated, once) if end else (once, repeated))
+    return expression
+
+
+def _options(expression: Expression) -> Iterator[Expression]:
+    match expression:
+        case Choice(options):
+            for option in options:
+                yield from _options(option)
+        case Repeat(part, 0, 1):
+            yield from _options(part)
+            yield EMPTY
+        case Sequence((part,)):
+            yield from _options(part)
+        case _:
+            yield expression
+
+
+def _parts(expression: Expression) -> tuple[Expression, ...]:
+    match expression:
+        case Sequence(parts):
+            return (*parts[:-1], *_parts(parts[-1])) if parts else ()
+    return (expression,)
+
+
+def _pruned(expression: Expression, completed: set[str]) -> Expression | None:
+    """An expression without the options that call rules that are not `completed`; None if nothing is left."""
+    match expression:
+        case Characters(ranges):
+            return expression if ranges else None
+        case Call(name):
+            return expression if name in completed else None
+        case Sequence(parts):
+            pruned = [_pruned(part, completed) for part in parts]
+            found = tuple(part for part in pruned if part is not None)
+            return Sequence(found) if len(found) == len(parts) else None
+        case Choice(options):
+            left = [_pruned(option, completed) for option in options]
+            found = tuple(option for option in left if option is not None)
+            return (found[0] if len(found) == 1 else Choice(found)) if found else None
+        case Repeat(part, least, most):
+            inside = None if most == 0 else _pruned(part, completed)
+            if inside is None:
+                return None if least else EMPTY
+            return inside if (least, most) == (1, 1) else Repeat(inside, least, most)
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    joined: list[tuple[int, int]] = []
+    for low, high in sorted(ranges):
+        if joined and low <= joined[-1][1] + 1:
+            joined[-1] = joined[-1][0], max(high, joined[-1][1])
+        else:
+            joined.append((low, high))
+    return joined
+
+
+def _without(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    place = 0
+    for low, high in ranges:
+        if place < low:
+            yield place, low - 1
+        place = high + 1
+    if place <= LAST_CHARACTER:
+        yield place, LAST_CHARACTER
+
+
+def _cut(one: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """A range without surrogates."""
+    low, high = one
+    first, last = _SURROGATES
+    for begin, end in ((low, min(high, first - 1)), (max(low, last + 1), high)):
+        if begin <= end:
+            yield begin, end
