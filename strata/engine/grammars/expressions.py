@@ -109,48 +109,45 @@ def satisfiable(rules: Rules, root: str) -> dict[str, Expression] | None:
 
 
 def without_tail_calls(rules: Rules) -> dict[str, Expression]:
-    """The rules, with a repetition where one calls itself at the end of its options and nowhere else, or at the beginning.
+    """The rules, with a repetition where one calls itself only at its end, or only at its beginning.
 
-    `list ::= item list | item` is `item* item`: each call that waits for another costs the parser a state.
+    `list ::= item "," list | item` is `(item ",")* item`: a parser does not like calls that all wait for the last.
     """
     return {name: _repeated(name, expression) for name, expression in rules.items()}
 
 
 def _repeated(name: str, expression: Expression) -> Expression:
-    options = [_parts(option) for option in _options(expression)]
     if name not in called(expression):
         return expression
-    for end, rest in ((-1, slice(0, -1)), (0, slice(1, None))):
-        again, others = [], []
-        for parts in options:
-            tail = parts[end] if parts else None
-            own = isinstance(tail, Call) and tail.name == name
-            (again if own else others).append(Sequence(tuple(parts[rest] if own else parts)))
-        if not any(name in called(one) for one in (*again, *others)):
-            repeated, once = Repeat(Choice(tuple(again)), 0, None), Choice(tuple(others))
+    for end in (-1, 0):
+        again, once = _split(name, expression, end)
+        if again is not None and name not in called(Choice((again, once or EMPTY))):
+            assert once is not None, "a rule that only calls itself takes no text"
+            repeated = Repeat(again, 0, None)
             return Sequence((repeated, once) if end else (once, repeated))
     return expression
 
 
-def _options(expression: Expression) -> Iterator[Expression]:
+def _split(name: str, expression: Expression, end: int) -> tuple[Expression | None, Expression | None]:
+    """What comes before a call of `name` at the end of an expression (or after one at its beginning: `end` 0), and what
+    there is without that call; None for none.
+    """
     match expression:
+        case Call(called_name) if called_name == name:
+            return EMPTY, None
         case Choice(options):
-            for option in options:
-                yield from _options(option)
+            splits = [_split(name, option, end) for option in options]
+            again = tuple(one for one, _ in splits if one is not None)
+            once = tuple(one for _, one in splits if one is not None)
+            return Choice(again) if again else None, Choice(once) if once else None
         case Repeat(part, 0, 1):
-            yield from _options(part)
-            yield EMPTY
-        case Sequence((part,)):
-            yield from _options(part)
-        case _:
-            yield expression
-
-
-def _parts(expression: Expression) -> tuple[Expression, ...]:
-    match expression:
-        case Sequence(parts):
-            return (*parts[:-1], *_parts(parts[-1])) if parts else ()
-    return (expression,)
+            return _split(name, Choice((part, EMPTY)), end)
+        case Sequence(parts) if parts:
+            rest = parts[:-1] if end else parts[1:]
+            found = _split(name, parts[end], end)
+            again, once = (one and Sequence((*rest, one) if end else (one, *rest)) for one in found)
+            return again, once
+    return None, expression
 
 
 def _pruned(expression: Expression, completed: set[str]) -> Expression | None:

@@ -32,6 +32,11 @@ _ESCAPES = {"t": "\t", "r": "\r", "n": "\n", **{mark: mark for mark in '\\"[]-'}
 _OPERATORS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 
 
+def is_gbnf(text: str) -> bool:
+    """Whether some line begins a rule as GBNF has it."""
+    return re.search(rf"^[ \t]*{_HEAD.pattern}", text, re.MULTILINE) is not None
+
+
 def read_gbnf(text: str) -> dict[str, Expression]:
     """The rules of a grammar, one of them `root`. Raises ValueError, which says where the grammar goes wrong."""
     return _Reader(text).rules()
@@ -157,7 +162,9 @@ class _Reader:
                 raise self._wrong(f"\\{code[0]} is no character")
             return number
         if self._here() not in _ESCAPES:
-            raise self._wrong(rf"\{self._here()} is no escape: there are \n \r \t \\ \" \[ \] \- \xXX \uXXXX \UXXXXXXXX")
+            raise self._wrong(
+                rf"\{self._here()} is no escape: there are \n \r \t \\ \" \[ \] \- \xXX \uXXXX \UXXXXXXXX"
+            )
         self._place += 1
         return ord(_ESCAPES[self._text[self._place - 1]])
 

@@ -86,7 +86,9 @@ def _pattern(expression: Expression) -> str:
 
 
 def _times(least: int, most: int | None) -> str:
-    return {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((least, most)) or f"{{{least},{'' if most is None else most}}}"
+    return {(0, None): "*", (1, None): "+", (0, 1): "?"}.get(
+        (least, most)
+    ) or f"{{{least},{'' if most is None else most}}}"
 
 
 def _code(code: int) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from strata.engine.grammars.closed_objects import with_closed_objects
+from strata.engine.grammars.gbnf import is_gbnf
 from strata.engine.grammars.gbnf_lark import gbnf_to_lark
 from strata.engine.grammars.number_bounds import with_inner_bounds
 
@@ -81,7 +82,10 @@ class StructuredOutputsParams:
         if self.choice is not None:
             return {"name": "choice", "lark_grammar": "start: " + " | ".join(map(json.dumps, self.choice))}
         assert self.grammar is not None
-        return {"name": "grammar", "lark_grammar": gbnf_to_lark(self.grammar) if "::=" in self.grammar else self.grammar}
+        return {
+            "name": "grammar",
+            "lark_grammar": gbnf_to_lark(self.grammar) if is_gbnf(self.grammar) else self.grammar,
+        }
 
 
 def read_schema(given: str | Mapping[str, Any]) -> Mapping[str, Any]:

@@ -9,12 +9,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from strata.engine.grammars.expressions import Call, Characters, Choice, Expression, Repeat, Rules, Sequence
+
 Symbol = str | Callable[[str], bool]
-# Whatever a grammar here distinguishes, one of these is on each side of it; two share their first byte.
+
+# What random grammars are made of; two share their first byte.
 CHARACTERS = 'ab"-]\\\né\u00e8€😀'
 
 
@@ -29,9 +33,10 @@ class Item(NamedTuple):
 
 @dataclass
 class PlainGrammar:
-    """Begins at `root`."""
+    """Begins at `root`. characters: some of each kind that the rules distinguish."""
 
     rules: dict[str, list[list[Symbol]]]
+    characters: str = CHARACTERS
     _charts: dict[str, list[set[Item]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -43,7 +48,9 @@ class PlainGrammar:
                 break
             done = more
         self.rules = {
-            name: [one for one in options if self._done(one, done)] for name, options in self.rules.items() if name in done
+            name: [one for one in options if self._done(one, done)]
+            for name, options in self.rules.items()
+            if name in done
         }
         self.empty = self._empty()
 
@@ -58,7 +65,8 @@ class PlainGrammar:
     def accepts(self, text: str) -> bool:
         final = self._chart(text)[-1]
         return any(
-            item.rule == "root" and item.begin == 0 and item.read == len(self.rules["root"][item.option]) for item in final
+            item.rule == "root" and item.begin == 0 and item.read == len(self.rules["root"][item.option])
+            for item in final
         )
 
     def bytes_go_on(self, text: bytes) -> bool:
@@ -71,11 +79,21 @@ class PlainGrammar:
             rest = text[len(text) - cut :]
             if not rest:
                 return self.goes_on(whole)
-            return any(self.goes_on(whole + one) for one in _completions(rest))
+            return any(self.goes_on(whole + one) for one in self._completions(rest))
         return False
 
+    def _completions(self, begun: bytes) -> list[str]:
+        """Characters that begin with these bytes: those that the rules distinguish, and some other."""
+        known = [one for one in self.characters if one.encode().startswith(begun)]
+        for first, rest in itertools.product((b"\x81", b"\x91", b"\xa1"), (b"", b"\x91", b"\x91\x91")):
+            with contextlib.suppress(UnicodeDecodeError):
+                known.append((begun + first + rest).decode())
+        return known
+
     def _done(self, option: list[Symbol], done: set[str]) -> bool:
-        return all(symbol in done if isinstance(symbol, str) else any(map(symbol, CHARACTERS)) for symbol in option)
+        return all(
+            symbol in done if isinstance(symbol, str) else any(map(symbol, self.characters)) for symbol in option
+        )
 
     def _empty(self) -> set[str]:
         empty: set[str] = set()
@@ -88,7 +106,9 @@ class PlainGrammar:
     def _chart(self, text: str) -> list[set[Item]]:
         if text not in self._charts:
             if not text:
-                self._charts[text] = [self._closed([], {Item("root", number, 0, 0) for number in range(len(self.rules["root"]))})]
+                self._charts[text] = [
+                    self._closed([], {Item("root", number, 0, 0) for number in range(len(self.rules["root"]))})
+                ]
             else:
                 before = self._chart(text[:-1])
                 read = set()
@@ -127,13 +147,39 @@ class PlainGrammar:
         return closed
 
 
-def _completions(begun: bytes) -> list[str]:
-    """Characters that begin with these bytes: those that grammars distinguish, and some other."""
-    known = [one for one in CHARACTERS if one.encode().startswith(begun)]
-    for missing in (b"\x91", b"\x91\x91", b"\x91\x91\x91"):
-        with contextlib.suppress(UnicodeDecodeError):
-            known.append((begun + missing).decode())
-    return known
+def plain(rules: Rules) -> PlainGrammar:
+    """A grammar that was read from GBNF."""
+    made: dict[str, list[list[Symbol]]] = {}
+    bounds: set[int] = set()
+
+    def symbols_of(expression: Expression) -> list[Symbol]:
+        match expression:
+            case Characters(ranges):
+                bounds.update(code for low, high in ranges for code in (low - 1, low, high, high + 1))
+                return [lambda one: any(low <= ord(one) <= high for low, high in ranges)]
+            case Call(name):
+                return [name]
+            case Sequence(parts):
+                return [symbol for part in parts for symbol in symbols_of(part)]
+            case Choice(options):
+                name = f"choice {len(made)}"
+                made[name] = []
+                made[name] += [symbols_of(option) for option in options]
+                return [name]
+            case Repeat(part, least, most):
+                name = f"repeat {len(made)}"
+                made[name] = []
+                symbols = symbols_of(part)
+                made[name] += [[], [name, *symbols]] if most is None else [symbols * n for n in range(most - least + 1)]
+                return [*symbols * least, name]
+
+    for name, expression in rules.items():
+        made[name] = []
+        made[name].append(symbols_of(expression))
+    characters = "".join(
+        chr(code) for code in sorted(bounds) if 0 <= code <= sys.maxunicode and not 0xD800 <= code < 0xE000
+    )
+    return PlainGrammar(made, characters)
 
 
 class RandomGrammar:
@@ -187,7 +233,11 @@ class RandomGrammar:
             name = f"group {next(self._numbers)}"
             return f"({self._choice(name, depth + 1)})", [name]
         if kind == "literal":
-            text = "".join(self._chance.choices(CHARACTERS[:9], [9, 9, 1, 1, 1, 1, 1, 2, 1], k=self._chance.choice([0, 1, 1, 1, 2, 3])))
+            text = "".join(
+                self._chance.choices(
+                    CHARACTERS[:9], [9, 9, 1, 1, 1, 1, 1, 2, 1], k=self._chance.choice([0, 1, 1, 1, 2, 3])
+                )
+            )
             return '"' + "".join(map(self._written, text)) + '"', [one.__eq__ for one in text]
         if kind == "any" and self._chance.random() < 0.3:
             return ".", [lambda _: True]
