@@ -306,6 +306,16 @@ def test_schemas_that_only_look_hostile_pass(schema: dict[str, Any]) -> None:
     assert what_is_wrong(asked(schema).text) is None
 
 
+def test_many_formats_of_strings_are_no_long_schema(checked: Checked) -> None:
+    """Each becomes a pattern of a thousand characters."""
+    schema = {"type": "object", "properties": {f"p{number}": {"format": "uri"} for number in range(100)}}
+
+    async def task(checker: GrammarChecker) -> None:
+        await checker.check(asked(schema), admission())
+
+    checked(task)
+
+
 def test_unsupported_keywords_are_named() -> None:
     wrong = what_is_wrong(asked({"type": "object", "properties": {"a": {"uniqueItems": True, "contains": {}}}}).text)
     assert wrong == "these keywords of JSON Schema cannot be enforced: contains, uniqueItems"

@@ -11,6 +11,7 @@ from strata.engine.grammars.closed_objects import with_closed_objects
 from strata.engine.grammars.gbnf import is_gbnf
 from strata.engine.grammars.gbnf_lark import gbnf_to_lark
 from strata.engine.grammars.number_bounds import with_inner_bounds
+from strata.engine.grammars.string_formats import with_formats_as_patterns
 
 # JSON is written as Python's json.dumps writes it: where blanks are free, a model can spend its tokens on them.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -27,7 +28,7 @@ def json_part(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     if "x-guidance" in schema:
         raise ValueError("'x-guidance' is not a keyword of JSON Schema: leave it out")
     try:
-        repaired = with_closed_objects(with_inner_bounds(schema))
+        repaired = with_formats_as_patterns(with_closed_objects(with_inner_bounds(schema)))
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     return {"name": name, "json_schema": {**repaired, "x-guidance": SPACING}}
