@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 
 from strata.text.tokenizer import Tokenizer
 
-# What may stand before a word: tokenizers write one otherwise where a text begins, a line, or after other text. A word may
-# grow together with one of these ("\n\n", "an"), and then shows nothing there.
+# What may stand before a word: tokenizers write one in another way where a text begins, or a line, or after other text.
+# A word may grow together with one of these ("\n\n", "an"), and then shows nothing there.
 _BEFORE = ("", "\n", "a")
 
 # Encoded characters for one of a word.

@@ -15,7 +15,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, eq=False)
 class Characters:
-    """One character, of these code points: inclusive ranges in order, none next to another; none at all is never met."""
+    """One character, of these code points: inclusive ranges in order, none next to another. Of no ranges, nothing."""
 
     ranges: Ranges
 
@@ -121,8 +121,7 @@ def _repeated(name: str, expression: Expression) -> Expression:
         return expression
     for end in (-1, 0):
         again, once = _split(name, expression, end)
-        if again is not None and name not in called(Choice((again, once or EMPTY))):
-            assert once is not None, "a rule that only calls itself takes no text"
+        if again is not None and once is not None and name not in called(Choice((again, once))):
             repeated = Repeat(again, 0, None)
             return Sequence((repeated, once) if end else (once, repeated))
     return expression
@@ -137,17 +136,22 @@ def _split(name: str, expression: Expression, end: int) -> tuple[Expression | No
             return EMPTY, None
         case Choice(options):
             splits = [_split(name, option, end) for option in options]
-            again = tuple(one for one, _ in splits if one is not None)
-            once = tuple(one for _, one in splits if one is not None)
-            return Choice(again) if again else None, Choice(once) if once else None
+            recalling = tuple(one for one, _ in splits if one is not None)
+            others = tuple(one for _, one in splits if one is not None)
+            return Choice(recalling) if recalling else None, Choice(others) if others else None
         case Repeat(part, 0, 1):
             return _split(name, Choice((part, EMPTY)), end)
         case Sequence(parts) if parts:
             rest = parts[:-1] if end else parts[1:]
-            found = _split(name, parts[end], end)
-            again, once = (one and Sequence((*rest, one) if end else (one, *rest)) for one in found)
-            return again, once
+            again, once = _split(name, parts[end], end)
+            return _with(rest, again, end), _with(rest, once, end)
     return None, expression
+
+
+def _with(rest: tuple[Expression, ...], last: Expression | None, end: int) -> Expression | None:
+    if last is None:
+        return None
+    return Sequence((*rest, last) if end else (last, *rest))
 
 
 def _pruned(expression: Expression, completed: set[str]) -> Expression | None:

@@ -16,7 +16,6 @@ from strata.engine.grammars.expressions import (
 from strata.engine.grammars.gbnf import ROOT, read_gbnf
 from strata.engine.grammars.lexemes import inlined, lexemes
 
-
 _MAX_NESTING = 20  # of parentheses; llguidance takes 30
 
 

@@ -1,4 +1,4 @@
-"""Formats of strings: what is taken is what libraries that know them take; a format that nobody knows asserts nothing."""
+"""Formats of strings: what is taken is what libraries that know them take; one that nobody knows asserts nothing."""
 
 from __future__ import annotations
 
@@ -102,13 +102,23 @@ KNOWN: dict[str, tuple[Callable[[str], bool], list[str]]] = {
     "ipv4": (is_address(ipaddress.IPv4Address), ["0.0.0.0", "255.249.199.10", "127.0.0.1", "192.168.100.99"]),
     "ipv6": (
         is_address(ipaddress.IPv6Address),
-        ["::", "::1", "1::", "2001:db8::8a2e:370:7334", "1:2:3:4:5:6:7:8", "::ffff:1.2.3.4", "1:2:3:4:5:6:7::", "1::8"]
-        + ["1:2:3:4:5:6:10.0.0.255", "a:b::c:d:1.2.3.4", "::2:3:4:5:6:7:8", "1:2::4:5:6:7:8"],
+        [
+            *("::", "::1", "1::", "2001:db8::8a2e:370:7334", "1:2:3:4:5:6:7:8", "::ffff:1.2.3.4", "1:2:3:4:5:6:7::"),
+            *("1::8", "1:2:3:4:5:6:10.0.0.255", "a:b::c:d:1.2.3.4", "::2:3:4:5:6:7:8", "1:2::4:5:6:7:8"),
+        ],
     ),
     "uri": (
         by_jsonschema("uri"),
-        ["http://www.example.com:80/a/b%20c?q=1&r=/?#f", "urn:isbn:0451450523", "mailto:a@b.c", "ftp://u:p@[::1]:2/;x="]
-        + ["a+b-c.d:", "file:///etc/hosts", "http://[v7.a:b]/", "http://[::ffff:1.2.3.4]", "x:/", "tel:+1-816"],
+        [
+            *("http://www.example.com:80/a/b%20c?q=1&r=/?#f", "urn:isbn:0451450523", "mailto:a@b.c", "a+b-c.d:", "x:/"),
+            *(
+                "ftp://u:p@[::1]:2/;x=",
+                "file:///etc/hosts",
+                "http://[v7.a:b]/",
+                "http://[::ffff:1.2.3.4]",
+                "tel:+1-816",
+            ),
+        ],
     ),
     "uuid": (is_uuid, ["00000000-0000-0000-0000-000000000000", "2EB8AA08-AA98-11EA-b4aa-73b441d16380"]),
 }

@@ -46,7 +46,7 @@ def byte_level(space_before: bool = False) -> Backend:
 
 
 def sentencepiece() -> Backend:
-    """As Llama 2's: a space is written ▁ and put before each text, what is not in the vocabulary is written in bytes."""
+    """As Llama 2's: a space is written ▁ and put before each text; bytes stand for what the vocabulary lacks."""
     trained = Backend(models.BPE())
     trained.normalizer = normalizers.Replace(" ", "▁")
     trained.pre_tokenizer = pre_tokenizers.Split(Regex("▁*[^▁]+|▁+"), "isolated")
