@@ -139,8 +139,9 @@ def tool_call_grammar(
     arguments = []
     _check_schemas([schema for _, schema in functions], param)
     for number, (name, schema) in enumerate(functions):
-        before = f'{{"name": {json.dumps(name)}, "{form.arguments_key}": '
-        rules.append(f"function_{number}: {json.dumps(before)} @arguments_{number}")
+        # In the pieces in which llguidance reads any JSON, or it would take {" of other objects for the begin of a call.
+        before = ("{", '"name"', ": ", json.dumps(name), ", ", f'"{form.arguments_key}"', ": ")
+        rules.append(f"function_{number}: {' '.join(map(json.dumps, before))} @arguments_{number}")
         arguments.append(_json_part(f"arguments_{number}", {**schema, "type": "object"}, param))
     return Grammar(({"name": "calls", "lark_grammar": "\n".join(rules)}, *arguments), param)
 

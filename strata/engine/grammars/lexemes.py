@@ -11,7 +11,7 @@ times as long for a mask.
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -266,7 +266,7 @@ class _Places:
 
     def _find_texts(self, root: str) -> list[int]:
         """Where the last character of a text can be, of all texts: sets of places, as bits."""
-        after: Counter[int] = Counter()
+        after: dict[int, int] = defaultdict(int)
         for _, before, then in self._steps:
             for place in self._bits(before):
                 after[place] |= then
