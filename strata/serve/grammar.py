@@ -139,7 +139,7 @@ def tool_call_grammar(
     arguments = []
     _check_schemas([schema for _, schema in functions], param)
     for number, (name, schema) in enumerate(functions):
-        # In the pieces in which llguidance reads any JSON, or it would take {" of other objects for the begin of a call.
+        # In the pieces in which llguidance reads any JSON, or it would take the {" of other objects for that of a call.
         before = ("{", '"name"', ": ", json.dumps(name), ", ", f'"{form.arguments_key}"', ": ")
         rules.append(f"function_{number}: {' '.join(map(json.dumps, before))} @arguments_{number}")
         arguments.append(_json_part(f"arguments_{number}", {**schema, "type": "object"}, param))

@@ -27,9 +27,9 @@ from strata.engine.grammars.expressions import (
     inner,
 )
 
-# What is put in place of a call: more of it would make a text of one rule grow without bound.
-_MAX_INLINED = 300
-_MAX_PLACES = 5000
+# Expressions that are put in place of one call, and of all; and levels of them, of which a pattern may have 250.
+_MAX_OF_A_CALL = 600
+_MAX_OF_CALLS = 10_000
 _MAX_HEIGHT = 60
 # Steps of the search, some 0.1 s; without an answer by then each character is a lexeme.
 _MAX_WORK = 100_000
@@ -49,53 +49,55 @@ def inlined(rules: Rules, root: str) -> dict[str, Expression]:
     ahead = [name for name, count in waiting.items() if not count]
     while ahead:
         name = ahead.pop()
-        places, height = _size(rules[name], sizes)
-        if places <= _MAX_INLINED and height <= _MAX_HEIGHT:
-            sizes[name] = places, height
+        size, height = _size(rules[name], sizes)
+        if size <= _MAX_OF_A_CALL and height <= _MAX_HEIGHT:
+            sizes[name] = size, height
             for caller in callers[name]:
                 waiting[caller] -= 1
                 if not waiting[caller]:
                     ahead.append(caller)
-    room = _Room(_MAX_PLACES)
+    copier = _Copier(rules, sizes)
     kept: dict[str, Expression] = {}
     needed = [root]
     while needed:
         name = needed.pop()
         if name not in kept:
-            kept[name] = _copy(rules[name], rules, sizes, room)
+            kept[name] = copier.copy(rules[name])
             needed.extend(sorted(called(kept[name])))
     return kept
 
 
-class _Room:
-    def __init__(self, places: int) -> None:
-        self.places = places
-
-
 def _size(expression: Expression, sizes: dict[str, tuple[int, int]]) -> tuple[int, int]:
-    """Places of characters, and levels, with what is called in place."""
+    """Expressions that this one is made of, and levels of them, with what is called in place."""
     if isinstance(expression, Call):
         return sizes[expression.name]
     parts = [_size(part, sizes) for part in inner(expression)]
-    places = sum(one for one, _ in parts) + isinstance(expression, Characters)
-    return places, 1 + max((height for _, height in parts), default=0)
+    return 1 + sum(size for size, _ in parts), 1 + max((height for _, height in parts), default=0)
 
 
-def _copy(expression: Expression, rules: Rules, sizes: dict[str, tuple[int, int]], room: _Room) -> Expression:
-    match expression:
-        case Characters(ranges):
-            return Characters(ranges)
-        case Call(name):
-            if name not in sizes or room.places < sizes[name][0]:
-                return Call(name)
-            room.places -= sizes[name][0]
-            return _copy(rules[name], rules, sizes, room)
-        case Sequence(parts):
-            return Sequence(tuple(_copy(part, rules, sizes, room) for part in parts))
-        case Choice(options):
-            return Choice(tuple(_copy(option, rules, sizes, room) for option in options))
-        case Repeat(part, least, most):
-            return Repeat(_copy(part, rules, sizes, room), least, most)
+class _Copier:
+    def __init__(self, rules: Rules, sizes: dict[str, tuple[int, int]]) -> None:
+        self._rules = rules
+        self._sizes = sizes
+        self._room = _MAX_OF_CALLS
+
+    def copy(self, expression: Expression) -> Expression:
+        """A copy with the calls of rules that have a size replaced, as long as there is room."""
+        match expression:
+            case Characters(ranges):
+                return Characters(ranges)
+            case Call(name):
+                size, _ = self._sizes.get(name, (self._room + 1, 0))
+                if size > self._room:
+                    return Call(name)
+                self._room -= size
+                return self.copy(self._rules[name])
+            case Sequence(parts):
+                return Sequence(tuple(map(self.copy, parts)))
+            case Choice(options):
+                return Choice(tuple(map(self.copy, options)))
+            case Repeat(part, least, most):
+                return Repeat(self.copy(part), least, most)
 
 
 def lexemes(rules: Rules, root: str) -> set[int]:

@@ -347,6 +347,7 @@ def test_lists_go_on_however_they_are_written(rule: str) -> None:
     assert matcher.is_accepting()
 
 
+DOUBLING = "\n".join(f"r{n} ::= r{n + 1} r{n + 1}" for n in range(300))
 RULES_IN_A_ROW = "\n".join(f'r{n} ::= r{n + 1} "x" | "y" r{n + 1}' for n in range(700))
 
 
@@ -354,6 +355,8 @@ RULES_IN_A_ROW = "\n".join(f'r{n} ::= r{n + 1} "x" | "y" r{n + 1}' for n in rang
     "gbnf",
     [
         f'root ::= r0\n{RULES_IN_A_ROW}\nr700 ::= "z"',
+        f'root ::= r0 "x"\n{DOUBLING}\nr300 ::= ""',
+        f'root ::= r0\n{DOUBLING}\nr300 ::= "a" | "b"?',
         f"root ::= {'(' * 60}[a-z] root{')?' * 60}",
         f"root ::= {'(' * 60}[a-z] {') root' * 60}| [0-9]",
         "root ::= (((.{1,9999}){1,9999}){1,9999})",
