@@ -67,7 +67,7 @@ class SamplingParams:
     max_tokens: the most tokens to generate; None means up to the model's length.
     min_tokens: no end-of-sequence id, stop id or stop string ends the output before this many tokens.
     ignore_eos: go on past the model's end-of-sequence ids.
-    bad_words: strings whose token sequences are never completed.
+    bad_words: strings that the output never completes as the tokenizer writes them, alone or with a space before.
     logprobs, prompt_logprobs: how many of the likeliest tokens to report at each position, 0 to 20 (the token that is
         there is always reported); None reports nothing.
     skip_special_tokens: leave special tokens out of the text.

@@ -20,6 +20,8 @@ from strata.serve.schema.structured import FormatFields
 from strata.text.async_worker import AsyncWorker
 
 MAX_BYTES = 64 * 1024
+# Of what is made of it: formats of strings become patterns of up to 1000 characters, rules of a grammar what they call.
+MAX_MADE_BYTES = 4 * MAX_BYTES
 # Containers within containers; a property of an object is two deeper than the object.
 MAX_DEPTH = 64
 
@@ -137,8 +139,9 @@ def tool_call_grammar(
     arguments = []
     _check_schemas([schema for _, schema in functions], param)
     for number, (name, schema) in enumerate(functions):
-        before = f'{{"name": {json.dumps(name)}, "{form.arguments_key}": '
-        rules.append(f"function_{number}: {json.dumps(before)} @arguments_{number}")
+        # In the pieces in which llguidance reads any JSON, or it would take the {" of other objects for that of a call.
+        before = ("{", '"name"', ": ", json.dumps(name), ", ", f'"{form.arguments_key}"', ": ")
+        rules.append(f"function_{number}: {' '.join(map(json.dumps, before))} @arguments_{number}")
         arguments.append(_json_part(f"arguments_{number}", {**schema, "type": "object"}, param))
     return Grammar(({"name": "calls", "lark_grammar": "\n".join(rules)}, *arguments), param)
 
@@ -157,7 +160,7 @@ class GrammarChecker:
 
     async def check(self, grammar: Grammar, admission: Admission) -> None:
         """Raises ApiError 400, code "invalid_grammar", if the engine could not follow the grammar."""
-        wrong = _too_long(grammar.text) or await self._look_up(grammar.text, admission)
+        wrong = _too_long(grammar.text, MAX_MADE_BYTES) or await self._look_up(grammar.text, admission)
         if wrong is not None:
             raise ApiError(400, f"{grammar.param}: {wrong}", param=grammar.param, code="invalid_grammar")
 
@@ -206,11 +209,11 @@ def _json_part(name: str, schema: Mapping[str, Any], param: str) -> dict[str, An
         raise ApiError(400, f"{param}: {error}", param=param, code="invalid_grammar") from None
 
 
-def _too_long(text: str) -> str | None:
+def _too_long(text: str, most: int = MAX_BYTES) -> str | None:
     """What is wrong with a text in ASCII, if it is too long."""
-    if len(text) <= MAX_BYTES:
+    if len(text) <= most:
         return None
-    return f"it comes to {len(text):,} bytes of grammar, and at most {MAX_BYTES:,} are taken"
+    return f"it comes to {len(text):,} bytes of grammar, and at most {most:,} are taken"
 
 
 def _deeper_than(value: Any, depth: int) -> bool:

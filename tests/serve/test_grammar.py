@@ -21,7 +21,7 @@ from strata.serve.grammar_worker import what_is_wrong
 from strata.serve.http.errors import ApiError
 from strata.serve.http.limits import Admission, Caller, Limits
 from strata.serve.replies.reply_parser import ReplyParser, collect
-from strata.serve.replies.tool_formats import ToolFormatName
+from strata.serve.replies.tool_formats import TOOL_FORMATS, ToolFormatName
 from strata.serve.settings import ServeSettings
 from strata.text.tokenizer import Tokenizer
 from tests.serve.random_schemas import random_schema
@@ -160,6 +160,26 @@ def test_forced_calls_are_calls_with_right_arguments(writer: Writer, format: Too
                 assert jsonschema_rs.is_valid(WEATHER, arguments)
     assert counts == ({1, 2} if parallel else {1})
     assert names == {name for name, _ in FUNCTIONS}
+
+
+@pytest.mark.parametrize("format", ["hermes", "llama3"])
+def test_an_answer_in_json_beside_calls_may_begin_as_they_do(tokenizer: Tokenizer, format: ToolFormatName) -> None:
+    calls = tool_call_grammar(FUNCTIONS, format, True)
+    compiler = GrammarCompiler(tokenizer, tokenizer.eos_ids, tokenizer.vocab_size)
+
+    def takes(grammar: Grammar, text: str) -> bool:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        matcher = compiler.compile(grammar.text)
+        return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+    key = TOOL_FORMATS[format].arguments_key
+    call = f'{{"name": "get_weather", "{key}": {{"city": "Rome"}}}}'
+    call = f"<tool_call>\n{call}\n</tool_call>" if format == "hermes" else call
+    any_object = Grammar.either(Grammar.json_object("response_format"), calls)
+    for text in ("{}", '{"a": 1}', '{"name": 3}', '{"name": "now", "other": {}}', '{"nam": "now"}', call):
+        assert takes(any_object, text), text
+    one = Grammar.either(asked({"properties": {"name": {"type": "string"}}, "type": "object"}), calls)
+    assert [takes(one, text) for text in ('{"name": "x"}', call, '{"a": 1}')] == [True, True, False]
 
 
 def test_text_needs_no_grammar() -> None:
@@ -304,6 +324,16 @@ def test_hostile_schemas_are_refused_in_time_and_the_next_is_served(checked: Che
 )
 def test_schemas_that_only_look_hostile_pass(schema: dict[str, Any]) -> None:
     assert what_is_wrong(asked(schema).text) is None
+
+
+def test_many_formats_of_strings_are_no_long_schema(checked: Checked) -> None:
+    """Each becomes a pattern of a thousand characters."""
+    schema = {"type": "object", "properties": {f"p{number}": {"format": "uri"} for number in range(100)}}
+
+    async def task(checker: GrammarChecker) -> None:
+        await checker.check(asked(schema), admission())
+
+    checked(task)
 
 
 def test_unsupported_keywords_are_named() -> None:

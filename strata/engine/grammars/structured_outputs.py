@@ -8,12 +8,13 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from strata.engine.grammars.closed_objects import with_closed_objects
+from strata.engine.grammars.gbnf import is_gbnf
+from strata.engine.grammars.gbnf_lark import gbnf_to_lark
 from strata.engine.grammars.number_bounds import with_inner_bounds
+from strata.engine.grammars.string_formats import with_formats_as_patterns
 
 # JSON is written as Python's json.dumps writes it: where blanks are free, a model can spend its tokens on them.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-
-_MAX_ERROR_CHARACTERS = 500
 
 _TOO_DEEP = "the JSON schema nests too deep"
 
@@ -27,7 +28,7 @@ def json_part(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     if "x-guidance" in schema:
         raise ValueError("'x-guidance' is not a keyword of JSON Schema: leave it out")
     try:
-        repaired = with_closed_objects(with_inner_bounds(schema))
+        repaired = with_formats_as_patterns(with_closed_objects(with_inner_bounds(schema)))
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     return {"name": name, "json_schema": {**repaired, "x-guidance": SPACING}}
@@ -82,18 +83,10 @@ class StructuredOutputsParams:
         if self.choice is not None:
             return {"name": "choice", "lark_grammar": "start: " + " | ".join(map(json.dumps, self.choice))}
         assert self.grammar is not None
-        return {"name": "grammar", "lark_grammar": _lark(self.grammar)}
-
-
-def _lark(grammar: str) -> str:
-    if "::=" not in grammar:
-        return grammar
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    try:
-        return gbnf_to_lark(grammar)
-    except Exception as error:  # the library raises bare Exception, and RecursionError for what is nested deep
-        raise ValueError(f"the grammar is no GBNF: {str(error)[:_MAX_ERROR_CHARACTERS]}") from None
+        return {
+            "name": "grammar",
+            "lark_grammar": gbnf_to_lark(self.grammar) if is_gbnf(self.grammar) else self.grammar,
+        }
 
 
 def read_schema(given: str | Mapping[str, Any]) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from strata.engine.bad_words import bad_word_ids
+from strata.engine.bad_words import TIMES_ENCODED, bad_word_ids
 from strata.engine.sampling_params import SamplingParams
 from strata.serve.http.errors import ApiError
 from strata.serve.http.limits import Admission
@@ -88,7 +88,10 @@ async def encode_all(
 async def bad_words_of(state: ServerState, admission: Admission, params: SamplingParams) -> list[tuple[int, ...]]:
     """The token ids of the words that an output must not hold."""
     words = params.bad_words or ()
-    return await off_the_loop(state, admission, sum(map(len, words)), lambda: bad_word_ids(words, state.tokenizer))
+    if not words:
+        return []
+    size = TIMES_ENCODED * sum(map(len, words))
+    return await off_the_loop(state, admission, size, lambda: bad_word_ids(words, state.tokenizer))
 
 
 async def off_the_loop(state: ServerState, admission: Admission, size: int, work: Callable[[], Result]) -> Result:

@@ -99,7 +99,7 @@ class SamplingFields(GenerationFields):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     """Token ids that end the output."""
     bad_words: Annotated[list[StopString], Field(max_length=256)] | None = None
-    """Strings whose token sequences are never completed."""
+    """Strings that the output never completes as the tokenizer writes them, alone or with a space before."""
     include_stop_str_in_output: bool | None = None
     """Leave the stop string, or the text of the token that ended the output, in it."""
     skip_special_tokens: bool | None = None

@@ -1,0 +1,209 @@
+"""Reads GBNF, llama.cpp's format of grammars: `root ::= "(" root ")" | [a-z]+`."""
+
+from __future__ import annotations
+
+import re
+
+from strata.engine.grammars.expressions import (
+    EMPTY,
+    LAST_CHARACTER,
+    Call,
+    Characters,
+    Choice,
+    Expression,
+    Repeat,
+    Sequence,
+    called,
+    characters,
+)
+
+ROOT = "root"
+
+_MAX_NESTING = 64
+_MAX_TIMES = 10_000  # of a repetition
+
+_NAME = re.compile(r"[a-zA-Z0-9_-]+")
+_HEAD = re.compile(rf"({_NAME.pattern})[ \t]*::=")
+_BLANK = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
+_BLANK_LINES = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
+_TIMES = re.compile(r"\{\s*([0-9]{1,9})\s*(?:(,)\s*([0-9]{1,9})?\s*)?\}")
+_CODE = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})")
+_ESCAPES = {"t": "\t", "r": "\r", "n": "\n", **{mark: mark for mark in '\\"[]-'}}
+_OPERATORS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
+
+
+def is_gbnf(text: str) -> bool:
+    """Whether some line begins a rule as GBNF has it."""
+    return re.search(rf"^[ \t]*{_HEAD.pattern}", text, re.MULTILINE) is not None
+
+
+def read_gbnf(text: str) -> dict[str, Expression]:
+    """The rules of a grammar, one of them `root`. Raises ValueError, which says where the grammar goes wrong."""
+    return _Reader(text).rules()
+
+
+class _Reader:
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._place = 0
+        self._nesting = 0
+
+    def rules(self) -> dict[str, Expression]:
+        rules: dict[str, Expression] = {}
+        self._skip(_BLANK_LINES)
+        while self._place < len(self._text):
+            head = self._take(_HEAD)
+            if head is None:
+                raise self._wrong("a rule was expected (name ::= ...)")
+            self._skip(_BLANK_LINES)
+            rules[head[1]] = self._choice(_BLANK)
+            if self._here() not in "\r\n" and not self._at_rule():
+                raise self._wrong(f"{self._here()!r} was not expected")
+            self._skip(_BLANK_LINES)
+        if ROOT not in rules:
+            raise ValueError("it has no rule named root")
+        for name, expression in rules.items():
+            if unknown := sorted(called(expression) - rules.keys()):
+                raise ValueError(f"rule {name} names {unknown[0]}, and there is no such rule")
+        return rules
+
+    def _choice(self, blank: re.Pattern[str]) -> Expression:
+        options = [self._sequence(blank)]
+        while self._here() == "|":
+            self._place += 1
+            self._skip(_BLANK_LINES)
+            options.append(self._sequence(blank))
+        return Choice(tuple(options)) if len(options) > 1 else options[0]
+
+    def _sequence(self, blank: re.Pattern[str]) -> Expression:
+        parts: list[Expression] = []
+        while (part := self._part()) is not None:
+            self._skip(blank)
+            repeated = 0
+            while (times := self._times()) is not None:
+                repeated += 1
+                if self._nesting + repeated > _MAX_NESTING:
+                    raise self._wrong(f"it nests deeper than {_MAX_NESTING} repetitions and parentheses")
+                part = Repeat(part, *times)
+                self._skip(blank)
+            parts.append(part)
+        if self._here() and self._here() in "*+?{":
+            raise self._wrong(f"there is nothing before {self._here()} that it could repeat")
+        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+
+    def _part(self) -> Expression | None:
+        mark = self._here()
+        if mark == '"':
+            return self._literal()
+        if mark == "[":
+            return self._class()
+        if mark == "(":
+            return self._group()
+        if mark == ".":
+            self._place += 1
+            return characters((), negated=True)
+        if mark in ("<", "!"):
+            raise self._wrong("tokens (<...>) are not taken: write their text as a literal")
+        name = None if self._at_rule() else self._take(_NAME)
+        return Call(name[0]) if name is not None else None
+
+    def _group(self) -> Expression:
+        self._nesting += 1
+        if self._nesting > _MAX_NESTING:
+            raise self._wrong(f"it nests deeper than {_MAX_NESTING} repetitions and parentheses")
+        self._place += 1
+        self._skip(_BLANK_LINES)
+        inside = self._choice(_BLANK_LINES)
+        if self._here() != ")":
+            raise self._wrong("a ) was expected")
+        self._place += 1
+        self._nesting -= 1
+        return inside
+
+    def _literal(self) -> Expression:
+        self._place += 1
+        codes = []
+        while self._here() != '"':
+            codes.append(self._character())
+        self._place += 1
+        if not codes:
+            return EMPTY
+        parts = tuple(characters([(code, code)]) for code in codes)
+        return parts[0] if len(parts) == 1 else Sequence(parts)
+
+    def _class(self) -> Characters:
+        self._place += 1
+        negated = self._here() == "^"
+        self._place += negated
+        ranges = []
+        while self._here() != "]":
+            low = high = self._character()
+            if self._here() == "-" and not self._text.startswith("]", self._place + 1):
+                self._place += 1
+                high = self._character()
+                if high < low:
+                    raise self._wrong("a range of characters ends before it begins")
+            ranges.append((low, high))
+        if not ranges:
+            raise self._wrong("[] has no character")
+        self._place += 1
+        return characters(ranges, negated)
+
+    def _character(self) -> int:
+        mark = self._here()
+        if not mark:
+            raise self._wrong("it ends within a literal or a class of characters")
+        self._place += 1
+        if mark != "\\":
+            return ord(mark)
+        if code := self._take(_CODE):
+            number = int(code[code.lastindex or 0], 16)
+            if number > LAST_CHARACTER:
+                raise self._wrong(f"\\{code[0]} is no character")
+            return number
+        if self._here() not in _ESCAPES:
+            raise self._wrong(
+                rf"\{self._here()} is no escape: there are \n \r \t \\ \" \[ \] \- \xXX \uXXXX \UXXXXXXXX"
+            )
+        self._place += 1
+        return ord(_ESCAPES[self._text[self._place - 1]])
+
+    def _times(self) -> tuple[int, int | None] | None:
+        mark = self._here()
+        if mark in _OPERATORS:
+            self._place += 1
+            return _OPERATORS[mark]
+        if mark != "{":
+            return None
+        times = self._take(_TIMES)
+        if times is None:
+            raise self._wrong("a number of times was expected ({3}, {3,} or {3,5})")
+        least = int(times[1])
+        most = int(times[3]) if times[3] else None if times[2] else least
+        if most is not None and most < least:
+            raise self._wrong(f"{times[0]} ends before it begins")
+        if max(least, most or 0) > _MAX_TIMES:
+            raise self._wrong(f"{times[0]} repeats more often than {_MAX_TIMES} times")
+        return least, most
+
+    def _at_rule(self) -> bool:
+        """Whether the next rule begins here, as it may after a | that nothing follows."""
+        return _HEAD.match(self._text, self._place) is not None
+
+    def _here(self) -> str:
+        """The next character, nothing at the end."""
+        return self._text[self._place : self._place + 1]
+
+    def _take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        found = pattern.match(self._text, self._place)
+        if found is not None:
+            self._place = found.end()
+        return found
+
+    def _skip(self, pattern: re.Pattern[str]) -> None:
+        self._take(pattern)
+
+    def _wrong(self, what: str) -> ValueError:
+        before = self._text[: self._place]
+        line, column = before.count("\n") + 1, self._place - before.rfind("\n")
+        return ValueError(f"line {line}, column {column}: {what}")
