@@ -398,7 +398,7 @@ def test_what_a_start_says_is_neither_wrapped_nor_read_as_markup(
     monkeypatch.setenv("COLUMNS", "20")
     line = "[red] " + 50 * "word "
 
-    def build(config: EngineConfig, *, log: Callable[[str], None], show_progress: bool) -> SimpleNamespace:
+    def build(config: EngineConfig, *, log: Callable[[str], None], **others: object) -> SimpleNamespace:
         log(line)
         return SimpleNamespace(loop=None)
 

@@ -8,7 +8,7 @@ import pytest
 
 from strata.engine.engine_config import EngineConfig
 
-WHOLE = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "page_size", "max_num_seqs")
+WHOLE = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "page_size")
 
 
 @pytest.mark.parametrize("name", [*WHOLE, "decode_context_parallel_size", "eplb_step_interval"])
@@ -16,6 +16,13 @@ WHOLE = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_para
 def test_numbers_are_whole_and_over_zero(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{name} must be an integer of at least 1, got "):
         EngineConfig("8B", **{name: value})
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "2", True, [2]])
+def test_how_many_run_at_once_is_whole_and_over_zero_or_left_to_the_engine(value: Any) -> None:
+    with pytest.raises(ValueError, match="max_num_seqs must be an integer of at least 1, got "):
+        EngineConfig("8B", max_num_seqs=value)
+    assert EngineConfig("8B", max_num_seqs=None).max_sequences == 256
 
 
 @pytest.mark.parametrize("name", ["overlap_tokens", "num_redundant_experts"])

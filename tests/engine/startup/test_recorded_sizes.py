@@ -21,7 +21,7 @@ def test_every_size_holds_what_it_promises_and_wastes_little(most: int, library:
     longest = max_mixed_tokens(600 * 10**6, library)  # of the 0.6B shape
     sizes = mixed_buckets(most, longest, library)
     assert sizes == sorted(set(sizes), key=lambda size: (size.tokens, size.sequences, size.prompts is None))
-    assert len(sizes) < (75 if most == 256 else 80)  # each takes memory and start-up time
+    assert len(sizes) < (75 if most == 256 else 86)  # each takes memory and start-up time
     for tokens in (*range(2, 1100), *range(1100, longest, 7), longest):
         for sequences in (1, 16, 64, min(256, tokens - 1), min(most, tokens - 1)):
             for prompts in {1, min(16, sequences), min(17, sequences), sequences}:

@@ -222,7 +222,7 @@ def test_the_command_is_one_that_serve_takes(monkeypatch: pytest.MonkeyPatch) ->
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     started: list[dict[str, Any]] = []
-    monkeypatch.setattr(serve_cli, "launch", lambda job, engine: started.append(engine) or 0)
+    monkeypatch.setattr(serve_cli, "launch", lambda job, engine, keys: started.append(engine) or 0)
     assert found["command"][:2] == ["strata", "serve"]
     served = RUNNER.invoke(app, found["command"][1:])
     assert served.exit_code == 0, served.output
