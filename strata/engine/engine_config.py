@@ -14,12 +14,12 @@ from strata.cache.groups import PageGroup, page_groups
 from strata.cache.pool import PoolShape
 from strata.cache.state_pool import StateShape
 from strata.cache.tables import BufferShape
+from strata.engine.given.options import check_types, own_options
 from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
 from strata.engine.recorded_steps import recorded_sizes
 from strata.engine.sampling_params import RANGES, check_integer
 from strata.engine.startup.divided_keys import check_divided_keys
 from strata.engine.startup.experts_of_ranks import check_experts
-from strata.engine.startup.given_options import check_types, own_options
 from strata.engine.startup.kept_states import check_states, keeps_all
 from strata.engine.startup.narrow_messages import check_messages
 from strata.engine.startup.packing import NOTHING_PACKED, Packing

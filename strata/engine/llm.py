@@ -20,12 +20,12 @@ from strata.engine.collect import Collector
 from strata.engine.delivery import Delivery
 from strata.engine.embeddings.pooling import Pooling, PoolRequest, check_vector
 from strata.engine.engine_config import EngineConfig
+from strata.engine.given.options import declared_by
+from strata.engine.given.prompts import Prompt, listed_prompts, text_and_ids
 from strata.engine.grammars.grammar import GrammarCompiler
 from strata.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
-from strata.engine.prompts import Prompt, listed_prompts, text_and_ids
 from strata.engine.request import Request
 from strata.engine.sampling_params import SamplingParams
-from strata.engine.startup.given_options import declared_by
 from strata.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]

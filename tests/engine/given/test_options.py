@@ -11,7 +11,7 @@ import pytest
 
 from strata import LLM, SamplingParams
 from strata.engine.engine_config import EngineConfig
-from strata.engine.startup.given_options import VLLM_OPTIONS
+from strata.engine.given.options import VLLM_OPTIONS
 
 
 def test_a_call_is_declared_with_every_option_its_type_and_default() -> None:

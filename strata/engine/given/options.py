@@ -1,4 +1,4 @@
-"""Options as somebody gives them to `LLM`: by the names that it has, or by vLLM's, and of the types that were declared."""
+"""Options as somebody gives them to `LLM`: by its own names or by vLLM's, and of the types that were declared."""
 
 from __future__ import annotations
 
