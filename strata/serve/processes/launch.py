@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import uvloop
 
 from strata.serve.client import EngineClient, EngineGone
 from strata.serve.engine_ends import EngineEnds
+from strata.serve.event_loop import new_event_loop
 from strata.serve.observe.logs import configure_logging
 from strata.serve.processes.api_processes import ApiProcesses
 from strata.serve.processes.child import Child, how_it_ended
@@ -49,7 +49,7 @@ def launch(asked: ApiJob, engine: Mapping[str, Any]) -> int:
     with bind(asked.settings.host, asked.settings.port) as listener:
         folder = Path(tempfile.mkdtemp(prefix="strata-"))  # mode 0700
         try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
                 return runner.run(_Launcher(msgspec.structs.replace(asked, folder=str(folder)), engine, listener).run())
         finally:
             shutil.rmtree(folder, ignore_errors=True)
