@@ -50,6 +50,10 @@ $(FRAMEWORKS): tests/clients/frameworks.txt | $(STAMP)
 test: lint clients
 	$(BIN)/pytest --numprocesses 3 --dist worksteal --hypothesis-profile ci
 
+# What takes long and is tested by a short form as well: training that teaches, and rounds of kills.
+test-long: setup
+	$(BIN)/pytest --numprocesses 3 --dist worksteal --hypothesis-profile ci -m long
+
 # A part of the tests with the lowest versions that pyproject.toml allows, in an environment of its own: minutes, most of them pip's.
 test-lowest: setup
 	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
