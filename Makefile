@@ -48,18 +48,21 @@ $(FRAMEWORKS): tests/clients/frameworks.txt | $(STAMP)
 
 # Examples of property tests are the same each time; pytest by itself draws others.
 test: lint clients
-	$(BIN)/pytest --numprocesses 3 --dist worksteal --hypothesis-profile ci
+	$(BIN)/pytest --numprocesses 4 --dist worksteal --hypothesis-profile ci
 
 # What takes long and is tested by a short form as well: training that teaches, and rounds of kills.
 test-long: setup
-	$(BIN)/pytest --numprocesses 3 --dist worksteal --hypothesis-profile ci -m long
+	$(BIN)/pytest --numprocesses 4 --dist worksteal --hypothesis-profile ci -m long
 
-# A part of the tests with the lowest versions that pyproject.toml allows, in an environment of its own: minutes, most of them pip's.
+# A part of the tests with the lowest versions that pyproject.toml allows, in an environment of its own: minutes, most of
+# them pip's. Those that compare with transformers are left out, whose versions need newer tokenizers.
+LOWEST_TESTS = tests/engine/test_builtin.py tests/engine/grammars tests/serve/api tests/serve/observe tests/serve/http/test_errors.py \
+  tests/serve/test_run_batch.py tests/cli/test_help.py tests/cli/test_train.py tests/cli/test_train_data.py tests/files tests/train/test_log.py
 test-lowest: setup
 	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
 	$(BIN)/python tools/lowest.py > $(LOWEST)/lowest.txt
-	$(LOWEST)/bin/python -m pip install --constraint $(LOWEST)/lowest.txt --editable '.[dev]'
-	$(LOWEST)/bin/python -m pytest tests/engine/test_builtin.py tests/engine/grammars tests/serve/api tests/serve/http tests/serve/observe tests/text tests/cli tests/bench/load tests/train/test_log.py
+	$(LOWEST)/bin/python -m pip install --constraint $(LOWEST)/lowest.txt --editable '.[log,parquet,tracing]' pytest hypothesis httpx openai
+	$(LOWEST)/bin/python -m pytest $(LOWEST_TESTS)
 
 # tests/gpu on all GPUs that are here, or those of CUDA_VISIBLE_DEVICES; a few files: make test-gpu FILES="engine moe".
 # Another Python that has all that the tests import does without .venv: make test-gpu PYTHON=python3

@@ -1,7 +1,8 @@
 """Prints the lowest versions that pyproject.toml allows, a line each as pip takes them for constraints.
 
-Usage: python tools/lowest.py [PYPROJECT]. Of what the package needs and of all extras. `make test-lowest` installs them and runs
-a part of the tests. Exit code 1 and a line for each dependency without a lower bound.
+Usage: python tools/lowest.py [PYPROJECT]. Of what the package needs and of its extras but `dev`, whose tools are for this
+repository alone. `make test-lowest` installs them and runs a part of the tests. Exit code 1 and a line for each
+dependency without a lower bound.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 
-def dependencies(pyproject: Path) -> list[Requirement]:
-    """All that the package and its extras name, but for each other."""
+def dependencies(pyproject: Path, without: str | None = None) -> list[Requirement]:
+    """All that the package and its extras name, but for each other, and without one of the extras."""
     project = tomllib.loads(pyproject.read_text())["project"]
-    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    extras = project["optional-dependencies"]
+    groups = [project["dependencies"], *(extras[name] for name in extras if name != without)]
     named = [Requirement(line) for group in groups for line in group]
     return [one for one in named if one.name != project["name"]]
 
@@ -28,7 +30,7 @@ def lower_bound(dependency: Requirement) -> str | None:
 
 def main() -> int:
     pyproject = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent / "pyproject.toml"
-    found = dependencies(pyproject)
+    found = dependencies(pyproject, without="dev")
     without = [one.name for one in found if lower_bound(one) is None]
     for name in without:
         print(f"{name} has no lower bound; write {name}>=VERSION", file=sys.stderr)
