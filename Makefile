@@ -2,23 +2,30 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# What serving needs, and with it what the tests need.
+SERVING := $(VENV)/.serving
 STAMP := $(VENV)/.installed
+LOWEST := .venv-lowest
 FRAMEWORKS := tests/clients/frameworks/.installed
 # While clients are fetched, what is written here is checked.
 MAKEFLAGS += --jobs=2
 
-.PHONY: setup run test test-gpu bench-parallel lint clients clean
+.PHONY: setup run test test-long test-lowest test-gpu bench-parallel lint clients clean
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(SERVING): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet 'triton==3.6.0; platform_system == "Linux"'
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	touch $(STAMP)
+	@echo "Installing what serving needs into $(VENV): PyTorch first, built for CUDA some 3 GB, which takes minutes."
+	$(BIN)/python -m pip install --constraint constraints.txt --editable .
+	touch $@
 
-run: setup
+$(STAMP): $(SERVING)
+	@echo "Installing what the tests need into $(VENV)."
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+run: $(SERVING)
 	$(BIN)/strata serve
 
 lint: setup
@@ -30,6 +37,7 @@ lint: setup
 # Clients that the tests run besides the one in .venv. Where npm is not, or reaches no registry, those in JavaScript are left
 # out and their tests are skipped.
 clients: setup $(FRAMEWORKS)
+	@echo "Installing clients of others, which are tested against the server."
 	-command -v npm >/dev/null && npm install --prefix tests/clients/npm --no-package-lock --ignore-scripts --no-audit --no-fund --silent
 	$(BIN)/python -m pip install --quiet --upgrade --target tests/clients/openai2 --no-deps 'openai==2.54.0' distro
 
@@ -40,7 +48,21 @@ $(FRAMEWORKS): tests/clients/frameworks.txt | $(STAMP)
 
 # Examples of property tests are the same each time; pytest by itself draws others.
 test: lint clients
-	$(BIN)/pytest --numprocesses 3 --dist worksteal --hypothesis-profile ci
+	$(BIN)/pytest --numprocesses 4 --dist worksteal --hypothesis-profile ci
+
+# What takes long and is tested by a short form as well: training that teaches, and rounds of kills.
+test-long: setup
+	$(BIN)/pytest --numprocesses 4 --dist worksteal --hypothesis-profile ci -m long
+
+# A part of the tests with the lowest versions that pyproject.toml allows, in an environment of its own: minutes, most of
+# them pip's. Those that compare with transformers are left out, whose versions need newer tokenizers.
+LOWEST_TESTS = tests/engine/test_builtin.py tests/engine/grammars tests/serve/api tests/serve/observe tests/serve/http/test_errors.py \
+  tests/serve/test_run_batch.py tests/cli/test_help.py tests/cli/test_train.py tests/cli/test_train_data.py tests/files tests/train/test_log.py
+test-lowest: setup
+	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	$(BIN)/python tools/lowest.py > $(LOWEST)/lowest.txt
+	$(LOWEST)/bin/python -m pip install --constraint $(LOWEST)/lowest.txt --editable '.[log,parquet,tracing]' pytest hypothesis httpx openai
+	$(LOWEST)/bin/python -m pytest $(LOWEST_TESTS)
 
 # tests/gpu on all GPUs that are here, or those of CUDA_VISIBLE_DEVICES; a few files: make test-gpu FILES="engine moe".
 # Another Python that has all that the tests import does without .venv: make test-gpu PYTHON=python3
@@ -64,4 +86,4 @@ bench-parallel: setup
 endif
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -19,6 +18,7 @@ from strata.cli.serve_options import Reasoning, ServedModelName, ToolCalls, serv
 from strata.models.folder import display_name, model_folder
 from strata.serve.batch_file import BatchResults, read_requests
 from strata.serve.client import EngineGone
+from strata.serve.event_loop import new_event_loop
 from strata.serve.http.keys import ANONYMOUS
 from strata.serve.run_batch import EngineNotStarted, run_batch
 from strata.serve.settings import ServeSettings
@@ -125,7 +125,7 @@ def _answer(requests: Path, results: BatchResults, settings: ServeSettings, engi
         progress.update(task, advance=1, description=f"{results.failed} failed" if results.failed else "requests")
 
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
             return runner.run(_until_signal(run_batch(requests, results, settings, engine, progress.start, done)))
     except EngineNotStarted:
         raise typer.Exit(1) from None

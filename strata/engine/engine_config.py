@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from strata.cache.groups import PageGroup, page_groups
 from strata.cache.pool import PoolShape
 from strata.cache.state_pool import StateShape
 from strata.cache.tables import BufferShape
+from strata.engine.given.options import check_types, own_options
 from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
 from strata.engine.recorded_steps import recorded_sizes
 from strata.engine.sampling_params import RANGES, check_integer
@@ -51,7 +52,7 @@ KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_
 MAX_NUM_SEQS = 256
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """What an engine is asked for; the names and meanings are vLLM's where it has them.
 
@@ -113,7 +114,7 @@ class EngineConfig:
         makes of the references, but for attention and what else it cannot look into.
     """
 
-    model: str
+    model: str = field(kw_only=False)
     quantization: str | None = None
     sparsity: str | None = None
     dtype: str = "auto"
@@ -154,40 +155,34 @@ class EngineConfig:
     def from_options(cls, model: str | Path | None, options: Mapping[str, Any]) -> EngineConfig:
         """`model` None or "builtin" is the built-in model, `org/model` a download in the Hugging Face cache.
 
-        Raises ValueError for an unknown option, and for a download that is not there.
+        Options of vLLM's that ask for nothing are left out. Raises ValueError for an unknown option, and for a download
+        that is not there.
         """
         known = {field.name for field in fields(cls)} - {"model"}
-        unknown = sorted(set(options) - known)
-        if unknown:
-            raise ValueError(f"unknown option {unknown[0]!r}; LLM takes model, {', '.join(sorted(known))}")
-        return cls(located(model), **options)
+        return cls(located(model), **own_options(options, known))
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("auto", *DTYPES):
-            raise ValueError(f"dtype {self.dtype!r} is unknown; use auto, {', '.join(DTYPES)}")
-        if self.kv_cache_dtype not in KV_DTYPES:
-            raise ValueError(f"kv_cache_dtype {self.kv_cache_dtype!r} is unknown; use {', '.join(KV_DTYPES)}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         may_be_none = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_pages")
         sizes = "page_size", "decode_context_parallel_size", "eplb_step_interval", *_AXES.values()
         for name in (*may_be_none, *sizes, *SPARSE_SIZES):
             value = getattr(self, name)
             if not (_is_whole(value, 1) or (value is None and name in may_be_none)):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-        for field in fields(self):
-            if isinstance(field.default, bool) and not isinstance(value := getattr(self, field.name), bool):
-                raise ValueError(f"{field.name} must be True or False, got {value!r}")
         if self.overlap_tokens is not None and not _is_whole(self.overlap_tokens, 0):
             raise ValueError(f"overlap_tokens must be an integer of at least 0, or None, got {self.overlap_tokens!r}")
         if not _is_whole(redundant := self.num_redundant_experts, 0):
             raise ValueError(f"num_redundant_experts must be an integer of at least 0, got {redundant!r}")
-        target = self.tpot_target_ms
-        if target is not None and not (isinstance(target, int | float) and 0 < target < math.inf):
+        check_types(self)
+        if self.dtype not in ("auto", *DTYPES):
+            raise ValueError(f"dtype {self.dtype!r} is unknown; use auto, {', '.join(DTYPES)}")
+        if self.kv_cache_dtype not in KV_DTYPES:
+            raise ValueError(f"kv_cache_dtype {self.kv_cache_dtype!r} is unknown; use {', '.join(KV_DTYPES)}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if (target := self.tpot_target_ms) is not None and not 0 < target < math.inf:
             raise ValueError(f"tpot_target_ms must be a number over 0, or None for no target, got {target!r}")
-        wait = self.ttft_target_ms
-        if not (isinstance(wait, int | float) and 0 < wait < math.inf):
-            raise ValueError(f"ttft_target_ms must be a number over 0, got {wait!r}")
+        if not 0 < self.ttft_target_ms < math.inf:
+            raise ValueError(f"ttft_target_ms must be a number over 0, got {self.ttft_target_ms!r}")
         if self.seed is not None:
             check_integer("seed", self.seed, RANGES["seed"])
         if self.page_size & (self.page_size - 1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -19,6 +20,8 @@ from strata.engine.collect import Collector
 from strata.engine.delivery import Delivery
 from strata.engine.embeddings.pooling import Pooling, PoolRequest, check_vector
 from strata.engine.engine_config import EngineConfig
+from strata.engine.given.options import declared_by
+from strata.engine.given.prompts import Prompt, listed_prompts, text_and_ids
 from strata.engine.grammars.grammar import GrammarCompiler
 from strata.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from strata.engine.request import Request
@@ -27,11 +30,18 @@ from strata.models.folder import display_name
 from strata.text.messages import Message
 from strata.text.tokenizer import Tokenizer
 
-Prompt = str | Mapping[str, Any] | Sequence[int]
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments(EngineConfig):
+    """What `LLM` is called with: the options of an engine, a model that has yet to be found, and verbose."""
+
+    model: str | Path | None = field(default=None, kw_only=False)  # type: ignore[assignment]
+    verbose: bool | None = None
 
 
 class LLM:
-    """A model ready to generate. See `EngineConfig` for the keyword arguments; unknown ones are an error.
+    """A model ready to generate. `EngineConfig` says what the keyword arguments mean; unknown ones are an error, and of
+    vLLM's others those are taken that ask for nothing (trust_remote_code=False, enforce_eager).
 
     Without `model` it is the small model that comes with Strata; `org/model` is a download in the Hugging Face cache.
     verbose: on standard error, True tells how memory is divided and how long each part of the start took, None (the
@@ -42,6 +52,7 @@ class LLM:
     while one of another thread is under way raises RuntimeError. An error in a step, Ctrl-C too, ends all requests.
     """
 
+    @declared_by(Arguments)
     def __init__(self, model: str | Path | None = None, *, verbose: bool | None = None, **options: Any) -> None:
         console = Console(stderr=True, highlight=False, quiet=verbose is False)
         log = partial(console.print, markup=False, soft_wrap=True)
@@ -84,7 +95,7 @@ class LLM:
         that cannot be served raises ValueError before anything runs; a request that fails later ends with the
         finish_reason "error" and says why in `RequestOutput.error`, and the others go on.
         """
-        listed = _as_list(prompts)
+        listed = listed_prompts(prompts)
         params = self._params_for(len(listed), sampling_params)
         priorities = list(priority) if priority is not None else [0] * len(listed)
         if len(priorities) != len(listed):
@@ -206,7 +217,7 @@ class LLM:
         """
         if pooling not in ("last", "mean"):
             raise ValueError(f"pooling must be 'last' or 'mean', got {pooling!r}")
-        encoded = [self._encoded(prompt) for prompt in _as_list(prompts)]
+        encoded = [self._encoded(prompt) for prompt in listed_prompts(prompts)]
         pooler = self._engine.pooler
         for _, ids in encoded:
             pooler.check(ids)
@@ -228,22 +239,16 @@ class LLM:
     def _params_for(self, count: int, given: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
             return [given or self._engine.default_params] * count
+        if not isinstance(given, Sequence) or not all(isinstance(one, SamplingParams) for one in given):
+            raise ValueError(f"sampling_params must be SamplingParams, or a list of one for each prompt, got {given!r}")
         if len(given) != count:
             raise ValueError(f"{len(given)} sampling_params for {count} prompts: give one, or one for each prompt")
         return list(given)
 
     def _encoded(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The text (None if it came as ids) and ids of a prompt."""
-        if isinstance(prompt, str):
-            return prompt, self.get_tokenizer().encode(prompt)
-        if not isinstance(prompt, Mapping):
-            return None, _listed(prompt)
-        unknown = set(prompt) - {"prompt", "prompt_token_ids"}
-        if unknown or not prompt:
-            raise ValueError(f"a prompt is a string, ids, or has prompt or prompt_token_ids, got {sorted(prompt)}")
-        if "prompt_token_ids" in prompt:
-            return prompt.get("prompt"), _listed(prompt["prompt_token_ids"])
-        return prompt["prompt"], self.get_tokenizer().encode(prompt["prompt"])
+        text, ids = text_and_ids(prompt)
+        return text, ids if ids is not None else self.get_tokenizer().encode(text or "")
 
     def _collector(self, text: str | None, ids: list[int], params: SamplingParams, priority: int) -> Collector:
         engine = self._engine
@@ -271,18 +276,6 @@ class LLM:
     def _matchers(self, collectors: list[Collector]) -> list[LLMatcher | None]:
         grammars = [collector.request.grammar for collector in collectors]
         return self._grammars.compile_all(grammars) if any(grammars) else [None] * len(collectors)
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    is_one = isinstance(prompts, (str, Mapping)) or (bool(prompts) and isinstance(prompts[0], int))
-    return cast(list[Prompt], [prompts] if is_one else list(prompts))
-
-
-def _listed(ids: Sequence[int]) -> list[int]:
-    for id in ids:
-        if not isinstance(id, int) or isinstance(id, bool):
-            raise ValueError(f"token id {id!r} is no integer")
-    return [int(id) for id in ids]  # ranks tell each other of plain ones
 
 
 @contextmanager

@@ -113,6 +113,8 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if not isinstance(given := self.structured_outputs, StructuredOutputsParams | None):
+            raise ValueError(f"structured_outputs must be StructuredOutputsParams or None, got {given!r}")
         if self.temperature < LEAST_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
         if self.top_p < LEAST_TOP_P:

@@ -350,6 +350,29 @@ def test_bad_requests_are_refused_and_disturb_nothing(engine: Engine, prompt, pa
     assert len(ids_of(llm, [good], GREEDY)[0]) == 24
 
 
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        *(3, None, 2.5, True, b"bytes", [None], [3.5], [["a"]], ["a", 3], {"prompt": 3}, {"text": "a"}, {}),
+        *({"prompt_token_ids": 3}, {"prompt_token_ids": "ab"}, {"prompt_token_ids": [True]}, (one for one in "ab")),
+    ],
+    ids=repr,
+)
+def test_what_is_no_prompt_is_refused_in_one_sentence(engine: Engine, prompt: object) -> None:
+    llm = engine(dtype="float32")
+    for ask in (llm.generate, llm.embed, lambda one, **_: list(llm.stream(one))):
+        with pytest.raises(ValueError, match=r"must be|is no integer") as refused:
+            ask(prompt, use_tqdm=False)
+        assert "\n" not in str(refused.value)
+    assert llm.engine.loop.idle
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, [{"temperature": 0}], "greedy", 3])
+def test_what_are_no_sampling_params_is_refused_in_one_sentence(engine: Engine, params: object) -> None:
+    with pytest.raises(ValueError, match="must be SamplingParams"):
+        engine(dtype="float32").generate("a", params, use_tqdm=False)
+
+
 @pytest.mark.parametrize("priority", [[0], [0, "high"], [float("nan"), 0]])
 def test_priorities_that_are_none_are_refused_and_disturb_nothing(engine: Engine, priority: list[object]) -> None:
     llm = engine(dtype="float32")

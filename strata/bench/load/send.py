@@ -9,10 +9,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import uvloop
-
 from strata.bench.load.answer import Answer, Fault
 from strata.bench.load.connection import Client, ConnectionCut
+from strata.serve.event_loop import new_event_loop
 
 T = TypeVar("T")
 
@@ -48,10 +47,10 @@ class Outcome:
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on uvloop, with as many open connections as the system lets this process have."""
+    """Run a coroutine, with as many open connections as the system lets this process have."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(main)
 
 

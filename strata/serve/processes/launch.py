@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import uvloop
 
 from strata.serve.client import EngineClient, EngineGone
 from strata.serve.engine_ends import EngineEnds
+from strata.serve.event_loop import new_event_loop
 from strata.serve.http.keys import KeySource
 from strata.serve.observe.logs import configure_logging, log_event
 from strata.serve.processes.api_processes import ApiProcesses
@@ -60,7 +60,7 @@ def launch(asked: ApiJob, engine: Mapping[str, Any], keys: KeySource) -> int:
         folder = Path(tempfile.mkdtemp(prefix="strata-"))  # mode 0700
         asked = msgspec.structs.replace(asked, folder=str(folder))
         try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
                 return runner.run(_Launcher(asked, engine, keys, listeners).run())
         finally:
             shutil.rmtree(folder, ignore_errors=True)

@@ -21,12 +21,12 @@ from pathlib import Path
 
 import msgspec
 import uvicorn
-import uvloop
 
 from strata.engine.lifeline import end_with_parent
 from strata.serve.api.response_store import ResponseStore
 from strata.serve.client import EngineClient, EngineGone
 from strata.serve.engine_ends import EngineEnds
+from strata.serve.event_loop import new_event_loop
 from strata.serve.fair_queue import AT_ONCE
 from strata.serve.grammar import GrammarChecker
 from strata.serve.http.app import build_app, handlers
@@ -243,7 +243,7 @@ def _main(told: FileIO) -> None:
     job = msgspec.json.decode(told.readline(), type=ApiJob)
     configure_logging(job.settings.log_json)
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(_serve(job, told))
     except (ValueError, EngineGone) as error:
         print(f"strata: error: {error}", file=sys.stderr)

@@ -30,6 +30,7 @@ from tests.cli.fake_server import FakeServer
 GOOD = FaultRound(1, 0, "SIGKILL", 0.3, 12.0, "the engine is gone", 30, 90, 0, 16, 0, 5 << 20)
 
 
+@pytest.mark.long
 def test_two_ranks_of_a_server_are_killed_and_nothing_is_lost(tmp_path: Path) -> None:
     saved = tmp_path / "faults.jsonl"
     options = ["--rounds", "2", "--model", "builtin", "--dtype", "float32", "--device", "cpu", "--request-rate", "6"]

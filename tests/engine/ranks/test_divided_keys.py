@@ -140,7 +140,10 @@ def test_two_ranks_that_divide_keys_answer_as_one(
     several.engine.ranks.check_ids()
 
 
-@pytest.mark.parametrize(("name", "kv_heads", "key_ranks"), [("qwen3-biases-tied", 2, 2), ("llama-biases-tied", 1, 4)])
+@pytest.mark.parametrize(
+    ("name", "kv_heads", "key_ranks"),
+    [("qwen3-biases-tied", 2, 2), pytest.param("llama-biases-tied", 1, 4, marks=pytest.mark.long)],
+)
 def test_four_ranks_that_divide_keys_answer_as_one(name: str, kv_heads: int, key_ranks: int, tmp_path: Path) -> None:
     """In chunks, found again, and samples that share pages."""
     one, several = started(tmp_path, name, kv_heads, 4, key_ranks)

@@ -22,7 +22,10 @@ SHORT, LONG = (SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) 
 MIXTURE = {"load_format": "dummy", "skip_tokenizer_init": True, "seed": 0}
 
 
-@pytest.mark.parametrize(("options", "killed"), [(DENSE, 2), (MIXTURE, 3)], ids=["dense", "mixture"])
+@pytest.mark.parametrize(
+    ("options", "killed"),
+    [pytest.param(DENSE, 2, marks=pytest.mark.long, id="dense"), pytest.param(MIXTURE, 3, id="mixture")],
+)
 def test_stages_of_two_ranks_answer_as_one_and_one_that_is_killed_is_named(
     options: dict[str, Any], killed: int, tmp_path: Path
 ) -> None:

@@ -71,6 +71,7 @@ def test_a_rank_killed_twice_in_a_row(tmp_path: Path) -> None:
     assert "Traceback" not in said  # of the ranks that only lost a peer
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_torchrun_starts_killed_ranks_again_as_well(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]

@@ -67,6 +67,7 @@ def test_sft_with_lora_teaches_a_style(toy: Path, tmp_path: Path, untaught: list
     assert (tmp_path / "run/adapter/adapter_model.safetensors").exists()
 
 
+@pytest.mark.long
 def test_dpo_makes_answers_shorter(toy: Path, tmp_path: Path, untaught: list[str]) -> None:
     after = replies(trained("dpo.toml", toy / "short", tmp_path / "run"))
     assert sum(map(len, after)) < 0.6 * sum(map(len, untaught))

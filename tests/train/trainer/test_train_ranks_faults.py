@@ -67,6 +67,7 @@ def first_step_after(command: Command, folder: Path, begun: int) -> float:
     return time.monotonic()
 
 
+@pytest.mark.long
 def test_killed_three_times_in_a_row_and_stopped_once(files: Files, tmp_path: Path) -> None:
     """The rank that is stopped is named; both start again."""
     chance = random.Random(7)

@@ -159,7 +159,6 @@ def kept_blocks_kernel(
     lowest = total - new + query_start
     block = tl.arange(0, BLOCKS)
     seen = block <= (total - new + end - 1) // BLOCK
-    always = seen & ((block == 0) | (block >= lowest // BLOCK - LOCAL))
     mass = tl.zeros((BLOCKS,), tl.float32)
     divided = in_blocks(new, total, least_keys)
     if divided:
@@ -174,6 +173,7 @@ def kept_blocks_kernel(
                 weights = tl.exp2(found - tl.max(found, 0))
                 of_head += weights / tl.sum(weights, 0)
             mass = tl.maximum(mass, of_head)
+    always = seen & ((block == 0) | (block >= lowest // BLOCK - LOCAL))
     # The bits of the largest weight, which is not negative, such that blocks of it or more hold what is missing.
     free = seen & ~always
     missing = share * tl.sum(mass, 0) - tl.sum(tl.where(always, mass, 0.0), 0)
@@ -206,8 +206,9 @@ def pooled_tile(head_dim: int, dtype: torch.dtype) -> Tile:
 
 
 def choice_warps(padded_blocks: int) -> int:
-    """Of a program that chooses among so many blocks, which it has in registers."""
-    return min(16, max(4, padded_blocks // 512))
+    """Of a program that chooses among so many blocks, which it has in registers: so many that none spills, whichever
+    Triton compiles it."""
+    return 4 if padded_blocks < 512 else 8 if padded_blocks < 4096 else 16
 
 
 def compile_cases() -> list[CompileCase]:
@@ -237,7 +238,7 @@ def compile_cases() -> list[CompileCase]:
         name = f"pooled scores {kind} head_dim {head_dim} group {group} page_size {page_size}"
         must = () if dtype == fp32 else ("wgmma.mma_async",)
         cases.append(CompileCase(name, pooled_scores_kernel, signature, constants, tile.warps, tile.stages, must))
-    for blocks in (1024, 8192):
+    for blocks in (512, 1024, 4096, 8192):
         signature = by_type({"*fp32:16": "logs", "*i32:16": "kept counts", "*i32": "starts offsets lengths"})
         signature |= by_type({"i32": "sequences rows blocks least_keys", "fp32": "share"})
         constants = {"GROUP": 4, "STRIDE": 16, "BLOCK": 128, "LOCAL": 2, "BLOCKS": blocks}
