@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from strata.engine.scheduling.room import IN_LINE, LEAST_TOKENS, MAX_SLOWDOWN
+from strata.engine.scheduling.room import LEAST_TOKENS, MAX_SLOWDOWN, SERVER_TTFT_MS
 from strata.plan.search.traffic import Traffic
 
 # From a request's way over HTTP until its first token is on its way back, beside the steps: what the first tokens of
@@ -164,9 +164,8 @@ def _steady(
     first, rest = min(beside, longest), max(0.0, beside - longest)
     line = with_prompts * _queue(wanted / longest)
     if batching.target is not None:
-        # With more in line the target grows, until as many prompts are computed as come.
-        in_line = IN_LINE * with_prompts / (batching.target / stages)
-        line = min(line, in_line / ended * step)
+        # Where prompts would wait for longer than they are to, steps grow until as many are computed as come.
+        line = min(line, SERVER_TTFT_MS / 1e3)
     is_busy = -math.expm1(-others * mean) if others < 1 or mean < 1 else 1.0
     prefill = seconds(own, first) * stages + rest / longest * with_prompts
     ttft = SERVER_SECONDS + is_busy * spread / 2 + line + prefill
