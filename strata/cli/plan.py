@@ -25,10 +25,8 @@ _PRECISION, _LACKS = "precision", "lacks"
 
 def plan(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Checkpoint folder, org/model, config.json, or a shape (8B, 70B).")],
-    hardware: Annotated[
-        str, typer.Option(help="Device of the database, such as h100, b200, mi300x or tpu-v5e.")
-    ] = "h200",
+    model: options.ModelOrSizes,
+    hardware: options.Hardware = "h200",
     gpus: Annotated[int, typer.Option(min=1, max=100_000, help="How many of them there are.")] = 1,
     isl: Annotated[int | None, typer.Option(min=1, max=_MOST_TOKENS, help="Tokens of a prompt.")] = None,
     osl: Annotated[int | None, typer.Option(min=1, max=_MOST_TOKENS, help="Tokens of an answer.")] = None,
@@ -53,8 +51,8 @@ def plan(
     acceptance: Annotated[
         float | None, typer.Option(min=0, max=0.99, help="Share of right guesses, to see what speculation would give.")
     ] = None,
-    svg: Annotated[Path | None, typer.Option(help="Draw tokens a second a device against those of a user.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write the plan as a page that loads nothing.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Draw tokens a second a device against those of a user (.svg).")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the plan as a page that loads nothing (.html).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
     """Choose how to serve a model: ranks, replicas, sequences at once and tokens of a step that give the most tokens a
@@ -82,7 +80,7 @@ def plan(
         raise ValueError(
             f"{', '.join(given)}: for a training run alone; add --train and --batch-tokens, or leave it out"
         )
-    from strata.bench.result import writable
+    from strata.bench.result import PAGE_ENDINGS, ending_in, writable
     from strata.plan.search.frontier import drawable, frontier_svg
     from strata.plan.search.page import html_page
     from strata.plan.search.precision import Precision
@@ -91,7 +89,7 @@ def plan(
 
     if svg or html:
         drawable()
-    svg, html = writable(svg), writable(html)
+    svg, html = writable(ending_in(svg, "--svg", ".svg")), writable(ending_in(html, "--html", *PAGE_ENDINGS))
     if trace is not None and (isl or osl):
         raise ValueError(f"--trace {trace} has the lengths of requests: leave it out, or --isl and --osl")
     if trace is None and not (isl and osl):
@@ -131,11 +129,12 @@ def draw_plan(found: ServingPlan) -> None:
 
     def table(title: str, choices: tuple[Choice, ...], last: str = "") -> Table:
         made = Table(title=title, title_justify="left", box=None, pad_edge=False)
-        names = ("engines", "sequences", "TTFT ms", "TPOT ms", "tok/s", "each")
+        names = ("engines", "sequences", "TTFT ms", "TPOT ms", "tok/s", "each", "analytic")
         made.add_column("layout")
         for name in names:
             made.add_column(name, justify="right", no_wrap=True)
-        made.add_column(last)
+        if last:
+            made.add_column(last)
         for one in choices:
             made.add_row(
                 one.settings.layout.name,
@@ -145,7 +144,8 @@ def draw_plan(found: ServingPlan) -> None:
                 "-" if one.tpot_ms is None else f"{one.tpot_ms:,.2f}",
                 f"{one.tokens:,.0f}",
                 f"{one.tokens_per_device:,.0f}",
-                one.settings.precision.name if last == _PRECISION else ", ".join(one.blocked),
+                f"{one.analytic:.0%}",
+                *((one.settings.precision.name if last == _PRECISION else ", ".join(one.blocked),) if last else ()),
             )
         return made
 

@@ -61,7 +61,7 @@ def test_calibration_text_is_read_in_samples(tmp_path: Path) -> None:
 def test_what_cannot_be_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     for asked, said in (
         (["--scheme", "int5"], "accepted are 'fp8'"),
-        (["--scheme", "int4"], "give another --group, or leave them out with --skip"),
+        (["--scheme", "int4", "--group", "128"], "give another --group, or leave them out with --skip"),
         (["--scheme", "fp8_block"], "down_proj.weight; leave them out with --skip"),
         (["--calibration", str(tmp_path / "absent.txt")], "does not exist"),
         (["--device", "gpu"], "'gpu' is unknown; use auto, cpu, cuda"),

@@ -66,10 +66,10 @@ def test_a_trace_is_played_and_drawn(trace: Path, tmp_path: Path) -> None:
 
 def test_it_is_said_where_predictions_come_from(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no probe of this machine
-    found = simulate("0.6B", "--device", "h100", "--dataset", str(trace), "--replay")
+    found = simulate("0.6B", "--hardware", "h100", "--dataset", str(trace), "--replay")
     assert found.exit_code == 0, found.output
     assert "from calls and ceilings borrowed from NVIDIA H200, " in found.stdout
-    assert simulate("0.6B", "--device", "a100", "--dataset", str(trace), "--replay").stdout.count("\nfrom ") == 0
+    assert simulate("0.6B", "--hardware", "a100", "--dataset", str(trace), "--replay").stdout.count("\nfrom ") == 0
 
 
 def test_failures_and_engines_for_prompts_alone_are_told(trace: Path) -> None:
@@ -123,9 +123,9 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--dataset", "lognormal", "--longest", "1000000000000"), "max_model_len is 40960: lower --longest"),
         (("--dataset", "{endless}"), "request 2 has 1000000000000 tokens and 128 of its answer"),
         (("--dataset", "nowhere"), "--dataset is random, shared-prefix, lognormal or a JSON-lines file"),
-        (("--device", "h2000"), "--device 'h2000' is unknown; give one of h200, h100,"),
+        (("--hardware", "h2000"), "--hardware 'h2000' is unknown; give one of h200, h100,"),
         (
-            ("--device", "cpu"),
+            ("--hardware", "cpu"),
             "steps of processors are not simulated, those of Strata's CUDA kernels are; give one of h200",
         ),
         (("--replay",), "it needs --dataset"),

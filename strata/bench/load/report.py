@@ -56,7 +56,9 @@ class LoadResult:
             return "replay"
         if math.isinf(self.request_rate):
             return "all at once"
-        share = "" if self.saturation is None else f" ({self.request_rate / self.saturation:.0%})"
+        share = ""
+        if self.saturation is not None:
+            share = f" ({self.request_rate / self.saturation:.0%} of {number(self.saturation)})"
         return f"{number(self.request_rate)}{share}"
 
     def shown(self) -> Group:
@@ -81,6 +83,8 @@ class LoadResult:
         a_chunk = figures.output_tokens / max(1, figures.chunks)
         total = number(figures.total_tokens_per_second)
         yield f"{requests} requests/s, {output} output tok/s ({a_chunk:.3g} a chunk), {total} with prompts"
+        if self.saturation is not None and self.request_rate == math.inf:
+            yield f"saturation {number(self.saturation)} requests/s, without the first and the last requests under way"
         if figures.goodput is not None:
             bounds = ", ".join(f"{name} <= {most:g} ms" for name, most in figures.goodput.objectives.items())
             good = figures.goodput

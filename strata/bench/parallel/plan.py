@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from strata.bench import workloads
+from strata.bench.needs_gpu import why_no_processor
 from strata.models.config import DTYPES, ModelConfig
 from strata.models.families import build
 from strata.models.folder import folder_or_shape
@@ -26,11 +27,12 @@ _WEIGHTS_SHARE = 0.85
 @dataclass(frozen=True)
 class Machine:
     """device: "cuda" or "cpu". devices: GPUs; on a CPU as many as ranks may be. memory: bytes of a GPU, or of the host;
-    None: not known."""
+    None: not known. asked: the device that the user named, "auto" if none."""
 
     device: str
     devices: int
     memory: int | None
+    asked: str = "auto"
 
     def of_rank(self, ranks: int) -> int | None:
         """The bytes of memory that one of so many ranks has."""
@@ -117,6 +119,9 @@ def _of_model(
     model: str, tests: Sequence[str], numbers: Sequence[int], machine: Machine, dtype: str
 ) -> Iterator[Measurement | LeftOut]:
     config = find_config(folder_or_shape(model))
+    if (why := why_no_processor(config, machine.asked if machine.device == "cpu" else machine.device)) is not None:
+        yield LeftOut(model, why)
+        return
     most = min(workloads.MAX_MODEL_LEN, config.longest)
     short = [test for test in tests if test != "T0" and workloads.named(test).longest > most]
     if short:

@@ -59,6 +59,8 @@ def parallel(
             typer.echo(one.text())
         else:
             wanted.append(one)
+    if not any(one.model is not None for one in wanted) and asked != ["comm"]:
+        raise ValueError("nothing of these models is measured here, as said above; give others by --models")
     left = [one for one in wanted if one not in done]
     if len(left) < len(wanted):
         typer.echo(f"{save} has {len(wanted) - len(left)} of {len(wanted)} measurements")

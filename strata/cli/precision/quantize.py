@@ -34,7 +34,7 @@ def quantize(
     calibration: Calibration = None,
     samples: Samples = 128,
     length: Length = 512,
-    group: Annotated[int | None, typer.Option(help="Columns of int4 that share a scale; 128 if left out.")] = None,
+    group: Annotated[int | None, typer.Option(help="Columns of int4 that share a scale; 128, or 64 or 32 that divide.")] = None,
     skip: Annotated[list[str] | None, typer.Option(help="Products that stay, as '*.down_proj'; repeatable.")] = None,
     device: Device = "auto",
 ) -> None:

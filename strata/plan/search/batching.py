@@ -49,7 +49,7 @@ class LoadPoint:
 
     requests: a second. ttft, tpot: mean seconds. decoding: sequences that decode at a time, of `concurrency` under way.
     prompt_steps: share of the steps that have prompts, of `chunk` tokens; step: seconds of a mean one. waiting: what of
-    ttft a request waits for a place, where they come independently of each other.
+    ttft a request waits for a place: in steps, or among sequences where requests come independently of each other.
     """
 
     concurrency: float
@@ -74,8 +74,8 @@ def at_concurrency(seconds: StepSeconds, traffic: Traffic, batching: Batching, c
 
     found = _most(steady, float(concurrency), is_within)
     # More than the steps have room for wait in line.
-    waiting = max(0.0, concurrency - found.concurrency)
-    return replace(found, concurrency=concurrency, ttft=found.ttft + waiting / found.requests)
+    waiting = max(0.0, concurrency - found.concurrency) / found.requests
+    return replace(found, concurrency=concurrency, ttft=found.ttft + waiting, waiting=waiting)
 
 
 def at_rate(seconds: StepSeconds, traffic: Traffic, batching: Batching, rate: float, most: int) -> LoadPoint | None:
@@ -164,8 +164,8 @@ def _steady(
     first, rest = min(beside, longest), max(0.0, beside - longest)
     line = with_prompts * _queue(wanted / longest)
     if batching.target is not None:
-        # Where prompts would wait for longer than they are to, steps grow until as many are computed as come.
-        line = min(line, SERVER_TTFT_MS / 1e3)
+        # Steps become as long as without a target where prompts would wait for longer than they are to.
+        line = min(line, SERVER_TTFT_MS / 1e3 + seconds(own, room) * _queue(wanted / room))
     is_busy = -math.expm1(-others * mean) if others < 1 or mean < 1 else 1.0
     prefill = seconds(own, first) * stages + rest / longest * with_prompts
     ttft = SERVER_SECONDS + is_busy * spread / 2 + line + prefill

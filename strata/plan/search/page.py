@@ -13,7 +13,7 @@ from strata.plan.search.report import ServingPlan
 
 # Stands for the colour that the page gives its words.
 _PLACE = "#010203"
-_HEAD = ["layout", "engines", "sequences", "TTFT ms", "TPOT ms", "tok/s", "tok/s/device", "tok/s/user"]
+_HEAD = ["layout", "engines", "sequences", "TTFT ms", "TPOT ms", "tok/s", "tok/s/device", "tok/s/user", "analytic"]
 
 
 def html_page(plan: ServingPlan) -> str:
@@ -81,6 +81,7 @@ def _row(choice: Choice, last: str) -> list[str]:
         f"{choice.tokens:,.0f}",
         f"{choice.tokens_per_device:,.0f}",
         "" if user is None else f"{user:,.1f}",
+        f"{choice.analytic:.0%}",
     ]
     options = {"with": " ".join(choice.settings.precision.words), "lacks": ", ".join(choice.blocked)}
     return [*found, options[last]] if last else found

@@ -83,21 +83,30 @@ class ServingPlan:
         """Of the best: what starts the engines of one host; None if Strata cannot run it yet."""
         if self.best.blocked:
             return None
-        is_shape = self.model_file in SHAPES or Path(self.model_file).is_file()
-        return command(
-            self.best, self.question.model, is_shape, self.question.traffic.longest, self.question.machine.per_host
-        )
+        model = self.placeholder or self.question.model
+        return command(self.best, model, self.question.traffic.longest, self.question.machine.per_host)
+
+    @property
+    def placeholder(self) -> str | None:
+        """What stands for the model's folder in the command, where sizes alone were given; None if it was given."""
+        file = Path(self.model_file)
+        if self.model_file in SHAPES:
+            return f"path/to/{self.model_file}"
+        if not file.is_file():
+            return None
+        return f"path/to/{file.absolute().parent.name if file.name == 'config.json' else file.stem}"
 
     @property
     def where(self) -> str:
         """On which hosts the command is to be run."""
         each = min(self.best.replicas, self.question.machine.per_host // self.best.settings.layout.ranks)
         hosts, rest = divmod(self.best.replicas, each)
+        weights = "" if self.placeholder is None else f", {self.placeholder} being the folder with the model's weights"
         if hosts == 1 and not rest:
-            return "run:"
+            return f"run{weights}:"
         where = "one host" if hosts == 1 else f"each of {hosts} hosts"
         fewer = f" (on another with --data-parallel-size {rest})" if rest else ""
-        return f"run on {where}{fewer}, behind a load balancer:"
+        return f"run on {where}{fewer}, behind a load balancer{weights}:"
 
     @property
     def mfu(self) -> float:
