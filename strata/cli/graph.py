@@ -18,6 +18,7 @@ from strata.hardware.prediction import ORIGINS, Prediction
 from strata.hardware.roofline import Floor, Workload, floor
 from strata.hardware.specs import cuda_device
 from strata.models.folder import folder_shape_or_file
+from strata.text.counted import counted
 
 if TYPE_CHECKING:
     from strata.bench.measured_step import MeasuredStep, Part
@@ -136,7 +137,9 @@ def graph(
         own["key_ranks"] = decode_context_parallel_size
         shard = RankShard.of(config, size, 0, axis, stages=stages, stage=stage, **own)
     if here is not None and ranks > 1:
-        shown = "--measure runs a step on one device" if measure else f"--hardware {hardware} shows a step of one process"
+        shown = (
+            "--measure runs a step on one device" if measure else f"--hardware {hardware} shows a step of one process"
+        )
         raise ValueError(f"{shown}; leave out the other ranks")
     if draw is not None and ranks > 1:
         raise ValueError("--draw shows a model before it is divided and after, of one rank; leave out the other ranks")
@@ -156,13 +159,13 @@ def graph(
 
         asked = engine_for(source, meta, "cpu" if here.is_processor else "cuda", quantization, sparsity, passes)
         held = sum(node.cost.weights for node in priced.step.timed) / 2**30
-        many = f"{held:.1f} GiB of weights and {len(priced.step.timed)} operations, one after another"
+        many = f"{held:.1f} GiB of weights and {counted(len(priced.step.timed), 'operation')}, one after another"
         typer.echo(f"measuring on {spec.product}: {many}", err=True)  # of a large model on a processor for minutes
         measured = measure_step(asked, workload, meta.recorded_size(workload), priced.step.graph)
         priced = dataclasses.replace(priced, measured=measured)
     step = {"model": model, "tokens": tokens, "context": context, "sequences": sequences, "prompt": prompt}
     step |= {"quantization": quantization, "sparsity": sparsity, "ranks": ranks, "stages": stages, "stage": stage}
-    title = f"{model}: {sequences} x {tokens} new tokens, {context} cached each"
+    title = f"{model}: {sequences} x {counted(tokens, 'new token')}, {context} cached each"
     title += f"; a new prompt of {prompt}" * bool(prompt) + f"; one rank of {ranks}" * (ranks > 1)
     title += f"; weights packed as {quantization or sparsity}" * (quantization is not None or sparsity is not None)
     step["passes"] = passes
@@ -321,9 +324,9 @@ class PricedStep:
         unbounded = console.options.update(max_width=sys.maxsize)
         console.width = max(console.width, *(console.measure(one, options=unbounded).minimum for one in tables))
         captured, run = (sum(counts.values()) for counts in (self.captured, self.run))
-        console.print(f"{captured:,} operations, {run:,} after merging and fusion: {self.step.graph}")
+        console.print(f"{counted(captured, 'operation')}, {run:,} after merging and fusion: {self.step.graph}")
         if self.step.kernels:  # those of a CPU have no names
-            console.print(f"{len(self.step.kernels):,} kernels with inputs and sampling")
+            console.print(f"{counted(len(self.step.kernels), 'kernel')} with inputs and sampling")
         console.print(counts_table(self.captured, self.run))
         for one in tables:
             console.print(one)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _MOST_TOKENS = 10**7
 # Heads of the last column of tables.
-_PRECISION, _LACKS = "precision", "lacks"
+_PRECISION, _LACKS = "weights, KV", "lacks"
 
 
 def plan(
@@ -51,7 +51,9 @@ def plan(
     acceptance: Annotated[
         float | None, typer.Option(min=0, max=0.99, help="Share of right guesses, to see what speculation would give.")
     ] = None,
-    svg: Annotated[Path | None, typer.Option(help="Draw tokens a second a device against those of a user (.svg).")] = None,
+    svg: Annotated[
+        Path | None, typer.Option(help="Draw tokens a second a device against those of a user (.svg).")
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="Write the plan as a page that loads nothing (.html).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
@@ -120,12 +122,12 @@ def named(name: str, value: str) -> str:
 
 def draw_plan(found: ServingPlan) -> None:
     """Print a plan as tables and lines."""
-    from rich.console import Console
     from rich.table import Table
 
+    from strata.bench.load.report import report_console
     from strata.plan.search.choice import Choice
 
-    console = Console(highlight=False)
+    console = report_console()
 
     def table(title: str, choices: tuple[Choice, ...], last: str = "") -> Table:
         made = Table(title=title, title_justify="left", box=None, pad_edge=False)
@@ -136,6 +138,7 @@ def draw_plan(found: ServingPlan) -> None:
         if last:
             made.add_column(last)
         for one in choices:
+            ends = {_PRECISION: one.settings.precision.short, _LACKS: ", ".join(one.blocked)}
             made.add_row(
                 one.settings.layout.name,
                 f"{one.replicas}",
@@ -145,7 +148,7 @@ def draw_plan(found: ServingPlan) -> None:
                 f"{one.tokens:,.0f}",
                 f"{one.tokens_per_device:,.0f}",
                 f"{one.analytic:.0%}",
-                *((one.settings.precision.name if last == _PRECISION else ", ".join(one.blocked),) if last else ()),
+                *([ends[last]] if last else ()),
             )
         return made
 

@@ -14,6 +14,7 @@ from rich.progress import Progress as Bar
 from typer.core import TyperGroup
 
 from strata.models.folder import existing_folder
+from strata.text.counted import counted
 from strata.train.data.shards import Index
 from strata.train.data.tokenize import tokenize
 from strata.train.tasks.exercises import write_exercises
@@ -124,4 +125,7 @@ def _show(out: Path, write: Callable[[Callable[[int, int], None]], Index]) -> No
     documents, tokens, left_out = (
         sum(getattr(shard, name) for shard in index.shards) for name in ("documents", "tokens", "left_out")
     )
-    console.print(f"{out}: {index.kind}, {documents:,} documents, {tokens:,} tokens, {left_out:,} records left out")
+    console.print(
+        f"{out}: {index.kind}, {counted(documents, 'document')}, {counted(tokens, 'token')}, "
+        f"{counted(left_out, 'record')} left out"
+    )

@@ -41,8 +41,8 @@ def warm(
     """Compile all kernels that serving a model takes, before anybody waits for them.
 
     They go where Triton keeps its own, TRITON_CACHE_DIR or ~/.triton/cache, for this version of Strata and of Triton.
-    Give the options of the start that is to come, on which kernels depend. No weights are read, and with --hardware h200
-    no GPU is needed. Exit code 1 if a kernel could not be compiled.
+    Give the options of the start that is to come, on which kernels depend. No weights are read, and with --hardware
+    h200 no GPU is needed. Exit code 1 if a kernel could not be compiled.
 
     Example: strata warm 8B --hardware h200
     """

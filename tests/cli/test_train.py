@@ -240,7 +240,9 @@ def test_an_estimate_trains_nothing(train: Train, tmp_path: Path) -> None:
         assert re.search(
             r"\d GiB \(state .*\); likely \d+\.\d ms .*, [\d,]+ tokens/s, MFU \d+\.\d%; at least \d+\.\d ms", way
         )
-    many = train("--estimate", "--hardware", "h200", "--ranks", "8", "--data.packs_per_step", "8").output.splitlines()[0]
+    many = train("--estimate", "--hardware", "h200", "--ranks", "8", "--data.packs_per_step", "8").output.splitlines()[
+        0
+    ]
     assert many.startswith("shard 8 (ZeRO-1 with shard 8: ")
     muon = train("--estimate", "--hardware", "h200", "--optimizer.name", "muon").output.splitlines()
     assert muon[:-1] == [title, *ways]

@@ -39,9 +39,9 @@ _ANSWER = 300  # tokens: the longest replies of the exercises are below
 
 @dataclass(frozen=True)
 class Asked:
-    """model, against: folders. text: a file, None: held-out exercises. passages: at most so many. length: the most tokens
-    of one, None: 2048 or what the models take. examples: of each task, 0: no tasks are asked; None: without a text
-    EXAMPLES, where the models have the chat format of the tasks. engine, against_engine: options of `LLM`."""
+    """model, against: folders. text: a file, None: held-out exercises. passages: at most so many. length: the most
+    tokens of one, None: 2048 or what the models take. examples: of each task, 0: no tasks are asked; None: without a
+    text EXAMPLES, where the models have the chat format of the tasks. engine, against_engine: options of `LLM`."""
 
     model: Path
     against: Path | None
@@ -122,7 +122,7 @@ def evaluate(asked: Asked) -> Evaluation:
 
 
 def _examples(asked: Asked) -> list[Example]:
-    """What both models are asked. Raises ValueError for models that tasks cannot be asked, where they were asked for."""
+    """What both models are asked. Raises ValueError for models that cannot be asked tasks, where these were wanted."""
     wanted = (0 if asked.text is not None else EXAMPLES) if asked.examples is None else asked.examples
     if not wanted:
         return []
@@ -192,9 +192,7 @@ def _of_model(llm: LLM, folder: Path, passages: Sequence[Passage], examples: Seq
     return _Answers(predict(llm, passages), right, scores)
 
 
-def _alone(
-    passages: list[Passage], given: list[Passage], answers: _Answers, examples: Sequence[Example]
-) -> Evaluation:
+def _alone(passages: list[Passage], given: list[Passage], answers: _Answers, examples: Sequence[Example]) -> Evaluation:
     bootstrap = _bootstrap(passages)
     return Evaluation(
         len(passages),

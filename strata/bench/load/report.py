@@ -13,6 +13,7 @@ from rich.table import Table
 
 from strata.bench.load.measures import Distribution, Figures
 from strata.bench.result import number, provenance
+from strata.text.counted import counted
 
 LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2e_ms": "E2E"}
 
@@ -76,7 +77,7 @@ class LoadResult:
         faults = ", ".join(f"{count} {kind}" for kind, count in figures.faults.items())
         failed = f"; failed: {faults} ({figures.lost} lost)" if faults else ""
         seconds = f"{figures.seconds:,.1f}" if figures.seconds >= 10 else number(figures.seconds)
-        yield f"{figures.completed:,} of {figures.requests:,} requests completed in {seconds} s{failed}"
+        yield f"{figures.completed:,} of {counted(figures.requests, 'request')} completed in {seconds} s{failed}"
         for kind, message in figures.fault_messages.items():
             yield f"{kind}: {escape(message)}"
         requests, output = number(figures.requests_per_second), number(figures.output_tokens_per_second)

@@ -68,7 +68,8 @@ class EvenLengths:
     @property
     def words(self) -> str:
         spread = f" (+-{self.spread:.0%})" if self.spread else ""
-        return f"prompts of {self.prompt}{spread} and answers of {self.output}{spread} tokens"
+        unit = "tokens" if spread or self.output != 1 else "token"
+        return f"prompts of {self.prompt}{spread} and answers of {self.output}{spread} {unit}"
 
     def _around(self, mean: int, rng: random.Random) -> int:
         return rng.randint(max(1, round(mean * (1 - self.spread))), int(mean * (1 + self.spread)))

@@ -52,8 +52,8 @@ def run_limited(command: Sequence[str], limit: float) -> list[dict[str, Any]] | 
 
 
 def _reason(said: Sequence[str]) -> str:
-    """The line that says why: what a command ends with, behind which its message may go on (as a ledger does), or else the
-    last one, as of a traceback."""
+    """The line that says why: what a command ends with, behind which its message may go on (as with a ledger), or else
+    the last one, as of a traceback."""
     lines = [line.strip() for line in said if line.strip()]
     told = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
     return (told or lines or [""])[-1]

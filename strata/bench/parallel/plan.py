@@ -16,6 +16,7 @@ from strata.models.folder import folder_or_shape
 from strata.models.weights import weight_bytes
 from strata.parallel.serving_shard import rank_config
 from strata.plan.meta_model import find_config
+from strata.text.counted import counted
 
 MODELS = ("0.6B", "8B", "70B", "30B-A3B")
 # Messages alone; T2, T1 and T4 of an engine, and its start: last, when all kernels have been compiled.
@@ -107,7 +108,7 @@ def planned(
     there = [ranks for ranks in numbers if ranks <= machine.devices]
     if len(there) < len(numbers):
         missing = ", ".join(str(ranks) for ranks in numbers[len(there) :])
-        yield LeftOut(f"{missing} ranks", f"this machine has {machine.devices} GPU{'s' * (machine.devices != 1)}")
+        yield LeftOut(f"{missing} ranks", f"this machine has {counted(machine.devices, 'GPU')}")
     for ranks in there:
         if ranks > 1 and "comm" in tests:
             yield Measurement("comm", None, ranks, machine.device, dtype)
@@ -139,7 +140,7 @@ def _of_model(
 
 
 def _ranks(count: int, expert_parallel: bool) -> str:
-    return f"{count} rank{'s' * (count != 1)}{', whole experts' if expert_parallel else ''}"
+    return f"{counted(count, 'rank')}{', whole experts' if expert_parallel else ''}"
 
 
 def _fault(config: ModelConfig, ranks: int, expert_parallel: bool, machine: Machine, dtype: str) -> str | None:

@@ -19,9 +19,7 @@ def evaluate(
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(
-            help="JSON lines with text or messages (.jsonl), or plain text; held-out exercises if left out."
-        ),
+        typer.Option(help="JSON lines with text or messages (.jsonl), or plain text; held-out exercises if left out."),
     ] = None,
     passages: Annotated[int, typer.Option(min=1, help="Most passages of the text.")] = 64,
     passage_tokens: Annotated[
@@ -29,7 +27,9 @@ def evaluate(
     ] = None,
     task_examples: Annotated[
         int | None,
-        typer.Option(min=0, help="Questions of each task of the built-in model; 0, or 10 without a --text, if left out."),
+        typer.Option(
+            min=0, help="Questions of each task of the built-in model; 0, or 10 without a --text, if left out."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
     quantization: options.Quantization = None,

@@ -24,7 +24,7 @@ def show(found: Evaluation, model: str, against: str | None, text: str) -> None:
     console.print(_text_table(found, model, against))
     if found.scores:
         console.print(_task_table(found, against))
-    units = f"{found.documents:,} documents" if found.documents > 1 else "one document, so there are none"
+    units = counted(found.documents, "document") if found.documents > 1 else "one document, so there are none"
     console.print(f"Intervals of 95 %: of text by a bootstrap over {units}", style="dim")
     if found.scores:
         console.print("of tasks and their mean Wilson's, of the difference Bonett's and Price's of pairs", style="dim")

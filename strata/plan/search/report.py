@@ -24,6 +24,7 @@ from strata.plan.search.precision import AS_CHECKPOINT, Precision, stored_scheme
 from strata.plan.search.search import Found, Question, Search
 from strata.plan.search.speculation import Speculation, best_speculation
 from strata.plan.search.traffic import Objectives, Traffic
+from strata.text.counted import counted
 
 _CUDA = torch.device("cuda")
 _SHOWN = 8
@@ -75,7 +76,7 @@ class ServingPlan:
     @property
     def title(self) -> str:
         asked = self.question
-        lengths = f"prompts of {asked.traffic.prompt:,.0f} and answers of {asked.traffic.output:,.0f} tokens"
+        lengths = f"prompts of {asked.traffic.prompt:,.0f} and answers of {counted(asked.traffic.output, 'token')}"
         return f"{asked.model} on {asked.devices} x {asked.machine.listed.product}, {lengths}"
 
     @property
@@ -158,12 +159,12 @@ class ServingPlan:
         found = [
             (
                 "load",
-                f"{point.concurrency * best.replicas:,.0f} requests under way at all times, a next as each ends: "
+                f"{counted(point.concurrency * best.replicas, 'request')} under way at all times, a next as each ends: "
                 f"{best.requests:,.2f} a second",
             ),
             (
                 "steps",
-                f"{point.step * 1e3:,.2f} ms; {point.prompt_steps:.0%} have {point.chunk:,.0f} tokens of prompts",
+                f"{point.step * 1e3:,.2f} ms; {point.prompt_steps:.0%} have {counted(point.chunk, 'token')} of prompts",
             ),
             ("binds", best.binds),
             *((("decode steps", decodes),) if best.output > 1 else ()),
@@ -171,11 +172,11 @@ class ServingPlan:
             (
                 "memory, GiB",
                 f"{held.total / GIB:,.1f} a device: weights {gib['weights']}, workspace {gib['workspace']}"
-                + (f", states {gib['states']} of {held.sequences:,} sequences" if held.states else ""),
+                + (f", states {gib['states']} of {counted(held.sequences, 'sequence')}" if held.states else ""),
             ),
             (
                 "",
-                f"keys and values{' and snapshots' * bool(held.states)} {gib['kv']} ({held.tokens:,} tokens), "
+                f"keys and values{' and snapshots' * bool(held.states)} {gib['kv']} ({counted(held.tokens, 'token')}), "
                 f"others and gaps between blocks {gib['margin']}",
             ),
         ]
@@ -188,7 +189,7 @@ class ServingPlan:
                 told = f"{rate:,.2f} requests a second, {rate / best.requests:.0%} of the most: TTFT {ttft}{wait}{tpot}"
             found.append(("the trace", told))
         if idle:
-            found.append(("idle", f"{idle} of {self.question.devices} devices"))
+            found.append(("idle", f"{idle} of {counted(self.question.devices, 'device')}"))
         if self.cost_per_million is not None:
             found.append(("cost", f"{self.cost_per_million:,.3f} for a million tokens of answers"))
         shares = ", ".join(f"{share:.0%} {origin}" for origin, share in self.origins.items() if share >= 0.005)

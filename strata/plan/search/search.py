@@ -24,6 +24,7 @@ from strata.plan.search.memory import Memory, needed_tokens
 from strata.plan.search.precision import AS_CHECKPOINT, IN_FEWER_BITS, Precision
 from strata.plan.search.step_table import Anchors, StepTable
 from strata.plan.search.traffic import Objectives, Traffic
+from strata.text.counted import counted
 
 # What is tried of an engine: sequences at once, most tokens of a step, milliseconds that one may take (0: no target).
 SEQUENCES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 512, 640, 768, 1000)
@@ -98,7 +99,9 @@ class Search:
         blocked = [one for one in blocked if one.settings != best.settings]
         refused = [(one, self._refused(one, fitting)) for one in self.precisions]
         told = tuple((one, why) for one, why in refused if why is not None)
-        return Found(best, tuple(runs[1:]), tuple(best_of_precisions(chain(*packed))), told, tuple(blocked), tuple(seen))
+        return Found(
+            best, tuple(runs[1:]), tuple(best_of_precisions(chain(*packed))), told, tuple(blocked), tuple(seen)
+        )
 
     def _by_own_graphs(self, choice: Choice) -> list[Choice]:
         """Of the layout in the precision of a choice all settings that meet the objectives, as a plan that asks for the
@@ -230,8 +233,8 @@ class Search:
         self._refuse(least)
 
     def _refuse(self, least: Callable[[int], Iterator[tuple[float, Precision]]]) -> None:
-        """Raises ValueError for objectives below a floor. least: seconds of a step of so many tokens of a sequence, on each
-        layout in each precision."""
+        """Raises ValueError for objectives below a floor. least: seconds of a step of so many tokens of a sequence, on
+        each layout in each precision."""
         question, wanted = self.question, self.question.objectives
         tokens = {"ttft": self._prompt, "tpot": 1}
         floors = {
@@ -375,8 +378,8 @@ def too_slow(question: Question, seen: list[Choice], blocked: list[Choice], pack
     )
     return (
         f"{where} is not predicted to meet {asked} (ms) in any way: {near.settings.layout.name} comes nearest, with "
-        f"TTFT {near.point.ttft * 1e3:.4g} and TPOT {near.point.tpot * 1e3:.4g} ms at {near.settings.sequences} "
-        f"sequence{'s' * (near.settings.sequences > 1)} at once; ask for no less, or give more devices"
+        f"TTFT {near.point.ttft * 1e3:.4g} and TPOT {near.point.tpot * 1e3:.4g} ms at "
+        f"{counted(near.settings.sequences, 'sequence')} at once; ask for no less, or give more devices"
         + (f"; {' '.join(packed[0].settings.precision.words)} would do" if packed else "")
         + (f"; {', '.join(blocked[0].blocked)} would do, which Strata lacks" if blocked else "")
     )

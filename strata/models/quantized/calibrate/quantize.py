@@ -60,7 +60,9 @@ def quantize(
     config = quantization_config(rounding.packing, _ignored(stream, rounding))
     notes = rewrite(stream, out, asked, sequences, change, values | {"quantization_config": config}, report)
     if rounding.packing != given.packing:
-        notes.append(f"groups have {rounding.group} columns: {given.packing.columns} divide not all widths of the model")
+        notes.append(
+            f"groups have {rounding.group} columns: {given.packing.columns} divide not all widths of the model"
+        )
     return notes
 
 

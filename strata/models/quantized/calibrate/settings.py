@@ -31,8 +31,9 @@ def _has_groups(scheme: str) -> bool:
 
 @dataclass(frozen=True)
 class Rounding:
-    """scheme: a name of `METHODS`. method: one of those. group: columns that share a scale of int4; None: as many as the
-    scheme has, or fewer that divide the model's widths. skip: patterns of names of matrices that stay as they are."""
+    """scheme: a name of `METHODS`. method: one of those. group: columns that share a scale of int4; None: as many as
+    the scheme has, or fewer that divide the model's widths. skip: patterns of names of matrices that stay as they are.
+    """
 
     scheme: str
     method: str
