@@ -159,6 +159,8 @@ def draw_plan(found: ServingPlan) -> None:
         print(f"\nStrata cannot run this yet: it lacks {', '.join(found.best.blocked)}.")
     else:
         print(f"\n{found.where}\n  {shlex.join(found.command)}")
+        if found.remark:
+            print(f"  ({found.remark})")
     if found.others:
         console.print(table("\nOther layouts", found.others))
     if found.packed:
@@ -173,5 +175,6 @@ def draw_plan(found: ServingPlan) -> None:
         console.print("\nNot in Strata yet", style="italic")
     for line in found.lacking():
         console.print(line, soft_wrap=True)
+    console.print("analytic: share of a step's time that no measurement of the device tells", style="dim")
     for source in found.sources:
         console.print(f"from {source}", style="dim", soft_wrap=True)

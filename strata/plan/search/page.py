@@ -6,7 +6,7 @@ import re
 import shlex
 
 from strata.plan.report.document import document, section
-from strata.plan.report.markup import Markup, element, table
+from strata.plan.report.markup import Markup, element, joined, table
 from strata.plan.search.choice import Choice
 from strata.plan.search.frontier import frontier, frontier_svg
 from strata.plan.search.report import ServingPlan
@@ -58,7 +58,8 @@ def _picture(plan: ServingPlan) -> Markup:
 def _command(plan: ServingPlan) -> tuple[str, Markup]:
     if plan.command is None:
         return f"Strata cannot run this yet: it lacks {', '.join(plan.best.blocked)}.", Markup("")
-    return plan.where, element("p", element("code", shlex.join(plan.command)))
+    told = element("p", plan.remark) if plan.remark else Markup("")
+    return plan.where, joined(element("p", element("code", shlex.join(plan.command))), told)
 
 
 def _facts(plan: ServingPlan) -> Markup:

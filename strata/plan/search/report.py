@@ -98,16 +98,20 @@ class ServingPlan:
         return f"path/to/{file.absolute().parent.name if file.name == 'config.json' else file.stem}"
 
     @property
+    def remark(self) -> str:
+        """What is to be put in place of words of the command; empty if nothing."""
+        return "" if self.placeholder is None else f"{self.placeholder}: the folder with the model's weights"
+
+    @property
     def where(self) -> str:
         """On which hosts the command is to be run."""
         each = min(self.best.replicas, self.question.machine.per_host // self.best.settings.layout.ranks)
         hosts, rest = divmod(self.best.replicas, each)
-        weights = "" if self.placeholder is None else f", {self.placeholder} being the folder with the model's weights"
         if hosts == 1 and not rest:
-            return f"run{weights}:"
+            return "run:"
         where = "one host" if hosts == 1 else f"each of {hosts} hosts"
         fewer = f" (on another with --data-parallel-size {rest})" if rest else ""
-        return f"run on {where}{fewer}, behind a load balancer{weights}:"
+        return f"run on {where}{fewer}, behind a load balancer:"
 
     @property
     def mfu(self) -> float:

@@ -32,8 +32,8 @@ BUDGETS = (8192, 2048, 4096, 16384)
 TARGETS = (SERVER_TPOT_MS, 0.0)
 # Of tokens a second, as a logarithm: what is closer is told apart by latency, and not by how well steps are predicted.
 _ALIKE = 0.005
-# Share of the requests: if more wait for a place in steps, these have no room for more prompts.
-_IN_LINE = 0.01
+# Of the room that steps have for prompts: if more is taken, these wait for each other.
+_FULL = 0.9
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ class Search:
             return "the objective of TPOT"
         if more.point.ttft > (wanted.ttft or math.inf):
             return "the objective of TTFT"
-        if more.point.waiting * more.point.requests > _IN_LINE * more.point.concurrency:
+        if more.point.filled > _FULL:
             return "prompts, which take all the room of steps"
         return "the time of steps: with more sequences they take longer, and tokens come no faster"
 

@@ -157,7 +157,7 @@ def test_answers_of_one_token_have_no_tpot(plan: ServingPlan, capsys: pytest.Cap
     assert (best.to_dict()["tpot_ms"], plan.best.to_dict()["tpot_ms"]) == (None, plan.best.point.tpot * 1e3)
     draw_plan(single)
     row = capsys.readouterr().out.splitlines()[3].split()
-    assert row[-3] == "-"
+    assert row[-4] == "-"
     pages = [html_page(one) for one in (plan, single)]
     assert [">-</td>" in page for page in pages] == [False, True]
     assert ["<svg" in page for page in pages] == [True, False]
@@ -170,7 +170,7 @@ def test_the_best_has_the_checkpoints_precision_and_fewer_bits_stand_beside_it(p
     (packed,) = plan.packed
     assert packed.tokens > plan.best.tokens
     assert not packed.blocked
-    words = command(packed, "1B", is_shape=True, length=1200, per_host=2)
+    words = command(packed, "1B", length=1200, per_host=2)
     assert words[words.index("--quantization") + 1] == "fp8"
 
 
