@@ -89,7 +89,17 @@ def test_saturation_counts_what_was_completed() -> None:
     """What fails because no engine is left ends at once, and is no rate that an engine sustains."""
     load = ("--num-prompts", "60", "--max-concurrency", "4", "--request-rate", "50%", "--fail", "0@0.05")
     said = str(simulate("0.6B", *load).exception)
-    assert re.search(r"with more than 8 requests, of which \d were completed", said), said
+    assert re.search(r"with 12 requests or more, of which \d+ were completed", said), said
+
+
+def test_shares_of_saturation_are_of_the_one_that_is_told() -> None:
+    load = ("--num-prompts", "40", "--max-concurrency", "8", "--request-rate", "50%")
+    saturated, offered = (json.loads(line) for line in simulate("0.6B", *load, "--json").stdout.splitlines())
+    assert offered["request_rate"] == pytest.approx(saturated["saturation"] / 2)
+    assert saturated["requests_per_second"] == pytest.approx(saturated["saturation"], rel=0.1)
+    shown = simulate("0.6B", *load).stdout
+    (told,) = re.findall(r"saturation (\S+) requests/s", shown)
+    assert shown.count(f" (50% of {told})") == 2  # of the load, and in the table of all
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def test_both_impossible_objectives_are_named(machine: Machine, monkeypatch: pyt
     search = asked(machine, "0.6B", 1, Objectives(1.0, 1.0))
     table = search.table(Layout(), IN_FEWER_BITS[-1])
     ttft, fastest = min(
-        ((search.table(Layout(), one).price(0, PROMPT).bounds.seconds, one.name) for one in search.precisions)
+        (search.table(Layout(), one).price(0, PROMPT).bounds.seconds, one.name) for one in search.precisions
     )
     tpot = table.price(1, 0).bounds.seconds
     between = replace(search.question, objectives=Objectives(0.99 * ttft, 0.99 * tpot))
