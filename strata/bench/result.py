@@ -133,7 +133,7 @@ def ending_in(file: Path | None, option: str, *endings: str) -> Path | None:
     """For an option that names a file of one kind. Raises ValueError for a name by which whoever opens it would take it
     for another."""
     if file is not None and not file.name.lower().endswith(endings):
-        raise ValueError(f"{option} {file}: give a file that ends in {' or '.join(endings)}")
+        raise ValueError(f"{option} {file}: give a name that ends in {' or '.join(endings)}")
     return file
 
 

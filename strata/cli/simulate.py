@@ -184,6 +184,8 @@ def simulate(
     if not as_json:
         for source in engine.sources:
             console.print(f"from {source}", style="dim", soft_wrap=True)
+        if not engine.sources:
+            console.print(f"nothing was measured of {hardware}: all times are analytic", style="dim", soft_wrap=True)
     if picture is not None:
         last = results[-1]
         draw_timeline(last.timeline, f"{last.model} on {data_parallel_size} x {hardware}: {last.data}", picture)

@@ -69,7 +69,9 @@ def test_it_is_said_where_predictions_come_from(trace: Path, tmp_path: Path, mon
     found = simulate("0.6B", "--hardware", "h100", "--dataset", str(trace), "--replay")
     assert found.exit_code == 0, found.output
     assert "from calls and ceilings borrowed from NVIDIA H200, " in found.stdout
-    assert simulate("0.6B", "--hardware", "a100", "--dataset", str(trace), "--replay").stdout.count("\nfrom ") == 0
+    unknown = simulate("0.6B", "--hardware", "b200", "--dataset", str(trace), "--replay").stdout
+    assert unknown.count("\nfrom ") == 0
+    assert "nothing was measured of b200: all times are analytic" in unknown
 
 
 def test_failures_and_engines_for_prompts_alone_are_told(trace: Path) -> None:

@@ -75,9 +75,9 @@ class FaultRound:
         elif not self.answered_after:
             yield "no request was answered once the server was ready again"
         if self.lost:
-            yield f"lost: {counted(self.lost, 'request')}"
+            yield f"{counted(self.lost, 'request')} lost"
         if self.processes_left:
-            yield f"left: {counted(self.processes_left, 'process', 'processes')}"
+            yield f"{counted(self.processes_left, 'process', 'processes')} left"
         if self.memory_left is not None and self.memory_left > MEMORY_TOLERANCE:
             yield f"{self.memory_left / 2**30:.2f} GiB of a GPU's memory were left"
 
@@ -144,7 +144,7 @@ def run_rounds(test: FaultTest, show: Callable[[FaultRound], None]) -> FaultSumm
     if server.exit_code != 0:
         wrong.append(f"the server ended with exit code {server.exit_code}")
     if server.left:
-        wrong.append(f"left of the server: {counted(server.left, 'process', 'processes')}")
+        wrong.append(f"{counted(server.left, 'process', 'processes')} of the server left")
     if memory is not None and memory > MEMORY_TOLERANCE:
         wrong.append(f"the server left {memory / 2**30:.2f} GiB of a GPU's memory")
     return FaultSummary(

@@ -28,12 +28,12 @@ _WEIGHTS_SHARE = 0.85
 @dataclass(frozen=True)
 class Machine:
     """device: "cuda" or "cpu". devices: GPUs; on a CPU as many as ranks may be. memory: bytes of a GPU, or of the host;
-    None: not known. asked: the device that the user named, "auto" if none."""
+    None: not known. by_default: the processor stands in for GPUs that are not there, and nobody named it."""
 
     device: str
     devices: int
     memory: int | None
-    asked: str = "auto"
+    by_default: bool = False
 
     def of_rank(self, ranks: int) -> int | None:
         """The bytes of memory that one of so many ranks has."""
@@ -120,7 +120,7 @@ def _of_model(
     model: str, tests: Sequence[str], numbers: Sequence[int], machine: Machine, dtype: str
 ) -> Iterator[Measurement | LeftOut]:
     config = find_config(folder_or_shape(model))
-    if (why := why_no_processor(config, machine.asked if machine.device == "cpu" else machine.device)) is not None:
+    if (why := why_no_processor(config, "auto" if machine.by_default else machine.device)) is not None:
         yield LeftOut(model, why)
         return
     most = min(workloads.MAX_MODEL_LEN, config.longest)

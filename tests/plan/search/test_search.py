@@ -290,7 +290,7 @@ def test_a_path_that_cannot_be_written_is_said_before_the_search(
         result = plan(*words, option, str(tmp_path / "nowhere" / name))
         assert isinstance(result.exception, FileNotFoundError), result.output
     for option, name, ending in (("--svg", "plan.html", ".svg"), ("--html", "plan.svg", ".html or .htm")):
-        assert failure(*lengths, option, str(tmp_path / name)).endswith(f"give a file that ends in {ending}")
+        assert failure(*lengths, option, str(tmp_path / name)).endswith(f"give a name that ends in {ending}")
         assert not list(tmp_path.iterdir())
 
 
