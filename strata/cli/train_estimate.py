@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from strata.hardware import specs
 from strata.models.config import ModelConfig, config_from_dict, read_config
 from strata.parallel.layout import Layout, auto_layout
-from strata.text.counted import counted
 from strata.text.tokenizer import Tokenizer
 from strata.train.adapters.lora import LoraConfig
 from strata.train.config import TrainConfig
@@ -40,8 +39,8 @@ def estimate_text(run: TrainConfig, device_name: str, ranks: int) -> str:
     shape = step_shape(run, config, layout)
     chosen = choose_recompute(shape, room) if run.run.recompute == "auto" else run.run.recompute
     lines = [
-        f"{_named(layout)} ({reason}), {shape.batches} x {counted(shape.tokens, 'token')} a replica, "
-        f"{run.run.precision}, {device.product} ({room / GIB:.1f} GiB)"
+        f"{_named(layout)} ({reason}), {shape.batches} x {shape.tokens} tokens a replica, {run.run.precision}, "
+        f"{device.product} ({room / GIB:.1f} GiB)"
     ]
     for recompute in shape.recomputes:
         mark = "*" if recompute == chosen else " "
@@ -60,7 +59,7 @@ def _of_adapters(
     if step.planned:
         beside = f"{len(step.planned)} packed weights of {packed / GIB:.2f} GiB"
     yield (
-        f"{_named(layout)} ({reason}), {shape.batches} x {counted(shape.tokens, 'token')} a replica, {product} "
+        f"{_named(layout)} ({reason}), {shape.batches} x {shape.tokens} tokens a replica, {product} "
         f"({room / GIB:.1f} GiB); adapters of rank {lora.rank} beside {beside}"
     )
     for recompute in RECOMPUTE_OF_MODULES:

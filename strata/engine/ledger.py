@@ -325,7 +325,7 @@ def plan_memory(
         raise _weights_too_large(ledger)
     if budget - fixed < 0 <= budget - fixed + (max_sequences + 1) * state_bytes and state_bytes:
         raise ValueError(
-            f"the states of fixed size of max_num_seqs={max_sequences} need {ledger.states / GIB:.2f} GiB: "
+            f"the states of fixed size of max_num_seqs={max_sequences} sequences need {ledger.states / GIB:.2f} GiB: "
             "lower max_num_seqs\n" + "\n".join(ledger.lines())
         )
     needed = [
