@@ -218,6 +218,19 @@ def test_an_order_and_an_answers_length_may_be_left_out(tmp_path: Path) -> None:
     assert [(len(ask.prompt), ask.output_tokens) for ask in asks] == [(5, 77), (6, 3)]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "words"),
+    [
+        (EvenLengths(3, 1), "prompts of 3 and answers of 1 token"),
+        (EvenLengths(3, 2), "prompts of 3 and answers of 2 tokens"),
+        (EvenLengths(3, 1, 0.5), "prompts of 3 (+-50%) and answers of 1 (+-50%) tokens"),
+        (LognormalLengths(3, 1, 9), "prompts of 3 and answers of 1 token on average, each at most 9"),
+    ],
+)
+def test_one_token_is_no_tokens(lengths: Any, words: str) -> None:
+    assert lengths.words == words
+
+
 # Reading answers
 
 STREAM = (
