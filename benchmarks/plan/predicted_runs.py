@@ -62,7 +62,7 @@ def offline_runs(path: Path, device: str) -> list[dict[str, Any]]:
     newest = {
         (one["test"], one["model"]): one for one in _lines(path) if one["test"] in TESTS and one["dtype"] == "bf16"
     }
-    command = ["--request-rate", "inf", "--no-enable-prefix-caching", "--tpot-target-ms", "0", "--device", device]
+    command = ["--request-rate", "inf", "--no-enable-prefix-caching", "--tpot-target-ms", "0", "--hardware", device]
     command += ["--max-model-len", str(MAX_MODEL_LEN)]
     return [
         {
@@ -82,7 +82,7 @@ def served_runs(paths: Sequence[Path], device: str) -> list[dict[str, Any]]:
     }
     runs = []
     for (model, load, ranks, quantization), one in newest.items():
-        command = [model, "--device", device, "--max-model-len", str(MAX_MODEL_LEN), *served_options(one)]
+        command = [model, "--hardware", device, "--max-model-len", str(MAX_MODEL_LEN), *served_options(one)]
         if ranks > 1:
             load, command = f"{load} on {ranks} GPUs", [*command, "--tensor-parallel-size", str(ranks)]
         if quantization is not None:

@@ -17,6 +17,9 @@ from typing import Any
 
 import typer
 
+# What a command that fails begins its last message with.
+ERROR = "strata: error: "
+PAGE_ENDINGS = (".html", ".htm")
 DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -123,6 +126,14 @@ def writable(file: Path | None) -> Path | None:
         file.open("a").close()
         if new:
             file.unlink()
+    return file
+
+
+def ending_in(file: Path | None, option: str, *endings: str) -> Path | None:
+    """For an option that names a file of one kind. Raises ValueError for a name by which whoever opens it would take it
+    for another."""
+    if file is not None and not file.name.lower().endswith(endings):
+        raise ValueError(f"{option} {file}: give a name that ends in {' or '.join(endings)}")
     return file
 
 

@@ -63,10 +63,14 @@ class Setup:
         return Path(self.source) if self._loads == "auto" else None
 
     def llm_options(self) -> dict[str, Any]:
-        """The keyword arguments of LLM: no prefix cache, so that every repetition does all the work."""
+        """The keyword arguments of LLM: no prefix cache, so that every repetition does all the work. Raises ValueError
+        for a model that needs a GPU where none is."""
+        from strata.bench.needs_gpu import require_gpu
         from strata.plan.meta_model import find_config
 
-        length = min(workloads.MAX_MODEL_LEN, find_config(self.source).longest)
+        config = find_config(self.source)
+        require_gpu(self.model, config, self.device)
+        length = min(workloads.MAX_MODEL_LEN, config.longest)
         return {
             "model": self.source,
             "load_format": self._loads,

@@ -10,21 +10,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from strata.bench.result import writable
+from strata.bench.result import PAGE_ENDINGS, ending_in, writable
 from strata.plan.explain.explanation import Explanation, OperationTime
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
+def page_file(file: Path | None) -> Path | None:
+    """See `writable`. Raises ValueError for a name that is no page's."""
+    return writable(ending_in(file, "--html", *PAGE_ENDINGS))
+
+
 def trace_name(file: Path | None) -> Path | None:
     """See `writable`. Raises ValueError for a name by which Perfetto, or who reads it, would not know what it is."""
-    if file is not None and not file.name.endswith((".json", ".json.gz")):
-        raise ValueError(f"--trace {file}: give a name that ends in .json or .json.gz")
-    return writable(file)
+    return writable(ending_in(file, "--trace", ".json", ".json.gz"))
 
 
-Html = Annotated[Path | None, typer.Option(help="Also write one self-contained page.", callback=writable)]
+Html = Annotated[Path | None, typer.Option(help="Also write one self-contained page (.html).", callback=page_file)]
 TraceFile = Annotated[
     Path | None,
     typer.Option("--trace", help="Also write a trace for Perfetto (.json or .json.gz).", callback=trace_name),

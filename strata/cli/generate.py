@@ -11,6 +11,7 @@ import typer
 from strata.cli import options
 from strata.engine.sampling_params import SamplingParams
 from strata.models.folder import model_folder
+from strata.text.counted import counted
 
 if TYPE_CHECKING:
     from strata.engine.llm import LLM
@@ -94,7 +95,7 @@ def generate(
         else:
             print(f"> {prompt}\n{completion.text.strip()}\n")
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    typer.echo(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:,.0f} tokens/s", err=as_json)
+    typer.echo(f"{counted(tokens, 'token')} in {seconds:.2f} s: {tokens / seconds:,.0f} tokens/s", err=as_json)
     failed = [(prompt, output.error) for prompt, output in zip(prompts, outputs, strict=True) if output.error]
     for prompt, error in failed:
         typer.echo(f"strata: error: {prompt!r}: {error}", err=True)

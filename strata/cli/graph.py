@@ -18,6 +18,7 @@ from strata.hardware.prediction import ORIGINS, Prediction
 from strata.hardware.roofline import Floor, Workload, floor
 from strata.hardware.specs import cuda_device
 from strata.models.folder import folder_shape_or_file
+from strata.text.counted import counted
 
 if TYPE_CHECKING:
     from strata.bench.measured_step import MeasuredStep, Part
@@ -32,10 +33,7 @@ _MAX_TOKENS, _MAX_SEQUENCES = 10**8, 10**5
 
 
 def graph(
-    model: Annotated[
-        str,
-        typer.Argument(help=f"Checkpoint folder, org/model, config.json, builtin, or a shape ({options.SHAPE_NAMES})."),
-    ],
+    model: options.ModelOrSizes,
     tokens: Annotated[int, typer.Option(min=1, max=_MAX_TOKENS, help="New tokens of each sequence in this step.")] = 1,
     context: Annotated[
         int, typer.Option(min=0, max=_MAX_TOKENS, help="Tokens of each sequence that are cached already.")
@@ -44,12 +42,11 @@ def graph(
     prompt: Annotated[
         int, typer.Option(min=0, max=_MAX_TOKENS, help="Tokens of a new prompt beside them; 0 for none.")
     ] = 0,
-    on: Annotated[
+    hardware: Annotated[
         str | None,
-        typer.Option(
-            "--device", help="Device whose kernels and floors are shown, h200 if left out; cpu: the processor here."
-        ),
+        typer.Option(help="Device whose kernels and floors are shown, h200 if left out; cpu: the processor here."),
     ] = None,
+    device: options.HardwareBefore = None,
     tensor_parallel_size: options.TensorParallelSize = 1,
     message_dtype: options.MessageDtype = "auto",
     pipeline_parallel_size: options.PipelineParallelSize = 1,
@@ -87,6 +84,7 @@ def graph(
     """
     import torch
 
+    from strata.bench.result import ending_in
     from strata.comm.symmetric import imagined
     from strata.engine.engine_config import EngineConfig
     from strata.engine.ranks.token_division import CONTEXT_AXIS
@@ -96,17 +94,16 @@ def graph(
     from strata.plan.explain.ceilings import PROCESSOR, device_here
     from strata.plan.meta_model import find_config, host_model, meta_model
 
-    if draw is not None and draw.suffix != ".svg":
-        raise ValueError(f"--draw {draw}: drawings are SVG; give a name that ends in .svg")
+    ending_in(draw, "--draw", ".svg")
     if draw is not None and not draw.parent.is_dir():
         raise ValueError(f"--draw {draw}: there is no folder {draw.parent}; make it first")
     if passes == "list":
         typer.echo(listing())
         return
     source = folder_shape_or_file(model)
-    here = device_here(on) if measure or on == PROCESSOR else None
+    here = device_here(hardware) if measure or hardware == PROCESSOR else None
     others = f", or {PROCESSOR}, the processor of this machine"
-    spec, config = cuda_device(on or "h200", others) if here is None else here.device, find_config(source)
+    spec, config = cuda_device(hardware or "h200", others) if here is None else here.device, find_config(source)
     size, stages, shard = tensor_parallel_size, pipeline_parallel_size, None
     parts = prefill_context_parallel_size
     ranks, along = size * stages * parts, imagined(CONTEXT_AXIS, parts) if parts > 1 else None
@@ -140,7 +137,9 @@ def graph(
         own["key_ranks"] = decode_context_parallel_size
         shard = RankShard.of(config, size, 0, axis, stages=stages, stage=stage, **own)
     if here is not None and ranks > 1:
-        shown = "--measure runs a step on one device" if measure else f"--device {on} shows a step of one process"
+        shown = (
+            "--measure runs a step on one device" if measure else f"--hardware {hardware} shows a step of one process"
+        )
         raise ValueError(f"{shown}; leave out the other ranks")
     if draw is not None and ranks > 1:
         raise ValueError("--draw shows a model before it is divided and after, of one rank; leave out the other ranks")
@@ -160,13 +159,13 @@ def graph(
 
         asked = engine_for(source, meta, "cpu" if here.is_processor else "cuda", quantization, sparsity, passes)
         held = sum(node.cost.weights for node in priced.step.timed) / 2**30
-        many = f"{held:.1f} GiB of weights and {len(priced.step.timed)} operations, one after another"
+        many = f"{held:.1f} GiB of weights and {counted(len(priced.step.timed), 'operation')}, one after another"
         typer.echo(f"measuring on {spec.product}: {many}", err=True)  # of a large model on a processor for minutes
         measured = measure_step(asked, workload, meta.recorded_size(workload), priced.step.graph)
         priced = dataclasses.replace(priced, measured=measured)
     step = {"model": model, "tokens": tokens, "context": context, "sequences": sequences, "prompt": prompt}
     step |= {"quantization": quantization, "sparsity": sparsity, "ranks": ranks, "stages": stages, "stage": stage}
-    title = f"{model}: {sequences} x {tokens} new tokens, {context} cached each"
+    title = f"{model}: {sequences} x {counted(tokens, 'new token')}, {context} cached each"
     title += f"; a new prompt of {prompt}" * bool(prompt) + f"; one rank of {ranks}" * (ranks > 1)
     title += f"; weights packed as {quantization or sparsity}" * (quantization is not None or sparsity is not None)
     step["passes"] = passes
@@ -325,9 +324,9 @@ class PricedStep:
         unbounded = console.options.update(max_width=sys.maxsize)
         console.width = max(console.width, *(console.measure(one, options=unbounded).minimum for one in tables))
         captured, run = (sum(counts.values()) for counts in (self.captured, self.run))
-        console.print(f"{captured:,} operations, {run:,} after merging and fusion: {self.step.graph}")
+        console.print(f"{counted(captured, 'operation')}, {run:,} after merging and fusion: {self.step.graph}")
         if self.step.kernels:  # those of a CPU have no names
-            console.print(f"{len(self.step.kernels):,} kernels with inputs and sampling")
+            console.print(f"{counted(len(self.step.kernels), 'kernel')} with inputs and sampling")
         console.print(counts_table(self.captured, self.run))
         for one in tables:
             console.print(one)

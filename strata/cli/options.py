@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,6 +18,24 @@ Model = Annotated[
     str | None,
     typer.Option(help="Checkpoint folder, org/model of the Hugging Face cache, or builtin, which it is if left out."),
 ]
+ModelOrSizes = Annotated[
+    str, typer.Argument(help=f"Checkpoint folder, org/model, config.json, builtin, or a shape ({SHAPE_NAMES}).")
+]
+Hardware = Annotated[str, typer.Option(help="Device of the database, such as h200, b200 or mi300x.")]
+
+
+def _renamed(old: str, new: str) -> Any:
+    """An option that had another name: whoever gives the old one is told the new one."""
+
+    def tell(value: str | None) -> None:
+        if value is not None:
+            raise ValueError(f"{old} is called {new} now: give {new} {value}")
+
+    return Annotated[str | None, typer.Option(old, hidden=True, expose_value=False, callback=tell)]
+
+
+HardwareBefore = _renamed("--device", "--hardware")
+TpotTargetMsBefore = _renamed("--step-target-ms", "--tpot-target-ms")
 Dtype = Annotated[str, engine_option(help="auto, float32, bfloat16 or float16.")]
 # The names of `strata.kernels.quant.schemes`, which loads PyTorch.
 _SCHEMES = "fp8, fp8_block, fp8_weights, int8, int8_weights, int4, mxfp4 or nvfp4"

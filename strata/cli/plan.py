@@ -20,15 +20,13 @@ if TYPE_CHECKING:
 
 _MOST_TOKENS = 10**7
 # Heads of the last column of tables.
-_PRECISION, _LACKS = "precision", "lacks"
+_PRECISION, _LACKS = "weights, KV", "lacks"
 
 
 def plan(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Checkpoint folder, org/model, config.json, or a shape (8B, 70B).")],
-    hardware: Annotated[
-        str, typer.Option(help="Device of the database, such as h100, b200, mi300x or tpu-v5e.")
-    ] = "h200",
+    model: options.ModelOrSizes,
+    hardware: options.Hardware = "h200",
     gpus: Annotated[int, typer.Option(min=1, max=100_000, help="How many of them there are.")] = 1,
     isl: Annotated[int | None, typer.Option(min=1, max=_MOST_TOKENS, help="Tokens of a prompt.")] = None,
     osl: Annotated[int | None, typer.Option(min=1, max=_MOST_TOKENS, help="Tokens of an answer.")] = None,
@@ -53,8 +51,10 @@ def plan(
     acceptance: Annotated[
         float | None, typer.Option(min=0, max=0.99, help="Share of right guesses, to see what speculation would give.")
     ] = None,
-    svg: Annotated[Path | None, typer.Option(help="Draw tokens a second a device against those of a user.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write the plan as a page that loads nothing.")] = None,
+    svg: Annotated[
+        Path | None, typer.Option(help="Draw tokens a second a device against those of a user (.svg).")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the plan as a page that loads nothing (.html).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
     """Choose how to serve a model: ranks, replicas, sequences at once and tokens of a step that give the most tokens a
@@ -82,7 +82,7 @@ def plan(
         raise ValueError(
             f"{', '.join(given)}: for a training run alone; add --train and --batch-tokens, or leave it out"
         )
-    from strata.bench.result import writable
+    from strata.bench.result import PAGE_ENDINGS, ending_in, writable
     from strata.plan.search.frontier import drawable, frontier_svg
     from strata.plan.search.page import html_page
     from strata.plan.search.precision import Precision
@@ -91,7 +91,7 @@ def plan(
 
     if svg or html:
         drawable()
-    svg, html = writable(svg), writable(html)
+    svg, html = writable(ending_in(svg, "--svg", ".svg")), writable(ending_in(html, "--html", *PAGE_ENDINGS))
     if trace is not None and (isl or osl):
         raise ValueError(f"--trace {trace} has the lengths of requests: leave it out, or --isl and --osl")
     if trace is None and not (isl and osl):
@@ -122,21 +122,23 @@ def named(name: str, value: str) -> str:
 
 def draw_plan(found: ServingPlan) -> None:
     """Print a plan as tables and lines."""
-    from rich.console import Console
     from rich.table import Table
 
+    from strata.bench.load.report import report_console
     from strata.plan.search.choice import Choice
 
-    console = Console(highlight=False)
+    console = report_console()
 
     def table(title: str, choices: tuple[Choice, ...], last: str = "") -> Table:
         made = Table(title=title, title_justify="left", box=None, pad_edge=False)
-        names = ("engines", "sequences", "TTFT ms", "TPOT ms", "tok/s", "each")
+        names = ("engines", "sequences", "TTFT ms", "TPOT ms", "tok/s", "each", "analytic")
         made.add_column("layout")
         for name in names:
             made.add_column(name, justify="right", no_wrap=True)
-        made.add_column(last)
+        if last:
+            made.add_column(last)
         for one in choices:
+            ends = {_PRECISION: one.settings.precision.short, _LACKS: ", ".join(one.blocked)}
             made.add_row(
                 one.settings.layout.name,
                 f"{one.replicas}",
@@ -145,7 +147,8 @@ def draw_plan(found: ServingPlan) -> None:
                 "-" if one.tpot_ms is None else f"{one.tpot_ms:,.2f}",
                 f"{one.tokens:,.0f}",
                 f"{one.tokens_per_device:,.0f}",
-                one.settings.precision.name if last == _PRECISION else ", ".join(one.blocked),
+                f"{one.analytic:.0%}",
+                *([ends[last]] if last else ()),
             )
         return made
 
@@ -156,6 +159,8 @@ def draw_plan(found: ServingPlan) -> None:
         print(f"\nStrata cannot run this yet: it lacks {', '.join(found.best.blocked)}.")
     else:
         print(f"\n{found.where}\n  {shlex.join(found.command)}")
+        if found.remark:
+            print(f"  ({found.remark})")
     if found.others:
         console.print(table("\nOther layouts", found.others))
     if found.packed:
@@ -170,5 +175,6 @@ def draw_plan(found: ServingPlan) -> None:
         console.print("\nNot in Strata yet", style="italic")
     for line in found.lacking():
         console.print(line, soft_wrap=True)
+    console.print("analytic: share of a step's time that no measurement of the device tells", style="dim")
     for source in found.sources:
         console.print(f"from {source}", style="dim", soft_wrap=True)

@@ -22,6 +22,7 @@ from strata.serve.event_loop import new_event_loop
 from strata.serve.http.keys import ANONYMOUS
 from strata.serve.run_batch import EngineNotStarted, run_batch
 from strata.serve.settings import ServeSettings
+from strata.text.counted import counted
 
 # There is one caller, who has asked for all of it: nothing is refused for being too much at once or taking too long.
 _NO_BOUND = 10**9
@@ -102,7 +103,8 @@ def run(
             typer.echo(f"{requests}, {written.first_fault.message} (its result is an error)", err=True)
         stopped = _answer(requests, written, settings, engine)
     if stopped is not None:
-        there = f"{written.succeeded + written.failed} of {written.total} requests have their result in {results}"
+        done = f"{written.succeeded + written.failed} of {counted(written.total, 'request')}"
+        there = f"{done} have their result in {results}"
         typer.echo(f"stopped: {there}; the same command goes on", err=True)
         raise typer.Exit(128 + stopped)
     seconds = time.monotonic() - start

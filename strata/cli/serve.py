@@ -144,6 +144,7 @@ def serve(
         bool, options.engine_option(help="Reuse the pages of prompts that begin alike.")
     ] = True,
     tpot_target_ms: options.TpotTargetMs = SERVER_TPOT_MS,
+    step_target_ms: options.TpotTargetMsBefore = None,
     ttft_target_ms: options.TtftTargetMs = SERVER_TTFT_MS,
     seed: Annotated[
         int | None, options.engine_option(help="Of requests that bring none; left out, every start draws anew.")

@@ -28,10 +28,7 @@ _FAILURE = re.compile(r"(\d+)@(\d+(?:\.\d+)?)(?::(\d+(?:\.\d+)?))?", re.ASCII)
 
 def simulate(
     context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Argument(help=f"Checkpoint folder, org/model, config.json, builtin, or a shape ({options.SHAPE_NAMES})."),
-    ],
+    model: options.ModelOrSizes,
     dataset: Annotated[
         str,
         typer.Option(
@@ -64,7 +61,8 @@ def simulate(
         int,
         typer.Option(min=0, help="So many engines compute prompts alone and the others decode: not served yet."),
     ] = 0,
-    on: Annotated[str, options.engine_option("--device", help="Device of every rank, such as h200 or b200.")] = "h200",
+    hardware: options.Hardware = "h200",
+    device: options.HardwareBefore = None,
     data_parallel_size: Annotated[
         int, options.engine_option(min=1, help="Engines that requests are divided among.")
     ] = 1,
@@ -84,6 +82,7 @@ def simulate(
         bool, options.engine_option(help="Reuse the pages of prompts that begin alike.")
     ] = True,
     tpot_target_ms: options.TpotTargetMs = SERVER_TPOT_MS,
+    step_target_ms: options.TpotTargetMsBefore = None,
     ttft_target_ms: options.TtftTargetMs = SERVER_TTFT_MS,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a load instead of tables.")] = False,
     save: Annotated[Path | None, typer.Option(help="Append each result to this file, a JSON object a line.")] = None,
@@ -133,7 +132,7 @@ def simulate(
         timeout=0.0,
         seed=seed,
     )
-    spec, source = _device(on), folder_shape_or_file(model)
+    spec, source = _device(hardware), folder_shape_or_file(model)
     config = find_config(source)
     picture, saved = None if plot is None else writable(plottable(plot)), writable(save)
     asked = EngineConfig(
@@ -168,7 +167,7 @@ def simulate(
 
     longest_sequence = engine.shape.scheduler.max_length
     engines = data_parallel_size, tensor_parallel_size, longest_sequence, enable_prefix_caching, make
-    served = Served(model, on, *engines, prefill_engines, failures)
+    served = Served(model, hardware, *engines, prefill_engines, failures)
     console, results = report_console(), []
     for result in simulate_loads(served, load):
         results.append(result)
@@ -185,9 +184,11 @@ def simulate(
     if not as_json:
         for source in engine.sources:
             console.print(f"from {source}", style="dim", soft_wrap=True)
+        if not engine.sources:
+            console.print(f"nothing was measured of {hardware}: all times are analytic", style="dim", soft_wrap=True)
     if picture is not None:
         last = results[-1]
-        draw_timeline(last.timeline, f"{last.model} on {data_parallel_size} x {on}: {last.data}", picture)
+        draw_timeline(last.timeline, f"{last.model} on {data_parallel_size} x {hardware}: {last.data}", picture)
 
 
 def _device(name: str) -> Device:
@@ -202,7 +203,7 @@ def _device(name: str) -> Device:
     if name == "cpu":
         what = "cpu: steps of processors are not simulated, those of Strata's CUDA kernels are"
         able += ", or load a server that runs on it by strata bench serve"
-    raise ValueError(f"--device {what}; give one of {able}")
+    raise ValueError(f"--hardware {what}; give one of {able}")
 
 
 def _failure(text: str) -> Failure:

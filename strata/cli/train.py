@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from strata.cli import options
 from strata.cli.ending import INTERRUPTED, explanation
 from strata.engine.startup.clock import collector_off
 from strata.train.launch import ended_at_once, launch
@@ -52,8 +53,9 @@ def train(
     restarts: Annotated[int, typer.Option(min=0, help="How often all ranks start again when one fails.")] = 0,
     profile: Annotated[str | None, typer.Option(help="Steps to trace, such as 10-12, into run.out/profile.")] = None,
     estimate: Annotated[
-        str | None, typer.Option(help="A GPU (h200): print a step's memory and times on it, and end.")
-    ] = None,
+        bool, typer.Option("--estimate", help="Print a step's memory and times on --hardware, and end.")
+    ] = False,
+    hardware: options.Hardware = "h200",
 ) -> None:
     """Train a model on what `strata data` has written: pretraining, SFT, LoRA or DPO, as the file's tables say.
 
@@ -68,14 +70,20 @@ def train(
     with collector_off():
         from strata.train.config import read_train_config
 
+    if estimate and context.args and not context.args[0].startswith("-"):
+        raise ValueError(f"--estimate takes no name now: give --estimate --hardware {context.args[0]}")
     run = read_train_config(config, _changes(context.args))
-    if estimate is not None:
+    if estimate:
         from strata.cli.train_estimate import estimate_text
 
-        typer.echo(estimate_text(run, estimate, ranks))
+        typer.echo(estimate_text(run, hardware, ranks))
         return
+    if options.is_given(context, "hardware"):
+        raise ValueError("--hardware is what --estimate looks at: add that, or leave this out")
     steps = None if profile is None else _steps(profile, run.run.steps)
     is_rank, code = "RANK" in os.environ, 0
+    if not is_rank:
+        _check_gpu(config, run)
     try:
         if ranks > 1 and not is_rank:
             code = _launch(run, ranks, restarts, resume=resume)
@@ -98,6 +106,15 @@ def _train(run: TrainConfig, steps: range | None, *, resume: bool) -> None:
     gc.freeze()  # what was imported is no garbage: the collections between steps need not search it
     with ended_at_once(explanation):
         run_on_this_rank(run, Screen, resume=resume, steps=steps)
+
+
+def _check_gpu(file: Path, run: TrainConfig) -> None:
+    from strata.bench.needs_gpu import is_left_to_processor, require_gpu
+
+    if is_left_to_processor(run.run.device):
+        from strata.cli.train_estimate import model_config
+
+        require_gpu(str(file), model_config(run), run.run.device, "--run.device cpu")
 
 
 def _launch(run: TrainConfig, ranks: int, restarts: int, *, resume: bool) -> int:

@@ -19,9 +19,10 @@ def warm(
     model: Annotated[
         str, typer.Argument(help=f"Checkpoint folder, org/model, builtin, or a shape: {options.SHAPE_NAMES}.")
     ],
-    on: Annotated[
-        str, typer.Option("--device", help="Whose kernels: auto, cuda:N, or a name (h200), which need not be here.")
+    hardware: Annotated[
+        str, typer.Option(help="Whose kernels: auto, cuda:N, or a name (h200), which need not be here.")
     ] = "auto",
+    device: options.HardwareBefore = None,
     quantization: options.Quantization = None,
     sparsity: options.Sparsity = None,
     dtype: options.Dtype = "auto",
@@ -40,12 +41,12 @@ def warm(
     """Compile all kernels that serving a model takes, before anybody waits for them.
 
     They go where Triton keeps its own, TRITON_CACHE_DIR or ~/.triton/cache, for this version of Strata and of Triton.
-    Give the options of the start that is to come, on which kernels depend. No weights are read, and with --device h200
-    no GPU is needed. Exit code 1 if a kernel could not be compiled.
+    Give the options of the start that is to come, on which kernels depend. No weights are read, and with --hardware
+    h200 no GPU is needed. Exit code 1 if a kernel could not be compiled.
 
-    Example: strata warm 8B --device h200
+    Example: strata warm 8B --hardware h200
     """
-    limits = _limits(on)
+    limits = _limits(hardware)
     from strata.engine.ahead.ahead import compiling, shown  # needs Triton, as the limits say
     from strata.engine.engine_config import EngineConfig
     from strata.kernels.compiling.disk_cache import require_writable
@@ -94,7 +95,7 @@ def _limits(name: str) -> DeviceLimits:
         raise ValueError(f"device {name!r} is unknown; use auto, cuda, cuda:N, or one of {', '.join(known)}")
     elif not torch.cuda.is_available():
         able = [name for name, limits in known.items() if why_not(limits, has_triton=True) is None]
-        raise ValueError(f"no CUDA device is here: name the one to compile for, --device {' or '.join(able)}")
+        raise ValueError(f"no CUDA device is here: name the one to compile for, --hardware {' or '.join(able)}")
     else:
         found = DeviceLimits.of(EngineConfig("", device=name).resolve_device())
     limit = why_not(found)

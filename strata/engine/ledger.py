@@ -17,6 +17,7 @@ from strata.cache.tables import BufferShape
 from strata.cache.window_pages import most_pages
 from strata.models.config import ModelConfig
 from strata.models.memory import free_bytes
+from strata.text.counted import counted
 
 GIB = 1 << 30
 # On a CPU the KV pool may take this share of the memory that is free, since nothing else is known to want it.
@@ -113,10 +114,14 @@ class Ledger:
             (
                 "KV pages",
                 self.pages * self.page_bytes,
-                f"{self.pages:,} pages of {self.page_size}: {self.tokens:,} tokens",
+                f"{counted(self.pages, 'page')} of {self.page_size}: {counted(self.tokens, 'token')}",
             ),
             *(
-                ("windows", pool.pages * pool.page_bytes, f"{pool.pages:,} pages for layers that see {pool.window:,}")
+                (
+                    "windows",
+                    pool.pages * pool.page_bytes,
+                    f"{counted(pool.pages, 'page')} for layers that see {pool.window:,}",
+                )
                 for pool in self.windows
             ),
             *([("states", self.states, self._states_note)] if self.state_bytes else []),
@@ -329,7 +334,8 @@ def plan_memory(
     ]
     if num_pages is None and any(there < least for there, least in zip(counts, needed, strict=True)):
         raise PoolTooSmall(
-            f"the KV pool would hold {ledger.tokens:,} tokens, but one sequence may have max_model_len={max_length:,}",
+            f"the KV pool would hold {counted(ledger.tokens, 'token')}, but one sequence may have "
+            f"max_model_len={max_length:,}",
             ledger,
             "lower max_model_len, max_num_seqs or max_num_batched_tokens, or raise gpu_memory_utilization",
         )

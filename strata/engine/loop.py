@@ -18,6 +18,7 @@ from strata.engine.scheduling.held import Held
 from strata.engine.scheduling.late_launch import LateLaunch
 from strata.engine.scheduling.rank_schedulers import RankSchedulers
 from strata.engine.scheduling.scheduler import Scheduler
+from strata.text.counted import counted
 
 if TYPE_CHECKING:  # what a device gives and takes passes through the loop unread
     from llguidance import LLMatcher
@@ -306,7 +307,7 @@ class EngineLoop:
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            doing = f"running a step of {plan.tokens:,} tokens from {len(plan.chunks)} sequences"
+            doing = f"running a step of {counted(plan.tokens, 'token')} from {counted(len(plan.chunks), 'sequence')}"
             fault = out_of_memory(error, doing, self._ledger)
             if fault is None:
                 raise

@@ -50,7 +50,7 @@ def check_planned(known: Device, dtype: str | None = None) -> None:
         missing.insert(0, f"peak in {dtype} (but in {peaks})")
     here = ""
     if known in PROCESSORS:
-        here = "; strata explain and strata graph --device cpu look at this machine's processor, which they measure"
+        here = "; strata explain and strata graph --hardware cpu look at this machine's processor, which they measure"
     raise ValueError(
         f"nothing is planned for {known.key}, of which no {' and no '.join(missing)} is recorded: choose one of "
         f"{', '.join(_planned(dtype))}{here}"

@@ -102,8 +102,20 @@ def test_saturation_leaves_out_the_first_and_the_last_of_a_closed_loop() -> None
     # 2 at a time: pairs end at 10 (a slow start), 11, 12, 13, and the last two at 15 and 20.
     ends = [10.0, 10.0, 11.0, 11.0, 12.0, 12.0, 13.0, 13.0, 15.0, 20.0]
     assert saturation_rate(ends, concurrency=2) == pytest.approx(6 / 3)
-    with pytest.raises(ValueError, match="more than 10 requests, of which 10"):
+    with pytest.raises(ValueError, match="15 requests or more, of which 10"):
         saturation_rate(ends, concurrency=5)
+
+
+@pytest.mark.parametrize(("concurrency", "requests"), [(4, 12), (4, 15), (16, 51), (16, 63), (256, 1000)])
+def test_saturation_of_requests_that_end_together_is_that_of_whole_rounds(concurrency: int, requests: int) -> None:
+    """All that are under way end at once, every two seconds, however many are left over for the last round."""
+    ends = [2.0 * (1 + number // concurrency) for number in range(requests)]
+    assert saturation_rate(ends, concurrency) == pytest.approx(concurrency / 2)
+
+
+def test_saturation_of_requests_that_end_one_by_one_is_their_rate() -> None:
+    ends = [3.0 + number / 7 for number in range(100)]
+    assert saturation_rate(ends, concurrency=8) == pytest.approx(7)
 
 
 # What is asked
@@ -204,6 +216,19 @@ def test_an_order_and_an_answers_length_may_be_left_out(tmp_path: Path) -> None:
     path.write_text('{"input_length": 5, "timestamp": 9}\n\n{"input_length": 6, "timestamp": 4, "output_length": 3}\n')
     asks = FileSet(path, read_rows(path, timed=False), 77, range(50)).asks(2, seed=0)
     assert [(len(ask.prompt), ask.output_tokens) for ask in asks] == [(5, 77), (6, 3)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "words"),
+    [
+        (EvenLengths(3, 1), "prompts of 3 and answers of 1 token"),
+        (EvenLengths(3, 2), "prompts of 3 and answers of 2 tokens"),
+        (EvenLengths(3, 1, 0.5), "prompts of 3 (+-50%) and answers of 1 (+-50%) tokens"),
+        (LognormalLengths(3, 1, 9), "prompts of 3 and answers of 1 token on average, each at most 9"),
+    ],
+)
+def test_one_token_is_no_tokens(lengths: Any, words: str) -> None:
+    assert lengths.words == words
 
 
 # Reading answers

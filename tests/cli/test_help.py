@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import strata
 from strata.cli.main import app
+from strata.models.shapes import SHAPES
 
 RUNNER = CliRunner()
 
@@ -115,6 +116,41 @@ def test_a_step_takes_no_less_than_no_time() -> None:
     result = RUNNER.invoke(app, ["serve", "--tpot-target-ms", "-1"])
     assert result.exit_code == 2
     assert "greater than or equal to 0" in re.sub(r"[\s│]+", " ", result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("words", "new"),
+    [
+        (["graph", "8B", "--device", "h100"], "--hardware h100"),
+        (["warm", "8B", "--device", "h100"], "--hardware h100"),
+        (["simulate", "8B", "--device", "h100"], "--hardware h100"),
+        (["simulate", "8B", "--step-target-ms", "5"], "--tpot-target-ms 5"),
+        (["serve", "--step-target-ms", "5"], "--tpot-target-ms 5"),
+        (["train", "examples/8b.toml", "--estimate", "h100"], "--estimate --hardware h100"),
+    ],
+)
+def test_who_gives_the_old_name_of_an_option_is_told_the_new_one(words: list[str], new: str) -> None:
+    result = RUNNER.invoke(app, words)
+    assert isinstance(result.exception, ValueError), result.output
+    assert str(result.exception).endswith(f"give {new}")
+
+
+def test_an_old_name_in_the_environment_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRATA_STEP_TARGET_MS", "5")
+    assert "--tpot-target-ms 5" in str(RUNNER.invoke(app, ["serve"]).exception)
+
+
+@pytest.mark.parametrize("command", ["graph", "warm", "simulate", "plan", "train"])
+def test_a_device_of_the_database_is_asked_for_by_one_name(command: str) -> None:
+    text = help_of((command,))
+    assert "--hardware" in text
+    assert not re.search(r"--device\b", text)
+
+
+@pytest.mark.parametrize("command", ["plan", "graph", "simulate", "warm"])
+def test_all_shapes_are_named(command: str) -> None:
+    text = re.sub(r"[│\s]+", " ", help_of((command,)))
+    assert ", ".join(SHAPES) in text
 
 
 def test_the_listing_comes_without_torch() -> None:

@@ -31,6 +31,17 @@ def test_the_built_in_model_is_written_with_its_tokenizer(tmp_path: Path) -> Non
     assert f"{out}: fp8 by rtn, 0 tokens" in result.output
 
 
+@pytest.mark.parametrize(("asked", "columns"), [([], 64), (["--group", "32"], 32), (["--skip", "*.down_proj"], 128)])
+def test_groups_of_columns_divide_the_model(asked: list[str], columns: int, tmp_path: Path) -> None:
+    """The built-in model's are 256, and 704 of down projections, which 128 do not divide."""
+    words = ["quantize", "builtin", "--out", str(tmp_path / "out"), "--scheme", "int4", "--method", "rtn", *asked]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert [one["weights"]["group_size"] for one in config["config_groups"].values()] == [columns]
+    assert ("groups have 64 columns" in result.output) == (columns == 64)
+
+
 def test_calibration_text_is_read_in_samples(tmp_path: Path) -> None:
     text, chats, empty = tmp_path / "one.txt", tmp_path / "chats.jsonl", tmp_path / "none.txt"
     text.write_text("What is 3 + 4? " * 40)
@@ -61,7 +72,7 @@ def test_calibration_text_is_read_in_samples(tmp_path: Path) -> None:
 def test_what_cannot_be_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     for asked, said in (
         (["--scheme", "int5"], "accepted are 'fp8'"),
-        (["--scheme", "int4"], "give another --group, or leave them out with --skip"),
+        (["--scheme", "int4", "--group", "128"], "give another --group, or leave them out with --skip"),
         (["--scheme", "fp8_block"], "down_proj.weight; leave them out with --skip"),
         (["--calibration", str(tmp_path / "absent.txt")], "does not exist"),
         (["--device", "gpu"], "'gpu' is unknown; use auto, cpu, cuda"),

@@ -66,10 +66,12 @@ def test_a_trace_is_played_and_drawn(trace: Path, tmp_path: Path) -> None:
 
 def test_it_is_said_where_predictions_come_from(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no probe of this machine
-    found = simulate("0.6B", "--device", "h100", "--dataset", str(trace), "--replay")
+    found = simulate("0.6B", "--hardware", "h100", "--dataset", str(trace), "--replay")
     assert found.exit_code == 0, found.output
     assert "from calls and ceilings borrowed from NVIDIA H200, " in found.stdout
-    assert simulate("0.6B", "--device", "a100", "--dataset", str(trace), "--replay").stdout.count("\nfrom ") == 0
+    unknown = simulate("0.6B", "--hardware", "b200", "--dataset", str(trace), "--replay").stdout
+    assert unknown.count("\nfrom ") == 0
+    assert "nothing was measured of b200: all times are analytic" in unknown
 
 
 def test_failures_and_engines_for_prompts_alone_are_told(trace: Path) -> None:
@@ -89,7 +91,17 @@ def test_saturation_counts_what_was_completed() -> None:
     """What fails because no engine is left ends at once, and is no rate that an engine sustains."""
     load = ("--num-prompts", "60", "--max-concurrency", "4", "--request-rate", "50%", "--fail", "0@0.05")
     said = str(simulate("0.6B", *load).exception)
-    assert re.search(r"with more than 8 requests, of which \d were completed", said), said
+    assert re.search(r"with 12 requests or more, of which \d+ were completed", said), said
+
+
+def test_shares_of_saturation_are_of_the_one_that_is_told() -> None:
+    load = ("--num-prompts", "40", "--max-concurrency", "8", "--request-rate", "50%")
+    saturated, offered = (json.loads(line) for line in simulate("0.6B", *load, "--json").stdout.splitlines())
+    assert offered["request_rate"] == pytest.approx(saturated["saturation"] / 2)
+    assert saturated["requests_per_second"] == pytest.approx(saturated["saturation"], rel=0.1)
+    shown = simulate("0.6B", *load).stdout
+    (told,) = re.findall(r"saturation (\S+) requests/s", shown)
+    assert shown.count(f" (50% of {told})") == 2  # of the load, and in the table of all
 
 
 @pytest.fixture
@@ -123,9 +135,9 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--dataset", "lognormal", "--longest", "1000000000000"), "max_model_len is 40960: lower --longest"),
         (("--dataset", "{endless}"), "request 2 has 1000000000000 tokens and 128 of its answer"),
         (("--dataset", "nowhere"), "--dataset is random, shared-prefix, lognormal, agents or a JSON-lines file"),
-        (("--device", "h2000"), "--device 'h2000' is unknown; give one of h200, h100,"),
+        (("--hardware", "h2000"), "--hardware 'h2000' is unknown; give one of h200, h100,"),
         (
-            ("--device", "cpu"),
+            ("--hardware", "cpu"),
             "steps of processors are not simulated, those of Strata's CUDA kernels are; give one of h200",
         ),
         (("--replay",), "it needs --dataset"),

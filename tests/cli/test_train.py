@@ -224,7 +224,7 @@ def test_values_are_replaced_however_they_are_written(train: Train, tmp_path: Pa
             ["--start.tokenizer", "nowhere"],
             "start.tokenizer 'nowhere' does not exist; give a model folder, org/model of the Hugging Face cache, or",
         ),
-        (["--estimate", "h900"], "h900"),
+        (["--estimate", "--hardware", "h900"], "h900"),
         (["--data.tokens_per_pack", "10"], "raise data.tokens_per_pack"),
     ],
 )
@@ -247,7 +247,7 @@ def test_a_value_may_begin_with_a_dash_and_the_file_stands_first(train: Train, t
 
 
 def test_an_estimate_trains_nothing(train: Train, tmp_path: Path) -> None:
-    result = train("--estimate", "h200")
+    result = train("--estimate", "--hardware", "h200")
     assert result.exit_code == 0
     title, *ways = result.output.splitlines()
     assert title.startswith("one rank (one rank: nothing to divide), 1 x 600 tokens a replica, bf16, NVIDIA H200")
@@ -257,9 +257,11 @@ def test_an_estimate_trains_nothing(train: Train, tmp_path: Path) -> None:
         assert re.search(
             r"\d GiB \(state .*\); likely \d+\.\d ms .*, [\d,]+ tokens/s, MFU \d+\.\d%; at least \d+\.\d ms", way
         )
-    many = train("--estimate", "h200", "--ranks", "8", "--data.packs_per_step", "8").output.splitlines()[0]
+    many = train("--estimate", "--hardware", "h200", "--ranks", "8", "--data.packs_per_step", "8").output.splitlines()[
+        0
+    ]
     assert many.startswith("shard 8 (ZeRO-1 with shard 8: ")
-    muon = train("--estimate", "h200", "--optimizer.name", "muon").output.splitlines()
+    muon = train("--estimate", "--hardware", "h200", "--optimizer.name", "muon").output.splitlines()
     assert muon[:-1] == [title, *ways]
     assert "estimated with AdamW" in muon[-1]
     assert not (tmp_path / "run").exists()

@@ -22,10 +22,10 @@ RATIO = 3.35 / 4.8
 
 
 def test_what_was_borrowed_is_not_called_measured() -> None:
-    shown = CliRunner().invoke(app, ["graph", "0.6B", "--device", "h100"], catch_exceptions=False).stdout
+    shown = CliRunner().invoke(app, ["graph", "0.6B", "--hardware", "h100"], catch_exceptions=False).stdout
     assert "from calls and ceilings borrowed from NVIDIA H200, " in shown
     assert "2.99 TB/s (memory, read + written), borrowed: as on h200: " in shown
-    told = CliRunner().invoke(app, ["graph", "0.6B", "--device", "h100", "--json"], catch_exceptions=False).stdout
+    told = CliRunner().invoke(app, ["graph", "0.6B", "--hardware", "h100", "--json"], catch_exceptions=False).stdout
     assert json.loads(told)["predicted_from"]["measured"] == 0
 
 

@@ -21,7 +21,7 @@ from strata.bench.accuracy.intervals import (
     mean_of_tasks,
     wilson,
 )
-from strata.bench.accuracy.passages import Passage, generated_passages, read_passages
+from strata.bench.accuracy.passages import Passage, exercise_passages, read_passages
 from strata.bench.accuracy.states import Predictions, predict
 from strata.bench.accuracy.tasks import replies
 from strata.engine.engine_config import EngineConfig
@@ -32,25 +32,25 @@ from strata.train.data.encode import Encoder
 from strata.train.score import Score, is_right, questions, score
 from strata.train.tasks.example import Example
 
+EXAMPLES = 10  # of each task, where nobody says how many and no text is given
 _LENGTH = 2048  # of passages, where models and options allow it
 _ANSWER = 300  # tokens: the longest replies of the exercises are below
 
 
 @dataclass(frozen=True)
 class Asked:
-    """model, against: folders. text: a file, None: what the model generates. passages: at most so many. length: the
-    most tokens of one, None: 2048 or what the models take. examples: of each task, 0: no tasks are asked.
-    engine, against_engine: options of `LLM`. seed: of what is generated."""
+    """model, against: folders. text: a file, None: held-out exercises. passages: at most so many. length: the most
+    tokens of one, None: 2048 or what the models take. examples: of each task, 0: no tasks are asked; None: without a
+    text EXAMPLES, where the models have the chat format of the tasks. engine, against_engine: options of `LLM`."""
 
     model: Path
     against: Path | None
     text: Path | None
     passages: int
     length: int | None
-    examples: int
+    examples: int | None
     engine: Mapping[str, Any] = field(default_factory=dict)
     against_engine: Mapping[str, Any] = field(default_factory=dict)
-    seed: int = 0
     verbose: bool = True
 
 
@@ -108,17 +108,33 @@ def evaluate(asked: Asked) -> Evaluation:
         if folder is not None:
             EngineConfig.from_options(folder, options)  # what it refuses is told before anything is read
     tokenizer, length = _common(asked)
-    given = None if asked.text is None else read_passages(asked.text, tokenizer, length)
-    examples = questions(asked.examples) if asked.examples else []
-    if examples:
-        for folder in (asked.model, asked.against):
-            if folder is not None:
-                _encoder(folder)
-    passages, answers = _answers(asked, given, length, examples)
+    if asked.text is None:
+        given = exercise_passages(tokenizer, asked.passages, length)
+    else:
+        given = read_passages(asked.text, tokenizer, length)
+    examples = _examples(asked)
+    passages = given[: asked.passages]
+    answers = _of_model(_llm(asked.model, asked.engine, asked), asked.model, passages, examples)
     if asked.against is None:
         return _alone(passages, given, answers, examples)
     reference = _of_model(_llm(asked.against, asked.against_engine, asked), asked.against, passages, examples)
     return _against(passages, given, answers, reference, examples)
+
+
+def _examples(asked: Asked) -> list[Example]:
+    """What both models are asked. Raises ValueError for models that cannot be asked tasks, where these were wanted."""
+    wanted = (0 if asked.text is not None else EXAMPLES) if asked.examples is None else asked.examples
+    if not wanted:
+        return []
+    try:
+        for folder in (asked.model, asked.against):
+            if folder is not None:
+                _encoder(folder)
+    except ValueError:
+        if asked.examples is not None:
+            raise
+        return []
+    return questions(wanted)
 
 
 def _common(asked: Asked) -> tuple[Tokenizer, int]:
@@ -166,18 +182,6 @@ def _llm(folder: Path, options: Mapping[str, Any], asked: Asked) -> LLM:
     return LLM(folder, verbose=asked.verbose, **options)
 
 
-def _answers(
-    asked: Asked, given: list[Passage] | None, length: int, examples: Sequence[Example]
-) -> tuple[list[Passage], _Answers]:
-    """The passages, generated if none are given, and the model's answers; its engine ends."""
-    llm = _llm(asked.model, asked.engine, asked)
-    passages = generated_passages(llm, asked.passages, length, asked.seed) if given is None else given
-    passages = passages[: asked.passages]
-    if not passages:
-        raise ValueError("the model generated nothing: each of its texts ended at once; give a file with --text")
-    return passages, _of_model(llm, asked.model, passages, examples)
-
-
 def _of_model(llm: LLM, folder: Path, passages: Sequence[Passage], examples: Sequence[Example]) -> _Answers:
     right: Values = np.zeros(0)
     scores: tuple[Score, ...] = ()
@@ -188,13 +192,11 @@ def _of_model(llm: LLM, folder: Path, passages: Sequence[Passage], examples: Seq
     return _Answers(predict(llm, passages), right, scores)
 
 
-def _alone(
-    passages: list[Passage], given: list[Passage] | None, answers: _Answers, examples: Sequence[Example]
-) -> Evaluation:
+def _alone(passages: list[Passage], given: list[Passage], answers: _Answers, examples: Sequence[Example]) -> Evaluation:
     bootstrap = _bootstrap(passages)
     return Evaluation(
         len(passages),
-        len(passages if given is None else given),
+        len(given),
         sum(one.scored for one in passages),
         bootstrap.count,
         bootstrap.mean(losses(answers.predictions, passages), np.exp),
@@ -205,7 +207,7 @@ def _alone(
 
 def _against(
     passages: list[Passage],
-    given: list[Passage] | None,
+    given: list[Passage],
     answers: _Answers,
     reference: _Answers,
     examples: Sequence[Example],
@@ -218,7 +220,7 @@ def _against(
         means = mean_of_tasks(ours), mean_of_tasks(theirs), mean_difference(ours, theirs)
     return Evaluation(
         len(passages),
-        len(passages if given is None else given),
+        len(given),
         sum(one.scored for one in passages),
         bootstrap.count,
         bootstrap.mean(found.losses, np.exp),

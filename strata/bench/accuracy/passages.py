@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from strata.engine.llm import LLM
-from strata.engine.sampling_params import SamplingParams
 from strata.files.json_lines import json_lines
 from strata.files.json_object import why_no_json
 from strata.text.tokenizer import Tokenizer
+from strata.train.tasks.example import BOUNDARY, Example
 from strata.train.tasks.mixture import TASKS, held_out_examples
 
 
@@ -78,31 +77,36 @@ def _cut(ids: Sequence[int], length: int, document: int, begin: int | None) -> l
     return [Passage(part, 1, document) for part in parts if len(part) > 1]
 
 
-def generated_passages(llm: LLM, count: int, length: int, seed: int) -> list[Passage]:
-    """What the model says itself, drawn at temperature 1, when it is asked `count` exercises of the built-in model as a
-    chat, or without a template continues them; only what it says is scored. Each is a document.
+def exercise_passages(tokenizer: Tokenizer, count: int, length: int) -> list[Passage]:
+    """Held-out exercises of the built-in model with their right replies, as a chat, or without a template as text; the
+    replies alone are scored. Each is a document.
 
-    Raises ValueError if no prompt leaves room for an answer in `length` ids.
+    Raises ValueError if no exercise leaves room for a reply in `length` ids.
     """
-    tokenizer = llm.get_tokenizer()
     of_each = [held_out_examples(task, -(-count // len(TASKS))) for task in TASKS]
-    in_turn = [one.question for some in zip_longest(*of_each) for one in some if one is not None][:count]
-    prompts = [
-        tokenizer.encode_chat([{"role": "user", "content": text}])
-        if tokenizer.has_chat_template
-        else tokenizer.encode(text)
-        for text in in_turn
-    ]
-    fitting = [prompt for prompt in prompts if 0 < len(prompt) < length]
-    if not fitting:
-        raise ValueError(f"passages of {length} tokens leave no room for an answer; give more")
-    params = [
-        SamplingParams(temperature=1.0, top_p=1.0, max_tokens=length - len(prompt), seed=seed + number)
-        for number, prompt in enumerate(fitting)
-    ]
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in fitting], params)
-    return [
-        Passage((*prompt, *output.outputs[0].token_ids), len(prompt), number)
-        for number, (prompt, output) in enumerate(zip(fitting, outputs, strict=True))
-        if output.outputs[0].token_ids
-    ]
+    in_turn = [one for some in zip_longest(*of_each) for one in some if one is not None][:count]
+    pairs = ((_ids_until_reply(tokenizer, one), _ids_of_exercise(tokenizer, one)) for one in in_turn)
+    cut = [(_alike(prompt, ids), ids[:length]) for prompt, ids in pairs]
+    found = [Passage(tuple(ids), first, number) for number, (first, ids) in enumerate(cut) if 0 < first < len(ids)]
+    if not found:
+        raise ValueError(f"passages of {length} tokens leave no room for a reply; give more")
+    return found
+
+
+def _ids_until_reply(tokenizer: Tokenizer, example: Example) -> list[int]:
+    if not tokenizer.has_chat_template:
+        return tokenizer.encode(f"{example.question}\n")
+    return tokenizer.encode_chat([{"role": "user", "content": example.question}])
+
+
+def _ids_of_exercise(tokenizer: Tokenizer, example: Example) -> list[int]:
+    reply = example.reply.replace(BOUNDARY, "")
+    if not tokenizer.has_chat_template:
+        return tokenizer.encode(f"{example.question}\n{reply}")
+    turns = [{"role": "user", "content": example.question}, {"role": "assistant", "content": reply}]
+    return tokenizer.encode_chat(turns, add_generation_prompt=False)
+
+
+def _alike(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many ids both begin with."""
+    return next((at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), len(first))

@@ -18,6 +18,7 @@ from strata.bench.load.request_sets import EvenLengths, RandomSet, encode
 from strata.bench.load.send import run
 from strata.bench.load.server import find_model, text_ids
 from strata.hardware.gpu_memory import GpuMemories
+from strata.text.counted import counted
 
 LENGTHS = EvenLengths(prompt=64, output=64)
 # Before the fault, and after the server is ready again, requests come for so long.
@@ -74,9 +75,9 @@ class FaultRound:
         elif not self.answered_after:
             yield "no request was answered once the server was ready again"
         if self.lost:
-            yield f"{self.lost} requests were lost"
+            yield f"{counted(self.lost, 'request')} lost"
         if self.processes_left:
-            yield f"{self.processes_left} processes were left"
+            yield f"{counted(self.processes_left, 'process', 'processes')} left"
         if self.memory_left is not None and self.memory_left > MEMORY_TOLERANCE:
             yield f"{self.memory_left / 2**30:.2f} GiB of a GPU's memory were left"
 
@@ -117,7 +118,7 @@ class FaultSummary:
         slowest = "-" if self.slowest is None else f"{self.slowest:.1f} s"
         said = "; ".join(self.wrong) or "nothing hung, leaked or was lost"
         return (
-            f"{self.rounds} rounds in {self.seconds:.0f} s, ready again after {slowest} at most; requests: "
+            f"{counted(self.rounds, 'round')} in {self.seconds:.0f} s, ready again after {slowest} at most; requests: "
             f"{self.answered} answered, {self.failed} ended with an error, {self.lost} lost: {said}"
         )
 
@@ -143,7 +144,7 @@ def run_rounds(test: FaultTest, show: Callable[[FaultRound], None]) -> FaultSumm
     if server.exit_code != 0:
         wrong.append(f"the server ended with exit code {server.exit_code}")
     if server.left:
-        wrong.append(f"{server.left} processes were left of the server")
+        wrong.append(f"{counted(server.left, 'process', 'processes')} of the server left")
     if memory is not None and memory > MEMORY_TOLERANCE:
         wrong.append(f"the server left {memory / 2**30:.2f} GiB of a GPU's memory")
     return FaultSummary(

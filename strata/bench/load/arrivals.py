@@ -72,16 +72,19 @@ def saturation_rate(ends: Sequence[float], concurrency: int) -> float:
     """Requests a second that a server completes while `concurrency` of them are always under way.
 
     ends: when each request of a closed loop ended, in seconds. The first `concurrency` began together, and while the
-    last `concurrency` end no others take their place: both are left out.
+    last `concurrency` end no others take their place: both are left out. Requests that are alike also end together, so
+    the rate is that of rounds of as many as are under way, on average of all rounds that may begin.
     """
     ordered = sorted(ends)
-    counted = len(ordered) - 2 * concurrency
-    if counted <= 0:
+    rounds = len(ordered) // concurrency - 2
+    if rounds <= 0:
         raise ValueError(
-            f"saturation at {concurrency} concurrent requests is measured with more than {2 * concurrency} requests, "
+            f"saturation at {concurrency} concurrent requests is measured with {3 * concurrency} requests or more, "
             f"of which {len(ordered)} were completed: raise --num-prompts or lower --max-concurrency"
         )
-    seconds = ordered[-concurrency - 1] - ordered[concurrency - 1]
+    counted = rounds * concurrency
+    begins = ordered[concurrency - 1 : -concurrency - counted]
+    seconds = sum(ordered[at + counted] - begin for at, begin in enumerate(begins, concurrency - 1)) / len(begins)
     return counted / seconds
 
 

@@ -7,6 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from strata.bench.result import ending_in
+
 PANELS = {"ttft_ms": "time to first token", "tpot_ms": "time per output token"}
 TICKS = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
 LINES = {"p50": "#2a6fb0", "p90": "#8fb7dc", "p99": "#c05a3c"}
@@ -14,8 +16,7 @@ LINES = {"p50": "#2a6fb0", "p90": "#8fb7dc", "p99": "#c05a3c"}
 
 def plottable(picture: Path) -> Path:
     """The file, if pictures can be drawn into it; else raises ValueError, before there is a measurement to lose."""
-    if picture.suffix.lower() not in (".svg", ".png"):
-        raise ValueError(f"--plot {picture}: give a file that ends in .svg or .png")
+    ending_in(picture, "--plot", ".svg", ".png")
     if find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install matplotlib")
     return picture

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from strata.bench.load.measures import Distribution, Figures
 from strata.bench.result import number, provenance
+from strata.text.counted import counted
 
 LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2e_ms": "E2E"}
 # Of sessions alone.
@@ -59,7 +60,9 @@ class LoadResult:
             return "at their own times"
         if math.isinf(self.request_rate):
             return "all at once"
-        share = "" if self.saturation is None else f" ({self.request_rate / self.saturation:.0%})"
+        share = ""
+        if self.saturation is not None:
+            share = f" ({self.request_rate / self.saturation:.0%} of {number(self.saturation)})"
         return f"{number(self.request_rate)}{share}"
 
     def shown(self) -> Group:
@@ -80,13 +83,15 @@ class LoadResult:
         faults = ", ".join(f"{count} {kind}" for kind, count in figures.faults.items())
         failed = f"; failed: {faults} ({figures.lost} lost)" if faults else ""
         seconds = f"{figures.seconds:,.1f}" if figures.seconds >= 10 else number(figures.seconds)
-        yield f"{figures.completed:,} of {figures.requests:,} requests completed in {seconds} s{failed}"
+        yield f"{figures.completed:,} of {counted(figures.requests, 'request')} completed in {seconds} s{failed}"
         for kind, message in figures.fault_messages.items():
             yield f"{kind}: {escape(message)}"
         requests, output = number(figures.requests_per_second), number(figures.output_tokens_per_second)
         a_chunk = figures.output_tokens / max(1, figures.chunks)
         total = number(figures.total_tokens_per_second)
         yield f"{requests} requests/s, {output} output tok/s ({a_chunk:.3g} a chunk), {total} with prompts"
+        if self.saturation is not None and self.request_rate == math.inf:
+            yield f"saturation {number(self.saturation)} requests/s, without the first and the last requests under way"
         if figures.goodput is not None:
             bounds = ", ".join(f"{name} <= {most:g} ms" for name, most in figures.goodput.objectives.items())
             good = figures.goodput

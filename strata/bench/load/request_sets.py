@@ -13,6 +13,7 @@ from typing import Protocol
 from strata.bench.load.send import LoadRequest
 from strata.files import request_rows
 from strata.files.request_rows import HASHED_TOKENS, Messages, RequestRow
+from strata.text.counted import counted
 
 TEMPERATURE = 0.6
 # Deviation of the logarithm of lognormal lengths: the longest of a hundred is ten times as long as the middle one.
@@ -68,6 +69,8 @@ class EvenLengths:
     @property
     def words(self) -> str:
         spread = f" (+-{self.spread:.0%})" if self.spread else ""
+        if not spread:
+            return f"prompts of {self.prompt} and answers of {counted(self.output, 'token')}"
         return f"prompts of {self.prompt}{spread} and answers of {self.output}{spread} tokens"
 
     def _around(self, mean: int, rng: random.Random) -> int:
@@ -94,7 +97,8 @@ class LognormalLengths:
 
     @property
     def words(self) -> str:
-        return f"prompts of {self.prompt} and answers of {self.output} tokens on average, each at most {self.longest}"
+        means = f"prompts of {self.prompt} and answers of {counted(self.output, 'token')} on average"
+        return f"{means}, each at most {self.longest}"
 
     def _one(self, mean: int, rng: random.Random) -> int:
         drawn = round(rng.lognormvariate(math.log(mean) - SIGMA**2 / 2, SIGMA))

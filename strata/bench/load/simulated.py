@@ -130,7 +130,7 @@ def simulate_loads(served: Served, config: LoadConfig) -> Iterator[SimulatedResu
         concurrency = config.max_concurrency or SATURATING_CONCURRENCY
         fleet, result = load(next(seeds), math.inf, None, concurrency)
         saturation = saturation_rate([fleet.outcomes.last[one] for one in fleet.outcomes.completed()], concurrency)
-        yield result
+        yield replace(result, saturation=saturation)
     for rate in config.rates:
         yield _offered(load, rate, saturation, next(seeds), config.max_concurrency)
 

@@ -29,6 +29,7 @@ from strata.bench.load.request_sets import (
 )
 from strata.bench.load.send import Outcome, send_all
 from strata.bench.load.sessions import SessionShape, send_sessions, turn_request
+from strata.text.counted import counted
 
 SYNTHETIC = ("random", "shared-prefix", "lognormal")
 AGENTS = "agents"
@@ -241,5 +242,5 @@ def in_words(config: LoadConfig) -> str:
         return Path(config.dataset).name
     words = f"{config.dataset} {config.lengths.words}"
     if config.dataset == "shared-prefix":
-        words += f", {config.prefix_groups} prefixes of {config.prefix_tokens}"
+        words += f", {counted(config.prefix_groups, 'prefix', 'prefixes')} of {config.prefix_tokens}"
     return f"{words}, as chats" if config.chat else words

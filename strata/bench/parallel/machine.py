@@ -24,4 +24,4 @@ def this_machine(device: str, ranks: int | None) -> Machine:
     if gpus:
         memories = [memory.total for memory in GpuMemories.of_this_process().read()]
         return Machine("cuda", gpus, min(memories) if len(memories) == gpus else None)
-    return Machine("cpu", ranks or 2, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return Machine("cpu", ranks or 2, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), device == "auto")

@@ -16,6 +16,7 @@ from typing import Any
 
 from strata.bench.parallel.plan import Measurement
 from strata.bench.parallel.record import Record
+from strata.bench.result import ERROR
 
 # Of what a failed process has said, in a line.
 _MOST_CHARACTERS = 400
@@ -47,8 +48,15 @@ def run_limited(command: Sequence[str], limit: float) -> list[dict[str, Any]] | 
     if status == 0:
         return [json.loads(line) for line in lines if line.startswith("{")]
     how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
-    last = next((line for line in reversed(words) if line.strip()), "")
-    return f"{how}: {last.strip()[:_MOST_CHARACTERS]}"
+    return f"{how}: {_reason(words)[:_MOST_CHARACTERS]}"
+
+
+def _reason(said: Sequence[str]) -> str:
+    """The line that says why: what a command ends with, behind which its message may go on (as with a ledger), or else
+    the last one, as of a traceback."""
+    lines = [line.strip() for line in said if line.strip()]
+    told = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
+    return (told or lines or [""])[-1]
 
 
 @contextmanager

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from strata.bench import workloads
+from strata.bench.needs_gpu import why_no_processor
 from strata.models.config import DTYPES, ModelConfig
 from strata.models.families import build
 from strata.models.folder import folder_or_shape
 from strata.models.weights import weight_bytes
 from strata.parallel.serving_shard import rank_config
 from strata.plan.meta_model import find_config
+from strata.text.counted import counted
 
 MODELS = ("0.6B", "8B", "70B", "30B-A3B")
 # Messages alone; T2, T1 and T4 of an engine, and its start: last, when all kernels have been compiled.
@@ -26,11 +28,12 @@ _WEIGHTS_SHARE = 0.85
 @dataclass(frozen=True)
 class Machine:
     """device: "cuda" or "cpu". devices: GPUs; on a CPU as many as ranks may be. memory: bytes of a GPU, or of the host;
-    None: not known."""
+    None: not known. by_default: the processor stands in for GPUs that are not there, and nobody named it."""
 
     device: str
     devices: int
     memory: int | None
+    by_default: bool = False
 
     def of_rank(self, ranks: int) -> int | None:
         """The bytes of memory that one of so many ranks has."""
@@ -105,7 +108,7 @@ def planned(
     there = [ranks for ranks in numbers if ranks <= machine.devices]
     if len(there) < len(numbers):
         missing = ", ".join(str(ranks) for ranks in numbers[len(there) :])
-        yield LeftOut(f"{missing} ranks", f"this machine has {machine.devices} GPU{'s' * (machine.devices != 1)}")
+        yield LeftOut(f"{missing} ranks", f"this machine has {counted(machine.devices, 'GPU')}")
     for ranks in there:
         if ranks > 1 and "comm" in tests:
             yield Measurement("comm", None, ranks, machine.device, dtype)
@@ -117,6 +120,9 @@ def _of_model(
     model: str, tests: Sequence[str], numbers: Sequence[int], machine: Machine, dtype: str
 ) -> Iterator[Measurement | LeftOut]:
     config = find_config(folder_or_shape(model))
+    if (why := why_no_processor(config, "auto" if machine.by_default else machine.device)) is not None:
+        yield LeftOut(model, why)
+        return
     most = min(workloads.MAX_MODEL_LEN, config.longest)
     short = [test for test in tests if test != "T0" and workloads.named(test).longest > most]
     if short:
@@ -134,7 +140,7 @@ def _of_model(
 
 
 def _ranks(count: int, expert_parallel: bool) -> str:
-    return f"{count} rank{'s' * (count != 1)}{', whole experts' if expert_parallel else ''}"
+    return f"{counted(count, 'rank')}{', whole experts' if expert_parallel else ''}"
 
 
 def _fault(config: ModelConfig, ranks: int, expert_parallel: bool, machine: Machine, dtype: str) -> str | None:

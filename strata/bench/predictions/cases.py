@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from strata.bench.workloads import InferenceTest, random_prompts
+from strata.text.counted import counted
 
 # Decode steps of each case, of which the median counts.
 _STEPS = 8
@@ -55,10 +56,12 @@ def cases() -> Iterator[Case]:
     """Decodes first, then prompts, then prompts beside decodes."""
     for sequences in _DECODES:
         for context in _CONTEXTS:
-            yield Case(f"{sequences} decodes over {context:,} tokens", ((sequences, context, _STEPS),))
+            yield Case(
+                f"{counted(sequences, 'decode')} over {counted(context, 'token')}", ((sequences, context, _STEPS),)
+            )
     for count, tokens in _PROMPTS:
-        yield Case(f"{count} prompts of {tokens:,} tokens", ((count, tokens, 1),))
+        yield Case(f"{counted(count, 'prompt')} of {counted(tokens, 'token')}", ((count, tokens, 1),))
     for sequences, context, tokens in _MIXED:
         # The first step is full before the long prompt ends, so its rest runs beside decodes.
         requests = ((sequences, context, _STEPS), (1, tokens, 1))
-        yield Case(f"{sequences} decodes, a prompt of {tokens:,} tokens", requests)
+        yield Case(f"{counted(sequences, 'decode')}, a prompt of {counted(tokens, 'token')}", requests)

@@ -10,6 +10,7 @@ from typing import Any
 from strata.bench.result import HostGap, number, provenance
 from strata.bench.served.timeline import LatencySplit, StepKind
 from strata.bench.trace import GapSplit, TraceTime
+from strata.text.counted import counted
 
 _GROUPS = {"mean": "mean", "p50": "around p50", "p99": "around p99"}
 
@@ -54,7 +55,8 @@ class ServedGaps:
 
     def _lines(self) -> Iterator[str]:
         rate = "all at once" if math.isinf(self.request_rate) else f"{self.request_rate:g} requests/s"
-        yield f"{self.test} {self.model} {self.dtype}: {self.requests:,} requests, {rate}, {self.data}; {self.device}"
+        load = f"{counted(self.requests, 'request')}, {rate}, {self.data}"
+        yield f"{self.test} {self.model} {self.dtype}: {load}; {self.device}"
         yield self._row("wall", self.wall)
         yield self._row("idle, no request", self.idle)
         if self.split.floor is not None:
@@ -94,7 +96,7 @@ def _latency_lines(name: str, latency: LatencySplit) -> Iterator[str]:
 
 
 def _trace_lines(trace: TraceTime) -> Iterator[str]:
-    yield f"trace of {trace.steps:,} steps of {trace.kernels_per_step:.0f} kernels and copies (median)"
+    yield f"trace of {counted(trace.steps, 'step')} of {trace.kernels_per_step:.0f} kernels and copies (median)"
     total = sum(kind.seconds for kind in trace.kinds.values())
     for name, kind in trace.kinds.items():
         yield f"  {name:22}{kind.seconds:10.3f} s {kind.seconds / total:7.1%}  {kind.kernels:,} of them"

@@ -15,6 +15,7 @@ from strata.bench.run import Setup, call, device_name, floor_on, started
 from strata.bench.trace import GapSplit, TraceTime
 from strata.cli import options
 from strata.cli.bench.options import AsJson, LoadFormat, Model, Save
+from strata.text.counted import counted
 
 
 def gaps(
@@ -130,7 +131,7 @@ class GapReport:
             f"{1 - self.split.busy / self.split.wall:.1%} of the call without the profiler"
         )
         total = sum(kind.seconds for kind in self.trace.kinds.values())
-        yield f"{self.trace.steps:,} steps of {self.trace.kernels_per_step:.0f} kernels and copies (median)"
+        yield f"{counted(self.trace.steps, 'step')} of {self.trace.kernels_per_step:.0f} kernels and copies (median)"
         for name, kind in self.trace.kinds.items():
             yield f"  {name:22}{kind.seconds:10.3f} s {kind.seconds / total:7.1%}  {kind.kernels:,} of them"
         if self.trace.message_line is not None:

@@ -93,7 +93,7 @@ def kernels(
     if not (torch.cuda.is_available() and HAS_TRITON):
         raise ValueError(
             "strata bench kernels measures a CUDA device through Triton, and there is none here: run it on a machine "
-            "with an NVIDIA GPU, or see a step's kernels and floors with `strata graph MODEL --device h200`"
+            "with an NVIDIA GPU, or see a step's kernels and floors with `strata graph MODEL --hardware h200`"
         )
 
     from strata.bench.kernels.attention_cases import attention_cases

@@ -9,6 +9,7 @@ import typer
 
 from strata.bench.result import provenance, writable
 from strata.cli import options
+from strata.text.counted import counted
 
 
 def parallel(
@@ -59,9 +60,11 @@ def parallel(
             typer.echo(one.text())
         else:
             wanted.append(one)
+    if not any(one.model is not None for one in wanted) and asked != ["comm"]:
+        raise ValueError("nothing of these models is measured here, as said above; give others by --models")
     left = [one for one in wanted if one not in done]
     if len(left) < len(wanted):
-        typer.echo(f"{save} has {len(wanted) - len(left)} of {len(wanted)} measurements")
+        typer.echo(f"{save} has {len(wanted) - len(left)} of {counted(len(wanted), 'measurement')}")
     failed = 0
     for number, one in enumerate(left, 1):
         record = measure(one, repeat, limit, commit)
@@ -77,5 +80,5 @@ def parallel(
     if any(one.model is None for one in shown):
         console.print(messages_table(shown.values()))
     if failed:
-        typer.echo(f"{failed} of {len(wanted)} measurements have failed; the same call tries them again")
+        typer.echo(f"{failed} of {counted(len(wanted), 'measurement')} failed; the same call tries them again")
         raise typer.Exit(1)

@@ -12,6 +12,7 @@ from strata.bench.result import provenance, short_dtype
 from strata.bench.run import Setup, device_name, engine
 from strata.cli import options
 from strata.cli.bench.options import AsJson, LoadFormat, Save
+from strata.text.counted import counted
 
 if TYPE_CHECKING:
     from strata.bench.predictions.errors import StepError
@@ -50,7 +51,7 @@ def predictions(
         times, sources = predicted(llm, setup)
         cases = fitting(llm, given, times)
         known = "" if times.predictor.knows_calls else f"; {_UNKNOWN}"
-        typer.echo(f"{setup.model:8} {len(cases)} cases, each run {repeat + 1} times{known}", err=as_json)
+        typer.echo(f"{setup.model:8} {counted(len(cases), 'case')}, each run {repeat + 1} times{known}", err=as_json)
         if not as_json:
             for source in (*sources, *times.sources):
                 typer.echo(f"{setup.model:8} predicted from {source}")
@@ -74,6 +75,6 @@ def predictions(
 
 
 def _text(model: str, one: StepError) -> str:
-    step = f"{one.sequences} sequences, {one.tokens:,} tokens over {one.keys:,}"
+    step = f"{counted(one.sequences, 'sequence')}, {counted(one.tokens, 'token')} over {one.keys:,}"
     times = f"{one.measured * 1e3:9.3f} ms, predicted {one.predicted * 1e3:9.3f} ({one.error:+.1%}, {one.origin})"
     return f"{model:8} {one.kind:7} {step:42} {times}"

@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from strata.cli.data.preview import print_preview
 from strata.models.folder import existing_folder
+from strata.text.counted import counted
 from strata.train.data.preview import preview as preview_rows
 from strata.train.data.shards import Index
 from strata.train.data.tokenize import tokenize
@@ -160,4 +161,7 @@ def _show(out: Path, write: Callable[[Callable[[int, int], None]], Index]) -> No
     documents, tokens, left_out = (
         sum(getattr(shard, name) for shard in index.shards) for name in ("documents", "tokens", "left_out")
     )
-    console.print(f"{out}: {index.kind}, {documents:,} documents, {tokens:,} tokens, {left_out:,} records left out")
+    console.print(
+        f"{out}: {index.kind}, {counted(documents, 'document')}, {counted(tokens, 'token')}, "
+        f"{counted(left_out, 'record')} left out"
+    )

@@ -19,19 +19,19 @@ def evaluate(
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(
-            help="JSON lines with text or messages (.jsonl), or plain text; what MODEL generates if left out."
-        ),
+        typer.Option(help="JSON lines with text or messages (.jsonl), or plain text; held-out exercises if left out."),
     ] = None,
-    passages: Annotated[int, typer.Option(min=1, help="Most passages of the text, or how many are generated.")] = 64,
+    passages: Annotated[int, typer.Option(min=1, help="Most passages of the text.")] = 64,
     passage_tokens: Annotated[
         int | None, typer.Option(min=2, help="Most tokens of a passage; 2048 if left out, or what the models take.")
     ] = None,
     task_examples: Annotated[
-        int, typer.Option(min=0, help="Questions of each task of the built-in model; 0 asks none.")
-    ] = 0,
+        int | None,
+        typer.Option(
+            min=0, help="Questions of each task of the built-in model; 0, or 10 without a --text, if left out."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
-    seed: Annotated[int, typer.Option(help="Of what is generated.")] = 0,
     quantization: options.Quantization = None,
     against_quantization: Annotated[
         str | None, options.engine_option(help="The same of the other model; not, if left out.")
@@ -52,7 +52,8 @@ def evaluate(
     """Evaluate a model by the engine that serves it: perplexity, tasks, and how far it is from another model.
 
     Against a model it tells the mean and the 99th percentile of KL(other || MODEL) over the whole vocabulary, how often
-    both find the same token likeliest, and both perplexities, each with its interval of 95 %.
+    both find the same token likeliest, and both perplexities, each with its interval of 95 %. Without a text that is of
+    the right replies to exercises of the built-in model, whose tasks are asked as well where MODEL has its chat format.
 
     Example: strata eval path/to/model --quantization fp8 --against path/to/model --text sample.jsonl
     """
@@ -73,7 +74,7 @@ def evaluate(
     others = engine | {"quantization": against_quantization, "kv_cache_dtype": against_kv_cache_dtype}
     if other is None and (against_quantization is not None or against_kv_cache_dtype != "auto"):
         raise ValueError("options of the other model need one: give --against")
-    asked = Asked(folder, other, text, passages, passage_tokens, task_examples, own, others, seed, verbose=not as_json)
+    asked = Asked(folder, other, text, passages, passage_tokens, task_examples, own, others, verbose=not as_json)
     found = evaluate(asked)
     if as_json:
         named = {"model": model, "against": against, "text": None if text is None else str(text)}
@@ -83,7 +84,7 @@ def evaluate(
     else:
         shown = _named(model, quantization, kv_cache_dtype, sparse_prefill)
         compared = None if against is None else _named(against, against_quantization, against_kv_cache_dtype)
-        show(found, shown, compared, "what it generated" if text is None else str(text))
+        show(found, shown, compared, "held-out exercises" if text is None else str(text))
 
 
 def _named(model: str, quantization: str | None, kv_cache_dtype: str, sparse_prefill: float | None = None) -> str:

@@ -11,19 +11,20 @@ from rich.table import Table
 from strata.bench.accuracy.evaluation import Evaluation
 from strata.bench.accuracy.intervals import Estimate, wilson
 from strata.bench.load.report import report_console
+from strata.text.counted import counted
 
 
 def show(found: Evaluation, model: str, against: str | None, text: str) -> None:
     """Print it. text: in words."""
     console = report_console()
-    passages = f"{found.passages:,} passages"
+    passages = counted(found.passages, "passage")
     if found.passages < found.passages_of_text:
         passages += f" of {found.passages_of_text:,}"
-    console.print(f"{text}: {passages}, {found.tokens:,} tokens scored", markup=False)
+    console.print(f"{text}: {passages}, {counted(found.tokens, 'token')} scored", markup=False)
     console.print(_text_table(found, model, against))
     if found.scores:
         console.print(_task_table(found, against))
-    units = f"{found.documents:,} documents" if found.documents > 1 else "one document, so there are none"
+    units = counted(found.documents, "document") if found.documents > 1 else "one document, so there are none"
     console.print(f"Intervals of 95 %: of text by a bootstrap over {units}", style="dim")
     if found.scores:
         console.print("of tasks and their mean Wilson's, of the difference Bonett's and Price's of pairs", style="dim")

@@ -20,6 +20,7 @@ from strata.cli.precision.calibration import (
     sequences_of,
 )
 from strata.models.folder import model_folder
+from strata.text.counted import counted
 
 if TYPE_CHECKING:
     from strata.models.pruned.report import Zeros
@@ -69,7 +70,7 @@ def prune(
     for line in report_lines(zeros_of(out)):
         typer.echo(line)
     tokens = sum(map(len, sequences))
-    console.print(f"{out}: {pattern} by {method}, {tokens:,} tokens of calibration text")
+    console.print(f"{out}: {pattern} by {method}, {counted(tokens, 'token')} of calibration text")
 
 
 def report_lines(found: Sequence[Zeros]) -> list[str]:
@@ -104,7 +105,7 @@ def _count(folder: Path, sequences: list[list[int]], device: str, console: Conso
     with progress(console, "layers") as report:
         found = count_activations(folder, sequences, resolve_device(device), report)
     heads = "".join(f"  < {share:4.0%} of row" for share in THRESHOLDS)
-    typer.echo(f"inputs of down projections, {sum(map(len, sequences)):,} tokens\nlayer   zeros{heads}")
+    typer.echo(f"inputs of down projections, {counted(sum(map(len, sequences)), 'token')}\nlayer   zeros{heads}")
     for one in found:
         shares = "".join(f"  {small / one.values:13.2%}" for small in one.small)
         typer.echo(f"{one.layer:5}  {one.zeros / one.values:6.2%}{shares}")

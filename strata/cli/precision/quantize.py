@@ -19,6 +19,7 @@ from strata.cli.precision.calibration import (
     sequences_of,
 )
 from strata.models.folder import model_folder
+from strata.text.counted import counted
 
 
 def quantize(
@@ -34,7 +35,9 @@ def quantize(
     calibration: Calibration = None,
     samples: Samples = 128,
     length: Length = 512,
-    group: Annotated[int | None, typer.Option(help="Columns of int4 that share a scale; 128 if left out.")] = None,
+    group: Annotated[
+        int | None, typer.Option(help="Columns of int4 that share a scale; 128, or 64 or 32 that divide.")
+    ] = None,
     skip: Annotated[list[str] | None, typer.Option(help="Products that stay, as '*.down_proj'; repeatable.")] = None,
     device: Device = "auto",
 ) -> None:
@@ -56,4 +59,6 @@ def quantize(
         notes = write(folder, out, rounding, sequences, resolve_device(device), report)
     for note in notes:
         console.print(note)
-    console.print(f"{out}: {scheme} by {rounding.method}, {sum(map(len, sequences)):,} tokens of calibration text")
+    console.print(
+        f"{out}: {scheme} by {rounding.method}, {counted(sum(map(len, sequences)), 'token')} of calibration text"
+    )

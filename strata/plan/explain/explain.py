@@ -15,6 +15,7 @@ from strata.plan.explain.waterfalls import Explained, of_latency, of_run, of_tai
 from strata.plan.explain.what_if import WhatIf
 from strata.plan.step_seconds import StepSeconds
 from strata.plan.waterfall import Part, Remedy, Verdict
+from strata.text.counted import counted
 
 # What saves less is no bottleneck.
 LEAST_GAIN = 0.03
@@ -84,7 +85,7 @@ def _tried(found: Sequence[Finding], what_if: WhatIf, prober: Prober) -> list[Fi
         left -= 1
         steps = prober(one.change)
         gain = what_if.gain(one.options, steps=steps, replaces=one.replaces)
-        tried.append(one.tried(gain, f"tried on {len(steps)} steps: {one.remedy.what} saves {gain:.0%}"))
+        tried.append(one.tried(gain, f"tried on {counted(len(steps), 'step')}: {one.remedy.what} saves {gain:.0%}"))
     return sorted(tried, key=lambda one: one.remedy.gain, reverse=True)
 
 

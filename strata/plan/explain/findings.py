@@ -14,6 +14,7 @@ from strata.plan.explain.waterfalls import QUEUEING, TOKENIZATION, Explained
 from strata.plan.explain.what_if import WhatIf
 from strata.plan.step_seconds import StepSeconds
 from strata.plan.waterfall import Cause, Layer, Remedy
+from strata.text.counted import counted
 
 # A tokenizer that is none of the bottleneck takes so long for a token, in seconds: what the tokenizers library does.
 _TOKENIZED = 3e-6
@@ -132,7 +133,7 @@ def _launches(asked: Asked) -> Iterable[Finding]:
         "graph",
         "low utilization: the device waits inside steps for launches by the host",
         "launch",
-        (f"{run.unrecorded:,} of {len(run.steps):,} steps replayed no CUDA graph",),
+        (f"{run.unrecorded:,} of {counted(len(run.steps), 'step')} replayed no CUDA graph",),
         Remedy("steps of recorded sizes", share, "--max-num-batched-tokens, --max-num-seqs"),
     )
 
@@ -150,7 +151,10 @@ def _unfused(asked: Asked) -> Iterable[Finding]:
         "graph",
         "busy but slow: operations that the passes would merge run one by one",
         "memory",
-        (f"{sum(facts.operations.values())} operations ran, {sum(facts.expected.values())} after all passes",),
+        (
+            f"{counted(sum(facts.operations.values()), 'operation')} ran, "
+            f"{sum(facts.expected.values())} after all passes",
+        ),
         Remedy("the passes that merge and fuse", gain, "--passes all"),
         change={"passes": "all"},
         replaces=True,
@@ -208,15 +212,15 @@ def _pool(asked: Asked) -> Iterable[Finding]:
         return
     size = run.facts.page_size
     pages = sum(-(-length // size) + 1 for length in sorted(longest, reverse=True)[: run.facts.slots])
-    counted = f"{run.preemptions:,} preemptions; the KV pages hold {run.facts.kv_tokens:,} tokens"
+    lost = f"{counted(run.preemptions, 'preemption')}; the KV pages hold {counted(run.facts.kv_tokens, 'token')}"
     yield Finding(
         "tiny KV pool",
         "system",
         "KV capacity: sequences wait for pages or lose them",
         "preemption" if run.preemptions else "scheduling",
-        (f"{counted}, the sequences that could run at once have {wanted:,}",),
+        (f"{lost}, the sequences that could run at once have {wanted:,}",),
         Remedy(
-            f"KV pages for {pages * size:,} tokens",
+            f"KV pages for {counted(pages * size, 'token')}",
             asked.what_if.gain({"pages": pages}),
             "--num-pages, or --kv-cache-dtype fp8",
         ),
@@ -255,8 +259,8 @@ def _batch_cap(asked: Asked) -> Iterable[Finding]:
         "system",
         "low arithmetic intensity: fewer sequences run at once than there are",
         "scheduling",
-        (f"{full:,} of {len(run.steps):,} steps had all {run.facts.slots} sequences that may run at once",),
-        Remedy(f"{slots} sequences at once", asked.what_if.gain({"slots": slots}), "--max-num-seqs"),
+        (f"{full:,} of {counted(len(run.steps), 'step')} had all {run.facts.slots} sequences that may run at once",),
+        Remedy(f"{counted(slots, 'sequence')} at once", asked.what_if.gain({"slots": slots}), "--max-num-seqs"),
         change={"max_num_seqs": slots},
         options={"slots": slots},
     )
@@ -277,8 +281,8 @@ def _chunks(asked: Asked) -> Iterable[Finding]:
         "system",
         "long tails: tokens wait for the prompts of others in the same step",
         "scheduling",
-        (f"steps had up to {largest:,} tokens",),
-        Remedy(f"steps of {best:,} tokens at most", gains[best], "--max-num-batched-tokens"),
+        (f"steps had up to {counted(largest, 'token')}",),
+        Remedy(f"steps of {counted(best, 'token')} at most", gains[best], "--max-num-batched-tokens"),
         change={"max_num_batched_tokens": best},
         options={"step_tokens": best},
     )
@@ -303,7 +307,7 @@ def _long_tail(asked: Asked) -> Iterable[Finding]:
             f"the longest has {outputs[-1]:,} output tokens, nine of ten have {usual:,} or fewer",
             f"steps with a tenth of the requests or fewer took {alone / run.wall:.0%} of the time",
         ),
-        Remedy(f"outputs of {usual:,} tokens at most, or other work beside the tail",
+        Remedy(f"outputs of {counted(usual, 'token')} at most, or other work beside the tail",
                asked.what_if.gain(requests=cut), "max_tokens"),
     )  # fmt: skip
 

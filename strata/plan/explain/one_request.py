@@ -13,6 +13,7 @@ from strata.models.folder import BUILTIN
 from strata.models.shapes import SHAPES
 from strata.plan.explain.explanation import Explanation, Phase
 from strata.plan.waterfall import Part, Waterfall
+from strata.text.counted import counted
 
 _OWN: tuple[LedgerPart, ...] = ("prompt", "decode")
 # Until its first step.
@@ -189,7 +190,7 @@ def _evidence(ledger: RequestLedger) -> Iterator[str]:
         yield f"first token after {ledger.first_token:.3f} s, most of it: {what} ({ledger.first_parts[longest]:.3f} s)"
     yield (
         f"{ledger.prompt_tokens:,} prompt tokens, {ledger.cached_tokens:,} of them cached, in {ledger.prompt_steps:,} "
-        f"step{'s' * (ledger.prompt_steps != 1)}; {ledger.output_tokens:,} output tokens"
+        f"step{'s' * (ledger.prompt_steps != 1)}; {counted(ledger.output_tokens, 'output token')}"
     )
     if ledger.decode_steps:
         each = math.fsum(ledger.parts.get(part, 0.0) for part in ("decode", "decode_beside", "masks", "host_gap"))
@@ -198,4 +199,4 @@ def _evidence(ledger: RequestLedger) -> Iterator[str]:
             f"{ledger.beside:.1f} sequences on average"
         )
     if ledger.preemptions:
-        yield f"preempted {ledger.preemptions} times"
+        yield f"preempted {counted(ledger.preemptions, 'time')}"

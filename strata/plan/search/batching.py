@@ -49,7 +49,8 @@ class LoadPoint:
 
     requests: a second. ttft, tpot: mean seconds. decoding: sequences that decode at a time, of `concurrency` under way.
     prompt_steps: share of the steps that have prompts, of `chunk` tokens; step: seconds of a mean one. waiting: what of
-    ttft a request waits for a place, where they come independently of each other.
+    ttft a request waits for a place, where they come independently of each other. filled: share of the room that steps
+    have for prompts.
     """
 
     concurrency: float
@@ -61,6 +62,7 @@ class LoadPoint:
     chunk: float
     step: float
     waiting: float = 0.0
+    filled: float = 1.0
 
 
 def at_concurrency(seconds: StepSeconds, traffic: Traffic, batching: Batching, concurrency: int) -> LoadPoint:
@@ -169,7 +171,8 @@ def _steady(
     is_busy = -math.expm1(-others * mean) if others < 1 or mean < 1 else 1.0
     prefill = seconds(own, first) * stages + rest / longest * with_prompts
     ttft = SERVER_SECONDS + is_busy * spread / 2 + line + prefill
-    return LoadPoint(requests * (ttft + after_first * tpot), decoding, requests, ttft, tpot, share, chunk, step)
+    under_way, filled = requests * (ttft + after_first * tpot), wanted / longest
+    return LoadPoint(under_way, decoding, requests, ttft, tpot, share, chunk, step, filled=filled)
 
 
 def _queue(busy: float) -> float:

@@ -33,8 +33,8 @@ class Settings:
 @dataclass(frozen=True)
 class Choice:
     """Settings on some devices. replicas: engines. point: of each of them. held: of each of its devices. output: mean
-    tokens of an answer. blocked: what Strata lacks to run it; empty if it runs. binds: what keeps an engine from more
-    sequences.
+    tokens of an answer. blocked: what Strata lacks to run it; empty if it runs. analytic: share of the mean step's time
+    that is neither measured nor between measurements. binds: what keeps an engine from more sequences.
     """
 
     settings: Settings
@@ -43,6 +43,7 @@ class Choice:
     held: Held
     output: float
     blocked: tuple[str, ...]
+    analytic: float
     binds: str = ""
 
     @property
@@ -101,20 +102,19 @@ class Choice:
                 "margin": held.margin,
                 "kv_tokens": held.tokens,
             },
+            "analytic_share": self.analytic,
             "binds": self.binds,
             "not_in_strata_yet": list(self.blocked),
         }
 
 
-def command(choice: Choice, model: str, is_shape: bool, length: int, per_host: int) -> list[str]:
+def command(choice: Choice, model: str, length: int, per_host: int) -> list[str]:
     """The words of the `strata serve` that starts the engines of one host.
 
-    is_shape: the model has random weights and no tokenizer. length: tokens of the longest request.
+    model: a folder, or what stands for one. length: tokens of the longest request.
     """
     settings = choice.settings
     words = ["strata", "serve", model]
-    if is_shape:
-        words += ["--load-format", "dummy", "--tokenizer", "builtin"]
     for name, value in settings.layout.options.items():
         words.append(f"--{name.replace('_', '-')}")
         if value is not True:

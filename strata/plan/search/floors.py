@@ -55,19 +55,19 @@ def _layer_elements(config: ModelConfig) -> int:
     return sum(active_elements(config, layer) for layer in range(config.num_layers))
 
 
-def below_floors(objectives: Objectives, floors: Mapping[str, float], where: str) -> str | None:
-    """Which objectives nothing can meet, and what could, in words; None if none is below its floor. floors: seconds,
-    by the names of `Objectives`."""
+def below_floors(objectives: Objectives, floors: Mapping[str, tuple[float, Precision]], where: str) -> str | None:
+    """Which objectives nothing can meet, and what could, in words; None if none is below its floor. floors: seconds
+    and the precision that they are of, by the names of `Objectives`."""
     wanted = {"ttft": objectives.ttft, "tpot": objectives.tpot}
     below = [
-        (name, asked, floors[name]) for name, asked in wanted.items() if asked is not None and asked < floors[name]
+        (name, asked, *floors[name]) for name, asked in wanted.items() if asked is not None and asked < floors[name][0]
     ]
     if not below:
         return None
-    asked = " and ".join(f"--{name} {value * 1e3:g}" for name, value, _ in below)
-    least = " and ".join(f"{floor * 1e3:.3g}" for _, _, floor in below)
+    asked = " and ".join(f"--{name} {value * 1e3:g}" for name, value, *_ in below)
+    least = " and ".join(f"{floor * 1e3:.3g} ms ({precision.name})" for *_, floor, precision in below)
     are, floor = ("are", "floors") if len(below) > 1 else ("is", "floor")
     return (
-        f"{asked} {are} below the {floor} of {where}, {least} ms: the devices read weights, compute and send no "
+        f"{asked} {are} below the {floor} of {where}, {least}: the devices read weights, compute and send no "
         "faster; ask for more than that"
     )

@@ -6,14 +6,14 @@ import re
 import shlex
 
 from strata.plan.report.document import document, section
-from strata.plan.report.markup import Markup, element, table
+from strata.plan.report.markup import Markup, element, joined, table
 from strata.plan.search.choice import Choice
 from strata.plan.search.frontier import frontier, frontier_svg
 from strata.plan.search.report import ServingPlan
 
 # Stands for the colour that the page gives its words.
 _PLACE = "#010203"
-_HEAD = ["layout", "engines", "sequences", "TTFT ms", "TPOT ms", "tok/s", "tok/s/device", "tok/s/user"]
+_HEAD = ["layout", "engines", "sequences", "TTFT ms", "TPOT ms", "tok/s", "tok/s/device", "tok/s/user", "analytic"]
 
 
 def html_page(plan: ServingPlan) -> str:
@@ -58,7 +58,8 @@ def _picture(plan: ServingPlan) -> Markup:
 def _command(plan: ServingPlan) -> tuple[str, Markup]:
     if plan.command is None:
         return f"Strata cannot run this yet: it lacks {', '.join(plan.best.blocked)}.", Markup("")
-    return plan.where, element("p", element("code", shlex.join(plan.command)))
+    told = element("p", plan.remark) if plan.remark else Markup("")
+    return plan.where, joined(element("p", element("code", shlex.join(plan.command))), told)
 
 
 def _facts(plan: ServingPlan) -> Markup:
@@ -81,6 +82,7 @@ def _row(choice: Choice, last: str) -> list[str]:
         f"{choice.tokens:,.0f}",
         f"{choice.tokens_per_device:,.0f}",
         "" if user is None else f"{user:,.1f}",
+        f"{choice.analytic:.0%}",
     ]
     options = {"with": " ".join(choice.settings.precision.words), "lacks": ", ".join(choice.blocked)}
     return [*found, options[last]] if last else found

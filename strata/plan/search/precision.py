@@ -42,6 +42,11 @@ class Precision:
         return ", ".join(parts) or "as the checkpoint"
 
     @property
+    def short(self) -> str:
+        """Such as "fp8, fp8 KV"."""
+        return self.name.replace(" weights", "")
+
+    @property
     def options(self) -> dict[str, str]:
         """Of `EngineConfig`, without those that are as by default."""
         given = {} if self.quantization is None else {"quantization": self.quantization}

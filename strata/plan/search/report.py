@@ -24,6 +24,7 @@ from strata.plan.search.precision import AS_CHECKPOINT, Precision, stored_scheme
 from strata.plan.search.search import Found, Question, Search
 from strata.plan.search.speculation import Speculation, best_speculation
 from strata.plan.search.traffic import Objectives, Traffic
+from strata.text.counted import counted
 
 _CUDA = torch.device("cuda")
 _SHOWN = 8
@@ -75,7 +76,7 @@ class ServingPlan:
     @property
     def title(self) -> str:
         asked = self.question
-        lengths = f"prompts of {asked.traffic.prompt:,.0f} and answers of {asked.traffic.output:,.0f} tokens"
+        lengths = f"prompts of {asked.traffic.prompt:,.0f} and answers of {counted(asked.traffic.output, 'token')}"
         return f"{asked.model} on {asked.devices} x {asked.machine.listed.product}, {lengths}"
 
     @property
@@ -83,10 +84,23 @@ class ServingPlan:
         """Of the best: what starts the engines of one host; None if Strata cannot run it yet."""
         if self.best.blocked:
             return None
-        is_shape = self.model_file in SHAPES or Path(self.model_file).is_file()
-        return command(
-            self.best, self.question.model, is_shape, self.question.traffic.longest, self.question.machine.per_host
-        )
+        model = self.placeholder or self.question.model
+        return command(self.best, model, self.question.traffic.longest, self.question.machine.per_host)
+
+    @property
+    def placeholder(self) -> str | None:
+        """What stands for the model's folder in the command, where sizes alone were given; None if it was given."""
+        file = Path(self.model_file)
+        if self.model_file in SHAPES:
+            return f"path/to/{self.model_file}"
+        if not file.is_file():
+            return None
+        return f"path/to/{file.absolute().parent.name if file.name == 'config.json' else file.stem}"
+
+    @property
+    def remark(self) -> str:
+        """What is to be put in place of words of the command; empty if nothing."""
+        return "" if self.placeholder is None else f"{self.placeholder}: the folder with the model's weights"
 
     @property
     def where(self) -> str:
@@ -149,12 +163,12 @@ class ServingPlan:
         found = [
             (
                 "load",
-                f"{point.concurrency * best.replicas:,.0f} requests under way at all times, a next as each ends: "
+                f"{counted(point.concurrency * best.replicas, 'request')} under way at all times, a next as each ends: "
                 f"{best.requests:,.2f} a second",
             ),
             (
                 "steps",
-                f"{point.step * 1e3:,.2f} ms; {point.prompt_steps:.0%} have {point.chunk:,.0f} tokens of prompts",
+                f"{point.step * 1e3:,.2f} ms; {point.prompt_steps:.0%} have {counted(point.chunk, 'token')} of prompts",
             ),
             ("binds", best.binds),
             *((("decode steps", decodes),) if best.output > 1 else ()),
@@ -162,11 +176,11 @@ class ServingPlan:
             (
                 "memory, GiB",
                 f"{held.total / GIB:,.1f} a device: weights {gib['weights']}, workspace {gib['workspace']}"
-                + (f", states {gib['states']} of {held.sequences:,} sequences" if held.states else ""),
+                + (f", states {gib['states']} of {counted(held.sequences, 'sequence')}" if held.states else ""),
             ),
             (
                 "",
-                f"keys and values{' and snapshots' * bool(held.states)} {gib['kv']} ({held.tokens:,} tokens), "
+                f"keys and values{' and snapshots' * bool(held.states)} {gib['kv']} ({counted(held.tokens, 'token')}), "
                 f"others and gaps between blocks {gib['margin']}",
             ),
         ]
@@ -179,7 +193,7 @@ class ServingPlan:
                 told = f"{rate:,.2f} requests a second, {rate / best.requests:.0%} of the most: TTFT {ttft}{wait}{tpot}"
             found.append(("the trace", told))
         if idle:
-            found.append(("idle", f"{idle} of {self.question.devices} devices"))
+            found.append(("idle", f"{idle} of {counted(self.question.devices, 'device')}"))
         if self.cost_per_million is not None:
             found.append(("cost", f"{self.cost_per_million:,.3f} for a million tokens of answers"))
         shares = ", ".join(f"{share:.0%} {origin}" for origin, share in self.origins.items() if share >= 0.005)

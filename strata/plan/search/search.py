@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
+from operator import itemgetter
 
 import torch
 
@@ -22,6 +24,7 @@ from strata.plan.search.memory import Memory, needed_tokens
 from strata.plan.search.precision import AS_CHECKPOINT, IN_FEWER_BITS, Precision
 from strata.plan.search.step_table import Anchors, StepTable
 from strata.plan.search.traffic import Objectives, Traffic
+from strata.text.counted import counted
 
 # What is tried of an engine: sequences at once, most tokens of a step, milliseconds that one may take (0: no target).
 SEQUENCES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 512, 640, 768, 1000)
@@ -29,6 +32,8 @@ BUDGETS = (8192, 2048, 4096, 16384)
 TARGETS = (SERVER_TPOT_MS, 0.0)
 # Of tokens a second, as a logarithm: what is closer is told apart by latency, and not by how well steps are predicted.
 _ALIKE = 0.005
+# Of the room that steps have for prompts: if more is taken, these wait for each other.
+_FULL = 0.9
 
 
 @dataclass(frozen=True)
@@ -82,19 +87,28 @@ class Search:
         seen = [choice for layout, precision in fitting for choice in self.choices(layout, precision)]
         meeting = [choice for choice in seen if self.meets(choice)]
         asked, others = self.question.precision, best_of_precisions(one for one in meeting if not one.blocked)
-        packed = [one for one in others if one.settings.precision != asked]
+        packed = [self._by_own_graphs(one) for one in others if one.settings.precision != asked]
         as_asked = [choice for choice in meeting if choice.settings.precision == asked]
         runs = best_of_each(choice for choice in as_asked if not choice.blocked)
         blocked = best_of_blocked(choice for choice in as_asked if choice.blocked)
         running = [choice for choice in seen if not choice.blocked and choice.settings.precision == asked]
         if not as_asked or (running and not runs):
-            raise ValueError(too_slow(self.question, running or seen, blocked, packed))
+            raise ValueError(too_slow(self.question, running or seen, blocked, best_of_precisions(chain(*packed))))
         best = runs[0] if runs else min(blocked, key=lambda one: (len(one.blocked), rank(one)))
         best = replace(best, binds=self.binds(best))
         blocked = [one for one in blocked if one.settings != best.settings]
         refused = [(one, self._refused(one, fitting)) for one in self.precisions]
         told = tuple((one, why) for one, why in refused if why is not None)
-        return Found(best, tuple(runs[1:]), tuple(packed), told, tuple(blocked), tuple(seen))
+        return Found(
+            best, tuple(runs[1:]), tuple(best_of_precisions(chain(*packed))), told, tuple(blocked), tuple(seen)
+        )
+
+    def _by_own_graphs(self, choice: Choice) -> list[Choice]:
+        """Of the layout in the precision of a choice all settings that meet the objectives, as a plan that asks for the
+        precision prices them."""
+        layout, precision = choice.settings.layout, choice.settings.precision
+        own = Search(replace(self.question, precision=precision))
+        return [one for one in own.choices(layout, precision) if own.meets(one)]
 
     def fitting(self) -> list[tuple[Layout, Precision]]:
         """What has room for a sequence at least. Raises ValueError, with the bytes that are missing, if nothing has."""
@@ -152,10 +166,11 @@ class Search:
         need = needed_tokens(question.traffic, settings.sequences, held.page_size)
         if held.tokens < max(need, question.traffic.longest):
             return None
-        seconds, batching = self.table(layout, settings.precision).seconds, _batching(settings)
-        point = at_concurrency(seconds, question.traffic, batching, settings.sequences * batching.ranks)
+        table, batching = self.table(layout, settings.precision), _batching(settings)
+        point = at_concurrency(table.seconds, question.traffic, batching, settings.sequences * batching.ranks)
         replicas = layout.replicas(question.devices, question.machine.per_host)
-        return Choice(settings, replicas, point, held, question.traffic.output, self.blocked(layout))
+        analytic = table.analytic(point.decoding / batching.stages / batching.ranks, point.chunk, point.prompt_steps)
+        return Choice(settings, replicas, point, held, question.traffic.output, self.blocked(layout), analytic)
 
     def at_rate(self, choice: Choice, rate: float) -> LoadPoint | None:
         """An engine of several that share so many requests a second; None if they are more than these end."""
@@ -202,27 +217,30 @@ class Search:
         pairs = [(layout, one) for layout in self._layouts(question.devices) for one in self.precisions]
         matrices = Matrices.of(question.config)
 
-        def least(tokens: int) -> float:
+        def least(tokens: int) -> Iterator[tuple[float, Precision]]:
             dtype, machine = question.dtype, question.machine
-            return min(least_step(matrices, dtype, machine, layout, one, tokens) for layout, one in pairs)
+            return ((least_step(matrices, dtype, machine, layout, one, tokens), one) for layout, one in pairs)
 
         self._refuse(least)
 
     def _check_floors(self, fitting: list[tuple[Layout, Precision]]) -> None:
         """Raises ValueError for objectives below the floor of a prompt, or of a token alone, on every layout."""
 
-        def least(tokens: int) -> float:
+        def least(tokens: int) -> Iterator[tuple[float, Precision]]:
             step = (1, 0) if tokens == 1 else (0, tokens)
-            return min(self.table(layout, one).price(*step).bounds.seconds for layout, one in fitting)
+            return ((self.table(layout, one).price(*step).bounds.seconds, one) for layout, one in fitting)
 
         self._refuse(least)
 
-    def _refuse(self, least: Callable[[int], float]) -> None:
-        """Raises ValueError for objectives below a floor. least: seconds of a step of so many tokens of a sequence."""
+    def _refuse(self, least: Callable[[int], Iterator[tuple[float, Precision]]]) -> None:
+        """Raises ValueError for objectives below a floor. least: seconds of a step of so many tokens of a sequence, on
+        each layout in each precision."""
         question, wanted = self.question, self.question.objectives
+        tokens = {"ttft": self._prompt, "tpot": 1}
         floors = {
-            "ttft": 0.0 if wanted.ttft is None else least(self._prompt),
-            "tpot": 0.0 if wanted.tpot is None else least(1),
+            name: min(least(count), key=itemgetter(0))
+            for name, count in tokens.items()
+            if getattr(wanted, name) is not None
         }
         where = f"{question.model} on {question.devices} x {question.machine.listed.key}"
         if (below := below_floors(wanted, floors, where)) is not None:
@@ -247,7 +265,9 @@ class Search:
             return "the objective of TPOT"
         if more.point.ttft > (wanted.ttft or math.inf):
             return "the objective of TTFT"
-        return "prompts, which take all the room of steps"
+        if more.point.filled > _FULL:
+            return "prompts, which take all the room of steps"
+        return "the time of steps: with more sequences they take longer, and tokens come no faster"
 
     def _layouts(self, devices: int) -> Iterator[Layout]:
         question = self.question
@@ -358,8 +378,8 @@ def too_slow(question: Question, seen: list[Choice], blocked: list[Choice], pack
     )
     return (
         f"{where} is not predicted to meet {asked} (ms) in any way: {near.settings.layout.name} comes nearest, with "
-        f"TTFT {near.point.ttft * 1e3:.4g} and TPOT {near.point.tpot * 1e3:.4g} ms at {near.settings.sequences} "
-        f"sequence{'s' * (near.settings.sequences > 1)} at once; ask for no less, or give more devices"
+        f"TTFT {near.point.ttft * 1e3:.4g} and TPOT {near.point.tpot * 1e3:.4g} ms at "
+        f"{counted(near.settings.sequences, 'sequence')} at once; ask for no less, or give more devices"
         + (f"; {' '.join(packed[0].settings.precision.words)} would do" if packed else "")
         + (f"; {', '.join(blocked[0].blocked)} would do, which Strata lacks" if blocked else "")
     )

@@ -11,6 +11,7 @@ from strata.plan.search.batching import Batching, LoadPoint, at_concurrency
 from strata.plan.search.choice import Choice
 from strata.plan.search.search import Search
 from strata.plan.search.step_table import Anchors, StepTable
+from strata.text.counted import counted
 
 _MOST_GUESSES = 7
 
@@ -31,7 +32,8 @@ class Speculation:
         """In words."""
         return (
             f"speculation, {self.guesses} guesses that cost nothing, each right with {self.acceptance:.0%}: "
-            f"{self.sequences} sequences, TTFT {self.point.ttft * 1e3:,.1f} and TPOT {self.point.tpot * 1e3:,.2f} ms, "
+            f"{counted(self.sequences, 'sequence')}, "
+            f"TTFT {self.point.ttft * 1e3:,.1f} and TPOT {self.point.tpot * 1e3:,.2f} ms, "
             f"{self.tokens:,.0f} tok/s, {self.tokens / self.devices:,.0f} each"
         )
 

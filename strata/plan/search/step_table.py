@@ -70,6 +70,14 @@ class StepTable:
         """Of all layers of such a step, priced by itself."""
         return self._anchors.price(decodes, prompts)[self._precision]
 
+    def analytic(self, decodes: float, prompts: float, share: float) -> float:
+        """Which share of the mean step's time is neither measured nor between measurements. share: of the steps, that
+        have so many tokens of prompts. By the steps of the grid that are nearest."""
+        alone = self.price(_nearest(_ALONE, decodes), 0).origins
+        beside = self.price(_nearest(_BESIDE, decodes), _nearest(self._anchors.prompts, prompts)).origins
+        seconds = {name: (1 - share) * alone[name] + share * beside[name] for name in alone}
+        return seconds["analytic"] / sum(seconds.values())
+
     def seconds(self, decodes: float, prompts: float) -> float:
         """Of a stage; linear between the steps about it."""
         low, high, share = _about(_BESIDE, decodes) if prompts > 0 else _about(_ALONE, decodes)
@@ -114,6 +122,10 @@ def _about(grid: Sequence[int], value: float) -> tuple[int, int, float]:
         return grid[at], grid[at], 0.0
     low, high = grid[at - 1], grid[at]
     return low, high, (value - low) / (high - low)
+
+
+def _nearest(grid: Sequence[int], value: float) -> int:
+    return min(grid, key=lambda one: abs(one - value))
 
 
 def _fullest_stage(config: ModelConfig, stages: int) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from strata.files.request_rows import read_rows
+from strata.text.counted import counted
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Traffic:
             raise ValueError(f"--isl {prompt} and --osl {output}: prompts and answers have at least one token")
         if not 0 <= cached < prompt:
             raise ValueError(
-                f"--cached {cached}: of a prompt of {prompt} tokens at least one is computed; give 0 to {prompt - 1}"
+                f"--cached {cached}: of a prompt of {counted(prompt, 'token')} at least one is computed; "
+                f"give 0 to {prompt - 1}"
             )
         return Traffic(prompt, output, cached, prompt + output / 2, prompt + output)
 
@@ -64,8 +66,8 @@ def read_traffic(path: Path, cached: int = 0) -> Traffic:
     shortest = min(prompt for prompt, _ in lengths)
     if not 0 <= cached < shortest:
         raise ValueError(
-            f"--cached {cached}: the shortest prompt of {path} has {shortest} tokens, of which one at least is "
-            f"computed; give 0 to {shortest - 1}"
+            f"--cached {cached}: the shortest prompt of {path} has {counted(shortest, 'token')}, of which one at least "
+            f"is computed; give 0 to {shortest - 1}"
         )
     outputs = sum(output for _, output in lengths)
     context = sum(output * (prompt + output / 2) for prompt, output in lengths) / outputs

@@ -9,6 +9,7 @@ from strata.parallel.layout import Layout
 from strata.plan.training.run_file import run_file
 from strata.plan.training.search import Choice, Found, search
 from strata.plan.training.task import Task
+from strata.text.counted import counted
 from strata.train.predict.least_time import StepTime
 
 GIB = 2**30
@@ -65,7 +66,7 @@ class TrainingPlan:
             lines.append(("not in Strata", f"it has no kernels for {task.device.product}; a step would take this"))
         if self.price is not None:
             lines.append(("cost", f"{self.price_of_tokens(10**9):,.2f} for a billion tokens"))
-        return [*lines, ("searched", f"{self.found.searched:,} steps of {task.gpus} x {task.device.product}")]
+        return [*lines, ("searched", f"{counted(self.found.searched, 'step')} of {task.gpus} x {task.device.product}")]
 
     @property
     def tokens_per_device(self) -> float:
@@ -138,7 +139,7 @@ def layout_name(layout: Layout) -> str:
 
 def _packs(choice: Choice) -> str:
     shape = choice.shape
-    return f"{shape.batches} x {shape.tokens:,} tokens a replica"
+    return f"{shape.batches} x {counted(shape.tokens, 'token')} a replica"
 
 
 def _choice(choice: Choice, gpus: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from strata.plan.training_explain.recorded_run import RecordedRun
 from strata.plan.training_explain.run_floor import run_floor
 from strata.plan.training_explain.run_waterfall import explained_run
 from strata.plan.waterfall import Remedy, Verdict
+from strata.text.counted import counted
 
 # Beyond so many, a step of the timeline is an interval of the log.
 _MOST_STEPS = 5000
@@ -32,7 +33,9 @@ def explain_run(run: RecordedRun) -> Explanation:
     asked = Asked(run, floor, explained)
     what = run.what
     ranks = f", {what.layout.ranks} ranks" if what.layout.ranks > 1 else ""
-    title = f"Training {run.folder.name}: {run.steps:,} steps of {run.tokens / run.steps:,.0f} tokens{ranks}"
+    title = (
+        f"Training {run.folder.name}: {counted(run.steps, 'step')} of {counted(run.tokens / run.steps, 'token')}{ranks}"
+    )
     sources = list(floor.sources)
     if run.trace is not None:
         sources.append(f"work by kind: {run.trace.table.steps} traced steps, taken as all")

@@ -13,6 +13,7 @@ from strata.plan.training_explain.recorded_run import RecordedRun
 from strata.plan.training_explain.run_floor import RunFloor, likely_time
 from strata.plan.training_explain.run_waterfall import ExplainedRun
 from strata.plan.waterfall import Remedy, Verdict
+from strata.text.counted import counted
 from strata.train.predict.estimate import USABLE, memory
 from strata.train.predict.step_shape import StepShape
 
@@ -79,7 +80,10 @@ def _data(asked: Asked) -> Iterator[Verdict]:
         "system",
         "data-bound: steps wait for their packs",
         "host",
-        (f"waiting for data takes {asked.each(parts.DATA)}", f"a window of {data.window:,} samples is packed at once"),
+        (
+            f"waiting for data takes {asked.each(parts.DATA)}",
+            f"a window of {counted(data.window, 'sample')} is packed at once",
+        ),
         (Remedy("data on a faster disk, or smaller windows", gain, f"--data.window {max(1, data.window // 4)}"),),
     )
 
@@ -91,7 +95,7 @@ def _checkpoints(asked: Asked) -> Iterator[Verdict]:
         "system",
         "checkpoints hold the steps up",
         "host",
-        (f"checkpoints, one in {every:,} steps, take {asked.each(parts.CHECKPOINTS)} on average",),
+        (f"checkpoints, one in {counted(every, 'step')}, take {asked.each(parts.CHECKPOINTS)} on average",),
         (Remedy("checkpoints less often", lost * (1 - 1 / times), f"--run.checkpoint_every {every * times}"),),
     )
 
@@ -183,7 +187,8 @@ def _bubbles(asked: Asked) -> Iterator[Verdict]:
         "scheduling",
         (
             f"bubbles take {asked.each(parts.BUBBLE)}",
-            f"{layout.pp} stages, {shape.batches} micro-batches, schedule {layout.schedule}",
+            f"{counted(layout.pp, 'stage')}, {counted(shape.batches, 'micro-batch', 'micro-batches')}, "
+            f"schedule {layout.schedule}",
         ),
         tuple(remedies),
     )
@@ -224,7 +229,7 @@ def _optimizer(asked: Asked) -> Iterator[Verdict]:
     remedy = Remedy(what, taken / run.seconds / 2, f"--data.packs_per_step {2 * packs}")
     evidence = (
         f"updates take {share(taken, run.seconds)} of the time; each moves "
-        f"{quantity(floor.bytes / run.steps, 'B')} for {run.tokens / run.steps:,.0f} tokens",
+        f"{quantity(floor.bytes / run.steps, 'B')} for {counted(run.tokens / run.steps, 'token')}",
     )
     if floor.shape.offload:
         here = replace(floor.shape, offload=False)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from strata.serve.http.errors import ApiError
 from strata.serve.settings import ServeSettings
+from strata.text.counted import counted
 
 _LONGEST_DRAIN = 60.0  # seconds; the rate of the last releases says little about later
 _RELEASES_REMEMBERED = 64
@@ -187,7 +188,7 @@ class Limits:
         kept_for_others = self._shared and allowance.in_flight + sequences > self._runnable + free
         if sequences > free or kept_for_others:
             whose = f", {allowance.in_flight} of them of this key" if kept_for_others else ""
-            message = f"the server is overloaded, {self.waiting} sequences wait{whose}: try again later"
+            message = f"the server is overloaded, {counted(self.waiting, 'sequence')} in line{whose}: try again later"
             raise ApiError(503, message, code="queue_full", headers=_retry_after(self._drain_time(now)))
 
     def _check_requests(self, bucket: Bucket, requests: int, now: float) -> None:

@@ -17,13 +17,14 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from strata.bench.accuracy.divergence import divergence, losses
-from strata.bench.accuracy.passages import Passage, read_passages
+from strata.bench.accuracy.evaluation import EXAMPLES
+from strata.bench.accuracy.passages import Passage, exercise_passages, read_passages
 from strata.bench.accuracy.states import predict
 from strata.cli.main import app
 from strata.engine.llm import LLM
 from strata.models.folder import BUILTIN_FOLDER
 from strata.text.tokenizer import Tokenizer
-from strata.train.score import questions
+from strata.train.score import extract_answer, questions
 
 TEXT = "What is 47 + 38? Spell the word planet. Which day comes after Monday? Sort 5, 3, 9, 1. " * 4
 
@@ -83,10 +84,12 @@ def run(*arguments: object) -> Any:
     return json.loads(done.stdout)
 
 
-def test_a_model_against_another_on_what_it_generates(rough: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_against_another_on_exercises(rough: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = [one for one in questions(1) if one.task in ("comparison", "sorting", "calling a calculator")]
-    monkeypatch.setattr("strata.bench.accuracy.evaluation.questions", lambda count: few * count)
-    shown = run(rough, "--against", "builtin", "--passages", 3, "--passage-tokens", 36, "--task-examples", 1)
+    asked: list[int] = []
+    monkeypatch.setattr("strata.bench.accuracy.evaluation.questions", lambda count: asked.append(count) or few)
+    shown = run(rough, "--against", "builtin", "--passages", 3, "--passage-tokens", 60)  # tasks without being asked to
+    assert asked == [EXAMPLES]
     assert (shown["documents"], shown["passages"]) == (3, 3)
     for name in ("kl_mean", "kl_p99", "top1_agreement", "perplexity", "perplexity_ratio", "task_difference"):
         assert shown[name]["low"] <= shown[name]["value"] <= shown[name]["high"]
@@ -108,6 +111,32 @@ def test_a_model_alone_on_plain_text(tmp_path: Path) -> None:
     assert re.search(r"text\.txt: 2 passages of \d, 62 tokens scored", printed)
     assert "a bootstrap over 2 documents" in printed
     assert "KL" not in printed
+
+
+def test_of_exercises_the_right_replies_are_scored_and_nothing_else() -> None:
+    tokenizer = Tokenizer.load(BUILTIN_FOLDER)
+    found = exercise_passages(tokenizer, 30, 200)
+    assert len(found) == 30
+    examples = {example.question: example for example in questions(2)}
+    for one in found:
+        before, scored = (tokenizer.decode(list(ids)) for ids in (one.ids[: one.first], one.ids[one.first :]))
+        example = next(example for question, example in examples.items() if question in before)
+        assert extract_answer(scored) == example.answer
+        assert not any(example.question in scored for example in examples.values())
+    short = exercise_passages(tokenizer, 30, 40)
+    assert {len(one.ids) for one in short} == {*(len(one.ids) for one in found if len(one.ids) < 40), 40}
+    with pytest.raises(ValueError, match="passages of 3 tokens leave no room for a reply; give more"):
+        exercise_passages(tokenizer, 30, 3)
+
+
+def test_a_model_without_the_chat_format_of_the_tasks_has_passages_alone(tmp_path: Path) -> None:
+    bare = shutil.copytree(BUILTIN_FOLDER, tmp_path / "bare")
+    tokens = (bare / "tokenizer.json").read_text()
+    (bare / "tokenizer.json").write_text(tokens.replace("<|tool|>", "<|tulo|>"))
+    shown = run(bare, "--passages", 2)
+    assert (shown["passages"], shown["scores"]) == (2, [])
+    with pytest.raises(ValueError, match="the tasks are asked in the chat format of the built-in model"):
+        run(bare, "--passages", 2, "--task-examples", 1)
 
 
 class Words:

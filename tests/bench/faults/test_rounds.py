@@ -67,7 +67,7 @@ def test_every_rank_is_killed_then_every_rank_is_stopped() -> None:
         ({"answered_after": 0}, ["no request was answered once the server was ready again"]),
         (
             {"lost": 2, "processes_left": 1, "memory_left": 1 << 30},
-            ["2 requests were lost", "1 processes were left", "1.00 GiB of a GPU's memory were left"],
+            ["2 requests lost", "1 process left", "1.00 GiB of a GPU's memory were left"],
         ),
     ],
 )

@@ -73,7 +73,7 @@ def test_it_begins_with_how_many_cases_there_are_and_that_nothing_was_measured(
     )
     assert result.exit_code == 0, result.output
     first = next(line for line in result.output.splitlines() if line.startswith("builtin"))
-    assert "1 cases, each run 2 times; no calls were measured on this device, so predictions are analytic" in first
+    assert "1 case, each run 2 times; no calls were measured on this device, so predictions are analytic" in first
     assert "builtin  decode  2 sequences, 2 tokens" in result.output
 
 

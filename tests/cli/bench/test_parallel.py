@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from strata.bench.parallel import measure as measuring
 from strata.bench.parallel.measure import run_limited
+from strata.bench.parallel.plan import Machine
 from strata.bench.parallel.record import read
 from strata.cli.main import app
 
@@ -36,6 +39,22 @@ def test_one_and_two_ranks_of_the_built_in_model(tmp_path: Path) -> None:
     again = bench(saved, "--tests", "T0")
     assert f"{saved} has 2 of 2 measurements" in again.output
     assert len(saved.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("memory: 8 GiB\nstrata: error: the KV pool would hold 9 tokens\n  weights 3 GiB\n  margin 0 GiB\n",
+         "the KV pool would hold 9 tokens"),
+        ("strata: error: rank 1 has ended\nstrata: error: no room\n  margin 0 GiB\n", "no room"),
+        ("Traceback (most recent call last):\n  File\nKeyError: 'x'\n\n", "KeyError: 'x'"),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_of_what_failed_the_error_is_quoted(said: str, told: str) -> None:
+    """And not the last line of what stands behind it, such as how memory was divided."""
+    code = f"import sys; sys.stderr.write({said!r}); sys.exit(3)"
+    assert run_limited([sys.executable, "-c", code], 60) == f"exit code 3: {told}"
 
 
 def test_a_call_goes_on_where_another_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +105,7 @@ def test_what_hangs_or_fails_is_a_line(tmp_path: Path) -> None:
         time.sleep(0.02)
     assert not _runs(pid)
     ended = "import sys; print('{}'); print('words\\nstrata: error: too small', file=sys.stderr); sys.exit(3)"
-    assert run_limited([sys.executable, "-c", ended], 60) == "exit code 3: strata: error: too small"
+    assert run_limited([sys.executable, "-c", ended], 60) == "exit code 3: too small"
     assert run_limited([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], 60) == "killed by SIGKILL: "
     assert run_limited([sys.executable, "-c", "print('a\\n{\"value\": 1}')"], 60) == [{"value": 1}]
 
@@ -131,3 +150,21 @@ def test_bad_input_is_one_clear_line(tmp_path: Path, options: list[str], message
     assert isinstance(done.exception, ValueError)
     assert message in str(done.exception)
     assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_what_needs_a_gpu_is_not_tried_on_a_processor_that_nobody_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(measuring, "run_limited", lambda *_: pytest.fail("it was measured"))
+    words = ["bench", "parallel", "--models", "8B,70B", "--save", str(tmp_path / "found.jsonl")]
+    result = CliRunner().invoke(app, words)
+    assert isinstance(result.exception, ValueError)
+    assert re.findall(r"left out: (\w+): it needs a GPU", result.output) == ["8B", "70B"]
+    asked: list[Any] = []
+    monkeypatch.setattr(measuring, "run_limited", lambda command, _: asked.append(command) or "exit code 1: no")
+    machine = Machine("cpu", 2, 1 << 40)
+    monkeypatch.setattr("strata.bench.parallel.machine.this_machine", lambda *_: machine)
+    CliRunner().invoke(app, [*words, "--device", "cpu", "--tests", "T2", "--ranks", "1"])
+    assert [command[6] for command in asked] == ["8B", "70B"]

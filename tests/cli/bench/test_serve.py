@@ -251,7 +251,7 @@ def test_a_picture_without_finite_rates_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_picture_that_cannot_be_drawn_is_refused_before_the_measurement(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"load\.docx: give a file that ends in \.svg or \.png"):
+    with pytest.raises(ValueError, match=r"load\.docx: give a name that ends in \.svg or \.png"):
         bench(NOBODY, "--request-rate", "1", "--plot", str(tmp_path / "load.docx"))
     assert list(tmp_path.iterdir()) == []
 

@@ -22,7 +22,7 @@ def test_predicted_times_are_above_the_floor_and_say_where_they_come_from() -> N
     assert sum(origins.values()) == pytest.approx(1)
     assert origins["measured"] > 0.9
     assert "replayed: 9" in run("8B", "--context", 383)
-    assert run("8B", "--device", "a100", "--json")["predicted_from"]["analytic"] == 1
+    assert run("8B", "--hardware", "a100", "--json")["predicted_from"]["analytic"] == 1
 
 
 def test_this_machines_probe_counts_and_is_named(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_this_machines_probe_counts_and_is_named(tmp_path: Path) -> None:
 
 def test_405b_parameters_and_flops_per_token(config: Path) -> None:
     context = 4000
-    shown = run(config, "--context", context, "--device", "a100", "--json")
+    shown = run(config, "--context", context, "--hardware", "a100", "--json")
     norms = HIDDEN * (2 * LAYERS + 1)
     assert shown["parameters"] == LAYERS * LAYER_WEIGHTS + norms + 2 * VOCABULARY * HIDDEN == 405_853_388_800
     by_operation: dict[str, int] = {}
@@ -64,7 +64,7 @@ def test_405b_decode_is_bound_by_reading_weights_once(config: Path) -> None:
 
 
 def test_prefill_on_another_device_is_bound_by_compute() -> None:
-    shown = run("8B", "--tokens", 4096, "--device", "a100", "--json")
+    shown = run("8B", "--tokens", 4096, "--hardware", "a100", "--json")
     assert shown["device"] == "a100"
     assert next(row for row in shown["parts"] if row["part"] == "layers")["bound"] == "compute"
     assert shown["step_floor_s"] == pytest.approx(shown["flops"] / 312e12, rel=1e-3)
@@ -118,13 +118,13 @@ def test_a_folder_is_its_config(config: Path) -> None:
         ),
         (["30B-A3B", "--enable-dp-attention"], "--enable-dp-attention is of experts that --tensor-parallel-size ranks"),
         (["8B", "--passes", "fuse"], "there is no pass 'fuse'; accepted are all, exact, none"),
-        (["8B", "--device", "abacus"], "device 'abacus' is unknown; give one of h200, .* rtx5090, or cpu, the proc"),
+        (["8B", "--hardware", "abacus"], "device 'abacus' is unknown; give one of h200, .* rtx5090, or cpu, the proc"),
         (
-            ["8B", "--device", "gaudi3"],
+            ["8B", "--hardware", "gaudi3"],
             "'gaudi3' is Intel Gaudi 3, which runs no CUDA kernels; give one of h200, .* cpu",
         ),
         (
-            ["8B", "--device", "cpu", "--tensor-parallel-size", "2"],
+            ["8B", "--hardware", "cpu", "--tensor-parallel-size", "2"],
             "cpu shows a step of one process; leave out the oth",
         ),
     ],

@@ -68,7 +68,7 @@ def test_a_step_that_is_measured_shows_what_every_operation_took(tmp_path: Path)
 @pytest.mark.parametrize("has_gpu", [False, True])
 def test_cpu_is_the_processor_of_this_machine(has_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    shown = run("builtin", "--device", "cpu", "--json")
+    shown = run("builtin", "--hardware", "cpu", "--json")
     assert (shown["device"], shown["measured_s"], shown["kernels"]) == ("mine", None, [])
     assert shown["measurements"] == ["what I know"]
     weights = 2 * shown["parameters"]
@@ -77,14 +77,14 @@ def test_cpu_is_the_processor_of_this_machine(has_gpu: bool, monkeypatch: pytest
 
 @pytest.mark.usefixtures("_measures_on_a_processor")
 def test_a_step_is_measured_on_the_device_that_is_named() -> None:
-    assert run("builtin", "--measure", "--device", "cpu", "--json")["measured_s"] > 0
+    assert run("builtin", "--measure", "--hardware", "cpu", "--json")["measured_s"] > 0
 
 
 @pytest.mark.usefixtures("_measures_on_a_processor")
 def test_what_cannot_be_measured() -> None:
     said = r"device 'h200' is not here, and what is measured runs on .*: leave it out, or give cpu, the processor"
     with pytest.raises(ValueError, match=said):
-        run("builtin", "--measure", "--device", "h200")
+        run("builtin", "--measure", "--hardware", "h200")
     with pytest.raises(ValueError, match=r"a sequence of 1,025 tokens is over the model's 1,024: it is not measured"):
         run("builtin", "--measure", "--tokens", 1025)
     with pytest.raises(ValueError, match="--measure runs a step on one device; leave out the other ranks"):

@@ -108,7 +108,7 @@ def test_ranks_that_cannot_share_a_model_or_have_no_link() -> None:
     with pytest.raises(ValueError, match="heads"):
         run("8B", "--tensor-parallel-size", 3)
     with pytest.raises(ValueError, match="no link is recorded for l40s"):
-        run("8B", "--tensor-parallel-size", 2, "--device", "l40s")
+        run("8B", "--tensor-parallel-size", 2, "--hardware", "l40s")
     with pytest.raises(ValueError, match="does not go together with --pipeline-parallel-size"):
         run("8B", "--prefill-context-parallel-size", 2, "--pipeline-parallel-size", 2)
     with pytest.raises(ValueError, match="make that 2 or more"):

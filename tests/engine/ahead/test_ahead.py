@@ -180,7 +180,7 @@ def test_no_fork_holds_the_lock(folder: Path) -> None:
 def test_warm_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     told = [Progress(waits_for="process 17"), Progress(3, 3, 3, (), True)]
     monkeypatch.setattr(Compiling, "progress", lambda _: iter(told))
-    result = CliRunner().invoke(app, ["warm", "builtin", "--device", "h200"])
+    result = CliRunner().invoke(app, ["warm", "builtin", "--hardware", "h200"])
     assert "kernels: waiting for process 17, which compiles already, for 120 s at most" in result.output
 
 
@@ -342,7 +342,7 @@ def test_a_start_that_fails_waits_for_one_kernel_at_most(folder: Path, monkeypat
 def test_warm_names_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    result = CliRunner().invoke(app, ["warm", "8B", "--device", name])
+    result = CliRunner().invoke(app, ["warm", "8B", "--hardware", name])
     assert isinstance(result.exception, ValueError)
     assert repr(name) in str(result.exception)
 
@@ -356,12 +356,12 @@ def test_warm_without_triton_says_so() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["8B"], "no CUDA device is here: name the one to compile for, --device h200 or h100 or"),
-        (["8B", "--device", "h300"], "device 'h300' is unknown; use auto, cuda, cuda:N, or one of h200"),
-        (["8B", "--device", "a100"], "163 KiB of shared memory for a program"),
-        (["80B", "--device", "h200"], "model folder '80B' does not exist"),
-        (["8B", "--device", "h200", "--dtype", "int3"], "dtype 'int3' is unknown"),
-        (["8B", "--device", "h200", "--tensor-parallel-size", "3"], "does not divide the 32 attention heads"),
+        (["8B"], "no CUDA device is here: name the one to compile for, --hardware h200 or h100 or"),
+        (["8B", "--hardware", "h300"], "device 'h300' is unknown; use auto, cuda, cuda:N, or one of h200"),
+        (["8B", "--hardware", "a100"], "163 KiB of shared memory for a program"),
+        (["80B", "--hardware", "h200"], "model folder '80B' does not exist"),
+        (["8B", "--hardware", "h200", "--dtype", "int3"], "dtype 'int3' is unknown"),
+        (["8B", "--hardware", "h200", "--tensor-parallel-size", "3"], "does not divide the 32 attention heads"),
     ],
 )
 def test_warm_says_what_cannot_be_done(arguments: list[str], message: str) -> None:
@@ -377,7 +377,7 @@ def test_warm_compiles_for_a_device_that_is_not_here(filled: Path) -> None:
     shutil.rmtree(filled / key)
     for kernel in smallest_kernels(filled)[:3]:
         shutil.rmtree(kernel.parent)
-    command = ["warm", "builtin", "--device", "h200", "--max-num-seqs", "2", "--max-num-batched-tokens", "64"]
+    command = ["warm", "builtin", "--hardware", "h200", "--max-num-seqs", "2", "--max-num-batched-tokens", "64"]
     command += ["--max-model-len", "64", "--deterministic"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0
@@ -390,7 +390,7 @@ def test_warm_compiles_for_a_device_that_is_not_here(filled: Path) -> None:
 def test_warm_does_not_compile_for_a_folder_that_takes_nothing(folder: Path) -> None:
     """Where an engine would keep kernels elsewhere: who fills a folder for others learns that nothing is in it."""
     folder.write_text("a file")
-    result = CliRunner().invoke(app, ["warm", "builtin", "--device", "h200"])
+    result = CliRunner().invoke(app, ["warm", "builtin", "--hardware", "h200"])
     assert isinstance(result.exception, ValueError)
     assert f"kernels cannot be kept in {folder}: File exists" in str(result.exception)
     assert "TRITON_CACHE_DIR" in str(result.exception)
@@ -401,14 +401,14 @@ def test_warm_does_not_compile_for_a_full_disk(folder: Path, monkeypatch: pytest
         return Path("/dev/full").open("wb")
 
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
-    result = CliRunner().invoke(app, ["warm", "builtin", "--device", "h200"])
+    result = CliRunner().invoke(app, ["warm", "builtin", "--hardware", "h200"])
     assert f"kernels cannot be kept in {folder}: No space left on device" in str(result.exception)
 
 
 def test_warm_fails_if_a_kernel_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = Progress(3, 3, 1, ("strata.kernels.norm.norm.rms_norm_kernel: PTXASError: no",), True)
     monkeypatch.setattr(Compiling, "progress", lambda _: iter([told]))
-    result = CliRunner().invoke(app, ["warm", "builtin", "--device", "h200"])
+    result = CliRunner().invoke(app, ["warm", "builtin", "--hardware", "h200"])
     assert result.exit_code == 1
     assert "could not be compiled: strata.kernels.norm.norm.rms_norm_kernel: PTXASError: no" in result.output
     assert "1 compiled, 1 found on the disk" in result.output

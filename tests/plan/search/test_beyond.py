@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -87,6 +88,7 @@ def test_the_page_is_whole_and_loads_nothing(plan: ServingPlan) -> None:
     assert plan.command is not None
     assert " ".join(plan.command[3:]) in words
     assert f"{plan.best.tokens:,.0f}" in words
+    assert plan.remark in words
 
 
 def test_cost_and_use_of_the_devices(plan: ServingPlan) -> None:
@@ -94,6 +96,7 @@ def test_cost_and_use_of_the_devices(plan: ServingPlan) -> None:
     assert plan.cost_per_million == pytest.approx(2.0 * 4 / 3600 / best.tokens * 1e6)
     assert 0 < plan.mfu < 1
     assert sum(plan.origins.values()) == pytest.approx(1)
+    assert best.analytic == pytest.approx(plan.origins["analytic"], abs=0.05)  # of the steps nearest to it
     assert best.devices <= 4
     assert not best.blocked
 
@@ -157,7 +160,7 @@ def test_answers_of_one_token_have_no_tpot(plan: ServingPlan, capsys: pytest.Cap
     assert (best.to_dict()["tpot_ms"], plan.best.to_dict()["tpot_ms"]) == (None, plan.best.point.tpot * 1e3)
     draw_plan(single)
     row = capsys.readouterr().out.splitlines()[3].split()
-    assert row[-3] == "-"
+    assert row[-4] == "-"
     pages = [html_page(one) for one in (plan, single)]
     assert [">-</td>" in page for page in pages] == [False, True]
     assert ["<svg" in page for page in pages] == [True, False]
@@ -170,8 +173,22 @@ def test_the_best_has_the_checkpoints_precision_and_fewer_bits_stand_beside_it(p
     (packed,) = plan.packed
     assert packed.tokens > plan.best.tokens
     assert not packed.blocked
-    words = command(packed, "1B", is_shape=True, length=1200, per_host=2)
+    words = command(packed, "1B", length=1200, per_host=2)
     assert words[words.index("--quantization") + 1] == "fp8"
+
+
+def test_a_folder_stands_in_the_command_and_for_sizes_alone_what_is_to_be_put_there(
+    plan: ServingPlan, tmp_path: Path
+) -> None:
+    file = tmp_path / "Llama-9B" / "config.json"
+    file.parent.mkdir()
+    for given, shown in ((str(tmp_path), "mine"), ("1B", "path/to/1B"), (str(file), "path/to/Llama-9B")):
+        file.touch()
+        told = replace(plan, model_file=given, question=replace(plan.question, model="mine"))
+        assert told.command is not None
+        assert told.command[:3] == ["strata", "serve", shown]
+        assert "--load-format" not in told.command
+        assert told.remark.startswith(f"{shown}: ") == (shown != "mine")
 
 
 def test_pools_are_no_quicker_than_either_of_them(plan: ServingPlan) -> None:

@@ -64,11 +64,14 @@ def test_both_impossible_objectives_are_named(machine: Machine, monkeypatch: pyt
     """Before the search where sizes tell it, and else by the floors of graphs."""
     search = asked(machine, "0.6B", 1, Objectives(1.0, 1.0))
     table = search.table(Layout(), IN_FEWER_BITS[-1])
-    graphs = {"ttft": min(search.table(Layout(), one).price(0, PROMPT).bounds.seconds for one in search.precisions)}
-    graphs["tpot"] = table.price(1, 0).bounds.seconds
-    between = replace(search.question, objectives=Objectives(*(0.99 * value for value in graphs.values())))
+    ttft, fastest = min(
+        (search.table(Layout(), one).price(0, PROMPT).bounds.seconds, one.name) for one in search.precisions
+    )
+    tpot = table.price(1, 0).bounds.seconds
+    between = replace(search.question, objectives=Objectives(0.99 * ttft, 0.99 * tpot))
     said = r"^--ttft \S+ and --tpot \S+ are below the floors of 0.6B on 1 x h200, "
-    with pytest.raises(ValueError, match=said + " and ".join(f"{value * 1e3:.3g}" for value in graphs.values())):
+    both = rf"{ttft * 1e3:.3g} ms \({fastest}\) and {tpot * 1e3:.3g} ms \({IN_FEWER_BITS[-1].name}\): "
+    with pytest.raises(ValueError, match=said + both):
         Search(between).run()
     monkeypatch.setattr(Search, "fitting", lambda _: pytest.fail("the search ran"))
     for objectives in (Objectives(1e-5, 1e-6), Objectives(1e-5), Objectives(None, 1e-6)):
@@ -79,9 +82,9 @@ def test_both_impossible_objectives_are_named(machine: Machine, monkeypatch: pyt
 
 
 def test_what_is_above_its_floor_is_not_named() -> None:
-    floors = {"ttft": 0.02, "tpot": 0.001}
+    floors = {"ttft": (0.02, AS_CHECKPOINT), "tpot": (0.001, Precision("fp8", "fp8"))}
     assert below_floors(Objectives(0.02, 0.001), floors, "here") is None
     assert below_floors(Objectives(None, None), floors, "here") is None
     said = below_floors(Objectives(0.03, 0.0005), floors, "here")
     assert said is not None
-    assert said.startswith("--tpot 0.5 is below the floor of here, 1 ms: ")
+    assert said.startswith("--tpot 0.5 is below the floor of here, 1 ms (fp8 weights, fp8 KV): ")

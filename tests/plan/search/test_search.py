@@ -23,6 +23,7 @@ from strata.engine.startup.memory import RankPlace, planned_memory, rank_memory,
 from strata.hardware.specs import device
 from strata.kernels.device_limits import DeviceLimits
 from strata.models.config import ModelConfig, config_from_dict
+from strata.models.folder import BUILTIN_FOLDER
 from strata.plan.meta_model import find_config
 from strata.plan.search import search as search_module
 from strata.plan.search import step_table
@@ -223,8 +224,8 @@ def test_the_command_is_one_that_serve_takes(monkeypatch: pytest.MonkeyPatch) ->
     found = json.loads(result.stdout)
     started: list[dict[str, Any]] = []
     monkeypatch.setattr(serve_cli, "launch", lambda job, engine, keys: started.append(engine) or 0)
-    assert found["command"][:2] == ["strata", "serve"]
-    served = RUNNER.invoke(app, found["command"][1:])
+    assert found["command"][:3] == ["strata", "serve", "path/to/1B"]
+    served = RUNNER.invoke(app, ["serve", str(BUILTIN_FOLDER), *found["command"][3:]])
     assert served.exit_code == 0, served.output
     assert started[0]["max_num_seqs"] == found["best"]["max_num_seqs"]
     assert started[0]["max_num_batched_tokens"] == found["best"]["max_num_batched_tokens"]
@@ -285,9 +286,12 @@ def test_a_path_that_cannot_be_written_is_said_before_the_search(
     monkeypatch.setattr(cli_plan_training, "training_plan", lambda *_: pytest.fail("the search ran"))
     lengths = ("1B", "--isl", "100", "--osl", "10")
     training = ("1B", "--train", "--batch-tokens", "8192")
-    for words, option in ((lengths, "--svg"), (lengths, "--html"), (training, "--out")):
-        result = plan(*words, option, str(tmp_path / "nowhere" / "plan"))
+    for words, option, name in ((lengths, "--svg", "a.svg"), (lengths, "--html", "a.html"), (training, "--out", "a")):
+        result = plan(*words, option, str(tmp_path / "nowhere" / name))
         assert isinstance(result.exception, FileNotFoundError), result.output
+    for option, name, ending in (("--svg", "plan.html", ".svg"), ("--html", "plan.svg", ".html or .htm")):
+        assert failure(*lengths, option, str(tmp_path / name)).endswith(f"give a name that ends in {ending}")
+        assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["mamba2", "granite-hybrid"])
@@ -357,3 +361,22 @@ def test_models_with_fixed_states_are_planned_and_simulated(tmp_path: Path) -> N
     assert (values["completed"], values["output_tokens"]) == (6, 30)
     # Of a prefix of 64 tokens all but the first request find the snapshot behind its last page.
     assert 0 < values["prefix_hits"] <= 5 * 64 / (6 * 73)
+
+
+@pytest.mark.usefixtures("few_settings")
+def test_fewer_bits_stand_beside_the_best_as_a_plan_that_asks_for_them_has_them() -> None:
+    words = ("1B", "--isl", "500", "--osl", "100", "--tpot", "4", "--json")
+    (beside,) = json.loads(plan(*words).stdout)["in_fewer_bits"]
+    best = json.loads(plan(*words, "--quantization", "fp8").stdout)["best"]
+    assert beside["precision"] == "fp8 weights"
+    assert beside == best | {"binds": ""}
+    assert 0 < beside["analytic_share"] < 1
+
+
+def test_what_binds_is_prompts_only_where_steps_have_no_room_for_more(asked: Callable[..., Search]) -> None:
+    search = asked()
+    for output, word in ((2, "prompts, which take all the room of steps"), (4000, "the time of steps")):
+        own = Search(replace(search.question, traffic=Traffic.of(1000, output)))
+        few = own.choice(search_module.Settings(Layout(), AS_CHECKPOINT, 64, 2048, 0.0))
+        assert few is not None
+        assert own.binds(few).startswith(word)

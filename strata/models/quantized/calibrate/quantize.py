@@ -50,7 +50,7 @@ def quantize(
     if rounding.needs_text and not any(len(sequence) for sequence in sequences):
         raise ValueError(f"method = {rounding.method!r} needs calibration text, and there is none")
     stream = LayerStream(folder, device)
-    _check(stream, rounding)
+    given, rounding = rounding, _checked(stream, rounding)
 
     def change(number: int, batches: Sequence[Batch], hidden: Sequence[Tensor]) -> tuple[dict[str, Tensor], list[str]]:
         work = LayerRounding(stream, number, rounding, batches, hidden)
@@ -58,10 +58,16 @@ def quantize(
 
     asked = asdict(rounding) | {"skip": list(rounding.skip)}
     config = quantization_config(rounding.packing, _ignored(stream, rounding))
-    return rewrite(stream, out, asked, sequences, change, values | {"quantization_config": config}, report)
+    notes = rewrite(stream, out, asked, sequences, change, values | {"quantization_config": config}, report)
+    if rounding.packing != given.packing:
+        notes.append(
+            f"groups have {rounding.group} columns: {given.packing.columns} divide not all widths of the model"
+        )
+    return notes
 
 
-def _check(stream: LayerStream, rounding: Rounding) -> None:
+def _checked(stream: LayerStream, rounding: Rounding) -> Rounding:
+    """With groups that divide the model's widths."""
     found = [matrix for number in range(stream.layers) for matrix in products(stream.model, number)]
     chosen = {matrix.name for matrix in found if not is_skipped(matrix, rounding.skip)}
     for pattern in rounding.skip:
@@ -71,7 +77,9 @@ def _check(stream: LayerStream, rounding: Rounding) -> None:
             )
     if not chosen:
         raise ValueError("no product is left to round")
-    packing, sizes = rounding.packing, {matrix.name: matrix.shape for matrix in found}
+    sizes = {matrix.name: matrix.shape for matrix in found}
+    rounding = rounding.with_group({sizes[name][1] for name in chosen})
+    packing = rounding.packing
     if packing.columns:  # of blocks too: activations are rounded in groups of as many columns
         uneven = [name for name in chosen if sizes[name][1] % packing.columns]
         if uneven:
@@ -87,6 +95,7 @@ def _check(stream: LayerStream, rounding: Rounding) -> None:
             raise ValueError(f"{home} holds {', '.join(parts)} in one: skip all of them or none")
         if parts[0] in chosen and packing.rows > 1 and any(sizes[part][0] % packing.rows for part in parts[:-1]):
             raise ValueError(f"blocks of {packing.rows} rows would hold rows of two of {', '.join(parts)}; skip them")
+    return rounding
 
 
 def _tensors(stream: LayerStream, number: int, packed: dict[str, PackedWeight]) -> dict[str, Tensor]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from strata.kernels.quant.packed import Scheme
@@ -21,16 +21,23 @@ METHODS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "int4": (GPTQ, AWQ, RTN),
     }
 )
+# Columns of a group, where those of a scheme do not divide a model's widths.
+FEWER = (64, 32)
+
+
+def _has_groups(scheme: str) -> bool:
+    return SCHEMES[scheme].rows == 1 and SCHEMES[scheme].columns > 0
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """scheme: a name of `METHODS`. method: one of those. group: columns that share a scale of int4. skip: patterns of
-    names of matrices that stay as they are."""
+    """scheme: a name of `METHODS`. method: one of those. group: columns that share a scale of int4; None: as many as
+    the scheme has, or fewer that divide the model's widths. skip: patterns of names of matrices that stay as they are.
+    """
 
     scheme: str
     method: str
-    group: int
+    group: int | None
     skip: tuple[str, ...] = ()
 
     @staticmethod
@@ -42,17 +49,24 @@ class Rounding:
         if method is not None and method not in methods:
             accepted = ", ".join(map(repr, methods))
             raise ValueError(f"method = {method!r} is not one for scheme {scheme!r}; accepted are {accepted}")
-        has_groups = SCHEMES[scheme].rows == 1 and SCHEMES[scheme].columns > 0
-        if group is not None and not has_groups:
+        if group is not None and not _has_groups(scheme):
             raise ValueError(f"group = {group}: the scheme {scheme!r} has no groups of columns; leave it out")
         if group is not None and (group < 2 or group % 2):
             raise ValueError(f"group = {group} must be an even number of columns, such as 32, 64 or 128")
-        columns = SCHEMES[scheme].columns if group is None else group
-        return Rounding(scheme, method or methods[0], columns, skip)
+        return Rounding(scheme, method or methods[0], group, skip)
 
     @property
     def packing(self) -> Scheme:
-        return SCHEMES[self.scheme]._replace(columns=self.group)
+        scheme = SCHEMES[self.scheme]
+        return scheme if self.group is None else scheme._replace(columns=self.group)
+
+    def with_group(self, widths: Collection[int]) -> Rounding:
+        """With groups that divide these numbers of columns, where none were asked for and some do."""
+        if self.group is not None or not _has_groups(self.scheme):
+            return self
+        own = self.packing.columns
+        fitting = (size for size in (own, *FEWER) if not any(width % size for width in widths))
+        return replace(self, group=next(fitting, own))
 
     @property
     def needs_text(self) -> bool:
