@@ -89,7 +89,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def compiling(asked: EngineConfig, limits: Any) -> Iterator[Compiled]:
         yield Compiled()
 
-    def launch(job: Any, engine: dict[str, Any]) -> int:
+    def launch(job: Any, engine: dict[str, Any], *others: Any) -> int:
         EngineConfig.from_options(engine["model"], {name: value for name, value in engine.items() if name != "model"})
         return 0
 

@@ -60,7 +60,7 @@ def parallel(
             typer.echo(one.text())
         else:
             wanted.append(one)
-    if not any(one.model is not None for one in wanted) and asked != ["comm"]:
+    if machine.by_default and asked != ["comm"] and all(one.model is None for one in wanted):
         raise ValueError("nothing of these models is measured here, as said above; give others by --models")
     left = [one for one in wanted if one not in done]
     if len(left) < len(wanted):

@@ -87,21 +87,20 @@ class Search:
         seen = [choice for layout, precision in fitting for choice in self.choices(layout, precision)]
         meeting = [choice for choice in seen if self.meets(choice)]
         asked, others = self.question.precision, best_of_precisions(one for one in meeting if not one.blocked)
-        packed = [self._by_own_graphs(one) for one in others if one.settings.precision != asked]
+        looked_at = (self._by_own_graphs(one) for one in others if one.settings.precision != asked)
+        packed = best_of_precisions(chain.from_iterable(looked_at))
         as_asked = [choice for choice in meeting if choice.settings.precision == asked]
         runs = best_of_each(choice for choice in as_asked if not choice.blocked)
         blocked = best_of_blocked(choice for choice in as_asked if choice.blocked)
         running = [choice for choice in seen if not choice.blocked and choice.settings.precision == asked]
         if not as_asked or (running and not runs):
-            raise ValueError(too_slow(self.question, running or seen, blocked, best_of_precisions(chain(*packed))))
+            raise ValueError(too_slow(self.question, running or seen, blocked, packed))
         best = runs[0] if runs else min(blocked, key=lambda one: (len(one.blocked), rank(one)))
         best = replace(best, binds=self.binds(best))
         blocked = [one for one in blocked if one.settings != best.settings]
         refused = [(one, self._refused(one, fitting)) for one in self.precisions]
         told = tuple((one, why) for one, why in refused if why is not None)
-        return Found(
-            best, tuple(runs[1:]), tuple(best_of_precisions(chain(*packed))), told, tuple(blocked), tuple(seen)
-        )
+        return Found(best, tuple(runs[1:]), tuple(packed), told, tuple(blocked), tuple(seen))
 
     def _by_own_graphs(self, choice: Choice) -> list[Choice]:
         """Of the layout in the precision of a choice all settings that meet the objectives, as a plan that asks for the
