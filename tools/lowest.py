@@ -1,8 +1,8 @@
 """Prints the lowest versions that pyproject.toml allows, a line each as pip takes them for constraints.
 
 Usage: python tools/lowest.py [PYPROJECT]. Of what the package needs and of its extras but `dev`, whose tools are for
-this repository alone. `make test-lowest` installs them and runs a part of the tests. Exit code 1 and a line for
-each dependency without a lower bound.
+this repository alone. `make test-lowest` installs them and runs a part of the tests. Exit code 1 and a line for each
+dependency without a lower bound.
 """
 
 from __future__ import annotations

@@ -356,7 +356,7 @@ def test_bad_requests_are_refused_and_disturb_nothing(engine: Engine, prompt, pa
         *(3, None, 2.5, True, b"bytes", [None], [3.5], [["a"]], ["a", 3], {"prompt": 3}, {"text": "a"}, {}),
         *({"prompt_token_ids": 3}, {"prompt_token_ids": "ab"}, {"prompt_token_ids": [True]}, (one for one in "ab")),
     ],
-    ids=repr,
+    ids=lambda prompt: type(prompt).__name__,
 )
 def test_what_is_no_prompt_is_refused_in_one_sentence(engine: Engine, prompt: object) -> None:
     llm = engine(dtype="float32")

@@ -16,7 +16,7 @@ from strata.files.request_rows import read_rows
 from strata.files.toml_tables import read_toml
 from strata.models.folder import BUILTIN_FOLDER
 from strata.serve.batch_file import read_requests
-from strata.serve.http.keys import read_keys
+from strata.serve.http.keys import KeySource
 from strata.text.tokenizer import Tokenizer, read_templates
 from strata.train.data.sources import file_ranges, read_range
 
@@ -36,7 +36,7 @@ def _passages(path: Path) -> list[tuple[int, ...]]:
 
 def _keys(path: Path) -> Any:
     path.chmod(0o600)
-    return read_keys(path, {})
+    return KeySource(path, {}).read()
 
 
 @pytest.mark.parametrize(
