@@ -181,7 +181,7 @@ def _told_apart(tokens: int, sequences: list[int]) -> list[int]:
     """For which numbers of sequences, ascending, steps of so many tokens have sizes of their own."""
     if tokens <= _FEW_SEQUENCES_TOKENS:
         return sequences
-    return sequences[-3:][len(sequences) < 4 :] if tokens <= _MANY_SEQUENCES_TOKENS else sequences[-2:]
+    return sequences[-3 if len(sequences) > 3 and tokens <= _MANY_SEQUENCES_TOKENS else -2 :]
 
 
 def _mixed_sequences(most: int) -> list[int]:
