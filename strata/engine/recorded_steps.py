@@ -7,7 +7,7 @@ sequences decode are read from device memory.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -181,7 +181,7 @@ def _told_apart(tokens: int, sequences: list[int]) -> list[int]:
     """For which numbers of sequences, ascending, steps of so many tokens have sizes of their own."""
     if tokens <= _FEW_SEQUENCES_TOKENS:
         return sequences
-    return sequences[-3:] if len(sequences) > 3 and tokens <= _MANY_SEQUENCES_TOKENS else sequences[-2:]
+    return sequences[-3 if len(sequences) > 3 and tokens <= _MANY_SEQUENCES_TOKENS else -2 :]
 
 
 def _mixed_sequences(most: int) -> list[int]:
@@ -234,7 +234,7 @@ class RecordedSteps:
         kernels_are_ready: bool = False,
     ) -> None:
         """heads: of the model's queries. windows: where some layers have pages of their own. states: where some have a
-        fixed state. rank: whose share of steps it is that ranks divide."""
+        fixed state. rank: whose share of steps it is that ranks divide. kernels_are_ready: see `Runner.record`."""
         self._graphs, self._pool, self._tables = graphs, pool, tables
         self._fresh_rows = fresh_rows_of(heads, pool.shape)
         self._rows = Rows(self._fresh_rows.queries, self._fresh_rows.result)
@@ -421,17 +421,28 @@ class RecordedSteps:
         if not self._kernels_are_ready:
             sizes |= {("tokens", graph, shape.tokens), ("sequences", graph, shape.sequences)}
         warm = sizes <= self._warm
-        self._recordings.record((shape, "run"), run, warm=warm)
+        self._keep((shape, "run"), run, warm)
         if graphs.head is not None:
-            self._recordings.record((shape, "draw"), draw, warm=warm)
+            self._keep((shape, "draw"), draw, warm)
         if graphs.head is not None and graphs.part is not None:
-            self._recordings.record((shape, "draw plain"), draw_plain, warm=warm)
+            self._keep((shape, "draw plain"), draw_plain, warm)
         self._warm |= sizes
         made.logits = self._recordings.lend(made.logits)
         self._outputs[shape] = made
         self.sizes.append(shape)
         recorded = self._divided if shape.ranks > 1 else self._mixed
         insort(self._decode if is_decode else recorded, shape, key=_size)
+
+    def _keep(self, key: tuple[BufferShape, str], run: Callable[[], None], warm: bool) -> None:
+        """Record it. What is not warm in spite of ready kernels (a module that is loaded ends a recording) is run first
+        after all; several ranks never come to that, whose messages would wait for the others."""
+        try:
+            self._recordings.record(key, run, warm=warm)
+            return
+        except RuntimeError as error:
+            if not (warm and self._kernels_are_ready) or is_lack_of_memory(error):
+                raise
+        self._recordings.record(key, run)  # here, where the error is gone: it held tensors
 
 
 def smallest_mixed(

@@ -53,27 +53,17 @@ class CudaGraphs:
     def record(
         self, key: Hashable, run: Callable[[], None], between: Callable[[], None] = lambda: None, warm: bool = False
     ) -> None:
-        """Run `run` once to warm up (compilation, library handles), then record it under `key`. Whatever that raises,
-        the current stream is the one that it was; `discard` frees the rest.
+        """Run `run` once to warm up (compilation, library handles) unless it is `warm`, then record it under `key`.
+        Whatever that raises, the current stream is the one that it was; `discard` frees the rest.
 
         between: lets go of what the first run left, whose memory could not be freed or used while the second is
-        recorded. warm: all that `run` uses has been used, so it is recorded at once; if it cannot be, because something
-        has not (a module that is loaded ends a recording), it is run first after all.
+        recorded.
         """
-        if warm:
-            try:
-                return self._record(key, run, between)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError:
-                pass
-        self._aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._aside):
-            run()
-        torch.cuda.current_stream().wait_stream(self._aside)
-        return self._record(key, run, between)
-
-    def _record(self, key: Hashable, run: Callable[[], None], between: Callable[[], None]) -> None:
+        if not warm:
+            self._aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._aside):
+                run()
+            torch.cuda.current_stream().wait_stream(self._aside)
         torch.cuda.synchronize()
         between()
         graph = torch.cuda.CUDAGraph()

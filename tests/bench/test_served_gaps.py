@@ -120,9 +120,9 @@ def test_no_request_is_idle_time(llm: LLM) -> None:
 def test_a_slow_host_is_found_between_steps_and_not_in_them(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = llm.engine.loop.scheduler.schedule
 
-    def slow() -> Any:
+    def slow(now: float) -> Any:
         time.sleep(SLEEP)
-        return schedule()
+        return schedule(now)
 
     monkeypatch.setattr(llm.engine.loop.scheduler, "schedule", slow)
     answered, steps = served(llm, load_of(1, math.inf), "slow host")

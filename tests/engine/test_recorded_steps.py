@@ -68,7 +68,9 @@ class Replayed:
 SIZES = recorded_sizes(MOST, LONGEST, 10**6, library=False)
 
 
-def recording(folder: Path, monkeypatch: pytest.MonkeyPatch, graphs: Replayed) -> tuple[LLM, RecordedSteps]:
+def recording(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, graphs: Replayed, kernels_are_ready: bool = False
+) -> tuple[LLM, RecordedSteps]:
     """An engine whose steps are recorded in `graphs`, and whose device has memory of its own, as on CUDA."""
     monkeypatch.setattr(Runner, "_recordings", lambda self: graphs)
     monkeypatch.setattr(Staging, "target", lambda self, size: torch.full((size,), -77, dtype=torch.int32))
@@ -77,7 +79,7 @@ def recording(folder: Path, monkeypatch: pytest.MonkeyPatch, graphs: Replayed) -
     runner = llm.engine.loop._runner
     tables = runner._tables
     tables.on_device, tables._shared = torch.zeros(tables.rows.shape, dtype=torch.int32), False
-    return llm, runner.record(SIZES)
+    return llm, runner.record(SIZES, kernels_are_ready=kernels_are_ready)
 
 
 @pytest.fixture
@@ -327,6 +329,38 @@ def test_what_a_broken_off_recording_should_have_warmed_is_warmed_by_the_next(
         graphs.warm.clear()
         found.record(SIZES[-1])
         assert graphs.warm[0] == warm
+
+
+def test_few_sizes_are_run_before_where_kernels_are_ready(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = Replayed()
+    llm, found = recording(folder, monkeypatch, graphs, kernels_are_ready=True)
+    assert graphs.warm.count(False) == 2 * 2  # of decodes and of others one, with its draws
+    assert set(found.sizes) == set(SIZES)
+    assert ids(llm) == ids(LLM(folder, **OPTIONS))
+
+
+class Cold(Replayed):
+    """What has not been run first cannot be recorded, by an error that is no lack of memory or one that is."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error = error
+
+    def record(self, key: Hashable, run: Callable[[], None], warm: bool = False) -> None:
+        super().record(key, run, warm)
+        if warm:
+            del self.runs[key]
+            raise self._error
+
+
+def test_what_cannot_be_recorded_without_a_run_is_run_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = Cold(RuntimeError("operation not permitted when stream is capturing"))
+    llm, found = recording(folder, monkeypatch, graphs, kernels_are_ready=True)
+    assert set(found.sizes) == set(SIZES)
+    assert not found.lacking
+    assert ids(llm) == ids(LLM(folder, **OPTIONS))
+    found = recording(folder, monkeypatch, Cold(torch.OutOfMemoryError("out of memory")), kernels_are_ready=True)[1]
+    assert found.lacking
 
 
 def test_other_errors_end_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

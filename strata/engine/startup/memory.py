@@ -91,7 +91,7 @@ def planned_memory(
 ) -> Ledger:
     """How the memory of a device is divided. config: of a rank, with the whole vocabulary. memory: of a device that
     need not be here. Raises ValueError if it does not suffice."""
-    rows = {size.sequences for size in sizes.recorded}
+    rows = {(size.sequences, size.tokens > size.sequences) for size in sizes.recorded}
     overlapped = SLOTS * overlapped_bytes(asked, config, sizes)
     return plan_memory(
         config,
@@ -105,7 +105,7 @@ def planned_memory(
         num_pages=asked.num_pages,
         dtype=sizes.pool.dtype,
         recorded=sizes.recorded,
-        scratch=max((_scratch_bytes(asked, config, sizes, count) for count in rows), default=0)
+        scratch=max((_scratch_bytes(asked, config, sizes, *one) for one in rows), default=0)
         + (sizes.packing.largest_in_floats(sizes.pool.dtype) if device.type == "cuda" else 0)
         + (recurrent_bytes(asked, config, sizes.max_tokens, sizes.pool.dtype) if device.type == "cuda" else 0)
         + choice_bytes(asked, config, sizes.max_tokens, sizes.max_length)
@@ -142,8 +142,9 @@ def _message_bytes(asked: EngineConfig, sizes: EngineSizes, device: torch.device
     return found
 
 
-def _scratch_bytes(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, rows: int) -> int:
-    """What attention needs beside its result in a step of so many decodes."""
+def _scratch_bytes(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, rows: int, some: bool) -> int:
+    """What attention needs beside its result in a step of so many decodes, or, with `some`, of up to so many beside
+    prompts."""
     pool, ranks = sizes.pool, sizes.pool.kept.ranks
     keys = -(-sizes.max_length // pool.page_tokens) * pool.page_size
     if config.latent is not None:
@@ -153,4 +154,5 @@ def _scratch_bytes(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes,
     if asked.deterministic:
         return attention_fixed.scratch_bytes(rows, keys, config.num_heads, config.head_dim)
     heads = config.num_heads * ranks, config.num_kv_heads, config.head_dim
-    return decode_attention_cuda.scratch_bytes(rows, keys, *heads, pool.dtype, rounded=pool.rounded is not None)
+    kind = {"rounded": pool.rounded is not None, "some": some}
+    return decode_attention_cuda.scratch_bytes(rows, keys, *heads, pool.dtype, **kind)

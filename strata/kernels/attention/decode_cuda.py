@@ -43,11 +43,19 @@ class Unfinished:
 
 
 def scratch_bytes(
-    sequences: int, most_keys: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, *, rounded: bool
+    sequences: int,
+    most_keys: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    rounded: bool,
+    some: bool = False,
 ) -> int:
     """What the splits of decoding sequences wait in, where a sequence may have so many keys. rounded: of pools in 8
-    bits."""
-    splits = decode_tile(heads, kv_heads, head_dim, dtype, sequences, most_keys, rounded=rounded).splits
+    bits. some: see `decode_tile`."""
+    splits = decode_tile(heads, kv_heads, head_dim, dtype, sequences, most_keys, rounded=rounded, some=some).splits
     return 4 * sequences * splits * heads * (head_dim + 1)
 
 

@@ -16,14 +16,14 @@ from strata.kernels.attention.virtual_sequences import fresh_rows
 
 
 @pytest.mark.parametrize("library", [False, True])
-@pytest.mark.parametrize("most", [256, 512, 1024])
+@pytest.mark.parametrize("most", [256, 512, 1024, 2048])
 def test_every_size_holds_what_it_promises_and_wastes_little(most: int, library: bool) -> None:
     longest = max_mixed_tokens(600 * 10**6, library)  # of the 0.6B shape
     sizes = mixed_buckets(most, longest, library)
     assert sizes == sorted(set(sizes), key=lambda size: (size.tokens, size.sequences, size.prompts is None))
-    assert len(sizes) < (75 if most == 256 else 86)  # each takes memory and start-up time
+    assert len(sizes) < (75 if most == 256 else 90)  # each takes memory and start-up time
     for tokens in (*range(2, 1100), *range(1100, longest, 7), longest):
-        for sequences in (1, 16, 64, min(256, tokens - 1), min(most, tokens - 1)):
+        for sequences in {min(count, most, tokens - 1) for count in (1, 16, 64, 256, 1024, most)}:
             for prompts in {1, min(16, sequences), min(17, sequences), sequences}:
                 size = smallest_mixed(sizes, tokens, sequences, sequences, prompts)
                 assert size is not None
@@ -37,6 +37,46 @@ def test_every_size_holds_what_it_promises_and_wastes_little(most: int, library:
                     assert size.prompts == 16
     assert smallest_mixed(sizes, longest + 1, 1, 1, 1) is None
     assert smallest_mixed(sizes, 600, 100, most + 1, 1) is None
+
+
+def test_several_numbers_of_sequences_are_told_apart_where_padding_costs_most() -> None:
+    def told_apart(most: int, tokens: int) -> list[int]:
+        return [size.draws for size in mixed_buckets(most, 8192, False) if size.tokens == tokens]
+
+    for most, short, middle, long in (
+        (8, [8], [8], [8]),
+        (64, [16, 64], [16, 64], [16, 64]),
+        (256, [16, 64, 256], [64, 256], [64, 256]),
+        (1024, [16, 64, 256], [64, 256, 1024], [256, 1024]),
+        (2048, [16, 64, 256], [256, 1024, 2048], [1024, 2048]),
+    ):
+        assert [told_apart(most, tokens) for tokens in (640, 3072, 3584)] == [short, middle, long]
+
+
+@pytest.mark.parametrize("most", [1, 8, 16, 24])
+def test_engines_of_few_sequences_have_as_many_lengths_of_steps(most: int) -> None:
+    many, few = ({size.tokens for size in mixed_buckets(count, 8192, True)} for count in (256, most))
+    assert few == many
+
+
+def test_short_steps_behind_many_keys_are_padded_to_the_shortest_for_the_library() -> None:
+    def size(tokens: int, behind: int, sequences: int = 5, prompts: int = 1, library: bool = True) -> BufferShape:
+        sizes = mixed_buckets(256, 8192, library, fresh=library)
+        found = smallest_mixed(sizes, tokens, sequences, sequences, prompts, behind=behind)
+        assert found is not None
+        assert found.tokens >= tokens
+        assert found.sequences > sequences
+        return found
+
+    for tokens in (33, 100, 256, 384):
+        assert size(tokens, 6143).prompts is None
+        padded = size(tokens, 6144)
+        assert (padded.tokens, padded.prompts) == (448, 16)
+        for alike in ((6144, 5, 17), (1 << 20, 5, 17), (6144, 5, 1, False)):  # more prompts than it takes, or none
+            assert size(tokens, *alike) == size(tokens, 0, *alike[1:])
+    assert size(256, 9999, 100).sequences == 257  # the fewest sequences that suffice there, too
+    for tokens in (448, 500, 3000, 8192):
+        assert size(tokens, 1 << 20) == size(tokens, 0)
 
 
 def test_fresh_steps_have_few_sizes_beside_those_of_others() -> None:

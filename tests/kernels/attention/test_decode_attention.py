@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -146,10 +149,14 @@ def test_tiles_divide_every_sequence() -> None:
     for group in (1, 4, 16, 32):
         for head_dim in (64, 128, 256):
             for sequences in (1, 8, 9, 64, 512, 4096):
-                for most in (1, 64, 1000, 40960):
-                    tile = decode_tile(8 * group, 8, head_dim, torch.bfloat16, sequences, most)
+                for most, some in itertools.product((1, 64, 1000, 40960), (False, True)):
+                    tile = decode_tile(8 * group, 8, head_dim, torch.bfloat16, sequences, most, some=some)
                     assert tile.splits * tile.split < most + tile.split or tile.splits == 1
                     assert tile.splits <= 64
+                    # Those that end at once leave their places to more splits of the others, in the same tiles.
+                    every = decode_tile(8 * group, 8, head_dim, torch.bfloat16, sequences, most)
+                    assert every.splits <= tile.splits
+                    assert tile == replace(every, splits=tile.splits)
     with pytest.raises(ValueError, match="whole blocks"):
         DecodeTile(keys=64, warps=4, stages=3, split=96, splits=1)
     with pytest.raises(ValueError, match="joins at most 64 splits"):
