@@ -16,7 +16,6 @@ from strata.cache.state_pool import StateShape
 from strata.cache.tables import BufferShape
 from strata.engine.given.options import check_types, own_options
 from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
-from strata.engine.recorded_steps import recorded_sizes
 from strata.engine.sampling_params import RANGES, check_integer
 from strata.engine.scheduling.room import SERVER_TTFT_MS
 from strata.engine.startup.divided_keys import check_divided_keys
@@ -25,6 +24,7 @@ from strata.engine.startup.kept_states import check_states, keeps_all
 from strata.engine.startup.narrow_messages import check_messages
 from strata.engine.startup.packing import NOTHING_PACKED, Packing
 from strata.engine.startup.sparse_attention import SPARSE_SIZES, check_sparse_attention
+from strata.engine.steps.recorded_sizes import recorded_sizes
 from strata.graph.passes import passes_of
 from strata.kernels.attention.cudnn_plan import keeps_neighbours_apart, why_no_plan
 from strata.kernels.device_limits import DeviceLimits

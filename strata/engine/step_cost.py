@@ -11,10 +11,10 @@ from strata.cache.tables import BufferShape
 from strata.comm.mesh import Axis
 from strata.engine.engine_config import EngineConfig
 from strata.engine.ranks.token_division import TokenDivision
-from strata.engine.recorded_steps import LIBRARY_KEYS
 from strata.engine.scheduling.room import StepTarget
 from strata.engine.scheduling.step_times import LINK, MESSAGE_SECONDS, DivisionTimes, StepTimes
 from strata.engine.step_graphs import StepGraphs
+from strata.engine.steps.recorded_sizes import LIBRARY_KEYS
 from strata.engine.watch.step_floor import StepFloor
 from strata.engine.watch.step_shares import StepShares
 from strata.graph.buffers import CUDA_BLOCK, BufferPlan, buffer_plan

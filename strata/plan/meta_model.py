@@ -17,19 +17,19 @@ from strata.comm.mesh import Axis
 from strata.engine.engine_config import KV_DTYPES, MAX_NUM_SEQS, EngineConfig, library_limit
 from strata.engine.plan import Chunk, Draw, PlanArrays, StepPlan
 from strata.engine.ranks.token_division import RankStep, TokenDivision
-from strata.engine.recorded_steps import (
-    decode_buckets,
-    fresh_rows_of,
-    has_few_long_prompts,
-    max_mixed_tokens,
-    recorded_sizes,
-    smallest_mixed,
-)
+from strata.engine.recorded_steps import fresh_rows_of
 from strata.engine.sampler import DrawInputs
 from strata.engine.startup.packing import Packing
 from strata.engine.step_cost import least_costs, token_division
 from strata.engine.step_graphs import Overlap, StepGraphs, step_graphs
 from strata.engine.steps.inputs import DivisionInputs, DrawStep, StepInputs
+from strata.engine.steps.recorded_sizes import (
+    decode_buckets,
+    has_few_long_prompts,
+    max_mixed_tokens,
+    recorded_sizes,
+    smallest_mixed,
+)
 from strata.files.json_object import read_existing_object
 from strata.graph.buffers import CUDA_BLOCK, BufferPlan, buffer_plan
 from strata.graph.capture import capture, capture_head
@@ -288,10 +288,9 @@ class MetaModel:
             rows = next((rows for rows in decode_buckets(self.max_sequences) if rows >= count), None)
             return None if rows is None else BufferShape(rows, rows, rows)
         decodes = _decodes(workload)
-        starts = [total - new for new, total in zip(workload.new[decodes:], workload.total[decodes:], strict=True)]
+        behind = max(total - new for new, total in zip(workload.new, workload.total, strict=True) if new > 1)
         fresh = fresh_rows(workload.new) if workload.new == workload.total else None
-        size = workload.tokens, count, count, count - decodes
-        return smallest_mixed(self._mixed_sizes, *size, fresh, max(starts, default=0))
+        return smallest_mixed(self._mixed_sizes, workload.tokens, count, count, count - decodes, fresh, behind)
 
     @cached_property
     def _mixed_sizes(self) -> list[BufferShape]:

@@ -15,14 +15,12 @@ from torch import Tensor
 from strata import LLM, SamplingParams
 from strata.cache.staging import Staging
 from strata.cache.tables import BufferShape
-from strata.engine import recorded_steps
 from strata.engine.plan import StepPlan
 from strata.engine.process.messages import Step
-from strata.engine.recorded_steps import (
-    RecordedSteps,
-    recorded_sizes,
-)
+from strata.engine.recorded_steps import RecordedSteps
 from strata.engine.runner import Runner
+from strata.engine.steps import recorded_sizes as sizes_of_steps
+from strata.engine.steps.recorded_sizes import recorded_sizes
 from strata.kernels.attention import virtual_sequences
 from strata.models.batch import Batch
 from strata.serve.observe.metrics import Metrics
@@ -127,8 +125,8 @@ def in_divided_steps(
     folder: Path, monkeypatch: pytest.MonkeyPatch, graphs: Replayed | None = None
 ) -> tuple[LLM, Replayed]:
     """An engine whose steps of up to two prompts divide them for the library."""
-    monkeypatch.setattr(recorded_steps, "LIBRARY_TOKENS", 32)
-    monkeypatch.setattr(recorded_steps, "MAX_PROMPTS", 2)
+    monkeypatch.setattr(sizes_of_steps, "LIBRARY_TOKENS", 32)
+    monkeypatch.setattr(sizes_of_steps, "MAX_PROMPTS", 2)
     sizes = recorded_sizes(MOST, LONGEST, 10**6, library=True)
     assert {size.prompts for size in sizes if size.tokens != size.sequences} == {2, None}
     monkeypatch.setattr("tests.engine.test_recorded_steps.SIZES", sizes)
@@ -147,7 +145,7 @@ def test_the_same_ids_where_few_prompts_are_divided(folder: Path, monkeypatch: p
 def fresh_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes for fresh steps of up to two prompts, whose last is continued to a whole block of 16 keys."""
     for name, value in (("LIBRARY_TOKENS", 32), ("_FRESH_TOKENS", 32), ("MAX_PROMPTS", 2)):
-        monkeypatch.setattr(recorded_steps, name, value)
+        monkeypatch.setattr(sizes_of_steps, name, value)
     monkeypatch.setattr(virtual_sequences, "KEY_BLOCK", 16)
     sizes = recorded_sizes(MOST, LONGEST, 10**6, library=True, fresh=True)
     assert [size for size in sizes if size.fresh] == [

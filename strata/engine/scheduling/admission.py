@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from strata.cache.pages import PageAllocator
 from strata.engine.request import Sequence
 from strata.engine.scheduling.prefixes import Prefixes
 from strata.engine.scheduling.queues import Queues
+from strata.engine.scheduling.room import InLine
 from strata.engine.scheduling.windows import Windows
 
 
@@ -51,7 +53,15 @@ class Admission:
         self._refusal = None
         return found
 
-    def in_line(self) -> Iterator[Sequence]:
+    def in_line(self, prefilling: list[Sequence], now: float) -> Iterator[InLine]:
+        """Whose prompts nothing but other prompts holds up: those that run, and those that could. now: seconds, by the
+        clock of `Scheduler.schedule`."""
+        for sequence in chain(prefilling, self._able()):
+            if sequence.in_line is None:
+                sequence.in_line = now
+            yield InLine(sequence.computed, len(sequence.tokens) - sequence.computed, now - sequence.in_line)
+
+    def _able(self) -> Iterator[Sequence]:
         """Those that wait and find slots and pages, even if none is cached. The others wait for those that run to end,
         however many tokens of prompts a step takes."""
         room = self._pages.free + self._pages.idle - len(self._queues.running)

@@ -6,9 +6,8 @@ Agrawal et al. 2024) and preemption by recompute (vLLM, Kwon et al. 2023).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Listed
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from strata.cache.pages import NONE_SHARED, PageAllocator
@@ -25,7 +24,6 @@ from strata.engine.scheduling.growth import Growth
 from strata.engine.scheduling.held import NOBODY, Held, Holdup
 from strata.engine.scheduling.prefixes import Prefixes
 from strata.engine.scheduling.queues import Queues, order
-from strata.engine.scheduling.room import InLine
 from strata.engine.scheduling.states import States
 from strata.engine.scheduling.statistics import Statistics
 from strata.engine.scheduling.windows import Windows
@@ -159,7 +157,7 @@ class Scheduler:
         prefilling = self._decode(builder)
         may_admit = bool(self._queues.waiting) and self._queues.free_slots > 0
         if self.config.target is not None and (prefilling or may_admit):
-            builder.make_room(self.config.target, self._in_line(prefilling, now))
+            builder.make_room(self.config.target, self._admission.in_line(prefilling, now))
         for sequence in prefilling:
             self._admit_waiting(builder, before=sequence)
             if builder.budget:
@@ -269,13 +267,6 @@ class Scheduler:
         self._prefixes.invalidate(sequence)
         for sample in self._requests.get(sequence.request.id, ()):
             sample.verified = False  # its pages must not come back as verified ones
-
-    def _in_line(self, prefilling: list[Sequence], now: float) -> Iterator[InLine]:
-        """Whose prompts nothing but other prompts holds up: those that run, and those that could."""
-        for sequence in chain(prefilling, self._admission.in_line()):
-            if sequence.in_line is None:
-                sequence.in_line = now
-            yield InLine(sequence.computed, len(sequence.tokens) - sequence.computed, now - sequence.in_line)
 
     def _decode(self, builder: PlanBuilder) -> list[Sequence]:
         """Plan a token for each running sequence that samples; returns those that still prefill."""

@@ -14,9 +14,9 @@ from strata.cache.tables import BufferShape
 from strata.engine.engine_config import MAX_NUM_SEQS, EngineConfig, EngineSizes, groups_of
 from strata.engine.ledger import DeviceMemory, numbered_pages, room_beside_snapshots, snapshot_rows
 from strata.engine.ranks.rank import share_of
-from strata.engine.recorded_steps import recorded_sizes
 from strata.engine.startup.memory import planned_memory
 from strata.engine.startup.packing import Packing
+from strata.engine.steps.recorded_sizes import recorded_sizes
 from strata.kernels.attention.cudnn_plan import keeps_neighbours_apart
 from strata.kernels.device_limits import DeviceLimits, why_not
 from strata.kernels.quant.packed import PackedWeight

@@ -17,13 +17,13 @@ from strata.comm.launch import World
 from strata.comm.mesh import Mesh
 from strata.engine.ledger import Ledger
 from strata.engine.loop import EngineLoop
-from strata.engine.recorded_steps import recorded_sizes
 from strata.engine.request import Request
 from strata.engine.runner import Runner
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.step_graphs import StepGraphs, step_graphs
+from strata.engine.steps.recorded_sizes import recorded_sizes
 from strata.engine.steps.runner_config import RunnerConfig
 from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
 from strata.models.config import ModelConfig

@@ -13,11 +13,11 @@ from strata import LLM
 from strata.cache.staging import Staging
 from strata.comm.launch import World
 from strata.comm.mesh import Axis, Mesh
-from strata.engine import recorded_steps
 from strata.engine.ranks.token_division import TokenDivision
-from strata.engine.recorded_steps import divided_buckets, recorded_sizes
 from strata.engine.runner import Runner
 from strata.engine.step_graphs import step_graphs
+from strata.engine.steps import recorded_sizes as sizes_of_steps
+from strata.engine.steps.recorded_sizes import divided_buckets, recorded_sizes
 from tests.engine.test_recorded_steps import LONGEST, MOST, OPTIONS, Replayed, ids
 from tests.parallel.ranks import run_ranks
 
@@ -33,8 +33,8 @@ def of_engine(axis: Axis, model: str, library: bool, most: int) -> dict[str, Any
     llm = LLM(Path(model), **OPTIONS)
     plain: Any = llm.engine.loop._runner
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recorded_steps, "LIBRARY_TOKENS", 16)
-        patch.setattr(recorded_steps, "MAX_PROMPTS", 3)
+        patch.setattr(sizes_of_steps, "LIBRARY_TOKENS", 16)
+        patch.setattr(sizes_of_steps, "MAX_PROMPTS", 3)
         patch.setattr(Staging, "target", lambda self, size: torch.full((size,), -77, dtype=torch.int32))
         patch.setattr(Staging, "send", lambda self, target: target.copy_(self.host[: len(target)]))
         graphs, replayed = step_graphs(llm.engine.model, "cpu", False, context=axis), Replayed()

@@ -13,12 +13,12 @@ import pytest
 from strata.bench.workloads import InferenceTest, fixed_batch, offline
 from strata.cache.pages import PageAllocator
 from strata.engine.plan import StepPlan
-from strata.engine.recorded_steps import mixed_buckets, smallest_mixed
 from strata.engine.request import Request
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.room import SERVER_TTFT_MS, StepTarget
 from strata.engine.scheduling.scheduler import Scheduler
+from strata.engine.steps.recorded_sizes import mixed_buckets, smallest_mixed
 from tests.engine.scheduling.test_step_times import of
 from tests.engine.simulated import SimulatedRunner, Simulation, Unchecked, drive
 

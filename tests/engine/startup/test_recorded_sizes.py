@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from strata.cache.tables import BufferShape
-from strata.engine.recorded_steps import (
+from strata.engine.steps.recorded_sizes import (
     decode_buckets,
     max_mixed_tokens,
     mixed_buckets,

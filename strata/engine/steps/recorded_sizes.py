@@ -1,0 +1,165 @@
+"""Which sizes of steps are recorded as CUDA graphs, and which of them a step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from strata.cache.tables import BufferShape
+from strata.engine.ranks.token_division import TokenDivision, rows_of
+from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, MAX_TOKENS
+
+# Launched kernel by kernel, steps with prompts keep the host busy for 15 to 43 ms. Without cuDNN they are recorded as
+# long as their products are shorter, 10 ms on a Hopper, and up to so many tokens for any model. Past that launches hide
+# behind the device's work.
+_RECORDED_FLOPS = 7e12
+_ALWAYS_RECORDED = 2048
+# Numbers of sequences that recordings of such steps hold: splits of decode attention and sampled rows follow them.
+_MIXED_SEQUENCES = (16, 64, 256, 1024)
+# Steps with more tokens have time for programs without work: none of those is for few sequences, and of still more
+# tokens only two numbers of sequences are told apart.
+_FEW_SEQUENCES_TOKENS, _MANY_SEQUENCES_TOKENS = 640, 3072
+# From so many on, cuDNN attends faster than the kernel over pages, if there are few prompts.
+LIBRARY_TOKENS = 448
+# Behind so many keys shorter steps are padded to that: the kernel over pages has few programs then, each of which reads
+# all keys. 256 tokens of 8B behind 16,000 take 29 ms with it and, padded, 20.
+LIBRARY_KEYS = 6144
+# And from so many on it attends faster over a step's own keys than over pages by enough for recordings of their own.
+_FRESH_TOKENS = 2048
+# Where it does, sizes for any number of prompts, which are short then: each is at most a half more than the one before.
+_MANY_PROMPTS_TOKENS = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+
+
+def recorded_sizes(
+    max_sequences: int,
+    max_tokens: int,
+    parameters: int,
+    library: bool,
+    fresh: bool = False,
+    division: TokenDivision | None = None,
+    exchanged: int | None = None,
+) -> list[BufferShape]:
+    """All sizes of steps of a model that get a CUDA graph. library: cuDNN can attend for prompts in them, over pages;
+    fresh: over keys that are in none. division: how ranks divide the tokens of some. exchanged: from how many tokens on
+    rows go to the ranks of their experts alone, of which the host has to know; where launches hide behind the device's
+    work such steps are launched."""
+    most = min(max_sequences, max_tokens)  # each sequence of a step has a token
+    decode = (BufferShape(count, count, count) for count in decode_buckets(most))
+    mixed = mixed_buckets(most, min(max_tokens, max_mixed_tokens(parameters, library or fresh)), library, fresh)
+    if fresh and not library:
+        largest = max_mixed_tokens(parameters, library)
+        mixed = [size for size in mixed if size.fresh or size.tokens <= largest]
+    if exchanged is not None:
+        largest = max(exchanged - 1, max_mixed_tokens(parameters, library=False))
+        mixed = [size for size in mixed if size.tokens <= largest]
+    divided = []
+    if division is not None:
+        rows = min(rows_of(-(-max_tokens // division.ranks)), max_mixed_tokens(parameters, library))
+        divided = divided_buckets(most, rows, division, library)
+    return [*decode, *mixed, *divided]
+
+
+def max_mixed_tokens(parameters: int, library: bool) -> int:
+    """Tokens of the largest steps with prompts that are recorded of a model with so many weights."""
+    return max(MAX_TOKENS if library else _ALWAYS_RECORDED, int(_RECORDED_FLOPS / (2 * parameters)) // 512 * 512)
+
+
+def decode_buckets(most: int) -> list[int]:
+    """Batch sizes of decode that get a CUDA graph: close together where padding would cost most."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, most, 64)]
+    return [*(size for size in sizes if size < most), most]
+
+
+def mixed_buckets(max_sequences: int, max_tokens: int, library: bool, fresh: bool = False) -> list[BufferShape]:
+    """Sizes of steps with prompts that get a CUDA graph, ascending; padding is at most a quarter beyond 256 tokens, or
+    a half where cuDNN can attend but there are too many prompts for it, and the largest step has a size of its own.
+
+    One sequence more than a step may have, so that padding tokens always find one to belong to. fresh: see
+    `recorded_sizes`; of such sizes a step that fits none runs another, so there are few.
+    """
+    tokens, largest = _mixed_rows(max_tokens)
+    sizes = []
+    for size in tokens:
+        divided = library and size >= LIBRARY_TOKENS
+        fitting = [count for count in _mixed_sequences(max_sequences) if count + 1 < size]
+        if fresh and size >= _FRESH_TOKENS:
+            count = min(max_sequences, MAX_PROMPTS)
+            sizes.append(BufferShape(size, count + 1, count, count, fresh=True))
+        for count in _told_apart(size, fitting):
+            sizes.append(BufferShape(size, count + 1, count, min(count, MAX_PROMPTS) if divided else None))
+        if divided and fitting[-1] > MAX_PROMPTS and (size in _MANY_PROMPTS_TOKENS or size == largest):
+            sizes.append(BufferShape(size, fitting[-1] + 1, fitting[-1]))
+    return sizes
+
+
+def divided_buckets(max_sequences: int, max_rows: int, division: TokenDivision, library: bool) -> list[BufferShape]:
+    """Sizes of a rank's share of steps whose tokens ranks divide, ascending: as close to each other as those of whole
+    steps with as many tokens.
+
+    A share may have two pieces of each prompt that is cut, and its draws are those of the whole step.
+    """
+    tokens, largest = _mixed_rows(max_rows)
+    shortest = rows_of(-(-division.least // division.ranks))
+    sizes = []
+    for size in (size for size in tokens if size >= shortest):
+        fitting = [count for count in _mixed_sequences(max_sequences) if count + 1 < size]
+        cut, prompts, sequences = size // (2 * division.piece), None, 0
+        for draws in _told_apart(size, fitting):
+            sequences = draws + min(draws, cut) + 1
+            prompts = min(sequences - 1, MAX_PROMPTS) if library and size >= LIBRARY_TOKENS else None
+            sizes.append(BufferShape(size, sequences, draws, prompts, ranks=division.ranks))
+        if prompts is not None and sequences - 1 > MAX_PROMPTS and (size in _MANY_PROMPTS_TOKENS or size == largest):
+            sizes.append(BufferShape(size, sequences, draws, ranks=division.ranks))
+    return sizes
+
+
+def _mixed_rows(most: int) -> tuple[list[int], int | None]:
+    """Tokens to which steps with prompts are padded, ascending, up to so many; and those of the largest, if that is a
+    size of its own."""
+    # Close to each other where steps with decodes end up; then as the tiles of products.
+    tokens = [32, 64, 96, *range(128, 512, 64), *range(512, 576, 32), 576, 640, 704, 768, 896]
+    tokens += [*range(1024, 2048, 256), *range(2048, 4096, 512), *range(4096, MAX_TOKENS + 1, 1024)]
+    largest = most if most <= tokens[-1] else None
+    return [*(size for size in tokens if size < most), *([] if largest is None else [largest])], largest
+
+
+def _told_apart(tokens: int, sequences: list[int]) -> list[int]:
+    """For which numbers of sequences, ascending, steps of so many tokens have sizes of their own."""
+    if tokens <= _FEW_SEQUENCES_TOKENS:
+        return sequences
+    return sequences[-3 if len(sequences) > 3 and tokens <= _MANY_SEQUENCES_TOKENS else -2 :]
+
+
+def _mixed_sequences(most: int) -> list[int]:
+    return [*(count for count in _MIXED_SEQUENCES if count < most), most]
+
+
+def smallest_mixed(
+    shapes: Iterable[BufferShape],
+    tokens: int,
+    sequences: int,
+    draws: int,
+    prompts: int,
+    fresh: int | None = None,
+    behind: int = 0,
+) -> BufferShape | None:
+    """The first of these ascending sizes that holds a step with so many prompts, or of those with cuDNN that are no
+    longer than its shortest the first where that pays; None if all are smaller. fresh: its `fresh_rows` if all its
+    sequences begin in it. behind: the most keys that any of its prompts has from before."""
+    fitting = (
+        shape
+        for shape in shapes
+        if shape.tokens >= tokens
+        and shape.sequences > sequences
+        and shape.draws >= draws
+        and (shape.prompts is None or shape.prompts >= prompts)
+        and (not shape.fresh or (fresh is not None and shape.tokens >= fresh))
+    )
+    first = next(fitting, None)
+    if first is None or first.tokens >= LIBRARY_TOKENS or behind < LIBRARY_KEYS:
+        return first
+    return next((shape for shape in fitting if shape.tokens <= LIBRARY_TOKENS and shape.prompts is not None), first)
+
+
+def has_few_long_prompts(tokens: int, prompts: int) -> bool:
+    """Whether cuDNN, where it can attend, does so for the prompts of a step."""
+    return LIBRARY_TOKENS <= tokens <= MAX_TOKENS and prompts <= MAX_PROMPTS
