@@ -43,14 +43,15 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 def run(llm: LLM, prompts: list[list[int]], fresh: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Answer], Any]:
     """The answers, and the size of the first step."""
     recorded: Any = llm.engine.loop._runner._recorded
-    bucket, taken = recorded.mixed_bucket, []
+    bucket, taken = recorded.bucket, []
 
-    def noted(*counts: Any) -> BufferShape | None:
-        taken.append(bucket(*counts[:-1], counts[-1] if fresh else None))
+    def noted(*counts: Any, **kinds: bool) -> BufferShape | None:
+        *counted, in_own_rows, behind = counts
+        taken.append(bucket(*counted, in_own_rows if fresh else None, behind, **kinds))
         return taken[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(recorded, "mixed_bucket", noted)
+        patch.setattr(recorded, "bucket", noted)
         params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=3)
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     answers = []
@@ -85,8 +86,13 @@ def test_fresh_steps_answer_as_others(llm: LLM, monkeypatch: pytest.MonkeyPatch)
 def test_only_fresh_steps_take_their_sizes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt longer than a step is fresh in its first, and has keys in pages in the next."""
     recorded: Any = llm.engine.loop._runner._recorded
-    bucket, taken = recorded.mixed_bucket, []
-    monkeypatch.setattr(recorded, "mixed_bucket", lambda *counts: taken.append(bucket(*counts)) or taken[-1])
+    bucket, taken = recorded.bucket, []
+
+    def noted(*counts: Any, **kinds: bool) -> BufferShape | None:
+        taken.append(bucket(*counts, **kinds))
+        return taken[-1]
+
+    monkeypatch.setattr(recorded, "bucket", noted)
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
     llm.generate({"prompt_token_ids": [7] * 12_000}, params, use_tqdm=False)
-    assert [size.fresh for size in taken] == [True, False]
+    assert [size.fresh for size in taken if size.tokens > size.sequences] == [True, False]

@@ -33,7 +33,7 @@ class Counted:
         self.llm = LLM(folder, deterministic=deterministic, **options)
         self.vocabulary = self.llm.engine.config.vocab_size
         self._recorded: Any = self.llm.engine.loop._runner._recorded
-        self._bucket = self._recorded.mixed_bucket
+        self._bucket = self._recorded.bucket
 
     def run(
         self, prompts: list[list[int]], params: list[SamplingParams], *, eagerly: bool
@@ -41,12 +41,13 @@ class Counted:
         """The answers, and the sizes of steps with prompts that were replayed."""
         replayed = []
 
-        def bucket(*counts: int) -> Any:
-            found = None if eagerly else self._bucket(*counts)
-            replayed.append(found)
+        def bucket(*counts: Any, decodes: bool, scored: bool) -> Any:
+            found = None if eagerly and not decodes else self._bucket(*counts, decodes=decodes, scored=scored)
+            if not decodes:
+                replayed.append(found)
             return found
 
-        self._recorded.mixed_bucket = bucket
+        self._recorded.bucket = bucket
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         answers = []
         for output in outputs:
