@@ -12,7 +12,7 @@ from strata.models.folder import folder_or_shape
 from strata.models.shapes import SHAPES
 
 if TYPE_CHECKING:
-    from strata.engine.startup.memory import RankPlace
+    from strata.kernels.device_limits import DeviceLimits
 
 
 def warm(
@@ -45,10 +45,10 @@ def warm(
 
     Example: strata warm 8B --device h200
     """
-    place = _place(on)
+    limits = _limits(on)
     from strata.engine.ahead.ahead import compiling, shown  # needs Triton, as the limits say
     from strata.engine.engine_config import EngineConfig
-    from strata.engine.startup.sequences import with_sequences
+    from strata.engine.startup.sequences import listed_place, with_sequences
     from strata.kernels.compiling.disk_cache import require_writable
     from strata.models import weights
 
@@ -72,9 +72,8 @@ def warm(
         enable_expert_parallel=enable_expert_parallel,
         enable_dp_attention=enable_dp_attention,
     )
-    assert place.limits is not None
-    asked = with_sequences(asked, weights.resolve(asked.model, asked.load_format)[0], place)
-    with compiling(asked, place.limits) as process:
+    asked = with_sequences(asked, weights.resolve(asked.model, asked.load_format)[0], listed_place(limits))
+    with compiling(asked, limits) as process:
         last = shown(process.progress(), lambda line: typer.echo(line, err=True), show=True)
     for fault in last.faults:
         typer.echo(f"strata: error: could not be compiled: {fault}", err=True)
@@ -84,27 +83,24 @@ def warm(
         raise typer.Exit(1)
 
 
-def _place(name: str) -> RankPlace:
-    """A device in the database, or one that is here. Raises ValueError if the kernels cannot run there."""
+def _limits(name: str) -> DeviceLimits:
+    """Of a device in the database, or of one that is here. Raises ValueError if the kernels cannot run there."""
     import torch
 
     from strata.engine.engine_config import EngineConfig
-    from strata.engine.startup.memory import RankPlace, listed_memory
     from strata.kernels.device_limits import DeviceLimits, why_not
 
     known = {name: DeviceLimits.listed(one) for name, one in DEVICES.items() if one.cuda is not None}
-    device, memory = torch.device("cuda"), None
     if name in DEVICES:
-        found, memory = DeviceLimits.listed(DEVICES[name]), listed_memory(DEVICES[name])
+        found = DeviceLimits.listed(DEVICES[name])
     elif name != "auto" and not name.startswith("cuda"):
         raise ValueError(f"device {name!r} is unknown; use auto, cuda, cuda:N, or one of {', '.join(known)}")
     elif not torch.cuda.is_available():
         able = [name for name, limits in known.items() if why_not(limits, has_triton=True) is None]
         raise ValueError(f"no CUDA device is here: name the one to compile for, --device {' or '.join(able)}")
     else:
-        device = EngineConfig("", device=name).resolve_device()
-        found = DeviceLimits.of(device)
+        found = DeviceLimits.of(EngineConfig("", device=name).resolve_device())
     limit = why_not(found)
     if limit is not None:
         raise ValueError(f"{limit}: there is nothing to compile")
-    return RankPlace(device, found, memory=memory)
+    return found

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from strata.engine.engine_config import MAX_NUM_SEQS, EngineConfig
 from strata.engine.scheduling.step_times import LAYER_SECONDS, MEMORY, PRODUCTS
 from strata.engine.startup.memory import RankPart, RankPlace, divided_memory, listed_memory, rank_part
 from strata.hardware.figures import Device
 from strata.hardware.specs import recognize
+from strata.kernels.device_limits import DeviceLimits
 from strata.models.config import ModelConfig
 
 # Tokens that each of them has on average: served prompts and answers are often shorter.
@@ -29,7 +32,7 @@ def with_sequences(asked: EngineConfig, config: ModelConfig, place: RankPlace) -
     device = recognize(place.limits.product)
     if device is None:
         return replace(asked, max_num_seqs=MAX_NUM_SEQS)
-    places = [replace(place, index=0, memory=place.memory or listed_memory(device))]
+    places = [place if place.memory is not None else listed_place(place.limits)]
     if place.memory is None and asked.ranks == 1:
         places.append(place)
     part = rank_part(asked, config, places[0])
@@ -39,6 +42,12 @@ def with_sequences(asked: EngineConfig, config: ModelConfig, place: RankPlace) -
     while count > MAX_NUM_SEQS and not all(_has_room(asked, count, config, one) for one in places):
         count //= 2
     return replace(asked, max_num_seqs=count)
+
+
+def listed_place(limits: DeviceLimits) -> RankPlace:
+    """Of a first rank, on a device of the kind that need not be here."""
+    device = recognize(limits.product)
+    return RankPlace(torch.device("cuda"), limits, memory=None if device is None else listed_memory(device))
 
 
 def _gain(part: RankPart, device: Device, count: int) -> float:
