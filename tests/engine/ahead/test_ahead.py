@@ -202,7 +202,7 @@ def test_warm_takes_as_many_sequences_as_the_start_that_is_to_come(monkeypatch: 
     monkeypatch.setattr(Compiling, "progress", lambda _: iter([Progress(3, 3, 3, (), True)]))
     given = ["--max-num-seqs", "7"]
     for more in ([], given):
-        assert CliRunner().invoke(app, ["warm", "8B", "--device", "h200", *more]).exit_code == 0
+        assert CliRunner().invoke(app, ["warm", "8B", *more]).exit_code == 0
     place = RankPlace(torch.device("cuda"), hopper(), memory=listed_memory(device("h200")))
     asked = EngineConfig("8B", load_format="dummy")
     started = with_sequences(asked, weights.resolve("8B", "dummy")[0], place)
