@@ -49,7 +49,9 @@ def warm(
     limits = _limits(hardware)
     from strata.engine.ahead.ahead import compiling, shown  # needs Triton, as the limits say
     from strata.engine.engine_config import EngineConfig
+    from strata.engine.startup.sequences import listed_place, with_sequences
     from strata.kernels.compiling.disk_cache import require_writable
+    from strata.models import weights
 
     require_writable()
     found = folder_or_shape(model)
@@ -71,6 +73,7 @@ def warm(
         enable_expert_parallel=enable_expert_parallel,
         enable_dp_attention=enable_dp_attention,
     )
+    asked = with_sequences(asked, weights.resolve(asked.model, asked.load_format)[0], listed_place(limits))
     with compiling(asked, limits) as process:
         last = shown(process.progress(), lambda line: typer.echo(line, err=True), show=True)
     for fault in last.faults:

@@ -62,7 +62,8 @@ def _on_gpu(llm: LLM, setup: Setup, dtype: str) -> StepSeconds:
     if (ranks := setup.tensor_parallel_size) > 1:
         shard = RankShard.of(engine.config, ranks, 0, expert_parallel=setup.enable_expert_parallel)
     product = torch.cuda.get_device_name(engine.device)
-    return steps_on_gpu(engine.config, dtype, product, setup.deterministic, shard, *_in_bits(setup))
+    given = engine.config, dtype, product, setup.deterministic, shard, *_in_bits(setup)
+    return steps_on_gpu(*given, max_sequences=engine.loop.scheduler.max_sequences)
 
 
 def _in_bits(setup: Setup) -> tuple[str | None, str, Path | None]:

@@ -19,6 +19,7 @@ from strata.engine.startup.room import options_with_room
 from strata.engine.startup.sparse_attention import choice_bytes
 from strata.graph.ranks.overlap import SLOTS
 from strata.graph.ranks.row_parts import most_rows
+from strata.hardware.figures import Device
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention import fixed as attention_fixed
 from strata.kernels.device_limits import DeviceLimits, implementations_for
@@ -26,6 +27,8 @@ from strata.kernels.latent import cuda as latent_cuda
 from strata.models.config import ModelConfig
 from strata.parallel.serving_shard import RankShard
 
+# What a process holds of a device before anything is allocated, estimated.
+CONTEXT_BYTES = 1 << 29
 # What NCCL takes for the channels between the ranks of one host, estimated.
 _MESSAGE_BYTES = 1 << 30
 
@@ -39,6 +42,12 @@ class RankPlace:
     limits: DeviceLimits | None
     index: int = 0
     memory: DeviceMemory | None = None
+
+
+def listed_memory(device: Device) -> DeviceMemory:
+    """Of a device of that kind that nobody else uses."""
+    total = int(device.ceiling("memory").value)
+    return DeviceMemory(device.product, total - CONTEXT_BYTES, total)
 
 
 @dataclass(frozen=True)
@@ -68,15 +77,16 @@ def rank_memory(asked: EngineConfig, config: ModelConfig, place: RankPlace, part
     """
 
     def planned(other: EngineConfig) -> Ledger:
-        return _divided(other, config, place, rank_part(other, config, place))
+        return divided_memory(other, config, place, rank_part(other, config, place))
 
     try:
-        return _divided(asked, config, place, part)
+        return divided_memory(asked, config, place, part)
     except PoolTooSmall as error:
         raise error.with_options(options_with_room(asked, planned)) from None
 
 
-def _divided(asked: EngineConfig, config: ModelConfig, place: RankPlace, part: RankPart) -> Ledger:
+def divided_memory(asked: EngineConfig, config: ModelConfig, place: RankPlace, part: RankPart) -> Ledger:
+    """The same, which knows no other options."""
     # A draw with filters gathers its rows of logits, of the whole vocabulary, on every rank.
     whole = replace(part.config, vocab_size=config.vocab_size)
     return planned_memory(asked, whole, part.sizes, place.device, place.memory)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from strata.engine.engine_config import MAX_NUM_SEQS, EngineConfig
-from strata.engine.ledger import available_memory
 from strata.engine.scheduling.step_times import LAYER_SECONDS, MEMORY, PRODUCTS
-from strata.engine.startup.memory import RankPlace, rank_part
+from strata.engine.startup.memory import RankPart, RankPlace, divided_memory, listed_memory, rank_part
+from strata.hardware.figures import Device
 from strata.hardware.specs import recognize
+from strata.kernels.device_limits import DeviceLimits
 from strata.models.config import ModelConfig
 
 # Tokens that each of them has on average: served prompts and answers are often shorter.
-_TOKENS = 512
+_TOKENS = 448
 # Twice as many are chosen as long as that makes a step's tokens a second so much more.
 _GAIN = 1.02
 _MOST = 2048
@@ -21,28 +24,54 @@ _MOST = 2048
 def with_sequences(asked: EngineConfig, config: ModelConfig, place: RankPlace) -> EngineConfig:
     """What was asked, with a number of sequences: 256 or twice, four or eight times as many.
 
-    A step of n decodes takes `step` seconds, however many they are, and each of them its products and the way of its
-    keys. Where the weights come sooner than the products are done, twice as many make it faster by (step + n * each) /
-    (step / 2 + n * each). All ranks choose alike: by what the first has of the model, and all memory of a device of
-    the kind.
+    So many find room in a device of the kind that nobody else uses, by what the first rank has of the model: all ranks
+    choose alike, and so do a simulation and kernels that are compiled ahead. Of one rank, also in the device as it is.
     """
     if asked.max_num_seqs is not None or place.limits is None:
         return asked
-    part = rank_part(asked, config, replace(place, index=0))
-    sizes = part.sizes
-    total = available_memory(place.device)[1] if place.memory is None else place.memory.total
-    room = total * asked.gpu_memory_utilization - sizes.weight_bytes
-    token = sum(group.shape.page_bytes for group in sizes.groups) // sizes.pool.page_tokens
-    state = 0 if sizes.states is None else sizes.states.row_bytes
     device = recognize(place.limits.product)
-    step, each = part.config.num_layers * LAYER_SECONDS, 0.0
-    if device is not None:
-        memory = device.ceiling("bandwidth", measured=False).value * MEMORY
-        products = device.ceiling("compute", "bfloat16", measured=False).value * PRODUCTS
-        each = 2 * sizes.parameters / products + _TOKENS * token / memory
+    if device is None:
+        return replace(asked, max_num_seqs=MAX_NUM_SEQS)
+    places = [place if place.memory is not None else listed_place(place.limits)]
+    if place.memory is None and asked.ranks == 1:
+        places.append(place)
+    part = rank_part(asked, config, places[0])
     count = MAX_NUM_SEQS
-    while count < _MOST and 2 * count * (_TOKENS * token + state) <= room:
-        if device is None or step + count * each < _GAIN * (step / 2 + count * each):
-            break
+    while count < _MOST and _gain(part, device, count) >= _GAIN:
         count *= 2
+    while count > MAX_NUM_SEQS and not all(_has_room(asked, count, config, one) for one in places):
+        count //= 2
     return replace(asked, max_num_seqs=count)
+
+
+def listed_place(limits: DeviceLimits) -> RankPlace:
+    """Of a first rank, on a device of the kind that need not be here."""
+    device = recognize(limits.product)
+    return RankPlace(torch.device("cuda"), limits, memory=None if device is None else listed_memory(device))
+
+
+def _gain(part: RankPart, device: Device, count: int) -> float:
+    """How many times as fast twice as many sequences make an engine.
+
+    A step of n decodes takes `step` seconds, however many they are, and each of them its products and the way of its
+    keys and states. Where the weights come sooner than the products are done, twice as many make it faster by (step + n
+    * each) / (step / 2 + n * each). Of a mixture the products of all experts are counted, which is too many.
+    """
+    sizes = part.sizes
+    token = sum(group.shape.page_bytes for group in sizes.groups) // sizes.pool.page_tokens
+    state = 0 if sizes.states is None else sizes.states.row_bytes  # read and written
+    memory = device.ceiling("bandwidth", measured=False).value * MEMORY
+    products = device.ceiling("compute", "bfloat16", measured=False).value * PRODUCTS
+    each = 2 * sizes.parameters / products + (_TOKENS * token + 2 * state) / memory
+    step = part.config.num_layers * LAYER_SECONDS
+    return (step + count * each) / (step / 2 + count * each)
+
+
+def _has_room(asked: EngineConfig, count: int, config: ModelConfig, place: RankPlace) -> bool:
+    """Whether the memory holds all that so many sequences take, and pages for the tokens of each."""
+    given = replace(asked, max_num_seqs=count)
+    try:
+        ledger = divided_memory(given, config, place, rank_part(given, config, place))
+    except ValueError:
+        return False
+    return ledger.tokens >= count * _TOKENS

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from strata.engine.engine_config import KV_DTYPES
+from strata.engine.engine_config import KV_DTYPES, MAX_NUM_SEQS
 from strata.hardware.figures import Device
 from strata.hardware.machine import cpu_name, processor
 from strata.hardware.probe import cpu
@@ -118,8 +118,10 @@ def steps_on_gpu(
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
     folder: Path | None = None,
+    *,
+    max_sequences: int = MAX_NUM_SEQS,
 ) -> StepSeconds:
-    """product: as the driver names it. folder: as for `steps_on_processor`.
+    """product: as the driver names it. folder: as for `steps_on_processor`. max_sequences: that the engine runs.
 
     Raises ValueError for a device that is not in the database.
     """
@@ -128,4 +130,4 @@ def steps_on_gpu(
         known = ", ".join(one.product for one in DEVICES.values() if one.cuda is not None)
         raise ValueError(f"{product} is not in the device database, so nothing tells its floors; known are {known}")
     model = meta_model(config, device, DTYPES[dtype], deterministic, shard, quantization=quantization, folder=folder)
-    return StepSeconds(replace(model, rounded=KV_DTYPES[kv_cache_dtype]), device)
+    return StepSeconds(replace(model, rounded=KV_DTYPES[kv_cache_dtype], max_sequences=max_sequences), device)

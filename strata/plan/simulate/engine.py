@@ -10,9 +10,9 @@ import torch
 
 from strata.comm.symmetric import imagined
 from strata.engine.engine_config import EngineConfig
-from strata.engine.ledger import DeviceMemory, Ledger
+from strata.engine.ledger import Ledger
 from strata.engine.scheduling.config import SchedulerConfig
-from strata.engine.startup.memory import RankPlace, rank_memory, rank_part
+from strata.engine.startup.memory import RankPlace, listed_memory, rank_memory, rank_part
 from strata.engine.startup.sequences import with_sequences
 from strata.engine.step_cost import step_target, step_times
 from strata.hardware.figures import Device
@@ -23,9 +23,6 @@ from strata.plan.meta_model import meta_model
 from strata.plan.simulate.prices import PredictedPrices
 from strata.plan.simulate.replica import EngineShape
 from strata.plan.step_seconds import StepSeconds
-
-# What a process holds of a device before anything is allocated, estimated.
-_CONTEXT = 1 << 29
 
 
 @dataclass(frozen=True)
@@ -50,9 +47,7 @@ def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -
     limit = why_not(limits)
     if limit is not None:
         raise ValueError(f"{device.key}: {limit}; simulate a device that runs Strata's own kernels, such as h200")
-    total = int(device.ceiling("memory").value)
-    memory = DeviceMemory(device.product, total - _CONTEXT, total)
-    place = RankPlace(torch.device("cuda"), limits, memory=memory)
+    place = RankPlace(torch.device("cuda"), limits, memory=listed_memory(device))
     asked = with_sequences(asked, config, place)
     part = rank_part(asked, config, place)
     ledger = rank_memory(asked, config, place, part)

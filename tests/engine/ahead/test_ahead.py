@@ -13,7 +13,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from queue import SimpleQueue
@@ -31,9 +32,13 @@ from strata.cli.main import app
 from strata.engine.ahead import ahead, manifest, worker
 from strata.engine.ahead.ahead import Compiling, KernelsAhead, Progress, compiling, shown
 from strata.engine.engine_config import EngineConfig
+from strata.engine.startup.memory import RankPlace, listed_memory
+from strata.engine.startup.sequences import with_sequences
+from strata.hardware.specs import device
 from strata.kernels.compiling import disk_cache
 from strata.kernels.compiling.variant import Variant
 from strata.kernels.device_limits import DeviceLimits
+from strata.models import weights
 from tests.engine.ahead.dry import hopper
 
 # Deterministic engines launch half as many kernels.
@@ -182,6 +187,29 @@ def test_warm_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Compiling, "progress", lambda _: iter(told))
     result = CliRunner().invoke(app, ["warm", "builtin", "--hardware", "h200"])
     assert "kernels: waiting for process 17, which compiles already, for 120 s at most" in result.output
+
+
+def test_warm_takes_as_many_sequences_as_the_start_that_is_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded sizes follow from them, and the manifest is found by the same options."""
+    warmed: list[EngineConfig] = []
+
+    @contextmanager
+    def noted(asked: EngineConfig, limits: DeviceLimits) -> Iterator[Compiling]:
+        warmed.append(asked)
+        yield Compiling.__new__(Compiling)
+
+    monkeypatch.setattr(ahead, "compiling", noted)
+    monkeypatch.setattr(Compiling, "progress", lambda _: iter([Progress(3, 3, 3, (), True)]))
+    given = ["--max-num-seqs", "7"]
+    for more in ([], given):
+        assert CliRunner().invoke(app, ["warm", "8B", *more]).exit_code == 0
+    place = RankPlace(torch.device("cuda"), hopper(), memory=listed_memory(device("h200")))
+    asked = EngineConfig("8B", load_format="dummy")
+    started = with_sequences(asked, weights.resolve("8B", "dummy")[0], place)
+    assert started.max_num_seqs is not None
+    assert [manifest.key_of(one, hopper()) for one in warmed] == [
+        manifest.key_of(one, hopper()) for one in (started, replace(asked, max_num_seqs=7))
+    ]
 
 
 def test_a_start_waits_for_nobody_for_long(holder: ForkProcess, monkeypatch: pytest.MonkeyPatch) -> None:
