@@ -198,6 +198,7 @@ def test_warm_takes_as_many_sequences_as_the_start_that_is_to_come(monkeypatch: 
         warmed.append(asked)
         yield Compiling.__new__(Compiling)
 
+    monkeypatch.setattr("strata.cli.warm._limits", lambda _: hopper())
     monkeypatch.setattr(ahead, "compiling", noted)
     monkeypatch.setattr(Compiling, "progress", lambda _: iter([Progress(3, 3, 3, (), True)]))
     given = ["--max-num-seqs", "7"]
