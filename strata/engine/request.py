@@ -163,6 +163,7 @@ class Sequence:
     verified: bool = False  # whether an id has been drawn from its pages
     unforked: list[Sequence] = field(default_factory=list)
     in_line: float | None = None  # since when nothing but other prompts has kept its own from being computed
+    cached: int = 0  # tokens that it would have found then
 
     def __post_init__(self) -> None:
         request = self.request

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from strata.kernels.split_counters import split_counters
+
 
 def non_owning_view(tensor: Tensor) -> Tensor:
     """The same memory of a contiguous CUDA tensor, without keeping it: for what the next recording may overwrite.
@@ -49,6 +51,8 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         # One for all: cuBLAS keeps a workspace, 32 MiB on Hopper, for each stream that it has run on.
         self._aside = torch.cuda.Stream()
+        # Made within a recording that nothing ran before, they would be zero once that one is replayed, and not before.
+        split_counters(torch.device("cuda", torch.cuda.current_device()))
 
     def record(
         self, key: Hashable, run: Callable[[], None], between: Callable[[], None] = lambda: None, warm: bool = False

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from strata.engine.recorded_steps import RecordedSteps
 from strata.engine.runner import Runner
 from strata.engine.steps import recorded_sizes as sizes_of_steps
 from strata.engine.steps.recorded_sizes import recorded_sizes
+from strata.graph import cudagraph
 from strata.kernels.attention import virtual_sequences
 from strata.models.batch import Batch
 from strata.serve.observe.metrics import Metrics
@@ -408,3 +410,13 @@ def test_counts_travel_to_the_metrics(folder: Path, monkeypatch: pytest.MonkeyPa
         f"{name}{{reason=prompt_logprobs}}": 2,
         f"{name}{{reason=out_of_memory}}": 3,
     }
+
+
+def test_what_kernels_share_is_there_before_anything_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counters that are zeroed within a recording are so after its replay; others that run before it would count on."""
+    made: list[Any] = []
+    cuda = SimpleNamespace(graph_pool_handle=lambda: (0, 1), Stream=lambda: None, current_device=lambda: 3)
+    monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(cudagraph, "split_counters", made.append)
+    cudagraph.CudaGraphs()
+    assert made == [torch.device("cuda", 3)]

@@ -58,8 +58,9 @@ class Admission:
         clock of `Scheduler.schedule`."""
         for sequence in chain(prefilling, self._able()):
             if sequence.in_line is None:
-                sequence.in_line = now
-            yield InLine(sequence.computed, len(sequence.tokens) - sequence.computed, now - sequence.in_line)
+                sequence.in_line, sequence.cached = now, self._prefixes.cached(sequence)
+            known = sequence.computed if sequence.pages else sequence.cached
+            yield InLine(known, len(sequence.tokens) - known, now - sequence.in_line)
 
     def _able(self) -> Iterator[Sequence]:
         """Those that wait and find slots and pages, even if none is cached. The others wait for those that run to end,

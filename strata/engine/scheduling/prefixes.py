@@ -56,6 +56,12 @@ class Prefixes:
         """Whether a sequence may begin with cached pages: not if all its prompt has to be computed, to be scored."""
         return self._tree is not None and sequence.request.params.prompt_logprobs is None
 
+    def cached(self, sequence: Sequence) -> int:
+        """About how many tokens `match` would find: as many, but for layers that do not keep all."""
+        if self._tree is None or not self.uses_cache(sequence):
+            return 0
+        return self._tree.depth(sequence.tokens, sequence.request.salt) * self._pages.page_size
+
     def match(self, sequence: Sequence) -> list[int]:
         """The cached pages that a waiting sequence begins with, each now held once more."""
         if self._tree is None or not self.uses_cache(sequence):

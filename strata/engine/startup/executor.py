@@ -221,7 +221,8 @@ def build_executor(
         if not rank.least(int(has_library)) and wanted:
             sizes = sizes.without_library(asked.max_sequences)
         if sizes.recorded:
-            recorded = _recorded(runner, sizes, ledger, rank, kernels_are_ready)
+            ready = kernels_are_ready and asked.executor == "graph"  # what is compiled meanwhile is no kernel of ours
+            recorded = _recorded(runner, sizes, ledger, rank, ready)
             shortage = recorded.shortage(ledger.device)
             if shortage is not None:
                 log(shortage)

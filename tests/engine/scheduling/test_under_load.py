@@ -12,6 +12,7 @@ import pytest
 
 from strata.bench.workloads import InferenceTest, fixed_batch, offline
 from strata.cache.pages import PageAllocator
+from strata.cache.prefix import PrefixTree
 from strata.engine.plan import StepPlan
 from strata.engine.request import Request
 from strata.engine.sampling_params import SamplingParams
@@ -110,6 +111,24 @@ def test_prompts_that_wait_for_pages_make_no_step_longer(name: str) -> None:
     assert len(gaps) > 1000
     assert max(gaps) < 25 * MS
     assert max(by_time.last.values()) < 1.01 * max(by_tokens.last.values())
+
+
+def test_prompts_that_are_cached_make_no_step_longer() -> None:
+    """Turns behind 16,000 cached tokens come while a prompt is read in time: what they compute is little."""
+    pages, params = PageAllocator(60_000, 16), SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False)
+    target = StepTarget(20 * MS, of("8B"))
+    scheduler = Scheduler(SchedulerConfig(256, 8192, 70_000, target=target), pages, PrefixTree(pages))
+    streams = [request(str(number), 100 + number, 600) for number in range(30)]
+    history = tuple(range(16_000))
+    turns = [
+        Request(f"turn {number}", (*history, *range(-50 - number, 0)), params, arrival=4.02 + 0.02 * number)
+        for number in range(4)
+    ]
+    long = Request("long", tuple(range(100_000, 105_000)), params, arrival=4.0)
+    requests = [*streams, Request("first turn", history, params), long, *turns]
+    found = drive(scheduler, SimulatedRunner(Unchecked(), H200["8B"].seconds), requests, run_ahead=True)
+    assert longest_gap(found, since=3.9) < 25 * MS
+    assert all(found.first[one.id] - one.arrival < 0.3 for one in (long, *turns))
 
 
 @pytest.mark.parametrize("library", [False, True])
