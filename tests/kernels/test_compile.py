@@ -37,7 +37,9 @@ def short_and_long() -> list[ParameterSet]:
     for case in sorted(CASES, key=lambda case: case.name):
         by_kernel[case.kernel].append(case)
     return [
-        pytest.param(case, id=case.name, marks=[] if index in (0, len(some) // 2, len(some) - 1) else [pytest.mark.long])
+        pytest.param(
+            case, id=case.name, marks=[] if index in (0, len(some) // 2, len(some) - 1) else [pytest.mark.long]
+        )
         for some in by_kernel.values()
         for index, case in enumerate(some)
     ]
