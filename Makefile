@@ -50,7 +50,7 @@ $(FRAMEWORKS): tests/clients/frameworks.txt | $(STAMP)
 test: lint clients
 	$(BIN)/pytest --numprocesses 4 --dist worksteal --hypothesis-profile ci
 
-# What takes long and is tested by a short form as well: training that teaches, and rounds of kills.
+# What takes long and is tested by a short form as well: training that teaches, rounds of kills, all cases of all kernels.
 test-long: setup
 	$(BIN)/pytest --numprocesses 4 --dist worksteal --hypothesis-profile ci -m long
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 import strata.kernels
 from strata.kernels.compile_case import CompileCase
@@ -29,12 +31,26 @@ CASES: list[CompileCase] = [
 ]
 
 
+def short_and_long() -> list[ParameterSet]:
+    """Of each kernel three cases, from its first to its last by name; all others take long."""
+    by_kernel: dict[Any, list[CompileCase]] = defaultdict(list)
+    for case in sorted(CASES, key=lambda case: case.name):
+        by_kernel[case.kernel].append(case)
+    return [
+        pytest.param(
+            case, id=case.name, marks=[] if index in (0, len(some) // 2, len(some) - 1) else [pytest.mark.long]
+        )
+        for some in by_kernel.values()
+        for index, case in enumerate(some)
+    ]
+
+
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", short_and_long())
 def test_kernel_fits_a_hopper_multiprocessor(case: CompileCase) -> None:
     resources = compile_for(case)
     assert resources.spills <= case.spilled_bytes
