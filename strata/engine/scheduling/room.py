@@ -11,7 +11,8 @@ from typing import NamedTuple
 from strata.engine.scheduling.step_times import StepTimes
 
 # What a server aims at unless it is told, in ms. Steps with decodes of 20: streams get 50 tokens a second, faster than
-# anyone reads, and prompts still fill most of a step (8B reads its weights in 4 ms). And a first token after WAIT.
+# anyone reads, and prompts still fill most of a step (8B reads its weights in 4 ms). And prompts that are read within
+# 300 (docs/engine.md has what others come to).
 SERVER_TPOT_MS, SERVER_TTFT_MS = 20.0, 300.0
 # Where decodes alone take longer than half of a target, a step may take so many times as long as they do alone.
 MAX_SLOWDOWN = 2.0
