@@ -48,11 +48,11 @@ $(FRAMEWORKS): tests/clients/frameworks.txt | $(STAMP)
 
 # Examples of property tests are the same each time; pytest by itself draws others.
 test: lint clients
-	$(BIN)/pytest --numprocesses 4 --dist worksteal --hypothesis-profile ci
+	$(BIN)/pytest --numprocesses 3 --dist worksteal --hypothesis-profile ci
 
 # What takes long and is tested by a short form as well: training that teaches, rounds of kills, all cases of all kernels.
 test-long: setup
-	$(BIN)/pytest --numprocesses 4 --dist worksteal --hypothesis-profile ci -m long
+	$(BIN)/pytest --numprocesses 3 --dist worksteal --hypothesis-profile ci -m long
 
 # A part of the tests with the lowest versions that pyproject.toml allows, in an environment of its own: minutes, most of
 # them pip's. Those that compare with transformers are left out, whose versions need newer tokenizers.
