@@ -102,7 +102,7 @@ def test_no_floor_on_a_device_that_is_not_in_the_database() -> None:
 
 
 def test_what_ranks_send_is_told_in_the_name_of_a_test() -> None:
-    setup = Setup("8B", None, "bfloat16", "auto", False, tensor_parallel_size=2, message_dtype="fp8")
+    setup = Setup("8B", None, "bfloat16", "cpu", False, tensor_parallel_size=2, message_dtype="fp8")
     assert setup.test_name("T4") == "T4-tp2-messages:fp8"
     assert setup.llm_options()["message_dtype"] == "fp8"
 

@@ -421,12 +421,12 @@ def test_what_a_start_says_is_neither_wrapped_nor_read_as_markup(
     monkeypatch.setenv("COLUMNS", "20")
     line = "[red] " + 50 * "word "
 
-    def build(config: EngineConfig, *, log: Callable[[str], None], **others: object) -> SimpleNamespace:
+    def build(config: EngineConfig, log: Callable[[str], None], **others: object) -> SimpleNamespace:
         log(line)
         return SimpleNamespace(loop=None)
 
     monkeypatch.setattr("strata.engine.llm.build_engine", build)
-    LLM(folder, device="cpu")
+    LLM(folder, device="cpu", verbose=True)
     assert capsys.readouterr().err.splitlines() == [line]
 
 

@@ -113,10 +113,10 @@ def test_a_stream_that_is_closed_during_a_step_ends_before_the_next(llm: LLM, al
     next(left)
     schedule = loop.scheduler.schedule
 
-    def closing() -> Any:
+    def closing(now: float) -> Any:
         left.close()  # type: ignore[attr-defined]
         assert loop.scheduler.running, "it must not be ended while the scheduler is at work"
-        return schedule()
+        return schedule(now)
 
     loop.scheduler.schedule = closing  # type: ignore[method-assign]
     try:

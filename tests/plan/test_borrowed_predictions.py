@@ -50,7 +50,7 @@ def errors(found: dict[str, StepSeconds]) -> dict[tuple[str, str], list[float]]:
     known = {case.name: case for case in cases()}
     alike: dict[str, dict[tuple[str, int, int], list[Workload]]] = {}
     for name in known:
-        if len(known[name].requests) == 1 and " decodes" in name and not is_fitted(known[name]):
+        if len(known[name].requests) == 1 and " decode" in name and not is_fitted(known[name]):
             alike[name] = defaultdict(list)
             for kind, workload in steps(known[name]):
                 alike[name][kind, len(workload.new), workload.tokens].append(workload)

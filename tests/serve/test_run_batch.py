@@ -359,7 +359,7 @@ def test_a_run_that_is_told_to_stop_while_the_engine_loads_says_so(tmp_path: Pat
         process.send_signal(signal.SIGTERM)
         _, output = process.communicate(timeout=PATIENCE)
     assert process.returncode == 143
-    assert output.splitlines()[-1].startswith("stopped: 0 of 1 requests")
+    assert output.splitlines()[-1].startswith("stopped: 0 of 1 request ")
     assert "Traceback" not in output
 
 

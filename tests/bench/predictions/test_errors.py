@@ -72,7 +72,7 @@ def test_it_begins_with_how_many_cases_there_are_and_that_nothing_was_measured(
         app, ["bench", "predictions", "--models", "builtin", "--device", "cpu", "--repeat", "1"]
     )
     assert result.exit_code == 0, result.output
-    first = next(line for line in result.output.splitlines() if line.startswith("builtin"))
+    first = next(line for line in result.output.splitlines() if line.startswith("builtin") and "case" in line)
     assert "1 case, each run 2 times; no calls were measured on this device, so predictions are analytic" in first
     assert "builtin  decode  2 sequences, 2 tokens" in result.output
 

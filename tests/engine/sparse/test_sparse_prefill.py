@@ -83,7 +83,7 @@ def test_prompts_that_are_not_scored_leave_keys_out_too(tmp_path: Path) -> None:
             {"sparse_prefill": 0.0},
             r"sparse_prefill must be a share in \(0, 1\], or None to attend to all keys, got 0.0",
         ),
-        ({"sparse_prefill": True}, "must be a share"),
+        ({"sparse_prefill": True}, "sparse_prefill must be a number or None, got True"),
         ({"sparse_prefill_block": 48}, "must be a power of two of at least 16 and of the tokens of a page, 16, and at"),
         ({"sparse_prefill_block": 4096}, "and at most 2048, got 4096"),
         ({"sparse_prefill_block": 16, "page_size": 32}, "of the tokens of a page, 32, and at most 2048, got 16"),

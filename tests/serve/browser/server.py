@@ -50,7 +50,7 @@ def talkative_server(
             "keys": [{"name": key.name, "digest": key.digest, "salt": key.salt} for key in keys],
             "tokenizer": str(BUILTIN),
             "folder": str(folder),
-            "listener": listener.fileno(),
+            "listeners": [listener.fileno()],
         }
         stub = _start([str(ROOT / "benchmarks" / "stub_engine.py")], engine)
         api = _start(["-m", "strata.serve.processes.worker"], job, pass_fds=[listener.fileno()])

@@ -116,14 +116,14 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_is_given_by_mistake_is_named_before_anything_starts(
     given: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], what: str
 ) -> None:
-    monkeypatch.setattr("strata.cli.serve.launch", lambda asked, engine: 0)
+    monkeypatch.setattr("strata.cli.serve.launch", lambda asked, engine, keys: 0)
     with pytest.raises(ValueError, match=what) as refused:
         get_command(command).main([*arguments], standalone_mode=False)
     assert "\n" not in str(refused.value)
 
 
 def test_an_open_address_without_a_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strata.cli.serve.launch", lambda asked, engine: 0)
+    monkeypatch.setattr("strata.cli.serve.launch", lambda asked, engine, keys: 0)
     monkeypatch.setenv("STRATA_HOST", "0.0.0.0")
     with pytest.raises(ValueError, match=r"^--host 0\.0\.0\.0.*STRATA_API_KEY") as refused:
         get_command(command).main([], standalone_mode=False, **get_command(command).context_settings)
@@ -132,7 +132,7 @@ def test_an_open_address_without_a_key_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_the_built_in_model_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    monkeypatch.setattr("strata.cli.serve.launch", lambda *given: asked.append(given) or 0)
+    monkeypatch.setattr("strata.cli.serve.launch", lambda job, engine, keys: asked.append((job, engine)) or 0)
     for arguments in ([], ["builtin"]):
         with pytest.raises(SystemExit):
             get_command(command).main(arguments, standalone_mode=False)
