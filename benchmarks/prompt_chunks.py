@@ -12,15 +12,14 @@ that step and decodes together have that many tokens, as the scheduler divides p
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_lines import GpuLines, gpu_arguments
+from strata.bench.measured_step import repeated
 from strata.bench.run import Setup, device_name, engine
 from strata.engine.llm import LLM
 from strata.engine.plan import Chunk, Draw, NewSequence, StepPlan
@@ -31,7 +30,6 @@ from strata.models import weights
 from strata.plan.meta_model import meta_model
 from strata.plan.step_seconds import StepSeconds
 
-REPEATS = 9
 # Kernels by a part of their names, in this order.
 PARTS = (
     ("prompts", ("sdpa", "fmha", "flash", "attention_kernel")),
@@ -49,18 +47,6 @@ def plan_of(workload: Workload, page_size: int, ended: int) -> StepPlan:
         new.append(NewSequence(slot, slot, tuple(7 * place % 30_000 for place in range(known)), known, slot))
         chunks.append(Chunk(slot, slot, total - count, count, (Draw(slot, slot),), 0, pages))
     return StepPlan(tuple(range(ended)), tuple(new), tuple(chunks), (), workload.tokens)
-
-
-def timed(run: Callable[[], object]) -> float:
-    """The median of replays, in seconds of the device."""
-    run()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
-    events[0].record()
-    for event in events[1:]:
-        run()
-        event.record()
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) / 1e3 for begin, end in pairwise(events))
 
 
 def parts_of(run: Callable[[], object]) -> dict[str, float]:
@@ -100,7 +86,7 @@ def measured(llm: LLM, workload: Workload, ended: int, traced: bool) -> dict[str
     def run() -> None:
         steps.run(size)
 
-    seconds = timed(run)
+    seconds = repeated(run, llm.engine.device)
     shape = {"tokens": size.tokens, "sequences": size.sequences, "library": size.prompts is not None}
     return {"size": shape, "seconds": seconds, "parts": parts_of(run) if traced else None}
 

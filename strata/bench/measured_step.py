@@ -163,10 +163,10 @@ def measure_step(asked: EngineConfig, workload: Workload, recorded: BufferShape 
             (name, node): taken for name in ran for node, taken in timed(getattr(graphs, name), ran[name], given[name])
         }
         if steps is None:
-            whole = _repeated(lambda: getattr(graphs, graph).forward(*given[graph]), device)
+            whole = repeated(lambda: getattr(graphs, graph).forward(*given[graph]), device)
         else:
             (size,) = steps.sizes
-            whole = _repeated(lambda: steps.run(size), device)
+            whole = repeated(lambda: steps.run(size), device)
     what = "its kernels in CUDA graphs, each alone" if device.type == "cuda" else "one operation after another"
     return MeasuredStep(graph, seconds, whole, what)
 
@@ -283,7 +283,7 @@ def _often_enough() -> Iterator[None]:
         count += 1
 
 
-def _repeated(run: Callable[[], object], device: torch.device) -> float:
+def repeated(run: Callable[[], object], device: torch.device) -> float:
     """Seconds of a run: the median on a GPU, by its own clock; the best on a CPU, which others may have for a while."""
     run()
     if device.type != "cuda":

@@ -21,7 +21,7 @@ _FEW_SEQUENCES_TOKENS, _MANY_SEQUENCES_TOKENS = 640, 3072
 # From so many on, cuDNN attends faster than the kernel over pages, if there are few prompts.
 LIBRARY_TOKENS = 448
 # Behind so many keys shorter steps are padded to that: the kernel over pages has few programs then, each of which reads
-# all keys. 256 tokens of 8B behind 16,000 take 29 ms with it and, padded, 20.
+# all keys. 256 tokens of 8B behind 16,000 are predicted to take 29 ms with it; padded they take 20.
 LIBRARY_KEYS = 6144
 # And from so many on it attends faster over a step's own keys than over pages by enough for recordings of their own.
 _FRESH_TOKENS = 2048

@@ -12,9 +12,9 @@ import torch
 
 from strata.cache.tables import BufferShape
 from strata.engine.engine_config import MAX_NUM_SEQS, EngineConfig, EngineSizes, groups_of
-from strata.engine.ledger import DeviceMemory, numbered_pages, room_beside_snapshots, snapshot_rows
+from strata.engine.ledger import numbered_pages, room_beside_snapshots, snapshot_rows
 from strata.engine.ranks.rank import share_of
-from strata.engine.startup.memory import planned_memory
+from strata.engine.startup.memory import CONTEXT_BYTES, listed_memory, planned_memory
 from strata.engine.startup.packing import Packing
 from strata.engine.steps.recorded_sizes import recorded_sizes
 from strata.kernels.attention.cudnn_plan import keeps_neighbours_apart
@@ -31,8 +31,6 @@ from strata.plan.search.machine import Machine
 from strata.plan.search.precision import AS_CHECKPOINT, Precision
 from strata.plan.search.traffic import Traffic
 
-# What a process holds of a device before anything is allocated, estimated.
-_CONTEXT = 1 << 29
 # By how many standard deviations more tokens are kept room for than the mean of a load needs.
 _DEVIATIONS = 2.0
 _DEVICE = torch.device("cuda")
@@ -109,8 +107,7 @@ class Memory:
         self._length = traffic.longest
         limits = DeviceLimits.listed(machine.listed) if machine.runs else None
         self._limits = None if limits is None or why_not(limits) is not None else limits
-        total = int(machine.listed.ceiling("memory").value)
-        self._memory = DeviceMemory(machine.listed.product, total - _CONTEXT, total)
+        self._memory = listed_memory(machine.listed)
         self._found: dict[tuple[Layout, int, int, Precision], Held] = {}
         self._ranks, self._fullest = cache(self._of_rank), cache(self._of_fullest)
         self._layers = cache(self._packed_layers)
@@ -212,7 +209,7 @@ class Memory:
         ample = self._memory._replace(free=1 << 60, total=1 << 60)
         ledger = planned_memory(replace(asked, num_pages=1), config, sizes, _DEVICE, ample)
         workspace = ledger.activations + ledger.sequences + ledger.graphs + ledger.messages
-        usable = int(self._memory.total * asked.gpu_memory_utilization) - _CONTEXT
+        usable = int(self._memory.total * asked.gpu_memory_utilization) - CONTEXT_BYTES
         windows = 0
         for group in sizes.groups[1:]:
             pages = group.most_useful(asked.max_sequences, budget, self._length)
