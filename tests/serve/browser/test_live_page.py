@@ -19,7 +19,7 @@ from strata.serve.observe.metrics import Metrics
 from tests.serve.browser.conftest import Server
 from tests.serve.browser.webdriver import Browser
 
-# How many pixels of each chart have the colour of its first series, however thin the colour lies there.
+# How many pixels of each chart have the colour that is asked for, however thin the colour lies there.
 PIXELS = """
     const probe = document.body.appendChild(document.createElement('i'));
     const wanted = arguments[0].map((name) => {
@@ -36,7 +36,8 @@ PIXELS = """
       return count;
     });
 """
-FIRST_SERIES = ["accent", "moss", "accent", "accent", "slate", "moss"]
+# Of percentiles the p50: it is drawn last. All three lie on one another where a reply's first token takes 1 to 1.5 ms.
+SEEN_SERIES = ["accent", "moss", "slate", "slate", "slate", "moss"]
 
 
 def tile(browser: Browser, label: str) -> str:
@@ -80,8 +81,8 @@ def test_it_draws_what_the_server_does(browser: Browser, server: Server) -> None
         browser.wait(
             lambda: 5 <= number(tile(browser, "Between tokens")) <= 20, "ten milliseconds, as its bucket has it"
         )
-        browser.wait(lambda: min(browser.run(PIXELS, FIRST_SERIES)[:4]) > 20, "lines in the first four charts")
-        *_, prefix_cache = browser.run(PIXELS, FIRST_SERIES)
+        browser.wait(lambda: min(browser.run(PIXELS, SEEN_SERIES)[:4]) > 20, "lines in the first four charts")
+        *_, prefix_cache = browser.run(PIXELS, SEEN_SERIES)
         assert prefix_cache == 0, "the stub has none, so there is nothing to draw"
     browser.wait(lambda: tile(browser, "Running") == "0", "the end of the request")
 
@@ -292,10 +293,10 @@ def test_what_was_read_is_there_again_when_the_reader_comes_back(browser: Browse
     browser.open(f"{server.url}/live")
     browser.wait(lambda: tile(browser, "Running") == "0", "the first reading, to which the next is compared")
     generate(server, 100)
-    browser.wait(lambda: browser.run(PIXELS, FIRST_SERIES)[0] > 20, "a line")
+    browser.wait(lambda: browser.run(PIXELS, SEEN_SERIES)[0] > 20, "a line")
     browser.open(f"{server.url}/docs")
     browser.open(f"{server.url}/live")
     peak = "return [...document.querySelectorAll('.tile')][0].querySelector('.beside').innerText"
     browser.wait(lambda: number(tile(browser, "Generated")) == 0, "a reading")
     assert number(browser.run(peak).removeprefix("most ")) > 0, "of the visit before"
-    assert browser.run(PIXELS, FIRST_SERIES)[0] > 20
+    assert browser.run(PIXELS, SEEN_SERIES)[0] > 20
