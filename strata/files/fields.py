@@ -48,8 +48,8 @@ class Fields:
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """true or false; a null counts as absent."""
-        value = self._present(key, default)
+        """true or false; a null counts as absent, unless that is true: programs that ask for a truth take it as false."""
+        value = self.take(key, default) if default else self._present(key, default)
         if not isinstance(value, bool):
             raise self.wrong(key, value, "true or false")
         return value

@@ -99,12 +99,12 @@ def read_glm4_moe(fields: Fields, num_layers: int, intermediate_size: int) -> Ex
 
 
 def read_deepseek_v2(fields: Fields, num_layers: int, intermediate_size: int) -> ExpertsConfig:
-    """DeepSeek-V2: experts scored by a softmax, whose weights are never normalized (transformers ignores
-    `norm_topk_prob`); chosen from all, or from the best groups, as `topk_method` says."""
+    """DeepSeek-V2: experts scored by a softmax, whose weights are never normalized; chosen from all, or from the best
+    groups, as `topk_method` says."""
     key = "num_experts" if fields.has("num_experts") else "n_routed_experts"
     count, per_token = _read_counts(fields, key, 64, None)
     method = fields.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy")
-    fields.flag("norm_topk_prob", False)
+    fields.only("norm_topk_prob", False, "this family multiplies the weights of experts by routed_scaling_factor alone")
     if method == "greedy":
         for name in ("n_group", "topk_group"):
             fields.count(name, 1)

@@ -75,7 +75,7 @@ def read_generation_config(folder: str | Path) -> GenerationDefaults:
         path = Path(folder) / "config.json"
         values = {name: value for name, value in read_object(path).items() if name in IN_CONFIG}
     fields = Fields(values, str(path))
-    sampled = fields.flag("do_sample", True)
+    sampled = fields.choice("do_sample", (True, False, None), None) is not False
     temperature, top_p = _number(fields, "temperature"), _share(fields, "top_p", positive=True)
     top_k, min_p = _count(fields, "top_k", least=-1), _share(fields, "min_p")
     defaults = GenerationDefaults(

@@ -101,6 +101,8 @@ def _read_partial(fields: Fields, parts: Fields, family: FamilyConfig, head_dim:
         fields.only(key, 1.0, reason)
         parts.only(key, 1.0, reason)
         return 1.0
+    if family.partial_rotary != 1.0 and (fields.is_null(key) or parts.is_null(key)):
+        raise fields.wrong(key, None, f"a number; absent, it is {family.partial_rotary}")
     factor = parts.number(key, fields.number(key, family.partial_rotary))
     dims = int(head_dim * factor)
     if not 2 <= dims <= head_dim or dims % 2:

@@ -279,8 +279,10 @@ def read_rope(fields: Fields, theta: float, trained_length: int) -> RopeConfig:
     theta: the base when the object has no `rope_theta`. trained_length: max_position_embeddings, which stands for the
     original length where that is absent. Raises ValueError for an unknown type, parameter or value.
     """
-    legacy = fields.take("type", "default")
-    rope_type = fields.choice("rope_type", _READERS, legacy)
+    legacy = fields.choice("type", (*_READERS, None), None)
+    rope_type = fields.choice("rope_type", _READERS, legacy or "default")
+    if legacy is not None and _READERS[legacy] is not _READERS[rope_type]:
+        raise fields.wrong("type", legacy, f"{rope_type!r} beside a rope_type of that name")
     theta = fields.number("rope_theta", theta)
     if theta <= 1:
         raise fields.wrong("rope_theta", theta, "a number greater than 1")

@@ -117,6 +117,13 @@ OTHERWISE: list[tuple[str, str, Any]] = [
     ("Phi3ForCausalLM", "full_attn_mod", 2),
     ("Phi3ForCausalLM", "interpolate_factor", 4),
     ("DeepseekV2ForCausalLM", "scoring_func", "sigmoid"),
+    ("DeepseekV2ForCausalLM", "norm_topk_prob", True),
+    # transformers takes the null of a flag as false, and that of a part of a head as all of it.
+    ("DeepseekV3ForCausalLM", "norm_topk_prob", None),
+    ("DeepseekV3ForCausalLM", "rope_interleave", None),
+    ("Glm4MoeForCausalLM", "norm_topk_prob", None),
+    ("Glm4MoeForCausalLM", "partial_rotary_factor", None),
+    ("LlamaForCausalLM", "rope_scaling", {"type": "yarn", "rope_type": "linear", "factor": 2.0}),
     ("DeepseekV3ForCausalLM", "topk_method", "greedy"),
     ("DeepseekV3ForCausalLM", "model_type", "kimi_k3"),
     ("Gemma3ForCausalLM", "attn_logit_softcapping", 50.0),
