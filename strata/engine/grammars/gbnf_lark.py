@@ -50,7 +50,8 @@ class _Writer:
 
     def _written(self, expression: Expression, nesting: int) -> str:
         if isinstance(expression, Characters) or id(expression) in self._lexemes:
-            return f"/{_pattern(expression)}/"
+            pattern = _pattern(expression)
+            return f"/{pattern}/" if pattern else '""'
         if nesting >= _MAX_NESTING:
             self._parts += 1
             name = f"part_{self._parts}"
