@@ -290,7 +290,7 @@ def test_masks_along_the_grammars_that_llama_cpp_ships(name: str) -> None:
         ('root ::= a-1{2,3}\r\na-1 ::= "x"', ["xx", "xxx"], ["x", "xxxx"]),
         ('root ::= "a" | \nother ::= root', ["a", ""], ["aa"]),
         ('root ::= "<" | "<=" "x" | name "=" name ::= "<"? [a-z]', ["<", "<=x", "<a=", "z="], ["<=", "="]),
-        ('root ::= "a" | none "b"\nnone ::= "c"{0} ""', ["a", "b"], ["", "ab", "cb"]),
+        ('root ::= (d | "b"{0} "") "c"\nd ::= d d | "d"', ["c", "ddc"], ["", "bc", "cd"]),
         ('root ::= "a" endless | "b"\nendless ::= "c" endless', ["b"], ["a", "ac"]),
     ],
 )
