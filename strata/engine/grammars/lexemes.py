@@ -31,8 +31,10 @@ from strata.engine.grammars.expressions import (
 _MAX_OF_A_CALL = 600
 _MAX_OF_CALLS = 10_000
 _MAX_HEIGHT = 60
-# Steps of the search, some 0.1 s; without an answer by then each character is a lexeme.
+# Steps of the search, some 0.1 s; without an answer by then each character is a lexeme. A step handles sets of places,
+# and counts once more for each 4096 of them.
 _MAX_WORK = 100_000
+_PLACES_OF_A_STEP = 4096
 
 
 def inlined(rules: Rules, root: str) -> dict[str, Expression]:
@@ -68,9 +70,10 @@ def inlined(rules: Rules, root: str) -> dict[str, Expression]:
 
 
 def _size(expression: Expression, sizes: dict[str, tuple[int, int]]) -> tuple[int, int]:
-    """Expressions that this one is made of, and levels of them, with what is called in place."""
+    """Expressions that this one is made of, and levels of them and of calls, with what is called in place."""
     if isinstance(expression, Call):
-        return sizes[expression.name]
+        size, height = sizes[expression.name]
+        return size, height + 1
     parts = [_size(part, sizes) for part in inner(expression)]
     return 1 + sum(size for size, _ in parts), 1 + max((height for _, height in parts), default=0)
 
@@ -298,7 +301,7 @@ class _Places:
             places ^= low
 
     def _spend(self, work: int) -> None:
-        self._work += work
+        self._work += work * (1 + len(self._characters) // _PLACES_OF_A_STEP)
         if self._work > _MAX_WORK:
             raise _TooMuchError
 

@@ -349,12 +349,14 @@ def test_lists_go_on_however_they_are_written(rule: str) -> None:
 
 
 DOUBLING = "\n".join(f"r{n} ::= r{n + 1} r{n + 1}" for n in range(300))
+NAMES_IN_A_ROW = "\n".join(f"r{n} ::= r{n + 1}" for n in range(1000))
 RULES_IN_A_ROW = "\n".join(f'r{n} ::= r{n + 1} "x" | "y" r{n + 1}' for n in range(700))
 
 
 @pytest.mark.parametrize(
     "gbnf",
     [
+        f'root ::= r0\n{NAMES_IN_A_ROW}\nr1000 ::= "z"',
         f'root ::= r0\n{RULES_IN_A_ROW}\nr700 ::= "z"',
         f'root ::= r0 "x"\n{DOUBLING}\nr300 ::= ""',
         f'root ::= r0\n{DOUBLING}\nr300 ::= "a" | "b"?',
