@@ -7,6 +7,8 @@ here a token is a byte, which makes the same automaton.
 from __future__ import annotations
 
 import random
+import resource
+from contextlib import suppress
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
@@ -16,6 +18,9 @@ from strata.engine.grammars.matchers import explain
 from strata.text.killable_worker import serve_answers
 
 MEMORY_BYTES = 768 * 2**20
+# llguidance follows rules that name each other by recursion, and where the stack ends, so does the process. That of an
+# engine's thread is larger: 2 MiB at least, where nothing limits stacks.
+STACK_BYTES = 2**20
 
 # Some faults show only once an output has begun, such as more alternatives in one place than the parser follows.
 _WALKS = 4
@@ -67,4 +72,6 @@ def _walk(matcher: LLMatcher, chance: random.Random) -> str | None:
 
 
 if __name__ == "__main__":
+    with suppress(ValueError, OSError):  # only Linux lowers the limit of a thread that runs
+        resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))
     serve_answers(answer, MEMORY_BYTES)

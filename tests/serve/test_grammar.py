@@ -278,6 +278,7 @@ def text_of(pattern: str) -> dict[str, Any]:
     return {"type": "string", "pattern": pattern}
 
 
+IN_A_ROW = {f"d{n}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{n + 1}"}}} for n in range(500)}
 HOSTILE = {
     "intersection that explodes": {
         "allOf": [text_of(f".*{letter}.{{{n}}}.*") for n, letter in enumerate("abcdefghijklmnopqr")]
@@ -286,6 +287,8 @@ HOSTILE = {
     "too many properties": {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(1500)}},
     "huge": {"enum": ["x" * 100_000]},
     "refers to itself": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
+    # An engine's thread would run out of its stack, and with it the engine, where it is of 2 MiB.
+    "definitions in a long row": {"$ref": "#/$defs/d0", "$defs": {**IN_A_ROW, "d500": {"type": "null"}}},
     "impossible": {"type": "integer", "minimum": 5, "maximum": 3},
     "no such definition": {"$ref": "#/$defs/missing"},
     "remote": {"$ref": "http://127.0.0.1:9/schema.json"},
