@@ -48,7 +48,8 @@ class Fields:
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """true or false; a null counts as absent, unless that is true: programs that ask for a truth take it as false."""
+        """true or false; a null counts as absent where that is false, and is an error where that is true: to programs
+        that ask whether a value is true it says false."""
         value = self.take(key, default) if default else self._present(key, default)
         if not isinstance(value, bool):
             raise self.wrong(key, value, "true or false")

@@ -12,12 +12,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from strata.engine.grammars.schema_parts import MAPS_OF_SCHEMAS
+
 _NAMED = ("properties", "patternProperties")
 _SAID = ("additionalProperties", "unevaluatedProperties")
 _CHOICES = ("anyOf", "oneOf")
 # An object that one of these describes, or one of its parts, may need more properties than the schema names.
 _UNTOUCHED = ("enum", "const", "minProperties")
-_MAPS_OF_SCHEMAS = (*_NAMED, "$defs", "definitions")
 _SCHEMAS = ("items", "additionalProperties", "contains")
 # How many schemas and names may be gathered of objects that several schemas describe: each of n may name n others.
 _MAX_GATHERED = 20_000
@@ -80,7 +81,7 @@ class _Closing:
         return not required
 
     def _keyword(self, keyword: str, value: Any, closed: bool) -> Any:
-        if keyword in _MAPS_OF_SCHEMAS and isinstance(value, Mapping):
+        if keyword in MAPS_OF_SCHEMAS and isinstance(value, Mapping):
             return {name: self._schema(one, True) for name, one in value.items()}
         if keyword in ("allOf", *_CHOICES) and isinstance(value, list):
             return [self._schema(one, closed) for one in value]

@@ -17,6 +17,10 @@ _SENTENCES = (
         r"^oneOf constraints are not supported",
         "oneOf cannot be enforced if a value may follow two of its schemas: use anyOf",
     ),
+    (
+        r"^Failed to generate regex for .* range",
+        "a bound of a number is too large: leave it out, or take a smaller one",
+    ),
     (r"Regex is empty", "nothing satisfies it: a pattern, format or length of a string contradicts another"),
     (
         r"^Resource '(.*)' is not present",

@@ -11,22 +11,17 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from strata.engine.grammars.schema_parts import with_parts_changed
+
 # Share of the distance between two bounds that is lost at an excluded one.
 _LOST = 1e-6
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_VALUES = ("const", "enum")  # what is in them is no schema
 
 
 def with_inner_bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema, with the excluded bounds moved that would not hold; anything else is as it was."""
-    return {key: value if key in _VALUES else _inside(value) for key, value in _moved(schema).items()}
-
-
-def _inside(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return with_inner_bounds(value)
-    return [_inside(one) for one in value] if isinstance(value, list) else value
+    return with_parts_changed(_moved(schema), with_inner_bounds)
 
 
 def _moved(schema: Mapping[str, Any]) -> Mapping[str, Any]:

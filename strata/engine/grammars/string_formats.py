@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_VALUES = ("const", "enum", "default", "examples")  # what is in them is no schema
+from strata.engine.grammars.schema_parts import with_parts_changed
 
 # RFC 3339, with the days that a month has; a leap second is the last of a day of UTC.
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
@@ -82,16 +82,10 @@ PATTERNS: Mapping[str, tuple[str, ...]] = {
 
 def with_formats_as_patterns(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema with each known `format` as patterns, beside the one that may be there, and without the others."""
-    made = {key: value if key in _VALUES else _inside(value) for key, value in schema.items()}
+    made = with_parts_changed(schema, with_formats_as_patterns)
     if isinstance(made.get("format"), str):
         patterns = [{"pattern": f"^(?:{pattern})$"} for pattern in PATTERNS.get(made.pop("format"), ())]
         others = made.get("allOf", [])
         if patterns and isinstance(others, list):
             made["allOf"] = [*others, *patterns]
     return made
-
-
-def _inside(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return with_formats_as_patterns(value)
-    return [_inside(one) for one in value] if isinstance(value, list) else value
