@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 LAST_CHARACTER = 0x10FFFF
-_SURROGATES = (0xD800, 0xDFFF)  # halves of characters, which no text has
+SURROGATES = (0xD800, 0xDFFF)  # halves of characters, which no text has
 
 
 Ranges = tuple[tuple[int, int], ...]
@@ -59,7 +59,7 @@ EMPTY = Sequence(())
 def characters(ranges: Iterable[tuple[int, int]], negated: bool = False) -> Characters:
     """The code points of ranges in any order, or all others."""
     if negated:
-        return Characters(tuple(_without(_joined([*ranges, _SURROGATES]))))
+        return Characters(tuple(_without(_joined([*ranges, SURROGATES]))))
     return Characters(tuple(part for one in _joined(ranges) for part in _cut(one)))
 
 
@@ -199,7 +199,7 @@ def _without(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 def _cut(one: tuple[int, int]) -> Iterator[tuple[int, int]]:
     """A range without surrogates."""
     low, high = one
-    first, last = _SURROGATES
+    first, last = SURROGATES
     for begin, end in ((low, min(high, first - 1)), (max(low, last + 1), high)):
         if begin <= end:
             yield begin, end

@@ -7,6 +7,7 @@ import re
 from strata.engine.grammars.expressions import (
     EMPTY,
     LAST_CHARACTER,
+    SURROGATES,
     Call,
     Characters,
     Choice,
@@ -125,6 +126,8 @@ class _Reader:
         codes = []
         while self._here() != '"':
             codes.append(self._character())
+            if SURROGATES[0] <= codes[-1] <= SURROGATES[1]:
+                raise self._wrong(f"\\u{codes[-1]:04X} is half a character: write all of it as \\UXXXXXXXX")
         self._place += 1
         if not codes:
             return EMPTY

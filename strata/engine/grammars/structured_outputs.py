@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -39,6 +39,19 @@ def join_parts(*parts: Mapping[str, Any]) -> str:
     return json.dumps({"grammars": parts}, separators=(",", ":"))
 
 
+# What each parameter may be, and how a message says it.
+_ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "json": (lambda given: isinstance(given, str | Mapping), "a JSON schema, as an object or as text"),
+    "json_object": (lambda given: given is True, "True or left out"),
+    "regex": (lambda given: isinstance(given, str), "a text"),
+    "choice": (
+        lambda given: isinstance(given, list | tuple) and bool(given) and all(isinstance(t, str) and t for t in given),
+        "a list of texts that are not empty",
+    ),
+    "grammar": (lambda given: isinstance(given, str), "a text"),
+}
+
+
 @dataclass(frozen=True)
 class StructuredOutputsParams:
     """What the output has to be; one of these, with the names of vLLM.
@@ -59,11 +72,10 @@ class StructuredOutputsParams:
         if len(given) != 1:
             names = ", ".join(field.name for field in fields(self))
             raise ValueError(f"structured outputs need exactly one of {names}, got {', '.join(given) or 'none'}")
-        if self.choice is not None and (isinstance(self.choice, str) or not self.choice or not all(self.choice)):
-            raise ValueError(f"choice must be a list of texts that are not empty, got {self.choice!r}")
-
-        if self.json_object not in (None, True):
-            raise ValueError(f"json_object must be True or left out, got {self.json_object!r}")
+        ((name, value),) = ((name, getattr(self, name)) for name in given)
+        fits, meant = _ACCEPTED[name]
+        if not fits(value):
+            raise ValueError(f"{name} must be {meant}, got {value!r:.80}")
 
     def to_grammar(self) -> str:
         """The text of the grammar. Raises ValueError if `json` is no JSON object, or `grammar` no GBNF."""

@@ -311,6 +311,7 @@ def test_what_grammars_mean(gbnf: str, right: list[str], wrong: list[str]) -> No
         ("root ::= [a", "it ends within a literal or a class"),
         ('root ::= "a"\nb ::= "\\q"', r"line 2, column 9: \\q is no escape"),
         (r'root ::= "\U00110000"', "U00110000 is no character"),
+        (r'root ::= "\uD83D\uDE00"', r"uD83D is half a character"),
         ("root ::= [z-a]", "a range of characters ends before it begins"),
         ("root ::= []", "has no character"),
         ('root ::= ("a"', r"a \) was expected"),

@@ -309,10 +309,13 @@ def test_what_an_output_may_have_to_be(engine: Engine, given: dict[str, Any], pa
 
 @pytest.mark.parametrize(
     "given",
-    [{}, {"json": {}, "regex": "a"}, {"choice": []}, {"choice": "ab"}, {"choice": ["a", ""]}],
+    [
+        *({}, {"json": {}, "regex": "a"}, {"choice": []}, {"choice": "ab"}, {"choice": ["a", ""]}, {"choice": [1]}),
+        *({"json": 5}, {"json": []}, {"regex": 5}, {"grammar": b"a"}, {"json_object": False}),
+    ],
 )
 def test_structured_outputs_are_asked_in_one_way(given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"exactly one|choice must be"):
+    with pytest.raises(ValueError, match=r"exactly one|(json|regex|choice|grammar|json_object) must be"):
         StructuredOutputsParams(**given)
 
 
