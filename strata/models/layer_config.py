@@ -37,7 +37,6 @@ def read_windows(
         windows = (_read_window(fields, family),) * num_layers
     elif family.sliding == "switched":
         used, window = fields.flag("use_sliding_window", False), _read_window(fields, family)
-        fields.count("max_window_layers", 0, least=0)  # transformers gives all layers the window
         windows = (window if used else None,) * num_layers
     elif family.sliding == "some":
         first = fields.count("max_window_layers", 28, least=0)
@@ -46,6 +45,9 @@ def read_windows(
         windows = _read_switched(fields, family, types, [not one for one in rotated])
     else:
         windows = _read_interval(fields, family, types, num_layers)
+    if family.sliding == "switched" or not any(windows):
+        # Without windows it says nothing, and a family that is switched has them in all layers (as in transformers).
+        fields.count("max_window_layers", 0, least=0)
     if types is not None and [kind == SLIDING for kind in types] != [window is not None for window in windows]:
         expected = "what sliding_window (and use_sliding_window) say of this family's layers"
         raise fields.wrong("layer_types", types, expected)

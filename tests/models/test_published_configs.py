@@ -60,6 +60,12 @@ PUBLISHED: dict[str, tuple[str, Config, Config]] = {
         {"auto_map": {"AutoModel": "modeling_deepseek.DeepseekV3Model"}, "model_type": "kimi_k2", "moe_layer_freq": 1}
         | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "ep_size": 1, "seq_aux": True},
     ),
+    "SmolLM3-3B": (
+        "SmolLM3ForCausalLM",
+        _sizes(128256, 2048, 11008, 36, 16, 4, 65536)
+        | {"no_rope_layers": [1, 1, 1, 0] * 9, "use_sliding_window": False},
+        {"max_window_layers": 28, "no_rope_layer_interval": 4, "pretraining_tp": 2},
+    ),
     "CodeLlama": (
         "LlamaForCausalLM",
         _sizes(32016, 4096, 11008, 32, 32, 32, 16384) | {"rope_theta": 1000000},
@@ -109,6 +115,7 @@ OTHERWISE: list[tuple[str, str, Any]] = [
     ("LlamaForCausalLM", "auto_map", {"AutoModelForCausalLM": ["modeling_llama.LlamaForCausalLM"]}),
     ("LlamaForCausalLM", "auto_map", "modeling_llama.LlamaForCausalLM"),
     ("MistralForCausalLM", "attention_bias", True),
+    ("MistralForCausalLM", "max_window_layers", 1),
     ("MixtralForCausalLM", "router_jitter_noise", 0.1),
     ("Qwen2ForCausalLM", "qkv_bias", False),
     ("Qwen3ForCausalLM", "use_qk_norm", False),
