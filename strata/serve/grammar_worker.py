@@ -59,13 +59,14 @@ def what_is_wrong(grammar: str) -> str | None:
 
 
 def _walk(matcher: LLMatcher, chance: random.Random) -> str | None:
-    """Write an output of any bytes that are allowed, for a while; returns what goes wrong."""
+    """Write an output of any bytes that are allowed, for a while, and end it only where it must; returns what goes
+    wrong."""
     for _ in range(_WALK_BYTES):
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
         if matcher.is_error():
             return explain(matcher.get_error())
-        allowed = [token for token in range(_END + 1) if mask >> token & 1]
-        if allowed in ([], [_END]):
+        allowed = [token for token in range(_END) if mask >> token & 1]
+        if not allowed:
             return None if matcher.is_accepting() else "nothing satisfies it"
         matcher.consume_token(chance.choice(allowed))
     return None

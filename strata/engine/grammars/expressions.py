@@ -108,23 +108,30 @@ def satisfiable(rules: Rules, root: str) -> dict[str, Expression] | None:
     return kept if root in kept else None
 
 
-def without_tail_calls(rules: Rules) -> dict[str, Expression]:
-    """The rules, with a repetition where one calls itself only at its end, or only at its beginning.
+def without_outer_calls(rules: Rules) -> dict[str, Expression]:
+    """The rules, with repetitions where one calls itself at its beginning or end.
 
-    `list ::= item "," list | item` is `(item ",")* item`: a parser does not like calls that all wait for the last.
+    `list ::= item "," list | item` is `(item ",")* item`, and `sum ::= sum "+" sum | term` is `term ("+" term)*`: a
+    parser does not like calls that all wait for the last, and less so a text that can be read in many ways.
     """
     return {name: _repeated(name, expression) for name, expression in rules.items()}
 
 
 def _repeated(name: str, expression: Expression) -> Expression:
+    """Of `a ::= before a | a behind | a between a | once` the language of `one (between one)*`, where `one` is
+    `before* once behind*`; what these call inside may be the rule itself."""
     if name not in called(expression):
         return expression
-    for end in (-1, 0):
-        again, once = _split(name, expression, end)
-        if again is not None and once is not None and name not in called(Choice((again, once))):
-            repeated = Repeat(again, 0, None)
-            return Sequence((repeated, once) if end else (once, repeated))
-    return expression
+    at_end, others = _split(name, expression, -1)
+    between, before = (None, None) if at_end is None else _split(name, at_end, 0)
+    behind, once = (None, None) if others is None else _split(name, others, 0)
+    if once is None:
+        return expression
+    any_before, any_behind = (EMPTY if part is None else Repeat(part, 0, None) for part in (before, behind))
+    one = Sequence(tuple(part for part in (any_before, once, any_behind) if part is not EMPTY))
+    if between is None:
+        return one
+    return Repeat(one, 1, None) if between is EMPTY else Sequence((one, Repeat(Sequence((between, one)), 0, None)))
 
 
 def _split(name: str, expression: Expression, end: int) -> tuple[Expression | None, Expression | None]:
@@ -138,7 +145,7 @@ def _split(name: str, expression: Expression, end: int) -> tuple[Expression | No
             splits = [_split(name, option, end) for option in options]
             recalling = tuple(one for one, _ in splits if one is not None)
             others = tuple(one for _, one in splits if one is not None)
-            return Choice(recalling) if recalling else None, Choice(others) if others else None
+            return _either(recalling), _either(others)
         case Repeat(part, 0, 1):
             return _split(name, Choice((part, EMPTY)), end)
         case Sequence(parts) if parts:
@@ -148,10 +155,15 @@ def _split(name: str, expression: Expression, end: int) -> tuple[Expression | No
     return None, expression
 
 
+def _either(options: tuple[Expression, ...]) -> Expression | None:
+    return Choice(options) if len(options) > 1 else options[0] if options else None
+
+
 def _with(rest: tuple[Expression, ...], last: Expression | None, end: int) -> Expression | None:
     if last is None:
         return None
-    return Sequence((*rest, last) if end else (last, *rest))
+    parts = tuple(part for part in ((*rest, last) if end else (last, *rest)) if part is not EMPTY)
+    return parts[0] if len(parts) == 1 else Sequence(parts) if parts else EMPTY
 
 
 def _pruned(expression: Expression, completed: set[str]) -> Expression | None:

@@ -11,7 +11,7 @@ from strata.engine.grammars.expressions import (
     Rules,
     Sequence,
     satisfiable,
-    without_tail_calls,
+    without_outer_calls,
 )
 from strata.engine.grammars.gbnf import ROOT, read_gbnf
 from strata.engine.grammars.lexemes import inlined, lexemes
@@ -28,7 +28,7 @@ def gbnf_to_lark(text: str) -> str:
     rules = satisfiable(read, ROOT)
     if rules is None:
         raise ValueError("nothing satisfies the grammar: every text of root would have to go on for ever")
-    rules = inlined(without_tail_calls(rules), ROOT)
+    rules = inlined(without_outer_calls(rules), ROOT)
     return _Writer(rules, lexemes(rules, ROOT)).text()
 
 

@@ -291,6 +291,12 @@ def test_masks_along_the_grammars_that_llama_cpp_ships(name: str) -> None:
         ('root ::= "a" | \nother ::= root', ["a", ""], ["aa"]),
         ('root ::= "<" | "<=" "x" | name "=" name ::= "<"? [a-z]', ["<", "<=x", "<a=", "z="], ["<=", "="]),
         ('root ::= (d | "b"{0} "") "c"\nd ::= d d | "d"', ["c", "ddc"], ["", "bc", "cd"]),
+        (
+            'root ::= s\ns ::= s "+" s | s "!" | "-" s | "(" s ")" | "n"',
+            ["-n!+--(n+n)!!", "n"],
+            ["n-", "!n", "n+", "(n"],
+        ),
+        ('root ::= s\ns ::= s? "a" | s "?" s ":" s', ["a", "aa", "a?aa:a"], ["", "a?a", "a:a"]),
         ('root ::= "a" endless | "b"\nendless ::= "c" endless', ["b"], ["a", "ac"]),
     ],
 )
@@ -338,7 +344,15 @@ def test_a_lark_grammar_that_spells_a_rule_of_gbnf_is_lark() -> None:
 
 
 @pytest.mark.parametrize(
-    "rule", ['item "," list | item', 'item ("," list)?', 'list "," item | item'], ids=["right", "optional", "left"]
+    "rule",
+    [
+        'item "," list | item',
+        'item ("," list)?',
+        'list "," item | item',
+        'list "," list | item',
+        'list list | item ","?',
+    ],
+    ids=["right", "optional", "left", "both", "without marks"],
 )
 def test_lists_go_on_however_they_are_written(rule: str) -> None:
     grammar = StructuredOutputsParams(grammar=f"root ::= list\nlist ::= {rule}\nitem ::= [a-z]+").to_grammar()
