@@ -149,6 +149,11 @@ class StepProgram:
     def variant(self, name: str) -> Variant | None:
         return next((one for one in self.variants if one.name == name), None)
 
+    def least(self, name: str) -> int:
+        """Rows of the shortest step that a variant is for; 0 where there is none of that name."""
+        variant = self.variant(name)
+        return 0 if variant is None else variant.least
+
     @property
     def logits(self) -> fx.GraphModule:
         """Batch and rows to logits, of any step."""

@@ -114,7 +114,7 @@ def gathered(source: Source) -> Iterator[Variant]:
         step = shape.step
         return shape.size is None and step is not None and gathers.pays(step.counts, step.ends, page_tokens)
 
-    body = gather_keys(source.undivided, source.division)
+    body = gather_keys(copied(source.undivided), source.division)
     graph = source.bound(source.with_messages(source.logits_of_rows(body=body)))
     yield Variant("gathered_logits", when, graph, hidden=source.hidden(body), library=False)
 

@@ -20,6 +20,7 @@ from strata.engine.startup.divided_keys import check_gathered_heads
 from strata.engine.startup.kept_states import check_states
 from strata.engine.startup.memory import planned_memory
 from strata.models.save import save
+from tests.engine.programs import graph_of
 from tests.parallel.models import random_model
 from tests.parallel.shards import divisible_config
 
@@ -69,7 +70,7 @@ def noted_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     assert llm.engine.ranks is not None
     ran: Counter[str] = Counter()
     for name in ("logits", "gathered_logits"):
-        graph = getattr(llm.engine.ranks._runner._graphs, name)
+        graph = graph_of(llm.engine.program, name)
 
         def noted(*given: Any, name: str = name, forward: Any = graph.forward) -> Any:
             ran[name] += 1

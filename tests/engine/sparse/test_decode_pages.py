@@ -56,7 +56,7 @@ def test_cuts_prefixes_and_forks_change_no_id_and_all_pages_are_all_keys(folders
 @pytest.mark.parametrize("name", ["all", "windows"])
 def test_layers_and_bytes(folders: dict[str, Path], name: str) -> None:
     plain, chosen = (engine(folders[name], decode_pages=pages) for pages in (None, 3))
-    counts = operation_counts(chosen.engine.graphs.logits)
+    counts = operation_counts(chosen.engine.program.logits)
     windows = chosen.engine.config.windows
     assert counts["page_sparse_attention"] == windows[2:].count(None)
     assert counts["attention"] == len(windows) - counts["page_sparse_attention"]

@@ -11,6 +11,7 @@ from strata import LLM, SamplingParams
 from strata.engine.engine_config import EngineConfig
 from strata.engine.startup.sparse_attention import attention_choice, choice_bytes
 from strata.models.config import config_from_dict
+from tests.engine.programs import graph_of
 from tests.models.checkpoints import FAMILY_CONFIGS, make_checkpoint
 
 CONFIGS = dict(FAMILY_CONFIGS)
@@ -62,7 +63,7 @@ def test_prompts_that_are_not_scored_leave_keys_out_too(tmp_path: Path) -> None:
     llm = sparse(folder, 0.3)
     ran = {"logits": 0, "sparse_logits": 0}
     for name in ran:
-        graph = getattr(llm.engine.graphs, name)
+        graph = graph_of(llm.engine.program, name)
 
         def counted(*given: Any, name: str = name, forward: Any = graph.forward) -> Any:
             ran[name] += 1
