@@ -111,9 +111,6 @@ def graph(
         raise ValueError(
             "--enable-dp-attention is of experts that --tensor-parallel-size ranks divide; make that 2 or more"
         )
-    if parts > 1 and (stages > 1 or enable_dp_attention):
-        other = "--pipeline-parallel-size" if stages > 1 else "--enable-dp-attention"
-        raise ValueError(f"--prefill-context-parallel-size does not go together with {other}; leave out one of them")
     if stage >= stages:
         raise ValueError(f"--stage {stage} of --pipeline-parallel-size {stages}: stages count from 0 to {stages - 1}")
     divided = EngineConfig(
@@ -123,14 +120,10 @@ def graph(
         pipeline_parallel_size=stages,
         prefill_context_parallel_size=parts,
         decode_context_parallel_size=decode_context_parallel_size,
+        enable_dp_attention=enable_dp_attention,
+        enable_expert_parallel=enable_expert_parallel or enable_dp_attention,
     )
     check_states(divided, config)
-    if decode_context_parallel_size > 1 and enable_dp_attention:
-        raise ValueError(
-            "--decode-context-parallel-size does not go together with --enable-dp-attention; leave out one"
-        )
-    if divided.narrow_messages and enable_dp_attention:
-        raise ValueError("--message-dtype rounds what ranks add up, nothing with --enable-dp-attention; leave out one")
     if size * stages > 1:
         axis = imagined(TENSOR_AXIS, size) if size > 1 else None
         own: dict[str, Any] = {"expert_parallel": enable_expert_parallel, "own_tokens": enable_dp_attention}

@@ -15,6 +15,7 @@ from strata.cache.groups import PageGroup, page_groups
 from strata.cache.pool import PoolShape
 from strata.cache.state_pool import StateShape
 from strata.cache.tables import BufferShape
+from strata.engine.compatibility import check_compatible
 from strata.engine.given.options import check_types, own_options
 from strata.engine.program.sizes import recorded_sizes
 from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
@@ -189,13 +190,14 @@ class EngineConfig:
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size must be a power of two, got {self.page_size}")
         passes_of(self.passes)
+        if self.executor not in ("graph", "compile"):
+            raise ValueError(f"executor {self.executor!r} is unknown; use graph or compile")
         check_experts(self)
-        self._check_stages()
-        self._check_quantization()
         check_sparse_attention(self)
-        self._check_executor()
         check_messages(self)
         check_divided_keys(self)
+        self._check_quantization()
+        check_compatible(self)
 
     @property
     def max_sequences(self) -> int:
@@ -234,41 +236,13 @@ class EngineConfig:
         """See `RankShard.of`."""
         return self.num_redundant_experts if self.enable_eplb else None
 
-    def _check_executor(self) -> None:
-        if self.executor not in ("graph", "compile"):
-            raise ValueError(f"executor {self.executor!r} is unknown; use graph or compile")
-        refused = {
-            "deterministic=True": self.deterministic,
-            "several ranks": self.ranks > 1,
-            f"passes={self.passes!r}": self.passes != "all",
-            "sparse_prefill": self.sparse_prefill is not None,
-            "decode_pages": self.decode_pages is not None,
-        }
-        given = next((what for what, is_given in refused.items() if is_given), None)
-        if self.executor == "compile" and given is not None:
-            raise ValueError(f"executor='compile' is not there with {given}: leave out one of them")
-
-    def _check_stages(self) -> None:
-        refused = {"enable_eplb": False, "enable_dp_attention": False, "prefill_context_parallel_size": 1}
-        given = next((name for name, without in refused.items() if getattr(self, name) != without), None)
-        if given is not None and self.pipeline_parallel_size > 1:
-            raise ValueError(
-                f"{given}={getattr(self, given)} needs all layers on every rank, and pipeline_parallel_size="
-                f"{self.pipeline_parallel_size} divides them; leave out one of them"
-            )
-
     def _check_quantization(self) -> None:
-        if self.quantization is None and self.sparsity is None:
-            return
         if self.quantization is not None:
             scheme_of(self.quantization)
-            given = f"quantization={self.quantization!r}"
+            self.check_packed(f"quantization={self.quantization!r}")
         if self.sparsity is not None:
             sparsity_of(self.sparsity)
-            if self.quantization is not None:
-                raise ValueError(f"{given} and sparsity={self.sparsity!r} pack the same weights: leave out one of them")
-            given = f"sparsity={self.sparsity!r}"
-        self.check_packed(given)
+            self.check_packed(f"sparsity={self.sparsity!r}")
 
     def check_packed(self, given: str) -> None:
         """Raises ValueError for what packed weights cannot be had with; `given` says that they are packed."""

@@ -172,27 +172,6 @@ def test_memory_holds_more_tokens(tmp_path: Path) -> None:
     assert [ledger.page_size for ledger in ledgers] == [4, 8, 16]
 
 
-REFUSED: list[dict[str, Any]] = [
-    {"deterministic": True},
-    {"enable_dp_attention": True, "enable_expert_parallel": True},
-    {"pipeline_parallel_size": 2},
-    {"prefill_context_parallel_size": 2},
-    {"kv_cache_dtype": "fp8"},
-    {"sparse_prefill": 0.9},
-    {"decode_pages": 8},
-    {"message_dtype": "fp8"},
-    {"overlap_tokens": 64},
-]
-
-
-@pytest.mark.parametrize("option", REFUSED, ids=lambda option: next(iter(option)))
-def test_options_that_do_not_go_along_are_refused(option: dict[str, Any]) -> None:
-    name, value = next(iter(option.items()))
-    message = f"decode_context_parallel_size=2 and {name}={value!r} are not there together: leave out one of them"
-    with pytest.raises(ValueError, match=message):
-        EngineConfig("8B", tensor_parallel_size=4, decode_context_parallel_size=2, **option)
-
-
 def test_it_divides_the_ranks() -> None:
     with pytest.raises(ValueError, match=r"size=3 divides keys among .*size=4.* needs 3 ranks for each KV head"):
         EngineConfig("8B", tensor_parallel_size=4, decode_context_parallel_size=3)

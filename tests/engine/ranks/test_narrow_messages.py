@@ -51,9 +51,6 @@ def test_answers_stay_nearly_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"message_dtype": "fp4"}, "message_dtype 'fp4' is unknown; use auto, fp8, fp8_e4m3"),
         ({}, "message_dtype='fp8' rounds what ranks add up, and tensor_parallel_size=1 adds up nothing; leave it out"),
-        ({"tensor_parallel_size": 2, "deterministic": True}, "and deterministic=True are not there together"),
-        ({"tensor_parallel_size": 2, "overlap_tokens": 64}, "and overlap_tokens=64 are not there together"),
-        ({"tensor_parallel_size": 2, "prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2 are not"),
     ],
 )
 def test_where_nothing_can_be_rounded_it_is_refused(options: dict[str, Any], message: str) -> None:
