@@ -16,7 +16,7 @@ from strata.kernels.collective.rounded_parts import round_parts, sum_parts, wide
 from strata.models.config import ModelConfig, config_from_dict
 from strata.parallel.serving_shard import RankShard
 from strata.plan.meta_model import find_config, meta_model
-from tests.engine.programs import replayed, step_program
+from tests.engine.program.programs import replayed, step_program
 from tests.graph.lockstep import run_in_lockstep
 from tests.models.batches import packed, random_sequences
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS

@@ -15,7 +15,7 @@ from strata.engine.engine_config import EngineConfig
 from strata.graph.buffers import CUDA_BLOCK, buffer_plan
 from strata.kernels.device_limits import DeviceLimits
 from strata.models.shapes import SHAPES
-from tests.engine.programs import decode
+from tests.engine.program.programs import decode
 from tests.models.batches import HandPaged
 
 pytestmark = pytest.mark.gpu

@@ -16,7 +16,7 @@ from strata import LLM, SamplingParams
 from strata.comm.join_heads import joined
 from strata.kernels.collective.joined_heads import join_packed, pack_heads
 from strata.kernels.device_limits import DeviceLimits
-from tests.engine.programs import graph_of, step_program
+from tests.engine.program.programs import graph_of, step_program
 from tests.graph.lockstep import run_in_lockstep
 from tests.largest import largest
 from tests.models.batches import HandPaged

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from strata.comm.operations import Along
-from tests.engine.programs import graph_of, step_program
+from tests.engine.program.programs import graph_of, step_program
 from tests.graph.lockstep import run_in_lockstep
 from tests.graph.test_divide_tokens import DRAWN, ROWS, STEPS, batch_of, int32
 from tests.models.batches import HandPaged, random_sequences

@@ -15,7 +15,7 @@ from strata.models.config import ModelConfig, config_from_dict
 from strata.models.families import build
 from strata.models.initialize import randomize
 from strata.models.layers import CausalLM
-from tests.engine.programs import replayed, step_program
+from tests.engine.program.programs import replayed, step_program
 from tests.graph.lockstep import run_in_lockstep
 from tests.models.batches import HandPaged, packed, random_sequences
 from tests.parallel.shards import joined, shard_of

@@ -26,7 +26,7 @@ from strata.models.families import FAMILIES, build
 from strata.models.initialize import randomize
 from strata.models.shapes import SHAPES
 from strata.plan.meta_model import MetaModel, find_config, meta_model
-from tests.engine.programs import step_program
+from tests.engine.program.programs import step_program
 from tests.live_bytes import LiveBytes, tensors_of
 from tests.models.batches import HandPaged, packed, random_sequences
 from tests.models.checkpoints import FAMILY_CONFIGS

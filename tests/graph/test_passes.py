@@ -14,7 +14,7 @@ from strata.models.families import build
 from strata.models.initialize import randomize
 from strata.parallel.serving_shard import RankShard
 from strata.plan.meta_model import find_config, meta_model
-from tests.engine.programs import graph_of, step_program
+from tests.engine.program.programs import graph_of, step_program
 from tests.models.batches import packed, random_sequences
 from tests.models.checkpoints import FAMILY_CONFIGS
 

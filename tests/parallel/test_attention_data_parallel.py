@@ -15,7 +15,7 @@ from strata.models.batch import Batch
 from strata.models.config import ModelConfig
 from strata.models.families import build
 from strata.parallel.serving_shard import RankShard, rank_config
-from tests.engine.programs import step_program
+from tests.engine.program.programs import step_program
 from tests.graph.lockstep import run_in_lockstep
 from tests.models.batches import HandPaged, random_sequences
 

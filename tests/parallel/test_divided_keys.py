@@ -24,7 +24,7 @@ from strata.hardware.roofline import Workload
 from strata.kernels.state.kept_keys import ALL_KEYS, ELSEWHERE, KeptKeys
 from strata.models.config import ModelConfig
 from strata.parallel.serving_shard import RankShard
-from tests.engine.programs import graph_of, step_program
+from tests.engine.program.programs import graph_of, step_program
 from tests.largest import largest
 from tests.models.batches import HandPaged, packed, random_sequences
 from tests.parallel.models import random_model

@@ -16,7 +16,7 @@ from strata.models.batch import Batch
 from strata.models.config import ModelConfig
 from strata.models.layers import CausalLM
 from strata.parallel.serving_shard import RankShard
-from tests.engine.programs import graph_of, launched, replayed, step_program
+from tests.engine.program.programs import graph_of, launched, replayed, step_program
 from tests.graph.lockstep import run_in_lockstep
 from tests.models.batches import HandPaged, random_sequences
 

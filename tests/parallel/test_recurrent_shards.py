@@ -19,7 +19,7 @@ from strata.models.save import save
 from strata.models.state import FixedState
 from strata.models.weights import load
 from strata.parallel.serving_shard import RankShard, rank_config
-from tests.engine.programs import replayed, step_program
+from tests.engine.program.programs import replayed, step_program
 from tests.graph.lockstep import run_in_lockstep
 from tests.models.batches import random_sequences
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS, HandStates

@@ -31,7 +31,7 @@ from strata.models.weights import load
 from strata.parallel.expert_balance.placement import PERIOD
 from strata.parallel.expert_balance.placement import turns as expert_turns
 from strata.parallel.serving_shard import RankShard, rank_config
-from tests.engine.programs import step_program
+from tests.engine.program.programs import step_program
 from tests.graph.lockstep import run_in_lockstep
 from tests.largest import largest
 from tests.models.batches import HandPaged, random_sequences

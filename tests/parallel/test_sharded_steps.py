@@ -29,7 +29,7 @@ from strata.graph.ranks.overlap import SLOTS
 from strata.graph.ranks.shard import shard
 from strata.models.config import ModelConfig
 from strata.parallel.serving_shard import RankShard
-from tests.engine.programs import replayed, step_program
+from tests.engine.program.programs import replayed, step_program
 from tests.graph.lockstep import run_in_lockstep
 from tests.largest import largest
 from tests.models.batches import HandPaged, random_sequences

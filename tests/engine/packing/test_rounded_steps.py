@@ -10,7 +10,7 @@ from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.kernels.linear.packed.few_rows import MOST_ROUNDED_ROWS
 from strata.plan.meta_model import MetaModel, find_config, meta_model
-from tests.engine.programs import decode, graph_of, replayed
+from tests.engine.program.programs import decode, graph_of, replayed
 
 pytest.importorskip("triton")
 LAYERS = 2

@@ -19,7 +19,7 @@ from strata.engine.startup import executor
 from strata.graph.cost import operation_counts
 from strata.models import weights
 from strata.parallel.serving_shard import RankShard
-from tests.engine.test_recorded_steps import OPTIONS, Replayed, ids, recording
+from tests.engine.program.test_recorded_steps import OPTIONS, Replayed, ids, recording
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from strata.engine.startup.divided_keys import check_gathered_heads
 from strata.engine.startup.kept_states import check_states
 from strata.engine.startup.memory import planned_memory
 from strata.models.save import save
-from tests.engine.programs import graph_of
+from tests.engine.program.programs import graph_of
 from tests.parallel.models import random_model
 from tests.parallel.shards import divisible_config
 

@@ -27,8 +27,8 @@ from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.steps.runner_config import RunnerConfig
 from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
 from strata.models.config import ModelConfig
-from tests.engine.programs import step_program
-from tests.engine.test_recorded_steps import Replayed
+from tests.engine.program.programs import step_program
+from tests.engine.program.test_recorded_steps import Replayed
 from tests.parallel.models import random_model
 from tests.parallel.ranks import run_ranks
 from tests.parallel.shards import divisible_config, shard_of

@@ -15,7 +15,7 @@ import torch
 from strata import LLM, SamplingParams
 from strata.engine.grammars.structured_outputs import StructuredOutputsParams
 from strata.engine.outputs import RequestOutput
-from tests.engine.programs import graph_of
+from tests.engine.program.programs import graph_of
 
 # Few pages and short steps: prompts are computed in chunks, and sequences are preempted.
 OPTIONS: dict[str, Any] = {

@@ -17,8 +17,8 @@ from strata.engine.program import sizes as sizes_of_steps
 from strata.engine.program.sizes import divided_buckets, recorded_sizes
 from strata.engine.ranks.token_division import TokenDivision
 from strata.engine.runner import Runner
-from tests.engine.programs import step_program
-from tests.engine.test_recorded_steps import LONGEST, MOST, OPTIONS, Replayed, ids
+from tests.engine.program.programs import step_program
+from tests.engine.program.test_recorded_steps import LONGEST, MOST, OPTIONS, Replayed, ids
 from tests.parallel.ranks import run_ranks
 
 

@@ -22,7 +22,7 @@ from strata.engine.sampling_params import SamplingParams
 from strata.graph.cost import node_costs, operation_counts
 from strata.hardware.roofline import Workload
 from strata.kernels.sampling.sampling import NO_ID, logprobs
-from tests.engine.programs import graph_of, step_program
+from tests.engine.program.programs import graph_of, step_program
 from tests.graph.lockstep import run_in_lockstep
 from tests.parallel.models import random_model
 from tests.parallel.ranks import run_ranks

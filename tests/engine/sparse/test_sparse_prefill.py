@@ -11,7 +11,7 @@ from strata import LLM, SamplingParams
 from strata.engine.engine_config import EngineConfig
 from strata.engine.startup.sparse_attention import attention_choice, choice_bytes
 from strata.models.config import config_from_dict
-from tests.engine.programs import graph_of
+from tests.engine.program.programs import graph_of
 from tests.models.checkpoints import FAMILY_CONFIGS, make_checkpoint
 
 CONFIGS = dict(FAMILY_CONFIGS)

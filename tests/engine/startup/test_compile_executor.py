@@ -19,7 +19,7 @@ from strata.models.config import config_from_dict
 from strata.models.families import build
 from strata.models.folder import BUILTIN_FOLDER
 from strata.models.initialize import randomize
-from tests.engine.programs import step_program
+from tests.engine.program.programs import step_program
 from tests.models.batches import packed, random_sequences
 from tests.models.sparse_models import SPARSE_CONFIGS
 

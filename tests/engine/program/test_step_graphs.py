@@ -18,7 +18,7 @@ from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
 from strata.plan.meta_model import MetaModel, find_config, meta_model
-from tests.engine.programs import graph_of
+from tests.engine.program.programs import graph_of
 
 pytest.importorskip("triton")
 
