@@ -113,7 +113,7 @@ def main() -> None:
     llm = engine(options)
     device = recognize(device_name(llm))
     config, _ = weights.resolve(asked.model, "dummy")
-    model = None if device is None else meta_model(config, device, torch.bfloat16)
+    model = None if device is None else meta_model(config, device, torch.bfloat16, max_num_seqs=asked.max_num_seqs)
     told = None if device is None or model is None else StepSeconds(model, device)
     times = llm.engine.shares.times
     lines = GpuLines("benchmarks.prompt_chunks", asked.save, test="prompt_chunks", model=asked.model)

@@ -128,14 +128,9 @@ def other_process_on_gpu() -> AbstractContextManager[None]:
 
 @contextmanager
 def no_recorded_steps(llm: LLM) -> Iterator[None]:
-    from strata.engine.recorded_steps import RecordedSteps
+    from strata.engine.program.sizes import StepSizes
 
-    def none(
-        recorded: RecordedSteps, tokens: int, sequences: int, draws: int, prompts: int, *_: Any, scored: bool, **__: Any
-    ) -> None:
-        recorded.count_unrecorded(tokens, sequences, draws, prompts, scored)
-
-    with patch.object(RecordedSteps, "bucket", none):
+    with patch.object(StepSizes, "holding", lambda sizes, shape: None):
         yield
 
 

@@ -19,14 +19,13 @@ from strata.cache.state_pool import StatePool
 from strata.cache.tables import BufferShape
 from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.plan import Chunk, Draw, NewSequence, StepPlan, WindowEntries
+from strata.engine.program.program import StepProgram
+from strata.engine.program.source import Target
 from strata.engine.runner import Runner
-from strata.engine.step_graphs import StepGraphs, step_graphs
 from strata.engine.steps.runner_config import RunnerConfig
 from strata.graph.cost import work_of
-from strata.graph.passes import passes_of
 from strata.hardware.replay import time_replayed
 from strata.hardware.roofline import Workload
-from strata.kernels import tuned
 from strata.kernels.device_limits import DeviceLimits, implementations_for
 from strata.models import weights
 from strata.models.quantized.load import load_packed
@@ -44,12 +43,12 @@ _SHORT = 2e-5
 
 Part = Literal["inputs", "model", "draw"]
 Key = tuple[str, str]
-"""A graph of `StepGraphs` and a node of it, by their names."""
+"""A graph of a step program and a node of it, by their names."""
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """graph: of `StepGraphs`, that computes the logits. seconds: of each node that works; on a GPU nodes that do the
+    """graph: the variant that computes the logits. seconds: of each node that works; on a GPU nodes that do the
     same have the time of all of them over their number. step: of the whole graph that computes the logits, as the
     engine runs it: on a GPU a replay where it is recorded, inputs with it. how: in words."""
 
@@ -105,9 +104,9 @@ def measure_step(asked: EngineConfig, workload: Workload, recorded: BufferShape 
     """Run a step of a model, its weights random or its own, and time its nodes.
 
     asked: what the engine of the step would be asked for, of one rank; its lengths are those of the workload. recorded:
-    the size to which the step is padded on a GPU; None: it is launched eagerly. graph: of `StepGraphs`, which computes
-    the logits. Keys and values of tokens from before are random. Raises ValueError for what an engine refuses, and for
-    a model that the memory does not hold.
+    the size to which the step is padded on a GPU; None: it is launched eagerly. graph: the name of the variant that
+    computes the logits. Keys and values of tokens from before are random. Raises ValueError for what an engine refuses,
+    and for a model that the memory does not hold.
     """
     device = asked.resolve_device()
     config, _ = weights.resolve(asked.model, asked.load_format)
@@ -124,9 +123,7 @@ def measure_step(asked: EngineConfig, workload: Workload, recorded: BufferShape 
     model, _, packed = load_packed(
         asked.model, sizes.packing.schemes, device, sizes.pool.dtype, asked.load_format, sizes.max_length
     )
-    table = {} if limits is None else tuned.read(limits.product)
-    passes = passes_of(asked.passes)
-    graphs = step_graphs(model, kind, False, table, packed=packed, limits=limits, passes=passes)
+    program = StepProgram.of(model, asked, Target(kind, limits, packed=packed), sizes)
     each = -(-sizes.max_length // asked.page_size)
     counts = [each * len(workload.new) + 1] * len(sizes.groups)
     pool, *others = kept = pools(sizes.groups, counts, config.num_layers, device)
@@ -135,7 +132,7 @@ def measure_step(asked: EngineConfig, workload: Workload, recorded: BufferShape 
             tensor.normal_()
     first, *more = sizes.groups
     runner = Runner(
-        graphs,
+        program,
         pool,
         RunnerConfig(
             asked.max_sequences,
@@ -151,19 +148,18 @@ def measure_step(asked: EngineConfig, workload: Workload, recorded: BufferShape 
         None if sizes.states is None else StatePool(sizes.states, asked.max_sequences + 1, device),
     )
     plan = _plan(workload, each, config.vocab_size, sum(group.window is not None for group in sizes.groups))
-    with torch.inference_mode(), _noting(graphs) as given:
+    with torch.inference_mode(), _noting(program) as given:
         steps = None
         if recorded is not None:
             steps = runner.record([replace(recorded, groups=len(sizes.groups))], all_of_them=True)
         runner.launch(plan)
         runner.settle()
-        ran = {name: _nodes(getattr(graphs, name), arguments) for name, arguments in given.items()}
+        graphs = dict(program.graphs())
+        ran = {name: _nodes(graphs[name], arguments) for name, arguments in given.items()}
         timed = _on_gpu if device.type == "cuda" else _on_cpu
-        seconds = {
-            (name, node): taken for name in ran for node, taken in timed(getattr(graphs, name), ran[name], given[name])
-        }
+        seconds = {(name, node): taken for name in ran for node, taken in timed(graphs[name], ran[name], given[name])}
         if steps is None:
-            whole = repeated(lambda: getattr(graphs, graph).forward(*given[graph]), device)
+            whole = repeated(lambda: graphs[graph].forward(*given[graph]), device)
         else:
             (size,) = steps.sizes
             whole = repeated(lambda: steps.run(size), device)
@@ -185,19 +181,16 @@ def _plan(workload: Workload, each: int, vocabulary: int, windows: int) -> StepP
 
 
 @contextmanager
-def _noting(graphs: StepGraphs) -> Iterator[dict[str, tuple[Any, ...]]]:
+def _noting(program: StepProgram) -> Iterator[dict[str, tuple[Any, ...]]]:
     """Inside, the arguments of each graph that was called last, by its name."""
     given: dict[str, tuple[Any, ...]] = {}
-    noted = {name: one for name, one in vars(graphs).items() if isinstance(one, fx.GraphModule)}
-    taken: set[int] = set()
-    for name, one in noted.items():
-        if id(one) not in taken:  # small and large batches may share a graph
-            taken.add(id(one))
-            one.forward = _noted(name, one.forward, given)
+    noted = {id(one): (name, one) for name, one in reversed([*program.graphs()])}  # two names may share a graph
+    for name, one in noted.values():
+        one.forward = _noted(name, one.forward, given)
     try:
         yield given
     finally:
-        for one in noted.values():
+        for _, one in noted.values():
             one.__dict__.pop("forward", None)
 
 

@@ -192,8 +192,8 @@ def costs_on(setup: Setup, product: str) -> CostsOn | None:
     if ranks > 1:
         shard, link = RankShard.of(config, ranks, 0, expert_parallel=setup.enable_expert_parallel), link_of(device)
     dtype = DTYPES.get(setup.dtype)
-    packing = setup.quantization, setup.sparsity, setup.checkpoint
-    model = meta_model(config, device, dtype, setup.deterministic, shard, None, *packing, passes=setup.passes)
+    options = {name: getattr(setup, name) for name in ("deterministic", "quantization", "sparsity", "passes")}
+    model = meta_model(config, device, dtype, shard, folder=setup.checkpoint, **options)
     return CostsOn(model.step_costs(), device, dtype_name(model.dtype), link)
 
 

@@ -92,7 +92,7 @@ def graph(
     from strata.graph.passes import listing
     from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
     from strata.plan.explain.ceilings import PROCESSOR, device_here
-    from strata.plan.meta_model import find_config, host_model, meta_model
+    from strata.plan.meta_model import find_config, meta_model
 
     ending_in(draw, "--draw", ".svg")
     if draw is not None and not draw.parent.is_dir():
@@ -111,9 +111,6 @@ def graph(
         raise ValueError(
             "--enable-dp-attention is of experts that --tensor-parallel-size ranks divide; make that 2 or more"
         )
-    if parts > 1 and (stages > 1 or enable_dp_attention):
-        other = "--pipeline-parallel-size" if stages > 1 else "--enable-dp-attention"
-        raise ValueError(f"--prefill-context-parallel-size does not go together with {other}; leave out one of them")
     if stage >= stages:
         raise ValueError(f"--stage {stage} of --pipeline-parallel-size {stages}: stages count from 0 to {stages - 1}")
     divided = EngineConfig(
@@ -123,14 +120,10 @@ def graph(
         pipeline_parallel_size=stages,
         prefill_context_parallel_size=parts,
         decode_context_parallel_size=decode_context_parallel_size,
+        enable_dp_attention=enable_dp_attention,
+        enable_expert_parallel=enable_expert_parallel or enable_dp_attention,
     )
     check_states(divided, config)
-    if decode_context_parallel_size > 1 and enable_dp_attention:
-        raise ValueError(
-            "--decode-context-parallel-size does not go together with --enable-dp-attention; leave out one"
-        )
-    if divided.narrow_messages and enable_dp_attention:
-        raise ValueError("--message-dtype rounds what ranks add up, nothing with --enable-dp-attention; leave out one")
     if size * stages > 1:
         axis = imagined(TENSOR_AXIS, size) if size > 1 else None
         own: dict[str, Any] = {"expert_parallel": enable_expert_parallel, "own_tokens": enable_dp_attention}
@@ -148,9 +141,9 @@ def graph(
     folder = Path(source) if Path(source).is_dir() else None
     by: dict[str, Any] = {"quantization": quantization, "sparsity": sparsity, "folder": folder, "passes": passes}
     if here is not None and here.is_processor:
-        meta = host_model(config, config.dtype or torch.float32, **by)
+        meta = meta_model(config, None, config.dtype or torch.float32, **by)
     else:
-        meta = meta_model(config, spec, shard=shard, context=along, narrow_messages=divided.narrow_messages, **by)
+        meta = meta_model(config, spec, shard=shard, context=along, message_dtype=message_dtype, **by)
     priced = price(meta, workload, spec)
     if here is not None:
         priced = dataclasses.replace(priced, sources=(*priced.sources, *here.sources))
@@ -161,7 +154,7 @@ def graph(
         held = sum(node.cost.weights for node in priced.step.timed) / 2**30
         many = f"{held:.1f} GiB of weights and {counted(len(priced.step.timed), 'operation')}, one after another"
         typer.echo(f"measuring on {spec.product}: {many}", err=True)  # of a large model on a processor for minutes
-        measured = measure_step(asked, workload, meta.recorded_size(workload), priced.step.graph)
+        measured = measure_step(asked, workload, meta.choose(workload).size, priced.step.graph)
         priced = dataclasses.replace(priced, measured=measured)
     step = {"model": model, "tokens": tokens, "context": context, "sequences": sequences, "prompt": prompt}
     step |= {"quantization": quantization, "sparsity": sparsity, "ranks": ranks, "stages": stages, "stage": stage}
@@ -394,7 +387,7 @@ def price(model: MetaModel, workload: Workload, spec: Device) -> PricedStep:
 
     times, step = StepSeconds(model, spec), model.step(workload)
     whole = floor(total(step.model).least, times.device, times.dtype, times.link)
-    captured = dict(model.graphs.captured)
+    captured = dict(model.program.captured)
     return PricedStep(
         step, times.device, times.dtype, workload.tokens, whole, captured, times.link, times.predictor, workload,
         times.sources, model.buffers(workload),

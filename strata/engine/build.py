@@ -19,6 +19,7 @@ from strata.engine.engine_config import EngineConfig
 from strata.engine.grammars.grammar import vocabulary
 from strata.engine.ledger import Ledger
 from strata.engine.loop import EngineLoop
+from strata.engine.program.program import StepProgram
 from strata.engine.ranks.expert_balance import ExpertBalance
 from strata.engine.ranks.followers import Followers
 from strata.engine.ranks.own_tokens_runner import OwnTokensRunner
@@ -34,7 +35,6 @@ from strata.engine.startup.executor import Executor, build_executor
 from strata.engine.startup.experts_of_ranks import without_effect
 from strata.engine.startup.kept_states import check_states
 from strata.engine.step_cost import step_shares, step_target, step_times
-from strata.engine.step_graphs import StepGraphs
 from strata.engine.warm_up import warm_up
 from strata.engine.watch.step_shares import StepShares
 from strata.hardware.machine import cpu_name
@@ -52,7 +52,7 @@ class Engine:
     compilations: what has been compiled in the process since the engine was ready.
     recorded: steps that replay CUDA graphs, and counts of those that do not; None if none is to.
     ranks: what runs steps on all of several ranks; None where there is one.
-    graphs: that its steps run, of the first rank.
+    program: what its steps run, of the first rank.
     shares: what can be told of a step by its plan.
     """
 
@@ -72,7 +72,7 @@ class Engine:
     compilations: Compilations
     recorded: RecordedSteps | None
     ranks: RankedRunner | None
-    graphs: StepGraphs
+    program: StepProgram
     shares: StepShares
 
     def ready_line(self) -> str:
@@ -136,8 +136,8 @@ def _build(
         pooler = RankedPooler(executor.pooler, followers)
     with clock.phase("graph"):
         shares = _step_shares(executor, device)
-        recorded_sizes = () if executor.recorded is None else executor.recorded.sizes
-        target = step_target(asked, shares.times, executor.padded_tokens, recorded_sizes)
+        replayed = executor.program.sizes
+        target = step_target(asked, shares.times, replayed.padded_tokens, replayed)
     recorded, ledger = executor.recorded, executor.ledger
     seed = secrets.randbits(63) if asked.seed is None else asked.seed
     stages = asked.pipeline_parallel_size
@@ -149,7 +149,7 @@ def _build(
     compilations = Compilations(log)
     if device.type == "cuda":
         with clock.phase("warm up"):
-            warm_up(loop, pages, config.vocab_size, executor.max_recorded_tokens, executor.kernels_are_ready)
+            warm_up(loop, pages, config.vocab_size, executor.program.sizes.max_tokens, executor.kernels_are_ready)
         if recorded is not None:
             recorded.unrecorded = dict.fromkeys(REASONS, 0)
     # What stands now lives as long as the engine: the collector need not walk it in the middle of a step. Nobody has
@@ -174,7 +174,7 @@ def _build(
         compilations=compilations,
         recorded=recorded,
         ranks=ranks,
-        graphs=executor.graphs,
+        program=executor.program,
         shares=shares,
     )
     if followers is not None and recorded is not None:
@@ -204,14 +204,14 @@ def _scheduler(
 def _step_shares(executor: Executor, device: torch.device) -> StepShares:
     """What can be told of steps before they run: how long they take, where own kernels run, and their floors."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-    times = None
+    times, program = None, executor.program
     if executor.own_kernels:
-        recorded = max(executor.mixed_tokens, default=0)
-        times = step_times(executor.graphs, executor.pool_shape, name, recorded, executor.states)
-        division = executor.division
+        recorded = max(program.sizes.mixed_tokens, default=0)
+        times = step_times(program, executor.pool_shape, name, recorded, executor.states)
+        division = program.division
         if times is not None and division is not None and division.times is not None:
             times = replace(times, division=division.times.division)
-    return step_shares(executor.graphs, executor.pool_shape, name, times, executor.states)
+    return step_shares(program, executor.pool_shape, name, times, executor.states)
 
 
 def _default_params(defaults: GenerationDefaults) -> SamplingParams:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from strata.cache.groups import PageGroup, page_groups
 from strata.cache.pool import PoolShape
 from strata.cache.state_pool import StateShape
 from strata.cache.tables import BufferShape
+from strata.engine.compatibility import check_compatible
 from strata.engine.given.options import check_types, own_options
+from strata.engine.program.sizes import recorded_sizes
 from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
 from strata.engine.sampling_params import RANGES, check_integer
 from strata.engine.scheduling.room import SERVER_TTFT_MS
@@ -24,7 +27,6 @@ from strata.engine.startup.kept_states import check_states, keeps_all
 from strata.engine.startup.narrow_messages import check_messages
 from strata.engine.startup.packing import NOTHING_PACKED, Packing
 from strata.engine.startup.sparse_attention import SPARSE_SIZES, check_sparse_attention
-from strata.engine.steps.recorded_sizes import recorded_sizes
 from strata.graph.passes import passes_of
 from strata.kernels.attention.cudnn_plan import keeps_neighbours_apart, why_no_plan
 from strata.kernels.device_limits import DeviceLimits
@@ -188,13 +190,14 @@ class EngineConfig:
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size must be a power of two, got {self.page_size}")
         passes_of(self.passes)
+        if self.executor not in ("graph", "compile"):
+            raise ValueError(f"executor {self.executor!r} is unknown; use graph or compile")
         check_experts(self)
-        self._check_stages()
-        self._check_quantization()
         check_sparse_attention(self)
-        self._check_executor()
         check_messages(self)
         check_divided_keys(self)
+        self._check_quantization()
+        check_compatible(self)
 
     @property
     def max_sequences(self) -> int:
@@ -233,41 +236,13 @@ class EngineConfig:
         """See `RankShard.of`."""
         return self.num_redundant_experts if self.enable_eplb else None
 
-    def _check_executor(self) -> None:
-        if self.executor not in ("graph", "compile"):
-            raise ValueError(f"executor {self.executor!r} is unknown; use graph or compile")
-        refused = {
-            "deterministic=True": self.deterministic,
-            "several ranks": self.ranks > 1,
-            f"passes={self.passes!r}": self.passes != "all",
-            "sparse_prefill": self.sparse_prefill is not None,
-            "decode_pages": self.decode_pages is not None,
-        }
-        given = next((what for what, is_given in refused.items() if is_given), None)
-        if self.executor == "compile" and given is not None:
-            raise ValueError(f"executor='compile' is not there with {given}: leave out one of them")
-
-    def _check_stages(self) -> None:
-        refused = {"enable_eplb": False, "enable_dp_attention": False, "prefill_context_parallel_size": 1}
-        given = next((name for name, without in refused.items() if getattr(self, name) != without), None)
-        if given is not None and self.pipeline_parallel_size > 1:
-            raise ValueError(
-                f"{given}={getattr(self, given)} needs all layers on every rank, and pipeline_parallel_size="
-                f"{self.pipeline_parallel_size} divides them; leave out one of them"
-            )
-
     def _check_quantization(self) -> None:
-        if self.quantization is None and self.sparsity is None:
-            return
         if self.quantization is not None:
             scheme_of(self.quantization)
-            given = f"quantization={self.quantization!r}"
+            self.check_packed(f"quantization={self.quantization!r}")
         if self.sparsity is not None:
             sparsity_of(self.sparsity)
-            if self.quantization is not None:
-                raise ValueError(f"{given} and sparsity={self.sparsity!r} pack the same weights: leave out one of them")
-            given = f"sparsity={self.sparsity!r}"
-        self.check_packed(given)
+            self.check_packed(f"sparsity={self.sparsity!r}")
 
     def check_packed(self, given: str) -> None:
         """Raises ValueError for what packed weights cannot be had with; `given` says that they are packed."""
@@ -326,23 +301,41 @@ class EngineSizes:
     alike, with the weights' dtype. groups: into which the layers are divided that keep rows. states: of the fixed
     states of the others, None if there are none.
 
-    recorded: the steps that get a CUDA graph; library: cuDNN attends for prompts in them. weight_bytes: of the model;
-    of a rank of several, of its share. parameters: of the model; of several ranks, of the one with the most
-    experts, and of several stages, the mean of a stage. packing: which weights of the model, or of the share, are
-    packed. division: how ranks divide the tokens of steps, times aside.
+    weight_bytes: of the model; of a rank of several, of its share. parameters: of the model; of several ranks, of the
+    one with the most experts, and of several stages, the mean of a stage. max_sequences: that run at once. captures:
+    steps replay CUDA graphs; attends: cuDNN can attend for prompts in them. packing: which weights of the model, or of
+    the share, are packed. division: how ranks divide the tokens of steps, times aside. exchanged: from how many tokens
+    on rows go to the ranks of their experts alone, None: never.
     """
 
     max_length: int
     max_tokens: int
+    max_sequences: int
     pool: PoolShape
     groups: tuple[PageGroup, ...]
     weight_bytes: int
     parameters: int
-    recorded: tuple[BufferShape, ...]
-    library: bool
+    captures: bool = False
+    attends: bool = False
     states: StateShape | None = None
     packing: Packing = NOTHING_PACKED
     division: TokenDivision | None = None
+    exchanged: int | None = None
+
+    @property
+    def library(self) -> bool:
+        """Whether cuDNN attends over pages: it reads those of floats alone."""
+        return self.attends and self.pool.rounded is None
+
+    @cached_property
+    def recorded(self) -> tuple[BufferShape, ...]:
+        """Sizes of steps that get a CUDA graph."""
+        if not self.captures:
+            return ()
+        fresh = self.attends and keeps_neighbours_apart(self.pool.dtype)  # a step's own rows are floats
+        given = self.max_sequences, self.max_tokens, self.parameters
+        found = recorded_sizes(*given, self.library, fresh, self.division, self.exchanged)
+        return tuple(replace(size, groups=len(self.groups)) for size in found)
 
     @property
     def recorded_tokens(self) -> int:
@@ -387,28 +380,25 @@ class EngineSizes:
         weight_bytes = packed_bytes(own, dtype, packing.planned)
         groups = groups_of(asked, config, pool, max_length)
         states = StateShape.of(FAMILIES[config.architecture].states(config), dtype)
-        library, recorded = False, []
         parts = asked.prefill_context_parallel_size
-        division = TokenDivision.on(device.type, parts, 0) if parts > 1 else None
-        if limits is not None:
-            attends = bool(groups[0].layers) and not asked.deterministic and pool.kept == ALL_KEYS
-            attends &= library_limit(limits, config, dtype, asked.page_size) is None
-            # It reads pages of floats alone, but a step's own rows are floats.
-            library, fresh = attends and pool.rounded is None, attends and keeps_neighbours_apart(dtype)
-            exchanged = None if shard is None or asked.deterministic else shard.exchange_tokens(dtype)
-            given = asked.max_sequences, max_tokens, parameters
-            recorded = recorded_sizes(*given, library, fresh, division, exchanged)
-        sizes = tuple(replace(size, groups=len(groups)) for size in recorded)
-        return EngineSizes(
-            max_length, max_tokens, pool, groups, weight_bytes, parameters, sizes, library, states, packing, division
+        sizes = EngineSizes(
+            max_length,
+            max_tokens,
+            asked.max_sequences,
+            pool,
+            groups,
+            weight_bytes,
+            parameters,
+            states=states,
+            packing=packing,
+            division=TokenDivision.on(device.type, parts, 0) if parts > 1 else None,
         )
-
-    def without_library(self, max_sequences: int) -> EngineSizes:
-        """The same where cuDNN cannot attend after all."""
-        sizes = max_sequences, self.max_tokens, self.parameters
-        recorded = recorded_sizes(*sizes, library=False, division=self.division)
-        grouped = tuple(replace(size, groups=len(self.groups)) for size in recorded)
-        return replace(self, recorded=grouped, library=False)
+        if limits is None:
+            return sizes
+        attends = bool(groups[0].layers) and not asked.deterministic and pool.kept == ALL_KEYS
+        attends &= library_limit(limits, config, dtype, asked.page_size) is None
+        exchanged = None if shard is None or asked.deterministic else shard.exchange_tokens(dtype)
+        return replace(sizes, captures=True, attends=attends, exchanged=exchanged)
 
 
 def groups_of(asked: EngineConfig, config: ModelConfig, pool: PoolShape, max_length: int) -> tuple[PageGroup, ...]:

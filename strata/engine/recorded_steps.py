@@ -6,7 +6,6 @@ sequences decode are read from device memory.
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -21,12 +20,12 @@ from strata.cache.staging import Staging
 from strata.cache.state_pool import StatePool
 from strata.cache.tables import BufferShape, StepBuffer
 from strata.engine.faults import is_lack_of_memory
-from strata.engine.ranks.token_division import RankStep
+from strata.engine.program.inputs import DivisionInputs, DrawStep, StepInputs
+from strata.engine.program.program import StepProgram
+from strata.engine.program.shape import StepShape
+from strata.engine.program.sizes import StepSizes
 from strata.engine.sampler import DrawInputs
-from strata.engine.step_graphs import StepGraphs
 from strata.engine.steps.groups import WindowSteps
-from strata.engine.steps.inputs import DivisionInputs, DrawStep, StepInputs
-from strata.engine.steps.recorded_sizes import has_few_long_prompts, smallest_mixed
 from strata.graph.cudagraph import Recordings
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.virtual_sequences import Rows, as_virtual_sequences
@@ -96,7 +95,7 @@ class RecordedSteps:
 
     def __init__(
         self,
-        graphs: StepGraphs,
+        program: StepProgram,
         pool: KVPool,
         tables: BlockTables,
         newest: Tensor,
@@ -111,68 +110,26 @@ class RecordedSteps:
     ) -> None:
         """heads: of the model's queries. windows: where some layers have pages of their own. states: where some have a
         fixed state. rank: whose share of steps it is that ranks divide. kernels_are_ready: see `Runner.record`."""
-        self._graphs, self._pool, self._tables = graphs, pool, tables
+        self._program, self._pool, self._tables = program, pool, tables
         self._fresh_rows = fresh_rows_of(heads, pool.shape)
         self._rows = Rows(self._fresh_rows.queries, self._fresh_rows.result)
         self._windows, self._states = windows, states
-        self._library, self._rank, self._kernels_are_ready = False, rank, kernels_are_ready
+        self._rank, self._kernels_are_ready = rank, kernels_are_ready
         self._newest, self._staging = newest, staging
         self._recordings = recordings
         self._outputs: dict[BufferShape, Recorded] = {}
-        self._decode: list[BufferShape] = []  # all ascending
-        self._mixed: list[BufferShape] = []
-        self._divided: list[BufferShape] = []
         self.sizes: list[BufferShape] = []
         self.lacking: list[BufferShape] = []
         self.unrecorded: dict[Reason, int] = dict.fromkeys(REASONS, 0)
         self._warm: set[tuple[str, int, int | None]] = set()
         self._buffers: dict[BufferShape, dict[Staging, StepBuffer]] = {}
 
-    @property
-    def mixed_tokens(self) -> tuple[int, ...]:
-        """Tokens of recorded steps with prompts, ascending."""
-        return tuple(sorted({size.tokens for size in self._mixed}))
-
-    @property
-    def divided_tokens(self) -> tuple[int, ...]:
-        """The same of steps that ranks divide, of all ranks together."""
-        return tuple(sorted({size.tokens * size.ranks for size in self._divided}))
-
-    def bucket(
-        self,
-        tokens: int,
-        sequences: int,
-        draws: int,
-        prompts: int,
-        fresh: int | None,
-        behind: int,
-        *,
-        decodes: bool,
-        scored: bool,
-    ) -> BufferShape | None:
-        """The smallest recorded size that holds a step with so many prompts. None, which is counted: it is launched, as
-        all are whose prompts are scored. decodes: it has nothing else. fresh, behind: see `smallest_mixed`."""
-        found = None
-        if decodes:
-            found = next((shape for shape in self._decode if shape.sequences >= sequences), None)
-        elif not scored:
-            found = smallest_mixed(self._mixed, tokens, sequences, draws, prompts, fresh, behind)
-        if found is None:
-            self.count_unrecorded(tokens, sequences, draws, prompts, scored)
-        return found
-
-    def divided_bucket(self, share: RankStep) -> BufferShape | None:
-        """The smallest that holds the largest share of a step that ranks divide, one for all ranks."""
-        return smallest_mixed(self._divided, *share.room)
-
-    def count_unrecorded(self, tokens: int, sequences: int, draws: int, prompts: int, scored: bool) -> None:
-        """A step is launched eagerly. scored: because the prompts of some are."""
-        decodes = tokens == sequences == draws  # for all of which there are sizes
-        mixed = (size for size in self.lacking if not _is_decode(size))
+    def count_unrecorded(self, shape: StepShape) -> None:
+        """A step is launched that could have replayed a CUDA graph of its size."""
         reason: Reason = "too_large"
-        if scored:
+        if shape.scored:
             reason = "prompt_logprobs"
-        elif decodes or smallest_mixed(mixed, tokens, sequences, draws, prompts) is not None:
+        elif shape.decodes or StepSizes(self.lacking).would_hold(shape):  # for all decodes there are sizes
             reason = "out_of_memory"
         self.unrecorded[reason] += 1
 
@@ -199,15 +156,11 @@ class RecordedSteps:
 
     def draw(self, bucket: BufferShape, filtered: bool) -> Tensor:
         """The ids [draws] int32 drawn from what `run` left, which the next step may read. filtered: some rows are."""
-        if self._graphs.part is not None and not filtered:
+        if self._program.part is not None and not filtered:
             self._recordings.replay((bucket, "draw plain"))
             return self._outputs[bucket].plain_ids
         self._recordings.replay((bucket, "draw"))
         return self._outputs[bucket].ids
-
-    def library_takes(self, tokens: int, prompts: int) -> bool:
-        """Whether cuDNN attends for the prompts of such a step if it is launched eagerly."""
-        return self._library and has_few_long_prompts(tokens, prompts)
 
     def divide(
         self, inputs: StepInputs, parts: BatchParts, *, fresh: bool = False
@@ -217,9 +170,9 @@ class RecordedSteps:
         inputs: with tables of as many pages as a sequence can have, since the plan is made for those. fresh: it reads
         none of them.
         """
-        graph, rows = self._graphs.divided_inputs, self._rows
+        graph, rows = self._program.divided_inputs, self._rows
         if fresh:
-            graph, rows = self._graphs.fresh_inputs, self._fresh_rows
+            graph, rows = self._program.fresh_inputs, self._fresh_rows
         given = DivisionInputs(inputs, parts.bounds, self._pool.all_keys, self._pool.all_values, rows)
         tokens, tables, division = graph.forward(given)
         return tokens, tables, replace(parts, virtual=as_virtual_sequences(division, rows))
@@ -227,7 +180,6 @@ class RecordedSteps:
     def record(self, shape: BufferShape, *, may_lack: bool = True) -> None:
         """Record the steps of one size, the largest before smaller ones, so that these fit in its memory. A size that
         the memory does not suffice for is `lacking`, and holds nothing, or raises if it may not."""
-        self._library |= shape.prompts is not None and not shape.fresh
         try:
             self._record(shape)
             return
@@ -237,14 +189,12 @@ class RecordedSteps:
         # Here, where the error is gone: it held the tensors of what it came from.
         self._buffers.pop(shape, None)
         self._recordings.discard([(shape, part) for part in _PARTS])
-        insort(self.lacking, shape, key=_size)  # in which the smallest is looked for
+        self.lacking.append(shape)
 
     def drop(self) -> None:
         """Keep no recording: the messages between ranks in them keep the ranks together."""
         self._recordings.discard([(shape, part) for shape in self.sizes for part in _PARTS])
         self.sizes.clear()
-        for sizes in (self._decode, self._mixed, self._divided):
-            sizes.clear()
 
     def _record(self, shape: BufferShape) -> None:
         device = self._staging[0].target(shape.size)
@@ -255,11 +205,11 @@ class RecordedSteps:
         if self._windows is not None:
             self._windows.place(buffer, nothing, nothing, nothing)
         buffer.pad_draws(0, len(self._newest) - 1)
-        is_decode = _is_decode(shape)
+        is_decode = shape.tokens == shape.sequences
         parts = None if is_decode else buffer.divide(nothing, recorded=True)
         buffer.send()
-        graphs, newest = self._graphs, self._newest
-        decode = graphs.decode(shape.sequences) if parts is None else None
+        program, newest = self._program, self._newest
+        variant = program.replayed(shape)
         inputs = step_inputs(buffer, self._tables.on_device, self._pool.shape.page_size, newest, self._rank)
         longest = 1 if parts is None else shape.tokens
         made = Recorded(newest, newest, newest)
@@ -267,27 +217,21 @@ class RecordedSteps:
         def run() -> None:
             if parts is None or shape.prompts is None:
                 divided = parts
-                tokens, tables = graphs.recorded_inputs.forward(inputs)
+                tokens, tables = program.recorded_inputs.forward(inputs)
             else:
                 tokens, tables, divided = self.divide(inputs, parts, fresh=shape.fresh)
-            others = () if self._windows is None else self._windows.recorded_tables(buffer, inputs, graphs)
+            others = () if self._windows is None else self._windows.recorded_tables(buffer, inputs, program)
             batch = buffer.batch(self._pool, tables, tokens, longest, (), divided, others, self._states)
-            if decode is not None:
-                made.logits = decode.forward(batch)
-            elif shape.ranks > 1:
-                assert graphs.divided is not None
-                made.logits = graphs.divided.forward(batch, buffer.tensors["rows"], buffer.tensors["chosen"])
-            else:
-                made.logits = graphs.logits_of(shape.tokens).forward(batch, buffer.tensors["rows"])
+            made.logits = variant.graph.forward(batch, *(buffer.tensors[name] for name in variant.inputs))
 
         def drawing() -> DrawStep:
             return DrawStep(made.logits, draw_inputs(buffer, shape.draws), newest, buffer.tensors["draw_slots"])
 
         def draw() -> None:
-            made.ids = graphs.draw_filtered.forward(drawing())[0]
+            made.ids = program.draw_filtered.forward(drawing())[0]
 
         def draw_plain() -> None:
-            made.plain_ids = graphs.draw.forward(drawing())[0]
+            made.plain_ids = program.draw.forward(drawing())[0]
 
         # What compiles or is chosen when it first runs follows from the graph and tokens or sequences alone. Large ones
         # run for long: with a run of each 104 sizes of 8B took 6.2 s to record, without 126 take 3.5.
@@ -298,16 +242,14 @@ class RecordedSteps:
             sizes |= {("tokens", graph, shape.tokens), ("sequences", graph, shape.sequences)}
         warm = sizes <= self._warm
         self._keep((shape, "run"), run, warm)
-        if graphs.head is not None:
+        if program.head is not None:
             self._keep((shape, "draw"), draw, warm)
-        if graphs.head is not None and graphs.part is not None:
+        if program.head is not None and program.part is not None:
             self._keep((shape, "draw plain"), draw_plain, warm)
         self._warm |= sizes
         made.logits = self._recordings.lend(made.logits)
         self._outputs[shape] = made
         self.sizes.append(shape)
-        recorded = self._divided if shape.ranks > 1 else self._mixed
-        insort(self._decode if is_decode else recorded, shape, key=_size)
 
     def _keep(self, key: tuple[BufferShape, str], run: Callable[[], None], warm: bool) -> None:
         """Record it. What is not warm in spite of ready kernels (a module that is loaded ends a recording) is run first
@@ -319,11 +261,3 @@ class RecordedSteps:
             if not (warm and self._kernels_are_ready) or is_lack_of_memory(error):
                 raise
         self._recordings.record(key, run)  # here, where the error is gone: it held tensors
-
-
-def _is_decode(shape: BufferShape) -> bool:
-    return shape.tokens == shape.sequences
-
-
-def _size(shape: BufferShape) -> tuple[int, int, bool, bool]:
-    return shape.tokens, shape.sequences, shape.prompts is None, not shape.fresh

@@ -19,19 +19,19 @@ from strata.cache.tables import BufferShape, StepBuffer
 from strata.engine.grammars.grammar import Masks, MasksUnderWay
 from strata.engine.ledger import PROMPT_LOGPROB_ROWS
 from strata.engine.plan import PlanArrays, StepPlan, UndrawnStep
+from strata.engine.program.inputs import DrawStep
+from strata.engine.program.program import Choice, StepProgram
+from strata.engine.program.shape import StepShape
 from strata.engine.ranks.step_room import StepRoom
 from strata.engine.ranks.token_division import RankStep
 from strata.engine.recorded_steps import RecordedSteps, draw_inputs, step_inputs
 from strata.engine.sampler import DrawRow, LogprobTensors, Sampler
-from strata.engine.step_graphs import StepGraphs
 from strata.engine.steps.groups import WindowSteps
-from strata.engine.steps.inputs import DrawStep
 from strata.engine.steps.observer import StepObserver
 from strata.engine.steps.runner_config import RunnerConfig
 from strata.engine.steps.slots import SlotState, meets
 from strata.engine.transfer import send
 from strata.graph.cudagraph import CudaGraphs, Recordings
-from strata.kernels.attention.virtual_sequences import fresh_rows
 from strata.kernels.sampling.sampling import likeliest
 
 
@@ -94,12 +94,12 @@ class Runner:
     """Owns the KV pool, the block tables and each slot's newest id; learns of sequences from plans alone.
 
     Steps that fit into a size for which `record` has made a CUDA graph replay that; others are launched eagerly.
-    observer: for benchmarks, None while nothing is measured.
+    program: what chooses what a step runs. observer: for benchmarks, None while nothing is measured.
     """
 
     def __init__(
         self,
-        graphs: StepGraphs,
+        program: StepProgram,
         pool: KVPool,
         config: RunnerConfig,
         device: torch.device,
@@ -110,26 +110,27 @@ class Runner:
         states: of layers that keep a fixed state."""
         self.pool = pool
         self._states = states
-        self._graphs, self._config, self._device = graphs, config, device
+        self.program = program.replaying((), library=False)  # until there are CUDA graphs
+        self._config, self._device = config, device
         most_pages = table_pages(config.max_length, pool.shape.page_tokens)
         self._tables = BlockTables(config.max_sequences, most_pages, device)
         self._windows: WindowSteps | None = None
         if others or config.only_windows:
             self._windows = WindowSteps((pool, self._tables), others, config.only_windows, device)
         self._slots = SlotState(config.max_sequences)
-        self._sampler = Sampler(config.max_sequences, config.max_length, device, graphs.part)
+        self._sampler = Sampler(config.max_sequences, config.max_length, device, program.part)
         self._masks = Masks(config.mask_ids, config.max_sequences, device)
         # One id more than slots: padding rows of a CUDA graph read and write the last one.
         self._newest = torch.zeros(config.max_sequences + 1, dtype=torch.int32, device=device)
         groups = 1 + len(others)
         largest = BufferShape(config.max_tokens, config.max_sequences + 1, config.max_sequences, groups=groups).size
-        if config.division is not None:
-            largest = max(largest, config.division.largest(config.max_tokens, config.max_sequences).size)
+        if program.division is not None:
+            largest = max(largest, program.division.largest(config.max_tokens, config.max_sequences).size)
         # So that a step can be prepared while those before it have not left their buffers.
         steps, pinned = config.stages + 1, device.type == "cuda"
         self._staging = [Staging(largest, device) for _ in range(steps)]
         self._returns = [torch.empty(config.max_sequences, dtype=torch.int32, pin_memory=pinned) for _ in range(steps)]
-        self._rank = 0 if config.division is None else config.division.index
+        self._rank = 0 if program.division is None else program.division.index
         self._recorded: RecordedSteps | None = None
         self.observer: StepObserver | None = None
 
@@ -142,13 +143,16 @@ class Runner:
         all_of_them: a size that the memory does not suffice for is an error, not `lacking`. kernels_are_ready: all
         variants of own kernels, so that few sizes have to be run before they are recorded.
         """
-        given = (self._graphs, self.pool, self._tables, self._newest, self._staging, self._recordings())
+        given = (self.program, self.pool, self._tables, self._newest, self._staging, self._recordings())
         more = self._config.heads, self._windows, self._states, self._rank
         recorded = RecordedSteps(*given, *more, kernels_are_ready=kernels_are_ready)
-        for bucket in sorted(buckets, key=lambda shape: shape.size, reverse=True):
+        largest_first = sorted(buckets, key=lambda shape: shape.size, reverse=True)
+        for bucket in largest_first:
             recorded.record(bucket, may_lack=not all_of_them)
         torch.cuda.empty_cache()  # what the first runs left on a stream that nothing else uses
         self._recorded = recorded
+        library = any(size.prompts is not None and not size.fresh for size in largest_first)
+        self.program = self.program.replaying(recorded.sizes, library=library)
         return recorded
 
     def _recordings(self) -> Recordings:
@@ -171,16 +175,17 @@ class Runner:
         self._copy_before(plan)
         arrays = PlanArrays(plan)
         self._admit(plan)
-        share, bucket = self._share(plan, arrays)
-        if share is None:
-            bucket = self._bucket(plan, arrays) if room is None else self._common_bucket(room)
+        choice = self.program.choose(self._shape(plan, arrays, room))
         # A share does not tell of what other ranks decode; ranks that divide keys have tables of their own.
-        alike = share is None and self.pool.shape.kept.ranks == 1
-        self._enter_pages(plan, recorded=bucket is not None and alike)
-        if bucket is None:
-            launched = self._launch_eager(plan, share or arrays, room)
+        alike = choice.shape.share is None and self.pool.shape.kept.ranks == 1
+        self._enter_pages(plan, recorded=choice.size is not None and alike)
+        step = choice.shape.share or arrays
+        if choice.size is None:
+            if self._recorded is not None and choice.variant.captured:
+                self._recorded.count_unrecorded(choice.shape)
+            launched = self._launch_eager(plan, step, choice, room)
         else:
-            launched = self._launch_recorded(plan, share or arrays, bucket)
+            launched = self._launch_recorded(plan, step, choice.size)
         if self._states is not None:
             self._states.copy(plan.states_after)
         if self.observer is not None and isinstance(launched, Launched):
@@ -227,40 +232,16 @@ class Runner:
             self._windows.send()
         buffer.send()
 
-    def _bucket(self, plan: StepPlan, arrays: PlanArrays) -> BufferShape | None:
-        """The recorded size that a step takes; None if it is launched eagerly, as prompts that are scored are."""
-        if self._recorded is None or self._graphs.leaves_out_keys(arrays.counts, arrays.ends):
-            return None
-        fresh = None if arrays.starts.any() else fresh_rows(arrays.counts.tolist())
-        size = plan.tokens, len(plan.chunks), len(arrays.drawn), arrays.prompts
-        return self._recorded.bucket(*size, fresh, arrays.behind, decodes=arrays.are_decodes, scored=self._scores(plan))
+    def _shape(self, plan: StepPlan, arrays: PlanArrays, room: StepRoom | None) -> StepShape:
+        if room is not None:
+            return StepShape.of_ranks(room, arrays)
+        return StepShape.of(arrays, scored=self._scores(plan))
 
     def _scores(self, plan: StepPlan) -> bool:
         scored, lengths = self._slots.scored, self._slots.prompt_lengths
         return bool(scored) and any(
             chunk.slot in scored and chunk.start < lengths[chunk.slot] - 1 for chunk in plan.chunks
         )
-
-    def _share(self, plan: StepPlan, arrays: PlanArrays) -> tuple[RankStep | None, BufferShape | None]:
-        """What this rank runs of a step that it divides with others, and the recorded size that all take if one holds
-        their shares; None if each runs all of it, as of prompts that are scored: they need all hidden states."""
-        division, recorded = self._config.division, self._recorded
-        share = None if division is None or self._scores(plan) else division.share(arrays)
-        if division is None or share is None:
-            return None, None
-        bucket = None if recorded is None else recorded.divided_bucket(share)
-        if not division.pays(arrays, share, recorded=bucket is not None):
-            return None, None
-        if recorded is not None and bucket is None:
-            recorded.count_unrecorded(plan.tokens, len(plan.chunks), len(arrays.drawn), arrays.prompts, scored=False)
-        return share, bucket
-
-    def _common_bucket(self, room: StepRoom) -> BufferShape | None:
-        """The recorded size that all ranks take for their steps."""
-        if self._recorded is None:
-            return None
-        size = room.tokens, room.sequences, room.draws, room.prompts
-        return self._recorded.bucket(*size, room.fresh, room.behind, decodes=room.decodes, scored=room.scored)
 
     def _launch_recorded(self, plan: StepPlan, arrays: PlanArrays, bucket: BufferShape) -> Launched | Undrawn:
         assert self._recorded is not None
@@ -276,42 +257,41 @@ class Runner:
         undrawn = Undrawn(plan, arrays, buffer, logits[:draws], None if self._special(plan, arrays) else bucket)
         return undrawn if meets(self._slots.constrained, arrays.drawn) else self._draw(undrawn)
 
-    def _launch_eager(self, plan: StepPlan, arrays: PlanArrays, room: StepRoom | None) -> Launched | Undrawn:
-        graphs = self._graphs.of_step(arrays.counts, arrays.ends, self.pool.shape.page_tokens)
-        draws, share = len(arrays.drawn), arrays if isinstance(arrays, RankStep) else None
+    def _launch_eager(
+        self, plan: StepPlan, arrays: PlanArrays, choice: Choice, room: StepRoom | None
+    ) -> Launched | Undrawn:
+        program, variant = self.program, choice.variant
+        draws, share = len(arrays.drawn), choice.shape.share
         if room is not None:
-            shape, longest, scores = room.shape(plan), room.longest(plan), room.scored
+            shape, longest = room.shape(plan), room.longest(plan)
         else:
             groups = 1 if self._windows is None else self._windows.groups
             shape = BufferShape(plan.tokens, len(plan.chunks), draws, groups=groups) if share is None else share.shape
             longest = 1 if arrays.are_decodes else int(arrays.counts.max(initial=1))
-            scores = share is None and meets(self._slots.scored, arrays.slots.tolist())
         buffer = StepBuffer(shape, self._staging[0], self._staging[0].target(shape.size))
         missing = self._fill(buffer, arrays)
         parts = buffer.divide(arrays.counts, recorded=False) if longest > 1 else None
         self._send(buffer, plan)
         page_size, tables = self.pool.shape.page_tokens, self._tables.on_device
-        recorded = self._recorded if graphs is self._graphs else None  # of the library, which sees all keys
-        if parts is not None and recorded is not None and recorded.library_takes(arrays.tokens, arrays.prompts):
+        if choice.library:
+            assert parts is not None
+            assert self._recorded is not None
             given = step_inputs(buffer, tables, page_size, self._newest, self._rank)
-            tokens, tables, parts = recorded.divide(given, parts)
+            tokens, tables, parts = self._recorded.divide(given, parts)
         else:
-            inputs = self._graphs.mixed_inputs if missing else self._graphs.prompt_inputs
+            inputs = program.inputs(choice, missing=missing)
             columns = tables[:, : -(-int(arrays.ends.max(initial=1)) // page_size)]
             tokens, tables = inputs.forward(step_inputs(buffer, columns, page_size, self._newest, self._rank))
         others = () if self._windows is None else self._windows.tables(buffer, tables.shape[1])
         batch = buffer.batch(self.pool, tables, tokens, longest, self._config.windows, parts, others, self._states)
         prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-        head = graphs.head
-        if scores and head is not None:
-            hidden = graphs.hidden.forward(batch)
+        head = program.head
+        if choice.shape.scored and head is not None:
+            hidden = (variant.hidden or program.hidden).forward(batch)
             prompt_logprobs = tuple(self._prompt_logprobs(plan, hidden))
             logits = head.forward(hidden.index_select(0, buffer.tensors["rows"]))
-        elif share is not None:
-            assert self._graphs.divided is not None
-            logits = self._graphs.divided.forward(batch, buffer.tensors["rows"], buffer.tensors["chosen"])
         else:
-            logits = graphs.launched_logits_of(shape.tokens).forward(batch, buffer.tensors["rows"])
+            logits = variant.graph.forward(batch, *(buffer.tensors[name] for name in variant.inputs))
         if not draws:
             return self._finish(plan, self._newest[:0], None, prompt_logprobs)
         undrawn = Undrawn(plan, arrays, buffer, logits[:draws], None, prompt_logprobs)
@@ -323,7 +303,7 @@ class Runner:
 
     def _draw(self, step: Undrawn, masks: tuple[Tensor, Tensor] | None = None) -> Launched:
         """Sample a step's rows; masks: see `apply_bitmask`. Of a stage before the last there is nothing to sample."""
-        if self._graphs.head is None:
+        if self.program.head is None:
             return self._finish(step.plan, self._newest[:0])
         plan, buffer, logits, slots = step.plan, step.buffer, step.logits, step.arrays.drawn
         draws = len(slots)
@@ -337,7 +317,7 @@ class Runner:
             return replace(self._finish(plan, self._recorded.draw(step.bucket, filtered)[:draws]), size=step.bucket)
         targets = buffer.tensors["draw_slots"][:draws]
         greedy = not special and not meets(self._slots.sampled, slots)
-        if greedy and self._device.type == "cpu" and self._graphs.part is None:
+        if greedy and self._device.type == "cpu" and self.program.part is None:
             ids = likeliest(logits)
             self._newest[targets] = ids
         else:
@@ -346,7 +326,7 @@ class Runner:
                 ids, reported = self._sampler.draw(logits, self._rows(step), inputs, filtered, masks)
                 self._newest[targets] = ids
             else:
-                graph = self._graphs.draw_filtered if filtered else self._graphs.draw
+                graph = self.program.draw_filtered if filtered else self.program.draw
                 ids, _ = graph.forward(DrawStep(logits, inputs, self._newest, targets))
         return self._finish(plan, ids, reported, step.prompt_logprobs)
 
@@ -424,7 +404,7 @@ class Runner:
         return self._config.stages == 1 and (all_drawn_here or bool(drawn_here.any()))
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> Iterator[PromptLogprobs]:
-        head, at = self._graphs.head, 0
+        head, at = self.program.head, 0
         assert head is not None
         for chunk in plan.chunks:
             sequence = self._slots[chunk.slot]

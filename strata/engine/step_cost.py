@@ -10,11 +10,11 @@ from strata.cache.state_pool import StateShape, meta_states
 from strata.cache.tables import BufferShape
 from strata.comm.mesh import Axis
 from strata.engine.engine_config import EngineConfig
+from strata.engine.program.program import StepProgram
+from strata.engine.program.sizes import LIBRARY_KEYS
 from strata.engine.ranks.token_division import TokenDivision
 from strata.engine.scheduling.room import StepTarget
 from strata.engine.scheduling.step_times import LINK, MESSAGE_SECONDS, DivisionTimes, StepTimes
-from strata.engine.step_graphs import StepGraphs
-from strata.engine.steps.recorded_sizes import LIBRARY_KEYS
 from strata.engine.watch.step_floor import StepFloor
 from strata.engine.watch.step_shares import StepShares
 from strata.graph.buffers import CUDA_BLOCK, BufferPlan, buffer_plan
@@ -30,7 +30,7 @@ from strata.models.batch import Batch
 
 
 def step_times(
-    graphs: StepGraphs, shape: PoolShape, product: str, recorded: int, states: StateShape | None = None
+    program: StepProgram, shape: PoolShape, product: str, recorded: int, states: StateShape | None = None
 ) -> StepTimes | None:
     """How long steps take on a device by the name that its driver reports; None where its peaks are not known.
 
@@ -42,9 +42,9 @@ def step_times(
     if device is None:
         return None
     dtype = str(shape.dtype).removeprefix("torch.")
-    costs = least_costs(graphs, shape, states)
+    costs = least_costs(program, shape, states)
     try:
-        overlapped = graphs.overlap_tokens if graphs.has_copies else 0
+        overlapped = program.least("overlapped_logits") if program.sends_by_copies else 0
         return StepTimes.of(costs, device, dtype, recorded, _link(device) if costs.messages else None, overlapped)
     except ValueError:  # no peak is recorded for the dtype
         return None
@@ -64,14 +64,14 @@ def step_target(
 
 
 def step_shares(
-    graphs: StepGraphs, shape: PoolShape, product: str, times: StepTimes | None, states: StateShape | None
+    program: StepProgram, shape: PoolShape, product: str, times: StepTimes | None, states: StateShape | None
 ) -> StepShares:
     """The floors of steps on a device: by what a probe of this machine found, else by the database. times: how long its
     steps take, if that is known."""
     device = known_here(product)
     if device is None:
         return StepShares(times)
-    costs = least_costs(graphs, shape, states)
+    costs = least_costs(program, shape, states)
     dtype = str(shape.dtype).removeprefix("torch.")
     try:
         return StepShares(times, StepFloor.of(costs, device, dtype, _link(device) if costs.messages else None))
@@ -99,7 +99,7 @@ def _link(device: Device) -> Link | None:
 
 
 def token_division(
-    graphs: StepGraphs,
+    program: StepProgram,
     shape: PoolShape,
     context: Axis,
     kind: str,
@@ -113,7 +113,7 @@ def token_division(
     division = TokenDivision.on(kind, context.size, context.index)
     if product is None:
         return division
-    found, known = step_times(graphs, shape, product, recorded), recognize(product)
+    found, known = step_times(program, shape, product, recorded), recognize(product)
     link = _link(known) if known is not None else None
     if found is None or link is None:
         return division
@@ -123,14 +123,14 @@ def token_division(
     return replace(division, times=replace(found, division=DivisionTimes(context.size, division.least, *sent, divided)))
 
 
-def least_costs(graphs: StepGraphs, shape: PoolShape, states: StateShape | None) -> StepCosts:
+def least_costs(program: StepProgram, shape: PoolShape, states: StateShape | None) -> StepCosts:
     """The least that steps of a model cost whose keys and values lie in such pages. states: of layers with fixed
     ones."""
-    return step_costs(graphs.logits, lambda tokens, rows: (_one_token_each(shape, states, tokens), meta_indices(rows)))
+    return step_costs(program.logits, lambda tokens, rows: (_one_token_each(shape, states, tokens), meta_indices(rows)))
 
 
 def planned_buffers(
-    graphs: StepGraphs,
+    program: StepProgram,
     shape: PoolShape,
     states: StateShape | None,
     tokens: int,
@@ -141,7 +141,8 @@ def planned_buffers(
     device on which it runs; None: on a CPU."""
     batch = _meta_batch(shape, states, Workload((tokens,), (tokens,)))
     block = 1 if limits is None else CUDA_BLOCK
-    return buffer_plan(graphs.logits_of(tokens), (batch, meta_indices(rows)), limits, block)
+    variant = program.replayed(BufferShape(tokens, tokens + 1, rows))
+    return buffer_plan(variant.graph, (batch, meta_indices(rows)), limits, block)
 
 
 def _one_token_each(shape: PoolShape, states: StateShape | None, sequences: int) -> Batch:

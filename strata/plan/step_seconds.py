@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from strata.cache.pages import SharedKeys
 from strata.cache.tables import BufferShape
+from strata.engine.program.program import Choice
 from strata.graph.predict import StepPredictor
 from strata.hardware.evidence import evidence_of
 from strata.hardware.figures import Device
@@ -57,7 +58,7 @@ class StepSeconds:
         self.device = found.device
         self.sources = found.sources
         self.dtype = dtype_name(model.dtype)
-        alone = model.shard is None and model.division is None
+        alone = model.shard is None and model.program.division is None
         self.link: Link | None = None if alone else link_of(self.device)
         ranks = 1 if model.shard is None else model.shard.size
         table = tuned.read(self.device.product)
@@ -84,10 +85,10 @@ class StepSeconds:
     def seconds(self, workload: Workload) -> float:
         """The same, within rounding of what it keeps: steps that no graph holds are asked for at sizes an eighth of an
         octave apart, and lie on the line between them."""
-        if self.model.division is not None:
+        if self.model.program.division is not None:
             return self.predict(workload).seconds
-        size = self.model.recorded_size(workload)
-        attention = self._attention(workload, size)
+        choice = self.model.choose(workload)
+        attention, size = self._attention(workload, choice), choice.size
         if size is not None:
             key = _Kind(size, size.tokens, size.sequences, 1 in workload.new)
             return self._base(key, workload).nodes + attention
@@ -122,12 +123,12 @@ class StepSeconds:
 
     def attention(self, workload: Workload) -> float:
         """Seconds of the attention and the recurrences of all layers."""
-        return self._attention(workload, self.model.recorded_size(workload))
+        return self._attention(workload, self.model.choose(workload))
 
     @cached_property
     def _key_bytes(self) -> list[tuple[float, int]]:
         """Bytes of a key with its value, and how many layers keep those of all tokens and attend by known programs."""
-        times, attends = self.predictor.attention_times, self.model.attends(_NEAR, self.model.recorded_size(_NEAR))
+        times, attends = self.predictor.attention_times, self.model.attends(_NEAR, self.model.choose(_NEAR))
         if times is None or attends is None:
             return []
         found = []
@@ -138,8 +139,8 @@ class StepSeconds:
                 found.append((nbytes, layers))
         return found
 
-    def _attention(self, workload: Workload, size: BufferShape | None) -> float:
-        attends = self.model.attends(workload, size)
+    def _attention(self, workload: Workload, choice: Choice) -> float:
+        attends = self.model.attends(workload, choice)
         costs, predictor = self.costs, self.predictor
         attention = sum(
             layers * predictor.attention(cost(workload), workload, attends).seconds for cost, layers in costs.attentions
@@ -154,7 +155,7 @@ class StepSeconds:
         octave = 1 << max(0, tokens.bit_length() - 1 - _STEPS_OF_OCTAVE)
         low = tokens // octave * octave
         high = low if low == tokens else low + octave
-        if any(self.model.recorded_size(_resized(workload, one)) is not None for one in (low, high)):
+        if any(self.model.choose(_resized(workload, one)).size is not None for one in (low, high)):
             return tokens, tokens
         return low, high
 

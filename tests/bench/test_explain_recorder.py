@@ -77,7 +77,7 @@ def test_the_engine_tells_what_it_is(measured: Measurement) -> None:
 
 
 def test_graphs_and_tokenizer_are_as_before(llm: LLM, measured: Measurement) -> None:
-    graphs = llm.engine.graphs
+    graphs = llm.engine.program
     assert "forward" not in vars(graphs.logits)
     assert llm.get_tokenizer().encode.__name__ == "encode"
 

@@ -8,7 +8,7 @@ import torch
 from strata.bench.explain.plain_products import product_here, unpacked_products
 from strata.models.folder import folder_or_shape
 from strata.plan.explain.measurement import MeasuredStep, StepChunk
-from strata.plan.meta_model import find_config, host_model
+from strata.plan.meta_model import find_config, meta_model
 from strata.plan.step_seconds import StepSeconds
 from tests.plan.explain.runs import DEVICE
 
@@ -22,7 +22,7 @@ def step(sequences: int, tokens: int) -> MeasuredStep:
 
 def of(quantization: str | None) -> StepSeconds:
     config = find_config(folder_or_shape("builtin"))
-    return StepSeconds(host_model(config, torch.bfloat16, quantization=quantization), DEVICE)
+    return StepSeconds(meta_model(config, None, torch.bfloat16, quantization=quantization), DEVICE)
 
 
 def test_every_product_of_every_step_counts() -> None:

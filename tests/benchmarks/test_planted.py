@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import importlib
 
+from strata.cache.tables import BufferShape
 from strata.engine.llm import LLM
-from strata.engine.recorded_steps import REASONS, RecordedSteps
+from strata.engine.program.shape import StepShape
+from strata.engine.program.sizes import StepSizes
 from strata.engine.sampling_params import SamplingParams
 
 cases = importlib.import_module("benchmarks.planted.cases")
 
 
 def test_steps_that_launch_eagerly_find_no_recording() -> None:
-    recorded = object.__new__(RecordedSteps)
-    recorded.unrecorded, recorded.lacking = dict.fromkeys(REASONS, 0), ()
+    sizes, decode = StepSizes([BufferShape(1, 1, 1)]), StepShape(1, 1, 1, decodes=True)
+    assert sizes.holding(decode) == BufferShape(1, 1, 1)
     with cases.no_recorded_steps(None):
-        assert recorded.bucket(1, 1, 1, 0, None, decodes=True, scored=False) is None
-    assert sum(recorded.unrecorded.values()) == 1  # as if none had been recorded
+        assert sizes.holding(decode) is None
 
 
 def test_options_of_faults_and_of_their_mending_are_options_of_engines() -> None:

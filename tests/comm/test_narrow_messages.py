@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from strata.comm.operations import Along
-from strata.engine.step_graphs import StepGraphs, step_graphs
+from strata.engine.program.program import StepProgram
 from strata.graph.cost import operation_counts
 from strata.graph.ranks.narrow_messages import NARROW_TOKENS, narrow_messages
 from strata.hardware.roofline import Workload
@@ -16,6 +16,7 @@ from strata.kernels.collective.rounded_parts import round_parts, sum_parts, wide
 from strata.models.config import ModelConfig, config_from_dict
 from strata.parallel.serving_shard import RankShard
 from strata.plan.meta_model import find_config, meta_model
+from tests.engine.program.programs import replayed, step_program
 from tests.graph.lockstep import run_in_lockstep
 from tests.models.batches import packed, random_sequences
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
@@ -63,14 +64,14 @@ def test_what_is_not_finite_is_not_hidden() -> None:
     assert torch.equal(found[0, 128:], torch.full((384,), 2.0))
 
 
-def graphs_of(name: str, size: int) -> tuple[StepGraphs, list[StepGraphs], int]:
+def graphs_of(name: str, size: int) -> tuple[StepProgram, list[StepProgram], int]:
     config = divisible_config(name, hidden_size=64)
     model = random_model(config, torch.float32).requires_grad_(False)
     made = [
-        step_graphs(own, "cpu", deterministic=False, shard=part, narrow=True)
+        step_program(own, "cpu", deterministic=False, shard=part, message_dtype="fp8")
         for part, own in (shard_of(model, config, size, index) for index in range(size))
     ]
-    return step_graphs(model, "cpu", deterministic=False), made, config.vocab_size
+    return step_program(model, "cpu", deterministic=False), made, config.vocab_size
 
 
 @pytest.mark.parametrize(("name", "size"), [("llama-biases-tied", 2), ("qwen3-moe", 4), ("gpt-oss", 2)])
@@ -78,8 +79,8 @@ def test_large_steps_of_ranks_have_about_the_logits_of_one(name: str, size: int)
     alone, ranks, vocabulary = graphs_of(name, size)
     batch, rows = packed(random_sequences(vocabulary, (30, 18))), torch.arange(48, dtype=torch.int32)
     wanted = alone.logits(batch, rows)
-    narrow = [one.logits_of(NARROW_TOKENS) for one in ranks]
-    assert ranks[0].logits_of(NARROW_TOKENS - 1) is ranks[0].logits
+    narrow = [replayed(one, NARROW_TOKENS) for one in ranks]
+    assert replayed(ranks[0], NARROW_TOKENS - 1) is ranks[0].logits
     parts = run_in_lockstep(narrow, [(batch, rows)] * size)
     (found,) = joined([[part] for part in parts], vocabulary)
     # Of random weights, which enlarge what is off by 2.6 % of a sum (gpt-oss's layers most); its bound is tested above.
@@ -102,8 +103,8 @@ def test_large_steps_of_ranks_have_about_the_logits_of_one(name: str, size: int)
 def test_which_sums_of_stages_and_recurrences_travel_so(config: ModelConfig, stages: int, rounded: list[int]) -> None:
     for stage, count in enumerate(rounded):
         shard = RankShard.of(config, 2, 0, stages=stages, stage=stage)
-        graphs = step_graphs(shard.build().requires_grad_(False), "cpu", False, shard=shard, narrow=True)
-        counts, before = (operation_counts(graphs.logits_of(tokens)) for tokens in (NARROW_TOKENS, 1))
+        graphs = step_program(shard.build().requires_grad_(False), "cpu", False, shard=shard, message_dtype="fp8")
+        counts, before = (operation_counts(replayed(graphs, tokens)) for tokens in (NARROW_TOKENS, 1))
         assert counts["round_parts"] == before["all_reduce"] - counts["all_reduce"] == count
 
 
@@ -112,7 +113,7 @@ def test_messages_have_half_of_the_bytes() -> None:
     shard = RankShard.of(config, 2, 0)
     sent = []
     for narrow in (False, True):
-        step = meta_model(config, device("h200"), shard=shard, narrow_messages=narrow).step(workload)
+        step = meta_model(config, device("h200"), shard=shard, message_dtype="fp8" if narrow else "auto").step(workload)
         sent.append(sum(node.cost.sent for node in step.model))
     # Of the two layers in front of the last attention; 2,048 bytes and 16 exponents where there were 4,096, and back.
     assert sent[0] - sent[1] == 2 * 2 * 4096 * (2 * 4096 - 2 * (2048 + 16))

@@ -23,10 +23,10 @@ from strata.engine.ledger import (
     plan_memory,
     sequence_bytes,
 )
+from strata.engine.program.sizes import decode_buckets
 from strata.engine.request import Request, Sequence, new_sequence
 from strata.engine.sampler import DrawRow, Sampler
 from strata.engine.sampling_params import SamplingParams
-from strata.engine.steps.recorded_sizes import decode_buckets
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
 from strata.models.state import FixedState, PagedRows

@@ -63,7 +63,7 @@ def test_the_plans_of_a_run_alone_give_its_ids_again(folder: Path) -> None:
     assert counted.prefix_hits > 0
 
     pool = KVPool(runner.pool.shape, runner.pool.pages, llm.engine.device)
-    fresh = Runner(runner._graphs, pool, runner._config, llm.engine.device)
+    fresh = Runner(runner.program, pool, runner._config, llm.engine.device)
     drawn: dict[int, list[int]] = {}
     for frame in frames:
         step = fresh.launch(DECODER.decode(frame))

@@ -67,12 +67,12 @@ def fall_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Stream:
     loop._run_ahead = True
     runner = loop._runner
     runner._staging = [LateStaging(len(staging.host), stream) for staging in runner._staging]
-    graphs, build, send = runner._graphs, StepBuffer.batch, runner._send
+    program, build, send = runner.program, StepBuffer.batch, runner._send
 
     def late_logits(batch: Any, rows: Tensor) -> Tensor:
         if len(rows):
-            return graphs.logits.forward(batch(), rows)
-        stream.add(lambda: graphs.logits.forward(batch(), rows))
+            return program.logits.forward(batch(), rows)
+        stream.add(lambda: program.logits.forward(batch(), rows))
         return torch.empty(0, 307)
 
     def send_and_draw(buffer: StepBuffer, *given: Any) -> None:
@@ -84,12 +84,12 @@ def fall_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Stream:
         return lambda: build(buffer, pool, tables() if callable(tables) else tables, *given)
 
     def late_inputs(step: Any) -> tuple[Tensor, Callable[[], Tensor]]:
-        return step.tokens, lambda: graphs.prompt_inputs.forward(step)[1]
+        return step.tokens, lambda: program.prompt_inputs.forward(step)[1]
 
-    late: Any = {"logits": late_logits, "prompt_inputs": late_inputs}
-    late = {name: SimpleNamespace(forward=run) for name, run in late.items()}
+    late_graphs: Any = [SimpleNamespace(forward=run) for run in (late_logits, late_inputs)]
+    variants = tuple(replace(one, graph=late_graphs[0]) for one in program.variants)
     monkeypatch.setattr(StepBuffer, "batch", late_batch)
-    monkeypatch.setattr(runner, "_graphs", replace(graphs, **late))
+    monkeypatch.setattr(runner, "program", replace(program, variants=variants, prompt_inputs=late_graphs[1]))
     monkeypatch.setattr(runner, "_send", send_and_draw)
     return stream
 

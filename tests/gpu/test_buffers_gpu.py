@@ -15,6 +15,7 @@ from strata.engine.engine_config import EngineConfig
 from strata.graph.buffers import CUDA_BLOCK, buffer_plan
 from strata.kernels.device_limits import DeviceLimits
 from strata.models.shapes import SHAPES
+from tests.engine.program.programs import decode
 from tests.models.batches import HandPaged
 
 pytestmark = pytest.mark.gpu
@@ -63,11 +64,9 @@ def test_the_allocator_gives_what_was_planned(engine: Engine, sequences: int, to
     if cached:
         paged.next_batch({row: [1] * cached for row in range(sequences)})
     batch = moved(paged.next_batch({row: [5] * tokens for row in range(sequences)}), "cuda")
-    graph, arguments = engine.graphs.logits, (batch, torch.arange(sequences, dtype=torch.int32, device="cuda"))
+    graph, arguments = engine.program.logits, (batch, torch.arange(sequences, dtype=torch.int32, device="cuda"))
     if tokens == 1:
-        decode = engine.graphs.decode(sequences)
-        assert decode is not None
-        graph, arguments = decode, (batch,)
+        graph, arguments = decode(engine.program, sequences), (batch,)
     plan = buffer_plan(graph, moved(arguments, "meta"), DeviceLimits.of(engine.device), CUDA_BLOCK)
     found = most_allocated(graph, arguments)
     assert plan.peak == pytest.approx(found, rel=0.05, abs=UNCUT), (plan.peak_node, plan.peak, found)

@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 
 from strata import LLM, SamplingParams
 from strata.comm.join_heads import joined
-from strata.engine.step_graphs import step_graphs
 from strata.kernels.collective.joined_heads import join_packed, pack_heads
 from strata.kernels.device_limits import DeviceLimits
+from tests.engine.program.programs import graph_of, step_program
 from tests.graph.lockstep import run_in_lockstep
 from tests.largest import largest
 from tests.models.batches import HandPaged
@@ -46,7 +46,7 @@ def errors(name: str, kv_heads: int | None, size: int, dtype: torch.dtype, devic
     parts = [shard_of(model, config, size, index, key_ranks=size) for index in range(size)]
     limits = DeviceLimits.of(torch.device(device)) if device == "cuda" else None
     graphs = [
-        getattr(step_graphs(own.to(device), device, deterministic=False, shard=part, limits=limits), way)
+        graph_of(step_program(own.to(device), device, deterministic=False, shard=part, limits=limits), way)
         for part, own in parts
     ]
     caches = [KeptPaged(part.config, 3, 64, part.kept, 16) for part, _ in parts]
@@ -55,7 +55,7 @@ def errors(name: str, kv_heads: int | None, size: int, dtype: torch.dtype, devic
     on(device, caches)
     alone = HandPaged(config, 3, 64, page_size=16, dtype=dtype)
     on(device, [alone])
-    whole = step_graphs(model.to(device), device, deterministic=False, limits=limits).logits
+    whole = step_program(model.to(device), device, deterministic=False, limits=limits).logits
 
     def there(arguments: Any) -> list[tuple[Any, ...]]:
         return [pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), one) for one in arguments]

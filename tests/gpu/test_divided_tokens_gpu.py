@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from strata.comm.operations import Along
-from strata.engine.step_graphs import step_graphs
+from tests.engine.program.programs import graph_of, step_program
 from tests.graph.lockstep import run_in_lockstep
 from tests.graph.test_divide_tokens import DRAWN, ROWS, STEPS, batch_of, int32
 from tests.models.batches import HandPaged, random_sequences
@@ -31,8 +31,8 @@ CASES = [
 @pytest.mark.parametrize(("name", "dtype", "deterministic"), CASES)
 def test_ranks_have_the_logits_of_one(name: str, dtype: torch.dtype, deterministic: bool) -> None:
     model, config = model_of(name, dtype)
-    graphs = step_graphs(model.cuda(), "cuda", deterministic, context=Along("cp", 2))
-    assert graphs.divided is not None
+    graphs = step_program(model.cuda(), "cuda", deterministic, target={"context": Along("cp", 2)})
+    assert graphs.variant("divided") is not None
     caches = [HandPaged(config, 2, 16, page_size=16, dtype=dtype) for _ in range(3)]
     for cache in caches:
         cache.keys = tuple(pool.zero_().cuda() for pool in cache.keys)
@@ -53,7 +53,7 @@ def test_ranks_have_the_logits_of_one(name: str, dtype: torch.dtype, determinist
             on_gpu(batch_of(shares, index, rows, cache, tokens), int32(own), int32(chosen))
             for index, (cache, own) in enumerate(zip(parts, own_rows, strict=True))
         ]
-        for found in run_in_lockstep([graphs.divided] * 2, arguments):
+        for found in run_in_lockstep([graph_of(graphs, "divided")] * 2, arguments):
             if deterministic:
                 assert torch.equal(found, expected)
             error = (found.float() - expected.float()).norm() / expected.float().norm()

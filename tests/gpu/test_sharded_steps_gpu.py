@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from strata.engine.step_graphs import StepGraphs, step_graphs
+from strata.engine.program.program import StepProgram
 from strata.models.config import ModelConfig, config_from_dict
 from strata.models.families import build
 from strata.models.initialize import randomize
 from strata.models.layers import CausalLM
+from tests.engine.program.programs import replayed, step_program
 from tests.graph.lockstep import run_in_lockstep
 from tests.models.batches import HandPaged, packed, random_sequences
 from tests.parallel.shards import joined, shard_of
@@ -47,7 +48,7 @@ def model_of(name: str, dtype: torch.dtype) -> tuple[CausalLM, ModelConfig]:
     return model.requires_grad_(False), config
 
 
-def logits_of(made: Sequence[StepGraphs], configs: Sequence[ModelConfig], dtype: torch.dtype) -> list[list[Tensor]]:
+def logits_of(made: Sequence[StepProgram], configs: Sequence[ModelConfig], dtype: torch.dtype) -> list[list[Tensor]]:
     """Each rank's logits of some steps with prompts, and of decodes by the graph that decode steps replay."""
     caches = [HandPaged(config, 3, 208, page_size=16, dtype=dtype) for config in configs]
     for cache in caches:
@@ -78,7 +79,7 @@ def steps_of(model: CausalLM, config: ModelConfig, size: int, deterministic: boo
     dtype = next(model.parameters()).dtype
     shards, models = zip(*(shard_of(model, config, size, index) for index in range(size)), strict=True)
     made = [
-        step_graphs(own.cuda(), "cuda", deterministic, shard=part) for part, own in zip(shards, models, strict=True)
+        step_program(own.cuda(), "cuda", deterministic, shard=part) for part, own in zip(shards, models, strict=True)
     ]
     found = logits_of(made, [part.config for part in shards], dtype)
     return joined(found, config.vocab_size)
@@ -107,12 +108,12 @@ def test_sums_in_8_bits_leave_about_the_logits_of_one(name: str) -> None:
     rows = torch.arange(0, 1100, 10, dtype=torch.int32, device="cuda")
     shards, models = zip(*(shard_of(model, config, 2, index) for index in range(2)), strict=True)
     made = [
-        step_graphs(own.cuda(), "cuda", False, shard=part, narrow=True)
+        step_program(own.cuda(), "cuda", False, shard=part, message_dtype="fp8")
         for part, own in zip(shards, models, strict=True)
     ]
     wanted, found = (
         joined([[part] for part in run_in_lockstep(graphs, [(batch, rows)] * 2)], config.vocab_size)[0].float()
-        for graphs in ([one.logits for one in made], [one.logits_of(1100) for one in made])
+        for graphs in ([one.logits for one in made], [replayed(one, 1100) for one in made])
     )
     error = float((found - wanted).norm() / wanted.norm())
     assert 1e-3 < error < 0.15, error

@@ -13,7 +13,6 @@ from strata.cache.pool import PoolShape
 from strata.engine.ledger import activation_bytes
 from strata.engine.startup.packing import Packing
 from strata.engine.step_cost import planned_buffers
-from strata.engine.step_graphs import step_graphs
 from strata.graph.bind import bind
 from strata.graph.buffers import CUDA_BLOCK, buffer_plan
 from strata.graph.capture import capture
@@ -27,6 +26,7 @@ from strata.models.families import FAMILIES, build
 from strata.models.initialize import randomize
 from strata.models.shapes import SHAPES
 from strata.plan.meta_model import MetaModel, find_config, meta_model
+from tests.engine.program.programs import step_program
 from tests.live_bytes import LiveBytes, tensors_of
 from tests.models.batches import HandPaged, packed, random_sequences
 from tests.models.checkpoints import FAMILY_CONFIGS
@@ -74,7 +74,7 @@ def test_on_a_cpu_what_is_alive_between_operations_is_what_was_planned(family: s
     config = config_from_dict(CONFIGS[family])
     model = build(config).requires_grad_(False)
     randomize(model, 0)
-    graph = step_graphs(model, "cpu", deterministic=False).logits
+    graph = step_program(model, "cpu", deterministic=False).logits
     paged = HandPaged(config, 4, 21)
     before = paged.next_batch({row: [1 + row] * 20 for row in range(4)})
     graph.forward(before, torch.zeros(1, dtype=torch.int32))
@@ -108,13 +108,10 @@ def test_on_a_cpu_what_is_alive_between_operations_is_what_was_planned(family: s
 
 
 def on_meta(model: MetaModel, workload: Workload) -> tuple[fx.GraphModule, tuple[Any, ...]]:
-    size = model.recorded_size(workload)
-    _, decode, prompts, _ = model._arguments(workload, len(workload.new), size)
-    if max(workload.new) == 1:
-        graph = model.graphs.decode(len(workload.new))
-        assert graph is not None
-        return graph, (decode,)
-    return model.graphs.logits, prompts
+    choice = model.choose(workload)
+    if max(workload.new) > 1:
+        choice = choice._replace(variant=model.program.variants[-1])
+    return choice.variant.graph, model._arguments(workload, len(workload.new), choice)[1]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +138,7 @@ def test_what_kernels_on_an_h200_allocate_is_what_was_planned(shape: str, quanti
 def test_the_largest_step_of_an_engine() -> None:
     """A prompt of 8B: gate and up, what comes of both, the residual and the angles of rotation."""
     model = meta_model(find_config("8B").with_layers((0, 1, 2)), device("h200"))
-    plan = planned_buffers(model.graphs, PoolShape.of(model.config, 16, model.dtype), None, 2048, 16, model.limits)
+    plan = planned_buffers(model.program, PoolShape.of(model.config, 16, model.dtype), None, 2048, 16, model.limits)
     width, hidden, angles = 14336, 4096, 2 * 128 * 4
     assert plan.peak == 2048 * (2 * (2 * width + width + 2 * hidden) + angles)
     assert plan.scratch[plan.peak_place] == 2048 * 2 * 2 * width
@@ -155,6 +152,6 @@ def test_weights_that_products_turn_into_floats_are_in_the_ledger() -> None:
     assert packing.largest_in_floats(torch.bfloat16) == 2 * 2 * 14336 * 4096
     model = meta_model(config, device("h200"), quantization="int4")
     shape = PoolShape.of(config, 16, model.dtype)
-    plan = planned_buffers(model.graphs, shape, None, 2048, 16, model.limits)
+    plan = planned_buffers(model.program, shape, None, 2048, 16, model.limits)
     set_aside = activation_bytes(config, 2048, 16, model.dtype) + packing.largest_in_floats(model.dtype)
     assert activation_bytes(config, 2048, 16, model.dtype) < plan.peak < set_aside

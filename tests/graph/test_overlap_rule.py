@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from strata.comm.operations import Along
-from strata.engine.step_graphs import StepGraphs
+from strata.engine.program.program import StepProgram
 from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose
 from strata.graph.fuse import fuse, fuse_gated_products
@@ -87,20 +87,20 @@ def test_the_time_won_is_predicted_as_two_h200_measured_it(shape: Stretch, measu
         assert whole - parts == pytest.approx(won, abs=125)
 
 
-def graphs_of(name: str, ranks: int) -> StepGraphs:
+def graphs_of(name: str, ranks: int) -> StepProgram:
     """Of the first of so many H200, with two layers of a model."""
     whole = find_config(name)
     experts = None if whole.experts is None else replace(whole.experts, layers=whole.experts.layers[:2])
     config = replace(whole, num_layers=2, windows=whole.windows[:2], experts=experts)
-    return meta_model(config, H200, shard=RankShard.of(config, ranks, 0)).graphs
+    return meta_model(config, H200, shard=RankShard.of(config, ranks, 0)).program
 
 
 @pytest.mark.parametrize(("name", "least"), [("8B", 4096), ("70B", 2048), ("30B-A3B", 0)])
 def test_engines_over_two_gpus_divide_the_rows_of_steps_that_gain(name: str, least: int) -> None:
     graphs = graphs_of(name, 2)
-    assert graphs.overlap_tokens == least
-    assert (graphs.overlapped_logits is not None) is (least > 0)
+    assert graphs.least("overlapped_logits") == least
+    assert (graphs.variant("overlapped_logits") is not None) is (least > 0)
 
 
 def test_without_copy_engines_no_rows_are_divided_by_default() -> None:
-    assert graphs_of("70B", 4).overlapped_logits is None
+    assert graphs_of("70B", 4).variant("overlapped_logits") is None

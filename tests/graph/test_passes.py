@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from strata.engine.engine_config import EngineConfig
-from strata.engine.step_graphs import step_graphs
 from strata.graph.cost import operation_counts
 from strata.graph.passes import PASSES, listing, passes_of
 from strata.hardware.specs import device
@@ -15,6 +14,7 @@ from strata.models.families import build
 from strata.models.initialize import randomize
 from strata.parallel.serving_shard import RankShard
 from strata.plan.meta_model import find_config, meta_model
+from tests.engine.program.programs import graph_of, step_program
 from tests.models.batches import packed, random_sequences
 from tests.models.checkpoints import FAMILY_CONFIGS
 
@@ -80,8 +80,8 @@ def test_what_is_left_out_is_not_done(name: str) -> None:
     scheme = None if shard is not None else "fp8"
     graph, operation = SEEN[name]
     for passes, is_there in (("all", True), (f"-{name}", False), ("none", False)):
-        graphs = meta_model(config, device("h200"), shard=shard, quantization=scheme, passes=passes).graphs
-        assert (operation_counts(getattr(graphs, graph))[operation] > 0) == is_there, passes
+        graphs = meta_model(config, device("h200"), shard=shard, quantization=scheme, passes=passes).program
+        assert (operation_counts(graph_of(graphs, graph))[operation] > 0) == is_there, passes
 
 
 @torch.no_grad()
@@ -89,8 +89,6 @@ def test_logits_are_the_same_without_any() -> None:
     model = build(config_from_dict(dict(FAMILY_CONFIGS)["llama-yarn"])).requires_grad_(False)
     randomize(model, 0)
     batch, rows = packed(random_sequences(77, (9, 4))), torch.tensor([8, 12], dtype=torch.int32)
-    none, every = (
-        step_graphs(model, "cpu", deterministic=False, passes=passes_of(text)).logits for text in ("none", "all")
-    )
+    none, every = (step_program(model, "cpu", deterministic=False, passes=text).logits for text in ("none", "all"))
     assert len(none.graph.nodes) > len(every.graph.nodes)
     torch.testing.assert_close(none(batch, rows), every(batch, rows), rtol=1e-5, atol=1e-5)

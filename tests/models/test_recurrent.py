@@ -268,7 +268,7 @@ def test_steps_are_priced_with_the_states_that_they_move(opened: Opened) -> None
     states = StateShape.of(FAMILIES[opened.config.architecture].states(opened.config), torch.float32)
     assert states is not None
     assert sum(node.cost.cached for node in nodes) == (3 + 2) * states.row_bytes
-    keys = least_costs(model.graphs, PoolShape.of(opened.config, 16, torch.float32), None).step(workload, 3)
+    keys = least_costs(model.program, PoolShape.of(opened.config, 16, torch.float32), None).step(workload, 3)
     assert model.step_costs().step(workload, 3).cached - keys.cached == (3 + 2) * states.row_bytes
 
 

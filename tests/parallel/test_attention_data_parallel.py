@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata.engine.step_graphs import step_graphs
 from strata.graph.capture import capture
 from strata.graph.cost import node_costs, operation_counts, step_costs
 from strata.graph.gather import gather_after_attention
@@ -16,6 +15,7 @@ from strata.models.batch import Batch
 from strata.models.config import ModelConfig
 from strata.models.families import build
 from strata.parallel.serving_shard import RankShard, rank_config
+from tests.engine.program.programs import step_program
 from tests.graph.lockstep import run_in_lockstep
 from tests.models.batches import HandPaged, random_sequences
 
@@ -42,9 +42,9 @@ def own_steps(config: ModelConfig, index: int) -> list[tuple[Batch, Tensor]]:
 def test_each_rank_has_the_logits_of_its_own_tokens(name: str, size: int, deterministic: bool) -> None:
     config = config_for(name)
     model = random_model(config, torch.float32).requires_grad_(False)
-    alone = step_graphs(model, "cpu", deterministic).logits
+    alone = step_program(model, "cpu", deterministic).logits
     parts = [shard_of(model, config, size, index, expert_parallel=True, own_tokens=True) for index in range(size)]
-    graphs = [step_graphs(own, "cpu", deterministic, shard=part) for part, own in parts]
+    graphs = [step_program(own, "cpu", deterministic, shard=part) for part, own in parts]
     counts = operation_counts(graphs[0].logits)
     assert config.experts is not None
     layers = sum(config.experts.layers)

@@ -17,7 +17,6 @@ from strata.comm.operations import Along
 from strata.engine.ranks.expert_balance import expert_tables
 from strata.engine.ranks.key_gathers import KeyGathers
 from strata.engine.ranks.vocabulary_part import VocabularyPart
-from strata.engine.step_graphs import step_graphs
 from strata.graph.capture import capture
 from strata.graph.cost import node_costs, operation_counts, total
 from strata.graph.ranks.divide_keys import KeyDivision, divide_keys
@@ -25,6 +24,7 @@ from strata.hardware.roofline import Workload
 from strata.kernels.state.kept_keys import ALL_KEYS, ELSEWHERE, KeptKeys
 from strata.models.config import ModelConfig
 from strata.parallel.serving_shard import RankShard
+from tests.engine.program.programs import graph_of, step_program
 from tests.largest import largest
 from tests.models.batches import HandPaged, packed, random_sequences
 from tests.parallel.models import random_model
@@ -79,7 +79,7 @@ def steps_of(graphs: Sequence[Any], caches: Sequence[HandPaged], run: Any, vocab
 
 
 def whole_logits(model: Any, config: ModelConfig) -> list[Tensor]:
-    graph = step_graphs(model, "cpu", deterministic=False).logits
+    graph = step_program(model, "cpu", deterministic=False).logits
     return steps_of([graph], [HandPaged(config, 3, 24)], alone(graph), config.vocab_size)[0]
 
 
@@ -97,7 +97,7 @@ def test_ranks_have_the_logits_of_one(
     config = divisible_config(name, **sizes)
     model = random_model(config, torch.float32).requires_grad_(False)
     parts = [shard_of(model, config, size, index, key_ranks=key_ranks) for index in range(size)]
-    graphs = [getattr(step_graphs(own, "cpu", deterministic=False, shard=part), way) for part, own in parts]
+    graphs = [graph_of(step_program(own, "cpu", deterministic=False, shard=part), way) for part, own in parts]
     caches = [KeptPaged(part.config, 3, 24, part.kept, page_size) for part, _ in parts]
     found = steps_of(graphs, caches, together(graphs), config.vocab_size)
     wanted = whole_logits(model, config)
@@ -121,10 +121,10 @@ def test_all_choices_of_experts_are_counted_on_each_rank(way: str) -> None:
         parts = [shard_of(model, config, 2, index, key_ranks=key_ranks, expert_parallel=True) for index in range(2)]
         held = [expert_tables(part, torch.device("cpu")) for part, _ in parts]
         made = [
-            step_graphs(own, "cpu", deterministic=False, shard=part, experts=one)
+            step_program(own, "cpu", deterministic=False, shard=part, target={"experts": one})
             for (part, own), one in zip(parts, held, strict=True)
         ]
-        graphs = [getattr(one, way if key_ranks > 1 else "logits") for one in made]
+        graphs = [graph_of(one, way if key_ranks > 1 else "logits") for one in made]
         caches = [KeptPaged(part.config, 3, 24, part.kept, 2) for part, _ in parts]
         steps_of(graphs, caches, together(graphs), config.vocab_size)
         counted += [one.totals.tolist() for one in held]
@@ -144,7 +144,7 @@ def over_gloo(world: World, folder: Path, key_ranks: int) -> float:
     model = random_model(config, torch.float32).requires_grad_(False)
     part, own = shard_of(model, config, world.size, world.rank, axes["tp"], key_ranks=key_ranks)
     part.axes["dcp"] = axes["dcp"]
-    graph = step_graphs(own, "cpu", deterministic=False, shard=part).logits
+    graph = step_program(own, "cpu", deterministic=False, shard=part).logits
     (found,) = steps_of([graph], [KeptPaged(part.config, 3, 24, part.kept, 2)], alone(graph), config.vocab_size)
     held = VocabularyPart.of(part)
     expected = [logits[:, held.first : held.first + held.count] for logits in whole_logits(model, config)]
@@ -160,9 +160,9 @@ def test_prompts_without_pages_are_not_divided() -> None:
     config = divisible_config("llama", num_key_value_heads=1)
     model = random_model(config, torch.float32).requires_grad_(False)
     parts = [shard_of(model, config, 2, index, key_ranks=2) for index in range(2)]
-    graphs = [step_graphs(own, "cpu", deterministic=False, shard=part).hidden_without_pages for part, own in parts]
+    graphs = [step_program(own, "cpu", deterministic=False, shard=part).whole_prompts for part, own in parts]
     batch = packed(random_sequences(config.vocab_size, (9, 4)))
-    wanted = step_graphs(model, "cpu", deterministic=False).hidden(batch)
+    wanted = step_program(model, "cpu", deterministic=False).hidden(batch)
     for found in together(graphs)([(batch,), (batch,)]):
         assert relative(found, wanted) < CLOSE
 
@@ -171,7 +171,7 @@ def test_messages_and_cached_bytes_by_hand() -> None:
     """Two decodes of 8 and 5 tokens on rank 1 of 2, which keeps 4 and 2 of them, 4 heads of 4 elements each."""
     config = divisible_config("llama", num_key_value_heads=1)
     part, own = shard_of(random_model(config, torch.float32).requires_grad_(False), config, 2, 1, key_ranks=2)
-    graph = step_graphs(own, "cpu", deterministic=False, shard=part).logits
+    graph = step_program(own, "cpu", deterministic=False, shard=part).logits
     counts = operation_counts(graph)
     assert counts["all_gather"] == counts["kept_attention"] == counts["join_heads"] == config.num_layers == 2
     assert counts["attention"] == 0
@@ -193,7 +193,7 @@ def test_a_chunk_gathers_keys_once_a_layer() -> None:
     """Of 5 and 9 tokens in pages of 2 * 2, of which the tables have 3 each: keys and values of 4 float32 in each."""
     config = divisible_config("llama", num_key_value_heads=1)
     part, own = shard_of(random_model(config, torch.float32).requires_grad_(False), config, 2, 1, key_ranks=2)
-    graph = step_graphs(own, "cpu", deterministic=False, shard=part).gathered_logits
+    graph = graph_of(step_program(own, shard=part), "gathered_logits")
     assert graph is not None
     counts = operation_counts(graph)
     assert counts["kept_rows"] == counts["gather_tokens"] == counts["gathered_attention"] == config.num_layers
@@ -286,7 +286,7 @@ def test_a_step_sends_twice_a_layer_more() -> None:
     messages = []
     for key_ranks in (1, 2):
         part, own = shard_of(model, config, 2, 0, key_ranks=key_ranks)
-        graph = step_graphs(own, "cpu", deterministic=False, shard=part).logits
+        graph = step_program(own, "cpu", deterministic=False, shard=part).logits
         batch = KeptPaged(part.config, 1, 24, part.kept, 2).next_batch({0: [1]})
         messages.append(total(node_costs(graph, (batch, torch.arange(1)), Workload((1,), (9,)))).messages)
     assert messages[1] == messages[0] + 2 * config.num_layers

@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from strata.engine.step_graphs import MovingExperts, StepGraphs, step_graphs
+from strata.engine.program.program import StepProgram
+from strata.engine.program.source import MovingExperts
 from strata.graph.capture import operation_of
 from strata.graph.cost import operation_counts
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
 from strata.models.layers import CausalLM
 from strata.parallel.serving_shard import RankShard
+from tests.engine.program.programs import graph_of, launched, replayed, step_program
 from tests.graph.lockstep import run_in_lockstep
 from tests.models.batches import HandPaged, random_sequences
 
@@ -61,12 +63,12 @@ def graphs_of(
     *,
     counts: Sequence[bool] = (),
     deterministic: bool = False,
-) -> list[StepGraphs]:
+) -> list[StepProgram]:
     graphs = []
     for index in range(size):
         part, own = shard_of(model, config, size, index, expert_parallel=True, own_tokens=True, redundant=redundant)  # type: ignore[arg-type]
         experts = None if redundant is None else moving(config, part.slots.total, counts[index])
-        graphs.append(step_graphs(own, "cpu", deterministic, shard=part, experts=experts))
+        graphs.append(step_program(own, "cpu", deterministic, shard=part, target={"experts": experts}))
     return graphs
 
 
@@ -76,8 +78,8 @@ def mixture_of_eight(name: str) -> tuple[CausalLM, ModelConfig]:
     return random_model(config, torch.float32).requires_grad_(False), config
 
 
-def exchanged_of(graphs: Sequence[StepGraphs]) -> list[fx.GraphModule]:
-    found = [one.exchanged_logits for one in graphs]
+def exchanged_of(graphs: Sequence[StepProgram]) -> list[fx.GraphModule]:
+    found = [graph_of(one, "exchanged_logits") for one in graphs]
     assert None not in found
     return found  # type: ignore[return-value]
 
@@ -91,7 +93,7 @@ def totals_of(graph: fx.GraphModule) -> Tensor:
 def test_each_rank_has_the_logits_of_its_own_tokens(name: str, size: int, redundant: int | None) -> None:
     model, config = mixture_of_eight(name)
     assert config.experts is not None
-    alone = step_graphs(model, "cpu", False).logits
+    alone = step_program(model, "cpu", False).logits
     counted = redundant is not None
     graphs = graphs_of(model, config, size, redundant, counts=[True] * size)
     layers, counts = sum(config.experts.layers), operation_counts(exchanged_of(graphs)[0])
@@ -133,7 +135,7 @@ def test_ranks_send_the_same_messages_whether_they_count_or_not() -> None:
 def test_steps_of_few_tokens_recorded_ones_and_those_of_deterministic_mode_go_to_all() -> None:
     model, config = mixture_of_eight("qwen3-moe")
     graphs = graphs_of(model, config, 2)[0]
-    assert graphs.launched_logits_of(2) is graphs.logits
-    assert graphs.launched_logits_of(3) is graphs.exchanged_logits
-    assert graphs.logits_of(100_000) is graphs.logits
-    assert graphs_of(model, config, 2, deterministic=True)[0].exchanged_logits is None
+    assert launched(graphs, 2) is graphs.logits
+    assert launched(graphs, 3) is graph_of(graphs, "exchanged_logits")
+    assert replayed(graphs, 100_000) is graphs.logits
+    assert graphs_of(model, config, 2, deterministic=True)[0].variant("exchanged_logits") is None

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, fx
 
-from strata.engine.step_graphs import Overlap, step_graphs
 from strata.graph.cost import operation_counts
 from strata.models.config import ModelConfig, config_from_dict
 from strata.models.experts import stored_parameters
@@ -20,6 +19,7 @@ from strata.models.save import save
 from strata.models.state import FixedState
 from strata.models.weights import load
 from strata.parallel.serving_shard import RankShard, rank_config
+from tests.engine.program.programs import replayed, step_program
 from tests.graph.lockstep import run_in_lockstep
 from tests.models.batches import random_sequences
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS, HandStates
@@ -69,15 +69,15 @@ def steps(graphs: Sequence[fx.GraphModule], configs: Sequence[ModelConfig], voca
 def test_steps_of_all_ranks_have_the_logits_of_one(name: str, size: int, options: dict[str, Any]) -> None:
     config = recurrent_config(name)
     model = random_model(config, torch.float32).requires_grad_(False)
-    alone = step_graphs(model, "cpu", deterministic=False).logits
+    alone = step_program(model, "cpu", deterministic=False).logits
     (wanted,) = steps([alone], [config], config.vocab_size)
     shards, models = zip(*(shard_of(model, config, size, index, **options) for index in range(size)), strict=True)
     made = [
-        step_graphs(own, "cpu", False, shard=one, overlap=Overlap(2)) for one, own in zip(shards, models, strict=True)
+        step_program(own, "cpu", False, shard=one, overlap_tokens=2) for one, own in zip(shards, models, strict=True)
     ]
     graphs = [one.logits for one in made]
     configs = [one.config for one in shards]
-    for each in (graphs, [one.logits_of(2) for one in made]):  # whose messages travel beside products
+    for each in (graphs, [replayed(one, 2) for one in made]):  # whose messages travel beside products
         found = joined(steps(each, configs, config.vocab_size), config.vocab_size)
         for one, other in zip(found, wanted, strict=True):
             assert (one - other).abs().max() < 2e-5 * other.abs().max()

@@ -15,7 +15,6 @@ from torch import Tensor, fx
 from strata.comm.launch import World
 from strata.comm.mesh import Mesh
 from strata.engine.ranks.vocabulary_part import VocabularyPart
-from strata.engine.step_graphs import step_graphs
 from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose
@@ -32,6 +31,7 @@ from strata.models.weights import load
 from strata.parallel.expert_balance.placement import PERIOD
 from strata.parallel.expert_balance.placement import turns as expert_turns
 from strata.parallel.serving_shard import RankShard, rank_config
+from tests.engine.program.programs import step_program
 from tests.graph.lockstep import run_in_lockstep
 from tests.largest import largest
 from tests.models.batches import HandPaged, random_sequences
@@ -75,10 +75,10 @@ def largest_error(found: list[Tensor], wanted: list[Tensor]) -> float:
 def test_ranks_with_different_experts_have_the_logits_of_one(name: str, size: int, deterministic: bool) -> None:
     config = config_for(name)
     model = random_model(config, torch.float32).requires_grad_(False)
-    graph = step_graphs(model, "cpu", deterministic).logits
+    graph = step_program(model, "cpu", deterministic).logits
     (wanted,) = steps_of([config], config.vocab_size, lambda given: [graph(*given[0])])
     parts = [shard_of(model, config, size, index, expert_parallel=True) for index in range(size)]
-    graphs: list[fx.GraphModule] = [step_graphs(own, "cpu", deterministic, shard=part).logits for part, own in parts]
+    graphs: list[fx.GraphModule] = [step_program(own, "cpu", deterministic, shard=part).logits for part, own in parts]
     counts = operation_counts(graphs[0])
     layers = sum(config.experts.layers) if config.experts is not None else 0
     assert (counts["experts"], counts["held_experts"]) == (0, layers)
@@ -94,9 +94,9 @@ def over_gloo(world: World, folder: Path) -> float:
     for name in MIXTURES:
         config = config_for(name)
         model = random_model(config, torch.float32).requires_grad_(False)
-        one = step_graphs(model, "cpu", deterministic=False).logits
+        one = step_program(model, "cpu", deterministic=False).logits
         part, own = shard_of(model, config, world.size, world.rank, axis, expert_parallel=True)
-        mine = step_graphs(own, "cpu", deterministic=False, shard=part).logits
+        mine = step_program(own, "cpu", deterministic=False, shard=part).logits
         (wanted,) = steps_of([config], config.vocab_size, lambda given, one=one: [one(*given[0])])
         (found,) = steps_of([part.config], config.vocab_size, lambda given, mine=mine: [mine(*given[0])])
         held = VocabularyPart.of(part)

@@ -14,7 +14,6 @@ from strata.comm.launch import World
 from strata.comm.mesh import Mesh
 from strata.comm.under_way import finish_all_reduce, start_all_reduce
 from strata.engine.ranks.vocabulary_part import VocabularyPart
-from strata.engine.step_graphs import Overlap, step_graphs
 from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head, operation_of
 from strata.graph.compose import compose
@@ -30,6 +29,7 @@ from strata.graph.ranks.overlap import SLOTS
 from strata.graph.ranks.shard import shard
 from strata.models.config import ModelConfig
 from strata.parallel.serving_shard import RankShard
+from tests.engine.program.programs import replayed, step_program
 from tests.graph.lockstep import run_in_lockstep
 from tests.largest import largest
 from tests.models.batches import HandPaged, random_sequences
@@ -100,11 +100,11 @@ def test_steps_of_all_ranks_have_the_logits_of_one(name: str, size: int, determi
     """Prompts, chunks and decodes by the graphs that an engine on a CPU runs."""
     config = divisible_config(name, **kv_heads_of(size))
     model = random_model(config, torch.float32).requires_grad_(False)
-    graph = step_graphs(model, "cpu", deterministic).logits
+    graph = step_program(model, "cpu", deterministic).logits
     (wanted,) = follow([config], config.vocab_size, alone(graph), of_all_rows(alone(graph)))
     shards, models = zip(*(shard_of(model, config, size, index) for index in range(size)), strict=True)
     graphs = [
-        step_graphs(own, "cpu", deterministic, shard=part).logits for part, own in zip(shards, models, strict=True)
+        step_program(own, "cpu", deterministic, shard=part).logits for part, own in zip(shards, models, strict=True)
     ]
     ranks = together(graphs)
     found = follow([part.config for part in shards], config.vocab_size, ranks, of_all_rows(ranks))
@@ -115,14 +115,14 @@ def test_steps_of_all_ranks_have_the_logits_of_one(name: str, size: int, determi
 def test_steps_whose_messages_travel_beside_products_have_the_logits_of_one(name: str, size: int) -> None:
     config = divisible_config(name, **kv_heads_of(size))
     model = random_model(config, torch.float32).requires_grad_(False)
-    graph = step_graphs(model, "cpu", deterministic=False, overlap=Overlap(1)).logits_of(100)
+    graph = replayed(step_program(model, "cpu"), 100)
     (wanted,) = follow([config], config.vocab_size, alone(graph), of_all_rows(alone(graph)))
     shards, models = zip(*(shard_of(model, config, size, index) for index in range(size)), strict=True)
     graphs = []
     for part, own in zip(shards, models, strict=True):
-        every = step_graphs(own, "cpu", deterministic=False, shard=part, overlap=Overlap(2))
-        assert every.logits_of(1) is every.logits
-        graphs.append(every.logits_of(2))
+        every = step_program(own, "cpu", deterministic=False, shard=part, overlap_tokens=2)
+        assert replayed(every, 1) is every.logits
+        graphs.append(replayed(every, 2))
         # All but the two behind the last attention, of each half.
         sums = 4 if name.startswith("olmo") else 2  # of a layer: queries' and keys' squares, too
         assert operation_counts(graphs[-1])["start_all_reduce"] == 2 * (sums * config.num_layers - 1)
@@ -136,7 +136,7 @@ def test_messages_travel_to_slots_that_were_read(layers: int) -> None:
     """One step after another: since the last message of a slot was finished, another has been begun and finished."""
     config = divisible_config("llama", num_hidden_layers=layers)
     part, own = shard_of(random_model(config, torch.float32).requires_grad_(False), config, 2, 0)
-    nodes = list(step_graphs(own, "cpu", deterministic=False, shard=part, overlap=Overlap(1)).logits_of(1).graph.nodes)
+    nodes = list(replayed(step_program(own, shard=part, overlap_tokens=1), 1).graph.nodes)
     begun: dict[tuple[int, fx.Node], int] = {}
     finished: dict[tuple[int, fx.Node], int] = {}
     last: dict[int, tuple[int, fx.Node]] = {}
@@ -166,7 +166,7 @@ def test_deterministic_logits_do_not_depend_on_the_number_of_ranks(name: str, dt
     found = {}
     for size in (1, *RANKS):
         shards, models = zip(*(shard_of(model, config, size, index) for index in range(size)), strict=True)
-        graphs = [step_graphs(own, "cpu", True, shard=part).logits for part, own in zip(shards, models, strict=True)]
+        graphs = [step_program(own, "cpu", True, shard=part).logits for part, own in zip(shards, models, strict=True)]
         run = together(graphs)
         parts = follow([part.config for part in shards], config.vocab_size, run, of_all_rows(run), dtype)
         found[size] = joined(parts, config.vocab_size)
@@ -244,10 +244,10 @@ def over_gloo(world: World, folder: Path) -> float:
     for name in FAMILIES:
         config = divisible_config(name, **kv_heads_of(world.size))
         model = random_model(config, torch.float32).requires_grad_(False)
-        one = alone(step_graphs(model, "cpu", deterministic=False).logits)
+        one = alone(step_program(model, "cpu", deterministic=False).logits)
         part, own = shard_of(model, config, world.size, world.rank, axis)
         for deterministic in (False, True):
-            mine = alone(step_graphs(own, "cpu", deterministic, shard=part).logits)
+            mine = alone(step_program(own, "cpu", deterministic, shard=part).logits)
             (wanted,) = follow([config], config.vocab_size, one, of_all_rows(one))
             (found,) = follow([part.config], config.vocab_size, mine, of_all_rows(mine))
             held = VocabularyPart.of(part)

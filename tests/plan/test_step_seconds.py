@@ -12,7 +12,7 @@ from strata.hardware.figures import Device, Figure
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.models.folder import folder_or_shape
-from strata.plan.meta_model import find_config, host_model, meta_model
+from strata.plan.meta_model import find_config, meta_model
 from strata.plan.step_seconds import StepSeconds
 
 
@@ -63,10 +63,12 @@ def test_a_step_of_another_length_asks_for_its_own_attention(times: StepSeconds)
 def test_a_processor_waits_for_no_launches() -> None:
     """It is the host: a small step takes what its nodes take, however many they are."""
     rates = [Figure("bandwidth", 1e10, "made up", ""), Figure("compute", 1e11, "made up", "", "bfloat16")]
-    times = StepSeconds(host_model(find_config("0.6B"), torch.bfloat16), Device("made-up", "Made up", tuple(rates)))
+    times = StepSeconds(
+        meta_model(find_config("0.6B"), None, torch.bfloat16), Device("made-up", "Made up", tuple(rates))
+    )
     step = times.model.step(one := Workload((1,), (20,)))
     nodes = sum(times.predictor.node(node, one).seconds for node in step.timed)
     assert (times.predict(one).seconds, times.seconds(one)) == (pytest.approx(nodes), pytest.approx(nodes))
     assert times.around == 0
-    tiny = StepSeconds(host_model(find_config(folder_or_shape("builtin")), torch.bfloat16), times.device)
+    tiny = StepSeconds(meta_model(find_config(folder_or_shape("builtin")), None, torch.bfloat16), times.device)
     assert tiny.predict(one).seconds < len(tiny.model.step(one).timed) * HOST_SECONDS

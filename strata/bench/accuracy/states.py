@@ -39,13 +39,13 @@ class Predictions:
 def predict(llm: LLM, passages: Sequence[Passage]) -> Predictions:
     """Run the passages as prompts whose tokens are scored: the same graphs, kernels, chunks and pages that serve."""
     engine = llm.engine
-    head = engine.graphs.head
+    head = engine.program.head
     assert head is not None  # of one rank
     watched = _PromptStates({passage.ids: passage.first for passage in passages})
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     with ExitStack() as beside:
         beside.enter_context(observed(engine.loop, watched))
-        for graph in (engine.graphs.hidden, engine.graphs.sparse_hidden):
+        for graph in (engine.program.hidden, *(variant.hidden for variant in engine.program.variants)):
             if graph is not None:
                 beside.enter_context(watched.of(graph))
         llm.generate([{"prompt_token_ids": list(passage.ids)} for passage in passages], params)

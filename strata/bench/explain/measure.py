@@ -169,7 +169,7 @@ def measured_steps(llm: LLM, workload: AnyWorkload) -> tuple[MeasuredStep, ...]:
 
 def _traced(llm: LLM, short: AnyWorkload) -> Mapping[StepWork, TracedOperations]:
     nodes = NodeTimes()
-    with nodes.of(llm.engine.graphs), observed(llm.engine.loop, nodes):
+    with nodes.of(llm.engine.program), observed(llm.engine.loop, nodes):
         _run(llm, short)
     return nodes.traced(measured_steps(llm, short))
 
@@ -207,8 +207,8 @@ def facts(llm: LLM, options: Mapping[str, Any], times: StepSeconds) -> EngineFac
         ledger.page_size,
         bool(options.get("enable_prefix_caching", True)),
         math.prod(int(options.get(name, 1)) for name in ("tensor_parallel_size", "pipeline_parallel_size")),
-        operation_counts(engine.graphs.logits),
-        operation_counts(times.model.graphs.logits),
+        operation_counts(engine.program.logits),
+        operation_counts(times.model.program.logits),
     )
 
 

@@ -6,7 +6,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
@@ -18,7 +17,7 @@ from strata.plan.explain.measurement import MeasuredStep, StepChunk, TracedOpera
 
 if TYPE_CHECKING:
     from strata.engine.plan import StepPlan
-    from strata.engine.step_graphs import StepGraphs
+    from strata.engine.program.program import StepProgram
 
 
 class NodeTimes:
@@ -51,10 +50,9 @@ class NodeTimes:
         return {kind: TracedOperations(dict(self._seconds[kind]), whole[kind]) for kind in whole if self._seconds[kind]}
 
     @contextmanager
-    def of(self, graphs: StepGraphs) -> Iterator[None]:
+    def of(self, program: StepProgram) -> Iterator[None]:
         """Inside, the graphs of steps tell this how long their nodes take."""
-        modules = [getattr(graphs, one.name) for one in fields(graphs)]
-        timed = [module for module in modules if isinstance(module, fx.GraphModule)]
+        timed = [module for _, module in program.graphs()]
         for module in timed:
             module.forward = _Timed(module, self).run
         try:

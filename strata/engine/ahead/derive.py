@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from strata.cache.groups import books, pools
@@ -27,6 +27,8 @@ from strata.engine.engine_config import EngineConfig, EngineSizes, groups_of
 from strata.engine.ledger import PROMPT_LOGPROB_ROWS, Ledger
 from strata.engine.loop import EngineLoop
 from strata.engine.plan import StepPlan
+from strata.engine.program.program import StepProgram
+from strata.engine.program.source import Target
 from strata.engine.ranks.expert_balance import expert_tables
 from strata.engine.ranks.rank import share_of_all_layers
 from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
@@ -40,14 +42,11 @@ from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.startup.divided_keys import check_gathered_heads
 from strata.engine.startup.packing import Packing
 from strata.engine.startup.sparse_attention import attention_choice
-from strata.engine.step_graphs import Overlap, StepGraphs, step_graphs
 from strata.engine.steps.runner_config import RunnerConfig, planned_windows
 from strata.engine.warm_up import warm_up
 from strata.graph.cudagraph import Recordings
 from strata.graph.deferred import make_code
-from strata.graph.passes import passes_of
 from strata.hardware.specs import recognize
-from strata.kernels import tuned
 from strata.kernels.collective.joined_heads import join_packed, pack_heads
 from strata.kernels.compiling.noting import noting
 from strata.kernels.compiling.variant import Variant
@@ -76,7 +75,7 @@ def target_of(limits: DeviceLimits) -> GPUTarget:
 class DryEngine:
     """An engine whose launches are noted, with the graphs of its steps and its pages."""
 
-    graphs: StepGraphs
+    program: StepProgram
     loop: EngineLoop
     pages: PageAllocator
 
@@ -99,9 +98,9 @@ def note_variants(asked: EngineConfig, limits: DeviceLimits, note: Callable[[Var
         part = _part(shard)
         _note_draws(own.vocab_size, sizes.pool.dtype, part)  # among them what takes longest to compile
         engine = _start(asked, shortened(config), sizes, shard)
-        _note_embedded_prompts(engine.graphs, sizes)
-        _note_scored_prompts(engine.graphs, config.hidden_size, sizes)
-        _note_long_prompts(engine, sizes)
+        _note_embedded_prompts(engine.program, sizes)
+        _note_scored_prompts(engine.program, config.hidden_size, sizes)
+        _note_long_prompts(engine, sizes, asked)
         warm_up(engine.loop, engine.pages, config.vocab_size, sizes.recorded_tokens)
         _note_logprobs(own.vocab_size, part)
     return engine
@@ -127,33 +126,21 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
     with META:
         model = build(own, sizes.max_length).to(sizes.pool.dtype)
     limits = DeviceLimits.of(META)
-    table = tuned.read(limits.product)
     experts = expert_tables(shard, META) if shard is not None and asked.enable_eplb else None
     has_copies = asked.tensor_parallel_size == 2  # as `with_peer_copies` finds if the machine allows it
-    overlap = Overlap(asked.overlapped_from, recognize(limits.product) if has_copies else None)
+    copies = recognize(limits.product) if has_copies else None
     parts = asked.prefill_context_parallel_size
     context = Along(CONTEXT_AXIS, parts) if parts > 1 else None
-    division = TokenDivision.on("cuda", parts, 0) if parts > 1 else None
     packed = Packing.of(asked.quantization, model, shard, sparsity=asked.sparsity, dtype=sizes.pool.dtype).planned
-    graphs = step_graphs(
-        model,
-        implementations_for(META),
-        asked.deterministic,
-        table,
-        shard,
-        experts=experts,
-        overlap=overlap,
-        context=context,
-        packed=packed,
-        limits=limits,
-        passes=passes_of(asked.passes),
-        sparse=attention_choice(asked, own, "cuda"),
-        narrow=asked.narrow_messages,
-    )
+    sparse = attention_choice(asked, own, "cuda")
+    target = Target(implementations_for(META), limits, copies, shard, experts, context, packed, sparse)
+    program = StepProgram.of(model, asked, target, sizes)
+    if parts > 1:
+        program = replace(program, division=TokenDivision.on("cuda", parts, 0))
     if asked.ranks > 1:
-        _leave_messages_out(graphs, has_copies)
+        _leave_messages_out(program, has_copies)
     if shard is not None:
-        graphs = replace(graphs, part=_part(shard))
+        program = replace(program, part=_part(shard))
     first, *more = groups = groups_of(asked, own, sizes.pool, sizes.max_length)
     pages = [asked.num_pages or _PAGES] * len(groups)
     held = books(groups, pages, asked.max_sequences, sizes.max_length, None if sizes.states is None else 0)
@@ -165,31 +152,29 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
         planned_windows(own, first),
         own.num_heads,
         config.vocab_size,
-        division,
         only_windows=first.window is not None,
     )
     given = [(one, group.window) for one, group in zip(others, more, strict=True) if group.window is not None]
     states = None if sizes.states is None else StatePool(sizes.states, asked.max_sequences + 1, META)
-    runner = _NotingRunner(graphs, pool, runner_config, META, given, states)
+    runner = _NotingRunner(program, pool, runner_config, META, given, states)
     runner.record(sizes.recorded)
     scheduler_config = SchedulerConfig(asked.max_sequences, sizes.max_tokens, sizes.max_length, 0, None)
     scheduler = Scheduler(scheduler_config, held.pages, None, held.windows, held.snapshots)
-    return DryEngine(graphs, EngineLoop(scheduler, runner, run_ahead=True, ledger=_NO_LEDGER), held.filled)
+    return DryEngine(program, EngineLoop(scheduler, runner, run_ahead=True, ledger=_NO_LEDGER), held.filled)
 
 
-def _leave_messages_out(graphs: StepGraphs, has_copies: bool) -> None:
+def _leave_messages_out(program: StepProgram, has_copies: bool) -> None:
     """Ranks that are not there answer no library: of its collectives only the shape of the result is made. has_copies:
     sums beside products arrive by copy engines."""
-    for graph in (getattr(graphs, one.name) for one in fields(graphs)):
-        if isinstance(graph, fx.GraphModule):
-            for node in graph.graph.nodes:
-                bound = node.meta.get("bound")
-                if bound is not None and bound.operation.collective:
-                    is_copied = has_copies and bound.operation is start_all_reduce
-                    node.target = _start_copy if is_copied else _WithoutLibrary(bound)
-                    if bound.operation is join_heads:
-                        node.target = _join_heads
-            make_code(graph)
+    for _, graph in program.graphs():
+        for node in graph.graph.nodes:
+            bound = node.meta.get("bound")
+            if bound is not None and bound.operation.collective:
+                is_copied = has_copies and bound.operation is start_all_reduce
+                node.target = _start_copy if is_copied else _WithoutLibrary(bound)
+                if bound.operation is join_heads:
+                    node.target = _join_heads
+        make_code(graph)
 
 
 class _Copied(PendingSum):
@@ -277,10 +262,11 @@ class _RunOnce:
         return tensor
 
 
-def _note_long_prompts(engine: DryEngine, sizes: EngineSizes) -> None:
+def _note_long_prompts(engine: DryEngine, sizes: EngineSizes, asked: EngineConfig) -> None:
     """Prompts that take several steps, beside a decode and alone: later steps attend over what is cached."""
     longest = min(sizes.max_length, engine.pages.num_pages * sizes.pool.page_tokens) - _OUTPUTS
-    most = max(3 * sizes.max_tokens, engine.graphs.sparse_keys)
+    sparse = 0 if asked.sparse_prefill is None else asked.sparse_prefill_min_keys
+    most = max(3 * sizes.max_tokens, sparse)
     for number, length in enumerate((1, most, 2 * sizes.max_tokens + 101)):
         params = SamplingParams(max_tokens=_OUTPUTS, ignore_eos=True)
         engine.loop.add(Request(str(number), (0,) * min(length, longest), params))
@@ -305,19 +291,19 @@ def _note_draws(ids: int, dtype: torch.dtype, part: VocabularyPart | None) -> No
             Sampler(2, 1, META, part).mask(logits, (masks, numbers))
 
 
-def _note_embedded_prompts(graphs: StepGraphs, sizes: EngineSizes) -> None:
+def _note_embedded_prompts(program: StepProgram, sizes: EngineSizes) -> None:
     """Prompts whose vectors are asked for, which are launched in all their lengths."""
     ends = torch.zeros(2, dtype=torch.int32, device=META)
     for tokens in _lengths(min(sizes.max_tokens, sizes.max_length)):
         numbers = torch.zeros(tokens, dtype=torch.int32, device=META)
-        graphs.hidden_without_pages.forward(Batch(numbers, numbers, ends, tokens))
+        program.whole_prompts.forward(Batch(numbers, numbers, ends, tokens))
 
 
-def _note_scored_prompts(graphs: StepGraphs, hidden_size: int, sizes: EngineSizes) -> None:
+def _note_scored_prompts(program: StepProgram, hidden_size: int, sizes: EngineSizes) -> None:
     """Prompts whose log-probabilities are asked for: what gives the logits of any number of rows."""
-    assert graphs.head is not None
+    assert program.head is not None
     for rows in _lengths(PROMPT_LOGPROB_ROWS):
-        graphs.head.forward(torch.empty((rows, hidden_size), dtype=sizes.pool.dtype, device=META))
+        program.head.forward(torch.empty((rows, hidden_size), dtype=sizes.pool.dtype, device=META))
 
 
 def _note_logprobs(ids: int, part: VocabularyPart | None) -> None:

@@ -60,7 +60,7 @@ class PromptPooler(Protocol):
 class Pooler:
     """Runs prompts whole, as many at once as a step of the engine may have tokens.
 
-    hidden: see `StepGraphs`. max_tokens: of one step. max_length: of one sequence. vocab_size: ids are below it.
+    hidden: see `StepProgram`. max_tokens: of one step. max_length: of one sequence. vocab_size: ids are below it.
     """
 
     def __init__(

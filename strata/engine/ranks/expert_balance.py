@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from strata.comm.mesh import Axis
+from strata.engine.program.source import MovingExperts
 from strata.engine.startup.clock import Log
-from strata.engine.step_graphs import MovingExperts
 from strata.engine.transfer import fetch, send
 from strata.models.experts import Experts
 from strata.parallel.expert_balance.moves import move_experts

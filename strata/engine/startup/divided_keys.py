@@ -10,24 +10,13 @@ from strata.models.config import ModelConfig
 if TYPE_CHECKING:
     from strata.engine.engine_config import EngineConfig
 
-# What else an engine may not be asked for, and what an option is where it does not ask.
-_REFUSED = {
-    "deterministic": False,
-    "enable_dp_attention": False,
-    "pipeline_parallel_size": 1,
-    "prefill_context_parallel_size": 1,
-    "kv_cache_dtype": "auto",
-    "sparse_prefill": None,
-    "decode_pages": None,
-    "message_dtype": "auto",
-}
 # Copies of what a rank has found, in float32, that are alive at once while ranks join it: as it was computed, packed
 # for the others, and what has arrived.
 _COPIES = 3
 
 
 def check_divided_keys(asked: EngineConfig) -> None:
-    """Raises ValueError for options that ranks which divide keys and values by sequence do not go with."""
+    """Raises ValueError if the ranks are not as many times as those that divide keys and values by sequence."""
     given = f"decode_context_parallel_size={asked.decode_context_parallel_size}"
     if asked.decode_context_parallel_size == 1:
         return
@@ -37,10 +26,6 @@ def check_divided_keys(asked: EngineConfig) -> None:
             f"must be a divisor: it needs {asked.decode_context_parallel_size} ranks for each KV head of the model, or "
             f"{asked.decode_context_parallel_size} in all where attention is latent"
         )
-    other = next((name for name, without in _REFUSED.items() if getattr(asked, name) != without), None)
-    other = "overlap_tokens" if asked.overlap_tokens else other
-    if other is not None:
-        raise ValueError(f"{given} and {other}={getattr(asked, other)!r} are not there together: leave out one of them")
 
 
 def check_kept_keys(asked: EngineConfig, config: ModelConfig) -> None:

@@ -19,9 +19,11 @@ from strata.engine.embeddings.pooling import Pooler
 from strata.engine.engine_config import EngineConfig, EngineSizes, library_limit
 from strata.engine.faults import memory_explained
 from strata.engine.ledger import GIB, Ledger
+from strata.engine.program.program import StepProgram
+from strata.engine.program.source import Target
 from strata.engine.ranks.expert_balance import RankExperts
 from strata.engine.ranks.rank import Rank
-from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
+from strata.engine.ranks.token_division import CONTEXT_AXIS
 from strata.engine.recorded_steps import RecordedSteps
 from strata.engine.runner import Runner
 from strata.engine.startup.clock import Log, StartupClock
@@ -31,14 +33,11 @@ from strata.engine.startup.memory import RankPlace, overlapped_bytes, rank_memor
 from strata.engine.startup.sequences import with_sequences
 from strata.engine.startup.sparse_attention import attention_choice
 from strata.engine.step_cost import planned_buffers, token_division
-from strata.engine.step_graphs import Overlap, StepGraphs, step_graphs
 from strata.engine.steps.runner_config import RunnerConfig, planned_windows
 from strata.graph.buffers import BufferPlan
-from strata.graph.passes import passes_of
 from strata.graph.ranks.overlap import SLOTS
 from strata.hardware.figures import Device
 from strata.hardware.specs import recognize
-from strata.kernels import tuned
 from strata.kernels.device_limits import DeviceLimits, implementations_for, why_not
 from strata.models.config import ModelConfig
 from strata.models.quantized.load import load_packed
@@ -52,11 +51,10 @@ class Executor:
     pool_shape: of the KV pages of all layers, which `groups` divides. states: of layers that keep fixed ones.
     recorded: steps that replay CUDA graphs, and counts of those that do not; None if none is to. own_kernels: the
     device runs them. kernels_are_ready: all variants of them have been compiled. experts: of this rank, where those of
-    a mixture may move between ranks. division: how ranks divide the tokens of steps, if they do.
+    a mixture may move between ranks.
     """
 
     model: torch.nn.Module
-    graphs: StepGraphs
     runner: Runner
     pooler: Pooler
     recorded: RecordedSteps | None
@@ -70,25 +68,10 @@ class Executor:
     own_kernels: bool
     kernels_are_ready: bool
     experts: RankExperts | None
-    division: TokenDivision | None = None
 
     @property
-    def mixed_tokens(self) -> tuple[int, ...]:
-        """Tokens of recorded steps with prompts, ascending."""
-        return self.recorded.mixed_tokens if self.recorded is not None else ()
-
-    @property
-    def padded_tokens(self) -> tuple[int, ...]:
-        """The same where steps that ranks divide have the sizes of those."""
-        if self.recorded is None or not self.recorded.divided_tokens:
-            return self.mixed_tokens
-        divided = self.recorded.divided_tokens
-        return (*(tokens for tokens in self.mixed_tokens if tokens < divided[0]), *divided)
-
-    @property
-    def max_recorded_tokens(self) -> int:
-        """Of the largest step that replays a CUDA graph; 0 if none does."""
-        return max((size.tokens for size in self.recorded.sizes), default=0) if self.recorded is not None else 0
+    def program(self) -> StepProgram:
+        return self.runner.program
 
 
 def build_executor(
@@ -157,27 +140,12 @@ def build_executor(
                 tables = experts.tables._replace(counts=rank.index == 0)
     with clock.phase("graph"):
         kind = implementations_for(device)
-        table = tuned.read(DeviceLimits.of(device).product) if kind == "cuda" else {}
-        overlap = Overlap(asked.overlapped_from, _sends_by_copies(axes[TENSOR_AXIS], device))
         limits = DeviceLimits.of(device) if kind == "cuda" else None
-        graphs = step_graphs(
-            model,
-            kind,
-            asked.deterministic,
-            table,
-            shard,
-            experts=tables,
-            overlap=overlap,
-            context=context,
-            packed=packed,
-            limits=limits,
-            passes=passes_of(asked.passes),
-            sparse=sparse,
-            executor=asked.executor,
-            narrow=asked.narrow_messages,
-        )
+        copies = _sends_by_copies(axes[TENSOR_AXIS], device)
+        target = Target(kind, limits, copies, shard, tables, context, packed, sparse)
+        program = StepProgram.of(model, asked, target, sizes)
         largest = sizes.max_tokens, min(asked.max_sequences, sizes.max_tokens)
-        planned = planned_buffers(graphs, pool_shape, sizes.states, *largest, limits)
+        planned = planned_buffers(program, pool_shape, sizes.states, *largest, limits)
         ledger = replace(ledger, planned=planned.peak)
         details(planned_line(planned, ledger, sizes.max_tokens))
     with clock.phase("KV pages"), memory_explained("allocating the KV pages", ledger):
@@ -185,12 +153,11 @@ def build_executor(
         states = None if sizes.states is None else StatePool(sizes.states, ledger.state_rows, device)
     first, *more = sizes.groups
     windows, heads = planned_windows(own, first), own.num_heads
-    division = None
     if context is not None and context.size > 1:
         product = DeviceLimits.of(device).product if own_kernels else None
         tokens = sizes.recorded_tokens, sizes.divided_tokens
-        division = token_division(graphs, pool_shape, context, device.type, product, *tokens)
-        division = division.agreed(rank.least)
+        division = token_division(program, pool_shape, context, device.type, product, *tokens)
+        program = replace(program, division=division.agreed(rank.least))
     stages = asked.pipeline_parallel_size
     runner_config = RunnerConfig(
         asked.max_sequences,
@@ -199,12 +166,11 @@ def build_executor(
         windows,
         heads,
         mask_ids,
-        division,
         stages,
         only_windows=first.window is not None,
     )
     given = [(one, group.window) for one, group in zip(others, more, strict=True) if group.window is not None]
-    runner = Runner(graphs, pool, runner_config, device, given, states)
+    runner = Runner(program, pool, runner_config, device, given, states)
     kernels_are_ready = False
     if kernels is not None:
         with clock.phase("kernels"):
@@ -219,7 +185,7 @@ def build_executor(
         wanted = sizes.library or fresh
         has_library = wanted and has_library_plan(own, scales, pool, max_length, fresh, log)
         if not rank.least(int(has_library)) and wanted:
-            sizes = sizes.without_library(asked.max_sequences)
+            sizes = replace(sizes, attends=False)
         if sizes.recorded:
             ready = kernels_are_ready and asked.executor == "graph"  # what is compiled meanwhile is no kernel of ours
             recorded = _recorded(runner, sizes, ledger, rank, ready)
@@ -228,11 +194,8 @@ def build_executor(
                 log(shortage)
     return Executor(
         model=model,
-        graphs=graphs,
         runner=runner,
-        pooler=Pooler(
-            graphs.hidden_without_pages.forward, sizes.max_tokens, max_length, config.vocab_size, device, ledger
-        ),
+        pooler=Pooler(program.whole_prompts.forward, sizes.max_tokens, max_length, config.vocab_size, device, ledger),
         recorded=recorded,
         ledger=ledger,
         pool_shape=pool_shape,
@@ -244,7 +207,6 @@ def build_executor(
         own_kernels=own_kernels,
         kernels_are_ready=kernels_are_ready,
         experts=experts,
-        division=division,
     )
 
 

@@ -16,7 +16,7 @@ def without_effect(asked: EngineConfig) -> str | None:
 
 
 def check_experts(asked: EngineConfig) -> None:
-    """Raises ValueError for options of experts, and of attention by requests, that do not go with the others."""
+    """Raises ValueError for options of experts, and of attention by requests, without those that they need."""
     redundant = asked.num_redundant_experts
     if redundant and not asked.enable_eplb:
         raise ValueError(f"num_redundant_experts={redundant} is room for copies, which enable_eplb=True makes")
@@ -30,14 +30,4 @@ def check_experts(asked: EngineConfig) -> None:
             "enable_dp_attention=True lets ranks with sequences of their own share the experts of a mixture: it "
             "needs enable_expert_parallel=True and a tensor_parallel_size over 1; for engines that share nothing "
             "give data_parallel_size"
-        )
-    if asked.enable_dp_attention and asked.prefill_context_parallel_size > 1:
-        raise ValueError(
-            f"prefill_context_parallel_size={asked.prefill_context_parallel_size} divides the tokens of a step that "
-            "all ranks have, and with enable_dp_attention=True each has tokens of its own; leave out one of them"
-        )
-    if asked.enable_eplb and asked.deterministic:
-        raise ValueError(
-            "enable_eplb=True changes which ranks add up a token's experts, so its bits depend on what else runs; "
-            "leave out one of it and deterministic=True"
         )

@@ -42,8 +42,6 @@ def _check_pages(asked: EngineConfig, config: ModelConfig, *, keeps_rows: bool) 
         raise ValueError(f"{given} is not there for {config.architecture}, which keeps no keys or values: leave it out")
     if config.latent is not None:
         raise ValueError(f"{given} is not there for {config.architecture}, whose pages keep latents: leave it out")
-    if asked.prefill_context_parallel_size > 1:
-        raise ValueError(f"{given} and prefill_context_parallel_size are not there together: leave out one of them")
 
 
 def _apart(asked: EngineConfig) -> str | None:

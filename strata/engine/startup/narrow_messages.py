@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from strata.engine.engine_config import EngineConfig
 
 _DTYPES = ("auto", "fp8", "fp8_e4m3")
-# What else an engine may not be asked for, and what an option is where it does not ask.
-_REFUSED = {"deterministic": False, "enable_dp_attention": False, "prefill_context_parallel_size": 1}
 
 
 def check_messages(asked: EngineConfig) -> None:
@@ -29,10 +27,6 @@ def check_messages(asked: EngineConfig) -> None:
     given = f"message_dtype={asked.message_dtype!r}"
     if asked.tensor_parallel_size == 1:
         raise ValueError(f"{given} rounds what ranks add up, and tensor_parallel_size=1 adds up nothing; leave it out")
-    other = next((name for name, without in _REFUSED.items() if getattr(asked, name) != without), None)
-    other = "overlap_tokens" if asked.overlap_tokens else other
-    if other is not None:
-        raise ValueError(f"{given} and {other}={getattr(asked, other)} are not there together: leave out one of them")
 
 
 def check_columns(asked: EngineConfig, config: ModelConfig) -> None:

@@ -20,8 +20,7 @@ _LEAST_BLOCK_ON_CUDA = 64
 
 
 def check_sparse_attention(asked: EngineConfig) -> None:
-    """Raises ValueError for a share, a block or a number of pages that cannot be, and for options that do not go with
-    them."""
+    """Raises ValueError for a share, a block or a number of pages that cannot be."""
     share, block, pages = asked.sparse_prefill, asked.sparse_prefill_block, asked.decode_pages
     if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
         raise ValueError(f"sparse_prefill must be a share in (0, 1], or None to attend to all keys, got {share!r}")
@@ -32,12 +31,6 @@ def check_sparse_attention(asked: EngineConfig) -> None:
         )
     if pages is not None and (isinstance(pages, bool) or not isinstance(pages, int) or pages < 2):
         raise ValueError(f"decode_pages must be an integer of at least 2, or None to attend to all, got {pages!r}")
-    if share is not None and pages is not None:
-        raise ValueError(
-            f"sparse_prefill={share} and decode_pages={pages} are not there together; leave out one of them"
-        )
-    if given := _given(asked):
-        _check_others(asked, given)
 
 
 def _given(asked: EngineConfig) -> str | None:
@@ -45,19 +38,6 @@ def _given(asked: EngineConfig) -> str | None:
     if asked.decode_pages is not None:
         return f"decode_pages={asked.decode_pages}"
     return None if asked.sparse_prefill is None else f"sparse_prefill={asked.sparse_prefill}"
-
-
-def _check_others(asked: EngineConfig, given: str) -> None:
-    without = {
-        "deterministic": False,
-        "kv_cache_dtype": "auto",
-        "prefill_context_parallel_size": 1,
-        "enable_dp_attention": False,
-    }
-    other = next((name for name, default in without.items() if getattr(asked, name) != default), None)
-    if other is not None:
-        why = "depends on where prompts are cut" if other == "deterministic" else "is not there with it"
-        raise ValueError(f"{given} {why}, and {other}={getattr(asked, other)!r} is asked for; leave out one of them")
 
 
 def attention_choice(asked: EngineConfig, config: ModelConfig, kind: str) -> BlockChoice | PageChoice | None:

@@ -11,8 +11,8 @@ from strata.cache.block_tables import BlockTables
 from strata.cache.pool import KVPool
 from strata.cache.tables import GroupTables, Int32Array, StepBuffer, group_mapping
 from strata.engine.plan import StepPlan
-from strata.engine.step_graphs import StepGraphs
-from strata.engine.steps.inputs import StepInputs
+from strata.engine.program.inputs import StepInputs
+from strata.engine.program.program import StepProgram
 
 
 class WindowSteps:
@@ -69,11 +69,11 @@ class WindowSteps:
             for pool, tables, window in self._others
         ]
 
-    def recorded_tables(self, buffer: StepBuffer, inputs: StepInputs, graphs: StepGraphs) -> list[GroupTables]:
+    def recorded_tables(self, buffer: StepBuffer, inputs: StepInputs, program: StepProgram) -> list[GroupTables]:
         """The same in a step that is recorded, whose tables have all pages. inputs: of the first group."""
         found = []
         for group, (pool, tables, window) in enumerate(self._others, 1):
             own = inputs._replace(tables=tables.on_device, slot_mapping=buffer.tensors[group_mapping(group)])
-            gathered: Tensor = graphs.recorded_inputs.forward(own)[1]
+            gathered: Tensor = program.recorded_inputs.forward(own)[1]
             found.append(GroupTables(pool, gathered, (window,)))
         return found

@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strata.cache.groups import PageGroup
-from strata.engine.ranks.token_division import TokenDivision
 from strata.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
 class RunnerConfig:
     """max_sequences: slots; max_tokens: tokens of one step; max_length: tokens of one sequence; heads: of the model's
-    queries; mask_ids: how many ids a mask of a grammar tells of; division: how ranks divide the tokens of steps, if
-    they do. stages: of the pipeline that this is one of; if there are several, `Runner.learn` tells what has been
-    drawn. windows: the different ones of the attention layers whose rows are in the runner's own pool; only_windows:
-    see `WindowSteps`.
+    queries; mask_ids: how many ids a mask of a grammar tells of. stages: of the pipeline that this is one of; if there
+    are several, `Runner.learn` tells what has been drawn. windows: the different ones of the attention layers whose
+    rows are in the runner's own pool; only_windows: see `WindowSteps`.
     """
 
     max_sequences: int
@@ -24,7 +22,6 @@ class RunnerConfig:
     windows: frozenset[int | None]
     heads: int
     mask_ids: int
-    division: TokenDivision | None = None
     stages: int = 1
     only_windows: bool = False
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import datetime
 import time
-from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from strata.engine.engine_config import KV_DTYPES, MAX_NUM_SEQS
+from strata.engine.engine_config import MAX_NUM_SEQS
 from strata.hardware.figures import Device
 from strata.hardware.machine import cpu_name, processor
 from strata.hardware.probe import cpu
@@ -20,7 +19,7 @@ from strata.hardware.probe.report import ProbeReport, kept, newest
 from strata.hardware.specs import DEVICES, recognize
 from strata.models.config import DTYPES, ModelConfig
 from strata.parallel.serving_shard import RankShard
-from strata.plan.meta_model import host_model, meta_model
+from strata.plan.meta_model import meta_model
 from strata.plan.step_seconds import StepSeconds
 
 # The name of this machine's, whichever it is.
@@ -105,8 +104,9 @@ def steps_on_processor(
 
     Raises ValueError if no peak in it is known of the processor.
     """
-    model = host_model(config, DTYPES[dtype], deterministic, quantization, folder=folder)
-    return StepSeconds(replace(model, rounded=KV_DTYPES[kv_cache_dtype]), device)
+    options: dict[str, Any] = {"deterministic": deterministic, "quantization": quantization}
+    options["kv_cache_dtype"] = kv_cache_dtype
+    return StepSeconds(meta_model(config, None, DTYPES[dtype], folder=folder, **options), device)
 
 
 def steps_on_gpu(
@@ -129,5 +129,7 @@ def steps_on_gpu(
     if device is None:
         known = ", ".join(one.product for one in DEVICES.values() if one.cuda is not None)
         raise ValueError(f"{product} is not in the device database, so nothing tells its floors; known are {known}")
-    model = meta_model(config, device, DTYPES[dtype], deterministic, shard, quantization=quantization, folder=folder)
-    return StepSeconds(replace(model, rounded=KV_DTYPES[kv_cache_dtype], max_sequences=max_sequences), device)
+    options: dict[str, Any] = {"deterministic": deterministic, "quantization": quantization}
+    options["kv_cache_dtype"] = kv_cache_dtype
+    model = meta_model(config, device, DTYPES[dtype], shard, folder=folder, max_num_seqs=max_sequences, **options)
+    return StepSeconds(model, device)

@@ -142,7 +142,7 @@ class LayerPrices:
         """The same graphs over pages in 8 bits, or in the model's dtype."""
         key = id(model), rounded
         if key not in self._alike:
-            self._alike[key] = model if model.rounded == rounded else replace(model, rounded=rounded)
+            self._alike[key] = model if model.sizes.pool.rounded == rounded else model.over_pages(rounded)
         return self._alike[key]
 
     def _of_step(self, step: StepNodes, workload: Workload, precisions: list[Precision]) -> list[StepPrice]:
@@ -191,7 +191,7 @@ class LayerPrices:
         whole = shard_of(config, layout)
         with torch.device("meta"):
             parameters = weight_bytes(build(config if whole is None else whole.divided), self._dtype)
-        return replace(made, parameters=parameters // self._dtype.itemsize, max_sequences=MOST_SEQUENCES)
+        return made.of_sizes(parameters=parameters // self._dtype.itemsize, max_sequences=MOST_SEQUENCES)
 
 
 def shard_of(config: ModelConfig, layout: Layout, place: int = 0) -> RankShard | None:

@@ -10,14 +10,11 @@ from typing import Any
 
 import torch
 
-from strata.cache.tables import BufferShape
 from strata.engine.engine_config import MAX_NUM_SEQS, EngineConfig, EngineSizes, groups_of
 from strata.engine.ledger import numbered_pages, room_beside_snapshots, snapshot_rows
 from strata.engine.ranks.rank import share_of
 from strata.engine.startup.memory import CONTEXT_BYTES, listed_memory, planned_memory
 from strata.engine.startup.packing import Packing
-from strata.engine.steps.recorded_sizes import recorded_sizes
-from strata.kernels.attention.cudnn_plan import keeps_neighbours_apart
 from strata.kernels.device_limits import DeviceLimits, why_not
 from strata.kernels.quant.packed import PackedWeight
 from strata.models.config import ModelConfig
@@ -199,12 +196,7 @@ class Memory:
 
     def _held(self, asked: EngineConfig, config: ModelConfig, sizes: EngineSizes) -> Held:
         budget = asked.max_num_batched_tokens or _BUDGET
-        recorded: list[BufferShape] = []
-        if self._limits is not None:
-            fresh = sizes.library and keeps_neighbours_apart(sizes.pool.dtype)
-            library = sizes.library and sizes.pool.rounded is None
-            recorded = recorded_sizes(asked.max_sequences, budget, sizes.parameters, library, fresh)
-        sizes = replace(sizes, max_tokens=budget, recorded=tuple(recorded))
+        sizes = replace(sizes, max_tokens=budget, max_sequences=asked.max_sequences)
         # With one page, of a device with room for anything: what is missing on the real one is counted from the parts.
         ample = self._memory._replace(free=1 << 60, total=1 << 60)
         ledger = planned_memory(replace(asked, num_pages=1), config, sizes, _DEVICE, ample)

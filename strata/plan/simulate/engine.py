@@ -4,7 +4,6 @@ the times of its steps."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -19,7 +18,7 @@ from strata.hardware.figures import Device
 from strata.kernels.device_limits import DeviceLimits, why_not
 from strata.models.config import ModelConfig
 from strata.parallel.serving_shard import TENSOR_AXIS
-from strata.plan.meta_model import meta_model
+from strata.plan.meta_model import engine_model
 from strata.plan.simulate.prices import PredictedPrices
 from strata.plan.simulate.replica import EngineShape
 from strata.plan.step_seconds import StepSeconds
@@ -55,22 +54,12 @@ def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -
     if shard is not None:
         axis = imagined(TENSOR_AXIS, asked.tensor_parallel_size)
         shard = replace(shard, axes={**shard.axes, TENSOR_AXIS: axis})
-    model = meta_model(
-        config,
-        device,
-        sizes.pool.dtype,
-        asked.deterministic,
-        shard,
-        quantization=asked.quantization,
-        folder=Path(asked.model) if asked.load_format == "auto" else None,
-        narrow_messages=asked.narrow_messages,
-        kv_cache_dtype=asked.kv_cache_dtype,
-    )
-    times = StepSeconds(replace(model, max_sequences=asked.max_sequences), device)
+    model = engine_model(asked, config, device, shard)
+    times = StepSeconds(model, device)
     target = None
     if asked.tpot_target_ms is not None:
-        recorded = sorted({size.tokens for size in sizes.recorded if size.tokens > size.sequences})
-        found = step_times(model.graphs, sizes.pool, device.product, max(recorded, default=0), sizes.states)
+        recorded = model.program.sizes.mixed_tokens
+        found = step_times(model.program, sizes.pool, device.product, max(recorded, default=0), sizes.states)
         target = step_target(asked, found, recorded, sizes.recorded)
     scheduler = SchedulerConfig(asked.max_sequences, sizes.max_tokens, sizes.max_length, asked.seed or 0, target)
     shape = EngineShape(scheduler, ledger.pages, ledger.page_size, asked.enable_prefix_caching)

@@ -102,7 +102,7 @@ class PredictedPrices:
             low, high = (sequences * _length(at) for at in ends)
             first, last = (self._point(sequences, at) for at in ends)
             slope = (last - first) / (high - low)
-            size = self._times.model.recorded_size(Workload((1,) * sequences, (1,) * sequences))
+            size = self._times.model.choose(Workload((1,) * sequences, (1,) * sequences)).size
             line = self._lines[sequences, step] = Line(high, first - slope * low, slope, size)
         return line
 
@@ -128,7 +128,7 @@ class PredictedPrices:
                 (1,) * decodes + counts, (_length(step),) * decodes + tuple(count + before for count in counts)
             )
             seconds = self._times.seconds(workload)
-            found = self._mixed[key] = (seconds, self._times.model.recorded_size(workload))
+            found = self._mixed[key] = (seconds, self._times.model.choose(workload).size)
         return found
 
 

@@ -32,7 +32,7 @@ from strata.bench.kernels.tuning import BUCKETS, Finding
 @pytest.mark.parametrize("model", ["8B", "0.6B"])
 def test_the_products_are_those_of_the_merged_graph(model: str) -> None:
     config = find_config(model)
-    built = meta_model(config, device("h200")).graphs
+    built = meta_model(config, device("h200")).program
     wanted = {
         tuple(attrgetter(str(node.args[1].target))(graph).shape)
         for graph in (built.hidden, built.head)

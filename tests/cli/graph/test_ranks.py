@@ -96,7 +96,7 @@ def test_a_rank_of_two_that_divide_keys() -> None:
     with pytest.raises(ValueError, match="which has layers with windows: leave it out"):
         run("gpt-oss-20b", "--tensor-parallel-size", 8, "--decode-context-parallel-size", 2)
     apart = "--enable-expert-parallel", "--enable-dp-attention", "--decode-context-parallel-size", 2
-    with pytest.raises(ValueError, match="does not go together with --enable-dp-attention"):
+    with pytest.raises(ValueError, match="and enable_dp_attention=True are not there together"):
         run("30B-A3B", "--tensor-parallel-size", 8, *apart)
 
 
@@ -109,7 +109,7 @@ def test_ranks_that_cannot_share_a_model_or_have_no_link() -> None:
         run("8B", "--tensor-parallel-size", 3)
     with pytest.raises(ValueError, match="no link is recorded for l40s"):
         run("8B", "--tensor-parallel-size", 2, "--hardware", "l40s")
-    with pytest.raises(ValueError, match="does not go together with --pipeline-parallel-size"):
+    with pytest.raises(ValueError, match="and pipeline_parallel_size=2 divides them"):
         run("8B", "--prefill-context-parallel-size", 2, "--pipeline-parallel-size", 2)
     with pytest.raises(ValueError, match="make that 2 or more"):
         run("30B-A3B", "--enable-dp-attention")

@@ -13,13 +13,13 @@ import torch
 
 from strata import LLM, SamplingParams
 from strata.cache.staging import Staging
+from strata.engine.program.sizes import recorded_sizes
 from strata.engine.runner import Runner
 from strata.engine.scheduling import states as states_module
-from strata.engine.steps.recorded_sizes import recorded_sizes
 from strata.models.batch import Batch
 from strata.models.families import FAMILIES
 from tests.engine.groups.recurrent_family import family
-from tests.engine.test_recorded_steps import Replayed
+from tests.engine.program.test_recorded_steps import Replayed
 from tests.models.checkpoints import make_checkpoint
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 

@@ -11,9 +11,9 @@ import torch
 
 from strata import LLM, SamplingParams
 from strata.cache.staging import Staging
+from strata.engine.program.sizes import recorded_sizes
 from strata.engine.runner import Runner
-from strata.engine.steps.recorded_sizes import recorded_sizes
-from tests.engine.test_recorded_steps import Replayed
+from tests.engine.program.test_recorded_steps import Replayed
 from tests.models.checkpoints import FAMILY_CONFIGS, make_checkpoint
 
 OPTIONS: dict[str, Any] = {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -12,6 +10,7 @@ from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.kernels.linear.packed.few_rows import MOST_ROUNDED_ROWS
 from strata.plan.meta_model import MetaModel, find_config, meta_model
+from tests.engine.program.programs import decode, graph_of, replayed
 
 pytest.importorskip("triton")
 LAYERS = 2
@@ -20,7 +19,7 @@ LAYERS = 2
 def model_of(scheme: str | None, gpu: str = "h200", deterministic: bool = False, **changes: object) -> MetaModel:
     config = find_config("8B").with_layers((0, 1))
     found = meta_model(config, device(gpu), deterministic=deterministic, quantization=scheme, **changes)
-    return replace(found, library=False)
+    return found.of_sizes(attends=False)
 
 
 PRODUCTS = {"fp8": "(cuBLAS)", "int8": "rounded_product_kernel", "fp8_block": "rounded_product_kernel"}
@@ -55,11 +54,11 @@ def test_prompts_round_where_rows_are_made(model: MetaModel, scheme: str) -> Non
 
 
 def test_the_number_of_rows_decides(model: MetaModel) -> None:
-    graphs = model.graphs
-    assert graphs.logits_of(MOST_ROUNDED_ROWS) is graphs.logits
-    assert graphs.logits_of(MOST_ROUNDED_ROWS + 1) is graphs.rounded_logits
-    assert graphs.decode(MOST_ROUNDED_ROWS) is graphs.decode_small_batch
-    assert graphs.decode(MOST_ROUNDED_ROWS + 1) is graphs.decode_large_batch
+    graphs = model.program
+    assert replayed(graphs, MOST_ROUNDED_ROWS) is graphs.logits
+    assert replayed(graphs, MOST_ROUNDED_ROWS + 1) is graph_of(graphs, "rounded_logits")
+    assert decode(graphs, MOST_ROUNDED_ROWS) is graph_of(graphs, "decode_small_batch")
+    assert decode(graphs, MOST_ROUNDED_ROWS + 1) is graph_of(graphs, "decode_large_batch")
     many = model.step(decodes(MOST_ROUNDED_ROWS + 1)).kernels
     assert many.count("rounded_norm_kernel") == 2 * LAYERS
     assert many.count("rounded_silu_mul_kernel") == many.count("round_rows_kernel") == LAYERS
@@ -79,8 +78,8 @@ def test_the_number_of_rows_decides(model: MetaModel) -> None:
     ],
 )
 def test_what_rounds_no_rows_has_no_such_graph(scheme: str | None, gpu: str, changes: dict[str, object]) -> None:
-    graphs = model_of(scheme, gpu, **changes).graphs
-    assert graphs.rounded_logits is None
-    assert graphs.logits_of(4096) is graphs.logits
-    if graphs.decode_large_batch is not None:
-        assert not any("round" in name for name in operation_counts(graphs.decode_large_batch))
+    graphs = model_of(scheme, gpu, **changes).program
+    assert graphs.variant("rounded_logits") is None
+    assert replayed(graphs, 4096) is graphs.logits
+    if graphs.variant("decode_large_batch") is not None:
+        assert not any("round" in name for name in operation_counts(graph_of(graphs, "decode_large_batch")))

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from strata import LLM, SamplingParams
-from strata.cache.tables import BufferShape
 from strata.engine.outputs import RequestOutput
 from strata.engine.plan import PlanArrays, StepPlan
+from strata.engine.program.shape import StepShape
 from strata.engine.ranks.token_division import RankStep
 from strata.models.save import save
 from tests.parallel.models import random_model
@@ -60,14 +60,13 @@ class Shares:
         assert llm.engine.ranks is not None
         runner: Any = llm.engine.ranks._runner
         self.found: list[RankStep | None] = []
-        share = runner._share
+        launch, program = runner.launch, runner.program
 
-        def noted(plan: StepPlan, arrays: PlanArrays) -> tuple[RankStep | None, BufferShape | None]:
-            found = share(plan, arrays)
-            self.found.append(found[0])
-            return found  # type: ignore[no-any-return]
+        def noted(plan: StepPlan, *more: Any) -> Any:
+            self.found.append(program.choose(StepShape.of(PlanArrays(plan))).shape.share)
+            return launch(plan, *more)
 
-        runner._share = noted
+        runner.launch = noted
 
 
 def test_ranks_that_divide_prompts_answer_as_one() -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from strata import LLM, SamplingParams
 from strata.comm.mesh import Axis
+from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.grammars.structured_outputs import StructuredOutputsParams
+from strata.engine.program.program import StepProgram
+from strata.engine.program.source import Target
 from strata.engine.startup import executor
-from strata.engine.step_graphs import StepGraphs, step_graphs
 from strata.graph.cost import operation_counts
 from strata.models import weights
 from strata.parallel.serving_shard import RankShard
-from tests.engine.test_recorded_steps import OPTIONS, Replayed, ids, recording
+from tests.engine.program.test_recorded_steps import OPTIONS, Replayed, ids, recording
 
 
 @pytest.fixture
@@ -23,21 +27,23 @@ def divided(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that are made from now on draw so."""
     config, _ = weights.resolve(str(folder), "auto")
 
-    def graphs(model: Any, kind: str, deterministic: bool, table: Any, _: object, **_more: Any) -> StepGraphs:
-        shard = RankShard.of(config, 1, 0, Axis("tp", 1, 0, (0,), None))
-        found = step_graphs(model, kind, deterministic, table, shard)
-        assert operation_counts(found.draw)["best_in_part"] == 1
-        assert operation_counts(found.draw_filtered)["gumbel_sample"] == 1
-        return found
+    class OfOneOfSeveral(StepProgram):
+        @staticmethod
+        def of(model: nn.Module, asked: EngineConfig, target: Target, sizes: EngineSizes | None = None) -> StepProgram:
+            shard = RankShard.of(config, 1, 0, Axis("tp", 1, 0, (0,), None))
+            found = StepProgram.of(model, asked, replace(target, shard=shard), sizes)
+            assert operation_counts(found.draw)["best_in_part"] == 1
+            assert operation_counts(found.draw_filtered)["gumbel_sample"] == 1
+            return found
 
-    monkeypatch.setattr(executor, "step_graphs", graphs)
+    monkeypatch.setattr(executor, "StepProgram", OfOneOfSeveral)
 
 
 def test_recorded_steps_draw_with_filters_only_where_some_row_has_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch, divided: None
 ) -> None:
     with monkeypatch.context() as undivided:
-        undivided.setattr(executor, "step_graphs", step_graphs)
+        undivided.setattr(executor, "StepProgram", StepProgram)
         wanted = ids(LLM(folder, **OPTIONS))
     graphs = Replayed()
     llm, recorded = recording(folder, monkeypatch, graphs)
@@ -77,7 +83,7 @@ def test_steps_that_are_not_recorded_and_what_is_reported(
         return [(one.outputs[0].token_ids, one.outputs[0].logprobs, one.prompt_logprobs) for one in outputs]
 
     found = told()
-    monkeypatch.setattr(executor, "step_graphs", step_graphs)
+    monkeypatch.setattr(executor, "StepProgram", StepProgram)
     for own, one in zip(found, told(), strict=True):
         assert own[0] == one[0]
         for mine, other in zip(own[1:], one[1:], strict=True):

@@ -20,6 +20,7 @@ from strata.engine.startup.divided_keys import check_gathered_heads
 from strata.engine.startup.kept_states import check_states
 from strata.engine.startup.memory import planned_memory
 from strata.models.save import save
+from tests.engine.program.programs import graph_of
 from tests.parallel.models import random_model
 from tests.parallel.shards import divisible_config
 
@@ -69,7 +70,7 @@ def noted_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     assert llm.engine.ranks is not None
     ran: Counter[str] = Counter()
     for name in ("logits", "gathered_logits"):
-        graph = getattr(llm.engine.ranks._runner._graphs, name)
+        graph = graph_of(llm.engine.program, name)
 
         def noted(*given: Any, name: str = name, forward: Any = graph.forward) -> Any:
             ran[name] += 1
@@ -169,27 +170,6 @@ def test_memory_holds_more_tokens(tmp_path: Path) -> None:
         ledgers.append(planned_memory(asked, shard.config, sizes, torch.device("cpu"), memory))
     assert len({ledger.page_bytes for ledger in ledgers}) == 1
     assert [ledger.page_size for ledger in ledgers] == [4, 8, 16]
-
-
-REFUSED: list[dict[str, Any]] = [
-    {"deterministic": True},
-    {"enable_dp_attention": True, "enable_expert_parallel": True},
-    {"pipeline_parallel_size": 2},
-    {"prefill_context_parallel_size": 2},
-    {"kv_cache_dtype": "fp8"},
-    {"sparse_prefill": 0.9},
-    {"decode_pages": 8},
-    {"message_dtype": "fp8"},
-    {"overlap_tokens": 64},
-]
-
-
-@pytest.mark.parametrize("option", REFUSED, ids=lambda option: next(iter(option)))
-def test_options_that_do_not_go_along_are_refused(option: dict[str, Any]) -> None:
-    name, value = next(iter(option.items()))
-    message = f"decode_context_parallel_size=2 and {name}={value!r} are not there together: leave out one of them"
-    with pytest.raises(ValueError, match=message):
-        EngineConfig("8B", tensor_parallel_size=4, decode_context_parallel_size=2, **option)
 
 
 def test_it_divides_the_ranks() -> None:

@@ -17,17 +17,18 @@ from strata.comm.launch import World
 from strata.comm.mesh import Mesh
 from strata.engine.ledger import Ledger
 from strata.engine.loop import EngineLoop
+from strata.engine.program.program import StepProgram
+from strata.engine.program.sizes import recorded_sizes
 from strata.engine.request import Request
 from strata.engine.runner import Runner
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.scheduler import Scheduler
-from strata.engine.step_graphs import StepGraphs, step_graphs
-from strata.engine.steps.recorded_sizes import recorded_sizes
 from strata.engine.steps.runner_config import RunnerConfig
 from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
 from strata.models.config import ModelConfig
-from tests.engine.test_recorded_steps import Replayed
+from tests.engine.program.programs import step_program
+from tests.engine.program.test_recorded_steps import Replayed
 from tests.parallel.models import random_model
 from tests.parallel.ranks import run_ranks
 from tests.parallel.shards import divisible_config, shard_of
@@ -37,14 +38,14 @@ CPU = torch.device("cpu")
 SIZES = recorded_sizes(MOST, LONGEST, 10**6, library=False)
 
 
-def answers(graphs: StepGraphs, config: ModelConfig, kept: KeptKeys, replayed: Replayed | None) -> list[list[int]]:
+def answers(program: StepProgram, config: ModelConfig, kept: KeptKeys, replayed: Replayed | None) -> list[list[int]]:
     """The tokens of some sequences, by an engine's loop. replayed: records its steps on what counts as a device with
     memory of its own; None: they are launched eagerly."""
     shape = replace(PoolShape.of(config, 4, torch.float32), kept=kept)
     pages = PageAllocator(TOKENS // shape.page_tokens, shape.page_tokens)
     windows = frozenset() if kept.ranks > 1 else frozenset([None])
     runner_config = RunnerConfig(MOST, LONGEST, LENGTH, windows, config.num_heads, 61)
-    runner = Runner(graphs, KVPool(shape, pages.num_pages, CPU), runner_config, CPU)
+    runner = Runner(program, KVPool(shape, pages.num_pages, CPU), runner_config, CPU)
     if replayed is not None:
         tables = runner._tables
         tables.on_device, tables._shared = torch.zeros(tables.rows.shape, dtype=torch.int32), False
@@ -73,15 +74,14 @@ def on_ranks(world: World, folder: Path, name: str) -> list[list[list[int]]]:
     config = divisible_config(name, num_key_value_heads=1, max_position_embeddings=128)
     model = random_model(config, torch.float32).requires_grad_(False)
     part, own = shard_of(model, config, world.size, world.rank, mesh.axis("tp"), key_ranks=2)
-    graphs = step_graphs(
-        own, "cpu", deterministic=False, shard=replace(part, axes={**part.axes, "dcp": mesh.neighbours("dcp", 2)})
-    )
+    part = replace(part, axes={**part.axes, "dcp": mesh.neighbours("dcp", 2)})
+    program = step_program(own, shard=part, page_size=4)
     replayed = Replayed()
-    found = [answers(graphs, part.config, part.kept, one) for one in (None, replayed)]
+    found = [answers(program, part.config, part.kept, one) for one in (None, replayed)]
     sizes = {key[0] for key in replayed.replayed}  # type: ignore[index]
     assert any(size.tokens == size.sequences for size in sizes)
     assert any(size.tokens != size.sequences for size in sizes)
-    whole = step_graphs(model, "cpu", deterministic=False)
+    whole = step_program(model)
     return [*found, answers(whole, config, ALL_KEYS, None)]
 
 

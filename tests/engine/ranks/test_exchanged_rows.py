@@ -44,23 +44,23 @@ def test_ranks_answer_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "config.json").write_text(json.dumps(WIDE))
     wanted = logprobs(LLM(tmp_path, **SIZES), PROMPTS)
     llm = LLM(tmp_path, **RANKED, **SIZES)
-    graphs = llm.engine.graphs
-    assert graphs.exchanged_logits is not None
-    assert 1024 < graphs.exchange_tokens < 1050
+    variant = llm.engine.program.variant("exchanged_logits")
+    assert variant is not None
+    assert 1024 < variant.least < 1050
     ran: list[int] = []
-    forward = graphs.exchanged_logits.forward
+    forward = variant.graph.forward
 
     def noted(batch: Any, rows: torch.Tensor) -> Any:
         ran.append(len(batch.tokens))
         return forward(batch, rows)
 
-    monkeypatch.setattr(graphs.exchanged_logits, "forward", noted)
+    monkeypatch.setattr(variant.graph, "forward", noted)
     # Together, then one alone, beside which the other rank has padding.
     for prompts, expected in ((PROMPTS, wanted), (PROMPTS[:1], wanted[:1])):
         ran.clear()
         found = logprobs(llm, prompts)
         assert ran
-        assert min(ran) >= graphs.exchange_tokens
+        assert min(ran) >= variant.least
         for one, other in zip(found, expected, strict=True):
             for mine, theirs in zip(one, other, strict=True):
                 assert mine == pytest.approx(theirs, abs=1e-4)

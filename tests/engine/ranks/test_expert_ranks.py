@@ -175,7 +175,7 @@ def test_one_rank_takes_the_option_of_experts_as_vllm_does_and_says_that_it_does
     graphs = []
     for enabled, lines in enumerate(told):
         asked = EngineConfig.from_options(tmp_path, options | {"enable_expert_parallel": bool(enabled)})
-        graphs.append(build_engine(asked, lines.append).graphs.logits.code)
+        graphs.append(build_engine(asked, lines.append).program.logits.code)
     assert graphs[0] == graphs[1]
     said = "enable_expert_parallel=True has no effect with tensor_parallel_size=1: one rank has all experts"
     assert [said in lines for lines in told] == [False, True]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch import fx
 
 from strata import LLM, SamplingParams
 from strata.engine.engine_config import EngineConfig
+from strata.engine.program.program import Choice, StepProgram
+from strata.engine.program.shape import StepShape
 from strata.engine.startup.kept_states import check_states
-from strata.engine.step_graphs import StepGraphs
 from strata.graph.ranks.narrow_messages import NARROW_TOKENS
 from tests.parallel.models import config_of
 
@@ -27,14 +27,14 @@ def test_answers_stay_nearly_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, params = [sums(number) for number in range(10)], SamplingParams(temperature=0, max_tokens=4, logprobs=1)
     one = LLM("builtin", **OPTIONS)
     two = LLM("builtin", tensor_parallel_size=2, message_dtype="fp8", **OPTIONS)
-    chosen, ran = StepGraphs.logits_of, []
+    choose, ran = StepProgram.choose, []
 
-    def noted(graphs: StepGraphs, tokens: int) -> fx.GraphModule:
-        graph = chosen(graphs, tokens)
-        ran.append((tokens >= NARROW_TOKENS, graph is graphs.narrow_logits))
-        return graph
+    def noted(program: StepProgram, shape: StepShape) -> Choice:
+        choice = choose(program, shape)
+        ran.append((shape.tokens >= NARROW_TOKENS, choice.variant.name == "narrow_logits"))
+        return choice
 
-    monkeypatch.setattr(StepGraphs, "logits_of", noted)
+    monkeypatch.setattr(StepProgram, "choose", noted)
     wanted, found = (
         [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)] for llm in (one, two)
     )
@@ -51,9 +51,6 @@ def test_answers_stay_nearly_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"message_dtype": "fp4"}, "message_dtype 'fp4' is unknown; use auto, fp8, fp8_e4m3"),
         ({}, "message_dtype='fp8' rounds what ranks add up, and tensor_parallel_size=1 adds up nothing; leave it out"),
-        ({"tensor_parallel_size": 2, "deterministic": True}, "and deterministic=True are not there together"),
-        ({"tensor_parallel_size": 2, "overlap_tokens": 64}, "and overlap_tokens=64 are not there together"),
-        ({"tensor_parallel_size": 2, "prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2 are not"),
     ],
 )
 def test_where_nothing_can_be_rounded_it_is_refused(options: dict[str, Any], message: str) -> None:

@@ -150,13 +150,3 @@ def test_all_stages_record_the_same_sizes_of_steps(tensor: int) -> None:
 def test_more_stages_than_layers_are_refused_before_anything_starts() -> None:
     with pytest.raises(ValueError, match="pipeline_parallel_size=99: each stage needs a layer"):
         LLM(pipeline_parallel_size=99, **OPTIONS)
-
-
-@pytest.mark.parametrize(
-    "option", [{"enable_eplb": True}, {"enable_dp_attention": True}, {"prefill_context_parallel_size": 2}]
-)
-def test_what_needs_all_layers_on_every_rank_is_refused(option: dict[str, Any]) -> None:
-    options: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True, **option}
-    cause = f"{next(iter(option))}=.* needs all layers on every rank, and pipeline_parallel_size=2 divides them"
-    with pytest.raises(ValueError, match=cause):
-        EngineConfig("8B", pipeline_parallel_size=2, **options)

@@ -15,6 +15,7 @@ import torch
 from strata import LLM, SamplingParams
 from strata.engine.grammars.structured_outputs import StructuredOutputsParams
 from strata.engine.outputs import RequestOutput
+from tests.engine.program.programs import graph_of
 
 # Few pages and short steps: prompts are computed in chunks, and sequences are preempted.
 OPTIONS: dict[str, Any] = {
@@ -84,10 +85,9 @@ def test_long_prompts_come_in_chunks_and_are_found_again(one: LLM, two: LLM) -> 
 
 def test_messages_travel_beside_products_in_large_steps(one: LLM, two: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert two.engine.ranks is not None
-    graphs = two.engine.ranks._runner._graphs
     ran = []
     for name in ("logits", "overlapped_logits"):
-        graph = getattr(graphs, name)
+        graph = graph_of(two.engine.program, name)
 
         def noted(*given: Any, name: str = name, forward: Any = graph.forward) -> Any:
             ran.append((name, len(given[0].tokens)))

@@ -13,12 +13,12 @@ from strata import LLM
 from strata.cache.staging import Staging
 from strata.comm.launch import World
 from strata.comm.mesh import Axis, Mesh
+from strata.engine.program import sizes as sizes_of_steps
+from strata.engine.program.sizes import divided_buckets, recorded_sizes
 from strata.engine.ranks.token_division import TokenDivision
 from strata.engine.runner import Runner
-from strata.engine.step_graphs import step_graphs
-from strata.engine.steps import recorded_sizes as sizes_of_steps
-from strata.engine.steps.recorded_sizes import divided_buckets, recorded_sizes
-from tests.engine.test_recorded_steps import LONGEST, MOST, OPTIONS, Replayed, ids
+from tests.engine.program.programs import step_program
+from tests.engine.program.test_recorded_steps import LONGEST, MOST, OPTIONS, Replayed, ids
 from tests.parallel.ranks import run_ranks
 
 
@@ -37,10 +37,9 @@ def of_engine(axis: Axis, model: str, library: bool, most: int) -> dict[str, Any
         patch.setattr(sizes_of_steps, "MAX_PROMPTS", 3)
         patch.setattr(Staging, "target", lambda self, size: torch.full((size,), -77, dtype=torch.int32))
         patch.setattr(Staging, "send", lambda self, target: target.copy_(self.host[: len(target)]))
-        graphs, replayed = step_graphs(llm.engine.model, "cpu", False, context=axis), Replayed()
-        division = TokenDivision.on("cpu", axis.size, axis.index)
-        config = replace(plain._config, division=division)
-        runner: Any = Runner(graphs, plain.pool, config, torch.device("cpu"))
+        division, replayed = TokenDivision.on("cpu", axis.size, axis.index), Replayed()
+        program = replace(step_program(llm.engine.model, target={"context": axis}), division=division)
+        runner: Any = Runner(program, plain.pool, plain._config, torch.device("cpu"))
         runner._recordings = lambda: replayed
         tables = runner._tables
         tables.on_device, tables._shared = torch.zeros(tables.rows.shape, dtype=torch.int32), False
@@ -49,7 +48,7 @@ def of_engine(axis: Axis, model: str, library: bool, most: int) -> dict[str, Any
         llm.engine.loop._runner = runner
         launched = []
         launch = runner._launch_eager
-        runner._launch_eager = lambda plan, arrays, room: launched.append(arrays) or launch(plan, arrays, room)
+        runner._launch_eager = lambda plan, step, *more: launched.append(step) or launch(plan, step, *more)
         drawn = ids(llm)
     ran = [key[0] for key in replayed.replayed if key[1] == "run"]
     return {

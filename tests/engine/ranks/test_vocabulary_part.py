@@ -14,15 +14,15 @@ from torch import Tensor, fx
 
 from strata.comm.launch import World
 from strata.comm.mesh import Mesh
+from strata.engine.program.inputs import DrawStep
 from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.engine.request import Request, Sequence, new_sequence
 from strata.engine.sampler import DrawInputs, DrawRow, LogprobTensors, Sampler
 from strata.engine.sampling_params import SamplingParams
-from strata.engine.step_graphs import step_graphs
-from strata.engine.steps.inputs import DrawStep
 from strata.graph.cost import node_costs, operation_counts
 from strata.hardware.roofline import Workload
 from strata.kernels.sampling.sampling import NO_ID, logprobs
+from tests.engine.program.programs import graph_of, step_program
 from tests.graph.lockstep import run_in_lockstep
 from tests.parallel.models import random_model
 from tests.parallel.ranks import run_ranks
@@ -72,10 +72,10 @@ def test_ranks_draw_the_ids_of_one(size: int, filtered: bool) -> None:
     config = divisible_config("llama")
     model = random_model(config, torch.float32).requires_grad_(False)
     name, given, logits = "draw_filtered" if filtered else "draw", inputs(filtered), rows_of(config.vocab_size)
-    wanted = drawn(getattr(step_graphs(model, "cpu", deterministic=False), name), logits, given)
+    wanted = drawn(graph_of(step_program(model, "cpu", deterministic=False), name), logits, given)
     assert wanted[[1, 2, 4]].tolist() == [NO_ID] * 3
     graphs = [
-        getattr(step_graphs(own, "cpu", deterministic=False, shard=part), name)
+        graph_of(step_program(own, "cpu", deterministic=False, shard=part), name)
         for part, own in (shard_of(model, config, size, index) for index in range(size))
     ]
     steps = [
@@ -90,7 +90,7 @@ def test_ranks_draw_the_ids_of_one(size: int, filtered: bool) -> None:
 def test_a_plain_draw_sends_a_number_a_row_and_one_with_filters_the_logits() -> None:
     config = divisible_config("llama")
     part, own = shard_of(random_model(config, torch.float32).requires_grad_(False), config, 4, 1)
-    graphs = step_graphs(own, "cpu", deterministic=False, shard=part)
+    graphs = step_program(own, "cpu", deterministic=False, shard=part)
     held = part.config.vocab_size
     with torch.device("meta"):
         step: Any = DrawStep(

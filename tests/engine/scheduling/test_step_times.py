@@ -175,7 +175,7 @@ def of(name: str, ranks: int = 1) -> StepTimes:
     link = None if ranks == 1 else link_of(device("h200"))
     recorded = {"0.6B": 5632}.get(name, 2048)
     model = model_of(name, ranks)
-    overlapped = model.graphs.overlap_tokens
+    overlapped = model.program.least("overlapped_logits")
     return StepTimes.of(model.step_costs(), device("h200"), "bfloat16", recorded, link, overlapped)
 
 
@@ -206,7 +206,7 @@ def test_attention_to_a_long_prefix_makes_chunks_short() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_engine_predicts_by_its_own_graphs_where_the_device_is_known(ranks: int) -> None:
-    graphs = model_of("0.6B", ranks).graphs
+    graphs = model_of("0.6B", ranks).program
     shape = PoolShape(28, 16, 8 // ranks, 128, torch.bfloat16)
     assert step_times(graphs, shape, "NVIDIA H200", 5632) == of("0.6B", ranks)
     assert step_times(graphs, shape, "NVIDIA T1000", 2048) is None

@@ -14,12 +14,13 @@ from strata.bench.workloads import InferenceTest, fixed_batch, offline
 from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
 from strata.engine.plan import StepPlan
+from strata.engine.program.shape import StepShape
+from strata.engine.program.sizes import mixed_buckets, smallest_mixed
 from strata.engine.request import Request
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.room import SERVER_TTFT_MS, StepTarget
 from strata.engine.scheduling.scheduler import Scheduler
-from strata.engine.steps.recorded_sizes import mixed_buckets, smallest_mixed
 from tests.engine.scheduling.test_step_times import of
 from tests.engine.simulated import SimulatedRunner, Simulation, Unchecked, drive
 
@@ -149,7 +150,7 @@ def test_chunks_of_long_prompts_leave_little_padding(name: str, library: bool) -
 
         def seconds(plan: StepPlan) -> float:
             prompts = sum(chunk.count > 1 for chunk in plan.chunks)
-            size = smallest_mixed(sizes, plan.tokens, len(plan.chunks), len(plan.draws), prompts)
+            size = smallest_mixed(sizes, StepShape(plan.tokens, len(plan.chunks), len(plan.draws), prompts))
             if size is not None and plan.tokens > len(plan.chunks):
                 computed.append(plan.tokens)
                 run.append(size.tokens)

@@ -56,7 +56,7 @@ def test_cuts_prefixes_and_forks_change_no_id_and_all_pages_are_all_keys(folders
 @pytest.mark.parametrize("name", ["all", "windows"])
 def test_layers_and_bytes(folders: dict[str, Path], name: str) -> None:
     plain, chosen = (engine(folders[name], decode_pages=pages) for pages in (None, 3))
-    counts = operation_counts(chosen.engine.graphs.logits)
+    counts = operation_counts(chosen.engine.program.logits)
     windows = chosen.engine.config.windows
     assert counts["page_sparse_attention"] == windows[2:].count(None)
     assert counts["attention"] == len(windows) - counts["page_sparse_attention"]
@@ -68,9 +68,6 @@ def test_layers_and_bytes(folders: dict[str, Path], name: str) -> None:
     ("options", "message"),
     [
         ({"decode_pages": 1}, "decode_pages must be an integer of at least 2, or None to attend to all, got 1"),
-        ({"sparse_prefill": 0.9}, "sparse_prefill=0.9 and decode_pages=8 are not there together"),
-        ({"deterministic": True}, "decode_pages=8 depends on where prompts are cut, and deterministic=True"),
-        ({"kv_cache_dtype": "int8"}, "decode_pages=8 is not there with it, and kv_cache_dtype='int8'"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:

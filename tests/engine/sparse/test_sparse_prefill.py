@@ -11,6 +11,7 @@ from strata import LLM, SamplingParams
 from strata.engine.engine_config import EngineConfig
 from strata.engine.startup.sparse_attention import attention_choice, choice_bytes
 from strata.models.config import config_from_dict
+from tests.engine.program.programs import graph_of
 from tests.models.checkpoints import FAMILY_CONFIGS, make_checkpoint
 
 CONFIGS = dict(FAMILY_CONFIGS)
@@ -62,7 +63,7 @@ def test_prompts_that_are_not_scored_leave_keys_out_too(tmp_path: Path) -> None:
     llm = sparse(folder, 0.3)
     ran = {"logits": 0, "sparse_logits": 0}
     for name in ran:
-        graph = getattr(llm.engine.graphs, name)
+        graph = graph_of(llm.engine.program, name)
 
         def counted(*given: Any, name: str = name, forward: Any = graph.forward) -> Any:
             ran[name] += 1
@@ -88,9 +89,6 @@ def test_prompts_that_are_not_scored_leave_keys_out_too(tmp_path: Path) -> None:
         ({"sparse_prefill_block": 4096}, "and at most 2048, got 4096"),
         ({"sparse_prefill_block": 16, "page_size": 32}, "of the tokens of a page, 32, and at most 2048, got 16"),
         ({"sparse_prefill_min_keys": 0}, "sparse_prefill_min_keys must be an integer of at least 1, got 0"),
-        ({"deterministic": True}, "depends on where prompts are cut, and deterministic=True is asked for"),
-        ({"kv_cache_dtype": "fp8"}, "is not there with it, and kv_cache_dtype='fp8' is asked for"),
-        ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2 is asked for"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:

@@ -19,7 +19,7 @@ from strata.plan.explain.split import split_steps
 from strata.plan.explain.step_fit import StepFit
 from strata.plan.explain.waterfalls import of_tail
 from strata.plan.explain.what_if import WhatIf
-from strata.plan.meta_model import find_config, host_model
+from strata.plan.meta_model import find_config, meta_model
 from strata.plan.step_seconds import StepSeconds
 from tests.plan.explain.runs import BETWEEN, DEVICE, FACTS, FIGURES, law, requests, run, wall
 
@@ -28,7 +28,7 @@ EVEN = requests(*((100, 24) for _ in range(16)))
 
 @pytest.fixture(scope="module")
 def times() -> StepSeconds:
-    return StepSeconds(host_model(find_config(folder_or_shape("builtin")), torch.bfloat16), DEVICE)
+    return StepSeconds(meta_model(find_config(folder_or_shape("builtin")), None, torch.bfloat16), DEVICE)
 
 
 def launched(times: StepSeconds) -> StepSeconds:

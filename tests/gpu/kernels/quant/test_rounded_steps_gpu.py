@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from strata.engine.step_graphs import step_graphs
 from strata.graph.cost import operation_counts
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.quant.packed import pack
@@ -15,6 +14,7 @@ from strata.kernels.quant.schemes import SCHEMES
 from strata.models.config import config_from_dict
 from strata.models.families import build
 from strata.models.initialize import randomize
+from tests.engine.program.programs import graph_of, replayed, step_program
 from tests.models.batches import packed, random_sequences
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
@@ -34,13 +34,13 @@ def test_steps_of_many_rows_have_the_bits_of_others(scheme: str) -> None:
     names = [name for name, one in model.named_parameters() if one.dim() == 2 and "proj" in name]
     weights = {name: pack(model.get_parameter(name).data.cpu(), SCHEMES[scheme]).to("cuda") for name in names}
     limits = DeviceLimits.of(torch.device("cuda", torch.cuda.current_device()))
-    graphs = step_graphs(model, "cuda", deterministic=False, packed=weights, limits=limits)
-    assert graphs.rounded_logits is not None
-    assert operation_counts(graphs.rounded_logits)["rounded_linear"] == 4
+    graphs = step_program(model, "cuda", deterministic=False, limits=limits, target={"packed": weights})
+    assert graphs.variant("rounded_logits") is not None
+    assert operation_counts(graph_of(graphs, "rounded_logits"))["rounded_linear"] == 4
     batch = packed(random_sequences(512, (90, 40)))
     moved = {name: getattr(batch, name).cuda() for name in ("tokens", "positions", "offsets")}
     batch, rows = replace(batch, **moved), torch.tensor([89, 129], dtype=torch.int32, device="cuda")
     with torch.inference_mode():
-        wanted, found = graphs.logits(batch, rows), graphs.logits_of(130)(batch, rows)
+        wanted, found = graphs.logits(batch, rows), replayed(graphs, 130)(batch, rows)
     assert wanted.isfinite().all()
     assert torch.equal(found, wanted)

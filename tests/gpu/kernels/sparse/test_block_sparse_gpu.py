@@ -122,5 +122,5 @@ def test_an_engine_finds_the_same_ids_with_all_keys_kept(tmp_path_factory: pytes
         )
         found.append([one.outputs[0].token_ids for one in llm.generate(prompts, params, use_tqdm=False)])
         if options:
-            assert llm.engine.graphs.sparse_logits is not None
+            assert llm.engine.program.variant("sparse_logits") is not None
     assert found[0] == found[1]

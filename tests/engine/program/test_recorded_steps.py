@@ -18,10 +18,12 @@ from strata.cache.staging import Staging
 from strata.cache.tables import BufferShape
 from strata.engine.plan import StepPlan
 from strata.engine.process.messages import Step
+from strata.engine.program import sizes as sizes_of_steps
+from strata.engine.program.program import Choice, StepProgram
+from strata.engine.program.shape import StepShape
+from strata.engine.program.sizes import recorded_sizes
 from strata.engine.recorded_steps import RecordedSteps
 from strata.engine.runner import Runner
-from strata.engine.steps import recorded_sizes as sizes_of_steps
-from strata.engine.steps.recorded_sizes import recorded_sizes
 from strata.graph import cudagraph
 from strata.kernels.attention import virtual_sequences
 from strata.models.batch import Batch
@@ -123,6 +125,21 @@ def test_the_same_ids_as_eagerly(recorded: tuple[LLM, Replayed], folder: Path) -
     assert {key[1] for key in graphs.replayed} == {"run", "draw"}
 
 
+def test_steps_run_what_the_program_chooses(recorded: tuple[LLM, Replayed], monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, graphs = recorded
+    chosen: list[BufferShape | None] = []
+    choose = StepProgram.choose
+
+    def noted(program: StepProgram, shape: StepShape) -> Choice:
+        choice = choose(program, shape)
+        chosen.append(choice.size)
+        return choice
+
+    monkeypatch.setattr(StepProgram, "choose", noted)
+    ids(llm)
+    assert [key[0] for key in graphs.replayed if key[1] == "run"] == [size for size in chosen if size is not None]
+
+
 def in_divided_steps(
     folder: Path, monkeypatch: pytest.MonkeyPatch, graphs: Replayed | None = None
 ) -> tuple[LLM, Replayed]:
@@ -131,7 +148,7 @@ def in_divided_steps(
     monkeypatch.setattr(sizes_of_steps, "MAX_PROMPTS", 2)
     sizes = recorded_sizes(MOST, LONGEST, 10**6, library=True)
     assert {size.prompts for size in sizes if size.tokens != size.sequences} == {2, None}
-    monkeypatch.setattr("tests.engine.test_recorded_steps.SIZES", sizes)
+    monkeypatch.setattr("tests.engine.program.test_recorded_steps.SIZES", sizes)
     graphs = graphs or Replayed()
     return recording(folder, monkeypatch, graphs)[0], graphs
 
@@ -153,7 +170,7 @@ def fresh_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [size for size in sizes if size.fresh] == [
         BufferShape(tokens, 3, 2, 2, fresh=True) for tokens in (32, 64, LONGEST)
     ]
-    monkeypatch.setattr("tests.engine.test_recorded_steps.SIZES", sizes)
+    monkeypatch.setattr("tests.engine.program.test_recorded_steps.SIZES", sizes)
 
 
 @pytest.mark.usefixtures("fresh_sizes")
@@ -177,7 +194,7 @@ def test_fresh_steps_take_a_size_of_their_own(folder: Path, monkeypatch: pytest.
     llm, _ = recording(folder, monkeypatch, graphs)
     runner: Any = llm.engine.loop._runner
     given: list[tuple[bool, int | None]] = []
-    logits = runner._graphs.logits.forward
+    logits = runner.program.logits.forward
 
     def noted(batch: Batch, rows: Tensor) -> Tensor:
         parts = batch.pages.parts
@@ -185,7 +202,7 @@ def test_fresh_steps_take_a_size_of_their_own(folder: Path, monkeypatch: pytest.
             given.append((parts.virtual.rows.values is not None, parts.decodes))
         return logits(batch, rows)
 
-    monkeypatch.setattr(runner._graphs.logits, "forward", noted)
+    monkeypatch.setattr(runner.program.logits, "forward", noted)
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     first = 0
     for lengths, size in (
@@ -282,7 +299,8 @@ def test_sizes_that_memory_does_not_suffice_for_are_launched_eagerly(
     assert sorted(found.lacking, key=SIZES.index) == lacking
     assert len(found.sizes) == len(SIZES) - len(lacking)
     # Decodes may be all that is replayed: then no step with a prompt is told to be.
-    assert found.mixed_tokens == tuple(tokens for tokens in (32, 64, 96) if tokens < least)
+    runner: Any = llm.engine.loop._runner
+    assert runner.program.sizes.mixed_tokens == tuple(tokens for tokens in (32, 64, 96) if tokens < least)
     kept = {key[0] for key in replayed.runs}
     assert kept == set(found._buffers) == set(found._outputs) == set(SIZES) - set(lacking)
     assert ids(llm) == ids(LLM(folder, **OPTIONS))
@@ -299,7 +317,7 @@ def test_steps_that_are_launched_eagerly_divide_few_prompts_as_recorded_ones_do(
     llm, graphs = in_divided_steps(folder, monkeypatch, short_of_memory("run", 9))
     runner: Any = llm.engine.loop._runner
     given: list[tuple[int, int, bool]] = []
-    logits = runner._graphs.logits.forward
+    logits = runner.program.logits.forward
 
     def noted(batch: Batch, rows: Tensor) -> Tensor:
         parts, columns = batch.pages.parts, batch.pages.tables.shape[1]
@@ -313,7 +331,7 @@ def test_steps_that_are_launched_eagerly_divide_few_prompts_as_recorded_ones_do(
                 assert int(parts.virtual.lengths[0].sum()) == rows_of_prompts
         return logits(batch, rows)
 
-    monkeypatch.setattr(runner._graphs.logits, "forward", noted)
+    monkeypatch.setattr(runner.program.logits, "forward", noted)
     assert ids(llm) == ids(LLM(folder, **OPTIONS))
     assert not any(key[0].tokens > 8 for key in graphs.replayed if isinstance(key, tuple))
     assert {virtual for _, _, virtual in given} == {True, False}
@@ -383,7 +401,7 @@ def test_a_line_says_how_many_sizes_are_not_recorded_and_what_to_do(
 
 
 def test_steps_that_are_not_recorded_are_counted_by_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.engine.test_recorded_steps.SIZES", [size for size in SIZES if size.tokens <= 64])
+    monkeypatch.setattr("tests.engine.program.test_recorded_steps.SIZES", [size for size in SIZES if size.tokens <= 64])
     llm, found = recording(folder, monkeypatch, Replayed())
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     for length in (60, 80, 200):  # the last one in chunks of 96, 96 and 8

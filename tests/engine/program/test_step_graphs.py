@@ -12,13 +12,13 @@ import torch
 
 import strata
 from strata.comm.symmetric import imagined
-from strata.engine.step_graphs import StepGraphs
+from strata.engine.program.variants import fused_products_pay
 from strata.graph.cost import total
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
-from strata.kernels.tuned import Table
 from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
 from strata.plan.meta_model import MetaModel, find_config, meta_model
+from tests.engine.program.programs import graph_of
 
 pytest.importorskip("triton")
 
@@ -33,12 +33,12 @@ SAMPLING = ["filter_bounds_kernel", "gumbel_blocks_kernel", "gumbel_reduce_kerne
 @pytest.fixture(scope="module")
 def model() -> MetaModel:
     """Without the library's front end, whether it is installed here or not."""
-    return replace(meta_model(find_config("8B"), device("h200")), library=False)
+    return meta_model(find_config("8B"), device("h200")).of_sizes(attends=False)
 
 
 @pytest.fixture(scope="module")
 def model_with_library(model: MetaModel) -> MetaModel:
-    return replace(model, library=True)
+    return model.of_sizes(attends=True)
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +189,7 @@ def test_fresh_prompts_attend_over_their_own_keys(
 
 def test_float16_prompts_attend_over_pages() -> None:
     """There a prompt can have values that are not finite, and the next one would begin in the same block of keys."""
-    made = replace(meta_model(find_config("8B"), device("h200"), torch.float16), library=True)
+    made = meta_model(find_config("8B"), device("h200"), torch.float16).of_sizes(attends=True)
     inputs = made.step(Workload((2048, 2048), (2048, 2048))).inputs
     assert "clear_page_ends" in {node.operation for node in inputs}
 
@@ -205,10 +205,10 @@ def test_float16_prompts_attend_over_pages() -> None:
     ],
 )
 def test_steps_launched_eagerly_attend_as_recorded_ones(
-    new: tuple[int, ...], attention: list[str], model_with_library: MetaModel, monkeypatch: pytest.MonkeyPatch
+    new: tuple[int, ...], attention: list[str], model_with_library: MetaModel
 ) -> None:
-    monkeypatch.setattr(MetaModel, "recorded_size", lambda self, workload: None)
-    step = model_with_library.step(Workload(new, tuple(900 if count == 1 else count for count in new)))
+    launching = replace(model_with_library, program=model_with_library.program.replaying((), library=True))
+    step = launching.step(Workload(new, tuple(900 if count == 1 else count for count in new)))
     found = [list(node.kernels) for node in step.model if node.operation == "attention"]
     assert found == [attention] * LAYERS
     inputs = ["newest_tokens_kernel"] * (1 in new) + ["(ATen)"]
@@ -220,7 +220,7 @@ def test_steps_launched_eagerly_attend_as_recorded_ones(
 def test_layers_with_windows_attend_without_the_library() -> None:
     config = find_config("8B")
     windows = (None, 4096) * (LAYERS // 2)
-    mixed = replace(meta_model(replace(config, windows=windows), device("h200")), library=True)
+    mixed = meta_model(replace(config, windows=windows), device("h200")).of_sizes(attends=True)
     found = [node.kernels[1] for node in mixed.step(Workload((2048,), (2049,))).model if node.operation == "attention"]
     assert found == ["(cuDNN)", "attention_kernel"] * (LAYERS // 2)
 
@@ -235,7 +235,7 @@ def test_the_library_attends_on_a_hopper_where_its_front_end_is_installed(
     for installed in (True, False):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, there=installed: object() if there else None)
         made = meta_model(find_config(shape), device(name), deterministic=deterministic)
-        assert made.library == (expected and installed)
+        assert made.program.library == (expected and installed)
 
 
 def test_gate_and_up_of_long_prompts_are_one_kernel(model: MetaModel) -> None:
@@ -247,27 +247,19 @@ def test_gate_and_up_of_long_prompts_are_one_kernel(model: MetaModel) -> None:
 
 @pytest.mark.parametrize("sequences", [8, 64, 80, 128, 176, 256])
 def test_the_table_decides_whether_products_are_fused(sequences: int, model: MetaModel) -> None:
-    graphs = model.graphs
-
-    def with_table(table: Table) -> StepGraphs:
-        return replace(graphs, table=table)
-
+    small, large = (graph_of(model.program, f"decode_{which}_batch") for which in ("small", "large"))
     slow, fast = (
         {
             key: replace(
                 choice, seconds=1.0 if ("add" in key.operation or "scaled" in key.operation) == fused else 1e-9
             )
-            for key, choice in graphs.table.items()
+            for key, choice in model.program.table.items()
         }
         for fused in (True, False)
     )
-    assert with_table(slow).decode(sequences) is (
-        graphs.decode_small_batch if sequences <= 64 else graphs.decode_large_batch
-    )
-    assert with_table(fast).decode(sequences) is graphs.decode_small_batch
-    assert with_table({}).decode(sequences) is (
-        graphs.decode_small_batch if sequences <= 128 else graphs.decode_large_batch
-    )
+    assert fused_products_pay(small, large, sequences, slow) is (sequences <= 64)
+    assert fused_products_pay(small, large, sequences, fast)
+    assert fused_products_pay(small, large, sequences, {}) is (sequences <= 128)
 
 
 @pytest.mark.parametrize(("sequences", "alone"), [(8, "dot_kernel"), (64, "dot_kernel"), (100, "(cuBLAS)")])

@@ -1,11 +1,13 @@
-"""Which sizes of steps are recorded as CUDA graphs, and which of them a step takes."""
+"""Of which sizes of steps CUDA graphs are captured, and which of them a step replays."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from strata.cache.tables import BufferShape
-from strata.engine.ranks.token_division import TokenDivision, rows_of
+from strata.engine.program.shape import StepShape
+from strata.engine.ranks.token_division import RankStep, TokenDivision, rows_of
 from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, MAX_TOKENS
 
 # Launched kernel by kernel, steps with prompts keep the host busy for 15 to 43 ms. Without cuDNN they are recorded as
@@ -133,33 +135,82 @@ def _mixed_sequences(most: int) -> list[int]:
     return [*(count for count in _MIXED_SEQUENCES if count < most), most]
 
 
-def smallest_mixed(
-    shapes: Iterable[BufferShape],
-    tokens: int,
-    sequences: int,
-    draws: int,
-    prompts: int,
-    fresh: int | None = None,
-    behind: int = 0,
-) -> BufferShape | None:
-    """The first of these ascending sizes that holds a step with so many prompts, or of those with cuDNN that are no
-    longer than its shortest the first where that pays; None if all are smaller. fresh: its `fresh_rows` if all its
-    sequences begin in it. behind: the most keys that any of its prompts has from before."""
+class StepSizes:
+    """Sizes of which there are CUDA graphs.
+
+    decodes: of steps in which every sequence has one token and is sampled; mixed: of others; divided: of a rank's share
+    of those that ranks divide. Each ascends, and of equal sizes those come first in which cuDNN attends over the step's
+    own keys, then those in which it does over pages.
+    """
+
+    def __init__(self, sizes: Iterable[BufferShape]) -> None:
+        ascending = sorted(sizes, key=_order)
+        self.decodes = tuple(size for size in ascending if size.tokens == size.sequences)
+        self.divided = tuple(size for size in ascending if size.ranks > 1)
+        self.mixed = tuple(size for size in ascending if size.ranks == 1 and size.tokens != size.sequences)
+
+    def __iter__(self) -> Iterator[BufferShape]:
+        return chain(self.decodes, self.mixed, self.divided)
+
+    def holding(self, shape: StepShape) -> BufferShape | None:
+        """The smallest that holds a step, None if none does, as of prompts that are scored."""
+        if shape.decodes:
+            return next((size for size in self.decodes if size.sequences >= shape.sequences), None)
+        return None if shape.scored else smallest_mixed(self.mixed, shape)
+
+    def holding_share(self, share: RankStep) -> BufferShape | None:
+        """The smallest that holds the largest share of a step that ranks divide, one for all ranks."""
+        return smallest_mixed(self.divided, StepShape(*share.room))
+
+    def would_hold(self, shape: StepShape) -> bool:
+        """Whether one of them holds a step, or its share."""
+        share = shape.share
+        return (self.holding(shape) if share is None else self.holding_share(share)) is not None
+
+    @property
+    def mixed_tokens(self) -> tuple[int, ...]:
+        """Tokens of steps with prompts, ascending."""
+        return tuple(sorted({size.tokens for size in self.mixed}))
+
+    @property
+    def divided_tokens(self) -> tuple[int, ...]:
+        """The same of steps that ranks divide, of all ranks together."""
+        return tuple(sorted({size.tokens * size.ranks for size in self.divided}))
+
+    @property
+    def padded_tokens(self) -> tuple[int, ...]:
+        """`mixed_tokens`, and from the shortest on that ranks divide, `divided_tokens`."""
+        divided = self.divided_tokens
+        return (*(tokens for tokens in self.mixed_tokens if not divided or tokens < divided[0]), *divided)
+
+    @property
+    def max_tokens(self) -> int:
+        """Of a rank, in the largest step; 0 if there is none."""
+        return max((size.tokens for size in self), default=0)
+
+
+def _order(size: BufferShape) -> tuple[int, int, bool, bool]:
+    return size.tokens, size.sequences, size.prompts is None, not size.fresh
+
+
+def smallest_mixed(sizes: Iterable[BufferShape], shape: StepShape) -> BufferShape | None:
+    """The first of these ascending sizes that holds a step with prompts, or of those with cuDNN that are no longer than
+    its shortest the first where that pays; None if all are smaller."""
     fitting = (
-        shape
-        for shape in shapes
-        if shape.tokens >= tokens
-        and shape.sequences > sequences
-        and shape.draws >= draws
-        and (shape.prompts is None or shape.prompts >= prompts)
-        and (not shape.fresh or (fresh is not None and shape.tokens >= fresh))
+        size
+        for size in sizes
+        if size.tokens >= shape.tokens
+        and size.sequences > shape.sequences
+        and size.draws >= shape.draws
+        and (size.prompts is None or size.prompts >= shape.prompts)
+        and (not size.fresh or (shape.fresh is not None and size.tokens >= shape.fresh))
     )
     first = next(fitting, None)
-    if first is None or first.tokens >= LIBRARY_TOKENS or behind < LIBRARY_KEYS:
+    if first is None or first.tokens >= LIBRARY_TOKENS or shape.behind < LIBRARY_KEYS:
         return first
-    return next((shape for shape in fitting if shape.tokens <= LIBRARY_TOKENS and shape.prompts is not None), first)
+    return next((size for size in fitting if size.tokens <= LIBRARY_TOKENS and size.prompts is not None), first)
 
 
 def has_few_long_prompts(tokens: int, prompts: int) -> bool:
-    """Whether cuDNN, where it can attend, does so for the prompts of a step."""
-    return LIBRARY_TOKENS <= tokens <= MAX_TOKENS and prompts <= MAX_PROMPTS
+    """Whether cuDNN, where it can attend, does so for the prompts of a step that is launched."""
+    return LIBRARY_TOKENS <= tokens <= MAX_TOKENS and 0 < prompts <= MAX_PROMPTS

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from strata.cache.tables import BufferShape
-from strata.engine.steps.recorded_sizes import (
+from strata.engine.program.shape import StepShape
+from strata.engine.program.sizes import (
     decode_buckets,
     max_mixed_tokens,
     mixed_buckets,
@@ -25,7 +26,7 @@ def test_every_size_holds_what_it_promises_and_wastes_little(most: int, library:
     for tokens in (*range(2, 1100), *range(1100, longest, 7), longest):
         for sequences in {min(count, most, tokens - 1) for count in (1, 16, 64, 256, 1024, most)}:
             for prompts in {1, min(16, sequences), min(17, sequences), sequences}:
-                size = smallest_mixed(sizes, tokens, sequences, sequences, prompts)
+                size = smallest_mixed(sizes, StepShape(tokens, sequences, sequences, prompts))
                 assert size is not None
                 assert size.tokens >= tokens
                 assert size.sequences > sequences  # padding finds a sequence to belong to
@@ -35,8 +36,8 @@ def test_every_size_holds_what_it_promises_and_wastes_little(most: int, library:
                     assert size.tokens <= (1.25 if prompts <= 16 or not library else 1.5) * tokens
                 if library and tokens >= 448 and prompts <= 16:
                     assert size.prompts == 16
-    assert smallest_mixed(sizes, longest + 1, 1, 1, 1) is None
-    assert smallest_mixed(sizes, 600, 100, most + 1, 1) is None
+    assert smallest_mixed(sizes, StepShape(longest + 1, 1, 1, 1)) is None
+    assert smallest_mixed(sizes, StepShape(600, 100, most + 1, 1)) is None
 
 
 def test_several_numbers_of_sequences_are_told_apart_where_padding_costs_most() -> None:
@@ -62,7 +63,7 @@ def test_engines_of_few_sequences_have_as_many_lengths_of_steps(most: int) -> No
 def test_short_steps_behind_many_keys_are_padded_to_the_shortest_for_the_library() -> None:
     def size(tokens: int, behind: int, sequences: int = 5, prompts: int = 1, library: bool = True) -> BufferShape:
         sizes = mixed_buckets(256, 8192, library, fresh=library)
-        found = smallest_mixed(sizes, tokens, sequences, sequences, prompts, behind=behind)
+        found = smallest_mixed(sizes, StepShape(tokens, sequences, sequences, prompts, behind=behind))
         assert found is not None
         assert found.tokens >= tokens
         assert found.sequences > sequences
@@ -87,15 +88,16 @@ def test_fresh_steps_have_few_sizes_beside_those_of_others() -> None:
     assert {(size.sequences, size.draws, size.prompts) for size in own} == {(17, 16, 16)}
     assert sizes == sorted(sizes, key=lambda size: (size.tokens, size.sequences, size.prompts is None))
     for new in ((8192,), (2048,) * 4, (512,) * 16, (1, 3900), (300, 5000), (2000,)):
-        wanted = smallest_mixed(others, sum(new), len(new), len(new), len(new))
-        found = smallest_mixed(sizes, sum(new), len(new), len(new), len(new), fresh_rows(new))
+        shape = StepShape(sum(new), len(new), len(new), len(new))
+        wanted = smallest_mixed(others, shape)
+        found = smallest_mixed(sizes, shape._replace(fresh=fresh_rows(new)))
         assert found is not None
         assert wanted is not None
         assert found.fresh
         assert found.tokens == wanted.tokens
-        assert smallest_mixed(sizes, sum(new), len(new), len(new), len(new)) == wanted
-    assert not smallest_mixed(sizes, 8192, 2, 2, 2, fresh_rows((8191, 1))).fresh
-    assert not smallest_mixed(sizes, 4000, 17, 17, 17, fresh_rows((234,) * 17)).fresh
+        assert smallest_mixed(sizes, shape) == wanted
+    assert not smallest_mixed(sizes, StepShape(8192, 2, 2, 2, fresh=fresh_rows((8191, 1)))).fresh
+    assert not smallest_mixed(sizes, StepShape(4000, 17, 17, 17, fresh=fresh_rows((234,) * 17))).fresh
     assert not any(size.fresh for size in recorded_sizes(256, 8192, 10**9, library=False, fresh=False))
 
 
@@ -115,7 +117,7 @@ def test_the_largest_step_is_recorded(longest: int, library: bool) -> None:
     for most in (16, 100):
         sizes = mixed_buckets(min(most, longest - 2), longest, library)
         for prompts in (1, min(most, longest - 2)):
-            size = smallest_mixed(sizes, longest, most - 30, most - 30, prompts)
+            size = smallest_mixed(sizes, StepShape(longest, most - 30, most - 30, prompts))
             assert size is not None
             assert size.tokens == longest
 

@@ -1,0 +1,194 @@
+"""The step program of a model: everything that its steps run, and which of it a step takes.
+
+The engine runs what `choose` says; compilation ahead, `strata graph`, the planner, the simulator and `strata explain`
+ask the same program, of a model on the meta device if it is not loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from torch import fx, nn
+
+from strata.cache.tables import BufferShape
+from strata.engine.engine_config import EngineConfig, EngineSizes
+from strata.engine.program.inputs import DividedInputsOfStep, DrawOfStep, InputsOfStep
+from strata.engine.program.shape import StepShape
+from strata.engine.program.sizes import StepSizes, has_few_long_prompts
+from strata.engine.program.source import Source, Target
+from strata.engine.program.variants import Variant, variants_of
+from strata.engine.ranks.token_division import TokenDivision
+from strata.engine.ranks.vocabulary_part import VocabularyPart
+from strata.graph.capture import capture
+from strata.graph.compile import compiled
+from strata.kernels import tuned
+
+
+class Choice(NamedTuple):
+    """What a step runs.
+
+    variant: whose graph computes its logits. size: of the CUDA graph that it replays, to which it is padded; None: the
+    host launches it kernel by kernel. shape: with the share of this rank, where ranks divide its tokens. library: cuDNN
+    attends for its prompts, of `size.fresh` over the step's own keys.
+    """
+
+    variant: Variant
+    size: BufferShape | None
+    shape: StepShape
+    library: bool
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """What runs the steps of one model, of a rank its share, bound for one kind of device.
+
+    variants: in the order in which they are asked. hidden: Batch to hidden [tokens, hidden]; head: hidden to logits
+    [rows, vocabulary or part], None of a stage before the last, whose graphs give hidden states instead. whole_prompts:
+    as `hidden`, for prompts that stand whole in a batch without pages.
+    recorded_inputs, mixed_inputs, prompt_inputs: StepInputs to tokens and block tables: of replayed steps; of others in
+    which ids are missing that only the device knows; and in which none are. divided_inputs, fresh_inputs:
+    DivisionInputs to tokens, block tables and the prompts' division, of steps in which cuDNN attends for them: over
+    pages, whose ends are cleared; and over the step's own keys.
+    draw, draw_filtered: DrawStep to ids [rows] int32, which are also written where later steps read them.
+    part: the ids of which the logits are, where ranks divide the vocabulary. captured: how many nodes of each operation
+    the model and its head had before the passes. table: what was measured of the device's products. sizes: of CUDA
+    graphs. library: cuDNN can attend for prompts in steps that are launched. division: how ranks divide tokens.
+    sends_by_copies: what travels beside products is sent by copy engines.
+    """
+
+    variants: tuple[Variant, ...]
+    hidden: fx.GraphModule
+    head: fx.GraphModule | None
+    whole_prompts: fx.GraphModule
+    recorded_inputs: fx.GraphModule
+    mixed_inputs: fx.GraphModule
+    prompt_inputs: fx.GraphModule
+    divided_inputs: fx.GraphModule
+    fresh_inputs: fx.GraphModule
+    draw: fx.GraphModule
+    draw_filtered: fx.GraphModule
+    part: VocabularyPart | None
+    captured: Mapping[str, int]
+    table: tuned.Table
+    sizes: StepSizes
+    library: bool = False
+    division: TokenDivision | None = None
+    sends_by_copies: bool = False
+    _replayed: dict[BufferShape, Variant] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    @staticmethod
+    def of(model: nn.Module, asked: EngineConfig, target: Target, sizes: EngineSizes | None = None) -> StepProgram:
+        """Of a model whose parameters may be on the meta device. sizes: None: nothing is captured.
+
+        Raises NotImplementedError if an operation has no implementation on the device.
+        """
+        source = Source.of(model, asked, target)
+        bound, part = source.bound, source.part
+        hidden = source.hidden()
+        divides_keys = source.division is not None
+        variants = variants_of(source)
+        program = StepProgram(
+            variants=variants,
+            hidden=hidden,
+            head=None if source.head is None else bound(source.head),
+            whole_prompts=source.hidden(source.undivided) if divides_keys else hidden,
+            recorded_inputs=bound(capture(InputsOfStep(recorded=not divides_keys, missing=True))),
+            mixed_inputs=bound(capture(InputsOfStep(recorded=False, missing=True))),
+            prompt_inputs=bound(capture(InputsOfStep(recorded=False, missing=False))),
+            divided_inputs=bound(capture(DividedInputsOfStep(fresh=False))),
+            fresh_inputs=bound(capture(DividedInputsOfStep(fresh=True))),
+            draw=bound(capture(DrawOfStep(part, filtered=False))),
+            draw_filtered=bound(capture(DrawOfStep(part, filtered=True))),
+            part=part,
+            captured=source.operations,
+            table=target.table,
+            sizes=StepSizes(() if sizes is None else sizes.recorded),
+            library=sizes is not None and sizes.library,
+            sends_by_copies=target.copies is not None,
+        )
+        if asked.executor == "compile":
+            for variant in variants:
+                variant.graph.forward = compiled(variant.graph)  # the graph itself is what is costed
+        return program
+
+    def choose(self, shape: StepShape) -> Choice:
+        """What a step runs. Ranks that run it together choose alike."""
+        if (divided := self._divided(shape)) is not None:
+            return divided
+        found = next((one for one in self.variants if not one.captured and one.when(shape)), None)
+        size = self.sizes.holding(shape) if found is None else None
+        if size is not None:
+            return Choice(self.replayed(size), size, shape, size.prompts is not None)
+        variant = found or next(one for one in self.variants if one.when(shape))
+        return Choice(variant, None, shape, variant.library and self._library_takes(shape))
+
+    @property
+    def asks_sequences(self) -> bool:
+        """Whether `choose` looks at sequences one by one, so that `StepShape.step` has to be there."""
+        return self.division is not None or not all(one.library for one in self.variants)
+
+    def replayed(self, size: BufferShape) -> Variant:
+        """Of every step that replays the CUDA graph of a size."""
+        found = self._replayed.get(size)
+        if found is None:
+            shape = StepShape.replayed(size)
+            found = self._replayed[size] = next(one for one in self.variants if one.when(shape))
+        return found
+
+    def inputs(self, choice: Choice, *, missing: bool) -> fx.GraphModule:
+        """What makes the inputs of a step. missing: some of its ids only the device knows."""
+        size = choice.size
+        if choice.library:
+            return self.fresh_inputs if size is not None and size.fresh else self.divided_inputs
+        if size is not None:
+            return self.recorded_inputs
+        return self.mixed_inputs if missing else self.prompt_inputs
+
+    def variant(self, name: str) -> Variant | None:
+        return next((one for one in self.variants if one.name == name), None)
+
+    def least(self, name: str) -> int:
+        """Rows of the shortest step that a variant is for; 0 where there is none of that name."""
+        variant = self.variant(name)
+        return 0 if variant is None else variant.least
+
+    @property
+    def logits(self) -> fx.GraphModule:
+        """Batch and rows to logits, of any step."""
+        return self.variants[-1].graph
+
+    def graphs(self) -> Iterator[tuple[str, fx.GraphModule]]:
+        """All of them, each by its name."""
+        for variant in self.variants:
+            yield variant.name, variant.graph
+        for variant in self.variants:
+            if variant.hidden is not None:
+                yield f"{variant.name}_hidden", variant.hidden
+        for name, value in vars(self).items():
+            if isinstance(value, fx.GraphModule):
+                yield name, value
+
+    def replaying(self, sizes: Iterable[BufferShape], *, library: bool) -> StepProgram:
+        """With CUDA graphs of these sizes alone. library: as of the program."""
+        return replace(self, sizes=StepSizes(sizes), library=library)
+
+    def _divided(self, shape: StepShape) -> Choice | None:
+        """Of a step whose tokens ranks divide; None if each runs all of it, as of prompts that are scored: they need
+        all hidden states."""
+        division, step = self.division, shape.step
+        if division is None or step is None or shape.scored:
+            return None
+        share = division.share(step)
+        size = None if share is None else self.sizes.holding_share(share)
+        if share is None or not division.pays(step, share, recorded=size is not None):
+            return None
+        shape = shape._replace(share=share)
+        variant = next(one for one in self.variants if one.when(shape))
+        library = self._library_takes(shape) if size is None else size.prompts is not None
+        return Choice(variant, size, shape, library)
+
+    def _library_takes(self, shape: StepShape) -> bool:
+        step = shape.share or shape.step or shape
+        return self.library and has_few_long_prompts(step.tokens, step.prompts)

@@ -1,0 +1,64 @@
+"""What is known of a step before it runs, from which all that runs it follows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from strata.cache.tables import BufferShape
+from strata.engine.plan import PlanArrays
+from strata.engine.ranks.step_room import StepRoom
+from strata.engine.ranks.token_division import RankStep
+from strata.kernels.attention.virtual_sequences import fresh_rows
+
+
+class StepShape(NamedTuple):
+    """The shape of a step.
+
+    tokens, sequences, draws: as many as it has; where ranks have sequences of their own, as the fullest has. prompts:
+    sequences from the first on that has more than one token. decodes: every sequence has one token and is sampled.
+    scored: log-probabilities of some prompt's tokens are asked for. fresh: rows that it needs if all its sequences
+    begin in it, see `fresh_rows`; None: some do not. behind: the most tokens that a prompt has from before it.
+    step: chunk for chunk, of this rank; None: of any step that `size` holds. size: the captured one that it replays;
+    None: it is launched. share: what this rank runs of it where ranks divide its tokens.
+    """
+
+    tokens: int
+    sequences: int
+    draws: int
+    prompts: int = 0
+    decodes: bool = False
+    scored: bool = False
+    fresh: int | None = None
+    behind: int = 0
+    step: PlanArrays | None = None
+    size: BufferShape | None = None
+    share: RankStep | None = None
+
+    @staticmethod
+    def of(step: PlanArrays, *, scored: bool = False) -> StepShape:
+        fresh = None if step.starts.any() else fresh_rows(step.counts.tolist())
+        size = step.tokens, len(step.counts), len(step.drawn), step.prompts
+        return StepShape(*size, step.are_decodes, scored, fresh, step.behind, step)
+
+    @staticmethod
+    def of_ranks(room: StepRoom, step: PlanArrays) -> StepShape:
+        """Of a rank with sequences of its own. room: what the steps of all ranks have room for."""
+        size = room.tokens, room.sequences, room.draws, room.prompts
+        return StepShape(*size, room.decodes, room.scored, room.fresh, room.behind, step)
+
+    @staticmethod
+    def replayed(size: BufferShape) -> StepShape:
+        """Of every step that replays that size."""
+        decodes = size.tokens == size.sequences
+        return StepShape(size.tokens, size.sequences, size.draws, size.prompts or 0, decodes, size=size)
+
+    @property
+    def rows(self) -> int:
+        """Tokens that its graph runs on each rank, with padding."""
+        if self.size is not None:
+            return self.size.tokens
+        return self.tokens if self.share is None else self.share.rows
+
+    @property
+    def replays_decodes(self) -> bool:
+        return self.decodes and self.size is not None

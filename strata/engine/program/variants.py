@@ -1,0 +1,216 @@
+"""The kinds of steps that an engine has, each with the graph that suits it and when it is taken.
+
+A capability that changes how a step runs is a function here: it makes the variant of a model that has it, and no other
+place asks for it. Of those that are for a step the first is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from strata.comm.operations import Along
+from strata.engine.program.shape import StepShape
+from strata.engine.program.source import Source
+from strata.engine.ranks.key_gathers import KeyGathers
+from strata.engine.ranks.token_division import CONTEXT_AXIS
+from strata.graph.compose import copied
+from strata.graph.fuse import fuse_gated_products
+from strata.graph.fuse_attention import fuse_decode_attention
+from strata.graph.fuse_products import fuse_products
+from strata.graph.product_times import measured_seconds, products_of
+from strata.graph.ranks.divide_keys import gather_keys
+from strata.graph.ranks.divide_tokens import divide_tokens
+from strata.graph.ranks.exchange_rows import exchange_rows
+from strata.graph.ranks.fuse_sent_products import fuse_sent_products
+from strata.graph.ranks.narrow_messages import NARROW_TOKENS, narrow_messages
+from strata.graph.ranks.overlap import overlap
+from strata.graph.ranks.overlap_rule import overlapping_tokens, row_division
+from strata.graph.sparsify_attention import sparsify_attention
+from strata.kernels import tuned
+from strata.kernels.attention.sparse.block_choice import BlockChoice
+from strata.kernels.linear.packed.few_rows import MOST_ROUNDED_ROWS
+from strata.parallel.serving_shard import TENSOR_AXIS
+
+# Up to so many rows, products that take up norms, gating and residuals were faster than the library's with kernels
+# between them in whole steps of the 0.6B and the 8B shape on an H200; beyond, that depends on the weights.
+_ALWAYS_FUSED_ROWS = 64
+# And up to so many where no table tells.
+_FUSED_ROWS = 128
+# Fused products of 64 to 256 rows took 4 (8B) to 11 % (0.6B) longer in layers than alone, the library's 0 to 4 %.
+_FUSED_IN_LAYERS = 1.07
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """One kind of step of a model, rewritten by passes and bound for a kind of device.
+
+    name: as results and drawings have it. when: whether it is for a step. graph: from a Batch, and what `inputs` names
+    of the step's buffer, to logits [rows, vocabulary or part], of a stage before the last to hidden [tokens, hidden].
+    inputs: "rows" [rows] int32, the tokens whose logits are wanted, without which they are those of all; "chosen",
+    which of the rows of all ranks they are. hidden: Batch to hidden [tokens, hidden] of such steps, where that is not
+    as in others. captured: False where such steps replay no CUDA graph. library: cuDNN may attend for their prompts.
+    least: rows of the shortest such step.
+    """
+
+    name: str
+    when: Callable[[StepShape], bool]
+    graph: fx.GraphModule
+    inputs: tuple[str, ...] = ("rows",)
+    hidden: fx.GraphModule | None = None
+    captured: bool = True
+    library: bool = True
+    least: int = 0
+
+
+def of_rows(name: str, least: int, graph: fx.GraphModule, *, launched: bool = False) -> Variant:
+    """For steps of so many rows or more. launched: which replay no CUDA graph."""
+
+    def when(shape: StepShape) -> bool:
+        return shape.rows >= least and not (launched and shape.size is not None)
+
+    return Variant(name, when, graph, least=least)
+
+
+def divided(source: Source) -> Iterator[Variant]:
+    """Ranks divide the tokens of long prompts (prefill context parallelism)."""
+    context = source.target.context
+    if context is not None and context.size > 1:
+        # Nobody counts experts there: a rank has a share of the tokens, and the slots of all.
+        graph = divide_tokens(source.logits_of_rows(counted=False), Along(CONTEXT_AXIS, context.size))
+        graph = source.bound(source.with_messages(graph))
+        yield Variant("divided", _is_divided, graph, ("rows", "chosen"))
+
+
+def _is_divided(shape: StepShape) -> bool:
+    return shape.share is not None or (shape.size is not None and shape.size.ranks > 1)
+
+
+def sparse(source: Source) -> Iterator[Variant]:
+    """Long prompts attend to blocks of their keys."""
+    choice = source.target.sparse
+    if not isinstance(choice, BlockChoice):
+        return
+
+    def when(shape: StepShape) -> bool:
+        step = shape.step
+        return step is not None and bool(((step.counts > 1) & (step.ends >= choice.least_keys)).any())
+
+    graph = source.bound(source.with_messages(source.logits_of_rows(choice=choice)))
+    hidden = source.hidden(sparsify_attention(copied(source.body), choice))
+    yield Variant("sparse_logits", when, graph, hidden=hidden, captured=False, library=False)
+
+
+def gathered(source: Source) -> Iterator[Variant]:
+    """Ranks that divide keys by sequence gather those that a step reads, where that is fewer bytes."""
+    shard = source.target.shard
+    if shard is None or source.division is None:
+        return
+    gathers, page_tokens = KeyGathers.of(shard, source.dtype), source.asked.page_size * shard.kept.ranks
+
+    def when(shape: StepShape) -> bool:
+        step = shape.step
+        return shape.size is None and step is not None and gathers.pays(step.counts, step.ends, page_tokens)
+
+    body = gather_keys(copied(source.undivided), source.division)
+    graph = source.bound(source.with_messages(source.logits_of_rows(body=body)))
+    yield Variant("gathered_logits", when, graph, hidden=source.hidden(body), library=False)
+
+
+def decodes(source: Source) -> Iterator[Variant]:
+    """Every sequence has one new token, so all logits are wanted; few rows let products take up norms and gating."""
+    if source.target.kind != "cuda":
+        return
+    if not source.by_rows:
+        graph = source.bound(source.with_messages(source.logits()))
+        yield Variant("decode", _replays_decodes, graph, ())
+        return
+
+    def whole() -> fx.GraphModule:
+        return source.run(fuse_decode_attention, source.with_messages(source.logits()))
+
+    small = source.bound(source.run(fuse_sent_products, source.run(fuse_products, whole())))
+    large = source.bound(source.with_rounding(whole()))
+    table, rounds = source.target.table, source.rounds
+
+    def when(shape: StepShape) -> bool:
+        # Products that take up norms do not round their rows.
+        if not shape.replays_decodes or (rounds and shape.sequences > MOST_ROUNDED_ROWS):
+            return False
+        return fused_products_pay(small, large, shape.sequences, table)
+
+    yield Variant("decode_small_batch", when, small, ())
+    yield Variant("decode_large_batch", _replays_decodes, large, ())
+
+
+def _replays_decodes(shape: StepShape) -> bool:
+    return shape.replays_decodes
+
+
+def fused_products_pay(fused: fx.GraphModule, apart: fx.GraphModule, rows: int, table: tuned.Table) -> bool:
+    """Whether products of so many rows are the faster for taking up what is between them, by what was measured."""
+    if rows <= _ALWAYS_FUSED_ROWS:
+        return True
+    together, alone = (measured_seconds(products_of(graph), rows, table) for graph in (fused, apart))
+    if together is None or alone is None:
+        return rows <= _FUSED_ROWS
+    return together * _FUSED_IN_LAYERS <= alone
+
+
+def exchanged(source: Source) -> Iterator[Variant]:
+    """In large steps, which are launched, rows go to the ranks of their experts alone."""
+    shard = source.target.shard
+    least = None if shard is None or source.asked.deterministic else shard.exchange_tokens(source.dtype)
+    if shard is None or least is None:
+        return
+    own = Along(TENSOR_AXIS, shard.size), shard.index
+    graph = exchange_rows(source.logits_of_rows(), *own, counted=source.target.experts is not None)
+    yield of_rows("exchanged_logits", least, source.bound(graph), launched=True)
+
+
+def narrowed(source: Source) -> Iterator[Variant]:
+    """In large steps, sums over ranks travel in 8 bits."""
+    shard = source.target.shard
+    if not source.asked.narrow_messages or shard is None:
+        return
+    along = Along(TENSOR_AXIS, shard.size)
+    graph = narrow_messages(source.of_rows(source.logits()), along, shard.whole.hidden_size, source.dtype)
+    graph = source.with_rounding(graph)
+    graph = source.bound(source.run(fuse_gated_products, graph) if source.by_rows else graph)
+    yield of_rows("narrow_logits", NARROW_TOKENS, graph)
+
+
+def overlapped(source: Source) -> Iterator[Variant]:
+    """In large steps, messages between ranks travel while products of the other half of the rows run."""
+    shard, least = source.target.shard, source.asked.overlapped_from
+    if shard is None or shard.own_tokens or source.asked.deterministic or least == 0:
+        return
+    graph, device = source.logits_of_rows(), source.target.copies
+    least = overlapping_tokens(graph, device) if least is None else least
+    if least is not None:
+        graph = source.bound(source.with_messages(overlap(graph, row_division(graph, device))))
+        yield of_rows("overlapped_logits", least, graph)
+
+
+def rounded(source: Source) -> Iterator[Variant]:
+    """In steps of many rows, what is in front of a product with a weight in 8 bits rounds them."""
+    if source.rounds:
+        graph = source.with_rounding(source.with_messages(source.of_rows(source.logits())))
+        graph = source.bound(source.run(fuse_gated_products, graph))
+        yield of_rows("rounded_logits", MOST_ROUNDED_ROWS + 1, graph)
+
+
+def any_step(source: Source) -> Iterator[Variant]:
+    yield Variant("logits", lambda _: True, source.bound(source.with_messages(source.logits_of_rows())))
+
+
+VARIANTS: tuple[Callable[[Source], Iterator[Variant]], ...] = (
+    divided, sparse, gathered, decodes, exchanged, narrowed, overlapped, rounded, any_step,
+)  # fmt: skip
+
+
+def variants_of(source: Source) -> tuple[Variant, ...]:
+    """Those that a model has, in the order in which they are asked."""
+    return tuple(variant for make in VARIANTS for variant in make(source))
