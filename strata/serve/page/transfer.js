@@ -20,7 +20,7 @@ export function fromText(text) {
   }
   if (given?.format !== FORMAT) throw new Error("This file holds no conversations: choose one that was exported here.");
   if (given.version !== VERSION) throw new Error(`This file is of version ${given.version}; this page reads version ${VERSION}.`);
-  return list(given.conversations, "conversations").map((one, at) => conversation(one, `conversations[${at}]`));
+  return list(given.conversations, "conversations").map((one, at) => asConversation(one, `conversations[${at}]`));
 }
 
 const text = (value) => typeof value === "string";
@@ -42,7 +42,8 @@ const MESSAGE = {
 };
 const CONVERSATION = { id: (value) => text(value) && /^[0-9a-f]{24}$/.test(value), title: text, system: text, created: number, updated: number, start: count };
 
-function conversation(value, where) {
+/** What was read from JSON as a conversation of the fields that are known. Throws an Error that says `where` it is none. */
+export function asConversation(value, where) {
   const { messages, ...rest } = object(value, where);
   const made = fields(rest, CONVERSATION, ["id", "title", "system", "created", "updated"], where);
   made.messages = said(messages, `${where}.messages`, 0);
