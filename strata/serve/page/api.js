@@ -5,6 +5,7 @@ import { OF_TAB, drop, keep, kept } from "./storage.js";
 import { inPlainWords } from "./words.js";
 
 const KEY = "strata.key";
+const IN_A_HEADER = /^[!-~]*$/;
 
 /** The key of this tab. Without one the browser sends what it was asked for when the page was opened, if anything. */
 export const key = {
@@ -34,6 +35,7 @@ export class ApiFailure extends Error {
 
 /** fetch with the key; throws ApiFailure for no answer and for every status that is no success. */
 export async function request(path, { method = "GET", body, signal } = {}) {
+  if (!IN_A_HEADER.test(key.get())) throw new ApiFailure(401, "The key is wrong: keys have no spaces and no letters of other alphabets.");
   const headers = {};
   if (key.get()) headers.authorization = `Bearer ${key.get()}`;
   if (body !== undefined) headers["content-type"] = "application/json";

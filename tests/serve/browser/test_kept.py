@@ -198,6 +198,51 @@ def test_an_answer_stays_though_the_one_beside_it_failed(browser: Browser) -> No
     assert seen(browser) == ["a", first]
 
 
+def test_whatever_way_a_conversation_takes_no_answer_is_lost_and_a_file_can_hold_it(browser: Browser) -> None:
+    """Questions, edits, further answers and turns at random; some answers fail."""
+    script = """
+        const { branch, takeBranch } = await import("/page/branches.js");
+        const { forgetHalf } = await import("/page/room.js");
+        const { asConversation } = await import("/page/transfer.js");
+        let state = arguments[0];
+        const below = (most) => (state = (state * 48271) % 2147483647) % most;
+        const conversation = { id: "0".repeat(24), title: "", system: "", created: 1, updated: 1, messages: [] };
+        const { messages } = conversation;
+        const answers = [];
+        const say = (role, content, fork) => messages.push(fork ? { role, content, fork } : { role, content });
+        const answer = (fork) => {
+          const text = below(3) ? `answer ${answers.length};` : "";
+          if (text) answers.push(text);
+          say("assistant", text, fork);
+        };
+        const places = (test) => messages.map((_, at) => at).filter((at) => test(messages[at]));
+        const one = (list) => list[below(list.length)];
+        for (let step = 0; step < 150; step += 1) {
+          const forked = places(({ fork }) => fork);
+          const what = messages.length ? below(6) : 0;
+          if (what < 2) { say("user", `question ${step}`); answer(); }
+          else if (what === 2) {
+            const at = one(places(({ role }) => role === "user"));
+            say("user", `edited ${step}`, branch(conversation, at));
+            answer();
+          } else if (what === 3) answer(branch(conversation, messages.length - 1));
+          else if (what === 4 && forked.length) {
+            const at = one(forked);
+            const { fork } = messages[at];
+            const to = below(fork.tails.length);
+            if (to !== fork.at) takeBranch(conversation, at, to);
+          } else forgetHalf(conversation);
+          asConversation(JSON.parse(JSON.stringify(conversation)), `step ${step}`);
+        }
+        const kept = JSON.stringify(conversation);
+        return [answers.length, answers.filter((text) => !kept.includes(text))];
+    """
+    for seed in range(1, 9):
+        answers, lost = browser.run(script, seed)
+        assert answers > 40
+        assert lost == []
+
+
 def test_an_id_that_a_file_has_twice(browser: Browser, tmp_path: Path) -> None:
     other = changed("title", "other")
     file = tmp_path / "f"
