@@ -3,6 +3,7 @@
 const FORMAT = "strata-conversations";
 const VERSION = 1;
 const DEEPEST = 100; // ways inside ways
+const LONGEST_WORDS = 100; // of a file, in what is said of it
 
 /** A file of all the conversations given. */
 export function asFile(conversations) {
@@ -19,7 +20,7 @@ export function fromText(text) {
     throw new Error("This file is no JSON: choose one that was exported here.");
   }
   if (given?.format !== FORMAT) throw new Error("This file holds no conversations: choose one that was exported here.");
-  if (given.version !== VERSION) throw new Error(`This file is of version ${given.version}; this page reads version ${VERSION}.`);
+  if (given.version !== VERSION) throw new Error(`This file is of version ${shortened(JSON.stringify(given.version))}; this page reads version ${VERSION}.`);
   return list(given.conversations, "conversations").map((one, at) => asConversation(one, `conversations[${at}]`));
 }
 
@@ -92,6 +93,10 @@ function list(value, where) {
   return value;
 }
 
+function shortened(words = "none") {
+  return words.length > LONGEST_WORDS ? `${words.slice(0, LONGEST_WORDS)}…` : words;
+}
+
 function wrong(where) {
-  return new Error(`Nothing was imported: ${where} of this file is not what an exported file has there.`);
+  return new Error(`Nothing was imported: ${shortened(where)} of this file is not what an exported file has there.`);
 }
