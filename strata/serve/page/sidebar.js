@@ -2,7 +2,7 @@
 
 import { deleteConversation, draftOf, keepDraft, markCut, renewed, saveConversation, titleOf } from "./conversations.js";
 import { element, iconButton } from "./dom.js";
-import { asFile, fromText } from "./transfer.js";
+import { asFile, asText, fromText } from "./transfer.js";
 
 const UNDO_MS = 6000;
 
@@ -34,7 +34,7 @@ export class Sidebar {
       this.say(error.message);
       return;
     }
-    const here = new Map(this.shown[0].map((one) => [one.id, JSON.stringify(one)]));
+    const here = new Map(fromText(asText(this.shown[0])).map((one) => [one.id, JSON.stringify(one)]));
     const fresh = [];
     for (const one of given) {
       const text = JSON.stringify(one);

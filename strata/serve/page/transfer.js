@@ -5,10 +5,13 @@ const VERSION = 1;
 const DEEPEST = 100; // ways inside ways
 const LONGEST_WORDS = 100; // of a file, in what is said of it
 
-/** A file of all the conversations given. */
+/** What a file of the conversations given holds. */
+export function asText(conversations) {
+  return JSON.stringify({ format: FORMAT, version: VERSION, conversations }, null, 1);
+}
+
 export function asFile(conversations) {
-  const text = JSON.stringify({ format: FORMAT, version: VERSION, conversations }, null, 1);
-  return new File([text], `${FORMAT}-${new Date().toISOString().slice(0, 10)}.json`, { type: "application/json" });
+  return new File([asText(conversations)], `${FORMAT}-${new Date().toISOString().slice(0, 10)}.json`, { type: "application/json" });
 }
 
 /** The conversations of a file's text. Throws an Error that says in a sentence what is wrong with it. */

@@ -258,6 +258,19 @@ def test_an_id_that_a_file_has_twice(browser: Browser, tmp_path: Path) -> None:
     assert sorted(one["title"] for one in kept(browser)) == ["kept", "other"]
 
 
+def test_what_is_here_is_known_again_whatever_became_of_it(browser: Browser, tmp_path: Path) -> None:
+    """Also before the page has read it back, in whatever order its fields came about."""
+    exchange(browser, "a")
+    browser.run("document.querySelector('#max_tokens').value = 5000")
+    browser.click(f"{LAST} [aria-label='Answer again']")
+    browser.wait(lambda: len(content(browser)) > 20, "some of it")
+    browser.click("#stop")
+    browser.wait(lambda: finished(browser), "its end")
+    file = tmp_path / "f"
+    file.write_text(json.dumps(exported(browser)))
+    assert choose(browser, file) == "0 conversations imported, 1 here already."
+
+
 def test_a_reply_that_a_file_says_is_being_written_is_cut(browser: Browser, tmp_path: Path) -> None:
     file = tmp_path / "f"
     conversation = changed("messages.1.fork.tails.0.0.unfinished", True)
