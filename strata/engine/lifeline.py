@@ -14,8 +14,10 @@ def end_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
     """Have the kernel send a signal to this process when the thread that started it ends (Linux; elsewhere nothing).
 
     So a parent starts its children from a thread that lives as long as it does. A child whose parent has died before
-    this call sees it at the end of its standard input. Only SIGKILL ends one that is stopped.
+    this call sees it at the end of its standard input. Only SIGKILL ends one that is stopped. What a hang-up, which may
+    go to all processes, is to do is left to the parent.
     """
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by)
 

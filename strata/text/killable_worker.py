@@ -119,6 +119,7 @@ def serve_answers(answer: Callable[[dict[str, Any]], dict[str, Any]], memory_byt
     Where there are too few processors, the program itself comes first.
     """
     give_way()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the program's to judge
     with suppress(ValueError, OSError):  # macOS has no such limit; the deadline holds there too
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     print(json.dumps({"ready": True}), flush=True)

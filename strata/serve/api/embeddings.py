@@ -100,7 +100,7 @@ async def _embed(
     reason = "abort"
     try:
         async with asyncio.timeout(admission.deadline - time.monotonic()):
-            vectors = await _all_vectors(state, prompts, pooling, at_once)
+            vectors = await _all_vectors(state, admission, prompts, pooling, at_once)
         reason = "stop"
         return vectors
     except TimeoutError:
@@ -128,7 +128,7 @@ async def _embed(
 
 
 async def _all_vectors(
-    state: ServerState, prompts: list[list[int]], pooling: Literal["last", "mean"], at_once: int
+    state: ServerState, admission: Admission, prompts: list[list[int]], pooling: Literal["last", "mean"], at_once: int
 ) -> list[list[float]]:
     """Asks the engine for a few at a time; when this is cancelled or one fails, the others are aborted."""
     places = asyncio.Semaphore(at_once)
@@ -136,11 +136,13 @@ async def _all_vectors(
     async def embed(number: int, prompt: list[int]) -> list[float]:
         async with places:
             try:
-                return await state.client.embed(Embed(uuid4().hex, prompt, pooling, time.monotonic()))
+                vector = await state.client.embed(Embed(uuid4().hex, prompt, pooling, time.monotonic()))
             except EngineRefused as error:
                 raise ApiError(400, f"input {number}: {error}", param="input") from None
             except EngineGone as error:
                 raise state.engine_gone(str(error)) from None
+            state.metrics.tokens(prompt=len(prompt), output=0, caller=admission.caller.name)
+            return vector
 
     tasks = [asyncio.create_task(embed(number, prompt)) for number, prompt in enumerate(prompts)]
     try:

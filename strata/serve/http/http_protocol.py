@@ -183,11 +183,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             body = msgspec.json.encode(error.body())
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[error.status] + head + body)
+            self._tell(error)
         self._refused = True
         self._discarded = 0
         self._disconnect(self.cycle)
         self._disconnect(self._started)
         self._set_linger()
+
+    def _tell(self, error: ApiError) -> None:
+        """What is done about a refusal besides answering it: nothing here."""
 
     def _set_linger(self) -> None:
         self.flow.resume_reading()
@@ -201,6 +205,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
             cycle.message_event.set()
+
+
+def bounded(refused: Callable[[ApiError], None]) -> type[BoundedHttpProtocol]:
+    """The protocol of a server that wants to be told what was refused here."""
+
+    class Bounded(BoundedHttpProtocol):
+        def _tell(self, error: ApiError) -> None:
+            refused(error)
+
+    return Bounded
 
 
 def head_too_large() -> ApiError:

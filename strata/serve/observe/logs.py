@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Protocol, TextIO
+from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -88,6 +89,11 @@ def note_error(scope: Scope, code: str) -> None:
     _notes(scope)["error_code"] = code
 
 
+def log_refusal(status: int, code: str) -> None:
+    """The line of what was refused before it was a request."""
+    log_event(_access, "no valid request", status=status, error_code=code)
+
+
 class AccessLog:
     """ASGI middleware, the outermost: when a request is over it writes the request's line and its trace.
 
@@ -133,7 +139,7 @@ class AccessLog:
         request_id = _header(start.get("headers", ()), b"x-request-id")
         log_event(
             _access,
-            f"{scope['method']} {scope['path']}",
+            f"{scope['method']} {quote(scope['path'])}",  # a space would make a field of what follows it
             level=logging.DEBUG if scope["path"].startswith(_QUIET_PATHS) else logging.INFO,
             status=start.get("status", "none"),  # the client left before there was one
             ms=round(seconds * 1e3, 1),

@@ -101,7 +101,7 @@ _COUNTERS: dict[str, tuple[str, str | None, Sequence[str]]] = {
     "request_success": ("Requests that have ended, by how.", "finished_reason", FINISHED_REASONS),
     "rejects": ("Requests that were not taken, or not for so long.", "reason", REJECTIONS),
     "aborts": ("Requests whose client left before the end.", None, ("",)),
-    "prompt_tokens": ("Prompt tokens of requests that have had their first token, cached ones included.", None, ("",)),
+    "prompt_tokens": ("Prompt tokens that have had a first token or a vector, cached ones included.", None, ("",)),
     "generation_tokens": ("Tokens generated.", None, ("",)),
     "engine_restarts": ("Engines that are ready in the place of one that has ended.", None, ("",)),
 }

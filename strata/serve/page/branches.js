@@ -5,17 +5,24 @@
 
 /**
  * Put aside what was said from `at` on. Returns the fork that the message which is said next must have, undefined if it has
- * none beside it: nothing is kept of a question that got no answer.
+ * none beside it: nothing is kept of a question that never got an answer.
  */
 export function branch(conversation, at) {
   const tail = takeTail(conversation, at);
   const fork = tail[0].fork ?? { at: 0, tails: [null] };
   delete tail[0].fork;
-  if (tail.some(({ role, content }) => role === "assistant" && content)) {
+  if (hasAnswer(tail)) {
     fork.tails[fork.at] = tail;
     fork.at = fork.tails.push(null) - 1;
   }
   return fork.tails.length > 1 ? fork : undefined;
+}
+
+function hasAnswer(messages) {
+  return messages.some(
+    ({ role, content, reasoning, fork }) =>
+      (role === "assistant" && (content || reasoning)) || fork?.tails.some((tail) => tail && hasAnswer(tail)),
+  );
 }
 
 /** Show the way number `which` from the message at `at` on. */

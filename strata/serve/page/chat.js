@@ -4,14 +4,15 @@ import { idInAddress, wasShown, writeAddress } from "./address.js";
 import { servedModel } from "./api.js";
 import { branch, takeBranch } from "./branches.js";
 import { Composer } from "./composer.js";
-import { allConversations, concerns, keepDraft, markCut, newConversation, saveConversation } from "./conversations.js";
-import { dress, element, keep, kept } from "./dom.js";
+import { allConversations, concerns, keepDraft, markCut, newConversation, newestFirst, saveConversation } from "./conversations.js";
+import { dress, element } from "./dom.js";
 import { openEditor } from "./editor.js";
 import { Pace } from "./pace.js";
 import { asMessages, receiveReply } from "./reply.js";
 import { forgetHalf, makeRoom } from "./room.js";
 import { Settings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
+import { keep, kept, keptNames } from "./storage.js";
 import { forgottenNote, messageElement, showMessage } from "./transcript.js";
 
 const OPEN = "strata.open";
@@ -130,23 +131,25 @@ class Chat {
   }
 
   takeIn(conversations) {
-    this.conversations = [...this.conversations, ...conversations].sort((one, other) => other.updated - one.updated);
+    this.conversations = [...this.conversations, ...conversations].sort(newestFirst);
     this.render();
   }
 
   save(conversation) {
-    if (!saveConversation(conversation)) this.sidebar.say("This browser has no room to keep the conversation. Delete an older one.");
+    if (saveConversation(conversation)) return;
+    const why = keptNames() === null ? "This browser keeps nothing of this page" : "This browser has no room to keep the conversation";
+    this.sidebar.say(`${why}: export it before you leave${keptNames() === null ? "" : ", or delete an older one"}.`);
   }
 
-  /** Another tab has changed something: take over all but what is on its way here. */
-  readAgain(key) {
-    if (this.replies.size) return;
-    const isShown = ({ id }) => id === this.current.id;
-    const shownHasChanged = concerns(key, this.current);
-    this.conversations = allConversations().map((one) => (isShown(one) && !shownHasChanged ? this.current : one));
-    this.current = this.conversations.find(isShown) ?? this.current;
-    if (shownHasChanged) this.show();
-    else this.render();
+  /** Another tab has changed an entry of the storage, null for all: take over what that concerns, but what is answered here. */
+  readAgain(name) {
+    const isChanged = (one) => concerns(name, one) && !this.replies.has(one);
+    const stay = this.conversations.filter((one) => !isChanged(one));
+    const read = allConversations().filter((one) => concerns(name, one) && !stay.some(({ id }) => id === one.id));
+    this.conversations = [...stay, ...read].sort(newestFirst);
+    if (!isChanged(this.current)) return this.render();
+    this.current = read.find(({ id }) => id === this.current.id) ?? this.current;
+    this.show();
   }
 
   /** Browsers end connections when they leave a page, some before they say that it goes away. */
@@ -197,9 +200,11 @@ class Chat {
   }
 
   isFree() {
-    const free = !this.replies.has(this.current);
-    if (!free) this.sidebar.say("A reply is on its way. Wait for it, or stop it first.");
-    return free;
+    const isHere = this.replies.has(this.current);
+    const isElsewhere = !isHere && this.current.messages.at(-1)?.unfinished === true;
+    if (isHere) this.sidebar.say("A reply is on its way. Wait for it, or stop it first.");
+    if (isElsewhere) this.sidebar.say("A reply is on its way in another tab. Wait for it, or load this page again if that tab is gone.");
+    return !isHere && !isElsewhere;
   }
 
   async answer(conversation, fork) {
@@ -211,7 +216,7 @@ class Chat {
     const pace = new Pace(() => reply.unfinished && this.showReply(conversation, reply));
     conversation.messages.push(reply);
     conversation.updated = Date.now();
-    this.conversations.sort((one, other) => other.updated - one.updated);
+    this.conversations.sort(newestFirst);
     this.replies.set(conversation, controller);
     this.save(conversation);
     this.showMessage(reply);

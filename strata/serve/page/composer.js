@@ -11,6 +11,7 @@ export class Composer {
     this.button = document.getElementById("send");
     this.stop = document.getElementById("stop");
     this.draft = null; // id of the conversation that the text belongs to
+    this.kept = ""; // as it was last kept or read
     const submit = () => send(this.field.value) && this.write("");
     document.getElementById("composer").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -38,7 +39,8 @@ export class Composer {
   open(id) {
     if (this.draft !== null) this.keep();
     this.draft = id;
-    this.write(draftOf(id));
+    this.kept = draftOf(id);
+    this.write(this.kept);
     this.field.focus();
   }
 
@@ -48,9 +50,12 @@ export class Composer {
     this.keep();
   }
 
+  /** What has not changed here is not kept again: another tab may have written something else since. */
   keep() {
     clearTimeout(this.timer);
-    keepDraft(this.draft, this.field.value);
+    if (this.field.value === this.kept) return;
+    this.kept = this.field.value;
+    keepDraft(this.draft, this.kept);
   }
 
   show(isStreaming) {

@@ -1,6 +1,7 @@
 // Conversations, kept in this browser: one entry of localStorage each, so that two tabs do not overwrite each other's.
 
-import { drop, keep, kept } from "./dom.js";
+import { drop, keep, kept, keptNames } from "./storage.js";
+import { asConversation } from "./transfer.js";
 
 const PREFIX = "strata.conversation.";
 const DRAFT = "strata.draft."; // and the conversation's id; nothing for one that has not begun
@@ -15,19 +16,22 @@ export function newConversation() {
   return { id: randomId(), title: "", system: "", created: now, updated: now, messages: [] };
 }
 
-/** All that are kept, the one used last first. */
+/** All that are kept, the one used last first. What is not ours, of another version or cut, is left where it is. */
 export function allConversations() {
   const found = [];
-  for (let at = 0; at < localStorage.length; at += 1) {
-    const name = localStorage.key(at);
+  for (const name of keptNames() ?? []) {
     if (!name.startsWith(PREFIX)) continue;
     try {
-      found.push(JSON.parse(kept(name)));
+      found.push(asConversation(JSON.parse(kept(name)), name));
     } catch {
-      // not ours, or cut: left where it is
+      // nothing that can be shown
     }
   }
-  return found.sort((one, other) => other.updated - one.updated);
+  return found.sort(newestFirst);
+}
+
+export function newestFirst(one, other) {
+  return other.updated - one.updated;
 }
 
 /** False if the browser has no room for it. */
@@ -36,7 +40,7 @@ export function saveConversation(conversation) {
 }
 
 export function deleteConversation(conversation) {
-  localStorage.removeItem(PREFIX + conversation.id);
+  drop(PREFIX + conversation.id);
   keepDraft(conversation.id, "");
 }
 
@@ -46,10 +50,11 @@ export function renewed(conversation) {
 }
 
 /** Replies that were being written when their page went away will get no more. Only for what no page writes any more. */
-export function markCut(conversation) {
-  for (const message of conversation.messages.filter(({ unfinished }) => unfinished)) {
+export function markCut({ messages }) {
+  for (const message of messages) {
+    if (message.unfinished) message.cut = true;
     delete message.unfinished;
-    message.cut = true;
+    for (const tail of message.fork?.tails ?? []) if (tail) markCut({ messages: tail });
   }
 }
 

@@ -1,5 +1,7 @@
 // Elements made from data. Text is only ever set as text, so nothing a model writes can become markup.
 
+import { keep } from "./storage.js";
+
 const SVG = "http://www.w3.org/2000/svg";
 
 const ICONS = {
@@ -75,32 +77,6 @@ async function copy(text) {
 export function codeBlock(code, language, ...coloured) {
   const head = element("div", { class: "code-head" }, element("span", {}, language || "text"), copyButton(() => code, "Copy code"));
   return element("div", { class: "code-block" }, head, element("pre", { tabindex: "0" }, element("code", {}, ...(coloured.length ? coloured : [code]))));
-}
-
-/** Keep what can be kept; false if the browser has no room or keeps nothing. */
-export function keep(key, value) {
-  try {
-    localStorage.setItem(key, value);
-    return true;
-  } catch {
-    return false;
-  }
-}
-
-export function kept(key) {
-  try {
-    return localStorage.getItem(key);
-  } catch {
-    return null;
-  }
-}
-
-export function drop(key) {
-  try {
-    localStorage.removeItem(key);
-  } catch {
-    // a browser that keeps nothing has nothing to forget
-  }
 }
 
 const THEMES = ["system", "light", "dark"];

@@ -1,7 +1,8 @@
 // The panel on the right: system prompt, sampling, key. An empty field leaves the choice to the server and the model.
 
 import { key } from "./api.js";
-import { element, keep, kept } from "./dom.js";
+import { element } from "./dom.js";
+import { keep, kept } from "./storage.js";
 
 const SAMPLING = "strata.sampling";
 

@@ -1,8 +1,8 @@
 // The list of conversations: open, rename, delete and take the deletion back, export and import.
 
-import { allConversations, deleteConversation, markCut, renewed, saveConversation, titleOf } from "./conversations.js";
+import { deleteConversation, draftOf, keepDraft, markCut, renewed, saveConversation, titleOf } from "./conversations.js";
 import { element, iconButton } from "./dom.js";
-import { asFile, fromText } from "./transfer.js";
+import { asFile, asText, fromText } from "./transfer.js";
 
 const UNDO_MS = 6000;
 
@@ -14,9 +14,10 @@ export class Sidebar {
     this.panel = document.getElementById("sidebar");
     this.menu = document.getElementById("menu");
     this.toast = document.getElementById("toast");
+    this.shown = [[]]; // what was last to be drawn
     this.menu.addEventListener("click", () => this.show(!this.isOpen));
     this.export = document.getElementById("export");
-    this.export.addEventListener("click", () => download(asFile(allConversations())));
+    this.export.addEventListener("click", () => download(asFile(this.shown[0])));
     const chooser = document.getElementById("import-file");
     document.getElementById("import").addEventListener("click", () => chooser.click());
     chooser.addEventListener("change", async () => {
@@ -33,8 +34,14 @@ export class Sidebar {
       this.say(error.message);
       return;
     }
-    const here = new Map(allConversations().map((one) => [one.id, JSON.stringify(one)]));
-    const fresh = given.filter((one) => here.get(one.id) !== JSON.stringify(one)).map((one) => (here.has(one.id) ? renewed(one) : one));
+    const here = new Map(fromText(asText(this.shown[0])).map((one) => [one.id, JSON.stringify(one)]));
+    const fresh = [];
+    for (const one of given) {
+      const text = JSON.stringify(one);
+      if (here.get(one.id) === text) continue;
+      fresh.push(here.has(one.id) ? renewed(one) : one);
+      if (!here.has(one.id)) here.set(one.id, text); // a file may have an id twice
+    }
     fresh.forEach(markCut);
     const saved = fresh.filter(saveConversation);
     this.tell.imported(saved);
@@ -54,6 +61,9 @@ export class Sidebar {
   }
 
   render(conversations, current, isStreaming) {
+    this.shown = [conversations, current, isStreaming];
+    this.isStale = this.list.querySelector("input") !== null;
+    if (this.isStale) return; // what is being written there would be lost; it is drawn when that is done
     const items = conversations.map((conversation) => {
       const open = element("button", { type: "button", class: "open", click: () => this.tell.open(conversation) }, titleOf(conversation));
       if (conversation === current) open.setAttribute("aria-current", "true");
@@ -75,11 +85,13 @@ export class Sidebar {
     field.value = titleOf(conversation);
     const done = (save) => {
       field.onblur = null;
-      if (save) conversation.title = field.value.trim();
-      if (save) saveConversation(conversation);
-      before[0].textContent = titleOf(conversation);
+      const now = this.shown[0].find(({ id }) => id === conversation.id); // another tab may have changed it
+      if (save && now) now.title = field.value.trim();
+      if (save && now) saveConversation(now);
+      before[0].textContent = titleOf(now ?? conversation);
       item.replaceChildren(...before);
       before[0].focus();
+      if (this.isStale) this.render(...this.shown);
     };
     field.onblur = () => done(true);
     field.addEventListener("keydown", (event) => {
@@ -92,12 +104,14 @@ export class Sidebar {
   }
 
   remove(conversation) {
+    this.tell.deleted(conversation); // and the message field has kept its text
+    const draft = draftOf(conversation.id);
     deleteConversation(conversation);
-    this.tell.deleted(conversation);
     const undo = element("button", { type: "button", class: "text-button" }, "Undo");
     undo.addEventListener("click", () => {
       this.toast.hidden = true;
       saveConversation(conversation);
+      keepDraft(conversation.id, draft);
       this.tell.restored(conversation);
     });
     this.say(`“${titleOf(conversation)}” was deleted.`, undo);

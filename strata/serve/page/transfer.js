@@ -3,11 +3,15 @@
 const FORMAT = "strata-conversations";
 const VERSION = 1;
 const DEEPEST = 100; // ways inside ways
+const LONGEST_WORDS = 100; // of a file, in what is said of it
 
-/** A file of all the conversations given. */
+/** What a file of the conversations given holds. */
+export function asText(conversations) {
+  return JSON.stringify({ format: FORMAT, version: VERSION, conversations }, null, 1);
+}
+
 export function asFile(conversations) {
-  const text = JSON.stringify({ format: FORMAT, version: VERSION, conversations }, null, 1);
-  return new File([text], `${FORMAT}-${new Date().toISOString().slice(0, 10)}.json`, { type: "application/json" });
+  return new File([asText(conversations)], `${FORMAT}-${new Date().toISOString().slice(0, 10)}.json`, { type: "application/json" });
 }
 
 /** The conversations of a file's text. Throws an Error that says in a sentence what is wrong with it. */
@@ -19,8 +23,8 @@ export function fromText(text) {
     throw new Error("This file is no JSON: choose one that was exported here.");
   }
   if (given?.format !== FORMAT) throw new Error("This file holds no conversations: choose one that was exported here.");
-  if (given.version !== VERSION) throw new Error(`This file is of version ${given.version}; this page reads version ${VERSION}.`);
-  return list(given.conversations, "conversations").map((one, at) => conversation(one, `conversations[${at}]`));
+  if (given.version !== VERSION) throw new Error(`This file is of version ${shortened(JSON.stringify(given.version))}; this page reads version ${VERSION}.`);
+  return list(given.conversations, "conversations").map((one, at) => asConversation(one, `conversations[${at}]`));
 }
 
 const text = (value) => typeof value === "string";
@@ -42,7 +46,8 @@ const MESSAGE = {
 };
 const CONVERSATION = { id: (value) => text(value) && /^[0-9a-f]{24}$/.test(value), title: text, system: text, created: number, updated: number, start: count };
 
-function conversation(value, where) {
+/** What was read from JSON as a conversation of the fields that are known. Throws an Error that says `where` it is none. */
+export function asConversation(value, where) {
   const { messages, ...rest } = object(value, where);
   const made = fields(rest, CONVERSATION, ["id", "title", "system", "created", "updated"], where);
   made.messages = said(messages, `${where}.messages`, 0);
@@ -91,6 +96,10 @@ function list(value, where) {
   return value;
 }
 
+function shortened(words = "none") {
+  return words.length > LONGEST_WORDS ? `${words.slice(0, LONGEST_WORDS)}…` : words;
+}
+
 function wrong(where) {
-  return new Error(`Nothing was imported: ${where} of this file is not what an exported file has there.`);
+  return new Error(`Nothing was imported: ${shortened(where)} of this file is not what an exported file has there.`);
 }

@@ -3,7 +3,6 @@
 const FIELDS = { temperature: "Temperature", top_p: "Top p", top_k: "Top k", max_tokens: "Most tokens", seed: "Seed" };
 
 const BY_CODE = {
-  body_too_large: "This is too much text to send at once.",
   queue_full: "Too many are asking at the moment.",
   concurrency: "Your key has as many replies under way as it may have at once.",
   requests_per_minute: "Your key has asked as often as it may in a minute.",
@@ -18,13 +17,14 @@ const BY_CODE = {
 
 /**
  * One or two sentences for an error of the API: {status, code, param, message}, the last three if it gave any.
- * hasKey: whether this tab has a key. wait: seconds after which the server wants to be asked again.
+ * hasKey: whether this tab has a key. wait: seconds after which the server wants to be asked again. bytes: that were sent.
  */
-export function inPlainWords({ status, code, param, message }, { hasKey = false, wait = null } = {}) {
-  return [what(status, code, param, message, hasKey), when(wait)].filter(Boolean).join(" ");
+export function inPlainWords({ status, code, param, message }, { hasKey = false, wait = null, bytes = 0 } = {}) {
+  return [what(status, code, param, message, hasKey, bytes), when(wait)].filter(Boolean).join(" ");
 }
 
-function what(status, code, param, message, hasKey) {
+function what(status, code, param, message, hasKey, bytes) {
+  if (status === 413) return tooLarge(message, bytes);
   if (status === 401) return hasKey ? "The key is wrong: the server does not know it." : "The server asks for a key.";
   if (code === "context_length_exceeded") return tooLong(message);
   if (FIELDS[param]) return `The server does not take what the settings have for “${FIELDS[param]}”.`;
@@ -33,10 +33,20 @@ function what(status, code, param, message, hasKey) {
   return message ? `The server did not take this: ${message}` : `The server did not take this (HTTP ${status}).`;
 }
 
+/** The API says how many bytes it takes; a proxy before it may take fewer, and say nothing. */
+function tooLarge(message, bytes) {
+  const most = Number(/over (\d+) bytes/.exec(message)?.[1]);
+  if (!(bytes > most)) return "This is too much text to send at once.";
+  return `This is ${figure(bytes - most)} bytes too long to be sent at once: the server takes ${figure(most)}, and the conversation has ${figure(bytes)}.`;
+}
+
+function figure(count) {
+  return count.toLocaleString("en");
+}
+
 /** The API says how many tokens were asked for, or, of what is far too much, how many characters. */
 function tooLong(message) {
   const told = (pattern) => pattern.exec(message)?.slice(1).map((digits) => (digits === undefined ? null : Number(digits)));
-  const figure = (count) => count.toLocaleString("en");
   const tokens = told(/at most (\d+) tokens; you asked for (\d+) of prompt(?: and (\d+) of output)?/);
   if (tokens) {
     const [most, prompt, answer] = tokens;

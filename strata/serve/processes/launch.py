@@ -53,9 +53,12 @@ def launch(asked: ApiJob, engine: Mapping[str, Any], keys: KeySource) -> int:
     with ExitStack() as closing:
         listeners = [closing.enter_context(bind(asked.settings.host, asked.settings.port))]
         if asked.settings.metrics_port is not None:
-            metrics = bind(asked.settings.host, asked.settings.metrics_port, "--metrics-port")
-            listeners.append(closing.enter_context(metrics))
-            settings = dataclasses.replace(asked.settings, metrics_port=metrics.getsockname()[1])
+            metrics = closing.enter_context(bind(asked.settings.host, asked.settings.metrics_port, "--metrics-port"))
+            host, port = metrics.getsockname()[:2]
+            if port == listeners[0].getsockname()[1]:
+                raise ValueError(f"{host}:{port} is where all else is served: choose another --metrics-port")
+            listeners.append(metrics)
+            settings = dataclasses.replace(asked.settings, metrics_port=port)
             asked = msgspec.structs.replace(asked, settings=settings)
         folder = Path(tempfile.mkdtemp(prefix="strata-"))  # mode 0700
         asked = msgspec.structs.replace(asked, folder=str(folder))

@@ -30,11 +30,13 @@ from strata.serve.event_loop import new_event_loop
 from strata.serve.fair_queue import AT_ONCE
 from strata.serve.grammar import GrammarChecker
 from strata.serve.http.app import build_app, handlers
+from strata.serve.http.errors import ApiError, rejection_of
 from strata.serve.http.gate import Gate
-from strata.serve.http.http_protocol import BoundedHttpProtocol
+from strata.serve.http.http_protocol import bounded
 from strata.serve.http.keys import KeyHash, KeyRing
 from strata.serve.http.limits import Limits
-from strata.serve.observe.logs import AccessLog, configure_logging
+from strata.serve.observe.handlers import OTHER
+from strata.serve.observe.logs import AccessLog, configure_logging, log_refusal
 from strata.serve.observe.metrics import Metrics
 from strata.serve.observe.tracing import RequestTracer, make_tracer
 from strata.serve.processes.drain import Drain
@@ -82,6 +84,16 @@ def engine_address(folder: Path, replica: int = 0) -> str:
     return f"ipc://{folder}/engine-{replica}.sock"
 
 
+def listen(listener: socket.socket) -> None:
+    """Listen at the address that a socket has. Raises ValueError if another process has come to listen there since."""
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        host, port = listener.getsockname()[:2]
+        message = f"{host}:{port} cannot be listened on any more ({error.strerror}): choose another port"
+        raise ValueError(message) from None
+
+
 class ApiServer:
     """An API process's work, from `start` to `drain`."""
 
@@ -103,12 +115,14 @@ class ApiServer:
     async def start(self, listeners: Sequence[socket.socket]) -> None:
         """Wait until the engine is ready, then serve; returns once connections are accepted.
 
-        Raises EngineGone, or ValueError for a model that cannot be served.
+        Raises EngineGone, or ValueError for a model that cannot be served and an address that is taken.
         """
         tracer = make_tracer(self._job.traces_endpoint, self._job.settings.served_model_names[0])
         self._app = build_app(self._job.settings, self._connected)
         self._handlers = handlers(self._app)
         self._state = await self._connect()
+        for listener in listeners:
+            listen(listener)
         self._server = _Server(self._application(tracer))
         self.ended = asyncio.create_task(self._server.serve(list(listeners)))
         again = self._addresses if self._job.restart_engine else ()
@@ -174,7 +188,7 @@ class ApiServer:
 
         return uvicorn.Config(
             AccessLog(gate, log_prompts=settings.log_prompts, tracer=tracer, answered=answered),
-            http=BoundedHttpProtocol,
+            http=bounded(self._refused),
             ws="none",
             lifespan="on",
             log_config=None,
@@ -186,6 +200,13 @@ class ApiServer:
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=_FLUSH_SECONDS,
         )
+
+    def _refused(self, error: ApiError) -> None:
+        """What is no request that a route could take is counted and logged, too."""
+        self._state.metrics.answered(self._handlers.names.index(OTHER), error.status)
+        if (reason := rejection_of(error)) is not None:
+            self._state.metrics.rejected(reason)
+        log_refusal(error.status, error.word)
 
     async def _clients(self) -> EngineClient | Replicas:
         silence = self._job.settings.engine_timeout

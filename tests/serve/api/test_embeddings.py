@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import re
 import struct
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -67,7 +68,10 @@ def test_every_form_of_input_gives_a_vector_each(serve_script: Serve, tokenizer:
     with serve_script([]) as served:
         embedder = install(served)
         body = embed(served, input=input)
+        counted = served.client.get("/metrics").text
     assert [request.prompt for request in embedder.asked] == prompts
+    totals = re.findall(r"^strata_(?:caller_)?prompt_tokens_total\{.* (\S+)$", counted, re.MULTILINE)
+    assert [float(total) for total in totals] == [sum(map(len, prompts))] * 2
     assert [(one["index"], one["embedding"]) for one in body["data"]] == [
         (index, [float(len(prompt)), 0.0]) for index, prompt in enumerate(prompts)
     ]

@@ -314,6 +314,10 @@ def test_a_server_with_keys(window: Browser, browser: Browser, tmp_path: Any) ->
         window.click(".message .notice button")  # "Enter a key"
         assert window.run("return document.activeElement.id") == "key"
         window.clear("#key")
+        window.write("#key", "sk-ключ\t")
+        window.run("document.querySelector('.message .notice button:last-child').click()")
+        window.wait(lambda: "no letters of other alphabets" in notice(window), "what no header can hold")
+        window.clear("#key")
         window.write("#key", "sk-right\t")
         window.run("document.querySelector('.message .notice button:last-child').click()")
         window.wait(lambda: finished(window) and content(window), "a reply")

@@ -42,10 +42,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def exchange(browser: Browser, text: str) -> str:
-    """The reply to `text`, a few tokens long."""
+    """The reply to `text`, a few tokens long, as `seen` has it."""
     ask(browser, text, 5)
     browser.wait(lambda: finished(browser), "the reply")
-    return content(browser)
+    return seen(browser)[-1]
 
 
 def seen(browser: Browser) -> list[str]:
@@ -77,7 +77,7 @@ def edit(browser: Browser, message: int, text: str) -> None:
 def test_an_edited_message_is_answered_and_the_old_one_stays(browser: Browser) -> None:
     first, second = exchange(browser, "a"), exchange(browser, "b")
     edit(browser, 0, "A")
-    third = content(browser)
+    third = seen(browser)[-1]
     assert seen(browser) == ["A", third]
     assert browser.text(".switch") == "2 / 2"
     exchange(browser, "C")
@@ -100,10 +100,10 @@ def test_an_edited_message_is_answered_and_the_old_one_stays(browser: Browser) -
 def test_an_answer_beside_the_first(browser: Browser) -> None:
     first = exchange(browser, "a")
     browser.click(f"{LAST} [aria-label='Answer again']")
-    browser.wait(lambda: finished(browser) and content(browser) != first, "another reply")
+    browser.wait(lambda: finished(browser) and seen(browser)[-1] != first, "another reply")
     assert browser.text(f"{LAST} .switch") == "2 / 2"
     press(browser, 1, "The version before")
-    assert content(browser) == first
+    assert seen(browser)[-1] == first
     assert [message["role"] for message in kept(browser)[0]["messages"]] == ["user", "assistant"]
 
 
@@ -323,6 +323,9 @@ def test_another_file_is_refused(browser: Browser, tmp_path: Path, text: str, to
     file.write_text(text)
     assert told in choose(browser, file)
     assert "version 2" in choose(browser, written(file, CONVERSATION, version=2))
+    for version in ({"toString": 1}, "x" * 10_000):
+        assert len(choose(browser, written(file, CONVERSATION, version=version))) < 200
+    assert len(choose(browser, written(file, CONVERSATION | {"x" * 10_000: 1}))) < 300
 
 
 def test_another_tab_writes_another_conversation(browser: Browser) -> None:

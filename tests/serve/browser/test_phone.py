@@ -78,6 +78,16 @@ def test_wide_things_move_in_their_own_frames(phone: Browser, server: Server) ->
     assert phone.run(script, text) == [0, 5]
 
 
+def test_a_word_of_the_page_has_the_width_of_the_window(phone: Browser, server: Server) -> None:
+    phone.open(server.url)
+    left, width = phone.run(
+        "const word = document.querySelector('#toast'); word.textContent = 'word '.repeat(30); word.hidden = false;"
+        "const { left, width } = word.getBoundingClientRect(); return [left, width]"
+    )
+    assert left >= 0
+    assert width > 0.8 * WIDTH
+
+
 @pytest.mark.parametrize("page", ["/live", "/docs"])
 def test_everything_on_the_other_pages_can_be_touched(phone: Browser, server: Server, page: str) -> None:
     phone.open(server.url + page)

@@ -14,15 +14,17 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from strata.serve.http import bodies, http_protocol
+from strata.serve.http.errors import ApiError
 from tests.serve.http.test_gate import KEYS, Server
 
 
 @contextmanager
-def listening(server: Server) -> Iterator[Callable[[], socket.socket]]:
+def listening(
+    server: Server, refused: Callable[[ApiError], None] = lambda error: None
+) -> Iterator[Callable[[], socket.socket]]:
     """uvicorn with the bounded protocol in a thread; gives what connects to it."""
-    config = uvicorn.Config(
-        server.gate, http=http_protocol.BoundedHttpProtocol, ws="none", lifespan="off", log_config=None, port=0
-    )
+    protocol = http_protocol.bounded(refused)
+    config = uvicorn.Config(server.gate, http=protocol, ws="none", lifespan="off", log_config=None, port=0)
     running = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=running.run, args=([listener],))
@@ -56,7 +58,8 @@ def test_headers_that_never_end_are_cut_off_early() -> None:
 
 
 def test_long_headers_get_431_and_garbage_400_in_openais_shape() -> None:
-    with listening(Server()) as connect:
+    told: list[ApiError] = []
+    with listening(Server(), told.append) as connect:
         post = b"POST / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         for request, status, code in [
             (post + b"x-a: " + b"a" * 17_000 + b"\r\n\r\n", 431, "headers_too_large"),
@@ -72,6 +75,8 @@ def test_long_headers_get_431_and_garbage_400_in_openais_shape() -> None:
             error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
             assert set(error) == {"message", "type", "param", "code"}
             assert error["code"] == code
+            assert [(one.status, one.code) for one in told] == [(status, code)], "once"
+            told.clear()
 
 
 FLOODS = {

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import logging
+import re
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -161,6 +162,11 @@ def test_a_path_cannot_forge_a_line(as_json: bool) -> None:
     assert line.count("\n") == 1
     assert "\x1b" not in line
     assert len(line.splitlines()) == 1
+
+
+def test_a_path_cannot_forge_a_field() -> None:
+    line = logged(False, answers, path="/größe status=500 caller=bob")
+    assert re.findall(r" (?:status|caller)=\S+", line) == [" status=200", " caller=alice"]
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/page/chat.js"])

@@ -22,7 +22,7 @@ from strata import LLM
 from strata.cli.serve import command
 from strata.engine.engine_config import EngineConfig
 from strata.serve.processes.launch import bind, greeting
-from strata.serve.processes.worker import ApiJob
+from strata.serve.processes.worker import ApiJob, listen
 from strata.serve.settings import ServeSettings
 from tests.serve.conftest import BUILTIN
 from tests.serve.running import (
@@ -54,6 +54,24 @@ def test_a_port_in_use_is_one_line_before_the_model_loads() -> None:
     assert output.startswith(f"strata: error: 127.0.0.1:{port} ")
     assert "--port" in output
     assert output.count("\n") == 1
+
+
+def test_metrics_cannot_have_the_port_of_all_else() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+    status, output, _ = refusal("--port", port, "--metrics-port", port)
+    assert status == 1
+    assert output.startswith(f"strata: error: 127.0.0.1:{port} ")
+    assert "choose another --metrics-port" in output
+    assert output.count("\n") == 1
+
+
+def test_a_port_that_another_process_took_while_the_model_loaded_is_named() -> None:
+    """Two that start at once both get the address; the first that listens has it."""
+    with bind("127.0.0.1", 0) as one, bind("127.0.0.1", one.getsockname()[1]) as other:
+        listen(one)
+        with pytest.raises(ValueError, match=rf"^127\.0\.0\.1:{one.getsockname()[1]} [^\n]*another port$"):
+            listen(other)
 
 
 def test_a_key_on_the_command_line_is_refused_and_not_repeated() -> None:
@@ -204,9 +222,14 @@ def test_a_model_without_a_chat_template_is_greeted_with_a_completion(tmp_path: 
 
 
 def test_a_closed_terminal_ends_nothing_and_without_a_key_file_nothing_is_read(server: Running) -> None:
-    server.signal(signal.SIGHUP)
+    """Nor does a signal to all processes, as service managers send it."""
+    processes = [server.pid, *server.children()]
+    for pid in processes:
+        os.kill(pid, signal.SIGHUP)
     wait_for(lambda: "there is no --api-key-file to be read again" in server.output(), server.output)
-    assert server.status("/health") == 200
+    chat = {"model": "builtin", "messages": [{"role": "user", "content": "What is 47 + 38?"}]}
+    assert server.http.post("/v1/chat/completions", json=chat).status_code == 200
+    assert [pid for pid in processes if not is_alive(pid)] == []
 
 
 def test_only_this_machine_reaches_it_by_its_own_name(server: Running) -> None:
