@@ -252,11 +252,12 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of `chat_text`. Nothing is added: the template writes the special tokens itself. What messages
         spell of them is text.
         """
-        text = self.chat_text(messages, add_generation_prompt, continue_final_message, tools)
+        text = self.chat_text(messages, add_generation_prompt, continue_final_message, tools, variables)
         return self.encode(text, add_special_tokens=False)
 
     def close(self) -> None:

@@ -34,6 +34,12 @@ _MARKS = {
 _PARTS = "train_detail"
 # Marks of a whole record as an example not to follow, of TRL and ms-swift, and of LLaMA-Factory.
 _LABELS = ("label", "kto_tag")
+# Fields of a record that say more of a chat than is read, and what says it here.
+_ELSEWHERE = {
+    "functions": "that is the older form, use tools",
+    "rejected_response": "give preferences as chosen and rejected",
+    "rejected_messages": "give preferences as chosen and rejected",
+}
 
 
 class Turn(NamedTuple):
@@ -65,12 +71,17 @@ def unmarked(role: str, text: str) -> Turn:
 
 
 def check_record(record: Mapping[str, Any], kind: str) -> None:
-    """Raises ValueError for a record that is marked, as a whole, as none to follow."""
-    for mark in _MARKS:
-        if _is_one_of(record.get(mark), (0,)):
+    """Raises ValueError for a record that is marked as a whole, but as one to learn, and for fields that would say
+    something of a chat and are not read."""
+    for mark in (*_MARKS, "loss_mask"):
+        if record.get(mark) is not None and not _is_one_of(record[mark], (1,)):
             raise ValueError(
-                f"the record is marked as not to be learned ({mark} = {record[mark]!r}); marks stand in messages"
+                f"{mark} = {record[mark]!r:.60} marks the record as a whole, and only turns are marked, in their "
+                "messages: remove the mark, or the record"
             )
+    for field, instead in _ELSEWHERE.items():
+        if kind == "chat" and record.get(field):
+            raise ValueError(f"{field!r} is not supported: {instead}")
     for label in _LABELS:
         if kind == "chat" and _is_one_of(record.get(label), (0, 1)):
             raise ValueError(
