@@ -108,7 +108,7 @@ def encode_chat(
     show all turns in one text as generation had them: such a conversation becomes one document for each assistant turn.
     learned: which messages count, in order, where not all of the assistant's do. tools: JSON schemas of the functions
     that the model may call. variables: for the template, besides. empty_turns: learn those that say nothing too; they
-    would teach a model to end at once, and are read as all else otherwise: where no other is left, there is no document.
+    would teach a model to end at once, and are read as all else otherwise; without another turn there is no document.
     Raises ValueError for messages that the template refuses, and for a conversation without the assistant.
     """
     messages = messages_for_template(messages)
