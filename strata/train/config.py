@@ -288,9 +288,10 @@ def read_train_config(path: Path, changes: Sequence[tuple[str, str]] = ()) -> Tr
     changed = replaced(values, changes)
     asked = dict(changes)
     for section, key, other in _EITHER:
-        if f"{section}.{key}" in asked and f"{section}.{other}" not in asked and isinstance(changed[section], dict):
-            if (key, changed[section][key]) != ("name", SCHEDULES[0]):
-                changed[section].pop(other, None)
+        table = changed.get(section)
+        replaces = f"{section}.{key}" in asked and f"{section}.{other}" not in asked
+        if replaces and isinstance(table, dict) and (key, table[key]) != ("name", SCHEDULES[0]):
+            table.pop(other, None)
     try:
         return read_table(TrainConfig, changed)
     except WrongTable as error:
