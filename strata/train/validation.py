@@ -76,8 +76,8 @@ class Validation:
         best = self.progress
         if not best.step:
             return (
-                f"early stopping: no validation loss was finite within validation.patience = {self._config.patience}, so "
-                "neither are the weights; begin again with a lower optimizer.learning_rate"
+                f"early stopping: no validation loss was finite within validation.patience = {self._config.patience}; "
+                "begin again with a lower optimizer.learning_rate"
             )
         wanted = best.reference - self._config.min_delta
         return (

@@ -80,7 +80,7 @@ def _chat(
         return []
     messages = [turn.message for turn in turns]
     variables = record.get("chat_template_kwargs") or None
-    return encode_chat(tokenizer, messages, learned, _tools(record), variables, empty_turns)
+    return encode_chat(tokenizer, messages, learned, tools_of(record), variables, empty_turns)
 
 
 def _completion(tokenizer: Tokenizer, record: Mapping[str, Any]) -> list[Document]:
@@ -132,8 +132,8 @@ def _system(record: Mapping[str, Any], turns: Sequence[Turn]) -> list[Turn]:
     return [unmarked("system", text_of(record, "system"))]
 
 
-def _tools(record: Mapping[str, Any]) -> list[Any] | None:
-    """JSON schemas of functions, as a list or as its text."""
+def tools_of(record: Mapping[str, Any]) -> list[Any] | None:
+    """JSON schemas of functions, as a list or as its text. Raises ValueError for another text."""
     tools = record.get("tools")
     if isinstance(tools, str) and tools:
         try:
