@@ -189,8 +189,8 @@ class Tokenizer:
         return bool(self._templates)
 
     def template_names(self, field: str) -> bool:
-        """Whether the word stands in a chat template, which may then read this field of messages."""
-        word = re.compile(rf"(?<!\w){re.escape(field)}(?!\w)")
+        """Whether a chat template has the word as a name of an object's field, and so may read this one of messages."""
+        word = re.compile(rf"[.'\"]{re.escape(field)}(?!\w)")
         return any(word.search(template) for template in self._templates.values())
 
     def chat_text(
