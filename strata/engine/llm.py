@@ -21,7 +21,7 @@ from strata.engine.delivery import Delivery
 from strata.engine.embeddings.pooling import Pooling, PoolRequest, check_vector
 from strata.engine.engine_config import EngineConfig
 from strata.engine.given.options import declared_by
-from strata.engine.given.prompts import Prompt, listed_integers, listed_prompts, text_and_ids
+from strata.engine.given.prompts import Prompt, is_list, listed_integers, listed_prompts, text_and_ids
 from strata.engine.grammars.grammar import GrammarCompiler
 from strata.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from strata.engine.request import Request
@@ -162,7 +162,7 @@ class LLM:
                 one, add_generation_prompt, continue_final_message, tools, chat_template, chat_template_kwargs
             )
 
-        if not isinstance(messages, (list, tuple)) or not messages or not isinstance(messages[0], (list, tuple)):
+        if not is_list(messages) or not messages or not is_list(messages[0]):
             return self.generate(prompt(cast(Sequence[Message], messages)), sampling_params, use_tqdm)
         prompts = []
         for number, one in enumerate(messages):
@@ -182,6 +182,10 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """The prompt that `chat` sends for one conversation: its text and its ids."""
+        flags = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        for name, flag in flags.items():
+            if not isinstance(flag, bool):
+                raise ValueError(f"{name} must be True or False, got {flag!r}")
         if chat_template is not None and not (isinstance(chat_template, str) and "{" in chat_template):
             raise ValueError(f"chat_template must be the text of a Jinja template, got {chat_template!r:.80}")
         tokenizer = self.get_tokenizer()

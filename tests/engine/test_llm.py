@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import random
+from collections import UserList
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -279,6 +280,9 @@ def test_what_asks_for_nothing_is_taken(engine: Engine) -> None:
             [ASKED], ONE, use_tqdm=False, chat_template_content_format=layout, **nothing
         )[0]
         assert asked.prompt_token_ids == plain.prompt_token_ids
+    # Conversations in a sequence that is no list, as a column of a data set.
+    several = engine(dtype="float32").chat(UserList([[ASKED], [ASKED]]), ONE, use_tqdm=False)
+    assert [one.prompt_token_ids for one in several] == [plain.prompt_token_ids] * 2
 
 
 @pytest.mark.parametrize(
@@ -294,6 +298,8 @@ def test_what_asks_for_nothing_is_taken(engine: Engine) -> None:
         ({"chat_template": "{% for %}"}, "syntax error in line 1"),
         ({"chat_template_content_format": "openai"}, "chat_template_content_format must be"),
         ({"lora_request": object()}, "lora_request is not supported"),
+        ({"add_generation_prompt": "no"}, "add_generation_prompt must be True or False, got 'no'"),
+        ({"continue_final_message": 1}, "continue_final_message must be True or False, got 1"),
         ({"mm_processor_kwargs": {"num_crops": 4}}, "mm_processor_kwargs is not supported"),
         ({"tools": [{"name": 5}]}, r"tools\[0\] must be like"),
         ({"tools": TOOL}, "tools must be a list"),

@@ -221,6 +221,8 @@ def test_values_of_every_type_replace_those_of_the_file() -> None:
         ("run.deterministic", "false"),
         ("optimizer.learning_rate", "1e-3"),
         ("optimizer.weight_decay", "0"),
+        ("optimizer.beta1", ".5"),  # as Python writes it
+        ("validation.keep_best", "True"),
         ("data.sources", '[{ folder = "a" }, { folder = "b", weight = 2 }]'),
         ("lora.projections", '["q_proj", "v_proj"]'),
         ("faults.spike", "rollback"),  # a section that the file does not have
@@ -228,7 +230,9 @@ def test_values_of_every_type_replace_those_of_the_file() -> None:
         ("schedule.warmup", "7"),  # the last one counts
     )
     assert (run.run.steps, run.run.out, run.run.device, run.run.deterministic) == (50, "runs/other", "cpu", False)
-    assert (run.optimizer.learning_rate, run.optimizer.weight_decay) == (1e-3, 0.0)
+    assert (run.optimizer.learning_rate, run.optimizer.weight_decay, run.optimizer.beta1) == (1e-3, 0.0, 0.5)
+    assert run.validation is not None
+    assert run.validation.keep_best is True
     assert [(one.folder, one.weight) for one in run.data.sources] == [("a", 1.0), ("b", 2.0)]
     assert run.lora is not None
     assert (run.lora.projections, run.lora.rank) == (["q_proj", "v_proj"], 8)

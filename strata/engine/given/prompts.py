@@ -13,7 +13,7 @@ _ACCEPTED = 'a string, a list of token ids, {"prompt": ...} or {"prompt_token_id
 
 def listed_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One or several as a list. Raises ValueError for what is neither."""
-    if not isinstance(prompts, (str, Mapping)) and not _is_list(prompts):
+    if not isinstance(prompts, (str, Mapping)) and not is_list(prompts):
         raise ValueError(f"prompts must be {_ACCEPTED}, or a list of such prompts, got {prompts!r}")
     is_one = isinstance(prompts, (str, Mapping)) or (bool(prompts) and isinstance(prompts[0], Integral))
     return cast(list[Prompt], [prompts] if is_one else list(prompts))
@@ -23,7 +23,7 @@ def text_and_ids(prompt: Prompt) -> tuple[str | None, list[int] | None]:
     """Of one prompt: one of them, or both, where it has both. Raises ValueError for what is no prompt."""
     if isinstance(prompt, str):
         return prompt, None
-    if _is_list(prompt):
+    if is_list(prompt):
         return None, listed_integers(prompt, "prompt_token_ids")
     # What is None asks for nothing, such as vLLM's multi_modal_data.
     given = {key: one for key, one in prompt.items() if one is not None} if isinstance(prompt, Mapping) else {}
@@ -37,7 +37,7 @@ def text_and_ids(prompt: Prompt) -> tuple[str | None, list[int] | None]:
 
 def listed_integers(given: object, name: str) -> list[int]:
     """Integers in a row as plain ones, as ranks tell each other of. Raises ValueError, with the name, for others."""
-    if not _is_list(given):
+    if not is_list(given):
         raise ValueError(f"{name} must be a list of integers, got {given!r}")
     for one in given:
         if type(one) is not int and (not isinstance(one, Integral) or isinstance(one, bool)):
@@ -45,6 +45,6 @@ def listed_integers(given: object, name: str) -> list[int]:
     return [int(one) for one in given]
 
 
-def _is_list(given: object) -> TypeGuard[Sequence[Any]]:
+def is_list(given: object) -> TypeGuard[Sequence[Any]]:
     """Bytes are numbers in a row too, and none that a tokenizer has made."""
     return isinstance(given, Sequence) and not isinstance(given, (str, bytes, bytearray, memoryview))
