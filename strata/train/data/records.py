@@ -120,9 +120,10 @@ def _preference(tokenizer: Tokenizer, record: Mapping[str, Any]) -> tuple[list[T
         return chosen[:cut], chosen[cut:], rejected[cut:]
     if record.get("prompt") is None and "instruction" in record:
         return alpaca_prompt(record), chosen, rejected
-    if record.get("prompt") is None:
-        raise ValueError("the record needs a 'prompt', or conversations that begin alike as 'chosen' and 'rejected'")
-    return read_turns(tokenizer, record["prompt"], "prompt", "user"), chosen, rejected
+    for field in ("prompt", "conversations"):
+        if record.get(field) is not None:
+            return read_turns(tokenizer, record[field], field, "user"), chosen, rejected
+    raise ValueError("the record needs a 'prompt', or conversations that begin alike as 'chosen' and 'rejected'")
 
 
 def _system(record: Mapping[str, Any], turns: Sequence[Turn]) -> list[Turn]:

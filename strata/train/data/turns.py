@@ -54,12 +54,15 @@ class Turn(NamedTuple):
 
 
 def read_turns(tokenizer: Tokenizer, value: Any, field: str, text_is: str | None = None) -> list[Turn]:
-    """The turns in a field of a record. text_is: the role of a text that stands for one message, where it may.
+    """The turns in a field of a record. text_is: the role of a text that stands for one message, where it, or one message
+    without a list, may.
 
     Raises ValueError, naming the message, for what is none, and for keys that mean nothing here.
     """
     if text_is is not None and isinstance(value, str):
         return [unmarked(text_is, value)]
+    if text_is is not None and isinstance(value, Mapping):
+        return [_turn(tokenizer, value, field)]
     if not isinstance(value, list):
         raise ValueError(f"{field!r} must be a list of messages, got {value!r:.60}")
     return [_turn(tokenizer, one, f"{field}[{at}]") for at, one in enumerate(value)]

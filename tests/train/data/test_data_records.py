@@ -118,6 +118,12 @@ def test_preferences_of_every_shape(tokenizer: Tokenizer) -> None:
         {"prompt": "quick?", "chosen": "brown fox", "rejected": [OTHER]},
         {"chosen": [ASKS, ANSWERS], "rejected": [ASKS, OTHER]},
         {"prompt": "quick?", "chosen": [ASKS, ANSWERS], "rejected": [ASKS, OTHER]},
+        # As LLaMA-Factory has them.
+        {
+            "conversations": [SHARED[1]],
+            "chosen": {"from": "gpt", "value": "brown fox"},
+            "rejected": {"from": "gpt", "value": "lazy dog"},
+        },
         {"chosen": SHARED[1:3], "rejected": [SHARED[1], {"from": "gpt", "value": "lazy dog"}]},
     ):
         assert kind_of(record) == "preference"
