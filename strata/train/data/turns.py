@@ -54,8 +54,8 @@ class Turn(NamedTuple):
 
 
 def read_turns(tokenizer: Tokenizer, value: Any, field: str, text_is: str | None = None) -> list[Turn]:
-    """The turns in a field of a record. text_is: the role of a text that stands for one message, where it, or one message
-    without a list, may.
+    """The turns in a field of a record. text_is: the role of a text that stands for one message, where that, or one
+    message without a list, may.
 
     Raises ValueError, naming the message, for what is none, and for keys that mean nothing here.
     """

@@ -172,8 +172,10 @@ def test_keys_that_are_null_or_that_the_template_reads_are_taken(folder: Path, t
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     naming = template.replace("{{ m.content }}", "{{ m.content }}{{ colour }}{% for colour in [] %}{% endfor %}")
-    with Tokenizer.load(folder, naming.replace("{{ m['colour'] }}", "")) as other:  # of a variable, not of a field
-        with pytest.raises(ValueError, match="the key 'colour' is unknown"):
-            read(other, {"messages": marked(4, colour="red ")})
+    with (
+        Tokenizer.load(folder, naming.replace("{{ m['colour'] }}", "")) as other,  # of a variable, not of a field
+        pytest.raises(ValueError, match="the key 'colour' is unknown"),
+    ):
+        read(other, {"messages": marked(4, colour="red ")})
     with Tokenizer.load(folder, template) as reading:
         assert read(reading, {"messages": marked(4, colour="red ")})[0][1].endswith("red dog<|end|>")
