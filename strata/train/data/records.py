@@ -118,7 +118,7 @@ def _preference(tokenizer: Tokenizer, record: Mapping[str, Any]) -> tuple[list[T
         if any(reply[cut:] and reply[cut].role in _OPENING for reply in (chosen, rejected)):
             raise ValueError(f"'chosen' and 'rejected' must be alike up to a reply, and differ at messages[{cut}]")
         return chosen[:cut], chosen[cut:], rejected[cut:]
-    if record.get("prompt") is None and "instruction" in record:
+    if record.get("prompt") is None and record.get("instruction") is not None:
         return alpaca_prompt(record), chosen, rejected
     for field in ("prompt", "conversations"):
         if record.get(field) is not None:

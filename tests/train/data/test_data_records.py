@@ -120,6 +120,7 @@ def test_preferences_of_every_shape(tokenizer: Tokenizer) -> None:
         {"prompt": "quick?", "chosen": [ASKS, ANSWERS], "rejected": [ASKS, OTHER]},
         # As LLaMA-Factory has them.
         {
+            "instruction": None,
             "conversations": [SHARED[1]],
             "chosen": {"from": "gpt", "value": "brown fox"},
             "rejected": {"from": "gpt", "value": "lazy dog"},
