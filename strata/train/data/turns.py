@@ -74,8 +74,8 @@ def unmarked(role: str, text: str) -> Turn:
 
 
 def check_record(record: Mapping[str, Any], kind: str) -> None:
-    """Raises ValueError for a record that is marked as a whole, unless as one to learn, and for fields that say more of a
-    chat than is read."""
+    """Raises ValueError for a record that is marked as a whole, unless as one to learn, and for fields that say more of
+    a chat than is read."""
     for mark in (*_MARKS, "loss_mask"):
         if record.get(mark) is not None and not _is_one_of(record[mark], (1,)):
             raise ValueError(
