@@ -160,6 +160,8 @@ class EngineConfig:
         Options of vLLM's that ask for nothing are left out. Raises ValueError for an unknown option, and for a download
         that is not there.
         """
+        if not isinstance(model, str | Path | None):
+            raise ValueError(f"model must be a folder, org/model of the Hugging Face cache, or None, got {model!r}")
         known = {field.name for field in fields(cls)} - {"model"}
         return cls(located(model), **own_options(options, known))
 

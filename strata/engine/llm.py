@@ -21,7 +21,7 @@ from strata.engine.delivery import Delivery
 from strata.engine.embeddings.pooling import Pooling, PoolRequest, check_vector
 from strata.engine.engine_config import EngineConfig
 from strata.engine.given.options import declared_by
-from strata.engine.given.prompts import Prompt, listed_prompts, text_and_ids
+from strata.engine.given.prompts import Prompt, is_list, listed_integers, listed_prompts, text_and_ids
 from strata.engine.grammars.grammar import GrammarCompiler
 from strata.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from strata.engine.request import Request
@@ -54,6 +54,8 @@ class LLM:
 
     @declared_by(Arguments)
     def __init__(self, model: str | Path | None = None, *, verbose: bool | None = None, **options: Any) -> None:
+        if not isinstance(verbose, bool | None):
+            raise ValueError(f"verbose must be True, False or None, got {verbose!r}")
         console = Console(stderr=True, highlight=False, quiet=verbose is False)
         log = partial(console.print, markup=False, soft_wrap=True)
         asked = EngineConfig.from_options(model, options)
@@ -87,21 +89,22 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        lora_request: None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt: a string, a list of ids, or {"prompt": ...} / {"prompt_token_ids": [...]}.
 
         sampling_params: one for all or one for each prompt; None takes the model's defaults. use_tqdm: show progress.
-        priority: one number for each prompt, lower runs first. The outputs stand in the order of the prompts. A prompt
-        that cannot be served raises ValueError before anything runs; a request that fails later ends with the
-        finish_reason "error" and says why in `RequestOutput.error`, and the others go on.
+        priority: one number for each prompt, lower runs first. lora_request is vLLM's and has no use here. The outputs
+        stand in the order of the prompts. A prompt that cannot be served raises ValueError before anything runs; a
+        request that fails later ends with the finish_reason "error" and says why in `RequestOutput.error`, and the
+        others go on.
         """
+        _refuse_adapter(lora_request)
         listed = listed_prompts(prompts)
         params = self._params_for(len(listed), sampling_params)
-        priorities = list(priority) if priority is not None else [0] * len(listed)
+        priorities = [0] * len(listed) if priority is None else listed_integers(priority, "priority")
         if len(priorities) != len(listed):
             raise ValueError(f"priority has {len(priorities)} entries for {len(listed)} prompts; give one for each")
-        if not all(isinstance(number, int) for number in priorities):
-            raise ValueError(f"priority must be integers, got {priorities!r}")
         encoded = [self._encoded(prompt) for prompt in listed]  # first, so that all arrive together
         collectors = [
             self._collector(*prompt, one, number)
@@ -145,8 +148,7 @@ class LLM:
         vLLM's and have no use here.
         Raises ValueError if the model has no chat template, and for what the template or this engine cannot take.
         """
-        if lora_request is not None:
-            raise ValueError("lora_request is not supported: merge the adapter into the model's folder, and load that")
+        _refuse_adapter(lora_request)
         if mm_processor_kwargs:
             raise ValueError("mm_processor_kwargs is not supported: only text is read")
         if chat_template_content_format not in ("auto", "string"):
@@ -160,7 +162,7 @@ class LLM:
                 one, add_generation_prompt, continue_final_message, tools, chat_template, chat_template_kwargs
             )
 
-        if not isinstance(messages, (list, tuple)) or not messages or not isinstance(messages[0], (list, tuple)):
+        if not is_list(messages) or not messages or not is_list(messages[0]):
             return self.generate(prompt(cast(Sequence[Message], messages)), sampling_params, use_tqdm)
         prompts = []
         for number, one in enumerate(messages):
@@ -180,6 +182,10 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """The prompt that `chat` sends for one conversation: its text and its ids."""
+        flags = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        for name, flag in flags.items():
+            if not isinstance(flag, bool):
+                raise ValueError(f"{name} must be True or False, got {flag!r}")
         if chat_template is not None and not (isinstance(chat_template, str) and "{" in chat_template):
             raise ValueError(f"chat_template must be the text of a Jinja template, got {chat_template!r:.80}")
         tokenizer = self.get_tokenizer()
@@ -276,6 +282,11 @@ class LLM:
     def _matchers(self, collectors: list[Collector]) -> list[LLMatcher | None]:
         grammars = [collector.request.grammar for collector in collectors]
         return self._grammars.compile_all(grammars) if any(grammars) else [None] * len(collectors)
+
+
+def _refuse_adapter(given: object) -> None:
+    if given is not None:
+        raise ValueError("lora_request is not supported: merge the adapter into the model's folder, and load that")
 
 
 @contextmanager

@@ -63,7 +63,7 @@ def line_of(text: str, keys: Sequence[str]) -> int | None:
 
 
 def replaced(values: dict[str, Any], changes: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """A document with other values. changes: ("section.key", the value as TOML writes it, or bare text).
+    """A document with other values. changes: ("section.key", the value as TOML or Python writes it, or bare text).
 
     Raises ValueError if a change does not name a section and a key; whether they exist, `read_table` decides.
     """
@@ -72,14 +72,10 @@ def replaced(values: dict[str, Any], changes: Sequence[tuple[str, str]]) -> dict
         section, _, key = path.partition(".")
         if not section or not key:
             raise ValueError(f"--{path}: write --SECTION.KEY VALUE, for example --run.steps 100")
-        try:
-            value = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            value = text
         table = changed.setdefault(section, {})
         if not isinstance(table, dict):
             raise ValueError(f"--{path}: {section} is no section")
-        table[key] = value
+        table[key] = _value_of(text)
     return changed
 
 
@@ -107,6 +103,18 @@ def read_table(cls: type[Table], values: Any, keys: tuple[str, ...] = ()) -> Tab
     except ValueError as error:
         named = _NAMED.match(str(error))
         raise WrongTable(str(error), (*keys, named[1]) if named and keys else keys) from None
+
+
+def _value_of(text: str) -> Any:
+    """Of a text on the command line: as TOML writes it, as Python does (True, .5), or the bare text."""
+    if text in ("True", "False"):
+        return text == "True"
+    for read in (lambda: tomllib.loads(f"value = {text}")["value"], lambda: float(text)):
+        try:
+            return read()
+        except ValueError:  # also of TOML
+            continue
+    return text
 
 
 def _value(kind: Any, value: Any, keys: tuple[str, ...]) -> Any:

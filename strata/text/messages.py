@@ -17,9 +17,10 @@ Message = Mapping[str, Any]
 NO_ARGUMENTS = {"type": "object", "properties": {}}
 """The parameters of a function that names none."""
 
-# The names that reasoning goes by; of several the first is taken.
+# The names that reasoning goes by; of several the first that is not empty is taken.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-_TEXT_PARTS = ("text", "input_text", "output_text")
+# Parts of a content, by the field that has the text of each.
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 # Whose messages must have a content, perhaps an empty one; the assistant may only call, others are a template's own.
 _NEEDS_CONTENT = ("system", "user", "tool")
 _NOT_READ = {"audio": "only text is read", "function_call": "that is the older form, use tool_calls"}
@@ -31,7 +32,7 @@ def messages_for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
     content: a string; parts of text are joined by line breaks, and an assistant's that is null is its refusal or empty.
     role: "system" for "developer". tool_calls: absent if there are none, and each with its arguments as an object;
     those that are no JSON object stay the text that they are, as the model once wrote it. reasoning_content: by that
-    name. Fields without a value are left out, others stay.
+    name, and a string. Fields without a value are left out, others stay.
 
     Raises ValueError, which names the field, for what is no message or more than text.
     """
@@ -90,9 +91,9 @@ def _message(message: Any, place: str) -> dict[str, Any]:
     refusal = shown.pop("refusal", None) if role == "assistant" else None
     if "content" in shown or role == "assistant":
         shown["content"] = text_of(shown.get("content"), f"{place}.content") or text_of(refusal, f"{place}.refusal")
-    reasoning = [shown.pop(name) for name in REASONING_FIELDS if name in shown]
+    reasoning = [text_of(shown.pop(name), f"{place}.{name}") for name in REASONING_FIELDS if name in shown]
     if reasoning:
-        shown["reasoning_content"] = reasoning[0]
+        shown["reasoning_content"] = next(filter(None, reasoning), "")
     calls = shown.pop("tool_calls", ())
     if not isinstance(calls, (list, tuple)):
         raise ValueError(f"{place}.tool_calls must be a list of calls, got {short(calls)}")
@@ -102,7 +103,8 @@ def _message(message: Any, place: str) -> dict[str, Any]:
 
 
 def _text_of_part(part: Any, place: str) -> str:
-    text = part.get("text") if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS else None
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    text = part.get(_TEXT_PARTS.get(kind)) if isinstance(kind, str) else None
     if not isinstance(text, str):
         raise ValueError(f'{place} must be {{"type": "text", "text": "..."}}: only text is read, got {short(part)}')
     return text

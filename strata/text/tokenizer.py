@@ -189,8 +189,8 @@ class Tokenizer:
         return bool(self._templates)
 
     def template_names(self, field: str) -> bool:
-        """Whether the word stands in a chat template, which may then read this field of messages."""
-        word = re.compile(rf"(?<!\w){re.escape(field)}(?!\w)")
+        """Whether a chat template has the word as a name of an object's field, and so may read this one of messages."""
+        word = re.compile(rf"[.'\"]{re.escape(field)}(?!\w)")
         return any(word.search(template) for template in self._templates.values())
 
     def chat_text(
@@ -252,11 +252,12 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of `chat_text`. Nothing is added: the template writes the special tokens itself. What messages
         spell of them is text.
         """
-        text = self.chat_text(messages, add_generation_prompt, continue_final_message, tools)
+        text = self.chat_text(messages, add_generation_prompt, continue_final_message, tools, variables)
         return self.encode(text, add_special_tokens=False)
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +24,16 @@ PRECISIONS = ("bf16", "fp8-tensor", "fp8-row")
 # What the backward pass computes again on a GPU: nothing, what costs no products, also the widest product, or whole
 # layers; from least time to least memory. Modules that are no graph take "mlp" for all of the MLP, and no "operations".
 RECOMPUTE = ("none", "operations", "mlp", "layers")
-# How the learning rate goes on after its warm-up, by the names of Hugging Face.
+# How the learning rate goes on after its warm-up, by the names of Hugging Face. The first alone has a decay.
 SCHEDULES = ("warmup_stable_decay", "cosine", "linear", "constant")
+# Of a section: what, said on the command line, replaces what of the file, since a run has one of both.
+_EITHER = (
+    ("run", "steps", "epochs"),
+    ("run", "epochs", "steps"),
+    ("validation", "folder", "share"),
+    ("validation", "share", "folder"),
+    ("schedule", "name", "decay"),
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,7 @@ class RunConfig:
 
     steps, epochs: one of both. An epoch is every sample of the data once, or, of several sources, as many tokens as
     they hold, by their weights; a part of one counts samples.
+    seed: an integer of 64 bits.
     precision: of the products of the layers, one of `PRECISIONS`; a CPU computes in float32 and takes "bf16" alone.
     recompute: on a GPU, one of `RECOMPUTE`, or "auto" for the first that fits.
     deterministic: a resumed run repeats every bit; a GPU then goes without cuDNN's attention.
@@ -57,6 +67,8 @@ class RunConfig:
             raise ValueError(f"run.steps = {self.steps} and run.epochs = {self.epochs:g} both say how long; give one")
         given = [name for name in ("steps", "epochs") if getattr(self, name) is not None]
         _positive("run", self, *given, "log_every", "checkpoint_every", "keep_checkpoints")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"run.seed = {self.seed} must be an integer of 64 bits, such as 1")
         for name, accepted in (("precision", PRECISIONS), ("recompute", ("auto", *RECOMPUTE))):
             if getattr(self, name) not in accepted:
                 raise ValueError(f"run.{name} = {getattr(self, name)!r} must be one of {', '.join(accepted)}")
@@ -203,6 +215,9 @@ class EvaluateConfig:
     examples: int = 300
     max_tokens: int = 384
 
+    def __post_init__(self) -> None:
+        _positive("evaluate", self, "examples", "max_tokens")
+
 
 @dataclass(frozen=True)
 class ExportConfig:
@@ -271,16 +286,17 @@ def read_train_config(path: Path, changes: Sequence[tuple[str, str]] = ()) -> Tr
     """
     values, text = read_toml(path)
     changed = replaced(values, changes)
-    asked = {key for key, _ in changes}
-    for key, other in (("steps", "epochs"), ("epochs", "steps")):
-        # The length on the command line replaces that of the file, whichever way each says it.
-        if f"run.{key}" in asked and f"run.{other}" not in asked and isinstance(changed["run"], dict):
-            changed["run"].pop(other, None)
+    asked = dict(changes)
+    for section, key, other in _EITHER:
+        table = changed.get(section)
+        replaces = f"{section}.{key}" in asked and f"{section}.{other}" not in asked
+        if replaces and isinstance(table, dict) and (key, table[key]) != ("name", SCHEDULES[0]):
+            table.pop(other, None)
     try:
         return read_table(TrainConfig, changed)
     except WrongTable as error:
-        key = ".".join(error.keys[:2])
-        if key in dict(changes):
+        key = ".".join(error.keys[:2]).partition("[")[0]
+        if key in asked:
             raise ValueError(f"--{key}: {error}") from None
         line = line_of(text, error.keys)
         raise ValueError(f"{path}{'' if line is None else f', line {line}'}: {error}") from None
@@ -288,5 +304,5 @@ def read_train_config(path: Path, changes: Sequence[tuple[str, str]] = ()) -> Tr
 
 def _positive(section: str, config: object, *names: str) -> None:
     for name in names:
-        if not getattr(config, name) > 0:
-            raise ValueError(f"{section}.{name} = {getattr(config, name)} must be positive")
+        if not 0 < getattr(config, name) < math.inf:
+            raise ValueError(f"{section}.{name} = {getattr(config, name)} must be positive and finite")

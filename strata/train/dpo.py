@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +35,8 @@ class DpoConfig:
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.beta <= 0:
-            raise ValueError(f"dpo.beta = {self.beta} must be positive")
+        if not 0 < self.beta < math.inf:
+            raise ValueError(f"dpo.beta = {self.beta} must be positive and finite")
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(f"dpo.label_smoothing = {self.label_smoothing} must lie in [0, 0.5)")
 

@@ -74,6 +74,11 @@ class Validation:
     def verdict(self) -> str:
         """Why the run stops."""
         best = self.progress
+        if not best.step:
+            return (
+                f"early stopping: no validation loss was finite within validation.patience = {self._config.patience}; "
+                "begin again with a lower optimizer.learning_rate"
+            )
         wanted = best.reference - self._config.min_delta
         return (
             f"early stopping: no validation loss below {wanted:.4f} within validation.patience = "

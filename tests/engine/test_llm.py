@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import itertools
 import random
+from collections import UserList
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
@@ -278,6 +280,9 @@ def test_what_asks_for_nothing_is_taken(engine: Engine) -> None:
             [ASKED], ONE, use_tqdm=False, chat_template_content_format=layout, **nothing
         )[0]
         assert asked.prompt_token_ids == plain.prompt_token_ids
+    # Conversations in a sequence that is no list, as a column of a data set.
+    several = engine(dtype="float32").chat(UserList([[ASKED], [ASKED]]), ONE, use_tqdm=False)
+    assert [one.prompt_token_ids for one in several] == [plain.prompt_token_ids] * 2
 
 
 @pytest.mark.parametrize(
@@ -293,6 +298,8 @@ def test_what_asks_for_nothing_is_taken(engine: Engine) -> None:
         ({"chat_template": "{% for %}"}, "syntax error in line 1"),
         ({"chat_template_content_format": "openai"}, "chat_template_content_format must be"),
         ({"lora_request": object()}, "lora_request is not supported"),
+        ({"add_generation_prompt": "no"}, "add_generation_prompt must be True or False, got 'no'"),
+        ({"continue_final_message": 1}, "continue_final_message must be True or False, got 1"),
         ({"mm_processor_kwargs": {"num_crops": 4}}, "mm_processor_kwargs is not supported"),
         ({"tools": [{"name": 5}]}, r"tools\[0\] must be like"),
         ({"tools": TOOL}, "tools must be a list"),
@@ -355,16 +362,31 @@ def test_bad_requests_are_refused_and_disturb_nothing(engine: Engine, prompt, pa
     [
         *(3, None, 2.5, True, b"bytes", [None], [3.5], [["a"]], ["a", 3], {"prompt": 3}, {"text": "a"}, {}),
         *({"prompt_token_ids": 3}, {"prompt_token_ids": "ab"}, {"prompt_token_ids": [True]}, (one for one in "ab")),
+        *({"prompt": None}, {"prompt": "a", "multi_modal_data": {"image": 1}}, np.array([1, 2]), {"prompt": np.str_}),
     ],
     ids=lambda prompt: type(prompt).__name__,
 )
 def test_what_is_no_prompt_is_refused_in_one_sentence(engine: Engine, prompt: object) -> None:
     llm = engine(dtype="float32")
     for ask in (llm.generate, llm.embed, lambda one, **_: list(llm.stream(one))):
-        with pytest.raises(ValueError, match=r"must be|is no integer") as refused:
+        with pytest.raises(ValueError, match="must be") as refused:
             ask(prompt, use_tqdm=False)
         assert "\n" not in str(refused.value)
     assert llm.engine.loop.idle
+
+
+def test_integers_of_numpy_and_what_is_none_are_taken(engine: Engine) -> None:
+    llm, ids = engine(dtype="float32"), [5, 6, 7]
+    (expected,) = ids_of(llm, [ids], GREEDY)
+    numbers = [*np.array(ids)]
+    for prompt in (
+        numbers,
+        {"prompt_token_ids": numbers},
+        {"prompt": None, "prompt_token_ids": ids, "cache_salt": None},
+    ):
+        done = llm.generate(prompt, GREEDY, use_tqdm=False, priority=[np.int64(1)], lora_request=None)
+        assert done[0].outputs[0].token_ids == expected
+        assert {type(one) for one in done[0].prompt_token_ids} == {int}
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, [{"temperature": 0}], "greedy", 3])
@@ -373,7 +395,7 @@ def test_what_are_no_sampling_params_is_refused_in_one_sentence(engine: Engine, 
         engine(dtype="float32").generate("a", params, use_tqdm=False)
 
 
-@pytest.mark.parametrize("priority", [[0], [0, "high"], [float("nan"), 0]])
+@pytest.mark.parametrize("priority", [[0], [0, "high"], [float("nan"), 0], 1, [True, 0], "ab"])
 def test_priorities_that_are_none_are_refused_and_disturb_nothing(engine: Engine, priority: list[object]) -> None:
     llm = engine(dtype="float32")
     with pytest.raises(ValueError, match="priority"):

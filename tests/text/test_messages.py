@@ -31,7 +31,7 @@ OF_ASSISTANT = st.fixed_dictionaries(
         "refusal": st.none() | TEXTS,
         "tool_calls": st.none() | st.lists(CALLS, max_size=2),
         "reasoning_content": st.none() | TEXTS,
-        "thinking": st.none() | TEXTS,
+        "thinking": CONTENTS,
         "name": st.none() | TEXTS,
     },
 )
@@ -94,6 +94,9 @@ def test_what_is_not_in_openais_messages_stays() -> None:
         ({"role": "user", "content": None}, r"messages\[1\]\.content is missing"),
         ({"role": "developer"}, r"messages\[1\]\.content is missing"),
         ({"role": "user", "content": ["a"]}, r"messages\[1\]\.content\[0\] must be"),
+        ({"role": "user", "content": [{"type": ["text"], "text": "a"}]}, r"content\[0\] must be"),
+        ({"role": "assistant", "content": [{"type": "refusal", "text": "a"}]}, r"content\[0\] must be"),
+        ({"role": "assistant", "reasoning": {"a": 1}}, r"messages\[1\]\.reasoning must be a string or a list"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, r"content\[0\] .*only text is read"),
         ({"role": "user", "content": [{"type": "text", "text": None}]}, r"content\[0\] must be"),
         ({"role": "assistant", "tool_calls": {"name": "a"}}, r"messages\[1\]\.tool_calls must be a list"),
@@ -154,4 +157,5 @@ def test_which_turns_say_nothing(message: dict[str, Any], silent: bool) -> None:
 
 def test_parts_are_joined_by_line_breaks() -> None:
     assert text_of([{"type": "text", "text": "a"}, {"type": "output_text", "text": "b"}]) == "a\nb"
+    assert text_of([{"type": "refusal", "refusal": "No."}, {"type": "text", "text": "b"}]) == "No.\nb"
     assert text_of(None) == text_of([]) == ""

@@ -136,6 +136,30 @@ CONVERSATIONS = {
             ENDED | {"reasoning_content": "Yes.", "thinking": "Yes."},
         ],
     ),
+    "reasoning by other names": Conversation(
+        [
+            ASKED,
+            said("assistant", reasoning="Hm.", tool_calls=[call("{}", "now")]),
+            result("noon"),
+            ENDED | {"thinking": "Yes.", "reasoning": ""},
+        ],
+        [
+            ASKED,
+            said("assistant", "", reasoning_content="Hm.", thinking="Hm.", tool_calls=[call({}, "now")]),
+            result("noon"),
+            ENDED | {"reasoning_content": "Yes.", "thinking": "Yes."},
+        ],
+        [NOW],
+    ),
+    "refusals": Conversation(
+        [
+            ASKED,
+            said("assistant", [{"type": "refusal", "refusal": "I cannot"}, {"type": "text", "text": "count."}]),
+            AGAIN,
+            said("assistant", [], refusal="No."),
+        ],
+        [ASKED, said("assistant", "I cannot\ncount."), AGAIN, said("assistant", "No.")],
+    ),
     "reasoning before a call": Conversation(
         [ASKED, said("assistant", reasoning_content="Hm.", tool_calls=[call("{}", "now")]), result("noon"), ENDED],
         [
@@ -212,11 +236,12 @@ def items(messages: Messages) -> list[dict[str, Any]]:
     for message in messages:
         role, content = message["role"], copy.deepcopy(message["content"])
         for part in content if isinstance(content, list) else ():
-            part["type"] = "output_text" if role == "assistant" else "input_text"
+            if part["type"] == "text":
+                part["type"] = "output_text" if role == "assistant" else "input_text"
         if role == "tool":
             listed.append({"type": "function_call_output", "call_id": message["tool_call_id"], "output": content})
             continue
-        if reasoning := message.get("reasoning_content"):
+        if reasoning := message.get("reasoning_content") or message.get("reasoning"):
             listed.append({"type": "reasoning", "content": [{"type": "reasoning_text", "text": reasoning}]})
         calls = message.get("tool_calls") or ()
         if content is not None or not calls:

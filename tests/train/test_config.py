@@ -52,6 +52,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
         ("run", {"epochs": 2}, r"run\.steps = 6 and run\.epochs = 2 both say how long; give one"),
         ("run", {"steps": None}, r"run\.steps is missing, and so is run\.epochs; give one of them"),
         ("run", {"steps": None, "epochs": 0.0}, r"run\.epochs = 0\.0 must be positive"),
+        ("run", {"steps": None, "epochs": float("inf")}, r"run\.epochs = inf must be positive and finite"),
+        ("run", {"seed": 10**20}, r"run\.seed = 10+ must be an integer of 64 bits"),
+        ("evaluate", {"examples": 0}, r"evaluate\.examples = 0 must be positive"),
+        ("evaluate", {"max_tokens": -3}, r"evaluate\.max_tokens = -3 must be positive"),
         ("run", {"steps": None, "epochs": "all"}, r"run: epochs must be of type float, got 'all'"),
         ("validation", {}, r"\[validation\] needs either a folder of `strata data`, or the share"),
         ("validation", {"share": 0.1, "folder": "x"}, r"\[validation\] needs either a folder"),
@@ -73,7 +77,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
         ("data", {"tokens_per_pack": None}, r"data: 'tokens_per_pack' is missing"),
         ("optimizer", {"name": "sgd"}, r"optimizer\.name = 'sgd' must be one of adamw, muon"),
         ("optimizer", {"learning_rate": float("nan")}, r"optimizer\.learning_rate = nan must be positive"),
+        ("optimizer", {"learning_rate": float("inf")}, r"optimizer\.learning_rate = inf must be positive and finite"),
         ("optimizer", {"weight_decay": -0.1}, r"optimizer\.weight_decay = -0\.1 must not be negative"),
+        ("optimizer", {"weight_decay": float("inf")}, r"optimizer\.weight_decay = inf must not be"),
         ("optimizer", {"beta2": 1.0}, r"optimizer\.beta2 = 1\.0 must lie in"),
         ("optimizer", {"momentum": -1}, r"optimizer\.momentum = -1\.0 must lie in"),
         ("parallel", {"tpp": 2}, r"parallel: unknown key 'tpp'; known are pp, dp, shard, cp, tp, ep, zero"),
@@ -115,7 +121,9 @@ def test_wrong_configs_are_refused(small: Small, section: str, changes: dict[str
         ("lora", {"rank": "8"}, r"lora: rank must be of type int, got '8'"),
         ("lora", {"rank": 0}, r"lora\.rank = 0 and lora\.alpha = 16\.0 must be positive"),
         ("lora", {"projections": ["q_proj", 3]}, r"projections\[1\] must be of type str, got 3"),
+        ("lora", {"alpha": float("nan")}, r"lora\.rank = 8 and lora\.alpha = nan must be positive"),
         ("dpo", {"beta": 0}, r"dpo\.beta = 0\.0 must be positive"),
+        ("dpo", {"beta": float("nan")}, r"dpo\.beta = nan must be positive"),
         ("start", {"model": None, "tokenizer": "builtin"}, r"a fresh model has a \[model\] table and start\.tokenizer"),
     ],
 )
@@ -213,6 +221,8 @@ def test_values_of_every_type_replace_those_of_the_file() -> None:
         ("run.deterministic", "false"),
         ("optimizer.learning_rate", "1e-3"),
         ("optimizer.weight_decay", "0"),
+        ("optimizer.beta1", ".5"),  # as Python writes it
+        ("validation.keep_best", "True"),
         ("data.sources", '[{ folder = "a" }, { folder = "b", weight = 2 }]'),
         ("lora.projections", '["q_proj", "v_proj"]'),
         ("faults.spike", "rollback"),  # a section that the file does not have
@@ -220,7 +230,9 @@ def test_values_of_every_type_replace_those_of_the_file() -> None:
         ("schedule.warmup", "7"),  # the last one counts
     )
     assert (run.run.steps, run.run.out, run.run.device, run.run.deterministic) == (50, "runs/other", "cpu", False)
-    assert (run.optimizer.learning_rate, run.optimizer.weight_decay) == (1e-3, 0.0)
+    assert (run.optimizer.learning_rate, run.optimizer.weight_decay, run.optimizer.beta1) == (1e-3, 0.0, 0.5)
+    assert run.validation is not None
+    assert run.validation.keep_best is True
     assert [(one.folder, one.weight) for one in run.data.sources] == [("a", 1.0), ("b", 2.0)]
     assert run.lora is not None
     assert (run.lora.projections, run.lora.rank) == (["q_proj", "v_proj"], 8)
@@ -240,6 +252,21 @@ def test_a_length_replaces_that_of_the_file_whichever_way_it_is_said(tmp_path: P
         changed(("run.epochs", "1.5"), ("run.steps", "7"))
 
 
+def test_what_a_run_has_one_of_is_replaced_by_the_other() -> None:
+    """A file's value cannot be taken away on the command line, but by what stands in its place."""
+    held_out = changed(("validation.folder", "runs/other")).validation
+    assert held_out is not None
+    assert (held_out.folder, held_out.share, held_out.every) == ("runs/other", None, 10)
+    for name in ("cosine", "linear", "constant"):
+        schedule = changed(("schedule.name", name)).schedule
+        assert (schedule.name, schedule.warmup, schedule.decay) == (name, 5, None)
+    assert changed(("schedule.name", "warmup_stable_decay")).schedule.decay == 20
+    with pytest.raises(ValueError, match=r"schedule\.decay = 3 is for warmup_stable_decay"):
+        changed(("schedule.name", "cosine"), ("schedule.decay", "3"))
+    with pytest.raises(ValueError, match=r"needs either a folder of .* or the share"):
+        changed(("validation.folder", "runs/other"), ("validation.share", "0.1"))
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
@@ -250,6 +277,8 @@ def test_a_length_replaces_that_of_the_file_whichever_way_it_is_said(tmp_path: P
         ("run.out", "5", r"run: out must be of type str, got 5"),
         ("run.steps", "0", r"run\.steps = 0 must be positive"),
         ("data.sources.folder", "x", r"data: unknown key 'sources\.folder'"),
+        ("data.sources", '["runs/toy"]', r"^--data\.sources: data: sources\[0\] must be a table, got 'runs/toy'"),
+        ("schedule.name", "cosin", r"schedule\.name = 'cosin' must be one of warmup_stable_decay, cosine"),
         ("run.", "3", r"--run\.: write --SECTION\.KEY VALUE, for example --run\.steps 100"),
         (".steps", "3", r"--\.steps: write --SECTION\.KEY VALUE"),
     ],

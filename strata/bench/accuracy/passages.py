@@ -11,6 +11,7 @@ from pathlib import Path
 from strata.files.json_lines import json_lines
 from strata.files.json_object import why_no_json
 from strata.text.tokenizer import Tokenizer
+from strata.train.data.records import tools_of
 from strata.train.tasks.example import BOUNDARY, Example
 from strata.train.tasks.mixture import TASKS, held_out_examples
 
@@ -33,8 +34,9 @@ def read_passages(file: Path, tokenizer: Tokenizer, length: int) -> list[Passage
     """The documents of a file in passages of at most `length` ids, in order.
 
     A name that ends in .jsonl is of JSON lines, each {"text": ...} or {"messages": [...]}, a chat by the tokenizer's
-    template; any other file is one document of plain text. Where the tokenizer begins a text with a special id, each
-    passage begins with it. Raises ValueError for a file that is missing, empty, or no such text, by its line.
+    template, with its tools and chat_template_kwargs; any other file is one document of plain text. Where the tokenizer
+    begins a text with a special id, each passage begins with it. Raises ValueError for a file that is missing, empty,
+    or no such text, by its line.
     """
     try:
         if file.suffix == ".jsonl":
@@ -59,11 +61,15 @@ def _ids_of(line: bytes, file: Path, number: int, tokenizer: Tokenizer) -> list[
         record = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}, {why_no_json(line, error, number)}") from None
-    fields = set(record) if isinstance(record, dict) else set()
-    if "text" in fields and isinstance(record["text"], str):
-        return tokenizer.encode(record["text"])
-    if "messages" in fields and isinstance(record["messages"], list):
-        return tokenizer.encode_chat(record["messages"], add_generation_prompt=False)
+    given = record if isinstance(record, dict) else {}
+    try:
+        if isinstance(given.get("messages"), list):
+            shown_with = tools_of(given), given.get("chat_template_kwargs")
+            return tokenizer.encode_chat(given["messages"], False, False, *shown_with)
+        if isinstance(given.get("text"), str):
+            return tokenizer.encode(given["text"])
+    except ValueError as error:
+        raise ValueError(f"{file}, line {number}: {error}") from None
     shown = line.decode()[:60].rstrip()
     raise ValueError(f'{file}, line {number}: must be {{"text": "..."}} or {{"messages": [...]}}, got {shown}')
 

@@ -9,6 +9,9 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
+import torch
+
 P = ParamSpec("P")
 
 
@@ -30,11 +33,16 @@ _ONE_SAMPLER = "SamplingParams says all of how tokens are chosen"
 
 VLLM_OPTIONS: Mapping[str, Foreign] = {
     "async_scheduling": Foreign(None),
+    "disable_cascade_attn": Foreign(None),
     "disable_log_stats": Foreign(None),
     "enforce_eager": Foreign(None),
+    "guided_decoding_backend": Foreign(None),
+    "limit_mm_per_prompt": Foreign(None),
     "max_seq_len_to_capture": Foreign(None),
+    "served_model_name": Foreign(None),
     "swap_space": Foreign(None),
     "trust_remote_code": Foreign((False,), "code that comes with a model is never run"),
+    "attention_backend": Foreign((None,), "kernels are chosen by their costs"),
     "block_size": Foreign((None,), "use page_size"),
     "code_revision": Foreign((None,), _CACHED),
     "compilation_config": Foreign((None,), "use passes or executor"),
@@ -47,31 +55,44 @@ VLLM_OPTIONS: Mapping[str, Foreign] = {
     "download_dir": Foreign((None,), _CACHED),
     "enable_chunked_prefill": Foreign((None, True), "long prompts are always read in chunks"),
     "enable_lora": Foreign((False,), _NO_ADAPTERS),
+    "enable_prompt_embeds": Foreign((False,), "prompts are texts or token ids"),
     "enable_sleep_mode": Foreign((False,), "memory is given back when the process ends"),
     "generation_config": Foreign(("auto",), _IN_FOLDER),
     "hf_overrides": Foreign((None, {}), "change config.json in the model's folder"),
     "hf_token": Foreign((None,), _CACHED),
     "kv_cache_memory_bytes": Foreign((None,), "use num_pages or gpu_memory_utilization"),
+    "kv_transfer_config": Foreign((None,), "keys and values stay with their engine"),
     "logits_processors": Foreign((None,), _ONE_SAMPLER),
     "max_logprobs": Foreign((20,), "20 is the most of every request"),
     "max_loras": Foreign((None,), _NO_ADAPTERS),
+    "mm_processor_kwargs": Foreign((None, {}), "only text is read"),
     "model_impl": Foreign(("auto",), "all models run on Strata's own code"),
     "num_gpu_blocks_override": Foreign((None,), "use num_pages"),
     "override_generation_config": Foreign((None, {}), _ONE_SAMPLER),
     "quantization_param_path": Foreign((None,), "use kv_cache_dtype, which needs no file"),
     "revision": Foreign((None,), _CACHED),
+    "rope_scaling": Foreign((None, {}), "change config.json in the model's folder"),
+    "rope_theta": Foreign((None,), "change config.json in the model's folder"),
     "runner": Foreign(("auto", "generate"), "LLM.embed gives the vectors of any model"),
     "scheduling_policy": Foreign(("fcfs", "priority"), "requests run by priority, those that are alike as they came"),
     "speculative_config": Foreign((None,), "tokens are not guessed ahead"),
+    "structured_outputs_config": Foreign((None, {}), "SamplingParams.structured_outputs says what an output has to be"),
     "task": Foreign(("auto", "generate"), "LLM.embed gives the vectors of any model"),
     "tokenizer": Foreign((None,), _IN_FOLDER),
     "tokenizer_mode": Foreign(("auto",), _IN_FOLDER),
     "tokenizer_revision": Foreign((None,), _CACHED),
 }
 
+# Values as vLLM's users call them, by option, and what they are called here.
+_ALSO_CALLED: Mapping[str, Mapping[Any, str]] = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "load_format": {"safetensors": "auto"},
+}
+
 
 def own_options(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Those that are `known`, without those of vLLM's that ask for nothing.
+    """Those that are `known`, without those of vLLM's that ask for nothing; numbers of numpy as Python's, dtypes and
+    devices of torch by their names.
 
     Raises ValueError for one that is neither, with the name that was probably meant, and for one of vLLM's that asks
     for what Strata does not do.
@@ -81,12 +102,20 @@ def own_options(given: Mapping[str, Any], known: Collection[str]) -> dict[str, A
             continue
         foreign = VLLM_OPTIONS.get(name)
         if foreign is None:
-            close = get_close_matches(name, known, n=1)
+            close = get_close_matches(name, {"model", *known, *VLLM_OPTIONS}, n=1)
             meant = f"did you mean {close[0]}?" if close else f"LLM takes model, {', '.join(sorted(known))}"
             raise ValueError(f"unknown option {name!r}; {meant}")
         if foreign.taken is not None and not any(value is one or value == one for one in foreign.taken):
             raise ValueError(f"{name}={value!r} is not taken: {foreign.otherwise}")
-    return {name: value for name, value in given.items() if name in known}
+    return {name: _plain(name, value) for name, value in given.items() if name in known}
+
+
+def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    elif isinstance(value, torch.dtype | torch.device):
+        value = str(value).removeprefix("torch.")
+    return _ALSO_CALLED.get(name, {}).get(value, value) if isinstance(value, str) else value
 
 
 _NAMES = {bool: "True or False", int: "an integer", float: "a number", str: "a string", types.NoneType: "None"}

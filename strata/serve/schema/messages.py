@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag
+from pydantic import BeforeValidator, Field, Tag
 
 from strata.serve.schema.base import HistoryModel, Unsupported, told_apart
 
@@ -17,14 +17,29 @@ class TextPart(HistoryModel):
     text: str
 
 
+class RefusalPart(HistoryModel):
+    type: Literal["refusal"]
+    refusal: str
+
+
 def _kind_of_content(value: Any) -> str | None:
     return "text" if isinstance(value, str) else "parts" if isinstance(value, list) else None
 
 
-Content = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[TextPart], Tag("parts")],
-    told_apart(_kind_of_content, "content", 'Input should be a string or a list of {"type": "text", "text": ...}'),
-]
+_told_apart = told_apart(
+    _kind_of_content, "content", 'Input should be a string or a list of {"type": "text", "text": ...}'
+)
+Content = Annotated[Annotated[str, Tag("text")] | Annotated[list[TextPart], Tag("parts")], _told_apart]
+AssistantPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+AssistantContent = Annotated[Annotated[str, Tag("text")] | Annotated[list[AssistantPart], Tag("parts")], _told_apart]
+
+
+def _text_or_nothing(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+# What others than this server call reasoning, where it is a text; some have objects of their own by such a name.
+ForeignReasoning = Annotated[str | None, BeforeValidator(_text_or_nothing)]
 
 
 class SystemMessage(HistoryModel):
@@ -53,9 +68,12 @@ class MessageToolCall(HistoryModel):
 
 class AssistantMessage(HistoryModel):
     role: Literal["assistant"]
-    content: Content | None = None
+    content: AssistantContent | None = None
     reasoning_content: str | None = None
     """What the model thought before it answered; templates decide whether it is shown again."""
+    thinking: ForeignReasoning = None
+    """Taken as the reasoning_content if there is none, and so is what follows."""
+    reasoning: ForeignReasoning = None
     tool_calls: list[MessageToolCall] | None = None
     refusal: str | None = None
     """Taken as the content if there is none."""

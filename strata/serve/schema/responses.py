@@ -26,8 +26,13 @@ class TextPart(HistoryModel):
     text: str
 
 
+class RefusalPart(HistoryModel):
+    type: Literal["refusal"]
+    refusal: str
+
+
 Content = Annotated[
-    str | list[TextPart],
+    str | list[TextPart | RefusalPart],
     described_as('a string or a list of {"type": "input_text" or "output_text", "text": ...}'),
 ]
 

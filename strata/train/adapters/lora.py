@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,8 +41,8 @@ class LoraConfig:
     quantization: str | None = None
 
     def __post_init__(self) -> None:
-        if self.rank < 1 or self.alpha <= 0:
-            raise ValueError(f"lora.rank = {self.rank} and lora.alpha = {self.alpha} must be positive")
+        if self.rank < 1 or not 0 < self.alpha < math.inf:
+            raise ValueError(f"lora.rank = {self.rank} and lora.alpha = {self.alpha} must be positive and finite")
         if unknown := [name for name in self.projections if name not in PROJECTIONS]:
             raise ValueError(f"lora.projections: {unknown[0]!r} is unknown; accepted are {', '.join(PROJECTIONS)}")
         if not self.projections:

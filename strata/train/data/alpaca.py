@@ -23,7 +23,7 @@ def alpaca_prompt(record: Mapping[str, Any]) -> list[Turn]:
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise ValueError(f"history[{at}] must be a prompt and its response, two texts, got {pair!r:.60}")
         turns += [unmarked("user", pair[0]), unmarked("assistant", pair[1])]
-    asked = [text_of(record, field) for field in ("instruction", "input") if record.get(field)]
+    asked = [text_of(record, field) for field in ("instruction", "input") if record.get(field) not in (None, "")]
     if not asked:
         raise ValueError("'instruction' and 'input' are empty, so nothing is asked")
     return [*turns, unmarked("user", "\n".join(asked))]
@@ -31,10 +31,7 @@ def alpaca_prompt(record: Mapping[str, Any]) -> list[Turn]:
 
 def alpaca_turns(record: Mapping[str, Any]) -> list[Turn]:
     """The whole chat; responses of `history` are learned like the output. Raises ValueError that names the field."""
-    output = text_of(record, "output")
-    if not output:
-        raise ValueError("'output' is empty, so there is nothing to learn")
-    return [*alpaca_prompt(record), unmarked("assistant", output)]
+    return [*alpaca_prompt(record), unmarked("assistant", text_of(record, "output"))]
 
 
 def text_of(record: Mapping[str, Any], field: str) -> str:

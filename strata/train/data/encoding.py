@@ -83,14 +83,14 @@ def last_cut(text: str) -> int:
     return places[-1] if places else len(text)
 
 
-def encode_completion(tokenizer: Tokenizer, prompt: str, completion: str) -> Document:
+def encode_completion(tokenizer: Tokenizer, prompt: str, completion: str) -> list[Document]:
     """A text that continues another, as the tokenizer encodes both together, without a chat template; the completion
-    and what closes it count in the loss. Raises ValueError if it is empty.
+    and what closes it count in the loss. None if it is empty.
     """
     if not completion:
-        raise ValueError("'completion' is empty, so there is nothing to learn")
+        return []
     before, ids = text_ids(tokenizer, prompt, is_last=False), text_ids(tokenizer, prompt + completion)
-    return _document(ids.tolist(), [(_common(before.tolist(), ids.tolist()), len(ids))])
+    return [_document(ids.tolist(), [(_common(before.tolist(), ids.tolist()), len(ids))])]
 
 
 def encode_chat(
@@ -98,6 +98,7 @@ def encode_chat(
     messages: Sequence[Message],
     learned: Sequence[int] | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
     empty_turns: bool = False,
 ) -> list[Document]:
     """The documents of one conversation; the assistant's turns, with what ends each, count in the loss.
@@ -106,13 +107,14 @@ def encode_chat(
     generation will. A template that writes earlier turns otherwise once more follow (dropping their reasoning) cannot
     show all turns in one text as generation had them: such a conversation becomes one document for each assistant turn.
     learned: which messages count, in order, where not all of the assistant's do. tools: JSON schemas of the functions
-    that the model may call. empty_turns: learn those that say nothing too; they would teach a model to end at once, and
-    are read as all else otherwise. Raises ValueError for messages that the template refuses, and if none counts.
+    that the model may call. variables: for the template, besides. empty_turns: learn those that say nothing too; they
+    would teach a model to end at once, and are read as all else otherwise; without another turn there is no document.
+    Raises ValueError for messages that the template refuses, and for a conversation without the assistant.
     """
     messages = messages_for_template(messages)
 
     def encoded(messages: Sequence[Message], *, prompt: bool) -> list[int]:
-        return tokenizer.encode_chat(messages, add_generation_prompt=prompt, tools=tools)
+        return tokenizer.encode_chat(messages, add_generation_prompt=prompt, tools=tools, variables=variables)
 
     turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
     if learned is not None:
@@ -122,7 +124,7 @@ def encode_chat(
     if not empty_turns:
         turns = [turn for turn in turns if not says_nothing(messages[turn])]
     if not turns:
-        raise ValueError("the assistant says and calls nothing in these messages, so there is nothing to learn")
+        return []
     if turns[0] == 0:
         raise ValueError("the first message is the assistant's; a conversation begins with another role")
     ids = encoded(messages, prompt=False)

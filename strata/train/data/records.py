@@ -14,12 +14,12 @@ from strata.train.data.turns import Turn, check_record, read_turns, unmarked
 
 # The fields that tell a kind of data, in the order in which they are looked for.
 SHAPES = {
-    ALPACA: "chat",  # before text: some have the whole prompt as "text", too
-    ("text",): "text",
+    ALPACA: "chat",
     ("messages",): "chat",
     ("chosen", "rejected"): "preference",
     ("prompt", "completion"): "chat",
     ("conversations",): "chat",
+    ("text",): "text",  # last: some have the whole of another shape as "text", too
 }
 
 # With which a conversation begins, and no reply does.
@@ -32,15 +32,16 @@ def kind_of(record: Mapping[str, Any]) -> str:
 
 
 def encode_record(tokenizer: Tokenizer, kind: str, record: Mapping[str, Any]) -> list[Document]:
-    """The documents of a record: one, of a chat perhaps several (see `encode_chat`) or, where all of its turns are
-    marked as not to be learned, none; of a preference chosen, rejected.
+    """The documents of a record: one, of a chat perhaps several (see `encode_chat`); of a preference chosen, rejected;
+    none where there is nothing to learn, since it is empty or all of its turns are marked so.
 
     Raises ValueError that names the field, if the record is not of that kind or cannot be learned from.
     """
     shape = _shape(record, tuple(shape for shape, one in SHAPES.items() if one == kind))
     check_record(record, kind)
     if kind == "text":
-        return [encode_text(tokenizer, text_of(record, "text"))]
+        text = text_of(record, "text")
+        return [encode_text(tokenizer, text)] if text else []
     if kind == "preference":
         prompt, *replies = _preference(tokenizer, record)
         return [
@@ -51,15 +52,16 @@ def encode_record(tokenizer: Tokenizer, kind: str, record: Mapping[str, Any]) ->
     if shape == ("prompt", "completion"):
         return _completion(tokenizer, record)
     turns = alpaca_turns(record) if shape == ALPACA else read_turns(tokenizer, record[shape[0]], shape[0])
-    return _chat(tokenizer, record, _system(record, turns), turns)
+    return _chat(tokenizer, record, (), turns)
 
 
 def _shape(record: Mapping[str, Any], accepted: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     for shape in accepted:
-        if all(field in record for field in shape):
+        if all(record.get(field) is not None for field in shape):
             return shape
     shown = "; ".join(", ".join(shape) for shape in accepted)
-    raise ValueError(f"the record has the fields {', '.join(record) or 'none'}; accepted are: {shown}")
+    given = ", ".join(field for field, value in record.items() if value is not None) or "none"
+    raise ValueError(f"the record has the fields {given}; accepted are: {shown}")
 
 
 def _chat(
@@ -71,16 +73,25 @@ def _chat(
 ) -> list[Document]:
     """context: turns of which none is learned. empty_turns: see `encode_chat`. Without a turn that is learned, nothing,
     if a mark says so."""
+    context = [*_system(record, [*context, *replies]), *context]
     turns = [*context, *replies]
     learned = [at for at, turn in enumerate(turns) if at >= len(context) and turn.is_learned]
     if not learned and any(turn.role == "assistant" for turn in replies):
         return []
-    return encode_chat(tokenizer, [turn.message for turn in turns], learned, _tools(record), empty_turns)
+    messages = [turn.message for turn in turns]
+    variables = record.get("chat_template_kwargs") or None
+    return encode_chat(tokenizer, messages, learned, tools_of(record), variables, empty_turns)
 
 
 def _completion(tokenizer: Tokenizer, record: Mapping[str, Any]) -> list[Document]:
     if isinstance(record["prompt"], str) and isinstance(record["completion"], str):
-        return [encode_completion(tokenizer, record["prompt"], record["completion"])]
+        for field in ("system", "tools"):
+            if record.get(field):
+                raise ValueError(
+                    f"{field!r} is for a chat template, and texts are learned without one: give prompt and completion "
+                    f"as messages, or no {field!r}"
+                )
+        return encode_completion(tokenizer, record["prompt"], record["completion"])
     prompt, completion = (read_turns(tokenizer, record[field], field) for field in ("prompt", "completion"))
     return _chat(tokenizer, record, prompt, completion)
 
@@ -100,16 +111,19 @@ def _preference(tokenizer: Tokenizer, record: Mapping[str, Any]) -> tuple[list[T
     """
     chosen, rejected = (read_turns(tokenizer, record[field], field, "assistant") for field in ("chosen", "rejected"))
     if all(reply and reply[0].role in _OPENING for reply in (chosen, rejected)):
-        same = [one == other for one, other in zip(chosen, rejected, strict=False)]
+        same = [one.message == other.message for one, other in zip(chosen, rejected, strict=False)]
         cut = [*same, False].index(False)
+        if cut == len(chosen) == len(rejected) and chosen[-1].role == "assistant":
+            cut -= 1  # alike throughout, as two texts may be: the last turn is the reply
         if any(reply[cut:] and reply[cut].role in _OPENING for reply in (chosen, rejected)):
             raise ValueError(f"'chosen' and 'rejected' must be alike up to a reply, and differ at messages[{cut}]")
         return chosen[:cut], chosen[cut:], rejected[cut:]
-    if record.get("prompt") is None and "instruction" in record:
-        return [*_system(record, ()), *alpaca_prompt(record)], chosen, rejected
-    if record.get("prompt") is None:
-        raise ValueError("the record needs a 'prompt', or conversations that begin alike as 'chosen' and 'rejected'")
-    return read_turns(tokenizer, record["prompt"], "prompt", "user"), chosen, rejected
+    if record.get("prompt") is None and record.get("instruction") is not None:
+        return alpaca_prompt(record), chosen, rejected
+    for field in ("prompt", "conversations"):
+        if record.get(field) is not None:
+            return read_turns(tokenizer, record[field], field, "user"), chosen, rejected
+    raise ValueError("the record needs a 'prompt', or conversations that begin alike as 'chosen' and 'rejected'")
 
 
 def _system(record: Mapping[str, Any], turns: Sequence[Turn]) -> list[Turn]:
@@ -119,8 +133,8 @@ def _system(record: Mapping[str, Any], turns: Sequence[Turn]) -> list[Turn]:
     return [unmarked("system", text_of(record, "system"))]
 
 
-def _tools(record: Mapping[str, Any]) -> list[Any] | None:
-    """JSON schemas of functions, as a list or as its text."""
+def tools_of(record: Mapping[str, Any]) -> list[Any] | None:
+    """JSON schemas of functions, as a list or as its text. Raises ValueError for another text."""
     tools = record.get("tools")
     if isinstance(tools, str) and tools:
         try:

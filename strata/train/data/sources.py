@@ -221,7 +221,15 @@ def _rows(file_range: FileRange) -> Iterator[tuple[str, dict[str, Any]]]:
     file = _parquet(Path(file_range.path))
     for group in range(file_range.start, file_range.end):
         for number, record in enumerate(file.read_row_group(group).to_pylist()):
-            yield f"{file_range.path}, row group {group}, row {number}", record
+            yield f"{file_range.path}, row group {group}, row {number}", _without_nulls(record)
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value of Parquet without what is null in its objects: each there has the keys of all others of its column, so
+    that the arguments of one function would be shown as null ones of every call."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _parquet(path: Path) -> Any:

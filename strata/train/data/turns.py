@@ -34,6 +34,12 @@ _MARKS = {
 _PARTS = "train_detail"
 # Marks of a whole record as an example not to follow, of TRL and ms-swift, and of LLaMA-Factory.
 _LABELS = ("label", "kto_tag")
+# Fields of a record that say more of a chat than is read, and what says it here.
+_ELSEWHERE = {
+    "functions": "that is the older form, use tools",
+    "rejected_response": "give preferences as chosen and rejected",
+    "rejected_messages": "give preferences as chosen and rejected",
+}
 
 
 class Turn(NamedTuple):
@@ -48,12 +54,15 @@ class Turn(NamedTuple):
 
 
 def read_turns(tokenizer: Tokenizer, value: Any, field: str, text_is: str | None = None) -> list[Turn]:
-    """The turns in a field of a record. text_is: the role of a text that stands for one message, where it may.
+    """The turns in a field of a record. text_is: the role of a text that stands for one message, where that, or one
+    message without a list, may.
 
     Raises ValueError, naming the message, for what is none, and for keys that mean nothing here.
     """
     if text_is is not None and isinstance(value, str):
         return [unmarked(text_is, value)]
+    if text_is is not None and isinstance(value, Mapping):
+        return [_turn(tokenizer, value, field)]
     if not isinstance(value, list):
         raise ValueError(f"{field!r} must be a list of messages, got {value!r:.60}")
     return [_turn(tokenizer, one, f"{field}[{at}]") for at, one in enumerate(value)]
@@ -65,12 +74,17 @@ def unmarked(role: str, text: str) -> Turn:
 
 
 def check_record(record: Mapping[str, Any], kind: str) -> None:
-    """Raises ValueError for a record that is marked, as a whole, as none to follow."""
-    for mark in _MARKS:
-        if _is_one_of(record.get(mark), (0,)):
+    """Raises ValueError for a record that is marked as a whole, unless as one to learn, and for fields that say more of
+    a chat than is read."""
+    for mark in (*_MARKS, "loss_mask"):
+        if record.get(mark) is not None and not _is_one_of(record[mark], (1,)):
             raise ValueError(
-                f"the record is marked as not to be learned ({mark} = {record[mark]!r}); marks stand in messages"
+                f"{mark} = {record[mark]!r:.60} marks the record as a whole, and only turns are marked, in their "
+                "messages: remove the mark, or the record"
             )
+    for field, instead in _ELSEWHERE.items():
+        if kind == "chat" and record.get(field):
+            raise ValueError(f"{field!r} is not supported: {instead}")
     for label in _LABELS:
         if kind == "chat" and _is_one_of(record.get(label), (0, 1)):
             raise ValueError(

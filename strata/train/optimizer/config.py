@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 NAMES = ("adamw", "muon")
@@ -29,11 +30,13 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if self.name not in NAMES:
             raise ValueError(f"optimizer.name = {self.name!r} must be one of {', '.join(NAMES)}")
-        for name in ("learning_rate", "eps", "clip"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"optimizer.{name} = {getattr(self, name)} must be positive")
-        if not self.weight_decay >= 0:
-            raise ValueError(f"optimizer.weight_decay = {self.weight_decay} must not be negative")
+        for name in ("learning_rate", "eps"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"optimizer.{name} = {getattr(self, name)} must be positive and finite")
+        if not self.clip > 0:
+            raise ValueError(f"optimizer.clip = {self.clip} must be positive; inf clips nothing")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"optimizer.weight_decay = {self.weight_decay} must not be negative or infinite")
         for name in ("beta1", "beta2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optimizer.{name} = {getattr(self, name)} must lie in [0, 1)")

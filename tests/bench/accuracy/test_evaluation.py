@@ -147,19 +147,22 @@ class Words:
     def encode(self, text: str) -> list[int]:
         return [1, *map(int, text.split())]
 
-    def encode_chat(self, messages: list[Mapping[str, str]], add_generation_prompt: bool) -> list[int]:
-        assert not add_generation_prompt
-        return [9, *(int(one["content"]) for one in messages)]
+    def encode_chat(
+        self, messages: list[Mapping[str, str]], opened: bool, continued: bool, tools: list[int] | None, variables: Any
+    ) -> list[int]:
+        assert (opened, continued, variables) == (False, False, None)
+        return [9, *(tools or ()), *(int(one["content"]) for one in messages)]
 
 
 def test_documents_are_cut_and_each_part_begins_as_a_text_does(tmp_path: Path) -> None:
     file = tmp_path / "text.jsonl"
     chat = {"messages": [{"role": "user", "content": "5"}, {"role": "assistant", "content": "6"}]}
-    file.write_text("\n".join([json.dumps({"text": "10 11 12 13 14 15 16"}), "", json.dumps(chat)]))
+    shown = chat | {"tools": "[3]", "text": "7"}  # as training has it, which sees the tools too
+    file.write_text("\n".join([json.dumps({"text": "10 11 12 13 14 15 16"}), "", *map(json.dumps, (chat, shown))]))
     found = read_passages(file, Words(), 4)  # type: ignore[arg-type]
-    expected = [((1, 10, 11, 12), 0), ((1, 13, 14, 15), 0), ((1, 16), 0), ((9, 5, 6), 1)]
+    expected = [((1, 10, 11, 12), 0), ((1, 13, 14, 15), 0), ((1, 16), 0), ((9, 5, 6), 1), ((9, 3, 5, 6), 2)]
     assert [(one.ids, one.document) for one in found] == expected
-    assert [one.scored for one in found] == [3, 3, 1, 2]
+    assert [one.scored for one in found] == [3, 3, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -168,6 +171,7 @@ def test_documents_are_cut_and_each_part_begins_as_a_text_does(tmp_path: Path) -
         ("text.txt", " \n", "has no document of two tokens or more"),
         ("text.jsonl", "{}", r'line 1: must be \{"text": "..."\} or \{"messages": \[...\]\}, got \{\}'),
         ("text.jsonl", '{"text": "5"}\n{"text"', "line 2, column 8: not JSON"),
+        ("text.jsonl", '{"text": "5"}\n{"messages": [], "tools": "["}', "line 2: 'tools' is not JSON"),
         ("none.txt", None, "does not exist; give a file of JSON lines"),
     ],
 )

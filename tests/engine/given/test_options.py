@@ -7,7 +7,9 @@ from dataclasses import fields
 from importlib.resources import files
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from strata import LLM, SamplingParams
 from strata.engine.engine_config import EngineConfig
@@ -30,7 +32,13 @@ def test_the_package_says_that_it_has_types() -> None:
 
 @pytest.mark.parametrize(
     ("given", "meant"),
-    [("max_modle_len", "max_model_len"), ("gpu_memory_utilisation", "gpu_memory_utilization"), ("dtpye", "dtype")],
+    [
+        ("max_modle_len", "max_model_len"),
+        ("gpu_memory_utilisation", "gpu_memory_utilization"),
+        ("dtpye", "dtype"),
+        ("modle", "model"),
+        ("trust_remote_cod", "trust_remote_code"),
+    ],
 )
 def test_a_mistyped_option_is_told_what_was_meant(given: str, meant: str) -> None:
     with pytest.raises(ValueError, match=rf"{given}'; did you mean {meant}\?$"):
@@ -43,6 +51,12 @@ def test_a_mistyped_option_is_told_what_was_meant(given: str, meant: str) -> Non
         {"trust_remote_code": False, "enforce_eager": True, "swap_space": 4, "disable_log_stats": True},
         {"enforce_eager": False, "tokenizer": None, "revision": None, "enable_chunked_prefill": True},
         {"data_parallel_size": 1, "hf_overrides": {}, "cpu_offload_gb": 0, "distributed_executor_backend": "mp"},
+        {
+            "limit_mm_per_prompt": {"image": 0},
+            "served_model_name": "a",
+            "load_format": "safetensors",
+            "rope_scaling": None,
+        },
     ],
 )
 def test_options_of_vllm_that_ask_for_nothing_are_taken(options: dict[str, Any]) -> None:
@@ -53,6 +67,36 @@ def test_options_of_vllm_that_ask_for_nothing_are_taken(options: dict[str, Any])
 def test_options_of_vllm_that_ask_for_more_are_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}='something else' is not taken: "):
         EngineConfig.from_options("8B", {name: "something else"})
+
+
+@pytest.mark.parametrize(
+    ("options", "same"),
+    [
+        ({"dtype": "half"}, {"dtype": "float16"}),
+        ({"dtype": "float"}, {"dtype": "float32"}),
+        ({"dtype": torch.bfloat16, "device": torch.device("cpu")}, {"dtype": "bfloat16", "device": "cpu"}),
+        (
+            {"max_model_len": np.int64(64), "gpu_memory_utilization": np.float32(0.5), "deterministic": np.True_},
+            {"max_model_len": 64, "gpu_memory_utilization": 0.5, "deterministic": True},
+        ),
+    ],
+)
+def test_values_of_vllm_torch_and_numpy_are_those_that_they_stand_for(
+    options: dict[str, Any], same: dict[str, Any]
+) -> None:
+    made = EngineConfig.from_options("8B", options)
+    assert made == EngineConfig.from_options("8B", same)
+    for name, value in same.items():
+        assert type(getattr(made, name)) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("model", 5), ("model", ["a"]), ("model", b"a"), ("verbose", "yes"), ("verbose", 1)]
+)
+def test_a_model_or_verbose_of_another_type_is_refused_in_one_sentence(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must be ") as refused:
+        LLM(**{name: value})  # type: ignore[arg-type]
+    assert repr(value) in str(refused.value)
 
 
 def test_no_option_of_its_own_is_taken_for_one_of_vllm_that_asks_for_nothing() -> None:

@@ -149,7 +149,7 @@ class Id(int):
 
 def test_ids_of_other_kinds_end_nothing(one: LLM, two: LLM) -> None:
     for ask in (two.generate, two.embed):
-        with pytest.raises(ValueError, match="token id True is no integer"):
+        with pytest.raises(ValueError, match="must be integers, got True"):
             ask([[True, 2]], use_tqdm=False)
     assert_alike(one, two, [[Id(7), 3]], GREEDY)
     assert len(two.embed([[Id(7), 3]], use_tqdm=False)) == 1

@@ -19,7 +19,7 @@ Serve = Callable[..., AbstractContextManager[Scripted]]
 FOREIGN: dict[str, Any] = {
     "id": "msg_1",
     "provider_specific_fields": {"refusal": None},
-    "reasoning": "Two and two.",
+    "reasoning": {"effort": "low"},
     "reasoning_details": [{"type": "reasoning.text"}],
     "cache_control": {"type": "ephemeral"},
     "annotations": [],

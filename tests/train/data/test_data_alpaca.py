@@ -84,8 +84,9 @@ def test_a_system_message_beside_a_conversation_is_read_unless_that_has_one(
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (ROW | {"output": ""}, "'output' is empty, so there is nothing to learn"),
-        (ROW | {"output": None}, "'output' must be a text, got None"),
+        (ROW | {"output": None}, "the record has the fields instruction, input; accepted are: instruction, output"),
+        (ROW | {"output": 5}, "'output' must be a text, got 5"),
+        (ROW | {"instruction": 0, "input": "a"}, "'instruction' must be a text, got 0"),
         (ROW | {"instruction": ""}, "'instruction' and 'input' are empty"),
         (ROW | {"input": 4}, "'input' must be a text, got 4"),
         (ROW | {"history": [["one"]]}, r"history\[0\] must be a prompt and its response, two texts, got \['one'\]"),

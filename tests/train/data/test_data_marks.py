@@ -109,6 +109,9 @@ def test_marks_of_preferences(tokenizer: Tokenizer) -> None:
     # Of a reply of several turns, those that are not marked.
     chosen, rejected = read(tokenizer, record | {"prompt": TURNS[:2], "chosen": marked(2, weight=0)[2:]})
     assert (chosen[1], rejected[1]) == ("dog<|end|>", "no<|end|>")
+    # A turn that both have is the prompt's, marked in one or in both.
+    both = [TURNS[1], TURNS[2] | {"weight": 0}, TURNS[3], TURNS[4]], [*TURNS[1:4], TURNS[4] | {"content": "no"}]
+    assert [one[1] for one in read(tokenizer, {"chosen": both[0], "rejected": both[1]})] == ["dog<|end|>", "no<|end|>"]
     with pytest.raises(ValueError, match="'chosen' has no turn that is learned"):
         read(tokenizer, record | {"chosen": marked(4, weight=0)[4:]})
 
@@ -136,8 +139,17 @@ def test_marks_of_preferences(tokenizer: Tokenizer) -> None:
             r"messages\[2\]: 'weight' marks a part of the content",
         ),
         ({"conversations": shared(marked(2, colour="red"))}, r"conversations\[2\]: the key 'colour' is unknown"),
-        ({"messages": TURNS, "weight": 0}, "the record is marked as not to be learned .weight = 0."),
-        ({"messages": TURNS, "loss": False}, "the record is marked as not to be learned .loss = False."),
+        *(
+            ({"messages": TURNS, mark: value}, f"{mark} = {value!r} marks the record as a whole, and only turns are")
+            for mark, value in (
+                ("weight", 0),
+                ("loss", False),
+                ("loss_scale", 0.5),
+                ("train", "false"),
+                ("weight", 2),
+                ("loss_mask", 0),
+            )
+        ),
         ({"messages": TURNS, "label": False}, "a chat with a 'label' is no example to follow"),
         ({"conversations": shared(TURNS), "kto_tag": True}, "a chat with a 'kto_tag' is no example to follow"),
     ],
@@ -151,9 +163,19 @@ def test_keys_that_are_null_or_that_the_template_reads_are_taken(folder: Path, t
     plain = read(tokenizer, {"messages": TURNS})
     for more in ({"colour": None, "train_detail": None}, {"reasoning": "hm", "name": "Kim"}):
         assert read(tokenizer, {"messages": marked(2, **more)}) == plain
+    for mark in MARKS:  # of a whole record, what is done anyway
+        assert (
+            read(tokenizer, {"messages": TURNS, mark: 1}) == read(tokenizer, {"messages": TURNS, mark: None}) == plain
+        )
     template = (
         "{% for m in messages %}<|{{ m.role }}|>{{ m['colour'] }}{{ m.content }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
+    naming = template.replace("{{ m.content }}", "{{ m.content }}{{ colour }}{% for colour in [] %}{% endfor %}")
+    with (
+        Tokenizer.load(folder, naming.replace("{{ m['colour'] }}", "")) as other,  # of a variable, not of a field
+        pytest.raises(ValueError, match="the key 'colour' is unknown"),
+    ):
+        read(other, {"messages": marked(4, colour="red ")})
     with Tokenizer.load(folder, template) as reading:
         assert read(reading, {"messages": marked(4, colour="red ")})[0][1].endswith("red dog<|end|>")

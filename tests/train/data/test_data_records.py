@@ -118,13 +118,130 @@ def test_preferences_of_every_shape(tokenizer: Tokenizer) -> None:
         {"prompt": "quick?", "chosen": "brown fox", "rejected": [OTHER]},
         {"chosen": [ASKS, ANSWERS], "rejected": [ASKS, OTHER]},
         {"prompt": "quick?", "chosen": [ASKS, ANSWERS], "rejected": [ASKS, OTHER]},
+        # As LLaMA-Factory has them.
+        {
+            "instruction": None,
+            "conversations": [SHARED[1]],
+            "chosen": {"from": "gpt", "value": "brown fox"},
+            "rejected": {"from": "gpt", "value": "lazy dog"},
+        },
         {"chosen": SHARED[1:3], "rejected": [SHARED[1], {"from": "gpt", "value": "lazy dog"}]},
     ):
         assert kind_of(record) == "preference"
         assert read(tokenizer, record) == expected
+    # What stands beside a conversation is said in this one too, and is the same where that has it already.
+    with_system = read(tokenizer, {"prompt": [SYSTEM, ASKS], "chosen": [ANSWERS], "rejected": [OTHER]})
+    for record in (
+        {"system": "the box", "prompt": "quick?", "chosen": "brown fox", "rejected": "lazy dog"},
+        {"system": "the box", "instruction": "quick?", "chosen": "brown fox", "rejected": "lazy dog"},
+        {"system": "the box", "chosen": [ASKS, ANSWERS], "rejected": [ASKS, OTHER]},
+        {"system": "dog", "chosen": [SYSTEM, ASKS, ANSWERS], "rejected": [SYSTEM, ASKS, OTHER]},
+    ):
+        assert read(tokenizer, record) == with_system
+    # Replies may be alike, as texts and in conversations.
+    alike = read(tokenizer, {"prompt": "quick?", "chosen": "brown fox", "rejected": "brown fox"})
+    assert alike == read(tokenizer, {"chosen": [ASKS, ANSWERS], "rejected": [ASKS, ANSWERS]}) == [expected[0]] * 2
     # Assistant turns of the prompt are context, not what is preferred.
     chosen, _ = read(tokenizer, {"prompt": TURNS[:4], "chosen": "yes", "rejected": "no"})
     assert chosen[1] == "yes<|end|>"
+
+
+def test_a_system_message_beside_prompt_and_completion_is_read(tokenizer: Tokenizer) -> None:
+    record = {"system": "the box", "prompt": [ASKS], "completion": [ANSWERS]}
+    assert read(tokenizer, record) == read(tokenizer, {"messages": TURNS[:3]})
+
+
+@pytest.mark.parametrize(
+    ("record", "same"),
+    [
+        # As Parquet, and what writes JSON from it, have the columns of other rows.
+        ({"messages": TURNS, "text": None, "prompt": None, "completion": None, "chosen": None}, {"messages": TURNS}),
+        ({"instruction": None, "output": None, "messages": None, "text": "fox"}, {"text": "fox"}),
+        # The whole, with what a template writes, beside its parts.
+        ({"messages": TURNS, "text": "<|user|>quick?"}, {"messages": TURNS}),
+        (
+            {"text": "quick? fox", "prompt": "quick?", "chosen": "fox", "rejected": "dog"},
+            {"prompt": "quick?", "chosen": "fox", "rejected": "dog"},
+        ),
+    ],
+)
+def test_fields_beside_those_of_a_shape(tokenizer: Tokenizer, record: dict[str, Any], same: dict[str, Any]) -> None:
+    assert kind_of(record) == kind_of(same)
+    assert read(tokenizer, record) == read(tokenizer, same)
+
+
+def test_variables_of_the_template_stand_beside_a_conversation(folder: Path) -> None:
+    """As TRL takes them: Qwen3's template opens a turn otherwise where thinking is off."""
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and quiet %}(){% endif %}"
+        "{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% if quiet %}(){% endif %}{% endif %}"
+    )
+    with Tokenizer.load(folder, template) as tokenizer:
+        ((text, wanted),) = read(tokenizer, {"messages": TURNS[1:3], "chat_template_kwargs": {"quiet": True}})
+        assert "()brown" in text
+        assert wanted == "brown fox<|end|>"
+        plain = read(tokenizer, {"messages": TURNS[1:3]})
+        assert "()" not in plain[0][0]
+        for nothing in (None, {}):
+            assert read(tokenizer, {"messages": TURNS[1:3], "chat_template_kwargs": nothing}) == plain
+        with pytest.raises(ValueError, match="variables of the chat template must be an object"):
+            read(tokenizer, {"messages": TURNS[1:3], "chat_template_kwargs": "quiet"})
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"text": ""},
+        {"prompt": "a", "completion": ""},
+        {"messages": [ASKS, {"role": "assistant", "content": None}]},
+        {"conversations": [SHARED[1], {"from": "gpt", "value": ""}]},
+        {"instruction": "a", "input": "", "output": ""},
+    ],
+)
+def test_an_empty_record_is_left_out_and_teaches_no_immediate_end(
+    folder: Path, tokenizer: Tokenizer, tmp_path: Path, record: dict[str, Any]
+) -> None:
+    """Published data has some: Alpaca 28 rows without an output, WikiText a line in three."""
+    assert read(tokenizer, record) == []
+    full = {"text": "a"} if "text" in record else {"messages": TURNS}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n" + json.dumps(full) + "\n")
+    (shard,) = tokenize([tmp_path / "a.jsonl"], folder, tmp_path / "out").shards
+    assert (shard.documents, shard.left_out) == (1, 1)
+
+
+def test_parquet_has_no_more_fields_in_an_object_than_were_given(folder: Path, tmp_path: Path) -> None:
+    """There each object has the keys of all others of its column, null where it has none."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow.parquet import write_table
+
+    template = (
+        "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ call.function.arguments | tojson }}{% endfor %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+
+    def tool(name: str) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name, "parameters": {"properties": {name: {"type": "null"}}}}}
+
+    def row(name: str) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": name, "arguments": {name: 1}}}
+        return {"messages": [ASKS, {"role": "assistant", "content": None, "tool_calls": [call]}], "tools": [tool(name)]}
+
+    (folder_of_template := tmp_path / "tokenizer").mkdir()
+    for file in folder.iterdir():
+        (folder_of_template / file.name).write_bytes(file.read_bytes())
+    (folder_of_template / "chat_template.jinja").write_text(template)
+    rows = [row("fox"), row("dog"), {"messages": TURNS, "tools": None}]
+    write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    made = [tmp_path / "parquet", tmp_path / "lines"]
+    tokenize([tmp_path / "a.parquet"], folder_of_template, made[0])
+    tokenize([tmp_path / "a.jsonl"], folder_of_template, made[1])
+    one, other = map(TokenDataset, made)
+    for number in range(len(rows)):
+        assert one.sample(number)[0].tokens.tolist() == other.sample(number)[0].tokens.tolist()
 
 
 @pytest.mark.parametrize(
@@ -136,7 +253,13 @@ def test_preferences_of_every_shape(tokenizer: Tokenizer) -> None:
         ),
         ({"conversations": "a"}, "'conversations' must be a list of messages, got 'a'"),
         ({"messages": [ASKS, "a"]}, r"messages\[1\] must have 'role' and 'content', or 'from' and 'value', got 'a'"),
-        ({"prompt": "a", "completion": ""}, "'completion' is empty, so there is nothing to learn"),
+        ({"system": "a", "prompt": "a", "completion": "b"}, "'system' is for a chat template, and texts are learned"),
+        ({"tools": "[]", "prompt": "a", "completion": "b"}, "'tools' is for a chat template, and texts are learned"),
+        (
+            {"messages": TURNS, "functions": [{"name": "f"}]},
+            "'functions' is not supported: that is the older form, use",
+        ),
+        ({"messages": TURNS, "rejected_response": "no"}, "'rejected_response' is not supported: give preferences as"),
         ({"prompt": "a", "completion": [ANSWERS]}, "'prompt' must be a list of messages, got 'a'"),
         ({"prompt": "a", "completion": "b", "label": False}, "a chat with a 'label' is no example to follow"),
         ({"chosen": "a", "rejected": "b"}, "the record needs a 'prompt', or conversations that begin alike"),
@@ -151,7 +274,7 @@ def test_preferences_of_every_shape(tokenizer: Tokenizer) -> None:
         ({"messages": TURNS, "tools": {"name": "a"}}, "'tools' must be a list of functions"),
         (
             {"question": "a"},
-            "the record has the fields question; accepted are: instruction, output; text; messages; chosen, ",
+            "the record has the fields question; accepted are: instruction, output; messages; chosen, ",
         ),
     ],
 )

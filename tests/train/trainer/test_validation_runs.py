@@ -177,6 +177,16 @@ def test_a_run_stops_when_patience_is_used_up_and_gives_its_best_model(small: Sm
     assert [path.name for path in checkpoints(tmp_path / "run/checkpoints")] == ["step-00000005", "step-00000008"]
 
 
+def test_a_run_without_a_finite_loss_stops_and_says_so(small: Small, tmp_path: Path) -> None:
+    said: list[str] = []
+    run = Trainer(small(run={"steps": 9}, validation=PATIENT), ALONE, warn=said.append)
+    assert scripted(run, *[float("nan")] * 2).train().step == 2
+    (line,) = [line for line in said if "early stopping" in line]
+    assert "no validation loss was finite" in line
+    assert all(one["validation_loss"] is None for one in log(tmp_path / "run"))
+    assert [path.name for path in checkpoints(tmp_path / "run/checkpoints")] == ["step-00000002"]
+
+
 def test_the_best_model_may_be_kept_without_stopping_and_left_with_it(small: Small, tmp_path: Path) -> None:
     for keep, end in ((True, 2), (False, 6)):
         validation = {"share": 0.1, "every": 2, "keep_best": keep} | ({} if keep else {"patience": 9})
