@@ -29,7 +29,6 @@ from strata.hardware.roofline import Workload
 from strata.kernels import tuned
 from strata.kernels.device_limits import DeviceLimits, implementations_for
 from strata.models import weights
-from strata.models.quantized.load import load_packed
 from strata.plan.meta_model import MetaModel, dtype_name
 
 _REPEATS = 7
@@ -121,12 +120,12 @@ def measure_step(asked: EngineConfig, workload: Workload, recorded: BufferShape 
     asked = replace(asked, max_num_seqs=max(asked.max_sequences, len(workload.new)))
     sizes = EngineSizes.of(asked, config, device, limits)
     sizes.packing.check_kernels(kind, deterministic=False)
-    model, _, packed = load_packed(
+    store = weights.WeightStore.load(
         asked.model, sizes.packing.schemes, device, sizes.pool.dtype, asked.load_format, sizes.max_length
     )
     table = {} if limits is None else tuned.read(limits.product)
     passes = passes_of(asked.passes)
-    graphs = step_graphs(model, kind, False, table, packed=packed, limits=limits, passes=passes)
+    graphs = step_graphs(store.model, kind, False, table, packed=store.packed, limits=limits, passes=passes)
     each = -(-sizes.max_length // asked.page_size)
     counts = [each * len(workload.new) + 1] * len(sizes.groups)
     pool, *others = kept = pools(sizes.groups, counts, config.num_layers, device)

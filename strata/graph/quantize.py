@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from strata.graph.capture import operation_of
-from strata.kernels.quant.packed import PackedWeight, with_own_rows
+from strata.kernels.quant.packed import PackedWeight
 
 
 def quantize(graph: fx.GraphModule, packed: Mapping[str, PackedWeight]) -> fx.GraphModule:
@@ -56,8 +56,6 @@ def _replace(graph: fx.GraphModule, node: fx.Node, weight: PackedWeight) -> None
     for user in node.users:
         if not _reads_weight(user, node):
             raise ValueError(f"{user.name} reads {node.target} and is no product; leave that parameter as it is")
-    if weight.rows != 1 and (not weight.rows or weight.shape[-2] % weight.rows):
-        weight = with_own_rows(weight)  # so that it can be merged with others
     fetched = weight.with_tensors(_fetch(graph, node, weight.tensors))
     for user in list(node.users):
         user.args = tuple(fetched if argument is node else argument for argument in user.args)

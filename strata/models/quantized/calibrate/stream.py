@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from strata.kernels.state.groups import of_group
 from strata.models.batch import Batch
-from strata.models.checkpoint import StoredTensor, read_checkpoint
 from strata.models.families import build
 from strata.models.layers import CausalLM, Layer, layer_angles
 from strata.models.quantized.calibrate.matrices import layer_prefix
-from strata.models.weights import is_passed_over, match_tensors, resolve, stored_values
+from strata.models.quantized.checkpoint import Checkpoint
+from strata.models.sources import is_passed_over
+from strata.models.weights import resolve
 
 _EMBEDDING = "model.embed_tokens.weight"
 # Tokens that run through a layer at once.
@@ -33,9 +34,9 @@ class LayerStream:
         self.folder, self.config, self.device = folder, config, device
         with torch.device("meta"):
             self.model: CausalLM = build(config)
-        stored = read_checkpoint(folder)
-        self.sources: dict[str, StoredTensor] = match_tensors(self.model, stored, folder)
-        self.behind = {name: one for name, one in stored.items() if is_passed_over(self.model, name)}
+        self.checkpoint = Checkpoint.of(folder, self.model)
+        self.sources = self.checkpoint.sources
+        self.behind = {name: one for name, one in self.checkpoint.tensors.items() if is_passed_over(self.model, name)}
         for rotary in (self.model.model.rotary, self.model.model.window_rotary):
             if rotary is not None:
                 _remake(rotary, device)
@@ -66,7 +67,7 @@ class LayerStream:
         prefix = layer_prefix(number)
         parameters = {prefix + name: parameter for name, parameter in layer.named_parameters()}
         try:
-            for name, value in stored_values(self.model, self.folder, parameters.keys()):
+            for name, value in self.checkpoint.parameters(self.model, parameters.keys()):
                 parameters[name].detach().copy_(value)
             yield layer
         finally:
@@ -75,7 +76,7 @@ class LayerStream:
     def embed(self, batches: Sequence[Batch]) -> list[Tensor]:
         """What enters the first layer, [tokens, hidden] float32 on the CPU, of each batch."""
         embedding = self.model.model.embed_tokens
-        ((_, value),) = stored_values(self.model, self.folder, (_EMBEDDING,))
+        ((_, value),) = self.checkpoint.parameters(self.model, (_EMBEDDING,))
         embedding.weight = torch.nn.Parameter(value, requires_grad=False)
         try:
             return [self.model.model.embed(batch.tokens).detach() for batch in batches]
