@@ -101,7 +101,7 @@ class Experts(nn.Module):
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         super().__init__()
         width = config.intermediate_size
-        self.held: Sequence[int] = range(config.count) if config.held is None else config.held
+        self.is_part, self.held = config.held is not None, config.held or tuple(range(config.count))
         self.gate_up_proj = nn.Parameter(torch.empty(config.held_count, 2 * width, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(config.held_count, hidden_size, width))
 

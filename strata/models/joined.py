@@ -36,14 +36,7 @@ def split_tensors(
     for name, parts in joined_names(model, parameters):
         sizes = [parameters[part].shape[0] for part in parts]
         expected = (sum(sizes), *parameters[parts[0]].shape[1:])
-        whole = tensors.pop(name, None)
-        if whole is None:
-            raise ValueError(f"{folder} lacks tensors that its config.json calls for: {name}")
-        if whole.shape != expected:
-            raise ValueError(
-                f"{folder} has tensors of other shapes than its config.json says: {name} is {list(whole.shape)}, "
-                f"expected {list(expected)}"
-            )
+        whole = _take(tensors, name, expected, folder)
         if present := [part for part in parts if part in tensors]:
             raise ValueError(f"{folder} has tensors that its config.json does not call for: {', '.join(present)}")
         first = 0

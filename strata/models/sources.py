@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,35 +26,21 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _PIECE_BYTES = 64 * 2**20
 
 
-class Source(Protocol):
-    """One matrix or vector of a model, whole, of which boxes are read."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def copy(self, box: Box, target: Tensor) -> None:
-        """A box into `target`, of its sizes, on any device and of any float type."""
-
-    def packed(self, boxes: Boxes) -> PackedWeight | None:
-        """Boxes, one above the other, of what is packed already; None: it is in floats."""
-
-
 @dataclass(frozen=True)
-class Floats:
-    """What is in floats. reader: of the safetensors file that it lies in, or `InMemory`."""
+class Source:
+    """One matrix or vector of a model, whole, of which boxes are read. reader: of the safetensors file that it lies in,
+    or `InMemory`."""
 
     stored: StoredTensor
     reader: Any
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stored.shape
-
     def copy(self, box: Box, target: Tensor) -> None:
+        """A box into `target`, of its sizes, on any device and of any float type."""
         for rows, piece in pieces(self.reader, self.stored, box):
             target[rows].copy_(piece)
 
     def packed(self, boxes: Boxes) -> PackedWeight | None:
+        """Boxes, one above the other, of what is packed already, on the CPU; None: it is in floats."""
         return None
 
 

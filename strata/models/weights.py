@@ -28,7 +28,7 @@ from strata.models.quantized.assembly import assembly, meta_weights, pack_boxes
 from strata.models.quantized.checkpoint import Checkpoint
 from strata.models.quantized.matrices import OwnMatrix, own_matrices
 from strata.models.shapes import SHAPES
-from strata.models.sources import DERIVED, EMBEDDING, HEAD, Floats, InMemory, Source, is_passed_over, match_tensors
+from strata.models.sources import DERIVED, EMBEDDING, HEAD, InMemory, Source, is_passed_over, match_tensors
 
 _ADVICE = "; leave out sparsity=, or prune by strata prune --pattern 2:4"
 _FLOATS = (*DTYPES.values(), torch.float64)
@@ -120,6 +120,7 @@ class WeightStore:
         self._whole, self._complete, self._part = config, complete, part
         self._schemes, self._device, self._dtype = schemes, device, dtype
         self._assemblies = {name: assembly(model, name) for name in schemes}
+        self._names = {name for name, _ in model.named_parameters()}
         self._mixtures = [module for module in model.modules() if isinstance(module, Experts)]
         self._held: tuple[Sequence[int], ...] | None = None
         self._homes: dict[str, list[_Home]] = {}
@@ -201,7 +202,7 @@ class WeightStore:
         if tensor.dtype not in _FLOATS:
             raise ValueError(f"{name} has dtype {tensor.dtype}, expected floats, which are packed here where need be")
         reader = InMemory(tensor)
-        writes = [write for one, place in parts.items() for write in self._writes(one, Floats(place, reader))]
+        writes = [write for one, place in parts.items() for write in self._writes(one, Source(place, reader))]
         for write in writes:
             write()
 
@@ -220,21 +221,18 @@ class WeightStore:
                 yield name, self._value(name)
                 continue
             value = torch.empty(parameter.shape, dtype=self._dtype, device=self._device)
+            wholes = dict(stored_views(self._complete, name, value))
             found: set[tuple[str, Box]] = set()
-            for stored, target in stored_views(self._complete, name, value):
-                for store in stores:
-                    for box, place in store._regions(name, stored, tuple(target.shape)):
-                        target[inside(box)].copy_(place)
+            for store in stores:
+                if name not in store._names:  # of another stage
+                    continue
+                for stored, view in stored_views(store.model, name, store._value(name)):
+                    for box, place in places(view, store._boxes(name, tuple(wholes[stored].shape))):
+                        wholes[stored][inside(box)].copy_(place)
                         found.add((stored, box))
             if sum(math.prod(end - first for first, end in box) for _, box in found) != value.numel():
                 raise ValueError(f"{name} is not whole: give the stores of all parts")
             yield name, value
-
-    def _regions(self, name: str, stored: str, shape: tuple[int, ...]) -> list[tuple[Box, Tensor]]:
-        """What this part has of a matrix, which has `shape` as a whole and lies in the parameter `name`."""
-        homes = self._current_homes().get(stored, ())
-        views = [view for _, view in stored_views(self.model, name, self._value(name))] if homes else []
-        return [one for _, number in homes for one in places(views[number], self._boxes(name, shape))]
 
     def _value(self, name: str) -> Tensor:
         one = self._assemblies.get(name)
@@ -288,14 +286,14 @@ class WeightStore:
             return (whole(shape),)
         boxes = self._part.boxes(name, shape)
         owner = self.model.get_submodule(name.rpartition(".")[0])
-        if len(shape) == 3 and isinstance(owner, Experts) and len(boxes) == len(owner.held):
+        if len(shape) == 3 and isinstance(owner, Experts) and owner.is_part:
             return tuple(((one, one + 1), *box[1:]) for one, box in zip(owner.held, boxes, strict=True))
         return boxes
 
     def _writes(self, stored: str, source: Source) -> Iterator[Callable[[], object]]:
         """What puts a matrix where it belongs, one after another; packed already."""
         for home in self._current_homes().get(stored, ()):
-            boxes = self._boxes(home.parameter, source.shape)
+            boxes = self._boxes(home.parameter, source.stored.shape)
             if home.parameter not in self._schemes:
                 yield partial(_copy, source, boxes, self._view(home))
                 continue
@@ -310,7 +308,7 @@ class WeightStore:
             yield home.number, packed.to(self._device)
             return
         scheme, like = self._schemes[home.parameter], self._assemblies[home.parameter].made
-        for further, matrix in enumerate(own_matrices(home.parameter, source.shape, boxes)):
+        for further, matrix in enumerate(own_matrices(home.parameter, source.stored.shape, boxes)):
             try:
                 packed = pack_boxes(partial(self._read, source, matrix), matrix.shape, matrix.boxes, scheme, like)
             except ValueError as error:
@@ -339,7 +337,7 @@ def _dummies(
             value.masked_fill_(least_two_of_four(value.abs()), 0.0)
         for stored, view in stored_views(complete, name, value):
             place = StoredTensor(stored, Path(), value.dtype, tuple(view.shape), 0)
-            yield stored, Floats(place, InMemory(view))
+            yield stored, Source(place, InMemory(view))
 
 
 def weight_bytes(model: nn.Module, dtype: torch.dtype) -> int:
@@ -355,9 +353,11 @@ def packed_bytes(model: nn.Module, dtype: torch.dtype, packed: Mapping[str, Pack
     return weight_bytes(model, dtype) - floats + sum(weight.nbytes for weight in packed.values())
 
 
-def allocate(model: nn.Module, device: torch.device, dtype: torch.dtype, without: Container[str] = ()) -> None:
-    """Give a model that was built on the meta device memory on `device`, its parameters as `dtype`: the rotary table is
-    filled, the parameters are not. without: parameters that stay without memory."""
+def allocate(
+    model: nn.Module, device: torch.device, dtype: torch.dtype | None = None, without: Container[str] = ()
+) -> None:
+    """Give a model, or a module of one, other memory on `device`, its parameters as `dtype` if one is given: the rotary
+    table is filled, the parameters are not. without: parameters that stay as they are."""
     # Not `to_empty`, whose `empty_like` of a tensor on the meta device imports a package for symbolic algebra.
     model.to(dtype=dtype)
     left = {id(parameter) for name, parameter in model.named_parameters() if name in without}

@@ -19,7 +19,7 @@ from strata.models.checkpoint import StoredTensor, read_checkpoint, shorten
 from strata.models.experts import stored_parameters, stored_views
 from strata.models.part import Box, Boxes, whole
 from strata.models.quantized.formats.read import MODELOPT_FILE, PackedFormat, read_format
-from strata.models.sources import Floats, Source, match_tensors, pieces
+from strata.models.sources import Source, match_tensors, pieces
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,6 @@ class Checkpoint:
         """stored: what the model's checkpoints call a matrix; where they join some, of a part."""
         return self.format is not None and self.sources[stored].name in self.format.matrices
 
-    def read(self, stored: str, boxes: Boxes) -> PackedWeight:
-        """Boxes of a packed matrix, one above the other, on the CPU."""
-        assert self.format is not None
-        source, parts = self.sources[stored], []
-        for rows, columns in boxes:
-            first, end = (source.first_row + row for row in rows)
-            parts.append(self.format.read(source.name, (first, end), columns))
-        return parts[0] if len(parts) == 1 else join(parts)
-
     def read_all(self, wanted: Container[str]) -> Iterator[tuple[str, Source]]:
         """Those of the stored parameters that are `wanted`, to be read as they come: file by file and in the order of
         the file."""
@@ -71,10 +62,10 @@ class Checkpoint:
         order = sorted(names, key=lambda name: (self.sources[name].file, self.sources[name].start))
         for file, of_file in itertools.groupby(order, key=lambda name: self.sources[name].file):
             if file == self.folder:
-                yield from ((name, _Packed(self, name)) for name in of_file)
+                yield from ((name, _Packed(self.sources[name], self.format)) for name in of_file)
                 continue
             with safe_open(file, framework="pt", device="cpu") as reader:
-                yield from ((name, Floats(self.sources[name], reader)) for name in of_file)
+                yield from ((name, Source(self.sources[name], reader)) for name in of_file)
 
     def parameters(self, model: nn.Module, wanted: Container[str]) -> Iterator[tuple[str, Tensor]]:
         """The `wanted` parameters of a model one after another, whole, in float32 on the CPU. model: that of the
@@ -85,7 +76,7 @@ class Checkpoint:
             value = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
             views = dict(stored_views(model, name, value))
             for stored, source in self.read_all(views):
-                source.copy(whole(source.shape), views[stored])
+                source.copy(whole(source.stored.shape), views[stored])
             yield name, value
 
     def check_tied(self, head: str, embedding: str, boxes: Boxes) -> None:
@@ -112,22 +103,18 @@ class Checkpoint:
             return all(torch.equal(ours, theirs) for (_, ours), (_, theirs) in pairs)
 
 
-@dataclass(frozen=True)
-class _Packed:
-    """The `Source` of a matrix that a checkpoint has packed."""
-
-    checkpoint: Checkpoint
-    name: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.checkpoint.sources[self.name].shape
+class _Packed(Source):
+    """Of a matrix that a checkpoint has packed. reader: a `PackedFormat`."""
 
     def copy(self, box: Box, target: Tensor) -> None:
-        target.copy_(dense(self.checkpoint.read(self.name, (box,))))
+        target.copy_(dense(self.packed((box,))))
 
     def packed(self, boxes: Boxes) -> PackedWeight:
-        return self.checkpoint.read(self.name, boxes)
+        stored, parts = self.stored, []
+        for rows, columns in boxes:
+            first, end = (stored.first_row + row for row in rows)
+            parts.append(self.reader.read(stored.name, (first, end), columns))
+        return parts[0] if len(parts) == 1 else join(parts)
 
 
 def _without_empty_biases(

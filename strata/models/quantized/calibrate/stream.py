@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from strata.kernels.state.groups import of_group
 from strata.models.batch import Batch
@@ -17,7 +17,7 @@ from strata.models.layers import CausalLM, Layer, layer_angles
 from strata.models.quantized.calibrate.matrices import layer_prefix
 from strata.models.quantized.checkpoint import Checkpoint
 from strata.models.sources import is_passed_over
-from strata.models.weights import resolve
+from strata.models.weights import allocate, resolve
 
 _EMBEDDING = "model.embed_tokens.weight"
 # Tokens that run through a layer at once.
@@ -39,7 +39,7 @@ class LayerStream:
         self.behind = {name: one for name, one in self.checkpoint.tensors.items() if is_passed_over(self.model, name)}
         for rotary in (self.model.model.rotary, self.model.model.window_rotary):
             if rotary is not None:
-                _remake(rotary, device)
+                allocate(rotary, device)
 
     @property
     def layers(self) -> int:
@@ -63,7 +63,7 @@ class LayerStream:
         """A layer with its weights, for as long as this is open."""
         layer = self.model.model.layers[number]
         assert isinstance(layer, Layer)
-        _remake(layer, self.device, torch.float32)
+        allocate(layer, self.device, torch.float32)
         prefix = layer_prefix(number)
         parameters = {prefix + name: parameter for name, parameter in layer.named_parameters()}
         try:
@@ -71,7 +71,7 @@ class LayerStream:
                 parameters[name].detach().copy_(value)
             yield layer
         finally:
-            _remake(layer, torch.device("meta"))
+            allocate(layer, torch.device("meta"))
 
     def embed(self, batches: Sequence[Batch]) -> list[Tensor]:
         """What enters the first layer, [tokens, hidden] float32 on the CPU, of each batch."""
@@ -81,7 +81,7 @@ class LayerStream:
         try:
             return [self.model.model.embed(batch.tokens).detach() for batch in batches]
         finally:
-            _remake(embedding, torch.device("meta"))
+            allocate(embedding, torch.device("meta"))
 
     @torch.no_grad()
     def run(self, number: int, batch: Batch, x: Tensor) -> Tensor:
@@ -98,16 +98,6 @@ class LayerStream:
             *(window_angles if layer.has_window else angles),
         )
         return made
-
-
-def _remake(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Give a module's tensors other memory, without values."""
-
-    def other(tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device)
-
-    # Not `to_empty`, whose `empty_like` of a tensor on the meta device imports a package for symbolic algebra.
-    module._apply(other)
 
 
 def batches_of(sequences: Sequence[Sequence[int]]) -> list[Batch]:
