@@ -43,16 +43,6 @@ def initial_values(model: CausalLM, seed: int) -> Iterator[tuple[str, Tensor]]:
         yield name, value
 
 
-@torch.no_grad()
-def randomize(model: CausalLM, seed: int) -> None:
-    """The model's parameters, of one device and dtype, become `dummy_values`."""
-    like = next(model.parameters())
-    for parameter, (_, value) in zip(
-        model.parameters(), dummy_values(model, seed, like.device, like.dtype), strict=True
-    ):
-        parameter.copy_(value)
-
-
 def dummy_values(
     model: CausalLM, seed: int, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[str, Tensor]]:

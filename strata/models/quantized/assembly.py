@@ -203,7 +203,7 @@ def meta_weights(
                 like = planned_boxes(shape, boxes, scheme, dtype)
             else:
                 if (key := (scheme, shape, boxes)) not in read:
-                    read[key] = _on_meta(*(one.packed(boxes) for _, one in checkpoint.read_all((stored,))))
+                    read[key] = _on_meta(checkpoint.read(stored, boxes))
                 like = _on_meta(read[key])  # each its own: what shares memory is not merged
             found[name] = assembly(model, name).like_all(like)
         except ValueError as error:

@@ -55,6 +55,10 @@ class Checkpoint:
         """stored: what the model's checkpoints call a matrix; where they join some, of a part."""
         return self.format is not None and self.sources[stored].name in self.format.matrices
 
+    def read(self, stored: str, boxes: Boxes) -> PackedWeight:
+        """Boxes of a packed matrix, one above the other, on the CPU."""
+        return _Packed(self.sources[stored], self.format).packed(boxes)
+
     def read_all(self, wanted: Container[str]) -> Iterator[tuple[str, Source]]:
         """Those of the stored parameters that are `wanted`, to be read as they come: file by file and in the order of
         the file."""

@@ -17,12 +17,12 @@ from strata.kernels.quant.packed import dense
 from strata.models.config import config_from_dict
 from strata.models.experts import stored_parameters, stored_views
 from strata.models.families import build
-from strata.models.initialize import randomize
 from strata.models.layers import CausalLM
 from strata.models.part import inside
 from strata.models.quantized.checkpoint import Checkpoint
 from strata.models.weights import WeightStore, load
 from strata.parallel.serving_shard import RankShard
+from tests.dummies import randomize
 from tests.models.batches import packed, random_sequences
 from tests.models.checkpoints import FAMILY_CONFIGS
 from tests.models.quantized.made import LAYOUTS, make, read

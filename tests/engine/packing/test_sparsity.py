@@ -16,11 +16,11 @@ from strata.kernels.quant.packed import dense
 from strata.kernels.quant.two_of_four import is_two_of_four
 from strata.models.config import config_from_dict
 from strata.models.families import build
-from strata.models.initialize import randomize
 from strata.models.pruned.prune import prune
 from strata.models.pruned.settings import Pruning
 from strata.models.save import save
 from strata.models.weights import WeightStore, load, packed_bytes
+from tests.dummies import randomize
 from tests.engine.ranks.test_mixture import CONFIG as MIXTURE
 from tests.models.checkpoints import FAMILY_CONFIGS
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS

@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, fx
 
 from strata import LLM, SamplingParams
+from strata.comm.operations import Along
 from strata.engine.startup.packing import Packing
-from strata.graph.capture import capture
+from strata.graph.capture import capture, capture_head
+from strata.graph.compose import compose
 from strata.graph.merge import merge
 from strata.graph.quantize import quantize
+from strata.graph.ranks.shard import shard as shard_graph
 from strata.kernels.quant.packed import Scheme, dense, pack
 from strata.models.config import ModelConfig, config_from_dict
 from strata.models.experts import Experts
@@ -23,7 +26,9 @@ from strata.models.families import build
 from strata.models.quantized import checkpoint
 from strata.models.save import save
 from strata.models.weights import WeightStore, load
-from strata.parallel.serving_shard import RankShard
+from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
+from tests.graph.lockstep import run_in_lockstep
+from tests.models.batches import packed, random_sequences
 from tests.models.quantized.made import LAYOUTS
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 from tests.models.test_part import CountedReader
@@ -141,6 +146,17 @@ def part_store(folder: Path, scheme: str | None, shard: RankShard) -> WeightStor
     return WeightStore.load(folder, Packing.of(scheme, own, shard).schemes, part=shard)
 
 
+def rank_graph(store: WeightStore, shard: RankShard) -> fx.GraphModule:
+    """Batch to this rank's logits of all tokens, its weights merged."""
+    along = Along(TENSOR_AXIS, shard.size)
+    parts = [
+        quantize(shard_graph(one, shard.placements, along, shard.index, shard.slots), store.packed)
+        for one in (capture(store.model), capture_head(store.model))
+    ]
+    return merge(compose(*parts))
+
+
+@torch.no_grad()
 @pytest.mark.parametrize(("name", "scheme", "changes", "options"), RANKED)
 def test_ranks_take_their_parts_and_give_them_out_whole(
     name: str, scheme: str | None, changes: dict[str, Any], options: dict[str, Any], tmp_path: Path
@@ -152,14 +168,21 @@ def test_ranks_take_their_parts_and_give_them_out_whole(
     size = 1 if "stages" in options else 2
     shards = [RankShard.of(config, size, index % size, **options, **place) for index, place in enumerate(places)]
     running, fresh = ([part_store(tmp_path / at, scheme, one) for one in shards] for at in ("before", "after"))
-    if "stages" not in options:
-        for store in running:  # what the graphs of a rank do to its memory
-            merge(quantize(capture(store.model), store.packed))
+    graphs, wanted = (
+        [rank_graph(store, shard) for store, shard in zip(stores, shards, strict=True)] if size == 2 else []
+        for stores in (running, fresh)
+    )
+    batches = [(packed(random_sequences(config.vocab_size, (9, 4))),)] * 2
+    before = run_in_lockstep(graphs, batches) if graphs else []
     for one, value in tensors.items():
         for store in running:
             store.update(one, value)
     for store, twin in zip(running, fresh, strict=True):
         assert_alike(store, twin)
+    if graphs:
+        found = run_in_lockstep(graphs, batches)
+        assert not any(map(torch.equal, found, before))
+        assert all(map(torch.equal, found, run_in_lockstep(wanted, batches)))
     given = dict(running[0].export(running[1:]))
     assert given.keys() == tensors.keys()
     if scheme is None:
@@ -218,12 +241,12 @@ def test_what_is_refused_changes_nothing(name: str, tensor: Tensor, told: str, t
     config = config_of("phi3", intermediate_size=40, tie_word_embeddings=True)
     model = random_model(config, torch.float32)
     scheme = Scheme("2:4", 1, 8)
-    packed = {f"model.layers.0.mlp.{one}_proj.weight": scheme for one in ("gate", "up")}
+    sparse = {f"model.layers.0.mlp.{one}_proj.weight": scheme for one in ("gate", "up")}
     with torch.no_grad():
-        for one in packed:
+        for one in sparse:
             model.get_parameter(one).view(-1, 4)[:, :2] = 0.0
     save(model, config, tmp_path)
-    store = WeightStore.load(tmp_path, packed)
+    store = WeightStore.load(tmp_path, sparse)
     if "gate_up" in name:
         tensor = tensor.clone()
         tensor[:40] = 0.0
@@ -254,6 +277,9 @@ def test_what_a_checkpoint_packed_is_packed_again_in_its_form(layout: str, tmp_p
         empty = build(config_from_dict(LLAMA))
     schemes = Packing.of(None, empty, folder=tmp_path).schemes
     store = WeightStore.load(tmp_path, schemes, dtype="float32")
+    graph = merge(quantize(capture(store.model), store.packed))
+    batch = packed(random_sequences(store.config.vocab_size, (9, 4)))
+    old = graph(batch)
     before = {name: replace_tensors(weight) for name, weight in store.packed.items()}
     generator = torch.Generator().manual_seed(0)
     assert before
@@ -274,6 +300,8 @@ def test_what_a_checkpoint_packed_is_packed_again_in_its_form(layout: str, tmp_p
         step = (nearest - value).abs().max()
         assert (dense(now) - value).abs().max() <= 2.1 * step
         assert (dense(now) - value).square().mean() <= 2.5 * (nearest - value).square().mean()
+    wanted = quantize(capture(store.model), store.packed)(batch)
+    assert (graph(batch) - wanted).abs().max() < 1e-4 * (old - wanted).abs().max()
 
 
 def replace_tensors(weight: Any) -> Any:

@@ -14,11 +14,11 @@ from strata.kernels.quant.packed import dense, pack
 from strata.kernels.quant.schemes import SCHEMES
 from strata.models.config import config_from_dict, read_config
 from strata.models.families import build
-from strata.models.initialize import randomize
 from strata.models.layers import CausalLM
 from strata.models.save import save
 from strata.models.weights import WeightStore, load, packed_bytes
 from strata.parallel.serving_shard import RankShard
+from tests.dummies import randomize
 from tests.engine.ranks.test_mixture import CONFIG as MIXTURE
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 from tests.parallel.models import random_model
