@@ -158,7 +158,7 @@ class WeightStore:
         device = torch.device(device)
         dtype = resolve_dtype(dtype, config, device)
         with torch.device("meta"):
-            complete = build(config, max_length)
+            complete = build(config, max_length).to(dtype)
             made = complete if part is None else part.build(max_length)
         own = {name for name, _ in made.named_parameters()}
         schemes = {name: scheme for name, scheme in schemes.items() if name in own}
@@ -220,7 +220,7 @@ class WeightStore:
             if self._part is None:
                 yield name, self._value(name)
                 continue
-            value = torch.empty(parameter.shape, dtype=self._dtype, device=self._device)
+            value = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
             wholes = dict(stored_views(self._complete, name, value))
             found: set[tuple[str, Box]] = set()
             for store in stores:

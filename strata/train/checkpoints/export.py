@@ -26,7 +26,7 @@ def export(path: Path, config: ModelConfig, tokenizer: Path, out: Path, dtype: t
     with torch.device("meta"):
         model = build(config)
     with Reader(path) as reader:
-        wanted = dict(model.named_parameters())
+        wanted = dict(model.to(dtype).named_parameters())
         for name, parameter in wanted.items():
             reader.check(*state_of(name), tuple(parameter.shape))
         stored_names = {shard.name for shard in reader.index.shards if shard.kind == MASTER}
@@ -35,8 +35,8 @@ def export(path: Path, config: ModelConfig, tokenizer: Path, out: Path, dtype: t
 
         def values() -> Iterator[tuple[str, Tensor]]:
             for name, parameter in wanted.items():
-                value = torch.empty(parameter.shape, dtype=dtype, device="cpu")
+                value = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
                 reader.fill(*state_of(name), FlatRange.of_whole(value.shape), value.view(-1))
                 yield name, value
 
-        save(model.to(dtype), config, out, tokenizer, values=values())
+        save(model, config, out, tokenizer, values=values())
