@@ -15,7 +15,8 @@ def quantize(graph: fx.GraphModule, packed: Mapping[str, PackedWeight]) -> fx.Gr
     """Let products multiply by the packed weights of these parameters, in place; returns `graph`.
 
     graph: captured, and not merged yet. packed: by the parameter that each stands for, of its shape; those that the
-    graph does not fetch are passed over. Their memory is the graph's from then on, which reads what is written there. The parameters themselves are not read any more and may be without memory.
+    graph does not fetch are passed over. The graph reads their memory, so that what is written there counts in its next
+    call; the parameters themselves are not read any more and may be without memory.
     Raises ValueError if something else than a product reads one of them, or if a shape is another.
     """
     for node in list(graph.graph.nodes):
