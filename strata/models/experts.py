@@ -188,6 +188,14 @@ def stored_views(model: nn.Module, name: str, value: Tensor) -> Iterator[tuple[s
         yield stored_name(model, name), value
 
 
+def stored_view(model: nn.Module, name: str, number: int, value: Tensor) -> Tensor:
+    """Number `number` of `stored_views`, without a walk over the others."""
+    own = name.partition(".mlp.experts.")[2]
+    if not (own and isinstance(model, SparseCausalLM)):
+        return value
+    return value[number // 2].chunk(2)[number % 2] if own.startswith("gate_up") else value[number]
+
+
 def stored_name(model: nn.Module, name: str) -> str:
     """What a checkpoint calls the parameter `name`, or what it would call it."""
     renamed = model.renamed if isinstance(model, CausalLM) else {}

@@ -17,7 +17,7 @@ from strata.kernels.quant.packed import TWO_OF_FOUR, PackedWeight, Scheme, dense
 from strata.kernels.quant.two_of_four import least_two_of_four
 from strata.models.checkpoint import StoredTensor, read_checkpoint, shorten
 from strata.models.config import DTYPES, ModelConfig, config_from_dict, read_config
-from strata.models.experts import Experts, stored_name, stored_views
+from strata.models.experts import Experts, stored_name, stored_view, stored_views
 from strata.models.families import build
 from strata.models.initialize import dummy_values
 from strata.models.joined import checkpoint_parameters, checkpoint_values
@@ -124,7 +124,6 @@ class WeightStore:
         self._mixtures = [module for module in model.modules() if isinstance(module, Experts)]
         self._held: tuple[Sequence[int], ...] | None = None
         self._homes: dict[str, list[_Home]] = {}
-        self._views: dict[str, tuple[int, list[Tensor]]] = {}
 
     @staticmethod
     @torch.no_grad()
@@ -271,15 +270,6 @@ class WeightStore:
                     self._homes.setdefault(stored, []).append(_Home(name, number))
         return self._homes
 
-    def _view(self, home: _Home) -> Tensor:
-        """Of a parameter that is not packed, where it lies now: merging moves it."""
-        parameter = self.model.get_parameter(home.parameter)
-        at, views = self._views.get(home.parameter, (0, []))
-        if not views or at != parameter.data_ptr():
-            views = [view.detach() for _, view in stored_views(self.model, home.parameter, parameter)]
-            self._views[home.parameter] = parameter.data_ptr(), views
-        return views[home.number]
-
     def _boxes(self, name: str, shape: tuple[int, ...]) -> Boxes:
         """What this has of a matrix of `shape` that lies in the parameter `name`."""
         if self._part is None:
@@ -295,7 +285,8 @@ class WeightStore:
         for home in self._current_homes().get(stored, ()):
             boxes = self._boxes(home.parameter, source.stored.shape)
             if home.parameter not in self._schemes:
-                yield partial(_copy, source, boxes, self._view(home))
+                value = self.model.get_parameter(home.parameter).detach()  # where it lies now: merging moves it
+                yield partial(_copy, source, boxes, stored_view(self.model, *home, value))
                 continue
             target = self._assemblies[home.parameter]
             for number, matrix in self._packed(stored, home, boxes, source):

@@ -244,9 +244,11 @@ def _scales_of(largest: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
 
 
 def scales_as(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales of another type, uint8 as E8M0, none of them smaller there than what values are divided by can bear."""
-    if scales.dtype == dtype or dtype != torch.uint8:
-        return scales.to(dtype)
+    """Scales of another type, none of them 0; of uint8 (E8M0) the next power of two."""
+    if scales.dtype == dtype:
+        return scales
+    if dtype != torch.uint8:
+        return scales.to(dtype).clamp(min=torch.finfo(dtype).tiny)
     return (torch.ceil(torch.log2(scales)) + E8M0_BIAS).clamp(0, 254).to(torch.uint8)
 
 

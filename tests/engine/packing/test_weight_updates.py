@@ -28,6 +28,7 @@ from strata.models.save import save
 from strata.models.weights import WeightStore, load
 from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
 from tests.graph.lockstep import run_in_lockstep
+from tests.live_bytes import LiveBytes
 from tests.models.batches import packed, random_sequences
 from tests.models.quantized.made import LAYOUTS
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
@@ -285,6 +286,7 @@ def test_what_a_checkpoint_packed_is_packed_again_in_its_form(layout: str, tmp_p
     assert before
     for name, was in before.items():
         value = torch.randn(was.shape, generator=generator)
+        value[:32] = 0.0
         store.update(name, value)
         now = store.packed[name]
         assert now._replace(values=None, scales=None, zeros=None, row_scales=None, order=None) == was._replace(
@@ -297,6 +299,7 @@ def test_what_a_checkpoint_packed_is_packed_again_in_its_form(layout: str, tmp_p
         columns = torch.arange(was.shape[-1]) if now.order is None else now.order.long()
         nearest = torch.empty_like(value)
         nearest[:, columns] = dense(pack(value[:, columns], schemes[name]))
+        assert torch.equal(dense(now)[:16], value[:16])
         step = (nearest - value).abs().max()
         assert (dense(now) - value).abs().max() <= 2.1 * step
         assert (dense(now) - value).square().mean() <= 2.5 * (nearest - value).square().mean()
@@ -319,3 +322,14 @@ def test_a_start_reads_each_byte_once(scheme: str | None, tmp_path: Path, monkey
         schemes = Packing.of(scheme, build(config)).schemes
     WeightStore.load(tmp_path, schemes)
     assert counts == {name: tensor.nbytes for name, tensor in tensors.items()}
+
+
+def test_weights_are_held_once_also_when_they_are_merged_and_updated(tmp_path: Path) -> None:
+    tensors = saved(tmp_path, config_of("qwen3-moe", **PACKED), 0)
+    with LiveBytes(tensors.values()) as live:
+        store = WeightStore.load(tmp_path, {})
+        merge(capture(store.model))
+        for name, value in tensors.items():
+            store.update(name, value)
+    kept = [one.untyped_storage() for one in (*store.model.parameters(), *store.model.buffers())]
+    assert live.now == sum({one._cdata: one.nbytes() for one in kept}.values())
