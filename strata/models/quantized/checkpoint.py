@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,11 +59,9 @@ class Checkpoint:
         """Boxes of a packed matrix, one above the other, on the CPU."""
         return _Packed(self.sources[stored], self.format).packed(boxes)
 
-    def read_all(self, wanted: Container[str]) -> Iterator[tuple[str, Source]]:
-        """Those of the stored parameters that are `wanted`, to be read as they come: file by file and in the order of
-        the file."""
-        names = (name for name in self.sources if name in wanted)
-        order = sorted(names, key=lambda name: (self.sources[name].file, self.sources[name].start))
+    def read_all(self, wanted: Iterable[str]) -> Iterator[tuple[str, Source]]:
+        """Stored parameters, to be read as they come: file by file and in the order of the file."""
+        order = sorted(wanted, key=lambda name: (self.sources[name].file, self.sources[name].start))
         for file, of_file in itertools.groupby(order, key=lambda name: self.sources[name].file):
             if file == self.folder:
                 yield from ((name, _Packed(self.sources[name], self.format)) for name in of_file)

@@ -329,7 +329,8 @@ def test_weights_are_held_once_also_when_they_are_merged_and_updated(tmp_path: P
     with LiveBytes(tensors.values()) as live:
         store = WeightStore.load(tmp_path, {})
         merge(capture(store.model))
+        loaded = live.now
         for name, value in tensors.items():
             store.update(name, value)
     kept = [one.untyped_storage() for one in (*store.model.parameters(), *store.model.buffers())]
-    assert live.now == sum({one._cdata: one.nbytes() for one in kept}.values())
+    assert live.now == loaded == sum({one._cdata: one.nbytes() for one in kept}.values())
