@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from strata.models.quantized.load import load_packed
 
 from strata.comm.launch import World
 from strata.files.toml_tables import read_table
@@ -25,7 +26,6 @@ from strata.models.config import ModelConfig, config_from_dict
 from strata.models.families import build
 from strata.models.layers import CausalLM
 from strata.models.quantized.choice import hold_packed, packed_by
-from strata.models.quantized.load import load_packed
 from strata.models.shapes import SHAPES
 from strata.parallel.layout import Layout
 from strata.train.adapters.lora import LoraConfig, add_lora

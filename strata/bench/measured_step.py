@@ -28,7 +28,6 @@ from strata.hardware.replay import time_replayed
 from strata.hardware.roofline import Workload
 from strata.kernels.device_limits import DeviceLimits, implementations_for
 from strata.models import weights
-from strata.models.quantized.load import load_packed
 from strata.plan.meta_model import MetaModel, dtype_name
 
 _REPEATS = 7
@@ -120,10 +119,10 @@ def measure_step(asked: EngineConfig, workload: Workload, recorded: BufferShape 
     asked = replace(asked, max_num_seqs=max(asked.max_sequences, len(workload.new)))
     sizes = EngineSizes.of(asked, config, device, limits)
     sizes.packing.check_kernels(kind, deterministic=False)
-    model, _, packed = load_packed(
+    store = weights.WeightStore.load(
         asked.model, sizes.packing.schemes, device, sizes.pool.dtype, asked.load_format, sizes.max_length
     )
-    program = StepProgram.of(model, asked, Target(kind, limits, packed=packed), sizes)
+    program = StepProgram.of(store.model, asked, Target(kind, limits, packed=store.packed), sizes)
     each = -(-sizes.max_length // asked.page_size)
     counts = [each * len(workload.new) + 1] * len(sizes.groups)
     pool, *others = kept = pools(sizes.groups, counts, config.num_layers, device)

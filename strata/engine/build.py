@@ -38,9 +38,9 @@ from strata.engine.step_cost import step_shares, step_target, step_times
 from strata.engine.warm_up import warm_up
 from strata.engine.watch.step_shares import StepShares
 from strata.hardware.machine import cpu_name
-from strata.models import weights
 from strata.models.config import ModelConfig
 from strata.models.generation_config import GenerationDefaults, read_generation_config
+from strata.models.weights import WeightStore, resolve
 from strata.text.tokenizer import Tokenizer
 
 
@@ -48,6 +48,7 @@ from strata.text.tokenizer import Tokenizer
 class Engine:
     """An engine and what it was made of.
 
+    weights: of `model` (of the first rank), which may change between steps.
     bad_words: id sequences that no output may complete, whatever it asks for.
     compilations: what has been compiled in the process since the engine was ready.
     recorded: steps that replay CUDA graphs, and counts of those that do not; None if none is to.
@@ -60,6 +61,7 @@ class Engine:
     pages: PageAllocator | RankPages
     pooler: PromptPooler
     model: torch.nn.Module
+    weights: WeightStore
     config: ModelConfig
     tokenizer: Tokenizer | None
     default_params: SamplingParams
@@ -106,7 +108,7 @@ def _build(
     if unused is not None:
         log(unused)
     with clock.phase("config"):
-        config, folder = weights.resolve(asked.model, asked.load_format)
+        config, folder = resolve(asked.model, asked.load_format)
         followers = None
         if asked.ranks > 1:
             # What cannot be is said before anything is started.
@@ -162,6 +164,7 @@ def _build(
         pages=pages,
         pooler=pooler,
         model=executor.model,
+        weights=executor.weights,
         config=config,
         tokenizer=tokenizer,
         default_params=default_params,

@@ -36,7 +36,6 @@ from strata.models import weights
 from strata.models.config import DTYPES, ModelConfig
 from strata.models.families import FAMILIES, build
 from strata.models.folder import located
-from strata.models.quantized.load import packed_bytes
 from strata.parallel.serving_shard import PIPELINE_AXIS, TENSOR_AXIS, RankShard
 
 # The axes of the ranks' mesh, from the outermost, and the options that give their sizes.
@@ -379,7 +378,7 @@ class EngineSizes:
         packing = Packing.of(asked.quantization, own, shard, folder, asked.sparsity, dtype)
         if packing.schemes:
             asked.check_packed(f"{asked.model} ({packing.name})")
-        weight_bytes = packed_bytes(own, dtype, packing.planned)
+        weight_bytes = weights.packed_bytes(own, dtype, packing.planned)
         groups = groups_of(asked, config, pool, max_length)
         states = StateShape.of(FAMILIES[config.architecture].states(config), dtype)
         parts = asked.prefill_context_parallel_size

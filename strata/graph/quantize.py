@@ -8,14 +8,15 @@ from typing import Any
 from torch import Tensor, fx
 
 from strata.graph.capture import operation_of
-from strata.kernels.quant.packed import PackedWeight, with_own_rows
+from strata.kernels.quant.packed import PackedWeight
 
 
 def quantize(graph: fx.GraphModule, packed: Mapping[str, PackedWeight]) -> fx.GraphModule:
     """Let products multiply by the packed weights of these parameters, in place; returns `graph`.
 
     graph: captured, and not merged yet. packed: by the parameter that each stands for, of its shape; those that the
-    graph does not fetch are passed over. The parameters themselves are not read any more and may be without memory.
+    graph does not fetch are passed over. The graph reads their memory, so that what is written there counts in its next
+    call; the parameters themselves are not read any more and may be without memory.
     Raises ValueError if something else than a product reads one of them, or if a shape is another.
     """
     for node in list(graph.graph.nodes):
@@ -56,8 +57,6 @@ def _replace(graph: fx.GraphModule, node: fx.Node, weight: PackedWeight) -> None
     for user in node.users:
         if not _reads_weight(user, node):
             raise ValueError(f"{user.name} reads {node.target} and is no product; leave that parameter as it is")
-    if weight.rows != 1 and (not weight.rows or weight.shape[-2] % weight.rows):
-        weight = with_own_rows(weight)  # so that it can be merged with others
     fetched = weight.with_tensors(_fetch(graph, node, weight.tensors))
     for user in list(node.users):
         user.args = tuple(fetched if argument is node else argument for argument in user.args)

@@ -31,7 +31,7 @@ _LONGEST_HEADER = 100_000_000
 
 @dataclass(frozen=True)
 class ExpertPlace:
-    """Where a matrix [outputs, inputs] of one expert lies in a tensor of all experts (`strata.models.joined_experts`).
+    """Where a matrix [outputs, inputs] of one expert lies in a tensor of all experts (`strata.models.joined`).
 
     number: of the expert. first, step: of the tensor's outputs it has those from `first` on, every `step`-th. scales:
     of a packed tensor; None: it holds floats, [experts, inputs, outputs].

@@ -28,7 +28,7 @@ CORRECTION = "e_score_correction_bias"
 class ExpertNames:
     """What checkpoints call the block of router and experts, and an expert's three matrices.
 
-    joined: whether they hold those of all experts in one tensor (`strata.models.joined_experts`).
+    joined: whether they hold those of all experts in one tensor (`strata.models.joined`).
     """
 
     block: str
@@ -93,13 +93,15 @@ class Router(nn.Module):
 
 class Experts(nn.Module):
     """SwiGLU experts, stacked: gate_up_proj [experts, 2 * intermediate, hidden] holds the rows of the gate, then those
-    of up; down_proj [experts, hidden, intermediate]. In a part of a model those that it holds, in the order of
-    `config.held`: what it computes is told by its graph then (`strata.graph.ranks.shard`), not by calling it.
+    of up; down_proj [experts, hidden, intermediate]. In a part of a model those that it holds, in the order of `held`,
+    which whoever moves experts changes: what it computes is told by its graph then (`strata.graph.ranks.shard`), not by
+    calling it.
     """
 
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         super().__init__()
         width = config.intermediate_size
+        self.is_part, self.held = config.held is not None, config.held or tuple(range(config.count))
         self.gate_up_proj = nn.Parameter(torch.empty(config.held_count, 2 * width, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(config.held_count, hidden_size, width))
 
@@ -156,7 +158,7 @@ class SparseCausalLM(CausalLM):
     def __init__(self, config: ModelConfig, max_length: int) -> None:
         super().__init__(config, max_length)
         assert config.experts is not None
-        self.held_experts, self.expert_count = config.experts.held, config.experts.count
+        self.expert_count = config.experts.count
         for layer, sparse in zip(self.model.layers, config.experts.layers, strict=True):
             if sparse:
                 layer.mlp = self.sparse_mlp(config, config.experts)
@@ -179,10 +181,19 @@ def stored_parameters(model: nn.Module) -> dict[str, Tensor]:
 def stored_views(model: nn.Module, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
     """`value` of the parameter `name`, or views of it, under the names in a checkpoint."""
     if isinstance(model, SparseCausalLM):
-        held = range(len(value)) if model.held_experts is None else model.held_experts
+        owner = model.get_submodule(name.rpartition(".")[0])
+        held = owner.held if isinstance(owner, Experts) else range(len(value))
         yield from _stored(name, value.detach(), model.expert_names, held)
     else:
         yield stored_name(model, name), value
+
+
+def stored_view(model: nn.Module, name: str, number: int, value: Tensor) -> Tensor:
+    """Number `number` of `stored_views`, without a walk over the others."""
+    own = name.partition(".mlp.experts.")[2]
+    if not (own and isinstance(model, SparseCausalLM)):
+        return value
+    return value[number // 2].chunk(2)[number % 2] if own.startswith("gate_up") else value[number]
 
 
 def stored_name(model: nn.Module, name: str) -> str:

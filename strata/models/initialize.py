@@ -43,34 +43,20 @@ def initial_values(model: CausalLM, seed: int) -> Iterator[tuple[str, Tensor]]:
         yield name, value
 
 
-@torch.no_grad()
-def randomize(model: CausalLM, seed: int) -> None:
-    """Dummy weights, drawn on the device of each parameter: matrices normal with deviation 0.02, biases 0, norms 1."""
-    generators: dict[torch.device, torch.Generator] = {}
-    for name, parameter in model.named_parameters():
-        generator = generators.setdefault(parameter.device, torch.Generator(parameter.device).manual_seed(seed))
-        _fill_dummy(model, name, parameter, generator)
-
-
 def dummy_values(
     model: CausalLM, seed: int, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[str, Tensor]]:
-    """What `randomize` gives a model of `dtype` on `device`, parameter by parameter; `model` may be on the meta device.
-
-    The numbers of one dtype are not those of another.
+    """Values for measuring speed, drawn on the device, parameter by parameter: matrices normal with deviation 0.02,
+    biases 0, norms 1. `model` may be on the meta device. The numbers of one dtype are not those of another.
     """
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         value = torch.empty(parameter.shape, dtype=dtype, device=device)
-        _fill_dummy(model, name, value, generator)
+        if parameter.dim() == 1 or name.endswith("_bias"):
+            _fill_vector(model, name, value)
+        else:
+            value.normal_(0, _STD, generator=generator)
         yield name, value
-
-
-def _fill_dummy(model: CausalLM, name: str, parameter: Tensor, generator: torch.Generator) -> None:
-    if parameter.dim() == 1 or name.endswith("_bias"):
-        _fill_vector(model, name, parameter)
-    else:
-        parameter.normal_(0, _STD, generator=generator)
 
 
 def _owner(model: CausalLM, name: str) -> nn.Module:

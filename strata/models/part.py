@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from strata.models.config import ModelConfig
-from strata.models.experts import stored_views
-from strata.models.initialize import dummy_values
 from strata.models.layers import CausalLM
 
 Box = tuple[tuple[int, int], ...]  # first and end along every dimension
@@ -56,37 +52,30 @@ def keep_layers(model: CausalLM, first: int, end: int) -> CausalLM:
     return model
 
 
-def boxes(model: nn.Module, part: ModelPart | None, shapes: dict[str, tuple[int, ...]]) -> dict[str, Boxes]:
-    """Where each of the `stored_parameters` that `model` has lies in a checkpoint's tensor, of the shape in `shapes`.
-
-    model: of `part`, or whole where that is None.
-    """
-    found = {}
-    for name, parameter in model.named_parameters():
-        for stored, _ in stored_views(model, name, parameter):
-            shape = shapes[stored]
-            found[stored] = (whole(shape),) if part is None else part.boxes(name, shape)
-    return found
-
-
 def whole(shape: tuple[int, ...]) -> Box:
     """The box of all of a tensor."""
     return tuple((0, size) for size in shape)
 
 
-def held(target: Tensor, boxes: Boxes) -> list[tuple[Box, Tensor]]:
-    """Each box, and the part of `target` that its values go to; zeros are put into what none goes to."""
-    places, filled = [], 0
+def places(target: Tensor, boxes: Boxes) -> list[tuple[Box, Tensor]]:
+    """Each box, and the part of `target` that its values are in."""
+    found, filled = [], 0
     along = differing(boxes)
     for box in boxes:
         sizes = [end - first for first, end in box]
         slices = [slice(size) for size in sizes]
         slices[along] = slice(filled, filled + sizes[along])
-        places.append((box, target[tuple(slices)]))
+        found.append((box, target[tuple(slices)]))
         filled += sizes[along]
-    if sum(place.numel() for _, place in places) != target.numel():
+    return found
+
+
+def held(target: Tensor, boxes: Boxes) -> list[tuple[Box, Tensor]]:
+    """The same of values that are to be put there; zeros are put into what none goes to."""
+    found = places(target, boxes)
+    if sum(place.numel() for _, place in found) != target.numel():
         target.zero_()
-    return places
+    return found
 
 
 def differing(boxes: Boxes) -> int:
@@ -96,31 +85,3 @@ def differing(boxes: Boxes) -> int:
 
 def inside(box: Box) -> tuple[slice, ...]:
     return tuple(slice(first, end) for first, end in box)
-
-
-@torch.no_grad()
-def randomize_part(model: CausalLM, part: ModelPart, complete: CausalLM, seed: int) -> None:
-    """Give `model`, the part, its slices of what `randomize` would give the complete model on the same device.
-
-    complete: on the meta device. Memory: one whole parameter at a time.
-    """
-    parameters = dict(model.named_parameters())
-    like = next(iter(parameters.values()))
-    for name, value in dummy_values(complete, seed, like.device, like.dtype):
-        if name not in parameters:  # of another stage
-            continue
-        for source, target in pairs(complete, model, name, value, parameters[name]):
-            for box, place in held(target, part.boxes(name, tuple(source.shape))):
-                place.copy_(source[inside(box)])
-
-
-def pairs(
-    complete: CausalLM, model: CausalLM, name: str, value: Tensor, own: Tensor
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each stored matrix of a parameter that the part has: the whole one, of `value`, and its own.
-
-    model: of a part; or `complete`, and `own` its parameter of that name.
-    """
-    sources = dict(stored_views(complete, name, value))
-    for stored, target in stored_views(model, name, own.detach()):
-        yield sources[stored], target

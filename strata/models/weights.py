@@ -1,38 +1,37 @@
-"""From a checkpoint folder to a model on a device, tensor by tensor."""
+"""The weights of a model by the names of its checkpoints: loaded, changed while it runs, and given out again."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-import re
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from strata.files.folders import why_no_folder
+from strata.kernels.quant.packed import TWO_OF_FOUR, PackedWeight, Scheme, dense
+from strata.kernels.quant.two_of_four import least_two_of_four
 from strata.models.checkpoint import StoredTensor, read_checkpoint, shorten
 from strata.models.config import DTYPES, ModelConfig, config_from_dict, read_config
-from strata.models.experts import stored_name, stored_parameters, stored_views
+from strata.models.experts import Experts, stored_name, stored_view, stored_views
 from strata.models.families import build
-from strata.models.initialize import randomize
-from strata.models.joined import split_tensors
-from strata.models.joined_experts import read_expert, split_experts
+from strata.models.initialize import dummy_values
+from strata.models.joined import checkpoint_parameters, checkpoint_values
 from strata.models.layers import CausalLM
 from strata.models.memory import require_memory
-from strata.models.part import Box, Boxes, ModelPart, boxes, held, randomize_part, whole
+from strata.models.part import Box, Boxes, ModelPart, held, inside, places, whole
+from strata.models.quantized.assembly import assembly, meta_weights, pack_boxes
+from strata.models.quantized.checkpoint import Checkpoint
+from strata.models.quantized.matrices import OwnMatrix, own_matrices
 from strata.models.shapes import SHAPES
+from strata.models.sources import DERIVED, EMBEDDING, HEAD, InMemory, Source, is_passed_over, match_tensors
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Old checkpoints store the frequencies of the rotary embedding, which follow from config.json.
-_DERIVED = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
-# Rows are copied in pieces of about this size: what the host holds beyond the file's own pages.
-_PIECE_BYTES = 64 * 2**20
+_ADVICE = "; leave out sparsity=, or prune by strata prune --pattern 2:4"
+_FLOATS = (*DTYPES.values(), torch.float64)
 
 
 def resolve(model: str | Path, load_format: str = "auto") -> tuple[ModelConfig, Path | None]:
@@ -86,36 +85,250 @@ def load(
     seed: int = 0,
     part: ModelPart | None = None,
 ) -> tuple[CausalLM, ModelConfig]:
-    """The model of a folder (or, with dummy weights, of a named shape) on `device`, and its config.
+    """The model of `WeightStore.load` that packs nothing, and its config."""
+    store = WeightStore.load(model, {}, device, dtype, load_format, max_length, seed, part)
+    return store.model, store.config
 
-    All headers are checked against the model before memory is allocated or a weight is read. Weights are streamed into
-    place in pieces, so the host never holds more than the pages of one file and a piece. `load_format` as in
-    `resolve`, `dtype` as in `resolve_dtype`, `max_length` as in `build`; `seed` is that of dummy weights. part: of the
-    model that is wanted, whose boxes alone are read of each tensor; the config is the part's then.
 
-    Raises ValueError for a missing or corrupt file; missing, unexpected or misshapen tensors; too little memory.
+class _Home(NamedTuple):
+    """Where a matrix lies: in which parameter, and which of its `stored_views` it is."""
+
+    parameter: str
+    number: int
+
+
+class WeightStore:
+    """A model, or a rank's part of one, by what its checkpoints call its weights.
+
+    model: on a device; parameters that are packed are on the meta device there, and stand in `packed` by their names.
+    config: of the model, or of the part.
     """
-    config, folder = resolve(model, load_format)
-    device = torch.device(device)
-    dtype = resolve_dtype(dtype, config, device)
-    with torch.device("meta"):
-        complete = build(config, max_length)
-        made = complete if part is None else part.build(max_length)
-    given = config if part is None else part.config
-    if folder is None or load_format == "dummy":
-        materialize(made, device, dtype)
-        if part is None:
-            randomize(made, seed)
-        else:
-            randomize_part(made, part, complete, seed)
-        return made, given
-    tensors = read_checkpoint(folder)
-    sources = match_tensors(complete, tensors, folder)
-    places = boxes(made, part, {name: stored.shape for name, stored in sources.items()})
-    materialize(made, device, dtype)
-    fill(made, sources, places)
-    check_head(complete, config, tensors, folder, places)
-    return made, given
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        complete: CausalLM,
+        model: CausalLM,
+        part: ModelPart | None,
+        schemes: Mapping[str, Scheme],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """config, complete: of the whole model, which may be on the meta device, or be `model`. schemes: of the
+        parameters that are packed."""
+        self.model, self.config = model, config if part is None else part.config
+        self._whole, self._complete, self._part = config, complete, part
+        self._schemes, self._device, self._dtype = schemes, device, dtype
+        self._assemblies = {name: assembly(model, name) for name in schemes}
+        self._names = {name for name, _ in model.named_parameters()}
+        self._mixtures = [module for module in model.modules() if isinstance(module, Experts)]
+        self._held: tuple[Sequence[int], ...] | None = None
+        self._homes: dict[str, list[_Home]] = {}
+
+    @staticmethod
+    @torch.no_grad()
+    def load(
+        model: str | Path,
+        schemes: Mapping[str, Scheme],
+        device: str | torch.device = "cpu",
+        dtype: str | torch.dtype = "auto",
+        load_format: str = "auto",
+        max_length: int | None = None,
+        seed: int = 0,
+        part: ModelPart | None = None,
+    ) -> WeightStore:
+        """Of a folder, or, with dummy weights, of a named shape.
+
+        All headers are checked against the model before memory is allocated or a weight is read. Weights are streamed
+        into place in pieces, so the host never holds more than the pages of one file and a piece; of packed ones a
+        matrix in floats, of dummy ones a parameter. `load_format` as in `resolve`, `dtype` as in `resolve_dtype`,
+        `max_length` as in `build`; `seed` is that of dummy weights. part: of the model that is wanted, whose boxes
+        alone are read of each tensor.
+
+        schemes: of the parameters that are to be packed; others than the part has are passed over. Of a checkpoint that
+        is packed already they only tell which parameters stay so; what else is packed there becomes floats. Values are
+        rounded to `dtype` before they are packed, as they are in a model that is not. A part's scales are those of the
+        whole matrix, so parts of any number of ranks stand for the same values.
+
+        Raises ValueError for a missing or corrupt file; missing, unexpected or misshapen tensors; a parameter that its
+        scheme cannot pack; too little memory.
+        """
+        config, folder = resolve(model, load_format)
+        device = torch.device(device)
+        dtype = resolve_dtype(dtype, config, device)
+        with torch.device("meta"):
+            complete = build(config, max_length).to(dtype)
+            made = complete if part is None else part.build(max_length)
+        own = {name for name, _ in made.named_parameters()}
+        schemes = {name: scheme for name, scheme in schemes.items() if name in own}
+        checkpoint = None if folder is None or load_format == "dummy" else Checkpoint.of(folder, complete)
+        planned = meta_weights(made, complete, part, schemes, checkpoint, dtype)
+        require_memory(packed_bytes(made, dtype, planned), device, dtype)
+        allocate(made, device, dtype, schemes)
+        store = WeightStore(config, complete, made, part, schemes, device, dtype)
+        homes = store._current_homes()
+        given = _dummies(complete, schemes, seed, device, dtype) if checkpoint is None else checkpoint.read_all(homes)
+        for stored, source in given:
+            for write in store._writes(stored, source):
+                write()
+        embedding = stored_name(complete, EMBEDDING)
+        if checkpoint is not None and config.tied and embedding in homes:
+            shape = checkpoint.sources[embedding].shape
+            checkpoint.check_tied(HEAD, embedding, store._boxes(EMBEDDING, shape))
+        return store
+
+    @property
+    def packed(self) -> dict[str, PackedWeight]:
+        """By parameter."""
+        return {name: one.weight for name, one in self._assemblies.items()}
+
+    @torch.inference_mode()
+    def update(self, name: str, tensor: Tensor) -> None:
+        """Let the tensor that checkpoints call `name` be another from the next step on: whole, in any floats, on any
+        device. What is packed is packed again, as `load` packs it; a part takes its boxes.
+
+        To be called between steps, on every rank, by whoever launches them. Keys and values that were computed before,
+        those of cached prefixes too, stay those of the old weights. Raises ValueError, before anything has changed, for
+        a name that the model's checkpoints do not have, another shape, no floats, and what cannot be packed.
+        """
+        if name not in self._tensors:
+            if DERIVED.fullmatch(name) or is_passed_over(self._complete, name):
+                return
+            raise ValueError(self._why_unknown(name))
+        shape, parts = self._tensors[name]
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} is {list(tensor.shape)}, expected {list(shape)}: give the whole tensor")
+        if tensor.dtype not in _FLOATS:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected floats, which are packed here where need be")
+        reader = InMemory(tensor)
+        writes = [write for one, place in parts.items() for write in self._writes(one, Source(place, reader))]
+        for write in writes:
+            write()
+
+    def export(self, others: Sequence[WeightStore] = ()) -> Iterator[tuple[str, Tensor]]:
+        """Names and whole tensors as a checkpoint has them; packed ones as the floats that they stand for.
+
+        Of a whole model they are its own memory, where checkpoints do not have several in one. others: where this is
+        a part, the stores of all other parts. Raises ValueError for a tensor that these do not have whole.
+        """
+        return checkpoint_values(self._complete, self._values((self, *others)))
+
+    def _values(self, stores: Sequence[WeightStore]) -> Iterator[tuple[str, Tensor]]:
+        """The parameters of the whole model, those of parts put together."""
+        for name, parameter in self._complete.named_parameters():
+            if self._part is None:
+                yield name, self._value(name)
+                continue
+            value = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
+            wholes = dict(stored_views(self._complete, name, value))
+            found: set[tuple[str, Box]] = set()
+            for store in stores:
+                if name not in store._names:  # of another stage
+                    continue
+                for stored, view in stored_views(store.model, name, store._value(name)):
+                    for box, place in places(view, store._boxes(name, tuple(wholes[stored].shape))):
+                        wholes[stored][inside(box)].copy_(place)
+                        found.add((stored, box))
+            if sum(math.prod(end - first for first, end in box) for _, box in found) != value.numel():
+                raise ValueError(f"{name} is not whole: give the stores of all parts")
+            yield name, value
+
+    def _value(self, name: str) -> Tensor:
+        one = self._assemblies.get(name)
+        return self.model.get_parameter(name).detach() if one is None else dense(one.weight, self._dtype)
+
+    @cached_property
+    def _tensors(self) -> dict[str, tuple[tuple[int, ...], dict[str, StoredTensor]]]:
+        """By the name of each tensor of a checkpoint its shape, and where in it matrices lie."""
+        with torch.device("meta"):
+            model = build(self._whole)
+        tensors = {
+            name: StoredTensor(name, Path(), torch.float32, tuple(one.shape), 0)
+            for name, one in checkpoint_parameters(model).items()
+        }
+        found: dict[str, tuple[tuple[int, ...], dict[str, StoredTensor]]]
+        found = {name: (tensor.shape, {}) for name, tensor in tensors.items()}
+        for stored, place in match_tensors(model, tensors, Path()).items():
+            found[place.name][1][stored] = place
+        return found
+
+    def _why_unknown(self, name: str) -> str:
+        if name == HEAD:
+            return f"{HEAD} is tied to {stored_name(self._complete, EMBEDDING)} by config.json: update that alone"
+        home = next((home for home, (_, parts) in self._tensors.items() if name in parts), None)
+        if home is not None:
+            return f"{name} is a part of {home} in the model's checkpoints: update that, whole"
+        return f"{name} is no tensor of the model's checkpoints, which have {shorten([*self._tensors])}"
+
+    def _current_homes(self) -> dict[str, list[_Home]]:
+        """Of each matrix that this has, several where an expert has copies."""
+        experts = tuple(module.held for module in self._mixtures)
+        if experts != self._held:  # they move
+            self._held, self._homes = experts, {}
+            for name, parameter in self.model.named_parameters():
+                for number, (stored, _) in enumerate(stored_views(self.model, name, parameter)):
+                    self._homes.setdefault(stored, []).append(_Home(name, number))
+        return self._homes
+
+    def _boxes(self, name: str, shape: tuple[int, ...]) -> Boxes:
+        """What this has of a matrix of `shape` that lies in the parameter `name`."""
+        if self._part is None:
+            return (whole(shape),)
+        boxes = self._part.boxes(name, shape)
+        owner = self.model.get_submodule(name.rpartition(".")[0])
+        if len(shape) == 3 and isinstance(owner, Experts) and owner.is_part:
+            return tuple(((one, one + 1), *box[1:]) for one, box in zip(owner.held, boxes, strict=True))
+        return boxes
+
+    def _writes(self, stored: str, source: Source) -> Iterator[Callable[[], object]]:
+        """What puts a matrix where it belongs, one after another; packed already."""
+        for home in self._current_homes().get(stored, ()):
+            boxes = self._boxes(home.parameter, source.stored.shape)
+            if home.parameter not in self._schemes:
+                value = self.model.get_parameter(home.parameter).detach()  # where it lies now: merging moves it
+                yield partial(_copy, source, boxes, stored_view(self.model, *home, value))
+                continue
+            target = self._assemblies[home.parameter]
+            for number, matrix in self._packed(stored, home, boxes, source):
+                yield partial(target.put, number, matrix)
+
+    def _packed(self, stored: str, home: _Home, boxes: Boxes, source: Source) -> Iterator[tuple[int, PackedWeight]]:
+        """The matrices of a tensor that are packed each by itself, and which of the parameter's each is."""
+        packed = source.packed(boxes)
+        if packed is not None:
+            yield home.number, packed.to(self._device)
+            return
+        scheme, like = self._schemes[home.parameter], self._assemblies[home.parameter].made
+        for further, matrix in enumerate(own_matrices(home.parameter, source.stored.shape, boxes)):
+            try:
+                packed = pack_boxes(partial(self._read, source, matrix), matrix.shape, matrix.boxes, scheme, like)
+            except ValueError as error:
+                advice = _ADVICE * (scheme.values == TWO_OF_FOUR)
+                raise ValueError(f"{stored} cannot be packed: {error}{advice}") from None
+            yield home.number + further, packed
+
+    def _read(self, source: Source, matrix: OwnMatrix, box: Box) -> Tensor:
+        wanted = matrix.in_tensor(box)
+        value = torch.empty([end - first for first, end in wanted], dtype=self._dtype, device=self._device)
+        source.copy(wanted, value)
+        return value.view(value.shape[-2:])
+
+
+def _copy(source: Source, boxes: Boxes, target: Tensor) -> None:
+    for box, place in held(target, boxes):
+        source.copy(box, place)
+
+
+def _dummies(
+    complete: CausalLM, schemes: Mapping[str, Scheme], seed: int, device: torch.device, dtype: torch.dtype
+) -> Iterator[tuple[str, Source]]:
+    """Random values. They have no zeros of their own: where 2:4 is wanted, the least become zeros."""
+    for name, value in dummy_values(complete, seed, device, dtype):
+        if name in schemes and schemes[name].values == TWO_OF_FOUR:
+            value.masked_fill_(least_two_of_four(value.abs()), 0.0)
+        for stored, view in stored_views(complete, name, value):
+            place = StoredTensor(stored, Path(), value.dtype, tuple(view.shape), 0)
+            yield stored, Source(place, InMemory(view))
 
 
 def weight_bytes(model: nn.Module, dtype: torch.dtype) -> int:
@@ -124,18 +337,18 @@ def weight_bytes(model: nn.Module, dtype: torch.dtype) -> int:
     return parameters + sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
 
 
-def materialize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Give a model that was built on the meta device memory on `device`, its parameters as `dtype`.
-
-    The rotary table is filled, the parameters are not. Raises ValueError, before anything is allocated, if the model
-    does not fit in the free memory.
-    """
-    require_memory(weight_bytes(model, dtype), device, dtype)
-    allocate(model, device, dtype)
+def packed_bytes(model: nn.Module, dtype: torch.dtype, packed: Mapping[str, PackedWeight]) -> int:
+    """What a model takes of which these parameters are packed and the others of `dtype`. All may be on the meta
+    device."""
+    floats = sum(model.get_parameter(name).numel() for name in packed) * dtype.itemsize
+    return weight_bytes(model, dtype) - floats + sum(weight.nbytes for weight in packed.values())
 
 
-def allocate(model: nn.Module, device: torch.device, dtype: torch.dtype, without: Container[str] = ()) -> None:
-    """As `materialize`, without a look at how much memory is free. without: parameters that stay without memory."""
+def allocate(
+    model: nn.Module, device: torch.device, dtype: torch.dtype | None = None, without: Container[str] = ()
+) -> None:
+    """Give a model, or a module of one, other memory on `device`, its parameters as `dtype` if one is given: the rotary
+    table is filled, the parameters are not. without: parameters that stay as they are."""
     # Not `to_empty`, whose `empty_like` of a tensor on the meta device imports a package for symbolic algebra.
     model.to(dtype=dtype)
     left = {id(parameter) for name, parameter in model.named_parameters() if name in without}
@@ -144,113 +357,3 @@ def allocate(model: nn.Module, device: torch.device, dtype: torch.dtype, without
         return tensor if id(tensor) in left else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
     model._apply(with_memory)
-
-
-def match_tensors(model: nn.Module, tensors: dict[str, StoredTensor], folder: Path) -> dict[str, StoredTensor]:
-    """For each of the `stored_parameters` of `model` its tensor in the checkpoint.
-
-    A tied head needs no tensor of its own, and its tensor may stand for the embedding's. Raises ValueError that names
-    the tensors if some are missing, unexpected, or of another shape than config.json says.
-    """
-    wanted = stored_parameters(model)
-    tensors = split_experts(model, wanted, split_tensors(model, wanted, tensors, folder), folder)
-    tied, embedding = _HEAD not in wanted, stored_name(model, _EMBEDDING)
-    names = {name: name for name in wanted}
-    if tied and embedding not in tensors and _HEAD in tensors:
-        names[embedding] = _HEAD
-    if missing := [name for name in wanted if names[name] not in tensors]:
-        raise ValueError(f"{folder} lacks tensors that its config.json calls for: {shorten(missing)}")
-    known = {*names.values(), _HEAD} if tied else set(names.values())
-    unexpected = [name for name in tensors if name not in known and not _DERIVED.fullmatch(name)]
-    if isinstance(model, CausalLM):
-        unexpected = [name for name in unexpected if not is_passed_over(model, name)]
-    if unexpected:
-        raise ValueError(f"{folder} has tensors that its config.json does not call for: {shorten(unexpected)}")
-    misshapen = [
-        f"{names[name]} is {list(tensors[names[name]].shape)}, expected {list(parameter.shape)}"
-        for name, parameter in wanted.items()
-        if tensors[names[name]].shape != tuple(parameter.shape)
-    ]
-    if misshapen:
-        raise ValueError(f"{folder} has tensors of other shapes than its config.json says: {shorten(misshapen)}")
-    return {name: tensors[names[name]] for name in wanted}
-
-
-def is_passed_over(model: CausalLM, name: str) -> bool:
-    """Whether a tensor of a checkpoint is of layers that predict further tokens (MTP), which no graph runs."""
-    at = _LAYER.match(name) if model.has_layers_behind else None
-    return (at is not None and int(at[1]) >= len(model.model.layers)) or name.startswith(model.passed_over)
-
-
-def stored_values(model: CausalLM, folder: Path, wanted: Container[str]) -> Iterator[tuple[str, Tensor]]:
-    """The `wanted` parameters one after another, whole, in float32 on the CPU, from a checkpoint folder.
-
-    model: of the folder's config, whole; it may be on the meta device. Raises ValueError as `load` does.
-    """
-    sources = match_tensors(model, read_checkpoint(folder), folder)
-    for name, parameter in model.named_parameters():
-        if name not in wanted:
-            continue
-        value = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-        for stored, view in stored_views(model, name, value):
-            with safe_open(sources[stored].file, framework="pt", device="cpu") as reader:
-                for rows, piece in pieces(reader, sources[stored], whole(sources[stored].shape)):
-                    view[rows].copy_(piece)
-        yield name, value
-
-
-@torch.no_grad()
-def fill(model: nn.Module, sources: dict[str, StoredTensor], places: dict[str, Boxes]) -> None:
-    """Copy of every tensor that has boxes these to its parameter, file by file and in the order of the file."""
-    parameters = stored_parameters(model)
-    order = sorted(places, key=lambda name: (sources[name].file, sources[name].start))
-    for file, names in itertools.groupby(order, key=lambda name: sources[name].file):
-        with safe_open(file, framework="pt", device="cpu") as reader:
-            for name in names:
-                for box, target in held(parameters[name], places[name]):
-                    for rows, piece in pieces(reader, sources[name], box):
-                        target[rows].copy_(piece)
-
-
-def pieces(reader: Any, stored: StoredTensor, box: Box) -> Iterator[tuple[slice, Tensor]]:
-    """A box of a stored tensor in pieces of about `_PIECE_BYTES`, each with its rows, counted from the box's first."""
-    (first, end), *others = box
-    row_bytes = math.prod(last - start for start, last in others) * stored.dtype.itemsize
-    step = max(1, _PIECE_BYTES // max(1, row_bytes))
-    if stored.expert is not None:
-        if end > first:
-            yield slice(0, end - first), read_expert(reader, stored, box)
-        return
-    tensor = reader.get_slice(stored.name)
-    columns = [slice(*bounds) for bounds in others]
-    for start in range(first, end, step):
-        last = min(start + step, end)
-        rows = slice(stored.first_row + start, stored.first_row + last)
-        yield slice(start - first, last - first), tensor[(rows, *columns)]
-
-
-def check_head(
-    complete: CausalLM, config: ModelConfig, tensors: dict[str, StoredTensor], folder: Path, places: dict[str, Boxes]
-) -> None:
-    """Raises ValueError if config.json ties the head to the embedding and the checkpoint stores another one; places:
-    of the boxes that are read."""
-    embedding = stored_name(complete, _EMBEDDING)
-    if config.tied and _HEAD in tensors and embedding in tensors and embedding in places:
-        for box in places[embedding]:
-            _check_tie(tensors, embedding, folder, box)
-
-
-def _check_tie(tensors: dict[str, StoredTensor], embedding_name: str, folder: Path, box: Box) -> None:
-    """config.json ties the head to the embedding: a head that is stored all the same must be equal to it, in the box
-    that is read."""
-    head, embedding = tensors[_HEAD], tensors[embedding_name]
-    equal = head.shape == embedding.shape and head.dtype == embedding.dtype
-    if equal:
-        with safe_open(head.file, framework="pt") as heads, safe_open(embedding.file, framework="pt") as embeddings:
-            pairs = zip(pieces(heads, head, box), pieces(embeddings, embedding, box), strict=True)
-            equal = all(torch.equal(one, other) for (_, one), (_, other) in pairs)
-    if not equal:
-        raise ValueError(
-            f"{folder}: config.json ties {_HEAD} to {embedding_name}, but they differ; "
-            "set tie_word_embeddings to false there if the head is meant to be its own"
-        )

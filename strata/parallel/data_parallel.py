@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -108,26 +108,6 @@ class Gradients(Protocol):
 
     def all_gather_weights(self) -> None:
         """All-gather the shards' weights, and free the gradients."""
-
-
-@torch.no_grad()
-def fill(shards: Sequence[ParameterShard], sharding: TensorSharding, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Put whole parameters, one after another, into the masters; `Gradients.sync_weights` then gives them to the model.
-
-    tensors: name and value, of any dtype and device, for every parameter. Raises ValueError if one is missing or has
-    another shape.
-    """
-    waiting = {shard.name: shard for shard in shards}
-    for name, full in tensors:
-        shard = waiting.pop(name, None)
-        if shard is None:  # another rank keeps it
-            continue
-        held = sharding.shard(name, full)
-        if held.shape != shard.shape:
-            raise ValueError(f"parameter {name} has the shape {list(full.shape)}, which does not fit this model")
-        shard.master.copy_(held.flatten()[shard.start : shard.start + shard.master.numel()].view_as(shard.master))
-    if waiting:
-        raise ValueError(f"parameter {next(iter(waiting))} is missing; the values are of another model")
 
 
 def all_ranks(mesh: Mesh) -> Axis:

@@ -13,7 +13,7 @@ from strata.models.config import DTYPES
 from strata.models.experts import CORRECTION
 from strata.models.quantized.checkpoint import packed_format
 from strata.models.save import save
-from strata.train.adapters.frozen import load_floats
+from strata.models.weights import load
 from strata.train.adapters.lora import LoraConfig, load_adapter, merge_lora, save_adapter
 from strata.train.checkpoints.export import export
 from strata.train.checkpoints.folder import newest, step_of, whole_checkpoints
@@ -67,7 +67,7 @@ def _write_merged(run: Trainer, lora: LoraConfig, folder: Path) -> None:
     assert run.start.weights is not None
     adapter = run.folder / "adapter"
     save_adapter(run.stepper.model, lora, str(run.config.start.model), adapter)
-    model = load_floats(run.start.weights, _stored_dtype(run.start.weights))
+    model, _ = load(run.start.weights, "cpu", _stored_dtype(run.start.weights))
     load_adapter(model, adapter)
     merge_lora(model)
     save(model, run.start.config, folder, run.start.tokenizer)

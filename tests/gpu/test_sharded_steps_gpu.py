@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 from strata.engine.program.program import StepProgram
 from strata.models.config import ModelConfig, config_from_dict
 from strata.models.families import build
-from strata.models.initialize import randomize
 from strata.models.layers import CausalLM
+from tests.dummies import randomize
 from tests.engine.program.programs import replayed, step_program
 from tests.graph.lockstep import run_in_lockstep
 from tests.models.batches import HandPaged, packed, random_sequences

@@ -23,9 +23,9 @@ from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.models.config import config_from_dict
 from strata.models.families import FAMILIES, build
-from strata.models.initialize import randomize
 from strata.models.shapes import SHAPES
 from strata.plan.meta_model import MetaModel, find_config, meta_model
+from tests.dummies import randomize
 from tests.engine.program.programs import step_program
 from tests.live_bytes import LiveBytes, tensors_of
 from tests.models.batches import HandPaged, packed, random_sequences

@@ -11,9 +11,9 @@ from strata.graph.passes import PASSES, listing, passes_of
 from strata.hardware.specs import device
 from strata.models.config import config_from_dict
 from strata.models.families import build
-from strata.models.initialize import randomize
 from strata.parallel.serving_shard import RankShard
 from strata.plan.meta_model import find_config, meta_model
+from tests.dummies import randomize
 from tests.engine.program.programs import graph_of, step_program
 from tests.models.batches import packed, random_sequences
 from tests.models.checkpoints import FAMILY_CONFIGS

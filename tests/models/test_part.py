@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from strata.models import weights
+from strata.models import sources, weights
 from strata.models.config import ModelConfig
 from strata.models.experts import stored_parameters
 from strata.models.families import build
+from strata.models.quantized import checkpoint
 from strata.models.save import save
 from strata.models.weights import load
 from strata.parallel.serving_shard import RankShard
@@ -97,9 +98,9 @@ def test_a_part_is_its_slices_of_the_checkpoint(
     save(random_model(config, torch.float32), config, tmp_path)
     stored = apart(load_file(tmp_path / "model.safetensors"), config)
     counts: dict[str, int] = {}
-    safe_open = weights.safe_open
-    monkeypatch.setattr(weights, "safe_open", lambda *a, **k: CountedReader(safe_open(*a, **k), counts))
-    monkeypatch.setattr(weights, "_PIECE_BYTES", 100)
+    safe_open = checkpoint.safe_open
+    monkeypatch.setattr(checkpoint, "safe_open", lambda *a, **k: CountedReader(safe_open(*a, **k), counts))
+    monkeypatch.setattr(sources, "_PIECE_BYTES", 100)
     for index in (0, size - 1):
         counts.clear()
         shard = RankShard.of(weights.resolve(tmp_path)[0], size, index)

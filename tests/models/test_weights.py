@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from strata.models import memory, weights
+from strata.models import memory, sources
 from strata.models.checkpoint import read_checkpoint, read_header
 from strata.models.config import config_from_dict
 from strata.models.save import save
@@ -65,7 +65,7 @@ def test_parameters_are_the_tensors_of_the_file(folder: Path) -> None:
 
 @pytest.mark.parametrize("piece_bytes", [1, 100, 4096])
 def test_pieces_make_the_whole(folder: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
-    monkeypatch.setattr(weights, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(sources, "_PIECE_BYTES", piece_bytes)
     model, _ = load(folder, dtype=torch.bfloat16)
     stored = load_file(folder / "model.safetensors")
     for name, parameter in model.named_parameters():

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from strata.comm.mesh import Mesh
 from strata.kernels.loss.loss import linear_cross_entropy
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig, config_from_dict
 from strata.models.families import build
 from strata.models.layers import CausalLM
+from strata.parallel.data_parallel import gradient_axes
+from strata.parallel.layout import Layout
+from strata.parallel.parallelize import Parallel
+from strata.train.checkpoints.state import fill, state_shards
 
 # Odd sizes: no number of ranks divides the vocabulary, the width of the MLP or the number of tokens.
 SIZES = {
@@ -124,6 +130,12 @@ def random_model(config: ModelConfig, dtype: torch.dtype = torch.float64, seed: 
             drawn = torch.randn(parameter.shape, dtype=torch.float64, generator=generator) * 0.3
             parameter.copy_(drawn + (parameter.dim() == 1))
     return model
+
+
+def fill_masters(parallel: Parallel, layout: Layout, mesh: Mesh, values: Iterable[tuple[str, Tensor]]) -> None:
+    """Whole parameters into the masters of a rank, as a trainer begins."""
+    axes = gradient_axes(mesh, parallel.sharding, layout.zero)
+    fill(state_shards(parallel.gradients.shards, {}, parallel.sharding, axes), values)
 
 
 def random_batch(config: ModelConfig, lengths: list[int], seed: int = 0) -> tuple[Batch, Tensor]:

@@ -11,11 +11,10 @@ import torch
 from strata.comm.launch import World
 from strata.kernels.loss.loss import linear_cross_entropy
 from strata.models.families import build
-from strata.parallel.data_parallel import fill
 from strata.parallel.layout import Layout
 from strata.parallel.parallelize import parallelize
 from tests.largest import largest
-from tests.parallel.models import config_of, head_weight, random_batch, random_model
+from tests.parallel.models import config_of, fill_masters, head_weight, random_batch, random_model
 from tests.parallel.ranks import relative_error, run_ranks
 from tests.parallel.steps import CLIP, steps_of_ranks
 
@@ -56,8 +55,9 @@ def details(world: World, folder: Path) -> dict[str, Any]:
     source = random_model(CONFIG, torch.float32)
     with torch.device("meta"):
         model = build(CONFIG)
-    parallel = parallelize(model, CONFIG, layout, layout.mesh(world), compute_dtype=torch.bfloat16)
-    fill(parallel.gradients.shards, parallel.sharding, source.named_parameters())
+    mesh = layout.mesh(world)
+    parallel = parallelize(model, CONFIG, layout, mesh, compute_dtype=torch.bfloat16)
+    fill_masters(parallel, layout, mesh, source.named_parameters())
     parallel.gradients.sync_weights()
     narrow = random_model(CONFIG, torch.float32).to(torch.bfloat16)
     entered: list[torch.dtype] = []

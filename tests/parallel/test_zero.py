@@ -16,13 +16,20 @@ from strata.models.batch import Batch
 from strata.models.families import build
 from strata.models.layers import CausalLM
 from strata.parallel import buckets
-from strata.parallel.data_parallel import fill
 from strata.parallel.layout import Layout
 from strata.parallel.parallelize import Parallel, parallelize
 from strata.parallel.zero import ZeroGradients
 from strata.train.compile import TrainingGraph
 from tests.largest import largest
-from tests.parallel.models import config_of, gradients_of, head_weight, loss_of, random_batch, random_model
+from tests.parallel.models import (
+    config_of,
+    fill_masters,
+    gradients_of,
+    head_weight,
+    loss_of,
+    random_batch,
+    random_model,
+)
 from tests.parallel.ranks import relative_error, run_ranks
 from tests.parallel.steps import CLIP, steps_of_ranks
 
@@ -214,7 +221,8 @@ def filled_from_nothing(world: World) -> dict[str, Any]:
     with torch.device("meta"):
         model = build(CONFIG).double()
     parallel, gradients = divided(world, model, 2)
-    fill(gradients.shards, parallel.sharding, source.named_parameters())
+    layout = Layout(shard=world.size, zero=2)
+    fill_masters(parallel, layout, layout.mesh(world), source.named_parameters())
     gradients.sync_weights()
     batch, _ = random_batch(CONFIG, [7, 5])
     # Parameters are views of a bucket: equal values at other addresses, on which the bits of a product may depend.
@@ -313,11 +321,12 @@ def test_only_neighbours_can_be_watched_together(alone: World) -> None:
 
 def test_values_of_another_model_are_refused(alone: World) -> None:
     model = random_model(CONFIG)
-    parallel = parallelize(model, CONFIG, Layout(), Layout().mesh(alone))
+    mesh = Layout().mesh(alone)
+    parallel = parallelize(model, CONFIG, Layout(), mesh)
     values = dict(random_model(CONFIG).named_parameters())
     missing = [(name, value) for name, value in values.items() if "lm_head" not in name]
     with pytest.raises(ValueError, match=r"parameter lm_head\.weight is missing"):
-        fill(parallel.gradients.shards, parallel.sharding, missing)
+        fill_masters(parallel, Layout(), mesh, missing)
     values["lm_head.weight"] = values["lm_head.weight"][:, :5]
     with pytest.raises(ValueError, match=r"parameter lm_head\.weight has the shape \[61, 5\]"):
-        fill(parallel.gradients.shards, parallel.sharding, values.items())
+        fill_masters(parallel, Layout(), mesh, values.items())

@@ -19,7 +19,6 @@ from strata.models.config import config_from_dict, read_config
 from strata.models.experts import SparseCausalLM
 from strata.models.families import build
 from strata.models.folder import BUILTIN_FOLDER
-from strata.models.initialize import randomize
 from strata.models.layers import CausalLM
 from strata.models.quantized.calibrate.quantize import quantize
 from strata.models.quantized.calibrate.settings import Rounding
@@ -36,6 +35,7 @@ from strata.train.optimizer.config import OptimizerConfig
 from strata.train.steps.objective import NextToken
 from strata.train.steps.tune_step import TuneStep
 from strata.train.trainer import Trainer
+from tests.dummies import randomize
 from tests.engine.packing.test_packed_checkpoints import written
 from tests.models.checkpoints import FAMILY_CONFIGS
 from tests.train.conftest import Tune, log

@@ -43,8 +43,8 @@ class RankExperts:
 
     def __init__(self, model: nn.Module, shard: RankShard, axis: Axis, device: torch.device) -> None:
         self.axis, self.tables = axis, expert_tables(shard, device)
-        self._weights = _weights_by_layer(model)
-        self._slots: dict[int, Numbers] = dict.fromkeys(self._weights, _loaded(shard))
+        self._modules = _experts_by_layer(model)
+        self._slots: dict[int, Numbers] = dict.fromkeys(self._modules, _loaded(shard))
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -58,7 +58,9 @@ class RankExperts:
     @torch.inference_mode()
     def move(self, layer: int, placed: Numbers) -> None:
         """Let the slots of a layer hold these experts, in steps launched from now on. All ranks call it."""
-        move_experts(self._weights[layer], self._slots[layer], placed, self.axis)
+        module = self._modules[layer]
+        move_experts([one.data for one in module.parameters()], self._slots[layer], placed, self.axis)
+        module.held = tuple(placed.reshape(self.axis.size, -1)[self.axis.index].tolist())
         held = self.tables.turns[layer]
         table = turns(placed, len(held))
         held.copy_(send(held.device, table=table.ravel())["table"].view(table.shape))
@@ -132,10 +134,10 @@ def _read(totals: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     return host, arrived
 
 
-def _weights_by_layer(model: nn.Module) -> dict[int, list[Tensor]]:
+def _experts_by_layer(model: nn.Module) -> dict[int, Experts]:
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, Experts):
             layer = next(int(part) for part in name.split(".") if part.isdecimal())
-            found[layer] = [parameter.data for parameter in module.parameters()]
+            found[layer] = module
     return found

@@ -40,7 +40,7 @@ from strata.hardware.figures import Device
 from strata.hardware.specs import recognize
 from strata.kernels.device_limits import DeviceLimits, implementations_for, why_not
 from strata.models.config import ModelConfig
-from strata.models.quantized.load import load_packed
+from strata.models.weights import WeightStore
 from strata.parallel.serving_shard import TENSOR_AXIS
 
 
@@ -48,13 +48,14 @@ from strata.parallel.serving_shard import TENSOR_AXIS
 class Executor:
     """What runs plans, and what it was made of.
 
-    pool_shape: of the KV pages of all layers, which `groups` divides. states: of layers that keep fixed ones.
-    recorded: steps that replay CUDA graphs, and counts of those that do not; None if none is to. own_kernels: the
-    device runs them. kernels_are_ready: all variants of them have been compiled. experts: of this rank, where those of
-    a mixture may move between ranks.
+    weights: those of `model`, which may change between steps. pool_shape: of the KV pages of all layers, which `groups`
+    divides. states: of layers that keep fixed ones. recorded: steps that replay CUDA graphs, and counts of those that
+    do not; None if none is to. own_kernels: the device runs them. kernels_are_ready: all variants of them have been
+    compiled. experts: of this rank, where those of a mixture may move between ranks.
     """
 
     model: torch.nn.Module
+    weights: WeightStore
     runner: Runner
     pooler: Pooler
     recorded: RecordedSteps | None
@@ -123,7 +124,8 @@ def build_executor(
         details(packing.line(given_dtype))
     with clock.phase("weights"), memory_explained("loading the weights", ledger):
         source = device, given_dtype, asked.load_format, max_length, asked.seed or 0, shard
-        model, _, packed = load_packed(asked.model, packing.schemes, *source)
+        store = WeightStore.load(asked.model, packing.schemes, *source)
+        model, packed = store.model, store.packed
     with clock.phase("ranks"):
         _require_alike(device, rank)
         ledger = ledger.agreed(rank.least)
@@ -194,6 +196,7 @@ def build_executor(
                 log(shortage)
     return Executor(
         model=model,
+        weights=store,
         runner=runner,
         pooler=Pooler(program.whole_prompts.forward, sizes.max_tokens, max_length, config.vocab_size, device, ledger),
         recorded=recorded,

@@ -182,10 +182,11 @@ def each_expert(weight: Tensor | PackedWeight) -> Sequence[Tensor | PackedWeight
     ]
 
 
-def pack(weight: Tensor, scheme: Scheme) -> PackedWeight:
+def pack(weight: Tensor, scheme: Scheme, like: PackedWeight | None = None) -> PackedWeight:
     """A float weight [..., out, width] in a scheme: scales from largest magnitudes, values rounded to the nearest.
 
-    Of 2:4 nothing is rounded. Raises ValueError where two values do not fill a byte, where there is nothing to pack,
+    like: one in whose place it can be put, with its order of columns, type of scales and zeros, and input scale. Of
+    2:4 nothing is rounded. Raises ValueError where two values do not fill a byte, where there is nothing to pack,
     and for a weight that is not 2:4 sparse.
     """
     if scheme.values == TWO_OF_FOUR:
@@ -193,9 +194,16 @@ def pack(weight: Tensor, scheme: Scheme) -> PackedWeight:
     if weight.shape[-1] % 2 and scheme.values in _TWO_IN_A_BYTE:
         raise ValueError(f"{scheme.values} packs two columns in a byte, and {list(weight.shape)} has an odd number")
     wide = weight.float()
+    if like is not None and like.order is not None:
+        wide = wide[..., like.order.long()]
     largest = group_maxima(wide.abs(), scheme).clamp(min=torch.finfo(torch.float32).tiny)
     scales, row_scales = _scales_of(largest, scheme)
     made = PackedWeight.of(scheme, wide, scales, row_scales=row_scales)
+    if like is not None:
+        scales = scales_as(scales, like.scales.dtype)
+        middle = INT4_ZERO if scheme.values == "int4" else 0
+        zeros = None if like.zeros is None else torch.full_like(scales, middle, dtype=like.zeros.dtype)
+        made = made._replace(scales=scales, zeros=zeros, order=like.order, input_scale=like.input_scale)
     scaled = wide / spread(wide_scales(made), scheme, wide.shape)
     return made._replace(values=pack_values(rounded(scaled, scheme.values), scheme.values))
 
@@ -233,6 +241,15 @@ def _scales_of(largest: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
         whole = (scales.amax((-2, -1), keepdim=True) / LARGEST["e4m3"]).expand(*scales.shape[:-1], 1).contiguous()
         return (scales / whole).to(torch.float8_e4m3fn), whole
     return scales, None
+
+
+def scales_as(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales of another type, none of them 0; of uint8 (E8M0) the next power of two."""
+    if scales.dtype == dtype:
+        return scales
+    if dtype != torch.uint8:
+        return scales.to(dtype).clamp(min=torch.finfo(dtype).tiny)
+    return (torch.ceil(torch.log2(scales)) + E8M0_BIAS).clamp(0, 254).to(torch.uint8)
 
 
 def rounded(scaled: Tensor, kind: str) -> Tensor:
@@ -336,6 +353,8 @@ def with_own_rows(weight: PackedWeight) -> PackedWeight:
         return weight
 
     def each(grouped: Tensor) -> Tensor:
+        if grouped.is_meta:  # where an operation would import a package for symbolic algebra
+            return torch.empty((*grouped.shape[:-2], out, grouped.shape[-1]), dtype=grouped.dtype, device="meta")
         group = scheme.rows or out
         return grouped.repeat_interleave(group, -2).narrow(-2, 0, out)
 

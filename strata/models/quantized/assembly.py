@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from math import gcd
 from typing import Any
 
@@ -36,29 +36,30 @@ class Assembly:
     """The packed weight of one parameter, put together from the matrices that a checkpoint has apart.
 
     Of experts, `parts` matrices (gate and up, or down alone) stand above each other in each of `count`; otherwise there
-    is one matrix (count 0).
+    is one matrix (count 0). made: None before one came; its memory stays the same from then on.
     """
 
     def __init__(self, name: str, count: int, parts: int) -> None:
         self._name, self._count, self._parts = name, count, parts
-        self._made: PackedWeight | None = None
+        self.made: PackedWeight | None = None
 
     def put(self, number: int, matrix: PackedWeight) -> None:
-        """Matrix `number` of the parameter, in the order of `numbered`. Raises ValueError if it cannot lie beside
-        those that came before."""
+        """Matrix `number` of the parameter, in the order of `stored_views`, beside the others or in the place of one.
+        Raises ValueError if it cannot lie beside those that came before."""
         matrix = self._joinable(matrix)
-        if self._made is None:
-            self._made = matrix if not self._count else self._room_for(matrix)
-        if not self._count:
-            return
+        if self.made is None:
+            self.made = matrix if not self._count else self._room_for(matrix)
+            if not self._count:
+                return
         self._require_alike(matrix)
-        self._made = self._made._replace(input_scale=shared_input_scale((self._made, matrix)))
+        self.made = self.made._replace(input_scale=shared_input_scale((self.made, matrix)))
         expert, part = divmod(number, self._parts)
-        for name, whole_of in self._made.tensors.items():
+        for name, whole_of in self.made.tensors.items():
             if name != "order":
                 piece = matrix.tensors[name]
                 rows = piece.shape[0]
-                whole_of[expert, part * rows : (part + 1) * rows].copy_(piece)
+                target = whole_of[expert, part * rows : (part + 1) * rows] if self._count else whole_of
+                target.copy_(piece)
 
     def like_all(self, matrix: PackedWeight) -> PackedWeight:
         """What it is if all matrices are like this one; their values are not filled in."""
@@ -67,13 +68,12 @@ class Assembly:
 
     @property
     def weight(self) -> PackedWeight:
-        assert self._made is not None
-        return self._made
+        assert self.made is not None
+        return self.made
 
     def _joinable(self, matrix: PackedWeight) -> PackedWeight:
-        """With scales of which none is of the rows of two parts."""
-        rows = matrix.rows or matrix.shape[0]
-        return with_own_rows(matrix) if self._parts > 1 and (not matrix.rows or matrix.shape[0] % rows) else matrix
+        """With scales of which none is of the rows of two parts, nor of two matrices that are merged."""
+        return with_own_rows(matrix) if not matrix.rows or matrix.shape[0] % matrix.rows else matrix
 
     def _room_for(self, matrix: PackedWeight) -> PackedWeight:
         tensors = {
@@ -114,14 +114,21 @@ def _needs_all_rows(scheme: Scheme) -> bool:
     return not scheme.rows or (scheme.values == "e2m1" and scheme.columns != MX_GROUP)
 
 
-def pack_boxes(values: Callable[[Box], Tensor], shape: tuple[int, ...], boxes: Boxes, scheme: Scheme) -> PackedWeight:
-    """Boxes of a matrix of `shape` in a scheme, one above the other. values: those of a box of the matrix."""
+def pack_boxes(
+    values: Callable[[Box], Tensor],
+    shape: tuple[int, ...],
+    boxes: Boxes,
+    scheme: Scheme,
+    like: PackedWeight | None = None,
+) -> PackedWeight:
+    """Boxes of a matrix of `shape` in a scheme, one above the other. values: those of a box of the matrix. like: see
+    `pack`."""
     parts = []
     for box in boxes:
         (first, end), columns = box
         taken = packed_box(box, shape, scheme)
         start = taken[0][0]
-        parts.append(part_of(pack(values(taken), scheme), (first - start, end - start), columns))
+        parts.append(part_of(pack(values(taken), scheme, like), (first - start, end - start), columns))
     return parts[0] if len(parts) == 1 else join(parts)
 
 
@@ -192,7 +199,7 @@ def meta_weights(
         sizes = tuple(tensor.shape)
         shape, boxes, *_ = own_matrices(name, sizes, (whole(sizes),) if part is None else part.boxes(name, sizes))[0]
         try:
-            if checkpoint is None:
+            if checkpoint is None or checkpoint.format is None:
                 like = planned_boxes(shape, boxes, scheme, dtype)
             else:
                 if (key := (scheme, shape, boxes)) not in read:
@@ -208,11 +215,3 @@ def _on_meta(weight: PackedWeight) -> PackedWeight:
     return weight.with_tensors(
         {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in weight.tensors.items()}
     )
-
-
-def numbered(model: CausalLM, names: Iterable[str]) -> Iterator[tuple[str, str, int]]:
-    """The stored tensors of these parameters: what a checkpoint calls each, the parameter, and the number there of its
-    (first) matrix."""
-    for name in names:
-        for number, (stored, _) in enumerate(stored_views(model, name, model.get_parameter(name))):
-            yield stored, name, number

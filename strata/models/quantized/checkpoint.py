@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from strata.files.json_object import read_object
 from strata.files.weight_index import INDEX, SINGLE
-from strata.kernels.quant.packed import PackedWeight, join
+from strata.kernels.quant.packed import PackedWeight, dense, join
 from strata.models.checkpoint import StoredTensor, read_checkpoint, shorten
-from strata.models.experts import stored_parameters
-from strata.models.part import Boxes
+from strata.models.experts import stored_parameters, stored_views
+from strata.models.part import Box, Boxes, whole
 from strata.models.quantized.formats.read import MODELOPT_FILE, PackedFormat, read_format
-from strata.models.weights import match_tensors
+from strata.models.sources import Source, match_tensors, pieces
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,65 @@ class Checkpoint:
 
     def read(self, stored: str, boxes: Boxes) -> PackedWeight:
         """Boxes of a packed matrix, one above the other, on the CPU."""
-        assert self.format is not None
-        source, parts = self.sources[stored], []
+        return _Packed(self.sources[stored], self.format).packed(boxes)
+
+    def read_all(self, wanted: Iterable[str]) -> Iterator[tuple[str, Source]]:
+        """Stored parameters, to be read as they come: file by file and in the order of the file."""
+        order = sorted(wanted, key=lambda name: (self.sources[name].file, self.sources[name].start))
+        for file, of_file in itertools.groupby(order, key=lambda name: self.sources[name].file):
+            if file == self.folder:
+                yield from ((name, _Packed(self.sources[name], self.format)) for name in of_file)
+                continue
+            with safe_open(file, framework="pt", device="cpu") as reader:
+                yield from ((name, Source(self.sources[name], reader)) for name in of_file)
+
+    def parameters(self, model: nn.Module, wanted: Container[str]) -> Iterator[tuple[str, Tensor]]:
+        """The `wanted` parameters of a model one after another, whole, in float32 on the CPU. model: that of the
+        folder's config; it may be on the meta device."""
+        for name, parameter in model.named_parameters():
+            if name not in wanted:
+                continue
+            value = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+            views = dict(stored_views(model, name, value))
+            for stored, source in self.read_all(views):
+                source.copy(whole(source.stored.shape), views[stored])
+            yield name, value
+
+    def check_tied(self, head: str, embedding: str, boxes: Boxes) -> None:
+        """Raises ValueError if a head that config.json ties to the embedding is stored all the same, and is another in
+        the boxes that are read."""
+        if not {head, embedding} <= self.tensors.keys() or all(self._alike(head, embedding, box) for box in boxes):
+            return
+        packed = self.format is not None and {head, embedding} & self.format.matrices
+        how = "are packed apart" if packed else "differ"
+        raise ValueError(
+            f"{self.folder}: config.json ties {head} to {embedding}, but they {how}; "
+            "set tie_word_embeddings to false there if the head is meant to be its own"
+        )
+
+    def _alike(self, one: str, other: str, box: Box) -> bool:
+        pair, format = (one, other), self.format
+        if format is not None and not format.matrices.isdisjoint(pair):
+            return format.matrices >= {*pair} and torch.equal(*(dense(format.read(name, *box)) for name in pair))
+        mine, others = self.tensors[one], self.tensors[other]
+        if (mine.shape, mine.dtype) != (others.shape, others.dtype):
+            return False
+        with safe_open(mine.file, framework="pt") as reader, safe_open(others.file, framework="pt") as another:
+            pairs = zip(pieces(reader, mine, box), pieces(another, others, box), strict=True)
+            return all(torch.equal(ours, theirs) for (_, ours), (_, theirs) in pairs)
+
+
+class _Packed(Source):
+    """Of a matrix that a checkpoint has packed. reader: a `PackedFormat`."""
+
+    def copy(self, box: Box, target: Tensor) -> None:
+        target.copy_(dense(self.packed((box,))))
+
+    def packed(self, boxes: Boxes) -> PackedWeight:
+        stored, parts = self.stored, []
         for rows, columns in boxes:
-            first, end = (source.first_row + row for row in rows)
-            parts.append(self.format.read(source.name, (first, end), columns))
+            first, end = (stored.first_row + row for row in rows)
+            parts.append(self.reader.read(stored.name, (first, end), columns))
         return parts[0] if len(parts) == 1 else join(parts)
 
 

@@ -17,7 +17,7 @@ from strata.models.layers import CausalLM
 from strata.models.quantized.assembly import meta_weights
 from strata.models.quantized.checkpoint import Checkpoint, packed_format
 from strata.models.quantized.choice import hold_packed, packed_by, packed_there
-from strata.models.quantized.load import load_packed
+from strata.models.weights import WeightStore
 
 
 def check_weights(folder: Path, config: ModelConfig, *, trains_adapters: bool, quantization: str | None) -> None:
@@ -50,13 +50,13 @@ def load_frozen(
 ) -> CausalLM:
     """The model of a folder on a device, in `dtype` but for what is packed.
 
-    Activations are not rounded, whatever a scheme says of serving. Raises ValueError as `load_packed` does.
+    Activations are not rounded, whatever a scheme says of serving. Raises ValueError as `WeightStore.load` does.
     """
     with torch.device("meta"):
         schemes, _ = _schemes(folder, build(config), quantization)
-    model, _, packed = load_packed(folder, schemes, device, dtype)
-    hold_packed(model, {name: weight._replace(activations="") for name, weight in packed.items()})
-    return model
+    store = WeightStore.load(folder, schemes, device, dtype)
+    hold_packed(store.model, {name: weight._replace(activations="") for name, weight in store.packed.items()})
+    return store.model
 
 
 def packed_line(model: CausalLM) -> str:
@@ -71,11 +71,6 @@ def packed_line(model: CausalLM) -> str:
         f"frozen weights: {len(held):,} are packed ({kinds}), {size / 2**30:.3f} GiB instead of "
         f"{elements * dtype.itemsize / 2**30:.3f} in {str(dtype).removeprefix('torch.')}"
     )
-
-
-def load_floats(folder: Path, dtype: torch.dtype) -> CausalLM:
-    """The model of a folder on the CPU, packed weights as the floats that they stand for."""
-    return load_packed(folder, {}, "cpu", dtype)[0]
 
 
 def _schemes(folder: Path, model: CausalLM, quantization: str | None) -> tuple[dict[str, Scheme], Checkpoint | None]:

@@ -40,6 +40,11 @@ class FlatRange:
     start: int
     elements: int
 
+    @staticmethod
+    def of_whole(shape: Sequence[int]) -> FlatRange:
+        """All of a tensor."""
+        return FlatRange(tuple((0, size) for size in shape), 0, math.prod(shape))
+
     @cached_property
     def rectangles(self) -> tuple[Rectangle, ...]:
         """That make up the run, in its order: one in one dimension, at most two more with each further one."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from strata.comm.mesh import Axis
+from strata.models.experts import CORRECTION
 from strata.parallel.data_parallel import GradientAxes, ParameterShard
 from strata.parallel.tensor import TensorSharding
-from strata.train.checkpoints.flat_ranges import Box, FlatRange
+from strata.train.checkpoints.flat_ranges import Box, FlatRange, copy_common
 
 MASTER, SELECTION_BIAS = "master", "selection_bias"
 
@@ -77,6 +79,31 @@ def whole_shard(kind: str, name: str, tensor: Tensor, is_written: bool) -> State
 def bias_shards(biases: Mapping[str, Tensor], is_written: bool) -> list[StateShard]:
     """biases: of routers, by the routers' names."""
     return [whole_shard(SELECTION_BIAS, name, bias, is_written) for name, bias in biases.items()]
+
+
+def state_of(name: str) -> tuple[str, str]:
+    """Kind and name in a run's state of what a model calls `name`: biases that no optimizer moves have their own."""
+    router, _, last = name.rpartition(".")
+    return (SELECTION_BIAS, router) if last == CORRECTION else (MASTER, name)
+
+
+@torch.no_grad()
+def fill(shards: Sequence[StateShard], values: Iterable[tuple[str, Tensor]]) -> None:
+    """Put whole parameters, one after another, into the shards of masters and of biases.
+
+    values: name and value, of any dtype and device, for every parameter; of those that are none of the shards' nothing
+    is taken. Raises ValueError if a master's is missing or one has another shape.
+    """
+    waiting = {(shard.kind, shard.name): shard for shard in shards}
+    for name, value in values:
+        shard = waiting.pop(state_of(name), None)
+        if shard is None:  # another rank keeps it
+            continue
+        if tuple(value.shape) != shard.shape:
+            raise ValueError(f"parameter {name} has the shape {list(value.shape)}, which does not fit this model")
+        copy_common(FlatRange.of_whole(value.shape), value.flatten(), shard.flat_range, shard.tensor)
+    if missing := [name for kind, name in waiting if kind == MASTER]:
+        raise ValueError(f"parameter {missing[0]} is missing; the values are of another model")
 
 
 def _writes(sharding: TensorSharding, axes: Mapping[str, GradientAxes]) -> dict[str, bool]:

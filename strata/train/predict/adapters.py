@@ -13,7 +13,7 @@ from strata.kernels.quant.packed import PackedWeight
 from strata.models.config import ModelConfig
 from strata.models.families import build
 from strata.models.layers import CausalLM
-from strata.models.quantized.load import packed_bytes
+from strata.models.weights import packed_bytes
 from strata.parallel.layout import Layout
 from strata.train.adapters.frozen import planned_weights
 from strata.train.adapters.lora import LoraConfig, adapter_shapes

@@ -15,7 +15,6 @@ from strata.comm.mesh import Mesh
 from strata.models.balance import Balance, balancing_loss, balancing_slopes, fractions, routers
 from strata.models.config import ModelConfig
 from strata.models.expert_config import ExpertsConfig
-from strata.models.experts import CORRECTION
 from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout
 from strata.train.checkpoints.state import StateShard, bias_shards, whole_shard
@@ -41,10 +40,6 @@ class NoBalancing:
 
     def metrics(self) -> dict[str, Tensor]:
         """Of the step, for the log, [] each."""
-        return {}
-
-    def parameters(self) -> dict[str, Tensor]:
-        """What is here of a model folder, by its names there: to be filled before the first step."""
         return {}
 
     def state_shards(self) -> list[StateShard]:
@@ -110,11 +105,6 @@ class Balancing(NoBalancing):
             means = probabilities * self._experts.per_token / chosen
             found["balance_loss"] = balancing_loss(fractions(counts, self._experts.per_token), means)
         return found
-
-    def parameters(self) -> dict[str, Tensor]:
-        if not self._experts.biased:
-            return {}
-        return {f"{name}.{CORRECTION}": bias for name, bias in self._by_router(self._bias).items()}
 
     def state_shards(self) -> list[StateShard]:
         is_written = self._world_axis.index == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +15,8 @@ from strata.models.config import ModelConfig
 from strata.models.families import build
 from strata.models.initialize import dummy_values, initial_values
 from strata.models.layers import CausalLM
-from strata.models.weights import stored_values
-from strata.parallel.data_parallel import fill, gradient_axes
+from strata.models.quantized.checkpoint import Checkpoint
+from strata.parallel.data_parallel import gradient_axes
 from strata.parallel.families import TABLES
 from strata.parallel.layout import Layout
 from strata.parallel.parallelize import Parallel, parallelize
@@ -25,7 +25,7 @@ from strata.parallel.schedules import make_schedule
 from strata.parallel.stages import ModelStages, layer_spans
 from strata.parallel.tensor import shard_model
 from strata.parallel.zero import ZeroGradients
-from strata.train.checkpoints.state import state_shards
+from strata.train.checkpoints.state import fill, state_of, state_shards
 from strata.train.compile import TrainingGraph
 from strata.train.config import PRECISIONS, RECOMPUTE, BalanceConfig
 from strata.train.optimizer.config import OptimizerConfig
@@ -54,7 +54,7 @@ def dummy(seed: int, device: torch.device) -> Values:
 
 def stored(folder: Path) -> Values:
     """Values of a checkpoint folder as Hugging Face lays it out, of the same config."""
-    return lambda model, wanted: stored_values(model, folder, wanted)
+    return lambda model, wanted: Checkpoint.of(folder, model).parameters(model, wanted)
 
 
 def make_step(
@@ -102,12 +102,12 @@ def make_step(
         way = _through_stages if layout.pp > 1 else _through_modules
         parallel, passes = way(model, setting)
     shards = parallel.gradients.shards
-    biases = balancing.parameters()
-    given = values(whole, {shard.name for shard in shards} | biases.keys())
-    fill(shards, parallel.sharding, _others(given, biases))
+    axes = gradient_axes(mesh, parallel.sharding, layout.zero)
+    held = state_shards(shards, {}, parallel.sharding, axes) + balancing.state_shards()
+    known = {(one.kind, one.name) for one in held}
+    fill(held, values(whole, {name for name, _ in whole.named_parameters() if state_of(name) in known}))
     parallel.gradients.sync_weights()
     optimizer = make_optimizer(shards, optimizer_config, mesh, parallel.sharding)
-    axes = gradient_axes(mesh, parallel.sharding, layout.zero)
     return ParallelStep(
         passes,
         parallel,
@@ -122,15 +122,6 @@ def make_step(
         before_update=before_update,
         records=records,
     )
-
-
-def _others(values: Iterable[tuple[str, Tensor]], taken: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """All but those that `taken` has a tensor for, which are copied there."""
-    for name, value in values:
-        if name in taken:
-            taken[name].copy_(value)
-        else:
-            yield name, value
 
 
 def _check(layout: Layout, precision: str, recompute: str) -> None:

@@ -16,12 +16,11 @@ from strata.kernels.quant.packed import dense
 from strata.kernels.quant.two_of_four import is_two_of_four
 from strata.models.config import config_from_dict
 from strata.models.families import build
-from strata.models.initialize import randomize
 from strata.models.pruned.prune import prune
 from strata.models.pruned.settings import Pruning
-from strata.models.quantized.load import load_packed, packed_bytes
 from strata.models.save import save
-from strata.models.weights import load
+from strata.models.weights import WeightStore, load, packed_bytes
+from tests.dummies import randomize
 from tests.engine.ranks.test_mixture import CONFIG as MIXTURE
 from tests.models.checkpoints import FAMILY_CONFIGS
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
@@ -64,7 +63,8 @@ def test_parts_of_ranks_are_those_of_the_model(folders: tuple[Path, Path]) -> No
         with torch.device("meta"):
             own = shard.build()
         packing = Packing.of(None, own, shard, folders[1], "2:4")
-        model, _, packed = load_packed(folders[1], packing.schemes, dtype="bfloat16", part=shard)
+        store = WeightStore.load(folders[1], packing.schemes, dtype="bfloat16", part=shard)
+        model, packed = store.model, store.packed
         assert packed.keys() == packing.schemes.keys()
         for name, weight in packed.items():
             assert torch.equal(dense(weight, torch.bfloat16), wanted.get_parameter(name)), name
@@ -79,9 +79,9 @@ def test_parts_of_ranks_are_those_of_the_model(folders: tuple[Path, Path]) -> No
 
 def test_a_checkpoint_that_is_not_sparse_is_refused_by_name(folders: tuple[Path, Path]) -> None:
     schemes = Packing.of(None, _meta(folders[0]), None, folders[0], "2:4").schemes
-    with pytest.raises(ValueError, match=r"_proj.weight of .*whole cannot be packed: 4 of four .* strata prune"):
-        load_packed(folders[0], schemes)
-    _, _, packed = load_packed(folders[0], schemes, load_format="dummy")
+    with pytest.raises(ValueError, match=r"_proj.weight cannot be packed: 4 of four .* strata prune"):
+        WeightStore.load(folders[0], schemes)
+    packed = WeightStore.load(folders[0], schemes, load_format="dummy").packed
     assert all(is_two_of_four(dense(one)) for one in packed.values())
 
 
@@ -98,7 +98,7 @@ def test_experts_in_one_tensor_which_nothing_prunes_stay_as_they_are(family: str
     prune(tmp_path / "whole", tmp_path / "pruned", Pruning.of("2:4", 0.5, "magnitude"), [], torch.device("cpu"))
     schemes = Packing.of(None, _meta(tmp_path / "pruned"), None, tmp_path / "pruned", "2:4").schemes
     assert any("o_proj" in name for name in schemes)
-    _, _, packed = load_packed(tmp_path / "pruned", schemes)
+    packed = WeightStore.load(tmp_path / "pruned", schemes).packed
     assert packed.keys() == {name for name, _ in model.named_parameters() if name.endswith("proj.weight")}
 
 

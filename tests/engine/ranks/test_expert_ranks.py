@@ -19,8 +19,10 @@ from strata.engine.ranks.rank import share_of
 from strata.hardware.specs import device
 from strata.kernels.device_limits import DeviceLimits
 from strata.models.config import config_from_dict
+from strata.models.experts import Experts
 from strata.models.save import save
 from strata.models.shapes import SHAPES
+from strata.models.weights import load
 from strata.parallel.expert_balance.placement import rank_loads
 from tests.parallel.models import random_model
 from tests.parallel.shards import divisible_config, shard_of
@@ -78,6 +80,11 @@ def test_ranks_with_different_experts_answer_as_one_also_while_they_move(folder:
     assert ranks is not None
     assert ranks.experts is not None
     assert not any(np.array_equal(ranks.experts.slots(layer), np.arange(8)) for layer in ranks.experts.layers)
+    # So that an update finds the slots of an expert (`test_weight_updates`).
+    whole, _ = load(folder)
+    for path, module in llm.engine.model.named_modules():
+        for own, parameter in module.named_parameters() if isinstance(module, Experts) else ():
+            assert torch.equal(parameter, whole.get_parameter(f"{path}.{own}")[list(module.held)]), path
     assert ranks.experts.tables.totals.sum() % 3 == 0
     computed = sum(len(prompt) + 31 for prompt in PROMPTS) - llm.engine.loop.scheduler.statistics.prefix_hits
     counted = ranks.experts.tables.totals[0].sum().item() // 3

@@ -18,7 +18,7 @@ from strata.graph.cost import operation_counts
 from strata.models.config import config_from_dict
 from strata.models.families import build
 from strata.models.folder import BUILTIN_FOLDER
-from strata.models.initialize import randomize
+from tests.dummies import randomize
 from tests.engine.program.programs import step_program
 from tests.models.batches import packed, random_sequences
 from tests.models.sparse_models import SPARSE_CONFIGS

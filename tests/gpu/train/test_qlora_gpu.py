@@ -14,7 +14,6 @@ from strata.kernels.quant.packed import PackedWeight, dense, pack
 from strata.kernels.quant.schemes import SCHEMES
 from strata.models.config import ModelConfig, config_from_dict
 from strata.models.families import build
-from strata.models.initialize import randomize
 from strata.models.layers import CausalLM
 from strata.models.save import save
 from strata.models.shapes import SHAPES
@@ -24,6 +23,7 @@ from strata.train.adapters.lora import LoraConfig, add_lora
 from strata.train.data.encoding import Encoded
 from strata.train.data.pack import pack as pack_documents
 from strata.train.steps.objective import NextToken
+from tests.dummies import randomize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -20,7 +20,7 @@ from strata.kernels.quant.packed import PackedWeight, pack
 from strata.kernels.quant.schemes import SCHEMES
 from strata.models.config import config_from_dict
 from strata.models.families import build
-from strata.models.initialize import randomize
+from tests.dummies import randomize
 from tests.models.batches import packed, random_sequences
 from tests.models.checkpoints import ALIKE_CONFIGS, FAMILY_CONFIGS
 

@@ -15,12 +15,12 @@ from strata.graph.fuse import fuse, fuse_gated_products
 from strata.graph.merge import merge
 from strata.graph.quantize import quantize, weights_of_products
 from strata.hardware.roofline import Workload
-from strata.kernels.quant.packed import PackedWeight, dense, pack, round_activations
+from strata.kernels.quant.packed import PackedWeight, dense, pack, round_activations, with_own_rows
 from strata.kernels.quant.schemes import SCHEMES
 from strata.models.batch import Batch
 from strata.models.config import config_from_dict
 from strata.models.families import build
-from strata.models.initialize import randomize
+from tests.dummies import randomize
 from tests.models.batches import packed, random_sequences
 from tests.models.checkpoints import FAMILY_CONFIGS
 
@@ -29,7 +29,9 @@ from ..tiny import packed as packed_tiny
 
 
 def pack_all(model: nn.Module, graphs: list[fx.GraphModule], scheme: str) -> dict[str, PackedWeight]:
-    return {name: pack(model.get_parameter(name).data, SCHEMES[scheme]) for name in weights_of_products(graphs)}
+    """As a load packs them: blocks of rows that the last one does not fill become rows."""
+    packed = {name: pack(model.get_parameter(name).data, SCHEMES[scheme]) for name in weights_of_products(graphs)}
+    return {name: with_own_rows(one) if one.shape[-2] % one.rows else one for name, one in packed.items()}
 
 
 @torch.no_grad()

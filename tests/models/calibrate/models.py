@@ -11,8 +11,8 @@ from torch import Tensor
 
 from strata.models.config import config_from_dict
 from strata.models.families import build
-from strata.models.initialize import randomize
 from strata.models.save import save
+from tests.dummies import randomize
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -26,7 +26,7 @@ from strata.models.quantized.calibrate import rewrite
 from strata.models.quantized.calibrate.quantize import quantize
 from strata.models.quantized.calibrate.settings import METHODS, Rounding
 from strata.models.quantized.formats.read import read_format
-from strata.models.quantized.load import load_packed
+from strata.models.weights import WeightStore
 
 from ..batches import packed as batch_of
 from ..batches import random_sequences
@@ -187,7 +187,8 @@ def test_experts_in_one_tensor_stay_in_floats_and_the_folder_is_read_again(
     quantize(source.folder, tmp_path / "out", rounding("int8_weights"), [], CPU)
     names = [name for name, _ in source.model.named_parameters() if ".self_attn." in name and "_proj.weight" in name]
     scheme = rounding("int8_weights").packing
-    made, _, found = load_packed(tmp_path / "out", dict.fromkeys(names, scheme), dtype="float32")
+    store = WeightStore.load(tmp_path / "out", dict.fromkeys(names, scheme), dtype="float32")
+    made, found = store.model, store.packed
     for name, parameter in source.model.named_parameters():
         if name in names:
             assert (dense(found[name]) - parameter).abs().max() < 0.01
@@ -239,7 +240,7 @@ def test_a_model_of_float64_has_scales_that_can_be_read(scheme: str, method: str
     scales = [one for name, one in stored(out).items() if name.endswith("weight_scale")]
     assert {one.dtype for one in scales} == {torch.float32}
     products = {name.removesuffix("_packed") for name in stored(out) if "proj.weight" in name and "_s" not in name}
-    _, _, packed = load_packed(out, dict.fromkeys(products, SCHEMES[scheme]))
+    packed = WeightStore.load(out, dict.fromkeys(products, SCHEMES[scheme])).packed
     assert len(packed) == len(scales)
 
 
@@ -315,7 +316,7 @@ def test_experts_packed_in_part_are_served_in_floats(
     kept = [name for name, one in llm.engine.model.named_parameters() if one.is_meta]
     assert any("self_attn" in name for name in kept)
     assert not any(".experts." in name for name in kept)
-    plain, _, _ = load_packed(out, {}, dtype="float32")
+    plain = WeightStore.load(out, {}, dtype="float32").model
     with torch.no_grad():
         logits = plain.head(plain(batch_of([[5, 6, 7, *ids[:-1]]])))[2:]
     assert logits.argmax(-1).tolist() == ids

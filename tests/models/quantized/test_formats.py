@@ -19,10 +19,11 @@ from strata.kernels.quant.packed import Scheme, dense, round_activations
 from strata.models.checkpoint import read_checkpoint
 from strata.models.config import config_from_dict
 from strata.models.families import build
-from strata.models.initialize import randomize
 from strata.models.layers import CausalLM, Linear
 from strata.models.quantized.formats.read import PackedFormat, read_packed_experts
-from strata.models.weights import load, match_tensors
+from strata.models.sources import match_tensors
+from strata.models.weights import load
+from tests.dummies import randomize
 from tests.models.batches import packed, random_sequences
 from tests.models.checkpoints import make_checkpoint
 

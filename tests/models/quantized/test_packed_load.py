@@ -14,12 +14,11 @@ from strata.kernels.quant.packed import dense, pack
 from strata.kernels.quant.schemes import SCHEMES
 from strata.models.config import config_from_dict, read_config
 from strata.models.families import build
-from strata.models.initialize import randomize
 from strata.models.layers import CausalLM
-from strata.models.quantized.load import load_packed, packed_bytes
 from strata.models.save import save
-from strata.models.weights import load
+from strata.models.weights import WeightStore, load, packed_bytes
 from strata.parallel.serving_shard import RankShard
+from tests.dummies import randomize
 from tests.engine.ranks.test_mixture import CONFIG as MIXTURE
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 from tests.parallel.models import random_model
@@ -75,7 +74,8 @@ def check(folder: Path, scheme: str, wanted: CausalLM, shard: RankShard | None) 
     with torch.device("meta"):
         own = build(config) if shard is None else shard.build()
     packing = Packing.of(scheme, own, shard)
-    model, _, packed = load_packed(folder, packing.schemes, part=shard)
+    store = WeightStore.load(folder, packing.schemes, part=shard)
+    model, packed = store.model, store.packed
     for name, parameter in wanted.named_parameters():
         if name not in packed:
             assert torch.equal(model.get_parameter(name), parameter), name
@@ -101,8 +101,9 @@ def test_dummy_weights_are_those_of_a_plain_model(folder: Path) -> None:
         schemes = Packing.of("int4", build(config)).schemes
         shard = RankShard.of(config, 2, 1)
     options: dict[str, Any] = {"dtype": "bfloat16", "load_format": "dummy", "seed": 3}
-    model, _, packed = load_packed(folder, schemes, **options)
-    _, _, part = load_packed(folder, schemes, part=shard, **options)
+    store = WeightStore.load(folder, schemes, **options)
+    model, packed = store.model, store.packed
+    part = WeightStore.load(folder, schemes, part=shard, **options).packed
     assert torch.equal(
         model.get_parameter("model.embed_tokens.weight"), twin.get_parameter("model.embed_tokens.weight")
     )
@@ -159,7 +160,7 @@ def test_experts_in_one_tensor_are_packed_each_by_itself(scheme: str, tmp_path: 
     check(tmp_path, scheme, *shard_of(twin, config, 2, 1)[::-1])
     check(tmp_path, scheme, *shard_of(twin, config, 2, 1, expert_parallel=True)[::-1])
     dummy, _ = load(tmp_path, load_format="dummy", seed=3)
-    packed = load_packed(tmp_path, schemes, load_format="dummy", seed=3)[2]
+    packed = WeightStore.load(tmp_path, schemes, load_format="dummy", seed=3).packed
     for name in experts:
         value = by_matrix(dummy.get_parameter(name), 2 if "gate_up" in name else 1, scheme)
         assert torch.equal(dense(packed[name]), value)

@@ -27,7 +27,7 @@ from strata.models.config import config_from_dict
 from strata.models.experts import stored_parameters
 from strata.models.families import build
 from strata.models.layers import CausalLM
-from strata.models.quantized.load import load_packed
+from strata.models.weights import WeightStore
 from strata.parallel.serving_shard import RankShard
 from tests.engine.ranks.test_mixture import CONFIG as MIXTURE
 from tests.graph.tiny import LAYERS, Tiny
@@ -95,7 +95,8 @@ def loaded(folder: Path) -> tuple[CausalLM, dict[str, PackedWeight]]:
     with torch.device("meta"):
         empty = build(config)
     schemes = Packing.of(None, empty, folder=folder).schemes
-    model, _, weights = load_packed(folder, schemes, dtype="float32")
+    store = WeightStore.load(folder, schemes, dtype="float32")
+    model, weights = store.model, store.packed
     return model, weights
 
 
@@ -173,7 +174,7 @@ def test_experts_have_the_largest_of_all_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(values | {"quantization_config": FP8}))
     for part in (None, *shards):
         schemes = Packing.of(None, complete if part is None else part.build(), part, tmp_path).schemes
-        _, _, found = load_packed(tmp_path, schemes, part=part)
+        found = WeightStore.load(tmp_path, schemes, part=part).packed
         scales = {name.rpartition(".")[2]: weight.input_scale for name, weight in found.items()}
         assert scales == {f"{product}_proj": scale for product, scale in largest.items()}
 

@@ -21,7 +21,6 @@ from strata.models.quantized.calibrate.matrices import layer_prefix, layer_views
 from strata.models.quantized.calibrate.stream import LayerStream, batches_of
 from strata.models.quantized.calibrate.unfinished import Unfinished
 from strata.models.save import copy_companions, write_json
-from strata.models.weights import stored_values
 
 # Of a layer's number, the text and what enters the layer, which is opened: changes it in place so that it makes what
 # the new one will; returns its tensors as they are stored, and notes for users.
@@ -134,7 +133,7 @@ def _batch_name(place: int) -> str:
 
 
 def _others(stream: LayerStream, name: str) -> dict[str, Tensor]:
-    ((_, value),) = stored_values(stream.model, stream.folder, (name,))
+    ((_, value),) = stream.checkpoint.parameters(stream.model, (name,))
     return {stored: one.to(stored_dtype(stream, stored)) for stored, one in stored_views(stream.model, name, value)}
 
 

@@ -8,15 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from strata.kernels.state.groups import of_group
 from strata.models.batch import Batch
-from strata.models.checkpoint import StoredTensor, read_checkpoint
 from strata.models.families import build
 from strata.models.layers import CausalLM, Layer, layer_angles
 from strata.models.quantized.calibrate.matrices import layer_prefix
-from strata.models.weights import is_passed_over, match_tensors, resolve, stored_values
+from strata.models.quantized.checkpoint import Checkpoint
+from strata.models.sources import is_passed_over
+from strata.models.weights import allocate, resolve
 
 _EMBEDDING = "model.embed_tokens.weight"
 # Tokens that run through a layer at once.
@@ -33,12 +34,12 @@ class LayerStream:
         self.folder, self.config, self.device = folder, config, device
         with torch.device("meta"):
             self.model: CausalLM = build(config)
-        stored = read_checkpoint(folder)
-        self.sources: dict[str, StoredTensor] = match_tensors(self.model, stored, folder)
-        self.behind = {name: one for name, one in stored.items() if is_passed_over(self.model, name)}
+        self.checkpoint = Checkpoint.of(folder, self.model)
+        self.sources = self.checkpoint.sources
+        self.behind = {name: one for name, one in self.checkpoint.tensors.items() if is_passed_over(self.model, name)}
         for rotary in (self.model.model.rotary, self.model.model.window_rotary):
             if rotary is not None:
-                _remake(rotary, device)
+                allocate(rotary, device)
 
     @property
     def layers(self) -> int:
@@ -62,25 +63,25 @@ class LayerStream:
         """A layer with its weights, for as long as this is open."""
         layer = self.model.model.layers[number]
         assert isinstance(layer, Layer)
-        _remake(layer, self.device, torch.float32)
+        allocate(layer, self.device, torch.float32)
         prefix = layer_prefix(number)
         parameters = {prefix + name: parameter for name, parameter in layer.named_parameters()}
         try:
-            for name, value in stored_values(self.model, self.folder, parameters.keys()):
+            for name, value in self.checkpoint.parameters(self.model, parameters.keys()):
                 parameters[name].detach().copy_(value)
             yield layer
         finally:
-            _remake(layer, torch.device("meta"))
+            allocate(layer, torch.device("meta"))
 
     def embed(self, batches: Sequence[Batch]) -> list[Tensor]:
         """What enters the first layer, [tokens, hidden] float32 on the CPU, of each batch."""
         embedding = self.model.model.embed_tokens
-        ((_, value),) = stored_values(self.model, self.folder, (_EMBEDDING,))
+        ((_, value),) = self.checkpoint.parameters(self.model, (_EMBEDDING,))
         embedding.weight = torch.nn.Parameter(value, requires_grad=False)
         try:
             return [self.model.model.embed(batch.tokens).detach() for batch in batches]
         finally:
-            _remake(embedding, torch.device("meta"))
+            allocate(embedding, torch.device("meta"))
 
     @torch.no_grad()
     def run(self, number: int, batch: Batch, x: Tensor) -> Tensor:
@@ -97,16 +98,6 @@ class LayerStream:
             *(window_angles if layer.has_window else angles),
         )
         return made
-
-
-def _remake(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Give a module's tensors other memory, without values."""
-
-    def other(tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device)
-
-    # Not `to_empty`, whose `empty_like` of a tensor on the meta device imports a package for symbolic algebra.
-    module._apply(other)
 
 
 def batches_of(sequences: Sequence[Sequence[int]]) -> list[Batch]:

@@ -1,6 +1,6 @@
 """`quant_method: mxfp4`: the experts of gpt-oss as they lie in the file.
 
-`strata.models.joined_experts` reads the same tensors as floats, which is what loading does.
+`strata.models.joined` reads the same tensors as floats, which is what loading does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 from strata.kernels.quant.packed import MX_GROUP, PackedWeight, Scheme
 from strata.models.checkpoint import StoredTensor
-from strata.models.joined_experts import PARTS
+from strata.models.joined import PARTS
 from strata.models.quantized.formats.matrices import PackedMatrix
 from strata.models.quantized.formats.stored import StoredTensors
 

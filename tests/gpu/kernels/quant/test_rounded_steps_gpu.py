@@ -13,7 +13,7 @@ from strata.kernels.quant.packed import pack
 from strata.kernels.quant.schemes import SCHEMES
 from strata.models.config import config_from_dict
 from strata.models.families import build
-from strata.models.initialize import randomize
+from tests.dummies import randomize
 from tests.engine.program.programs import graph_of, replayed, step_program
 from tests.models.batches import packed, random_sequences
 
