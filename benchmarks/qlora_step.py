@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from strata.models.quantized.load import load_packed
+from strata.models.weights import WeightStore
 
 from strata.comm.launch import World
 from strata.files.toml_tables import read_table
@@ -48,9 +48,9 @@ def frozen_model(folder: Path, config: ModelConfig, scheme: str | None, device: 
     names = weights_of_products([capture(empty)])
     schemes = {} if scheme is None else packed_by(scheme_of(scheme), names, empty)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model, _, packed = load_packed(folder, schemes, device, dtype, "dummy")
-    hold_packed(model, {name: weight._replace(activations="") for name, weight in packed.items()})
-    return model
+    store = WeightStore.load(folder, schemes, device, dtype, "dummy")
+    hold_packed(store.model, {name: weight._replace(activations="") for name, weight in store.packed.items()})
+    return store.model
 
 
 def main() -> None:
