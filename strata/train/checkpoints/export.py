@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import torch
@@ -36,9 +35,24 @@ def export(path: Path, config: ModelConfig, tokenizer: Path, out: Path, dtype: t
             raise ValueError(f"checkpoint {path} has {unknown[0]}, which this model has not; it is of another model")
         materialize(model, torch.device("cpu"), dtype)
         for name, parameter in model.named_parameters():
-            whole = FlatRange(tuple((0, size) for size in parameter.shape), 0, math.prod(parameter.shape))
-            reader.fill(*_stored(name), whole, parameter.view(-1))
+            reader.fill(*_stored(name), _whole(parameter), parameter.view(-1))
     save(model, config, out, tokenizer)
+
+
+def trained_values(path: Path) -> dict[str, torch.Tensor]:
+    """Everything that the checkpoint `path` has masters of, by name, whole, in float32 on the CPU. Raises ValueError if
+    it is corrupt.
+    """
+    with Reader(path) as reader:
+        shapes = {shard.name: shard.shape for shard in reader.index.shards if shard.kind == MASTER}
+        found = {name: torch.empty(shape, dtype=torch.float32) for name, shape in shapes.items()}
+        for name, value in found.items():
+            reader.fill(MASTER, name, _whole(value), value.view(-1))
+    return found
+
+
+def _whole(tensor: torch.Tensor) -> FlatRange:
+    return FlatRange(tuple((0, size) for size in tensor.shape), 0, tensor.numel())
 
 
 def _stored(name: str) -> tuple[str, str]:

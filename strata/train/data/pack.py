@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,7 +55,7 @@ class PackedBatch:
         return batch, move(self.rows, device), move(self.targets, device)
 
 
-def move(array: NDArray[np.int32] | NDArray[np.int64], device: torch.device) -> Tensor:
+def move(array: NDArray[Any], device: torch.device) -> Tensor:
     return to_device(torch.from_numpy(array), device)
 
 

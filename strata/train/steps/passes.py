@@ -10,14 +10,12 @@ from torch import Tensor, nn
 
 from strata.comm.mesh import Axis
 from strata.kernels.gradient_target import Memory
-from strata.kernels.loss.loss_grad import CHUNK_BYTES, cross_entropy_gradients, summed_cross_entropy
-from strata.models.batch import Batch
+from strata.kernels.loss.loss_grad import CHUNK_BYTES, cross_entropy_gradients
 from strata.models.layers import CausalLM
 from strata.parallel.data_parallel import Gradients
-from strata.parallel.loss import vocabulary_cross_entropy
-from strata.parallel.pipeline import MicroBatch, Pipeline
+from strata.parallel.objective import Head, Loss, MicroBatch, shares
+from strata.parallel.pipeline import Pipeline
 from strata.train.compile import TrainingGraph
-from strata.train.steps.micro_batch import WholeBatch
 
 # What the logits that exist at once may take on one GPU, where sums over chunks would need memory of their own: all of
 # 16384 tokens of a vocabulary of 128256 in bfloat16.
@@ -32,9 +30,9 @@ class Passes(Protocol):
     nothing is left.
     """
 
-    def __call__(self, batches: Sequence[MicroBatch], counted: Tensor) -> Tensor:
-        """counted: [] the tokens with a loss in the whole step, on all ranks. Returns these batches' share of the loss,
-        [], alike on all ranks along "tp" and "pp".
+    def __call__(self, batches: Sequence[MicroBatch], loss: Loss) -> Tensor:
+        """Returns the sum of these batches' `shares` of the loss, [1 + metrics], alike on all ranks along "tp" and
+        "pp".
         """
 
 
@@ -67,29 +65,23 @@ class ModulePasses:
         self._model, self._gradients = model, gradients
         self._tensor_axis, self._vocab_size = tensor_axis, vocab_size
 
-    def __call__(self, batches: Sequence[MicroBatch], counted: Tensor) -> Tensor:
+    def __call__(self, batches: Sequence[MicroBatch], loss: Loss) -> Tensor:
         trains = torch.is_grad_enabled()
         if trains:
             self._gradients.all_gather_weights()
-        total = torch.zeros_like(counted)
+        total = _no_shares(batches, loss)
         for one in batches:
             if trains and one is batches[-1]:
                 self._gradients.set_is_last_backward()
-            hidden = self._model(one.batch).index_select(0, one.rows)
+            hidden = one.counted(self._model(one.batch))
             # Read after the forward pass, which gathers it where weights are divided.
-            head = head_weight(self._model)
-            loss = self._loss(hidden, head, one.targets, counted)
+            head = Head(head_weight(self._model), self._tensor_axis, self._vocab_size)
+            found = loss(hidden, head, one)
             if trains:
-                loss.backward()
+                found[0].backward()
                 self._gradients.accumulate()
-            total += loss.detach()
+            total += shares(loss, found)
         return total
-
-    def _loss(self, hidden: Tensor, head: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
-        if self._tensor_axis.group is None:
-            whole: Tensor = summed_cross_entropy(hidden, head, targets, counted.reciprocal())
-            return whole
-        return vocabulary_cross_entropy(hidden, head, targets, self._tensor_axis, self._vocab_size).sum() / counted
 
 
 class PipelinePasses:
@@ -98,53 +90,53 @@ class PipelinePasses:
     def __init__(self, pipeline: Pipeline, gradients: Gradients) -> None:
         self._pipeline, self._gradients = pipeline, gradients
 
-    def __call__(self, batches: Sequence[MicroBatch], counted: Tensor) -> Tensor:
+    def __call__(self, batches: Sequence[MicroBatch], loss: Loss) -> Tensor:
         if not torch.is_grad_enabled():
-            return self._pipeline.run(batches, counted, None)
+            return self._pipeline.run(batches, loss, None)
         self._gradients.all_gather_weights()
-        return self._pipeline.run(batches, counted, self._gradients)
+        return self._pipeline.run(batches, loss, self._gradients)
 
 
 class GraphPasses:
     """Through the merged and fused graph of a model that every rank holds whole."""
 
-    def __init__(self, model: CausalLM, graph: TrainingGraph, gradients: WatchedGradients) -> None:
-        self._model, self._graph, self._gradients = model, graph, gradients
+    def __init__(self, model: CausalLM, graph: TrainingGraph, gradients: WatchedGradients, alone: Axis) -> None:
+        """alone: an axis of this rank, which has the whole head."""
+        self._model, self._graph, self._gradients, self._alone = model, graph, gradients, alone
         for whole, parameters in graph.merged:
             gradients.watch(whole, parameters)
         self.free_gradients = gradients.free_gradients
 
-    def __call__(self, batches: Sequence[MicroBatch], counted: Tensor) -> Tensor:
-        return self._over([(one.batch, one.rows, one.targets) for one in batches], counted)
-
-    def over_all(self, batches: Sequence[WholeBatch], counted: Tensor) -> Tensor:
-        """The same for batches with a target for every token."""
-        return self._over([(batch, None, targets) for batch, targets in batches], counted)
-
-    def _over(self, given: Sequence[tuple[Batch, Tensor | None, Tensor]], counted: Tensor) -> Tensor:
-        scale = counted.reciprocal()
-        if torch.is_grad_enabled():
+    def __call__(self, batches: Sequence[MicroBatch], loss: Loss) -> Tensor:
+        trains = torch.is_grad_enabled()
+        if trains:
             self._gradients.start_all_gather_weights()
-        total = torch.zeros_like(counted)
-        for one in given:
-            total += self._pass(*one, scale, is_last=one is given[-1])
+        total = _no_shares(batches, loss)
+        for one in batches:
+            if trains and one is batches[-1]:
+                self._gradients.set_is_last_backward()
+            hidden = self._graph(one.batch)
+            self._gradients.wait()  # for the head, which is not in the graph
+            counted = one.counted(hidden)
+            if trains and loss.sums_cross_entropy:
+                total += self._backward_of_sum(counted, one)
+                continue
+            weight = head_weight(self._model)
+            found = loss(counted, Head(weight, self._alone, weight.shape[0]), one)
+            if trains:
+                found[0].backward()
+                self._gradients.accumulate()
+            total += shares(loss, found)
         return total
 
-    def _pass(self, batch: Batch, rows: Tensor | None, targets: Tensor, scale: Tensor, *, is_last: bool) -> Tensor:
-        trains = torch.is_grad_enabled()
-        if trains and is_last:
-            self._gradients.set_is_last_backward()
-        hidden = self._graph(batch)
-        self._gradients.wait()  # for the head, which is not in the graph
-        counted = hidden if rows is None else hidden.index_select(0, rows)
+    def _backward_of_sum(self, counted: Tensor, one: MicroBatch) -> Tensor:
+        """Of the targets' cross-entropies: the head's products are not computed again. Returns the loss."""
         head = head_weight(self._model)
-        if not trains:
-            return summed_cross_entropy(counted, head, targets, scale)  # type: ignore[no-any-return]
         place = self._gradients.memory(head)
         logits_bytes = LOGITS_BYTES if place is None else CHUNK_BYTES
         loss: Tensor
         loss, of_counted, of_head = cross_entropy_gradients(
-            counted.detach(), head.detach(), targets, scale, logits_bytes, place
+            counted.detach(), head.detach(), one.targets, one.scale, logits_bytes, place
         )
         if place is None:
             head.grad = of_head
@@ -153,6 +145,10 @@ class GraphPasses:
         counted.backward(of_counted)
         self._gradients.accumulate()
         return loss
+
+
+def _no_shares(batches: Sequence[MicroBatch], loss: Loss) -> Tensor:
+    return batches[0].scale.new_zeros(1 + len(loss.metrics))
 
 
 def head_weight(model: CausalLM) -> Tensor:
