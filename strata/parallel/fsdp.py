@@ -40,8 +40,8 @@ class FsdpGradients:
         compute_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        """Divide the parameters of `model`, which become DTensors of their dtype: of those that are trained, which all have
-        one, float32 or more.
+        """Divide the parameters of `model`, which become DTensors of their dtype: of those that are trained one,
+        float32 or more.
 
         model: alike on all ranks but for the shards that `sharding` gave them; or on the meta device, then it gets
         memory without values. axes: see `gradient_axes`. world_axis: see `all_ranks`. compute_dtype: of gathered

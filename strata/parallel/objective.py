@@ -82,7 +82,7 @@ class MicroBatch:
         return self._counted_only(each).sum() * self.scale
 
     def mean_of_documents(self, each: Tensor) -> Tensor:
-        """The same of what all ranks of `context` have alike, one value for each document, pair or group: a part each."""
+        """The same of values that all ranks of `context` have alike, of documents, pairs or groups: a part each."""
         return each.sum() * (self.scale / self.context.size)
 
     def _counted_only(self, each: Tensor) -> Tensor:

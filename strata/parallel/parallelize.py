@@ -21,7 +21,6 @@ from strata.parallel.stages import ModelStages
 from strata.parallel.tensor import TensorSharding, shard_model
 from strata.parallel.zero import ZeroGradients
 
-
 # Puts parameters into a model that is divided along "tp" and "ep", and says how: the sharding with them.
 Adapt = Callable[[nn.Module, TensorSharding], TensorSharding]
 
@@ -50,7 +49,8 @@ def parallelize(
     model: whole, or the stages of this rank; on its device and alike on all ranks, or without values on the meta
     device, for `data_parallel.fill`, so that no rank ever holds it whole. Its dtype is that of the masters. layout:
     checked, and that of the mesh. Batches are divided along "cp" by `strata.parallel.context.divide_batch`.
-    adapt: is called before gradients are shared out. compute_dtype, reduce_dtype, bucket_elements: see `ZeroGradients`; FSDP2 sends a layer at a time.
+    adapt: is called before gradients are shared out. compute_dtype, reduce_dtype, bucket_elements: see `ZeroGradients`;
+    FSDP2 sends a layer at a time.
     """
     sharding = shard_model(
         model,

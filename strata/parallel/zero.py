@@ -236,10 +236,9 @@ def leave_meta(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
-                held = torch.zeros(
-                    () if parameter.requires_grad else parameter.shape, dtype=parameter.dtype, device=device
-                )
-                setattr(module, name, nn.Parameter(held.expand(parameter.shape), parameter.requires_grad))
+                shape = () if parameter.requires_grad else parameter.shape
+                held = torch.zeros(shape, dtype=parameter.dtype, device=device).expand(parameter.shape)
+                setattr(module, name, nn.Parameter(held, parameter.requires_grad))
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             # Not `to_empty`: its `empty_like` of a tensor on the meta device imports SymPy, half a second.
             module._apply(lambda one: torch.empty(one.shape, dtype=one.dtype, device=device), recurse=False)

@@ -61,7 +61,7 @@ def _write_model(run: Trainer, folder: Path) -> None:
 
 
 def _write_merged(run: Trainer, lora: LoraConfig, checkpoint: Path, folder: Path) -> None:
-    """Adapter and merged model. The base is read again: what the run computes with may be rounded, packed, or divided."""
+    """Adapter and merged model. The base is read again: what the run computes with may be rounded or packed."""
     assert run.start.weights is not None
     adapter = run.folder / "adapter"
     save_adapter(trained_values(checkpoint), lora, str(run.config.start.model), adapter)

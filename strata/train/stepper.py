@@ -48,8 +48,8 @@ class Setting:
 
 
 def make_stepper(setting: Setting) -> ParallelStep:
-    """Of any layout, of all weights or with [lora] of adapters, that minimizes what [dpo] says or else the cross-entropy
-    of the next token. A collective call.
+    """Of any layout. It trains all weights, or with [lora] adapters; for preferences with [dpo], else for the next
+    token. A collective call.
     """
     config, weights = setting.config, setting.start.weights
     _check_device(config.run.precision, setting.mesh.world.device)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from strata.train.steps.tune_step import TuneStep
 from torch import Tensor
 
 from strata.comm.launch import World
@@ -25,7 +26,6 @@ from strata.train.data.tokenize import tokenize
 from strata.train.dpo import DpoConfig, DpoObjective, Reference, dpo_loss, weights_digest
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.steps.result import StepResult
-from strata.train.steps.tune_step import TuneStep
 
 CONFIG = DpoConfig(beta=0.3, label_smoothing=0.1)
 

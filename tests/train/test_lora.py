@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from strata.train.steps.tune_step import TuneStep
 from torch import Tensor
 
 from strata.comm.launch import World
@@ -30,7 +31,6 @@ from strata.train.data.encoding import Encoded
 from strata.train.data.pack import pack
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.steps.objective import NextToken
-from strata.train.steps.tune_step import TuneStep
 from tests.train.predict.saved_bytes import saved_bytes
 
 CONFIG = LoraConfig(rank=3, alpha=6.0, projections=["q_proj", "down_proj"])

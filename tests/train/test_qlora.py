@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from strata.train.steps.tune_step import TuneStep
 from torch import Tensor
 
 from strata.comm.launch import World
@@ -34,7 +35,6 @@ from strata.train.data.pack import pack as pack_documents
 from strata.train.finish import save_model
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.steps.objective import NextToken
-from strata.train.steps.tune_step import TuneStep
 from strata.train.trainer import Trainer
 from tests.engine.packing.test_packed_checkpoints import written
 from tests.models.checkpoints import FAMILY_CONFIGS

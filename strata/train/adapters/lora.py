@@ -54,7 +54,7 @@ class LoraConfig:
 
 
 # What may get an adapter; its weight [outputs, inputs] may be packed (`strata.train.adapters.frozen`).
-_BASES = (Linear, RowLinear, ColumnLinear)
+Base = Linear | RowLinear | ColumnLinear
 
 # Of A and B, by the placement of the weight that they are beside. A is whole beside divided rows, and its gradient a
 # part on each rank.
@@ -73,7 +73,7 @@ def add_lora(model: CausalLM, config: LoraConfig, seed: int) -> dict[str, nn.Par
     values = dict(first_values(model, config, seed))
     model.requires_grad_(False)
     for _, child in _projections(model, config.projections):
-        _put_beside(child, config, child.weight.device, torch.float32)
+        _put_beside(child, config, next(model.parameters()).device, torch.float32)
     found = adapters_of(model)
     with torch.no_grad():
         for name, weight in found.items():
@@ -90,10 +90,10 @@ def add_adapters(model: nn.Module, sharding: TensorSharding, config: LoraConfig,
     for name, child in _projections(model, config.projections):
         _put_beside(child, config, next(model.parameters()).device, dtype)
         placement = sharding.placements.get(f"{name}.weight", Placement.PER_TOKEN)  # a packed one is not divided
-        outputs, inputs = sharding.shapes.get(f"{name}.weight", child.weight.shape)
         both = _PLACEMENTS.get(placement, (Placement.PER_TOKEN, Placement.PER_TOKEN))
+        sizes = _sizes(sharding.shapes.get(f"{name}.weight", child.weight.shape), config.rank)
         placements |= dict(zip((name + one for one in _ADAPTERS), both, strict=True))
-        shapes |= dict(zip((name + one for one in _ADAPTERS), _sizes(outputs, inputs, config.rank), strict=True))
+        shapes |= dict(zip((name + one for one in _ADAPTERS), sizes, strict=True))
     return replace(sharding, placements=placements, shapes=shapes)
 
 
@@ -103,7 +103,7 @@ def first_values(model: CausalLM, config: LoraConfig, seed: int) -> Iterator[tup
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     for name, child in _needed(model, config):
-        of_a, of_b = _sizes(*child.weight.shape, config.rank)
+        of_a, of_b = _sizes(child.weight.shape, config.rank)
         # Uniform with variance 1 / (3 inputs), as PEFT's kaiming_uniform_(a=sqrt(5)); the product begins as zero.
         drawn = torch.empty(of_a, device="cpu").uniform_(-1, 1, generator=generator) * of_a[1] ** -0.5
         yield from zip((name + one for one in _ADAPTERS), (drawn, torch.zeros(of_b, device="cpu")), strict=True)
@@ -114,15 +114,16 @@ def adapters_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: weight for name, weight in model.named_parameters() if name.endswith(_ADAPTERS)}
 
 
-def _put_beside(base: nn.Module, config: LoraConfig, device: torch.device, dtype: torch.dtype) -> None:
+def _put_beside(base: Base, config: LoraConfig, device: torch.device, dtype: torch.dtype) -> None:
     """Let `base` compute x W^T (+ b) + scale * x A^T B^T, [..., inputs] to [..., outputs]: A is `lora_A.weight`
     [rank, inputs], B `lora_B.weight` [outputs, rank]; its own parameters keep their names.
     """
-    for name, sizes in zip(("lora_A", "lora_B"), _sizes(*base.weight.shape, config.rank), strict=True):
+    for name, (outputs, inputs) in zip(("lora_A", "lora_B"), _sizes(base.weight.shape, config.rank), strict=True):
         with torch.device(device):
-            base.register_module(name, Linear(sizes[1], sizes[0], bias=False).to(dtype))
-    base.lora_scale = config.alpha / config.rank  # type: ignore[assignment]
-    base.forward = MethodType(_forward, base)
+            base.register_module(name, Linear(inputs, outputs, bias=False).to(dtype))
+    adapted: Any = base
+    adapted.lora_scale = config.alpha / config.rank
+    adapted.forward = MethodType(_forward, base)
 
 
 def _forward(self: Any, x: Tensor) -> Tensor:
@@ -130,7 +131,8 @@ def _forward(self: Any, x: Tensor) -> Tensor:
     inner: Tensor = _WideProduct.apply(x, self.lora_A.weight)
     if isinstance(self, (RowLinear, ColumnLinear)):
         inner = self.between(inner)
-    return product + (self.lora_scale * linear(inner, self.lora_B.weight)).to(product.dtype)
+    added: Tensor = self.lora_scale * linear(inner, self.lora_B.weight)
+    return product + added.to(product.dtype)
 
 
 class _WideProduct(torch.autograd.Function):
@@ -157,9 +159,8 @@ def merge_lora(model: CausalLM) -> None:
     """Add every adapter to its weight, in place, and take it away: a model as it was before `add_lora`, with other
     weights. Raises ValueError for a packed weight.
     """
-    for child in model.modules():
-        if "lora_A" not in child._modules:
-            continue
+    adapted: list[Any] = [one for one in model.modules() if "lora_A" in dict(one.named_children())]
+    for child in adapted:
         if isinstance(child.weight, PackedWeight):
             raise ValueError("packed weights have no room for an adapter: load the model in floats, then merge")
         product = child.lora_scale * (child.lora_B.weight @ child.lora_A.weight)
@@ -220,12 +221,13 @@ def adapter_shapes(model: CausalLM, config: LoraConfig) -> list[tuple[int, int]]
     return [(child.weight.shape[0], child.weight.shape[1]) for _, child in _needed(model, config)]
 
 
-def _sizes(outputs: int, inputs: int, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Of A and of B."""
+def _sizes(base: Sequence[int], rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of A and of B, beside a weight [outputs, inputs]."""
+    outputs, inputs = base
     return (rank, inputs), (outputs, rank)
 
 
-def _needed(model: CausalLM, config: LoraConfig) -> list[tuple[str, nn.Module]]:
+def _needed(model: CausalLM, config: LoraConfig) -> list[tuple[str, Base]]:
     if found := _projections(model, config.projections):
         return found
     raise ValueError(
@@ -234,11 +236,11 @@ def _needed(model: CausalLM, config: LoraConfig) -> list[tuple[str, nn.Module]]:
     )
 
 
-def _projections(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Module]]:
+def _projections(model: nn.Module, names: Sequence[str]) -> list[tuple[str, Base]]:
     """The modules of these names, by their places."""
     return [
         (f"{place}.{name}", child)
         for place, parent in model.named_modules()
         for name, child in parent.named_children()
-        if name in names and isinstance(child, _BASES)
+        if name in names and isinstance(child, Base)
     ]

@@ -23,7 +23,7 @@ from strata.models.weights import stored_values
 from strata.parallel.data_parallel import fill, gradient_axes
 from strata.parallel.families import TABLES
 from strata.parallel.layout import Layout
-from strata.parallel.parallelize import Parallel, parallelize
+from strata.parallel.parallelize import Adapt, Parallel, parallelize
 from strata.parallel.pipeline import Pipeline
 from strata.parallel.schedules import make_schedule
 from strata.parallel.stages import ModelStages, layer_spans
@@ -103,8 +103,8 @@ def make_step(
 
     A layout that divides documents only, with ZeRO of at most 2, runs the merged and fused graph: `precision` may then
     be any of `PRECISIONS` and `recompute` any of `RECOMPUTE`. All others, and models with adapters, run the modules, in
-    bf16, with recompute one of `RECOMPUTE_OF_MODULES`. balance: of experts; None does not even count how busy they are. max_length: of a
-    sequence, see `build`. phases, before_update, records: see `ParallelStep`.
+    bf16, with recompute one of `RECOMPUTE_OF_MODULES`. balance: of experts; None does not even count how busy they are.
+    max_length: of a sequence, see `build`. phases, before_update, records: see `ParallelStep`.
 
     Raises ValueError for what does not go together.
     """
@@ -170,11 +170,13 @@ def _check(layout: Layout, precision: str, recompute: str, *, runs_graph: bool) 
             raise ValueError(f"{name} = {choice!r} must be one of {', '.join(choices)}")
     if runs_graph:
         return
-    way = "is for whole models in layouts that divide documents only (dp, or shard with zero = 1 or 2)"
+    way = "is for layouts that divide documents only (dp, or shard with zero = 1 or 2), without adapters"
     if precision != "bf16":
-        raise ValueError(f"precision = {precision!r} {way}; use 'bf16', or train so")
+        raise ValueError(f"precision = {precision!r} {way}; use such a layout, or 'bf16'")
     if recompute not in RECOMPUTE_OF_MODULES:
-        raise ValueError(f"recompute = {recompute!r} {way}; use one of {', '.join(RECOMPUTE_OF_MODULES)}, or train so")
+        raise ValueError(
+            f"recompute = {recompute!r} {way}; use such a layout, or one of {', '.join(RECOMPUTE_OF_MODULES)}"
+        )
     if recompute != "none" and layout.schedule.startswith("zero-bubble") and layout.pp > 1:
         raise ValueError(
             f"recompute = {recompute!r} does not go with schedule {layout.schedule!r}, which runs a backward pass in "
@@ -195,7 +197,8 @@ class _Setting:
     adapters: Adapters | None
 
     def divide(self, model: CausalLM | ModelStages) -> Parallel:
-        adapt, compute_dtype = None, self.compute_dtype
+        adapt: Adapt | None = None
+        compute_dtype: torch.dtype | None = self.compute_dtype
         if self.adapters is not None:  # which compute as they are, wider than what they are beside
             adapt, compute_dtype = partial(add_adapters, config=self.adapters.lora, dtype=self.dtype), None
         parallel = parallelize(model, self.config, self.layout, self.mesh, adapt=adapt, compute_dtype=compute_dtype)

@@ -22,8 +22,8 @@ class Columns:
 
 
 class Objective(Loss, Protocol):
-    """The mean of a loss over some things of the step: tokens, documents, pairs. Packs, micro-batches and ranks may hold
-    whatever number of them.
+    """The mean of a loss over some things of the whole step: tokens, documents, pairs. Each pack has whatever number of
+    them.
     """
 
     def count(self, packed: PackedBatch) -> int:

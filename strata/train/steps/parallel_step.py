@@ -141,7 +141,7 @@ class ParallelStep:
         return to_device(torch.tensor(counts, dtype=self._dtype), self._device)
 
     def _micro_batches(self, batches: Sequence[PackedBatch], scale: Tensor) -> list[MicroBatch]:
-        # What recurs as a recording computes it, so that a run that resumes, and has nothing recorded yet, repeats the bits.
+        # What recurs as a recording does, so that a run that resumes, and has nothing recorded yet, repeats the bits.
         make = self._to_micro_batch if self._before is None else partial(whole_batch, context=self._context)
         return [make(one, self._objective.columns(one), scale) for one in batches]
 
