@@ -50,11 +50,10 @@ class FsdpGradients:
         """
         self._sharding, self._axes, self._world_axis = sharding, axes, world_axis
         self._whole: FSDPModule
-        trained = [parameter.dtype for parameter in model.parameters() if parameter.requires_grad]
-        dtype = trained[0] if trained else torch.float32
+        wide = torch.promote_types(next(model.parameters()).dtype, torch.float32)  # of masters, which may be elsewhere
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype,
-            reduce_dtype=reduce_dtype or torch.promote_types(dtype, torch.float32),
+            reduce_dtype=reduce_dtype or wide,
             # Cosines and sines of the rotary embedding stay float32.
             cast_forward_inputs=False,
         )
@@ -74,7 +73,7 @@ class FsdpGradients:
         self.shards = [shard for shard in made if shard.master.requires_grad]
         self.frozen = [shard for shard in made if not shard.master.requires_grad]
         self._gradients: dict[str, Tensor] = {}
-        self._zero = torch.zeros((), dtype=dtype, device=mesh.world.device)
+        self._zero = torch.zeros((), dtype=wide, device=mesh.world.device)
 
     def _make_shards(self) -> Iterator[ParameterShard]:
         for name, parameter in self._parameters.items():

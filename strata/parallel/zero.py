@@ -51,8 +51,8 @@ class ZeroGradients:
         leave_meta(model, device)
         self.frozen = frozen_shards(model)
         self._world_axis, self._reduces_every_pass = world_axis, reduce_every_pass
-        wide = [parameter.dtype for parameter in model.parameters() if parameter.requires_grad][:1] or [torch.float32]
-        self._zero = torch.zeros((), dtype=wide[0], device=device)
+        wide = torch.promote_types(next(model.parameters()).dtype, torch.float32)  # of masters, which may be elsewhere
+        self._zero = torch.zeros((), dtype=wide, device=device)
         self._buckets = _make_buckets(model, axes, compute_dtype, reduce_dtype, bucket_elements)
         self.shards = [shard for bucket in self._buckets for shard in bucket.shards]
         self._bucket_of = {name: place for place, bucket in enumerate(self._buckets) for name in bucket.entries}

@@ -23,6 +23,8 @@ from tests.train.step_ranks import errors_of, four_ranks, made, repeated_message
 
 ALONE = World(0, 0, 1, torch.device("cpu"), None)
 
+LORA: dict[str, Any] = {"projections": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]}
+DPO, POLICY = {"loss": "dpo"}, {"loss": "policy"}
 LAYOUTS: dict[int, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
     2: [
         ("llama", {"shard": 2, "zero": 2}, {}),
@@ -45,6 +47,25 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
         ("glm4-moe", {"tp": 2}, {}),
         ("deepseek-v2", {"shard": 2, "ep": 2, "zero": 3}, {"recompute": "layers"}),
         ("deepseek-v2", {"pp": 2, "micro_batches": 2}, {}),
+        ("llama", {"dp": 2}, LORA | {"recompute": "layers"}),
+        ("llama", {"shard": 2, "zero": 3}, LORA),
+        ("qwen3-biases-tied", {"shard": 2, "zero": 2}, LORA | DPO),
+        ("qwen3-biases-tied", {"tp": 2}, LORA),
+        ("llama-biases-tied", {"tp": 2, "sequence_parallel": True}, LORA | DPO | {"recompute": "mlp"}),
+        ("llama", {"cp": 2, "zero": 1}, LORA | DPO),
+        ("qwen3-biases-tied", {"pp": 2, "micro_batches": 2}, LORA | DPO),
+        ("llama", {"pp": 2, "micro_batches": 2, "schedule": "zero-bubble"}, LORA),
+        ("mixtral", {"shard": 2, "ep": 2, "zero": 3}, LORA | {"projections": ["k_proj"]}),
+        ("qwen3-moe", {"pp": 2, "micro_batches": 2}, LORA | {"projections": ["up_proj"]}),
+        ("glm4-moe", {"dp": 2}, LORA | {"projections": ["v_proj"]}),
+        ("llama", {"dp": 2}, DPO),
+        ("qwen3-biases-tied", {"shard": 2, "zero": 3}, DPO),
+        ("llama", {"tp": 2}, DPO),
+        ("llama", {"cp": 2, "context": "ulysses"}, DPO),
+        ("qwen3-biases-tied", {"pp": 2, "micro_batches": 2}, DPO),
+        ("qwen3-biases-tied", {"shard": 2, "zero": 1}, POLICY),
+        ("llama", {"cp": 2}, POLICY),
+        ("llama", {"pp": 2, "micro_batches": 2, "schedule": "zero-bubble"}, POLICY),
     ],
     4: [
         ("llama", {"dp": 2, "shard": 2, "zero": 2}, {"recompute": "mlp"}),
@@ -57,6 +78,10 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
         ("llama", {"shard": 2, "tp": 2, "zero": 3, "sequence_parallel": True}, {"recompute": "mlp"}),
         ("qwen3-moe", {"pp": 2, "shard": 2, "zero": 3, "micro_batches": 2}, {"recompute": "mlp"}),
         ("llama", {"pp": 2, "tp": 2, "micro_batches": 2, "schedule": "interleaved"}, {"recompute": "mlp"}),
+        ("llama", {"shard": 2, "tp": 2, "zero": 3, "sequence_parallel": True}, LORA | DPO),
+        ("qwen3-biases-tied", {"pp": 2, "tp": 2, "micro_batches": 2, "schedule": "interleaved"}, LORA | POLICY),
+        ("llama", {"pp": 2, "cp": 2, "zero": 1, "micro_batches": 2}, LORA | DPO),
+        ("llama", {"cp": 2, "tp": 2}, POLICY),
     ],
 }
 
@@ -83,6 +108,13 @@ def test_steps_of_layouts_equal_one_process(world: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3-biases-tied", "mixtral", "deepseek-v2", "qwen3-next"])
 def test_steps_of_one_device_equal_plain_pytorch(family: str, recompute: str) -> None:
     errors = errors_of(ALONE, family, Layout(), recompute=recompute)
+    assert largest(errors.values()) < 1e-9, errors
+
+
+@pytest.mark.parametrize("options", [DPO, POLICY, LORA, LORA | DPO, LORA | POLICY])
+@pytest.mark.parametrize("family", ["llama", "qwen3-biases-tied"])
+def test_any_objective_equals_its_formula_on_one_device(family: str, options: dict[str, Any]) -> None:
+    errors = errors_of(ALONE, family, Layout(), **options)
     assert largest(errors.values()) < 1e-9, errors
 
 
