@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -10,9 +11,12 @@ from torch import Tensor
 from torch.func import functional_call
 
 from strata.comm.launch import World
+from strata.models.config import read_config
 from strata.models.layers import CausalLM
+from strata.models.quantized.choice import hold_packed
 from strata.parallel.layout import Layout
 from strata.parallel.objective import Head, MicroBatch
+from strata.train.adapters.frozen import load_frozen
 from strata.train.data.pack import PackedBatch, Samples
 from strata.train.dpo import DpoConfig, DpoObjective, Reference
 from strata.train.steps.micro_batch import micro_batch
@@ -113,3 +117,12 @@ def loss_of_pack(model: CausalLM, packed: PackedBatch, objective: Objective | No
     one = micro_batch(packed, objective.columns(packed), scale, head.device, axis, "ring")
     total, _ = objective(one.counted(model(one.batch)), Head(head, axis, len(head)), one)
     return total
+
+
+def frozen(
+    folder: Path, scheme: str | None, device: torch.device = ALONE.device, dtype: torch.dtype = torch.float32
+) -> CausalLM:
+    """The model of a folder, which holds packed what a run would."""
+    model, packed = load_frozen(folder, read_config(folder), scheme, device, dtype)
+    hold_packed(model, packed)
+    return model

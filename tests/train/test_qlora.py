@@ -22,23 +22,22 @@ from strata.models.initialize import randomize
 from strata.models.layers import CausalLM
 from strata.models.quantized.calibrate.quantize import quantize
 from strata.models.quantized.calibrate.settings import Rounding
-from strata.models.quantized.choice import hold_packed
 from strata.models.save import save
 from strata.models.weights import load
 from strata.parallel.layout import Layout
-from strata.train.adapters.frozen import load_frozen, planned_weights
+from strata.train.adapters.frozen import planned_weights
 from strata.train.adapters.lora import LoraConfig, add_lora, merge_lora
 from strata.train.data.encoding import Encoded
 from strata.train.data.pack import PackedBatch
 from strata.train.data.pack import pack as pack_documents
 from strata.train.finish import save_model
 from strata.train.optimizer.config import OptimizerConfig
-from strata.train.steps.make import Adapters, make_step
+from strata.train.steps.make import Adapters, held_by, make_step
 from strata.train.trainer import Trainer
 from tests.engine.packing.test_packed_checkpoints import written
 from tests.models.checkpoints import FAMILY_CONFIGS
 from tests.train.conftest import Tune, log
-from tests.train.plain_losses import ALONE, loss_of_pack
+from tests.train.plain_losses import ALONE, frozen, loss_of_pack
 from tests.train.predict.saved_bytes import saved_bytes
 
 CPU = torch.device("cpu")
@@ -48,13 +47,6 @@ LORA = LoraConfig(rank=3, alpha=6.0, projections=["q_proj", "gate_proj", "down_p
 
 def documents() -> PackedBatch:
     return pack_documents(Encoded(np.arange(12, dtype=np.int32), np.arange(12) % 5 != 0, np.array([0, 5, 12])))
-
-
-def frozen(folder: Path, scheme: str | None = None) -> CausalLM:
-    """The model of a folder, which holds packed what a run would."""
-    model, packed = load_frozen(folder, read_config(folder), scheme, CPU, torch.float32)
-    hold_packed(model, packed)
-    return model
 
 
 def packed_of(model: CausalLM) -> dict[str, PackedWeight]:
@@ -105,13 +97,12 @@ def test_gradients_and_losses_are_those_of_the_floats(scheme: str, folder: Path)
         assert all(parameter.grad is None for name, parameter in one.named_parameters() if name not in found)
         for weight in adapters.values():
             weight.grad = None
-        values = {name: weight.detach().clone() for name, weight in one.named_parameters()}
         step = make_step(
             read_config(folder),
             Layout(),
             Layout().mesh(ALONE),
             OptimizerConfig(learning_rate=1e-2),
-            lambda *_, values=values: values.items(),
+            held_by(one),
             adapters=Adapters(LORA, packed=packed_of(one)),
         )
         losses = [step([documents()], 1e-2).loss.item() for _ in range(4)]
@@ -184,7 +175,7 @@ def test_folders_of_the_hubs_train_as_they_are(name: str, tmp_path: Path) -> Non
     twin = written(tmp_path, name)
     for part in twin.modules():
         part._forward_pre_hooks.clear()  # that round activations as serving does
-    model, found = frozen(tmp_path), []
+    model, found = frozen(tmp_path, None), []
     assert len(packed_of(model)) == 7
     for one in (model, twin):
         adapters = filled(one)
@@ -210,7 +201,7 @@ def test_a_packed_checkpoint_trains_and_leaves_floats(packed_builtin: Path, tune
     lora = {"rank": 2, "projections": ["q_proj"]}
     start, data = {"model": str(packed_builtin)}, {"tokens_per_pack": 300}
     run = Trainer(tune("style", run={"steps": 2}, start=start, data=data, lora=lora), ALONE)
-    base = {name: dense(weight) for name, weight in packed_of(frozen(packed_builtin)).items()}
+    base = {name: dense(weight) for name, weight in packed_of(frozen(packed_builtin, None)).items()}
     assert len(base) == 7 * 5
     run.train()
     after = load_file(save_model(run) / "model.safetensors")

@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from strata.comm.mesh import Mesh
 from strata.kernels.quant.packed import PackedWeight
@@ -62,6 +62,12 @@ def dummy(seed: int, device: torch.device) -> Values:
 def stored(folder: Path) -> Values:
     """Values of a checkpoint folder as Hugging Face lays it out, of the same config."""
     return lambda model, wanted: stored_values(model, folder, wanted)
+
+
+def held_by(model: nn.Module) -> Values:
+    """Those that a model has."""
+    named = dict(model.named_parameters())
+    return lambda _, wanted: ((name, one) for name, one in named.items() if name in wanted)
 
 
 @dataclass(frozen=True)
