@@ -94,6 +94,8 @@ class Reference:
                         packed.samples.datasets, packed.samples.numbers, replies.view(-1, 2), strict=True
                     ):
                         tables[dataset][number] = pair
+            # A collective fails if others are awaited for too long.
+            start_all_reduce(torch.zeros(()), ranks).wait()
         # What the others have computed is added to zeros: the bits are theirs.
         self._tables = [start_all_reduce(table, documents).wait() for table in tables]
         if ranks.index == 0:

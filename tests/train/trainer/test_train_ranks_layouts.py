@@ -26,6 +26,8 @@ LAYOUTS: dict[str, Table] = {
 RESUMED: list[Table | None] = [{"shard": 2, "zero": 2}, None, {"tp": 2}, {"pp": 2}, {"cp": 2}]
 # Its last step has fewer packs than ranks.
 VALIDATED: Table = {"validation": {"share": 0.06, "every": 2}}
+# With the preferences of [dpo], and in "both" with [lora] too.
+TUNED = {"dpo": "zero-2", "both": "fsdp", "dpo-tp": "tp", "dpo-pp": "pp", "both-tp": "tp-sequence", "both-ring": "ring"}
 # Relative. float32 has a spacing of 1.2e-7, and the sums of one loss round a few times.
 BOUND = 1e-6
 LATE_SECONDS = 0.4
@@ -52,12 +54,13 @@ def _runs(files: Files, folder: Path) -> dict[str, Table]:
         "lora": files.tuning(
             folder / "lora", lora={"rank": 2, "quantization": "int4"}, parallel={"dp": 2}, **VALIDATED
         ),
-        "dpo": files.tuning(
-            folder / "dpo", data=pairs, dpo={"beta": 0.3}, parallel={"shard": 2, "zero": 2}, **VALIDATED
-        ),
     }
+    dpo = {"data": pairs, "dpo": {"beta": 0.3}} | VALIDATED
+    for name in TUNED:
+        table = {"lora": {"rank": 2}} | dpo if "both" in name else dpo
+        tables[name] = files.tuning(folder / name, parallel=LAYOUTS[TUNED[name]], **table)
     runs: dict[str, Table] = {name: {"table": table} for name, table in tables.items()}
-    for name in ("dp", "experts", "lora", "dpo"):
+    for name in ("dp", "experts", "lora", "dpo", "both"):
         table = {section: values for section, values in tables[name].items() if section != "parallel"}
         table["run"] = table["run"] | {"out": str(folder / f"{name}-alone")}
         runs[f"{name}-alone"] = {"table": table, "alone": True}
@@ -94,23 +97,25 @@ def differences(one: list[float], other: list[float]) -> list[float]:
 
 def check_every_layout_trains_as_one_process(found: By_name) -> None:
     apart = {}
-    for name in (*LAYOUTS, "experts", "lora", "dpo"):
-        alone = found[f"{name if f'{name}-alone' in found else 'dp'}-alone"][0]
+    for name in (*LAYOUTS, "experts", "lora", *TUNED):
+        alike = name.partition("-")[0]
+        alone = found[f"{alike if f'{alike}-alone' in found else 'dp'}-alone"][0]
         first, second = found[name]
         assert [line["step"] for line in first["lines"]] == [1, 2, 3]
         assert losses(first) == losses(second)
         assert len(set(losses(first))) == 3
         divides_documents = first["samples"] != alone["samples"]
-        assert divides_documents == (name in ("dp", "zero-1", "zero-2", "fsdp", "experts", "lora", "dpo"))
+        assert divides_documents == (name in ("dp", "zero-1", "zero-2", "fsdp", "experts", "lora", "dpo", "both"))
         assert (samples([first, second]) if divides_documents else second["samples"]) == alone["samples"]
-        apart[name] = largest(differences(losses(first), losses(alone)))
+        # That of pairs is a difference of what whole replies weigh, which is tens of times as much.
+        scale = 20 if name in TUNED else 1
+        apart[name] = largest(differences(losses(first), losses(alone))) / scale
         measured = [validated(one, "loss") for one in (first, second, alone)]
         assert measured[0] == measured[1]
-        # That of pairs is a difference of what whole replies weigh, which is tens of times as much.
-        scale = 20 if name == "dpo" else 1
         apart[f"{name} validated"] = largest(differences(measured[0], measured[2])) / scale
-    pairs = [validated(one, "preferred") for one in (*found["dpo"], *found["dpo-alone"])]
-    assert pairs[0] == pairs[1] == pytest.approx(pairs[2])
+    for name in TUNED:
+        pairs = [validated(one, "preferred") for one in (*found[name], *found[f"{name.partition('-')[0]}-alone"])]
+        assert pairs[0] == pairs[1] == pytest.approx(pairs[2])
     print("largest relative difference of a loss:", {name: f"{value:.0e}" for name, value in apart.items()})
     assert largest(apart.values()) < BOUND
 

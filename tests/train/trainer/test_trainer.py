@@ -294,14 +294,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}, {"pp": 2}, {"shard": 2, "zero": 3}])
-@pytest.mark.parametrize(("source", "method"), [("style", "lora"), ("short", "dpo")])
-def test_fine_tuning_divides_documents_only(tune: Tune, source: str, method: str, layout: dict[str, int]) -> None:
-    two = World(0, 0, 2, torch.device("cpu"), None)
-    with pytest.raises(ValueError, match=r"\[lora\] and \[dpo\] divide documents only: use dp, or shard with zero"):
-        Trainer(tune(source, parallel=layout, **{method: {}}), two)
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [
