@@ -24,7 +24,7 @@ from strata.train.predict.estimate import choose_recompute, step_shape
 from strata.train.recompute import RECOMPUTE_OF_MODULES
 from strata.train.start import RunData, Start, once_loader
 from strata.train.steps.balance import check_balance
-from strata.train.steps.make import Adapters, Values, fresh, held_by, make_step, stored
+from strata.train.steps.make import Adapters, Values, compute_dtype_on, fresh, held_by, make_step, stored
 from strata.train.steps.parallel_step import ParallelStep
 from strata.train.trainable import check_trainable
 
@@ -114,7 +114,7 @@ def _frozen(setting: Setting, lora: LoraConfig, plain: Values) -> tuple[Values, 
     seed = setting.config.run.seed
     if lora.quantization is None and packed_format(weights) is None:
         return plain, Adapters(lora, seed)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = compute_dtype_on(device)
     model, packed = load_frozen(weights, setting.start.config, lora.quantization, device, dtype)
     if packed:
         setting.report(packed_line(packed, dtype))

@@ -118,8 +118,7 @@ def make_step(
     check_trainable(config)
     runs_graph = layout.divides_documents_only and adapters is None
     _check(layout, precision, recompute, runs_graph=runs_graph)
-    narrow = mesh.world.device.type == "cuda" and dtype == torch.float32
-    compute_dtype = torch.bfloat16 if narrow else dtype
+    compute_dtype = compute_dtype_on(mesh.world.device, dtype)
     with torch.device("meta"):
         whole, model = (build(config, max_length).to(dtype) for _ in range(2))
     hold_biases(model)
@@ -159,6 +158,11 @@ def make_step(
         before_update=before_update,
         records=records,
     )
+
+
+def compute_dtype_on(device: torch.device, dtype: torch.dtype = torch.float32) -> torch.dtype:
+    """Of the weights that a model computes with, whose masters have `dtype`."""
+    return torch.bfloat16 if device.type == "cuda" and dtype == torch.float32 else dtype
 
 
 def _others(values: Iterable[tuple[str, Tensor]], taken: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
