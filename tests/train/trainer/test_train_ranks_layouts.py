@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tests.largest import largest
 from tests.parallel.ranks import run_ranks
@@ -24,6 +30,7 @@ LAYOUTS: dict[str, Table] = {
 }
 # One run, two steps on each; None is one process.
 RESUMED: list[Table | None] = [{"shard": 2, "zero": 2}, None, {"tp": 2}, {"pp": 2}, {"cp": 2}]
+ADAPTERS: Table = {"rank": 3, "projections": ["q_proj", "o_proj", "up_proj", "down_proj"]}
 # Its last step has fewer packs than ranks.
 VALIDATED: Table = {"validation": {"share": 0.06, "every": 2}}
 # With the preferences of [dpo], and in "both" with [lora] too.
@@ -40,7 +47,9 @@ def test_runs_over_two_ranks(tmp_path: Path) -> None:
     ranks = run_ranks(train_each, 2, tmp_path, timeout=300, runs=_runs(write_files(tmp_path / "files"), tmp_path))
     found = {name: [one[name] for one in ranks if name in one] for name in ranks[0]}
     check_every_layout_trains_as_one_process(found)
-    check_resumed_on_other_ranks_and_layouts(found)
+    check_resumed_on_other_ranks_and_layouts(found, "")
+    check_resumed_on_other_ranks_and_layouts(found, "-lora")
+    check_exported_adapters(tmp_path)
     check_a_slow_rank_is_named(found)
 
 
@@ -64,12 +73,15 @@ def _runs(files: Files, folder: Path) -> dict[str, Table]:
         table = {section: values for section, values in tables[name].items() if section != "parallel"}
         table["run"] = table["run"] | {"out": str(folder / f"{name}-alone")}
         runs[f"{name}-alone"] = {"table": table, "alone": True}
-    for number, layout in enumerate(RESUMED):
-        run = {"steps": 2 * (number + 1)}
-        table = files.table(folder / "resumed", run=run, **{} if layout is None else {"parallel": layout})
-        runs[f"resumed-{number}"] = {"table": table, "alone": layout is None, "resume": number > 0}
-    through = files.table(folder / "through", run={"steps": 2 * len(RESUMED)})
-    runs["through"] = {"table": through, "alone": True}
+    for kind, make in (("", files.table), ("-lora", partial(files.tuning, lora=ADAPTERS))):
+        for number, layout in enumerate(RESUMED):
+            run = {"steps": 2 * (number + 1)}
+            table = make(folder / f"resumed{kind}", run=run, **{} if layout is None else {"parallel": layout})
+            last = kind != "" and number == len(RESUMED) - 1
+            keywords = {"table": table, "alone": layout is None, "resume": number > 0, "saves": last}
+            runs[f"resumed{kind}-{number}"] = keywords
+        through = make(folder / f"through{kind}", run={"steps": 2 * len(RESUMED)})
+        runs[f"through{kind}"] = {"table": through, "alone": True, "saves": kind != ""}
     slow = files.table(folder / "slow", run={"steps": 6}, parallel={"dp": 2}, faults={"straggler_intervals": 2})
     runs["slow"] = {"table": slow, "late": LATE_SECONDS}
     return runs
@@ -120,11 +132,11 @@ def check_every_layout_trains_as_one_process(found: By_name) -> None:
     assert largest(apart.values()) < BOUND
 
 
-def check_resumed_on_other_ranks_and_layouts(found: By_name) -> None:
-    through = found["through"][0]
+def check_resumed_on_other_ranks_and_layouts(found: By_name, kind: str) -> None:
+    through = found[f"through{kind}"][0]
     seen, trained = [], []
     for number, layout in enumerate(RESUMED):
-        ranks = found[f"resumed-{number}"]
+        ranks = found[f"resumed{kind}-{number}"]
         assert all(losses(one) == losses(ranks[0]) for one in ranks)
         seen += samples(ranks) if layout == {"shard": 2, "zero": 2} else ranks[0]["samples"]
         trained += ranks[0]["lines"]
@@ -134,6 +146,25 @@ def check_resumed_on_other_ranks_and_layouts(found: By_name) -> None:
     apart = differences([line["loss"] for line in trained], losses(through))
     print(f"largest relative difference of a loss: {max(apart):.1e}")
     assert largest(apart) < BOUND
+
+
+def check_exported_adapters(folder: Path) -> None:
+    """Those of two ranks are those of one process, and PEFT makes the merged model of them."""
+    two, one = (folder / f"{name}-lora" for name in ("resumed", "through"))
+    ours, alone = (load_file(run / "adapter/adapter_model.safetensors") for run in (two, one))
+    assert ours.keys() == alone.keys()
+    for name, value in alone.items():
+        assert value.abs().max() > 0, name
+        assert torch.allclose(ours[name], value, rtol=1e-3, atol=1e-5), name
+    assert (two / "adapter/adapter_config.json").read_text() == (one / "adapter/adapter_config.json").read_text()
+    if find_spec("peft") is None:
+        return
+    peft = import_module("peft")
+    merged = AutoModelForCausalLM.from_pretrained(two / "model", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(folder / "files/model", dtype=torch.float32)
+    tokens = torch.arange(3, 19)[None]
+    theirs = peft.PeftModel.from_pretrained(base, two / "adapter")(tokens).logits
+    assert torch.allclose(theirs, merged(tokens).logits, rtol=1e-2, atol=1e-2)  # the merged weights are bfloat16
 
 
 def check_a_slow_rank_is_named(found: By_name) -> None:
