@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +50,16 @@ def pack_of(seed: int, lengths: list[int], vocab: int, share: float) -> PackedBa
     return PackedBatch(tokens, positions, offsets, rows, tokens[rows + 1].astype(np.int64), samples)
 
 
-def packs_of(config: ModelConfig, step: int, replica: int) -> list[PackedBatch]:
-    """Other numbers of tokens on every replica. No token counts in the second pack of the first replica, nor in any of
-    the second replica in step 1.
+def packs_of(config: ModelConfig, step: int, replica: int, *, even: bool = False) -> list[PackedBatch]:
+    """Other numbers of tokens on every replica, if asked all of them even. No token counts in the second pack of the
+    first replica, nor in any of the second replica in step 1.
     """
+    lengths = [[5 + replica, 1 + micro, 7, 4] for micro in range(PACKS)]
     none = {(0, 0, 1), (1, 0, 1), (2, 0, 1), (1, 1, 0), (1, 1, 1)}
     return [
         pack_of(
             100 * step + 10 * replica + micro,
-            [5 + replica, 1 + micro, 7, 4],
+            [*lengths[micro][:-1], lengths[micro][-1] + even * sum(lengths[micro]) % 2],
             config.vocab_size,
             0.0 if (step, replica, micro) in none else 0.7,
         )
@@ -75,8 +77,10 @@ class Plain:
     logprobs: list[Tensor]
 
 
-def one_process(config: ModelConfig, replicas: int, steps: int, loss: str, lora: LoraConfig | None) -> Plain:
-    """By plain PyTorch."""
+def one_process(
+    steps: Sequence[Sequence[PackedBatch]], config: ModelConfig, loss: str, lora: LoraConfig | None
+) -> Plain:
+    """By plain PyTorch. steps: the packs of each, of all replicas."""
     model = random_model(config)
     named = dict(model.named_parameters()) if lora is None else random_adapters(model, lora)
     decayed = {name for name, one in named.items() if one.dim() > 1 and "embed_tokens" not in name}
@@ -86,8 +90,7 @@ def one_process(config: ModelConfig, replicas: int, steps: int, loss: str, lora:
     ]
     optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, betas=(0.9, 0.95), eps=1e-8)
     found = Plain(named, [], [], [])
-    for step in range(steps):
-        packs = [one for replica in range(replicas) for one in packs_of(config, step, replica)]
+    for step, packs in enumerate(steps):
         weights = named if lora is None else with_adapters(model, named, lora)
         logprobs = [plain_logprobs(model, weights, one) for one in packs]
         total = plain_loss(loss, logprobs, packs)
@@ -154,6 +157,7 @@ def errors_of(
     *,
     loss: str = "next token",
     projections: Sequence[str] = (),
+    even: bool = False,
     **options: Any,
 ) -> dict[str, float]:
     """Largest relative errors of losses, norms, log-probabilities and masters after some steps, each measured before it
@@ -163,11 +167,12 @@ def errors_of(
     config = config_of(family, num_hidden_layers=max(2, stages))
     lora = LoraConfig(3, 6.0, list(projections)) if projections else None
     step, replicas, own = made(world, config, layout, lora, objective=OBJECTIVES[loss], **options)
-    plain = one_process(config, replicas, STEPS, loss, lora)
+    by_step = [[packs_of(config, index, replica, even=even) for replica in range(replicas)] for index in range(STEPS)]
+    plain = one_process([list(chain(*packs)) for packs in by_step], config, loss, lora)
     errors: dict[str, float] = {}
     for index in range(STEPS):
         step.sync_weights()
-        packs = packs_of(config, index, own)
+        packs = by_step[index][own]
         measured = step.measured(packs)
         errors[f"measured {index}"] = abs(float(measured["loss"]) / plain.losses[index] - 1)
         if own == 0:

@@ -75,6 +75,21 @@ def test_memory_of_8b_by_hand(wide: Path) -> None:
     assert most.workspace == 8192 * (layer - 2 * 4096) + 2 * 4 * 8192 * 14336 + 2 * 4096 * 14336
 
 
+def test_frozen_memory_of_ranks_by_hand(wide: Path) -> None:
+    found = {}
+    for scheme in (None, "int4"):
+        for layout in (Layout(tp=2), Layout(pp=2, micro_batches=2), Layout(shard=4, zero=3), Layout(shard=4, zero=2)):
+            step = AdapterStep.of(run(wide, rank=16, quantization=scheme), read_config(wide), layout)
+            found[scheme, layout.tp, layout.pp, layout.zero] = step.memory("none").frozen
+    packed = MATRICES // 2 + 4 * MATRICES // 128
+    assert found[None, 1, 1, 2] == 2 * MATRICES + OTHERS
+    assert found[None, 1, 1, 3] == pytest.approx((2 * MATRICES + OTHERS) / 4, rel=1e-6)
+    assert found["int4", 1, 1, 3] == pytest.approx(packed + OTHERS / 4, rel=1e-6)
+    assert found[None, 2, 1, 0] == pytest.approx((2 * MATRICES + OTHERS) / 2, rel=1e-3)
+    # The first stage has 17 of 32 layers, the second the head.
+    assert found["int4", 1, 2, 0] == pytest.approx(17 / 32 * packed + OTHERS / 2, rel=0.01)
+
+
 def test_what_is_chosen_and_said(wide: Path) -> None:
     step = AdapterStep.of(run(wide, rank=16, quantization="int4"), read_config(wide), Layout())
     assert [step.choose_recompute(gib * 2**30) for gib in (48, 24, 12, 1)] == ["none", "mlp", "layers", "layers"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,12 +16,15 @@ from strata.models.families import build
 from strata.models.initialize import initialize
 from strata.models.save import save
 from strata.parallel.layout import Layout
+from strata.train.adapters.lora import LoraConfig
+from strata.train.data.pack import PackedBatch, Samples
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.steps.make import fresh, make_step, stored
 from tests.largest import largest
 from tests.parallel.models import config_of
 from tests.parallel.ranks import run_ranks
-from tests.train.step_ranks import errors_of, four_ranks, made, repeated_messages, two_ranks
+from tests.train.plain_losses import OBJECTIVES
+from tests.train.step_ranks import errors_of, four_ranks, made, pack_of, repeated_messages, two_ranks
 
 ALONE = World(0, 0, 1, torch.device("cpu"), None)
 
@@ -55,6 +60,7 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
         ("llama", {"cp": 2, "zero": 1}, LORA | DPO),
         ("qwen3-biases-tied", {"pp": 2, "micro_batches": 2}, LORA | DPO),
         ("llama", {"pp": 2, "micro_batches": 2, "schedule": "zero-bubble"}, LORA),
+        ("llama", {"tp": 2, "sequence_parallel": True, "overlap": True}, LORA | {"even": True}),
         ("mixtral", {"shard": 2, "ep": 2, "zero": 3}, LORA | {"projections": ["k_proj"]}),
         ("qwen3-moe", {"pp": 2, "micro_batches": 2}, LORA | {"projections": ["up_proj"]}),
         ("glm4-moe", {"dp": 2}, LORA | {"projections": ["v_proj"]}),
@@ -119,6 +125,43 @@ def test_any_objective_equals_its_formula_on_one_device(family: str, options: di
 
 
 # Of a layer, when it is computed again, and when its MLP alone is.
+def parts_of(packed: PackedBatch, *ends: int) -> list[PackedBatch]:
+    """The documents up to each of these numbers, in packs of their own."""
+    found = []
+    for first, end in pairwise((0, *ends)):
+        start, stop = packed.offsets[first], packed.offsets[end]
+        own = (packed.rows >= start) & (packed.rows < stop)
+        assert packed.samples is not None
+        numbers = packed.samples.numbers[first // 2 : end // 2]
+        found.append(
+            PackedBatch(
+                packed.tokens[start:stop],
+                packed.positions[start:stop],
+                packed.offsets[first : end + 1] - start,
+                packed.rows[own] - start,
+                packed.targets[own],
+                Samples(numbers, np.zeros_like(numbers), numbers, int(stop - start)),
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize("loss", OBJECTIVES)
+@pytest.mark.parametrize("adapters", [{}, LORA])
+def test_a_step_does_not_depend_on_how_documents_are_packed(loss: str, adapters: dict[str, Any]) -> None:
+    config = config_of("llama")
+    whole = pack_of(3, [5, 9, 2, 7, 4, 6, 11, 3], config.vocab_size, 0.7)
+    lora = LoraConfig(3, 6.0, adapters["projections"]) if adapters else None
+    found = []
+    for packs in ([whole], parts_of(whole, 2, 8), parts_of(whole, 4, 6, 8)):
+        step, _, _ = made(ALONE, config, Layout(), lora, objective=OBJECTIVES[loss])
+        result = step(packs, 1e-2)
+        measured = step.measured(packs)  # after the update
+        found.append([result.loss, result.norm, *result.metrics.values(), *measured.values()])
+    for other in found[1:]:
+        assert torch.allclose(torch.stack(found[0]), torch.stack(other), rtol=1e-11, atol=0), (found[0], other)
+
+
 REPEATED: list[tuple[str, dict[str, Any], dict[str, int], dict[str, int]]] = [
     # Not the sum of the last product, whose result nothing in the backward pass reads.
     ("llama", {"tp": 2}, {"all_reduce": 1}, {}),
