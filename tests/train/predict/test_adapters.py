@@ -87,7 +87,7 @@ def test_frozen_memory_of_ranks_by_hand(wide: Path) -> None:
     assert found["int4", 1, 1, 3] == pytest.approx(packed + OTHERS / 4, rel=1e-6)
     assert found[None, 2, 1, 0] == pytest.approx((2 * MATRICES + OTHERS) / 2, rel=1e-3)
     # The first stage has 17 of 32 layers, the second the head.
-    assert found["int4", 1, 2, 0] == pytest.approx(17 / 32 * packed + OTHERS / 2, rel=0.01)
+    assert found["int4", 1, 2, 0] == pytest.approx(17 / 32 * packed + OTHERS / 2, rel=0.03)
 
 
 def test_what_is_chosen_and_said(wide: Path) -> None:
