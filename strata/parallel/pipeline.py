@@ -15,7 +15,7 @@ from strata.comm.mesh import Mesh
 from strata.comm.transfers import PendingTransfers, Transfer, start_transfers
 from strata.parallel.data_parallel import Gradients
 from strata.parallel.families import span
-from strata.parallel.objective import Head, Loss, MicroBatch, shares
+from strata.parallel.loss import Head, Loss, MicroBatch, shares
 from strata.parallel.schedules import Action, Pass, PipelineSchedule, forward_alone
 from strata.parallel.split_backward import WeightGradients, backward_of_inputs
 from strata.parallel.stages import ModelStages

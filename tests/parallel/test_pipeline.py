@@ -20,7 +20,7 @@ from strata.models.config import ModelConfig
 from strata.models.families import build
 from strata.models.layers import CausalLM
 from strata.parallel.layout import Layout
-from strata.parallel.objective import MicroBatch
+from strata.parallel.loss import MicroBatch
 from strata.parallel.parallelize import parallelize
 from strata.parallel.pipeline import Pipeline
 from strata.parallel.schedules import SCHEDULES, PipelineSchedule, make_schedule

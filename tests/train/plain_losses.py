@@ -15,7 +15,7 @@ from strata.models.config import read_config
 from strata.models.layers import CausalLM
 from strata.models.quantized.choice import hold_packed
 from strata.parallel.layout import Layout
-from strata.parallel.objective import Head, MicroBatch
+from strata.parallel.loss import Head, MicroBatch
 from strata.train.adapters.frozen import load_frozen
 from strata.train.data.pack import PackedBatch, Samples
 from strata.train.dpo import DpoConfig, DpoObjective, Reference

@@ -14,7 +14,7 @@ from strata.comm.mesh import Axis
 from strata.kernels.loss.loss import IGNORED
 from strata.models.batch import Batch
 from strata.parallel.context import Method, divide_batch
-from strata.parallel.objective import MicroBatch
+from strata.parallel.loss import MicroBatch
 from strata.parallel.zigzag import Zigzag
 from strata.train.data.pack import PackedBatch, move
 from strata.train.steps.objective import Columns

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 from torch import Tensor
 
-from strata.parallel.objective import Head, Loss, MicroBatch
+from strata.parallel.loss import Head, Loss, MicroBatch
 from strata.train.data.pack import PackedBatch
 
 

@@ -15,7 +15,7 @@ from strata.comm.mesh import Mesh
 from strata.comm.to_device import to_device
 from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout
-from strata.parallel.objective import Head, MicroBatch
+from strata.parallel.loss import Head, MicroBatch
 from strata.parallel.parallelize import Parallel
 from strata.train.checkpoints.state import StateShard
 from strata.train.data.pack import PackedBatch

@@ -13,7 +13,7 @@ from strata.kernels.gradient_target import Memory
 from strata.kernels.loss.loss_grad import CHUNK_BYTES, cross_entropy_gradients
 from strata.models.layers import CausalLM
 from strata.parallel.data_parallel import Gradients
-from strata.parallel.objective import Head, Loss, MicroBatch, shares
+from strata.parallel.loss import Head, Loss, MicroBatch, shares
 from strata.parallel.pipeline import Pipeline
 from strata.train.compile import TrainingGraph
 

@@ -15,7 +15,7 @@ from strata.comm.collectives import start_all_reduce
 from strata.comm.mesh import Axis
 from strata.graph.cudagraph import CudaGraphs
 from strata.models.batch import Batch
-from strata.parallel.objective import MicroBatch
+from strata.parallel.loss import MicroBatch
 from strata.train.data.pack import PackedBatch
 from strata.train.steps.micro_batch import of_whole, whole_arrays
 from strata.train.steps.objective import Objective

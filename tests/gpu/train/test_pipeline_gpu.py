@@ -12,7 +12,7 @@ import torch
 from strata.comm.launch import World, join_world
 from strata.comm.mesh import Mesh
 from strata.models.batch import Batch
-from strata.parallel.objective import MicroBatch
+from strata.parallel.loss import MicroBatch
 from strata.parallel.pipeline import Pipeline
 from strata.parallel.schedules import SCHEDULES, make_schedule
 from strata.parallel.stages import ModelStages, layer_spans
