@@ -217,18 +217,18 @@ class _Setting:
 
 
 def _through_graph(model: CausalLM, setting: _Setting, precision: str, recompute: str) -> tuple[Parallel, Passes]:
-    mesh = setting.mesh
+    mesh, vocab_size = setting.mesh, setting.config.vocab_size
     if mesh.world.size == 1:
         sharding = shard_model(model, mesh.axis("tp"), TABLES[setting.config.architecture])
         alone = OneDeviceGradients(model, mesh.world.device, setting.compute_dtype)
         setting.balancing.attach(model)
         graph = TrainingGraph(model, precision, recompute)
-        return Parallel(sharding, alone), GraphPasses(model, graph, alone, mesh.axis("tp"))
+        return Parallel(sharding, alone), GraphPasses(model, graph, alone, mesh.axis("tp"), vocab_size)
     parallel = setting.divide(model)
     gradients = parallel.gradients
     assert isinstance(gradients, ZeroGradients)
     graph = TrainingGraph(model, precision, recompute, gradients)
-    return parallel, GraphPasses(model, graph, gradients, mesh.axis("tp"))
+    return parallel, GraphPasses(model, graph, gradients, mesh.axis("tp"), vocab_size)
 
 
 def _through_modules(model: CausalLM, whole: CausalLM, setting: _Setting) -> tuple[Parallel, Passes]:

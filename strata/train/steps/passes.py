@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from strata.comm.mesh import Axis
 from strata.kernels.gradient_target import Memory
 from strata.kernels.loss.loss_grad import CHUNK_BYTES, cross_entropy_gradients
+from strata.models.batch import Batch
 from strata.models.layers import CausalLM
 from strata.parallel.data_parallel import Gradients
 from strata.parallel.loss import Head, Loss, MicroBatch, shares
@@ -68,20 +69,32 @@ class ModulePasses:
     def __call__(self, batches: Sequence[MicroBatch], loss: Loss) -> Tensor:
         trains = torch.is_grad_enabled()
         if trains:
-            self._gradients.all_gather_weights()
-        total = _no_shares(batches, loss)
+            self._gather_weights()
+        total = batches[0].scale.new_zeros(1 + len(loss.metrics))
         for one in batches:
             if trains and one is batches[-1]:
                 self._gradients.set_is_last_backward()
-            hidden = one.counted(self._model(one.batch))
-            # Read after the forward pass, which gathers it where weights are divided.
-            head = Head(head_weight(self._model), self._tensor_axis, self._vocab_size)
-            found = loss(hidden, head, one)
-            if trains:
-                found[0].backward()
-                self._gradients.accumulate()
-            total += shares(loss, found)
+            total += self._pass(one, loss)
         return total
+
+    def _pass(self, one: MicroBatch, loss: Loss) -> Tensor:
+        """The shares of a batch, and its backward pass where gradients are on. Nothing of it is left to the next."""
+        hidden = one.counted(self._hidden(one.batch))
+        # Read after the forward pass, which gathers it where weights are divided.
+        return self._shares(hidden, head_weight(self._model), one, loss)
+
+    def _gather_weights(self) -> None:
+        self._gradients.all_gather_weights()
+
+    def _hidden(self, batch: Batch) -> Tensor:
+        return self._model(batch)  # type: ignore[no-any-return]
+
+    def _shares(self, hidden: Tensor, head: Tensor, one: MicroBatch, loss: Loss) -> Tensor:
+        found = loss(hidden, Head(head, self._tensor_axis, self._vocab_size), one)
+        if torch.is_grad_enabled():
+            found[0].backward()
+            self._gradients.accumulate()
+        return shares(loss, found)
 
 
 class PipelinePasses:
@@ -97,58 +110,45 @@ class PipelinePasses:
         return self._pipeline.run(batches, loss, self._gradients)
 
 
-class GraphPasses:
+class GraphPasses(ModulePasses):
     """Through the merged and fused graph of a model that every rank holds whole."""
 
-    def __init__(self, model: CausalLM, graph: TrainingGraph, gradients: WatchedGradients, alone: Axis) -> None:
-        """alone: an axis of this rank, which has the whole head."""
-        self._model, self._graph, self._gradients, self._alone = model, graph, gradients, alone
+    _gradients: WatchedGradients
+
+    def __init__(
+        self, model: CausalLM, graph: TrainingGraph, gradients: WatchedGradients, tensor_axis: Axis, vocab_size: int
+    ) -> None:
+        super().__init__(model, gradients, tensor_axis, vocab_size)
+        self._graph = graph
         for whole, parameters in graph.merged:
             gradients.watch(whole, parameters)
         self.free_gradients = gradients.free_gradients
 
-    def __call__(self, batches: Sequence[MicroBatch], loss: Loss) -> Tensor:
-        trains = torch.is_grad_enabled()
-        if trains:
-            self._gradients.start_all_gather_weights()
-        total = _no_shares(batches, loss)
-        for one in batches:
-            if trains and one is batches[-1]:
-                self._gradients.set_is_last_backward()
-            hidden = self._graph(one.batch)
-            self._gradients.wait()  # for the head, which is not in the graph
-            counted = one.counted(hidden)
-            if trains and loss.sums_cross_entropy:
-                total += self._backward_of_sum(counted, one)
-                continue
-            weight = head_weight(self._model)
-            found = loss(counted, Head(weight, self._alone, weight.shape[0]), one)
-            if trains:
-                found[0].backward()
-                self._gradients.accumulate()
-            total += shares(loss, found)
-        return total
+    def _gather_weights(self) -> None:
+        self._gradients.start_all_gather_weights()
 
-    def _backward_of_sum(self, counted: Tensor, one: MicroBatch) -> Tensor:
-        """Of the targets' cross-entropies: the head's products are not computed again. Returns the loss."""
-        head = head_weight(self._model)
+    def _hidden(self, batch: Batch) -> Tensor:
+        hidden = self._graph(batch)
+        self._gradients.wait()  # for the head, which is not in the graph
+        return hidden
+
+    def _shares(self, hidden: Tensor, head: Tensor, one: MicroBatch, loss: Loss) -> Tensor:
+        if not (torch.is_grad_enabled() and loss.sums_cross_entropy):
+            return super()._shares(hidden, head, one, loss)
+        # The gradients of the targets' cross-entropies come with them: the head's logits are not computed again.
         place = self._gradients.memory(head)
         logits_bytes = LOGITS_BYTES if place is None else CHUNK_BYTES
-        loss: Tensor
-        loss, of_counted, of_head = cross_entropy_gradients(
-            counted.detach(), head.detach(), one.targets, one.scale, logits_bytes, place
+        total: Tensor
+        total, of_hidden, of_head = cross_entropy_gradients(
+            hidden.detach(), head.detach(), one.targets, one.scale, logits_bytes, place
         )
         if place is None:
             head.grad = of_head
         elif self._model.lm_head is not None:  # the backward pass adds to that of a tied one
             self._gradients.written(head)
-        counted.backward(of_counted)
+        hidden.backward(of_hidden)
         self._gradients.accumulate()
-        return loss
-
-
-def _no_shares(batches: Sequence[MicroBatch], loss: Loss) -> Tensor:
-    return batches[0].scale.new_zeros(1 + len(loss.metrics))
+        return total
 
 
 def head_weight(model: CausalLM) -> Tensor:
