@@ -100,6 +100,7 @@ def test_steps_of_layouts_equal_one_process(world: int, tmp_path: Path) -> None:
     if world == 2:
         for rank in ranks:
             assert rank["shapes"] == [[1, 2, 8], None, None, None]
+            assert largest(rank["narrow"].values()) < 0.05, rank["narrow"]
             found = rank["skipped"]
             assert not found["finite"]
             assert found["counted"] == found["wanted"]
