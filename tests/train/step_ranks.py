@@ -159,13 +159,15 @@ def errors_of(
     loss: str = "next token",
     projections: Sequence[str] = (),
     even: bool = False,
+    changes: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, float]:
     """Largest relative errors of losses, norms, log-probabilities and masters after some steps, each measured before it
-    is done. loss: one of `OBJECTIVES`. projections: which get adapters; none: the whole model is trained.
+    is done. loss: one of `OBJECTIVES`. projections: which get adapters; none: the whole model is trained. changes: of
+    the family's config.
     """
     stages = layout.pp * (2 if layout.schedule == "interleaved" else 1)
-    config = config_of(family, num_hidden_layers=max(2, stages))
+    config = config_of(family, num_hidden_layers=max(2, stages), **changes or {})
     lora = LoraConfig(3, 6.0, list(projections)) if projections else None
     step, replicas, own = made(world, config, layout, lora, objective=OBJECTIVES[loss], **options)
     by_step = [[packs_of(config, index, replica, even=even) for replica in range(replicas)] for index in range(STEPS)]

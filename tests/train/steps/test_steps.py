@@ -29,6 +29,7 @@ from tests.train.step_ranks import errors_of, four_ranks, made, pack_of, repeate
 ALONE = World(0, 0, 1, torch.device("cpu"), None)
 
 LORA: dict[str, Any] = {"projections": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]}
+LAST_LAYER = {"projections": ["up_proj"], "changes": {"mlp_only_layers": [1]}}
 DPO, POLICY = {"loss": "dpo"}, {"loss": "policy"}
 LAYOUTS: dict[int, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
     2: [
@@ -62,7 +63,10 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
         ("llama", {"pp": 2, "micro_batches": 2, "schedule": "zero-bubble"}, LORA),
         ("llama", {"tp": 2, "sequence_parallel": True, "overlap": True}, LORA | {"even": True}),
         ("mixtral", {"shard": 2, "ep": 2, "zero": 3}, LORA | {"projections": ["k_proj"]}),
+        # Dense layers alone have adapters, on one stage.
         ("qwen3-moe", {"pp": 2, "micro_batches": 2}, LORA | {"projections": ["up_proj"]}),
+        ("qwen3-moe", {"pp": 2, "micro_batches": 2}, LAST_LAYER),
+        ("qwen3-moe", {"pp": 2, "micro_batches": 2, "schedule": "zero-bubble"}, LAST_LAYER),
         ("glm4-moe", {"dp": 2}, LORA | {"projections": ["v_proj"]}),
         ("llama", {"dp": 2}, DPO),
         ("qwen3-biases-tied", {"shard": 2, "zero": 3}, DPO),

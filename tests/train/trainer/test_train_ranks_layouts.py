@@ -33,8 +33,20 @@ RESUMED: list[Table | None] = [{"shard": 2, "zero": 2}, None, {"tp": 2}, {"pp": 
 ADAPTERS: Table = {"rank": 3, "projections": ["q_proj", "o_proj", "up_proj", "down_proj"]}
 # Its last step has fewer packs than ranks.
 VALIDATED: Table = {"validation": {"share": 0.06, "every": 2}}
-# With the preferences of [dpo], and in "both" with [lora] too.
-TUNED = {"dpo": "zero-2", "both": "fsdp", "dpo-tp": "tp", "dpo-pp": "pp", "both-tp": "tp-sequence", "both-ring": "ring"}
+# With [lora] beside packed weights, with the preferences of [dpo], or in "both" with [lora] too: on which layouts.
+TUNED = {
+    "lora": "dp",
+    "lora-fsdp": "fsdp",
+    "lora-pp": "pp",
+    "lora-ring": "ring",
+    "dpo": "zero-2",
+    "dpo-tp": "tp",
+    "dpo-pp": "pp",
+    "both": "fsdp",
+    "both-tp": "tp-sequence",
+    "both-ring": "ring",
+}
+PAIRS = [name for name in TUNED if not name.startswith("lora")]
 # Relative. float32 has a spacing of 1.2e-7, and the sums of one loss round a few times.
 BOUND = 1e-6
 LATE_SECONDS = 0.4
@@ -60,14 +72,16 @@ def _runs(files: Files, folder: Path) -> dict[str, Table]:
         "experts": files.table(
             folder / "experts", model=EXPERTS, parallel={"shard": 2, "ep": 2, "zero": 1}, **VALIDATED
         ),
-        "lora": files.tuning(
-            folder / "lora", lora={"rank": 2, "quantization": "int4"}, parallel={"dp": 2}, **VALIDATED
-        ),
     }
-    dpo = {"data": pairs, "dpo": {"beta": 0.3}} | VALIDATED
-    for name in TUNED:
-        table = {"lora": {"rank": 2}} | dpo if "both" in name else dpo
-        tables[name] = files.tuning(folder / name, parallel=LAYOUTS[TUNED[name]], **table)
+    dpo = {"data": pairs, "dpo": {"beta": 0.3}}
+    kinds: dict[str, Table] = {
+        "lora": {"lora": {"rank": 2, "quantization": "int4"}},
+        "dpo": dpo,
+        "both": {"lora": {"rank": 2}} | dpo,
+    }
+    for name, layout in TUNED.items():
+        kind = kinds[name.partition("-")[0]]
+        tables[name] = files.tuning(folder / name, parallel=LAYOUTS[layout], **kind, **VALIDATED)
     runs: dict[str, Table] = {name: {"table": table} for name, table in tables.items()}
     for name in ("dp", "experts", "lora", "dpo", "both"):
         table = {section: values for section, values in tables[name].items() if section != "parallel"}
@@ -109,7 +123,7 @@ def differences(one: list[float], other: list[float]) -> list[float]:
 
 def check_every_layout_trains_as_one_process(found: By_name) -> None:
     apart = {}
-    for name in (*LAYOUTS, "experts", "lora", *TUNED):
+    for name in (*LAYOUTS, "experts", *TUNED):
         alike = name.partition("-")[0]
         alone = found[f"{alike if f'{alike}-alone' in found else 'dp'}-alone"][0]
         first, second = found[name]
@@ -117,15 +131,15 @@ def check_every_layout_trains_as_one_process(found: By_name) -> None:
         assert losses(first) == losses(second)
         assert len(set(losses(first))) == 3
         divides_documents = first["samples"] != alone["samples"]
-        assert divides_documents == (name in ("dp", "zero-1", "zero-2", "fsdp", "experts", "lora", "dpo", "both"))
+        assert divides_documents == (TUNED.get(name, name) in ("dp", "zero-1", "zero-2", "fsdp", "experts"))
         assert (samples([first, second]) if divides_documents else second["samples"]) == alone["samples"]
         # That of pairs is a difference of what whole replies weigh, which is tens of times as much.
-        scale = 20 if name in TUNED else 1
+        scale = 20 if name in PAIRS else 1
         apart[name] = largest(differences(losses(first), losses(alone))) / scale
         measured = [validated(one, "loss") for one in (first, second, alone)]
         assert measured[0] == measured[1]
         apart[f"{name} validated"] = largest(differences(measured[0], measured[2])) / scale
-    for name in TUNED:
+    for name in PAIRS:
         pairs = [validated(one, "preferred") for one in (*found[name], *found[f"{name.partition('-')[0]}-alone"])]
         assert pairs[0] == pairs[1] == pytest.approx(pairs[2])
     print("largest relative difference of a loss:", {name: f"{value:.0e}" for name, value in apart.items()})
