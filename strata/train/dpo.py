@@ -88,11 +88,10 @@ class Reference:
         tables = [torch.zeros(dataset.samples, 2) for dataset in reader.datasets]
         for batches in loader:
             for packed, each in zip(batches, logprobs(batches), strict=True):
-                if packed.samples is not None:
-                    replies = torch.zeros(len(packed.lengths), dtype=each.dtype).index_add(0, _homes(packed), each)
-                    for dataset, number, pair in zip(
-                        packed.samples.datasets, packed.samples.numbers, replies.view(-1, 2), strict=True
-                    ):
+                if (samples := packed.samples) is not None:
+                    homes = torch.from_numpy(packed.homes)
+                    pairs = torch.zeros(len(packed.lengths), dtype=each.dtype).index_add(0, homes, each).view(-1, 2)
+                    for dataset, number, pair in zip(samples.datasets, samples.numbers, pairs, strict=True):
                         tables[dataset][number] = pair
             # A collective fails if others are awaited for too long.
             start_all_reduce(torch.zeros(()), ranks).wait()
@@ -102,11 +101,6 @@ class Reference:
             part = cache.with_name(f".{cache.name}.part")
             save_file({str(number): table for number, table in enumerate(self._tables)}, part, metadata=made_of)
             part.replace(cache)
-
-
-def _homes(packed: PackedBatch) -> Tensor:
-    """[targets] which document each is of."""
-    return torch.from_numpy(np.searchsorted(packed.offsets, packed.rows, side="right") - 1)
 
 
 def _stored(cache: Path, made_of: Mapping[str, str], datasets: int) -> list[Tensor] | None:

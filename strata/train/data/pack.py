@@ -47,6 +47,11 @@ class PackedBatch:
     def lengths(self) -> NDArray[np.int32]:
         return np.diff(self.offsets)
 
+    @property
+    def homes(self) -> NDArray[np.int64]:
+        """[targets] int64, which document each target is of."""
+        return np.searchsorted(self.offsets, self.rows, side="right") - 1
+
     def to(self, device: torch.device) -> tuple[Batch, Tensor, Tensor]:
         """The model's batch, rows [targets] and targets [targets] on `device`."""
         batch = Batch(

@@ -69,8 +69,7 @@ def _columns(packed: PackedBatch, columns: Columns | None) -> tuple[dict[str, ND
     """Those of the targets, with the documents that they are of, and those of the documents."""
     if columns is None:
         return {}, {}
-    homes = np.searchsorted(packed.offsets, packed.rows, side="right") - 1
-    return {_DOCUMENTS: homes, **columns.targets}, dict(columns.documents)
+    return {_DOCUMENTS: packed.homes, **columns.targets}, dict(columns.documents)
 
 
 def _every_token(packed: PackedBatch, each: NDArray[Any], missing: int) -> NDArray[Any]:
