@@ -15,42 +15,43 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from strata.models.weights import WeightStore
 
 from strata.comm.launch import World
 from strata.files.toml_tables import read_table
 from strata.graph.capture import capture
 from strata.graph.quantize import weights_of_products
+from strata.kernels.quant.packed import PackedWeight
 from strata.kernels.quant.schemes import scheme_of
 from strata.models.config import ModelConfig, config_from_dict
 from strata.models.families import build
 from strata.models.layers import CausalLM
-from strata.models.quantized.choice import hold_packed, packed_by
+from strata.models.quantized.choice import packed_by
 from strata.models.shapes import SHAPES
+from strata.models.weights import WeightStore
 from strata.parallel.layout import Layout
-from strata.train.adapters.lora import LoraConfig, add_lora
+from strata.train.adapters.lora import LoraConfig
 from strata.train.config import TrainConfig
 from strata.train.data.encoding import Encoded
 from strata.train.data.pack import pack
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.predict.adapters import AdapterStep
-from strata.train.recompute import RECOMPUTE_OF_MODULES, recompute_modules
-from strata.train.steps.objective import NextToken
-from strata.train.steps.tune_step import TuneStep
+from strata.train.recompute import RECOMPUTE_OF_MODULES
+from strata.train.steps.make import Adapters, held_by, make_step
 
 GIB = 2**30
 
 
-def frozen_model(folder: Path, config: ModelConfig, scheme: str | None, device: torch.device) -> CausalLM:
-    """Random weights, packed as they are made."""
+def frozen_model(
+    folder: Path, config: ModelConfig, scheme: str | None, device: torch.device
+) -> tuple[CausalLM, dict[str, PackedWeight]]:
+    """Random weights, and what is packed of them, packed as they are made."""
     with torch.device("meta"):
         empty = build(config)
     names = weights_of_products([capture(empty)])
     schemes = {} if scheme is None else packed_by(scheme_of(scheme), names, empty)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     store = WeightStore.load(folder, schemes, device, dtype, "dummy")
-    hold_packed(store.model, {name: weight._replace(activations="") for name, weight in store.packed.items()})
-    return store.model
+    return store.model, {name: weight._replace(activations="") for name, weight in store.packed.items()}
 
 
 def main() -> None:
@@ -71,7 +72,7 @@ def main() -> None:
     config, lora = config_from_dict(fields, asked.shape), LoraConfig(asked.rank, quantization=asked.quantization)
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(fields))
-        model = frozen_model(Path(name), config, asked.quantization, device)
+        model, packed = frozen_model(Path(name), config, asked.quantization, device)
         table = {
             "run": {"out": name, "steps": 1},
             "start": {"model": name},
@@ -81,10 +82,18 @@ def main() -> None:
             "lora": {"rank": asked.rank} | ({"quantization": asked.quantization} if asked.quantization else {}),
         }
         expected = AdapterStep.of(read_table(TrainConfig, table), config, Layout()).memory(asked.recompute)
-    adapters = add_lora(model, lora, seed=0)
-    recompute_modules(model, asked.recompute)
-    mesh = Layout().mesh(World(0, 0, 1, device, None))
-    step = TuneStep(model, adapters, NextToken(), OptimizerConfig(learning_rate=1e-4), Layout(), mesh)
+    step = make_step(
+        config,
+        Layout(),
+        Layout().mesh(World(0, 0, 1, device, None)),
+        OptimizerConfig(learning_rate=1e-4),
+        held_by(model),
+        adapters=Adapters(lora, packed=packed),
+        recompute=asked.recompute,
+    )
+    del model, packed
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     ids = np.arange(asked.tokens, dtype=np.int32) * 37 % config.vocab_size
     document = pack(Encoded(ids, np.arange(asked.tokens) > 0, np.array([0, asked.tokens])))
     seconds = []

@@ -80,7 +80,7 @@ def _unlike(run: TrainConfig) -> Iterator[str]:
     if run.optimizer.name != "adamw":
         yield f"  estimated with AdamW: {run.optimizer.name} keeps less and takes longer"
     if run.dpo is not None:
-        yield "  estimated without [dpo]: its reference is computed beside"
+        yield "  estimated without [dpo]: its loss computes the head's products twice"
 
 
 def model_config(run: TrainConfig) -> ModelConfig:

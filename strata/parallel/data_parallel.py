@@ -87,9 +87,12 @@ class Gradients(Protocol):
     `all_gather_weights` after one that has rounded the masters into the weights of `shards` itself. All ranks call
     these alike. The loss whose gradients are added up is each rank's share of the loss of the whole step: nothing is
     averaged.
+
+    shards: of what is trained. frozen: of the parameters without gradients, to be filled and then left.
     """
 
     shards: Sequence[ParameterShard]
+    frozen: Sequence[ParameterShard]
 
     def set_is_last_backward(self) -> None:
         """The next backward pass is the last of the step: its gradients may be reduced while it still runs."""
@@ -108,6 +111,15 @@ class Gradients(Protocol):
 
     def all_gather_weights(self) -> None:
         """All-gather the shards' weights, and free the gradients."""
+
+
+def frozen_shards(model: nn.Module) -> list[ParameterShard]:
+    """Of the parameters of `model` that have no gradient, whole as this rank has them."""
+    return [
+        ParameterShard(name, parameter.shape, 0, parameter.data, parameter)
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad
+    ]
 
 
 def all_ranks(mesh: Mesh) -> Axis:

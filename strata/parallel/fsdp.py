@@ -27,6 +27,7 @@ class FsdpGradients:
     """
 
     shards: Sequence[ParameterShard]
+    frozen: Sequence[ParameterShard]
 
     def __init__(
         self,
@@ -39,7 +40,8 @@ class FsdpGradients:
         compute_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        """Divide the parameters of `model`, which become DTensors of their dtype, float32 or more.
+        """Divide the parameters of `model`, which become DTensors of their dtype: of those that are trained one,
+        float32 or more.
 
         model: alike on all ranks but for the shards that `sharding` gave them; or on the meta device, then it gets
         memory without values. axes: see `gradient_axes`. world_axis: see `all_ranks`. compute_dtype: of gathered
@@ -48,10 +50,10 @@ class FsdpGradients:
         """
         self._sharding, self._axes, self._world_axis = sharding, axes, world_axis
         self._whole: FSDPModule
-        dtype = next(model.parameters()).dtype
+        wide = torch.promote_types(next(model.parameters()).dtype, torch.float32)  # of masters, which may be elsewhere
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype,
-            reduce_dtype=reduce_dtype or torch.promote_types(dtype, torch.float32),
+            reduce_dtype=reduce_dtype or wide,
             # Cosines and sines of the rotary embedding stay float32.
             cast_forward_inputs=False,
         )
@@ -67,9 +69,11 @@ class FsdpGradients:
         if any(parameter.is_meta for parameter in model.parameters()):
             model.to_empty(device=mesh.world.device)
         self._parameters = {name: _as_dtensor(parameter) for name, parameter in model.named_parameters()}
-        self.shards = list(self._make_shards())
+        made = list(self._make_shards())
+        self.shards = [shard for shard in made if shard.master.requires_grad]
+        self.frozen = [shard for shard in made if not shard.master.requires_grad]
         self._gradients: dict[str, Tensor] = {}
-        self._zero = torch.zeros((), dtype=dtype, device=mesh.world.device)
+        self._zero = torch.zeros((), dtype=wide, device=mesh.world.device)
 
     def _make_shards(self) -> Iterator[ParameterShard]:
         for name, parameter in self._parameters.items():
@@ -77,7 +81,8 @@ class FsdpGradients:
             if local.numel():
                 rows = -(-parameter.shape[0] // axis.size)
                 start = rows * axis.index * (parameter.numel() // parameter.shape[0])
-                yield ParameterShard(name, parameter.shape, start, local, nn.Parameter(local))
+                master = nn.Parameter(local, parameter.requires_grad)
+                yield ParameterShard(name, parameter.shape, start, local, master)
 
     def set_is_last_backward(self) -> None:
         """Nothing to do: every pass reduces its gradients while it runs."""

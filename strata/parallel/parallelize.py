@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from strata.comm.mesh import Mesh
 from strata.models.config import ModelConfig
@@ -18,6 +20,9 @@ from strata.parallel.layout import Layout
 from strata.parallel.stages import ModelStages
 from strata.parallel.tensor import TensorSharding, shard_model
 from strata.parallel.zero import ZeroGradients
+
+# Puts parameters into a model that is divided along "tp" and "ep", and says how: the sharding with them.
+Adapt = Callable[[nn.Module, TensorSharding], TensorSharding]
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,7 @@ def parallelize(
     layout: Layout,
     mesh: Mesh,
     *,
+    adapt: Adapt | None = None,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     bucket_elements: int = BUCKET_ELEMENTS,
@@ -43,7 +49,8 @@ def parallelize(
     model: whole, or the stages of this rank; on its device and alike on all ranks, or without values on the meta
     device, for `data_parallel.fill`, so that no rank ever holds it whole. Its dtype is that of the masters. layout:
     checked, and that of the mesh. Batches are divided along "cp" by `strata.parallel.context.divide_batch`.
-    compute_dtype, reduce_dtype, bucket_elements: see `ZeroGradients`; FSDP2 sends a layer at a time.
+    adapt: is called before gradients are shared out. compute_dtype, reduce_dtype, bucket_elements: see `ZeroGradients`;
+    FSDP2 sends a layer at a time.
     """
     sharding = shard_model(
         model,
@@ -57,6 +64,8 @@ def parallelize(
         sharding = replace(sharding, experts=mesh.axis("ep"))
     if layout.cp > 1:
         parallelize_attention(model)
+    if adapt is not None:
+        sharding = adapt(model, sharding)
     axes, world_axis = gradient_axes(mesh, sharding, layout.zero), all_ranks(mesh)
     gradients: Gradients
     if layout.zero == 3:

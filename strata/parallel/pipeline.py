@@ -13,23 +13,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from strata.comm.collectives import start_all_reduce
 from strata.comm.mesh import Mesh
 from strata.comm.transfers import PendingTransfers, Transfer, start_transfers
-from strata.models.batch import Batch
 from strata.parallel.data_parallel import Gradients
 from strata.parallel.families import span
-from strata.parallel.loss import vocabulary_cross_entropy
+from strata.parallel.loss import Head, Loss, MicroBatch, shares
 from strata.parallel.schedules import Action, Pass, PipelineSchedule, forward_alone
 from strata.parallel.split_backward import WeightGradients, backward_of_inputs
 from strata.parallel.stages import ModelStages
 from strata.parallel.timeline import Exchange, check, programs
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Packed documents on the device. rows: [targets] int64, the tokens that the loss counts; targets: [targets]."""
-
-    batch: Batch
-    rows: Tensor
-    targets: Tensor
 
 
 class Pipeline:
@@ -60,19 +50,17 @@ class Pipeline:
         # NCCL wants all ranks of a group in its first call; transfers are between two.
         start_all_reduce(torch.zeros((), device=mesh.world.device), self.axis).wait()
 
-    def run(self, batches: Sequence[MicroBatch], counted: int | Tensor, gradients: Gradients | None) -> Tensor:
+    def run(self, batches: Sequence[MicroBatch], loss: Loss, gradients: Gradients | None) -> Tensor:
         """Forward and backward of all micro-batches; `gradients` has this rank's share of the step's gradient after it,
         not yet reduced; None, where gradients are off, for the forward passes alone. All ranks along "pp" give the same
         batches.
 
-        counted: the targets of the whole step, of all its micro-batches on all data-parallel ranks; a tensor [] where
-        the host does not know it.
-        Returns these batches' share of the loss, [] float32 (float64 for float64 weights): the sum of their tokens'
-        losses over `counted`, alike on all ranks along "pp"; does not wait for the device.
+        Returns the sum of these batches' `shares` of the loss, [1 + metrics] float32 (float64 for float64 weights),
+        alike on all ranks along "pp"; does not wait for the device.
         """
         if len(batches) != self.schedule.micro_batches:
             raise ValueError(f"{len(batches)} micro-batches, but the schedule is for {self.schedule.micro_batches}")
-        step = _Step(self, batches, counted, gradients)
+        step = _Step(self, batches, loss, gradients)
         for event in self.forward_program if gradients is None else self.program:
             if isinstance(event, Exchange):
                 step.exchange(event)
@@ -111,23 +99,24 @@ class _Step:
     """What a rank holds during one step; keys are (stage, micro-batch)."""
 
     def __init__(
-        self, pipeline: Pipeline, batches: Sequence[MicroBatch], counted: int | Tensor, gradients: Gradients | None
+        self, pipeline: Pipeline, batches: Sequence[MicroBatch], loss: Loss, gradients: Gradients | None
     ) -> None:
         self.pipeline, self.model, self.axis = pipeline, pipeline.model, pipeline.axis
-        self.batches, self.counted, self.gradients = batches, counted, gradients
-        weight = next(self.model.parameters())
+        self.batches, self.loss, self.gradients = batches, loss, gradients
+        # Adapters may be wider than what they are beside.
+        weight = min(self.model.parameters(), key=Tensor.element_size)
         self.dtype, self.device = weight.dtype, weight.device
-        self.wide = torch.promote_types(self.dtype, torch.float32)
-        self.loss = torch.zeros((), dtype=self.wide, device=self.device)
+        wide = torch.promote_types(self.dtype, torch.float32)
+        self.shares = torch.zeros(1 + len(loss.metrics), dtype=wide, device=self.device)
         self.hidden: dict[tuple[int, int], Tensor] = {}  # what a stage is given
         self.slopes: dict[tuple[int, int], Tensor] = {}  # the gradient of what it made
-        self.graphs: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
+        self.graphs: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = {}
         self.weights: dict[tuple[int, int], WeightGradients] = {}
         self.outbox: dict[Action, Tensor] = {}
         self.under_way: deque[_PendingExchange] = deque()
         self.embedding = _TiedEmbedding(pipeline, self.dtype, self.device)
         own = pipeline.schedule.actions[self.axis.index]
-        self.passes_left = sum(action.kind.frees for action in own) + self.embedding.owns_embedding
+        self.passes_left = sum(action.kind.frees for action in own) + self.embedding.gets_gradient
 
     def run(self, action: Action) -> None:
         """One action, as soon as what it needs has arrived."""
@@ -153,18 +142,18 @@ class _Step:
         self.under_way.append(_PendingExchange(start_transfers(transfers, self.axis), arriving))
 
     def finish(self) -> Tensor:
-        """Wait for what is still under way. Returns the loss."""
+        """Wait for what is still under way. Returns the shares."""
         while self.under_way:
             self._wait_for_next()
         if self.gradients is None:
             self.embedding.sent()
-            return start_all_reduce(self.loss, self.axis).wait()
-        if self.embedding.owns_embedding:
+            return start_all_reduce(self.shares, self.axis).wait()
+        if self.embedding.gets_gradient:
             self._begin_weights()
         self.embedding.send_gradient()
-        if self.embedding.owns_embedding:
+        if self.embedding.gets_gradient:
             self._end_weights()
-        return start_all_reduce(self.loss, self.axis).wait()
+        return start_all_reduce(self.shares, self.axis).wait()
 
     def _forward(self, action: Action) -> None:
         key = action.stage, action.micro_batch
@@ -172,37 +161,40 @@ class _Step:
         hidden = self._arrived(self.hidden, key).requires_grad_() if action.stage > 0 else None
         output = self.model(micro_batch.batch, hidden, action.stage)
         if action.stage == self.model.stages - 1:
-            output = self._loss_of(output, micro_batch)
-            self.loss += output.detach()
+            found = self.loss(micro_batch.counted(output), self._head(), micro_batch)
+            self.shares += shares(self.loss, found)
+            output = found[0]
         else:
             self._hand_on(action, output.detach())
         if self.gradients is not None:
-            # The edge keeps the graph, and not the output, which nobody needs after it was sent.
-            self.graphs[key] = hidden, get_gradient_edge(output)
+            # The edge keeps the graph, and not the output, which nobody needs after it was sent. There is none in front
+            # of all that is trained.
+            self.graphs[key] = hidden, get_gradient_edge(output) if output.requires_grad else None
 
     def _backward(self, action: Action) -> None:
         key = action.stage, action.micro_batch
         given, output = self.graphs.pop(key)
         is_last = action.stage == self.model.stages - 1
-        slope = torch.ones_like(self.loss) if is_last else self._arrived(self.slopes, key)
-        if action.kind is Pass.INPUTS:
+        slope = self.shares.new_ones(()) if is_last else self._arrived(self.slopes, key)
+        if action.kind is Pass.INPUTS and output is None:
+            of_given, self.weights[key] = None, WeightGradients()
+        elif action.kind is Pass.INPUTS:
+            assert output is not None
             of_given, self.weights[key] = backward_of_inputs(output, slope, given)
             if self.weights[key].has_begun:
                 self._accumulate()
         else:
             self._begin_weights()
-            torch.autograd.backward([output], [slope])
+            if output is not None:
+                torch.autograd.backward([output], [slope])
             self._end_weights()
             of_given = None if given is None else given.grad
         if of_given is not None:
             self._hand_on(action, of_given)
 
-    def _loss_of(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
-        counted = hidden.index_select(0, micro_batch.rows)
-        losses = vocabulary_cross_entropy(
-            counted, self.embedding.head_weight(), micro_batch.targets, self.pipeline.tensor_axis, self.model.vocab_size
-        )
-        return losses.sum() / self.counted
+    def _head(self) -> Head:
+        weight, axis = self.embedding.head_weight(), self.pipeline.tensor_axis
+        return Head(weight, axis, self.model.vocab_size, loss_has_gradients=False)
 
     def _begin_weights(self) -> None:
         if self.passes_left == 1:
@@ -253,13 +245,15 @@ class _Step:
 
 class _TiedEmbedding:
     """The weight of the head. When it is the embedding's and the first rank along the pipeline is not the one with the
-    last stage, the first sends it at each step and receives its gradient: it is a parameter of one rank alone.
+    last stage, the first sends it at each step and, if it is trained, receives its gradient: it is a parameter of one
+    rank alone.
     """
 
     def __init__(self, pipeline: Pipeline, dtype: torch.dtype, device: torch.device) -> None:
         model, axis, rank_of_stage = pipeline.model, pipeline.axis, pipeline.schedule.rank_of_stage
         self.model, self.axis, self.first, self.last = model, axis, rank_of_stage[0], rank_of_stage[-1]
-        self.owns_embedding = model.is_tied and 0 in model.own and rank_of_stage[0] != rank_of_stage[-1]
+        owns_embedding = model.is_tied and 0 in model.own and rank_of_stage[0] != rank_of_stage[-1]
+        self.gets_gradient = owns_embedding and model.trains_embedding
         self.under_way: list[PendingTransfers] = []
         if model.shares_embedding:
             first, end = span(model.vocab_size, pipeline.tensor_axis.size, pipeline.tensor_axis.index)
@@ -267,8 +261,8 @@ class _TiedEmbedding:
             # Sums over micro-batches are kept wide.
             self.gradient = torch.zeros_like(self.received, dtype=torch.promote_types(dtype, torch.float32))
             self._transfer(self.received, self.first, self.last)
-            self.received.requires_grad_()
-        if self.owns_embedding:
+            self.received.requires_grad_(model.trains_embedding)
+        if owns_embedding:
             self._transfer(self._embedding().detach().contiguous(), self.first, self.last)
 
     def head_weight(self) -> Tensor:
@@ -291,10 +285,10 @@ class _TiedEmbedding:
     def send_gradient(self) -> None:
         """The gradient of the received embedding to its owner, where it arrives as that of a pass of its own."""
         self._wait()
-        if self.model.shares_embedding:
+        if self.model.shares_embedding and self.model.trains_embedding:
             self._transfer(self.gradient, self.last, self.first)
             self._wait()
-        if self.owns_embedding:
+        if self.gets_gradient:
             weight = self._embedding()
             gradient = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
             self._transfer(gradient, self.last, self.first)

@@ -74,7 +74,7 @@ class _ProductsOfGathered(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         axis: Axis = ctx.axis
         x, *weights = ctx.saved_tensors
-        gathering = start_all_gather(x, axis)
+        gathering = start_all_gather(x, axis) if any(ctx.needs_input_grad[2:]) else None
 
         def of_chunk(number: int) -> Tensor:
             total = _chunk(grads[0], number, axis) @ weights[0]
@@ -83,6 +83,8 @@ class _ProductsOfGathered(torch.autograd.Function):
             return total
 
         of_x = _sum_passing_by(of_chunk, axis)
+        if gathering is None:  # the weights are frozen
+            return of_x, None, *(None for _ in grads)
         whole = gathering.wait()
         return of_x, None, *(gradient.t() @ whole for gradient in grads)
 
@@ -95,7 +97,7 @@ class _ScatteredProduct(torch.autograd.Function):
         return _sum_passing_by(lambda number: _chunk(x, number, axis) @ weight.t(), axis)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         axis: Axis = ctx.axis
         x, weight = ctx.saved_tensors
         of_x = torch.empty_like(x)
@@ -103,7 +105,7 @@ class _ScatteredProduct(torch.autograd.Function):
         for number, chunk in _arriving_chunks(grads[0].contiguous(), axis):
             torch.mm(chunk, weight, out=_chunk(of_x, number, axis))
             _chunk(whole, number, axis).copy_(chunk)
-        return of_x, whole.t() @ x, None
+        return of_x, whole.t() @ x if ctx.needs_input_grad[1] else None, None
 
 
 def _chunk(x: Tensor, number: int, axis: Axis) -> Tensor:

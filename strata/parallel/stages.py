@@ -54,7 +54,7 @@ class ModelStages(nn.Module):
     the number of the stage, to its hidden states, after the last norm for the last stage.
 
     vocab_size, hidden_size: of the whole model. shares_embedding: whether this rank's last stage uses a tied embedding
-    that is a parameter of another rank.
+    that is a parameter of another rank. trains_embedding: whether any rank's embedding has a gradient.
     """
 
     def __init__(self, model: CausalLM, spans: Sequence[Span], own: Sequence[int]) -> None:
@@ -68,6 +68,7 @@ class ModelStages(nn.Module):
         self.is_tied = model.lm_head is None
         self.shares_embedding = self.is_tied and is_last and 0 not in own
         self.vocab_size, self.hidden_size = model.model.embed_tokens.weight.shape
+        self.trains_embedding = model.model.embed_tokens.weight.requires_grad
 
     def forward(self, batch: Batch, hidden: Tensor | None, stage: int) -> Tensor:
         return self.model(batch, hidden, stage)

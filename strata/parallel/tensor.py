@@ -148,6 +148,10 @@ class RowLinear(nn.Module):
             total = _reduce(linear(x, self.weight, None), self.axis, self.sequence_parallel)
         return total if self.bias is None else total + self.bias
 
+    def between(self, inner: Tensor) -> Tensor:
+        """What a product of two matrices beside this one has between them: this rank's part of a sum to the sum."""
+        return _reduce(inner, self.axis, self.sequence_parallel)
+
 
 class ColumnGroup:
     """The `ColumnLinear`s of one block. They read the same tokens, so the first that is called computes for all."""
@@ -184,6 +188,10 @@ class ColumnLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         product = self.group.product(self, x)
         return product if self.bias is None else product + self.bias
+
+    def between(self, inner: Tensor) -> Tensor:
+        """What a product of two matrices beside this one has between them: of this rank's tokens to that of all."""
+        return all_gather(inner, self.group.axis, 0)
 
 
 class VocabularyEmbedding(nn.Module):

@@ -16,13 +16,14 @@ from torch import Tensor, fx, nn
 from strata.comm.mesh import Axis
 from strata.kernels.gradient_target import Memory
 from strata.parallel.buckets import BUCKET_ELEMENTS, Bucket, divide_into_buckets
-from strata.parallel.data_parallel import GradientAxes, ParameterShard, global_norm
+from strata.parallel.data_parallel import GradientAxes, ParameterShard, frozen_shards, global_norm
 
 
 class ZeroGradients:
     """`Gradients` of a model of which every rank computes with all weights (of its shard along other axes)."""
 
     shards: Sequence[ParameterShard]
+    frozen: Sequence[ParameterShard]
 
     def __init__(
         self,
@@ -36,10 +37,10 @@ class ZeroGradients:
         reduce_dtype: torch.dtype | None = None,
         bucket_elements: int = BUCKET_ELEMENTS,
     ) -> None:
-        """Divide the parameters of `model`, which become views of flat memory.
+        """Divide the trained parameters of `model`, which become views of flat memory; the others stay as they are.
 
-        model: alike on all ranks that `axes` (see `gradient_axes`) sums over; its parameters, in float32 or more, are
-        what the masters begin with. On the meta device it has no values, and gets memory on `device`.
+        model: alike on all ranks that `axes` (see `gradient_axes`) sums over; its trained parameters, in float32 or
+        more, are what the masters begin with. On the meta device it has no values, and gets memory on `device`.
         world_axis: see `all_ranks`.
         reduce_every_pass: ZeRO-2, which keeps no more than a shard of the gradient between two micro-batches; otherwise
         a rank adds its gradients up and reduces them once a step.
@@ -48,7 +49,10 @@ class ZeroGradients:
         bucket_elements: the least number in a message, unless all are fewer; a message never ends within a layer.
         """
         leave_meta(model, device)
+        self.frozen = frozen_shards(model)
         self._world_axis, self._reduces_every_pass = world_axis, reduce_every_pass
+        wide = torch.promote_types(next(model.parameters()).dtype, torch.float32)  # of masters, which may be elsewhere
+        self._zero = torch.zeros((), dtype=wide, device=device)
         self._buckets = _make_buckets(model, axes, compute_dtype, reduce_dtype, bucket_elements)
         self.shards = [shard for bucket in self._buckets for shard in bucket.shards]
         self._bucket_of = {name: place for place, bucket in enumerate(self._buckets) for name in bucket.entries}
@@ -58,7 +62,9 @@ class ZeroGradients:
         self._is_reduced = False
         self._under_way: list[Iterator[None]] = []
         # The parameters that each tensor is to which autograd gives a gradient.
-        self._leaves: dict[Tensor, list[str]] = {parameter: [name] for name, parameter in model.named_parameters()}
+        self._leaves: dict[Tensor, list[str]] = {
+            parameter: [name] for name, parameter in model.named_parameters() if parameter.requires_grad
+        }
         for parameter in self._leaves:
             parameter.register_post_accumulate_grad_hook(self.take)
 
@@ -136,7 +142,7 @@ class ZeroGradients:
 
     def norm(self) -> Tensor:
         counted = [bucket.gradient for bucket in self._buckets if bucket.axes.is_counted]
-        return global_norm(counted, self._buckets[0].master.new_zeros(()), self._world_axis)
+        return global_norm(counted, self._zero, self._world_axis)
 
     @torch.no_grad()
     def sync_weights(self) -> None:
@@ -224,14 +230,15 @@ class LeafGradientTarget:
 
 
 def leave_meta(model: nn.Module, device: torch.device) -> None:
-    """Buffers that are on the meta device get memory; parameters there become zeros on `device` that take none, so that
-    a bucket, and never the whole model, has them in the masters' dtype.
+    """Buffers that are on the meta device get memory, and so do parameters without gradients; others there become zeros
+    on `device` that take none, so that a bucket, and never the whole model, has them in the masters' dtype.
     """
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
-                zeros = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
-                setattr(module, name, nn.Parameter(zeros, parameter.requires_grad))
+                shape = () if parameter.requires_grad else parameter.shape
+                held = torch.zeros(shape, dtype=parameter.dtype, device=device).expand(parameter.shape)
+                setattr(module, name, nn.Parameter(held, parameter.requires_grad))
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             # Not `to_empty`: its `empty_like` of a tensor on the meta device imports SymPy, half a second.
             module._apply(lambda one: torch.empty(one.shape, dtype=one.dtype, device=device), recurse=False)
@@ -245,7 +252,7 @@ def _make_buckets(
     least: int,
 ) -> list[Bucket]:
     """In the order in which a backward pass completes them."""
-    parameters = dict(model.named_parameters())
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     place = {name: index for index, name in enumerate(parameters)}
     runs = []

@@ -260,10 +260,10 @@ class TrainConfig:
             raise ValueError("[lora] and [dpo] start from a trained model: remove [model], or those")
         if self.balance is not None and (self.lora is not None or self.dpo is not None):
             raise ValueError("[lora] and [dpo] leave experts as busy as they are: remove [balance], or those")
-        if self.run.precision != "bf16" and (self.lora is not None or self.dpo is not None):
+        if self.run.precision != "bf16" and self.lora is not None:
             raise ValueError(
-                f"run.precision = {self.run.precision!r} is not for [lora] or [dpo], whose products are in bf16: "
-                "remove it, or those"
+                f"run.precision = {self.run.precision!r} is not for [lora], whose products are in bf16: remove "
+                "it, or that"
             )
         if self.export is not None and self.evaluate is None:
             raise ValueError("[export] writes a card with accuracies: add [evaluate], or remove [export]")

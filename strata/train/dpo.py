@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,13 +17,11 @@ from torch import Tensor
 
 from strata.comm.collectives import start_all_reduce
 from strata.comm.mesh import Axis
-from strata.comm.to_device import to_device
-from strata.kernels.loss.loss import linear_cross_entropy
-from strata.models.layers import CausalLM
-from strata.train.data.loader import collate
+from strata.parallel.loss import Head, MicroBatch
 from strata.train.data.mixture import DatasetReader
-from strata.train.data.pack import PackedBatch, Samples, move
-from strata.train.steps.passes import head_weight
+from strata.train.data.once import OnceLoader
+from strata.train.data.pack import PackedBatch, Samples
+from strata.train.steps.objective import Columns
 
 
 @dataclass(frozen=True)
@@ -52,55 +50,58 @@ def dpo_loss(policy: Tensor, reference: Tensor, config: DpoConfig) -> tuple[Tens
     return -(1 - wrong) * F.logsigmoid(margins) - wrong * F.logsigmoid(-margins), margins
 
 
-def reply_logprobs(model: CausalLM, packed: PackedBatch) -> Tensor:
-    """Log-probability of the tokens that the loss counts of each document of a batch, [documents] float32."""
-    head = head_weight(model)
-    batch, rows, targets = packed.to(head.device)
-    each = -linear_cross_entropy(model(batch).index_select(0, rows), head, targets)
-    homes = move(np.searchsorted(packed.offsets, packed.rows, side="right") - 1, head.device)
-    return torch.zeros(len(packed.lengths), dtype=each.dtype, device=head.device).index_add(0, homes, each)
-
-
 class Reference:
-    """Log-probabilities of all pairs under the model that training began with, computed once."""
+    """Log-probabilities of all pairs under the model that training began with: computed once, by a step of any layout
+    that has not changed it yet.
+    """
 
-    def __init__(self, tables: list[Tensor]) -> None:
-        """tables: of each dataset, [samples, 2] float32: chosen, rejected."""
-        self._tables = tables
+    def __init__(self) -> None:
+        """Of no pairs yet."""
+        self._tables: list[Tensor] = []
 
     def of(self, samples: Samples) -> Tensor:
-        """[samples, 2] on the CPU."""
+        """[samples, 2] float32 on the CPU: chosen, rejected."""
         places = samples.datasets.tolist(), samples.numbers.tolist()
         return torch.stack([self._tables[dataset][number] for dataset, number in zip(*places, strict=True)])
 
-    @classmethod
-    def computed(
-        cls,
-        make_model: Callable[[], CausalLM],
+    def compute(
+        self,
+        logprobs: Callable[[Sequence[PackedBatch]], list[Tensor]],
+        loader: OnceLoader,
         reader: DatasetReader,
-        capacity: int,
         cache: Path,
         base: str,
+        documents: Axis,
         ranks: Axis,
-    ) -> Reference:
-        """Those in the file `cache`, or if it was made with other data or another model, new ones, left there.
+    ) -> None:
+        """Take those in the file `cache`, or if it was made with other data or another model, new ones, left there.
 
-        make_model: called if it is needed, for the model as the run will compute with it. base: what tells the model
-        from others (see `weights_digest`). capacity: tokens that a batch may have. ranks: the axis of all, which call
-        this alike and compute a share each; the numbers do not depend on how many there are.
+        logprobs: of a step, see `ParallelStep`. loader: of all pairs of `reader`, this rank's part along `documents`.
+        base: what tells the model from others (see `weights_digest`). ranks: all, which call this alike and meet after
+        every step's packs, so that none waits for longer than these take.
         """
         made_of = {"base": base, "data": " ".join(dataset.fingerprint for dataset in reader.datasets)}
         stored = _stored(cache, made_of, len(reader.datasets))
         if start_all_reduce(torch.tensor(stored is not None, dtype=torch.int32), ranks, "min").wait():
             assert stored is not None
-            return cls(stored)
-        model = make_model()
-        tables = [_logprobs(model, reader, number, capacity, ranks) for number in range(len(reader.datasets))]
+            self._tables = stored
+            return
+        tables = [torch.zeros(dataset.samples, 2) for dataset in reader.datasets]
+        for batches in loader:
+            for packed, each in zip(batches, logprobs(batches), strict=True):
+                if (samples := packed.samples) is not None:
+                    homes = torch.from_numpy(packed.homes)
+                    pairs = torch.zeros(len(packed.lengths), dtype=each.dtype).index_add(0, homes, each).view(-1, 2)
+                    for dataset, number, pair in zip(samples.datasets, samples.numbers, pairs, strict=True):
+                        tables[dataset][number] = pair
+            # A collective fails if others are awaited for too long.
+            start_all_reduce(torch.zeros(()), ranks).wait()
+        # What the others have computed is added to zeros: the bits are theirs.
+        self._tables = [start_all_reduce(table, documents).wait() for table in tables]
         if ranks.index == 0:
             part = cache.with_name(f".{cache.name}.part")
-            save_file({str(number): table for number, table in enumerate(tables)}, part, metadata=made_of)
+            save_file({str(number): table for number, table in enumerate(self._tables)}, part, metadata=made_of)
             part.replace(cache)
-        return cls(tables)
 
 
 def _stored(cache: Path, made_of: Mapping[str, str], datasets: int) -> list[Tensor] | None:
@@ -124,50 +125,24 @@ class DpoObjective:
     """The DPO loss of the pairs of a pack; for the log how many pairs have a positive margin, and the margins."""
 
     metrics: tuple[str, ...] = ("preferred", "margin")
+    sums_cross_entropy: bool = False
 
     def __init__(self, reference: Reference, config: DpoConfig) -> None:
         self._reference, self._config = reference, config
 
     def count(self, packed: PackedBatch) -> int:
-        return len(packed.lengths) // 2
+        return 0 if packed.samples is None else len(packed.lengths) // 2
 
-    def __call__(self, model: CausalLM, packed: PackedBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        policy = reply_logprobs(model, packed).view(-1, 2)
-        assert packed.samples is not None, "pairs are known by their dataset and number"
-        losses, margins = dpo_loss(policy, to_device(self._reference.of(packed.samples), policy.device), self._config)
-        return losses.sum(), {"preferred": (margins > 0).to(margins.dtype).sum(), "margin": margins.sum()}
+    def columns(self, packed: PackedBatch) -> Columns:
+        known = np.zeros(0, np.float32)
+        if packed.samples is not None:
+            known = self._reference.of(packed.samples).flatten().numpy()
+        return Columns(documents={"reference": known})
 
-
-@torch.no_grad()
-def _logprobs(model: CausalLM, reader: DatasetReader, dataset: int, capacity: int, ranks: Axis) -> Tensor:
-    """Of all samples of a dataset, [samples, 2] float32 on the CPU, from batches that the ranks take in turns.
-
-    They meet after each, so that none waits for longer than a batch takes: a collective fails if it waits too long.
-    """
-    parts, runs = [], list(_in_order(reader, dataset, capacity))
-    for first in range(0, len(runs), ranks.size):
-        batches = runs[first : first + ranks.size]
-        tables = [torch.zeros(len(one.numbers), 2) for one in batches]
-        if ranks.index < len(batches):
-            packed = collate(reader, batches[ranks.index])
-            tables[ranks.index].copy_(reply_logprobs(model, packed).view(-1, 2))
-        # What the others have computed is added to zeros: the bits are theirs.
-        parts.append(start_all_reduce(torch.cat(tables), ranks).wait())
-    return torch.cat(parts)
-
-
-def _in_order(reader: DatasetReader, dataset: int, capacity: int) -> Iterator[Samples]:
-    """All samples of a dataset in runs of at most `capacity` tokens."""
-    lengths = reader.datasets[dataset].lengths(np.arange(reader.datasets[dataset].samples))
-    first, tokens = 0, 0
-    for number, length in enumerate(lengths.tolist()):
-        if number > first and tokens + length > capacity:
-            yield _run(dataset, first, number, tokens)
-            first, tokens = number, 0
-        tokens += length
-    yield _run(dataset, first, len(lengths), tokens)
-
-
-def _run(dataset: int, first: int, end: int, tokens: int) -> Samples:
-    numbers = np.arange(first, end)
-    return Samples(numbers, np.full_like(numbers, dataset), numbers, tokens)
+    def __call__(self, hidden: Tensor, head: Head, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        reference = batch.columns["reference"]
+        # A pack that fills up a step has a document, and no pair.
+        policy = batch.per_document(-head.cross_entropy(hidden, batch.targets))[: len(reference)]
+        losses, margins = dpo_loss(policy.view(-1, 2), reference.view(-1, 2), self._config)
+        found = {"preferred": (margins > 0).to(margins.dtype), "margin": margins}
+        return batch.mean_of_documents(losses), {name: batch.mean_of_documents(one) for name, one in found.items()}

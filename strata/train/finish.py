@@ -15,9 +15,8 @@ from strata.models.quantized.checkpoint import packed_format
 from strata.models.save import save
 from strata.models.weights import load
 from strata.train.adapters.lora import LoraConfig, load_adapter, merge_lora, save_adapter
-from strata.train.checkpoints.export import export
+from strata.train.checkpoints.export import export, trained_values
 from strata.train.checkpoints.folder import newest, step_of, whole_checkpoints
-from strata.train.steps.tune_step import TuneStep
 from strata.train.trainer import Trainer
 
 
@@ -44,9 +43,6 @@ def save_model(run: Trainer) -> Path:
 
 def _write_model(run: Trainer, folder: Path) -> None:
     config = run.config
-    if config.lora is not None:
-        _write_merged(run, config.lora, folder)
-        return
     whole = whole_checkpoints(run.folder / "checkpoints", run.warn)
     checkpoint = next((one for one in whole if step_of(one) == run.position.step), None)
     if checkpoint is None:
@@ -54,6 +50,9 @@ def _write_model(run: Trainer, folder: Path) -> None:
             f"the checkpoint of step {run.position.step} was not written, and the model is made of it; make room and "
             f"resume the run"
         )
+    if config.lora is not None:
+        _write_merged(run, config.lora, checkpoint, folder)
+        return
     if config.balance is not None and (about_bias := config.balance.warning(run.start.config)):
         run.warn(about_bias)
     weights = run.start.weights
@@ -61,12 +60,11 @@ def _write_model(run: Trainer, folder: Path) -> None:
     export(checkpoint, run.start.config, run.start.tokenizer, folder, dtype)
 
 
-def _write_merged(run: Trainer, lora: LoraConfig, folder: Path) -> None:
-    """Adapter and merged model. The base is read again: what the run computes with may be rounded, or packed."""
-    assert isinstance(run.stepper, TuneStep)
+def _write_merged(run: Trainer, lora: LoraConfig, checkpoint: Path, folder: Path) -> None:
+    """Adapter and merged model. The base is read again: what the run computes with may be rounded or packed."""
     assert run.start.weights is not None
     adapter = run.folder / "adapter"
-    save_adapter(run.stepper.model, lora, str(run.config.start.model), adapter)
+    save_adapter(trained_values(checkpoint), lora, str(run.config.start.model), adapter)
     model, _ = load(run.start.weights, "cpu", _stored_dtype(run.start.weights))
     load_adapter(model, adapter)
     merge_lora(model)

@@ -10,15 +10,17 @@ import torch
 
 from strata.comm.launch import World
 from strata.models.config import ModelConfig
+from strata.models.quantized.checkpoint import packed_format
 from strata.parallel.layout import Layout, auto_layout
 from strata.train.config import TrainConfig
+from strata.train.start import start_folder
 
 
 def chosen_layout(config: TrainConfig, model: ModelConfig, world: World, report: Callable[[str], None]) -> Layout:
     """The layout of a run, checked. report: is called with why, if it was chosen here. Raises ValueError if none
     fits."""
     layout = config.parallel
-    if layout is None and (config.lora is not None or config.dpo is not None):
+    if layout is None and config.lora is not None:
         layout = Layout(dp=world.size)
     elif layout is None:
         layout, reason = auto_layout(model, world.size, device_memory(world.device))
@@ -26,9 +28,19 @@ def chosen_layout(config: TrainConfig, model: ModelConfig, world: World, report:
             report(f"layout: {reason}")
     layout = with_micro_batches(layout, config.data.packs_per_step)
     layout.check(model, world.size)
-    if (config.lora or config.dpo) and not layout.divides_documents_only:
-        raise ValueError("[lora] and [dpo] divide documents only: use dp, or shard with zero = 1 or 2")
+    if config.lora is not None and (config.lora.quantization or packed_format(start_folder(config.start))):
+        check_packed(layout)
     return layout
+
+
+def check_packed(layout: Layout) -> None:
+    """Raises ValueError for a layout of which training cannot divide packed weights."""
+    for name in ("tp", "ep"):
+        if getattr(layout, name) > 1:
+            raise ValueError(
+                f"{name} = {getattr(layout, name)} would divide packed weights among ranks, which training does not do "
+                f"yet; set {name} = 1 and use dp, shard, cp or pp, or keep the weights in floats"
+            )
 
 
 def with_micro_batches(layout: Layout, packs_per_step: int) -> Layout:

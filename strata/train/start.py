@@ -98,9 +98,12 @@ def training_loader(config: TrainConfig, data: RunData, *, rank: int, ranks: int
 
 def validation_loader(config: TrainConfig, data: RunData, *, rank: int, ranks: int) -> OnceLoader | None:
     """The same for what the run is validated by, in the same packs; None if by nothing."""
-    given, first = config.data, len(data.training)
-    if not data.validation:
-        return None
+    return once_loader(config, data, len(data.training), rank=rank, ranks=ranks) if data.validation else None
+
+
+def once_loader(config: TrainConfig, data: RunData, first: int, *, rank: int, ranks: int) -> OnceLoader:
+    """The same for each sample of all datasets from the number `first` on, once."""
+    given = config.data
     return OnceLoader(
         data.reader,
         range(first, len(data.every)),

@@ -15,7 +15,6 @@ import torch
 from strata.comm.launch import World
 from strata.hardware.machine import cpu_name
 from strata.parallel.data_parallel import all_ranks
-from strata.train.adapters.frozen import packed_line
 from strata.train.checkpoints.checkpointer import Checkpointer
 from strata.train.checkpoints.folder import NEEDED
 from strata.train.config import TrainConfig
@@ -39,7 +38,6 @@ from strata.train.results import Reading, Results
 from strata.train.settings import collected_between_steps, deterministic
 from strata.train.start import lasting, open_data, resumed, starting_point, training_loader, validation_loader
 from strata.train.stepper import Setting, chosen_recompute, make_stepper
-from strata.train.steps.tune_step import TuneStep
 from strata.train.validation import Validation
 
 Report = Callable[[dict[str, Any]], None]
@@ -118,17 +116,16 @@ class Trainer:
             self.start,
             self.layout,
             self.mesh,
-            data.reader,
+            data,
             self.folder,
             self._phases,
             self.checkpoints.before_update,
             recompute,
+            warn,
         )
         # DPO computes its reference here.
         with deterministic(config.run.deterministic):
             self.stepper = make_stepper(setting)
-        if isinstance(self.stepper, TuneStep) and (about_packed := packed_line(self.stepper.model)):
-            warn(about_packed)
         self._meter = Meter(
             self.start.config,
             config.faults,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from strata.models.config import ModelConfig
 from strata.models.families import build
 from strata.models.layers import CausalLM
 from strata.parallel.layout import Layout
+from strata.parallel.loss import MicroBatch
 from strata.parallel.parallelize import parallelize
-from strata.parallel.pipeline import MicroBatch, Pipeline
+from strata.parallel.pipeline import Pipeline
 from strata.parallel.schedules import SCHEDULES, PipelineSchedule, make_schedule
 from strata.parallel.split_backward import backward_of_inputs
 from strata.parallel.stages import ModelStages, balance, layer_spans
+from strata.train.steps.objective import NextToken
 from tests.largest import largest
 from tests.parallel.models import config_of, head_weight, loss_of, random_batch, random_model
 from tests.parallel.ranks import relative_error, run_ranks
@@ -51,8 +54,16 @@ def micro_batches(config: ModelConfig, count: int, first: int = 0) -> list[Micro
     for index in range(first, first + count):
         batch, targets = random_batch(config, [3 + index % 4, 1, 5 + index % 3], seed=index)
         rows = (targets != -100).nonzero().flatten()[index % 2 :]
-        found.append(MicroBatch(batch, rows, targets[rows]))
+        found.append(MicroBatch(batch, rows, targets[rows], torch.ones(()), alone().axis("cp")))
     return found
+
+
+def loss_of_run(pipeline: Pipeline, batches: Sequence[MicroBatch], counted: int, gradients: Any) -> Tensor:
+    """Of the next token, the share of these batches of a step that counts so many."""
+    weight = next(pipeline.model.parameters())
+    scale = torch.tensor(1 / counted, dtype=weight.dtype, device=weight.device)
+    (loss,) = pipeline.run([replace(one, scale=scale) for one in batches], NextToken(), gradients)
+    return loss
 
 
 def targets_of(batches: Sequence[MicroBatch]) -> int:
@@ -89,7 +100,7 @@ def every_schedule(world: World, folder: Path) -> dict[str, Any]:
             part = part_of(config, schedule, world.rank)
             recorded = Recorded()
             pipeline = Pipeline(part, schedule, mesh)
-            losses = [pipeline.run(batches, targets_of(batches), recorded) for _ in range(2)]
+            losses = [loss_of_run(pipeline, batches, targets_of(batches), recorded) for _ in range(2)]
             gradients = {key: parameter.grad for key, parameter in part.named_parameters()}
             found[f"{family} {name}"] = {
                 "loss": largest(relative_error(loss, wanted) for loss in losses),
@@ -136,7 +147,7 @@ def against_one_process(mesh: Mesh, layout: Layout, family: str, layers: int, sc
     part = part_of(config, schedule, mesh.axis("pp").index)
     parallel = parallelize(part, config, layout, mesh, bucket_elements=1000)
     pipeline = Pipeline(part, schedule, mesh, sequence_parallel=layout.sequence_parallel)
-    loss = pipeline.run(per_replica[replica.index], targets_of(everything), parallel.gradients)
+    loss = loss_of_run(pipeline, per_replica[replica.index], targets_of(everything), parallel.gradients)
     parallel.gradients.reduce()
     norm = parallel.gradients.norm()
     errors = []
@@ -244,7 +255,7 @@ def test_one_rank_needs_no_other(name: str, family: str) -> None:
     whole, wanted = one_process(config, batches)
     schedule = make_schedule(name, 1, 3)
     part = part_of(config, schedule, 0)
-    loss = Pipeline(part, schedule, alone()).run(batches, targets_of(batches), Recorded())
+    loss = loss_of_run(Pipeline(part, schedule, alone()), batches, targets_of(batches), Recorded())
     assert relative_error(loss, wanted) < 1e-12
     for key, parameter in part.named_parameters():
         assert relative_error(parameter.grad, whole.get_parameter(key).grad) < 1e-12, key
@@ -327,4 +338,4 @@ def test_what_does_not_fit_is_refused() -> None:
         Pipeline(ModelStages(model, [(0, 3)], [0]), schedule, alone())
     pipeline = Pipeline(part_of(config, schedule, 0), schedule, alone())
     with pytest.raises(ValueError, match="3 micro-batches, but the schedule is for 2"):
-        pipeline.run(micro_batches(config, 3), 1, Recorded())
+        pipeline.run(micro_batches(config, 3), NextToken(), Recorded())

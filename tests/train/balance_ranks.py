@@ -18,7 +18,8 @@ from strata.train.steps.parallel_step import ParallelStep
 from tests.largest import name_of_largest
 from tests.parallel.models import config_of, random_model
 from tests.parallel.ranks import relative_error
-from tests.train.step_ranks import OPTIMIZER, STEPS, made, of_whole, packs_of, plain_loss, rate_of
+from tests.train.plain_losses import plain_logprobs, plain_loss
+from tests.train.step_ranks import OPTIMIZER, STEPS, made, of_whole, packs_of, rate_of
 
 # A weight, and a rate, at which balancing is no small part of what a step does.
 WEIGHT, RATE = 0.7, 0.05
@@ -66,7 +67,8 @@ def plain_steps(config: ModelConfig, method: str, replicas: int) -> tuple[Plain,
     model, found = plain.model, []
     optimizer = torch.optim.AdamW(_groups(model), lr=OPTIMIZER.learning_rate, betas=(0.9, 0.95), eps=1e-8)
     for step in range(STEPS):
-        total = plain_loss(model, [one for replica in range(replicas) for one in packs_of(config, step, replica)])
+        packs = [one for replica in range(replicas) for one in packs_of(config, step, replica)]
+        total = plain_loss("next token", [plain_logprobs(model, {}, one) for one in packs], packs)
         added, value, busiest = plain.loss()
         (total + added).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip)

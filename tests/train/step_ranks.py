@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -18,15 +21,18 @@ from strata.models.config import ModelConfig
 from strata.models.layers import CausalLM
 from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout
+from strata.train.adapters.lora import LoraConfig, first_values
 from strata.train.checkpoints.state import StateShard
-from strata.train.data.pack import PackedBatch
+from strata.train.data.pack import PackedBatch, Samples
 from strata.train.optimizer.config import OptimizerConfig
-from strata.train.steps.make import make_step
+from strata.train.steps import make
+from strata.train.steps.make import Adapters, make_step
 from strata.train.steps.parallel_step import ParallelStep
 from strata.train.steps.recorded import shape_of_all
 from tests.largest import name_of_largest
-from tests.parallel.models import config_of, loss_of, random_model
+from tests.parallel.models import config_of, random_model
 from tests.parallel.ranks import relative_error
+from tests.train.plain_losses import OBJECTIVES, plain_logprobs, plain_loss
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, clip=0.05)  # far below the norms, so that clipping acts
 STEPS = 3
@@ -41,18 +47,21 @@ def pack_of(seed: int, lengths: list[int], vocab: int, share: float) -> PackedBa
     positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
     inner = np.setdiff1d(np.arange(offsets[-1]), offsets[1:] - 1)
     rows = inner[draw.random(len(inner)) < share]
-    return PackedBatch(tokens, positions, offsets, rows, tokens[rows + 1].astype(np.int64))
+    numbers = seed + np.arange(len(lengths) // 2)
+    samples = Samples(numbers, np.zeros_like(numbers), numbers, len(tokens))
+    return PackedBatch(tokens, positions, offsets, rows, tokens[rows + 1].astype(np.int64), samples)
 
 
-def packs_of(config: ModelConfig, step: int, replica: int) -> list[PackedBatch]:
-    """Other numbers of tokens on every replica. No token counts in the second pack of the first replica, nor in any of
-    the second replica in step 1.
+def packs_of(config: ModelConfig, step: int, replica: int, *, even: bool = False) -> list[PackedBatch]:
+    """Other numbers of tokens on every replica, if asked all of them even. No token counts in the second pack of the
+    first replica, nor in any of the second replica in step 1.
     """
+    lengths = [[5 + replica, 1 + micro, 7, 4] for micro in range(PACKS)]
     none = {(0, 0, 1), (1, 0, 1), (2, 0, 1), (1, 1, 0), (1, 1, 1)}
     return [
         pack_of(
             100 * step + 10 * replica + micro,
-            [5 + replica, 1 + micro, 7],
+            [*lengths[micro][:-1], lengths[micro][-1] + even * sum(lengths[micro]) % 2],
             config.vocab_size,
             0.0 if (step, replica, micro) in none else 0.7,
         )
@@ -60,74 +69,128 @@ def packs_of(config: ModelConfig, step: int, replica: int) -> list[PackedBatch]:
     ]
 
 
-def plain_loss(model: CausalLM, packs: list[PackedBatch]) -> Tensor:
-    """The mean over the counted tokens of all packs, [] with its gradient."""
-    counted = sum(len(one.targets) for one in packs)
-    total = torch.zeros((), dtype=torch.float64)
-    for one in packs:
-        batch, rows, wanted = one.to(torch.device("cpu"))
-        targets = torch.full(batch.tokens.shape, -100)
-        targets[rows] = wanted
-        total = total + loss_of(model, batch, targets) / counted
-    return total
+@dataclass(frozen=True)
+class Plain:
+    """Steps of one process. trained: the parameters after them. logprobs: of the first pack of each step before it."""
+
+    trained: dict[str, Tensor]
+    losses: list[float]
+    norms: list[float]
+    logprobs: list[Tensor]
 
 
-def one_process(config: ModelConfig, replicas: int, steps: int) -> tuple[CausalLM, list[float], list[float]]:
-    """The model after the steps, losses and norms, by plain PyTorch."""
+def one_process(
+    steps: Sequence[Sequence[PackedBatch]], config: ModelConfig, loss: str, lora: LoraConfig | None
+) -> Plain:
+    """By plain PyTorch. steps: the packs of each, of all replicas."""
     model = random_model(config)
-    named = dict(model.named_parameters())
+    named = dict(model.named_parameters()) if lora is None else random_adapters(model, lora)
     decayed = {name for name, one in named.items() if one.dim() > 1 and "embed_tokens" not in name}
     groups = [
         {"params": [named[name] for name in named if (name in decayed) == flag], "weight_decay": decay}
         for flag, decay in ((True, OPTIMIZER.weight_decay), (False, 0.0))
     ]
     optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, betas=(0.9, 0.95), eps=1e-8)
-    losses, norms = [], []
-    for step in range(steps):
-        total = plain_loss(model, [one for replica in range(replicas) for one in packs_of(config, step, replica)])
+    found = Plain(named, [], [], [])
+    for step, packs in enumerate(steps):
+        weights = named if lora is None else with_adapters(model, named, lora)
+        logprobs = [plain_logprobs(model, weights, one) for one in packs]
+        total = plain_loss(loss, logprobs, packs)
         total.backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip)))
+        found.norms.append(float(nn.utils.clip_grad_norm_(named.values(), OPTIMIZER.clip)))
         for group in optimizer.param_groups:
             group["lr"] = rate_of(step)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(total.item())
-    return model, losses, norms
+        found.losses.append(total.item())
+        found.logprobs.append(logprobs[0].detach())
+    return found
+
+
+def random_adapters(model: CausalLM, lora: LoraConfig) -> dict[str, nn.Parameter]:
+    """By name, whole: B too is not zero, so that A has a gradient."""
+    draw = torch.Generator().manual_seed(9)
+    return {
+        name: nn.Parameter(0.3 * torch.randn(value.shape, generator=draw, dtype=torch.float64))
+        for name, value in first_values(model, lora, 0)
+    }
+
+
+def with_adapters(model: CausalLM, adapters: Mapping[str, Tensor], lora: LoraConfig) -> dict[str, Tensor]:
+    """The weights W + s B A that adapters come to."""
+    made = {name: one.detach() for name, one in model.named_parameters()}
+    for name, a in adapters.items():
+        if name.endswith("lora_A.weight"):
+            base = name.replace("lora_A.", "")
+            made[base] = made[base] + lora.alpha / lora.rank * adapters[name.replace("lora_A", "lora_B")] @ a
+    return made
 
 
 def rate_of(step: int) -> float:
     return OPTIMIZER.learning_rate / (step + 1)
 
 
-def made(world: World, config: ModelConfig, layout: Layout, **options: Any) -> tuple[ParallelStep, int, int]:
+def made(
+    world: World, config: ModelConfig, layout: Layout, lora: LoraConfig | None = None, **options: Any
+) -> tuple[ParallelStep, int, int]:
     """The step, the number of replicas, and which one this rank belongs to."""
     mesh = layout.mesh(world)
     documents = mesh.flattened("dp", "shard")
     source = random_model(config)
+    named = dict(source.named_parameters()) | ({} if lora is None else random_adapters(source, lora))
+    adapters = None if lora is None else Adapters(lora)
     step = make_step(
-        config, layout, mesh, OPTIMIZER, lambda *_: source.named_parameters(), dtype=torch.float64, **options
+        config,
+        layout,
+        mesh,
+        OPTIMIZER,
+        lambda *_: named.items(),
+        adapters=adapters,
+        **{"dtype": torch.float64} | options,
     )
     return step, documents.size, documents.index
 
 
-def errors_of(world: World, family: str, layout: Layout, **options: Any) -> dict[str, float]:
-    """Largest relative errors of losses, norms and masters after some steps, each measured before it is done."""
+def errors_of(
+    world: World,
+    family: str,
+    layout: Layout,
+    *,
+    loss: str = "next token",
+    projections: Sequence[str] = (),
+    even: bool = False,
+    changes: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, float]:
+    """Largest relative errors of losses, norms, log-probabilities and masters after some steps, each measured before it
+    is done. loss: one of `OBJECTIVES`. projections: which get adapters; none: the whole model is trained. changes: of
+    the family's config.
+    """
     stages = layout.pp * (2 if layout.schedule == "interleaved" else 1)
-    config = config_of(family, num_hidden_layers=max(2, stages))
-    step, replicas, own = made(world, config, layout, **options)
-    model, losses, norms = one_process(config, replicas, STEPS)
+    config = config_of(family, num_hidden_layers=max(2, stages), **changes or {})
+    lora = LoraConfig(3, 6.0, list(projections)) if projections else None
+    step, replicas, own = made(world, config, layout, lora, objective=OBJECTIVES[loss], **options)
+    by_step = [[packs_of(config, index, replica, even=even) for replica in range(replicas)] for index in range(STEPS)]
+    plain = one_process([list(chain(*packs)) for packs in by_step], config, loss, lora)
     errors: dict[str, float] = {}
     for index in range(STEPS):
         step.sync_weights()
-        measured = step.measured(packs_of(config, index, own))
-        errors[f"measured {index}"] = abs(float(measured["loss"]) / losses[index] - 1)
-        result = step(packs_of(config, index, own), rate_of(index))
-        errors[f"counted {index}"] = abs(float(measured["counted"] - result.metrics["counted"]))
-        errors[f"loss {index}"] = abs(float(result.loss) / losses[index] - 1)
-        errors[f"norm {index}"] = abs(float(result.norm) / norms[index] - 1)
-    for shard in step.state_shards():
-        if shard.kind == "master":
-            errors[shard.name] = relative_error(shard.tensor.cpu(), of_whole(shard, model.get_parameter(shard.name)))
+        packs = by_step[index][own]
+        measured = step.measured(packs)
+        errors[f"measured {index}"] = abs(float(measured["loss"]) / plain.losses[index] - 1)
+        if own == 0:
+            errors[f"logprobs {index}"] = relative_error(step.logprobs(packs)[0], plain.logprobs[index])
+        else:
+            step.logprobs(packs)
+        result = step(packs, rate_of(index))
+        for name in ("counted", *OBJECTIVES[loss].metrics):
+            errors[f"{name} {index}"] = abs(float(measured[name] - result.metrics[name]))
+        errors[f"loss {index}"] = abs(float(result.loss) / plain.losses[index] - 1)
+        errors[f"norm {index}"] = abs(float(result.norm) / plain.norms[index] - 1)
+    held = [shard for shard in step.state_shards() if shard.kind == "master"]
+    assert {shard.name for shard in held} <= plain.trained.keys()
+    for shard in held:
+        errors[shard.name] = relative_error(shard.tensor.cpu(), of_whole(shard, plain.trained[shard.name]))
     return errors
 
 
@@ -183,6 +246,25 @@ def skipped_and_restored(world: World, folder: Path) -> dict[str, Any]:
     }
 
 
+def narrow(world: World) -> dict[str, float]:
+    """Of layouts with adapters beside weights in bfloat16, as on a GPU, how far the first loss is from that of one
+    process in float64, relative.
+    """
+    found = {}
+    lora = LoraConfig(3, 6.0, ["q_proj", "o_proj", "down_proj"])
+    layouts = [Layout(dp=2), Layout(shard=2, zero=3), Layout(tp=2, sequence_parallel=True), Layout(cp=2)]
+    config = config_of("qwen3-biases-tied")
+    with patch.object(make, "compute_dtype_on", lambda *_: torch.bfloat16):
+        for layout in (*layouts, Layout(pp=2, micro_batches=2)):
+            step, replicas, own = made(world, config, layout, lora, objective=OBJECTIVES["dpo"], dtype=torch.float32)
+            packs = [packs_of(config, 0, replica) for replica in range(replicas)]
+            result = step(packs[own], rate_of(0))
+            assert result.norm > 0
+            plain = one_process([list(chain(*packs))], config, "dpo", lora)
+            found[str(layout)] = abs(float(result.loss) / plain.losses[0] - 1)
+    return found
+
+
 def shapes(world: World) -> list[list[int] | None]:
     """What ranks agree on that have the same shape, another length, and one of them none."""
     world_axis = all_ranks(Layout(dp=2).mesh(world))
@@ -225,7 +307,7 @@ def repeated_messages(world: World, folder: Path, layouts: list[list[Any]]) -> l
 
 def two_ranks(world: World, folder: Path, layouts: list[list[Any]]) -> dict[str, Any]:
     found = {"worst": worst(world, folder, layouts), "skipped": skipped_and_restored(world, folder)}
-    return found | {"shapes": shapes(world)}
+    return found | {"shapes": shapes(world), "narrow": narrow(world)}
 
 
 def four_ranks(world: World, folder: Path, layouts: list[list[Any]]) -> dict[str, Any]:

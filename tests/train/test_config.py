@@ -132,10 +132,10 @@ def test_wrong_tuning_is_refused(tune: Tune, section: str, changes: dict[str, An
         tune("style", **{section: changes})
 
 
-@pytest.mark.parametrize("section", ["lora", "dpo"])
-def test_tuning_beside_products_in_8_bits_is_refused(tune: Tune, section: str) -> None:
-    with pytest.raises(ValueError, match=r"run\.precision = 'fp8-row' is not for \[lora\] or \[dpo\]"):
-        tune("style", run={"precision": "fp8-row"}, **{section: {}})
+def test_adapters_beside_products_in_8_bits_are_refused(tune: Tune) -> None:
+    with pytest.raises(ValueError, match=r"run\.precision = 'fp8-row' is not for \[lora\], whose products are in bf16"):
+        tune("style", run={"precision": "fp8-row"}, lora={})
+    assert tune("short", run={"precision": "fp8-row"}, dpo={}).run.precision == "fp8-row"
 
 
 def test_missing_section_and_missing_file(small_table: dict[str, Any], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata.comm.launch import World
+from strata.models.config import read_config
 from strata.models.layers import CausalLM
 from strata.models.weights import load
 from strata.parallel.data_parallel import all_ranks
@@ -19,13 +19,16 @@ from strata.parallel.layout import Layout
 from strata.train.data.encoding import Document, Encoded
 from strata.train.data.loader import DataPosition, Loader, Step
 from strata.train.data.mixture import Mixture
+from strata.train.data.once import OnceLoader
 from strata.train.data.pack import Samples, pack
 from strata.train.data.shards import TokenDataset
 from strata.train.data.tokenize import tokenize
 from strata.train.dpo import DpoConfig, DpoObjective, Reference, dpo_loss, weights_digest
 from strata.train.optimizer.config import OptimizerConfig
-from strata.train.steps.result import StepResult
-from strata.train.steps.tune_step import TuneStep
+from strata.train.steps.make import held_by, make_step
+from strata.train.steps.objective import Objective
+from strata.train.steps.parallel_step import ParallelStep
+from tests.train.plain_losses import ALONE, loss_of_pack
 
 CONFIG = DpoConfig(beta=0.3, label_smoothing=0.1)
 
@@ -46,9 +49,17 @@ def step_of(mixture: Mixture, packs: int) -> Step:
     return Loader(mixture, 96, packs, 7).step(DataPosition())
 
 
-def reference_of(model: CausalLM, mixture: Mixture, cache: Path, base: str) -> Reference:
-    world_axis = all_ranks(Layout().mesh(World(0, 0, 1, torch.device("cpu"), None)))
-    return Reference.computed(lambda: model, mixture, 96, cache, base, world_axis)
+def step_over(model: CausalLM, folder: Path, objective: Objective | None = None) -> ParallelStep:
+    """Of one device, from the values of a model of that folder's shape."""
+    mesh, optimizer = Layout().mesh(ALONE), OptimizerConfig(learning_rate=1.0)
+    return make_step(read_config(folder), Layout(), mesh, optimizer, held_by(model), objective=objective)
+
+
+def reference_of(folder: Path, mixture: Mixture, cache: Path, base: str) -> Reference:
+    step = step_over(load(folder, "cpu", torch.float32)[0], folder)
+    axis, found = all_ranks(Layout().mesh(ALONE)), Reference()
+    found.compute(step.logprobs, OnceLoader(mixture, [0], 96, 2, 7), mixture, cache, base, axis, axis)
+    return found
 
 
 def numbers_of(step: Step) -> list[int]:
@@ -66,7 +77,7 @@ def plain_logprob(model: CausalLM, document: Document) -> Tensor:
 
 def test_loss_and_gradient_equal_a_plain_script(folder: Path, mixture: Mixture, tmp_path: Path) -> None:
     base, _ = load(folder, "cpu", torch.float32)
-    reference = reference_of(base, mixture, tmp_path / "reference.safetensors", "base")
+    reference = reference_of(folder, mixture, tmp_path / "reference.safetensors", "base")
     model, _ = load(folder, "cpu", torch.float32)
     with torch.no_grad():
         generator = torch.Generator().manual_seed(0)
@@ -76,7 +87,7 @@ def test_loss_and_gradient_equal_a_plain_script(folder: Path, mixture: Mixture, 
     objective = DpoObjective(reference, CONFIG)
     pairs = sum(map(objective.count, step.batches))
     for packed in step.batches:
-        (objective(model, packed)[0] / pairs).backward()
+        (loss_of_pack(model, packed, objective) / pairs).backward()
     ours = {name: weight.grad.clone() for name, weight in model.named_parameters()}
 
     model.zero_grad()
@@ -97,7 +108,7 @@ def test_loss_and_gradient_equal_a_plain_script(folder: Path, mixture: Mixture, 
         assert scale > 0
         assert (ours[name] - weight.grad).abs().max() < 1e-4 * scale, name
     norm = torch.cat([weight.grad.flatten() for weight in model.parameters()]).norm().item()
-    found = one_step(model, objective, step)
+    found = step_over(model, folder, objective)(step.batches, 1e-3)
     assert found.loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert found.norm.item() == pytest.approx(norm, rel=1e-4)
     assert found.metrics["margin"].item() == pytest.approx(torch.stack(margins).mean().item(), rel=1e-4)
@@ -105,17 +116,10 @@ def test_loss_and_gradient_equal_a_plain_script(folder: Path, mixture: Mixture, 
     assert found.metrics["counted"].item() == pairs
 
 
-def one_step(model: CausalLM, objective: DpoObjective, step: Step) -> StepResult:
-    """What the step that a run takes says of itself. It changes the model."""
-    model.zero_grad()
-    mesh = Layout().mesh(World(0, 0, 1, torch.device("cpu"), None))
-    return TuneStep(model, model, objective, OptimizerConfig(learning_rate=1.0), Layout(), mesh)(step.batches, 1e-3)
-
-
 def test_the_first_step_has_no_margin(folder: Path, mixture: Mixture, tmp_path: Path) -> None:
     model, _ = load(folder, "cpu", torch.float32)
-    reference = reference_of(model, mixture, tmp_path / "reference.safetensors", "base")
-    found = one_step(model, DpoObjective(reference, DpoConfig()), step_of(mixture, 2))
+    reference = reference_of(folder, mixture, tmp_path / "reference.safetensors", "base")
+    found = step_over(model, folder, DpoObjective(reference, DpoConfig()))(step_of(mixture, 2).batches, 1e-3)
     assert found.loss.item() == pytest.approx(math.log(2), abs=1e-5)
     assert found.metrics["margin"].item() == pytest.approx(0, abs=1e-5)
 
@@ -123,18 +127,17 @@ def test_the_first_step_has_no_margin(folder: Path, mixture: Mixture, tmp_path: 
 def test_the_reference_is_computed_once(
     folder: Path, mixture: Mixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, _ = load(folder, "cpu", torch.float32)
     cache = tmp_path / "reference.safetensors"
-    first = reference_of(model, mixture, cache, weights_digest(folder))
+    first = reference_of(folder, mixture, cache, weights_digest(folder))
     numbers = np.arange(7)
     pairs = Samples(numbers, np.zeros_like(numbers), numbers, 0)
     calls: list[int] = []
-    whole = CausalLM.forward
-    monkeypatch.setattr(CausalLM, "forward", lambda self, batch: (calls.append(1), whole(self, batch))[1])
-    again = reference_of(model, mixture, cache, weights_digest(folder))
+    whole = ParallelStep.logprobs
+    monkeypatch.setattr(ParallelStep, "logprobs", lambda self, batches: (calls.append(1), whole(self, batches))[1])
+    again = reference_of(folder, mixture, cache, weights_digest(folder))
     assert torch.equal(first.of(pairs), again.of(pairs))
     assert not calls
-    reference_of(model, mixture, cache, "another model")
+    reference_of(folder, mixture, cache, "another model")
     assert calls
 
 

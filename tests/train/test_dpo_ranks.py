@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from strata.comm import collectives
 from strata.comm.launch import World
 from strata.files.toml_tables import read_table
-from strata.models.layers import CausalLM
 from strata.train.config import TrainConfig
+from strata.train.data.pack import PackedBatch
+from strata.train.steps.parallel_step import ParallelStep
 from strata.train.trainer import Trainer
 from tests.parallel.ranks import run_ranks
 from tests.train.tiny_run import Table, write_files
@@ -23,17 +24,17 @@ def events(world: World, folder: Path, table: Table, alone: Table) -> list[str]:
     it begins again from what the first beginning has left. One rank then begins a run of its own.
     """
     found: list[str] = []
-    forward, wait = CausalLM.forward, collectives.Pending.wait
+    logprobs, wait = ParallelStep.logprobs, collectives.Pending.wait
 
-    def noted_forward(self: CausalLM, *inputs: Any) -> torch.Tensor:
-        found.append("pass")
-        return forward(self, *inputs)
+    def noted_logprobs(self: ParallelStep, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+        found.extend(["pass"] * len(batches))
+        return logprobs(self, batches)
 
     def noted_wait(self: collectives.Pending) -> torch.Tensor:
-        found.append("wait")
+        found.extend(["wait"] * len(self.works))
         return wait(self)
 
-    CausalLM.forward, collectives.Pending.wait = noted_forward, noted_wait
+    ParallelStep.logprobs, collectives.Pending.wait = noted_logprobs, noted_wait
     config = read_table(TrainConfig, table)
     Trainer(config, world)
     found.append("again")

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from strata.comm.launch import World
 from strata.models.batch import Batch
+from strata.models.config import read_config
 from strata.models.layers import CausalLM, Linear
 from strata.models.weights import load
 from strata.parallel.layout import Layout
 from strata.train.adapters.lora import (
     PROJECTIONS,
-    Adapters,
     LoraConfig,
+    adapters_of,
     add_lora,
     load_adapter,
     merge_lora,
@@ -29,8 +29,8 @@ from strata.train.adapters.lora import (
 from strata.train.data.encoding import Encoded
 from strata.train.data.pack import pack
 from strata.train.optimizer.config import OptimizerConfig
-from strata.train.steps.objective import NextToken
-from strata.train.steps.tune_step import TuneStep
+from strata.train.steps.make import Adapters, make_step, stored
+from tests.train.plain_losses import ALONE, loss_of_pack
 from tests.train.predict.saved_bytes import saved_bytes
 
 CONFIG = LoraConfig(rank=3, alpha=6.0, projections=["q_proj", "down_proj"])
@@ -47,12 +47,12 @@ def model(folder: Path) -> CausalLM:
     return load(folder, "cpu", torch.float32)[0]
 
 
-def filled(model: CausalLM) -> Adapters:
+def filled(model: CausalLM) -> dict[str, nn.Parameter]:
     """Adapters with values, as after some training."""
     adapters = add_lora(model, CONFIG, seed=4)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for _, weight in adapters.named_parameters():
+        for weight in adapters.values():
             weight.copy_(torch.randn(weight.shape, generator=generator) * 0.1)
     return adapters
 
@@ -61,9 +61,9 @@ def test_the_model_computes_the_same_at_first(model: CausalLM) -> None:
     before = model(batch())
     adapters = add_lora(model, CONFIG, seed=4)
     assert torch.equal(model(batch()), before)
-    assert len(dict(adapters.named_parameters())) == 2 * 2 * 3  # A and B of two projections in three layers
+    assert len(adapters) == 2 * 2 * 3  # A and B of two projections in three layers
     trainable = {name for name, weight in model.named_parameters() if weight.requires_grad}
-    assert trainable == set(dict(adapters.named_parameters()))
+    assert trainable == set(adapters)
 
 
 def test_gradients_equal_those_through_a_full_weight(model: CausalLM) -> None:
@@ -72,33 +72,44 @@ def test_gradients_equal_those_through_a_full_weight(model: CausalLM) -> None:
     adapters = filled(model)
     goal = torch.randn(12, 48, generator=torch.Generator().manual_seed(3))
     (model(batch()) * goal).sum().backward()
-    leaves = {name: weight.detach().clone().requires_grad_() for name, weight in adapters.named_parameters()}
+    leaves = {name: weight.detach().clone().requires_grad_() for name, weight in adapters.items()}
     weights: dict[str, Tensor] = {}
     for name, a in leaves.items():
         if name.endswith("lora_A.weight"):
             base = name.removesuffix("lora_A.weight") + "weight"
             weights[base] = plain.get_parameter(base) + 2.0 * leaves[name.replace("lora_A", "lora_B")] @ a
     (torch.func.functional_call(plain, weights, (batch(),)) * goal).sum().backward()
-    for name, weight in adapters.named_parameters():
+    for name, weight in adapters.items():
         assert weight.grad is not None
         assert leaves[name].grad.abs().max() > 0, name
         assert torch.allclose(weight.grad, leaves[name].grad, rtol=1e-3, atol=1e-4), name
     assert all(weight.grad is None for weight in model.parameters() if not weight.requires_grad)
 
 
-def test_training_changes_adapters_alone(model: CausalLM) -> None:
-    adapters = filled(model)
-    frozen = {name: weight.clone() for name, weight in model.named_parameters() if not weight.requires_grad}
-    before = {name: weight.detach().clone() for name, weight in adapters.named_parameters()}
-    mesh = Layout().mesh(World(0, 0, 1, torch.device("cpu"), None))
-    step = TuneStep(model, adapters, NextToken(), OptimizerConfig(learning_rate=1e-2), Layout(), mesh)
-    documents = Encoded(np.arange(12, dtype=np.int32), np.arange(12) % 5 != 0, np.array([0, 5, 12]))
-    result = step([pack(documents)], 1e-2)
-    assert result.norm > 0
-    assert all(torch.equal(model.get_parameter(name), weight) for name, weight in frozen.items())
-    assert all(not torch.equal(weight, before[name]) for name, weight in adapters.named_parameters())
-    kept = [(piece.kind, piece.name) for piece in step.state_shards()]
-    assert sorted(kept) == sorted((kind, name) for kind in ("master", "exp_avg", "exp_avg_sq") for name in before)
+def test_training_changes_adapters_alone(folder: Path) -> None:
+    """And keeps state of them alone: beside the folder's weights they compute what the step does."""
+    layout, optimizer = Layout(), OptimizerConfig(learning_rate=1e-2)
+    step = make_step(
+        read_config(folder), layout, layout.mesh(ALONE), optimizer, stored(folder), adapters=Adapters(CONFIG)
+    )
+    before = {piece.name: piece.tensor.clone() for piece in step.state_shards() if piece.kind == "master"}
+    documents = pack(Encoded(np.arange(12, dtype=np.int32), np.arange(12) % 5 != 0, np.array([0, 5, 12])))
+    for _ in range(2):  # of A there is a gradient once B is not zero
+        step([documents], 1e-2)
+    held = step.state_shards()
+    assert all(not torch.equal(piece.tensor, before[piece.name]) for piece in held if piece.kind == "master")
+    assert sorted((one.kind, one.name) for one in held) == sorted(
+        (kind, name) for kind in ("master", "exp_avg", "exp_avg_sq") for name in before
+    )
+    model = load(folder, "cpu", torch.float32)[0]
+    adapters = add_lora(model, CONFIG, seed=0)
+    assert adapters.keys() == before.keys()
+    with torch.no_grad():
+        for piece in held:
+            if piece.kind == "master":
+                adapters[piece.name].copy_(piece.tensor.view(piece.shape))
+    wanted = loss_of_pack(model, documents).item() / len(documents.targets)
+    assert step.measured([documents])["loss"].item() == pytest.approx(wanted, rel=1e-6)
 
 
 def test_merged_weights_compute_the_same_under_the_old_names(model: CausalLM) -> None:
@@ -113,16 +124,16 @@ def test_merged_weights_compute_the_same_under_the_old_names(model: CausalLM) ->
 
 def test_bfloat16_base_keeps_float32_adapters(model: CausalLM) -> None:
     adapters = filled(model.to(torch.bfloat16))
-    assert {weight.dtype for _, weight in adapters.named_parameters()} == {torch.float32}
+    assert {weight.dtype for weight in adapters.values()} == {torch.float32}
     hidden = model(batch())
     assert hidden.dtype == torch.bfloat16
     hidden.float().sum().backward()
-    assert all(weight.grad is not None for _, weight in adapters.named_parameters())
+    assert all(weight.grad is not None for weight in adapters.values())
 
 
 def test_files_are_peft_s_and_load_again(model: CausalLM, folder: Path, tmp_path: Path) -> None:
     filled(model)
-    save_adapter(model, CONFIG, str(folder), tmp_path)
+    save_adapter(adapters_of(model), CONFIG, str(folder), tmp_path)
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     first = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     assert tensors[first].shape == (3, 48)
@@ -139,7 +150,7 @@ def test_peft_loads_the_files(model: CausalLM, folder: Path, tmp_path: Path) -> 
     from transformers import LlamaForCausalLM
 
     filled(model)
-    save_adapter(model, CONFIG, str(folder), tmp_path)
+    save_adapter(adapters_of(model), CONFIG, str(folder), tmp_path)
     theirs = peft.PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(folder), tmp_path)
     tokens = batch().tokens[None, :5].long()
     logits = theirs(tokens).logits[0]
@@ -148,7 +159,7 @@ def test_peft_loads_the_files(model: CausalLM, folder: Path, tmp_path: Path) -> 
 
 def test_adapters_that_do_not_fit_are_refused(model: CausalLM, folder: Path, tmp_path: Path) -> None:
     filled(model)
-    save_adapter(model, CONFIG, str(folder), tmp_path)
+    save_adapter(adapters_of(model), CONFIG, str(folder), tmp_path)
 
     def fresh() -> CausalLM:
         return load(folder, "cpu", torch.float32)[0]

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from strata.comm.launch import World
 from strata.kernels.linear.linear import linear
 from strata.kernels.quant.packed import PackedWeight, dense, pack
 from strata.kernels.quant.schemes import SCHEMES
@@ -25,24 +24,23 @@ from strata.models.quantized.calibrate.settings import Rounding
 from strata.models.save import save
 from strata.models.weights import load
 from strata.parallel.layout import Layout
-from strata.train.adapters.frozen import load_frozen, planned_weights
-from strata.train.adapters.lora import Adapters, LoraConfig, LoraLinear, add_lora, merge_lora
+from strata.train.adapters.frozen import planned_weights
+from strata.train.adapters.lora import LoraConfig, add_lora, merge_lora
 from strata.train.data.encoding import Encoded
 from strata.train.data.pack import PackedBatch
 from strata.train.data.pack import pack as pack_documents
 from strata.train.finish import save_model
 from strata.train.optimizer.config import OptimizerConfig
-from strata.train.steps.objective import NextToken
-from strata.train.steps.tune_step import TuneStep
+from strata.train.steps.make import Adapters, held_by, make_step
 from strata.train.trainer import Trainer
 from tests.dummies import randomize
 from tests.engine.packing.test_packed_checkpoints import written
 from tests.models.checkpoints import FAMILY_CONFIGS
 from tests.train.conftest import Tune, log
+from tests.train.plain_losses import ALONE, frozen, loss_of_pack
 from tests.train.predict.saved_bytes import saved_bytes
 
 CPU = torch.device("cpu")
-ALONE = World(0, 0, 1, CPU, None)
 # Not all of what is packed, so that packed weights without adapters are among the rest.
 LORA = LoraConfig(rank=3, alpha=6.0, projections=["q_proj", "gate_proj", "down_proj"])
 
@@ -70,19 +68,19 @@ def twin_of(model: CausalLM, folder: Path) -> CausalLM:
     return twin
 
 
-def filled(model: CausalLM) -> Adapters:
+def filled(model: CausalLM) -> dict[str, nn.Parameter]:
     """Adapters with values, as after some training."""
     adapters = add_lora(model, LORA, seed=4)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for _, weight in adapters.named_parameters():
+        for weight in adapters.values():
             weight.copy_(torch.randn(weight.shape, generator=generator) * 0.1)
     return adapters
 
 
 @pytest.mark.parametrize("scheme", ["int4", "fp8", "mxfp4"])
 def test_gradients_and_losses_are_those_of_the_floats(scheme: str, folder: Path) -> None:
-    model = load_frozen(folder, read_config(folder), scheme, CPU, torch.float32)
+    model = frozen(folder, scheme)
     packed = packed_of(model)
     assert len(packed) == 7 * 3
     assert "lm_head.weight" not in packed
@@ -90,17 +88,23 @@ def test_gradients_and_losses_are_those_of_the_floats(scheme: str, folder: Path)
     q_proj = "model.layers.0.self_attn.q_proj.weight"
     assert torch.equal(dense(packed[q_proj]), dense(pack(original.get_parameter(q_proj), SCHEMES[scheme])))
     twin = twin_of(model, folder)
-    mesh = Layout().mesh(ALONE)
     seen = []
     for one in (model, twin):
         adapters = filled(one)
-        total, _ = NextToken()(one, documents())
+        total = loss_of_pack(one, documents())
         total.backward()
-        found = {name: weight.grad for name, weight in adapters.named_parameters()}
+        found = {name: weight.grad for name, weight in adapters.items()}
         assert all(parameter.grad is None for name, parameter in one.named_parameters() if name not in found)
-        for _, weight in adapters.named_parameters():
+        for weight in adapters.values():
             weight.grad = None
-        step = TuneStep(one, adapters, NextToken(), OptimizerConfig(learning_rate=1e-2), Layout(), mesh)
+        step = make_step(
+            read_config(folder),
+            Layout(),
+            Layout().mesh(ALONE),
+            OptimizerConfig(learning_rate=1e-2),
+            held_by(one),
+            adapters=Adapters(LORA, packed=packed_of(one)),
+        )
         losses = [step([documents()], 1e-2).loss.item() for _ in range(4)]
         assert losses[-1] < 0.9 * losses[0]
         seen.append((found, losses))
@@ -112,7 +116,7 @@ def test_gradients_and_losses_are_those_of_the_floats(scheme: str, folder: Path)
 
 
 def test_nothing_is_kept_in_floats(folder: Path) -> None:
-    model = load_frozen(folder, read_config(folder), "int4", CPU, torch.float32)
+    model = frozen(folder, "int4")
     twin = twin_of(model, folder)
     sizes = {name: twin.get_parameter(name).nbytes for name in packed_of(model)}
     own = sum(one.nbytes for one in packed_of(model).values())
@@ -124,7 +128,7 @@ def test_nothing_is_kept_in_floats(folder: Path) -> None:
     kept = []
     for one in (model, twin):
         filled(one)
-        kept.append(saved_bytes(lambda one=one: NextToken()(one, documents())[0], one))
+        kept.append(saved_bytes(lambda one=one: loss_of_pack(one, documents()), one))
     assert kept[0] == kept[1]
 
 
@@ -148,17 +152,17 @@ def test_experts_and_latents_stay_packed(name: str, tmp_path: Path) -> None:
     model = build(config)
     randomize(model, 3)
     save(model, config, tmp_path)
-    frozen = load_frozen(tmp_path, config, "int8", CPU, torch.float32)
-    assert isinstance(frozen, SparseCausalLM)
-    held = packed_of(frozen)
+    sparse = frozen(tmp_path, "int8")
+    assert isinstance(sparse, SparseCausalLM)
+    held = packed_of(sparse)
     assert any(name.endswith("experts.gate_up_proj") for name in held)
     assert not any(name.endswith(("mlp.gate.weight", "kv_b_proj.weight")) for name in held)
     lora, found = LoraConfig(rank=2, projections=["q_proj", "o_proj"]), []
-    for one in (frozen, twin_of(frozen, tmp_path)):
+    for one in (sparse, twin_of(sparse, tmp_path)):
         adapters = add_lora(one, lora, seed=4)
-        total, _ = NextToken()(one, documents())
+        total = loss_of_pack(one, documents())
         total.backward()
-        found.append([weight.grad for name, weight in adapters.named_parameters() if "lora_B" in name])
+        found.append([weight.grad for name, weight in adapters.items() if "lora_B" in name])
     for mine, theirs in zip(*found, strict=True):
         assert mine is not None
         assert theirs is not None
@@ -171,13 +175,13 @@ def test_folders_of_the_hubs_train_as_they_are(name: str, tmp_path: Path) -> Non
     twin = written(tmp_path, name)
     for part in twin.modules():
         part._forward_pre_hooks.clear()  # that round activations as serving does
-    model, found = load_frozen(tmp_path, read_config(tmp_path), None, CPU, torch.float32), []
+    model, found = frozen(tmp_path, None), []
     assert len(packed_of(model)) == 7
     for one in (model, twin):
         adapters = filled(one)
-        total, _ = NextToken()(one, documents())
+        total = loss_of_pack(one, documents())
         total.backward()
-        found.append([weight.grad for _, weight in adapters.named_parameters()])
+        found.append([weight.grad for weight in adapters.values()])
     for mine, theirs in zip(*found, strict=True):
         assert mine is not None
         assert theirs is not None
@@ -197,8 +201,7 @@ def test_a_packed_checkpoint_trains_and_leaves_floats(packed_builtin: Path, tune
     lora = {"rank": 2, "projections": ["q_proj"]}
     start, data = {"model": str(packed_builtin)}, {"tokens_per_pack": 300}
     run = Trainer(tune("style", run={"steps": 2}, start=start, data=data, lora=lora), ALONE)
-    assert isinstance(run.stepper, TuneStep)
-    base = {name: dense(weight) for name, weight in packed_of(run.stepper.model).items()}
+    base = {name: dense(weight) for name, weight in packed_of(frozen(packed_builtin, None)).items()}
     assert len(base) == 7 * 5
     run.train()
     after = load_file(save_model(run) / "model.safetensors")
@@ -241,8 +244,7 @@ def test_what_does_not_go_together_is_said_before_weights_are_read(
         Trainer(tune("style", run={"recompute": "operations"}, lora={"rank": 2}), ALONE)
     with pytest.raises(ValueError, match=r"quantization = 'nf4' is not known; accepted are 'fp8'"):
         tune("style", lora={"quantization": "nf4"})
-    model = load_frozen(folder, read_config(folder), "int4", CPU, torch.float32)
+    model = frozen(folder, "int4")
     add_lora(model, LORA, seed=0)
-    assert isinstance(model.model.layers[0].self_attn.q_proj, LoraLinear)
     with pytest.raises(ValueError, match="packed weights have no room for an adapter"):
         merge_lora(model)

@@ -16,6 +16,7 @@ import torch
 from strata.comm.launch import World
 from strata.files.toml_tables import read_table
 from strata.train.config import TrainConfig
+from strata.train.finish import save_model
 from strata.train.phases import PASSES
 from strata.train.trainer import Trainer
 from tests.train.tiny_run import Table
@@ -23,8 +24,9 @@ from tests.train.tiny_run import Table
 ALONE = World(0, 0, 1, torch.device("cpu"), None)
 
 
-def train(world: World, table: Table, *, resume: bool = False, late: float = 0.0) -> Table:
-    """A run on this rank. late: seconds that the passes of each step take longer here.
+def train(world: World, table: Table, *, resume: bool = False, late: float = 0.0, saves: bool = False) -> Table:
+    """A run on this rank. late: seconds that the passes of each step take longer here. saves: whether the first rank
+    leaves the model.
 
     Returns the lines of the log, what people were told, and by step and pack the positions of the samples.
     """
@@ -43,6 +45,8 @@ def train(world: World, table: Table, *, resume: bool = False, late: float = 0.0
 
     run._phases.at = at  # type: ignore[method-assign]
     run.train(lines.append)
+    if saves and world.is_main:
+        save_model(run)
     return {"lines": lines, "said": said, "samples": stepper.samples}
 
 

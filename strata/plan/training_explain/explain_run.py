@@ -88,8 +88,7 @@ def _without_finding(asked: Asked, worth: tuple[Remedy, ...]) -> Verdict:
 def _narrow(asked: Asked) -> Iterator[Remedy]:
     """Products in 8 bits, where the run could have them: they change its numbers."""
     what, shape = asked.run.what, asked.floor.shape
-    tunes = what.config.lora is not None or what.config.dpo is not None
-    if what.kind == "cuda" and shape.precision == "bf16" and shape.runs_graph and not tunes:
+    if what.kind == "cuda" and shape.precision == "bf16" and shape.runs_graph and what.config.lora is None:
         narrow = replace(shape, precision="fp8-tensor")
         option = "--run.precision fp8-tensor"
         found = asked.tried("products in 8 bits, if the loss allows it", option, narrow)

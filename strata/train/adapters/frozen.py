@@ -3,6 +3,7 @@ al. 2023)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from strata.models.families import build
 from strata.models.layers import CausalLM
 from strata.models.quantized.assembly import meta_weights
 from strata.models.quantized.checkpoint import Checkpoint, packed_format
-from strata.models.quantized.choice import hold_packed, packed_by, packed_there
+from strata.models.quantized.choice import packed_by, packed_there
 from strata.models.weights import WeightStore
 
 
@@ -47,26 +48,23 @@ def planned_weights(folder: Path, config: ModelConfig, quantization: str | None)
 
 def load_frozen(
     folder: Path, config: ModelConfig, quantization: str | None, device: torch.device, dtype: torch.dtype
-) -> CausalLM:
-    """The model of a folder on a device, in `dtype` but for what is packed.
+) -> tuple[CausalLM, dict[str, PackedWeight]]:
+    """The model of a folder on a device, in `dtype`, but for what is packed, which is on the meta device there: that by
+    itself, for `hold_packed`.
 
     Activations are not rounded, whatever a scheme says of serving. Raises ValueError as `WeightStore.load` does.
     """
     with torch.device("meta"):
         schemes, _ = _schemes(folder, build(config), quantization)
     store = WeightStore.load(folder, schemes, device, dtype)
-    hold_packed(store.model, {name: weight._replace(activations="") for name, weight in store.packed.items()})
-    return store.model
+    return store.model, {name: weight._replace(activations="") for name, weight in store.packed.items()}
 
 
-def packed_line(model: CausalLM) -> str:
-    """What a model holds packed, for people; "" for nothing."""
-    held = [one for part in model.modules() for one in vars(part).values() if isinstance(one, PackedWeight)]
-    if not held:
-        return ""
+def packed_line(packed: Mapping[str, PackedWeight], dtype: torch.dtype) -> str:
+    """What a model of this dtype holds packed, for people."""
+    held = packed.values()
     kinds = ", ".join(sorted({weight.kind for weight in held}))
     size, elements = sum(weight.nbytes for weight in held), sum(weight.numel() for weight in held)
-    dtype = next(model.parameters()).dtype
     return (
         f"frozen weights: {len(held):,} are packed ({kinds}), {size / 2**30:.3f} GiB instead of "
         f"{elements * dtype.itemsize / 2**30:.3f} in {str(dtype).removeprefix('torch.')}"

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from strata.comm.placement import Placement
 from strata.kernels.linear.linear import linear
 from strata.kernels.quant.packed import PackedWeight
 from strata.kernels.quant.schemes import scheme_of
 from strata.models.layers import CausalLM, Linear
+from strata.parallel.tensor import ColumnLinear, RowLinear, TensorSharding
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # How PEFT names the weights and the settings of an adapter.
@@ -51,112 +54,128 @@ class LoraConfig:
             scheme_of(self.quantization)
 
 
-class LoraLinear(nn.Module):
-    """y = x W^T (+ b) + scale * x A^T B^T, [..., inputs] to [..., outputs]; the base's parameters keep their names.
+# What may get an adapter; its weight [outputs, inputs] may be packed (`strata.train.adapters.frozen`).
+Base = Linear | RowLinear | ColumnLinear
 
-    A [rank, inputs] and B [outputs, rank] are float32 whatever the base is: their updates are small. The base's weight
-    may be packed (`strata.train.adapters.frozen`).
+# Of A and B, by the placement of the weight that they are beside. A is whole beside divided rows, and its gradient a
+# part on each rank.
+_PLACEMENTS = {
+    Placement.COLUMN: (Placement.PER_HEAD, Placement.COLUMN),
+    Placement.ROW: (Placement.ROW, Placement.PER_TOKEN),
+}
+
+
+def add_lora(model: CausalLM, config: LoraConfig, seed: int) -> dict[str, nn.Parameter]:
+    """Freeze a model that one process holds whole and put adapters beside its projections, in float32 whatever it is:
+    their updates are small. At first the model computes what it did. Returns the adapters' parameters by name.
+
+    Raises ValueError if it has none of those that the config names.
     """
+    values = dict(first_values(model, config, seed))
+    model.requires_grad_(False)
+    for _, child in _projections(model, config.projections):
+        _put_beside(child, config, next(model.parameters()).device, torch.float32)
+    found = adapters_of(model)
+    with torch.no_grad():
+        for name, weight in found.items():
+            weight.copy_(values[name])
+    return found
 
-    weight: nn.Parameter | PackedWeight
-    bias: nn.Parameter | None
 
-    def __init__(self, base: Linear, config: LoraConfig, generator: torch.Generator) -> None:
-        super().__init__()
-        self.weight, self.bias = base.weight, base.bias
-        self.scale = config.alpha / config.rank
-        outputs, inputs = base.weight.shape
-        with torch.device(base.weight.device):
-            self.lora_A = Linear(inputs, config.rank, bias=False).float()
-            self.lora_B = Linear(config.rank, outputs, bias=False).float()
+def add_adapters(model: nn.Module, sharding: TensorSharding, config: LoraConfig, dtype: torch.dtype) -> TensorSharding:
+    """Put adapters beside the projections of a rank's part of a frozen model, and say how they are divided: as these.
+
+    model: as `shard_model` has left it, maybe on the meta device, maybe without any of the projections.
+    """
+    placements, shapes = dict(sharding.placements), dict(sharding.shapes)
+    for name, child in _projections(model, config.projections):
+        _put_beside(child, config, next(model.parameters()).device, dtype)
+        placement = sharding.placements.get(f"{name}.weight", Placement.PER_TOKEN)  # a packed one is not divided
+        both = _PLACEMENTS.get(placement, (Placement.PER_TOKEN, Placement.PER_TOKEN))
+        sizes = _sizes(sharding.shapes.get(f"{name}.weight", child.weight.shape), config.rank)
+        placements |= dict(zip((name + one for one in _ADAPTERS), both, strict=True))
+        shapes |= dict(zip((name + one for one in _ADAPTERS), sizes, strict=True))
+    return replace(sharding, placements=placements, shapes=shapes)
+
+
+def first_values(model: CausalLM, config: LoraConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """By name, whole, what the adapters of a whole model begin with: the same for any layout. The model may be on the
+    meta device. Raises ValueError as `add_lora`.
+    """
+    generator = torch.Generator("cpu").manual_seed(seed)
+    for name, child in _needed(model, config):
+        of_a, of_b = _sizes(child.weight.shape, config.rank)
         # Uniform with variance 1 / (3 inputs), as PEFT's kaiming_uniform_(a=sqrt(5)); the product begins as zero.
-        drawn = torch.empty(config.rank, inputs, device="cpu").uniform_(-1, 1, generator=generator) * inputs**-0.5
-        with torch.no_grad():
-            self.lora_A.weight.copy_(drawn)
-            self.lora_B.weight.zero_()
-
-    def forward(self, x: Tensor) -> Tensor:
-        base: Tensor = linear(x, self.weight, self.bias)
-        added: Tensor = _LowRank.apply(x, self.lora_A.weight, self.lora_B.weight, self.scale)
-        return base + added
-
-    @torch.no_grad()
-    def merged(self) -> Linear:
-        """One matrix that computes the same; the base's own tensor, changed in place. Raises ValueError if that is
-        packed."""
-        if isinstance(self.weight, PackedWeight):
-            raise ValueError("packed weights have no room for an adapter: load the model in floats, then merge")
-        outputs, inputs = self.weight.shape
-        with torch.device("meta"):
-            made = Linear(inputs, outputs, bias=False)
-        product = self.scale * (self.lora_B.weight @ self.lora_A.weight)
-        self.weight.copy_(self.weight.to(product.dtype) + product)
-        made.weight = self.weight
-        made.bias = self.bias
-        return made
+        drawn = torch.empty(of_a, device="cpu").uniform_(-1, 1, generator=generator) * of_a[1] ** -0.5
+        yield from zip((name + one for one in _ADAPTERS), (drawn, torch.zeros(of_b, device="cpu")), strict=True)
 
 
-class _LowRank(torch.autograd.Function):
-    """`scale * x A^T B^T` in the dtype of A and B, rounded to that of x.
+def adapters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of all adapters of a model, by their names in it."""
+    return {name: weight for name, weight in model.named_parameters() if name.endswith(_ADAPTERS)}
+
+
+def _put_beside(base: Base, config: LoraConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """Let `base` compute x W^T (+ b) + scale * x A^T B^T, [..., inputs] to [..., outputs]: A is `lora_A.weight`
+    [rank, inputs], B `lora_B.weight` [outputs, rank]; its own parameters keep their names.
+    """
+    for name, (outputs, inputs) in zip(("lora_A", "lora_B"), _sizes(base.weight.shape, config.rank), strict=True):
+        with torch.device(device):
+            base.register_module(name, Linear(inputs, outputs, bias=False).to(dtype))
+    adapted: Any = base
+    adapted.lora_scale = config.alpha / config.rank
+    adapted.forward = MethodType(_forward, base)
+
+
+def _forward(self: Any, x: Tensor) -> Tensor:
+    product: Tensor = type(self).forward(self, x)
+    inner: Tensor = _WideProduct.apply(x, self.lora_A.weight)
+    if isinstance(self, (RowLinear, ColumnLinear)):
+        inner = self.between(inner)
+    added: Tensor = self.lora_scale * linear(inner, self.lora_B.weight)
+    return product + added.to(product.dtype)
+
+
+class _WideProduct(torch.autograd.Function):
+    """`x W^T` in the dtype of W.
 
     Keeps x as it is, which adapters beside each other share: widened, each would keep one of its own.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        inner = linear(x.to(a.dtype), a)
-        ctx.save_for_backward(x, a, b, inner)
-        ctx.scale = scale
-        result: Tensor = (scale * linear(inner, b)).to(x.dtype)
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        result: Tensor = linear(x.to(weight.dtype), weight)
         return result
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None]:
-        x, a, b, inner = ctx.saved_tensors
-        grad = ctx.scale * upstream[0].to(b.dtype)
-        through = grad @ b
-        of_x = (through @ a).to(x.dtype) if ctx.needs_input_grad[0] else None
-        of_a = through.flatten(0, -2).t() @ x.to(a.dtype).flatten(0, -2)
-        of_b = grad.flatten(0, -2).t() @ inner.flatten(0, -2)
-        return of_x, of_a, of_b, None
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, Tensor]:
+        x, weight = ctx.saved_tensors
+        of_x = (upstream[0] @ weight).to(x.dtype) if ctx.needs_input_grad[0] else None
+        return of_x, upstream[0].flatten(0, -2).t() @ x.to(weight.dtype).flatten(0, -2)
 
 
-class Adapters(nn.Module):
-    """The parameters of all adapters of a model, under their names in it: what an optimizer is given."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._named = {name: weight for name, weight in model.named_parameters() if name.endswith(_ADAPTERS)}
-
-    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from self._named.items()
-
-
-def add_lora(model: CausalLM, config: LoraConfig, seed: int) -> Adapters:
-    """Freeze the model and put adapters beside its projections. At first the model computes what it did.
-
-    Raises ValueError if it has none of those that the config names.
-    """
-    found = _projections(model, config.projections)
-    model.requires_grad_(False)
-    generator = torch.Generator("cpu").manual_seed(seed)
-    for parent, name, child in found:
-        setattr(parent, name, LoraLinear(child, config, generator))
-    return Adapters(model)
-
-
+@torch.no_grad()
 def merge_lora(model: CausalLM) -> None:
-    """Add every adapter to its weight and take it away: a model as it was before `add_lora`, with other weights."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, LoraLinear):
-                setattr(parent, name, child.merged())
+    """Add every adapter to its weight, in place, and take it away: a model as it was before `add_lora`, with other
+    weights. Raises ValueError for a packed weight.
+    """
+    adapted: list[Any] = [one for one in model.modules() if "lora_A" in dict(one.named_children())]
+    for child in adapted:
+        if isinstance(child.weight, PackedWeight):
+            raise ValueError("packed weights have no room for an adapter: load the model in floats, then merge")
+        product = child.lora_scale * (child.lora_B.weight @ child.lora_A.weight)
+        child.weight.copy_(child.weight.to(product.dtype) + product)
+        for name in ("lora_A", "lora_B", "lora_scale", "forward"):
+            delattr(child, name)
 
 
-def save_adapter(model: CausalLM, config: LoraConfig, base: str, folder: Path) -> None:
-    """Write the adapters as PEFT does, so that PEFT, vLLM and others load them. base: the model that they are of."""
+def save_adapter(adapters: Mapping[str, Tensor], config: LoraConfig, base: str, folder: Path) -> None:
+    """Write the adapters as PEFT does, so that PEFT, vLLM and others load them. adapters: whole, by their names in the
+    model. base: the model that they are of.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {_PREFIX + name: weight.detach().cpu() for name, weight in Adapters(model).named_parameters()}
+    tensors = {_PREFIX + name: weight.detach().cpu() for name, weight in adapters.items()}
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -173,7 +192,7 @@ def save_adapter(model: CausalLM, config: LoraConfig, base: str, folder: Path) -
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def load_adapter(model: CausalLM, folder: Path) -> Adapters:
+def load_adapter(model: CausalLM, folder: Path) -> None:
     """Put the adapters of a folder in PEFT's layout beside the projections of `model`, which is frozen.
 
     Raises ValueError if a file is missing, if it uses what this does not compute, or does not fit the model.
@@ -188,7 +207,7 @@ def load_adapter(model: CausalLM, folder: Path) -> Adapters:
         if settings.get(name):
             raise ValueError(f"{folder / SETTINGS}: {name} = {settings[name]!r} is not supported; merge it with PEFT")
     adapters = add_lora(model, config, seed=0)
-    wanted = {_PREFIX + name: weight for name, weight in adapters.named_parameters()}
+    wanted = {_PREFIX + name: weight for name, weight in adapters.items()}
     wrong = list(wanted.keys() ^ tensors.keys())
     wrong += [name for name in wanted.keys() & tensors.keys() if wanted[name].shape != tensors[name].shape]
     if wrong:
@@ -196,23 +215,33 @@ def load_adapter(model: CausalLM, folder: Path) -> Adapters:
     with torch.no_grad():
         for name, weight in wanted.items():
             weight.copy_(tensors[name])
-    return adapters
 
 
 def adapter_shapes(model: CausalLM, config: LoraConfig) -> list[tuple[int, int]]:
     """The sizes [outputs, inputs] of all weights that adapters would be put beside. Raises ValueError as `add_lora`."""
-    return [(child.weight.shape[0], child.weight.shape[1]) for *_, child in _projections(model, config.projections)]
+    return [(child.weight.shape[0], child.weight.shape[1]) for _, child in _needed(model, config)]
 
 
-def _projections(model: CausalLM, names: Sequence[str]) -> list[tuple[nn.Module, str, Linear]]:
-    found = [
-        (parent, name, child)
-        for parent in model.modules()
+def _sizes(base: Sequence[int], rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of A and of B, beside a weight [outputs, inputs]."""
+    outputs, inputs = base
+    return (rank, inputs), (outputs, rank)
+
+
+def _needed(model: CausalLM, config: LoraConfig) -> list[tuple[str, Base]]:
+    if found := _projections(model, config.projections):
+        return found
+    raise ValueError(
+        f"lora.projections: {type(model).__name__} has none of {', '.join(config.projections)}; train it whole, "
+        "without [lora]"
+    )
+
+
+def _projections(model: nn.Module, names: Sequence[str]) -> list[tuple[str, Base]]:
+    """The modules of these names, by their places."""
+    return [
+        (f"{place}.{name}", child)
+        for place, parent in model.named_modules()
         for name, child in parent.named_children()
-        if name in names and isinstance(child, Linear)
+        if name in names and isinstance(child, Base)
     ]
-    if not found:
-        raise ValueError(
-            f"lora.projections: {type(model).__name__} has none of {', '.join(names)}; train it whole, without [lora]"
-        )
-    return found

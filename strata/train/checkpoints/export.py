@@ -40,3 +40,15 @@ def export(path: Path, config: ModelConfig, tokenizer: Path, out: Path, dtype: t
                 yield name, value
 
         save(model, config, out, tokenizer, values=values())
+
+
+def trained_values(path: Path) -> dict[str, Tensor]:
+    """Everything that the checkpoint `path` has masters of, by name, whole, in float32 on the CPU. Raises ValueError if
+    it is corrupt.
+    """
+    with Reader(path) as reader:
+        shapes = {shard.name: shard.shape for shard in reader.index.shards if shard.kind == MASTER}
+        found = {name: torch.empty(shape, dtype=torch.float32) for name, shape in shapes.items()}
+        for name, value in found.items():
+            reader.fill(MASTER, name, FlatRange.of_whole(value.shape), value.view(-1))
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,6 +47,11 @@ class PackedBatch:
     def lengths(self) -> NDArray[np.int32]:
         return np.diff(self.offsets)
 
+    @property
+    def homes(self) -> NDArray[np.int64]:
+        """[targets] int64, which document each target is of."""
+        return np.searchsorted(self.offsets, self.rows, side="right") - 1
+
     def to(self, device: torch.device) -> tuple[Batch, Tensor, Tensor]:
         """The model's batch, rows [targets] and targets [targets] on `device`."""
         batch = Batch(
@@ -54,7 +60,7 @@ class PackedBatch:
         return batch, move(self.rows, device), move(self.targets, device)
 
 
-def move(array: NDArray[np.int32] | NDArray[np.int64], device: torch.device) -> Tensor:
+def move(array: NDArray[Any], device: torch.device) -> Tensor:
     return to_device(torch.from_numpy(array), device)
 
 

@@ -19,6 +19,7 @@ from strata.train.adapters.frozen import planned_weights
 from strata.train.adapters.lora import LoraConfig, adapter_shapes
 from strata.train.config import TrainConfig
 from strata.train.predict.estimate import USABLE, layer_bytes, layer_working_bytes, mlp_bytes, step_shape
+from strata.train.predict.held import held_parameters
 from strata.train.predict.step_shape import StepShape
 from strata.train.recompute import RECOMPUTE_OF_MODULES
 from strata.train.start import start_folder
@@ -81,15 +82,26 @@ class AdapterStep:
             floats[name.rpartition(".")[0]] += 2 * weight.numel()
         logits = min(2 * tokens * shape.config.vocab_size, CHUNK_BYTES)
         return AdapterMemory(
-            packed_bytes(self.model, torch.bfloat16, self.planned),
+            self._frozen(),
             8 * elements + 8 * -(-elements // shape.data_ranks[0]),
             sum(kept) + of_adapters,
             max(logits, again + widened + working + max(floats.values(), default=0)),
         )
 
+    def _frozen(self) -> int:
+        """On the rank that holds most, by its share of all elements. Packed weights are not divided by ZeRO."""
+        shape = self.shape
+        (whole,) = held_parameters(shape.config, 1, 1, shape.length, (0,))
+        most = max(one.total for one in shape.held)
+        packed = sum(weight.nbytes for weight in self.planned.values())
+        floats = packed_bytes(self.model, torch.bfloat16, self.planned) - packed
+        ranks = shape.data_ranks[0] if shape.layout.zero == 3 else 1
+        return -(-packed * most // whole.total) - (-floats * most // (whole.total * ranks))
+
     def choose_recompute(self, device_bytes: int) -> str:
-        """The first way that fits, or else the one that takes the least memory."""
-        return next((one for one in RECOMPUTE_OF_MODULES if self.fits(one, device_bytes)), RECOMPUTE_OF_MODULES[-1])
+        """The first way of the layout that fits, or else the one that takes the least memory."""
+        ways = [one for one in RECOMPUTE_OF_MODULES if one in self.shape.recomputes]
+        return next((one for one in ways if self.fits(one, device_bytes)), ways[-1])
 
     def fits(self, recompute: str, device_bytes: int) -> bool:
         return self.memory(recompute).total <= USABLE * device_bytes

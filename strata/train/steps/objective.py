@@ -1,45 +1,49 @@
-"""What a step minimizes: the mean, over tokens or over pairs, of a loss that each pack has its share of."""
+"""What a training step minimizes: a loss, and what it needs of a pack on the host."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+from numpy.typing import NDArray
 from torch import Tensor
 
-from strata.kernels.loss.loss import linear_cross_entropy
-from strata.models.layers import CausalLM
+from strata.parallel.loss import Head, Loss, MicroBatch
 from strata.train.data.pack import PackedBatch
-from strata.train.steps.passes import head_weight
 
 
-class Objective(Protocol):
-    """The loss of one pack, as a sum, so that packs and ranks can be added up whatever they hold.
+@dataclass(frozen=True)
+class Columns:
+    """What a loss needs of a pack besides its targets, by name: arrays [targets, ...], and others [documents, ...]."""
 
-    metrics: the names of the further sums.
+    targets: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    documents: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+
+
+class Objective(Loss, Protocol):
+    """The mean of a loss over some things of the whole step: tokens, documents, pairs. Each pack has whatever number of
+    them.
     """
 
-    metrics: tuple[str, ...]
-
     def count(self, packed: PackedBatch) -> int:
-        """Of how many things the sum is."""
+        """How many of those things are in a pack; 0 in one whose documents count nothing."""
 
-    def __call__(self, model: CausalLM, packed: PackedBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The sum, [] with its gradient, and by name further sums over the same things, for the log. The pack has some
-        of those things.
-        """
+    def columns(self, packed: PackedBatch) -> Columns | None:
+        """None: the targets suffice. Alike in names and types for every pack."""
 
 
 class NextToken:
     """Cross-entropy of the counted tokens: all of a text in pretraining, the assistant's turns in fine-tuning."""
 
     metrics: tuple[str, ...] = ()
+    sums_cross_entropy: bool = True
 
     def count(self, packed: PackedBatch) -> int:
         return len(packed.targets)
 
-    def __call__(self, model: CausalLM, packed: PackedBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        head = head_weight(model)
-        batch, rows, targets = packed.to(head.device)
-        total: Tensor = linear_cross_entropy(model(batch).index_select(0, rows), head, targets).sum()
-        return total, {}
+    def columns(self, packed: PackedBatch) -> Columns | None:
+        return None
+
+    def __call__(self, hidden: Tensor, head: Head, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return head.summed_cross_entropy(hidden, batch.targets, batch.scale), {}

@@ -20,6 +20,7 @@ class OneDeviceGradients:
     """
 
     shards: Sequence[ParameterShard]
+    frozen: Sequence[ParameterShard] = ()
 
     def __init__(self, model: nn.Module, device: torch.device, compute_dtype: torch.dtype) -> None:
         """The parameters of `model` become views of flat memory on `device`, so that those which may be merged lie side

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from strata.comm.mesh import Mesh
 from strata.comm.to_device import to_device
 from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout
+from strata.parallel.loss import Head, MicroBatch
 from strata.parallel.parallelize import Parallel
 from strata.train.checkpoints.state import StateShard
 from strata.train.data.pack import PackedBatch
@@ -20,9 +23,10 @@ from strata.train.optimizer.clip import clip_scale
 from strata.train.optimizer.sharded_optimizer import ShardedOptimizer
 from strata.train.phases import PASSES, Phases
 from strata.train.steps.balance import NoBalancing
-from strata.train.steps.micro_batch import WholeBatch, micro_batch, whole_batch
+from strata.train.steps.micro_batch import micro_batch, whole_batch
+from strata.train.steps.objective import Columns, Objective
 from strata.train.steps.passes import GraphPasses, Passes
-from strata.train.steps.recorded import RecordedStep, Shape, fixed_shape, shape_of_all
+from strata.train.steps.recorded import MakeBatches, RecordedStep, Shape, fixed_shape, shape_of_all
 from strata.train.steps.result import StepResult
 
 
@@ -38,6 +42,7 @@ class ParallelStep:
     def __init__(
         self,
         passes: Passes,
+        objective: Objective,
         parallel: Parallel,
         optimizer: ShardedOptimizer,
         balancing: NoBalancing,
@@ -51,15 +56,18 @@ class ParallelStep:
         before_update: Callable[[], None],
         records: bool,
     ) -> None:
-        """state_shards: of masters and optimizer state. clip: the largest norm of the gradient of an
-        update. dtype: of the loss. before_update: is called right before masters and state change. records: whether
-        steps that recur in shape are recorded, where they can be. phases: is called at the phases of a step.
+        """objective: what the steps minimize. state_shards: of masters and optimizer state. clip: the largest norm of
+        the gradient of an update. dtype: of the loss. before_update: is called right before masters and state change.
+        records: whether steps that recur in shape are recorded, where they can be. phases: is called at the phases of a
+        step.
         """
         self._passes, self._gradients, self._balancing = passes, parallel.gradients, balancing
+        self._objective = objective
         self._optimizer, self._shards = optimizer, state_shards
         self._clip, self._dtype, self._phases, self._before_update = clip, dtype, phases, before_update
         self._device = mesh.world.device
-        self._to_micro_batch = partial(micro_batch, device=self._device, context=mesh.axis("cp"), method=layout.context)
+        self._context, self._pipeline = mesh.axis("cp"), mesh.axis("pp")
+        self._to_micro_batch = partial(micro_batch, device=self._device, context=self._context, method=layout.context)
         self._documents = mesh.flattened("dp", "shard")
         self._tokens = mesh.flattened("dp", "shard", "cp")
         self._world_axis = all_ranks(mesh)
@@ -77,18 +85,38 @@ class ParallelStep:
         recorded = self._recording() if self._before is not None and self._in_a_row >= self._wanted else None
         if recorded is not None:
             self._phases.at("replayed passes")
-            loss, norm, counted = recorded(batches, self._begin_update)
+            shares, norm, counted = recorded(batches, self._begin_update)
         else:
             self._forget_recording()
-            loss, norm, counted = self._run(batches)
-        return StepResult(loss, norm, {"counted": counted, **self._balancing.metrics()})
+            shares, norm, counted = self._run(batches)
+        named = self._named(shares)
+        return StepResult(named.pop("loss"), norm, {"counted": counted, **named, **self._balancing.metrics()})
 
     @torch.no_grad()
     def measured(self, batches: Sequence[PackedBatch]) -> dict[str, Tensor]:
         self._free_recording()
         counted, _ = start_all_reduce(self._own_counts(batches), self._documents).wait().unbind()
-        share = self._passes([self._to_micro_batch(one) for one in batches], counted.clamp(min=1))
-        return {"loss": start_all_reduce(share, self._tokens).wait(), "counted": counted}
+        scale = counted.clamp(min=1).reciprocal()
+        made = [self._to_micro_batch(one, self._objective.columns(one), scale) for one in batches]
+        shares = self._passes(made, self._objective)
+        return {**self._named(start_all_reduce(shares, self._tokens).wait()), "counted": counted}
+
+    @torch.no_grad()
+    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Log-probabilities of the targets of each of these packs, [targets] float32 (float64 for float64 weights) on
+        the CPU, by forward passes alone, as for `measured`. Alike on the ranks along "cp", "tp" and "pp".
+        """
+        self._free_recording()
+        counts = [len(one.targets) for one in batches]
+        found = torch.zeros(sum(counts), dtype=self._dtype, device=self._device)
+        numbers = np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1])
+        columns = [Columns({"numbers": one}) for one in numbers]
+        scale = torch.ones((), dtype=self._dtype, device=self._device)
+        made = [self._to_micro_batch(*one, scale) for one in zip(batches, columns, strict=True)]
+        self._passes(made, _Logprobs(found))
+        for axis in (self._context, self._pipeline):
+            found = start_all_reduce(found, axis).wait()
+        return list(found.cpu().split(counts))
 
     def state_shards(self) -> list[StateShard]:
         return self._shards()
@@ -101,47 +129,48 @@ class ParallelStep:
         self._gradients.all_gather_weights()
 
     def _run(self, batches: Sequence[PackedBatch]) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, norm and number of counted tokens."""
-        found = self._reduced(self._passes_over(batches), self._own_counts(batches))
+        """Shares of all ranks, norm, and what the loss is a mean of."""
+        found = self._reduced(partial(self._micro_batches, batches), self._own_counts(batches))
         self._begin_update()
         self._update(found[1])
         return found
 
     def _own_counts(self, batches: Sequence[PackedBatch]) -> Tensor:
-        """[2] how many tokens of these documents count, and how many there are."""
-        counts = (sum(len(one.targets) for one in batches), sum(len(one.tokens) for one in batches))
+        """[2] how much of these documents the loss is a mean of, and how many tokens there are."""
+        counts = (sum(map(self._objective.count, batches)), sum(len(one.tokens) for one in batches))
         return to_device(torch.tensor(counts, dtype=self._dtype), self._device)
 
-    def _passes_over(self, batches: Sequence[PackedBatch]) -> Callable[[Tensor], Tensor]:
-        if self._before is None:
-            return partial(self._passes, [self._to_micro_batch(one) for one in batches])
-        # As a recording computes, so that a run that resumes, and has nothing recorded yet, repeats the bits.
-        assert isinstance(self._passes, GraphPasses)
-        return partial(self._passes.over_all, [whole_batch(one, self._device) for one in batches])
+    def _micro_batches(self, batches: Sequence[PackedBatch], scale: Tensor) -> list[MicroBatch]:
+        # What recurs as a recording does, so that a run that resumes, and has nothing recorded yet, repeats the bits.
+        make = self._to_micro_batch if self._before is None else partial(whole_batch, context=self._context)
+        return [make(one, self._objective.columns(one), scale) for one in batches]
+
+    def _named(self, shares: Tensor) -> dict[str, Tensor]:
+        return dict(zip(("loss", *self._objective.metrics), shares.unbind(), strict=True))
 
     def _begin_update(self) -> None:
         self._phases.at("update")
         self._before_update()
 
-    def _reduced(self, run: Callable[[Tensor], Tensor], own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The passes of `run`, which is given how many tokens all ranks count, and the sums over all ranks.
+    def _reduced(self, make: MakeBatches, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The passes over what `make` makes of the scale of losses, and the sums over all ranks.
 
         own: see `_own_counts`.
         """
         counted, tokens = start_all_reduce(own, self._documents).wait().unbind()
         self._balancing.begin(tokens)
+        batches = make(counted.clamp(min=1).reciprocal())
         self._phases.at(PASSES)
-        share = run(counted.clamp(min=1))
+        shares = self._passes(batches, self._objective)
         self._phases.at("reduce")
         self._gradients.reduce()
         norm = self._gradients.norm()
         self._balancing.reduce()
-        return start_all_reduce(share, self._tokens).wait(), norm, counted
+        return start_all_reduce(shares, self._tokens).wait(), norm, counted
 
-    def _over_all(self, batches: Sequence[WholeBatch], own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        assert isinstance(self._passes, GraphPasses)
-        tokens = sum(len(batch.tokens) for batch, _ in batches)
-        return self._reduced(partial(self._passes.over_all, batches), torch.stack([own, torch.full_like(own, tokens)]))
+    def _recurring(self, make: MakeBatches, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        assert self._before is not None
+        return self._reduced(make, torch.stack([own, torch.full_like(own, math.prod(self._before))]))
 
     def _update(self, norm: Tensor) -> None:
         self._optimizer.update(clip_scale(norm, self._clip))
@@ -155,7 +184,13 @@ class ParallelStep:
             self._passes.free_gradients()  # the gradient of the step before, whose update has been launched
             torch.cuda.empty_cache()  # a recording has memory of its own
             self._recorded = RecordedStep(
-                self._before, self._device, self._over_all, self._update, self._passes.free_gradients
+                self._before,
+                self._objective,
+                self._context,
+                self._device,
+                self._recurring,
+                self._update,
+                self._passes.free_gradients,
             )
         return self._recorded
 
@@ -172,3 +207,18 @@ class ParallelStep:
             self._recorded = None
             self._passes.free_gradients()  # they lie in it
             torch.cuda.empty_cache()
+
+
+class _Logprobs:
+    """Keeps what others would make a loss of."""
+
+    metrics: tuple[str, ...] = ()
+    sums_cross_entropy: bool = False
+
+    def __init__(self, found: Tensor) -> None:
+        """found: [targets] of all packs, to be filled."""
+        self._found = found
+
+    def __call__(self, hidden: Tensor, head: Head, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        self._found[batch.columns["numbers"]] = -head.cross_entropy(hidden, batch.targets).to(self._found.dtype)
+        return self._found.new_zeros(()), {}

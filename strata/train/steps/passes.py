@@ -10,14 +10,13 @@ from torch import Tensor, nn
 
 from strata.comm.mesh import Axis
 from strata.kernels.gradient_target import Memory
-from strata.kernels.loss.loss_grad import CHUNK_BYTES, cross_entropy_gradients, summed_cross_entropy
+from strata.kernels.loss.loss_grad import CHUNK_BYTES, cross_entropy_gradients
 from strata.models.batch import Batch
 from strata.models.layers import CausalLM
 from strata.parallel.data_parallel import Gradients
-from strata.parallel.loss import vocabulary_cross_entropy
-from strata.parallel.pipeline import MicroBatch, Pipeline
+from strata.parallel.loss import Head, Loss, MicroBatch, shares
+from strata.parallel.pipeline import Pipeline
 from strata.train.compile import TrainingGraph
-from strata.train.steps.micro_batch import WholeBatch
 
 # What the logits that exist at once may take on one GPU, where sums over chunks would need memory of their own: all of
 # 16384 tokens of a vocabulary of 128256 in bfloat16.
@@ -32,9 +31,9 @@ class Passes(Protocol):
     nothing is left.
     """
 
-    def __call__(self, batches: Sequence[MicroBatch], counted: Tensor) -> Tensor:
-        """counted: [] the tokens with a loss in the whole step, on all ranks. Returns these batches' share of the loss,
-        [], alike on all ranks along "tp" and "pp".
+    def __call__(self, batches: Sequence[MicroBatch], loss: Loss) -> Tensor:
+        """Returns the sum of these batches' `shares` of the loss, [1 + metrics], alike on all ranks along "tp" and
+        "pp".
         """
 
 
@@ -67,29 +66,35 @@ class ModulePasses:
         self._model, self._gradients = model, gradients
         self._tensor_axis, self._vocab_size = tensor_axis, vocab_size
 
-    def __call__(self, batches: Sequence[MicroBatch], counted: Tensor) -> Tensor:
+    def __call__(self, batches: Sequence[MicroBatch], loss: Loss) -> Tensor:
         trains = torch.is_grad_enabled()
         if trains:
-            self._gradients.all_gather_weights()
-        total = torch.zeros_like(counted)
+            self._gather_weights()
+        total = batches[0].scale.new_zeros(1 + len(loss.metrics))
         for one in batches:
             if trains and one is batches[-1]:
                 self._gradients.set_is_last_backward()
-            hidden = self._model(one.batch).index_select(0, one.rows)
-            # Read after the forward pass, which gathers it where weights are divided.
-            head = head_weight(self._model)
-            loss = self._loss(hidden, head, one.targets, counted)
-            if trains:
-                loss.backward()
-                self._gradients.accumulate()
-            total += loss.detach()
+            total += self._pass(one, loss)
         return total
 
-    def _loss(self, hidden: Tensor, head: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
-        if self._tensor_axis.group is None:
-            whole: Tensor = summed_cross_entropy(hidden, head, targets, counted.reciprocal())
-            return whole
-        return vocabulary_cross_entropy(hidden, head, targets, self._tensor_axis, self._vocab_size).sum() / counted
+    def _pass(self, one: MicroBatch, loss: Loss) -> Tensor:
+        """The shares of a batch, and its backward pass where gradients are on. Nothing of it is left to the next."""
+        hidden = one.counted(self._hidden(one.batch))
+        # Read after the forward pass, which gathers it where weights are divided.
+        return self._shares(hidden, head_weight(self._model), one, loss)
+
+    def _gather_weights(self) -> None:
+        self._gradients.all_gather_weights()
+
+    def _hidden(self, batch: Batch) -> Tensor:
+        return self._model(batch)  # type: ignore[no-any-return]
+
+    def _shares(self, hidden: Tensor, head: Tensor, one: MicroBatch, loss: Loss) -> Tensor:
+        found = loss(hidden, Head(head, self._tensor_axis, self._vocab_size), one)
+        if torch.is_grad_enabled():
+            found[0].backward()
+            self._gradients.accumulate()
+        return shares(loss, found)
 
 
 class PipelinePasses:
@@ -98,61 +103,52 @@ class PipelinePasses:
     def __init__(self, pipeline: Pipeline, gradients: Gradients) -> None:
         self._pipeline, self._gradients = pipeline, gradients
 
-    def __call__(self, batches: Sequence[MicroBatch], counted: Tensor) -> Tensor:
+    def __call__(self, batches: Sequence[MicroBatch], loss: Loss) -> Tensor:
         if not torch.is_grad_enabled():
-            return self._pipeline.run(batches, counted, None)
+            return self._pipeline.run(batches, loss, None)
         self._gradients.all_gather_weights()
-        return self._pipeline.run(batches, counted, self._gradients)
+        return self._pipeline.run(batches, loss, self._gradients)
 
 
-class GraphPasses:
+class GraphPasses(ModulePasses):
     """Through the merged and fused graph of a model that every rank holds whole."""
 
-    def __init__(self, model: CausalLM, graph: TrainingGraph, gradients: WatchedGradients) -> None:
-        self._model, self._graph, self._gradients = model, graph, gradients
+    _gradients: WatchedGradients
+
+    def __init__(
+        self, model: CausalLM, graph: TrainingGraph, gradients: WatchedGradients, tensor_axis: Axis, vocab_size: int
+    ) -> None:
+        super().__init__(model, gradients, tensor_axis, vocab_size)
+        self._graph = graph
         for whole, parameters in graph.merged:
             gradients.watch(whole, parameters)
         self.free_gradients = gradients.free_gradients
 
-    def __call__(self, batches: Sequence[MicroBatch], counted: Tensor) -> Tensor:
-        return self._over([(one.batch, one.rows, one.targets) for one in batches], counted)
+    def _gather_weights(self) -> None:
+        self._gradients.start_all_gather_weights()
 
-    def over_all(self, batches: Sequence[WholeBatch], counted: Tensor) -> Tensor:
-        """The same for batches with a target for every token."""
-        return self._over([(batch, None, targets) for batch, targets in batches], counted)
-
-    def _over(self, given: Sequence[tuple[Batch, Tensor | None, Tensor]], counted: Tensor) -> Tensor:
-        scale = counted.reciprocal()
-        if torch.is_grad_enabled():
-            self._gradients.start_all_gather_weights()
-        total = torch.zeros_like(counted)
-        for one in given:
-            total += self._pass(*one, scale, is_last=one is given[-1])
-        return total
-
-    def _pass(self, batch: Batch, rows: Tensor | None, targets: Tensor, scale: Tensor, *, is_last: bool) -> Tensor:
-        trains = torch.is_grad_enabled()
-        if trains and is_last:
-            self._gradients.set_is_last_backward()
+    def _hidden(self, batch: Batch) -> Tensor:
         hidden = self._graph(batch)
         self._gradients.wait()  # for the head, which is not in the graph
-        counted = hidden if rows is None else hidden.index_select(0, rows)
-        head = head_weight(self._model)
-        if not trains:
-            return summed_cross_entropy(counted, head, targets, scale)  # type: ignore[no-any-return]
+        return hidden
+
+    def _shares(self, hidden: Tensor, head: Tensor, one: MicroBatch, loss: Loss) -> Tensor:
+        if not (torch.is_grad_enabled() and loss.sums_cross_entropy):
+            return super()._shares(hidden, head, one, loss)
+        # The gradients of the targets' cross-entropies come with them: the head's logits are not computed again.
         place = self._gradients.memory(head)
         logits_bytes = LOGITS_BYTES if place is None else CHUNK_BYTES
-        loss: Tensor
-        loss, of_counted, of_head = cross_entropy_gradients(
-            counted.detach(), head.detach(), targets, scale, logits_bytes, place
+        total: Tensor
+        total, of_hidden, of_head = cross_entropy_gradients(
+            hidden.detach(), head.detach(), one.targets, one.scale, logits_bytes, place
         )
         if place is None:
             head.grad = of_head
         elif self._model.lm_head is not None:  # the backward pass adds to that of a tied one
             self._gradients.written(head)
-        counted.backward(of_counted)
+        hidden.backward(of_hidden)
         self._gradients.accumulate()
-        return loss
+        return total
 
 
 def head_weight(model: CausalLM) -> Tensor:

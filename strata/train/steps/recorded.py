@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from strata.comm.collectives import start_all_reduce
 from strata.comm.mesh import Axis
 from strata.graph.cudagraph import CudaGraphs
 from strata.models.batch import Batch
+from strata.parallel.loss import MicroBatch
 from strata.train.data.pack import PackedBatch
-from strata.train.steps.micro_batch import WholeBatch, every_target
+from strata.train.steps.micro_batch import of_whole, whole_arrays
+from strata.train.steps.objective import Objective
 
 Shape = tuple[int, int, int]  # packs, sequences of each, tokens of each of those
+# Micro-batches of their scale, [].
+MakeBatches = Callable[[Tensor], Sequence[MicroBatch]]
 
 
 class RecordedStep:
@@ -25,38 +31,43 @@ class RecordedStep:
     def __init__(
         self,
         shape: Shape,
+        objective: Objective,
+        context: Axis,
         device: torch.device,
-        passes: Callable[[Sequence[WholeBatch], Tensor], tuple[Tensor, Tensor, Tensor]],
+        passes: Callable[[MakeBatches, Tensor], tuple[Tensor, Tensor, Tensor]],
         update: Callable[[Tensor], None],
         free_gradients: Callable[[], None],
     ) -> None:
-        """passes: batches and this rank's count of their targets [] to loss, norm and the count of all ranks, [] each;
-        run again without an update, they give the same. update: takes the norm. free_gradients: the gradients that
-        passes left.
+        """passes: batches and this rank's count of what the loss is a mean of [] to `shares` of all ranks
+        [1 + metrics], norm and the count of all ranks, [] each; run again without an update, they give the same.
+        update: takes the norm. free_gradients: the gradients that passes left. context: of one rank.
         """
         packs, sequences, length = shape
         count = sequences * length
         self.shape, self._passes, self._update, self._free_gradients = shape, passes, update, free_gradients
+        self._objective, self._context, self._device = objective, context, device
         self._tokens = torch.zeros(packs, count, dtype=torch.int32, device=device)
-        self._targets = torch.zeros(packs, count, dtype=torch.int64, device=device)
+        self._needed: dict[str, Tensor] = {}  # of the loss, [packs, ...] each, see `whole_arrays`
         positions = torch.arange(length, dtype=torch.int32, device=device).repeat(sequences)
         offsets = torch.arange(0, count + 1, length, dtype=torch.int32, device=device)
-        self._batches = [
-            (Batch(tokens, positions, offsets, longest=length), targets)
-            for tokens, targets in zip(self._tokens, self._targets, strict=True)
-        ]
-        self._own, self._loss, self._norm, self._counted = torch.zeros(4, device=device).unbind()
+        self._batches = [Batch(tokens, positions, offsets, longest=length) for tokens in self._tokens]
+        self._own, self._norm, self._counted = torch.zeros(3, device=device).unbind()
+        self._shares = torch.zeros(1 + len(objective.metrics), device=device)
         self._recordings = CudaGraphs()
         self._recorded = False
 
     def __call__(
         self, packs: Sequence[PackedBatch], before_update: Callable[[], None]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, norm and count of the step over `packs`, which have the shape of this one."""
-        tokens, targets = np.stack([one.tokens for one in packs]), np.stack([every_target(one) for one in packs])
-        self._tokens.copy_(torch.from_numpy(tokens).pin_memory(), non_blocking=True)
-        self._targets.copy_(torch.from_numpy(targets).pin_memory(), non_blocking=True)
-        self._own.fill_(sum(len(one.targets) for one in packs))
+        """Shares, norm and count of the step over `packs`, which have the shape of this one."""
+        _send(np.stack([one.tokens for one in packs]), self._tokens)
+        needed = [whole_arrays(one, self._objective.columns(one)) for one in packs]
+        for name in needed[0]:
+            values = np.stack([one[name] for one in needed])
+            if name not in self._needed:
+                self._needed[name] = torch.from_numpy(np.zeros_like(values)).to(self._device)
+            _send(values, self._needed[name])
+        self._own.fill_(sum(map(self._objective.count, packs)))
         if not self._recorded:
             self._recordings.record("passes", self._run_passes, self._let_go)
         # Recording runs nothing, and what ran before it left its gradients elsewhere.
@@ -67,7 +78,7 @@ class RecordedStep:
         else:
             self._recordings.record("update", self._run_update)  # which runs it once before
             self._recorded = True
-        return self._loss.clone(), self._norm.clone(), self._counted.clone()
+        return self._shares.clone(), self._norm.clone(), self._counted.clone()
 
     def _let_go(self) -> None:
         """Of what the warm-up left, and of autograd graphs that nothing but cycles hold: their nodes for the weights
@@ -76,14 +87,24 @@ class RecordedStep:
         self._free_gradients()
         gc.collect()
 
+    def _micro_batches(self, scale: Tensor) -> list[MicroBatch]:
+        return [
+            of_whole(batch, {name: one[number] for name, one in self._needed.items()}, scale, self._context)
+            for number, batch in enumerate(self._batches)
+        ]
+
     def _run_passes(self) -> None:
-        loss, norm, counted = self._passes(self._batches, self._own)
-        self._loss.copy_(loss)
+        shares, norm, counted = self._passes(self._micro_batches, self._own)
+        self._shares.copy_(shares)
         self._norm.copy_(norm)
         self._counted.copy_(counted)
 
     def _run_update(self) -> None:
         self._update(self._norm)
+
+
+def _send(values: NDArray[Any], place: Tensor) -> None:
+    place.copy_(torch.from_numpy(values).pin_memory(), non_blocking=True)
 
 
 def fixed_shape(batches: Sequence[PackedBatch]) -> Shape | None:

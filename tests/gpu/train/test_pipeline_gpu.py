@@ -12,14 +12,15 @@ import torch
 from strata.comm.launch import World, join_world
 from strata.comm.mesh import Mesh
 from strata.models.batch import Batch
-from strata.parallel.pipeline import MicroBatch, Pipeline
+from strata.parallel.loss import MicroBatch
+from strata.parallel.pipeline import Pipeline
 from strata.parallel.schedules import SCHEDULES, make_schedule
 from strata.parallel.stages import ModelStages, layer_spans
 from tests.gpu.ranks import found_by_ranks
 from tests.largest import largest
 from tests.parallel.models import config_of, loss_of, random_batch, random_model
 from tests.parallel.ranks import relative_error
-from tests.parallel.test_pipeline import Recorded
+from tests.parallel.test_pipeline import Recorded, loss_of_run
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +38,8 @@ def errors(world: World) -> dict[str, float]:
             batch, targets = random_batch(config, [60 + index, 4], seed=index)
             moved = Batch(*(one.to(world.device) for one in (batch.tokens, batch.positions, batch.offsets)), 60 + index)
             rows = (targets != -100).nonzero().flatten()
-            batches.append(MicroBatch(moved, rows.to(world.device), targets[rows].to(world.device)))
+            on_device = rows.to(world.device), targets[rows].to(world.device)
+            batches.append(MicroBatch(moved, *on_device, torch.ones((), device=world.device), mesh.axis("cp")))
         counted = sum(len(one.targets) for one in batches)
         whole = random_model(config, torch.float32).to(world.device)
         wanted = torch.zeros((), device=world.device)
@@ -50,7 +52,7 @@ def errors(world: World) -> dict[str, float]:
             schedule = make_schedule(name, world.size, len(batches))
             model = random_model(config, torch.float32).to(world.device)
             part = ModelStages(model, layer_spans(model, schedule.stages, 64), schedule.stages_of(world.rank))
-            loss = Pipeline(part, schedule, mesh).run(batches, counted, Recorded())
+            loss = loss_of_run(Pipeline(part, schedule, mesh), batches, counted, Recorded())
             apart = [relative_error(loss, wanted / counted)]
             for key, parameter in part.named_parameters():
                 assert parameter.grad is not None, key

@@ -18,12 +18,12 @@ from strata.models.layers import CausalLM
 from strata.models.save import save
 from strata.models.shapes import SHAPES
 from strata.models.weights import load
-from strata.train.adapters.frozen import load_frozen, planned_weights
+from strata.train.adapters.frozen import planned_weights
 from strata.train.adapters.lora import LoraConfig, add_lora
 from strata.train.data.encoding import Encoded
 from strata.train.data.pack import pack as pack_documents
-from strata.train.steps.objective import NextToken
 from tests.dummies import randomize
+from tests.train.plain_losses import frozen, loss_of_pack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -47,14 +47,14 @@ def gradients(model: CausalLM, tokens: int) -> tuple[Tensor, dict[str, Tensor], 
     ids = np.arange(tokens, dtype=np.int32) * 37 % CONFIG.vocab_size
     offsets = np.array([0, tokens // 3, tokens])
     packed = pack_documents(Encoded(ids, ~np.isin(np.arange(tokens), offsets), offsets))
-    adapters = dict(add_lora(model, LoraConfig(rank=8), seed=4).named_parameters())
+    adapters = add_lora(model, LoraConfig(rank=8), seed=4)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for weight in adapters.values():
             weight.copy_(torch.randn(weight.shape, generator=generator) * 0.02)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    total, _ = NextToken()(model, packed)
+    total = loss_of_pack(model, packed)
     total.backward()
     fullest = torch.cuda.max_memory_allocated() - before
     found = {name: weight.grad for name, weight in adapters.items() if weight.grad is not None}
@@ -76,7 +76,7 @@ def packed_of(model: CausalLM) -> dict[str, PackedWeight]:
 def test_gradients_are_those_of_the_floats(scheme: str, tokens: int, folder: Path) -> None:
     config: ModelConfig = CONFIG
     before = torch.cuda.memory_allocated()
-    model = load_frozen(folder, config, scheme, CUDA, torch.bfloat16)
+    model = frozen(folder, scheme, CUDA, torch.bfloat16)
     held = torch.cuda.memory_allocated() - before
     packed, planned = packed_of(model), planned_weights(folder, config, scheme)
     assert packed.keys() == planned.keys()

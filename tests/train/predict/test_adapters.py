@@ -19,14 +19,13 @@ from strata.models.layers import CausalLM
 from strata.models.shapes import SHAPES
 from strata.models.weights import load
 from strata.parallel.layout import Layout
-from strata.train.adapters.frozen import load_frozen
 from strata.train.adapters.lora import PROJECTIONS, LoraConfig, add_lora
 from strata.train.config import TrainConfig
 from strata.train.data.encoding import Encoded
 from strata.train.data.pack import PackedBatch, pack
 from strata.train.predict.adapters import AdapterMemory, AdapterStep
 from strata.train.recompute import recompute_modules
-from strata.train.steps.objective import NextToken
+from tests.train.plain_losses import frozen, loss_of_pack
 
 from .saved_bytes import saved_bytes
 
@@ -76,6 +75,21 @@ def test_memory_of_8b_by_hand(wide: Path) -> None:
     assert most.workspace == 8192 * (layer - 2 * 4096) + 2 * 4 * 8192 * 14336 + 2 * 4096 * 14336
 
 
+def test_frozen_memory_of_ranks_by_hand(wide: Path) -> None:
+    found = {}
+    for scheme in (None, "int4"):
+        for layout in (Layout(tp=2), Layout(pp=2, micro_batches=2), Layout(shard=4, zero=3), Layout(shard=4, zero=2)):
+            step = AdapterStep.of(run(wide, rank=16, quantization=scheme), read_config(wide), layout)
+            found[scheme, layout.tp, layout.pp, layout.zero] = step.memory("none").frozen
+    packed = MATRICES // 2 + 4 * MATRICES // 128
+    assert found[None, 1, 1, 2] == 2 * MATRICES + OTHERS
+    assert found[None, 1, 1, 3] == pytest.approx((2 * MATRICES + OTHERS) / 4, rel=1e-6)
+    assert found["int4", 1, 1, 3] == pytest.approx(packed + OTHERS / 4, rel=1e-6)
+    assert found[None, 2, 1, 0] == pytest.approx((2 * MATRICES + OTHERS) / 2, rel=1e-3)
+    # The first stage has 17 of 32 layers, the second the head.
+    assert found["int4", 1, 2, 0] == pytest.approx(17 / 32 * packed + OTHERS / 2, rel=0.03)
+
+
 def test_what_is_chosen_and_said(wide: Path) -> None:
     step = AdapterStep.of(run(wide, rank=16, quantization="int4"), read_config(wide), Layout())
     assert [step.choose_recompute(gib * 2**30) for gib in (48, 24, 12, 1)] == ["none", "mlp", "layers", "layers"]
@@ -92,7 +106,7 @@ def test_what_is_chosen_and_said(wide: Path) -> None:
 @pytest.mark.parametrize("scheme", [None, "int4", "fp8_block"])
 def test_frozen_bytes_are_what_a_model_holds(scheme: str | None, folder: Path) -> None:
     config = read_config(folder)
-    model = load_frozen(folder, config, scheme, CPU, torch.bfloat16)
+    model = frozen(folder, scheme, dtype=torch.bfloat16)
     tensors = [*model.parameters(), *model.buffers()]
     packed = [one for part in model.modules() for one in vars(part).values() if isinstance(one, PackedWeight)]
     held = sum(one.nbytes for one in tensors) + sum(one.nbytes for one in packed)
@@ -115,15 +129,15 @@ def test_adapters_keep_no_more_than_training_all_weights_and_their_inner_rows(fo
 
 @pytest.mark.parametrize("recompute", ["mlp", "layers"])
 def test_recomputation_keeps_less_and_changes_no_bit(recompute: str, folder: Path) -> None:
-    model = load_frozen(folder, read_config(folder), "int4", CPU, torch.float32)
+    model = frozen(folder, "int4")
     adapters = add_lora(model, LoraConfig(rank=3), seed=0)
     with torch.no_grad():
-        for _, weight in adapters.named_parameters():
+        for weight in adapters.values():
             weight.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
 
     def step(of: CausalLM) -> tuple[int, dict[str, torch.Tensor]]:
-        kept = saved_bytes(lambda: NextToken()(of, documents())[0], of)
-        NextToken()(of, documents())[0].backward()
+        kept = saved_bytes(lambda: loss_of_pack(of, documents()), of)
+        loss_of_pack(of, documents()).backward()
         found = {name: weight.grad for name, weight in of.named_parameters() if weight.grad is not None}
         return kept, found
 
@@ -131,5 +145,5 @@ def test_recomputation_keeps_less_and_changes_no_bit(recompute: str, folder: Pat
     recompute_modules(again, recompute)
     (kept, wanted), (less, found) = step(model), step(again)
     assert less < 0.8 * kept
-    assert found.keys() == wanted.keys() == dict(adapters.named_parameters()).keys()
+    assert found.keys() == wanted.keys() == adapters.keys()
     assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())

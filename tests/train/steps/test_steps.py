@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,15 +16,21 @@ from strata.models.families import build
 from strata.models.initialize import initialize
 from strata.models.save import save
 from strata.parallel.layout import Layout
+from strata.train.adapters.lora import LoraConfig
+from strata.train.data.pack import PackedBatch, Samples
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.steps.make import fresh, make_step, stored
 from tests.largest import largest
 from tests.parallel.models import config_of
 from tests.parallel.ranks import run_ranks
-from tests.train.step_ranks import errors_of, four_ranks, made, repeated_messages, two_ranks
+from tests.train.plain_losses import OBJECTIVES
+from tests.train.step_ranks import errors_of, four_ranks, made, pack_of, repeated_messages, two_ranks
 
 ALONE = World(0, 0, 1, torch.device("cpu"), None)
 
+LORA: dict[str, Any] = {"projections": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]}
+LAST_LAYER = {"projections": ["up_proj"], "changes": {"mlp_only_layers": [1]}}
+DPO, POLICY = {"loss": "dpo"}, {"loss": "policy"}
 LAYOUTS: dict[int, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
     2: [
         ("llama", {"shard": 2, "zero": 2}, {}),
@@ -45,6 +53,29 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
         ("glm4-moe", {"tp": 2}, {}),
         ("deepseek-v2", {"shard": 2, "ep": 2, "zero": 3}, {"recompute": "layers"}),
         ("deepseek-v2", {"pp": 2, "micro_batches": 2}, {}),
+        ("llama", {"dp": 2}, LORA | {"recompute": "layers"}),
+        ("llama", {"shard": 2, "zero": 3}, LORA),
+        ("qwen3-biases-tied", {"shard": 2, "zero": 2}, LORA | DPO),
+        ("qwen3-biases-tied", {"tp": 2}, LORA),
+        ("llama-biases-tied", {"tp": 2, "sequence_parallel": True}, LORA | DPO | {"recompute": "mlp"}),
+        ("llama", {"cp": 2, "zero": 1}, LORA | DPO),
+        ("qwen3-biases-tied", {"pp": 2, "micro_batches": 2}, LORA | DPO),
+        ("llama", {"pp": 2, "micro_batches": 2, "schedule": "zero-bubble"}, LORA),
+        ("llama", {"tp": 2, "sequence_parallel": True, "overlap": True}, LORA | {"even": True}),
+        ("mixtral", {"shard": 2, "ep": 2, "zero": 3}, LORA | {"projections": ["k_proj"]}),
+        # Dense layers alone have adapters, on one stage.
+        ("qwen3-moe", {"pp": 2, "micro_batches": 2}, LORA | {"projections": ["up_proj"]}),
+        ("qwen3-moe", {"pp": 2, "micro_batches": 2}, LAST_LAYER),
+        ("qwen3-moe", {"pp": 2, "micro_batches": 2, "schedule": "zero-bubble"}, LAST_LAYER),
+        ("glm4-moe", {"dp": 2}, LORA | {"projections": ["v_proj"]}),
+        ("llama", {"dp": 2}, DPO),
+        ("qwen3-biases-tied", {"shard": 2, "zero": 3}, DPO),
+        ("llama", {"tp": 2}, DPO),
+        ("llama", {"cp": 2, "context": "ulysses"}, DPO),
+        ("qwen3-biases-tied", {"pp": 2, "micro_batches": 2}, DPO),
+        ("qwen3-biases-tied", {"shard": 2, "zero": 1}, POLICY),
+        ("llama", {"cp": 2}, POLICY),
+        ("llama", {"pp": 2, "micro_batches": 2, "schedule": "zero-bubble"}, POLICY),
     ],
     4: [
         ("llama", {"dp": 2, "shard": 2, "zero": 2}, {"recompute": "mlp"}),
@@ -57,6 +88,10 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
         ("llama", {"shard": 2, "tp": 2, "zero": 3, "sequence_parallel": True}, {"recompute": "mlp"}),
         ("qwen3-moe", {"pp": 2, "shard": 2, "zero": 3, "micro_batches": 2}, {"recompute": "mlp"}),
         ("llama", {"pp": 2, "tp": 2, "micro_batches": 2, "schedule": "interleaved"}, {"recompute": "mlp"}),
+        ("llama", {"shard": 2, "tp": 2, "zero": 3, "sequence_parallel": True}, LORA | DPO),
+        ("qwen3-biases-tied", {"pp": 2, "tp": 2, "micro_batches": 2, "schedule": "interleaved"}, LORA | POLICY),
+        ("llama", {"pp": 2, "cp": 2, "zero": 1, "micro_batches": 2}, LORA | DPO),
+        ("llama", {"cp": 2, "tp": 2}, POLICY),
     ],
 }
 
@@ -69,6 +104,7 @@ def test_steps_of_layouts_equal_one_process(world: int, tmp_path: Path) -> None:
     if world == 2:
         for rank in ranks:
             assert rank["shapes"] == [[1, 2, 8], None, None, None]
+            assert largest(rank["narrow"].values()) < 0.05, rank["narrow"]
             found = rank["skipped"]
             assert not found["finite"]
             assert found["counted"] == found["wanted"]
@@ -86,7 +122,51 @@ def test_steps_of_one_device_equal_plain_pytorch(family: str, recompute: str) ->
     assert largest(errors.values()) < 1e-9, errors
 
 
+@pytest.mark.parametrize("options", [DPO, POLICY, LORA, LORA | DPO, LORA | POLICY])
+@pytest.mark.parametrize("family", ["llama", "qwen3-biases-tied"])
+def test_any_objective_equals_its_formula_on_one_device(family: str, options: dict[str, Any]) -> None:
+    errors = errors_of(ALONE, family, Layout(), **options)
+    assert largest(errors.values()) < 1e-9, errors
+
+
 # Of a layer, when it is computed again, and when its MLP alone is.
+def parts_of(packed: PackedBatch, *ends: int) -> list[PackedBatch]:
+    """The documents up to each of these numbers, in packs of their own."""
+    found = []
+    for first, end in pairwise((0, *ends)):
+        start, stop = packed.offsets[first], packed.offsets[end]
+        own = (packed.rows >= start) & (packed.rows < stop)
+        assert packed.samples is not None
+        numbers = packed.samples.numbers[first // 2 : end // 2]
+        found.append(
+            PackedBatch(
+                packed.tokens[start:stop],
+                packed.positions[start:stop],
+                packed.offsets[first : end + 1] - start,
+                packed.rows[own] - start,
+                packed.targets[own],
+                Samples(numbers, np.zeros_like(numbers), numbers, int(stop - start)),
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize("loss", OBJECTIVES)
+@pytest.mark.parametrize("adapters", [{}, LORA])
+def test_a_step_does_not_depend_on_how_documents_are_packed(loss: str, adapters: dict[str, Any]) -> None:
+    config = config_of("llama")
+    whole = pack_of(3, [5, 9, 2, 7, 4, 6, 11, 3], config.vocab_size, 0.7)
+    lora = LoraConfig(3, 6.0, adapters["projections"]) if adapters else None
+    found = []
+    for packs in ([whole], parts_of(whole, 2, 8), parts_of(whole, 4, 6, 8)):
+        step, _, _ = made(ALONE, config, Layout(), lora, objective=OBJECTIVES[loss])
+        result = step(packs, 1e-2)
+        measured = step.measured(packs)  # after the update
+        found.append([result.loss, result.norm, *result.metrics.values(), *measured.values()])
+    for other in found[1:]:
+        assert torch.allclose(torch.stack(found[0]), torch.stack(other), rtol=1e-11, atol=0), (found[0], other)
+
+
 REPEATED: list[tuple[str, dict[str, Any], dict[str, int], dict[str, int]]] = [
     # Not the sum of the last product, whose result nothing in the backward pass reads.
     ("llama", {"tp": 2}, {"all_reduce": 1}, {}),

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tests.largest import largest
 from tests.parallel.ranks import run_ranks
@@ -24,8 +30,23 @@ LAYOUTS: dict[str, Table] = {
 }
 # One run, two steps on each; None is one process.
 RESUMED: list[Table | None] = [{"shard": 2, "zero": 2}, None, {"tp": 2}, {"pp": 2}, {"cp": 2}]
+ADAPTERS: Table = {"rank": 3, "projections": ["q_proj", "o_proj", "up_proj", "down_proj"]}
 # Its last step has fewer packs than ranks.
 VALIDATED: Table = {"validation": {"share": 0.06, "every": 2}}
+# With [lora] beside packed weights, with the preferences of [dpo], or in "both" with [lora] too: on which layouts.
+TUNED = {
+    "lora": "dp",
+    "lora-fsdp": "fsdp",
+    "lora-pp": "pp",
+    "lora-ring": "ring",
+    "dpo": "zero-2",
+    "dpo-tp": "tp",
+    "dpo-pp": "pp",
+    "both": "fsdp",
+    "both-tp": "tp-sequence",
+    "both-ring": "ring",
+}
+PAIRS = [name for name in TUNED if not name.startswith("lora")]
 # Relative. float32 has a spacing of 1.2e-7, and the sums of one loss round a few times.
 BOUND = 1e-6
 LATE_SECONDS = 0.4
@@ -38,7 +59,9 @@ def test_runs_over_two_ranks(tmp_path: Path) -> None:
     ranks = run_ranks(train_each, 2, tmp_path, timeout=300, runs=_runs(write_files(tmp_path / "files"), tmp_path))
     found = {name: [one[name] for one in ranks if name in one] for name in ranks[0]}
     check_every_layout_trains_as_one_process(found)
-    check_resumed_on_other_ranks_and_layouts(found)
+    check_resumed_on_other_ranks_and_layouts(found, "")
+    check_resumed_on_other_ranks_and_layouts(found, "-lora")
+    check_exported_adapters(tmp_path)
     check_a_slow_rank_is_named(found)
 
 
@@ -49,24 +72,30 @@ def _runs(files: Files, folder: Path) -> dict[str, Table]:
         "experts": files.table(
             folder / "experts", model=EXPERTS, parallel={"shard": 2, "ep": 2, "zero": 1}, **VALIDATED
         ),
-        "lora": files.tuning(
-            folder / "lora", lora={"rank": 2, "quantization": "int4"}, parallel={"dp": 2}, **VALIDATED
-        ),
-        "dpo": files.tuning(
-            folder / "dpo", data=pairs, dpo={"beta": 0.3}, parallel={"shard": 2, "zero": 2}, **VALIDATED
-        ),
     }
+    dpo = {"data": pairs, "dpo": {"beta": 0.3}}
+    kinds: dict[str, Table] = {
+        "lora": {"lora": {"rank": 2, "quantization": "int4"}},
+        "dpo": dpo,
+        "both": {"lora": {"rank": 2}} | dpo,
+    }
+    for name, layout in TUNED.items():
+        kind = kinds[name.partition("-")[0]]
+        tables[name] = files.tuning(folder / name, parallel=LAYOUTS[layout], **kind, **VALIDATED)
     runs: dict[str, Table] = {name: {"table": table} for name, table in tables.items()}
-    for name in ("dp", "experts", "lora", "dpo"):
+    for name in ("dp", "experts", "lora", "dpo", "both"):
         table = {section: values for section, values in tables[name].items() if section != "parallel"}
         table["run"] = table["run"] | {"out": str(folder / f"{name}-alone")}
         runs[f"{name}-alone"] = {"table": table, "alone": True}
-    for number, layout in enumerate(RESUMED):
-        run = {"steps": 2 * (number + 1)}
-        table = files.table(folder / "resumed", run=run, **{} if layout is None else {"parallel": layout})
-        runs[f"resumed-{number}"] = {"table": table, "alone": layout is None, "resume": number > 0}
-    through = files.table(folder / "through", run={"steps": 2 * len(RESUMED)})
-    runs["through"] = {"table": through, "alone": True}
+    for kind, make in (("", files.table), ("-lora", partial(files.tuning, lora=ADAPTERS))):
+        for number, layout in enumerate(RESUMED):
+            run = {"steps": 2 * (number + 1)}
+            table = make(folder / f"resumed{kind}", run=run, **{} if layout is None else {"parallel": layout})
+            last = kind != "" and number == len(RESUMED) - 1
+            keywords = {"table": table, "alone": layout is None, "resume": number > 0, "saves": last}
+            runs[f"resumed{kind}-{number}"] = keywords
+        through = make(folder / f"through{kind}", run={"steps": 2 * len(RESUMED)})
+        runs[f"through{kind}"] = {"table": through, "alone": True, "saves": kind != ""}
     slow = files.table(folder / "slow", run={"steps": 6}, parallel={"dp": 2}, faults={"straggler_intervals": 2})
     runs["slow"] = {"table": slow, "late": LATE_SECONDS}
     return runs
@@ -94,32 +123,34 @@ def differences(one: list[float], other: list[float]) -> list[float]:
 
 def check_every_layout_trains_as_one_process(found: By_name) -> None:
     apart = {}
-    for name in (*LAYOUTS, "experts", "lora", "dpo"):
-        alone = found[f"{name if f'{name}-alone' in found else 'dp'}-alone"][0]
+    for name in (*LAYOUTS, "experts", *TUNED):
+        alike = name.partition("-")[0]
+        alone = found[f"{alike if f'{alike}-alone' in found else 'dp'}-alone"][0]
         first, second = found[name]
         assert [line["step"] for line in first["lines"]] == [1, 2, 3]
         assert losses(first) == losses(second)
         assert len(set(losses(first))) == 3
         divides_documents = first["samples"] != alone["samples"]
-        assert divides_documents == (name in ("dp", "zero-1", "zero-2", "fsdp", "experts", "lora", "dpo"))
+        assert divides_documents == (TUNED.get(name, name) in ("dp", "zero-1", "zero-2", "fsdp", "experts"))
         assert (samples([first, second]) if divides_documents else second["samples"]) == alone["samples"]
-        apart[name] = largest(differences(losses(first), losses(alone)))
+        # That of pairs is a difference of what whole replies weigh, which is tens of times as much.
+        scale = 20 if name in PAIRS else 1
+        apart[name] = largest(differences(losses(first), losses(alone))) / scale
         measured = [validated(one, "loss") for one in (first, second, alone)]
         assert measured[0] == measured[1]
-        # That of pairs is a difference of what whole replies weigh, which is tens of times as much.
-        scale = 20 if name == "dpo" else 1
         apart[f"{name} validated"] = largest(differences(measured[0], measured[2])) / scale
-    pairs = [validated(one, "preferred") for one in (*found["dpo"], *found["dpo-alone"])]
-    assert pairs[0] == pairs[1] == pytest.approx(pairs[2])
+    for name in PAIRS:
+        pairs = [validated(one, "preferred") for one in (*found[name], *found[f"{name.partition('-')[0]}-alone"])]
+        assert pairs[0] == pairs[1] == pytest.approx(pairs[2])
     print("largest relative difference of a loss:", {name: f"{value:.0e}" for name, value in apart.items()})
     assert largest(apart.values()) < BOUND
 
 
-def check_resumed_on_other_ranks_and_layouts(found: By_name) -> None:
-    through = found["through"][0]
+def check_resumed_on_other_ranks_and_layouts(found: By_name, kind: str) -> None:
+    through = found[f"through{kind}"][0]
     seen, trained = [], []
     for number, layout in enumerate(RESUMED):
-        ranks = found[f"resumed-{number}"]
+        ranks = found[f"resumed{kind}-{number}"]
         assert all(losses(one) == losses(ranks[0]) for one in ranks)
         seen += samples(ranks) if layout == {"shard": 2, "zero": 2} else ranks[0]["samples"]
         trained += ranks[0]["lines"]
@@ -129,6 +160,25 @@ def check_resumed_on_other_ranks_and_layouts(found: By_name) -> None:
     apart = differences([line["loss"] for line in trained], losses(through))
     print(f"largest relative difference of a loss: {max(apart):.1e}")
     assert largest(apart) < BOUND
+
+
+def check_exported_adapters(folder: Path) -> None:
+    """Those of two ranks are those of one process, and PEFT makes the merged model of them."""
+    two, one = (folder / f"{name}-lora" for name in ("resumed", "through"))
+    ours, alone = (load_file(run / "adapter/adapter_model.safetensors") for run in (two, one))
+    assert ours.keys() == alone.keys()
+    for name, value in alone.items():
+        assert value.abs().max() > 0, name
+        assert torch.allclose(ours[name], value, rtol=1e-3, atol=1e-5), name
+    assert (two / "adapter/adapter_config.json").read_text() == (one / "adapter/adapter_config.json").read_text()
+    if find_spec("peft") is None:
+        return
+    peft = import_module("peft")
+    merged = AutoModelForCausalLM.from_pretrained(two / "model", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(folder / "files/model", dtype=torch.float32)
+    tokens = torch.arange(3, 19)[None]
+    theirs = peft.PeftModel.from_pretrained(base, two / "adapter")(tokens).logits
+    assert torch.allclose(theirs, merged(tokens).logits, rtol=1e-2, atol=1e-2)  # the merged weights are bfloat16
 
 
 def check_a_slow_rank_is_named(found: By_name) -> None:

@@ -15,12 +15,13 @@ from strata.engine.sampling_params import SamplingParams
 from strata.models.folder import BUILTIN_FOLDER
 from strata.models.save import save
 from strata.models.weights import load
-from strata.train import stepper, trainer
+from strata.train import trainer
 from strata.train.adapters.lora import LoraConfig
 from strata.train.checkpoints.folder import checkpoints
 from strata.train.finish import save_model
 from strata.train.position import Position
 from strata.train.stepper import Setting, make_stepper
+from strata.train.steps import make
 from strata.train.tasks.exercises import write_exercises
 from strata.train.trainer import Trainer
 from tests.train.conftest import FRESH, Small, Tune, cut_off, log
@@ -68,7 +69,12 @@ def test_checkpoints_lie_between_lines_of_the_log(small: Small, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("source", "sections"),
-    [("style", {"lora": {"rank": 2, "quantization": "int4"}}), ("style", {}), ("short", {"dpo": {}})],
+    [
+        ("style", {"lora": {"rank": 2, "quantization": "int4"}}),
+        ("style", {}),
+        ("short", {"dpo": {}}),
+        ("short", {"dpo": {}, "lora": {"rank": 2}}),
+    ],
 )
 def test_resumed_fine_tuning_repeats_every_bit(
     tune: Tune, tmp_path: Path, source: str, sections: dict[str, Any]
@@ -124,7 +130,7 @@ def test_adapters_are_merged_into_the_weights_as_they_are_stored(
     tune: Tune, tmp_path: Path, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not into those that a GPU computes with, which are rounded to bfloat16."""
-    monkeypatch.setattr(stepper, "_compute_dtype", lambda _: torch.bfloat16)
+    monkeypatch.setattr(make, "compute_dtype_on", lambda *_: torch.bfloat16)
     base, config = load(BUILTIN_FOLDER, dtype=torch.float32)
     with torch.no_grad():
         for parameter in base.parameters():
@@ -292,14 +298,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     with pytest.raises(ValueError, match=message):
         Trainer(tune(source, **sections), ALONE)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}, {"pp": 2}, {"shard": 2, "zero": 3}])
-@pytest.mark.parametrize(("source", "method"), [("style", "lora"), ("short", "dpo")])
-def test_fine_tuning_divides_documents_only(tune: Tune, source: str, method: str, layout: dict[str, int]) -> None:
-    two = World(0, 0, 2, torch.device("cpu"), None)
-    with pytest.raises(ValueError, match=r"\[lora\] and \[dpo\] divide documents only: use dp, or shard with zero"):
-        Trainer(tune(source, parallel=layout, **{method: {}}), two)
 
 
 @pytest.mark.parametrize(
