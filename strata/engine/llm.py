@@ -26,6 +26,7 @@ from strata.engine.grammars.grammar import GrammarCompiler
 from strata.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from strata.engine.request import Request
 from strata.engine.sampling_params import SamplingParams
+from strata.engine.segments import positions
 from strata.models.folder import display_name
 from strata.text.messages import Message
 from strata.text.tokenizer import Tokenizer
@@ -257,7 +258,7 @@ class LLM:
         own = bad_word_ids(params.bad_words, self.get_tokenizer()) if params.bad_words else ()
         request = Request(
             id=str(next(self._numbers)),
-            prompt=tuple(ids),
+            prompt=positions([ids]),
             params=params,
             priority=priority,
             arrival=engine.loop.clock(),

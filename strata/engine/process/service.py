@@ -26,6 +26,7 @@ from strata.engine.recorded_steps import REASONS
 from strata.engine.request import Request, Status
 from strata.engine.runner import PromptLogprobs
 from strata.engine.scheduling.rank_schedulers import RankPages
+from strata.engine.segments import positions
 from strata.engine.startup.clock import Log
 from strata.engine.watch.request_times import Arrival
 from strata.engine.watch.watch import Watch
@@ -214,7 +215,7 @@ class Service:
             raise ValueError(f"arrival must be finite, got {message.arrival}")
         request = Request(
             id=str(next(self._numbers)),
-            prompt=tuple(message.prompt),
+            prompt=positions([message.prompt]),
             params=message.params,
             priority=message.priority,
             arrival=message.arrival,
@@ -312,11 +313,12 @@ class Service:
             deltas = job.client.deltas
             if not deltas:
                 reached.append(job.client)
-            entry = None
+            entries = None
             most = job.request.params.logprobs
-            if rows is not None and most is not None and update.token is not None:
-                entry = [rows.entry(output.rows[update.sequence.id], update.token, most)]
-            deltas.append(delta_of(job, update, entry))
+            if rows is not None and most is not None and update.tokens:
+                first = output.rows[update.sequence.id]
+                entries = [rows.entry(row, token, most) for row, token in enumerate(update.tokens, first)]
+            deltas.append(delta_of(job, update, entries))
             if update.finish_reason is not None:
                 self._watch.requests.sample_ended(update.sequence)
                 self._note_end(job)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
+from typing import Literal
 
 from strata.cache.pages import PageAllocator
 from strata.engine.request import Sequence
@@ -34,9 +35,10 @@ class Admission:
         has_no_more = self._pages.free + self._pages.idle - len(self._queues.running) <= room
         return has_no_more and sequence is self._queues.waiting[0]
 
-    def find(self, sequence: Sequence, reserved: int) -> list[int] | None:
-        """The cached pages that a waiting sequence begins with, now its own; None if it must wait. reserved: pages that
-        it has to leave to others."""
+    def find(self, sequence: Sequence, reserved: int) -> list[int] | Literal["loading"] | None:
+        """The cached pages that a waiting sequence begins with, now its own; None if it must wait for others to end, or
+        "loading" for pages that come from elsewhere, from now on if not already. reserved: pages that it has to leave
+        to others."""
         # A page is left for each running sequence: what is admitted must not be preempted at once.
         reserved += len(self._queues.running)
         room = self._pages.free + self._pages.idle - reserved
@@ -45,12 +47,20 @@ class Admission:
         if sequence.pending or self._refusal == refusal:
             return None
         found = self._prefixes.match(sequence)
+        if self._prefixes.in_flight(sequence, found) == "transfer":
+            self._prefixes.release(found)
+            return "loading"
         lacks = self.wanted(sequence, found) > self._pages.free + self._pages.idle - reserved
         if lacks or (self._windows is not None and self._windows.lack(self.wanted(sequence, found), found, reserved)):
             self._prefixes.release(found)
             self._refusal = refusal
             return None
         self._refusal = None
+        places = self._prefixes.elsewhere(sequence, found)
+        if places:
+            self._prefixes.evict(max(0, len(places) - self._pages.free))
+            self._prefixes.transfers.begin(sequence, found, places)
+            return "loading"
         return found
 
     def in_line(self, prefilling: list[Sequence], now: float) -> Iterator[InLine]:

@@ -33,7 +33,7 @@ class Engine:
         assert rank is not None
         for sequence in sequences:
             assert sequence.id % len(self.devices) == rank
-            self.devices[rank].asked[sequence.id] = (sequence.index, request.salt)
+            self.devices[rank].asked[sequence.id] = (sequence.index, sequence.extra_key)
         return sequences
 
     def step(self) -> None:

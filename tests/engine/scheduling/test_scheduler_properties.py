@@ -71,6 +71,7 @@ class Engine:
         if snapshots is not None:
             self.device = StateDevice(page_size, windows, config.max_sequences)
         self.ahead = ahead
+        self.outputs: dict[int, list[int]] = {}  # by sequence
         self.outstanding: Outstanding | None = None
 
     def fits(self, tokens: int) -> bool:
@@ -110,18 +111,25 @@ class Engine:
     def _take(self, before: Outstanding | None) -> None:
         if before is None:
             return
+        self.device.learnt(before.plan, before.ids)
         for update in self.scheduler.complete(before.plan, before.ids):
             sequence = update.sequence
             assert sequence.finish_reason == update.finish_reason
-            if update.token is None:
+            if not update.tokens:
                 assert sequence.finish_reason == "error"
                 assert not sequence.pages
                 continue
-            assert sequence.tokens[-1] == update.token
-            params = sequence.request.params
-            long_enough = len(sequence.outputs) >= params.min_tokens
-            if update.token == STOP_TEXT and params.detokenize and long_enough:
+            assert sequence.tokens[-len(update.tokens) :] == update.tokens
+            self._read(sequence, update.tokens)
+
+    def _read(self, sequence: Sequence, tokens: list[int]) -> None:
+        """Take ids up to a stop string."""
+        params, outputs = sequence.request.params, self.outputs.setdefault(sequence.id, [])
+        for token in tokens:
+            outputs.append(token)
+            if token == STOP_TEXT and params.detokenize and len(outputs) >= params.min_tokens:
                 self.scheduler.finish(sequence, "stop", "text")
+                return
 
 
 class Load(RuleBasedStateMachine):
@@ -203,7 +211,7 @@ class Load(RuleBasedStateMachine):
         added = self.engine.scheduler.add(request)
         assert [sequence.index for sequence in added] == list(range(n))
         self.sequences += added
-        self.engine.device.asked.update((sequence.id, (sequence.index, salt)) for sequence in added)
+        self.engine.device.asked.update((sequence.id, (sequence.index, sequence.extra_key)) for sequence in added)
 
     @rule(steps=st.integers(1, 12))
     def step(self, steps: int) -> None:
@@ -239,11 +247,12 @@ class Load(RuleBasedStateMachine):
         for sequence in self.sequences:
             outputs, finish_reason, stop_reason = uncrowded(sequence.request, sequence.index, self.longest)
             assert sequence.finished
+            found = engine.outputs.get(sequence.id, [])
             if sequence.finish_reason == "abort":
                 assert sequence.request.id in self.aborted
-                assert sequence.outputs == outputs[: len(sequence.outputs)]
+                assert found == outputs[: len(found)]
             else:
-                assert sequence.outputs == outputs
+                assert found == outputs
                 assert (sequence.finish_reason, sequence.stop_reason) == (finish_reason, stop_reason)
 
 
