@@ -357,13 +357,13 @@ class EngineLoop:
 
     def _followed(self, update: Update) -> Update:
         """Let the matcher of a sequence, if it has one, take the ids that it got, one of which may end its output."""
-        sequence, tokens, _ = update
+        sequence, tokens = update.sequence, update.tokens
         if sequence.matcher is None or sequence.finished:
             return update
         for taken, token in enumerate(tokens, 1):
             if takes_end(sequence.matcher, token):
                 self.scheduler.finish(sequence, "stop")
-                return update._replace(tokens=tokens[:taken], finish_reason="stop")
+                return Update(sequence, tokens[:taken], "stop")
         return update
 
 

@@ -85,7 +85,8 @@ class Draw(NamedTuple):
     slot: int
 
 
-class Chunk(NamedTuple):  # a tuple is made three times as fast as a frozen dataclass, and a step makes hundreds
+# Made three times as fast as a tuple with names, and a step makes hundreds.
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """One sequence's share of a step.
 
     sequence: its id.
@@ -103,7 +104,7 @@ class Chunk(NamedTuple):  # a tuple is made three times as fast as a frozen data
     sequence: int
     slot: int
     start: int
-    count: int  # type: ignore[assignment]  # hides the method of tuple, which nobody calls
+    count: int
     draws: tuple[Draw, ...]
     first_page: int
     new_pages: tuple[int, ...]

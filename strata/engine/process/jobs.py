@@ -45,7 +45,7 @@ class Client:
 
 def delta_of(job: Job, update: Update, logprobs: list[TokenLogprobs] | None) -> Delta:
     """What the client is sent of an update to one of a job's samples."""
-    sequence, tokens, reason = update
+    sequence, tokens, reason = update.sequence, update.tokens, update.finish_reason
     if job.begun and reason is None and logprobs is None:
         return Delta(job.id, sequence.index, tokens)  # nearly all are
     first, job.begun = not job.begun, True

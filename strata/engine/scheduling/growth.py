@@ -64,9 +64,8 @@ class Growth:
         wanted = self.wanted(sequence, end)
         if not wanted:
             return True
-        least = wanted + len(self._queues.running)
-        rooms = () if self._windows is None else self._windows.room
-        return min(self._pages.free + self._pages.idle, *rooms) >= least
+        windows = () if self._windows is None else self._windows.room
+        return min((self._pages.free + self._pages.idle, *windows)) >= wanted + len(self._queues.running)
 
     def _ends_shared(self, sequence: Sequence) -> bool:
         """Whether a sequence is to write next in a page that others hold."""

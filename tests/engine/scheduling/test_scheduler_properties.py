@@ -36,6 +36,10 @@ TIMES = [
 ]
 
 
+# The most ids that a step brings a sequence, and how likely a draft is right.
+DRAFTING = st.tuples(st.sampled_from([1, 1, 2, 3, 5]), st.sampled_from([0.0, 0.5, 0.8, 1.0]))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def small_chunks() -> Iterator[None]:
     """Prompts here have a few tokens, and steps have to be able to divide them."""
@@ -62,14 +66,15 @@ class Engine:
         ahead: bool,
         windows: tuple[WindowPages, ...] = (),
         snapshots: Snapshots | None = None,
+        right: float = 0.5,
     ) -> None:
         self.allocator, self.windows, self.snapshots = PageAllocator(pages, page_size), windows, snapshots
         attached = windows if snapshots is None else (*windows, snapshots)
         self.prefix = PrefixTree(self.allocator, attached) if caching else None
         self.scheduler = Scheduler(config, self.allocator, self.prefix, windows, snapshots)
-        self.device = WindowDevice(page_size, windows)
+        self.device = WindowDevice(page_size, windows, right)
         if snapshots is not None:
-            self.device = StateDevice(page_size, windows, config.max_sequences)
+            self.device = StateDevice(page_size, windows, config.max_sequences, right)
         self.ahead = ahead
         self.outputs: dict[int, list[int]] = {}  # by sequence
         self.outstanding: Outstanding | None = None
@@ -143,6 +148,7 @@ class Load(RuleBasedStateMachine):
         caching=st.booleans(),
         ahead=st.booleans(),
         times=st.sampled_from([None, None, *TIMES]),
+        drafting=DRAFTING,
     )
     def start(
         self,
@@ -153,11 +159,12 @@ class Load(RuleBasedStateMachine):
         caching: bool,
         ahead: bool,
         times: StepTimes | None,
+        drafting: tuple[int, float],
     ) -> None:
         self.longest = 48
         target = None if times is None else StepTarget(0.020, times)
-        config = SchedulerConfig(slots, budget, self.longest, target=target)
-        self.engine = Engine(max(1, tokens // page_size), page_size, config, caching, ahead)
+        config = SchedulerConfig(slots, budget, self.longest, target=target, draws=drafting[0])
+        self.engine = Engine(max(1, tokens // page_size), page_size, config, caching, ahead, right=drafting[1])
         self.sequences: list[Sequence] = []
         self.aborted: set[str] = set()
 
@@ -242,6 +249,10 @@ class Load(RuleBasedStateMachine):
         for books in (engine.allocator, *(window.books for window in engine.windows)):
             assert books.free + books.idle == books.num_pages, "a page leaked"
         assert engine.scheduler.running == engine.scheduler.waiting == 0
+        for sequence in self.sequences if engine.prefix is not None else ():
+            cached = engine.prefix.match(sequence.tokens, sequence.extra_key)
+            assert engine.device.holds(cached, sequence.tokens, sequence.extra_key), "a page of other tokens is cached"
+            engine.allocator.release_all(cached)
         if engine.prefix is not None and not self.aborted:  # nobody has learnt what an aborted request computed
             assert not engine.device.poisoned(engine.prefix)
         for sequence in self.sequences:
