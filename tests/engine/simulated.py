@@ -80,6 +80,7 @@ class Device:
         self.slots: dict[int, NewSequence] = {}
         self.asked: dict[int, tuple[int, Hashable]] = {}  # the sample's number and the extra key of each sequence
         self.rejected: Counter[int] = Counter()  # drafts of each sequence, of which the host does not know
+        self.carrier: Any = None  # of pages from elsewhere
 
     def launch(self, plan: StepPlan) -> list[int]:
         assert plan.tokens == sum(chunk.count for chunk in plan.chunks)
@@ -93,7 +94,10 @@ class Device:
         kinds = [0 if chunk.count == len(chunk.draws) == 1 else 1 + (_own(chunk) < 2) for chunk in plan.chunks]
         assert kinds == sorted(kinds), "a decode after other chunks, or drafts after a prompt"
         for source, target in plan.copies:
-            self.copy(source, target)
+            if self.carrier is not None and source >= self.carrier.shelf.first:
+                self.carrier.begin(source, target)
+            else:
+                self.pages[target] = dict(self.pages[source])
         self.runs = {chunk.slot: self._run(chunk) for chunk in plan.chunks}
         self.look(plan)
         self._write(plan)
@@ -101,9 +105,6 @@ class Device:
         for chunk in plan.chunks:
             ids += self._draw(chunk)
         return ids
-
-    def copy(self, source: int, target: int) -> None:
-        self.pages[target] = dict(self.pages[source])
 
     def look(self, plan: StepPlan) -> None:
         """Check what else there is to a plan, whose chunks are `runs` by their slots."""
@@ -134,6 +135,7 @@ class Device:
             for position in range(run.start, len(run.tokens)):
                 place = (table[position // self.page_size], position % self.page_size)
                 assert place not in written, "two tokens in one place"
+                assert self.carrier is None or place[0] not in self.carrier.coming, "a step writes what is to come"
                 written.add(place)
                 row = (run.tokens[position], position, self.asked[chunk.sequence][1])
                 self.pages.setdefault(place[0], {})[place[1]] = row

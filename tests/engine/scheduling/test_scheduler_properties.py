@@ -16,7 +16,7 @@ from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
 from strata.cache.snapshots import Snapshots
 from strata.cache.window_pages import WindowPages
-from strata.engine.plan import StepPlan
+from strata.engine.plan import NOTHING, StepPlan, Tags
 from strata.engine.request import Request, Sequence
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling import room
@@ -24,6 +24,8 @@ from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.room import StepTarget
 from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.scheduling.step_times import StepTimes
+from strata.engine.segments import Content, positions
+from tests.engine.scheduling.shelf import Carrier, Shelf
 from tests.engine.scheduling.state_device import StateDevice
 from tests.engine.scheduling.window_device import WindowDevice
 from tests.engine.simulated import EOS, POISON, STOP_ID, STOP_TEXT, VOCABULARY, uncrowded
@@ -67,14 +69,16 @@ class Engine:
         windows: tuple[WindowPages, ...] = (),
         snapshots: Snapshots | None = None,
         right: float = 0.5,
+        shelf: Shelf | None = None,
     ) -> None:
         self.allocator, self.windows, self.snapshots = PageAllocator(pages, page_size), windows, snapshots
         attached = windows if snapshots is None else (*windows, snapshots)
         self.prefix = PrefixTree(self.allocator, attached) if caching else None
-        self.scheduler = Scheduler(config, self.allocator, self.prefix, windows, snapshots)
+        self.scheduler = Scheduler(config, self.allocator, self.prefix, windows, snapshots, shelf)
         self.device = WindowDevice(page_size, windows, right)
         if snapshots is not None:
             self.device = StateDevice(page_size, windows, config.max_sequences, right)
+        self.carrier = Carrier(self.device, shelf) if shelf is not None else None
         self.ahead = ahead
         self.outputs: dict[int, list[int]] = {}  # by sequence
         self.outstanding: Outstanding | None = None
@@ -94,7 +98,7 @@ class Engine:
             assert before is not None or not self.scheduler.has_work, "work is left and nothing runs"
             self.outstanding = None
         else:
-            assert 0 < plan.tokens <= self.scheduler.config.max_tokens
+            assert (0 if self.carrier else 1) <= plan.tokens <= self.scheduler.config.max_tokens
             sent = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
             assert sent == plan
             self.outstanding = Outstanding(plan, self.device.launch(sent))
@@ -111,13 +115,16 @@ class Engine:
             self.step()
             steps += 1
             assert steps < 20_000, "no end in sight"
+        while self.carrier is not None and self.carrier.coming:
+            self.scheduler.complete(NOTHING, [], self.carrier.arrive())
         return steps
 
     def _take(self, before: Outstanding | None) -> None:
         if before is None:
             return
         self.device.learnt(before.plan, before.ids)
-        for update in self.scheduler.complete(before.plan, before.ids):
+        arrived = self.carrier.arrive() if self.carrier is not None else ()
+        for update in self.scheduler.complete(before.plan, before.ids, arrived):
             sequence = update.sequence
             assert sequence.finish_reason == update.finish_reason
             if not update.tokens:
@@ -177,6 +184,8 @@ class Load(RuleBasedStateMachine):
         min_tokens=st.sampled_from([0, 0, 1]),
         priority=st.sampled_from([0, 0, 0, 1, -1]),
         salt=st.sampled_from(["", "", "other"]),
+        tags=st.sampled_from([None, None, Tags(), Tags(adapter="a"), Tags(draft="a"), Tags(weights="2")]),
+        content=st.sampled_from([0, 0, 0, 2, 9]),
         flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
         poison=st.sampled_from([False, False, False, True]),
     )
@@ -190,13 +199,16 @@ class Load(RuleBasedStateMachine):
         min_tokens: int,
         priority: int,
         salt: str,
+        tags: Tags | None,
+        content: int,
         flags: tuple[bool, bool, bool],
         poison: bool,
     ) -> None:
         ignore_eos, stop_text, scored = flags
         source = random.Random(seed)
         shared = random.Random(seed % 2).choices(range(3, VOCABULARY), k=common)
-        prompt = [*shared, *source.choices(range(3, VOCABULARY), k=own)]
+        image = [Content(content, bytes([seed % 2]))] if content else []
+        prompt = [*positions([shared, *image, source.choices(range(3, VOCABULARY), k=own)])]
         if poison:
             prompt[seed % len(prompt)] = POISON
         params = SamplingParams(
@@ -209,7 +221,8 @@ class Load(RuleBasedStateMachine):
             prompt_logprobs=0 if scored and seed % 5 == 0 else None,
         )
         number = len(self.sequences)
-        request = Request(str(number), tuple(prompt), params, priority, float(number), salt, frozenset([EOS]))
+        ends, arrival = frozenset([EOS]), float(number)
+        request = Request(str(number), tuple(prompt), params, priority, arrival, salt, ends, tags=tags)
         limit = min(len(prompt) + (max_tokens or self.longest), self.longest)
         if not self.engine.fits(limit - 1):
             with pytest.raises(ValueError, match="KV pages"):
