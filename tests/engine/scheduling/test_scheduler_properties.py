@@ -102,7 +102,16 @@ class Engine:
             sent = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
             assert sent == plan
             self.outstanding = Outstanding(plan, self.device.launch(sent))
+        self._scribble()
         self._take(before)
+
+    def _scribble(self) -> None:
+        """What lies on pages that nobody holds is lost."""
+        groups = zip((window.books for window in self.windows), self.device.pages_of, strict=True)
+        for books, contents in ((self.allocator, self.device.pages), *groups):
+            for page in [books.allocate() for _ in range(books.free)]:
+                contents.pop(page, None)
+                books.release(page)
 
     def complete(self) -> None:
         before, self.outstanding = self.outstanding, None
