@@ -16,13 +16,3 @@ class Elsewhere(Protocol):
 
     def lose(self, place: int) -> None:
         """Its contents could not be brought: it is not found again."""
-
-
-class Nowhere:
-    """Nothing is kept but in the pool."""
-
-    def find(self, tokens: Sequence[int], extra_key: Hashable, first: int, most: int) -> Sequence[int]:
-        return ()
-
-    def lose(self, place: int) -> None:
-        raise ValueError(f"no contents could have come from {place}: nothing is kept elsewhere")

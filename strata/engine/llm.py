@@ -22,11 +22,11 @@ from strata.engine.embeddings.pooling import Pooling, PoolRequest, check_vector
 from strata.engine.engine_config import EngineConfig
 from strata.engine.given.options import declared_by
 from strata.engine.given.prompts import Prompt, listed_prompts, text_and_ids
+from strata.engine.given.segments import positions
 from strata.engine.grammars.grammar import GrammarCompiler
 from strata.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from strata.engine.request import Request
 from strata.engine.sampling_params import SamplingParams
-from strata.engine.segments import positions
 from strata.models.folder import display_name
 from strata.text.messages import Message
 from strata.text.tokenizer import Tokenizer

@@ -1,7 +1,8 @@
 """What a step is to do: the messages by which a scheduler drives whatever runs its steps.
 
 They hold ids and numbers alone, so msgspec encodes them, and the same stream of them drives a device, several ranks, a
-simulation, or the replay of a run that was recorded.
+simulation, or the replay of a run that was recorded. Structs of msgspec are made three times as fast as tuples with
+names, and a step makes hundreds.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from strata.cache.pages import NONE_SHARED, SharedKeys
 
 
-class Sampling(NamedTuple):
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """How ids are chosen; the names of `SamplingParams` mean what they mean there.
 
     end_ids: may not be drawn as one of the first `min_tokens`.
@@ -47,11 +48,11 @@ class Tags(NamedTuple):
     weights: str = ""
 
 
-class NewSequence(NamedTuple):
+class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     """A sequence takes a slot: all that a runner has to know of it. One that was preempted comes as a new one.
 
     tokens: all its ids so far, of which the first `prompt_length` are the prompt; negative ones stand for content, see
-        `strata.engine.segments`. The ids after them are drawn in the slot, and a runner keeps them by itself.
+        `strata.engine.given.segments`. The ids after them are drawn in the slot, and a runner keeps them by itself.
     seed: int64, of the noise that its ids are drawn with.
     constrained: its draws wait for the masks of a grammar.
     prompt_logprobs: how many of the likeliest ids to report for each prompt token; None reports nothing.
@@ -85,7 +86,6 @@ class Draw(NamedTuple):
     slot: int
 
 
-# Made three times as fast as a tuple with names, and a step makes hundreds.
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """One sequence's share of a step.
 

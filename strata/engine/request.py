@@ -42,7 +42,7 @@ class Request:
     """What was asked.
 
     id: names the request among those that are unfinished.
-    prompt: token ids, and keys of other content (see `strata.engine.segments`).
+    prompt: token ids, and keys of other content (see `strata.engine.given.segments`).
     priority: a lower number runs first of those that came within `MAX_AHEAD`; equal ones run in order of arrival.
     arrival: seconds on any clock that all requests share.
     salt: requests share cached prefixes only with requests of the same salt.
@@ -181,7 +181,7 @@ class Sequence:
     def __post_init__(self) -> None:
         request = self.request
         self.order = (request.arrival - seconds_ahead(request.priority), self.id)
-        self.extra_key = request.extra_key
+        self.extra_key = request.extra_key if request.tags is not None else request.salt
         self.end_ids = request.end_ids
         self.min_length = self.prompt_length + request.params.min_tokens
         self.long_bad_words = tuple(word for word in request.bad_words if len(word) > 1)
@@ -207,7 +207,7 @@ class Sequence:
         )
 
 
-class Update(msgspec.Struct, frozen=True):  # made three times as fast as a tuple with names, for each that draws
+class Update(msgspec.Struct, frozen=True):
     """The ids that a step brought a sequence, none if its request has failed, and why it ended with the last of them
     (None: it goes on)."""
 

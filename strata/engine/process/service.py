@@ -16,6 +16,7 @@ from strata.engine.build import Engine
 from strata.engine.embeddings.embedding_queue import EmbeddingQueue
 from strata.engine.embeddings.pooling import PoolRequest, check_vector
 from strata.engine.faults import EngineFault
+from strata.engine.given.segments import positions
 from strata.engine.grammars.grammar import GrammarCompiler
 from strata.engine.logprob_rows import LogprobRows
 from strata.engine.loop import StepOutput
@@ -26,7 +27,6 @@ from strata.engine.recorded_steps import REASONS
 from strata.engine.request import Request, Status
 from strata.engine.runner import PromptLogprobs
 from strata.engine.scheduling.rank_schedulers import RankPages
-from strata.engine.segments import positions
 from strata.engine.startup.clock import Log
 from strata.engine.watch.request_times import Arrival
 from strata.engine.watch.watch import Watch

@@ -19,6 +19,7 @@ class Admission:
 
     def __init__(self, pages: PageAllocator, prefixes: Prefixes, queues: Queues, windows: Windows | None) -> None:
         self._pages, self._prefixes, self._queues, self._windows = pages, prefixes, queues, windows
+        self._coming = prefixes.transfers.keys
         self._refusal: tuple[Sequence, int, tuple[int, ...]] | None = None
 
     def clear(self) -> None:
@@ -47,7 +48,7 @@ class Admission:
         if sequence.pending or self._refusal == refusal:
             return None
         found = self._prefixes.match(sequence)
-        if self._prefixes.in_flight(sequence, found) == "transfer":
+        if self._coming and self._prefixes.in_flight(sequence, found) == "transfer":
             self._prefixes.release(found)
             return "loading"
         lacks = self.wanted(sequence, found) > self._pages.free + self._pages.idle - reserved
@@ -56,12 +57,7 @@ class Admission:
             self._refusal = refusal
             return None
         self._refusal = None
-        places = self._prefixes.elsewhere(sequence, found)
-        if places:
-            self._prefixes.evict(max(0, len(places) - self._pages.free))
-            self._prefixes.transfers.begin(sequence, found, places)
-            return "loading"
-        return found
+        return "loading" if self._prefixes.bring(sequence, found) else found
 
     def in_line(self, prefilling: list[Sequence], now: float) -> Iterator[InLine]:
         """Whose prompts nothing but other prompts holds up: those that run, and those that could. now: seconds, by the

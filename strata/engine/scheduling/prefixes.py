@@ -29,12 +29,12 @@ class Prefixes:
         tree: PrefixTree | None,
         windows: Listed[WindowPages],
         states: States,
-        elsewhere: Elsewhere,
+        elsewhere: Elsewhere | None,
     ) -> None:
-        """windows: which the tree has as attached, as it has the snapshots of `states`. Nothing of these is elsewhere,
-        so nothing is brought where there are any."""
+        """windows: which the tree has as attached, as it has the snapshots of `states`. Nothing of these is elsewhere:
+        nothing is brought where there are any. elsewhere: None: nothing ever is."""
         self._pages, self._tree, self.windows, self.states = pages, tree, tuple(windows), states
-        self.transfers = Transfers(pages, tree, elsewhere)
+        self.transfers = Transfers(pages, tree, None if windows or states.there_are else elsewhere)
         self._filled: list[tuple[Sequence, int]] = []  # by the step that is being planned, and up to which page
         self._filling: set[PageKey] = set()  # the first page that each of them fills
 
@@ -94,11 +94,15 @@ class Prefixes:
         key = page_key(sequence, found, size)
         return "transfer" if key in coming else "step" if key in self._filling else None
 
-    def elsewhere(self, sequence: Sequence, found: list[int]) -> list[int]:
-        """The places of pages that a sequence could begin with behind those that were found, if they were brought."""
-        if not self.uses_cache(sequence) or self.windows or self.states.there_are:
-            return []
-        return self.transfers.places(sequence, found)
+    def bring(self, sequence: Sequence, found: list[int]) -> bool:
+        """Begin to bring what a sequence could begin with behind the pages that were found for it, which are no more
+        its own then; False if nothing of it is elsewhere. There is room for all its pages."""
+        places = self.transfers.places(sequence, found) if self.uses_cache(sequence) else ()
+        if not places:
+            return False
+        self.evict(max(0, len(places) - self._pages.free))
+        self.transfers.begin(sequence, found, places)
+        return True
 
     def fill(self, sequence: Sequence, start: int) -> None:
         """The step that is being planned computes what a sequence has between the tokens `start` and `computed`."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Listed
 from typing import TYPE_CHECKING
 
-from strata.cache.elsewhere import Elsewhere, Nowhere
+from strata.cache.elsewhere import Elsewhere
 from strata.cache.pages import NONE_SHARED, PageAllocator
 from strata.cache.prefix import PrefixTree
 from strata.cache.snapshots import Snapshots
@@ -68,7 +68,7 @@ class Scheduler:
         self._pages = pages
         self._windows = Windows(windows) if windows else None
         self._states = States(pages.page_size, prefix, snapshots)
-        self._prefixes = Prefixes(pages, prefix, windows, self._states, elsewhere or Nowhere())
+        self._prefixes = Prefixes(pages, prefix, windows, self._states, elsewhere)
         self._requests: dict[str, list[Sequence]] = {}
         self._sequences: dict[int, Sequence] = {}  # all that are unfinished, by id
         self._queues = Queues(min(config.max_sequences, config.max_tokens))
@@ -308,7 +308,8 @@ class Scheduler:
         builder.take(start, count, self._states.wanted(sequence, start))
         if not count:
             return
-        self._states.after_drafts(sequence, builder)
+        if sequence.marks is not None:
+            self._states.after_drafts(sequence, builder)
         sequence.computed = start + count
         self._states.keep(sequence, builder)
         if self._windows is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 
 from strata.cache.elsewhere import Elsewhere
@@ -38,15 +39,17 @@ class Transfers:
     """Pages in flight. A transfer holds its pages, and those before them, until all have come; then the prefix tree has
     them. What waits for them holds nothing meanwhile."""
 
-    def __init__(self, pages: PageAllocator, tree: PrefixTree | None, elsewhere: Elsewhere) -> None:
+    def __init__(self, pages: PageAllocator, tree: PrefixTree | None, elsewhere: Elsewhere | None) -> None:
+        """elsewhere: None: nothing ever comes."""
         self._pages, self._tree, self._elsewhere = pages, tree, elsewhere
+        self.keys: set[PageKey] = set()  # of the first page that each brings
         self.clear()
 
     def clear(self) -> None:
         """Forget all; what is still under way is not told any more."""
         self._by_page: dict[int, _Transfer] = {}
         self._unsent: list[tuple[int, int]] = []
-        self.keys: set[PageKey] = set()  # of the first page that each brings
+        self.keys.clear()
 
     @property
     def under_way(self) -> bool:
@@ -59,12 +62,14 @@ class Transfers:
         for transfer in set(self._by_page.values()):
             yield from transfer.pages
 
-    def places(self, sequence: Sequence, found: list[int]) -> list[int]:
+    def places(self, sequence: Sequence, found: list[int]) -> Listed[int]:
         """Where the pages are that a sequence could begin with behind those that were found for it."""
+        if self._elsewhere is None:
+            return ()
         most = (len(sequence.tokens) - 1) // self._pages.page_size
-        return list(self._elsewhere.find(sequence.tokens, sequence.extra_key, len(found), most))
+        return self._elsewhere.find(sequence.tokens, sequence.extra_key, len(found), most)
 
-    def begin(self, sequence: Sequence, found: list[int], places: list[int]) -> None:
+    def begin(self, sequence: Sequence, found: list[int], places: Listed[int]) -> None:
         """Bring what a sequence could begin with, behind the pages that were found for it, which are the transfer's
         now. So many more are free."""
         key = page_key(sequence, found, self._pages.page_size)
@@ -88,6 +93,7 @@ class Transfers:
             transfer = self._by_page.pop(page)
             transfer.left -= 1
             if not whole:
+                assert self._elsewhere is not None
                 transfer.is_whole = False
                 self._elsewhere.lose(transfer.places[page])
             if not transfer.left:

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from strata.engine.given.segments import Content, positions
 from strata.engine.plan import StepPlan, Tags
 from strata.engine.request import Request
 from strata.engine.routing.held_prefixes import BLOCK_TOKENS, prefix_keys
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.scheduler import Scheduler
-from strata.engine.segments import Content, positions
 from tests.engine.scheduling.plans import scheduler, shares, step
 
 CONTENTS = st.builds(Content, st.integers(1, 40), st.binary(max_size=3))
