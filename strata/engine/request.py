@@ -175,6 +175,7 @@ class Sequence:
     sent_pages: int = 0  # entries of its block table that the runner has
     verified: bool = False  # whether an id has been drawn from its pages
     unforked: list[Sequence] = field(default_factory=list)
+    awaited: tuple[Hashable, tuple[int, ...]] | None = None  # the page from elsewhere that it waited for last
     in_line: float | None = None  # since when nothing but other prompts has kept its own from being computed
     cached: int = 0  # tokens that it would have found then
 

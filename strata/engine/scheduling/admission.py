@@ -40,6 +40,8 @@ class Admission:
         """The cached pages that a waiting sequence begins with, now its own; None if it must wait for others to end, or
         "loading" for pages that come from elsewhere, from now on if not already. reserved: pages that it has to leave
         to others."""
+        if sequence.awaited in self._coming:
+            return "loading"
         # A page is left for each running sequence: what is admitted must not be preempted at once.
         reserved += len(self._queues.running)
         room = self._pages.free + self._pages.idle - reserved
@@ -48,8 +50,9 @@ class Admission:
         if sequence.pending or self._refusal == refusal:
             return None
         found = self._prefixes.match(sequence)
-        if self._coming and self._prefixes.in_flight(sequence, found) == "transfer":
+        if self._coming and (next_page := self._prefixes.next_page(sequence, found)) in self._coming:
             self._prefixes.release(found)
+            sequence.awaited = next_page
             return "loading"
         lacks = self.wanted(sequence, found) > self._pages.free + self._pages.idle - reserved
         if lacks or (self._windows is not None and self._windows.lack(self.wanted(sequence, found), found, reserved)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Listed
 from itertools import chain
-from typing import Literal
 
 from strata.cache.elsewhere import Elsewhere
 from strata.cache.pages import PageAllocator
@@ -82,23 +81,22 @@ class Prefixes:
             window.release(found)
         self._pages.release_all(found)
 
-    def in_flight(self, sequence: Sequence, found: list[int]) -> Literal["step", "transfer"] | None:
-        """What fills more pages that a sequence could begin with than were found: the step that is being planned, or a
-        transfer, which may take longer."""
-        coming = self.transfers.keys
-        if not (self._filling or coming) or not self.uses_cache(sequence):
-            return None
+    def next_page(self, sequence: Sequence, found: list[int]) -> PageKey | None:
+        """The page that a sequence could begin with behind those that were found; None if there is none."""
         size = self._pages.page_size
-        if (len(found) + 1) * size >= len(sequence.tokens):  # a token must be left to compute
-            return None
-        key = page_key(sequence, found, size)
-        return "transfer" if key in coming else "step" if key in self._filling else None
+        if (len(found) + 1) * size >= len(sequence.tokens) or not self.uses_cache(sequence):
+            return None  # a token must be left to compute
+        return page_key(sequence, found, size)
+
+    def is_filling(self, sequence: Sequence, found: list[int]) -> bool:
+        """Whether the step that is being planned fills more pages that a sequence could begin with than were found."""
+        return bool(self._filling) and self.next_page(sequence, found) in self._filling
 
     def bring(self, sequence: Sequence, found: list[int]) -> bool:
         """Begin to bring what a sequence could begin with behind the pages that were found for it, which are no more
         its own then; False if nothing of it is elsewhere. There is room for all its pages."""
-        places = self.transfers.places(sequence, found) if self.uses_cache(sequence) else ()
-        if not places:
+        places = self.transfers.places(sequence, found)
+        if not places or not self.uses_cache(sequence):
             return False
         self.evict(max(0, len(places) - self._pages.free))
         self.transfers.begin(sequence, found, places)

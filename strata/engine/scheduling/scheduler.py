@@ -351,8 +351,8 @@ class Scheduler:
         that come before this one, as those of a higher priority do.
 
         Those that wait for what comes from elsewhere are passed over. Those that wait for what this step fills are
-        deferred. Slots and pages are reserved for them, and those
-        behind them have to fit into this step whole, so that the next step is theirs.
+        deferred: slots and pages are reserved for them, and those behind them have to fit into this step whole, so that
+        the next step is theirs.
         """
         waiting, size = self._queues.waiting, self._pages.page_size
         passed = deferred = reserved = 0
@@ -368,7 +368,7 @@ class Scheduler:
             if found == "loading":
                 passed += 1
                 continue
-            if self._prefixes.in_flight(sequence, found):
+            if self._prefixes.is_filling(sequence, found):
                 self._prefixes.release(found)
                 passed, deferred = passed + 1, deferred + 1
                 reserved += self._admission.wanted(sequence, found)

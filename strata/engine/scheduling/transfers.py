@@ -72,7 +72,7 @@ class Transfers:
     def begin(self, sequence: Sequence, found: list[int], places: Listed[int]) -> None:
         """Bring what a sequence could begin with, behind the pages that were found for it, which are the transfer's
         now. So many more are free."""
-        key = page_key(sequence, found, self._pages.page_size)
+        key = sequence.awaited = page_key(sequence, found, self._pages.page_size)
         transfer = _Transfer(sequence, list(found), {}, key, len(places))
         self.keys.add(key)
         for place in places:
