@@ -16,6 +16,7 @@ from strata.engine.loop import EngineLoop
 from strata.engine.plan import REJECTED, Chunk, Draw, PlanArrays, StepPlan
 from strata.engine.request import Request, Sequence, Update
 from strata.engine.sampling_params import SamplingParams
+from strata.engine.scheduling import states
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling.plans import request
@@ -161,6 +162,19 @@ class TestFixedStates:
         whole = planned(of)
         of.complete(whole, [14, 15, 16])
         assert spans(planned(of)) == [(12, 3, 3)], "all were accepted: it goes on"
+
+    def test_where_a_snapshot_is_due_the_state_is_known(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(states, "SNAPSHOT_TOKENS", 8)
+        of = scheduler(draws=3, snapshots=Snapshots(9, 4, 4))
+        running(of, prompt=3)
+        seen = []
+        for _ in range(4):
+            plan = planned(of)
+            seen += spans(plan)
+            kept = bool(plan.states_after)
+            assert kept == (seen[-1][0] + 1 == 8), "a snapshot is taken of what may be rejected"
+            of.complete(plan, range(11, 11 + len(plan.draws)))
+        assert seen == [(3, 3, 3), (6, 1, 1), (7, 1, 1), (8, 3, 3)]
 
     def test_without_rows_for_snapshots_there_are_no_drafts(self) -> None:
         of = scheduler(draws=3, snapshots=Snapshots(9, 0, 4))
