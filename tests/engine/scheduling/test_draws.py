@@ -116,6 +116,18 @@ class TestAcceptance:
         assert spans(planned(of)) == [(9, 4, 4)]
         assert sequence.pages == pages, "its pages serve again"
 
+    def test_who_may_need_no_page_waits_to_know_instead_of_taking_one(self) -> None:
+        of = scheduler(draws=2, pages=5)
+        sequences = [of.add(request(name, 6, arrival=at, max_tokens=6))[0] for name, at in (("a", 0.0), ("b", 1.0))]
+        of.complete(planned(of), [7, 7])
+        first = planned(of)
+        assert spans(first) == [(6, 2, 2), (6, 2, 2)]
+        second = planned(of)
+        assert spans(second) == [(8, 1, 1)], "the last page is taken for the first of them"
+        of.complete(first, [7, 7, 7, REJECTED])
+        assert spans(planned(of)) == [(7, 1, 1), (9, 2, 2)]
+        assert [sequence.preemptions for sequence in sequences] == [0, 0]
+
     def test_an_end_among_the_accepted_cuts_the_rest(self) -> None:
         of = scheduler(draws=4)
         sequence = running(of)
