@@ -7,7 +7,7 @@ from strata.cache.prefix import PrefixTree
 from strata.engine.plan import NOTHING, Arrival, StepPlan
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.held import Held
-from tests.engine.scheduling.plans import NamingScheduler, request, shares, step
+from tests.engine.scheduling.plans import NamingScheduler, finish, request, shares, step
 from tests.engine.scheduling.shelf import Shelf
 
 PAGES = 40
@@ -119,6 +119,18 @@ def test_nothing_comes_for_who_computes_all_or_has_other_tags_or_finds_no_room()
     plan = planned(of)
     assert not plan.copies, "its pages are taken only once there are enough for all of it"
     assert of.take_held() == (Held("pages"),)
+
+
+def test_pages_that_only_the_tree_keeps_make_room() -> None:
+    of, _ = shelved(13)
+    for name in "bc":
+        of.add(request(name, 76, max_tokens=1))
+        list(finish(of))
+    of.add(request("a", 13))
+    plan = planned(of)
+    assert len(plan.copies) == 3
+    of.complete(plan, [], arrived(of, plan))
+    assert shares(of, planned(of)) == [("a", 12, 1)]
 
 
 def test_a_reset_forgets_what_is_under_way() -> None:
