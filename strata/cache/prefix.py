@@ -3,7 +3,7 @@ Zheng et al. 2024)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,7 +28,7 @@ class _Node:
     children: by the ids of their first page.
     """
 
-    salt: str
+    extra_key: Hashable
     parent: _Node | None
     tokens: list[int]
     pages: list[int]
@@ -36,7 +36,8 @@ class _Node:
 
 
 class PrefixTree:
-    """Full pages by the tokens that they and all pages before them hold; one tree for each salt.
+    """Full pages by the tokens that they and all pages before them hold; one tree for each `extra_key`, which stands
+    for all else that keys and values depend on, and separates those who may not share.
 
     Whoever holds a page of the tree holds all pages above it, and pages are let go deepest first. So the order in which
     pages fell idle (`PageAllocator`) is an eviction order that takes the least recently used leaves first.
@@ -55,7 +56,7 @@ class PrefixTree:
 
     def clear(self) -> None:
         """Forget all pages without letting go of them: the allocator is cleared as well."""
-        self._roots: dict[str, _Node] = {}
+        self._roots: dict[Hashable, _Node] = {}
         self._owners: dict[int, _Node] = {}
         self._verified: set[int] = set()
 
@@ -69,44 +70,44 @@ class PrefixTree:
     def __contains__(self, page: int) -> bool:
         return page in self._owners
 
-    def match(self, tokens: list[int], salt: str = "") -> list[int]:
+    def match(self, tokens: list[int], extra_key: Hashable = "") -> list[int]:
         """The longest run of cached pages that `tokens` begin with, each now held once more.
 
         At least one token is left over, because something must be computed to sample from.
         """
-        path = self._descend(tokens, (len(tokens) - 1) // self._pages.page_size, salt)[2]
+        path = self._descend(tokens, (len(tokens) - 1) // self._pages.page_size, extra_key)[2]
         if self._attached:
             path = path[: self._covered(path)]
         for page in path:
             self._pages.share(page)
         return path
 
-    def depth(self, tokens: list[int], salt: str = "") -> int:
+    def depth(self, tokens: list[int], extra_key: Hashable = "") -> int:
         """How many pages of what `tokens` begin with it has, whatever is attached; a token is left over."""
-        return len(self._descend(tokens, (len(tokens) - 1) // self._pages.page_size, salt)[2])
+        return len(self._descend(tokens, (len(tokens) - 1) // self._pages.page_size, extra_key)[2])
 
-    def insert(self, tokens: list[int], pages: list[int], salt: str = "") -> list[int]:
+    def insert(self, tokens: list[int], pages: list[int], extra_key: Hashable = "") -> list[int]:
         """Make the full `pages` of a running sequence matchable; `tokens` begin with the ids that they hold. Returns
         the pages that it has for these tokens now.
 
         Nothing is added below a page of which the tree has another copy: the sequence does not hold that copy, so it
         could be evicted above the sequence's own pages.
         """
-        node, taken, path = self._descend(tokens, len(pages), salt)
+        node, taken, path = self._descend(tokens, len(pages), extra_key)
         known = len(path)
         if known < len(pages) and (not known or path[-1] == pages[known - 1]):
             self._extend(node, taken, tokens, pages, known)
             path += pages[known:]
         return path
 
-    def release(self, tokens: list[int], pages: list[int], salt: str = "") -> list[int]:
+    def release(self, tokens: list[int], pages: list[int], extra_key: Hashable = "") -> list[int]:
         """Release all `pages` of a sequence that ends or pauses, and keep in the tree those that `tokens` fill.
 
         Where the tree has a copy already, it keeps that copy and counts it as used now. Returns the pages that it has
         for these tokens now.
         """
         full = min(len(tokens) // self._pages.page_size, len(pages))
-        node, taken, path = self._descend(tokens, full, salt)
+        node, taken, path = self._descend(tokens, full, extra_key)
         known = len(path)
         if known and path[-1] != pages[known - 1]:
             # A page that another sequence holds too must not hang below a copy that this other one does not hold.
@@ -141,13 +142,13 @@ class PrefixTree:
         """A draw has read these pages and given an id; those that are not in the tree do not matter."""
         self._verified.update(page for page in pages if page in self._owners)
 
-    def invalidate(self, tokens: list[int], salt: str = "") -> None:
+    def invalidate(self, tokens: list[int], extra_key: Hashable = "") -> None:
         """A draw that read the pages of `tokens` gave no id: its logits held NaN.
 
         The first page that is not verified leaves the tree with all that hangs below it. The pages before are not
         verified any more: if the fault is theirs, the next failure takes them out.
         """
-        path = self._descend(tokens, len(tokens) // self._pages.page_size, salt)[2]
+        path = self._descend(tokens, len(tokens) // self._pages.page_size, extra_key)[2]
         known = next((index for index, page in enumerate(path) if page not in self._verified), len(path))
         self._verified.difference_update(path[:known])
         if known < len(path):
@@ -178,11 +179,11 @@ class PrefixTree:
         assert seen == self._owners, "the owners of pages disagree with the tree"
         assert self._verified <= self._owners.keys(), "a verified page that is not in the tree"
 
-    def _descend(self, tokens: list[int], count: int, salt: str) -> tuple[_Node, int, list[int]]:
+    def _descend(self, tokens: list[int], count: int, extra_key: Hashable) -> tuple[_Node, int, list[int]]:
         """Follow the first `count` full pages of `tokens`: the last node reached, how many of its pages agree, and all
         pages passed."""
         size = self._pages.page_size
-        node = self._roots.get(salt) or _Node(salt, None, [], [])
+        node = self._roots.get(extra_key) or _Node(extra_key, None, [], [])
         path: list[int] = []
         taken = 0
         while len(path) < count:
@@ -213,11 +214,11 @@ class PrefixTree:
         """Hang `pages[known:]` below the first `taken` pages of `node`."""
         size = self._pages.page_size
         if node.parent is None:
-            self._roots[node.salt] = node
+            self._roots[node.extra_key] = node
         elif taken < len(node.pages):
             node = self._split(node, taken)
         if node.parent is None or node.children:
-            child = _Node(node.salt, node, [], [])
+            child = _Node(node.extra_key, node, [], [])
             node.children[tuple(tokens[known * size : (known + 1) * size])] = child
             node = child
         node.tokens += tokens[known * size : len(pages) * size]
@@ -261,13 +262,13 @@ class PrefixTree:
         assert parent is not None
         del parent.children[first_page]
         if parent.parent is None and not parent.children:
-            del self._roots[node.salt]
+            del self._roots[node.extra_key]
 
     def _split(self, node: _Node, taken: int) -> _Node:
         """Cut a node after its first `taken` pages; returns the new node that holds these."""
         assert node.parent is not None
         size = self._pages.page_size
-        upper = _Node(node.salt, node.parent, node.tokens[: taken * size], node.pages[:taken])
+        upper = _Node(node.extra_key, node.parent, node.tokens[: taken * size], node.pages[:taken])
         node.parent.children[tuple(upper.tokens[:size])] = upper
         del node.tokens[: taken * size], node.pages[:taken]
         node.parent = upper

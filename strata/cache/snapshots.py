@@ -13,12 +13,14 @@ class Marks:
 
     ends: numbers of tokens, ascending, behind which a chunk is to end with a snapshot. newest: tokens behind which the
     newest snapshot was taken, or with which the sequence began. row: of the snapshot that is its own, taken behind
-    `newest` tokens; None: the tree has it, or there is none.
+    `newest` tokens; None: the tree has it, or there is none. undo: row and tokens of the one to which it goes back if
+    a draft behind it is rejected.
     """
 
     ends: tuple[int, ...] = ()
     newest: int = 0
     row: int | None = None
+    undo: tuple[int, int] | None = None
 
 
 class Snapshots:
@@ -61,6 +63,12 @@ class Snapshots:
             self._free.append(marks.row)
             marks.row = None
 
+    def give_back_undo(self, marks: Marks) -> None:
+        """A sequence does not go back any more."""
+        if marks.undo is not None:
+            self._free.append(marks.undo[0])
+            marks.undo = None
+
     def attach(self, page: int, marks: Marks) -> None:
         """The tree keeps a sequence's own for a page, unless it has one for it already, which is counted as used."""
         if page in self._of:
@@ -87,6 +95,6 @@ class Snapshots:
     def check(self, running: Iterable[Marks], tree: Iterable[int]) -> None:
         """Raise AssertionError unless each row is somebody's once, and the tree has the pages of all it keeps."""
         assert self._of.keys() <= set(tree), "a snapshot is kept for a page that is not in the tree"
-        own = [marks.row for marks in running if marks.row is not None]
-        rows = sorted([*self._free, *self._of.values(), *own])
+        own = [(marks.row, marks.undo[0] if marks.undo else None) for marks in running]
+        rows = sorted([*self._free, *self._of.values(), *(row for rows in own for row in rows if row is not None)])
         assert rows == list(range(self.first, self.first + self.count)), "a snapshot's row is lost or held twice"

@@ -58,14 +58,13 @@ class WindowPages:
         held = start // books.page_size if table is None else len(table.pages)
         return min(count, (held + books.free + books.idle) * books.page_size - start)
 
-    def make_room(self) -> bool:
-        """Whether a page is free, if need be one that only the tree keeps: the one that is idle longest."""
-        if self.books.free:
-            return True
-        page = self.books.oldest_idle()
-        if page is None:
-            return False
-        self.detach(self._for[page])
+    def make_room(self, pages: int = 1) -> bool:
+        """Whether so many pages are free, if need be some that only the tree keeps: those that are idle longest."""
+        while self.books.free < pages:
+            page = self.books.oldest_idle()
+            if page is None:
+                return False
+            self.detach(self._for[page])
         return True
 
     def extend(self, table: WindowTable, pages: int) -> None:

@@ -49,26 +49,28 @@ class Collector:
         self.finished = False
         self.changes = 0
 
-    def append(self, sequence: Sequence, token: int, finish_reason: str | None) -> str | None:
-        """Take a sequence's next id; returns the stop string if the text has now reached one."""
+    def append(self, sequence: Sequence, tokens: list[int], finish_reason: str | None) -> str | None:
+        """Take a sequence's next ids, up to one with which the text reaches a stop string, which is returned then."""
         if self._first_token is None:
             self._first_token = self._clock()
             self._cached_tokens = sequence.cached_tokens
         collected = self._samples[sequence.index]
-        collected.ids.append(token)
-        collected.text += collected.sample.append((token,), finish_reason, sequence.stop_reason)
+        before = collected.sample.count
+        collected.text += collected.sample.append(tokens, finish_reason, sequence.stop_reason)
+        collected.ids += tokens[: collected.sample.count - before]
         self._note_change(collected)
         stopped = collected.sample.stop_reason
         return stopped if isinstance(stopped, str) else None
 
     def append_logprobs(self, sequence: Sequence, rows: LogprobRows, row: int) -> None:
-        """Log-probabilities of the id that `append` took last, from row `row` of a step's."""
+        """Log-probabilities of the ids that `append` took last, from row `row` of a step's on."""
         most, collected = self.request.params.logprobs, self._samples[sequence.index]
         if most is None:
             return
-        entry = rows.entry(row, collected.ids[-1], most)
-        collected.logprobs.append(self._by_id(entry))
-        collected.cumulative += entry.logprob
+        for place, token in enumerate(collected.ids[len(collected.logprobs) :]):
+            entry = rows.entry(row + place, token, most)
+            collected.logprobs.append(self._by_id(entry))
+            collected.cumulative += entry.logprob
 
     def append_prompt_logprobs(self, first: int, rows: LogprobRows) -> None:
         """Log-probabilities of the prompt's tokens from `first` on; a part computed before (preemption) is left out."""

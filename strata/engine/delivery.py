@@ -103,10 +103,10 @@ class Delivery:
             collector = collectors.get(sequence.request.id)
             if collector is None:
                 continue
-            if update.token is None:
+            if not update.tokens:
                 collector.fail(sequence)
             else:
-                stopped = collector.append(sequence, update.token, update.finish_reason)
+                stopped = collector.append(sequence, update.tokens, update.finish_reason)
                 if rows is not None:
                     collector.append_logprobs(sequence, rows, output.rows[sequence.id])
                 if stopped is not None:

@@ -22,6 +22,7 @@ from strata.engine.embeddings.pooling import Pooling, PoolRequest, check_vector
 from strata.engine.engine_config import EngineConfig
 from strata.engine.given.options import declared_by
 from strata.engine.given.prompts import Prompt, is_list, listed_integers, listed_prompts, text_and_ids
+from strata.engine.given.segments import positions
 from strata.engine.grammars.grammar import GrammarCompiler
 from strata.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from strata.engine.request import Request
@@ -263,7 +264,7 @@ class LLM:
         own = bad_word_ids(params.bad_words, self.get_tokenizer()) if params.bad_words else ()
         request = Request(
             id=str(next(self._numbers)),
-            prompt=tuple(ids),
+            prompt=positions([ids]),
             params=params,
             priority=priority,
             arrival=engine.loop.clock(),

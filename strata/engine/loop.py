@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from strata.engine.faults import EngineFault, out_of_memory
 from strata.engine.grammars.matchers import explain, takes_end
-from strata.engine.plan import StepPlan, UndrawnStep
+from strata.engine.plan import Arrival, StepPlan, UndrawnStep
 from strata.engine.request import Request, Sequence, Update
 from strata.engine.scheduling.held import Held
 from strata.engine.scheduling.late_launch import LateLaunch
@@ -33,6 +33,7 @@ class LaunchedStep(Protocol):
     """A step that is under way.
 
     logprobs: of the plan's draws, where any sequence reports them. masked: some draws obeyed the masks of grammars.
+    arrived: the transfers that have ended since the step before told of some, known once `wait` has returned.
     size: of the recording that it replays, None if it is not all recorded. ended: `wait` would not block.
     """
 
@@ -45,12 +46,15 @@ class LaunchedStep(Protocol):
     @property
     def masked(self) -> bool: ...
     @property
+    def arrived(self) -> Listed[Arrival]: ...
+    @property
     def size(self) -> Hashable | None: ...
     @property
     def ended(self) -> bool: ...
 
     def wait(self) -> list[int]:
-        """The ids in the order of the plan's draws, negative where none could be drawn; blocks until they are known."""
+        """The ids in the order of the plan's draws, negative where nothing comes of one (see `Draw`); blocks until they
+        are known."""
 
 
 class Runner(Protocol):
@@ -102,8 +106,9 @@ class _Launch:
 class StepOutput:
     """What a finished step brought.
 
-    updates: each sequence that got an id.
-    logprobs: of the step's rows, on the host; `rows` finds a sequence's row in them.
+    updates: each sequence that got ids.
+    logprobs: of the step's rows, on the host; `rows` finds the row of a sequence's first id in them, behind which those
+        of its others lie.
     prompt_logprobs: by their sequences.
     timing: how the step went.
     """
@@ -331,12 +336,12 @@ class EngineLoop:
         )
         scored = [(self.scheduler.sequence(part.sequence), part) for part in launched.prompt_logprobs]
         failed = self._fail_lost(plan) if launched.masked else []
-        updates = failed + self.scheduler.complete(plan, ids)
+        updates = failed + self.scheduler.complete(plan, ids, launched.arrived)
         if launched.masked:
             updates = [self._followed(update) for update in updates]
         rows: dict[int, int] = {}
         if launched.logprobs is not None:
-            rows = {draw.sequence: row for row, draw in enumerate(plan.draws)}
+            rows = {draw.sequence: row for row, draw in reversed([*enumerate(plan.draws)])}
         wanted = [(sequence, part) for sequence, part in scored if sequence is not None]
         return StepOutput(updates, rows, launched.logprobs, wanted, timing)
 
@@ -351,14 +356,15 @@ class EngineLoop:
         return updates
 
     def _followed(self, update: Update) -> Update:
-        """Let the matcher of a sequence, if it has one, take the id that it got, which may end its output."""
-        sequence, token, _ = update
-        if sequence.matcher is None or token is None or sequence.finished:
+        """Let the matcher of a sequence, if it has one, take the ids that it got, one of which may end its output."""
+        sequence, tokens = update.sequence, update.tokens
+        if sequence.matcher is None or sequence.finished:
             return update
-        if not takes_end(sequence.matcher, token):
-            return update
-        self.scheduler.finish(sequence, "stop")
-        return update._replace(finish_reason="stop")
+        for taken, token in enumerate(tokens, 1):
+            if takes_end(sequence.matcher, token):
+                self.scheduler.finish(sequence, "stop")
+                return Update(sequence, tokens[:taken], "stop")
+        return update
 
 
 def _size(step: LaunchedStep | UndrawnStep | None) -> Hashable | None:

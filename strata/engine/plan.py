@@ -1,7 +1,8 @@
 """What a step is to do: the messages by which a scheduler drives whatever runs its steps.
 
 They hold ids and numbers alone, so msgspec encodes them, and the same stream of them drives a device, several ranks, a
-simulation, or the replay of a run that was recorded.
+simulation, or the replay of a run that was recorded. Structs of msgspec are made three times as fast as tuples with
+names, and a step makes hundreds.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from strata.cache.pages import NONE_SHARED, SharedKeys
 
 
-class Sampling(NamedTuple):
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """How ids are chosen; the names of `SamplingParams` mean what they mean there.
 
     end_ids: may not be drawn as one of the first `min_tokens`.
@@ -36,14 +37,26 @@ class Sampling(NamedTuple):
     logprobs: int | None = None
 
 
-class NewSequence(NamedTuple):
+class Tags(NamedTuple):
+    """What a sequence brings along that its keys and values depend on, each by a digest or a version; empty: none.
+
+    adapter: whose weights are added. draft: who drafts for it and keeps keys of its own. weights: of which version.
+    """
+
+    adapter: str = ""
+    draft: str = ""
+    weights: str = ""
+
+
+class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     """A sequence takes a slot: all that a runner has to know of it. One that was preempted comes as a new one.
 
-    tokens: all its ids so far, of which the first `prompt_length` are the prompt. The ids after them are drawn in the
-        slot, and a runner keeps them by itself.
+    tokens: all its ids so far, of which the first `prompt_length` are the prompt; negative ones stand for content, see
+        `strata.engine.given.segments`. The ids after them are drawn in the slot, and a runner keeps them by itself.
     seed: int64, of the noise that its ids are drawn with.
     constrained: its draws wait for the masks of a grammar.
     prompt_logprobs: how many of the likeliest ids to report for each prompt token; None reports nothing.
+    tags: what it brings along.
     """
 
     id: int
@@ -54,23 +67,36 @@ class NewSequence(NamedTuple):
     sampling: Sampling = Sampling()
     constrained: bool = False
     prompt_logprobs: int | None = None
+    tags: Tags | None = None
+
+
+# What is told for a drawn row behind which a draft was wrong: nothing comes of it.
+REJECTED = -2
 
 
 class Draw(NamedTuple):
-    """The id of a sequence that samples a token, and its slot."""
+    """The id of a sequence that samples a row, and its slot.
+
+    A sequence draws several times in a step where ids are drafted behind its newest: each draw that equals the draft
+    in the next row is accepted together with the next draw, so that a step brings it one id or more. For all draws
+    behind the last that is accepted the runner tells `REJECTED`, and for one whose logits held NaN -1.
+    """
 
     sequence: int
     slot: int
 
 
-class Chunk(NamedTuple):  # a tuple is made three times as fast as a frozen dataclass, and a step makes hundreds
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """One sequence's share of a step.
 
     sequence: its id.
-    start: tokens whose keys and values are in pages before the step.
-    count: tokens to run now. Beyond the tokens that its `NewSequence` told it is one, the id that `slot` drew last.
-    draws: who samples from the chunk's last row: nobody while a prompt is unfinished, its sequence in decode, all
-        samples of the request at the end of its prompt.
+    start: tokens whose keys and values are in pages before the step, if all draws under way are accepted. The runner
+        knows how many were, and begins so much earlier.
+    count: tokens to run now. Those beyond what its `NewSequence` told are ids that `slot` drew, most often one, and
+        behind the newest of them the drafts of all rows but the first that its sequence draws.
+    draws: who samples: nobody while a prompt is unfinished, its sequence in decode, all samples of the request at the
+        end of its prompt. They read the chunk's last row; of several draws of its own sequence each reads a row, and
+        the last one the last.
     first_page, new_pages: entries of the slot's block table, from `first_page` on, that have not been sent yet; all
         entries at the first chunk in a slot.
     """
@@ -78,7 +104,7 @@ class Chunk(NamedTuple):  # a tuple is made three times as fast as a frozen data
     sequence: int
     slot: int
     start: int
-    count: int  # type: ignore[assignment]  # hides the method of tuple, which nobody calls
+    count: int
     draws: tuple[Draw, ...]
     first_page: int
     new_pages: tuple[int, ...]
@@ -102,8 +128,12 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     ended: slots whose sequences have ended or were preempted since the plan before.
     new: sequences that take a slot, maybe one that has just ended. After an interruption no plan says that slots have
         ended: who takes a slot takes it from whoever had it.
-    chunks: first those of one token and one draw (decodes), then the others, each part in the scheduler's order.
-    copies: (from, to) pages, to be copied in this order before the step writes anything.
+    chunks: first those of one token and one draw (decodes), then those with drafts, then prompts, each part in the
+        scheduler's order. With none nothing can run before a transfer has ended: the step ends when one has, and in any
+        case shortly.
+    copies: (from, to) pages, to be copied in this order before the step writes anything. If `from` is no page of the
+        pool, it is a place elsewhere (see `strata.cache.elsewhere`): such a transfer may take longer than the step,
+        which does not read the page, and its end is told by an `Arrival`.
     tokens: the sum of the chunks' counts.
     banned: (slot, id) that this draw of the slot may not give, because it would complete a bad word.
     windows, window_copies: what `new_pages` of chunks and `copies` are for pages of all tokens, for those of layers
@@ -144,13 +174,20 @@ class RankPlans(StepPlan, frozen=True, array_like=True):
         return RankPlans((), (), chunks, (), sum(part.tokens for part in parts), parts=parts)
 
 
+class Arrival(NamedTuple):
+    """A transfer to a page of the pool has ended. whole: the page holds what was to come; else nothing of use."""
+
+    page: int
+    whole: bool = True
+
+
 NOTHING = StepPlan((), (), (), (), 0)
 
 
 class PlanArrays:
     """A plan's tokens, and its chunks as arrays: slot, first token and tokens of each, tokens of its sequence and rows
     of the step up to its last; and of each draw the slot, the tokens before it, and the row of the step that it
-    samples."""
+    samples. Of a sequence with draws under way all tokens count as accepted, see `Chunk`."""
 
     def __init__(self, plan: StepPlan) -> None:
         chunks = plan.chunks
@@ -174,6 +211,19 @@ class PlanArrays:
             self.draw_slots = np.array(self.drawn, dtype=np.int32)
             self.draw_lengths = np.repeat(self.ends, draws)
             self.draw_rows = np.repeat(self.last_rows, draws)
+            if max(draws, default=0) > 1:
+                self._spread(plan)
+
+    def _spread(self, plan: StepPlan) -> None:
+        """Of several draws of a sequence in its own chunk each samples a row, and the last one the last."""
+        first = 0
+        for chunk in plan.chunks:
+            end = first + len(chunk.draws)
+            if end - first > 1 and chunk.draws[1].sequence == chunk.sequence:
+                back = np.arange(first - end + 1, 1, dtype=np.int32)
+                self.draw_lengths[first:end] += back
+                self.draw_rows[first:end] += back
+            first = end
 
     @property
     def prompts(self) -> int:

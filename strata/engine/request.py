@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from strata.cache.pages import PageAllocator
 from strata.cache.snapshots import Marks
 from strata.cache.window_pages import WindowPages, WindowTable
-from strata.engine.plan import Draw, NewSequence, Sampling
+from strata.engine.plan import Draw, NewSequence, Sampling, Tags
 from strata.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ class Request:
     """What was asked.
 
     id: names the request among those that are unfinished.
-    prompt: token ids.
+    prompt: token ids, and keys of other content (see `strata.engine.given.segments`).
     priority: a lower number runs first of those that came within `MAX_AHEAD`; equal ones run in order of arrival.
     arrival: seconds on any clock that all requests share.
     salt: requests share cached prefixes only with requests of the same salt.
@@ -48,6 +50,7 @@ class Request:
     bad_words: `params.bad_words` as ids and those of the model itself; one of several ids can only be avoided once the
         host knows the ids before.
     grammar: what every sample has to follow, as a grammar of llguidance; None for anything.
+    tags: what its samples bring along; those of other tags share no prefixes with them.
     """
 
     id: str
@@ -59,6 +62,12 @@ class Request:
     eos_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: str | None = None
+    tags: Tags | None = None
+
+    @property
+    def extra_key(self) -> Hashable:
+        """Of what prefixes are shared by, all but the tokens."""
+        return (self.salt, self.tags) if self.tags is not None and any(self.tags) else self.salt
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -120,11 +129,13 @@ class Sequence:
     index: 0 to n - 1 among the samples of its request.
     max_length: the most tokens it may ever have, prompt included.
     tokens: ids of the prompt and of the outputs that the host knows.
-    pending: ids that launched steps sample but the host does not know yet. Between steps at most 1; the one that the
-        next step reads is on the device only, in the row of the sequence's slot.
-    computed: tokens whose keys and values are in pages once all launched steps have run.
-    pages: its pages in order; the last one may be part full. windows: those of layers with windows, a table for each
-        window. marks: where fixed states of it are kept, while it runs; None where no layer has any.
+    pending: ids that launched steps sample but the host does not know yet. Between steps those of one step; the one
+        that the next step reads is on the device only, in the row of the sequence's slot.
+    drafted: of `pending`, those behind a draft: they may be rejected, and then they never were.
+    computed: tokens whose keys and values are in pages once all launched steps have run, if no draft is rejected.
+    pages: its pages in order; the last one may be part full, and those behind `computed` are empty. windows: those of
+        layers with windows, a table for each window. marks: where fixed states of it are kept, while it runs; None
+        where no layer has any.
     slot: its row of device state while it runs.
     finish_reason: "stop", "length", "abort", "error" or whatever `Scheduler.finish` was told; None while unfinished.
     stop_reason: the stop id or stop string that ended it; None for an end-of-sequence id.
@@ -141,6 +152,7 @@ class Sequence:
     tokens: list[int]
     prompt_length: int
     pending: int = 0
+    drafted: int = 0
     computed: int = 0
     pages: list[int] = field(default_factory=list)
     windows: tuple[WindowTable, ...] = ()
@@ -155,6 +167,7 @@ class Sequence:
     matcher: LLMatcher | None = None
     # What follows is the scheduler's own book-keeping.
     order: tuple[float, int] = field(init=False)
+    extra_key: Hashable = field(init=False)
     end_ids: frozenset[int] = field(init=False)
     min_length: int = field(init=False)
     long_bad_words: tuple[tuple[int, ...], ...] = field(init=False)  # of more than one id
@@ -162,12 +175,14 @@ class Sequence:
     sent_pages: int = 0  # entries of its block table that the runner has
     verified: bool = False  # whether an id has been drawn from its pages
     unforked: list[Sequence] = field(default_factory=list)
+    awaited: tuple[Hashable, tuple[int, ...]] | None = None  # the page from elsewhere that it waited for last
     in_line: float | None = None  # since when nothing but other prompts has kept its own from being computed
     cached: int = 0  # tokens that it would have found then
 
     def __post_init__(self) -> None:
         request = self.request
         self.order = (request.arrival - seconds_ahead(request.priority), self.id)
+        self.extra_key = request.extra_key if request.tags is not None else request.salt
         self.end_ids = request.end_ids
         self.min_length = self.prompt_length + request.params.min_tokens
         self.long_bad_words = tuple(word for word in request.bad_words if len(word) > 1)
@@ -193,11 +208,12 @@ class Sequence:
         )
 
 
-class Update(NamedTuple):
-    """A token that a sequence got, None if its request has failed, and why it ended there (None: it goes on)."""
+class Update(msgspec.Struct, frozen=True):
+    """The ids that a step brought a sequence, none if its request has failed, and why it ended with the last of them
+    (None: it goes on)."""
 
     sequence: Sequence
-    token: int | None
+    tokens: list[int]
     finish_reason: str | None
 
 
@@ -213,6 +229,7 @@ def new_sequence(sequence: Sequence, slot: int, engine_seed: int) -> NewSequence
         sampling=_sampling(request),
         constrained=sequence.matcher is not None,
         prompt_logprobs=_plain(request.params.prompt_logprobs) if sequence.index == 0 else None,
+        tags=request.tags,
     )
 
 

@@ -59,6 +59,7 @@ class Launched:
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     masked: bool = False
     size: BufferShape | None = None
+    arrived: tuple[()] = ()
 
     @property
     def ended(self) -> bool:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 import random
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
 from strata.engine.loop import EngineLoop
-from strata.engine.plan import NewSequence, StepPlan, UndrawnStep
+from strata.engine.plan import REJECTED, Chunk, NewSequence, StepPlan, UndrawnStep
 from strata.engine.request import Request
 from strata.engine.request import Sequence as Sample
 from strata.engine.sampling_params import SamplingParams
@@ -30,7 +31,7 @@ POISON = VOCABULARY  # from this prompt token on all keys and values are NaN, an
 
 
 def next_token(tokens: list[int], index: int) -> int:
-    return zlib.crc32(bytes([index, *tokens])) % VOCABULARY
+    return zlib.crc32(bytes([index, *(token & 0xFF for token in tokens)])) % VOCABULARY
 
 
 def uncrowded(request: Request, index: int, longest: int) -> tuple[list[int], str, int | str | None]:
@@ -53,79 +54,141 @@ def uncrowded(request: Request, index: int, longest: int) -> tuple[list[int], st
             return outputs, "length", None
 
 
-class Device:
-    """Executes plans in the order of their launch, as a stream does."""
+@dataclass
+class Run:
+    """A chunk as a device runs it. tokens: of its sequence up to its last, drafts included, of which the first `known`
+    are none."""
 
-    def __init__(self, page_size: int) -> None:
+    start: int
+    tokens: list[int]
+    known: int
+
+
+class Device:
+    """Executes plans in the order of their launch, as a stream does.
+
+    right: how likely the id that it drafts is the one that will be drawn.
+    """
+
+    def __init__(self, page_size: int, right: float = 0.5) -> None:
         self.page_size = page_size
+        self.right, self.coins = right, random.Random(page_size)
         self.tables: dict[int, dict[int, int]] = {}
-        self.newest: dict[int, int] = {}
-        self.pages: dict[int, dict[int, tuple[int, int, str]]] = {}
+        self.told: dict[int, list[int]] = {}  # by slot: the ids that it was told or has drawn
+        self.pages: dict[int, dict[int, tuple[int, int, Hashable]]] = {}
         self.truth: dict[int, list[int]] = {}
         self.slots: dict[int, NewSequence] = {}
-        self.asked: dict[int, tuple[int, str]] = {}  # the sample's number and the salt of each sequence
+        self.asked: dict[int, tuple[int, Hashable]] = {}  # the sample's number and the extra key of each sequence
+        self.rejected: Counter[int] = Counter()  # drafts of each sequence, of which the host does not know
+        self.carrier: Any = None  # of pages from elsewhere
 
     def launch(self, plan: StepPlan) -> list[int]:
         assert plan.tokens == sum(chunk.count for chunk in plan.chunks)
         for slot in plan.ended:
             del self.slots[slot]
         for new in plan.new:
-            self.slots[new.slot] = new
+            self.slots[new.slot], self.told[new.slot] = new, list(new.tokens)
             assert list(new.tokens) == self.truth.setdefault(new.id, list(new.tokens)), "not all ids are told"
         slots = [chunk.slot for chunk in plan.chunks]
         assert len(set(slots)) == len(slots), "two chunks in a slot"
-        kinds = [chunk.count == 1 and len(chunk.draws) == 1 for chunk in plan.chunks]
-        assert kinds == sorted(kinds, reverse=True), "a decode after other chunks"
+        kinds = [0 if chunk.count == len(chunk.draws) == 1 else 1 + (_own(chunk) < 2) for chunk in plan.chunks]
+        assert kinds == sorted(kinds), "a decode after other chunks, or drafts after a prompt"
         for source, target in plan.copies:
-            self.pages[target] = dict(self.pages[source])
+            if self.carrier is not None and source >= self.carrier.shelf.first:
+                self.carrier.begin(source, target)
+            else:
+                self.pages[target] = dict(self.pages[source])
+        self.runs = {chunk.slot: self._run(chunk) for chunk in plan.chunks}
+        self.look(plan)
+        self._write(plan)
+        ids = []
+        for chunk in plan.chunks:
+            ids += self._draw(chunk)
+        return ids
+
+    def look(self, plan: StepPlan) -> None:
+        """Check what else there is to a plan, whose chunks are `runs` by their slots."""
+
+    def learnt(self, plan: StepPlan, ids: Iterable[int]) -> None:
+        """The host has taken these ids."""
+        self.rejected.subtract(draw.sequence for draw, id in zip(plan.draws, ids, strict=True) if id == REJECTED)
+
+    def _run(self, chunk: Chunk) -> Run:
+        assert self.slots[chunk.slot].id == chunk.sequence, "a chunk in another's slot"
+        start, told, drafts = chunk.start - self.rejected[chunk.sequence], self.told[chunk.slot], _own(chunk) - 1
+        if drafts > 0:
+            assert start + chunk.count == len(told) + drafts, "drafts that are not behind the newest id"
+        tokens = told[: start + chunk.count]
+        while len(tokens) < start + chunk.count:
+            right = next_token(tokens, self.asked[chunk.sequence][0])
+            tokens.append(right if self.coins.random() < self.right else self.coins.randrange(VOCABULARY))
+        return Run(start, tokens, len(tokens) - max(0, drafts))
+
+    def _write(self, plan: StepPlan) -> None:
         written: set[tuple[int, int]] = set()
-        writers: dict[int, int] = {}
+        self.writers: dict[int, int] = {}
         for chunk in plan.chunks:
             table = {} if chunk.first_page == 0 and chunk.new_pages else self.tables[chunk.slot]
             table.update(enumerate(chunk.new_pages, chunk.first_page))
             self.tables[chunk.slot] = table
-            assert self.slots[chunk.slot].id == chunk.sequence, "a chunk in another's slot"
-            salt = self.asked[chunk.sequence][1]
-            for position in range(chunk.start, chunk.start + chunk.count):
-                known = self.slots[chunk.slot].tokens
-                token = known[position] if position < len(known) else self.newest[chunk.slot]
+            run = self.runs[chunk.slot]
+            for position in range(run.start, len(run.tokens)):
                 place = (table[position // self.page_size], position % self.page_size)
                 assert place not in written, "two tokens in one place"
+                assert self.carrier is None or place[0] not in self.carrier.coming, "a step writes what is to come"
                 written.add(place)
-                self.pages.setdefault(place[0], {})[place[1]] = (token, position, salt)
-                assert writers.setdefault(place[0], chunk.slot) == chunk.slot, "two chunks write in a page"
-        ids = []
-        for chunk in plan.chunks:
-            pages = [self.tables[chunk.slot][page] for page in range(-(-(chunk.start + chunk.count) // self.page_size))]
-            assert all(writers.get(page, chunk.slot) == chunk.slot for page in pages), (
-                "a chunk reads what another one of its step writes"
-            )
-            truth = self.truth[chunk.sequence]
-            end = chunk.start + chunk.count
-            read = [
-                self.pages[self.tables[chunk.slot][position // self.page_size]][position % self.page_size]
-                for position in range(end)
-            ]
-            salt = self.asked[chunk.sequence][1]
-            assert read == [(token, position, salt) for position, token in enumerate(truth[:end])]
-            assert not chunk.draws or end == len(truth), "a draw before the last token, or beyond it"
-            for sequence, slot in chunk.draws:
-                token = -1 if POISON in truth[:end] else next_token(truth[:end], self.asked[sequence][0])
-                self.newest[slot] = max(token, 0)
-                ids.append(token)
-        for sequence, slot in plan.draws:
-            self.truth[sequence].append(self.newest[slot])
+                row = (run.tokens[position], position, self.asked[chunk.sequence][1])
+                self.pages.setdefault(place[0], {})[place[1]] = row
+                assert self.writers.setdefault(place[0], chunk.slot) == chunk.slot, "two chunks write in a page"
+
+    def _draw(self, chunk: Chunk) -> list[int]:
+        """The ids of a chunk's draws, from what its pages hold."""
+        table, run, (_, extra_key) = self.tables[chunk.slot], self.runs[chunk.slot], self.asked[chunk.sequence]
+        pages = [table[page] for page in range(-(-len(run.tokens) // self.page_size))]
+        assert all(self.writers.get(page, chunk.slot) == chunk.slot for page in pages), (
+            "a chunk reads what another one of its step writes"
+        )
+        read = [self.pages[pages[at // self.page_size]][at % self.page_size] for at in range(len(run.tokens))]
+        assert read == [(token, position, extra_key) for position, token in enumerate(run.tokens)]
+        truth = self.truth[chunk.sequence]
+        assert run.tokens[: run.known] == truth[: run.known], "other ids than were drawn"
+        assert not chunk.draws or run.known == len(truth), "a draw before the last token, or beyond it"
+        ids: list[int] = []
+        end = run.known
+        for sequence, slot in chunk.draws:
+            if end > run.known and (ids[-1] < 0 or ids[-1] != run.tokens[end - 1]):
+                self.rejected[sequence] += 1
+                ids.append(REJECTED)
+                continue
+            token = -1 if POISON in run.tokens[:end] else next_token(run.tokens[:end], self.asked[sequence][0])
+            ids.append(token)
+            self.truth[sequence].append(max(token, 0))
+            self.told[slot].append(max(token, 0))
+            end += _own(chunk) > 1
         return ids
+
+    def holds(self, pages: Sequence[int], tokens: Sequence[int], extra_key: Hashable) -> bool:
+        """Whether full pages hold what these tokens begin with."""
+        rows = [self.pages[page][at] for page in pages for at in range(self.page_size)]
+        return rows == [(tokens[position], position, extra_key) for position in range(len(rows))]
 
     def poisoned(self, pages: Iterable[int]) -> list[int]:
         return [page for page in pages if any(token == POISON for token, *_ in self.pages[page].values())]
+
+
+def _own(chunk: Chunk) -> int:
+    """The draws of a chunk's own sequence."""
+    return sum(draw.sequence == chunk.sequence for draw in chunk.draws)
 
 
 class Unchecked:
     """A device for long loads: it looks at nothing, and draws the same id again and again."""
 
     def __init__(self) -> None:
-        self.asked: dict[int, tuple[int, str]] = {}
+        self.asked: dict[int, tuple[int, Hashable]] = {}
+
+    def learnt(self, plan: StepPlan, ids: Iterable[int]) -> None:
+        pass
 
     def launch(self, plan: StepPlan) -> list[int]:
         return [STOP_TEXT] * len(plan.draws)
@@ -149,6 +212,7 @@ class SimulatedStep:
     done: float
     logprobs: None = None
     prompt_logprobs: tuple[()] = ()
+    arrived: tuple[()] = ()
     masked: bool = False
 
     @property
@@ -162,6 +226,7 @@ class SimulatedStep:
 
     def wait(self) -> list[int]:
         self.runner.now = max(self.runner.now, self.done)
+        self.runner.device.learnt(self.plan, self.ids)
         return self.ids
 
 
@@ -216,10 +281,10 @@ class Simulation:
 LONGEST = 64
 
 
-def simulate(requests: list[Request], pages: int, run_ahead: bool) -> Simulation:
-    """Run requests on a small simulated device that checks what steps read."""
+def simulate(requests: list[Request], pages: int, run_ahead: bool, draws: int = 1) -> Simulation:
+    """Run requests on a small simulated device that checks what steps read. draws: see `SchedulerConfig`."""
     allocator = PageAllocator(pages, page_size=4)
-    scheduler = Scheduler(SchedulerConfig(8, 32, LONGEST), allocator, PrefixTree(allocator))
+    scheduler = Scheduler(SchedulerConfig(8, 32, LONGEST, draws=draws), allocator, PrefixTree(allocator))
     return drive(scheduler, SimulatedRunner(Device(4), linear), requests, run_ahead)
 
 
@@ -239,7 +304,7 @@ def drive(
         while waiting and waiting[0].arrival <= loop.clock():
             added = loop.add(waiting.pop(0))
             found.samples += added
-            runner.device.asked.update((sample.id, (sample.index, sample.request.salt)) for sample in added)
+            runner.device.asked.update((sample.id, (sample.index, sample.extra_key)) for sample in added)
         delay = loop.delay
         if delay:
             arrival = waiting[0].arrival if waiting else math.inf

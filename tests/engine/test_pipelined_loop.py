@@ -42,17 +42,20 @@ class Stages(SimulatedRunner):
         return SimulatedStep(self, plan, self.device.launch(plan), done)
 
 
-def simulated(requests: list[Request], stages: int, pages: int, run_ahead: bool, checked: bool = True) -> Simulation:
+def simulated(
+    requests: list[Request], stages: int, pages: int, run_ahead: bool, checked: bool = True, draws: int = 1
+) -> Simulation:
     allocator = PageAllocator(pages, page_size=4)
-    scheduler = Scheduler(SchedulerConfig(8, 32, LONGEST, stages=stages), allocator, PrefixTree(allocator))
+    config = SchedulerConfig(8, 32, LONGEST, draws=draws, stages=stages)
+    scheduler = Scheduler(config, allocator, PrefixTree(allocator))
     return drive(scheduler, Stages(Device(4) if checked else Unchecked(), stages), requests, run_ahead)
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])
 @pytest.mark.parametrize("stages", [2, 3])
-@pytest.mark.parametrize("pages", [24, 200])
-def test_requests_end_as_they_would_alone(stages: int, run_ahead: bool, pages: int) -> None:
-    found = simulated(load(60), stages, pages, run_ahead)
+@pytest.mark.parametrize(("pages", "draws"), [(24, 1), (24, 3), (200, 1), (200, 3)])
+def test_requests_end_as_they_would_alone(stages: int, run_ahead: bool, pages: int, draws: int) -> None:
+    found = simulated(load(60), stages, pages, run_ahead, draws=draws)
     for sample in found.samples:
         outputs, reason, stop = uncrowded(sample.request, sample.index, LONGEST)
         assert (sample.outputs, sample.finish_reason, sample.stop_reason) == (outputs, reason, stop)

@@ -27,6 +27,7 @@ HOST = (
     "engine.collect",
     "engine.delivery",
     "engine.faults",
+    "engine.given.segments",
     "engine.loop",
     "engine.outputs",
     "engine.plan",

@@ -45,18 +45,18 @@ class Client:
 
 def delta_of(job: Job, update: Update, logprobs: list[TokenLogprobs] | None) -> Delta:
     """What the client is sent of an update to one of a job's samples."""
-    sequence, token, reason = update
-    if job.begun and reason is None and logprobs is None and token is not None:
-        return Delta(job.id, sequence.index, [token])  # nearly all are
+    sequence, tokens, reason = update.sequence, update.tokens, update.finish_reason
+    if job.begun and reason is None and logprobs is None:
+        return Delta(job.id, sequence.index, tokens)  # nearly all are
     first, job.begun = not job.begun, True
     return Delta(
         job.id,
         sequence.index,
-        [token] if token is not None else [],
+        tokens,
         reason,
         sequence.stop_reason if isinstance(sequence.stop_reason, int) else None,
         logprobs,
         job.scheduled if first else None,
         sequence.cached_tokens if first else None,
-        why_no_id(sequence) if token is None else None,
+        why_no_id(sequence) if not tokens else None,
     )

@@ -16,6 +16,7 @@ from strata.engine.build import Engine
 from strata.engine.embeddings.embedding_queue import EmbeddingQueue
 from strata.engine.embeddings.pooling import PoolRequest, check_vector
 from strata.engine.faults import EngineFault
+from strata.engine.given.segments import positions
 from strata.engine.grammars.grammar import GrammarCompiler
 from strata.engine.logprob_rows import LogprobRows
 from strata.engine.loop import StepOutput
@@ -214,7 +215,7 @@ class Service:
             raise ValueError(f"arrival must be finite, got {message.arrival}")
         request = Request(
             id=str(next(self._numbers)),
-            prompt=tuple(message.prompt),
+            prompt=positions([message.prompt]),
             params=message.params,
             priority=message.priority,
             arrival=message.arrival,
@@ -312,11 +313,12 @@ class Service:
             deltas = job.client.deltas
             if not deltas:
                 reached.append(job.client)
-            entry = None
+            entries = None
             most = job.request.params.logprobs
-            if rows is not None and most is not None and update.token is not None:
-                entry = [rows.entry(output.rows[update.sequence.id], update.token, most)]
-            deltas.append(delta_of(job, update, entry))
+            if rows is not None and most is not None and update.tokens:
+                first = output.rows[update.sequence.id]
+                entries = [rows.entry(row, token, most) for row, token in enumerate(update.tokens, first)]
+            deltas.append(delta_of(job, update, entries))
             if update.finish_reason is not None:
                 self._watch.requests.sample_ended(update.sequence)
                 self._note_end(job)

@@ -76,6 +76,8 @@ class RanksStep:
     numbers: of the messages by which each of the other ranks launched or drew it.
     """
 
+    arrived: tuple[()] = ()
+
     def __init__(
         self, plan: RankPlans, own: WatchedStep, numbers: Sequence[int], followers: Followers, *, masked: bool
     ) -> None:

@@ -82,6 +82,7 @@ class ReturnedStep:
     """
 
     size = None
+    arrived: tuple[()] = ()
 
     def __init__(
         self,

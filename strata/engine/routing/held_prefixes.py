@@ -17,10 +17,13 @@ def prefix_keys(prompt: Sequence[int], salt: str = "") -> list[bytes]:
     """A key for every full block of a prompt, of all tokens up to the block's end and of the salt.
 
     At least one token is left over, as in the engine's prefix cache: something must be computed to sample from.
-    Raises OverflowError for an id outside [0, 2^32).
+    Raises OverflowError for a number outside [-2^63, 2^63).
     """
-    ids = memoryview(array("I", prompt)).cast("B")
-    width = BLOCK_TOKENS * array("I").itemsize
+    try:
+        numbers = array("I", prompt)
+    except OverflowError:  # some stand for other content than text
+        numbers = array("q", prompt)
+    ids, width = memoryview(numbers).cast("B"), BLOCK_TOKENS * numbers.itemsize
     # Of the salt a digest of fixed length, so that no salt and tokens read like another salt and other tokens.
     hashed = blake2b(blake2b(salt.encode()).digest(), digest_size=_KEY_BYTES)
     keys = []

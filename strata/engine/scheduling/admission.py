@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
+from typing import Literal
 
 from strata.cache.pages import PageAllocator
 from strata.engine.request import Sequence
@@ -18,6 +19,7 @@ class Admission:
 
     def __init__(self, pages: PageAllocator, prefixes: Prefixes, queues: Queues, windows: Windows | None) -> None:
         self._pages, self._prefixes, self._queues, self._windows = pages, prefixes, queues, windows
+        self._coming = prefixes.transfers.keys
         self._refusal: tuple[Sequence, int, tuple[int, ...]] | None = None
 
     def clear(self) -> None:
@@ -34,9 +36,12 @@ class Admission:
         has_no_more = self._pages.free + self._pages.idle - len(self._queues.running) <= room
         return has_no_more and sequence is self._queues.waiting[0]
 
-    def find(self, sequence: Sequence, reserved: int) -> list[int] | None:
-        """The cached pages that a waiting sequence begins with, now its own; None if it must wait. reserved: pages that
-        it has to leave to others."""
+    def find(self, sequence: Sequence, reserved: int) -> list[int] | Literal["loading"] | None:
+        """The cached pages that a waiting sequence begins with, now its own; None if it must wait for others to end, or
+        "loading" for pages that come from elsewhere, from now on if not already. reserved: pages that it has to leave
+        to others."""
+        if sequence.awaited in self._coming:
+            return "loading"
         # A page is left for each running sequence: what is admitted must not be preempted at once.
         reserved += len(self._queues.running)
         room = self._pages.free + self._pages.idle - reserved
@@ -45,13 +50,17 @@ class Admission:
         if sequence.pending or self._refusal == refusal:
             return None
         found = self._prefixes.match(sequence)
+        if self._coming and (next_page := self._prefixes.next_page(sequence, found)) in self._coming:
+            self._prefixes.release(found)
+            sequence.awaited = next_page
+            return "loading"
         lacks = self.wanted(sequence, found) > self._pages.free + self._pages.idle - reserved
         if lacks or (self._windows is not None and self._windows.lack(self.wanted(sequence, found), found, reserved)):
             self._prefixes.release(found)
             self._refusal = refusal
             return None
         self._refusal = None
-        return found
+        return "loading" if self._prefixes.bring(sequence, found) else found
 
     def in_line(self, prefilling: list[Sequence], now: float) -> Iterator[InLine]:
         """Whose prompts nothing but other prompts holds up: those that run, and those that could. now: seconds, by the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 from strata.cache.pages import SharedKeys
 from strata.engine.plan import Chunk, NewSequence, StepPlan, WindowEntries
@@ -31,11 +32,17 @@ class PlanBuilder:
     states_before: list[tuple[int, int]] = field(default_factory=list)
     states_after: list[tuple[int, int]] = field(default_factory=list)
 
+    @property
+    def runs_none(self) -> bool:
+        """Whether nothing runs so far."""
+        return not (self.decodes or self.others)
+
     def make_room(self, target: StepTarget, in_line: Iterable[InLine]) -> None:
-        """All decodes are planned. in_line: see `PromptRoom`."""
-        if self.decodes:
-            keys = sum([chunk.start for chunk in self.decodes]) + len(self.decodes)
-            self.room = PromptRoom(target, len(self.decodes), keys, in_line)
+        """All decodes are planned, with drafts and without. in_line: see `PromptRoom`."""
+        if not self.runs_none:
+            rows = len(self.decodes) + sum([chunk.count for chunk in self.others])
+            keys = sum([chunk.start for chunk in chain(self.decodes, self.others)]) + rows
+            self.room = PromptRoom(target, rows, keys, in_line)
 
     def chunk(self, start: int, wanted: int) -> int:
         """How many of the next `wanted` tokens of a prompt, behind the first `start`, the step has room for."""
@@ -49,11 +56,8 @@ class PlanBuilder:
         if self.room is not None:
             self.room.take(start, count)
 
-    def plan(self, ended: list[int], shared: SharedKeys) -> StepPlan | None:
-        """None if nothing is to run."""
+    def plan(self, ended: list[int], shared: SharedKeys) -> StepPlan:
         chunks = (*self.decodes, *self.others)
-        if not chunks:
-            return None
         tokens = len(self.decodes) + sum(chunk.count for chunk in self.others)
         told = tuple(ended), tuple(self.new), chunks, tuple(self.copies), tokens, tuple(self.banned)
         states = tuple(self.states_before), tuple(self.states_after)

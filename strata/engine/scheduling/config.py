@@ -13,6 +13,8 @@ class SchedulerConfig:
     seed: of the requests that bring none; target: of steps with decodes, so that prompts make none too long for them;
     None: prompts take what decodes leave of `max_tokens`.
 
+    draws: the most ids that a step may bring a sequence: it runs so many rows less one of drafts. They take what tokens
+        and pages nobody else wants; where rows would need masks that only the ids before them tell, there are none.
     stages: how many stages of a pipeline work at once, each on a step of other sequences.
     rank, ranks: whose sequences these are, of ranks that have sequences of their own: their ids are rank, rank + ranks
     and so on.
@@ -25,11 +27,12 @@ class SchedulerConfig:
     max_length: int
     seed: int = 0
     target: StepTarget | None = None
+    draws: int = 1
     stages: int = 1
     rank: int = 0
     ranks: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_sequences", "max_tokens", "max_length", "stages"):
+        for name in ("max_sequences", "max_tokens", "max_length", "draws", "stages"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -21,8 +21,12 @@ class DecodeRuns:
     and their order included.
     """
 
-    def __init__(self, pages: PageAllocator, prefixes: Prefixes, queues: Queues, admission: Admission) -> None:
+    def __init__(
+        self, pages: PageAllocator, prefixes: Prefixes, queues: Queues, admission: Admission, draws: int
+    ) -> None:
+        """draws: the most ids that a step brings a sequence; there are no runs if that is more than one."""
         self._pages, self._prefixes, self._queues, self._admission = pages, prefixes, queues, admission
+        self._draws = draws
 
     @property
     def sequences(self) -> Listed[Sequence]:
@@ -37,7 +41,7 @@ class DecodeRuns:
     def longest(self, plan: StepPlan) -> int:
         """How many rounds can be taken at once behind `plan`, the only one that is not completed; 0 if none can."""
         running, size = self._queues.running, self._pages.page_size
-        if not running or plan.tokens != len(plan.chunks) or len(plan.chunks) != len(running):
+        if not running or plan.tokens != len(plan.chunks) or len(plan.chunks) != len(running) or self._draws > 1:
             return 0
         # Pages of windows come and go as sequences grow, and plans say when snapshots are taken.
         if self._prefixes.windows or self._prefixes.states.there_are:

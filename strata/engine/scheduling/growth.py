@@ -27,33 +27,57 @@ class Growth:
         self._pages, self._prefixes, self._queues, self._windows = pages, prefixes, queues, windows
         self._preempt = preempt
 
-    def grow(self, sequence: Sequence, builder: PlanBuilder) -> bool:
-        """Give a sequence a page of its own to write its next token in; False if it was preempted for want of one."""
-        pages = sequence.pages
-        full = sequence.computed == len(pages) * self._pages.page_size
+    def grow(self, sequence: Sequence, end: int, builder: PlanBuilder) -> bool:
+        """Give a sequence pages of its own to write its tokens up to `end` in; False if it does not run now for want of
+        some: it is preempted, or waits to know how many it has, of drafts that are under way."""
+        pages, size = sequence.pages, self._pages.page_size
         windows = self._windows
         if windows is not None:
             windows.trim(sequence)
-        while not (self._pages.free or self._prefixes.evict(1)) or not (windows is None or windows.have_room()):
+        while not self._has_room(self.wanted(sequence, end)):
+            if sequence.drafted:
+                return False
             victim = self._queues.running[-1]
             self._preempt(victim)
             if victim is sequence:
                 return False
-            if not full and not self._pages.is_shared(pages[-1]):
-                return True  # the victim was the other holder
-        page = self._pages.allocate(after=pages[-1])
-        if full:
-            pages.append(page)
+        if self._ends_shared(sequence):
+            page = self._pages.allocate(after=pages[-1])
+            builder.copies.append((pages[-1], page))
             if windows is not None:
-                windows.extend(sequence, sequence.computed + 1)
-            return True
-        builder.copies.append((pages[-1], page))
+                builder.window_copies += windows.copy_last(sequence)
+            self._pages.release(pages[-1])
+            pages[-1] = page
+            sequence.sent_pages = min(sequence.sent_pages, len(pages) - 1)
+        while len(pages) * size < end:
+            pages.append(self._pages.allocate(after=pages[-1]))
         if windows is not None:
-            builder.window_copies += windows.copy_last(sequence)
-        self._pages.release(pages[-1])
-        pages[-1] = page
-        sequence.sent_pages = min(sequence.sent_pages, len(pages) - 1)
+            windows.extend(sequence, end)
         return True
+
+    def wanted(self, sequence: Sequence, end: int) -> int:
+        """Pages that a sequence lacks to write its tokens up to `end` in; fewer once another has ended that shares."""
+        return max(0, self._pages.pages_for(end) - len(sequence.pages)) + self._ends_shared(sequence)
+
+    def spares(self, sequence: Sequence, end: int) -> bool:
+        """Whether there are these pages, and one more for each that runs."""
+        wanted = self.wanted(sequence, end)
+        if not wanted:
+            return True
+        windows = () if self._windows is None else self._windows.room
+        return min((self._pages.free + self._pages.idle, *windows)) >= wanted + len(self._queues.running)
+
+    def _ends_shared(self, sequence: Sequence) -> bool:
+        """Whether a sequence is to write next in a page that others hold."""
+        pages = sequence.pages
+        return sequence.computed < len(pages) * self._pages.page_size and self._pages.is_shared(pages[-1])
+
+    def _has_room(self, pages: int) -> bool:
+        """Whether so many pages of all kinds are free, if need be some that only the tree has kept."""
+        lacking = pages - self._pages.free
+        if lacking > 0 and self._prefixes.evict(lacking) < lacking:
+            return False
+        return self._windows is None or self._windows.have_room(pages)
 
     def fitting(self, sequence: Sequence, count: int, builder: PlanBuilder, prefilling: list[Sequence]) -> int:
         """How many of the next `count` tokens of a prompt its windows have pages for. If there are none and nothing

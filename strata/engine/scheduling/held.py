@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, get_args
 
 Holdup = Literal["slot", "pages", "step_full", "prefix"]
 """What those that wait lack: a slot; KV pages; room for prompts in the step, which others take; a prefix that a step
-under way computes."""
+under way computes, or that comes from elsewhere."""
 HOLDUPS: tuple[Holdup, ...] = get_args(Holdup)
 
 

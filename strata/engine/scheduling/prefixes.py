@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Listed
+from itertools import chain
 
+from strata.cache.elsewhere import Elsewhere
 from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
 from strata.cache.window_pages import WindowPages
 from strata.engine.request import Sequence, Status
 from strata.engine.scheduling.states import States
-
-_PageKey = tuple[int | str, tuple[int, ...]]
-"""A page by the one before it (the salt, for the first) and the ids that it holds."""
+from strata.engine.scheduling.transfers import PageKey, Transfers, page_key
 
 
 class Prefixes:
     """The scheduler's side of a prefix tree, or of none: then nothing is ever found.
 
-    What a step fills is found by later steps only. They run after it, so they read what it has written; within a step
-    there is no such order. `publish` is called when the step that was planned last is under way.
+    A page is found once it is resident. What a step fills is in flight, and found by later steps only. They run after
+    it, so they read what it has written; within a step there is no such order. `publish` is called when the step that
+    was planned last is under way. What comes from elsewhere is in flight until `transfers` are told that it has come.
     """
 
     def __init__(
@@ -27,11 +28,14 @@ class Prefixes:
         tree: PrefixTree | None,
         windows: Listed[WindowPages],
         states: States,
+        elsewhere: Elsewhere | None,
     ) -> None:
-        """windows: which the tree has as attached, as it has the snapshots of `states`."""
+        """windows: which the tree has as attached, as it has the snapshots of `states`. Nothing of these is elsewhere:
+        nothing is brought where there are any. elsewhere: None: nothing ever is."""
         self._pages, self._tree, self.windows, self.states = pages, tree, tuple(windows), states
+        self.transfers = Transfers(pages, tree, None if windows or states.there_are else elsewhere)
         self._filled: list[tuple[Sequence, int]] = []  # by the step that is being planned, and up to which page
-        self._pending: set[_PageKey] = set()  # the first page that each of them fills
+        self._filling: set[PageKey] = set()  # the first page that each of them fills
 
     @property
     def has_tree(self) -> bool:
@@ -44,13 +48,13 @@ class Prefixes:
             return
         for sequence, full in self._filled:
             if sequence.status is Status.RUNNING:
-                path = self._tree.insert(sequence.tokens, sequence.pages[:full], sequence.request.salt)
+                path = self._tree.insert(sequence.tokens, sequence.pages[:full], sequence.extra_key)
                 self._attach(sequence, sequence.pages[:full])
                 self.states.attach(sequence, path)
                 if sequence.verified:
                     self._tree.verify(sequence.pages[:full])
         self._filled.clear()
-        self._pending.clear()
+        self._filling.clear()
 
     def uses_cache(self, sequence: Sequence) -> bool:
         """Whether a sequence may begin with cached pages: not if all its prompt has to be computed, to be scored."""
@@ -60,13 +64,13 @@ class Prefixes:
         """About how many tokens `match` would find: as many, but for layers that do not keep all."""
         if self._tree is None or not self.uses_cache(sequence):
             return 0
-        return self._tree.depth(sequence.tokens, sequence.request.salt) * self._pages.page_size
+        return self._tree.depth(sequence.tokens, sequence.extra_key) * self._pages.page_size
 
     def match(self, sequence: Sequence) -> list[int]:
         """The cached pages that a waiting sequence begins with, each now held once more."""
         if self._tree is None or not self.uses_cache(sequence):
             return []
-        found = self._tree.match(sequence.tokens, sequence.request.salt)
+        found = self._tree.match(sequence.tokens, sequence.extra_key)
         for window in self.windows:
             window.hold(found)
         return found
@@ -77,12 +81,26 @@ class Prefixes:
             window.release(found)
         self._pages.release_all(found)
 
-    def is_pending(self, sequence: Sequence, found: list[int]) -> bool:
+    def next_page(self, sequence: Sequence, found: list[int]) -> PageKey | None:
+        """The page that a sequence could begin with behind those that were found; None if there is none."""
+        size = self._pages.page_size
+        if (len(found) + 1) * size >= len(sequence.tokens) or not self.uses_cache(sequence):
+            return None  # a token must be left to compute
+        return page_key(sequence, found, size)
+
+    def is_filling(self, sequence: Sequence, found: list[int]) -> bool:
         """Whether the step that is being planned fills more pages that a sequence could begin with than were found."""
-        if not self._pending or not self.uses_cache(sequence):
+        return bool(self._filling) and self.next_page(sequence, found) in self._filling
+
+    def bring(self, sequence: Sequence, found: list[int]) -> bool:
+        """Begin to bring what a sequence could begin with behind the pages that were found for it, which are no more
+        its own then; False if nothing of it is elsewhere. There is room for all its pages."""
+        places = self.transfers.places(sequence, found)
+        if not places or not self.uses_cache(sequence):
             return False
-        end = (len(found) + 1) * self._pages.page_size  # a token must be left to compute
-        return end < len(sequence.tokens) and self._key(sequence, found) in self._pending
+        self.evict(max(0, len(places) - self._pages.free))
+        self.transfers.begin(sequence, found, places)
+        return True
 
     def fill(self, sequence: Sequence, start: int) -> None:
         """The step that is being planned computes what a sequence has between the tokens `start` and `computed`."""
@@ -92,7 +110,7 @@ class Prefixes:
         first, full = start // size, sequence.computed // size
         if first < full:
             self._filled.append((sequence, full))
-            self._pending.add(self._key(sequence, sequence.pages[:first]))
+            self._filling.add(page_key(sequence, sequence.pages[:first], size))
 
     def evict(self, count: int) -> int:
         """Free up to so many pages that only the tree holds; returns how many were freed."""
@@ -108,7 +126,7 @@ class Prefixes:
         else:
             # The newest id came of the last draw, which read all ids before it.
             read = sequence.tokens[:-1] if sequence.verified else []
-            kept = self._tree.release(read, sequence.pages, sequence.request.salt)
+            kept = self._tree.release(read, sequence.pages, sequence.extra_key)
             self._attach(sequence, kept)
             self.states.attach(sequence, kept)
             self._tree.verify(sequence.pages[: len(read) // self._pages.page_size])
@@ -125,12 +143,13 @@ class Prefixes:
     def invalidate(self, sequence: Sequence) -> None:
         """A sequence could draw no id: nothing stays cached that only such draws have read."""
         if self._tree is not None:
-            self._tree.invalidate(sequence.tokens, sequence.request.salt)
+            self._tree.invalidate(sequence.tokens, sequence.extra_key)
 
     def clear(self) -> None:
         """Forget everything. The pages of all tokens must be forgotten as well."""
         self._filled.clear()
-        self._pending.clear()
+        self._filling.clear()
+        self.transfers.clear()
         for window in self.windows:
             window.clear()
         self.states.clear()
@@ -144,7 +163,8 @@ class Prefixes:
             assert sequence.computed <= room, f"{sequence}: {room} tokens of pages"
             for table in sequence.windows:
                 assert sequence.computed <= len(table.pages) * self._pages.page_size <= room, f"{sequence}: a window"
-        self._pages.check((page for sequence in running for page in sequence.pages), self._tree or ())
+        held = (page for sequence in running for page in sequence.pages)
+        self._pages.check(chain(held, self.transfers.held), self._tree or ())
         for place, window in enumerate(self.windows):
             window.check([sequence.windows[place] for sequence in running], self._tree or ())
         self.states.check(running)
@@ -158,9 +178,3 @@ class Prefixes:
             for place in range(table.first, len(path)):
                 if path[place] in self._tree:
                     window.attach(path[place], table, place)
-
-    def _key(self, sequence: Sequence, before: list[int]) -> _PageKey:
-        """Of the page of a sequence that follows those before it, which the tree holds."""
-        size, place = self._pages.page_size, len(before)
-        last = before[-1] if before else sequence.request.salt
-        return last, tuple(sequence.tokens[place * size : (place + 1) * size])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
-from strata.engine.plan import NOTHING, RankPlans, StepPlan
+from strata.engine.plan import NOTHING, Arrival, RankPlans, StepPlan
 from strata.engine.request import Request, Sequence, Update
 from strata.engine.routing.router import Route, Router
 from strata.engine.scheduling.config import SchedulerConfig
@@ -132,7 +132,7 @@ class RankSchedulers:
             raise ValueError(f"request id {request.id!r} is in use by an unfinished request: choose another")
         request.max_length(self.config.max_length, self.pages.parts[0])  # no route for what can never run
         caches = self._caches and request.params.prompt_logprobs is None
-        route = self._router.route(request.prompt, request.salt, samples=request.params.n, caches=caches)
+        route = self._router.route(request.prompt, str(request.extra_key), samples=request.params.n, caches=caches)
         try:
             sequences = self._parts[route.replica].add(request, matcher)
         except BaseException:
@@ -149,9 +149,10 @@ class RankSchedulers:
             return None
         return RankPlans.of(tuple(plan or NOTHING for plan in plans))
 
-    def complete(self, plan: StepPlan, ids: Iterable[int]) -> list[Update]:
-        """As `Scheduler.complete`; the ids of the ranks come one after another."""
+    def complete(self, plan: StepPlan, ids: Iterable[int], arrived: Iterable[Arrival] = ()) -> list[Update]:
+        """As `Scheduler.complete`; the ids of the ranks come one after another. No rank has pages elsewhere."""
         assert isinstance(plan, RankPlans)
+        assert not [*arrived], "pages have come that no rank has asked for"
         left, updates = iter(ids), []
         for part, own in zip(self._parts, plan.parts, strict=True):
             updates += part.complete(own, list(islice(left, len(own.draws))))

@@ -10,16 +10,18 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Listed
 from typing import TYPE_CHECKING
 
+from strata.cache.elsewhere import Elsewhere
 from strata.cache.pages import NONE_SHARED, PageAllocator
 from strata.cache.prefix import PrefixTree
 from strata.cache.snapshots import Snapshots
 from strata.cache.window_pages import WindowPages
-from strata.engine.plan import Chunk, Draw, StepPlan
+from strata.engine.plan import REJECTED, Arrival, Chunk, Draw, StepPlan
 from strata.engine.request import Request, Sequence, Status, Update, new_sequence
 from strata.engine.scheduling.admission import Admission
 from strata.engine.scheduling.builder import PlanBuilder
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.decode_runs import DecodeRuns
+from strata.engine.scheduling.decodes import Decodes
 from strata.engine.scheduling.growth import Growth
 from strata.engine.scheduling.held import NOBODY, Held, Holdup
 from strata.engine.scheduling.prefixes import Prefixes
@@ -40,12 +42,13 @@ class Scheduler:
     pages of what a sequence has to prefill are taken at its admission.
 
     No chunk of a step reads what another chunk of it writes. A sequence that could begin with pages that a step fills
-    waits for the next one and finds them; meanwhile others may go before it if they take nothing that it needs.
+    waits for the next one and finds them; meanwhile others may go before it if they take nothing that it needs. One
+    that waits for pages from elsewhere leaves all to others.
 
     `schedule` may be called while one plan is outstanding: then the newest id of each of its sequences is on the device
-    only. With several stages more may be: a sequence whose id is under way is in no further plan, and a plan decodes
-    for its share of those that run, so that all stages have work. Plans are launched and completed in order, each
-    launched before the next call; one that is not needs `reset`.
+    only, and of those with drafts how many ids are new. With several stages more may be: a sequence whose id is under
+    way is in no further plan, and a plan decodes for its share of those that run, so that all stages have work. Plans
+    are launched and completed in order, each launched before the next call; one that is not needs `reset`.
     """
 
     def __init__(
@@ -55,25 +58,28 @@ class Scheduler:
         prefix: PrefixTree | None,
         windows: Listed[WindowPages] = (),
         snapshots: Snapshots | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         """`prefix` None turns prefix caching off. windows: of layers that do not keep all tokens, which the tree has as
         attached; pages of a sequence's tokens in them are taken chunk by chunk. snapshots: where layers have a fixed
-        state, attached too."""
+        state, attached too. elsewhere: what is found there comes into the pool; None: nothing ever is."""
         self.config = config
         self.statistics = Statistics()
         self._pages = pages
         self._windows = Windows(windows) if windows else None
         self._states = States(pages.page_size, prefix, snapshots)
-        self._prefixes = Prefixes(pages, prefix, windows, self._states)
+        self._prefixes = Prefixes(pages, prefix, windows, self._states, elsewhere)
         self._requests: dict[str, list[Sequence]] = {}
         self._sequences: dict[int, Sequence] = {}  # all that are unfinished, by id
         self._queues = Queues(min(config.max_sequences, config.max_tokens))
         self._admission = Admission(pages, self._prefixes, self._queues, self._windows)
         self._growth = Growth(pages, self._prefixes, self._queues, self._windows, self._preempt)
-        self.decode_runs = DecodeRuns(pages, self._prefixes, self._queues, self._admission)
+        self._decodes = Decodes(pages, self._queues, self._growth, self._windows, self._states)
+        self.decode_runs = DecodeRuns(pages, self._prefixes, self._queues, self._admission, config.draws)
         self._next_id = config.rank
         self._preempted: list[int] = []
         self._holdup: Holdup | None = None
+        self._rests = False  # the plan is outstanding that waits for transfers alone
 
     @property
     def max_sequences(self) -> int:
@@ -154,7 +160,7 @@ class Scheduler:
         which those in line have waited."""
         self._prefixes.publish()
         builder = PlanBuilder(self.config.max_tokens, self._pages.page_size)
-        prefilling = self._decode(builder)
+        prefilling = self._decodes.plan(builder, self.config)
         may_admit = bool(self._queues.waiting) and self._queues.free_slots > 0
         if self.config.target is not None and (prefilling or may_admit):
             builder.make_room(self.config.target, self._admission.in_line(prefilling, now))
@@ -168,32 +174,47 @@ class Scheduler:
         self._admit_waiting(builder)
         # A step of several stages has a part of the sequences, and what those share is not known.
         shared = self._pages.shared if self.config.stages == 1 else NONE_SHARED
+        transfers = self._prefixes.transfers
+        if builder.runs_none:
+            # If nothing runs and nothing is under way but transfers, a plan waits for one of them.
+            if not transfers.under_way or self._queues.running or self._rests:
+                return None
+            self._rests = True
+        if transfers.under_way:
+            builder.copies += transfers.take_unsent()
         plan = builder.plan(self._queues.ended, shared)
-        if plan is not None:
-            self._queues.ended = []
+        self._queues.ended = []
         return plan
 
-    def complete(self, plan: StepPlan, ids: Iterable[int]) -> list[Update]:
-        """Take the sampled ids, in the order of the plan's draws, and end the sequences that they end.
+    def complete(self, plan: StepPlan, ids: Iterable[int], arrived: Iterable[Arrival] = ()) -> list[Update]:
+        """Take the sampled ids, in the order of the plan's draws, and end the sequences that they end. arrived: pages
+        from elsewhere, since the plan before.
 
-        Ids for sequences that have ended in the meantime are dropped. A negative id says that none could be drawn: the
-        whole request ends then with the reason "error", the sample that failed first of its updates.
+        Ids for sequences that have ended in the meantime are dropped, and so is what is `REJECTED`. Another negative id
+        says that none could be drawn: the whole request ends then with the reason "error", the sample that failed first
+        of its updates.
         """
+        self._prefixes.transfers.arrive(arrived)
+        self._rests = self._rests and bool(plan.chunks)
         updates: list[Update] = []
         failed: list[Sequence] = []
         unfinished = self._sequences
+        newest: Sequence | None = None
         for (id, _), token in zip(plan.draws, ids, strict=True):
             sequence = unfinished.get(id)
             if sequence is None:
                 continue
+            sequence.pending -= 1
             if token < 0:
-                failed.append(sequence)
+                if token == REJECTED:
+                    self._reject(sequence)
+                else:
+                    failed.append(sequence)
                 continue
             if not sequence.verified:
                 self._verify(sequence)
             tokens = sequence.tokens
             tokens.append(token)
-            sequence.pending -= 1
             reason = None
             if token in sequence.end_ids and len(tokens) >= sequence.min_length:
                 reason = "stop"
@@ -201,7 +222,12 @@ class Scheduler:
             elif len(tokens) >= sequence.max_length:
                 reason = "length"
                 self._end(sequence, reason, None)
-            updates.append(Update(sequence, token, reason))
+            if sequence is newest:  # a draft was right
+                sequence.drafted -= 1
+                updates[-1] = Update(sequence, [*updates[-1].tokens, token], reason)
+                continue
+            updates.append(Update(sequence, [token], reason))
+            newest = sequence
         for sequence in failed:  # last, because what another draw of this step could read is valid
             self._invalidate(sequence)
             updates += self.fail(sequence)
@@ -216,7 +242,7 @@ class Scheduler:
         for sample in ended:
             sample.error = error
             self._end(sample, "error", None)
-        return [Update(sample, None, "error") for sample in ended]
+        return [Update(sample, [], "error") for sample in ended]
 
     def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence for a reason that ids do not tell, such as a stop string. It may have ended already."""
@@ -237,7 +263,7 @@ class Scheduler:
             sequence.slot, sequence.pages, sequence.windows, sequence.marks = None, [], (), None
             sequence.unforked = []
         self._requests, self._sequences = {}, {}
-        self._preempted, self._holdup = [], None
+        self._preempted, self._holdup, self._rests = [], None, False
         self._queues.clear()
         self._admission.clear()
         self._pages.clear()
@@ -249,12 +275,19 @@ class Scheduler:
         queues.check()
         for sequence in queues.running:
             assert sequence.computed <= len(sequence.tokens) + sequence.pending, f"{sequence}: computed too much"
+            assert 0 <= sequence.drafted <= max(0, sequence.pending - 1), f"{sequence}: {sequence.drafted} drafted"
         unforked = [sample for sequence in (*queues.running, *queues.waiting) for sample in sequence.unforked]
         known = [sequence for sequences in self._requests.values() for sequence in sequences]
         listed = [*queues.running, *queues.waiting, *(sample for sample in unforked if not sample.finished)]
         assert sorted(known, key=order) == sorted(listed, key=order), "a sequence is lost or listed twice"
         assert self._sequences == {sequence.id: sequence for sequence in known}, "a sequence that ended is found by id"
         self._prefixes.check(queues.running)
+
+    def _reject(self, sequence: Sequence) -> None:
+        """A row of a sequence was behind a wrong draft: what it computed there is written over."""
+        sequence.drafted -= 1
+        if sequence.status is Status.RUNNING:
+            self._states.reject(sequence)
 
     def _verify(self, sequence: Sequence) -> None:
         """A sequence has drawn its first id since it started; if it still runs, its pages are those that were read."""
@@ -268,47 +301,6 @@ class Scheduler:
         for sample in self._requests.get(sequence.request.id, ()):
             sample.verified = False  # its pages must not come back as verified ones
 
-    def _decode(self, builder: PlanBuilder) -> list[Sequence]:
-        """Plan a token for each running sequence that samples; returns those that still prefill."""
-        prefilling = []
-        running, size, is_shared = self._queues.running, self._pages.page_size, self._pages.is_shared
-        stages, every = self.config.stages, self._states.every
-        share = -(-len(running) // stages)
-        position = 0
-        while position < len(running):  # preemption shortens the list behind `position`
-            sequence = running[position]
-            position += 1
-            start = sequence.computed
-            total = len(sequence.tokens) + sequence.pending
-            if start < total - 1 or start < sequence.prompt_length:
-                prefilling.append(sequence)
-                continue
-            if total >= sequence.max_length:
-                continue  # its last id is on the way
-            if stages > 1 and (sequence.pending or len(builder.decodes) >= share):
-                continue
-            pages = sequence.pages
-            if (start == len(pages) * size or is_shared(pages[-1])) and not self._growth.grow(sequence, builder):
-                continue
-            sent = sequence.sent_pages
-            unsent: tuple[int, ...] = ()
-            if sent < len(pages):
-                unsent = tuple(pages[sent:])
-                sequence.sent_pages = len(pages)
-                if self._windows is not None:
-                    builder.windows += self._windows.unsent(sequence, sent)
-            slot = sequence.slot
-            assert slot is not None
-            builder.decodes.append(Chunk(sequence.id, slot, start, 1, sequence.draws, sent, unsent))
-            if sequence.long_bad_words:
-                builder.banned += ((slot, token) for token in sequence.completed_bad_words())
-            sequence.computed = start + 1
-            sequence.pending += 1
-            if every and not sequence.computed % every:
-                self._states.keep(sequence, builder)
-        builder.budget -= len(builder.decodes)
-        return prefilling
-
     def _prefill(self, sequence: Sequence, count: int, builder: PlanBuilder) -> None:
         """Plan so many of the tokens that a sequence has not computed."""
         start, total, slot = sequence.computed, len(sequence.tokens), sequence.slot
@@ -316,6 +308,8 @@ class Scheduler:
         builder.take(start, count, self._states.wanted(sequence, start))
         if not count:
             return
+        if sequence.marks is not None:
+            self._states.after_drafts(sequence, builder)
         sequence.computed = start + count
         self._states.keep(sequence, builder)
         if self._windows is not None:
@@ -356,23 +350,28 @@ class Scheduler:
         """Admit in order, until a sequence must wait for pages or an id and all behind it with it. before: only those
         that come before this one, as those of a higher priority do.
 
-        Those that wait for what this step fills are deferred instead. Slots and pages are reserved for them, and those
-        behind them have to fit into this step whole, so that the next step is theirs.
+        Those that wait for what comes from elsewhere are passed over. Those that wait for what this step fills are
+        deferred: slots and pages are reserved for them, and those behind them have to fit into this step whole, so that
+        the next step is theirs.
         """
         waiting, size = self._queues.waiting, self._pages.page_size
-        deferred = reserved = 0
+        passed = deferred = reserved = 0
         self._holdup = None
-        while deferred < len(waiting) and deferred < self._queues.free_slots and builder.budget:
-            sequence = waiting[deferred]
+        while passed < len(waiting) and deferred < self._queues.free_slots and builder.budget:
+            sequence = waiting[passed]
             if before is not None and sequence.order > before.order:
                 break
             found = self._admission.find(sequence, reserved)
             if found is None:
                 self._holdup = "pages"
                 break
-            if self._prefixes.is_pending(sequence, found):
+            if found == "loading":
+                passed += 1
+                continue
+            if self._prefixes.is_filling(sequence, found):
                 self._prefixes.release(found)
-                deferred, reserved = deferred + 1, reserved + self._admission.wanted(sequence, found)
+                passed, deferred = passed + 1, deferred + 1
+                reserved += self._admission.wanted(sequence, found)
                 continue
             cached = len(found) * size
             self._states.mark(sequence, cached)
@@ -386,11 +385,11 @@ class Scheduler:
                 self._prefixes.release(found)
                 self._holdup = "step_full"
                 break
-            del waiting[deferred]
+            del waiting[passed]
             self._admit(sequence, found, builder)
             self._prefill(sequence, count, builder)
         if waiting and self._holdup is None:
-            if deferred:
+            if passed:
                 self._holdup = "prefix"
             else:
                 self._holdup = "step_full" if self._queues.free_slots else "slot"

@@ -19,6 +19,9 @@ class States:
     - behind the last full page of a prompt that a repetition of it could begin with;
     - behind the last page that it has in common with what the tree knows, where others may part from it too;
     - and behind `SNAPSHOT_TOKENS` or more, where a chunk ends with a page; decodes, too.
+
+    One more is taken before a chunk with drafts. If one of these is rejected, the sequence goes on from there and
+    computes what was accepted anew. It waits until that is known.
     """
 
     def __init__(self, page_size: int, tree: PrefixTree | None, snapshots: Snapshots | None) -> None:
@@ -41,7 +44,7 @@ class States:
         sequence.marks = Marks(newest=cached)
         if self.every and self._tree is not None:
             tokens, size = sequence.tokens, self._size
-            ends = self._tree.depth(tokens, sequence.request.salt) * size, (len(tokens) - 1) // size * size
+            ends = self._tree.depth(tokens, sequence.extra_key) * size, (len(tokens) - 1) // size * size
             sequence.marks.ends = tuple(sorted({end for end in ends if end > cached}))
 
     def wanted(self, sequence: Sequence, start: int) -> int:
@@ -55,6 +58,41 @@ class States:
         count = builder.chunk(start, wanted)
         over = (start + count) % self._size if self.every and count < wanted else 0
         return count - over if count > over else count
+
+    def before_drafts(self, sequence: Sequence, rows: int, builder: PlanBuilder) -> int:
+        """How many of so many rows, all but the first behind drafts, a sequence can run and go back from."""
+        marks, start = sequence.marks, sequence.computed
+        if marks is None:
+            return rows
+        if self.every:  # the state behind a page of which a snapshot is due is that of a chunk that ends there
+            rows = max(1, min(rows, self.every - 1 - start % self.every))
+        assert self._snapshots is not None
+        assert sequence.slot is not None
+        row = self._snapshots.take() if rows > 1 else None
+        if row is None:
+            return 1
+        marks.undo = row, start
+        builder.states_before.append((sequence.slot, row))
+        return rows
+
+    def reject(self, sequence: Sequence) -> None:
+        """A draft of the newest chunk of a running sequence is rejected."""
+        if sequence.marks is not None:
+            assert sequence.marks.undo is not None
+            sequence.computed = sequence.marks.undo[1]
+        else:
+            sequence.computed -= 1
+
+    def after_drafts(self, sequence: Sequence, builder: PlanBuilder) -> None:
+        """A sequence goes on, from where it has gone back to if a draft of it was rejected."""
+        marks = sequence.marks
+        if marks is not None and marks.undo is not None:
+            assert self._snapshots is not None
+            assert sequence.slot is not None
+            row, tokens = marks.undo
+            if sequence.computed == tokens:
+                builder.states_before.append((row, sequence.slot))
+            self._snapshots.give_back_undo(marks)
 
     def begin(self, sequence: Sequence, found: list[int], builder: PlanBuilder) -> None:
         """A sequence has got a slot and goes on behind the pages that were found for it."""
@@ -100,6 +138,7 @@ class States:
         """A sequence ends or pauses."""
         if self._snapshots is not None and sequence.marks is not None:
             self._snapshots.give_back(sequence.marks)
+            self._snapshots.give_back_undo(sequence.marks)
         sequence.marks = None
 
     def clear(self) -> None:

@@ -30,9 +30,9 @@ class Windows:
             for group, room in zip(self.groups, self.room, strict=True)
         )
 
-    def have_room(self) -> bool:
-        """Whether each group has a free page, if need be one that only the tree has kept."""
-        return all(group.make_room() for group in self.groups)
+    def have_room(self, pages: int) -> bool:
+        """Whether each group has so many free pages, if need be some that only the tree has kept."""
+        return all(group.make_room(pages) for group in self.groups)
 
     def fitting(self, sequence: Sequence, start: int, count: int) -> int:
         """How many of the next `count` tokens there are pages for, behind `start`; what lies behind their windows is
@@ -57,9 +57,9 @@ class Windows:
         sample.windows = tuple(group.fork(table) for group, table in both)
 
     def trim(self, sequence: Sequence) -> None:
-        """Give back what lies behind the windows of a sequence's next token."""
+        """Give back what lies behind the windows of a sequence's next token, even if all drafts are rejected."""
         for group, table in zip(self.groups, sequence.windows, strict=True):
-            group.trim(table, sequence.computed)
+            group.trim(table, sequence.computed - sequence.drafted)
 
     def extend(self, sequence: Sequence, tokens: int) -> None:
         """Take pages for so many tokens of a sequence in all; the room was asked for."""

@@ -97,7 +97,7 @@ def replay(
         updates = scheduler.complete(plan, [_ID] * len(plan.draws))
         host[-1] += time.thread_time() - began
         for update in updates:
-            times[int(update.sequence.request.id)].append(now)
+            times[int(update.sequence.request.id)] += [now] * len(update.tokens)
     preempted = scheduler.statistics.preemptions
     return Replayed(
         now - start,

@@ -144,8 +144,9 @@ class Replica:
         if output is not None and output.updates:
             runner.now += self._host.deliver(len(output.updates))
             heard = runner.now + self._host.answer
-            for sequence, _, reason in output.updates:
-                self._deliver(self._jobs[sequence.request.id], heard, has_ended=reason is not None)
+            for update in output.updates:
+                job = self._jobs[update.sequence.request.id]
+                self._deliver(job, heard, has_ended=update.finish_reason is not None)
         if until == math.inf and self._in_runs and (run := self._next_run()) is not None:
             self._run, self.wake = run, run.ends[-1]
         else:

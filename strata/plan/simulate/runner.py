@@ -20,6 +20,7 @@ class SimulatedStep:
     logprobs: None = None
     prompt_logprobs: tuple[()] = ()
     masked = False
+    arrived: tuple[()] = ()
 
     def __init__(self, runner: SimulatedRunner, plan: StepPlan, ids: list[int], done: float, size: Hashable) -> None:
         self._runner, self.plan, self.ids, self.done, self.size = runner, plan, ids, done, size

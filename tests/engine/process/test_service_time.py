@@ -33,7 +33,7 @@ def test_the_host_time_of_a_step_is_small() -> None:
     for sequence in sequences:
         sequence.status = Status.RUNNING
     timing = StepTiming(NOTHING, (), 1e12, 0.0, 0.0)
-    output = StepOutput([Update(sequence, 77, None) for sequence in sequences], {}, None, [], timing)
+    output = StepOutput([Update(sequence, [77], None) for sequence in sequences], {}, None, [], timing)
     scheduler = SimpleNamespace(
         running=256,
         waiting=0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from strata.cache.window_pages import WindowPages
 from strata.engine.plan import StepPlan
@@ -10,24 +10,24 @@ from tests.engine.scheduling.window_device import WindowDevice
 
 
 class StateDevice(WindowDevice):
-    """states: by row, the salt and the ids that its state has taken up."""
+    """states: by row, the extra key and the ids that its state has taken up."""
 
-    def __init__(self, page_size: int, windows: Sequence[WindowPages], slots: int) -> None:
-        super().__init__(page_size, windows)
+    def __init__(self, page_size: int, windows: Sequence[WindowPages], slots: int, right: float = 0.5) -> None:
+        super().__init__(page_size, windows, right)
         self.slots_there = slots
-        self.states: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self.states: dict[int, tuple[Hashable, tuple[int, ...]]] = {}
 
-    def launch(self, plan: StepPlan) -> list[int]:
+    def look(self, plan: StepPlan) -> None:
         for source, target in plan.states_before:
-            assert target < self.slots_there < source, "no snapshot is restored, or not to a slot"
+            assert min(source, target) < self.slots_there < max(source, target), "neither to a snapshot nor from one"
             self.states[target] = self.states[source]
-        before = {new.id: new.tokens for new in plan.new} | self.truth
         chunks = {chunk.slot: chunk for chunk in plan.chunks}
         for chunk in plan.chunks:
-            salt, truth = self.asked[chunk.sequence][1], tuple(before[chunk.sequence])
-            if chunk.start:
-                assert self.states[chunk.slot] == (salt, truth[: chunk.start]), "a chunk begins from another state"
-            self.states[chunk.slot] = salt, truth[: chunk.start + chunk.count]
+            extra_key, run = self.asked[chunk.sequence][1], self.runs[chunk.slot]
+            if run.start:
+                before = extra_key, tuple(run.tokens[: run.start])
+                assert self.states[chunk.slot] == before, "a chunk begins from another state"
+            self.states[chunk.slot] = extra_key, tuple(run.tokens)
         targets = [target for _, target in plan.states_after]
         assert len(set(targets)) == len(targets), "two states are copied to one row"
         for source, target in plan.states_after:
@@ -35,4 +35,4 @@ class StateDevice(WindowDevice):
             assert target not in chunks, "a state is copied over one that the step has computed"
             assert target != self.slots_there, "a state is copied to the row of padding"
             self.states[target] = self.states[source]
-        return super().launch(plan)
+        super().look(plan)

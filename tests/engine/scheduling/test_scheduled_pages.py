@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from strata.engine.plan import StepPlan
-from strata.engine.request import Request, Sequence
+from strata.engine.request import Request, Sequence, Update
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling.plans import finish, request, scheduler, shares, step
@@ -174,11 +174,11 @@ class TestFailure:
         plan = of.schedule()
         assert plan is not None
         updates = of.complete(plan, [7, -1, 7])
-        assert [(update.sequence, update.token, update.finish_reason) for update in updates] == [
-            (broken[0], 7, None),
-            (healthy, 7, None),
-            (broken[1], None, "error"),
-            (broken[0], None, "error"),
+        assert updates == [
+            Update(broken[0], [7], None),
+            Update(healthy, [7], None),
+            Update(broken[1], [], "error"),
+            Update(broken[0], [], "error"),
         ]
         of.check()
         list(finish(of))

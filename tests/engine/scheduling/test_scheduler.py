@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.engine.request import MAX_AHEAD, Request, Status, seconds_ahead
+from strata.engine.request import MAX_AHEAD, Request, Status, Update, seconds_ahead
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
 from tests.engine.scheduling.plans import finish, request, scheduler, shares, step
@@ -166,7 +166,7 @@ class TestRunAhead:
         assert (shares(of, first), shares(of, second)) == ([("a", 0, 5)], [("a", 5, 1)])
         assert (len(sequence.tokens), sequence.pending) == (5, 2)
         assert first is not None
-        assert of.complete(first, [7]) == [(sequence, 7, None)]
+        assert of.complete(first, [7]) == [Update(sequence, [7], None)]
         assert sequence.pending == 1
 
     def test_nothing_is_planned_beyond_the_length_that_is_known_ahead(self) -> None:
@@ -184,7 +184,7 @@ class TestRunAhead:
         first, second = of.schedule(), of.schedule()
         assert first is not None
         assert second is not None
-        assert of.complete(first, [0]) == [(sequence, 0, "stop")]
+        assert of.complete(first, [0]) == [Update(sequence, [0], "stop")]
         of.check()
         assert of.complete(second, [7]) == []
         assert sequence.outputs == [0]

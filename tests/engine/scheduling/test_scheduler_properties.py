@@ -16,7 +16,8 @@ from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
 from strata.cache.snapshots import Snapshots
 from strata.cache.window_pages import WindowPages
-from strata.engine.plan import StepPlan
+from strata.engine.given.segments import Content, positions
+from strata.engine.plan import NOTHING, StepPlan, Tags
 from strata.engine.request import Request, Sequence
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling import room
@@ -24,6 +25,7 @@ from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.room import StepTarget
 from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.scheduling.step_times import StepTimes
+from tests.engine.scheduling.shelf import Carrier, Shelf
 from tests.engine.scheduling.state_device import StateDevice
 from tests.engine.scheduling.window_device import WindowDevice
 from tests.engine.simulated import EOS, POISON, STOP_ID, STOP_TEXT, VOCABULARY, uncrowded
@@ -34,6 +36,10 @@ TIMES = [
     StepTimes(0.001, 0.001, 0.0005, 0.0001, 0.0001, 0.0004, 0.0001),
     StepTimes(0.001, 0.001, 0.05, 0.01, 0.01, 0.001, 0.001),
 ]
+
+
+# The most ids that a step brings a sequence, and how likely a draft is right.
+DRAFTING = st.tuples(st.sampled_from([1, 1, 2, 3, 5]), st.sampled_from([0.0, 0.5, 0.8, 1.0]))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -62,15 +68,19 @@ class Engine:
         ahead: bool,
         windows: tuple[WindowPages, ...] = (),
         snapshots: Snapshots | None = None,
+        right: float = 0.5,
+        shelf: Shelf | None = None,
     ) -> None:
         self.allocator, self.windows, self.snapshots = PageAllocator(pages, page_size), windows, snapshots
         attached = windows if snapshots is None else (*windows, snapshots)
         self.prefix = PrefixTree(self.allocator, attached) if caching else None
-        self.scheduler = Scheduler(config, self.allocator, self.prefix, windows, snapshots)
-        self.device = WindowDevice(page_size, windows)
+        self.scheduler = Scheduler(config, self.allocator, self.prefix, windows, snapshots, shelf)
+        self.device = WindowDevice(page_size, windows, right)
         if snapshots is not None:
-            self.device = StateDevice(page_size, windows, config.max_sequences)
+            self.device = StateDevice(page_size, windows, config.max_sequences, right)
+        self.carrier = Carrier(self.device, shelf) if shelf is not None else None
         self.ahead = ahead
+        self.outputs: dict[int, list[int]] = {}  # by sequence
         self.outstanding: Outstanding | None = None
 
     def fits(self, tokens: int) -> bool:
@@ -88,11 +98,20 @@ class Engine:
             assert before is not None or not self.scheduler.has_work, "work is left and nothing runs"
             self.outstanding = None
         else:
-            assert 0 < plan.tokens <= self.scheduler.config.max_tokens
+            assert (0 if self.carrier else 1) <= plan.tokens <= self.scheduler.config.max_tokens
             sent = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
             assert sent == plan
             self.outstanding = Outstanding(plan, self.device.launch(sent))
+        self._scribble()
         self._take(before)
+
+    def _scribble(self) -> None:
+        """What lies on pages that nobody holds is lost."""
+        groups = zip((window.books for window in self.windows), self.device.pages_of, strict=True)
+        for books, contents in ((self.allocator, self.device.pages), *groups):
+            for page in [books.allocate() for _ in range(books.free)]:
+                contents.pop(page, None)
+                books.release(page)
 
     def complete(self) -> None:
         before, self.outstanding = self.outstanding, None
@@ -105,23 +124,33 @@ class Engine:
             self.step()
             steps += 1
             assert steps < 20_000, "no end in sight"
+        while self.carrier is not None and self.carrier.coming:
+            self.scheduler.complete(NOTHING, [], self.carrier.arrive())
         return steps
 
     def _take(self, before: Outstanding | None) -> None:
         if before is None:
             return
-        for update in self.scheduler.complete(before.plan, before.ids):
+        self.device.learnt(before.plan, before.ids)
+        arrived = self.carrier.arrive() if self.carrier is not None else ()
+        for update in self.scheduler.complete(before.plan, before.ids, arrived):
             sequence = update.sequence
             assert sequence.finish_reason == update.finish_reason
-            if update.token is None:
+            if not update.tokens:
                 assert sequence.finish_reason == "error"
                 assert not sequence.pages
                 continue
-            assert sequence.tokens[-1] == update.token
-            params = sequence.request.params
-            long_enough = len(sequence.outputs) >= params.min_tokens
-            if update.token == STOP_TEXT and params.detokenize and long_enough:
+            assert sequence.tokens[-len(update.tokens) :] == update.tokens
+            self._read(sequence, update.tokens)
+
+    def _read(self, sequence: Sequence, tokens: list[int]) -> None:
+        """Take ids up to a stop string."""
+        params, outputs = sequence.request.params, self.outputs.setdefault(sequence.id, [])
+        for token in tokens:
+            outputs.append(token)
+            if token == STOP_TEXT and params.detokenize and len(outputs) >= params.min_tokens:
                 self.scheduler.finish(sequence, "stop", "text")
+                return
 
 
 class Load(RuleBasedStateMachine):
@@ -135,6 +164,7 @@ class Load(RuleBasedStateMachine):
         caching=st.booleans(),
         ahead=st.booleans(),
         times=st.sampled_from([None, None, *TIMES]),
+        drafting=DRAFTING,
     )
     def start(
         self,
@@ -145,11 +175,12 @@ class Load(RuleBasedStateMachine):
         caching: bool,
         ahead: bool,
         times: StepTimes | None,
+        drafting: tuple[int, float],
     ) -> None:
         self.longest = 48
         target = None if times is None else StepTarget(0.020, times)
-        config = SchedulerConfig(slots, budget, self.longest, target=target)
-        self.engine = Engine(max(1, tokens // page_size), page_size, config, caching, ahead)
+        config = SchedulerConfig(slots, budget, self.longest, target=target, draws=drafting[0])
+        self.engine = Engine(max(1, tokens // page_size), page_size, config, caching, ahead, right=drafting[1])
         self.sequences: list[Sequence] = []
         self.aborted: set[str] = set()
 
@@ -162,6 +193,8 @@ class Load(RuleBasedStateMachine):
         min_tokens=st.sampled_from([0, 0, 1]),
         priority=st.sampled_from([0, 0, 0, 1, -1]),
         salt=st.sampled_from(["", "", "other"]),
+        tags=st.sampled_from([None, None, Tags(), Tags(adapter="a"), Tags(draft="a"), Tags(weights="2")]),
+        content=st.sampled_from([0, 0, 0, 2, 9]),
         flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
         poison=st.sampled_from([False, False, False, True]),
     )
@@ -175,13 +208,16 @@ class Load(RuleBasedStateMachine):
         min_tokens: int,
         priority: int,
         salt: str,
+        tags: Tags | None,
+        content: int,
         flags: tuple[bool, bool, bool],
         poison: bool,
     ) -> None:
         ignore_eos, stop_text, scored = flags
         source = random.Random(seed)
         shared = random.Random(seed % 2).choices(range(3, VOCABULARY), k=common)
-        prompt = [*shared, *source.choices(range(3, VOCABULARY), k=own)]
+        image = [Content(content, bytes([seed % 2]))] if content else []
+        prompt = [*positions([shared, *image, source.choices(range(3, VOCABULARY), k=own)])]
         if poison:
             prompt[seed % len(prompt)] = POISON
         params = SamplingParams(
@@ -194,7 +230,8 @@ class Load(RuleBasedStateMachine):
             prompt_logprobs=0 if scored and seed % 5 == 0 else None,
         )
         number = len(self.sequences)
-        request = Request(str(number), tuple(prompt), params, priority, float(number), salt, frozenset([EOS]))
+        ends, arrival = frozenset([EOS]), float(number)
+        request = Request(str(number), tuple(prompt), params, priority, arrival, salt, ends, tags=tags)
         limit = min(len(prompt) + (max_tokens or self.longest), self.longest)
         if not self.engine.fits(limit - 1):
             with pytest.raises(ValueError, match="KV pages"):
@@ -203,7 +240,7 @@ class Load(RuleBasedStateMachine):
         added = self.engine.scheduler.add(request)
         assert [sequence.index for sequence in added] == list(range(n))
         self.sequences += added
-        self.engine.device.asked.update((sequence.id, (sequence.index, salt)) for sequence in added)
+        self.engine.device.asked.update((sequence.id, (sequence.index, sequence.extra_key)) for sequence in added)
 
     @rule(steps=st.integers(1, 12))
     def step(self, steps: int) -> None:
@@ -234,16 +271,21 @@ class Load(RuleBasedStateMachine):
         for books in (engine.allocator, *(window.books for window in engine.windows)):
             assert books.free + books.idle == books.num_pages, "a page leaked"
         assert engine.scheduler.running == engine.scheduler.waiting == 0
+        for sequence in self.sequences if engine.prefix is not None else ():
+            cached = engine.prefix.match(sequence.tokens, sequence.extra_key)
+            assert engine.device.holds(cached, sequence.tokens, sequence.extra_key), "a page of other tokens is cached"
+            engine.allocator.release_all(cached)
         if engine.prefix is not None and not self.aborted:  # nobody has learnt what an aborted request computed
             assert not engine.device.poisoned(engine.prefix)
         for sequence in self.sequences:
             outputs, finish_reason, stop_reason = uncrowded(sequence.request, sequence.index, self.longest)
             assert sequence.finished
+            found = engine.outputs.get(sequence.id, [])
             if sequence.finish_reason == "abort":
                 assert sequence.request.id in self.aborted
-                assert sequence.outputs == outputs[: len(sequence.outputs)]
+                assert found == outputs[: len(found)]
             else:
-                assert sequence.outputs == outputs
+                assert found == outputs
                 assert (sequence.finish_reason, sequence.stop_reason) == (finish_reason, stop_reason)
 
 

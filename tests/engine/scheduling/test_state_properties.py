@@ -15,7 +15,7 @@ from strata.cache.snapshots import Marks, Snapshots
 from strata.cache.window_pages import WindowPages
 from strata.engine.scheduling import states
 from strata.engine.scheduling.config import SchedulerConfig
-from tests.engine.scheduling.test_scheduler_properties import Engine, Load
+from tests.engine.scheduling.test_scheduler_properties import DRAFTING, Engine, Load
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -38,6 +38,7 @@ class StateLoad(Load):
         budget=st.integers(1, 40),
         caching=st.booleans(),
         ahead=st.booleans(),
+        drafting=DRAFTING,
     )
     def start(
         self,
@@ -50,16 +51,17 @@ class StateLoad(Load):
         budget: int,
         caching: bool,
         ahead: bool,
+        drafting: tuple[int, float],
     ) -> None:
         self.longest = 48
-        config = SchedulerConfig(slots, budget, self.longest)
+        config = SchedulerConfig(slots, budget, self.longest, draws=drafting[0])
         pages = max(1, tokens // page_size) if all_tokens else 1000
         kinds: tuple[WindowPages, ...] = ()
         if window is not None:
             least = window_pages.most_pages(window, page_size) + 1
             kinds = (WindowPages(least + tokens // page_size, page_size, window),)
         rows = Snapshots(slots + 1, snapshots, page_size)
-        self.engine = Engine(pages, page_size, config, caching, ahead, kinds, rows)
+        self.engine = Engine(pages, page_size, config, caching, ahead, kinds, rows, right=drafting[1])
         self.sequences = []
         self.aborted = set()
 

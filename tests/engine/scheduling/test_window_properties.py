@@ -13,7 +13,7 @@ from hypothesis.stateful import initialize
 from strata.cache import window_pages
 from strata.cache.window_pages import WindowPages
 from strata.engine.scheduling.config import SchedulerConfig
-from tests.engine.scheduling.test_scheduler_properties import Engine, Load
+from tests.engine.scheduling.test_scheduler_properties import DRAFTING, Engine, Load
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -36,6 +36,7 @@ class WindowLoad(Load):
         budget=st.integers(1, 40),
         caching=st.booleans(),
         ahead=st.booleans(),
+        drafting=DRAFTING,
     )
     def start(
         self,
@@ -47,15 +48,16 @@ class WindowLoad(Load):
         budget: int,
         caching: bool,
         ahead: bool,
+        drafting: tuple[int, float],
     ) -> None:
         self.longest = 48
-        config = SchedulerConfig(slots, budget, self.longest)
+        config = SchedulerConfig(slots, budget, self.longest, draws=drafting[0])
         pages = max(1, tokens // page_size) if all_tokens else 1000
         kinds = []
         for window, more in windows:
             least = window_pages.most_pages(window, page_size) + 1
             kinds.append(WindowPages(least + more // page_size, page_size, window))
-        self.engine = Engine(pages, page_size, config, caching, ahead, tuple(kinds))
+        self.engine = Engine(pages, page_size, config, caching, ahead, tuple(kinds), right=drafting[1])
         self.sequences = []
         self.aborted = set()
 

@@ -80,7 +80,7 @@ def watched(
             samples = loop.add(request)
             names[samples[0].id] = request.id
             times.queued(request.id, [request.id], samples, Arrival(request.arrival, *[runner.now] * 3))
-            runner.device.asked.update((sample.id, (sample.index, request.salt)) for sample in samples)
+            runner.device.asked.update((sample.id, (sample.index, sample.extra_key)) for sample in samples)
         output = loop.step()
         if output is None:
             continue
