@@ -14,7 +14,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from strata.cli import plan_training as cli_plan_training
 from strata.cli import serve as serve_cli
 from strata.cli.main import app
 from strata.engine.engine_config import EngineConfig, EngineSizes
@@ -34,6 +33,7 @@ from strata.plan.search.memory import Memory, needed_tokens
 from strata.plan.search.precision import AS_CHECKPOINT, IN_FEWER_BITS, Precision
 from strata.plan.search.search import Question, Search, rank
 from strata.plan.search.traffic import Objectives, Traffic
+from strata.plan.training import plan as training_module
 from strata.train.predict.flops import active_elements
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 
@@ -283,7 +283,7 @@ def test_a_path_that_cannot_be_written_is_said_before_the_search(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(Search, "run", lambda _: pytest.fail("the search ran"))
-    monkeypatch.setattr(cli_plan_training, "training_plan", lambda *_: pytest.fail("the search ran"))
+    monkeypatch.setattr(training_module, "training_plan", lambda *_: pytest.fail("the search ran"))
     lengths = ("1B", "--isl", "100", "--osl", "10")
     training = ("1B", "--train", "--batch-tokens", "8192")
     for words, option, name in ((lengths, "--svg", "a.svg"), (lengths, "--html", "a.html"), (training, "--out", "a")):
