@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import gc
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
 
+import msgspec
 import typer
 
 from strata.cli import options
 from strata.cli.bench.options import AsJson, LoadFormat, Model
 from strata.cli.explain_output import Html, TraceFile, show
+from strata.engine.watch.request_ledger import Part, RequestLedger
+
+if TYPE_CHECKING:
+    from strata.plan.explain.explanation import Explanation
 
 # Options that say something of a training run.
 _OF_TRAINING = frozenset({"run", "html", "trace", "as_json"})
 _OF_REQUESTS = frozenset({"request", "url", "html", "trace", "as_json"})
+
 
 if TYPE_CHECKING:
     from strata.bench.explain.measure import AnyWorkload, Workload
@@ -75,10 +84,8 @@ def explain(
     Example: strata explain T3-b16 --model builtin --device cpu --probe
     """
     if request is not None:
-        from strata.cli.explain_request import request_explained
-
         _check_alone(context, "request", "a request of a server", _OF_REQUESTS)
-        show(request_explained(url, request), as_json=as_json, html=html, trace=trace)
+        show(_request_explained(url, request), as_json=as_json, html=html, trace=trace)
         return
     if options.is_given(context, "url"):
         raise ValueError("--url is of the server that has a --request: give its id too")
@@ -216,3 +223,46 @@ def _check_length(setup: Setup, test: str, longest: int) -> None:
             f"{test} has sequences of up to {longest:,} tokens and {setup.model} reads {most:,}: "
             "take another --model, or T3 or T5 with a smaller --prompt and --output"
         )
+
+
+class _Ledger(RequestLedger, frozen=True):
+    """As a server writes it."""
+
+    first_token: float | None = msgspec.field(name="time_to_first_token")
+    first_parts: dict[Part, float] = msgspec.field(name="first_token_parts")
+    beside: float = msgspec.field(name="sequences_beside")
+
+
+class _Told(msgspec.Struct):
+    """model, device: None of a server that does not tell them yet."""
+
+    generations: list[_Ledger]
+    model: str | None = None
+    device: str | None = None
+
+
+def _request_explained(url: str, id: str) -> Explanation:
+    """Of several prompts in one request that which ended last. Raises ValueError if the server does not answer, or does
+    not know the request."""
+    from strata.plan.explain.one_request import explain_request
+
+    if not id.strip():
+        raise ValueError(
+            f"--request {id!r} names none: give the id of an answer, like chatcmpl-..., or its x-request-id"
+        )
+    told = asyncio.run(_told(url, id))
+    if not told.generations:
+        raise ValueError(f"the engine of request {id} has ended, and its ledger with it")
+    longest = max(told.generations, key=lambda ledger: ledger.seconds)
+    return explain_request(longest, name=id, server=url, device=told.device, model=told.model)
+
+
+async def _told(url: str, id: str) -> _Told:
+    from strata.bench.load.connection import Client
+    from strata.bench.load.server import KEY_VARIABLE, fetch
+
+    client = Client(url, os.environ.get(KEY_VARIABLE))
+    try:
+        return await fetch(client, f"/requests/{quote(id, safe='')}", None, _Told)
+    finally:
+        client.close()

@@ -54,7 +54,7 @@ def probe(
     if device == "cuda" and not available:
         raise ValueError("--device cuda: no CUDA device is here; --device cpu measures the processor")
     kind = "cuda" if device == "cuda" or (device == "auto" and available) else "cpu"
-    from strata.bench.comm import ceilings as comm
+    from strata.bench.comm import measure as comm
 
     report = measure(kind, seconds, comm.parts)
     path = file_of(report.product, len(report.gpus))

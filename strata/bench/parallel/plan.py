@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from strata.bench import workloads
 from strata.bench.needs_gpu import why_no_processor
+from strata.hardware.gpu_memory import GpuMemories
 from strata.models.config import DTYPES, ModelConfig
 from strata.models.families import build
 from strata.models.folder import folder_or_shape
@@ -158,3 +160,20 @@ def _fault(config: ModelConfig, ranks: int, expert_parallel: bool, machine: Mach
         f"a rank has {weights / 2**30:.1f} GiB of weights, and its {'GPU' if machine.device == 'cuda' else 'share'} "
         f"{memory / 2**30:.1f} GiB of memory, of which {_WEIGHTS_SHARE:.0%} are for them"
     )
+
+
+def this_machine(device: str, ranks: int | None) -> Machine:
+    """device: auto, cpu or cuda. ranks: as many as are asked for; None: all GPUs, or two processes on a CPU.
+
+    No GPU gets a context: it would take memory of those that are measured. Raises ValueError for a device that is
+    unknown or not there.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device {device!r} is unknown; give auto, cpu or cuda")
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    if device == "cuda" and not gpus:
+        raise ValueError("--device cuda: torch sees no GPU here; --device cpu measures processes")
+    if gpus:
+        memories = [memory.total for memory in GpuMemories.of_this_process().read()]
+        return Machine("cuda", gpus, min(memories) if len(memories) == gpus else None)
+    return Machine("cpu", ranks or 2, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), device == "auto")

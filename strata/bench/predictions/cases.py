@@ -1,12 +1,19 @@
-"""The requests whose steps are measured: decodes, prompts and both together, of sizes that no table was made at."""
+"""Requests whose steps are measured and predicted: decodes, prompts and both, of sizes that no table was made at."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from strata.bench.explain.measure import Workload, facts, measured_steps
+from strata.bench.predictions.errors import StepError, step_errors
 from strata.bench.workloads import InferenceTest, random_prompts
+from strata.plan.step_seconds import StepSeconds
 from strata.text.counted import counted
+
+if TYPE_CHECKING:
+    from strata.engine.llm import LLM
 
 # Decode steps of each case, of which the median counts.
 _STEPS = 8
@@ -65,3 +72,25 @@ def cases() -> Iterator[Case]:
         # The first step is full before the long prompt ends, so its rest runs beside decodes.
         requests = ((sequences, context, _STEPS), (1, tokens, 1))
         yield Case(f"{counted(sequences, 'decode')}, a prompt of {counted(tokens, 'token')}", requests)
+
+
+def fitting(llm: LLM, options: Mapping[str, Any], times: StepSeconds) -> list[Case]:
+    """The cases that an engine's model, slots and memory allow. options: that the engine was asked for."""
+    engine = facts(llm, options, times)
+    return [
+        case
+        for case in cases()
+        if case.longest <= engine.max_length
+        and case.tokens + case.count * engine.page_size <= engine.kv_tokens
+        and case.count <= engine.slots
+    ]
+
+
+def predicted_and_measured(
+    llm: LLM, chosen: Iterable[Case], times: StepSeconds, repeat: int
+) -> Iterator[list[StepError]]:
+    """Of each case, run so often and once more before."""
+    for case in chosen:
+        workload = Workload(case.test())
+        measured_steps(llm, workload)
+        yield step_errors(case.name, [measured_steps(llm, workload) for _ in range(repeat)], times)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from strata.bench.comm.ceilings import group_sizes, parts
+from strata.bench.comm.measure import group_sizes, parts
 from strata.hardware.probe.ceiling import Ceiling, Measured
 
 LINE = {"operation": "all_reduce", "algorithm": "one shot", "bytes": 8192, "value": 3.5}

@@ -17,12 +17,12 @@ import pytest
 from typer.testing import CliRunner
 
 from strata.bench.faults import rounds
-from strata.bench.faults.load import Endings, SteadyLoad
 from strata.bench.faults.processes import Process, descendants, engine_of, is_there
 from strata.bench.faults.rounds import FaultRound, hit
 from strata.bench.faults.server import served
 from strata.bench.load.connection import Client
 from strata.bench.load.request_sets import Ask, encode
+from strata.bench.load.send import Endings, SteadyLoad
 from strata.cli.main import app
 from strata.hardware.gpu_memory import GpuMemory
 from tests.cli.fake_server import FakeServer

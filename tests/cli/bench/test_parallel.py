@@ -165,6 +165,6 @@ def test_what_needs_a_gpu_is_not_tried_on_a_processor_that_nobody_asked_for(
     asked: list[Any] = []
     monkeypatch.setattr(measuring, "run_limited", lambda command, _: asked.append(command) or "exit code 1: no")
     machine = Machine("cpu", 2, 1 << 40)
-    monkeypatch.setattr("strata.bench.parallel.machine.this_machine", lambda *_: machine)
+    monkeypatch.setattr("strata.bench.parallel.plan.this_machine", lambda *_: machine)
     CliRunner().invoke(app, [*words, "--device", "cpu", "--tests", "T2", "--ranks", "1"])
     assert [command[6] for command in asked] == ["8B", "70B"]

@@ -21,7 +21,7 @@ from torch import Tensor
 from strata.comm import all_reduce_cuda as launches
 from strata.comm import sent_product_cuda
 from strata.comm.all_gather_cuda import one_shot_gather
-from strata.comm.experts import rows_cuda
+from strata.comm.experts import rows
 from strata.comm.mesh import Axis
 from strata.comm.symmetric import Layout, SymmetricMemory
 from strata.kernels.collective import all_reduce, rounded_parts
@@ -117,7 +117,7 @@ def _launcher(name: str) -> Callable[..., Any]:
         return partial(one_shot_gather, dim=-1)
     if name == "gather_keys":
         return lambda x, axis: one_shot_gather(x.view(torch.int64), axis, 1).view(x.dtype)
-    return getattr(rows_cuda if name in ("gather_rows", "scatter_sums") else launches, name)
+    return getattr(rows if name in ("gather_rows", "scatter_sums") else launches, name)
 
 
 def run_parts(folder: Path) -> None:
