@@ -103,7 +103,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """See `strata.train.learning_rate`. Lengths are in steps.
+    """See `strata.train.optimizer.config`. Lengths are in steps.
 
     decay: of "warmup_stable_decay" alone; "cosine" and "linear" fall from the end of the warm-up to that of the run.
     name: one of `SCHEDULES`. min_lr_factor: what the rate falls to, as a share of its peak.

@@ -19,25 +19,30 @@ from strata.train.adapters.frozen import packed_line
 from strata.train.checkpoints.checkpointer import Checkpointer
 from strata.train.checkpoints.folder import NEEDED
 from strata.train.config import TrainConfig
-from strata.train.data.loader import Step
-from strata.train.data.prefetch import prefetch
+from strata.train.data.loader import Step, prefetch
 from strata.train.faults.guard import Kind, LossGuard, Verdict
 from strata.train.faults.hang import HangWatch
 from strata.train.faults.stragglers import ComputeClock
-from strata.train.folder_lock import sole_run
 from strata.train.layout import chosen_layout
-from strata.train.learning_rate import learning_rate
 from strata.train.log.description import RunDescription
 from strata.train.log.logs import Logs, open_logs
 from strata.train.log.step_times import PROFILE, StepTimes, open_times
 from strata.train.meter import Meter
+from strata.train.optimizer.config import learning_rate
 from strata.train.phases import ObservedPhases
 from strata.train.position import Position
 from strata.train.profile import StepProfiler
-from strata.train.recipe import recipe_of
 from strata.train.results import Reading, Results
-from strata.train.settings import collected_between_steps, deterministic
-from strata.train.start import lasting, open_data, resumed, starting_point, training_loader, validation_loader
+from strata.train.settings import collected_between_steps, deterministic, sole_run
+from strata.train.start import (
+    lasting,
+    open_data,
+    recipe_of,
+    resumed,
+    starting_point,
+    training_loader,
+    validation_loader,
+)
 from strata.train.stepper import Setting, chosen_recompute, make_stepper
 from strata.train.steps.tune_step import TuneStep
 from strata.train.validation import Validation

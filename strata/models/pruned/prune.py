@@ -13,7 +13,6 @@ from strata.files.json_object import read_existing_object
 from strata.kernels.quant.two_of_four import FOUR, least_two_of_four
 from strata.models.batch import Batch
 from strata.models.checkpoint import shorten
-from strata.models.pruned.choice import by_magnitude, least, wanda
 from strata.models.pruned.settings import MAGNITUDE, SPARSEGPT, TWO_OF_FOUR, WANDA, Pruning
 from strata.models.quantized.calibrate.gptq import inverse_factor
 from strata.models.quantized.calibrate.inputs import LayerInputs
@@ -134,3 +133,27 @@ def _prune_block(block: Tensor, pruning: Pruning, factor: Tensor) -> Tensor:
         errors[:, column] = lost / diagonal[column]
         block[:, column + 1 :] -= torch.outer(errors[:, column], factor[column, column + 1 :])
     return errors
+
+
+def by_magnitude(weight: Tensor, pruning: Pruning) -> Tensor:
+    """The weight [out, width] without its smallest, of the whole matrix (or of each four columns of a row)."""
+    gone = least(weight.abs().flatten(), pruning)
+    return weight.masked_fill(gone.view(weight.shape), 0.0)
+
+
+def wanda(weight: Tensor, pruning: Pruning, mean_squares: Tensor) -> Tensor:
+    """The weight without those of least `|W| * |x|` in each row (Sun et al. 2023, arXiv 2306.11695, equation 1).
+
+    mean_squares: [width], of what each column is multiplied by; the root of their sum is the paper's norm, but for a
+    factor of all columns alike.
+    """
+    scores = weight.abs() * mean_squares.to(weight).sqrt()
+    return weight.masked_fill(least(scores, pruning), 0.0)
+
+
+def least(scores: Tensor, pruning: Pruning) -> Tensor:
+    """True at the share of the least of each row [..., width], or of each four columns; of equal ones at the first."""
+    if pruning.pattern == TWO_OF_FOUR:
+        return least_two_of_four(scores)
+    order = scores.argsort(dim=-1, stable=True)[..., : round(pruning.share * scores.shape[-1])]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)

@@ -14,8 +14,7 @@ from strata.serve.api.completion_choice import ChoiceDelta, ChoiceText, check_ec
 from strata.serve.api.completion_stream import CompletionStream, written_choice, written_completion
 from strata.serve.api.ledger_reply import ledger_of
 from strata.serve.api.prompts import Prompt, bad_words_of, encode_all
-from strata.serve.generation import Generation, SampleDelta
-from strata.serve.generations import merged_streams
+from strata.serve.generation import Generation, SampleDelta, merged_streams
 from strata.serve.grammar import answer_grammar
 from strata.serve.http.json_route import api_router
 from strata.serve.http.limits import Admission

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from strata.serve.http.errors import ApiError
@@ -14,6 +16,7 @@ from strata.text.counted import counted
 
 _LONGEST_DRAIN = 60.0  # seconds; the rate of the last releases says little about later
 _RELEASES_REMEMBERED = 64
+_REST = 4.0  # times what the work took; so one caller takes a fifth of the loop at most
 
 
 @dataclass(frozen=True)
@@ -286,3 +289,23 @@ def _over(bound: str, code: str, wait: float) -> ApiError:
 
 def _retry_after(seconds: float) -> dict[str, str]:
     return {"retry-after": str(max(1, math.ceil(seconds)))}
+
+
+class LoopShare:
+    """One caller's work items are done one after the other, with the loop left to others between them."""
+
+    def __init__(self) -> None:
+        self._turns: dict[str, asyncio.Lock] = {}
+        self._rested: dict[str, float] = {}  # when a caller's next piece may be done
+
+    @asynccontextmanager
+    async def time_slice(self, caller: str) -> AsyncIterator[None]:
+        """Do one item of work inside, all at once; a caller's own wait in the order in which they came."""
+        async with self._turns.setdefault(caller, asyncio.Lock()):
+            await asyncio.sleep(max(0.0, self._rested.get(caller, 0.0) - time.monotonic()))
+            began = time.monotonic()
+            try:
+                yield
+            finally:
+                now = time.monotonic()
+                self._rested[caller] = now + _REST * (now - began)

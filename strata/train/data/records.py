@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from strata.text.tokenizer import Tokenizer
-from strata.train.data.alpaca import ROW as ALPACA
-from strata.train.data.alpaca import alpaca_prompt, alpaca_turns, text_of
 from strata.train.data.encoding import Document, encode_chat, encode_completion, encode_text
 from strata.train.data.turns import Turn, check_record, read_turns, unmarked
 
+ALPACA = ("instruction", "output")  # and perhaps "input", "history": as LLaMA-Factory and ms-swift map them
 # The fields that tell a kind of data, in the order in which they are looked for.
 SHAPES = {
     ALPACA: "chat",  # before text: some have the whole prompt as "text", too
@@ -21,7 +20,6 @@ SHAPES = {
     ("prompt", "completion"): "chat",
     ("conversations",): "chat",
 }
-
 # With which a conversation begins, and no reply does.
 _OPENING = ("system", "developer", "user")
 
@@ -50,7 +48,7 @@ def encode_record(tokenizer: Tokenizer, kind: str, record: Mapping[str, Any]) ->
         ]
     if shape == ("prompt", "completion"):
         return _completion(tokenizer, record)
-    turns = alpaca_turns(record) if shape == ALPACA else read_turns(tokenizer, record[shape[0]], shape[0])
+    turns = _alpaca_turns(record) if shape == ALPACA else read_turns(tokenizer, record[shape[0]], shape[0])
     return _chat(tokenizer, record, _system(record, turns), turns)
 
 
@@ -106,7 +104,7 @@ def _preference(tokenizer: Tokenizer, record: Mapping[str, Any]) -> tuple[list[T
             raise ValueError(f"'chosen' and 'rejected' must be alike up to a reply, and differ at messages[{cut}]")
         return chosen[:cut], chosen[cut:], rejected[cut:]
     if record.get("prompt") is None and "instruction" in record:
-        return [*_system(record, ()), *alpaca_prompt(record)], chosen, rejected
+        return [*_system(record, ()), *_alpaca_prompt(record)], chosen, rejected
     if record.get("prompt") is None:
         raise ValueError("the record needs a 'prompt', or conversations that begin alike as 'chosen' and 'rejected'")
     return read_turns(tokenizer, record["prompt"], "prompt", "user"), chosen, rejected
@@ -134,3 +132,38 @@ def _tools(record: Mapping[str, Any]) -> list[Any] | None:
     if not isinstance(tools, list):
         raise ValueError(f"'tools' must be a list of functions, got {tools!r:.60}")
     return tools
+
+
+def _alpaca_prompt(record: Mapping[str, Any]) -> list[Turn]:
+    """The turns before the output: those of `history`, then the user's, instruction and input in a line each.
+
+    Raises ValueError that names the field.
+    """
+    turns = []
+    history = record.get("history") or []
+    if not isinstance(history, list):
+        raise ValueError(f"'history' must be a list of prompts with their responses, got {history!r:.60}")
+    for at, pair in enumerate(history):
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise ValueError(f"history[{at}] must be a prompt and its response, two texts, got {pair!r:.60}")
+        turns += [unmarked("user", pair[0]), unmarked("assistant", pair[1])]
+    asked = [text_of(record, field) for field in ("instruction", "input") if record.get(field)]
+    if not asked:
+        raise ValueError("'instruction' and 'input' are empty, so nothing is asked")
+    return [*turns, unmarked("user", "\n".join(asked))]
+
+
+def _alpaca_turns(record: Mapping[str, Any]) -> list[Turn]:
+    """The whole chat; responses of `history` are learned like the output. Raises ValueError that names the field."""
+    output = text_of(record, "output")
+    if not output:
+        raise ValueError("'output' is empty, so there is nothing to learn")
+    return [*_alpaca_prompt(record), unmarked("assistant", output)]
+
+
+def text_of(record: Mapping[str, Any], field: str) -> str:
+    """A field that must be a text."""
+    if not isinstance(record[field], str):
+        raise ValueError(f"{field!r} must be a text, got {record[field]!r:.60}")
+    text: str = record[field]
+    return text

@@ -12,6 +12,8 @@ from strata.kernels.loss.loss import CHUNK_ELEMENTS
 from strata.kernels.loss.loss_grad import CHUNK_BYTES
 from strata.models.config import ModelConfig
 from strata.models.family_config import RecurrenceConfig
+from strata.models.recurrence.gated_delta_config import GatedDeltaConfig
+from strata.models.recurrence.state_space_config import StateSpaceConfig
 from strata.parallel.buckets import BUCKET_ELEMENTS
 from strata.parallel.families import TABLES
 from strata.parallel.layout import Layout
@@ -22,12 +24,13 @@ from strata.train.optimizer.memory import STREAMED_BYTES
 from strata.train.predict.flops import document_flops
 from strata.train.predict.held import RankParameters
 from strata.train.predict.least_time import StepTime, least_time, predicted_time
-from strata.train.predict.recurrences import recurrent_bytes
 from strata.train.predict.step_shape import StepShape
 from strata.train.steps.passes import LOGITS_BYTES
 
 # Of a device's memory, what a run may plan with: the rest is the driver's, the libraries' and lost between blocks.
 USABLE = 0.94
+# Tokens of the chunks in which both run (`strata.kernels.recurrent`).
+_CHUNK = 64
 
 
 @dataclass(frozen=True)
@@ -317,3 +320,29 @@ def _ring_bytes(shape: StepShape, window: int | None) -> int:
     vectors = (4 * heads + 6 * kv_heads) * config.head_dim
     # Scores, their gradient and the softmax of a block; queries, result, keys and values with gradients: float32.
     return 4 * (3 * heads * piece * piece + shape.own_tokens * vectors)
+
+
+def recurrent_bytes(config: RecurrenceConfig, several: bool) -> int:
+    """Between the products of one layer, the input of the last included. several: sequences in a batch, of which torch
+    copies what it multiplies."""
+    # Each tap's inputs, and what enters silu; a gated norm's numbers in float32 and in 16 bits.
+    around = 4 * (config.width + 1) * config.conv_size + (4 * 4 + 2 + 2) * config.inner_size
+    if isinstance(config, StateSpaceConfig):
+        return around + 4 * _state_space_elements(config, several)
+    return around + 4 * _gated_delta_elements(config, several)
+
+
+def _state_space_elements(config: StateSpaceConfig, several: bool) -> int:
+    """Inputs; what goes into and out of states, of each head and of each group; scores within a chunk; the states
+    before it."""
+    heads, inner, size = config.heads, config.inner_size, config.state_size
+    within = (3 + several) * inner + 3 * heads * size + 2 * config.groups * size + 4 * heads * _CHUNK
+    return within + inner * size // _CHUNK
+
+
+def _gated_delta_elements(config: GatedDeltaConfig, several: bool) -> int:
+    """Keys and queries, of each head and of each key head; values; scores and the system within a chunk; the states
+    before it."""
+    heads, inner, size = config.heads, config.inner_size, config.key_dim
+    within = (3 + 5 * several) * heads * size + 2 * config.key_heads * size + 4 * inner + 6 * heads * _CHUNK
+    return within + inner * size // _CHUNK

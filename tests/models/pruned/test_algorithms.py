@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from strata.kernels.quant.two_of_four import is_two_of_four
-from strata.models.pruned.choice import by_magnitude, wanda
-from strata.models.pruned.prune import sparsegpt
+from strata.models.pruned.prune import by_magnitude, sparsegpt, wanda
 from strata.models.pruned.settings import Pruning
 
 TWO_OF_FOUR = Pruning.of("2:4", 0.5, "sparsegpt")

@@ -8,8 +8,7 @@ import torch
 from strata.models.config import config_from_dict
 from strata.models.families import build
 from strata.models.initialize import initialize
-from strata.train.predict.estimate import memory
-from strata.train.predict.recurrences import recurrent_bytes
+from strata.train.predict.estimate import memory, recurrent_bytes
 from strata.train.predict.step_shape import StepShape
 from tests.models.batches import packed, random_sequences
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
