@@ -29,7 +29,7 @@ _OF_REQUESTS = frozenset({"request", "url", "html", "trace", "as_json"})
 
 
 if TYPE_CHECKING:
-    from strata.bench.explain.measure import AnyWorkload, Workload
+    from strata.bench.explain.measure import AnyWorkload, BenchWorkload
     from strata.bench.run import Setup
     from strata.bench.served.client import Load
     from strata.plan.explain.explanation import Explanation, Subject
@@ -148,20 +148,20 @@ def _training(run: Path) -> Explanation:
         return explain_run(short_run(read_train_config(run), Path(folder)))
 
 
-def _workload(setup: Setup, name: str, prompt: int | None, output: int | None) -> Workload:
+def _workload(setup: Setup, name: str, prompt: int | None, output: int | None) -> BenchWorkload:
     from strata.bench import workloads
-    from strata.bench.explain.measure import Workload
+    from strata.bench.explain.measure import BenchWorkload
 
     test = workloads.named(name, or_served=True)
     if prompt is None and output is None:
         _check_length(setup, name, test.longest)
-        return Workload(test)
+        return BenchWorkload(test)
     if not name.startswith("T3-b"):
         raise ValueError(f"--prompt and --output are of T3-bN, whose requests are alike; {name} has lengths of its own")
     _check_length(setup, name, (prompt or test.prompt_lengths[0]) + (output or test.outputs[0]))
     count = len(test.prompts)
     prompts = test.prompts if prompt is None else workloads.random_prompts(count, prompt)
-    return Workload(dataclasses.replace(test, prompts=prompts, outputs=(output or test.outputs[0],) * count))
+    return BenchWorkload(dataclasses.replace(test, prompts=prompts, outputs=(output or test.outputs[0],) * count))
 
 
 def _load(setup: Setup, rate: float | None, requests: int | None, prompt: int | None, output: int | None) -> Load:
@@ -258,10 +258,10 @@ def _request_explained(url: str, id: str) -> Explanation:
 
 
 async def _told(url: str, id: str) -> _Told:
-    from strata.bench.load.connection import Client
+    from strata.bench.load.connection import HttpClient
     from strata.bench.load.server import KEY_VARIABLE, fetch
 
-    client = Client(url, os.environ.get(KEY_VARIABLE))
+    client = HttpClient(url, os.environ.get(KEY_VARIABLE))
     try:
         return await fetch(client, f"/requests/{quote(id, safe='')}", None, _Told)
     finally:

@@ -132,12 +132,12 @@ def _plan_training(
     from strata.bench.result import writable
     from strata.plan.meta_model import find_config
     from strata.plan.training.plan import layout_name, milliseconds, training_plan
-    from strata.plan.training.task import Task
+    from strata.plan.training.task import TrainingTask
 
     if out is not None and out.exists():
         raise ValueError(f"{out} exists; give --out another name, or remove it")
     writable(out)
-    found = training_plan(model, Task(find_config(file), *on), price)
+    found = training_plan(model, TrainingTask(find_config(file), *on), price)
     if out is not None:
         out.write_text(found.run_file(), encoding="utf-8")
     if as_json:

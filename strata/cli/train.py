@@ -108,7 +108,7 @@ def _train(run: TrainConfig, steps: range | None, *, resume: bool) -> None:
 
     gc.freeze()  # what was imported is no garbage: the collections between steps need not search it
     with ended_at_once(explanation):
-        run_on_this_rank(run, Screen, resume=resume, steps=steps)
+        run_on_this_rank(run, TerminalScreen, resume=resume, steps=steps)
 
 
 def _check_gpu(file: Path, run: TrainConfig) -> None:
@@ -159,7 +159,7 @@ def _steps(text: str, most: int | None) -> range:
     return steps
 
 
-class Screen:
+class TerminalScreen:
     """Progress of a run, for the one rank that prints."""
 
     def __init__(self) -> None:

@@ -20,13 +20,13 @@ from strata.train.checkpoints.checkpointer import Checkpointer
 from strata.train.checkpoints.folder import NEEDED
 from strata.train.config import TrainConfig
 from strata.train.data.loader import Step, prefetch
-from strata.train.faults.guard import Kind, LossGuard, Verdict
+from strata.train.faults.guard import LossGuard, StepVerdict, VerdictKind
 from strata.train.faults.hang import HangWatch
 from strata.train.faults.stragglers import ComputeClock
 from strata.train.layout import chosen_layout
 from strata.train.log.description import RunDescription
 from strata.train.log.logs import Logs, open_logs
-from strata.train.log.step_times import PROFILE, StepTimes, open_times
+from strata.train.log.step_times import PROFILE, TrainingStepTimes, open_times
 from strata.train.meter import Meter
 from strata.train.optimizer.config import learning_rate
 from strata.train.phases import ObservedPhases
@@ -55,7 +55,7 @@ class TrainingStopped(ValueError):
 
 
 class _RollBack(Exception):
-    def __init__(self, verdict: Verdict) -> None:
+    def __init__(self, verdict: StepVerdict) -> None:
         super().__init__(verdict.reason)
         self.verdict = verdict
 
@@ -112,7 +112,7 @@ class Trainer:
         clock, device, frozen = ComputeClock(self.world.device), self.world.device, config.lora is not None
         self._times = None
         if self.world.is_main:
-            self._times = StepTimes(self.start.config, documents.size, device, weights_are_frozen=frozen)
+            self._times = TrainingStepTimes(self.start.config, documents.size, device, weights_are_frozen=frozen)
         self._phases = ObservedPhases(self._watch, clock, self._times)
         self._validation = None
         if config.validation is not None and held_out is not None:
@@ -290,16 +290,16 @@ class Trainer:
     def _judge(self, reading: Reading) -> None:
         """Raises what follows from a step's numbers, on all ranks alike, as they see the same."""
         verdict = self._guard.observe(reading.step, reading.loss, reading.norm)
-        if verdict.kind is Kind.STOP:
+        if verdict.kind is VerdictKind.STOP:
             self.checkpoints.finish()  # one of an earlier step may be under way
             raise TrainingStopped(verdict.reason)
-        if verdict.kind is Kind.ROLLBACK:
+        if verdict.kind is VerdictKind.ROLLBACK:
             raise _RollBack(verdict)
-        if verdict.kind is not Kind.OK:
+        if verdict.kind is not VerdictKind.OK:
             self.warn(verdict.reason)
-        self._meter.read(reading, is_skipped=verdict.kind is Kind.SKIPPED)
+        self._meter.read(reading, is_skipped=verdict.kind is VerdictKind.SKIPPED)
 
-    def _go_back(self, verdict: Verdict) -> None:
+    def _go_back(self, verdict: StepVerdict) -> None:
         self._results.discard()
         self.checkpoints.finish()
         state = self._load(before=verdict.before)

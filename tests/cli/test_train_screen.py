@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strata.cli.train import Pace, Screen
+from strata.cli.train import Pace, TerminalScreen
 
 
 class Clock:
@@ -47,7 +47,7 @@ def test_a_terminal_shows_it_in_place(
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setenv("TERM", "xterm")
         monkeypatch.setenv("COLUMNS", "160")
-    with Screen().progress(0, 2) as report:
+    with TerminalScreen().progress(0, 2) as report:
         report({"step": 1, "loss": 2.0, "validation_loss": 2.5, "unknown": 3})
         report({"step": 2, "loss": 1.0})
     said = capsys.readouterr().err

@@ -8,7 +8,7 @@ import pytest
 
 from strata.parallel.layout import Layout
 from strata.plan.meta_model import find_config
-from strata.train.predict.estimate import Memory, memory
+from strata.train.predict.estimate import StepMemory, memory
 from strata.train.predict.step_shape import StepShape
 
 CLOSE = 0.03
@@ -18,7 +18,7 @@ RANKS = 8
 PARAMETERS = StepShape(CONFIG, SEQUENCE, SEQUENCE).held[0].total
 
 
-def found(recompute: str = "none", batches: int = 1, **layout: int | bool) -> Memory:
+def found(recompute: str = "none", batches: int = 1, **layout: int | bool) -> StepMemory:
     layout_of = Layout(**layout)  # type: ignore[arg-type]
     return memory(StepShape(CONFIG, BATCH * SEQUENCE, SEQUENCE, batches, layout=layout_of), recompute)
 

@@ -24,7 +24,7 @@ from strata.comm.operations import all_gather, all_reduce, all_to_all, reduce_sc
 from strata.comm.symmetric import with_symmetric_memory
 from strata.hardware.links import Link, link_of
 from strata.hardware.machine import cpu_name
-from strata.hardware.probe.ceiling import Ceiling, Part
+from strata.hardware.probe.ceiling import Ceiling, ProbeItem
 from strata.hardware.replay import time_replayed
 from strata.hardware.specs import recognize
 from strata.kernels.op import Implementation, Operation
@@ -43,7 +43,7 @@ _START_SECONDS = 12.0
 
 
 @dataclass(frozen=True)
-class Asked:
+class MeasureRequest:
     """operations: of `COLLECTIVES`. sizes: bytes of what each rank hands in, of an all-gather of what it gets."""
 
     operations: list[str]
@@ -83,7 +83,7 @@ class CommResult:
         return f"{what}: {self.value:.4g} us{known}; {rate}"
 
 
-def measure(world: World, asked: Asked) -> Iterator[CommResult]:
+def measure(world: World, asked: MeasureRequest) -> Iterator[CommResult]:
     """Every operation by every implementation that takes it, smallest sizes first. All ranks call this."""
     axis = Mesh.of(world, {"tp": world.size}).axis("tp")
     name, link = cpu_name(), None
@@ -98,7 +98,7 @@ def measure(world: World, asked: Asked) -> Iterator[CommResult]:
 
 
 def _measured(
-    name: str, size: int, asked: Asked, axis: Axis, device: torch.device, device_name: str, link: Link | None
+    name: str, size: int, asked: MeasureRequest, axis: Axis, device: torch.device, device_name: str, link: Link | None
 ) -> Iterator[CommResult]:
     operation, more, counts = COLLECTIVES[name]
     x = _input(name, size, getattr(torch, asked.dtype), axis, device)
@@ -176,11 +176,11 @@ def group_sizes(gpus: int) -> list[int]:
     return sizes
 
 
-def parts(gpus: int, end: float, sizes: str = SIZES, device: str = "cuda") -> list[Part]:
+def parts(gpus: int, end: float, sizes: str = SIZES, device: str = "cuda") -> list[ProbeItem]:
     """Of each group size, one part; `end`: when the time is over, by `time.perf_counter`."""
 
-    def part(ranks: int) -> Part:
-        return Part(f"collectives over {ranks}", lambda: _measure(ranks, end, sizes, device))
+    def part(ranks: int) -> ProbeItem:
+        return ProbeItem(f"collectives over {ranks}", lambda: _measure(ranks, end, sizes, device))
 
     return [part(ranks) for ranks in group_sizes(gpus)]
 

@@ -63,7 +63,7 @@ class SimulatedResult(LoadResult):
 
 
 @dataclass(frozen=True)
-class Served:
+class SimulatedServer:
     """What is simulated. make: a server with its engines, for requests, of which at most so many are under way; the
     flag says whether to keep prefix trees, which cost memory. caches: whether its engines have any. prefill_engines,
     failures: see `SimulatedResult`."""
@@ -79,7 +79,7 @@ class Served:
     failures: tuple[Failure, ...] = ()
 
 
-def simulate_loads(served: Served, config: LoadConfig) -> Iterator[SimulatedResult]:
+def simulate_loads(served: SimulatedServer, config: LoadConfig) -> Iterator[SimulatedResult]:
     """The result of each load, as it comes. Raises ValueError for requests that are not in order, or too long."""
     started = datetime.now(UTC).isoformat(timespec="seconds")
     rows = None if config.dataset in SYNTHETIC else read_rows(Path(config.dataset), timed=config.rates is None)

@@ -28,7 +28,7 @@ _WEIGHTS_SHARE = 0.85
 
 
 @dataclass(frozen=True)
-class Machine:
+class BenchMachine:
     """device: "cuda" or "cpu". devices: GPUs; on a CPU as many as ranks may be. memory: bytes of a GPU, or of the host;
     None: not known. by_default: the processor stands in for GPUs that are not there, and nobody named it."""
 
@@ -43,7 +43,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Measurement:
+class RanksMeasurement:
     """One process. model: None for messages alone. device: "cuda" or "cpu"."""
 
     test: str
@@ -100,8 +100,8 @@ def numbers_of_ranks(most: int) -> list[int]:
 
 
 def planned(
-    models: Sequence[str], tests: Sequence[str], most: int, machine: Machine, dtype: str
-) -> Iterator[Measurement | LeftOut]:
+    models: Sequence[str], tests: Sequence[str], most: int, machine: BenchMachine, dtype: str
+) -> Iterator[RanksMeasurement | LeftOut]:
     """Everything up to `most` ranks: messages alone first, then each model, on few ranks first.
 
     Raises ValueError for a model that is not there.
@@ -113,14 +113,14 @@ def planned(
         yield LeftOut(f"{missing} ranks", f"this machine has {counted(machine.devices, 'GPU')}")
     for ranks in there:
         if ranks > 1 and "comm" in tests:
-            yield Measurement("comm", None, ranks, machine.device, dtype)
+            yield RanksMeasurement("comm", None, ranks, machine.device, dtype)
     for model in models:
         yield from _of_model(model, [test for test in tests if test != "comm"], there, machine, dtype)
 
 
 def _of_model(
-    model: str, tests: Sequence[str], numbers: Sequence[int], machine: Machine, dtype: str
-) -> Iterator[Measurement | LeftOut]:
+    model: str, tests: Sequence[str], numbers: Sequence[int], machine: BenchMachine, dtype: str
+) -> Iterator[RanksMeasurement | LeftOut]:
     config = find_config(folder_or_shape(model))
     if (why := why_no_processor(config, "auto" if machine.by_default else machine.device)) is not None:
         yield LeftOut(model, why)
@@ -138,14 +138,14 @@ def _of_model(
                 continue
             for test in tests:
                 if test not in short:
-                    yield Measurement(test, model, ranks, machine.device, dtype, expert_parallel)
+                    yield RanksMeasurement(test, model, ranks, machine.device, dtype, expert_parallel)
 
 
 def _ranks(count: int, expert_parallel: bool) -> str:
     return f"{counted(count, 'rank')}{', whole experts' if expert_parallel else ''}"
 
 
-def _fault(config: ModelConfig, ranks: int, expert_parallel: bool, machine: Machine, dtype: str) -> str | None:
+def _fault(config: ModelConfig, ranks: int, expert_parallel: bool, machine: BenchMachine, dtype: str) -> str | None:
     """Why so many ranks of this machine cannot serve a model; None if nothing speaks against it."""
     try:
         own = rank_config(config, ranks, 0, expert_parallel=expert_parallel)
@@ -162,7 +162,7 @@ def _fault(config: ModelConfig, ranks: int, expert_parallel: bool, machine: Mach
     )
 
 
-def this_machine(device: str, ranks: int | None) -> Machine:
+def this_machine(device: str, ranks: int | None) -> BenchMachine:
     """device: auto, cpu or cuda. ranks: as many as are asked for; None: all GPUs, or two processes on a CPU.
 
     No GPU gets a context: it would take memory of those that are measured. Raises ValueError for a device that is
@@ -175,5 +175,5 @@ def this_machine(device: str, ranks: int | None) -> Machine:
         raise ValueError("--device cuda: torch sees no GPU here; --device cpu measures processes")
     if gpus:
         memories = [memory.total for memory in GpuMemories.of_this_process().read()]
-        return Machine("cuda", gpus, min(memories) if len(memories) == gpus else None)
-    return Machine("cpu", ranks or 2, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), device == "auto")
+        return BenchMachine("cuda", gpus, min(memories) if len(memories) == gpus else None)
+    return BenchMachine("cpu", ranks or 2, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), device == "auto")

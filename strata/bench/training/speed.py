@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from strata.bench.result import make_result, number
-from strata.bench.trace import Interval, exposed_messages, kind_of
+from strata.bench.trace import DeviceInterval, exposed_messages, kind_of
 from strata.bench.training.workload import PEAK_RATE, TrainingWork, learning_rate, synthetic_batch
 from strata.comm.exchange import all_gather_json
 from strata.comm.launch import World, join_world
@@ -93,7 +93,7 @@ def _measured(
     test: TrainingTest, world: World, *, steps: int, repeat: int, kernels: bool
 ) -> tuple[dict[str, Any], str, list[float]]:
     """The figures, as `measure` has them, and the loss of every step. A collective call."""
-    run = _Run(test, world)
+    run = _TrainingRun(test, world)
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     run.steps(WARMUP_STEPS)
@@ -109,7 +109,7 @@ def _measured(
     return values | {"loss_first": every[0], "loss_last": every[-1]} | trace, text, every
 
 
-class _Run:
+class _TrainingRun:
     """The steps of a test on this rank. work: that of a step, of all ranks, divided by their number."""
 
     def __init__(self, test: TrainingTest, world: World) -> None:
@@ -179,7 +179,7 @@ def work_of(test: TrainingTest, config: ModelConfig, layout: Layout) -> Training
     return TrainingWork(config, tokens, test.sequence, used, updated)
 
 
-def _figures(run: _Run, speeds: list[float], memory: dict[str, float]) -> tuple[dict[str, Any], str]:
+def _figures(run: _TrainingRun, speeds: list[float], memory: dict[str, float]) -> tuple[dict[str, Any], str]:
     test, work, layout = run.test, run.work, run.layout
     name = torch.cuda.get_device_name() if run.world.device.type == "cuda" else cpu_name()
     device = recognize(name) if run.world.device.type == "cuda" else None
@@ -216,7 +216,7 @@ def traced(run: Callable[[], object]) -> dict[str, Any]:
         name = f"{kind_of(event.name())}: {event.name()[:90]}"
         seconds[name] += event.duration_ns()
         launches[name] += 1
-        work.append(Interval(event.name(), event.start_ns(), event.start_ns() + event.duration_ns()))
+        work.append(DeviceInterval(event.name(), event.start_ns(), event.start_ns() + event.duration_ns()))
     return {
         "exposed_ms": round(exposed_messages(work) / 1e6, 3),
         "kernels": {name: [round(time / 1e6, 3), launches[name]] for name, time in seconds.most_common(_MOST)},

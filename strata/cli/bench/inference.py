@@ -221,7 +221,7 @@ def first_token(llm_options: dict[str, Any]) -> tuple[float, str]:
 def _verdict_line(llm: LLM, test: InferenceTest, setup: Setup) -> str | None:
     """By one more run of the test. None where nothing tells what steps should take: of a GPU that is not in the
     database, of ranks on a processor, and of stages of a pipeline, whose steps overlap."""
-    from strata.bench.explain.measure import Workload, measure
+    from strata.bench.explain.measure import BenchWorkload, measure
     from strata.bench.explain.predicted_steps import ideal_seconds, in_asked_dtype, predicted
     from strata.plan.explain.explain import explain
 
@@ -231,7 +231,7 @@ def _verdict_line(llm: LLM, test: InferenceTest, setup: Setup) -> str | None:
         times, _ = predicted(llm, setup)
     except ValueError:
         return None
-    workload, options = Workload(test), setup.llm_options()
+    workload, options = BenchWorkload(test), setup.llm_options()
     short = workload.short() if llm.engine.device.type == "cpu" else None
     ideal = ideal_seconds(test, times)
     measured = measure(llm, workload, options, times, title=test.name, ideal=ideal, short=short)

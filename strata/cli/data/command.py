@@ -18,7 +18,7 @@ from strata.models.folder import existing_folder
 from strata.text.counted import counted
 from strata.train.data.preview import ShownDocument, ShownRow
 from strata.train.data.preview import preview as preview_rows
-from strata.train.data.shards import Index
+from strata.train.data.shards import ShardIndex
 from strata.train.data.tokenize import tokenize
 from strata.train.tasks.exercises import write_exercises
 
@@ -104,7 +104,7 @@ def files(
         raise ValueError("give a folder for the shards, --out FOLDER, or --preview, which writes nothing")
     folder = out
 
-    def write(report: Callable[[int, int], None]) -> Index:
+    def write(report: Callable[[int, int], None]) -> ShardIndex:
         return tokenize(
             files,
             existing_folder(model),
@@ -134,7 +134,7 @@ def exercises(
     Example: strata data exercises --out runs/builtin/data --documents 6000000
     """
 
-    def write(report: Callable[[int, int], None]) -> Index:
+    def write(report: Callable[[int, int], None]) -> ShardIndex:
         return write_exercises(
             out,
             documents,
@@ -148,7 +148,7 @@ def exercises(
     _show(out, write)
 
 
-def _show(out: Path, write: Callable[[Callable[[int, int], None]], Index]) -> None:
+def _show(out: Path, write: Callable[[Callable[[int, int], None]], ShardIndex]) -> None:
     """Write, with a bar of what is done; then what there is."""
     console = Console(stderr=True, highlight=False)
     columns: list[Any] = [TextColumn("written"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn()]

@@ -12,7 +12,7 @@ import torch
 from strata.hardware.machine import numa_node, processor
 from strata.hardware.nvml import Nvml, NvmlDevice, open_nvml
 from strata.hardware.probe import cpu, cuda
-from strata.hardware.probe.ceiling import Measured, Part
+from strata.hardware.probe.ceiling import Measured, ProbeItem
 from strata.hardware.probe.report import Gpu, ProbeReport
 from strata.hardware.telemetry import Summary
 
@@ -20,7 +20,7 @@ from strata.hardware.telemetry import Summary
 _HELD_SECONDS = 5.0
 
 # Makes parts that need several GPUs, from how many there are and when the time is over.
-MoreParts = Callable[[int, float], Sequence[Part]]
+MoreParts = Callable[[int, float], Sequence[ProbeItem]]
 
 
 def probe(kind: str, seconds: float, more: MoreParts | None = None) -> ProbeReport:

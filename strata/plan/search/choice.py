@@ -10,7 +10,7 @@ from typing import Any
 from strata.engine.scheduling.room import SERVER_TPOT_MS
 from strata.models.config import ModelConfig
 from strata.plan.search.batching import LoadPoint
-from strata.plan.search.layout import Layout
+from strata.plan.search.layout import ServingLayout
 from strata.plan.search.memory import Held
 from strata.plan.search.precision import Precision
 from strata.plan.search.traffic import Traffic
@@ -23,7 +23,7 @@ class Settings:
     most tokens of a step. target: milliseconds that a step is to take at most beside decodes; 0: none.
     """
 
-    layout: Layout
+    layout: ServingLayout
     precision: Precision
     sequences: int
     budget: int

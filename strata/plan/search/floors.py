@@ -9,7 +9,7 @@ import torch
 
 from strata.kernels.quant.packed import multiplied_in
 from strata.models.config import ModelConfig
-from strata.plan.search.layout import Layout
+from strata.plan.search.layout import ServingLayout
 from strata.plan.search.machine import Machine
 from strata.plan.search.precision import Precision
 from strata.plan.search.traffic import Objectives
@@ -34,7 +34,7 @@ class Matrices:
 
 
 def least_step(
-    matrices: Matrices, dtype: torch.dtype, machine: Machine, layout: Layout, precision: Precision, tokens: int
+    matrices: Matrices, dtype: torch.dtype, machine: Machine, layout: ServingLayout, precision: Precision, tokens: int
 ) -> float:
     """Seconds below which no step of so many tokens of a sequence is: a rank's part of the products that these need,
     and of the matrices that one of them needs. Attention, messages and other sequences come on top."""

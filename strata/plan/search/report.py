@@ -21,7 +21,7 @@ from strata.plan.search.layer_prices import StepPrice
 from strata.plan.search.machine import Machine
 from strata.plan.search.pools import Pools, best_pools
 from strata.plan.search.precision import AS_CHECKPOINT, Precision, stored_scheme
-from strata.plan.search.search import Found, Question, Search
+from strata.plan.search.search import Question, Search, SearchResult
 from strata.plan.search.speculation import Speculation, best_speculation
 from strata.plan.search.traffic import Objectives, Traffic
 from strata.text.counted import counted
@@ -39,7 +39,7 @@ class ServingPlan:
     """
 
     question: Question
-    found: Found
+    found: SearchResult
     decode: StepPrice
     mixed: StepPrice
     price: float | None

@@ -18,7 +18,7 @@ class Moment:
     kv_usage: float
 
 
-class Timeline:
+class SimulatedTimeline:
     """Sums over all engines, kept at moments that are evenly apart; `moments` has them in order."""
 
     def __init__(self, engines: int, pages: int) -> None:

@@ -127,8 +127,8 @@ class Limits:
         *,
         requests: int = 1,
         arrival: float | None = None,
-    ) -> Admission:
-        """Give a request room for all its sequences, or none, until its `Admission` is released.
+    ) -> AdmittedRequest:
+        """Give a request room for all its sequences, or none, until its `AdmittedRequest` is released.
 
         prompt_tokens: an estimate, before the prompts are made. most_tokens: the most that each of its `sequences` can
             generate. They are reserved in the caller's tokens per minute together with the prompts, up to a full
@@ -161,7 +161,7 @@ class Limits:
         allowance.in_flight += sequences
         self._in_flight += sequences
         start = now if arrival is None else arrival
-        return Admission(
+        return AdmittedRequest(
             caller=caller,
             arrival=start,
             deadline=start + self._settings.request_timeout,
@@ -231,7 +231,7 @@ class _HeldTokens:
 
 
 @dataclass(eq=False)
-class Admission:
+class AdmittedRequest:
     """A request that was let in. `close` it when it is over, however it ends.
 
     caller: whose it is. arrival, deadline: seconds of `time.monotonic()` between which it is to be answered.

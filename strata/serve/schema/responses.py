@@ -21,13 +21,13 @@ MetadataValue = Annotated[str, StringConstraints(max_length=512)]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class TextPart(HistoryModel):
+class ResponsesTextPart(HistoryModel):
     type: Literal["input_text", "output_text"]
     text: str
 
 
 Content = Annotated[
-    str | list[TextPart],
+    str | list[ResponsesTextPart],
     described_as('a string or a list of {"type": "input_text" or "output_text", "text": ...}'),
 ]
 
@@ -87,21 +87,21 @@ def _kind_of_input(value: Any) -> str | None:
     return "text" if isinstance(value, str) else "items" if isinstance(value, list) else None
 
 
-class _Kind(RequestModel):
+class _FunctionKind(RequestModel):
     type: Literal["function"]
 
 
-class FunctionTool(Function, _Kind):
+class FunctionTool(Function, _FunctionKind):
     """`type` is its first field, so a tool of another type is reported as that, not as one without a name."""
 
 
-class NamedTool(RequestModel):
+class ResponsesNamedTool(RequestModel):
     type: Literal["function"]
     name: FunctionName
 
 
 ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | NamedTool,
+    Literal["none", "auto", "required"] | ResponsesNamedTool,
     described_as('"none", "auto", "required" or {"type": "function", "name": ...}'),
 ]
 
@@ -137,7 +137,7 @@ class ReasoningConfig(RequestModel):
     generate_summary: Annotated[Any, Unsupported("reasoning is sent whole, in content", "auto")] = None
 
 
-class StreamOptions(RequestModel):
+class ResponsesStreamOptions(RequestModel):
     include_obfuscation: Annotated[Any, Unsupported("events are not padded", False)] = None
 
 
@@ -171,7 +171,7 @@ class ResponsesRequest(GenerationFields):
     """Tell those of so many of the likeliest tokens too; needs include."""
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     """Kept with the response."""
-    stream_options: StreamOptions | None = None
+    stream_options: ResponsesStreamOptions | None = None
     """Only with stream."""
 
     safety_identifier: str | None = None

@@ -23,7 +23,7 @@ from strata.train.config import TrainConfig
 from strata.train.optimizer.memory import STREAMED_BYTES
 from strata.train.predict.flops import document_flops
 from strata.train.predict.held import RankParameters
-from strata.train.predict.least_time import StepTime, least_time, predicted_time
+from strata.train.predict.least_time import TrainingStepTime, least_time, predicted_time
 from strata.train.predict.step_shape import StepShape
 from strata.train.steps.passes import LOGITS_BYTES
 
@@ -34,7 +34,7 @@ _CHUNK = 64
 
 
 @dataclass(frozen=True)
-class Memory:
+class StepMemory:
     """Bytes at the fullest moment of a step, on one rank.
 
     state: weights (bfloat16), masters and two moments (float32), as far as ZeRO and `offload` leave them here.
@@ -63,14 +63,14 @@ class Estimate:
     """
 
     recompute: str
-    memory: tuple[Memory, ...]
-    time: StepTime
-    likely: StepTime
+    memory: tuple[StepMemory, ...]
+    time: TrainingStepTime
+    likely: TrainingStepTime
     tokens: int
     mfu: float
 
     @property
-    def fullest(self) -> Memory:
+    def fullest(self) -> StepMemory:
         """Of the rank that needs the most."""
         return max(self.memory, key=lambda one: one.total)
 
@@ -132,12 +132,12 @@ def choose_recompute(shape: StepShape, device_bytes: int) -> str:
     )
 
 
-def memory(shape: StepShape, recompute: str) -> Memory:
+def memory(shape: StepShape, recompute: str) -> StepMemory:
     """Of the rank that needs the most; see `memory_by_rank`."""
     return max(memory_by_rank(shape, recompute), key=lambda one: one.total)
 
 
-def memory_by_rank(shape: StepShape, recompute: str) -> tuple[Memory, ...]:
+def memory_by_rank(shape: StepShape, recompute: str) -> tuple[StepMemory, ...]:
     """What a step keeps on each rank of the pipeline, by hand count; ranks along other axes are alike.
 
     recompute: one of `shape.recomputes`. Experts are taken to get equally many tokens each.
@@ -154,7 +154,7 @@ def _under_way(schedule: str, ranks: int, micro_batches: int) -> tuple[float, ..
     return peak_saved(make_schedule(schedule, ranks, micro_batches))
 
 
-def _memory(shape: StepShape, recompute: str, held: RankParameters, micro_batches: float) -> Memory:
+def _memory(shape: StepShape, recompute: str, held: RankParameters, micro_batches: float) -> StepMemory:
     state, sums = _state_bytes(shape, held), _sum_bytes(shape, held)
     kept = [layer_bytes(shape, layer, recompute) for layer, _ in held.unlike]
     whole = [layer_bytes(shape, layer, "none") for layer, _ in held.unlike]
@@ -168,10 +168,10 @@ def _memory(shape: StepShape, recompute: str, held: RankParameters, micro_batche
         # weights' dtype and in float32.
         gathered = 2 * (held.total - held.in_layers)
         layer += 10 * held.mean_layer
-    fullest = Memory(state, sums, int(micro_batches * of_all), gathered + head + max(logits, layer))
+    fullest = StepMemory(state, sums, int(micro_batches * of_all), gathered + head + max(logits, layer))
     # FSDP reduces the embedding's gradient when no layer works any more: in the weights' dtype, and in float32.
     last = max(layer, 6 * held.embedding) if shape.layout.zero == 3 else layer
-    end = Memory(state, sums, max(kept), gathered + _new_gradient_bytes(shape, held) + last)
+    end = StepMemory(state, sums, max(kept), gathered + _new_gradient_bytes(shape, held) + last)
     return max(fullest, end, key=lambda one: one.total)
 
 

@@ -48,7 +48,7 @@ def hidden(messages: Mapping[str, Messages]) -> float:
 
 
 @dataclass(frozen=True)
-class Axis:
+class AxisRanks:
     """How many ranks an axis has, and how far apart they are in the order of all (`strata.comm.mesh.AXES`)."""
 
     size: int
@@ -62,20 +62,20 @@ class Axes:
         layout = shape.layout
         dense, experts = shape.data_ranks
         documents = layout.tp * layout.shard * layout.cp
-        self.tensor = Axis(layout.tp, 1)
-        self.context = Axis(layout.cp, layout.tp)
-        self.experts = Axis(layout.ep, layout.tp)
-        self.stages = Axis(layout.pp, documents * layout.dp)
+        self.tensor = AxisRanks(layout.tp, 1)
+        self.context = AxisRanks(layout.cp, layout.tp)
+        self.experts = AxisRanks(layout.ep, layout.tp)
+        self.stages = AxisRanks(layout.pp, documents * layout.dp)
         # What ZeRO divides, and what holds the same part of it.
-        self.dense = Axis(dense, layout.tp)
-        self.dense_replicas = Axis(layout.dp * layout.shard * layout.cp // dense, layout.tp * dense)
-        self.routed = Axis(experts, layout.tp * layout.ep)
-        self.routed_replicas = Axis(
+        self.dense = AxisRanks(dense, layout.tp)
+        self.dense_replicas = AxisRanks(layout.dp * layout.shard * layout.cp // dense, layout.tp * dense)
+        self.routed = AxisRanks(experts, layout.tp * layout.ep)
+        self.routed_replicas = AxisRanks(
             layout.dp * layout.shard * layout.cp // layout.ep // experts, layout.tp * layout.ep * experts
         )
 
 
-def sent(rates: Rates, collective: str, nbytes: int, axis: Axis, calls: int = 1, share: float = 1.0) -> Messages:
+def sent(rates: Rates, collective: str, nbytes: int, axis: AxisRanks, calls: int = 1, share: float = 1.0) -> Messages:
     """A collective of `strata.comm.network`, its bytes sent in so many calls one after another."""
     if rates.network is None or axis.size == 1:
         return Messages()

@@ -20,7 +20,7 @@ from strata.train.log.description import RunDescription
 from strata.train.log.step_times import TIMES
 from strata.train.predict.estimate import step_shape
 from strata.train.predict.flops import document_flops
-from strata.train.predict.least_time import StepTime, predicted_time
+from strata.train.predict.least_time import TrainingStepTime, predicted_time
 from strata.train.predict.step_shape import StepShape
 from strata.train.profile import STEP
 
@@ -76,7 +76,7 @@ class Planted:
         return step_shape(self.config, config_from_dict(SHAPES[self.model], self.model), self.layout)
 
     @cached_property
-    def likely(self) -> StepTime:
+    def likely(self) -> TrainingStepTime:
         return predicted_time(self.shape, self.recompute, H200)
 
     @property
