@@ -106,8 +106,8 @@ def simulate(
     from strata.plan.simulate.fleet import Fleet, FleetConfig
     from strata.plan.simulate.handover import Handover
     from strata.plan.simulate.host import SERVER
-    from strata.plan.simulate.picture import draw_timeline
     from strata.plan.simulate.request import SimulatedRequest
+    from strata.plan.simulate.timeline import draw_timeline
 
     sizes = {"num-prompts": num_prompts, "prefix-groups": prefix_groups, "data-parallel-size": data_parallel_size}
     for name, most in _MOST.items():
