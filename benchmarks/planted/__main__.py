@@ -27,7 +27,7 @@ import torch
 from benchmarks.peers.engines import write_model
 from benchmarks.planted.cases import CASES, Case
 from strata.bench.explain.measure import BenchWorkload, measure, measured_steps
-from strata.bench.explain.predicted_steps import ideal_seconds, in_asked_dtype, predicted
+from strata.bench.explain.predicted_steps import ideal_seconds, in_requested_dtype, predicted
 from strata.bench.result import provenance
 from strata.bench.run import Setup, engine
 from strata.engine.llm import LLM
@@ -116,7 +116,7 @@ class Bench:
             short = workload.short() if llm.engine.device.type == "cpu" else None
             ideal = ideal_seconds(workload.test, times)
             found = measure(llm, workload, options, times, title=self.case.name, ideal=ideal, short=short)
-        wanted = in_asked_dtype(found.facts, llm, self.setup, times)
+        wanted = in_requested_dtype(found.facts, llm, self.setup, times)
         return Run(found, explain(found, times, wanted=wanted, subject=self.case.subject), times, wanted, sources)
 
     def probed(self, run: Run, workload: BenchWorkload) -> Explanation:

@@ -87,7 +87,7 @@ def explain(
         _check_alone(context, "request", "a request of a server", _OF_REQUESTS)
         show(_request_explained(url, request), as_json=as_json, html=html, trace=trace)
         return
-    if options.is_given(context, "url"):
+    if options.is_passed(context, "url"):
         raise ValueError("--url is of the server that has a --request: give its id too")
     if run is not None:
         _check_alone(context, "run", "a training run", _OF_TRAINING)
@@ -127,7 +127,7 @@ def _check_alone(context: typer.Context, option: str, what: str, known: frozense
     """What is of tests says nothing of anything else. Raises ValueError where it was given."""
     given = (one for one in context.command.params if one.name not in known)
     for one in given:
-        if options.is_given(context, one.name or ""):
+        if options.is_passed(context, one.name or ""):
             name = one.opts[0] if one.opts[0].startswith("-") else "a test"
             raise ValueError(f"--{option} explains {what}, of which {name} says nothing; leave one of them out")
 
@@ -171,7 +171,7 @@ def _load(setup: Setup, rate: float | None, requests: int | None, prompt: int | 
     from strata.plan.meta_model import find_config
 
     lengths = EvenLengths(prompt or LENGTHS.prompt, output or LENGTHS.output)
-    _check_length(setup, "T5", lengths.most)
+    _check_length(setup, "T5", lengths.max_tokens)
     vocabulary = find_config(setup.source).vocab_size
     return random_load(lengths, requests or REQUESTS, float(RATE) if rate is None else rate, 0, vocabulary)
 
@@ -187,7 +187,7 @@ def explained(
 ) -> Explanation:
     """A test on an engine with these changes of its options."""
     from strata.bench.explain.measure import kernel_kind, measure, measured_steps
-    from strata.bench.explain.predicted_steps import check_ranks, ideal_seconds, in_asked_dtype, predicted
+    from strata.bench.explain.predicted_steps import check_ranks, ideal_seconds, in_requested_dtype, predicted
     from strata.bench.run import engine
     from strata.plan.explain.explain import explain as explain_run
     from strata.plan.explain.split import operation_name
@@ -203,7 +203,7 @@ def explained(
     short = workload.short() if on_cpu or profile else None
     measured = measure(llm, workload, given, times, title=title, ideal=ideal, short=short)
 
-    wanted = in_asked_dtype(measured.facts, llm, setup, times)
+    wanted = in_requested_dtype(measured.facts, llm, setup, times)
     del llm
 
     def tried(change: Mapping[str, Any]) -> Sequence[MeasuredStep]:

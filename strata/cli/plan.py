@@ -77,7 +77,7 @@ def plan(
         on = (device_to_plan(hardware), gpus, batch_tokens, sequence, gpus_per_host, network * GIGA, precision)
         _plan_training(model, folder_shape_or_file(model), on, price, out, as_json=as_json)
         return
-    if given := [f"--{name}" for name in ("out", "sequence", "precision") if options.is_given(context, name)]:
+    if given := [f"--{name}" for name in ("out", "sequence", "precision") if options.is_passed(context, name)]:
         raise ValueError(
             f"{', '.join(given)}: for a training run alone; add --train and --batch-tokens, or leave it out"
         )
@@ -164,11 +164,11 @@ def draw_plan(found: ServingPlan) -> None:
     from rich.table import Table
 
     from strata.bench.load.report import report_console
-    from strata.plan.search.choice import Choice
+    from strata.plan.search.choice import ServingChoice
 
     console = report_console()
 
-    def table(title: str, choices: tuple[Choice, ...], last: str = "") -> Table:
+    def table(title: str, choices: tuple[ServingChoice, ...], last: str = "") -> Table:
         made = Table(title=title, title_justify="left", box=None, pad_edge=False)
         names = ("engines", "sequences", "TTFT ms", "TPOT ms", "tok/s", "each", "analytic")
         made.add_column("layout")

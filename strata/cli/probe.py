@@ -56,7 +56,7 @@ def probe(
     kind = "cuda" if device == "cuda" or (device == "auto" and available) else "cpu"
     from strata.bench.comm import measure as comm
 
-    report = measure(kind, seconds, comm.parts)
+    report = measure(kind, seconds, comm.probe_items)
     path = file_of(report.product, len(report.gpus))
     why_not = None
     if more := lost(report, path):

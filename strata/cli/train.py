@@ -81,7 +81,7 @@ def train(
 
         typer.echo(estimate_text(run, hardware, ranks))
         return
-    if options.is_given(context, "hardware"):
+    if options.is_passed(context, "hardware"):
         raise ValueError("--hardware is what --estimate looks at: add that, or leave this out")
     steps = None if profile is None else _steps(profile, run.run.steps)
     is_rank, code = "RANK" in os.environ, 0

@@ -17,7 +17,7 @@ from strata.text.tokenizer import Tokenizer
 from strata.train.adapters.frozen import check_weights
 from strata.train.checkpoints.folder import checkpoints
 from strata.train.config import StartConfig, TrainConfig
-from strata.train.data.loader import ORDER, Loader, check_data, check_room
+from strata.train.data.loader import ORDER, Loader, check_capacity, check_data
 from strata.train.data.mixture import DatasetReader, Mixture
 from strata.train.data.once import OnceLoader
 from strata.train.data.shards import TokenDataset
@@ -211,7 +211,7 @@ def check_run(config: TrainConfig, ranks: int, *, resume: bool) -> None:
         layout = chosen_layout(config, start.config, World(0, 0, ranks, torch.device("cpu"), None), _ignored)
         ways = layout.dp * layout.shard
     lasting(config, training_loader(config, found, rank=0, ranks=ways))
-    check_room(found.validation, config.data.tokens_per_pack)
+    check_capacity(found.validation, config.data.tokens_per_pack)
 
 
 def _ignored(_: str) -> None:

@@ -29,7 +29,7 @@ from strata.plan.meta_model import find_config
 from strata.train.predict.estimate import memory
 from strata.train.predict.flops import document_flops
 from strata.train.predict.layer_costs import layer_costs
-from strata.train.predict.least_time import least_time
+from strata.train.predict.min_time import min_time
 from strata.train.predict.step_shape import StepShape
 
 V5E, V5P = device("tpu-v5e"), device("tpu-v5p")
@@ -143,7 +143,7 @@ def test_section_6_parameters_and_flops_of_70b() -> None:
 
 def test_section_6_a_token_takes_a_millisecond_of_one_v5p() -> None:
     """4.2e11 / 4.59e14: 0.915 ms; 435 years for 15 trillion of them, 44 days on 8960 at 40 %."""
-    of_token = least_time(StepShape(LLAMA_70B, 8192, 8192), "none", V5P).products / 8192
+    of_token = min_time(StepShape(LLAMA_70B, 8192, 8192), "none", V5P).products / 8192
     assert of_token == pytest.approx(4.2e11 / 4.59e14, rel=CLOSE)
     years = of_token * 15e12 / (365 * 24 * 3600)
     assert years == pytest.approx(435, rel=CLOSE)

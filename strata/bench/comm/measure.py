@@ -176,7 +176,7 @@ def group_sizes(gpus: int) -> list[int]:
     return sizes
 
 
-def parts(gpus: int, end: float, sizes: str = SIZES, device: str = "cuda") -> list[ProbeItem]:
+def probe_items(gpus: int, end: float, sizes: str = SIZES, device: str = "cuda") -> list[ProbeItem]:
     """Of each group size, one part; `end`: when the time is over, by `time.perf_counter`."""
 
     def part(ranks: int) -> ProbeItem:

@@ -173,7 +173,7 @@ def _requests(
 def _check_lengths(config: LoadConfig, rows: tuple[RequestRow, ...] | None, longest: int) -> None:
     """Raises ValueError for what is no tokens or too many, before any are drawn: they may be more than memory holds."""
     if rows is None:
-        most = config.lengths.most + (config.prefix_tokens if config.dataset == "shared-prefix" else 0)
+        most = config.lengths.max_tokens + (config.prefix_tokens if config.dataset == "shared-prefix" else 0)
         if most > longest:
             raise ValueError(
                 f"requests have up to {most} tokens with their answers, but max_model_len is {longest}: lower "

@@ -224,7 +224,7 @@ async def _request_set(client: HttpClient, served: server.ServedModel, config: L
         drawn = any(row.input_length for row in rows)
         return FileSet(path, rows, config.lengths.output, await server.text_ids(client, served.name) if drawn else ())
     shared = config.prefix_tokens if config.dataset == "shared-prefix" else 0
-    most = config.lengths.most + shared
+    most = config.lengths.max_tokens + shared
     if served.max_model_len is not None and most > served.max_model_len:
         raise ValueError(
             f"requests have up to {most} tokens with their answers, {served.name} takes {served.max_model_len}: "

@@ -48,9 +48,9 @@ class ServedTest:
 def served_gaps(setup: Setup, test: ServedTest) -> Iterator[ServedGaps]:
     """The gaps of each load, as it is done. Raises ValueError for a model that is too short for the load."""
     options = _server_options(setup)
-    if test.lengths.most > options["max_model_len"]:
+    if test.lengths.max_tokens > options["max_model_len"]:
         raise ValueError(
-            f"the requests of T5 have {test.lengths.most} tokens with their answers, and {setup.model} takes "
+            f"the requests of T5 have {test.lengths.max_tokens} tokens with their answers, and {setup.model} takes "
             f"{options['max_model_len']}: take a model of longer sequences"
         )
     llm = engine(options)

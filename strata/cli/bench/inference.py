@@ -222,7 +222,7 @@ def _verdict_line(llm: LLM, test: InferenceTest, setup: Setup) -> str | None:
     """By one more run of the test. None where nothing tells what steps should take: of a GPU that is not in the
     database, of ranks on a processor, and of stages of a pipeline, whose steps overlap."""
     from strata.bench.explain.measure import BenchWorkload, measure
-    from strata.bench.explain.predicted_steps import ideal_seconds, in_asked_dtype, predicted
+    from strata.bench.explain.predicted_steps import ideal_seconds, in_requested_dtype, predicted
     from strata.plan.explain.explain import explain
 
     if setup.pipeline_parallel_size > 1:
@@ -235,4 +235,4 @@ def _verdict_line(llm: LLM, test: InferenceTest, setup: Setup) -> str | None:
     short = workload.short() if llm.engine.device.type == "cpu" else None
     ideal = ideal_seconds(test, times)
     measured = measure(llm, workload, options, times, title=test.name, ideal=ideal, short=short)
-    return explain(measured, times, wanted=in_asked_dtype(measured.facts, llm, setup, times)).verdict.line
+    return explain(measured, times, wanted=in_requested_dtype(measured.facts, llm, setup, times)).verdict.line

@@ -36,7 +36,7 @@ class CpuSizes:
     held: float = 3.0
 
 
-def parts(summaries: dict[str, Summary], sizes: CpuSizes | None = None) -> list[ProbeItem]:
+def probe_items(summaries: dict[str, Summary], sizes: CpuSizes | None = None) -> list[ProbeItem]:
     """In the order of their worth."""
     chosen = sizes or CpuSizes()
     return [

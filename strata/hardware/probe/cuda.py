@@ -33,7 +33,7 @@ _SUSTAINED = ("bfloat16", 8192)
 _BYTES_PER_SECOND, _FLOPS_PER_SECOND = 3e12, 5e14
 
 
-def parts(
+def probe_items(
     device: torch.device, telemetry: NvmlDevice | None, held: float, summaries: dict[str, Summary]
 ) -> list[ProbeItem]:
     """In the order of their worth. held: seconds of the product that is held under the power limit; summaries: get

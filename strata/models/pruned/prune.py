@@ -123,7 +123,7 @@ def _prune_block(block: Tensor, pruning: Pruning, factor: Tensor) -> Tensor:
     if in_fours:
         gone = torch.zeros_like(block, dtype=torch.bool)
     else:
-        gone = least((block / diagonal).square().flatten(), pruning).view(block.shape)
+        gone = lowest((block / diagonal).square().flatten(), pruning).view(block.shape)
     for column in range(block.shape[1]):
         if in_fours and column % FOUR == 0:
             four = slice(column, column + FOUR)
@@ -137,7 +137,7 @@ def _prune_block(block: Tensor, pruning: Pruning, factor: Tensor) -> Tensor:
 
 def by_magnitude(weight: Tensor, pruning: Pruning) -> Tensor:
     """The weight [out, width] without its smallest, of the whole matrix (or of each four columns of a row)."""
-    gone = least(weight.abs().flatten(), pruning)
+    gone = lowest(weight.abs().flatten(), pruning)
     return weight.masked_fill(gone.view(weight.shape), 0.0)
 
 
@@ -148,10 +148,10 @@ def wanda(weight: Tensor, pruning: Pruning, mean_squares: Tensor) -> Tensor:
     factor of all columns alike.
     """
     scores = weight.abs() * mean_squares.to(weight).sqrt()
-    return weight.masked_fill(least(scores, pruning), 0.0)
+    return weight.masked_fill(lowest(scores, pruning), 0.0)
 
 
-def least(scores: Tensor, pruning: Pruning) -> Tensor:
+def lowest(scores: Tensor, pruning: Pruning) -> Tensor:
     """True at the share of the least of each row [..., width], or of each four columns; of equal ones at the first."""
     if pruning.pattern == TWO_OF_FOUR:
         return least_two_of_four(scores)

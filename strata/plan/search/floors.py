@@ -33,7 +33,7 @@ class Matrices:
         return Matrices(attention, around, config.vocab_size * config.hidden_size, config.latent is not None)
 
 
-def least_step(
+def min_step(
     matrices: Matrices, dtype: torch.dtype, machine: Machine, layout: ServingLayout, precision: Precision, tokens: int
 ) -> float:
     """Seconds below which no step of so many tokens of a sequence is: a rank's part of the products that these need,

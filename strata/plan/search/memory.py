@@ -92,7 +92,7 @@ class Held:
         return max(0, self.weights + self.workspace + self.states + self.windows + pages - self.budget)
 
     @property
-    def room(self) -> int:
+    def max_pages(self) -> int:
         """Pages of all tokens."""
         if not self.page_bytes:
             return self.numbered
@@ -112,7 +112,7 @@ class Memory:
         self._ranks, self._fullest = cache(self._of_rank), cache(self._of_fullest)
         self._layers = cache(self._packed_layers)
 
-    def asked(
+    def engine_config(
         self, layout: ServingLayout, sequences: int, budget: int, precision: Precision = AS_CHECKPOINT
     ) -> EngineConfig:
         """The options of such an engine. Raises ValueError for what Strata's engine does not do."""
@@ -129,10 +129,10 @@ class Memory:
         """sequences: of a rank where ranks have their own. Raises ValueError as `asked`."""
         key = layout, sequences, budget, precision
         if key not in self._found:
-            asked = self.asked(layout, sequences, budget, precision)
+            asked = self.engine_config(layout, sequences, budget, precision)
             every = [self._held(asked, *self._ranks(layout, rank, precision)) for rank in self._fullest(layout)]
-            found = max(every, key=lambda one: (one.lacking(self._length), -one.room))
-            self._found[key] = replace(found, tokens=found.room * found.page_size)
+            found = max(every, key=lambda one: (one.lacking(self._length), -one.max_pages))
+            self._found[key] = replace(found, tokens=found.max_pages * found.page_size)
         return self._found[key]
 
     def _of_fullest(self, layout: ServingLayout) -> list[int]:
@@ -155,7 +155,7 @@ class Memory:
     ) -> tuple[ModelConfig, EngineSizes]:
         """The config of a rank, with the whole vocabulary, and the sizes of an engine with default options. Raises
         ValueError for a precision that the engine refuses."""
-        asked = self.asked(layout, MAX_NUM_SEQS, _BUDGET, precision)
+        asked = self.engine_config(layout, MAX_NUM_SEQS, _BUDGET, precision)
         if precision.options:
             config, sizes = self._ranks(layout, rank)
             pool = replace(sizes.pool, rounded=precision.rounded)

@@ -16,7 +16,7 @@ from strata.models.shapes import SHAPES
 from strata.models.weights import resolve_dtype
 from strata.plan.meta_model import dtype_name, find_config
 from strata.plan.search.batching import LoadPoint
-from strata.plan.search.choice import Choice, command, layer_product_flops, request_flops
+from strata.plan.search.choice import ServingChoice, command, layer_product_flops, request_flops
 from strata.plan.search.layer_prices import StepPrice
 from strata.plan.search.machine import Machine
 from strata.plan.search.pools import Pools, best_pools
@@ -49,19 +49,19 @@ class ServingPlan:
     at_rate: LoadPoint | None
 
     @property
-    def best(self) -> Choice:
+    def best(self) -> ServingChoice:
         return self.found.best
 
     @property
-    def others(self) -> tuple[Choice, ...]:
+    def others(self) -> tuple[ServingChoice, ...]:
         return self.found.others[:_SHOWN]
 
     @property
-    def blocked(self) -> tuple[Choice, ...]:
+    def blocked(self) -> tuple[ServingChoice, ...]:
         return self.found.blocked[:_SHOWN]
 
     @property
-    def packed(self) -> tuple[Choice, ...]:
+    def packed(self) -> tuple[ServingChoice, ...]:
         return self.found.packed
 
     @property

@@ -15,8 +15,8 @@ from strata.engine.ledger import GIB
 from strata.engine.scheduling.room import SERVER_TPOT_MS
 from strata.models.config import ModelConfig
 from strata.plan.search.batching import Batching, LoadPoint, at_concurrency, at_rate
-from strata.plan.search.choice import Choice, Settings
-from strata.plan.search.floors import Matrices, below_floors, least_step
+from strata.plan.search.choice import ServingChoice, Settings
+from strata.plan.search.floors import Matrices, below_floors, min_step
 from strata.plan.search.layer_prices import LayerPrices
 from strata.plan.search.layout import ServingLayout, layouts
 from strata.plan.search.machine import Machine
@@ -59,12 +59,12 @@ class SearchResult:
     that were priced, whether or not they meet the objectives.
     """
 
-    best: Choice
-    others: tuple[Choice, ...]
-    packed: tuple[Choice, ...]
+    best: ServingChoice
+    others: tuple[ServingChoice, ...]
+    packed: tuple[ServingChoice, ...]
     refused: tuple[tuple[Precision, str], ...]
-    blocked: tuple[Choice, ...]
-    seen: tuple[Choice, ...]
+    blocked: tuple[ServingChoice, ...]
+    seen: tuple[ServingChoice, ...]
 
 
 class Search:
@@ -102,7 +102,7 @@ class Search:
         told = tuple((one, why) for one, why in refused if why is not None)
         return SearchResult(best, tuple(runs[1:]), tuple(packed), told, tuple(blocked), tuple(seen))
 
-    def _by_own_graphs(self, choice: Choice) -> list[Choice]:
+    def _by_own_graphs(self, choice: ServingChoice) -> list[ServingChoice]:
         """Of the layout in the precision of a choice all settings that meet the objectives, as a plan that asks for the
         precision prices them."""
         layout, precision = choice.settings.layout, choice.settings.precision
@@ -147,7 +147,7 @@ class Search:
         held = self.memory.held(layout, 1, min(BUDGETS), precision)
         return held.lacking(self.question.traffic.longest)
 
-    def choices(self, layout: ServingLayout, precision: Precision) -> Iterator[Choice]:
+    def choices(self, layout: ServingLayout, precision: Precision) -> Iterator[ServingChoice]:
         """All settings of a layout whose sequences have room; of precisions that were not asked for a server's."""
         ways = [(budget, target) for budget in BUDGETS for target in TARGETS]
         for way, (budget, target) in enumerate(ways if precision == self.question.precision else ways[:1]):
@@ -158,7 +158,7 @@ class Search:
                     break
                 yield choice
 
-    def choice(self, settings: Settings) -> Choice | None:
+    def choice(self, settings: Settings) -> ServingChoice | None:
         """What settings are predicted to give; None if their sequences do not fit."""
         question, layout = self.question, settings.layout
         held = self.memory.held(layout, settings.sequences, settings.budget, settings.precision)
@@ -169,9 +169,9 @@ class Search:
         point = at_concurrency(table.seconds, question.traffic, batching, settings.sequences * batching.ranks)
         replicas = layout.replicas(question.devices, question.machine.per_host)
         analytic = table.analytic(point.decoding / batching.stages / batching.ranks, point.chunk, point.prompt_steps)
-        return Choice(settings, replicas, point, held, question.traffic.output, self.blocked(layout), analytic)
+        return ServingChoice(settings, replicas, point, held, question.traffic.output, self.blocked(layout), analytic)
 
-    def at_rate(self, choice: Choice, rate: float) -> LoadPoint | None:
+    def at_rate(self, choice: ServingChoice, rate: float) -> LoadPoint | None:
         """An engine of several that share so many requests a second; None if they are more than these end."""
         settings, batching = choice.settings, _batching(choice.settings)
         table, most = self.table(settings.layout, settings.precision), settings.sequences * batching.ranks
@@ -186,7 +186,7 @@ class Search:
             found.append("engines on several hosts")
         return tuple(found)
 
-    def meets(self, choice: Choice) -> bool:
+    def meets(self, choice: ServingChoice) -> bool:
         """The objectives."""
         wanted, point = self.question.objectives, choice.point
         return point.ttft <= (wanted.ttft or math.inf) and point.tpot <= (wanted.tpot or math.inf)
@@ -218,7 +218,7 @@ class Search:
 
         def least(tokens: int) -> Iterator[tuple[float, Precision]]:
             dtype, machine = question.dtype, question.machine
-            return ((least_step(matrices, dtype, machine, layout, one, tokens), one) for layout, one in pairs)
+            return ((min_step(matrices, dtype, machine, layout, one, tokens), one) for layout, one in pairs)
 
         self._refuse(least)
 
@@ -250,7 +250,7 @@ class Search:
         """Tokens of a mean one that are computed, two at least: a step of one decodes."""
         return max(2, round(self.question.traffic.computed))
 
-    def binds(self, choice: Choice) -> str:
+    def binds(self, choice: ServingChoice) -> str:
         """What keeps an engine from more sequences at once."""
         settings = choice.settings
         at = SEQUENCES.index(settings.sequences) + 1
@@ -323,9 +323,9 @@ def _batching(settings: Settings) -> Batching:
     return Batching(settings.budget, settings.target / 1e3 or None, layout.stages, ranks)
 
 
-def best_of_each(choices: Iterable[Choice]) -> list[Choice]:
+def best_of_each(choices: Iterable[ServingChoice]) -> list[ServingChoice]:
     """Of each layout and precision the one with the most tokens a second; the best first."""
-    found: dict[tuple[ServingLayout, Precision], Choice] = {}
+    found: dict[tuple[ServingLayout, Precision], ServingChoice] = {}
     for choice in choices:
         key = choice.settings.layout, choice.settings.precision
         if key not in found or rank(choice) < rank(found[key]):
@@ -333,9 +333,9 @@ def best_of_each(choices: Iterable[Choice]) -> list[Choice]:
     return sorted(found.values(), key=rank)
 
 
-def best_of_precisions(choices: Iterable[Choice]) -> list[Choice]:
+def best_of_precisions(choices: Iterable[ServingChoice]) -> list[ServingChoice]:
     """Of each precision the one with the most tokens a second; the best first."""
-    found: dict[Precision, Choice] = {}
+    found: dict[Precision, ServingChoice] = {}
     for choice in choices:
         precision = choice.settings.precision
         if precision not in found or rank(choice) < rank(found[precision]):
@@ -343,27 +343,29 @@ def best_of_precisions(choices: Iterable[Choice]) -> list[Choice]:
     return sorted(found.values(), key=rank)
 
 
-def best_of_blocked(choices: Iterable[Choice]) -> list[Choice]:
+def best_of_blocked(choices: Iterable[ServingChoice]) -> list[ServingChoice]:
     """Of each list of what Strata lacks the one with the most tokens a second; the best first."""
-    found: dict[tuple[str, ...], Choice] = {}
+    found: dict[tuple[str, ...], ServingChoice] = {}
     for choice in choices:
         if choice.blocked not in found or rank(choice) < rank(found[choice.blocked]):
             found[choice.blocked] = choice
     return sorted(found.values(), key=rank)
 
 
-def rank(choice: Choice) -> tuple[int, float, int]:
+def rank(choice: ServingChoice) -> tuple[int, float, int]:
     """What comes first is better: more tokens a second, and of those within half a percent the quickest request."""
     whole = choice.point.ttft + (choice.output - 1) * choice.point.tpot
     return -round(math.log(choice.tokens) / _ALIKE), whole, choice.settings.layout.ranks
 
 
-def too_slow(question: Question, seen: list[Choice], blocked: list[Choice], packed: list[Choice]) -> str:
+def too_slow(
+    question: Question, seen: list[ServingChoice], blocked: list[ServingChoice], packed: list[ServingChoice]
+) -> str:
     """Which of `seen` comes nearest to the objectives that none meets, in words. blocked, packed: what would."""
     wanted = question.objectives
     where = f"{question.model} on {question.devices} x {question.machine.listed.key}"
 
-    def excess(choice: Choice) -> float:
+    def excess(choice: ServingChoice) -> float:
         point = choice.point
         return max(point.ttft / (wanted.ttft or math.inf), point.tpot / (wanted.tpot or math.inf))
 

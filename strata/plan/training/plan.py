@@ -10,7 +10,7 @@ from strata.plan.training.run_file import run_file
 from strata.plan.training.search import TrainingChoice, TrainingSearchResult, search
 from strata.plan.training.task import TrainingTask
 from strata.text.counted import counted
-from strata.train.predict.least_time import TrainingStepTime
+from strata.train.predict.min_time import TrainingStepTime
 
 GIB = 2**30
 MFU = "6 * elements of matrices a token meets * tokens + 12 * heads * head_dim * pairs seen, over time and bf16 peak"
@@ -47,7 +47,9 @@ class TrainingPlan:
         """What to expect of the best, for people."""
         choice, task = self.best, self.task
         found, time, memory = choice.estimate, choice.estimate.likely, choice.estimate.fullest
-        parts = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in parts_of(time).items() if seconds)
+        parts = ", ".join(
+            f"{name} {milliseconds(seconds)}" for name, seconds in seconds_by_cause(time).items() if seconds
+        )
         lines = [
             ("layout", f"{layout_name(choice.shape.layout)}, recompute {found.recompute}, {_packs(choice)}"),
             ("step", f"{milliseconds(time.seconds)} ms ({time.origin}), at least {milliseconds(found.time.seconds)}"),
@@ -83,7 +85,7 @@ class TrainingPlan:
     def binding(self) -> str:
         """What the step waits for most; and what memory costs, where more of it would make the step quicker."""
         time = self.best.estimate.likely
-        parts = parts_of(time)
+        parts = seconds_by_cause(time)
         name = max(parts, key=lambda one: parts[one])
         told = f"{name} ({parts[name] / time.seconds:.0%} of the step)"
         misfit = self.found.misfit
@@ -114,7 +116,7 @@ def training_plan(name: str, task: TrainingTask, price: float | None = None) -> 
     return TrainingPlan(name, task, search(task), price)
 
 
-def parts_of(time: TrainingStepTime) -> dict[str, float]:
+def seconds_by_cause(time: TrainingStepTime) -> dict[str, float]:
     """Seconds of a step by what it does."""
     return {
         "products and attention": time.products + time.attention,
@@ -154,7 +156,7 @@ def _choice(choice: TrainingChoice, gpus: int) -> dict[str, Any]:
         "step_s": found.likely.seconds,
         "origin": found.likely.origin,
         "least_s": found.time.seconds,
-        "parts_s": parts_of(found.likely),
+        "parts_s": seconds_by_cause(found.likely),
         "tokens_per_second": found.likely_tokens_per_second,
         "tokens_per_second_per_device": found.likely_tokens_per_second / gpus,
         "mfu": found.likely_mfu,

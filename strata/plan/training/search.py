@@ -11,7 +11,7 @@ from strata.hardware.links import Link
 from strata.plan.training.candidates import candidates
 from strata.plan.training.task import TrainingTask
 from strata.train.predict.estimate import USABLE, Estimate, StepMemory, estimate, memory
-from strata.train.predict.least_time import predicted_time
+from strata.train.predict.min_time import predicted_time
 from strata.train.predict.rates import measured_rates
 from strata.train.predict.step_shape import StepShape
 

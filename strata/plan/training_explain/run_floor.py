@@ -13,7 +13,7 @@ from strata.plan.explain.explanation import Peaks
 from strata.plan.training_explain.recorded_run import RecordedRun
 from strata.train.log.description import RunDescription
 from strata.train.predict.estimate import step_shape
-from strata.train.predict.least_time import TrainingStepTime, predicted_time
+from strata.train.predict.min_time import TrainingStepTime, predicted_time
 from strata.train.predict.step_shape import StepShape
 
 # Of a parameter in an update: AdamW reads master, moments and gradient and writes all but that; Muon has one moment.

@@ -88,7 +88,9 @@ async def _parse(body: ChatRequest, request: Request) -> _ParsedChat:
     state = server_of(request)
     model = state.model_name(body.model)
     body.check()
-    params = sampling_params(body, state.client.ready, max_tokens=body.most_tokens, logprobs=body.reported_logprobs)
+    params = sampling_params(
+        body, state.client.ready, max_tokens=body.requested_max_tokens, logprobs=body.reported_logprobs
+    )
     admission = admit_generation(request, params, priority=body.priority)
     tools = _tool_use(body, state.settings.tool_format)
     grammar = tools.grammar

@@ -30,7 +30,7 @@ class Caller:
     salt: str
 
 
-class Bucket:
+class TokenBucket:
     """An allowance per minute: at most a minute's worth is in it, and it refills steadily. Times are in seconds."""
 
     def __init__(self, per_minute: float, now: float) -> None:
@@ -58,8 +58,8 @@ class Bucket:
 class _Allowance:
     """What one caller may still use, and how many of its sequences are in flight."""
 
-    requests: Bucket | None
-    tokens: Bucket | None
+    requests: TokenBucket | None
+    tokens: TokenBucket | None
     in_flight: int = 0
 
 
@@ -179,8 +179,8 @@ class Limits:
         return found
 
     def _full_allowance(self, now: float) -> _Allowance:
-        def bucket(per_minute: int | None) -> Bucket | None:
-            return None if per_minute is None else Bucket(per_minute / self._settings.api_workers, now)
+        def bucket(per_minute: int | None) -> TokenBucket | None:
+            return None if per_minute is None else TokenBucket(per_minute / self._settings.api_workers, now)
 
         return _Allowance(bucket(self._settings.requests_per_minute), bucket(self._settings.tokens_per_minute))
 
@@ -194,7 +194,7 @@ class Limits:
             message = f"the server is overloaded, {counted(self.waiting, 'sequence')} in line{whose}: try again later"
             raise ApiError(503, message, code="queue_full", headers=_retry_after(self._drain_time(now)))
 
-    def _check_requests(self, bucket: Bucket, requests: int, now: float) -> None:
+    def _check_requests(self, bucket: TokenBucket, requests: int, now: float) -> None:
         if (wait := bucket.wait(requests, now)) > 0:
             raise _over(f"{self._settings.requests_per_minute} requests per minute", "requests_per_minute", wait)
 
@@ -214,7 +214,7 @@ class Limits:
 class _HeldTokens:
     """What one request holds of its caller's tokens, if those are bounded."""
 
-    bucket: Bucket | None
+    bucket: TokenBucket | None
     clock: Callable[[], float]
     held: float
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
-from strata.serve.schema.base import HistoryModel, Unsupported, told_apart
+from strata.serve.schema.base import HistoryModel, Unsupported, discriminated_by
 
 _TEXT_ONLY = "this server reads text only"
 
@@ -23,7 +23,9 @@ def _kind_of_content(value: Any) -> str | None:
 
 Content = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[TextPart], Tag("parts")],
-    told_apart(_kind_of_content, "content", 'Input should be a string or a list of {"type": "text", "text": ...}'),
+    discriminated_by(
+        _kind_of_content, "content", 'Input should be a string or a list of {"type": "text", "text": ...}'
+    ),
 ]
 
 

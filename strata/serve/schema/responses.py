@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, Tag
 
 from strata.serve.http.errors import ApiError
-from strata.serve.schema.base import HistoryModel, RequestModel, Unsupported, described_as, told_apart
+from strata.serve.schema.base import HistoryModel, RequestModel, Unsupported, described_as, discriminated_by
 from strata.serve.schema.chat import Function, FunctionName, ReasoningEffort, Verbosity
 from strata.serve.schema.sampling import Count, GenerationFields, SamplingFields, TopLogprobs
 
@@ -76,7 +76,7 @@ Item = Annotated[
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")],
-    told_apart(
+    discriminated_by(
         _kind_of_item, "item", "Input should be a message, function_call, function_call_output or reasoning item"
     ),
 ]
@@ -144,7 +144,7 @@ class ResponsesStreamOptions(RequestModel):
 class ResponsesRequest(GenerationFields):
     input: Annotated[
         Annotated[str, Tag("text")] | Annotated[Items, Tag("items")],
-        told_apart(_kind_of_input, "input", "Input should be a string or a list of items"),
+        discriminated_by(_kind_of_input, "input", "Input should be a string or a list of items"),
     ]
     """What the user says, or items: messages, calls, their outputs, reasoning."""
     instructions: str | None = None

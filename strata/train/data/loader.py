@@ -74,7 +74,7 @@ class Loader:
                 f"packs_per_step = {packs} is not divisible by the {ranks} data-parallel ranks; "
                 f"set data.packs_per_step to a multiple of {ranks}"
             )
-        check_room(mixture.datasets, capacity)
+        check_capacity(mixture.datasets, capacity)
         self.mixture = mixture
         self._capacity, self._packs, self._window, self._rank, self._ranks = capacity, packs, window, rank, ranks
         self._epoch = mixture.epoch if by_epoch else None
@@ -133,7 +133,7 @@ def collate(reader: DatasetReader, samples: Samples) -> PackedBatch:
     return pack(reader.documents(samples.datasets, samples.numbers), samples)
 
 
-def check_room(datasets: Sequence[TokenDataset], capacity: int) -> None:
+def check_capacity(datasets: Sequence[TokenDataset], capacity: int) -> None:
     """Raises ValueError if a sample may be longer than a pack of `capacity` tokens."""
     for dataset in datasets:
         if dataset.longest > capacity:

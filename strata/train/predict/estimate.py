@@ -23,7 +23,7 @@ from strata.train.config import TrainConfig
 from strata.train.optimizer.memory import STREAMED_BYTES
 from strata.train.predict.flops import document_flops
 from strata.train.predict.held import RankParameters
-from strata.train.predict.least_time import TrainingStepTime, least_time, predicted_time
+from strata.train.predict.min_time import TrainingStepTime, min_time, predicted_time
 from strata.train.predict.step_shape import StepShape
 from strata.train.steps.passes import LOGITS_BYTES
 
@@ -98,7 +98,7 @@ def estimate(shape: StepShape, device: Device, recompute: str = "auto", network:
     """
     if recompute == "auto":
         recompute = choose_recompute(shape, int(device.ceiling("memory").value))
-    time = least_time(shape, recompute, device, network)
+    time = min_time(shape, recompute, device, network)
     likely = predicted_time(shape, recompute, device, network)
     layout = shape.layout
     ways = layout.dp * layout.shard * shape.batches

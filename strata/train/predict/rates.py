@@ -43,7 +43,7 @@ class Rates:
     origin: str = ""
 
 
-def least_rates(shape: StepShape, device: Device, network: Network | None = None) -> Rates:
+def min_rates(shape: StepShape, device: Device, network: Network | None = None) -> Rates:
     """The device's ceilings, measured where they were, and its link. network: of ranks in several machines.
 
     Raises ValueError for several ranks of a device without a link, for state on the host without one to that, and for
@@ -59,9 +59,9 @@ def least_rates(shape: StepShape, device: Device, network: Network | None = None
 def measured_rates(shape: StepShape, device: Device, network: Network | None = None) -> Rates:
     """What was measured inside steps on the device, or the same shares of its maker's promises as on one that was.
 
-    Raises ValueError as `least_rates` does.
+    Raises ValueError as `min_rates` does.
     """
-    least = least_rates(shape, device, network)
+    least = min_rates(shape, device, network)
     known, found = next(iter(TRAINING_RATES.items()))
     found = TRAINING_RATES[device.key] if device.key in TRAINING_RATES else found.scaled(DEVICES[known], device)
     width, size = shape.config.hidden_size, shape.config.head_dim

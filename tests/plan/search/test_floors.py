@@ -9,7 +9,7 @@ import torch
 
 from strata.hardware.specs import device
 from strata.plan.meta_model import find_config
-from strata.plan.search.floors import Matrices, below_floors, least_step
+from strata.plan.search.floors import Matrices, below_floors, min_step
 from strata.plan.search.layout import ServingLayout, layouts
 from strata.plan.search.machine import Machine
 from strata.plan.search.precision import AS_CHECKPOINT, IN_FEWER_BITS, Precision
@@ -40,11 +40,11 @@ def test_8b_by_hand(machine: Machine) -> None:
         (ServingLayout(2, context=4), 2, 1000),
     ):
         token, prompt = (
-            least_step(matrices, torch.bfloat16, machine, layout, AS_CHECKPOINT, tokens) for tokens in (1, 4000)
+            min_step(matrices, torch.bfloat16, machine, layout, AS_CHECKPOINT, tokens) for tokens in (1, 4000)
         )
         assert token == pytest.approx(2 * (layers + head) / ranks / 4.28e12)
         assert prompt == pytest.approx(2 * (layers * rows + head) / ranks / 800e12)
-    packed = least_step(matrices, torch.bfloat16, machine, ServingLayout(), Precision("fp8"), 1)
+    packed = min_step(matrices, torch.bfloat16, machine, ServingLayout(), Precision("fp8"), 1)
     assert packed == pytest.approx((layers + 2 * head) / 4.28e12, rel=0.01)
 
 
@@ -58,7 +58,7 @@ def test_no_graph_is_quicker(machine: Machine, model: str, devices: int) -> None
             continue
         for precision in (AS_CHECKPOINT, IN_FEWER_BITS[0], IN_FEWER_BITS[-1]):
             for tokens, step in ((1, (1, 0)), (PROMPT, (0, PROMPT))):
-                least = least_step(matrices, torch.bfloat16, machine, layout, precision, tokens)
+                least = min_step(matrices, torch.bfloat16, machine, layout, precision, tokens)
                 floor = search.table(layout, precision).price(*step).bounds.seconds
                 assert least <= floor, (layout, precision, tokens)
                 assert least > 0.93 * floor or tokens > 1 or layout != ServingLayout()

@@ -299,7 +299,7 @@ def test_fixed_states_have_the_memory_that_the_engine_gives_them(name: str, mach
     """What the plan says is missing, or has room, on devices of many sizes, and what the engine's ledger says there."""
     config, layout, length = config_from_dict(RECURRENT_CONFIGS[name]), ServingLayout(), TRAFFIC.longest
     memory = Memory(config, machine, TRAFFIC, name)
-    asked = memory.asked(layout, 5, 2048)
+    asked = memory.engine_config(layout, 5, 2048)
     sizes = EngineSizes.of(asked, config, torch.device("cuda"), DeviceLimits.listed(device("h200")))
     ample = memory.held(layout, 5, 2048, AS_CHECKPOINT)
     channels, state = (120, 6 * 8 * 12) if name == "mamba2" else (88, 6 * 8 * 10)
@@ -319,7 +319,7 @@ def test_fixed_states_have_the_memory_that_the_engine_gives_them(name: str, mach
         fits.append(ledger is not None)
         assert fits[-1] == (held.lacking(length) == 0), room
         if ledger is not None:
-            assert (held.room, held.snapshots) == (ledger.pages, ledger.snapshots)
+            assert (held.max_pages, held.snapshots) == (ledger.pages, ledger.snapshots)
             assert held.states + held.snapshots * held.state_bytes == ledger.states
     assert fits[-1]
     assert fits[0] == (name == "mamba2")

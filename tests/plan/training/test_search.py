@@ -14,13 +14,13 @@ from strata.hardware.specs import device
 from strata.models.folder import folder_shape_or_file
 from strata.plan.meta_model import find_config
 from strata.plan.training.candidates import candidates
-from strata.plan.training.plan import TrainingPlan, parts_of, training_plan
+from strata.plan.training.plan import TrainingPlan, seconds_by_cause, training_plan
 from strata.plan.training.search import search
 from strata.plan.training.task import TrainingTask
 from strata.train.config import read_train_config
 from strata.train.layout import with_micro_batches
 from strata.train.predict.estimate import memory, step_shape
-from strata.train.predict.least_time import predicted_time
+from strata.train.predict.min_time import predicted_time
 
 EIGHT = TrainingTask(find_config("8B"), device("h200"), 8, 8 * 16384, 8192)
 
@@ -70,7 +70,7 @@ def test_its_file_is_a_run_of_that_step(planned: TrainingPlan, tmp_path: Path) -
 
 def test_parts_are_the_step_and_the_price_is_that_of_device_hours(planned: TrainingPlan) -> None:
     time = planned.best.estimate.likely
-    assert sum(parts_of(time).values()) == pytest.approx(time.seconds)
+    assert sum(seconds_by_cause(time).values()) == pytest.approx(time.seconds)
     steps = 10**9 / EIGHT.batch_tokens
     assert planned.price_of_tokens(10**9) == pytest.approx(steps * time.seconds / 3600 * 8 * 3.0)
     assert planned.binding.startswith("products and attention (")

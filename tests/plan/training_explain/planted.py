@@ -20,7 +20,7 @@ from strata.train.log.description import RunDescription
 from strata.train.log.step_times import TIMES
 from strata.train.predict.estimate import step_shape
 from strata.train.predict.flops import document_flops
-from strata.train.predict.least_time import TrainingStepTime, predicted_time
+from strata.train.predict.min_time import TrainingStepTime, predicted_time
 from strata.train.predict.step_shape import StepShape
 from strata.train.profile import STEP
 

@@ -18,7 +18,7 @@ from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
 from strata.train.config import RECOMPUTE, read_train_config
 from strata.train.predict.estimate import choose_recompute, memory
-from strata.train.predict.least_time import least_time
+from strata.train.predict.min_time import min_time
 from strata.train.predict.step_shape import StepShape
 from strata.train.recompute import _KEPT
 
@@ -31,7 +31,7 @@ WEIGHTS, LAYERS, HEAD = 1_498_482_688, 16 * (2048 * (3072 + 2048 + 3 * 8192)), 1
 
 
 def least_seconds(shape: StepShape, recompute: str, on: Device) -> float:
-    return least_time(shape, recompute, on).seconds
+    return min_time(shape, recompute, on).seconds
 
 
 def test_memory_of_t6_by_hand() -> None:

@@ -21,8 +21,8 @@ from strata.train.predict.estimate import (
     memory,
     memory_by_rank,
 )
-from strata.train.predict.least_time import least_time
 from strata.train.predict.messages import Messages
+from strata.train.predict.min_time import min_time
 from strata.train.predict.step_shape import StepShape
 
 GIB = 2**30
@@ -42,7 +42,7 @@ def shape(**layout: Any) -> StepShape:
 
 
 def messages(given: StepShape, recompute: str = "none") -> dict[str, Messages]:
-    return dict(least_time(given, recompute, H200).messages)
+    return dict(min_time(given, recompute, H200).messages)
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def test_a_ring_holds_vectors_and_with_a_window_blocks_of_scores() -> None:
 
 def test_a_loss_with_gradients_takes_no_product_twice() -> None:
     head = 2 * 128256 * 4096 * TOKENS / RATE
-    plain, ring = (least_time(one, "none", H200).products for one in (shape(), shape(cp=4, zero=1)))
+    plain, ring = (min_time(one, "none", H200).products for one in (shape(), shape(cp=4, zero=1)))
     assert ring == pytest.approx(plain / 4)
-    divided = least_time(shape(tp=4), "none", H200).products
+    divided = min_time(shape(tp=4), "none", H200).products
     assert divided == pytest.approx(plain / 4 + head / 4)
 
 
@@ -138,7 +138,7 @@ def test_experts_are_divided_by_ep_and_balanced() -> None:
     assert memory(alone, "none").activations == 4096 * (attention + routing + rows)
     assert memory(shared, "none").activations == 48 * 4096 * (attention + routing + rows)
     active = 48 * (2048 * (2 * 4096 + 2 * 512) + 2048 * 128 + 8 * 3 * 2048 * 768) + 151936 * 2048
-    assert least_time(alone, "none", H200).products == pytest.approx(6 * active * 4096 / RATE)
+    assert min_time(alone, "none", H200).products == pytest.approx(6 * active * 4096 / RATE)
 
 
 def test_gradients_and_weights_travel_while_passes_run() -> None:
@@ -159,7 +159,7 @@ def test_gradients_and_weights_travel_while_passes_run() -> None:
     assert messages(shape(dp=8))["gradients"].cost.bytes == pytest.approx(2 * sent)
     # What no computation is long enough to hide is exposed.
     short = messages(StepShape(CONFIG, 512, 512, layout=Layout(shard=8, zero=1)))
-    backward = least_time(StepShape(CONFIG, 512, 512), "none", H200)
+    backward = min_time(StepShape(CONFIG, 512, 512), "none", H200)
     room = (backward.products + backward.attention) * 2 / 3
     assert short["gradients"].exposed == pytest.approx(short["gradients"].seconds - room)
 
@@ -220,7 +220,7 @@ def test_modules_compute_mlps_again_from_what_enters_them() -> None:
         given = shape(**layout)
         # Gate, up and SwiGLU's result are not kept.
         assert layer_bytes(given, 0, "none") - layer_bytes(given, 0, "mlp") == TOKENS * 2 * 3 * 14336 // 4
-        none, mlp = (least_time(given, one, H200) for one in ("none", "mlp"))
+        none, mlp = (min_time(given, one, H200) for one in ("none", "mlp"))
         # What overlaps is no operation of torch's own, so the last product and its messages are repeated, too.
         matrices = 3 if "overlap" in layout else 2
         assert mlp.products - none.products == pytest.approx(2 * TOKENS * 32 * matrices * 4096 * 14336 / 4 / RATE)
@@ -229,7 +229,7 @@ def test_modules_compute_mlps_again_from_what_enters_them() -> None:
     experts = StepShape(MIXTURE, 4096, 4096, layout=Layout(shard=8, ep=8, zero=2))
     attention = 2 * (2 * 2048 + (4096 + 1024) + 4096 + (4096 + 512) + 2048) + 4 * 32
     assert layer_bytes(experts, 0, "mlp") == 4096 * (attention + 2 * 2048)
-    none, mlp = (least_time(experts, one, H200) for one in ("none", "mlp"))
+    none, mlp = (min_time(experts, one, H200) for one in ("none", "mlp"))
     again = 2 * 4096 * 48 * 2048 * (128 + 8 * 3 * 768)
     assert mlp.products - none.products == pytest.approx(again / RATE)
     sent = [one.messages["experts"].cost.bytes for one in (none, mlp)]
@@ -240,7 +240,7 @@ def test_modules_compute_mlps_again_from_what_enters_them() -> None:
 @pytest.mark.parametrize(("schedule", "idle"), [("1f1b", 3.0), ("zero-bubble", 1.0)])
 def test_pipeline_waits_at_both_ends(schedule: str, idle: float) -> None:
     """Of passes of equal length forward, inputs and weights: 3 (ranks - 1), a third of it with zero-bubble."""
-    found = least_time(
+    found = min_time(
         StepShape(CONFIG, 8192, 8192, 8, layout=Layout(pp=4, micro_batches=8, schedule=schedule)), "none", H200
     )
     a_pass = (found.products + found.attention) / 8 / 3
@@ -252,10 +252,10 @@ def test_pipeline_waits_at_both_ends(schedule: str, idle: float) -> None:
 
 
 def test_one_rank_has_no_messages_and_other_links_are_refused() -> None:
-    assert least_time(shape(), "none", H200).messages == {}
-    assert least_time(shape(), "none", device("h100")).seconds > 0
+    assert min_time(shape(), "none", H200).messages == {}
+    assert min_time(shape(), "none", device("h100")).seconds > 0
     # Where it was not measured, the maker's link counts; where there is none, nothing does.
-    assert least_time(shape(tp=8), "none", device("h100")).messages["tensor"].seconds > 0
+    assert min_time(shape(tp=8), "none", device("h100")).messages["tensor"].seconds > 0
     with pytest.raises(ValueError, match="no link is recorded for l40s"):
         estimate(shape(tp=8), device("l40s"))
 

@@ -15,7 +15,7 @@ from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
 from strata.parallel.layout import Layout
 from strata.train.predict.estimate import estimate, memory
-from strata.train.predict.least_time import least_time, predicted_time
+from strata.train.predict.min_time import min_time, predicted_time
 from strata.train.predict.step_shape import StepShape
 
 H200, GIB = device("h200"), 2**30
@@ -64,7 +64,7 @@ def test_memory_of_fsdp_within_four_percent(row: dict[str, Any]) -> None:
 def test_parts_add_up_and_none_is_quicker_than_the_least() -> None:
     shape = StepShape(config_from_dict(SHAPES["8B"], "8B"), 16384, 8192, 2, layout=Layout(shard=8, zero=3))
     for recompute in shape.recomputes:
-        likely, least = predicted_time(shape, recompute, H200), least_time(shape, recompute, H200)
+        likely, least = predicted_time(shape, recompute, H200), min_time(shape, recompute, H200)
         assert likely.seconds == pytest.approx(sum(likely.by_kind.values()))
         assert all(likely.by_kind[kind] >= seconds for kind, seconds in least.by_kind.items())
         assert {name: one.cost for name, one in likely.messages.items()} == {

@@ -15,7 +15,7 @@ from strata.parallel.timeline import Durations, simulate
 from strata.train.predict.held import RankParameters
 from strata.train.predict.layer_costs import PassCost
 from strata.train.predict.messages import Axes, Messages, data_messages, exposed, hidden, sent
-from strata.train.predict.rates import Rates, least_rates, measured_rates
+from strata.train.predict.rates import Rates, measured_rates, min_rates
 from strata.train.predict.step_shape import StepShape
 
 # Passes over logits: what the product wrote is read, its gradient written, and that read again.
@@ -66,7 +66,7 @@ class TrainingStepTime:
         return sum(self.by_kind.values())
 
 
-def least_time(shape: StepShape, recompute: str, device: Device, network: Network | None = None) -> TrainingStepTime:
+def min_time(shape: StepShape, recompute: str, device: Device, network: Network | None = None) -> TrainingStepTime:
     """The least time of a step: products and attention at the device's measured rates, AdamW's bytes, and messages at
     the measured rate of the link where no computation runs that they could hide behind.
 
@@ -74,14 +74,14 @@ def least_time(shape: StepShape, recompute: str, device: Device, network: Networ
     slowest. Norms, activations and the loss's own passes over memory are left out. network: of several machines;
     without one all ranks lie in one. Raises ValueError if there are messages and nothing is known of the link.
     """
-    return step_time(shape, recompute, least_rates(shape, device, network))
+    return step_time(shape, recompute, min_rates(shape, device, network))
 
 
 def predicted_time(
     shape: StepShape, recompute: str, device: Device, network: Network | None = None
 ) -> TrainingStepTime:
     """What a step is likely to take: the same work at the rates that were measured inside long steps, with passes over
-    memory, gaps between kernels, and what computation and messages take of each other. Raises as `least_time` does.
+    memory, gaps between kernels, and what computation and messages take of each other. Raises as `min_time` does.
     """
     return step_time(shape, recompute, measured_rates(shape, device, network))
 
