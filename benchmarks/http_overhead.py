@@ -33,10 +33,10 @@ import msgspec
 
 from benchmarks.stub_engine import StubConfig
 from strata.bench.load.arrivals import arrival_times
-from strata.bench.load.connection import Client
+from strata.bench.load.connection import HttpClient
 from strata.bench.load.measures import Distribution, figures
 from strata.bench.load.request_sets import Ask, encode
-from strata.bench.load.send import Outcome, run, send_all
+from strata.bench.load.send import RequestOutcome, run, send_all
 from strata.bench.result import provenance
 from strata.engine.process.messages import Add
 from strata.engine.sampling_params import SamplingParams
@@ -268,9 +268,11 @@ def _wait_ready(process: subprocess.Popen[bytes], said: Path) -> None:
         raise RuntimeError(f"the API process did not start: {said.read_text().strip()}")
 
 
-def _send(url: str, asks: Sequence[Ask], due: Sequence[float], max_concurrency: int | None = None) -> list[Outcome]:
-    async def send() -> list[Outcome]:
-        client = Client(url)
+def _send(
+    url: str, asks: Sequence[Ask], due: Sequence[float], max_concurrency: int | None = None
+) -> list[RequestOutcome]:
+    async def send() -> list[RequestOutcome]:
+        client = HttpClient(url)
         try:
             requests = [encode(ask, NAME) for ask in asks]
             return await send_all(client, requests, due, max_concurrency=max_concurrency, timeout=TIMEOUT)

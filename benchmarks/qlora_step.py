@@ -36,7 +36,7 @@ from strata.train.data.pack import pack
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.predict.adapters import AdapterStep
 from strata.train.recompute import RECOMPUTE_OF_MODULES
-from strata.train.steps.make import Adapters, held_by, make_step
+from strata.train.steps.make import Adapters, make_step, values_of
 
 GIB = 2**30
 
@@ -87,7 +87,7 @@ def main() -> None:
         Layout(),
         Layout().mesh(World(0, 0, 1, device, None)),
         OptimizerConfig(learning_rate=1e-4),
-        held_by(model),
+        values_of(model),
         adapters=Adapters(lora, packed=packed),
         recompute=asked.recompute,
     )

@@ -69,8 +69,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As on a machine without one; searches, probes and compilations have little to do, and servers are not started."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    parts = cpu.parts
-    monkeypatch.setattr(cpu, "parts", lambda summaries, *_: parts(summaries, SMALL))
+    items = cpu.probe_items
+    monkeypatch.setattr(cpu, "probe_items", lambda summaries, *_: items(summaries, SMALL))
     for module, name, few in (
         (step_table, "_ALONE", (1, 64)),
         (step_table, "_BESIDE", (0, 64)),

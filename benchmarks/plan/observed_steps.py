@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from strata.bench import workloads
-from strata.bench.explain.measure import Workload, measure
+from strata.bench.explain.measure import BenchWorkload, measure
 from strata.bench.explain.predicted_steps import predicted
 from strata.bench.result import provenance
 from strata.bench.run import Setup, call, device_name, engine
@@ -44,7 +44,7 @@ def main() -> None:
         observed: list[float] = []
 
         def noted(test: workloads.InferenceTest = test) -> float:
-            return measure(llm, Workload(test), options, times, title=test.name).wall
+            return measure(llm, BenchWorkload(test), options, times, title=test.name).wall
 
         def unnoted(test: workloads.InferenceTest = test) -> float:
             llm.engine.loop.scheduler.reset()  # as `measure` does: nothing is cached

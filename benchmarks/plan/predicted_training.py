@@ -19,7 +19,7 @@ from strata.models.shapes import SHAPES
 from strata.parallel.layout import Layout
 from strata.plan.meta_model import find_config
 from strata.train.predict.estimate import Estimate, estimate
-from strata.train.predict.step_shape import StepShape
+from strata.train.predict.step_shape import TrainShape
 
 BENCHMARKS = Path(__file__).parents[1]
 GIB = 2**30
@@ -35,7 +35,7 @@ def predicted(row: dict[str, Any]) -> Estimate:
     """What the model of costs says of a measured step."""
     layout = Layout(**row["layout"])
     tokens = row["batch"] * row["sequence"]
-    shape = StepShape(
+    shape = TrainShape(
         config(row), tokens, row["sequence"], layout.micro_batches, row["precision"], layout, row["offload"]
     )
     return estimate(shape, device("h200"), row["recompute"])

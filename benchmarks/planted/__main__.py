@@ -26,8 +26,8 @@ import torch
 
 from benchmarks.peers.engines import write_model
 from benchmarks.planted.cases import CASES, Case
-from strata.bench.explain.measure import Workload, measure, measured_steps
-from strata.bench.explain.predicted_steps import ideal_seconds, in_asked_dtype, predicted
+from strata.bench.explain.measure import BenchWorkload, measure, measured_steps
+from strata.bench.explain.predicted_steps import ideal_seconds, in_requested_dtype, predicted
 from strata.bench.result import provenance
 from strata.bench.run import Setup, engine
 from strata.engine.llm import LLM
@@ -97,7 +97,7 @@ class Bench:
             llm.engine.loop.clock = time.thread_time
         return llm
 
-    def workload(self, llm: LLM, *, faulty: bool = True) -> Workload:
+    def workload(self, llm: LLM, *, faulty: bool = True) -> BenchWorkload:
         chosen = self.case.workload
         if not faulty and self.case.mended_workload is not None:
             chosen = self.case.mended_workload
@@ -116,10 +116,10 @@ class Bench:
             short = workload.short() if llm.engine.device.type == "cpu" else None
             ideal = ideal_seconds(workload.test, times)
             found = measure(llm, workload, options, times, title=self.case.name, ideal=ideal, short=short)
-        wanted = in_asked_dtype(found.facts, llm, self.setup, times)
+        wanted = in_requested_dtype(found.facts, llm, self.setup, times)
         return Run(found, explain(found, times, wanted=wanted, subject=self.case.subject), times, wanted, sources)
 
-    def probed(self, run: Run, workload: Workload) -> Explanation:
+    def probed(self, run: Run, workload: BenchWorkload) -> Explanation:
         """With the remedies that promise most tried."""
 
         def tried(change: Mapping[str, Any]) -> Sequence[MeasuredStep]:

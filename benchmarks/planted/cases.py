@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-from strata.bench.explain.measure import Workload
+from strata.bench.explain.measure import BenchWorkload
 from strata.bench.workloads import InferenceTest, random_prompts
 from strata.engine.llm import LLM
 from strata.plan.explain.explanation import Subject
@@ -33,12 +33,12 @@ class Case:
 
     name: str
     symptom: str
-    workload: Workload
+    workload: BenchWorkload
     options: Mapping[str, Any] = field(default_factory=dict)
     mended: Mapping[str, Any] = field(default_factory=dict)
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     during: Callable[[LLM], AbstractContextManager[Any]] = nothing
-    mended_workload: Workload | None = None
+    mended_workload: BenchWorkload | None = None
     subject: Subject = "run"
     needs_cuda: bool = False
     lasts: bool = False
@@ -46,18 +46,18 @@ class Case:
     texts: bool = False
 
 
-def even(count: int, prompt: int, output: int) -> Workload:
-    return Workload(InferenceTest("planted", random_prompts(count, prompt), (output,) * count, temperature=0.0))
+def even(count: int, prompt: int, output: int) -> BenchWorkload:
+    return BenchWorkload(InferenceTest("planted", random_prompts(count, prompt), (output,) * count, temperature=0.0))
 
 
-def with_outputs(count: int, prompt: int, outputs: tuple[int, ...]) -> Workload:
-    return Workload(InferenceTest("planted", random_prompts(count, prompt), outputs, temperature=0.0))
+def with_outputs(count: int, prompt: int, outputs: tuple[int, ...]) -> BenchWorkload:
+    return BenchWorkload(InferenceTest("planted", random_prompts(count, prompt), outputs, temperature=0.0))
 
 
-def alike(count: int, shared: int, prompt: int, output: int) -> Workload:
+def alike(count: int, shared: int, prompt: int, output: int) -> BenchWorkload:
     prompts = random_prompts(count, prompt)
     begun = tuple(prompts[0][:shared] + one[shared:] for one in prompts)
-    return Workload(InferenceTest("planted", begun, (output,) * count, temperature=0.0))
+    return BenchWorkload(InferenceTest("planted", begun, (output,) * count, temperature=0.0))
 
 
 def spin(seconds: float) -> None:

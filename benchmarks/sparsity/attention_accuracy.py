@@ -31,7 +31,7 @@ from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.models.folder import model_folder
 from strata.train.data.encode import Encoder
 from strata.train.score import questions
-from strata.train.tasks.mixture import Document
+from strata.train.tasks.mixture import ExerciseDocument
 
 _TASKS = ("tables", "story places", "story sums", "sorting", "longer addition", "word reversal", "counting letters")
 
@@ -50,7 +50,7 @@ def conversations(count: int, seed: int) -> list[Conversation]:
     examples = [one for one in questions(200) if one.task in _TASKS]
     found = []
     for number in range(4 * count):
-        encoded = encoder.encode([Document(tuple(shuffled.sample(examples, 3)))])
+        encoded = encoder.encode([ExerciseDocument(tuple(shuffled.sample(examples, 3)))])
         marks = encoded.loss_mask.tolist()
         ends = [at for at in range(1, len(marks) + 1) if marks[at - 1] and (at == len(marks) or not marks[at])]
         starts = [at for at in range(1, len(marks)) if marks[at] and not marks[at - 1]]

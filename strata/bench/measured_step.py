@@ -46,7 +46,7 @@ Key = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class MeasuredStep:
+class MeasuredNodes:
     """graph: the variant that computes the logits. seconds: of each node that works; on a GPU nodes that do the
     same have the time of all of them over their number. step: of the whole graph that computes the logits, as the
     engine runs it: on a GPU a replay where it is recorded, inputs with it. how: in words."""
@@ -99,7 +99,7 @@ class _Ran(NamedTuple):
     args: tuple[Any, ...]
 
 
-def measure_step(asked: EngineConfig, workload: Workload, recorded: BufferShape | None, graph: str) -> MeasuredStep:
+def measure_step(asked: EngineConfig, workload: Workload, recorded: BufferShape | None, graph: str) -> MeasuredNodes:
     """Run a step of a model, its weights random or its own, and time its nodes.
 
     asked: what the engine of the step would be asked for, of one rank; its lengths are those of the workload. recorded:
@@ -163,7 +163,7 @@ def measure_step(asked: EngineConfig, workload: Workload, recorded: BufferShape 
             (size,) = steps.sizes
             whole = repeated(lambda: steps.run(size), device)
     what = "its kernels in CUDA graphs, each alone" if device.type == "cuda" else "one operation after another"
-    return MeasuredStep(graph, seconds, whole, what)
+    return MeasuredNodes(graph, seconds, whole, what)
 
 
 def _plan(workload: Workload, each: int, vocabulary: int, windows: int) -> StepPlan:

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from strata.bench.result import HostGap
 from strata.bench.run import call
-from strata.bench.trace import Interval, TraceTime, read_trace
+from strata.bench.trace import DeviceInterval, TraceTime, read_trace
 
 if TYPE_CHECKING:
     from strata.bench.workloads import InferenceTest
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class CallTimes:
     """A call without a profiler, in seconds.
 
     wall: by the host's clock. steps: from each step's begin to its end, gaps: from there to the next, by the device's.
@@ -93,7 +93,7 @@ def observed(loop: EngineLoop, observer: StepObserver) -> Iterator[None]:
         loop.observe(None)
 
 
-def time_steps(llm: LLM, test: InferenceTest) -> StepTimes:
+def time_steps(llm: LLM, test: InferenceTest) -> CallTimes:
     """Run a test once; its steps as the device saw them. The events cost the host a few microseconds a step."""
     events = _StepEvents()
     with observed(llm.engine.loop, events):
@@ -101,7 +101,7 @@ def time_steps(llm: LLM, test: InferenceTest) -> StepTimes:
     torch.cuda.synchronize(llm.engine.device)
     steps = zip(events.begins, events.ends, strict=True)
     gaps = zip(events.ends[:-1], events.begins[1:], strict=True)
-    return StepTimes(
+    return CallTimes(
         wall,
         tuple(begin.elapsed_time(end) / 1e3 for begin, end in steps),
         tuple(end.elapsed_time(begin) / 1e3 for end, begin in gaps),
@@ -119,7 +119,7 @@ def trace(llm: LLM, test: InferenceTest) -> TraceTime:
     return read_trace(*recorded_work(profiled, marks.count))
 
 
-def recorded_work(profiled: profile, steps: int) -> tuple[list[Interval], list[Interval]]:
+def recorded_work(profiled: profile, steps: int) -> tuple[list[DeviceInterval], list[DeviceInterval]]:
     """What ran on the device, and the marks of so many steps, from a profile of steps with `StepMarks`.
 
     Raises RuntimeError if it lacks marks.
@@ -128,7 +128,7 @@ def recorded_work(profiled: profile, steps: int) -> tuple[list[Interval], list[I
     assert profiled.profiler.kineto_results is not None
     # The profiler's own records: its Python events would take many times the memory.
     recorded = [
-        Interval(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
+        DeviceInterval(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
         for event in profiled.profiler.kineto_results.events()
         if event.device_type().name == "CUDA"
     ]

@@ -93,7 +93,7 @@ OTHER = "other"
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
+class DeviceInterval:
     """A kernel, copy or fill on the device. start, end: nanoseconds of one clock."""
 
     name: str
@@ -179,7 +179,7 @@ def kind_of(name: str) -> str:
     return next((kind for kind, words in KINDS if any(word in small for word in words)), OTHER)
 
 
-def read_trace(work: Iterable[Interval], marks: Iterable[Interval]) -> TraceTime:
+def read_trace(work: Iterable[DeviceInterval], marks: Iterable[DeviceInterval]) -> TraceTime:
     """Add up what ran; each step ends at one of the `marks`, which count as idle themselves.
 
     Intervals may overlap and come in any order. Raises ValueError if nothing ran.
@@ -202,7 +202,7 @@ def read_trace(work: Iterable[Interval], marks: Iterable[Interval]) -> TraceTime
     )
 
 
-def exposed_messages(work: Iterable[Interval]) -> int:
+def exposed_messages(work: Iterable[DeviceInterval]) -> int:
     """Nanoseconds in which messages between ranks run, or kernels that wait for them, and no other kernel does.
 
     Copies hide nothing: they may be what is waited for, and their names do not tell.
@@ -214,7 +214,7 @@ def exposed_messages(work: Iterable[Interval]) -> int:
     return covered(_spans(counted)) - covered(_spans(others))
 
 
-def busy_of_steps(work: Iterable[Interval], marks: Iterable[Interval]) -> list[float]:
+def busy_of_steps(work: Iterable[DeviceInterval], marks: Iterable[DeviceInterval]) -> list[float]:
     """Seconds in which something ran, of each step; steps end at the `marks`. What overlaps counts once, in the step in
     which it began."""
     step_ends = sorted(mark.end for mark in marks)
@@ -242,7 +242,7 @@ def covered(intervals: Iterable[tuple[N, N]]) -> N:
     return sum(end - start for start, end in merged(intervals))
 
 
-def _spans(work: Iterable[Interval]) -> Iterator[tuple[int, int]]:
+def _spans(work: Iterable[DeviceInterval]) -> Iterator[tuple[int, int]]:
     return ((interval.start, interval.end) for interval in work)
 
 
@@ -256,14 +256,14 @@ def _between_steps(idle: Iterable[tuple[int, int]], step_ends: Sequence[int]) ->
     return total
 
 
-def _kernels_of_steps(work: Iterable[Interval], step_ends: Sequence[int]) -> list[int]:
+def _kernels_of_steps(work: Iterable[DeviceInterval], step_ends: Sequence[int]) -> list[int]:
     """How many intervals start after the end of the step before; those after the last step belong to it."""
     last = max(0, len(step_ends) - 1)
     counts = Counter(min(last, bisect_right(step_ends, interval.start)) for interval in work)
     return [counts[step] for step in range(last + 1)]
 
 
-def _by_kind(work: Iterable[Interval]) -> dict[str, KindTime]:
+def _by_kind(work: Iterable[DeviceInterval]) -> dict[str, KindTime]:
     kernels: Counter[str] = Counter()
     nanoseconds: Counter[str] = Counter()
     for interval in work:

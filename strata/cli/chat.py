@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from strata.cli import options
-from strata.cli.generate import given, sampling_params
+from strata.cli.generate import passed_options, sampling_params
 from strata.engine.sampling_params import SamplingParams
 from strata.models.folder import model_folder
 
@@ -57,7 +57,7 @@ def chat(
     """
     from strata.engine.llm import LLM
 
-    asked = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    asked = passed_options(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     folder = model_folder(model)
     console, waiting = Console(highlight=False), Console(stderr=True)
     with waiting.status("starting the model"):

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import gc
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
 
+import msgspec
 import typer
 
 from strata.cli import options
 from strata.cli.bench.options import AsJson, LoadFormat, Model
 from strata.cli.explain_output import Html, TraceFile, show
+from strata.engine.watch.request_ledger import Part, RequestLedger
+
+if TYPE_CHECKING:
+    from strata.plan.explain.explanation import Explanation
 
 # Options that say something of a training run.
 _OF_TRAINING = frozenset({"run", "html", "trace", "as_json"})
 _OF_REQUESTS = frozenset({"request", "url", "html", "trace", "as_json"})
 
+
 if TYPE_CHECKING:
-    from strata.bench.explain.measure import AnyWorkload, Workload
+    from strata.bench.explain.measure import AnyWorkload, BenchWorkload
     from strata.bench.run import Setup
     from strata.bench.served.client import Load
     from strata.plan.explain.explanation import Explanation, Subject
@@ -75,12 +84,10 @@ def explain(
     Example: strata explain T3-b16 --model builtin --device cpu --probe
     """
     if request is not None:
-        from strata.cli.explain_request import request_explained
-
         _check_alone(context, "request", "a request of a server", _OF_REQUESTS)
-        show(request_explained(url, request), as_json=as_json, html=html, trace=trace)
+        show(_request_explained(url, request), as_json=as_json, html=html, trace=trace)
         return
-    if options.is_given(context, "url"):
+    if options.is_passed(context, "url"):
         raise ValueError("--url is of the server that has a --request: give its id too")
     if run is not None:
         _check_alone(context, "run", "a training run", _OF_TRAINING)
@@ -120,7 +127,7 @@ def _check_alone(context: typer.Context, option: str, what: str, known: frozense
     """What is of tests says nothing of anything else. Raises ValueError where it was given."""
     given = (one for one in context.command.params if one.name not in known)
     for one in given:
-        if options.is_given(context, one.name or ""):
+        if options.is_passed(context, one.name or ""):
             name = one.opts[0] if one.opts[0].startswith("-") else "a test"
             raise ValueError(f"--{option} explains {what}, of which {name} says nothing; leave one of them out")
 
@@ -141,20 +148,20 @@ def _training(run: Path) -> Explanation:
         return explain_run(short_run(read_train_config(run), Path(folder)))
 
 
-def _workload(setup: Setup, name: str, prompt: int | None, output: int | None) -> Workload:
+def _workload(setup: Setup, name: str, prompt: int | None, output: int | None) -> BenchWorkload:
     from strata.bench import workloads
-    from strata.bench.explain.measure import Workload
+    from strata.bench.explain.measure import BenchWorkload
 
     test = workloads.named(name, or_served=True)
     if prompt is None and output is None:
         _check_length(setup, name, test.longest)
-        return Workload(test)
+        return BenchWorkload(test)
     if not name.startswith("T3-b"):
         raise ValueError(f"--prompt and --output are of T3-bN, whose requests are alike; {name} has lengths of its own")
     _check_length(setup, name, (prompt or test.prompt_lengths[0]) + (output or test.outputs[0]))
     count = len(test.prompts)
     prompts = test.prompts if prompt is None else workloads.random_prompts(count, prompt)
-    return Workload(dataclasses.replace(test, prompts=prompts, outputs=(output or test.outputs[0],) * count))
+    return BenchWorkload(dataclasses.replace(test, prompts=prompts, outputs=(output or test.outputs[0],) * count))
 
 
 def _load(setup: Setup, rate: float | None, requests: int | None, prompt: int | None, output: int | None) -> Load:
@@ -164,7 +171,7 @@ def _load(setup: Setup, rate: float | None, requests: int | None, prompt: int | 
     from strata.plan.meta_model import find_config
 
     lengths = EvenLengths(prompt or LENGTHS.prompt, output or LENGTHS.output)
-    _check_length(setup, "T5", lengths.most)
+    _check_length(setup, "T5", lengths.max_tokens)
     vocabulary = find_config(setup.source).vocab_size
     return random_load(lengths, requests or REQUESTS, float(RATE) if rate is None else rate, 0, vocabulary)
 
@@ -180,7 +187,7 @@ def explained(
 ) -> Explanation:
     """A test on an engine with these changes of its options."""
     from strata.bench.explain.measure import kernel_kind, measure, measured_steps
-    from strata.bench.explain.predicted_steps import check_ranks, ideal_seconds, in_asked_dtype, predicted
+    from strata.bench.explain.predicted_steps import check_ranks, ideal_seconds, in_requested_dtype, predicted
     from strata.bench.run import engine
     from strata.plan.explain.explain import explain as explain_run
     from strata.plan.explain.split import operation_name
@@ -196,7 +203,7 @@ def explained(
     short = workload.short() if on_cpu or profile else None
     measured = measure(llm, workload, given, times, title=title, ideal=ideal, short=short)
 
-    wanted = in_asked_dtype(measured.facts, llm, setup, times)
+    wanted = in_requested_dtype(measured.facts, llm, setup, times)
     del llm
 
     def tried(change: Mapping[str, Any]) -> Sequence[MeasuredStep]:
@@ -216,3 +223,46 @@ def _check_length(setup: Setup, test: str, longest: int) -> None:
             f"{test} has sequences of up to {longest:,} tokens and {setup.model} reads {most:,}: "
             "take another --model, or T3 or T5 with a smaller --prompt and --output"
         )
+
+
+class _Ledger(RequestLedger, frozen=True):
+    """As a server writes it."""
+
+    first_token: float | None = msgspec.field(name="time_to_first_token")
+    first_parts: dict[Part, float] = msgspec.field(name="first_token_parts")
+    beside: float = msgspec.field(name="sequences_beside")
+
+
+class _Told(msgspec.Struct):
+    """model, device: None of a server that does not tell them yet."""
+
+    generations: list[_Ledger]
+    model: str | None = None
+    device: str | None = None
+
+
+def _request_explained(url: str, id: str) -> Explanation:
+    """Of several prompts in one request that which ended last. Raises ValueError if the server does not answer, or does
+    not know the request."""
+    from strata.plan.explain.one_request import explain_request
+
+    if not id.strip():
+        raise ValueError(
+            f"--request {id!r} names none: give the id of an answer, like chatcmpl-..., or its x-request-id"
+        )
+    told = asyncio.run(_told(url, id))
+    if not told.generations:
+        raise ValueError(f"the engine of request {id} has ended, and its ledger with it")
+    longest = max(told.generations, key=lambda ledger: ledger.seconds)
+    return explain_request(longest, name=id, server=url, device=told.device, model=told.model)
+
+
+async def _told(url: str, id: str) -> _Told:
+    from strata.bench.load.connection import HttpClient
+    from strata.bench.load.server import KEY_VARIABLE, fetch
+
+    client = HttpClient(url, os.environ.get(KEY_VARIABLE))
+    try:
+        return await fetch(client, f"/requests/{quote(id, safe='')}", None, _Told)
+    finally:
+        client.close()

@@ -52,7 +52,7 @@ def generate(
     """
     from strata.engine.llm import LLM
 
-    asked = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    asked = passed_options(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     llm = LLM(
         model_folder(model),
         quantization=quantization,
@@ -103,7 +103,7 @@ def generate(
         raise typer.Exit(1)
 
 
-def given(**options: Any) -> dict[str, Any]:
+def passed_options(**options: Any) -> dict[str, Any]:
     """The sampling options that are not None. Raises ValueError for a bad one, before a model is loaded for it."""
     values = {name: value for name, value in options.items() if value is not None}
     SamplingParams(**values)
@@ -111,5 +111,5 @@ def given(**options: Any) -> dict[str, Any]:
 
 
 def sampling_params(llm: LLM, values: dict[str, Any]) -> SamplingParams:
-    """The model's own defaults, changed by what was `given`; without a limit, up to the model's length."""
+    """The model's own defaults, changed by what was passed; without a limit, up to the model's length."""
     return llm.get_default_sampling_params().over(**({"max_tokens": None} | values))

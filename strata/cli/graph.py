@@ -21,7 +21,7 @@ from strata.models.folder import folder_shape_or_file
 from strata.text.counted import counted
 
 if TYPE_CHECKING:
-    from strata.bench.measured_step import MeasuredStep, Part
+    from strata.bench.measured_step import MeasuredNodes, Part
     from strata.graph.buffers import BufferPlan
     from strata.graph.cost import NodeCost
     from strata.graph.draw import Row
@@ -195,7 +195,7 @@ class PricedStep:
     workload: Workload
     sources: tuple[str, ...]
     buffers: BufferPlan | None = None
-    measured: MeasuredStep | None = None
+    measured: MeasuredNodes | None = None
 
     @property
     def run(self) -> dict[str, int]:

@@ -114,7 +114,7 @@ TopK = Annotated[int | None, sampling_option(help="Keep this many likeliest toke
 Seed = Annotated[int | None, sampling_option(help="The same seed draws the same tokens.")]
 
 
-def is_given(context: typer.Context, name: str) -> bool:
+def is_passed(context: typer.Context, name: str) -> bool:
     """Whether a parameter was given, rather than left at its default."""
     source = context.get_parameter_source(name)
     return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")

@@ -16,6 +16,7 @@ from strata.hardware.specs import device_to_plan
 from strata.models.folder import folder_shape_or_file
 
 if TYPE_CHECKING:
+    from strata.hardware.figures import Device
     from strata.plan.search.report import ServingPlan
 
 _MOST_TOKENS = 10**7
@@ -73,12 +74,10 @@ def plan(
         serving |= {"acceptance": acceptance, "svg": svg, "html": html}
         if given := [f"--{name}" for name, value in {**serving, **in_bits}.items() if value is not None]:
             raise ValueError(f"{', '.join(given)}: for serving alone; leave out --train, or this")
-        from strata.cli.plan_training import plan_training
-
         on = (device_to_plan(hardware), gpus, batch_tokens, sequence, gpus_per_host, network * GIGA, precision)
-        plan_training(model, folder_shape_or_file(model), on, price, out, as_json=as_json)
+        _plan_training(model, folder_shape_or_file(model), on, price, out, as_json=as_json)
         return
-    if given := [f"--{name}" for name in ("out", "sequence", "precision") if options.is_given(context, name)]:
+    if given := [f"--{name}" for name in ("out", "sequence", "precision") if options.is_passed(context, name)]:
         raise ValueError(
             f"{', '.join(given)}: for a training run alone; add --train and --batch-tokens, or leave it out"
         )
@@ -115,7 +114,47 @@ def plan(
         draw_plan(found)
 
 
-def named(name: str, value: str) -> str:
+def _plan_training(
+    model: str,
+    file: str,
+    on: tuple[Device, int, int, int, int, float, str],
+    price: float | None,
+    out: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Print the plan, and write the run file of the best. on: device, devices, tokens of a batch and of a sequence,
+    devices of a host, bytes/s between hosts, precision.
+
+    Raises ValueError for a task that cannot be fulfilled, and for an `out` that exists; OSError for one that cannot be
+    written.
+    """
+    from strata.bench.result import writable
+    from strata.plan.meta_model import find_config
+    from strata.plan.training.plan import layout_name, milliseconds, training_plan
+    from strata.plan.training.task import TrainingTask
+
+    if out is not None and out.exists():
+        raise ValueError(f"{out} exists; give --out another name, or remove it")
+    writable(out)
+    found = training_plan(model, TrainingTask(find_config(file), *on), price)
+    if out is not None:
+        out.write_text(found.run_file(), encoding="utf-8")
+    if as_json:
+        print(json.dumps(found.to_dict()))
+        return
+    for name, value in found.lines():
+        print(_named(name, value))
+    print(f"\n{'run.toml' if out is None else out}:\n\n{found.run_file()}")
+    print(shlex.join(str(out) if out is not None and one == "run.toml" else one for one in found.command))
+    if found.found.others:
+        print("\nThe quickest of other divisions among devices:")
+    for one in found.found.others:
+        how = f"{layout_name(one.shape.layout)}, recompute {one.estimate.recompute}"
+        print(f"  {milliseconds(one.seconds):>9} ms  {one.estimate.likely_mfu:>6.1%}  {how}")
+
+
+def _named(name: str, value: str) -> str:
     """A line of a plan, several of 80 columns where it is longer."""
     return textwrap.fill(value, 80, initial_indent=f"{name:<14}", subsequent_indent=" " * 14, break_long_words=False)
 
@@ -125,11 +164,11 @@ def draw_plan(found: ServingPlan) -> None:
     from rich.table import Table
 
     from strata.bench.load.report import report_console
-    from strata.plan.search.choice import Choice
+    from strata.plan.search.choice import ServingChoice
 
     console = report_console()
 
-    def table(title: str, choices: tuple[Choice, ...], last: str = "") -> Table:
+    def table(title: str, choices: tuple[ServingChoice, ...], last: str = "") -> Table:
         made = Table(title=title, title_justify="left", box=None, pad_edge=False)
         names = ("engines", "sequences", "TTFT ms", "TPOT ms", "tok/s", "each", "analytic")
         made.add_column("layout")
@@ -154,7 +193,7 @@ def draw_plan(found: ServingPlan) -> None:
 
     console.print(table(f"{found.title}: the best", (found.best,), _LACKS if found.best.blocked else ""))
     for name, value in found.lines():
-        print(named(name, value))
+        print(_named(name, value))
     if found.command is None:
         print(f"\nStrata cannot run this yet: it lacks {', '.join(found.best.blocked)}.")
     else:
@@ -168,7 +207,7 @@ def draw_plan(found: ServingPlan) -> None:
             table("\nIn fewer bits, which changes answers: --quantization, --kv-cache-dtype", found.packed, _PRECISION)
         )
     for line in found.refused:
-        print(named("refused", line))
+        print(_named("refused", line))
     if found.blocked:
         console.print(table("\nNot in Strata yet", found.blocked, _LACKS))
     elif found.lacking():

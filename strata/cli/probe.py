@@ -54,9 +54,9 @@ def probe(
     if device == "cuda" and not available:
         raise ValueError("--device cuda: no CUDA device is here; --device cpu measures the processor")
     kind = "cuda" if device == "cuda" or (device == "auto" and available) else "cpu"
-    from strata.bench.comm import ceilings as comm
+    from strata.bench.comm import measure as comm
 
-    report = measure(kind, seconds, comm.parts)
+    report = measure(kind, seconds, comm.probe_items)
     path = file_of(report.product, len(report.gpus))
     why_not = None
     if more := lost(report, path):

@@ -16,20 +16,20 @@ from strata.text.tokenizer import read_templates
 chat_option = partial(typer.Option, rich_help_panel="Chat")
 
 
-class ToolCallParser(StrEnum):
+class ToolCallFormat(StrEnum):
     """How a model writes tool calls, by vLLM's names."""
 
     HERMES = "hermes"
     LLAMA3_JSON = "llama3_json"
 
 
-TOOL_FORMATS = {ToolCallParser.HERMES: "hermes", ToolCallParser.LLAMA3_JSON: "llama3"}
+TOOL_FORMATS = {ToolCallFormat.HERMES: "hermes", ToolCallFormat.LLAMA3_JSON: "llama3"}
 
 ServedModelName = Annotated[
     list[str] | None, typer.Option(help="What requests may call it; may be repeated. [default: the model's name]")
 ]
 ToolCalls = Annotated[
-    ToolCallParser | None, chat_option(help="How the model calls tools. [default: as its chat template says]")
+    ToolCallFormat | None, chat_option(help="How the model calls tools. [default: as its chat template says]")
 ]
 Reasoning = Annotated[bool, chat_option(help="Tell <think>...</think> apart from the answer.")]
 
@@ -41,7 +41,7 @@ def served_names(given: list[str] | None, own: str) -> tuple[str, ...]:
     return tuple(given or [own])
 
 
-def tool_format(given: ToolCallParser | None, tokenizer: str, chat_template: str | None = None) -> str | None:
+def tool_format(given: ToolCallFormat | None, tokenizer: str, chat_template: str | None = None) -> str | None:
     """How the model writes calls: as was given, or as the template does that it is asked with, its own or another."""
     if given is not None:
         return TOOL_FORMATS[given]

@@ -97,7 +97,7 @@ def simulate(
     """
     from strata.bench.load.plot import plottable
     from strata.bench.load.report import report_console, sweep_table
-    from strata.bench.load.simulated import Served, simulate_loads
+    from strata.bench.load.simulated import SimulatedServer, simulate_loads
     from strata.bench.result import writable
     from strata.engine.engine_config import EngineConfig
     from strata.hardware.links import link_of
@@ -106,8 +106,8 @@ def simulate(
     from strata.plan.simulate.fleet import Fleet, FleetConfig
     from strata.plan.simulate.handover import Handover
     from strata.plan.simulate.host import SERVER
-    from strata.plan.simulate.picture import draw_timeline
     from strata.plan.simulate.request import SimulatedRequest
+    from strata.plan.simulate.timeline import draw_timeline
 
     sizes = {"num-prompts": num_prompts, "prefix-groups": prefix_groups, "data-parallel-size": data_parallel_size}
     for name, most in _MOST.items():
@@ -167,7 +167,7 @@ def simulate(
 
     longest_sequence = engine.shape.scheduler.max_length
     engines = data_parallel_size, tensor_parallel_size, longest_sequence, enable_prefix_caching, make
-    served = Served(model, hardware, *engines, prefill_engines, failures)
+    served = SimulatedServer(model, hardware, *engines, prefill_engines, failures)
     console, results = report_console(), []
     for result in simulate_loads(served, load):
         results.append(result)

@@ -6,7 +6,9 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +21,6 @@ from strata.cli import options
 from strata.cli.ending import INTERRUPTED, explanation
 from strata.engine.startup.clock import collector_off
 from strata.train.launch import ended_at_once, launch
-from strata.train.log.pace import Place
 
 if TYPE_CHECKING:
     from strata.train.config import TrainConfig
@@ -42,6 +43,8 @@ SHOWN = {
 _TOLD_TO_END = (INTERRUPTED, 128 + signal.SIGTERM)
 
 command = typer.Typer(add_completion=False, rich_markup_mode="rich")
+# The time that is left follows from so many lines of the log: the first steps of a run are slow.
+_LINES = 8
 
 
 @command.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -78,7 +81,7 @@ def train(
 
         typer.echo(estimate_text(run, hardware, ranks))
         return
-    if options.is_given(context, "hardware"):
+    if options.is_passed(context, "hardware"):
         raise ValueError("--hardware is what --estimate looks at: add that, or leave this out")
     steps = None if profile is None else _steps(profile, run.run.steps)
     is_rank, code = "RANK" in os.environ, 0
@@ -105,7 +108,7 @@ def _train(run: TrainConfig, steps: range | None, *, resume: bool) -> None:
 
     gc.freeze()  # what was imported is no garbage: the collections between steps need not search it
     with ended_at_once(explanation):
-        run_on_this_rank(run, Screen, resume=resume, steps=steps)
+        run_on_this_rank(run, TerminalScreen, resume=resume, steps=steps)
 
 
 def _check_gpu(file: Path, run: TrainConfig) -> None:
@@ -119,7 +122,7 @@ def _check_gpu(file: Path, run: TrainConfig) -> None:
 
 def _launch(run: TrainConfig, ranks: int, restarts: int, *, resume: bool) -> int:
     """The exit code of the ranks."""
-    from strata.train.check import check_run
+    from strata.train.start import check_run
 
     check_run(run, ranks, resume=resume)
     return launch([sys.executable, "-m", "strata", *sys.argv[1:]], ranks, restarts)
@@ -156,7 +159,7 @@ def _steps(text: str, most: int | None) -> range:
     return steps
 
 
-class Screen:
+class TerminalScreen:
     """Progress of a run, for the one rank that prints."""
 
     def __init__(self) -> None:
@@ -168,7 +171,7 @@ class Screen:
     @contextmanager
     def progress(self, done: int, steps: int) -> Iterator[Report]:
         columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[values]}")
-        lines_only, place = not self._console.is_terminal, Place(done, steps)
+        lines_only, place = not self._console.is_terminal, Pace(done, steps)
         with Progress(*columns, console=self._console, disable=lines_only) as bar:
             task = bar.add_task(f"step {done} of {steps}", total=steps, completed=done, values="starting")
 
@@ -180,3 +183,28 @@ class Screen:
                     self.say(f"{described}  {values}")
 
             yield show
+
+
+class Pace:
+    """Where a run is, and how long the rest of it takes at the pace of its last lines."""
+
+    def __init__(self, done: int, steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._steps, self._clock = steps, clock
+        self._seen = deque([(clock(), done)], maxlen=_LINES)
+
+    def at(self, step: int) -> str:
+        """As "step 5 of 40, 12 s left"."""
+        now, (began, first) = self._clock(), self._seen[0]
+        self._seen.append((now, step))
+        described = f"step {step} of {self._steps}"
+        if step <= first or step >= self._steps:
+            return described  # steps were taken back, or none is left
+        return f"{described}, {duration((self._steps - step) * (now - began) / (step - first))} left"
+
+
+def duration(seconds: float) -> str:
+    """In words, as exactly as a guess is."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"

@@ -14,7 +14,7 @@ from strata.train.layout import with_micro_batches
 from strata.train.predict.adapters import AdapterStep
 from strata.train.predict.estimate import Estimate, choose_recompute, estimate, step_shape
 from strata.train.recompute import RECOMPUTE_OF_MODULES
-from strata.train.start import fresh_config, start_folder
+from strata.train.start import fresh_config
 from strata.train.trainable import check_trainable
 
 GIB = 2**30
@@ -90,7 +90,7 @@ def model_config(run: TrainConfig) -> ModelConfig:
     """
     if run.model is not None and "vocab_size" in run.model:
         return config_from_dict(run.model, "model")
-    folder = start_folder(run.start)
+    folder = run.start.folder
     if run.model is None:
         return read_config(folder)
     with Tokenizer.load(folder) as tokenizer:

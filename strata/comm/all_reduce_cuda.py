@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from strata.comm.mesh import Axis
-from strata.comm.symmetric import Layout, SymmetricMemory
+from strata.comm.symmetric import InboxLayout, SymmetricMemory
 from strata.kernels.collective.all_reduce import (
     PACKETS,
     PROGRAMS,
@@ -108,7 +108,7 @@ def one_shot(x: Tensor, axis: Axis) -> Tensor:
 def two_shot(x: Tensor, axis: Axis) -> Tensor:
     memory, words = needed_memory(axis), x.nbytes // _WORD
     result = torch.empty_like(x)
-    ranks, layout = memory.ranks, Layout.of(memory.ranks)
+    ranks, layout = memory.ranks, InboxLayout.of(memory.ranks)
     block, warps = TWO_SHOT_TILE
     programs = min(PROGRAMS, ceil_div(words, ranks * block))
     span = 16 * ceil_div(words, ranks * programs * 16)
@@ -158,7 +158,7 @@ def one_shot_norm(x: Tensor, axis: Axis, residual: Tensor, weight: Tensor, eps: 
 def flagged_norm(x: Tensor, axis: Axis, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     memory, words = needed_memory(axis), x.shape[1] * x.itemsize // _WORD
     total, result = torch.empty_like(x), torch.empty_like(x)
-    layout = Layout.of(memory.ranks)
+    layout = InboxLayout.of(memory.ranks)
     flagged_norm_kernel[(min(FLAGGED_PROGRAMS, x.shape[0]),)](
         x,
         residual,

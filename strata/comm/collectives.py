@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strata.comm.mesh import Axis
-from strata.comm.observer import Call
+from strata.comm.observer import CollectiveCall
 
 # torch 2.13 gave these names that earlier versions do not have, and warns of the others.
 _dist_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -71,7 +71,7 @@ class Pending:
     result: Tensor
     works: tuple[dist.Work, ...] = ()
     axis: Axis | None = None
-    call: Call | None = None
+    call: CollectiveCall | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -149,7 +149,7 @@ def start_shift(x: Tensor, axis: Axis, by: int = 1) -> Pending:
     return Pending(out, tuple(dist.batch_isend_irecv(transfers)), axis, call)
 
 
-def _notify(operation: str, axis: Axis, x: Tensor) -> Call | None:
+def _notify(operation: str, axis: Axis, x: Tensor) -> CollectiveCall | None:
     """Notify the axis's observer, if it has one, that a collective starts."""
     if axis.observer is None or torch.compiler.is_compiling():
         return None
@@ -170,14 +170,14 @@ def part_of(size: int, ranks: int, axis: str) -> int:
 # The collectives below wait at once and so are asked of torch in the form that torch.compile can trace.
 
 
-def _enter(operation: str, axis: Axis, x: Tensor) -> Call | None:
+def _enter(operation: str, axis: Axis, x: Tensor) -> CollectiveCall | None:
     call = _notify(operation, axis, x)
     if axis.observer is not None and call is not None:
         axis.observer.waits(call)
     return call
 
 
-def _leave(axis: Axis, call: Call | None) -> None:
+def _leave(axis: Axis, call: CollectiveCall | None) -> None:
     if axis.observer is not None and call is not None:
         axis.observer.waits(None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """One collective on one rank. ranks: of the world, those along the axis. nbytes: of the tensor that is handed in.
 
     number: of the collectives that this rank has started along this axis, from 1. Since all ranks of an axis start the
@@ -26,8 +26,8 @@ class Observer(Protocol):
     and the numbers stay comparable.
     """
 
-    def started(self, operation: str, axis: str, ranks: tuple[int, ...], nbytes: int) -> Call:
+    def started(self, operation: str, axis: str, ranks: tuple[int, ...], nbytes: int) -> CollectiveCall:
         """A collective was started."""
 
-    def waits(self, call: Call | None) -> None:
+    def waits(self, call: CollectiveCall | None) -> None:
         """The host waits for this one from now on; None: no longer."""

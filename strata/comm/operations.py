@@ -15,13 +15,25 @@ from torch import Tensor
 from strata.comm import collectives
 from strata.comm.all_gather_cuda import fits_one_shot_gather, one_shot_gather
 from strata.comm.all_reduce_cuda import fits_one_shot, fits_two_shot, one_shot, two_shot
-from strata.comm.cost import CollectiveCost, all_gather_cost, all_reduce_cost, all_to_all_cost, reduce_scatter_cost
+from strata.comm.cost import (
+    CollectiveCost,
+    all_gather_cost,
+    all_reduce_cost,
+    all_to_all_cost,
+    reduce_scatter_cost,
+    shift_cost,
+)
 from strata.comm.mesh import Axis
+from strata.comm.transfers import Transfer, start_transfers
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.collective.all_reduce import one_shot_kernel, two_shot_kernel
 from strata.kernels.collective.rows import gather_rows_kernel
 from strata.kernels.op import ATEN, NCCL, operation
+from strata.kernels.pairwise import pairwise_sum
 from strata.kernels.triton_import import HAS_TRITON
+
+# What the parts of all ranks may take at once: a long prompt's would take gigabytes.
+_GATHERED_BYTES = 64 << 20
 
 
 class Along(NamedTuple):
@@ -189,3 +201,74 @@ def all_to_all(x: Tensor, along: Along | Axis) -> Tensor:
 
 all_to_all.implement("gloo", "cpu", invariant=True, differentiable=True)(all_to_all.reference)
 all_to_all.implement("nccl", "cuda", invariant=True, differentiable=True, kernels=(NCCL,))(all_to_all.reference)
+
+
+def _pairwise_cost(x: Tensor, along: Along | Axis, *, workload: Workload) -> Cost:
+    return all_reduce.cost(x, along, workload=workload)
+
+
+@operation(_pairwise_cost, rowwise=True, collective=True)
+def pairwise_all_reduce(x: Tensor, along: Along | Axis) -> Tensor:
+    """`all_reduce` of float32 or float64, added up pairwise instead of one rank after the other.
+
+    Of two ranks both are the same sum. Of more, this one has the bits of a sum over halves or quarters of the ranks,
+    each of which holds what several hold here (`strata.kernels.pairwise`).
+    """
+    if along.size == 1:
+        return x
+    axis, result = live(along), torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows = max(1, _GATHERED_BYTES * len(x) // max(1, along.size * x.nbytes))
+    for some, summed in zip(x.split(rows), result.split(rows), strict=True):
+        parts = collectives.start_all_gather(some.contiguous().unsqueeze(0), axis).wait()
+        summed.copy_(pairwise_sum(list(parts)))
+    return result
+
+
+pairwise_all_reduce.implement("gathered", "cpu", invariant=True)(pairwise_all_reduce.reference)
+pairwise_all_reduce.implement("gathered", "cuda", invariant=True, kernels=(NCCL, ATEN))(pairwise_all_reduce.reference)
+
+
+def _send_cost(x: Tensor, along: Along | Axis, *, workload: Workload) -> Cost:
+    sent = shift_cost(x.nbytes, along.size)
+    return Cost(read=x.nbytes, messages=sent.messages, sent=sent.bytes)
+
+
+@operation(_send_cost, collective=True)
+def send_next(x: Tensor, along: Along | Axis) -> Tensor:
+    """Send x to the rank after this one along the axis, which receives in the same order; returns x itself.
+
+    Raises ValueError on the last rank.
+    """
+    axis = live(along)
+    if axis.index + 1 == axis.size:
+        raise ValueError(f"rank {axis.index} is the last of {axis.size} along {axis.name!r}: none comes after it")
+    start_transfers([Transfer(x.contiguous(), axis.index, axis.index + 1)], axis).wait()
+    return x
+
+
+def _received(rows: Tensor, along: Along | Axis, width: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(rows.shape[0], width, dtype=dtype, device="meta")
+
+
+def _receive_cost(rows: Tensor, along: Along | Axis, width: int, dtype: torch.dtype, *, workload: Workload) -> Cost:
+    return Cost(written=rows.shape[0] * width * dtype.itemsize)
+
+
+@operation(_receive_cost, meta=_received, collective=True)
+def receive_previous(rows: Tensor, along: Along | Axis, width: int, dtype: torch.dtype) -> Tensor:
+    """What the rank before this one along the axis sends, [rows, width] of `dtype`, of as many rows as `rows` has.
+
+    Its message is counted where it is sent. Raises ValueError on the first rank.
+    """
+    axis = live(along)
+    if axis.index == 0:
+        raise ValueError(f"rank 0 is the first along {axis.name!r}: none comes before it")
+    arrived = rows.new_empty((rows.shape[0], width), dtype=dtype)
+    start_transfers([Transfer(arrived, axis.index - 1, axis.index)], axis).wait()
+    return arrived
+
+
+send_next.implement("gloo", "cpu", invariant=True)(send_next.reference)
+send_next.implement("nccl", "cuda", invariant=True, kernels=(NCCL,))(send_next.reference)
+receive_previous.implement("gloo", "cpu", invariant=True)(receive_previous.reference)
+receive_previous.implement("nccl", "cuda", invariant=True, kernels=(NCCL,))(receive_previous.reference)

@@ -44,7 +44,7 @@ class SymmetricMemory:
 
 
 @dataclass(frozen=True)
-class Layout:
+class InboxLayout:
     """Where the parts of an inbox begin, in words: packets, which are first; numbers of both of two shots, and their
     flags; numbers and flags of one shot without packets; its end."""
 
@@ -56,14 +56,14 @@ class Layout:
     end: int
 
     @staticmethod
-    def of(ranks: int) -> Layout:
+    def of(ranks: int) -> InboxLayout:
         # A packet has two words, and each region there is twice.
         first = 2 * 2 * PROGRAMS * ranks * PACKETS
         second = first + 2 * TWO_SHOT_WORDS
         flags = second + 2 * TWO_SHOT_WORDS
         flagged = flags + 2 * PROGRAMS * ranks
         flagged_flags = flagged + 2 * ranks * FLAGGED_WORDS
-        return Layout(first, second, flags, flagged, flagged_flags, flagged_flags + FLAGGED_PROGRAMS * ranks)
+        return InboxLayout(first, second, flags, flagged, flagged_flags, flagged_flags + FLAGGED_PROGRAMS * ranks)
 
 
 def with_symmetric_memory(axis: Axis, device: torch.device) -> Axis:
@@ -92,7 +92,7 @@ def imagined(name: str, ranks: int) -> Axis:
     """
     memory = None
     if HAS_TRITON and ranks in SIZES:
-        words = torch.empty(Layout.of(ranks).end, dtype=torch.int32, device="meta")
+        words = torch.empty(InboxLayout.of(ranks).end, dtype=torch.int32, device="meta")
         peers = torch.empty(ranks, dtype=torch.int64, device="meta")
         memory = SymmetricMemory(words, peers, words.new_empty(3, FLAGGED_PROGRAMS), None)
     return Axis(name, ranks, 0, tuple(range(ranks)), None, symmetric=memory)
@@ -123,7 +123,7 @@ def _exchanged(axis: Axis, device: torch.device) -> SymmetricMemory:
     import torch.distributed._symmetric_memory as symmetric
 
     os.environ.update(WITHOUT_MULTICAST)  # which none of these kernels uses
-    inbox = symmetric.empty(Layout.of(axis.size).end, dtype=torch.int32, device=device)
+    inbox = symmetric.empty(InboxLayout.of(axis.size).end, dtype=torch.int32, device=device)
     assert axis.group is not None
     handle = symmetric.rendezvous(inbox, axis.group)
     inbox.zero_()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strata.comm.mesh import Axis
-from strata.comm.observer import Call
+from strata.comm.observer import CollectiveCall
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class PendingTransfers:
     transfers: tuple[Transfer, ...]  # keeps what is sent
     works: tuple[dist.Work, ...]
     axis: Axis
-    calls: tuple[Call, ...]
+    calls: tuple[CollectiveCall, ...]
 
     def wait(self) -> None:
         """Until all have ended. On a GPU the stream waits, not the host."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from strata.engine.faults import EngineFault, out_of_memory
 from strata.engine.grammars.matchers import explain, takes_end
-from strata.engine.plan import Arrival, StepPlan, UndrawnStep
+from strata.engine.plan import StepPlan, TransferEnd, UndrawnStep
 from strata.engine.request import Request, Sequence, Update
 from strata.engine.scheduling.held import Held
 from strata.engine.scheduling.late_launch import LateLaunch
@@ -46,7 +46,7 @@ class LaunchedStep(Protocol):
     @property
     def masked(self) -> bool: ...
     @property
-    def arrived(self) -> Listed[Arrival]: ...
+    def arrived(self) -> Listed[TransferEnd]: ...
     @property
     def size(self) -> Hashable | None: ...
     @property

@@ -133,7 +133,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         case shortly.
     copies: (from, to) pages, to be copied in this order before the step writes anything. If `from` is no page of the
         pool, it is a place elsewhere (see `strata.cache.elsewhere`): such a transfer may take longer than the step,
-        which does not read the page, and its end is told by an `Arrival`.
+        which does not read the page, and its end is told by an `TransferEnd`.
     tokens: the sum of the chunks' counts.
     banned: (slot, id) that this draw of the slot may not give, because it would complete a bad word.
     windows, window_copies: what `new_pages` of chunks and `copies` are for pages of all tokens, for those of layers
@@ -174,7 +174,7 @@ class RankPlans(StepPlan, frozen=True, array_like=True):
         return RankPlans((), (), chunks, (), sum(part.tokens for part in parts), parts=parts)
 
 
-class Arrival(NamedTuple):
+class TransferEnd(NamedTuple):
     """A transfer to a page of the pool has ended. whole: the page holds what was to come; else nothing of use."""
 
     page: int

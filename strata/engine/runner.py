@@ -20,7 +20,7 @@ from strata.engine.grammars.grammar import Masks, MasksUnderWay
 from strata.engine.ledger import PROMPT_LOGPROB_ROWS
 from strata.engine.plan import PlanArrays, StepPlan, UndrawnStep
 from strata.engine.program.inputs import DrawStep
-from strata.engine.program.program import Choice, StepProgram
+from strata.engine.program.program import StepChoice, StepProgram
 from strata.engine.program.shape import StepShape
 from strata.engine.ranks.step_room import StepRoom
 from strata.engine.ranks.token_division import RankStep
@@ -259,7 +259,7 @@ class Runner:
         return undrawn if meets(self._slots.constrained, arrays.drawn) else self._draw(undrawn)
 
     def _launch_eager(
-        self, plan: StepPlan, arrays: PlanArrays, choice: Choice, room: StepRoom | None
+        self, plan: StepPlan, arrays: PlanArrays, choice: StepChoice, room: StepRoom | None
     ) -> Launched | Undrawn:
         program, variant = self.program, choice.variant
         draws, share = len(arrays.drawn), choice.shape.share

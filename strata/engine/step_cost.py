@@ -44,7 +44,7 @@ def step_times(
     dtype = str(shape.dtype).removeprefix("torch.")
     costs = least_costs(program, shape, states)
     try:
-        overlapped = program.least("overlapped_logits") if program.sends_by_copies else 0
+        overlapped = program.min_rows("overlapped_logits") if program.sends_by_copies else 0
         return StepTimes.of(costs, device, dtype, recorded, _link(device) if costs.messages else None, overlapped)
     except ValueError:  # no peak is recorded for the dtype
         return None

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from strata.files.json_lines import without_mark
+from strata.files.json_rows import without_mark
 
 # What msgspec says of a text: the reason, and the byte where it stands.
 _AT_BYTE = re.compile(r"(?:JSON is malformed: )?(.*) \(byte (\d+)\)", re.DOTALL)

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from strata.files.json_lines import json_lines
 from strata.files.json_object import why_no_json
+from strata.files.json_rows import json_lines
 
 # Tokens of a block that the traces of Mooncake name (Qin et al. 2024, arXiv:2407.00079).
 HASHED_TOKENS = 512

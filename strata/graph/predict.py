@@ -13,10 +13,9 @@ from strata.comm.all_reduce_times import AllReduceTimes
 from strata.graph.cost import MIXTURES, NodeCost
 from strata.hardware.efficiency import KINDS, EfficiencyTable
 from strata.hardware.figures import Device
-from strata.hardware.fitted_times import FittedTimes
 from strata.hardware.links import HIDDEN, Link
 from strata.hardware.loan import Loan
-from strata.hardware.prediction import ORIGINS, Call, Prediction
+from strata.hardware.prediction import ORIGINS, Call, FittedTimes, Prediction
 from strata.hardware.roofline import Cost, Workload, floor
 from strata.kernels import tuned
 from strata.kernels.attention.times import TIMES, Attends, AttentionTimes

@@ -83,7 +83,7 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Column:
+class UtilizationColumn:
     """What was measured of shapes that differ in one place alone: that size and the utilization, smallest first."""
 
     points: tuple[tuple[int, float], ...]
@@ -131,7 +131,7 @@ class EfficiencyTable:
     """
 
     device: Device
-    columns: Mapping[tuple[str, str], Mapping[Shape, Column]]
+    columns: Mapping[tuple[str, str], Mapping[Shape, UtilizationColumn]]
 
     @staticmethod
     def of(device: Device, measured: Iterable[Call]) -> EfficiencyTable:
@@ -149,18 +149,18 @@ class EfficiencyTable:
         return EfficiencyTable(
             device,
             {
-                key: {rest: Column(tuple(sorted(points.items()))) for rest, points in columns.items()}
+                key: {rest: UtilizationColumn(tuple(sorted(points.items()))) for rest, points in columns.items()}
                 for key, columns in found.items()
             },
         )
 
     def without_cached(self) -> EfficiencyTable:
         """Without calls that were quicker than the roofline: their operands came from a cache, and not from memory."""
-        columns: dict[tuple[str, str], dict[Shape, Column]] = {}
+        columns: dict[tuple[str, str], dict[Shape, UtilizationColumn]] = {}
         for key, of_kind in self.columns.items():
             for rest, column in of_kind.items():
                 if points := tuple(point for point in column.points if point[1] <= 1):
-                    columns.setdefault(key, {})[rest] = Column(points)
+                    columns.setdefault(key, {})[rest] = UtilizationColumn(points)
         return EfficiencyTable(self.device, columns)
 
     def predict(self, kind: str, dtype: str, shape: Shape) -> Prediction:
@@ -194,7 +194,9 @@ class EfficiencyTable:
             return Prediction(floor / near.utilization, "interpolated")
         return Prediction(max(floor / near.utilization, floor + near.excess), "analytic")
 
-    def _nearby(self, columns: Mapping[Shape, Column], kind: str, dtype: str, rest: Shape, size: int) -> _Nearby:
+    def _nearby(
+        self, columns: Mapping[Shape, UtilizationColumn], kind: str, dtype: str, rest: Shape, size: int
+    ) -> _Nearby:
         """The mean of the nearest, by the inverse of their distance in logarithms. More of them tell less: 483 weights
         of an H200, each left out, are predicted within 2.8 % (median) by two, 3.6 % by four, 24 % by all."""
         if rest in columns:  # a size beyond what was measured of this very kind
@@ -210,7 +212,7 @@ class EfficiencyTable:
             excess += least * (1 / reached - 1) / distance / whole
         return _Nearby(utilization, excess)
 
-    def _measured(self, column: Column, kind: str, dtype: str, rest: Shape, size: int) -> float:
+    def _measured(self, column: UtilizationColumn, kind: str, dtype: str, rest: Shape, size: int) -> float:
         return promised_floor(self.device, kind, dtype, _joined(kind, rest, size)) / column.utilization(size)
 
     def _analytic(self, kind: str, dtype: str, shape: Shape) -> float:

@@ -13,7 +13,7 @@ from strata.hardware.nvml import NvmlDevice
 
 
 @dataclass(frozen=True)
-class Reading:
+class TelemetryReading:
     """seconds: of `time.perf_counter`. power: watts. clock: Hz of the multiprocessors. temperature: degrees Celsius.
     slowed_by: see `NvmlDevice.slowed_by`. None: the driver does not tell.
     """
@@ -35,7 +35,7 @@ class Summary:
     slowed_by: tuple[str, ...]
 
     @staticmethod
-    def of(readings: Sequence[Reading]) -> Summary:
+    def of(readings: Sequence[TelemetryReading]) -> Summary:
         """Without readings all is None."""
         powers = [one.power for one in readings if one.power is not None]
         clocks = [one.clock for one in readings if one.clock is not None]
@@ -49,7 +49,7 @@ class Summary:
         )
 
 
-class Sampler:
+class TelemetrySampler:
     """Reads a device every `interval` seconds, from entering to leaving; without a device it reads nothing."""
 
     def __init__(self, device: NvmlDevice | None, interval: float = 0.01) -> None:
@@ -57,9 +57,9 @@ class Sampler:
         self._interval = interval
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
-        self.readings: list[Reading] = []
+        self.readings: list[TelemetryReading] = []
 
-    def __enter__(self) -> Sampler:
+    def __enter__(self) -> TelemetrySampler:
         self._thread.start()
         return self
 
@@ -69,7 +69,7 @@ class Sampler:
         self._ended.set()
         self._thread.join()
 
-    def between(self, start: float, end: float) -> list[Reading]:
+    def between(self, start: float, end: float) -> list[TelemetryReading]:
         """The readings of a time, by `time.perf_counter`."""
         return [one for one in self.readings if start <= one.seconds <= end]
 
@@ -79,7 +79,7 @@ class Sampler:
             return
         while not self._ended.wait(self._interval):
             self.readings.append(
-                Reading(
+                TelemetryReading(
                     time.perf_counter(), device.power(), device.clock("sm"), device.temperature(), device.slowed_by()
                 )
             )

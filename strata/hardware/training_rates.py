@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strata.hardware.efficiency import Column
+from strata.hardware.efficiency import UtilizationColumn
 from strata.hardware.figures import TERA, Device
 
 
@@ -21,10 +21,10 @@ class TrainingRates:
     streamed: the share of the host link's bandwidth that an update of state on the host reaches.
     """
 
-    wide: Column
-    narrow: Column
-    attention: Column
-    attention_backward: Column
+    wide: UtilizationColumn
+    narrow: UtilizationColumn
+    attention: UtilizationColumn
+    attention_backward: UtilizationColumn
     traffic: float
     gap: float
     copied: int
@@ -60,12 +60,12 @@ class TrainingRates:
         )
 
 
-def _times(column: Column, factor: float) -> Column:
-    return Column(tuple((size, rate * factor) for size, rate in column.points))
+def _times(column: UtilizationColumn, factor: float) -> UtilizationColumn:
+    return UtilizationColumn(tuple((size, rate * factor) for size, rate in column.points))
 
 
-def _rates(*points: tuple[int, float]) -> Column:
-    return Column(tuple((size, rate * TERA) for size, rate in points))
+def _rates(*points: tuple[int, float]) -> UtilizationColumn:
+    return UtilizationColumn(tuple((size, rate * TERA) for size, rate in points))
 
 
 # By the device's key in strata.hardware.specs.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from strata.kernels.moe.balance import balance_routing
-from strata.models.experts import Router
+from strata.models.experts import ExpertRouter
 
 
 class Balance(nn.Module):
@@ -30,9 +30,9 @@ class Balance(nn.Module):
         return balance_routing(weights, chosen, logits, self.totals, self.slopes)
 
 
-def routers(model: nn.Module) -> dict[str, Router]:
+def routers(model: nn.Module) -> dict[str, ExpertRouter]:
     """By name, in the order of the layers. model: whole, or the stages of a rank."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, Router)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, ExpertRouter)}
 
 
 def hold_biases(model: nn.Module) -> None:

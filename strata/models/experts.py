@@ -38,7 +38,7 @@ class ExpertNames:
     joined: bool = False
 
 
-class Router(nn.Module):
+class ExpertRouter(nn.Module):
     """Which experts each token goes to: [tokens, hidden] to weights and numbers of experts, both [tokens, per_token].
 
     selection_bias: [experts] float32 or None, added to the scores for the choice alone; e_score_correction_bias: the
@@ -80,7 +80,7 @@ class Router(nn.Module):
             self.selection_bias = None if bias.is_meta else bias.data
             del self.e_score_correction_bias
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertRouter:
         bias = getattr(self, CORRECTION, None)
         kept = None if bias is None else bias.data
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -137,7 +137,7 @@ class SparseMLP(nn.Module):
 
     def __init__(self, hidden_size: int, config: ExpertsConfig, shared: MLP | None = None) -> None:
         super().__init__()
-        self.gate = Router(hidden_size, config)
+        self.gate = ExpertRouter(hidden_size, config)
         self.experts = Experts(hidden_size, config)
         self.shared_experts = shared
 

@@ -49,7 +49,7 @@ class Linear(nn.Module):
         return linear(x, self.weight, self.bias)
 
 
-class Embedding(nn.Module):
+class TokenEmbedding(nn.Module):
     """Token ids [tokens] to their rows of weight [vocab, hidden]."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
@@ -209,7 +209,7 @@ class Decoder(nn.Module):
         """groups: of each layer, by the state that it keeps (`group_numbers`)."""
         super().__init__()
         self.groups = groups
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = TokenEmbedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layers)
         self.norm = norm
         self.embedding_scale = embedding_scale

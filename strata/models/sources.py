@@ -27,7 +27,7 @@ _PIECE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """One matrix or vector of a model, whole, of which boxes are read. reader: of the safetensors file that it lies in,
     or `InMemory`."""
 

@@ -28,7 +28,7 @@ from strata.models.quantized.assembly import assembly, meta_weights, pack_boxes
 from strata.models.quantized.checkpoint import Checkpoint
 from strata.models.quantized.matrices import OwnMatrix, own_matrices
 from strata.models.shapes import SHAPES
-from strata.models.sources import DERIVED, EMBEDDING, HEAD, InMemory, Source, is_passed_over, match_tensors
+from strata.models.sources import DERIVED, EMBEDDING, HEAD, InMemory, TensorSource, is_passed_over, match_tensors
 
 _ADVICE = "; leave out sparsity=, or prune by strata prune --pattern 2:4"
 _FLOATS = (*DTYPES.values(), torch.float64)
@@ -201,7 +201,7 @@ class WeightStore:
         if tensor.dtype not in _FLOATS:
             raise ValueError(f"{name} has dtype {tensor.dtype}, expected floats, which are packed here where need be")
         reader = InMemory(tensor)
-        writes = [write for one, place in parts.items() for write in self._writes(one, Source(place, reader))]
+        writes = [write for one, place in parts.items() for write in self._writes(one, TensorSource(place, reader))]
         for write in writes:
             write()
 
@@ -280,7 +280,7 @@ class WeightStore:
             return tuple(((one, one + 1), *box[1:]) for one, box in zip(owner.held, boxes, strict=True))
         return boxes
 
-    def _writes(self, stored: str, source: Source) -> Iterator[Callable[[], object]]:
+    def _writes(self, stored: str, source: TensorSource) -> Iterator[Callable[[], object]]:
         """What puts a matrix where it belongs, one after another; packed already."""
         for home in self._current_homes().get(stored, ()):
             boxes = self._boxes(home.parameter, source.stored.shape)
@@ -292,7 +292,9 @@ class WeightStore:
             for number, matrix in self._packed(stored, home, boxes, source):
                 yield partial(target.put, number, matrix)
 
-    def _packed(self, stored: str, home: _Home, boxes: Boxes, source: Source) -> Iterator[tuple[int, PackedWeight]]:
+    def _packed(
+        self, stored: str, home: _Home, boxes: Boxes, source: TensorSource
+    ) -> Iterator[tuple[int, PackedWeight]]:
         """The matrices of a tensor that are packed each by itself, and which of the parameter's each is."""
         packed = source.packed(boxes)
         if packed is not None:
@@ -307,28 +309,28 @@ class WeightStore:
                 raise ValueError(f"{stored} cannot be packed: {error}{advice}") from None
             yield home.number + further, packed
 
-    def _read(self, source: Source, matrix: OwnMatrix, box: Box) -> Tensor:
+    def _read(self, source: TensorSource, matrix: OwnMatrix, box: Box) -> Tensor:
         wanted = matrix.in_tensor(box)
         value = torch.empty([end - first for first, end in wanted], dtype=self._dtype, device=self._device)
         source.copy(wanted, value)
         return value.view(value.shape[-2:])
 
 
-def _copy(source: Source, boxes: Boxes, target: Tensor) -> None:
+def _copy(source: TensorSource, boxes: Boxes, target: Tensor) -> None:
     for box, place in held(target, boxes):
         source.copy(box, place)
 
 
 def _dummies(
     complete: CausalLM, schemes: Mapping[str, Scheme], seed: int, device: torch.device, dtype: torch.dtype
-) -> Iterator[tuple[str, Source]]:
+) -> Iterator[tuple[str, TensorSource]]:
     """Random values. They have no zeros of their own: where 2:4 is wanted, the least become zeros."""
     for name, value in dummy_values(complete, seed, device, dtype):
         if name in schemes and schemes[name].values == TWO_OF_FOUR:
             value.masked_fill_(least_two_of_four(value.abs()), 0.0)
         for stored, view in stored_views(complete, name, value):
             place = StoredTensor(stored, Path(), value.dtype, tuple(view.shape), 0)
-            yield stored, Source(place, InMemory(view))
+            yield stored, TensorSource(place, InMemory(view))
 
 
 def weight_bytes(model: nn.Module, dtype: torch.dtype) -> int:

@@ -21,7 +21,7 @@ from strata.comm.collectives import Pending, start_shift
 from strata.comm.mesh import Axis
 from strata.comm.to_device import to_device
 from strata.kernels.attention.partial import Part, partial_attention, partial_attention_gradients
-from strata.parallel.zigzag import Chunk, Zigzag
+from strata.parallel.zigzag import Zigzag, ZigzagChunk
 
 Rows = slice | Tensor
 
@@ -176,7 +176,7 @@ def _offsets(counts: Sequence[int], device: torch.device) -> Tensor:
     return to_device(torch.tensor([0, *accumulate(counts)], dtype=torch.int32), device)
 
 
-def _rows(documents: Sequence[Sequence[Chunk]], device: torch.device) -> Rows:
+def _rows(documents: Sequence[Sequence[ZigzagChunk]], device: torch.device) -> Rows:
     chunks = [chunk for document in documents for chunk in document]
     first, end = chunks[0].row, chunks[-1].row + chunks[-1].length
     if end - first == sum(chunk.length for chunk in chunks):

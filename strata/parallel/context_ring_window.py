@@ -23,10 +23,10 @@ def ring_window_attention(
     The tokens are those of `division.rows(axis.index)`. Products are plain ones in float32 (float64 for float64), and a
     block of scores exists at a time.
     """
-    return _Ring.apply(q, k, v, division, axis, scale, window)
+    return _WindowRing.apply(q, k, v, division, axis, scale, window)
 
 
-class _Ring(torch.autograd.Function):
+class _WindowRing(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, division: Zigzag, axis: Axis, scale: float, window: int

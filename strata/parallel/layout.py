@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_type_hints
 
 import torch
 
@@ -17,6 +18,8 @@ from strata.models.families import FAMILIES, build
 from strata.parallel.context import Method, check_heads
 from strata.parallel.families import TABLES, placements
 from strata.parallel.schedules import make_schedule
+
+_FLAGS = {"true": True, "false": False}
 
 
 @dataclass(frozen=True)
@@ -235,3 +238,28 @@ def _parameters(config: ModelConfig) -> tuple[int, int]:
 def _common_divisors(first: int, second: int) -> str:
     most = math.gcd(first, second)
     return ", ".join(str(divisor) for divisor in range(1, most + 1) if most % divisor == 0)
+
+
+def read_layout(text: str) -> Layout:
+    """A `Layout` from "shard=8,zero=2". Raises ValueError for an unknown field or a value of another type."""
+    kinds = get_type_hints(Layout)
+    values: dict[str, Any] = {}
+    for item in filter(None, text.split(",")):
+        name, _, value = item.partition("=")
+        if name not in kinds:
+            known = ", ".join(field.name for field in dataclasses.fields(Layout))
+            raise ValueError(f"--layout {text}: {name!r} is unknown; known are {known}")
+        values[name] = _read(text, name, value, kinds[name])
+    return Layout(**values)
+
+
+def _read(text: str, name: str, value: str, kind: Any) -> Any:
+    if kind is bool:
+        if value not in _FLAGS:
+            raise ValueError(f"--layout {text}: {name} = {value!r} must be true or false")
+        return _FLAGS[value]
+    if kind is str or name == "context":
+        return value
+    if not value.isdecimal():
+        raise ValueError(f"--layout {text}: {name} = {value!r} must be a whole number")
+    return int(value)

@@ -16,7 +16,7 @@ from strata.comm.transfers import PendingTransfers, Transfer, start_transfers
 from strata.parallel.data_parallel import Gradients
 from strata.parallel.families import span
 from strata.parallel.loss import Head, Loss, MicroBatch, shares
-from strata.parallel.schedules import Action, Pass, PipelineSchedule, forward_alone
+from strata.parallel.schedules import Action, PipelineSchedule, StagePass, forward_alone
 from strata.parallel.split_backward import WeightGradients, backward_of_inputs
 from strata.parallel.stages import ModelStages
 from strata.parallel.timeline import Exchange, check, programs
@@ -60,7 +60,7 @@ class Pipeline:
         """
         if len(batches) != self.schedule.micro_batches:
             raise ValueError(f"{len(batches)} micro-batches, but the schedule is for {self.schedule.micro_batches}")
-        step = _Step(self, batches, loss, gradients)
+        step = _PipelineStep(self, batches, loss, gradients)
         for event in self.forward_program if gradients is None else self.program:
             if isinstance(event, Exchange):
                 step.exchange(event)
@@ -75,7 +75,7 @@ def _check_fsdp(model: ModelStages, schedule: PipelineSchedule) -> None:
 
     if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return
-    if any(action.kind is Pass.INPUTS for actions in schedule.actions for action in actions):
+    if any(action.kind is StagePass.INPUTS for actions in schedule.actions for action in actions):
         raise ValueError(
             "a schedule that splits backward passes does not go with zero = 3, which reduces gradients when a pass "
             "has left a layer; use schedule 1f1b or interleaved, or zero of at most 2"
@@ -95,7 +95,7 @@ class _PendingExchange:
     arriving: list[tuple[Action, Tensor]]
 
 
-class _Step:
+class _PipelineStep:
     """What a rank holds during one step; keys are (stage, micro-batch)."""
 
     def __init__(
@@ -120,9 +120,9 @@ class _Step:
 
     def run(self, action: Action) -> None:
         """One action, as soon as what it needs has arrived."""
-        if action.kind is Pass.FORWARD:
+        if action.kind is StagePass.FORWARD:
             self._forward(action)
-        elif action.kind is Pass.WEIGHTS:
+        elif action.kind is StagePass.WEIGHTS:
             self._begin_weights()
             self.weights.pop((action.stage, action.micro_batch)).run()
             self._end_weights()
@@ -176,9 +176,9 @@ class _Step:
         given, output = self.graphs.pop(key)
         is_last = action.stage == self.model.stages - 1
         slope = self.shares.new_ones(()) if is_last else self._arrived(self.slopes, key)
-        if action.kind is Pass.INPUTS and output is None:
+        if action.kind is StagePass.INPUTS and output is None:
             of_given, self.weights[key] = None, WeightGradients()
-        elif action.kind is Pass.INPUTS:
+        elif action.kind is StagePass.INPUTS:
             assert output is not None
             of_given, self.weights[key] = backward_of_inputs(output, slope, given)
             if self.weights[key].has_begun:
@@ -212,14 +212,14 @@ class _Step:
 
     def _hand_on(self, made: Action, tensor: Tensor) -> None:
         """To the stage that waits for it: on this rank at once, else with the exchange that follows."""
-        to = made.stage + (1 if made.kind is Pass.FORWARD else -1)
+        to = made.stage + (1 if made.kind is StagePass.FORWARD else -1)
         if self.pipeline.schedule.rank_of_stage[to] == self.axis.index:
             self._deliver(made, tensor)
         else:
             self.outbox[made] = tensor
 
     def _deliver(self, made: Action, tensor: Tensor) -> None:
-        if made.kind is Pass.FORWARD:
+        if made.kind is StagePass.FORWARD:
             self.hidden[made.stage + 1, made.micro_batch] = tensor
         else:
             self.slopes[made.stage - 1, made.micro_batch] = tensor

@@ -13,7 +13,7 @@ from enum import Enum
 from functools import lru_cache
 
 
-class Pass(Enum):
+class StagePass(Enum):
     """What runs of a stage. The backward pass runs whole, or in two parts of which the second may come much later."""
 
     FORWARD = "F"
@@ -24,19 +24,19 @@ class Pass(Enum):
     @property
     def frees(self) -> bool:
         """Whether the activations of the micro-batch are needed no more."""
-        return self in (Pass.WEIGHTS, Pass.BACKWARD)
+        return self in (StagePass.WEIGHTS, StagePass.BACKWARD)
 
     @property
     def gives_gradient(self) -> bool:
         """Whether the gradient of the stage's inputs comes of it."""
-        return self in (Pass.INPUTS, Pass.BACKWARD)
+        return self in (StagePass.INPUTS, StagePass.BACKWARD)
 
 
 @dataclass(frozen=True)
 class Action:
     """One pass of one micro-batch through one stage."""
 
-    kind: Pass
+    kind: StagePass
     stage: int
     micro_batch: int
 
@@ -73,8 +73,8 @@ def one_f_one_b(ranks: int, micro_batches: int) -> PipelineSchedule:
     _require_positive(ranks, micro_batches)
     actions = []
     for rank in range(ranks):
-        forwards = [Action(Pass.FORWARD, rank, m) for m in range(micro_batches)]
-        backwards = [Action(Pass.BACKWARD, rank, m) for m in range(micro_batches)]
+        forwards = [Action(StagePass.FORWARD, rank, m) for m in range(micro_batches)]
+        backwards = [Action(StagePass.BACKWARD, rank, m) for m in range(micro_batches)]
         actions.append(tuple(_alternate(forwards, backwards, lead=ranks - rank - 1)))
     return PipelineSchedule(micro_batches, tuple(range(ranks)), tuple(actions))
 
@@ -101,9 +101,9 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSche
             for chunk in range(chunks)
             for m in range(ranks)
         ]
-        forwards = [Action(Pass.FORWARD, stage, m) for stage, m in order]
+        forwards = [Action(StagePass.FORWARD, stage, m) for stage, m in order]
         last = (chunks - 1) * ranks + 2 * rank
-        backwards = [Action(Pass.BACKWARD, last - stage, m) for stage, m in order]
+        backwards = [Action(StagePass.BACKWARD, last - stage, m) for stage, m in order]
         lead = 2 * (ranks - rank - 1) + (chunks - 1) * ranks
         actions.append(tuple(_alternate(forwards, backwards, lead)))
     return PipelineSchedule(micro_batches, tuple(range(ranks)) * chunks, tuple(actions))
@@ -157,7 +157,7 @@ def make_schedule(name: str, ranks: int, micro_batches: int) -> PipelineSchedule
 
 def forward_alone(schedule: PipelineSchedule) -> PipelineSchedule:
     """Its forward passes, in their order."""
-    actions = tuple(tuple(one for one in rank if one.kind is Pass.FORWARD) for rank in schedule.actions)
+    actions = tuple(tuple(one for one in rank if one.kind is StagePass.FORWARD) for rank in schedule.actions)
     return replace(schedule, actions=actions)
 
 
@@ -175,11 +175,11 @@ def _delay_weights(actions: Sequence[Action], waiting: int) -> Iterator[Action]:
     """Split the backward passes. At most `waiting` gradients of weights wait after any action, and all come in turn."""
     weights: list[Action] = []
     for action in actions:
-        if action.kind is not Pass.BACKWARD:
+        if action.kind is not StagePass.BACKWARD:
             yield action
             continue
-        yield Action(Pass.INPUTS, action.stage, action.micro_batch)
-        weights.append(Action(Pass.WEIGHTS, action.stage, action.micro_batch))
+        yield Action(StagePass.INPUTS, action.stage, action.micro_batch)
+        weights.append(Action(StagePass.WEIGHTS, action.stage, action.micro_batch))
         if len(weights) > waiting:
             yield weights.pop(0)
     yield from weights
@@ -189,9 +189,9 @@ def _zero_bubble_v(ranks: int, rank: int, micro_batches: int) -> tuple[Action, .
     """The actions of one rank, for passes of equal length."""
     down, up = rank, 2 * ranks - 1 - rank
     made: list[Action] = []
-    counts: Counter[tuple[Pass, int]] = Counter()
+    counts: Counter[tuple[StagePass, int]] = Counter()
 
-    def run(stage: int, *kinds: Pass) -> None:
+    def run(stage: int, *kinds: StagePass) -> None:
         """Each of `kinds` for the next micro-batch of the stage that has not had it."""
         for kind in kinds:
             made.append(Action(kind, stage, counts[kind, stage]))
@@ -199,27 +199,27 @@ def _zero_bubble_v(ranks: int, rank: int, micro_batches: int) -> tuple[Action, .
 
     # Until the first micro-batch is back from the last rank.
     for _ in range(2 * (ranks - rank) - 1):
-        run(down, Pass.FORWARD)
+        run(down, StagePass.FORWARD)
     for _ in range(rank):
-        run(up, Pass.FORWARD)
-        run(down, Pass.FORWARD)
+        run(up, StagePass.FORWARD)
+        run(down, StagePass.FORWARD)
     # Until its gradient has gone up and comes down again.
     for _ in range(ranks - rank):
-        run(up, Pass.FORWARD, Pass.INPUTS, Pass.WEIGHTS)
-    while counts[Pass.FORWARD, up] < micro_batches:
-        if counts[Pass.FORWARD, down] < micro_batches:
-            run(down, Pass.FORWARD)
-        run(down, Pass.INPUTS, Pass.WEIGHTS)
-        run(up, Pass.FORWARD, Pass.INPUTS, Pass.WEIGHTS)
+        run(up, StagePass.FORWARD, StagePass.INPUTS, StagePass.WEIGHTS)
+    while counts[StagePass.FORWARD, up] < micro_batches:
+        if counts[StagePass.FORWARD, down] < micro_batches:
+            run(down, StagePass.FORWARD)
+        run(down, StagePass.INPUTS, StagePass.WEIGHTS)
+        run(up, StagePass.FORWARD, StagePass.INPUTS, StagePass.WEIGHTS)
     # What others wait for comes first; the gradients of weights that were put off fill the end.
     for _ in range(rank):
-        run(down, Pass.INPUTS)
-        run(up, Pass.INPUTS)
-    while counts[Pass.INPUTS, down] < micro_batches:
-        run(down, Pass.INPUTS, Pass.WEIGHTS)
+        run(down, StagePass.INPUTS)
+        run(up, StagePass.INPUTS)
+    while counts[StagePass.INPUTS, down] < micro_batches:
+        run(down, StagePass.INPUTS, StagePass.WEIGHTS)
     for stage in (up, down):
-        while counts[Pass.WEIGHTS, stage] < micro_batches:
-            run(stage, Pass.WEIGHTS)
+        while counts[StagePass.WEIGHTS, stage] < micro_batches:
+            run(stage, StagePass.WEIGHTS)
     return tuple(made)
 
 

@@ -21,7 +21,7 @@ from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.linear import linear
 from strata.kernels.norm.divided_norm import divided_rms_norm, mean_square
 from strata.models.batch import Batch
-from strata.models.layers import Embedding, Linear, WideRMSNorm
+from strata.models.layers import Linear, TokenEmbedding, WideRMSNorm
 from strata.parallel.families import Table, placements, span
 from strata.parallel.ring_products import products_of_gathered, scattered_product
 
@@ -195,9 +195,9 @@ class ColumnLinear(nn.Module):
 
 
 class VocabularyEmbedding(nn.Module):
-    """An `Embedding` of which this rank has the rows from `first` on: others give zero, and the ranks are added up."""
+    """A `TokenEmbedding` of whose rows this rank has those from `first` on: others give zero, ranks are added up."""
 
-    def __init__(self, part: Embedding, first: int, axis: Axis, sequence_parallel: bool, overlap: bool) -> None:
+    def __init__(self, part: TokenEmbedding, first: int, axis: Axis, sequence_parallel: bool, overlap: bool) -> None:
         super().__init__()
         self.weight = part.weight
         self.first, self.axis, self.sequence_parallel, self.overlap = first, axis, sequence_parallel, overlap
@@ -236,7 +236,7 @@ def _replace_module(model: nn.Module, name: str, sharding: TensorSharding, rows:
     if placement is Placement.DIVIDED_NORM:
         assert isinstance(module, WideRMSNorm)
         _replace(model, name, DividedNorm(module, sharding.axis))
-    if placement is Placement.VOCABULARY and isinstance(module, Embedding):
+    if placement is Placement.VOCABULARY and isinstance(module, TokenEmbedding):
         first, _ = span(rows, sharding.axis.size, sharding.axis.index)
         _replace(model, name, VocabularyEmbedding(module, first, *arguments))
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from strata.parallel.schedules import Action, Pass, PipelineSchedule
+from strata.parallel.schedules import Action, PipelineSchedule, StagePass
 
 
 @dataclass(frozen=True)
@@ -18,15 +18,15 @@ class Durations:
     weights: float = 1
     transfer: float = 0
 
-    def of(self, kind: Pass) -> float:
+    def of(self, kind: StagePass) -> float:
         """How long a pass takes."""
-        if kind is Pass.FORWARD:
+        if kind is StagePass.FORWARD:
             return self.forward
-        return {Pass.INPUTS: self.inputs, Pass.WEIGHTS: self.weights}.get(kind, self.inputs + self.weights)
+        return {StagePass.INPUTS: self.inputs, StagePass.WEIGHTS: self.weights}.get(kind, self.inputs + self.weights)
 
 
 @dataclass(frozen=True)
-class Timeline:
+class ScheduleTimeline:
     """When each action starts and ends, from the first start on, if nothing but `Durations` and the order decides."""
 
     spans: Mapping[Action, tuple[float, float]]
@@ -43,7 +43,7 @@ class Timeline:
         return 1 - sum(end - start for start, end in self.spans.values()) / (self.ranks * self.length)
 
 
-def simulate(schedule: PipelineSchedule, durations: Durations | None = None) -> Timeline:
+def simulate(schedule: PipelineSchedule, durations: Durations | None = None) -> ScheduleTimeline:
     """Run the schedule in time; without `durations` all passes take 1 and transfers 0.
 
     Raises ValueError if it comes to a halt, naming what each rank waits for.
@@ -71,7 +71,7 @@ def simulate(schedule: PipelineSchedule, durations: Durations | None = None) -> 
             break
     if stuck := [f"rank {r} at {a[done[r]]}" for r, a in enumerate(schedule.actions) if done[r] < len(a)]:
         raise ValueError(f"the schedule comes to a halt: {', '.join(stuck)}")
-    return Timeline(spans, schedule.ranks)
+    return ScheduleTimeline(spans, schedule.ranks)
 
 
 def peak_saved(schedule: PipelineSchedule) -> tuple[float, ...]:
@@ -79,7 +79,7 @@ def peak_saved(schedule: PipelineSchedule) -> tuple[float, ...]:
     stages is a half. One between INPUTS and WEIGHTS counts twice: besides activations it holds the gradients that
     arrived at its products, about as many bytes.
     """
-    changes = {Pass.FORWARD: 1, Pass.INPUTS: 1, Pass.WEIGHTS: -2, Pass.BACKWARD: -1}
+    changes = {StagePass.FORWARD: 1, StagePass.INPUTS: 1, StagePass.WEIGHTS: -2, StagePass.BACKWARD: -1}
     peaks = []
     for rank, actions in enumerate(schedule.actions):
         most = max(accumulate(changes[action.kind] for action in actions))
@@ -90,7 +90,7 @@ def peak_saved(schedule: PipelineSchedule) -> tuple[float, ...]:
 def check(schedule: PipelineSchedule) -> None:
     """Raise ValueError unless every stage runs each micro-batch once, in the right order, and nothing waits forever."""
     for rank, actions in enumerate(schedule.actions):
-        kinds: dict[tuple[int, int], list[Pass]] = {}
+        kinds: dict[tuple[int, int], list[StagePass]] = {}
         for action in actions:
             if schedule.rank_of_stage[action.stage] != rank:
                 raise ValueError(
@@ -100,7 +100,10 @@ def check(schedule: PipelineSchedule) -> None:
         for stage in schedule.stages_of(rank):
             for m in range(schedule.micro_batches):
                 found = kinds.pop((stage, m), [])
-                if found not in ([Pass.FORWARD, Pass.BACKWARD], [Pass.FORWARD, Pass.INPUTS, Pass.WEIGHTS]):
+                if found not in (
+                    [StagePass.FORWARD, StagePass.BACKWARD],
+                    [StagePass.FORWARD, StagePass.INPUTS, StagePass.WEIGHTS],
+                ):
                     shown = ", ".join(kind.value for kind in found) or "nothing"
                     raise ValueError(f"micro-batch {m} of stage {stage} has {shown}; accepted are F, BW and F, B, W")
         if kinds:
@@ -109,7 +112,7 @@ def check(schedule: PipelineSchedule) -> None:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class StageTransfer:
     """What an action made goes to another rank: hidden states after a forward pass, their gradient after the others.
 
     source, target: ranks of the pipeline.
@@ -124,7 +127,7 @@ class Transfer:
 class Exchange:
     """Transfers that a rank starts together and goes on without waiting for; at most one each way with each rank."""
 
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[StageTransfer, ...]
 
 
 Program = tuple[Action | Exchange, ...]
@@ -139,7 +142,7 @@ def programs(schedule: PipelineSchedule) -> tuple[Program, ...]:
     forever.
     """
     spans = simulate(schedule).spans
-    at: list[dict[float, list[Transfer]]] = [{} for _ in range(schedule.ranks)]
+    at: list[dict[float, list[StageTransfer]]] = [{} for _ in range(schedule.ranks)]
     for action, (_, end) in spans.items():
         if (transfer := _transfer(action, schedule)) is not None:
             for rank in (transfer.source, transfer.target):
@@ -152,14 +155,14 @@ def programs(schedule: PipelineSchedule) -> tuple[Program, ...]:
     return tuple(made)
 
 
-def _transfer(action: Action, schedule: PipelineSchedule) -> Transfer | None:
+def _transfer(action: Action, schedule: PipelineSchedule) -> StageTransfer | None:
     """None where the result stays on the rank, or nobody wants it."""
-    if action.kind is Pass.WEIGHTS:
+    if action.kind is StagePass.WEIGHTS:
         return None
-    to = action.stage + (1 if action.kind is Pass.FORWARD else -1)
+    to = action.stage + (1 if action.kind is StagePass.FORWARD else -1)
     if not 0 <= to < schedule.stages or schedule.rank_of_stage[to] == schedule.rank_of_stage[action.stage]:
         return None
-    return Transfer(action, schedule.rank_of_stage[action.stage], schedule.rank_of_stage[to])
+    return StageTransfer(action, schedule.rank_of_stage[action.stage], schedule.rank_of_stage[to])
 
 
 def _earliest_start(
@@ -182,12 +185,12 @@ def _earliest_start(
 def _needs(action: Action, stages: int, gradients: Mapping[tuple[int, int], Action]) -> Iterator[Action | None]:
     """What must have run before; None for a gradient that does not exist yet."""
     stage, m = action.stage, action.micro_batch
-    if action.kind is Pass.FORWARD:
+    if action.kind is StagePass.FORWARD:
         if stage > 0:
-            yield Action(Pass.FORWARD, stage - 1, m)
+            yield Action(StagePass.FORWARD, stage - 1, m)
         return
-    yield Action(Pass.FORWARD, stage, m)
-    if action.kind is Pass.WEIGHTS:
+    yield Action(StagePass.FORWARD, stage, m)
+    if action.kind is StagePass.WEIGHTS:
         yield gradients.get((stage, m))
     elif stage + 1 < stages:
         yield gradients.get((stage + 1, m))

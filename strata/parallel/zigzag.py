@@ -10,7 +10,7 @@ from strata.parallel.families import span
 
 
 @dataclass(frozen=True)
-class Chunk:
+class ZigzagChunk:
     """Tokens of one document that a rank holds side by side.
 
     row: where they begin among the rank's rows. start: the position of the first one in its document. length: how many.
@@ -85,14 +85,14 @@ class Zigzag:
                     found.append(Block(query.rows, key.rows, offset, masked))
         return sorted(found, key=lambda block: block.offset != 0)
 
-    def chunks(self, rank: int) -> Iterator[list[Chunk]]:
+    def chunks(self, rank: int) -> Iterator[list[ZigzagChunk]]:
         """Of each document the rank's chunks that have tokens."""
         row = 0
         for length in self.lengths:
             chunks = []
             for start, end in self._spans(length, rank):
                 if end > start:
-                    chunks.append(Chunk(row, start, end - start))
+                    chunks.append(ZigzagChunk(row, start, end - start))
                 row += end - start
             yield chunks
 

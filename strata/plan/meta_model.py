@@ -14,7 +14,7 @@ from strata.comm.mesh import Axis
 from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.plan import Chunk, Draw, PlanArrays, StepPlan
 from strata.engine.program.inputs import DivisionInputs, DrawStep, StepInputs
-from strata.engine.program.program import Choice, StepProgram
+from strata.engine.program.program import StepChoice, StepProgram
 from strata.engine.program.shape import StepShape
 from strata.engine.program.source import Target
 from strata.engine.recorded_steps import fresh_rows_of
@@ -104,7 +104,7 @@ class MetaModel:
         """The same graphs over pages that keep keys and values in 8 bits; None: in the model's dtype."""
         return self.of_sizes(pool=replace(self.sizes.pool, rounded=rounded))
 
-    def choose(self, workload: Workload) -> Choice:
+    def choose(self, workload: Workload) -> StepChoice:
         """What a step runs that samples a row of each sequence, those of one token first."""
         new, total, program = workload.new, workload.total, self.program
         count, decodes = len(new), _decodes(workload)
@@ -115,7 +115,7 @@ class MetaModel:
         size = workload.tokens, count, count, count - decodes
         return program.choose(StepShape(*size, decodes == count, fresh=fresh, behind=behind))
 
-    def _batch(self, workload: Workload, choice: Choice) -> Batch:
+    def _batch(self, workload: Workload, choice: StepChoice) -> Batch:
         """What the graphs are called with in a step of that workload, one-token sequences first."""
         shape, size = self.sizes.pool, choice.size
         pages = meta_pages(
@@ -140,7 +140,7 @@ class MetaModel:
         states = meta_states(self.sizes.states, sequences)
         return Batch(tokens, tokens, meta_indices(sequences + 1), max(workload.new), pages, states=states)
 
-    def attends(self, workload: Workload, choice: Choice) -> Attends | None:
+    def attends(self, workload: Workload, choice: StepChoice) -> Attends | None:
         """What runs the attention of a step over pages; None where it is not known."""
         known = self.limits is not None and not self.deterministic and self.dtype.itemsize == 2
         if not known or self.config.latent is not None or not workload.tokens:
@@ -217,7 +217,7 @@ class MetaModel:
         batch = self._batch(workload, self.choose(workload)._replace(size=None, library=False))
         return [*node_costs(capture(model), batch, workload), *node_costs(capture_head(model), hidden, workload)]
 
-    def _share(self, draws: int, choice: Choice) -> StepNodes:
+    def _share(self, draws: int, choice: StepChoice) -> StepNodes:
         """A rank's share of a step that samples so many rows."""
         program, size, share = self.program, choice.size, choice.shape.share
         assert share is not None
@@ -238,11 +238,11 @@ class MetaModel:
         name = choice.variant.name
         return StepNodes(name, read, ran, drawn, size is not None, [node for part in padded for node in part])
 
-    def _rows(self, choice: Choice) -> Rows:
+    def _rows(self, choice: StepChoice) -> Rows:
         rows = fresh_rows_of(self.config.num_heads, self.sizes.pool)
         return rows if choice.size is not None and choice.size.fresh else Rows(rows.queries, rows.result)
 
-    def _arguments(self, workload: Workload, draws: int, choice: Choice) -> tuple[Any, ...]:
+    def _arguments(self, workload: Workload, draws: int, choice: StepChoice) -> tuple[Any, ...]:
         """What the graphs of a step are called with: inputs; logits, of so many rows; draw."""
         batch, rows = self._batch(workload, choice), meta_indices(draws)
         assert batch.pages is not None

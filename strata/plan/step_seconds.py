@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from strata.cache.pages import SharedKeys
 from strata.cache.tables import BufferShape
-from strata.engine.program.program import Choice
+from strata.engine.program.program import StepChoice
 from strata.graph.predict import StepPredictor
 from strata.hardware.evidence import evidence_of
 from strata.hardware.figures import Device
@@ -139,7 +139,7 @@ class StepSeconds:
                 found.append((nbytes, layers))
         return found
 
-    def _attention(self, workload: Workload, choice: Choice) -> float:
+    def _attention(self, workload: Workload, choice: StepChoice) -> float:
         attends = self.model.attends(workload, choice)
         costs, predictor = self.costs, self.predictor
         attention = sum(

@@ -6,14 +6,14 @@ from fastapi import Request
 
 from strata.engine.sampling_params import SamplingParams
 from strata.serve.http.errors import ApiError
-from strata.serve.http.limits import Admission
+from strata.serve.http.limits import AdmittedRequest
 from strata.serve.state import arrival_of, caller_of, server_of
 
 # Of English text, and of JSON lists of ids, about so many make a token; the true number is settled later.
 _BYTES_PER_TOKEN = 4
 
 
-def admit(request: Request, *, most_tokens: int = 0, sequences: int = 1, requests: int = 1) -> Admission:
+def admit(request: Request, *, most_tokens: int = 0, sequences: int = 1, requests: int = 1) -> AdmittedRequest:
     """Let a request in, until it is over. Parameters and errors as of `Limits.admit`."""
     limits = server_of(request).limits
     admission = limits.admit(
@@ -30,7 +30,7 @@ def admit(request: Request, *, most_tokens: int = 0, sequences: int = 1, request
 
 def admit_generation(
     request: Request, params: SamplingParams, *, prompts: int = 1, priority: int | None = None
-) -> Admission:
+) -> AdmittedRequest:
     """Let a request in that generates from so many prompts. Raises ApiError: as `admit`, and 403 for its priority."""
     state = server_of(request)
     state.require_serving()
@@ -48,7 +48,7 @@ def prompt_tokens(request: Request) -> int:
     return max(1, int(request.scope["state"]["body_bytes"]) // _BYTES_PER_TOKEN)
 
 
-def admission_of(request: Request) -> Admission:
+def admission_of(request: Request) -> AdmittedRequest:
     """What the request was let in with."""
-    admission: Admission = request.scope["state"]["admission"]
+    admission: AdmittedRequest = request.scope["state"]["admission"]
     return admission

@@ -11,8 +11,8 @@ from uuid import uuid4
 
 import msgspec
 
-from strata.files.json_lines import json_lines
 from strata.files.json_object import why_no_json
+from strata.files.json_rows import json_lines
 from strata.files.locks import lock
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")

@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from strata.serve.http.limits import Admission
+from strata.serve.http.limits import AdmittedRequest
 
 Helper = TypeVar("Helper")
 Result = TypeVar("Result")
@@ -29,7 +29,7 @@ class FairQueue(Generic[Helper]):
         self._working: Counter[str] = Counter()
         self._waiting: dict[str, deque[asyncio.Future[Helper]]] = {}  # whose turn is next comes first
 
-    async def run(self, admission: Admission, work: Callable[[Helper], Awaitable[Result]]) -> Result:
+    async def run(self, admission: AdmittedRequest, work: Callable[[Helper], Awaitable[Result]]) -> Result:
         """What `work` gives with a helper. Raises ApiError (408) if its turn has not come by the request's deadline."""
         caller = admission.caller.name
         if self._idle and self._working[caller] < self._most_of_caller:
@@ -41,7 +41,7 @@ class FairQueue(Generic[Helper]):
         working.add_done_callback(lambda done: self._done(caller, helper, done))
         return await asyncio.shield(working)
 
-    async def _acquire(self, caller: str, admission: Admission) -> Helper:
+    async def _acquire(self, caller: str, admission: AdmittedRequest) -> Helper:
         turn: asyncio.Future[Helper] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(caller, deque()).append(turn)
         try:

@@ -13,7 +13,7 @@ from typing import Any, cast
 from strata.engine.grammars.structured_outputs import StructuredOutputsParams, join_parts, json_part, read_schema
 from strata.serve.fair_queue import AT_ONCE, FairQueue
 from strata.serve.http.errors import ApiError
-from strata.serve.http.limits import Admission
+from strata.serve.http.limits import AdmittedRequest
 from strata.serve.http.validation import shown
 from strata.serve.replies.tool_formats import TOOL_FORMATS, ToolFormatName
 from strata.serve.schema.structured import FormatFields
@@ -158,7 +158,7 @@ class GrammarChecker:
         self._asking: dict[tuple[str, str], asyncio.Task[str | None]] = {}
         self._found: OrderedDict[str, str | None] = OrderedDict()
 
-    async def check(self, grammar: Grammar, admission: Admission) -> None:
+    async def check(self, grammar: Grammar, admission: AdmittedRequest) -> None:
         """Raises ApiError 400, code "invalid_grammar", if the engine could not follow the grammar."""
         wrong = _too_long(grammar.text, MAX_MADE_BYTES) or await self._look_up(grammar.text, admission)
         if wrong is not None:
@@ -169,7 +169,7 @@ class GrammarChecker:
         for worker in self._workers:
             worker.close()
 
-    async def _look_up(self, text: str, admission: Admission) -> str | None:
+    async def _look_up(self, text: str, admission: AdmittedRequest) -> str | None:
         """What is wrong with a grammar. Requests of one caller that ask for the same at once share the answer."""
         if text in self._found:
             self._found.move_to_end(text)
@@ -180,7 +180,7 @@ class GrammarChecker:
             self._asking[asked].add_done_callback(lambda _: self._asking.pop(asked))
         return await asyncio.shield(self._asking[asked])
 
-    async def _ask(self, text: str, admission: Admission) -> str | None:
+    async def _ask(self, text: str, admission: AdmittedRequest) -> str | None:
         reply = await self._turns.run(admission, lambda worker: worker.ask({"grammar": text}))
         if "error" in reply:  # not remembered: a busy machine may have been the cause
             return f"it takes too much to compile ({reply['error']}): make it simpler"

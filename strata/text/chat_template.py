@@ -13,7 +13,7 @@ from typing import Any
 from strata.text.async_worker import AsyncWorker
 from strata.text.killable_worker import KillableWorker
 from strata.text.messages import REASONING_FIELDS, messages_for_template, short, tools_for_template
-from strata.text.spelled_tokens import ChatText, Marks, SpelledTokens
+from strata.text.spelled_tokens import ChatText, SpelledTokens, TokenMarks
 
 MAX_CHARACTERS = 4_000_000
 DEADLINE = 2.0  # seconds for one rendering
@@ -36,7 +36,7 @@ class Rendering:
 
     request: dict[str, Any]
     continued: bool
-    marks: Marks
+    marks: TokenMarks
 
     @classmethod
     def of_chat(

@@ -39,12 +39,12 @@ class SpelledTokens:
         texts = sorted({token for token in tokens if token})
         self._pattern = re.compile(_pattern(texts), re.DOTALL) if texts else None
 
-    def marks(self) -> Marks:
+    def marks(self) -> TokenMarks:
         """Marks for one rendering."""
-        return Marks(self._pattern, f"\ue000{secrets.randbelow(10**18):018}\ue001")
+        return TokenMarks(self._pattern, f"\ue000{secrets.randbelow(10**18):018}\ue001")
 
 
-class Marks:
+class TokenMarks:
     def __init__(self, pattern: re.Pattern[str] | None, mark: str) -> None:
         self._pattern = pattern
         self._mark = mark

@@ -57,7 +57,7 @@ class DictMaker:
         return dict.fromkeys(keys, value)
 
 
-class Arguments(dict[str, Any]):
+class CallArguments(dict[str, Any]):
     """The arguments of a call: an object to templates that read or write one, and its JSON where a template puts them
     into a text, as DeepSeek's do with what in OpenAI's messages is a text.
     """
@@ -123,7 +123,7 @@ def _set_arguments(variables: dict[str, Any]) -> None:
     for message in variables["messages"]:
         for call in message.get("tool_calls", ()):
             if isinstance(call["function"]["arguments"], dict):
-                call["function"]["arguments"] = Arguments(call["function"]["arguments"])
+                call["function"]["arguments"] = CallArguments(call["function"]["arguments"])
 
 
 def render(source: str, variables: dict[str, Any], max_characters: int) -> str:

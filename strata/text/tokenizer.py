@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import models, pre_tokenizers
 
 from strata.files.folders import why_no_folder
 from strata.files.json_object import read_object
@@ -17,9 +18,10 @@ from strata.text.chat_template import Rendering, TemplateRenderer
 from strata.text.messages import Message
 from strata.text.special_tokens import SpecialTokens, read_special_tokens
 from strata.text.spelled_tokens import ChatText, SpelledTokens
-from strata.text.text_bounds import max_characters_per_token
 
 _SHORT = 1000  # characters or ids, which take a millisecond at most
+# What keeps every character of a text, whether it cuts before it or after.
+_KEEPING = {"ByteLevel", "Digits", "Split", "Punctuation"}
 
 
 class Tokenizer:
@@ -330,3 +332,31 @@ def _byte_characters() -> dict[str, int]:
 
 
 _BYTE_OF_CHARACTER = _byte_characters()
+
+
+def max_characters_per_token(backend: tokenizers.Tokenizer) -> int | None:
+    """The most characters of a text that one token stands for; None where that has no end, or is not known.
+
+    It is known of byte-level BPE that takes a text as it is. Elsewhere characters may be left out, or drawn together.
+    """
+    model, cutter = backend.model, backend.pre_tokenizer
+    if not isinstance(model, models.BPE) or model.unk_token is not None or backend.normalizer is not None:
+        return None
+    steps = list(_steps(json.loads(cutter.__getstate__()))) if cutter is not None else []
+    kinds = {step["type"] for step in steps}
+    removing = any(step.get("behavior") == "Removed" for step in steps)
+    stripping = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+    vocabulary = backend.get_vocab()
+    if "ByteLevel" not in kinds or not kinds <= _KEEPING or removing or stripping:
+        return None
+    if not vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet()):  # a byte without a token is left out
+        return None
+    return max(map(len, vocabulary))
+
+
+def _steps(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    if state["type"] == "Sequence":
+        for inner in state["pretokenizers"]:
+            yield from _steps(inner)
+    else:
+        yield state

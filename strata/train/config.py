@@ -10,6 +10,7 @@ from typing import Any
 
 from strata.files.toml_tables import WrongTable, line_of, read_table, read_toml, replaced
 from strata.models.config import ModelConfig
+from strata.models.folder import existing_folder
 from strata.parallel.layout import Layout
 from strata.train.adapters.lora import LoraConfig
 from strata.train.dpo import DpoConfig
@@ -85,6 +86,14 @@ class StartConfig:
         if (self.model is None) == (self.tokenizer is None):
             raise ValueError("[start] needs either a model, to go on from, or a tokenizer and a [model] table")
 
+    @property
+    def folder(self) -> Path:
+        """Of the model, or of the tokenizer of a fresh one. Raises ValueError, naming the key, if there is none."""
+        if self.model is not None:
+            return existing_folder(self.model, "start.model")
+        assert self.tokenizer is not None
+        return existing_folder(self.tokenizer, "start.tokenizer")
+
 
 @dataclass(frozen=True)
 class SourceConfig:
@@ -115,7 +124,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """See `strata.train.learning_rate`. Lengths are in steps.
+    """See `strata.train.optimizer.config`. Lengths are in steps.
 
     decay: of "warmup_stable_decay" alone; "cosine" and "linear" fall from the end of the warm-up to that of the run.
     name: one of `SCHEDULES`. min_lr_factor: what the rate falls to, as a share of its peak.

@@ -13,7 +13,6 @@ from strata.models.config import ModelConfig
 from strata.models.quantized.checkpoint import packed_format
 from strata.parallel.layout import Layout, auto_layout
 from strata.train.config import TrainConfig
-from strata.train.start import start_folder
 
 
 def chosen_layout(config: TrainConfig, model: ModelConfig, world: World, report: Callable[[str], None]) -> Layout:
@@ -28,7 +27,7 @@ def chosen_layout(config: TrainConfig, model: ModelConfig, world: World, report:
             report(f"layout: {reason}")
     layout = with_micro_batches(layout, config.data.packs_per_step)
     layout.check(model, world.size)
-    if config.lora is not None and (config.lora.quantization or packed_format(start_folder(config.start))):
+    if config.lora is not None and (config.lora.quantization or packed_format(config.start.folder)):
         check_packed(layout)
     return layout
 

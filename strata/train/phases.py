@@ -6,7 +6,7 @@ import torch
 
 from strata.train.faults.hang import HangWatch
 from strata.train.faults.stragglers import ComputeClock
-from strata.train.log.step_times import StepTimes
+from strata.train.log.step_times import TrainingStepTimes
 
 # Forward and backward passes: the part of a step in which a rank need not wait for others.
 PASSES = "passes"
@@ -25,7 +25,7 @@ NO_PHASES = Phases()
 class ObservedPhases(Phases):
     """`Phases` that a hang watch, a profiler's trace, a clock and, on the first rank, its times follow."""
 
-    def __init__(self, watch: HangWatch, clock: ComputeClock, times: StepTimes | None) -> None:
+    def __init__(self, watch: HangWatch, clock: ComputeClock, times: TrainingStepTimes | None) -> None:
         self._watch, self._clock, self._times = watch, clock, times
         self._step = 0
         self._phase = ""

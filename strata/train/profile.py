@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from strata.train.predict.step_kinds import StepTable, read_step_trace
+from strata.train.predict.step_kinds import StepKindTable, read_step_trace
 
 STEP = "strata.step"
 # Allocations and releases that a snapshot remembers, the latest.
@@ -56,7 +56,7 @@ class StepProfiler:
         self._is_chosen = rank == 0
         self._remembers = self._is_chosen and device.type == "cuda"
         self._profile: profile | None = None
-        self.table: StepTable | None = None
+        self.table: StepKindTable | None = None
         self.notes: list[str] = []
         if self._remembers:
             torch.cuda.memory._record_memory_history(max_entries=_HISTORY, stacks="python")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from strata.train.tasks.example import Example
 from strata.train.tasks.mixture import TASKS, TOOL_TASKS, held_out_examples
-from strata.train.tasks.tool import CLOSING, OPENING, Call
+from strata.train.tasks.tool import CLOSING, OPENING, ExerciseCall
 
 MARK = "Answer:"
 
@@ -32,7 +32,7 @@ def extract_answer(reply: str) -> str | None:
     return rest.split("\n", 1)[0].strip() if mark else None
 
 
-def makes(reply: str, call: Call) -> bool:
+def makes(reply: str, call: ExerciseCall) -> bool:
     """Whether the reply is this call and nothing else, whatever the order of its arguments."""
     if not (reply.startswith(OPENING) and reply.endswith(CLOSING)):
         return False

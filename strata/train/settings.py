@@ -1,4 +1,7 @@
-"""How a process is set while it trains: deterministic kernels, and no garbage collection in the middle of a step."""
+"""How a process is set while it trains.
+
+It has its folder for itself, deterministic kernels, and no garbage collection in the middle of a step.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,11 @@ import contextlib
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
+
+from strata.files.locks import lock
 
 
 @contextlib.contextmanager
@@ -43,3 +49,14 @@ def collected_between_steps() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextlib.contextmanager
+def sole_run(folder: Path) -> Iterator[None]:
+    """Inside, no other run may use the folder; its processes may. However this one ends, the folder is free again.
+
+    Raises ValueError if another run uses it.
+    """
+    with (folder / "lock").open("a") as stream:
+        lock(stream, f"another process trains in {folder}; wait for its end, or choose another out")
+        yield

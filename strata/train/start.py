@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from strata.comm.launch import World
 from strata.models.config import ModelConfig, config_from_dict, read_config
-from strata.models.folder import existing_folder
 from strata.text.tokenizer import Tokenizer
 from strata.train.adapters.frozen import check_weights
 from strata.train.checkpoints.folder import checkpoints
-from strata.train.config import StartConfig, TrainConfig
-from strata.train.data.loader import Loader, check_data
+from strata.train.config import TrainConfig
+from strata.train.data.loader import ORDER, Loader, check_capacity, check_data
 from strata.train.data.mixture import DatasetReader, Mixture
 from strata.train.data.once import OnceLoader
 from strata.train.data.shards import TokenDataset
+from strata.train.layout import chosen_layout
+from strata.train.trainable import check_trainable
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,7 @@ def starting_point(config: TrainConfig, datasets: Sequence[TokenDataset]) -> Sta
     kind = "preference" if config.dpo else datasets[0].index.kind
     if kind == "preference" and not config.dpo:
         raise ValueError("the data holds preferences: add a [dpo] table, or use chats")
-    folder = start_folder(config.start)
+    folder = config.start.folder
     with Tokenizer.load(folder) as tokenizer:
         found = read_config(folder) if config.model is None else fresh_config(config.model, tokenizer)
         check_data(datasets, kind, found, tokenizer)
@@ -141,16 +147,6 @@ def starting_point(config: TrainConfig, datasets: Sequence[TokenDataset]) -> Sta
         quantization = None if lora is None else lora.quantization
         check_weights(folder, found, trains_adapters=lora is not None, quantization=quantization)
     return Start(found, None if config.model is not None else folder, folder)
-
-
-def start_folder(start: StartConfig) -> Path:
-    """The folder of a run's model, or of the tokenizer of a fresh one. Raises ValueError, naming the key, if there is
-    none.
-    """
-    if start.model is not None:
-        return existing_folder(start.model, "start.model")
-    assert start.tokenizer is not None
-    return existing_folder(start.tokenizer, "start.tokenizer")
 
 
 def fresh_config(fields: dict[str, object], tokenizer: Tokenizer) -> ModelConfig:
@@ -168,3 +164,47 @@ def fresh_config(fields: dict[str, object], tokenizer: Tokenizer) -> ModelConfig
             f"model.vocab_size = {config.vocab_size} is less than the tokenizer's {tokenizer.vocab_size}; remove it"
         )
     return config
+
+
+def recipe_of(config: TrainConfig, datasets: Sequence[TokenDataset], device: str) -> dict[str, Any]:
+    """What decides the numbers of a run, which a checkpoint keeps and a resumed run must share.
+
+    By section, as JSON gives it back. Where ranks and state lie, the length of a run and its intervals are no part
+    of it: those may change when a run is resumed.
+
+    datasets: that are trained on. device: "cpu" or "cuda", which round differently.
+    """
+    values = asdict(config)
+    del values["optimizer"]["offload"]
+    for source in values["data"]["sources"]:
+        del source["folder"]  # its fingerprint says what is in it
+    recipe = {
+        "run": {"seed": config.run.seed, "device": device, "precision": config.run.precision},
+        **{name: values[name] or {} for name in ("start", "model", "data", "optimizer", "balance", "lora", "dpo")},
+        "validation": {"share": None if config.validation is None else config.validation.share},
+        "order": {"version": ORDER} | ({} if config.run.epochs is None else {"by_epoch": True}),
+        "fingerprints": dict(enumerate(one.fingerprint for one in datasets)),
+    }
+    read: dict[str, Any] = json.loads(json.dumps(recipe))
+    return read
+
+
+def check_run(config: TrainConfig, ranks: int, *, resume: bool) -> None:
+    """Raise ValueError, as `ranks` ranks would, for what they would not begin with: folder, data, start, layout.
+
+    What depends on their devices is left to them, and so are the checksums of the data, which take long.
+    """
+    resumed(Path(config.run.out), wanted=resume)
+    found = open_data(config, _ignored, checksums=False)
+    start = starting_point(config, found.every)
+    check_trainable(start.config)
+    ways = ranks
+    if config.parallel is not None:  # otherwise chosen by the memory of the devices
+        layout = chosen_layout(config, start.config, World(0, 0, ranks, torch.device("cpu"), None), _ignored)
+        ways = layout.dp * layout.shard
+    lasting(config, training_loader(config, found, rank=0, ranks=ways))
+    check_capacity(found.validation, config.data.tokens_per_pack)
+
+
+def _ignored(_: str) -> None:
+    """The ranks report it."""

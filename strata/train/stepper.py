@@ -24,7 +24,7 @@ from strata.train.predict.estimate import choose_recompute, step_shape
 from strata.train.recompute import RECOMPUTE_OF_MODULES
 from strata.train.start import RunData, Start, once_loader
 from strata.train.steps.balance import check_balance
-from strata.train.steps.make import Adapters, Values, compute_dtype_on, fresh, held_by, make_step, stored
+from strata.train.steps.make import Adapters, Values, compute_dtype_on, fresh, make_step, stored, values_of
 from strata.train.steps.parallel_step import ParallelStep
 from strata.train.trainable import check_trainable
 
@@ -118,7 +118,7 @@ def _frozen(setting: Setting, lora: LoraConfig, plain: Values) -> tuple[Values, 
     model, packed = load_frozen(weights, setting.start.config, lora.quantization, device, dtype)
     if packed:
         setting.report(packed_line(packed, dtype))
-    return held_by(model), Adapters(lora, seed, packed)
+    return values_of(model), Adapters(lora, seed, packed)
 
 
 def _compute(reference: Reference, step: ParallelStep, setting: Setting) -> None:

@@ -18,25 +18,30 @@ from strata.parallel.data_parallel import all_ranks
 from strata.train.checkpoints.checkpointer import Checkpointer
 from strata.train.checkpoints.folder import NEEDED
 from strata.train.config import TrainConfig
-from strata.train.data.loader import Step
-from strata.train.data.prefetch import prefetch
-from strata.train.faults.guard import Kind, LossGuard, Verdict
+from strata.train.data.loader import Step, prefetch
+from strata.train.faults.guard import LossGuard, StepVerdict, VerdictKind
 from strata.train.faults.hang import HangWatch
 from strata.train.faults.stragglers import ComputeClock
-from strata.train.folder_lock import sole_run
 from strata.train.layout import chosen_layout
-from strata.train.learning_rate import learning_rate
 from strata.train.log.description import RunDescription
 from strata.train.log.logs import Logs, open_logs
-from strata.train.log.step_times import PROFILE, StepTimes, open_times
+from strata.train.log.step_times import PROFILE, TrainingStepTimes, open_times
 from strata.train.meter import Meter
+from strata.train.optimizer.config import learning_rate
 from strata.train.phases import ObservedPhases
 from strata.train.position import Position
 from strata.train.profile import StepProfiler
-from strata.train.recipe import recipe_of
 from strata.train.results import Reading, Results
-from strata.train.settings import collected_between_steps, deterministic
-from strata.train.start import lasting, open_data, resumed, starting_point, training_loader, validation_loader
+from strata.train.settings import collected_between_steps, deterministic, sole_run
+from strata.train.start import (
+    lasting,
+    open_data,
+    recipe_of,
+    resumed,
+    starting_point,
+    training_loader,
+    validation_loader,
+)
 from strata.train.stepper import Setting, chosen_recompute, make_stepper
 from strata.train.validation import Validation
 
@@ -48,7 +53,7 @@ class TrainingStopped(ValueError):
 
 
 class _RollBack(Exception):
-    def __init__(self, verdict: Verdict) -> None:
+    def __init__(self, verdict: StepVerdict) -> None:
         super().__init__(verdict.reason)
         self.verdict = verdict
 
@@ -105,7 +110,7 @@ class Trainer:
         clock, device, frozen = ComputeClock(self.world.device), self.world.device, config.lora is not None
         self._times = None
         if self.world.is_main:
-            self._times = StepTimes(self.start.config, documents.size, device, weights_are_frozen=frozen)
+            self._times = TrainingStepTimes(self.start.config, documents.size, device, weights_are_frozen=frozen)
         self._phases = ObservedPhases(self._watch, clock, self._times)
         self._validation = None
         if config.validation is not None and held_out is not None:
@@ -282,16 +287,16 @@ class Trainer:
     def _judge(self, reading: Reading) -> None:
         """Raises what follows from a step's numbers, on all ranks alike, as they see the same."""
         verdict = self._guard.observe(reading.step, reading.loss, reading.norm)
-        if verdict.kind is Kind.STOP:
+        if verdict.kind is VerdictKind.STOP:
             self.checkpoints.finish()  # one of an earlier step may be under way
             raise TrainingStopped(verdict.reason)
-        if verdict.kind is Kind.ROLLBACK:
+        if verdict.kind is VerdictKind.ROLLBACK:
             raise _RollBack(verdict)
-        if verdict.kind is not Kind.OK:
+        if verdict.kind is not VerdictKind.OK:
             self.warn(verdict.reason)
-        self._meter.read(reading, is_skipped=verdict.kind is Kind.SKIPPED)
+        self._meter.read(reading, is_skipped=verdict.kind is VerdictKind.SKIPPED)
 
-    def _go_back(self, verdict: Verdict) -> None:
+    def _go_back(self, verdict: StepVerdict) -> None:
         self._results.discard()
         self.checkpoints.finish()
         state = self._load(before=verdict.before)

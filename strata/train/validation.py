@@ -19,7 +19,7 @@ LOSS = "validation_loss"
 
 
 @dataclass(frozen=True)
-class Progress:
+class ValidationProgress:
     """lowest: of all losses, at step `step`. reference: the last that was lower than the one before it by more than
     min_delta; `waited` evaluations have followed it.
     """
@@ -29,12 +29,12 @@ class Progress:
     reference: float = math.inf
     waited: int = 0
 
-    def after(self, step: int, loss: float, min_delta: float) -> Progress:
+    def after(self, step: int, loss: float, min_delta: float) -> ValidationProgress:
         """Once a step was measured. A loss that is not a number is lower than none."""
         lowest, at = (loss, step) if loss < self.lowest else (self.lowest, self.step)
         if loss < self.reference - min_delta:
-            return Progress(lowest, at, loss, 0)
-        return Progress(lowest, at, self.reference, self.waited + 1)
+            return ValidationProgress(lowest, at, loss, 0)
+        return ValidationProgress(lowest, at, self.reference, self.waited + 1)
 
 
 class Validation:
@@ -42,7 +42,7 @@ class Validation:
 
     def __init__(self, config: ValidationConfig, loader: OnceLoader, phases: Phases) -> None:
         self._config, self._loader, self._phases = config, loader, phases
-        self.progress = Progress()
+        self.progress = ValidationProgress()
 
     @property
     def stops(self) -> bool:
@@ -93,8 +93,8 @@ class Validation:
     def restore(self, state: dict[str, Any] | None) -> bool:
         """Go on from a checkpoint's. Returns whether that could be: losses of other data say nothing of these."""
         if state is None or state["made_of"] != self._loader.fingerprints:
-            self.progress = Progress()
+            self.progress = ValidationProgress()
             return state is None
         lowest, reference = (math.inf if state[name] is None else state[name] for name in ("lowest", "reference"))
-        self.progress = Progress(lowest, state["step"], reference, state["waited"])
+        self.progress = ValidationProgress(lowest, state["step"], reference, state["waited"])
         return True

@@ -18,8 +18,8 @@ from strata.bench.trace import (
     KINDS,
     MESSAGE,
     OTHER,
+    DeviceInterval,
     GapSplit,
-    Interval,
     TraceTime,
     busy_of_steps,
     kind_of,
@@ -34,16 +34,16 @@ COPY, GEMV, NORM, FETCH = "Memcpy HtoD (Pinned -> Device)", "gemv_kernel", "rms_
 
 # Two steps. In each: a copy, two kernels, a copy back, then its mark.
 WORK = [
-    Interval(COPY, 100, 110),
-    Interval(GEMV, 115, 145),  # 5 after the copy
-    Interval(NORM, 145, 155),
-    Interval(FETCH, 156, 160),  # 1 after the norm
-    Interval(COPY, 190, 200),
-    Interval(GEMV, 203, 233),
-    Interval(NORM, 230, 240),  # launched early: 3 of its 10 overlap
-    Interval(FETCH, 240, 250),
+    DeviceInterval(COPY, 100, 110),
+    DeviceInterval(GEMV, 115, 145),  # 5 after the copy
+    DeviceInterval(NORM, 145, 155),
+    DeviceInterval(FETCH, 156, 160),  # 1 after the norm
+    DeviceInterval(COPY, 190, 200),
+    DeviceInterval(GEMV, 203, 233),
+    DeviceInterval(NORM, 230, 240),  # launched early: 3 of its 10 overlap
+    DeviceInterval(FETCH, 240, 250),
 ]
-MARKS = [Interval("spin_kernel", 162, 164), Interval("spin_kernel", 251, 253)]
+MARKS = [DeviceInterval("spin_kernel", 162, 164), DeviceInterval("spin_kernel", 251, 253)]
 
 
 def test_idle_time_inside_steps_and_between_them() -> None:
@@ -69,14 +69,14 @@ def test_messages_that_nothing_hides_are_a_part_of_their_own() -> None:
     """Of 60 ns of messages 34 run alone: the kernel of symmetric memory whole, NCCL's beside a product for 6, and the
     copy from another GPU beside NCCL's for 5 and beside a product for 15."""
     work = [
-        Interval(GEMV, 0, 10),
-        Interval("one_shot_norm_kernel", 10, 24),
-        Interval("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 30, 56),
-        Interval("Memcpy PtoP (Device -> Device)", 51, 71),
-        Interval(GEMV, 24, 36),
-        Interval(NORM, 56, 71),
+        DeviceInterval(GEMV, 0, 10),
+        DeviceInterval("one_shot_norm_kernel", 10, 24),
+        DeviceInterval("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 30, 56),
+        DeviceInterval("Memcpy PtoP (Device -> Device)", 51, 71),
+        DeviceInterval(GEMV, 24, 36),
+        DeviceInterval(NORM, 56, 71),
     ]
-    found = read_trace(work, [Interval("spin_kernel", 80, 81)])
+    found = read_trace(work, [DeviceInterval("spin_kernel", 80, 81)])
     assert found.kinds[MESSAGE].kernels == 3
     assert found.kinds[MESSAGE].seconds == pytest.approx(60e-9)
     assert found.exposed == pytest.approx((14 + 20) * 1e-9)
@@ -91,19 +91,19 @@ def test_messages_that_nothing_hides_are_a_part_of_their_own() -> None:
 
 def test_a_copy_engine_hides_no_wait_for_it() -> None:
     work = [
-        Interval(GEMV, 0, 10),
-        Interval("Memcpy DtoD (Device -> Device)", 5, 30),
-        Interval("void c10d::symmetric_memory::wait_signal_kernel(unsigned int**, int, int, int)", 10, 32),
-        Interval(NORM, 32, 40),
+        DeviceInterval(GEMV, 0, 10),
+        DeviceInterval("Memcpy DtoD (Device -> Device)", 5, 30),
+        DeviceInterval("void c10d::symmetric_memory::wait_signal_kernel(unsigned int**, int, int, int)", 10, 32),
+        DeviceInterval(NORM, 32, 40),
     ]
-    assert read_trace(work, [Interval("spin_kernel", 41, 42)]).exposed == pytest.approx(22e-9)
+    assert read_trace(work, [DeviceInterval("spin_kernel", 41, 42)]).exposed == pytest.approx(22e-9)
 
 
 def test_each_step_is_busy_for_its_own_time() -> None:
     assert busy_of_steps(WORK, MARKS) == pytest.approx([54e-9, 57e-9])
-    after = Interval(NORM, 260, 270)  # of a step whose end was not recorded
+    after = DeviceInterval(NORM, 260, 270)  # of a step whose end was not recorded
     assert busy_of_steps([*WORK, after], MARKS) == pytest.approx([54e-9, 57e-9])
-    at_once = [Interval(COPY, 164, 170), Interval(COPY, 170, 172), *WORK]  # the step before ended at 164
+    at_once = [DeviceInterval(COPY, 164, 170), DeviceInterval(COPY, 170, 172), *WORK]  # the step before ended at 164
     assert busy_of_steps(at_once, MARKS) == pytest.approx([54e-9, 65e-9])
     assert read_trace(at_once, MARKS).kernels_per_step == (4 + 6) / 2
     assert merged([(5, 9), (0, 3), (2, 4), (9, 10), (6, 7)]) == [(0, 4), (5, 10)]
@@ -114,7 +114,7 @@ def test_order_of_the_records_does_not_matter() -> None:
 
 
 def test_work_of_the_next_step_on_another_stream_leaves_no_gap_between_steps() -> None:
-    prefetched = Interval(COPY, 150, 195)
+    prefetched = DeviceInterval(COPY, 150, 195)
     assert read_trace([*WORK, prefetched], MARKS).host == 0
 
 
@@ -128,8 +128,8 @@ def test_an_empty_trace_is_an_error() -> None:
     st.lists(st.integers(0, 1100), unique=True),
 )
 def test_every_nanosecond_is_counted_once(kernels: list[tuple[int, int]], ends: list[int]) -> None:
-    work = [Interval(GEMV, start, start + length) for start, length in kernels]
-    found = read_trace(work, [Interval("mark", end, end) for end in ends])
+    work = [DeviceInterval(GEMV, start, start + length) for start, length in kernels]
+    found = read_trace(work, [DeviceInterval("mark", end, end) for end in ends])
     ran = {at for interval in work for at in range(interval.start, interval.end)}
     first, last = min(ran), max(ran) + 1
     # An idle nanosecond belongs to the host if a step ended since the device fell idle.

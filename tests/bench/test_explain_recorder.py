@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from strata import LLM
-from strata.bench.explain.measure import ServedWorkload, Workload, measure, measured_steps
+from strata.bench.explain.measure import BenchWorkload, ServedWorkload, measure, measured_steps
 from strata.bench.explain.node_times import NodeTimes
 from strata.bench.explain.predicted_steps import predicted
 from strata.bench.load.request_sets import EvenLengths
@@ -33,8 +33,8 @@ def llm() -> LLM:
 def measured(llm: LLM) -> Measurement:
     times = steps_on_processor(llm.engine.config, "float32", DEVICE)
     texts = tuple(llm.get_tokenizer().decode([id % 4096 for id in prompt]) for prompt in TEST.prompts)
-    work = Workload(TEST, texts)
-    return measure(llm, work, OPTIONS | {"dtype": "bfloat16"}, times, title="small", short=Workload(TEST).short())
+    work = BenchWorkload(TEST, texts)
+    return measure(llm, work, OPTIONS | {"dtype": "bfloat16"}, times, title="small", short=BenchWorkload(TEST).short())
 
 
 def test_steps_hold_every_token_once(measured: Measurement) -> None:
@@ -84,7 +84,7 @@ def test_graphs_and_tokenizer_are_as_before(llm: LLM, measured: Measurement) -> 
 
 def test_a_run_finds_nothing_of_the_one_before(llm: LLM) -> None:
     """The prefix cache is on, and the same prompts are computed whole again."""
-    work = Workload(InferenceTest("again", random_prompts(1, 64), (2,), temperature=0.0))
+    work = BenchWorkload(InferenceTest("again", random_prompts(1, 64), (2,), temperature=0.0))
     first, second = (measured_steps(llm, work) for _ in range(2))
     assert [step.tokens for step in first] == [step.tokens for step in second] == [64, 1]
 
@@ -109,7 +109,7 @@ def test_plain_products_are_measured_where_packed_ones_are_unpacked(measured: Me
     options = OPTIONS | {"quantization": "int4"}
     packed = LLM(**options, verbose=False)
     times = steps_on_processor(packed.engine.config, "float32", DEVICE, quantization="int4")
-    found = measure(packed, Workload(TEST), options, times, title="int4", short=Workload(TEST).short())
+    found = measure(packed, BenchWorkload(TEST), options, times, title="int4", short=BenchWorkload(TEST).short())
     assert found.unpacked is not None
     assert (found.unpacked.values, found.unpacked.asked) == ("int4", True)
     linear = next(one for one in split_steps(found, times).operations if one.name == "linear")

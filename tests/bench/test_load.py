@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import pytest
 
-from strata.bench.load.answer import Answer, EventParser, Fault
+from strata.bench.load.answer import Answer, AnswerFault, EventParser
 from strata.bench.load.arrivals import LEAST_RATE, Rate, arrival_times, parse_rates, saturation_rate
 from strata.bench.load.measures import Distribution, figures, parse_objectives, percentile
 from strata.bench.load.request_sets import (
@@ -26,13 +26,13 @@ from strata.bench.load.request_sets import (
     encode,
     read_rows,
 )
-from strata.bench.load.send import Outcome
+from strata.bench.load.send import RequestOutcome
 
 
 def outcome(
-    sent: float = 0.0, times: tuple[float, ...] = (1.0, 2.0), tokens: int = 2, fault: Fault | None = None
-) -> Outcome:
-    return Outcome(sent, sent, times, times[-1] if times else sent, 10, tokens, fault)
+    sent: float = 0.0, times: tuple[float, ...] = (1.0, 2.0), tokens: int = 2, fault: AnswerFault | None = None
+) -> RequestOutcome:
+    return RequestOutcome(sent, sent, times, times[-1] if times else sent, 10, tokens, fault)
 
 
 # Arrivals
@@ -266,7 +266,7 @@ def test_only_text_counts_as_the_first_token() -> None:
         answer.append(200, b"data: " + json.dumps(data).encode() + b"\n\n")
     assert len(answer.times) == 2
     assert (answer.prompt_tokens, answer.output_tokens) == (3, 2)
-    assert answer.fault(200, asked=2) == Fault("cut", "the stream ended without [DONE]", lost=True)
+    assert answer.fault(200, asked=2) == AnswerFault("cut", "the stream ended without [DONE]", lost=True)
     answer.append(200, b"data: [DONE]\n\n")
     assert answer.fault(200, asked=2) is None
 
@@ -289,10 +289,12 @@ def test_percentiles_by_hand() -> None:
 
 def test_figures_by_hand() -> None:
     outcomes = [
-        Outcome(due=0.0, sent=0.0, times=(0.1, 0.2, 0.4), ended=0.5, prompt_tokens=10, output_tokens=4, fault=None),
-        Outcome(due=1.0, sent=1.2, times=(1.5, 1.6), ended=1.7, prompt_tokens=20, output_tokens=2, fault=None),
-        Outcome(2.0, 2.0, (2.1,), 4.0, 0, 0, Fault("cut", "", lost=True)),
-        Outcome(3.0, 3.0, (), 3.1, 0, 0, Fault("HTTP 429", "slower", lost=False)),
+        RequestOutcome(
+            due=0.0, sent=0.0, times=(0.1, 0.2, 0.4), ended=0.5, prompt_tokens=10, output_tokens=4, fault=None
+        ),
+        RequestOutcome(due=1.0, sent=1.2, times=(1.5, 1.6), ended=1.7, prompt_tokens=20, output_tokens=2, fault=None),
+        RequestOutcome(2.0, 2.0, (2.1,), 4.0, 0, 0, AnswerFault("cut", "", lost=True)),
+        RequestOutcome(3.0, 3.0, (), 3.1, 0, 0, AnswerFault("HTTP 429", "slower", lost=False)),
     ]
     found = figures(outcomes, {})
     assert (found.requests, found.completed, found.lost) == (4, 2, 1)
@@ -315,7 +317,7 @@ def test_goodput_by_hand() -> None:
         outcome(times=(0.30, 0.32), tokens=3),  # first token late
         outcome(times=(0.10, 0.16), tokens=3),  # 30 ms a token
         outcome(times=(0.15,), tokens=1),  # one token has no time per output token
-        outcome(times=(0.10, 0.12), tokens=3, fault=Fault("cut", "", lost=True)),
+        outcome(times=(0.10, 0.12), tokens=3, fault=AnswerFault("cut", "", lost=True)),
         outcome(sent=1.9, times=(2.0, 2.0)),
     ]
     found = figures(outcomes, {"ttft": 200.0, "tpot": 15.0}).goodput

@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 from strata.bench.load import sweep
 from strata.bench.load.arrivals import load_seeds
 from strata.bench.load.request_sets import EvenLengths
-from strata.bench.load.send import LoadRequest, Outcome, send_all
+from strata.bench.load.send import LoadRequest, RequestOutcome, send_all
 from strata.bench.result import HostGap
 from strata.bench.run import Setup
 from strata.bench.run import engine as make_engine
-from strata.bench.served.client import Load, Served, ServedEngine, delivery_times, random_load
+from strata.bench.served.client import ClientRequest, Load, ServedEngine, delivery_times, random_load
 from strata.bench.served.measure import LENGTHS, ServedTest, numbered, served_gaps
 from strata.bench.served.report import ServedGaps
 from strata.bench.served.step_logs import HostStepLog
@@ -51,7 +51,7 @@ def load_of(requests: int, rate: float) -> Load:
     return random_load(LENGTH, requests, rate, 7, 4096)
 
 
-def served(llm: LLM, load: Load, salt: str) -> tuple[list[Served], list[ServedStep]]:
+def served(llm: LLM, load: Load, salt: str) -> tuple[list[ClientRequest], list[ServedStep]]:
     log = HostStepLog(llm.engine.loop.clock)
     with observed(llm.engine.loop, log):
         answered = ServedEngine(llm.engine, "builtin").serve(load, salt)
@@ -61,7 +61,7 @@ def served(llm: LLM, load: Load, salt: str) -> tuple[list[Served], list[ServedSt
 def test_prompts_and_arrivals_are_those_of_bench_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[list[LoadRequest], list[float]]] = []
 
-    async def noted(client: Any, requests: list[LoadRequest], due: list[float], **options: Any) -> list[Outcome]:
+    async def noted(client: Any, requests: list[LoadRequest], due: list[float], **options: Any) -> list[RequestOutcome]:
         sent.append((requests, due))
         return await send_all(client, requests, [0.0] * len(due), **options)
 
@@ -186,9 +186,9 @@ def test_deliveries_are_read_from_frames() -> None:
 
 def test_a_request_that_the_steps_do_not_know_is_an_error() -> None:
     one = ServedStep(0, 0, 1, (StepChunk(4, 0, 6, 1),))
-    assert numbered([Served(0.0, (2.0,))], [one])[0].sequence == 4
+    assert numbered([ClientRequest(0.0, (2.0,))], [one])[0].sequence == 4
     with pytest.raises(RuntimeError, match="2 requests were served, and the steps held 1"):
-        numbered([Served(0.0, (2.0,))] * 2, [one])
+        numbered([ClientRequest(0.0, (2.0,))] * 2, [one])
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from strata.bench.load.measures import figures
-from strata.bench.load.send import Outcome
+from strata.bench.load.send import RequestOutcome
 from strata.bench.load.sessions import SessionShape
 from strata.cli.main import app
 from tests.cli.fake_server import FakeServer
@@ -121,8 +121,8 @@ def test_a_server_that_tells_no_ids_is_refused() -> None:
 
 
 def test_first_and_late_turns_by_hand() -> None:
-    def turn(number: int, ttft: float) -> Outcome:
-        return Outcome(0.0, 0.0, (ttft, 1.0), 1.0, 9, 2, None, number)
+    def turn(number: int, ttft: float) -> RequestOutcome:
+        return RequestOutcome(0.0, 0.0, (ttft, 1.0), 1.0, 9, 2, None, number)
 
     found = figures([turn(1, 0.1), turn(2, 0.2), turn(3, 0.3), turn(4, 0.4), turn(1, 0.3), turn(2, 0.9)], {})
     assert found.first_turns_ttft_ms is not None

@@ -11,8 +11,7 @@ import pytest
 
 from strata.bench.trace import covered
 from strata.bench.training.speed import TrainingTest, work_of
-from strata.parallel.layout import Layout
-from strata.parallel.layout_text import read_layout
+from strata.parallel.layout import Layout, read_layout
 from strata.plan.meta_model import find_config
 
 TINY = {

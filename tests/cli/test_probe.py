@@ -12,7 +12,7 @@ import pytest
 from strata.cli.probe import probe
 from strata.hardware.probe import report, run
 from strata.hardware.probe.ceiling import Ceiling
-from strata.hardware.probe.cpu import CpuSizes, parts
+from strata.hardware.probe.cpu import CpuSizes, probe_items
 from strata.hardware.probe.report import kept
 from tests.hardware.probe.test_device import REPORT
 
@@ -21,7 +21,7 @@ SMALL = CpuSizes(copied=1 << 20, squares=(32,), rows=(1,), width=64, attended=32
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(run.cpu, "parts", partial(parts, sizes=SMALL))
+    monkeypatch.setattr(run.cpu, "probe_items", partial(probe_items, sizes=SMALL))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "strata" / "probe"
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from strata.cli.main import app
 from strata.models.folder import BUILTIN_FOLDER
-from strata.models.quantized.calibrate.unfinished import Unfinished
+from strata.models.quantized.calibrate.unfinished import UnfinishedFolder
 from strata.text.tokenizer import Tokenizer
 from strata.train.data.calibration import exercise_samples, file_samples
 
@@ -86,14 +86,14 @@ def test_what_cannot_be_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shards", [0, 2])
 def test_an_interruption_says_what_is_kept(shards: int, tmp_path: Path) -> None:
-    out, add, written = tmp_path / "fp8", Unfinished.add, []
+    out, add, written = tmp_path / "fp8", UnfinishedFolder.add, []
 
-    def add_until(self: Unfinished, *given: Any) -> None:
+    def add_until(self: UnfinishedFolder, *given: Any) -> None:
         if len(written) == shards:
             raise KeyboardInterrupt
         written.append(add(self, *given))
 
-    with mock.patch.object(Unfinished, "add", add_until):
+    with mock.patch.object(UnfinishedFolder, "add", add_until):
         result = CliRunner().invoke(app, ["quantize", "builtin", "--out", str(out)])
     assert result.exit_code == 130
     kept = tmp_path / ".fp8.unfinished"

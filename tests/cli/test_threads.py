@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from strata.cli import main
-from strata.cli.threads import set_waiting
+from strata.cli.main import set_waiting
 
 BRIEFLY, AT_ONCE = {"GOMP_SPINCOUNT": "10000"}, {"OMP_WAIT_POLICY": "PASSIVE"}
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strata.cli.train import Screen
-from strata.train.log.pace import Place
+from strata.cli.train import Pace, TerminalScreen
 
 
 class Clock:
@@ -18,13 +17,13 @@ class Clock:
 
 def test_the_time_that_is_left_follows_from_the_last_lines() -> None:
     clock = Clock()
-    place = Place(0, 40, clock)
+    place = Pace(0, 40, clock)
     clock.now += 60.0  # the first steps are slow
     assert place.at(5) == "step 5 of 40, 7 min left"
     for step in range(10, 40, 5):
         clock.now += 2.0
         assert place.at(step).startswith(f"step {step} of 40, ")
-    place = Place(1000, 1100, clock)
+    place = Pace(1000, 1100, clock)
     for step in range(1010, 1100, 10):
         clock.now += 5.0
         described = place.at(step)
@@ -34,7 +33,7 @@ def test_the_time_that_is_left_follows_from_the_last_lines() -> None:
 
 def test_long_runs_and_steps_that_are_taken_back() -> None:
     clock = Clock()
-    place = Place(100, 100_000, clock)
+    place = Pace(100, 100_000, clock)
     clock.now += 60.0
     assert place.at(200) == "step 200 of 100000, 16 h 38 min left"
     assert place.at(50) == "step 50 of 100000"
@@ -48,7 +47,7 @@ def test_a_terminal_shows_it_in_place(
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setenv("TERM", "xterm")
         monkeypatch.setenv("COLUMNS", "160")
-    with Screen().progress(0, 2) as report:
+    with TerminalScreen().progress(0, 2) as report:
         report({"step": 1, "loss": 2.0, "validation_loss": 2.5, "unknown": 3})
         report({"step": 2, "loss": 1.0})
     said = capsys.readouterr().err

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata.comm import pairwise_sums
+from strata.comm import operations
 from strata.comm.launch import World
 from strata.comm.mesh import Mesh
-from strata.comm.pairwise_sums import pairwise_all_reduce
+from strata.comm.operations import pairwise_all_reduce
 from tests.parallel.ranks import run_ranks
 
 
@@ -25,7 +25,7 @@ def on_ranks(world: World, folder: Path) -> dict[str, object]:
     run = pairwise_all_reduce.bind("cpu", deterministic=True)
     x = part(world.rank)
     found: dict[str, object] = {"whole": run(x, axis).tolist(), "none": run(x[:0], axis).shape[0]}
-    pairwise_sums._GATHERED_BYTES = 2 * world.size * x[0].nbytes  # two rows at once, and one at last
+    operations._GATHERED_BYTES = 2 * world.size * x[0].nbytes  # two rows at once, and one at last
     found["pieces"] = run(x, axis).tolist()
     assert torch.equal(x, part(world.rank)), "a collective must not write into its argument"
     return found

@@ -10,8 +10,7 @@ import torch
 
 from strata.comm.launch import World
 from strata.comm.mesh import Axis, Mesh
-from strata.comm.operations import Along
-from strata.comm.stage_messages import receive_previous, send_next
+from strata.comm.operations import Along, receive_previous, send_next
 from strata.hardware.roofline import Cost, Workload
 from tests.parallel.ranks import run_ranks
 

@@ -10,7 +10,7 @@ import torch
 
 from strata.comm.launch import World
 from strata.comm.mesh import Mesh
-from strata.comm.observer import Call
+from strata.comm.observer import CollectiveCall
 from strata.comm.transfers import Transfer, start_transfers
 from tests.parallel.ranks import run_ranks
 
@@ -19,15 +19,15 @@ class Noted:
     """An observer that counts calls by who they are between, and notes those that were waited for."""
 
     def __init__(self) -> None:
-        self.begun: list[Call] = []
-        self.awaited: list[Call | None] = []
+        self.begun: list[CollectiveCall] = []
+        self.awaited: list[CollectiveCall | None] = []
 
-    def started(self, operation: str, axis: str, ranks: tuple[int, ...], nbytes: int) -> Call:
+    def started(self, operation: str, axis: str, ranks: tuple[int, ...], nbytes: int) -> CollectiveCall:
         number = 1 + sum(call.ranks == ranks for call in self.begun)
-        self.begun.append(Call(operation, axis, ranks, number, nbytes))
+        self.begun.append(CollectiveCall(operation, axis, ranks, number, nbytes))
         return self.begun[-1]
 
-    def waits(self, call: Call | None) -> None:
+    def waits(self, call: CollectiveCall | None) -> None:
         self.awaited.append(call)
 
 

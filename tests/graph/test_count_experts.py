@@ -16,7 +16,7 @@ from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
-from strata.models.experts import Router
+from strata.models.experts import ExpertRouter
 from strata.models.layers import CausalLM
 from tests.models.batches import HandPaged
 from tests.parallel.models import config_of, random_model
@@ -35,7 +35,7 @@ def a_batch(config: ModelConfig) -> Batch:
 def choices(model: CausalLM, batch: Batch) -> Tensor:
     """What the model's own router chooses, [tokens, per_token]."""
     found = []
-    routers = [module for module in model.modules() if isinstance(module, Router)]
+    routers = [module for module in model.modules() if isinstance(module, ExpertRouter)]
     hooks = [router.register_forward_hook(lambda _, __, result: found.append(result[1])) for router in routers]
     model(batch)
     for hook in hooks:

@@ -98,7 +98,7 @@ def graphs_of(name: str, ranks: int) -> StepProgram:
 @pytest.mark.parametrize(("name", "least"), [("8B", 4096), ("70B", 2048), ("30B-A3B", 0)])
 def test_engines_over_two_gpus_divide_the_rows_of_steps_that_gain(name: str, least: int) -> None:
     graphs = graphs_of(name, 2)
-    assert graphs.least("overlapped_logits") == least
+    assert graphs.min_rows("overlapped_logits") == least
     assert (graphs.variant("overlapped_logits") is not None) is (least > 0)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strata.hardware.fitted_times import FittedTimes
-from strata.hardware.prediction import Prediction
+from strata.hardware.prediction import FittedTimes, Prediction
 
 
 def test_a_line_is_found_and_says_how_sure_it_is() -> None:

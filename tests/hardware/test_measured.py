@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from strata.hardware.efficiency import KINDS, EfficiencyTable
-from strata.hardware.fitted_times import FittedTimes
 from strata.hardware.measured import path_of, read, write
-from strata.hardware.prediction import Call
+from strata.hardware.prediction import Call, FittedTimes
 from strata.hardware.specs import device
 
 

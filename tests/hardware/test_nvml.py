@@ -6,7 +6,7 @@ import ctypes
 from typing import Any
 
 from strata.hardware.nvml import Nvml, NvmlDevice, open_nvml
-from strata.hardware.telemetry import Reading, Sampler, Summary
+from strata.hardware.telemetry import Summary, TelemetryReading, TelemetrySampler
 
 NOT_SUPPORTED = 3
 
@@ -76,18 +76,22 @@ def test_ways_between_devices_and_devices_by_uuid() -> None:
 def test_a_sampler_reads_while_it_is_open() -> None:
     clocks = iter(range(10_000))
     one = device(nvmlDeviceGetPowerUsage=100_000, nvmlDeviceGetClockInfo=lambda kind: next(clocks))
-    with Sampler(one, interval=0.001) as sampler:
+    with TelemetrySampler(one, interval=0.001) as sampler:
         while len(sampler.readings) < 3:
             pass
     count = len(sampler.readings)
     assert [one.clock for one in sampler.readings] == [1e6 * number for number in range(count)]
     assert sampler.between(sampler.readings[1].seconds, sampler.readings[2].seconds) == sampler.readings[1:3]
-    with Sampler(None) as empty:
+    with TelemetrySampler(None) as empty:
         pass
     assert empty.readings == []
 
 
 def test_summaries() -> None:
-    readings = [Reading(0, 600, 1.9e9, 50, ()), Reading(1, 700, 1.7e9, 60, ("power limit",)), Reading(2, *[None] * 4)]
+    readings = [
+        TelemetryReading(0, 600, 1.9e9, 50, ()),
+        TelemetryReading(1, 700, 1.7e9, 60, ("power limit",)),
+        TelemetryReading(2, *[None] * 4),
+    ]
     assert Summary.of(readings) == Summary(650, 1.8e9, 60, ("power limit",))
     assert Summary.of([]) == Summary(None, None, None, ())

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import strata.comm.experts.rows
-import strata.comm.pairwise_sums
+import strata.comm.operations
 import strata.comm.reduced_norm
 import strata.models.families  # noqa: F401  (every operation of a model)
 from strata.graph import fuse_attention, fuse_products, fuse_rounding  # noqa: F401  (and of its passes)

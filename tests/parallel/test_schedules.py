@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from strata.parallel.schedules import (
     SCHEDULES,
     Action,
-    Pass,
     PipelineSchedule,
+    StagePass,
     interleaved,
     make_schedule,
     one_f_one_b,
@@ -22,7 +22,7 @@ from strata.parallel.schedules import (
 )
 from strata.parallel.timeline import Durations, Exchange, check, peak_saved, programs, simulate
 
-F, B, W, BW = Pass.FORWARD, Pass.INPUTS, Pass.WEIGHTS, Pass.BACKWARD
+F, B, W, BW = StagePass.FORWARD, StagePass.INPUTS, StagePass.WEIGHTS, StagePass.BACKWARD
 
 
 def peak_activations(schedule: PipelineSchedule) -> tuple[float, ...]:

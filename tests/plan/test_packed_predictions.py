@@ -13,7 +13,7 @@ from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.plan.meta_model import find_config
 from strata.plan.search.layer_prices import LayerPrices
-from strata.plan.search.layout import Layout
+from strata.plan.search.layout import ServingLayout
 from strata.plan.search.machine import Machine
 from strata.plan.search.precision import Precision
 
@@ -35,7 +35,7 @@ def seconds(prices: LayerPrices, test: str) -> float:
 def test_runs_of_8b(scheme: str, tests: tuple[str, ...]) -> None:
     h200 = device("h200")
     machine = Machine.of(h200, "bfloat16", per_host=8, network=50e9)
-    prices = LayerPrices(find_config("8B"), machine, Layout(), torch.bfloat16, Precision(scheme))
+    prices = LayerPrices(find_config("8B"), machine, ServingLayout(), torch.bfloat16, Precision(scheme))
     lines = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     runs = (line for line in lines if line.get("dtype") == scheme and line["model"] == "8B")
     took = {line["test"]: line["value"] for line in runs}  # the newest
@@ -52,7 +52,7 @@ def test_runs_of_mixtures_in_floats(model: str, test: str, off: float) -> None:
     token, and prompts whose tokens reach all."""
     h200 = device("h200")
     machine = Machine.of(h200, "bfloat16", per_host=8, network=50e9)
-    prices = LayerPrices(find_config(model), machine, Layout(), torch.bfloat16, Precision(None))
+    prices = LayerPrices(find_config(model), machine, ServingLayout(), torch.bfloat16, Precision(None))
     lines = [json.loads(line) for line in (RESULTS.parent / "h200_mixtures.jsonl").read_text().splitlines()]
     runs = (line for line in lines if line["model"] == model and line.get("engine", "strata") == "strata")
     took = {line["test"]: line["value"] for line in runs}  # the newest

@@ -8,19 +8,19 @@ import pytest
 
 from strata.parallel.layout import Layout
 from strata.plan.meta_model import find_config
-from strata.train.predict.estimate import Memory, memory
-from strata.train.predict.step_shape import StepShape
+from strata.train.predict.estimate import StepMemory, memory
+from strata.train.predict.step_shape import TrainShape
 
 CLOSE = 0.03
 CONFIG = find_config("8B")
 SEQUENCE, BATCH = 8192, 16  # so many that activations, not gradients, are the fullest moment
 RANKS = 8
-PARAMETERS = StepShape(CONFIG, SEQUENCE, SEQUENCE).held[0].total
+PARAMETERS = TrainShape(CONFIG, SEQUENCE, SEQUENCE).held[0].total
 
 
-def found(recompute: str = "none", batches: int = 1, **layout: int | bool) -> Memory:
+def found(recompute: str = "none", batches: int = 1, **layout: int | bool) -> StepMemory:
     layout_of = Layout(**layout)  # type: ignore[arg-type]
-    return memory(StepShape(CONFIG, BATCH * SEQUENCE, SEQUENCE, batches, layout=layout_of), recompute)
+    return memory(TrainShape(CONFIG, BATCH * SEQUENCE, SEQUENCE, batches, layout=layout_of), recompute)
 
 
 @pytest.mark.parametrize(("zero", "published"), [(0, 16.0), (1, 4 + 12 / RANKS), (2, 2 + 14 / RANKS), (3, 16 / RANKS)])
@@ -51,7 +51,7 @@ def test_megatron_parameters_of_70b() -> None:
     hidden, shared = config.hidden_size, config.num_kv_heads / config.num_heads
     each = 2 * hidden**2 * (1 + shared) + 3 * hidden * config.intermediate_size
     counted = 2 * config.vocab_size * hidden + config.num_layers * each
-    assert StepShape(config, SEQUENCE, SEQUENCE).held[0].total == pytest.approx(counted, rel=CLOSE)
+    assert TrainShape(config, SEQUENCE, SEQUENCE).held[0].total == pytest.approx(counted, rel=CLOSE)
     assert counted == pytest.approx(70.6e9, rel=CLOSE)
 
 
@@ -75,6 +75,6 @@ def test_korthikanti_activations_fall_by_as_much_as_tensor_and_sequence_parallel
 def test_korthikanti_first_stage_keeps_as_many_micro_batches_as_there_are_stages() -> None:
     """Section 4.2.3: with 1F1B the first of p stages of L / p layers keeps those of L layers, whatever their number."""
     even = replace(CONFIG, vocab_size=32)  # so that stages have equally many layers
-    alone = StepShape(even, SEQUENCE, SEQUENCE, layout=Layout(shard=2, zero=3))
-    staged = StepShape(even, SEQUENCE, SEQUENCE, 16, layout=Layout(pp=4, micro_batches=16))
+    alone = TrainShape(even, SEQUENCE, SEQUENCE, layout=Layout(shard=2, zero=3))
+    staged = TrainShape(even, SEQUENCE, SEQUENCE, 16, layout=Layout(pp=4, micro_batches=16))
     assert memory(staged, "none").activations == pytest.approx(memory(alone, "none").activations, rel=CLOSE)

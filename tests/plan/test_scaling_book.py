@@ -29,8 +29,8 @@ from strata.plan.meta_model import find_config
 from strata.train.predict.estimate import memory
 from strata.train.predict.flops import document_flops
 from strata.train.predict.layer_costs import layer_costs
-from strata.train.predict.least_time import least_time
-from strata.train.predict.step_shape import StepShape
+from strata.train.predict.min_time import min_time
+from strata.train.predict.step_shape import TrainShape
 
 V5E, V5P = device("tpu-v5e"), device("tpu-v5p")
 CLOSE = 0.03
@@ -133,7 +133,7 @@ def costs_13b() -> StepCosts:
 
 def test_section_6_parameters_and_flops_of_70b() -> None:
     """70.4e9 parameters; 6 for each of them and token, 4.2e11 of 70e9; 6.3e24 of 15 trillion tokens."""
-    shape = StepShape(LLAMA_70B, 8192, 8192)
+    shape = TrainShape(LLAMA_70B, 8192, 8192)
     assert shape.held[0].total == pytest.approx(70.4e9, rel=CLOSE)
     flops = document_flops(LLAMA_70B, [8192], 8192)
     of_token = (flops.products + flops.head) / 8192
@@ -143,7 +143,7 @@ def test_section_6_parameters_and_flops_of_70b() -> None:
 
 def test_section_6_a_token_takes_a_millisecond_of_one_v5p() -> None:
     """4.2e11 / 4.59e14: 0.915 ms; 435 years for 15 trillion of them, 44 days on 8960 at 40 %."""
-    of_token = least_time(StepShape(LLAMA_70B, 8192, 8192), "none", V5P).products / 8192
+    of_token = min_time(TrainShape(LLAMA_70B, 8192, 8192), "none", V5P).products / 8192
     assert of_token == pytest.approx(4.2e11 / 4.59e14, rel=CLOSE)
     years = of_token * 15e12 / (365 * 24 * 3600)
     assert years == pytest.approx(435, rel=CLOSE)
@@ -153,7 +153,7 @@ def test_section_6_a_token_takes_a_millisecond_of_one_v5p() -> None:
 def test_section_6_memory_of_training_with_batches_of_four_million_tokens() -> None:
     """140 GB of weights and 560 GB of moments: Strata keeps float32 masters too, which the book does not. 15.8 TB of
     checkpoints, three a layer, where Strata has one. 16.5 TB: 171 chips of 96 GB, and 1.8 GB on each of 8960."""
-    shape = StepShape(LLAMA_70B, 4_000_000, 8192)
+    shape = TrainShape(LLAMA_70B, 4_000_000, 8192)
     found = memory(shape, "layers")
     state, checkpoints = found.state - 4 * shape.held[0].total, 3 * found.activations
     assert state == pytest.approx(140e9 + 560e9, rel=CLOSE)
@@ -202,9 +202,9 @@ def test_section_5_gradients_of_a_layer_are_summed_twice_as_long_as_weights_are_
 
 def test_section_5_questions_1_and_2_parameters_and_memory_of_13b() -> None:
     """13.1e9 parameters, 130 GB with two moments; 42 TB of results of the three products of MLPs, for 16M tokens."""
-    held = StepShape(LLAMA_13B, 8192, 8192).held[0]
+    held = TrainShape(LLAMA_13B, 8192, 8192).held[0]
     assert held.total == pytest.approx(13.1e9, rel=CLOSE)
-    state = memory(StepShape(LLAMA_13B, 8192, 8192), "layers").state
+    state = memory(TrainShape(LLAMA_13B, 8192, 8192), "layers").state
     assert state - 4 * held.total == pytest.approx(130e9, rel=CLOSE)
     of_token = 40 * sum(node.cost.written for node in mlp_products(LLAMA_13B)) / 1000
     assert of_token * 16e6 == pytest.approx(4.2e13, rel=CLOSE)
@@ -229,7 +229,7 @@ def test_section_4_question_1_parameters_and_cache_of_a_16b_model() -> None:
         LLAMA_13B, hidden_size=4096, intermediate_size=16384, num_layers=64, windows=(None,) * 64, num_heads=32,
         num_kv_heads=32,
     )  # fmt: skip
-    held = StepShape(config, 8192, 8192).held[0]
+    held = TrainShape(config, 8192, 8192).held[0]
     assert held.total == pytest.approx(16e9 + 1.4e9, rel=CLOSE)  # 17.4e9: the book rounds D to 4e3 and F to 16e3
     mlp = sum(node.cost.weights for node in mlp_products(config)) // 2
     assert 1 - mlp * 64 / held.in_layers == pytest.approx(1 / 4, rel=CLOSE)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from strata.bench.predictions.cases import Case, cases
+from strata.bench.predictions.cases import PredictionCase, cases
 from strata.bench.predictions.errors import ErrorSummary
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
@@ -30,13 +30,13 @@ DECODES = {1: 0, 2: 1, 3: 2, 6: 3, 11: 4, 24: 5, 48: 6, 90: 7, 160: 8, 250: 9}
 CONTEXTS = {60: 0, 700: 1, 2900: 2, 11_000: 3}
 
 
-def is_fitted(case: Case) -> bool:
+def is_fitted(case: PredictionCase) -> bool:
     """Of cases by numbers of sequences and of tokens every other one, like the fields of a chessboard."""
     ((count, tokens, _),) = case.requests
     return (DECODES[count] + CONTEXTS[tokens]) % 2 == 0
 
 
-def steps(case: Case) -> Iterator[tuple[str, Workload]]:
+def steps(case: PredictionCase) -> Iterator[tuple[str, Workload]]:
     """As the engine runs requests that come at once: decodes, then prompts in their order, within the budget."""
     waiting = [[0, prompt, output] for count, prompt, output in case.requests for _ in range(count)]
     while waiting:

@@ -10,11 +10,11 @@ import pytest
 
 from strata.serve.fair_queue import FairQueue
 from strata.serve.http.errors import ApiError
-from strata.serve.http.limits import Admission, Caller, Limits
+from strata.serve.http.limits import AdmittedRequest, Caller, Limits
 from strata.serve.settings import ServeSettings
 
 
-def admission(name: str, seconds: float = 600.0) -> Admission:
+def admission(name: str, seconds: float = 600.0) -> AdmittedRequest:
     limits = Limits(ServeSettings("model", ("model",), request_timeout=seconds), 100)
     return limits.admit(Caller(name, ""), 1, 1)
 

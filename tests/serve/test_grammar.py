@@ -19,7 +19,7 @@ from strata.engine.grammars.matchers import takes_end
 from strata.serve.grammar import Grammar, GrammarChecker, response_grammar, tool_call_grammar
 from strata.serve.grammar_worker import what_is_wrong
 from strata.serve.http.errors import ApiError
-from strata.serve.http.limits import Admission, Caller, Limits
+from strata.serve.http.limits import AdmittedRequest, Caller, Limits
 from strata.serve.replies.reply_parser import ReplyParser, collect
 from strata.serve.replies.tool_formats import TOOL_FORMATS, ToolFormatName
 from strata.serve.settings import ServeSettings
@@ -266,7 +266,7 @@ def checked() -> Iterator[Callable[[Callable[[GrammarChecker], Awaitable[None]]]
     return run
 
 
-def admission() -> Admission:
+def admission() -> AdmittedRequest:
     """Of one caller's requests."""
     return Limits(ServeSettings("model", ("model",)), 1).admit(Caller("alice", ""), 1, 1)
 

@@ -13,8 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import strata
-from strata.text.text_bounds import max_characters_per_token
-from strata.text.tokenizer import Tokenizer
+from strata.text.tokenizer import Tokenizer, max_characters_per_token
 
 BUILTIN = Path(strata.__file__).parent / "models" / "builtin"
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from strata.comm.launch import World
 from strata.models.config import ModelConfig
-from strata.models.experts import Router
+from strata.models.experts import ExpertRouter
 from strata.models.layers import CausalLM
 from strata.parallel.layout import Layout
 from strata.train.config import BalanceConfig
@@ -30,7 +30,7 @@ class Plain:
 
     def __init__(self, config: ModelConfig, method: str) -> None:
         self.model = random_model(config)
-        self.routers = [module for module in self.model.modules() if isinstance(module, Router)]
+        self.routers = [module for module in self.model.modules() if isinstance(module, ExpertRouter)]
         self.method, self.count = method, config.num_experts
         self.per_token = self.routers[0].per_token
         self.fractions = [torch.zeros(self.count, dtype=torch.float64) for _ in self.routers]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from strata.comm.launch import World
-from strata.comm.observer import Call
+from strata.comm.observer import CollectiveCall
 from strata.models.config import ModelConfig
 from strata.models.layers import CausalLM
 from strata.parallel.data_parallel import all_ranks
@@ -278,12 +278,12 @@ class Counting:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
-    def started(self, operation: str, axis: str, ranks: tuple[int, ...], nbytes: int) -> Call:
+    def started(self, operation: str, axis: str, ranks: tuple[int, ...], nbytes: int) -> CollectiveCall:
         if axis == "tp":
             self.counts[operation] += 1
-        return Call(operation, axis, ranks, self.counts[operation], nbytes)
+        return CollectiveCall(operation, axis, ranks, self.counts[operation], nbytes)
 
-    def waits(self, call: Call | None) -> None:
+    def waits(self, call: CollectiveCall | None) -> None:
         """Nobody asks."""
 
 

@@ -25,7 +25,7 @@ from strata.train.data.shards import TokenDataset
 from strata.train.data.tokenize import tokenize
 from strata.train.dpo import DpoConfig, DpoObjective, Reference, dpo_loss, weights_digest
 from strata.train.optimizer.config import OptimizerConfig
-from strata.train.steps.make import held_by, make_step
+from strata.train.steps.make import make_step, values_of
 from strata.train.steps.objective import Objective
 from strata.train.steps.parallel_step import ParallelStep
 from tests.train.plain_losses import ALONE, loss_of_pack
@@ -52,7 +52,7 @@ def step_of(mixture: Mixture, packs: int) -> Step:
 def step_over(model: CausalLM, folder: Path, objective: Objective | None = None) -> ParallelStep:
     """Of one device, from the values of a model of that folder's shape."""
     mesh, optimizer = Layout().mesh(ALONE), OptimizerConfig(learning_rate=1.0)
-    return make_step(read_config(folder), Layout(), mesh, optimizer, held_by(model), objective=objective)
+    return make_step(read_config(folder), Layout(), mesh, optimizer, values_of(model), objective=objective)
 
 
 def reference_of(folder: Path, mixture: Mixture, cache: Path, base: str) -> Reference:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from strata.train.learning_rate import learning_rate
+from strata.train.optimizer.config import learning_rate
 
 
 def test_ten_steps_by_hand() -> None:

@@ -16,9 +16,9 @@ from torch import nn
 from strata.hardware.specs import device
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
-from strata.train.predict.least_time import least_time
+from strata.train.predict.min_time import min_time
 from strata.train.predict.step_kinds import ORDER, kind_of, read_step_trace
-from strata.train.predict.step_shape import StepShape
+from strata.train.predict.step_shape import TrainShape
 from strata.train.profile import NO_MEMORY, STEP, VIEW_MEMORY, StepProfiler, phase, write_snapshot
 
 CPU = torch.device("cpu")
@@ -146,7 +146,7 @@ def test_kinds_by_name(name: str, kind: str) -> None:
 
 
 def test_floors_have_the_names_of_the_table() -> None:
-    time = least_time(StepShape(config_from_dict(SHAPES["1B"], "1B"), 16384, 8192), "none", device("h200"))
+    time = min_time(TrainShape(config_from_dict(SHAPES["1B"], "1B"), 16384, 8192), "none", device("h200"))
     assert time.by_kind.keys() <= set(ORDER)
     assert sum(time.by_kind.values()) == pytest.approx(time.seconds)
 

@@ -31,7 +31,7 @@ from strata.train.data.pack import PackedBatch
 from strata.train.data.pack import pack as pack_documents
 from strata.train.finish import save_model
 from strata.train.optimizer.config import OptimizerConfig
-from strata.train.steps.make import Adapters, held_by, make_step
+from strata.train.steps.make import Adapters, make_step, values_of
 from strata.train.trainer import Trainer
 from tests.dummies import randomize
 from tests.engine.packing.test_packed_checkpoints import written
@@ -102,7 +102,7 @@ def test_gradients_and_losses_are_those_of_the_floats(scheme: str, folder: Path)
             Layout(),
             Layout().mesh(ALONE),
             OptimizerConfig(learning_rate=1e-2),
-            held_by(one),
+            values_of(one),
             adapters=Adapters(LORA, packed=packed_of(one)),
         )
         losses = [step([documents()], 1e-2).loss.item() for _ in range(4)]

@@ -6,7 +6,7 @@ import pytest
 
 from strata.train.score import Score, extract_answer, makes, questions, score
 from strata.train.tasks.example import Example
-from strata.train.tasks.tool import Call
+from strata.train.tasks.tool import ExerciseCall
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_only_held_out_questions_are_asked() -> None:
     ],
 )
 def test_a_call_counts_by_what_it_says(inside: str, right: bool) -> None:
-    call = Call("add", (("a", 1), ("b", "x")), "3")
+    call = ExerciseCall("add", (("a", 1), ("b", "x")), "3")
     assert makes(f"<tool_call>\n{inside}\n</tool_call>", call) == right
     assert not makes(f"Well: <tool_call>\n{inside}\n</tool_call>", call)
     assert not makes(inside, call)

@@ -15,7 +15,7 @@ from strata.train.config import TrainConfig
 from strata.train.faults import stragglers
 from strata.train.log import step_times
 from strata.train.log.description import DESCRIPTION, RunDescription, read_description
-from strata.train.log.step_times import TIMES, StepTimes, open_times
+from strata.train.log.step_times import TIMES, TrainingStepTimes, open_times
 from strata.train.predict.flops import document_flops
 from tests.train.conftest import SMALL
 from tests.train.test_meter import Time, step_of
@@ -32,7 +32,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
 
 
 def test_phases_add_up_to_the_interval_and_work_is_counted(time: Time) -> None:
-    times = StepTimes(MODEL, 2, torch.device("cpu"))
+    times = TrainingStepTimes(MODEL, 2, torch.device("cpu"))
     time.now += 50  # before the first step
     times.restart()
     for lengths in ((30, 70), (100,)):

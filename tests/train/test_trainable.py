@@ -13,7 +13,7 @@ from strata.files.toml_tables import read_table
 from strata.hardware.specs import device
 from strata.models.config import config_from_dict
 from strata.parallel.layout import Layout
-from strata.plan.training.task import Task
+from strata.plan.training.task import TrainingTask
 from strata.train.config import TrainConfig
 from strata.train.phases import NO_PHASES
 from strata.train.stepper import Setting, make_stepper
@@ -32,7 +32,7 @@ CONFIGS = dict(FAMILY_CONFIGS)
 def test_neither_a_plan_nor_adapters_nor_preferences_train_them(name: str, said: str, tmp_path: Path) -> None:
     model = config_from_dict(CONFIGS[name], "model")
     with pytest.raises(ValueError, match=said):
-        Task(model, device("h200"), 1, 64, 64)
+        TrainingTask(model, device("h200"), 1, 64, 64)
     start: Any = SimpleNamespace(config=model)
     unread: Any = None
     mesh: Any = SimpleNamespace(world=SimpleNamespace(device=torch.device("cpu")))

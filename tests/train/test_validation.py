@@ -14,7 +14,7 @@ from strata.train.data.mixture import DatasetReader, Mixture
 from strata.train.data.once import OnceLoader
 from strata.train.data.shards import TokenDataset
 from strata.train.phases import NO_PHASES
-from strata.train.validation import Progress, Validation
+from strata.train.validation import Validation, ValidationProgress
 
 
 def documents(dataset: TokenDataset) -> list[bytes]:
@@ -101,8 +101,8 @@ def test_an_epoch_of_several_sources_has_as_many_tokens_as_they_hold(exercises: 
     assert mixture.lengths(sources, numbers).sum() == pytest.approx(sum(one.tokens for one in parts), rel=0.05)
 
 
-def progress(losses: list[float], min_delta: float = 0.0) -> list[Progress]:
-    found, now = [], Progress()
+def progress(losses: list[float], min_delta: float = 0.0) -> list[ValidationProgress]:
+    found, now = [], ValidationProgress()
     for step, loss in enumerate(losses, 1):
         now = now.after(10 * step, loss, min_delta)
         found.append(now)
@@ -132,12 +132,12 @@ def test_what_was_found_survives_a_checkpoint_and_other_data_begins_anew(exercis
 
     first = validation(held_out)
     for losses in ([], [2.0, 1.0, 1.5], [1.0, float("inf"), 1.1]):
-        first.progress = (progress(losses) or [Progress()])[-1]
+        first.progress = (progress(losses) or [ValidationProgress()])[-1]
         second = validation(held_out)
         assert second.restore(json.loads(json.dumps(first.state(), allow_nan=False)))
         assert (second.progress, second.stops) == (first.progress, first.stops)
     assert second.stops
     other = validation(kept)
     assert not other.restore(first.state())
-    assert other.progress == Progress()
+    assert other.progress == ValidationProgress()
     assert other.restore(None), "a checkpoint of a run without validation"

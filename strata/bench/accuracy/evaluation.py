@@ -15,7 +15,7 @@ from strata.bench.accuracy.divergence import divergence, losses
 from strata.bench.accuracy.intervals import (
     RESAMPLES,
     Bootstrap,
-    Estimate,
+    IntervalEstimate,
     Values,
     mean_difference,
     mean_of_tasks,
@@ -38,7 +38,7 @@ _ANSWER = 300  # tokens: the longest replies of the exercises are below
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvaluationRequest:
     """model, against: folders. text: a file, None: held-out exercises. passages: at most so many. length: the most
     tokens of one, None: 2048 or what the models take. examples: of each task, 0: no tasks are asked; None: without a
     text EXAMPLES, where the models have the chat format of the tasks. engine, against_engine: options of `LLM`."""
@@ -69,17 +69,17 @@ class Evaluation:
     passages_of_text: int
     tokens: int
     documents: int
-    perplexity: Estimate
-    reference_perplexity: Estimate | None = None
-    perplexity_ratio: Estimate | None = None
-    kl_mean: Estimate | None = None
-    kl_p99: Estimate | None = None
-    top1_agreement: Estimate | None = None
+    perplexity: IntervalEstimate
+    reference_perplexity: IntervalEstimate | None = None
+    perplexity_ratio: IntervalEstimate | None = None
+    kl_mean: IntervalEstimate | None = None
+    kl_p99: IntervalEstimate | None = None
+    top1_agreement: IntervalEstimate | None = None
     scores: tuple[Score, ...] = ()
     reference_scores: tuple[Score, ...] = ()
-    task_mean: Estimate | None = None
-    reference_task_mean: Estimate | None = None
-    task_difference: Estimate | None = None
+    task_mean: IntervalEstimate | None = None
+    reference_task_mean: IntervalEstimate | None = None
+    task_difference: IntervalEstimate | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; accuracies of tasks with their intervals."""
@@ -102,7 +102,7 @@ class _Answers:
     scores: tuple[Score, ...]
 
 
-def evaluate(asked: Asked) -> Evaluation:
+def evaluate(asked: EvaluationRequest) -> Evaluation:
     """Raises ValueError before a model is loaded for vocabularies that differ, and for text that is none."""
     for folder, options in ((asked.model, asked.engine), (asked.against, asked.against_engine)):
         if folder is not None:
@@ -121,7 +121,7 @@ def evaluate(asked: Asked) -> Evaluation:
     return _against(passages, given, answers, reference, examples)
 
 
-def _examples(asked: Asked) -> list[Example]:
+def _examples(asked: EvaluationRequest) -> list[Example]:
     """What both models are asked. Raises ValueError for models that cannot be asked tasks, where these were wanted."""
     wanted = (0 if asked.text is not None else EXAMPLES) if asked.examples is None else asked.examples
     if not wanted:
@@ -137,7 +137,7 @@ def _examples(asked: Asked) -> list[Example]:
     return questions(wanted)
 
 
-def _common(asked: Asked) -> tuple[Tokenizer, int]:
+def _common(asked: EvaluationRequest) -> tuple[Tokenizer, int]:
     """The tokenizer, and the length of passages that both models take."""
     tokenizer, config = Tokenizer.load(asked.model), read_config(asked.model)
     longest = config.longest
@@ -175,7 +175,7 @@ def _encoder(folder: Path) -> Encoder:
         ) from None
 
 
-def _llm(folder: Path, options: Mapping[str, Any], asked: Asked) -> LLM:
+def _llm(folder: Path, options: Mapping[str, Any], asked: EvaluationRequest) -> LLM:
     gc.collect()  # graphs of a model are cycles; those of the model before leave the memory that this one may take
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -214,7 +214,7 @@ def _against(
 ) -> Evaluation:
     bootstrap = _bootstrap(passages)
     found = divergence(answers.predictions, reference.predictions, passages)
-    means: tuple[Estimate | None, ...] = (None, None, None)
+    means: tuple[IntervalEstimate | None, ...] = (None, None, None)
     if examples:
         ours, theirs = (_by_task(one.right, examples) for one in (answers, reference))
         means = mean_of_tasks(ours), mean_of_tasks(theirs), mean_difference(ours, theirs)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from strata.files.json_lines import json_lines
 from strata.files.json_object import why_no_json
+from strata.files.json_rows import json_lines
 from strata.text.tokenizer import Tokenizer
 from strata.train.data.records import tools_of
 from strata.train.tasks.example import BOUNDARY, Example

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -21,6 +24,7 @@ from strata.comm.operations import all_gather, all_reduce, all_to_all, reduce_sc
 from strata.comm.symmetric import with_symmetric_memory
 from strata.hardware.links import Link, link_of
 from strata.hardware.machine import cpu_name
+from strata.hardware.probe.ceiling import Ceiling, ProbeItem
 from strata.hardware.replay import time_replayed
 from strata.hardware.specs import recognize
 from strata.kernels.op import Implementation, Operation
@@ -33,10 +37,13 @@ COLLECTIVES: dict[str, tuple[Operation, tuple[int, ...], Callable[[int, int], Co
     "all_to_all": (all_to_all, (), all_to_all_cost),
 }
 _WARM_UP = 3
+SIZES = "8KiB,256KiB,8MiB,128MiB"
+# Ranks import torch and connect before they measure.
+_START_SECONDS = 12.0
 
 
 @dataclass(frozen=True)
-class Asked:
+class MeasureRequest:
     """operations: of `COLLECTIVES`. sizes: bytes of what each rank hands in, of an all-gather of what it gets."""
 
     operations: list[str]
@@ -76,7 +83,7 @@ class CommResult:
         return f"{what}: {self.value:.4g} us{known}; {rate}"
 
 
-def measure(world: World, asked: Asked) -> Iterator[CommResult]:
+def measure(world: World, asked: MeasureRequest) -> Iterator[CommResult]:
     """Every operation by every implementation that takes it, smallest sizes first. All ranks call this."""
     axis = Mesh.of(world, {"tp": world.size}).axis("tp")
     name, link = cpu_name(), None
@@ -91,7 +98,7 @@ def measure(world: World, asked: Asked) -> Iterator[CommResult]:
 
 
 def _measured(
-    name: str, size: int, asked: Asked, axis: Axis, device: torch.device, device_name: str, link: Link | None
+    name: str, size: int, asked: MeasureRequest, axis: Axis, device: torch.device, device_name: str, link: Link | None
 ) -> Iterator[CommResult]:
     operation, more, counts = COLLECTIVES[name]
     x = _input(name, size, getattr(torch, asked.dtype), axis, device)
@@ -159,3 +166,39 @@ def _size(nbytes: int) -> str:
         if nbytes >= scale:
             return f"{nbytes / scale:.4g} {unit}"
     return f"{nbytes} bytes"
+
+
+def group_sizes(gpus: int) -> list[int]:
+    """All, and then halves down to two."""
+    sizes = [gpus]
+    while sizes[-1] % 2 == 0 and sizes[-1] > 2:
+        sizes.append(sizes[-1] // 2)
+    return sizes
+
+
+def probe_items(gpus: int, end: float, sizes: str = SIZES, device: str = "cuda") -> list[ProbeItem]:
+    """Of each group size, one part; `end`: when the time is over, by `time.perf_counter`."""
+
+    def part(ranks: int) -> ProbeItem:
+        return ProbeItem(f"collectives over {ranks}", lambda: _measure(ranks, end, sizes, device))
+
+    return [part(ranks) for ranks in group_sizes(gpus)]
+
+
+def _measure(ranks: int, end: float, sizes: str, device: str) -> Iterator[Ceiling]:
+    left = end - time.perf_counter()
+    if left < _START_SECONDS:
+        raise RuntimeError(f"{left:.0f} s are left, and ranks need {_START_SECONDS:.0f} s to start")
+    command = [sys.executable, "-m", "strata", "bench", "comm", "--json", "--repeat", "5", "--sizes", sizes]
+    command += ["--ranks", str(ranks), "--device", device]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=left, check=False)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"not done within the {left:.0f} s that were left") from None
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines()
+        raise RuntimeError(said[-1] if said else f"it ended with code {done.returncode}")
+    for line in done.stdout.splitlines():
+        one = json.loads(line)
+        seconds = one["value"] / 1e6
+        yield Ceiling(one["operation"], seconds, seconds, "bfloat16", (one["bytes"],), ranks, one["algorithm"])

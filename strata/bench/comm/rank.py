@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from strata.bench.comm.measure import Asked, measure
+from strata.bench.comm.measure import MeasureRequest, measure
 from strata.bench.result import report
 from strata.comm.launch import WITHOUT_MULTICAST, join_world
 from strata.train.launch import ended_at_once
@@ -22,7 +22,7 @@ def main() -> None:
         ended_at_once(lambda error: str(error) if isinstance(error, ValueError) else None),
         join_world(job["device"], timeout_seconds=120) as world,
     ):
-        for found in measure(world, Asked(**job["asked"])):
+        for found in measure(world, MeasureRequest(**job["asked"])):
             if world.is_main:
                 report(found.values() | job["provenance"], found.text(), as_json=job["as_json"], save=save)
                 sys.stdout.flush()

@@ -23,7 +23,7 @@ from strata.bench.trace import OTHER, kind_of, read_trace
 from strata.bench.workloads import InferenceTest
 from strata.graph.cost import NodeCost, operation_counts
 from strata.hardware.nvml import open_nvml
-from strata.hardware.telemetry import Sampler, Summary
+from strata.hardware.telemetry import Summary, TelemetrySampler
 from strata.plan.explain.explanation import StepWork
 from strata.plan.explain.measurement import (
     DeviceState,
@@ -48,7 +48,7 @@ _READING = 0.1  # seconds between two readings of a GPU
 
 
 @dataclass(frozen=True)
-class Workload:
+class BenchWorkload:
     """test: prompts as ids and lengths. texts: the prompts as text, where they are to become ids in the run."""
 
     test: InferenceTest
@@ -58,12 +58,12 @@ class Workload:
     def name(self) -> str:
         return self.test.name
 
-    def short(self) -> Workload:
+    def short(self) -> BenchWorkload:
         """Its first requests with short outputs."""
         count = min(_SHORT_REQUESTS, len(self.test.prompts))
         outputs = tuple(min(_SHORT_OUTPUT, one) for one in self.test.outputs[:count])
         test = replace(self.test, prompts=self.test.prompts[:count], outputs=outputs)
-        return Workload(test, None if self.texts is None else self.texts[:count])
+        return BenchWorkload(test, None if self.texts is None else self.texts[:count])
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,11 @@ class ServedWorkload:
         return ServedWorkload(Load(asks[:_SHORT_REQUESTS], [0.0] * len(asks[:_SHORT_REQUESTS])))
 
 
-AnyWorkload = Workload | ServedWorkload
+AnyWorkload = BenchWorkload | ServedWorkload
 
 
 @dataclass(frozen=True)
-class _Ran:
+class _MeasuredRun:
     wall: float
     processor: float
     start: float
@@ -118,7 +118,7 @@ def measure(
     gpu = None
     if nvml is not None:
         gpu = nvml.device(f"GPU-{torch.cuda.get_device_properties(engine.device).uuid}")
-    sampler = Sampler(gpu, _READING)
+    sampler = TelemetrySampler(gpu, _READING)
     with ExitStack() as beside:
         if not on_host:
             beside.enter_context(sampler)
@@ -212,7 +212,7 @@ def facts(llm: LLM, options: Mapping[str, Any], times: StepSeconds) -> EngineFac
     )
 
 
-def _run(llm: LLM, workload: AnyWorkload) -> _Ran:
+def _run(llm: LLM, workload: AnyWorkload) -> _MeasuredRun:
     """One `generate`, which finds nothing cached. Every request gets as many tokens as it was asked for."""
     llm.engine.loop.scheduler.reset()
     if isinstance(workload, ServedWorkload):
@@ -228,10 +228,10 @@ def _run(llm: LLM, workload: AnyWorkload) -> _Ran:
     outputs = llm.generate(prompts if workload.texts is None else list(workload.texts), params, use_tqdm=False)
     wall, ran = clock() - start, time.thread_time() - began
     requests = tuple(MeasuredRequest(tuple(one.prompt_token_ids), len(one.outputs[0].token_ids)) for one in outputs)
-    return _Ran(wall, ran, start, requests)
+    return _MeasuredRun(wall, ran, start, requests)
 
 
-def _serve(llm: LLM, load: Load) -> _Ran:
+def _serve(llm: LLM, load: Load) -> _MeasuredRun:
     clock = llm.engine.loop.clock
     served = ServedEngine(llm.engine, "explained")
     start, began = clock(), time.thread_time()
@@ -246,7 +246,7 @@ def _serve(llm: LLM, load: Load) -> _Ran:
         )
         for ask, one in zip(load.asks, answered, strict=True)
     )
-    return _Ran(wall, ran, start, requests)
+    return _MeasuredRun(wall, ran, start, requests)
 
 
 def _numbered(requests: Sequence[MeasuredRequest], steps: Sequence[MeasuredStep]) -> tuple[MeasuredRequest, ...]:

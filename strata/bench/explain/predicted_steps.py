@@ -42,7 +42,7 @@ def check_ranks(setup: Setup) -> None:
         )
 
 
-def in_asked_dtype(facts: EngineFacts, llm: LLM, setup: Setup, times: StepSeconds) -> StepSeconds | None:
+def in_requested_dtype(facts: EngineFacts, llm: LLM, setup: Setup, times: StepSeconds) -> StepSeconds | None:
     """The same in the dtype that was asked for; None where the engine has it."""
     if facts.dtype == facts.asked_dtype:
         return None

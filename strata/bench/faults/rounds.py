@@ -10,12 +10,11 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from strata.bench.faults.load import SteadyLoad
 from strata.bench.faults.processes import EngineProcesses, Process, engine_of, is_there
 from strata.bench.faults.server import served
-from strata.bench.load.connection import Client, ConnectionCut
+from strata.bench.load.connection import ConnectionCut, HttpClient
 from strata.bench.load.request_sets import EvenLengths, RandomSet, encode
-from strata.bench.load.send import run
+from strata.bench.load.send import SteadyLoad, run
 from strata.bench.load.server import find_model, text_ids
 from strata.hardware.gpu_memory import GpuMemories
 from strata.text.counted import counted
@@ -169,7 +168,7 @@ def hit(number: int, ranks: int) -> tuple[int, signal.Signals]:
 async def _rounds(
     test: FaultTest, server: int, url: str, memories: GpuMemories, before: list[int]
 ) -> AsyncIterator[FaultRound]:
-    client = Client(url)
+    client = HttpClient(url)
     try:
         model = await find_model(client, None)
         asks = RandomSet(LENGTHS, await text_ids(client, model.name)).asks(64, 0)
@@ -190,7 +189,7 @@ async def _rounds(
 
 
 async def _round(
-    client: Client,
+    client: HttpClient,
     load: SteadyLoad,
     engine: EngineProcesses,
     number: int,
@@ -226,7 +225,7 @@ async def _round(
     )
 
 
-async def _until(client: Client, wanted: int, start: float) -> float | None:
+async def _until(client: HttpClient, wanted: int, start: float) -> float | None:
     """Seconds from `start` until the server answers /ready so; None if it does not for too long."""
     while time.monotonic() - start < _MOST_SECONDS:
         try:

@@ -11,7 +11,7 @@ DONE = b"[DONE]"
 
 
 @dataclass(frozen=True)
-class Fault:
+class AnswerFault:
     """Why a request has no good answer.
 
     kind: a short name to count by. lost: nobody said why; the client could only wait, or was cut off.
@@ -55,7 +55,7 @@ class Answer:
         self.ids: list[int] = []
         self._parser = EventParser()
         self._refusal = b""
-        self._fault: Fault | None = None
+        self._fault: AnswerFault | None = None
         self._done = False
 
     def append(self, status: int, part: bytes) -> None:
@@ -69,30 +69,30 @@ class Answer:
             else:
                 self._take(data, now)
 
-    def fault(self, status: int, asked: int, *, with_ids: bool = False) -> Fault | None:
+    def fault(self, status: int, asked: int, *, with_ids: bool = False) -> AnswerFault | None:
         """What is wrong with the answer now that it has ended; None if it is whole and has `asked` output tokens, and
         if `with_ids` the ids of them all."""
         if status != 200:
-            return Fault(f"HTTP {status}", refusal_message(self._refusal), lost=False)
+            return AnswerFault(f"HTTP {status}", refusal_message(self._refusal), lost=False)
         if self._fault is not None:
             return self._fault
         if not self._done:
-            return Fault("cut", "the stream ended without [DONE]", lost=True)
+            return AnswerFault("cut", "the stream ended without [DONE]", lost=True)
         if self.output_tokens != asked:
-            return Fault("length", f"{self.output_tokens} output tokens came, {asked} were asked for", lost=False)
+            return AnswerFault("length", f"{self.output_tokens} output tokens came, {asked} were asked for", lost=False)
         if with_ids and len(self.ids) != asked:
             told = f"{len(self.ids)} token ids came of {asked}: the server must tell them (return_token_ids)"
-            return Fault("ids", told, lost=False)
+            return AnswerFault("ids", told, lost=False)
         return None
 
     def _take(self, data: bytes, now: float) -> None:
         try:
             chunk = _DECODER.decode(data)
         except msgspec.MsgspecError as error:
-            self._fault = Fault("malformed", f"an event is not a chunk of an answer: {error}", lost=False)
+            self._fault = AnswerFault("malformed", f"an event is not a chunk of an answer: {error}", lost=False)
             return
         if chunk.error is not None:
-            self._fault = Fault("error event", chunk.error.message, lost=False)
+            self._fault = AnswerFault("error event", chunk.error.message, lost=False)
         if chunk.usage is not None:
             self.prompt_tokens, self.output_tokens = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
         if any(choice.has_text for choice in chunk.choices):
@@ -123,7 +123,7 @@ class _Delta(msgspec.Struct):
     reasoning_content: str | None = None
 
 
-class _Choice(msgspec.Struct):
+class _AnswerChoice(msgspec.Struct):
     """Of a completion (`text`) or of a chat (`delta`)."""
 
     text: str = ""
@@ -145,7 +145,7 @@ class _Error(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: list[_AnswerChoice] = []
     usage: _Usage | None = None
     error: _Error | None = None
 

@@ -25,7 +25,7 @@ class ConnectionCut(Exception):
     """The connection ended before the answer did, or what came is not HTTP."""
 
 
-class Client:
+class HttpClient:
     """Connections to one server, kept for reuse. `url`: http or https, host and port; `key`: sent as a bearer token.
 
     Close it when done.

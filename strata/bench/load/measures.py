@@ -8,21 +8,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from strata.bench.load.send import Outcome
+from strata.bench.load.send import RequestOutcome
 
 
-def ttft(outcome: Outcome) -> float:
+def ttft(outcome: RequestOutcome) -> float:
     """Time to first token: seconds from sending the request to the first text. For a good outcome."""
     return outcome.times[0] - outcome.sent
 
 
-def tpot(outcome: Outcome) -> float | None:
+def tpot(outcome: RequestOutcome) -> float | None:
     """Time per output token: seconds from the first text to the last over the tokens after the first; None for one."""
     after_first = outcome.output_tokens - 1
     return (outcome.times[-1] - outcome.times[0]) / after_first if after_first else None
 
 
-def e2e(outcome: Outcome) -> float:
+def e2e(outcome: RequestOutcome) -> float:
     """End to end: seconds from sending the request to the end of its answer."""
     return outcome.ended - outcome.sent
 
@@ -95,7 +95,7 @@ class Figures:
     late_turns_ttft_ms: Distribution | None = None
 
 
-def figures(outcomes: Sequence[Outcome], objectives: Mapping[str, float]) -> Figures:
+def figures(outcomes: Sequence[RequestOutcome], objectives: Mapping[str, float]) -> Figures:
     """Of all outcomes of a load. objectives: most milliseconds of "ttft", "tpot", "e2e"; none for no goodput."""
     good = [outcome for outcome in outcomes if outcome.fault is None]
     faults = [outcome.fault for outcome in outcomes if outcome.fault is not None]
@@ -156,12 +156,12 @@ def parse_objectives(text: str) -> dict[str, float]:
     return found
 
 
-def _goodput(outcomes: Sequence[Outcome], objectives: Mapping[str, float], seconds: float) -> Goodput:
+def _goodput(outcomes: Sequence[RequestOutcome], objectives: Mapping[str, float], seconds: float) -> Goodput:
     met = sum(_meets(outcome, objectives) for outcome in outcomes)
     return Goodput(dict(objectives), met / seconds, met / len(outcomes))
 
 
-def _meets(outcome: Outcome, objectives: Mapping[str, float]) -> bool:
+def _meets(outcome: RequestOutcome, objectives: Mapping[str, float]) -> bool:
     if outcome.fault is not None or not outcome.times:
         return False
     values = ((OBJECTIVES[name](outcome), most) for name, most in objectives.items())

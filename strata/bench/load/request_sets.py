@@ -42,7 +42,7 @@ class Lengths(Protocol):
     def output(self) -> int: ...
 
     @property
-    def most(self) -> int: ...
+    def max_tokens(self) -> int: ...
 
     @property
     def words(self) -> str: ...
@@ -62,7 +62,7 @@ class EvenLengths:
         return self._around(self.prompt, rng), self._around(self.output, rng)
 
     @property
-    def most(self) -> int:
+    def max_tokens(self) -> int:
         """Of a prompt and its output together."""
         return int(self.prompt * (1 + self.spread)) + int(self.output * (1 + self.spread))
 
@@ -92,7 +92,7 @@ class LognormalLengths:
         return self._one(self.prompt, rng), self._one(self.output, rng)
 
     @property
-    def most(self) -> int:
+    def max_tokens(self) -> int:
         return 2 * self.longest
 
     @property

@@ -9,8 +9,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from strata.bench.load.answer import Answer, Fault
-from strata.bench.load.connection import Client, ConnectionCut
+from strata.bench.load.answer import Answer, AnswerFault
+from strata.bench.load.connection import ConnectionCut, HttpClient
 from strata.serve.event_loop import new_event_loop
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ class LoadRequest:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RequestOutcome:
     """What became of one request; times are seconds from the start of the load.
 
     due: when it was to be sent. sent: when it was. times: when each chunk with text came. fault: None if all is well.
@@ -41,7 +41,7 @@ class Outcome:
     ended: float
     prompt_tokens: int
     output_tokens: int
-    fault: Fault | None
+    fault: AnswerFault | None
     turn: int = 0
     ids: tuple[int, ...] = ()
 
@@ -55,14 +55,14 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 async def send_all(
-    client: Client,
+    client: HttpClient,
     requests: Sequence[LoadRequest],
     due: Sequence[float],
     *,
     max_concurrency: int | None,
     timeout: float,
     on_end: Callable[[], None] = lambda: None,
-) -> list[Outcome]:
+) -> list[RequestOutcome]:
     """The outcome of each request, in order.
 
     due: when each is sent, in seconds from now, rising; with `max_concurrency` of them under way, the next one waits.
@@ -71,7 +71,7 @@ async def send_all(
     slots = asyncio.Semaphore(max_concurrency or len(requests))
     start = time.perf_counter()
 
-    async def send(request: LoadRequest, at: float) -> Outcome:
+    async def send(request: LoadRequest, at: float) -> RequestOutcome:
         try:
             return await send_one(client, request, start, at, timeout)
         finally:
@@ -88,7 +88,9 @@ async def send_all(
     return [task.result() for task in tasks]
 
 
-async def send_one(client: Client, request: LoadRequest, start: float, due: float, timeout: float) -> Outcome:
+async def send_one(
+    client: HttpClient, request: LoadRequest, start: float, due: float, timeout: float
+) -> RequestOutcome:
     """What becomes of a request sent now. start: of the load, by `time.perf_counter()`. timeout: seconds."""
     answer = Answer()
     sent = time.perf_counter()
@@ -97,12 +99,61 @@ async def send_one(client: Client, request: LoadRequest, start: float, due: floa
             status = await client.post(request.path, request.body, answer.append)
         fault = answer.fault(status, request.output_tokens, with_ids=request.turn > 0)
     except TimeoutError:
-        fault = Fault("timeout", f"no end within {timeout:g} s", lost=True)
+        fault = AnswerFault("timeout", f"no end within {timeout:g} s", lost=True)
     except ConnectionCut as error:
-        fault = Fault("cut", str(error), lost=True)
+        fault = AnswerFault("cut", str(error), lost=True)
     except OSError as error:
-        fault = Fault("connect", str(error), lost=True)
+        fault = AnswerFault("connect", str(error), lost=True)
     ended = time.perf_counter()
     times = tuple(moment - start for moment in answer.times)
     tokens = answer.prompt_tokens, answer.output_tokens
-    return Outcome(due, sent - start, times, ended - start, *tokens, fault, request.turn, tuple(answer.ids))
+    return RequestOutcome(due, sent - start, times, ended - start, *tokens, fault, request.turn, tuple(answer.ids))
+
+
+@dataclass(frozen=True)
+class Endings:
+    """How the requests of a load ended. answered: whole. failed: with an error that says why. lost: without a word.
+
+    said: what the first that failed was told; None if none did.
+    """
+
+    answered: int
+    failed: int
+    lost: int
+    said: str | None
+
+
+class SteadyLoad:
+    """Sends `requests` in turn, `rate` a second, from its making until `end`."""
+
+    def __init__(self, client: HttpClient, requests: Sequence[LoadRequest], rate: float, timeout: float) -> None:
+        """timeout: seconds after which a request is given up, and lost."""
+        self._client, self._requests, self._timeout = client, requests, timeout
+        self._outcomes: list[RequestOutcome] = []
+        self._ending = asyncio.Event()
+        self._sending = asyncio.create_task(self._send(1 / rate))
+
+    @property
+    def answered(self) -> int:
+        """Requests that have been answered so far."""
+        return sum(one.fault is None for one in self._outcomes)
+
+    async def end(self) -> Endings:
+        """Send no more, wait for those under way, and tell how all have ended."""
+        self._ending.set()
+        await self._sending
+        faults = [one.fault for one in self._outcomes if one.fault is not None]
+        lost = sum(fault.lost for fault in faults)
+        said = next((fault.message for fault in faults if not fault.lost), None)
+        return Endings(len(self._outcomes) - len(faults), len(faults) - lost, lost, said)
+
+    async def _send(self, pause: float) -> None:
+        async with asyncio.TaskGroup() as group:
+            sent = 0
+            while not self._ending.is_set():
+                group.create_task(self._one(self._requests[sent % len(self._requests)]))
+                sent += 1
+                await asyncio.sleep(pause)
+
+    async def _one(self, request: LoadRequest) -> None:
+        self._outcomes += await send_all(self._client, [request], [0.0], max_concurrency=None, timeout=self._timeout)

@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from strata.bench.load.answer import refusal_message
-from strata.bench.load.connection import Client, ConnectionCut
+from strata.bench.load.connection import ConnectionCut, HttpClient
 from strata.bench.load.request_sets import Ask
 from strata.bench.load.send import LoadRequest, send_all
 
@@ -23,14 +23,14 @@ FEWEST_IDS = 10
 T = TypeVar("T")
 
 
-class Served(msgspec.Struct, frozen=True):
+class ServedModel(msgspec.Struct, frozen=True):
     """A model that a server offers. max_model_len: most tokens of prompt and output, None if it does not say."""
 
     name: str = msgspec.field(name="id")
     max_model_len: int | None = None
 
 
-async def find_model(client: Client, name: str | None) -> Served:
+async def find_model(client: HttpClient, name: str | None) -> ServedModel:
     """The model of that name, or the first that the server offers. Raises ValueError without a server or model."""
     served = (await fetch(client, "/v1/models", None, _Models)).data
     if not served:
@@ -42,7 +42,7 @@ async def find_model(client: Client, name: str | None) -> Served:
     return found
 
 
-async def text_ids(client: Client, model: str) -> list[int]:
+async def text_ids(client: HttpClient, model: str) -> list[int]:
     """The distinct token ids of a random text: ids that the server's vocabulary has and that are not special.
 
     Raises ValueError if there are so few that prompts drawn from them would be alike.
@@ -60,7 +60,7 @@ async def text_ids(client: Client, model: str) -> list[int]:
     return ids
 
 
-async def as_chats(client: Client, model: str, asks: Sequence[Ask]) -> list[Ask]:
+async def as_chats(client: HttpClient, model: str, asks: Sequence[Ask]) -> list[Ask]:
     """Prompts as chats of one message: their text, or the text of their ids, whose number that keeps about the same."""
     chats = []
     for ask in asks:
@@ -72,14 +72,14 @@ async def as_chats(client: Client, model: str, asks: Sequence[Ask]) -> list[Ask]
     return chats
 
 
-async def try_one(client: Client, request: LoadRequest) -> None:
+async def try_one(client: HttpClient, request: LoadRequest) -> None:
     """Send one request before the load. Raises ValueError with what the server has against it."""
     (outcome,) = await send_all(client, [request], [0.0], max_concurrency=None, timeout=PATIENCE)
     if outcome.fault is not None:
         raise ValueError(f"{client.url}{request.path} failed ({outcome.fault.kind}): {outcome.fault.message}")
 
 
-async def fetch(client: Client, path: str, question: object, answer: type[T]) -> T:
+async def fetch(client: HttpClient, path: str, question: object, answer: type[T]) -> T:
     """What a server answers: to a GET, or to a POST of `question` unless that is None. Raises ValueError, saying what
     to do, if it does not answer, refuses, or says something else."""
     try:
@@ -99,7 +99,7 @@ async def fetch(client: Client, path: str, question: object, answer: type[T]) ->
 
 
 class _Models(msgspec.Struct):
-    data: list[Served]
+    data: list[ServedModel]
 
 
 class _Tokens(msgspec.Struct):

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from strata.bench.load.connection import Client
+from strata.bench.load.connection import HttpClient
 from strata.bench.load.request_sets import Ask, encode
-from strata.bench.load.send import LoadRequest, Outcome, send_one
+from strata.bench.load.send import LoadRequest, RequestOutcome, send_one
 
 
 @dataclass(frozen=True)
-class Turn:
+class SessionTurn:
     """pause: seconds since the turn before it ended, or since the start. new: ids that come behind what was said."""
 
     pause: float
@@ -56,30 +56,30 @@ class SessionShape:
             f"{pause} s, contexts of at most {self.context}"
         )
 
-    def draw(self, ids: Sequence[int], seed: int) -> list[list[Turn]]:
+    def draw(self, ids: Sequence[int], seed: int) -> list[list[SessionTurn]]:
         """The turns of each session, of ids drawn from `ids`: the same for the same seed."""
         rng = random.Random(seed)
         return [[self._turn(ids, rng) for _ in range(self.turns)] for _ in range(self.sessions)]
 
-    def _turn(self, ids: Sequence[int], rng: random.Random) -> Turn:
+    def _turn(self, ids: Sequence[int], rng: random.Random) -> SessionTurn:
         pause, new = rng.uniform(*self.pause), rng.choices(ids, k=rng.randint(*self.new))
-        return Turn(pause, new, rng.randint(*self.output))
+        return SessionTurn(pause, new, rng.randint(*self.output))
 
 
-def turn_request(model: str, said: Sequence[int], turn: Turn, number: int) -> LoadRequest:
+def turn_request(model: str, said: Sequence[int], turn: SessionTurn, number: int) -> LoadRequest:
     """A turn behind the ids that were said before. number: of the turn in its context, from 1."""
     return replace(encode(Ask([*said, *turn.new], turn.output_tokens), model, with_ids=True), turn=number)
 
 
 async def send_sessions(
-    client: Client,
+    client: HttpClient,
     model: str,
-    sessions: Sequence[Sequence[Turn]],
+    sessions: Sequence[Sequence[SessionTurn]],
     context: int,
     *,
     timeout: float,
     on_end: Callable[[], None] = lambda: None,
-) -> list[Outcome]:
+) -> list[RequestOutcome]:
     """The outcome of each turn, session after session. Behind a turn that failed the session begins anew: what was
     answered is not known.
 
@@ -87,8 +87,8 @@ async def send_sessions(
     """
     start = time.perf_counter()
 
-    async def converse(turns: Sequence[Turn]) -> list[Outcome]:
-        outcomes: list[Outcome] = []
+    async def converse(turns: Sequence[SessionTurn]) -> list[RequestOutcome]:
+        outcomes: list[RequestOutcome] = []
         said: list[int] = []
         number, ended = 0, 0.0
         for turn in turns:

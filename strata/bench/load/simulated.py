@@ -63,7 +63,7 @@ class SimulatedResult(LoadResult):
 
 
 @dataclass(frozen=True)
-class Served:
+class SimulatedServer:
     """What is simulated. make: a server with its engines, for requests, of which at most so many are under way; the
     flag says whether to keep prefix trees, which cost memory. caches: whether its engines have any. prefill_engines,
     failures: see `SimulatedResult`."""
@@ -79,7 +79,7 @@ class Served:
     failures: tuple[Failure, ...] = ()
 
 
-def simulate_loads(served: Served, config: LoadConfig) -> Iterator[SimulatedResult]:
+def simulate_loads(served: SimulatedServer, config: LoadConfig) -> Iterator[SimulatedResult]:
     """The result of each load, as it comes. Raises ValueError for requests that are not in order, or too long."""
     started = datetime.now(UTC).isoformat(timespec="seconds")
     rows = None if config.dataset in SYNTHETIC else read_rows(Path(config.dataset), timed=config.rates is None)
@@ -173,7 +173,7 @@ def _requests(
 def _check_lengths(config: LoadConfig, rows: tuple[RequestRow, ...] | None, longest: int) -> None:
     """Raises ValueError for what is no tokens or too many, before any are drawn: they may be more than memory holds."""
     if rows is None:
-        most = config.lengths.most + (config.prefix_tokens if config.dataset == "shared-prefix" else 0)
+        most = config.lengths.max_tokens + (config.prefix_tokens if config.dataset == "shared-prefix" else 0)
         if most > longest:
             raise ValueError(
                 f"requests have up to {most} tokens with their answers, but max_model_len is {longest}: lower "

@@ -14,7 +14,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 
 from strata.bench.load import server
 from strata.bench.load.arrivals import Rate, arrival_times, load_seeds, saturation_rate
-from strata.bench.load.connection import Client
+from strata.bench.load.connection import HttpClient
 from strata.bench.load.measures import figures
 from strata.bench.load.report import LoadResult
 from strata.bench.load.request_sets import (
@@ -27,7 +27,7 @@ from strata.bench.load.request_sets import (
     encode,
     read_rows,
 )
-from strata.bench.load.send import Outcome, send_all
+from strata.bench.load.send import RequestOutcome, send_all
 from strata.bench.load.sessions import SessionShape, send_sessions, turn_request
 from strata.text.counted import counted
 
@@ -77,7 +77,7 @@ class LoadConfig:
 
 
 async def measure(
-    client: Client, model: str | None, config: LoadConfig, show: Callable[[LoadResult], None]
+    client: HttpClient, model: str | None, config: LoadConfig, show: Callable[[LoadResult], None]
 ) -> list[LoadResult]:
     """The result of each load, which `show` gets as it comes. Raises ValueError if the server cannot be measured."""
     served = await server.find_model(client, model)
@@ -98,7 +98,7 @@ class Sweep:
     seed, so that none finds its prompts in the server's prefix cache (those of a file are what they are).
     """
 
-    def __init__(self, client: Client, model: str, config: LoadConfig, asked: RequestSet, show: Show) -> None:
+    def __init__(self, client: HttpClient, model: str, config: LoadConfig, asked: RequestSet, show: Show) -> None:
         self.results: list[LoadResult] = []
         self._started = datetime.now(UTC).isoformat(timespec="seconds")
         self._client = client
@@ -143,7 +143,9 @@ class Sweep:
         asks = self._asked.asks(count, seed)
         return await server.as_chats(self._client, self._model, asks) if self._config.chat else asks
 
-    async def _send(self, asks: list[Ask], due: list[float], concurrency: int | None, name: str) -> list[Outcome]:
+    async def _send(
+        self, asks: list[Ask], due: list[float], concurrency: int | None, name: str
+    ) -> list[RequestOutcome]:
         requests = [encode(ask, self._model) for ask in asks]
         with _progress(name, len(requests)) as advance:
             return await send_all(
@@ -156,7 +158,7 @@ class Sweep:
             )
 
     def _add(
-        self, outcomes: list[Outcome], rate: float | None, saturation: float | None, concurrency: int | None
+        self, outcomes: list[RequestOutcome], rate: float | None, saturation: float | None, concurrency: int | None
     ) -> None:
         result = LoadResult(
             started=self._started,
@@ -174,7 +176,7 @@ class Sweep:
 
 
 async def _measure_sessions(
-    client: Client, served: server.Served, config: LoadConfig, shape: SessionShape, show: Show
+    client: HttpClient, served: server.ServedModel, config: LoadConfig, shape: SessionShape, show: Show
 ) -> LoadResult:
     """All turns of all sessions, behind one request with a prompt of its own."""
     if served.max_model_len is not None and shape.context > served.max_model_len:
@@ -215,14 +217,14 @@ def _progress(name: str, requests: int) -> Iterator[Callable[[], None]]:
         yield lambda: progress.advance(task)
 
 
-async def _request_set(client: Client, served: server.Served, config: LoadConfig) -> RequestSet:
+async def _request_set(client: HttpClient, served: server.ServedModel, config: LoadConfig) -> RequestSet:
     if config.dataset not in SYNTHETIC:
         path = Path(config.dataset)
         rows = read_rows(path, timed=config.rates is None)
         drawn = any(row.input_length for row in rows)
         return FileSet(path, rows, config.lengths.output, await server.text_ids(client, served.name) if drawn else ())
     shared = config.prefix_tokens if config.dataset == "shared-prefix" else 0
-    most = config.lengths.most + shared
+    most = config.lengths.max_tokens + shared
     if served.max_model_len is not None and most > served.max_model_len:
         raise ValueError(
             f"requests have up to {most} tokens with their answers, {served.name} takes {served.max_model_len}: "

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from strata.bench.parallel.plan import Measurement
+from strata.bench.parallel.plan import RanksMeasurement
 from strata.bench.parallel.record import Record
 from strata.bench.result import ERROR
 
@@ -22,7 +22,7 @@ from strata.bench.result import ERROR
 _MOST_CHARACTERS = 400
 
 
-def measure(measurement: Measurement, repeat: int, limit: float, commit: str | None) -> Record:
+def measure(measurement: RanksMeasurement, repeat: int, limit: float, commit: str | None) -> Record:
     """Run one measurement, for at most `limit` seconds."""
     start = time.monotonic()
     found = run_limited([sys.executable, "-m", "strata", *measurement.command(repeat)], limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from strata.bench import workloads
 from strata.bench.needs_gpu import why_no_processor
+from strata.hardware.gpu_memory import GpuMemories
 from strata.models.config import DTYPES, ModelConfig
 from strata.models.families import build
 from strata.models.folder import folder_or_shape
@@ -26,7 +28,7 @@ _WEIGHTS_SHARE = 0.85
 
 
 @dataclass(frozen=True)
-class Machine:
+class BenchMachine:
     """device: "cuda" or "cpu". devices: GPUs; on a CPU as many as ranks may be. memory: bytes of a GPU, or of the host;
     None: not known. by_default: the processor stands in for GPUs that are not there, and nobody named it."""
 
@@ -41,7 +43,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Measurement:
+class RanksMeasurement:
     """One process. model: None for messages alone. device: "cuda" or "cpu"."""
 
     test: str
@@ -98,8 +100,8 @@ def numbers_of_ranks(most: int) -> list[int]:
 
 
 def planned(
-    models: Sequence[str], tests: Sequence[str], most: int, machine: Machine, dtype: str
-) -> Iterator[Measurement | LeftOut]:
+    models: Sequence[str], tests: Sequence[str], most: int, machine: BenchMachine, dtype: str
+) -> Iterator[RanksMeasurement | LeftOut]:
     """Everything up to `most` ranks: messages alone first, then each model, on few ranks first.
 
     Raises ValueError for a model that is not there.
@@ -111,14 +113,14 @@ def planned(
         yield LeftOut(f"{missing} ranks", f"this machine has {counted(machine.devices, 'GPU')}")
     for ranks in there:
         if ranks > 1 and "comm" in tests:
-            yield Measurement("comm", None, ranks, machine.device, dtype)
+            yield RanksMeasurement("comm", None, ranks, machine.device, dtype)
     for model in models:
         yield from _of_model(model, [test for test in tests if test != "comm"], there, machine, dtype)
 
 
 def _of_model(
-    model: str, tests: Sequence[str], numbers: Sequence[int], machine: Machine, dtype: str
-) -> Iterator[Measurement | LeftOut]:
+    model: str, tests: Sequence[str], numbers: Sequence[int], machine: BenchMachine, dtype: str
+) -> Iterator[RanksMeasurement | LeftOut]:
     config = find_config(folder_or_shape(model))
     if (why := why_no_processor(config, "auto" if machine.by_default else machine.device)) is not None:
         yield LeftOut(model, why)
@@ -136,14 +138,14 @@ def _of_model(
                 continue
             for test in tests:
                 if test not in short:
-                    yield Measurement(test, model, ranks, machine.device, dtype, expert_parallel)
+                    yield RanksMeasurement(test, model, ranks, machine.device, dtype, expert_parallel)
 
 
 def _ranks(count: int, expert_parallel: bool) -> str:
     return f"{counted(count, 'rank')}{', whole experts' if expert_parallel else ''}"
 
 
-def _fault(config: ModelConfig, ranks: int, expert_parallel: bool, machine: Machine, dtype: str) -> str | None:
+def _fault(config: ModelConfig, ranks: int, expert_parallel: bool, machine: BenchMachine, dtype: str) -> str | None:
     """Why so many ranks of this machine cannot serve a model; None if nothing speaks against it."""
     try:
         own = rank_config(config, ranks, 0, expert_parallel=expert_parallel)
@@ -158,3 +160,20 @@ def _fault(config: ModelConfig, ranks: int, expert_parallel: bool, machine: Mach
         f"a rank has {weights / 2**30:.1f} GiB of weights, and its {'GPU' if machine.device == 'cuda' else 'share'} "
         f"{memory / 2**30:.1f} GiB of memory, of which {_WEIGHTS_SHARE:.0%} are for them"
     )
+
+
+def this_machine(device: str, ranks: int | None) -> BenchMachine:
+    """device: auto, cpu or cuda. ranks: as many as are asked for; None: all GPUs, or two processes on a CPU.
+
+    No GPU gets a context: it would take memory of those that are measured. Raises ValueError for a device that is
+    unknown or not there.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device {device!r} is unknown; give auto, cpu or cuda")
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    if device == "cuda" and not gpus:
+        raise ValueError("--device cuda: torch sees no GPU here; --device cpu measures processes")
+    if gpus:
+        memories = [memory.total for memory in GpuMemories.of_this_process().read()]
+        return BenchMachine("cuda", gpus, min(memories) if len(memories) == gpus else None)
+    return BenchMachine("cpu", ranks or 2, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), device == "auto")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from strata.bench.parallel.plan import Measurement
+from strata.bench.parallel.plan import RanksMeasurement
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Record:
     """What came of one measurement. seconds: of its process. results: the lines that the process printed, as its
     command documents them. fault: why there are none."""
 
-    measurement: Measurement
+    measurement: RanksMeasurement
     seconds: float
     commit: str | None
     results: list[dict[str, Any]] = field(default_factory=list)
@@ -44,7 +44,7 @@ def read(file: Path) -> list[Record]:
     return [found for line in file.read_text(encoding="utf-8").splitlines() if (found := _record(line)) is not None]
 
 
-def measured(records: Iterable[Record], commit: str | None) -> dict[Measurement, Record]:
+def measured(records: Iterable[Record], commit: str | None) -> dict[RanksMeasurement, Record]:
     """The newest line of each measurement that `commit` has and that came to an end."""
     return {one.measurement: one for one in records if one.fault is None and one.commit == commit}
 
@@ -52,7 +52,7 @@ def measured(records: Iterable[Record], commit: str | None) -> dict[Measurement,
 def _record(line: str) -> Record | None:
     try:
         values = json.loads(line)
-        measurement = Measurement(*(values[field.name] for field in fields(Measurement)))
+        measurement = RanksMeasurement(*(values[field.name] for field in fields(RanksMeasurement)))
         return Record(measurement, *(values[name] for name in ("seconds", "commit", "results", "fault")))
     except (ValueError, TypeError, KeyError):
         return None

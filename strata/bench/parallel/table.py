@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from strata.bench.parallel.plan import Measurement
+from strata.bench.parallel.plan import RanksMeasurement
 from strata.bench.parallel.record import Record
 from strata.bench.result import number
 
@@ -21,7 +21,7 @@ def words(record: Record) -> str:
     return f"{record.measurement.text()}: {said}; {record.seconds:.0f} s"
 
 
-def tests_table(records: Mapping[Measurement, Record]) -> Table:
+def tests_table(records: Mapping[RanksMeasurement, Record]) -> Table:
     """Tests of engines: figure, floor, share of its speed, and how many times as fast as one rank."""
     table = Table(title="Engines over ranks", title_justify="left")
     for name in ("model", "test", "ranks", "value", "unit", "times one rank", "floor", "share"):

@@ -1,12 +1,19 @@
-"""The requests whose steps are measured: decodes, prompts and both together, of sizes that no table was made at."""
+"""Requests whose steps are measured and predicted: decodes, prompts and both, of sizes that no table was made at."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from strata.bench.explain.measure import BenchWorkload, facts, measured_steps
+from strata.bench.predictions.errors import StepError, step_errors
 from strata.bench.workloads import InferenceTest, random_prompts
+from strata.plan.step_seconds import StepSeconds
 from strata.text.counted import counted
+
+if TYPE_CHECKING:
+    from strata.engine.llm import LLM
 
 # Decode steps of each case, of which the median counts.
 _STEPS = 8
@@ -25,7 +32,7 @@ _MIXED = (
 
 
 @dataclass(frozen=True)
-class Case:
+class PredictionCase:
     """Requests that come at once. name: for people. requests: (how many, tokens of each prompt, and of its output)."""
 
     name: str
@@ -52,16 +59,38 @@ class Case:
         return InferenceTest(self.name, tuple(prompts), tuple(outputs), temperature=0.0)
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[PredictionCase]:
     """Decodes first, then prompts, then prompts beside decodes."""
     for sequences in _DECODES:
         for context in _CONTEXTS:
-            yield Case(
+            yield PredictionCase(
                 f"{counted(sequences, 'decode')} over {counted(context, 'token')}", ((sequences, context, _STEPS),)
             )
     for count, tokens in _PROMPTS:
-        yield Case(f"{counted(count, 'prompt')} of {counted(tokens, 'token')}", ((count, tokens, 1),))
+        yield PredictionCase(f"{counted(count, 'prompt')} of {counted(tokens, 'token')}", ((count, tokens, 1),))
     for sequences, context, tokens in _MIXED:
         # The first step is full before the long prompt ends, so its rest runs beside decodes.
         requests = ((sequences, context, _STEPS), (1, tokens, 1))
-        yield Case(f"{counted(sequences, 'decode')}, a prompt of {counted(tokens, 'token')}", requests)
+        yield PredictionCase(f"{counted(sequences, 'decode')}, a prompt of {counted(tokens, 'token')}", requests)
+
+
+def fitting(llm: LLM, options: Mapping[str, Any], times: StepSeconds) -> list[PredictionCase]:
+    """The cases that an engine's model, slots and memory allow. options: that the engine was asked for."""
+    engine = facts(llm, options, times)
+    return [
+        case
+        for case in cases()
+        if case.longest <= engine.max_length
+        and case.tokens + case.count * engine.page_size <= engine.kv_tokens
+        and case.count <= engine.slots
+    ]
+
+
+def predicted_and_measured(
+    llm: LLM, chosen: Iterable[PredictionCase], times: StepSeconds, repeat: int
+) -> Iterator[list[StepError]]:
+    """Of each case, run so often and once more before."""
+    for case in chosen:
+        workload = BenchWorkload(case.test())
+        measured_steps(llm, workload)
+        yield step_errors(case.name, [measured_steps(llm, workload) for _ in range(repeat)], times)

@@ -29,7 +29,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Served:
+class ClientRequest:
     """One request by the engine's clock. due: when it was to come. times: when each token was delivered, so far."""
 
     due: float
@@ -59,7 +59,7 @@ class ServedEngine:
         self._service = Service(engine, model, self._note, log=lambda line: None)
         self._encode = msgspec.msgpack.Encoder().encode
 
-    def serve(self, load: Load, salt: str, until: Callable[[], bool] = lambda: False) -> list[Served]:
+    def serve(self, load: Load, salt: str, until: Callable[[], bool] = lambda: False) -> list[ClientRequest]:
         """Send every request when it is due, until all have ended, or `until` says that it is enough.
 
         salt: requests of another share no cached prefix with these. Raises RuntimeError for a request that failed.
@@ -90,7 +90,7 @@ class ServedEngine:
         for number, (ask, found) in enumerate(zip(load.asks, times, strict=True)):
             if not stopped and len(found) != ask.output_tokens:
                 raise RuntimeError(f"request {number} of the load got {len(found)} of {ask.output_tokens} tokens")
-        return [Served(at, tuple(found)) for at, found in zip(due, times, strict=True)]
+        return [ClientRequest(at, tuple(found)) for at, found in zip(due, times, strict=True)]
 
     def _add(self, id: str, ask: Ask, due: float, salt: str) -> Add:
         assert isinstance(ask.prompt, list)

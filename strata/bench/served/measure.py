@@ -10,7 +10,7 @@ from strata.bench.load.arrivals import load_seeds
 from strata.bench.load.request_sets import EvenLengths
 from strata.bench.result import short_dtype
 from strata.bench.run import CostsOn, Setup, costs_on, device_name, engine
-from strata.bench.served.client import Load, Served, ServedEngine, random_load
+from strata.bench.served.client import ClientRequest, Load, ServedEngine, random_load
 from strata.bench.served.report import ServedGaps
 from strata.bench.served.step_logs import TracedSteps, step_log
 from strata.bench.served.timeline import (
@@ -48,9 +48,9 @@ class ServedTest:
 def served_gaps(setup: Setup, test: ServedTest) -> Iterator[ServedGaps]:
     """The gaps of each load, as it is done. Raises ValueError for a model that is too short for the load."""
     options = _server_options(setup)
-    if test.lengths.most > options["max_model_len"]:
+    if test.lengths.max_tokens > options["max_model_len"]:
         raise ValueError(
-            f"the requests of T5 have {test.lengths.most} tokens with their answers, and {setup.model} takes "
+            f"the requests of T5 have {test.lengths.max_tokens} tokens with their answers, and {setup.model} takes "
             f"{options['max_model_len']}: take a model of longer sequences"
         )
     llm = engine(options)
@@ -129,7 +129,7 @@ def _traced(
     return traced.result()
 
 
-def numbered(answered: Sequence[Served], steps: Sequence[ServedStep]) -> list[ServedRequest]:
+def numbered(answered: Sequence[ClientRequest], steps: Sequence[ServedStep]) -> list[ServedRequest]:
     """The requests of a load with the ids of their sequences, which ascend in the order of arrival.
 
     Raises RuntimeError if the steps hold other sequences as well, or not all.

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from strata.bench.result import make_result, number
-from strata.bench.training.trace import traced
+from strata.bench.trace import DeviceInterval, exposed_messages, kind_of
 from strata.bench.training.workload import PEAK_RATE, TrainingWork, learning_rate, synthetic_batch
 from strata.comm.exchange import all_gather_json
 from strata.comm.launch import World, join_world
@@ -22,8 +25,7 @@ from strata.hardware.specs import recognize
 from strata.models.config import ModelConfig
 from strata.models.families import build
 from strata.parallel.data_parallel import all_ranks
-from strata.parallel.layout import Layout, auto_layout
-from strata.parallel.layout_text import read_layout
+from strata.parallel.layout import Layout, auto_layout, read_layout
 from strata.plan.meta_model import find_config
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.steps.make import dummy, make_step
@@ -34,6 +36,7 @@ SEED = 0
 GIB = 2**30
 
 MFU = "(6 * non-embedding parameters that a token uses + 6 * layers * heads * head_dim * sequence) * tokens/s / peak"
+_MOST = 45
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ def _measured(
     test: TrainingTest, world: World, *, steps: int, repeat: int, kernels: bool
 ) -> tuple[dict[str, Any], str, list[float]]:
     """The figures, as `measure` has them, and the loss of every step. A collective call."""
-    run = _Run(test, world)
+    run = _TrainingRun(test, world)
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     run.steps(WARMUP_STEPS)
@@ -106,7 +109,7 @@ def _measured(
     return values | {"loss_first": every[0], "loss_last": every[-1]} | trace, text, every
 
 
-class _Run:
+class _TrainingRun:
     """The steps of a test on this rank. work: that of a step, of all ranks, divided by their number."""
 
     def __init__(self, test: TrainingTest, world: World) -> None:
@@ -176,7 +179,7 @@ def work_of(test: TrainingTest, config: ModelConfig, layout: Layout) -> Training
     return TrainingWork(config, tokens, test.sequence, used, updated)
 
 
-def _figures(run: _Run, speeds: list[float], memory: dict[str, float]) -> tuple[dict[str, Any], str]:
+def _figures(run: _TrainingRun, speeds: list[float], memory: dict[str, float]) -> tuple[dict[str, Any], str]:
     test, work, layout = run.test, run.work, run.layout
     name = torch.cuda.get_device_name() if run.world.device.type == "cuda" else cpu_name()
     device = recognize(name) if run.world.device.type == "cuda" else None
@@ -194,3 +197,27 @@ def _figures(run: _Run, speeds: list[float], memory: dict[str, float]) -> tuple[
         values |= {"mfu": round(result.value * work.flops_per_token / peak, 4), "mfu_formula": MFU}
         text += f"; MFU {values['mfu']:.1%} = {MFU}, peak {number(peak / 1e12)} TFLOP/s"
     return values, text
+
+
+def traced(run: Callable[[], object]) -> dict[str, Any]:
+    """What `run` does on the device. kernels: milliseconds and number of launches of each, the longest first;
+    exposed_ms: how long messages, and nothing else, were under way.
+    """
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        run()
+    assert profiled.profiler is not None
+    assert profiled.profiler.kineto_results is not None
+    seconds: Counter[str] = Counter()
+    launches: Counter[str] = Counter()
+    work = []
+    for event in profiled.profiler.kineto_results.events():
+        if event.device_type().name != "CUDA":
+            continue
+        name = f"{kind_of(event.name())}: {event.name()[:90]}"
+        seconds[name] += event.duration_ns()
+        launches[name] += 1
+        work.append(DeviceInterval(event.name(), event.start_ns(), event.start_ns() + event.duration_ns()))
+    return {
+        "exposed_ms": round(exposed_messages(work) / 1e6, 3),
+        "kernels": {name: [round(time / 1e6, 3), launches[name]] for name, time in seconds.most_common(_MOST)},
+    }

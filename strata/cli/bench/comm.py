@@ -40,7 +40,7 @@ def comm(
     """
     import torch
 
-    from strata.bench.comm.measure import COLLECTIVES, Asked
+    from strata.bench.comm.measure import COLLECTIVES, MeasureRequest
     from strata.models.config import DTYPES
     from strata.train.launch import launch
 
@@ -57,7 +57,7 @@ def comm(
     if chosen == "cuda" and (gpus < count or count < 2):
         raise ValueError(f"{max(count, 2)} ranks need a GPU each, and there are {gpus}; --device cpu measures gloo")
     job = {
-        "asked": asdict(Asked(asked, parse_sizes(sizes), dtype, repeat)),
+        "asked": asdict(MeasureRequest(asked, parse_sizes(sizes), dtype, repeat)),
         "device": chosen,
         "as_json": as_json,
         "save": None if save is None else str(save),

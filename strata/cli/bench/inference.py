@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from strata.bench import workloads
 from strata.bench.result import Result, make_result, report
 from strata.bench.run import Setup, call, device_name, floor_on, started
+from strata.bench.workloads import InferenceTest
 from strata.cli import options
 from strata.cli.bench.comm import comm
 from strata.cli.bench.faults import faults
@@ -26,8 +27,10 @@ from strata.cli.bench.parallel import parallel
 from strata.cli.bench.predictions import predictions
 from strata.cli.bench.serve import serve
 from strata.cli.bench.train import train
-from strata.cli.bench.verdict import verdict_line
 from strata.cli.help import Command
+
+if TYPE_CHECKING:
+    from strata.engine.llm import LLM
 
 bench = typer.Typer(
     add_completion=False,
@@ -37,6 +40,8 @@ bench = typer.Typer(
     Example: strata bench throughput --model 8B
     """,
 )
+
+
 bench.command(cls=Command)(comm)
 bench.command(cls=Command)(faults)
 bench.command(cls=Command)(gaps)
@@ -149,7 +154,7 @@ def run(test: workloads.InferenceTest, setup: Setup, repeat: int) -> Result:
     floor = None if seconds is None else test.value(seconds)
     tested = setup.test_name(test.name)
     result = make_result(tested, setup.model, setup.dtype, values, test.unit, name, floor, host_gap)
-    return dataclasses.replace(result, verdict=verdict_line(llm, test, setup))
+    return dataclasses.replace(result, verdict=_verdict_line(llm, test, setup))
 
 
 def start_up(setup: Setup, repeat: int) -> Result:
@@ -211,3 +216,23 @@ def first_token(llm_options: dict[str, Any]) -> tuple[float, str]:
     if process.returncode:
         raise typer.Exit(process.returncode)
     return seconds, str(json.loads(line)["device"])
+
+
+def _verdict_line(llm: LLM, test: InferenceTest, setup: Setup) -> str | None:
+    """By one more run of the test. None where nothing tells what steps should take: of a GPU that is not in the
+    database, of ranks on a processor, and of stages of a pipeline, whose steps overlap."""
+    from strata.bench.explain.measure import BenchWorkload, measure
+    from strata.bench.explain.predicted_steps import ideal_seconds, in_requested_dtype, predicted
+    from strata.plan.explain.explain import explain
+
+    if setup.pipeline_parallel_size > 1:
+        return None
+    try:
+        times, _ = predicted(llm, setup)
+    except ValueError:
+        return None
+    workload, options = BenchWorkload(test), setup.llm_options()
+    short = workload.short() if llm.engine.device.type == "cpu" else None
+    ideal = ideal_seconds(test, times)
+    measured = measure(llm, workload, options, times, title=test.name, ideal=ideal, short=short)
+    return explain(measured, times, wanted=in_requested_dtype(measured.facts, llm, setup, times)).verdict.line

@@ -33,7 +33,7 @@ _BYTES_PER_SECOND, _FLOPS_PER_SECOND = 4e12, 6e14
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelRow:
     """One line of the table. seconds, floor and library_seconds are of one call; share: of the floor's speed.
 
     bandwidth: bytes that the call must move, a second.
@@ -190,7 +190,7 @@ def _tuned(found: Finding) -> str:
 
 def _measurements(
     weights: Sequence[Product], table: Table, device: str, cases: dict[str, tuple[Case, ...]]
-) -> Iterator[tuple[str, Callable[[], Row]]]:
+) -> Iterator[tuple[str, Callable[[], KernelRow]]]:
     import torch
 
     for product in weights:
@@ -207,7 +207,7 @@ def _measurements(
             torch.cuda.empty_cache()
 
 
-def _product_row(product: Product, weights: Sequence[Any], rows: int, table: Table, device: str) -> Row:
+def _product_row(product: Product, weights: Sequence[Any], rows: int, table: Table, device: str) -> KernelRow:
     """library: of its product alone, whatever is fused with ours."""
     import torch
     import torch.nn.functional as F
@@ -235,10 +235,10 @@ def _product_row(product: Product, weights: Sequence[Any], rows: int, table: Tab
     cost = product.operator.cost(*arguments(call), workload=Workload((1,) * rows, (1,) * rows))
     shape = f"{product.name} {product.width}->{product.out}"
     found = _beside_floor(cost, "bfloat16", seconds, device)
-    return Row(product.operation, product.model, shape, rows, name, seconds, *found, library)
+    return KernelRow(product.operation, product.model, shape, rows, name, seconds, *found, library)
 
 
-def _case_row(model: str, case: Case, device: str) -> Row:
+def _case_row(model: str, case: Case, device: str) -> KernelRow:
     import torch
     from torch.utils import _pytree as pytree
 
@@ -267,13 +267,13 @@ def _case_row(model: str, case: Case, device: str) -> Row:
         except RuntimeError as error:  # no such kernel in this build of torch
             print(f"{case.operation.name} {case.shape} x{case.rows}: no library time: {error}", file=sys.stderr)
     found, name = _beside_floor(cost, case.dtype, taken, device), case.operation.name
-    return Row(name, model, case.shape, case.rows, chosen.name, taken, *found, min(libraries, default=None))
+    return KernelRow(name, model, case.shape, case.rows, chosen.name, taken, *found, min(libraries, default=None))
 
 
 def _beside_floor(
     cost: Cost, dtype: str, seconds: float, device: str
 ) -> tuple[float | None, float | None, str | None, float]:
-    """floor, share, bound and bandwidth of a `Row`."""
+    """floor, share, bound and bandwidth of a `KernelRow`."""
     known = recognize(device)
     if known is None:
         return None, None, None, cost.bytes / seconds

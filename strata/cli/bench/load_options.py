@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from strata.cli.options import is_given
+from strata.cli.options import is_passed
 
 if TYPE_CHECKING:
     from strata.bench.load.sessions import SessionShape
@@ -65,12 +65,12 @@ def check_used(context: typer.Context, dataset: str, request_rate: str) -> None:
     if kind not in ("agents", *_SINGLE):
         return
     for name, datasets in _OF_DATASETS.items():
-        if kind not in datasets and is_given(context, name):
+        if kind not in datasets and is_passed(context, name):
             option, known = f"--{name.replace('_', '-')}", ", ".join(datasets)
             raise ValueError(f"{option} is of --dataset {known}: leave it out with --dataset {dataset}")
     from strata.bench.load.arrivals import parse_rates
 
-    if is_given(context, "burstiness") and all(math.isinf(rate.value) for rate in parse_rates(request_rate)):
+    if is_passed(context, "burstiness") and all(math.isinf(rate.value) for rate in parse_rates(request_rate)):
         raise ValueError("--burstiness is of requests that come at a rate: give a --request-rate, or leave it out")
 
 

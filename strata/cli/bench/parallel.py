@@ -38,9 +38,8 @@ def parallel(
     Example: strata bench parallel --ranks 8 --models 8B,70B
     """
     from strata.bench.load.report import report_console
-    from strata.bench.parallel.machine import this_machine
     from strata.bench.parallel.measure import measure
-    from strata.bench.parallel.plan import LeftOut, planned, require_tests
+    from strata.bench.parallel.plan import LeftOut, planned, require_tests, this_machine
     from strata.bench.parallel.record import append, measured, read
     from strata.bench.parallel.table import messages_table, tests_table, words
     from strata.models.config import DTYPES

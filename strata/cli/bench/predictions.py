@@ -38,8 +38,8 @@ def predictions(
     Example: strata bench predictions --models 0.6B,8B --save predictions.jsonl
     """
     from strata.bench.explain.predicted_steps import predicted
+    from strata.bench.predictions.cases import fitting, predicted_and_measured
     from strata.bench.predictions.errors import ErrorSummary
-    from strata.bench.predictions.run import fitting, predicted_and_measured
     from strata.plan.meta_model import find_config
 
     everything: list[StepError] = []

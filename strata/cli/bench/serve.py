@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from strata.bench.load.connection import Client
+from strata.bench.load.connection import HttpClient
 from strata.bench.load.plot import plot_latency, plottable
 from strata.bench.load.report import LoadResult, report_console, sweep_table
 from strata.bench.load.send import run
@@ -130,7 +130,7 @@ def measure_server(
                 file.write(line + "\n")
 
     async def connect() -> list[LoadResult]:
-        client = Client(url, os.environ.get(KEY_VARIABLE))
+        client = HttpClient(url, os.environ.get(KEY_VARIABLE))
         try:
             return await measure(client, model, config, show)
         finally:

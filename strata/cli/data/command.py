@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,18 +11,24 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+from rich.text import Text
 from typer.core import TyperGroup
 
-from strata.cli.data.preview import print_preview
 from strata.models.folder import existing_folder
 from strata.text.counted import counted
+from strata.train.data.preview import ShownDocument, ShownRow
 from strata.train.data.preview import preview as preview_rows
-from strata.train.data.shards import Index
+from strata.train.data.shards import ShardIndex
 from strata.train.data.tokenize import tokenize
 from strata.train.tasks.exercises import write_exercises
 
 Workers = Annotated[int | None, typer.Option(help="Processes; as many as there are cores if not given.", min=1)]
 Out = Annotated[Path, typer.Option(help="The folder for the shards.")]
+# Characters of a part that are shown at each of its ends.
+_SHOWN = 500
+_LEARNED = "bold green"
+# Control characters in data are shown; a terminal obeys them.
+_VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 class _FilesUnlessNamed(TyperGroup):
@@ -98,7 +104,7 @@ def files(
         raise ValueError("give a folder for the shards, --out FOLDER, or --preview, which writes nothing")
     folder = out
 
-    def write(report: Callable[[int, int], None]) -> Index:
+    def write(report: Callable[[int, int], None]) -> ShardIndex:
         return tokenize(
             files,
             existing_folder(model),
@@ -128,7 +134,7 @@ def exercises(
     Example: strata data exercises --out runs/builtin/data --documents 6000000
     """
 
-    def write(report: Callable[[int, int], None]) -> Index:
+    def write(report: Callable[[int, int], None]) -> ShardIndex:
         return write_exercises(
             out,
             documents,
@@ -142,7 +148,7 @@ def exercises(
     _show(out, write)
 
 
-def _show(out: Path, write: Callable[[Callable[[int, int], None]], Index]) -> None:
+def _show(out: Path, write: Callable[[Callable[[int, int], None]], ShardIndex]) -> None:
     """Write, with a bar of what is done; then what there is."""
     console = Console(stderr=True, highlight=False)
     columns: list[Any] = [TextColumn("written"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn()]
@@ -165,3 +171,46 @@ def _show(out: Path, write: Callable[[Callable[[int, int], None]], Index]) -> No
         f"{out}: {index.kind}, {counted(documents, 'document')}, {counted(tokens, 'token')}, "
         f"{counted(left_out, 'record')} left out"
     )
+
+
+def print_preview(rows: Iterable[ShownRow], console: Console) -> None:
+    """Print each row as it comes, with how many of its tokens are learned."""
+    in_colour = console.color_system is not None and not console.no_color
+    how = "in bold green" if in_colour else "between {+ and +}"
+    for number, row in enumerate(rows):
+        if not number:
+            _print(console, Text(f"{row.kind}; what is learned stands {how}\n"))
+        if not row.documents:
+            _print(console, Text(f"{row.where}: left out: too long, empty, or marked as not to be learned\n", "yellow"))
+        for at, document in enumerate(row.documents):
+            _print(console, Text(f"{row.where}{_which(row, at)}: {_counts(document)}", "bold"))
+            _print(console, _marked(document, in_colour).append("\n"))
+
+
+def _print(console: Console, text: Text) -> None:
+    console.print(text, soft_wrap=True)
+
+
+def _which(row: ShownRow, at: int) -> str:
+    if row.kind == "preference":
+        return f", {('chosen', 'rejected')[at]}"
+    return f", document {at + 1} of {len(row.documents)}" if len(row.documents) > 1 else ""
+
+
+def _counts(document: ShownDocument) -> str:
+    return f"{document.tokens:,} tokens, {document.learned:,} learned"
+
+
+def _marked(document: ShownDocument, in_colour: bool) -> Text:
+    text = Text()
+    for part, is_learned in document.parts:
+        cut = _cut(part).translate(_VISIBLE)
+        if is_learned and not in_colour:
+            cut = f"{{+{cut}+}}"
+        text.append(cut, _LEARNED if is_learned else None)
+    return text
+
+
+def _cut(part: str) -> str:
+    left_out = len(part) - 2 * _SHOWN
+    return part if left_out <= 0 else f"{part[:_SHOWN]} ... {left_out:,} characters ... {part[-_SHOWN:]}"

@@ -57,7 +57,7 @@ def evaluate(
 
     Example: strata eval path/to/model --quantization fp8 --against path/to/model --text sample.jsonl
     """
-    from strata.bench.accuracy.evaluation import Asked, evaluate
+    from strata.bench.accuracy.evaluation import EvaluationRequest, evaluate
     from strata.cli.evaluation.table import show
 
     folder, other = model_folder(model), None if against is None else model_folder(against)
@@ -74,7 +74,9 @@ def evaluate(
     others = engine | {"quantization": against_quantization, "kv_cache_dtype": against_kv_cache_dtype}
     if other is None and (against_quantization is not None or against_kv_cache_dtype != "auto"):
         raise ValueError("options of the other model need one: give --against")
-    asked = Asked(folder, other, text, passages, passage_tokens, task_examples, own, others, verbose=not as_json)
+    asked = EvaluationRequest(
+        folder, other, text, passages, passage_tokens, task_examples, own, others, verbose=not as_json
+    )
     found = evaluate(asked)
     if as_json:
         named = {"model": model, "against": against, "text": None if text is None else str(text)}

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from strata.bench.accuracy.evaluation import Evaluation
-from strata.bench.accuracy.intervals import Estimate, wilson
+from strata.bench.accuracy.intervals import IntervalEstimate, wilson
 from strata.bench.load.report import report_console
 from strata.text.counted import counted
 
@@ -36,7 +36,7 @@ def _text_table(found: Evaluation, model: str, against: str | None) -> Table:
     )
     for name, justify in (("", "left"), ("", "right"), ("95 %", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    rows: tuple[tuple[str, Estimate | None, Callable[[float], str]], ...] = (
+    rows: tuple[tuple[str, IntervalEstimate | None, Callable[[float], str]], ...] = (
         ("KL, mean (nats)", found.kl_mean, _small),
         ("KL, 99th percentile", found.kl_p99, _small),
         ("top-1 agreement", found.top1_agreement, _percent),
@@ -74,7 +74,7 @@ def _task_table(found: Evaluation, against: str | None) -> Table:
     return table
 
 
-def _interval(found: Estimate, form: Callable[[float], str]) -> str:
+def _interval(found: IntervalEstimate, form: Callable[[float], str]) -> str:
     return "" if found.low is None or found.high is None else f"{form(found.low)} to {form(found.high)}"
 
 

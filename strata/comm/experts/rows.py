@@ -6,17 +6,58 @@ message, so nothing but rows travels. For how they run see `strata.comm.operatio
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from strata.comm import collectives
+from strata.comm.all_gather_cuda import one_shot_gather
+from strata.comm.all_reduce_cuda import beside_the_kernel_ahead, fits_one_shot, memory_of, needed_memory
 from strata.comm.cost import all_gather_cost
-from strata.comm.experts.rows_cuda import fits_gather, fits_scatter, gather_rows, scatter_sums
 from strata.comm.mesh import Axis
 from strata.comm.operations import Along, live, reduce_scatter
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.collective.all_reduce import block_tile
 from strata.kernels.collective.rows import gather_rows_kernel, scatter_sums_kernel
+from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import ATEN, NCCL, operation
 from strata.kernels.triton_import import HAS_TRITON
+
+_WORD = 4
+
+
+def _fits_gather(x: Tensor, axis: Any) -> bool:
+    """A rank sends its rows to all, as in `one_shot`."""
+    return fits_one_shot(x, axis)
+
+
+def _fits_scatter(x: Tensor, axis: Any) -> bool:
+    """A rank sends each other one the rows of that one, each as many words."""
+    memory = memory_of(axis)
+    if memory is None or len(x) % memory.ranks or not x.is_contiguous():
+        return False
+    return fits_one_shot(x[: len(x) // memory.ranks], axis)
+
+
+def gather_rows(x: Tensor, axis: Axis) -> Tensor:
+    return one_shot_gather(x, axis, 0)
+
+
+def scatter_sums(x: Tensor, axis: Axis) -> Tensor:
+    result = x.new_empty((len(x) // axis.size, *x.shape[1:]))
+    memory, words = needed_memory(axis), result.nbytes // _WORD
+    block, warps = block_tile(words)
+    scatter_sums_kernel[(ceil_div(words, block),)](
+        x,
+        result,
+        memory.inbox,
+        memory.peers,
+        memory.counters,
+        words,
+        axis.index,
+        **beside_the_kernel_ahead(x, memory, block, warps),
+    )
+    return result
 
 
 def _of_all_ranks(x: Tensor, along: Along | Axis) -> Tensor:
@@ -62,10 +103,10 @@ def _combined_by_library(x: Tensor, axis: Axis) -> Tensor:
 
 
 if HAS_TRITON:
-    dispatch_rows.implement("one shot", "cuda", invariant=True, supports=fits_gather, kernels=(gather_rows_kernel,))(
+    dispatch_rows.implement("one shot", "cuda", invariant=True, supports=_fits_gather, kernels=(gather_rows_kernel,))(
         gather_rows
     )
-    combine_rows.implement("one shot", "cuda", invariant=True, supports=fits_scatter, kernels=(scatter_sums_kernel,))(
+    combine_rows.implement("one shot", "cuda", invariant=True, supports=_fits_scatter, kernels=(scatter_sums_kernel,))(
         scatter_sums
     )
 dispatch_rows.implement("gloo", "cpu", invariant=True)(dispatch_rows.reference)

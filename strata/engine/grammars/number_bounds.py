@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from strata.engine.grammars.schema_parts import with_parts_changed
+from strata.engine.grammars.schema_parts import with_schemas_changed
 
 # Share of the distance between two bounds that is lost at an excluded one.
 _LOST = 1e-6
@@ -21,7 +21,7 @@ _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 def with_inner_bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema, with the excluded bounds moved that would not hold; anything else is as it was."""
-    return with_parts_changed(_moved(schema), with_inner_bounds)
+    return with_schemas_changed(_moved(schema), with_inner_bounds)
 
 
 def _moved(schema: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 _VALUES = ("const", "enum", "default", "examples")  # what is in them is no schema
 
 
-def with_parts_changed(
+def with_schemas_changed(
     schema: Mapping[str, Any], change: Callable[[Mapping[str, Any]], Mapping[str, Any]]
 ) -> dict[str, Any]:
     """The schema with each one right within it changed; those deeper inside are for `change`."""

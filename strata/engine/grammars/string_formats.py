@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from strata.engine.grammars.schema_parts import with_parts_changed
+from strata.engine.grammars.schema_parts import with_schemas_changed
 
 # RFC 3339, with the days that a month has; a leap second is the last of a day of UTC.
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
@@ -82,7 +82,7 @@ PATTERNS: Mapping[str, tuple[str, ...]] = {
 
 def with_formats_as_patterns(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema with each known `format` as patterns, beside the one that may be there, and without the others."""
-    made = with_parts_changed(schema, with_formats_as_patterns)
+    made = with_schemas_changed(schema, with_formats_as_patterns)
     if isinstance(made.get("format"), str):
         patterns = [{"pattern": f"^(?:{pattern})$"} for pattern in PATTERNS.get(made.pop("format"), ())]
         others = made.get("allOf", [])

@@ -17,8 +17,8 @@ from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.program.inputs import DividedInputsOfStep, DrawOfStep, InputsOfStep
 from strata.engine.program.shape import StepShape
 from strata.engine.program.sizes import StepSizes, has_few_long_prompts
-from strata.engine.program.source import Source, Target
-from strata.engine.program.variants import Variant, variants_of
+from strata.engine.program.source import StepSource, Target
+from strata.engine.program.variants import StepVariant, variants_of
 from strata.engine.ranks.token_division import TokenDivision
 from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.graph.capture import capture
@@ -26,7 +26,7 @@ from strata.graph.compile import compiled
 from strata.kernels import tuned
 
 
-class Choice(NamedTuple):
+class StepChoice(NamedTuple):
     """What a step runs.
 
     variant: whose graph computes its logits. size: of the CUDA graph that it replays, to which it is padded; None: the
@@ -34,7 +34,7 @@ class Choice(NamedTuple):
     attends for its prompts, of `size.fresh` over the step's own keys.
     """
 
-    variant: Variant
+    variant: StepVariant
     size: BufferShape | None
     shape: StepShape
     library: bool
@@ -58,7 +58,7 @@ class StepProgram:
     sends_by_copies: what travels beside products is sent by copy engines.
     """
 
-    variants: tuple[Variant, ...]
+    variants: tuple[StepVariant, ...]
     hidden: fx.GraphModule
     head: fx.GraphModule | None
     whole_prompts: fx.GraphModule
@@ -76,7 +76,7 @@ class StepProgram:
     library: bool = False
     division: TokenDivision | None = None
     sends_by_copies: bool = False
-    _replayed: dict[BufferShape, Variant] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _replayed: dict[BufferShape, StepVariant] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     @staticmethod
     def of(model: nn.Module, asked: EngineConfig, target: Target, sizes: EngineSizes | None = None) -> StepProgram:
@@ -84,8 +84,8 @@ class StepProgram:
 
         Raises NotImplementedError if an operation has no implementation on the device.
         """
-        source = Source.of(model, asked, target)
-        bound, part = source.bound, source.part
+        source = StepSource.of(model, asked, target)
+        bound, part = source.bound, source.vocabulary
         hidden = source.hidden()
         divides_keys = source.division is not None
         variants = variants_of(source)
@@ -113,23 +113,23 @@ class StepProgram:
                 variant.graph.forward = compiled(variant.graph)  # the graph itself is what is costed
         return program
 
-    def choose(self, shape: StepShape) -> Choice:
+    def choose(self, shape: StepShape) -> StepChoice:
         """What a step runs. Ranks that run it together choose alike."""
         if (divided := self._divided(shape)) is not None:
             return divided
         found = next((one for one in self.variants if not one.captured and one.when(shape)), None)
         size = self.sizes.holding(shape) if found is None else None
         if size is not None:
-            return Choice(self.replayed(size), size, shape, size.prompts is not None)
+            return StepChoice(self.replayed(size), size, shape, size.prompts is not None)
         variant = found or next(one for one in self.variants if one.when(shape))
-        return Choice(variant, None, shape, variant.library and self._library_takes(shape))
+        return StepChoice(variant, None, shape, variant.library and self._library_takes(shape))
 
     @property
     def asks_sequences(self) -> bool:
         """Whether `choose` looks at sequences one by one, so that `StepShape.step` has to be there."""
         return self.division is not None or not all(one.library for one in self.variants)
 
-    def replayed(self, size: BufferShape) -> Variant:
+    def replayed(self, size: BufferShape) -> StepVariant:
         """Of every step that replays the CUDA graph of a size."""
         found = self._replayed.get(size)
         if found is None:
@@ -137,7 +137,7 @@ class StepProgram:
             found = self._replayed[size] = next(one for one in self.variants if one.when(shape))
         return found
 
-    def inputs(self, choice: Choice, *, missing: bool) -> fx.GraphModule:
+    def inputs(self, choice: StepChoice, *, missing: bool) -> fx.GraphModule:
         """What makes the inputs of a step. missing: some of its ids only the device knows."""
         size = choice.size
         if choice.library:
@@ -146,10 +146,10 @@ class StepProgram:
             return self.recorded_inputs
         return self.mixed_inputs if missing else self.prompt_inputs
 
-    def variant(self, name: str) -> Variant | None:
+    def variant(self, name: str) -> StepVariant | None:
         return next((one for one in self.variants if one.name == name), None)
 
-    def least(self, name: str) -> int:
+    def min_rows(self, name: str) -> int:
         """Rows of the shortest step that a variant is for; 0 where there is none of that name."""
         variant = self.variant(name)
         return 0 if variant is None else variant.least
@@ -174,7 +174,7 @@ class StepProgram:
         """With CUDA graphs of these sizes alone. library: as of the program."""
         return replace(self, sizes=StepSizes(sizes), library=library)
 
-    def _divided(self, shape: StepShape) -> Choice | None:
+    def _divided(self, shape: StepShape) -> StepChoice | None:
         """Of a step whose tokens ranks divide; None if each runs all of it, as of prompts that are scored: they need
         all hidden states."""
         division, step = self.division, shape.step
@@ -187,7 +187,7 @@ class StepProgram:
         shape = shape._replace(share=share)
         variant = next(one for one in self.variants if one.when(shape))
         library = self._library_takes(shape) if size is None else size.prompts is not None
-        return Choice(variant, size, shape, library)
+        return StepChoice(variant, size, shape, library)
 
     def _library_takes(self, shape: StepShape) -> bool:
         step = shape.share or shape.step or shape

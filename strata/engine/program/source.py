@@ -86,7 +86,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Source:
+class StepSource:
     """What the graphs of a step program are made of: copies of it are rewritten by passes.
 
     body: Batch to hidden [tokens, hidden]; head: hidden to logits, None of a stage before the last. undivided: the body
@@ -105,7 +105,7 @@ class Source:
     operations: Counter[str]
 
     @staticmethod
-    def of(model: nn.Module, asked: EngineConfig, target: Target) -> Source:
+    def of(model: nn.Module, asked: EngineConfig, target: Target) -> StepSource:
         """A rank of one sums as ranks do in deterministic mode."""
         shard, dtype = target.shard, next(model.parameters()).dtype
         body, head = _captured(model, shard)
@@ -128,7 +128,7 @@ class Source:
         passes = passes_of(asked.passes)
         if asked.executor == "compile":
             passes &= {"merge"}
-        return Source(body, head, undivided, division, asked, target, passes, dtype, operations)
+        return StepSource(body, head, undivided, division, asked, target, passes, dtype, operations)
 
     @property
     def by_rows(self) -> bool:
@@ -137,7 +137,7 @@ class Source:
         return self.target.kind == "cuda" and not self.asked.deterministic and self.asked.executor == "graph"
 
     @property
-    def part(self) -> VocabularyPart | None:
+    def vocabulary(self) -> VocabularyPart | None:
         """The ids of which the logits are, where ranks divide the vocabulary; None: of all."""
         shard = self.target.shard
         return None if shard is None or shard.own_tokens or _has_all_columns(shard) else VocabularyPart.of(shard)

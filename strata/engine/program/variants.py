@@ -13,7 +13,7 @@ from torch import fx
 
 from strata.comm.operations import Along
 from strata.engine.program.shape import StepShape
-from strata.engine.program.source import Source
+from strata.engine.program.source import StepSource
 from strata.engine.ranks.key_gathers import KeyGathers
 from strata.engine.ranks.token_division import CONTEXT_AXIS
 from strata.graph.compose import copied
@@ -44,7 +44,7 @@ _FUSED_IN_LAYERS = 1.07
 
 
 @dataclass(frozen=True, eq=False)
-class Variant:
+class StepVariant:
     """One kind of step of a model, rewritten by passes and bound for a kind of device.
 
     name: as results and drawings have it. when: whether it is for a step. graph: from a Batch, and what `inputs` names
@@ -65,30 +65,30 @@ class Variant:
     least: int = 0
 
 
-def of_rows(name: str, least: int, graph: fx.GraphModule, *, launched: bool = False) -> Variant:
+def of_rows(name: str, least: int, graph: fx.GraphModule, *, launched: bool = False) -> StepVariant:
     """For steps of so many rows or more. launched: which replay no CUDA graph."""
 
     def when(shape: StepShape) -> bool:
         return shape.rows >= least and not (launched and shape.size is not None)
 
-    return Variant(name, when, graph, least=least)
+    return StepVariant(name, when, graph, least=least)
 
 
-def divided(source: Source) -> Iterator[Variant]:
+def context_parallel(source: StepSource) -> Iterator[StepVariant]:
     """Ranks divide the tokens of long prompts (prefill context parallelism)."""
     context = source.target.context
     if context is not None and context.size > 1:
         # Nobody counts experts there: a rank has a share of the tokens, and the slots of all.
         graph = divide_tokens(source.logits_of_rows(counted=False), Along(CONTEXT_AXIS, context.size))
         graph = source.bound(source.with_messages(graph))
-        yield Variant("divided", _is_divided, graph, ("rows", "chosen"))
+        yield StepVariant("divided", _is_divided, graph, ("rows", "chosen"))
 
 
 def _is_divided(shape: StepShape) -> bool:
     return shape.share is not None or (shape.size is not None and shape.size.ranks > 1)
 
 
-def sparse(source: Source) -> Iterator[Variant]:
+def sparse(source: StepSource) -> Iterator[StepVariant]:
     """Long prompts attend to blocks of their keys."""
     choice = source.target.sparse
     if not isinstance(choice, BlockChoice):
@@ -100,10 +100,10 @@ def sparse(source: Source) -> Iterator[Variant]:
 
     graph = source.bound(source.with_messages(source.logits_of_rows(choice=choice)))
     hidden = source.hidden(sparsify_attention(copied(source.body), choice))
-    yield Variant("sparse_logits", when, graph, hidden=hidden, captured=False, library=False)
+    yield StepVariant("sparse_logits", when, graph, hidden=hidden, captured=False, library=False)
 
 
-def gathered(source: Source) -> Iterator[Variant]:
+def gathered(source: StepSource) -> Iterator[StepVariant]:
     """Ranks that divide keys by sequence gather those that a step reads, where that is fewer bytes."""
     shard = source.target.shard
     if shard is None or source.division is None:
@@ -116,16 +116,16 @@ def gathered(source: Source) -> Iterator[Variant]:
 
     body = gather_keys(copied(source.undivided), source.division)
     graph = source.bound(source.with_messages(source.logits_of_rows(body=body)))
-    yield Variant("gathered_logits", when, graph, hidden=source.hidden(body), library=False)
+    yield StepVariant("gathered_logits", when, graph, hidden=source.hidden(body), library=False)
 
 
-def decodes(source: Source) -> Iterator[Variant]:
+def decodes(source: StepSource) -> Iterator[StepVariant]:
     """Every sequence has one new token, so all logits are wanted; few rows let products take up norms and gating."""
     if source.target.kind != "cuda":
         return
     if not source.by_rows:
         graph = source.bound(source.with_messages(source.logits()))
-        yield Variant("decode", _replays_decodes, graph, ())
+        yield StepVariant("decode", _replays_decodes, graph, ())
         return
 
     def whole() -> fx.GraphModule:
@@ -141,8 +141,8 @@ def decodes(source: Source) -> Iterator[Variant]:
             return False
         return fused_products_pay(small, large, shape.sequences, table)
 
-    yield Variant("decode_small_batch", when, small, ())
-    yield Variant("decode_large_batch", _replays_decodes, large, ())
+    yield StepVariant("decode_small_batch", when, small, ())
+    yield StepVariant("decode_large_batch", _replays_decodes, large, ())
 
 
 def _replays_decodes(shape: StepShape) -> bool:
@@ -159,7 +159,7 @@ def fused_products_pay(fused: fx.GraphModule, apart: fx.GraphModule, rows: int, 
     return together * _FUSED_IN_LAYERS <= alone
 
 
-def exchanged(source: Source) -> Iterator[Variant]:
+def exchanged(source: StepSource) -> Iterator[StepVariant]:
     """In large steps, which are launched, rows go to the ranks of their experts alone."""
     shard = source.target.shard
     least = None if shard is None or source.asked.deterministic else shard.exchange_tokens(source.dtype)
@@ -170,7 +170,7 @@ def exchanged(source: Source) -> Iterator[Variant]:
     yield of_rows("exchanged_logits", least, source.bound(graph), launched=True)
 
 
-def narrowed(source: Source) -> Iterator[Variant]:
+def narrowed(source: StepSource) -> Iterator[StepVariant]:
     """In large steps, sums over ranks travel in 8 bits."""
     shard = source.target.shard
     if not source.asked.narrow_messages or shard is None:
@@ -182,7 +182,7 @@ def narrowed(source: Source) -> Iterator[Variant]:
     yield of_rows("narrow_logits", NARROW_TOKENS, graph)
 
 
-def overlapped(source: Source) -> Iterator[Variant]:
+def overlapped(source: StepSource) -> Iterator[StepVariant]:
     """In large steps, messages between ranks travel while products of the other half of the rows run."""
     shard, least = source.target.shard, source.asked.overlapped_from
     if shard is None or shard.own_tokens or source.asked.deterministic or least == 0:
@@ -194,7 +194,7 @@ def overlapped(source: Source) -> Iterator[Variant]:
         yield of_rows("overlapped_logits", least, graph)
 
 
-def rounded(source: Source) -> Iterator[Variant]:
+def quantized_rows(source: StepSource) -> Iterator[StepVariant]:
     """In steps of many rows, what is in front of a product with a weight in 8 bits rounds them."""
     if source.rounds:
         graph = source.with_rounding(source.with_messages(source.of_rows(source.logits())))
@@ -202,15 +202,15 @@ def rounded(source: Source) -> Iterator[Variant]:
         yield of_rows("rounded_logits", MOST_ROUNDED_ROWS + 1, graph)
 
 
-def any_step(source: Source) -> Iterator[Variant]:
-    yield Variant("logits", lambda _: True, source.bound(source.with_messages(source.logits_of_rows())))
+def any_step(source: StepSource) -> Iterator[StepVariant]:
+    yield StepVariant("logits", lambda _: True, source.bound(source.with_messages(source.logits_of_rows())))
 
 
-VARIANTS: tuple[Callable[[Source], Iterator[Variant]], ...] = (
-    divided, sparse, gathered, decodes, exchanged, narrowed, overlapped, rounded, any_step,
+VARIANTS: tuple[Callable[[StepSource], Iterator[StepVariant]], ...] = (
+    context_parallel, sparse, gathered, decodes, exchanged, narrowed, overlapped, quantized_rows, any_step,
 )  # fmt: skip
 
 
-def variants_of(source: Source) -> tuple[Variant, ...]:
+def variants_of(source: StepSource) -> tuple[StepVariant, ...]:
     """Those that a model has, in the order in which they are asked."""
     return tuple(variant for make in VARIANTS for variant in make(source))

@@ -164,7 +164,7 @@ class Prefixes:
             for table in sequence.windows:
                 assert sequence.computed <= len(table.pages) * self._pages.page_size <= room, f"{sequence}: a window"
         held = (page for sequence in running for page in sequence.pages)
-        self._pages.check(chain(held, self.transfers.held), self._tree or ())
+        self._pages.check(chain(held, self.transfers.taken), self._tree or ())
         for place, window in enumerate(self.windows):
             window.check([sequence.windows[place] for sequence in running], self._tree or ())
         self.states.check(running)

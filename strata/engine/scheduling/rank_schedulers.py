@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
-from strata.engine.plan import NOTHING, Arrival, RankPlans, StepPlan
+from strata.engine.plan import NOTHING, RankPlans, StepPlan, TransferEnd
 from strata.engine.request import Request, Sequence, Update
 from strata.engine.routing.router import Route, Router
 from strata.engine.scheduling.config import SchedulerConfig
@@ -149,7 +149,7 @@ class RankSchedulers:
             return None
         return RankPlans.of(tuple(plan or NOTHING for plan in plans))
 
-    def complete(self, plan: StepPlan, ids: Iterable[int], arrived: Iterable[Arrival] = ()) -> list[Update]:
+    def complete(self, plan: StepPlan, ids: Iterable[int], arrived: Iterable[TransferEnd] = ()) -> list[Update]:
         """As `Scheduler.complete`; the ids of the ranks come one after another. No rank has pages elsewhere."""
         assert isinstance(plan, RankPlans)
         assert not [*arrived], "pages have come that no rank has asked for"

@@ -15,7 +15,7 @@ from strata.cache.pages import NONE_SHARED, PageAllocator
 from strata.cache.prefix import PrefixTree
 from strata.cache.snapshots import Snapshots
 from strata.cache.window_pages import WindowPages
-from strata.engine.plan import REJECTED, Arrival, Chunk, Draw, StepPlan
+from strata.engine.plan import REJECTED, Chunk, Draw, StepPlan, TransferEnd
 from strata.engine.request import Request, Sequence, Status, Update, new_sequence
 from strata.engine.scheduling.admission import Admission
 from strata.engine.scheduling.builder import PlanBuilder
@@ -186,7 +186,7 @@ class Scheduler:
         self._queues.ended = []
         return plan
 
-    def complete(self, plan: StepPlan, ids: Iterable[int], arrived: Iterable[Arrival] = ()) -> list[Update]:
+    def complete(self, plan: StepPlan, ids: Iterable[int], arrived: Iterable[TransferEnd] = ()) -> list[Update]:
         """Take the sampled ids, in the order of the plan's draws, and end the sequences that they end. arrived: pages
         from elsewhere, since the plan before.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from strata.cache.elsewhere import Elsewhere
 from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
-from strata.engine.plan import Arrival
+from strata.engine.plan import TransferEnd
 from strata.engine.request import Sequence
 
 PageKey = tuple[Hashable, tuple[int, ...]]
@@ -57,7 +57,7 @@ class Transfers:
         return bool(self._by_page)
 
     @property
-    def held(self) -> Iterator[int]:
+    def taken(self) -> Iterator[int]:
         """The pages that transfers hold, once for each of them."""
         for transfer in set(self._by_page.values()):
             yield from transfer.pages
@@ -87,7 +87,7 @@ class Transfers:
         unsent, self._unsent = self._unsent, []
         return unsent
 
-    def arrive(self, arrivals: Iterable[Arrival]) -> None:
+    def arrive(self, arrivals: Iterable[TransferEnd]) -> None:
         """Pages have come, or will not."""
         for page, whole in arrivals:
             transfer = self._by_page.pop(page)

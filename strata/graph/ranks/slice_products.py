@@ -9,7 +9,7 @@ from math import gcd
 import torch
 from torch import fx
 
-from strata.comm.pairwise_sums import pairwise_all_reduce
+from strata.comm.operations import pairwise_all_reduce
 from strata.comm.placement import Placement
 from strata.graph.capture import operation_of
 from strata.kernels.linear.linear import linear

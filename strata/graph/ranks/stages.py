@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx, nn
 
-from strata.comm.operations import Along
-from strata.comm.stage_messages import receive_previous, send_next
+from strata.comm.operations import Along, receive_previous, send_next
 from strata.graph.capture import capture, capture_head, must_stay, operation_of
 from strata.graph.deferred import DeferredGraph
 from strata.kernels.attention.spec import AttentionSpec

@@ -52,7 +52,7 @@ class Ceiling:
 
 
 @dataclass(frozen=True)
-class Part:
+class ProbeItem:
     """What a probe measures in one go: a name, and what yields its ceilings one by one."""
 
     name: str
@@ -66,7 +66,7 @@ class Measured:
     ceilings: list[Ceiling] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
 
-    def run(self, parts: Iterable[Part], end: float) -> None:
+    def run(self, parts: Iterable[ProbeItem], end: float) -> None:
         """Measure parts until `end`, by `time.perf_counter`. One that fails is noted, and the others still run."""
         for part in parts:
             if time.perf_counter() >= end:

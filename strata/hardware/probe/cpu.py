@@ -12,7 +12,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from strata.hardware.probe.ceiling import Ceiling, Part
+from strata.hardware.probe.ceiling import Ceiling, ProbeItem
 from strata.hardware.probe.products import operands, product
 from strata.hardware.probe.sustained import HeldProduct, hold
 from strata.hardware.telemetry import Summary
@@ -36,14 +36,14 @@ class CpuSizes:
     held: float = 3.0
 
 
-def parts(summaries: dict[str, Summary], sizes: CpuSizes | None = None) -> list[Part]:
+def probe_items(summaries: dict[str, Summary], sizes: CpuSizes | None = None) -> list[ProbeItem]:
     """In the order of their worth."""
     chosen = sizes or CpuSizes()
     return [
-        Part("copy", partial(_memory, chosen)),
-        *(Part(f"products in {dtype}", partial(_products, chosen, dtype)) for dtype in ("float32", "bfloat16")),
-        Part("attention", partial(_attention, chosen)),
-        Part("sustained product", partial(_held, chosen, summaries)),
+        ProbeItem("copy", partial(_memory, chosen)),
+        *(ProbeItem(f"products in {dtype}", partial(_products, chosen, dtype)) for dtype in ("float32", "bfloat16")),
+        ProbeItem("attention", partial(_attention, chosen)),
+        ProbeItem("sustained product", partial(_held, chosen, summaries)),
     ]
 
 

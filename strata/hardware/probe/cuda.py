@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from strata.hardware.nvml import NvmlDevice
-from strata.hardware.probe.ceiling import Ceiling, Part
+from strata.hardware.probe.ceiling import Ceiling, ProbeItem
 from strata.hardware.probe.products import operands, precision, product
 from strata.hardware.probe.sustained import HeldProduct, hold
 from strata.hardware.replay import copies_beyond_l2, time_replayed
@@ -33,18 +33,20 @@ _SUSTAINED = ("bfloat16", 8192)
 _BYTES_PER_SECOND, _FLOPS_PER_SECOND = 3e12, 5e14
 
 
-def parts(device: torch.device, telemetry: NvmlDevice | None, held: float, summaries: dict[str, Summary]) -> list[Part]:
+def probe_items(
+    device: torch.device, telemetry: NvmlDevice | None, held: float, summaries: dict[str, Summary]
+) -> list[ProbeItem]:
     """In the order of their worth. held: seconds of the product that is held under the power limit; summaries: get
     what the device told meanwhile."""
     dtypes = _dtypes(device)
     return [
-        Part("copy", partial(_copies, device)),
-        Part("read", partial(_reads, device)),
-        Part("launch", partial(_launches, device)),
-        Part("host copies", partial(_host_copies, device)),
-        *(Part(f"products in {dtype}", partial(_products, device, dtype)) for dtype in dtypes),
-        Part("attention", partial(_attention, device)),
-        Part("sustained product", partial(_held, device, held, telemetry, summaries)),
+        ProbeItem("copy", partial(_copies, device)),
+        ProbeItem("read", partial(_reads, device)),
+        ProbeItem("launch", partial(_launches, device)),
+        ProbeItem("host copies", partial(_host_copies, device)),
+        *(ProbeItem(f"products in {dtype}", partial(_products, device, dtype)) for dtype in dtypes),
+        ProbeItem("attention", partial(_attention, device)),
+        ProbeItem("sustained product", partial(_held, device, held, telemetry, summaries)),
     ]
 
 

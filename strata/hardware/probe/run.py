@@ -12,7 +12,7 @@ import torch
 from strata.hardware.machine import numa_node, processor
 from strata.hardware.nvml import Nvml, NvmlDevice, open_nvml
 from strata.hardware.probe import cpu, cuda
-from strata.hardware.probe.ceiling import Measured, Part
+from strata.hardware.probe.ceiling import Measured, ProbeItem
 from strata.hardware.probe.report import Gpu, ProbeReport
 from strata.hardware.telemetry import Summary
 
@@ -20,7 +20,7 @@ from strata.hardware.telemetry import Summary
 _HELD_SECONDS = 5.0
 
 # Makes parts that need several GPUs, from how many there are and when the time is over.
-MoreParts = Callable[[int, float], Sequence[Part]]
+MoreParts = Callable[[int, float], Sequence[ProbeItem]]
 
 
 def probe(kind: str, seconds: float, more: MoreParts | None = None) -> ProbeReport:
@@ -41,7 +41,7 @@ def probe(kind: str, seconds: float, more: MoreParts | None = None) -> ProbeRepo
         telemetry = None if nvml is None else _telemetry(nvml, device.index)
         versions |= {"cuda": torch.version.cuda, "driver": None if nvml is None else nvml.driver()}
         product = torch.cuda.get_device_name(device)
-        measured.run(cuda.parts(device, telemetry, min(_HELD_SECONDS, seconds / 8), summaries), end)
+        measured.run(cuda.probe_items(device, telemetry, min(_HELD_SECONDS, seconds / 8), summaries), end)
         gpus = _gpus(nvml)  # now, since a link to the host goes down while a GPU is idle
         if telemetry is None:
             measured.missing["telemetry"] = "no NVML: its library comes with NVIDIA's driver and is not here"
@@ -49,7 +49,7 @@ def probe(kind: str, seconds: float, more: MoreParts | None = None) -> ProbeRepo
         if more is not None and len(gpus) > 1:
             measured.run(more(len(gpus), end), end)
     else:
-        measured.run(cpu.parts(summaries), end)
+        measured.run(cpu.probe_items(summaries), end)
     return ProbeReport(
         product,
         datetime.datetime.now(datetime.UTC).date().isoformat(),

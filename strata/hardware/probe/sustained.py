@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from strata.hardware.nvml import NvmlDevice
 from strata.hardware.probe.ceiling import Ceiling
-from strata.hardware.telemetry import Sampler, Summary
+from strata.hardware.telemetry import Summary, TelemetrySampler
 
 _IDLE_SECONDS = 0.5
 _BURST_SECONDS = 0.05
@@ -40,7 +40,7 @@ def hold(
     product.wait()
     time.sleep(_IDLE_SECONDS)
     ends: list[float] = []
-    with Sampler(telemetry) as sampler:
+    with TelemetrySampler(telemetry) as sampler:
         start = time.perf_counter()
         while not ends or ends[-1] - start < seconds:
             for _ in range(product.batch):

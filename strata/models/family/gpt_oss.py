@@ -12,7 +12,7 @@ from strata.kernels.attention.attention import attention
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
 from strata.models.expert_config import ExpertsConfig
-from strata.models.experts import BiasedExperts, ExpertNames, Router, SparseCausalLM
+from strata.models.experts import BiasedExperts, ExpertNames, ExpertRouter, SparseCausalLM
 from strata.models.layers import Attention, DecoderLayer, LayerAttention, RMSNorm, WideRMSNorm
 
 
@@ -32,7 +32,7 @@ class GptOssMLP(nn.Module):
 
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         super().__init__()
-        self.router = Router(hidden_size, config)
+        self.router = ExpertRouter(hidden_size, config)
         self.experts = BiasedExperts(hidden_size, config)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -10,17 +10,19 @@ import torch
 from torch import Tensor
 
 from strata.files.json_object import read_existing_object
-from strata.kernels.quant.two_of_four import FOUR
+from strata.kernels.quant.two_of_four import FOUR, least_two_of_four
 from strata.models.batch import Batch
 from strata.models.checkpoint import shorten
-from strata.models.pruned.choice import by_magnitude, wanda
 from strata.models.pruned.settings import MAGNITUDE, SPARSEGPT, TWO_OF_FOUR, WANDA, Pruning
-from strata.models.pruned.sparsegpt import sparsegpt
+from strata.models.quantized.calibrate.gptq import inverse_factor
 from strata.models.quantized.calibrate.inputs import LayerInputs
 from strata.models.quantized.calibrate.matrices import Matrix, layer_views, products
 from strata.models.quantized.calibrate.rewrite import layer_tensors, rewrite, stored_dtype
 from strata.models.quantized.calibrate.stream import LayerStream
 from strata.models.quantized.checkpoint import tells_of_packed
+
+# Columns among which weights are chosen at a time, without 2:4; and whose errors reach the others together.
+_BLOCK = 128
 
 
 def prune(
@@ -90,3 +92,68 @@ def _check(stream: LayerStream, pruning: Pruning) -> None:
             f"2:4 takes four columns together, which do not divide {widths}, the widths of "
             f"{shorten([matrix.name for matrix in uneven])}; prune unstructured"
         )
+
+
+def sparsegpt(weight: Tensor, pruning: Pruning, gram: Tensor, rows: int) -> Tensor:
+    """A float32 weight [out, width] with zeros, and others changed so that its products change least: SparseGPT
+    (Frantar and Alistarh 2023, arXiv 2301.00774).
+
+    gram: [width, width] float32, the sum of x x^T over `rows` rows x that the weight is multiplied by; H is 2 / rows of
+    it. Taken out are the weights of least `w^2 / [H^-1]_jj` (Optimal Brain Surgeon, Hassibi and Stork 1992, of what is
+    left of H at column j), of each block of 128 columns, or two of each four. Columns that are multiplied by 0 alone
+    become 0, as in the authors' code. Raises ValueError where H cannot be inverted though it is damped.
+    """
+    work, hessian = weight.clone(), gram * (2.0 / max(1, rows))
+    dead = hessian.diagonal() == 0
+    hessian.diagonal()[dead] = 1.0
+    work[:, dead] = 0.0
+    factor = inverse_factor(hessian)
+    width = work.shape[1]
+    for first in range(0, width, _BLOCK):
+        end = min(first + _BLOCK, width)
+        errors = _prune_block(work[:, first:end], pruning, factor[first:end, first:end])
+        work[:, end:] -= errors @ factor[first:end, end:]
+    return work
+
+
+def _prune_block(block: Tensor, pruning: Pruning, factor: Tensor) -> Tensor:
+    """Prune columns in place; returns what each loses, in units of the factor's diagonal, [out, columns]."""
+    errors, diagonal = torch.zeros_like(block), factor.diagonal()
+    in_fours = pruning.pattern == TWO_OF_FOUR
+    if in_fours:
+        gone = torch.zeros_like(block, dtype=torch.bool)
+    else:
+        gone = lowest((block / diagonal).square().flatten(), pruning).view(block.shape)
+    for column in range(block.shape[1]):
+        if in_fours and column % FOUR == 0:
+            four = slice(column, column + FOUR)
+            gone[:, four] = least_two_of_four((block[:, four] / diagonal[four]).square())
+        lost = block[:, column].masked_fill(~gone[:, column], 0.0)
+        block[:, column] -= lost
+        errors[:, column] = lost / diagonal[column]
+        block[:, column + 1 :] -= torch.outer(errors[:, column], factor[column, column + 1 :])
+    return errors
+
+
+def by_magnitude(weight: Tensor, pruning: Pruning) -> Tensor:
+    """The weight [out, width] without its smallest, of the whole matrix (or of each four columns of a row)."""
+    gone = lowest(weight.abs().flatten(), pruning)
+    return weight.masked_fill(gone.view(weight.shape), 0.0)
+
+
+def wanda(weight: Tensor, pruning: Pruning, mean_squares: Tensor) -> Tensor:
+    """The weight without those of least `|W| * |x|` in each row (Sun et al. 2023, arXiv 2306.11695, equation 1).
+
+    mean_squares: [width], of what each column is multiplied by; the root of their sum is the paper's norm, but for a
+    factor of all columns alike.
+    """
+    scores = weight.abs() * mean_squares.to(weight).sqrt()
+    return weight.masked_fill(lowest(scores, pruning), 0.0)
+
+
+def lowest(scores: Tensor, pruning: Pruning) -> Tensor:
+    """True at the share of the least of each row [..., width], or of each four columns; of equal ones at the first."""
+    if pruning.pattern == TWO_OF_FOUR:
+        return least_two_of_four(scores)
+    order = scores.argsort(dim=-1, stable=True)[..., : round(pruning.share * scores.shape[-1])]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)

@@ -19,7 +19,7 @@ from strata.models.checkpoint import StoredTensor, read_checkpoint, shorten
 from strata.models.experts import stored_parameters, stored_views
 from strata.models.part import Box, Boxes, whole
 from strata.models.quantized.formats.read import MODELOPT_FILE, PackedFormat, read_format
-from strata.models.sources import Source, match_tensors, pieces
+from strata.models.sources import TensorSource, match_tensors, pieces
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Checkpoint:
         """Boxes of a packed matrix, one above the other, on the CPU."""
         return _Packed(self.sources[stored], self.format).packed(boxes)
 
-    def read_all(self, wanted: Iterable[str]) -> Iterator[tuple[str, Source]]:
+    def read_all(self, wanted: Iterable[str]) -> Iterator[tuple[str, TensorSource]]:
         """Stored parameters, to be read as they come: file by file and in the order of the file."""
         order = sorted(wanted, key=lambda name: (self.sources[name].file, self.sources[name].start))
         for file, of_file in itertools.groupby(order, key=lambda name: self.sources[name].file):
@@ -67,7 +67,7 @@ class Checkpoint:
                 yield from ((name, _Packed(self.sources[name], self.format)) for name in of_file)
                 continue
             with safe_open(file, framework="pt", device="cpu") as reader:
-                yield from ((name, Source(self.sources[name], reader)) for name in of_file)
+                yield from ((name, TensorSource(self.sources[name], reader)) for name in of_file)
 
     def parameters(self, model: nn.Module, wanted: Container[str]) -> Iterator[tuple[str, Tensor]]:
         """The `wanted` parameters of a model one after another, whole, in float32 on the CPU. model: that of the
@@ -105,7 +105,7 @@ class Checkpoint:
             return all(torch.equal(ours, theirs) for (_, ours), (_, theirs) in pairs)
 
 
-class _Packed(Source):
+class _Packed(TensorSource):
     """Of a matrix that a checkpoint has packed. reader: a `PackedFormat`."""
 
     def copy(self, box: Box, target: Tensor) -> None:

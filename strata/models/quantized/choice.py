@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from strata.kernels.quant.packed import PackedWeight, Scheme
-from strata.models.experts import Experts, Router, SparseCausalLM, stored_views
+from strata.models.experts import ExpertRouter, Experts, SparseCausalLM, stored_views
 from strata.models.layers import CausalLM
 from strata.models.quantized.checkpoint import Checkpoint
 
@@ -71,7 +71,7 @@ def _multiplied_with(complete: CausalLM, name: str) -> set[str]:
 
 
 def _is_of_router(model: CausalLM, name: str) -> bool:
-    return isinstance(model.get_submodule(name.rpartition(".")[0]), Router)
+    return isinstance(model.get_submodule(name.rpartition(".")[0]), ExpertRouter)
 
 
 def _in_one_tensor(model: CausalLM, name: str) -> bool:

@@ -46,7 +46,7 @@ def processor_device() -> tuple[Device, tuple[str, ...]]:
         if not lacking:
             return recognize(name) or Device("processor", name, ()), ()
     measured, began = Measured(), time.perf_counter()
-    measured.run(_TURNS * cpu.parts({}, _QUICK)[:_QUICK_PARTS], began + 60)
+    measured.run(_TURNS * cpu.probe_items({}, _QUICK)[:_QUICK_PARTS], began + 60)
     took = time.perf_counter() - began
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     report = ProbeReport(

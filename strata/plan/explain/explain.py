@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from strata.plan.explain.explanation import Explanation, Peaks, StepTime, Subject
-from strata.plan.explain.findings import Asked, Finding, findings
+from strata.plan.explain.findings import Finding, RuleInput, findings
 from strata.plan.explain.measurement import EngineFacts, MeasuredStep, Measurement
 from strata.plan.explain.split import NameOf, operation_name
 from strata.plan.explain.waterfalls import Explained, of_latency, of_run, of_tail
@@ -46,7 +46,7 @@ def explain(
     if not measured.steps:
         raise ValueError("no step was measured: there is nothing to explain")
     explained = _WATERFALLS[subject](measured, times, name_of)
-    asked = Asked(measured, explained, times, wanted, WhatIf(measured, subject))
+    asked = RuleInput(measured, explained, times, wanted, WhatIf(measured, subject))
     found = findings(asked)
     if prober is not None:
         found = _tried(found, asked.what_if, prober)
@@ -113,7 +113,7 @@ def _decode_seconds(steps: Sequence[MeasuredStep], sequences: int) -> float | No
     return statistics.median(found) if found else None
 
 
-def _verdict(found: Sequence[Finding], asked: Asked) -> Verdict:
+def _verdict(found: Sequence[Finding], asked: RuleInput) -> Verdict:
     worth = [one for one in found if one.remedy.gain >= LEAST_GAIN]
     if not worth:
         return _without_remedy(asked)
@@ -122,7 +122,7 @@ def _verdict(found: Sequence[Finding], asked: Asked) -> Verdict:
     return Verdict(first.layer, first.symptom, first.cause, first.evidence, remedies)
 
 
-def _without_remedy(asked: Asked) -> Verdict:
+def _without_remedy(asked: RuleInput) -> Verdict:
     """What keeps a run from its floor of which no option is known; or that it is near."""
     fall = asked.explained.waterfall
     share = fall.floor / fall.measured
@@ -141,7 +141,7 @@ def _symptom(part: Part, explained: Explained) -> str:
     return f"low utilization: {part.name}" if part.cause in ("host", "launch") else part.name
 
 
-def _intensity(asked: Asked) -> str:
+def _intensity(asked: RuleInput) -> str:
     """How much the operations compute for each byte."""
     flops = sum(one.flops for one in asked.explained.operations)
     moved = sum(one.bytes for one in asked.explained.operations)
@@ -150,7 +150,7 @@ def _intensity(asked: Asked) -> str:
     return f"{flops / max(1, moved):.1f} FLOPs a byte; {compute / bandwidth:.0f} would keep the products busy"
 
 
-def _more_at_once(asked: Asked) -> tuple[Remedy, ...]:
+def _more_at_once(asked: RuleInput) -> tuple[Remedy, ...]:
     """What twice the requests would save of each one's time, where steps hardly grow with them. A workload of one
     request has no other that could run beside it."""
     run, what_if = asked.measured, asked.what_if

@@ -50,7 +50,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Asked:
+class RuleInput:
     """What the rules look at. wanted: steps in the dtype that was asked for, None where the run has it."""
 
     measured: Measurement
@@ -69,13 +69,13 @@ class Asked:
         return math.fsum(part.seconds for part in self.explained.waterfall.parts if part.name == name) / self.wall
 
 
-def findings(asked: Asked) -> list[Finding]:
+def findings(asked: RuleInput) -> list[Finding]:
     """All that would save anything, the greatest gain first."""
     found = [one for rule in _RULES for one in rule(asked) if one.remedy.gain > 0]
     return sorted(found, key=lambda one: one.remedy.gain, reverse=True)
 
 
-def _host_loop(asked: Asked) -> Iterable[Finding]:
+def _host_loop(asked: RuleInput) -> Iterable[Finding]:
     run, what_if = asked.measured, asked.what_if
     steps = len(run.steps)
     if what_if.subject != "run" or not run.requests:
@@ -93,7 +93,7 @@ def _host_loop(asked: Asked) -> Iterable[Finding]:
     )
 
 
-def _tokenizer(asked: Asked) -> Iterable[Finding]:
+def _tokenizer(asked: RuleInput) -> Iterable[Finding]:
     run = asked.measured
     took = run.host.get(TOKENIZATION, 0.0)
     tokens = sum(len(request.prompt) for request in run.requests)
@@ -109,7 +109,7 @@ def _tokenizer(asked: Asked) -> Iterable[Finding]:
     )
 
 
-def _contention(asked: Asked) -> Iterable[Finding]:
+def _contention(asked: RuleInput) -> Iterable[Finding]:
     share = asked.part(TAKEN)
     if share < _TAKEN:
         return
@@ -123,7 +123,7 @@ def _contention(asked: Asked) -> Iterable[Finding]:
     )
 
 
-def _launches(asked: Asked) -> Iterable[Finding]:
+def _launches(asked: RuleInput) -> Iterable[Finding]:
     run = asked.measured
     if run.host_is_device or not run.unrecorded:
         return
@@ -138,7 +138,7 @@ def _launches(asked: Asked) -> Iterable[Finding]:
     )
 
 
-def _unfused(asked: Asked) -> Iterable[Finding]:
+def _unfused(asked: RuleInput) -> Iterable[Finding]:
     facts, run = asked.measured.facts, asked.measured
     more = sum(facts.operations.values()) - sum(facts.expected.values())
     if more <= 0 or not facts.expected:
@@ -161,7 +161,7 @@ def _unfused(asked: Asked) -> Iterable[Finding]:
     )
 
 
-def _precision(asked: Asked) -> Iterable[Finding]:
+def _precision(asked: RuleInput) -> Iterable[Finding]:
     facts = asked.measured.facts
     if asked.wanted is None:
         return
@@ -180,7 +180,7 @@ def _precision(asked: Asked) -> Iterable[Finding]:
     )
 
 
-def _unpacked(asked: Asked) -> Iterable[Finding]:
+def _unpacked(asked: RuleInput) -> Iterable[Finding]:
     found = asked.measured.unpacked
     if found is None:
         return
@@ -204,7 +204,7 @@ def _seconds_of(operations: Iterable[OperationTime], name: str) -> float:
     return math.fsum(one.seconds for one in operations if one.name == name)
 
 
-def _pool(asked: Asked) -> Iterable[Finding]:
+def _pool(asked: RuleInput) -> Iterable[Finding]:
     run = asked.measured
     longest = [len(one.prompt) + one.outputs for one in run.requests]
     wanted = sum(sorted(longest, reverse=True)[: run.facts.slots])
@@ -229,7 +229,7 @@ def _pool(asked: Asked) -> Iterable[Finding]:
     )
 
 
-def _prefixes(asked: Asked) -> Iterable[Finding]:
+def _prefixes(asked: RuleInput) -> Iterable[Finding]:
     run = asked.measured
     tokens = sum(len(request.prompt) for request in run.requests)
     shared = shared_prefix_tokens(run.requests, run.facts.page_size)
@@ -248,7 +248,7 @@ def _prefixes(asked: Asked) -> Iterable[Finding]:
     )
 
 
-def _batch_cap(asked: Asked) -> Iterable[Finding]:
+def _batch_cap(asked: RuleInput) -> Iterable[Finding]:
     run = asked.measured
     slots = min(len(run.requests), 256)
     if run.facts.slots >= slots:
@@ -266,7 +266,7 @@ def _batch_cap(asked: Asked) -> Iterable[Finding]:
     )
 
 
-def _chunks(asked: Asked) -> Iterable[Finding]:
+def _chunks(asked: RuleInput) -> Iterable[Finding]:
     run = asked.measured
     if asked.what_if.subject != "tail" or asked.part(PROMPTS) <= 0:
         return
@@ -288,7 +288,7 @@ def _chunks(asked: Asked) -> Iterable[Finding]:
     )
 
 
-def _long_tail(asked: Asked) -> Iterable[Finding]:
+def _long_tail(asked: RuleInput) -> Iterable[Finding]:
     run = asked.measured
     if len(run.requests) < 3 or asked.what_if.subject != "run":
         return
@@ -312,7 +312,7 @@ def _long_tail(asked: Asked) -> Iterable[Finding]:
     )  # fmt: skip
 
 
-def _queueing(asked: Asked) -> Iterable[Finding]:
+def _queueing(asked: RuleInput) -> Iterable[Finding]:
     run = asked.measured
     share = asked.part(QUEUEING)
     if asked.what_if.subject != "request" or len(run.requests) < 2:
@@ -327,7 +327,7 @@ def _queueing(asked: Asked) -> Iterable[Finding]:
     )
 
 
-def _other_processes(asked: Asked) -> Iterable[Finding]:
+def _other_processes(asked: RuleInput) -> Iterable[Finding]:
     run = asked.measured
     if not run.device.others or run.host_is_device:
         return
@@ -342,7 +342,7 @@ def _other_processes(asked: Asked) -> Iterable[Finding]:
     )
 
 
-def _held_down(asked: Asked) -> Iterable[Finding]:
+def _held_down(asked: RuleInput) -> Iterable[Finding]:
     run = asked.measured
     reasons = [one for one in run.device.slowed_by if "idle" not in one]
     if not reasons:
@@ -362,7 +362,7 @@ def _slower(took: float, expected: float) -> str:
     return f"steps took {took:.3f} s, {took / expected:.2f} times what is predicted" if expected else ""
 
 
-def _messages(asked: Asked) -> Iterable[Finding]:
+def _messages(asked: RuleInput) -> Iterable[Finding]:
     if asked.measured.facts.ranks == 1:
         return
     share = asked.explained.waterfall.seconds(cause="communication") / asked.wall

@@ -10,7 +10,7 @@ from typing import Any
 from strata.engine.scheduling.room import SERVER_TPOT_MS
 from strata.models.config import ModelConfig
 from strata.plan.search.batching import LoadPoint
-from strata.plan.search.layout import Layout
+from strata.plan.search.layout import ServingLayout
 from strata.plan.search.memory import Held
 from strata.plan.search.precision import Precision
 from strata.plan.search.traffic import Traffic
@@ -23,7 +23,7 @@ class Settings:
     most tokens of a step. target: milliseconds that a step is to take at most beside decodes; 0: none.
     """
 
-    layout: Layout
+    layout: ServingLayout
     precision: Precision
     sequences: int
     budget: int
@@ -31,7 +31,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ServingChoice:
     """Settings on some devices. replicas: engines. point: of each of them. held: of each of its devices. output: mean
     tokens of an answer. blocked: what Strata lacks to run it; empty if it runs. analytic: share of the mean step's time
     that is neither measured nor between measurements. binds: what keeps an engine from more sequences.
@@ -108,7 +108,7 @@ class Choice:
         }
 
 
-def command(choice: Choice, model: str, length: int, per_host: int) -> list[str]:
+def command(choice: ServingChoice, model: str, length: int, per_host: int) -> list[str]:
     """The words of the `strata serve` that starts the engines of one host.
 
     model: a folder, or what stands for one. length: tokens of the longest request.

@@ -9,7 +9,7 @@ import torch
 
 from strata.kernels.quant.packed import multiplied_in
 from strata.models.config import ModelConfig
-from strata.plan.search.layout import Layout
+from strata.plan.search.layout import ServingLayout
 from strata.plan.search.machine import Machine
 from strata.plan.search.precision import Precision
 from strata.plan.search.traffic import Objectives
@@ -33,8 +33,8 @@ class Matrices:
         return Matrices(attention, around, config.vocab_size * config.hidden_size, config.latent is not None)
 
 
-def least_step(
-    matrices: Matrices, dtype: torch.dtype, machine: Machine, layout: Layout, precision: Precision, tokens: int
+def min_step(
+    matrices: Matrices, dtype: torch.dtype, machine: Machine, layout: ServingLayout, precision: Precision, tokens: int
 ) -> float:
     """Seconds below which no step of so many tokens of a sequence is: a rank's part of the products that these need,
     and of the matrices that one of them needs. Attention, messages and other sequences come on top."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
 
-from strata.plan.search.choice import Choice
+from strata.plan.search.choice import ServingChoice
 from strata.plan.search.precision import Precision
 from strata.plan.search.report import ServingPlan
 from strata.plan.search.search import BUDGETS, TARGETS
@@ -20,9 +20,9 @@ _AS_ASKED, _IN_FEWER_BITS, _LACKING = "Strata runs", "Strata runs, in fewer bits
 _KINDS = {_AS_ASKED: "#2a6fb0", _IN_FEWER_BITS: "#5b8c4a", _LACKING: "#8a8378"}
 
 
-def frontier(choices: Iterable[Choice]) -> list[Choice]:
+def frontier(choices: Iterable[ServingChoice]) -> list[ServingChoice]:
     """Those of which no other gives as many tokens a second to a user and more by a device; by tokens of a user."""
-    outer: list[Choice] = []
+    outer: list[ServingChoice] = []
     by_user = sorted(
         (one for one in choices if one.tokens_per_user is not None),
         key=lambda one: (one.tokens_per_user or 0.0, one.tokens_per_device),
@@ -82,18 +82,18 @@ def frontier_svg(plan: ServingPlan, ink: str = _INK, paper: str = "white") -> st
     return text.getvalue()
 
 
-def _kind(choice: Choice, asked: Precision) -> str:
+def _kind(choice: ServingChoice, asked: Precision) -> str:
     if choice.blocked:
         return _LACKING
     return _AS_ASKED if choice.settings.precision == asked else _IN_FEWER_BITS
 
 
-def _points(choices: Iterable[Choice]) -> tuple[list[float], list[float]]:
+def _points(choices: Iterable[ServingChoice]) -> tuple[list[float], list[float]]:
     pairs = [(one.tokens_per_user or 0.0, one.tokens_per_device) for one in choices]
     return [user for user, _ in pairs], [device for _, device in pairs]
 
 
-def _name_layouts(panel: Any, outer: list[Choice]) -> None:
+def _name_layouts(panel: Any, outer: list[ServingChoice]) -> None:
     """Where along the line a layout begins, as far as there is room for names."""
     before, last = None, 0.0
     for one in outer:

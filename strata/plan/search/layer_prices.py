@@ -23,7 +23,7 @@ from strata.models.families import build
 from strata.models.weights import weight_bytes
 from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
 from strata.plan.meta_model import MetaModel, StepNodes, meta_model
-from strata.plan.search.layout import Layout
+from strata.plan.search.layout import ServingLayout
 from strata.plan.search.machine import Machine
 from strata.plan.search.precision import AS_CHECKPOINT, Precision
 
@@ -84,7 +84,7 @@ class LayerPrices:
         self,
         config: ModelConfig,
         machine: Machine,
-        layout: Layout,
+        layout: ServingLayout,
         dtype: torch.dtype,
         precision: Precision = AS_CHECKPOINT,
     ) -> None:
@@ -194,7 +194,7 @@ class LayerPrices:
         return made.of_sizes(parameters=parameters // self._dtype.itemsize, max_sequences=MOST_SEQUENCES)
 
 
-def shard_of(config: ModelConfig, layout: Layout, place: int = 0) -> RankShard | None:
+def shard_of(config: ModelConfig, layout: ServingLayout, place: int = 0) -> RankShard | None:
     """Of the rank in that place of those that divide matrices, with all layers; None if there is one."""
     if layout.tensor == 1:
         return None

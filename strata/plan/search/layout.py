@@ -10,7 +10,7 @@ from strata.parallel.serving_shard import rank_config
 
 
 @dataclass(frozen=True)
-class Layout:
+class ServingLayout:
     """The ranks of one engine, by the options of `strata serve`.
 
     tensor: ranks that divide each matrix. stages: of a pipeline, each of as many ranks. context: ranks, each of as
@@ -63,7 +63,7 @@ class Layout:
         return hosts * (per_host // self.ranks) + rest // self.ranks
 
 
-def layouts(config: ModelConfig, devices: int, per_host: int) -> Iterator[Layout]:
+def layouts(config: ModelConfig, devices: int, per_host: int) -> Iterator[ServingLayout]:
     """All that so many devices have room for: powers of two of ranks along each axis, as the model can be divided.
 
     Matrices are divided within a host, whose link carries their sums; stages and experts also beyond.
@@ -77,14 +77,14 @@ def layouts(config: ModelConfig, devices: int, per_host: int) -> Iterator[Layout
                 continue
             if not _divides(config, tensor, by_experts, own_tokens):
                 continue
-            yield Layout(tensor, expert_parallel=by_experts, own_tokens=own_tokens)
+            yield ServingLayout(tensor, expert_parallel=by_experts, own_tokens=own_tokens)
             if own_tokens or config.recurrence is not None:  # whose states no stage or part of a prompt hands on
                 continue
             for more in sizes[1:]:
                 if tensor * more <= devices and more <= config.num_layers:
-                    yield Layout(tensor, stages=more, expert_parallel=by_experts)
+                    yield ServingLayout(tensor, stages=more, expert_parallel=by_experts)
                 if tensor * more <= min(devices, per_host):
-                    yield Layout(tensor, context=more, expert_parallel=by_experts)
+                    yield ServingLayout(tensor, context=more, expert_parallel=by_experts)
 
 
 def _divides(config: ModelConfig, tensor: int, by_experts: bool, own_tokens: bool) -> bool:

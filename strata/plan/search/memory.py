@@ -23,7 +23,7 @@ from strata.models.layers import CausalLM
 from strata.parallel.serving_shard import PIPELINE_AXIS, TENSOR_AXIS
 from strata.parallel.stages import layer_spans
 from strata.plan.search.layer_prices import representatives, shard_of
-from strata.plan.search.layout import Layout
+from strata.plan.search.layout import ServingLayout
 from strata.plan.search.machine import Machine
 from strata.plan.search.precision import AS_CHECKPOINT, Precision
 from strata.plan.search.traffic import Traffic
@@ -89,7 +89,7 @@ class Held:
         return max(0, self.weights + self.workspace + self.states + self.windows + pages - self.budget)
 
     @property
-    def room(self) -> int:
+    def max_pages(self) -> int:
         """Pages of all tokens."""
         if not self.page_bytes:
             return self.numbered
@@ -105,11 +105,13 @@ class Memory:
         limits = DeviceLimits.listed(machine.listed) if machine.runs else None
         self._limits = None if limits is None or why_not(limits) is not None else limits
         self._memory = listed_memory(machine.listed)
-        self._found: dict[tuple[Layout, int, int, Precision], Held] = {}
+        self._found: dict[tuple[ServingLayout, int, int, Precision], Held] = {}
         self._ranks, self._fullest = cache(self._of_rank), cache(self._of_fullest)
         self._layers = cache(self._packed_layers)
 
-    def asked(self, layout: Layout, sequences: int, budget: int, precision: Precision = AS_CHECKPOINT) -> EngineConfig:
+    def engine_config(
+        self, layout: ServingLayout, sequences: int, budget: int, precision: Precision = AS_CHECKPOINT
+    ) -> EngineConfig:
         """The options of such an engine. Raises ValueError for what Strata's engine does not do."""
         options: dict[str, Any] = {**layout.options, **precision.options}
         return EngineConfig(
@@ -120,24 +122,24 @@ class Memory:
             **options,
         )
 
-    def held(self, layout: Layout, sequences: int, budget: int, precision: Precision) -> Held:
+    def held(self, layout: ServingLayout, sequences: int, budget: int, precision: Precision) -> Held:
         """sequences: of a rank where ranks have their own. Raises ValueError as `asked`."""
         key = layout, sequences, budget, precision
         if key not in self._found:
-            asked = self.asked(layout, sequences, budget, precision)
+            asked = self.engine_config(layout, sequences, budget, precision)
             every = [self._held(asked, *self._ranks(layout, rank, precision)) for rank in self._fullest(layout)]
-            found = max(every, key=lambda one: (one.lacking(self._length), -one.room))
-            self._found[key] = replace(found, tokens=found.room * found.page_size)
+            found = max(every, key=lambda one: (one.lacking(self._length), -one.max_pages))
+            self._found[key] = replace(found, tokens=found.max_pages * found.page_size)
         return self._found[key]
 
-    def _of_fullest(self, layout: Layout) -> list[int]:
+    def _of_fullest(self, layout: ServingLayout) -> list[int]:
         """Ranks of which one needs the most: with the embedding, with the most layers, with the head."""
         if layout.stages == 1:
             return sorted({0, layout.ranks - 1})
         layers = [end - first for first, end in self._spans(layout)]
         return sorted({0, layers.index(max(layers)) * layout.tensor, layout.ranks - 1})
 
-    def _spans(self, layout: Layout) -> list[tuple[int, int]]:
+    def _spans(self, layout: ServingLayout) -> list[tuple[int, int]]:
         return layer_spans(self._whole, layout.stages, 0)
 
     @cached_property
@@ -146,11 +148,11 @@ class Memory:
             return build(self._config)
 
     def _of_rank(
-        self, layout: Layout, rank: int, precision: Precision = AS_CHECKPOINT
+        self, layout: ServingLayout, rank: int, precision: Precision = AS_CHECKPOINT
     ) -> tuple[ModelConfig, EngineSizes]:
         """The config of a rank, with the whole vocabulary, and the sizes of an engine with default options. Raises
         ValueError for a precision that the engine refuses."""
-        asked = self.asked(layout, MAX_NUM_SEQS, _BUDGET, precision)
+        asked = self.engine_config(layout, MAX_NUM_SEQS, _BUDGET, precision)
         if precision.options:
             config, sizes = self._ranks(layout, rank)
             pool = replace(sizes.pool, rounded=precision.rounded)
@@ -162,7 +164,7 @@ class Memory:
         return replace(own, vocab_size=self._config.vocab_size), sizes
 
     def _packed(
-        self, sizes: EngineSizes, layout: Layout, places: Mapping[str, int], quantization: str | None
+        self, sizes: EngineSizes, layout: ServingLayout, places: Mapping[str, int], quantization: str | None
     ) -> EngineSizes:
         """With the weights of a rank in those places packed: layers of one kind are packed alike."""
         if quantization is None:
@@ -177,7 +179,9 @@ class Memory:
         nbytes = sizes.weight_bytes - floats + sum(weight.nbytes for weight in planned.values())
         return replace(sizes, packing=Packing({}, planned, name=quantization), weight_bytes=nbytes)
 
-    def _packed_layers(self, layout: Layout, place: int, quantization: str) -> dict[Any, dict[str, PackedWeight]]:
+    def _packed_layers(
+        self, layout: ServingLayout, place: int, quantization: str
+    ) -> dict[Any, dict[str, PackedWeight]]:
         """By kinds of layers, from a model of one of each."""
         kinds = self._config.layer_kinds
         chosen = representatives(kinds)

@@ -7,7 +7,7 @@ import shlex
 
 from strata.plan.report.document import document, section
 from strata.plan.report.markup import Markup, element, joined, table
-from strata.plan.search.choice import Choice
+from strata.plan.search.choice import ServingChoice
 from strata.plan.search.frontier import frontier, frontier_svg
 from strata.plan.search.report import ServingPlan
 
@@ -66,12 +66,12 @@ def _facts(plan: ServingPlan) -> Markup:
     return element("ul", *(element("li", f"{name}: {value}" if name else value) for name, value in plan.lines()))
 
 
-def _rows(label: str, choices: tuple[Choice, ...]) -> Markup:
+def _rows(label: str, choices: tuple[ServingChoice, ...]) -> Markup:
     last = "with" if label == "in fewer bits" else "lacks" * any(one.blocked for one in choices)
     return table(label, [*_HEAD, *([last] * bool(last))], [_row(one, last) for one in choices], numbers=1)
 
 
-def _row(choice: Choice, last: str) -> list[str]:
+def _row(choice: ServingChoice, last: str) -> list[str]:
     point, user = choice.point, choice.tokens_per_user
     found = [
         choice.settings.layout.name,

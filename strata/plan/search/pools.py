@@ -9,7 +9,7 @@ from typing import Any
 
 from strata.plan.search import search as search_module
 from strata.plan.search.batching import SERVER_SECONDS
-from strata.plan.search.layout import Layout
+from strata.plan.search.layout import ServingLayout
 from strata.plan.search.memory import needed_tokens
 from strata.plan.search.search import Search
 
@@ -24,8 +24,8 @@ class Pools:
     the way of keys and values over the network.
     """
 
-    prompts: tuple[Layout, int]
-    answers: tuple[Layout, int]
+    prompts: tuple[ServingLayout, int]
+    answers: tuple[ServingLayout, int]
     sequences: int
     requests: float
     tokens: float
@@ -66,13 +66,13 @@ class Pools:
 class _Part:
     """One engine: requests a second, and seconds of what it adds to a latency."""
 
-    layout: Layout
+    layout: ServingLayout
     requests: float
     seconds: float
     sequences: int = 0
 
 
-def best_pools(search: Search, layouts: Iterable[Layout]) -> Pools | None:
+def best_pools(search: Search, layouts: Iterable[ServingLayout]) -> Pools | None:
     """The most tokens a second within the objectives of two pools on the devices; None if there is none, or answers
     have one token."""
     question = search.question
@@ -85,7 +85,7 @@ def best_pools(search: Search, layouts: Iterable[Layout]) -> Pools | None:
     return max(found, key=lambda one: (one.tokens, -one.tpot), default=None)
 
 
-def _prompt_parts(search: Search, layouts: Iterable[Layout]) -> Iterator[_Part]:
+def _prompt_parts(search: Search, layouts: Iterable[ServingLayout]) -> Iterator[_Part]:
     question = search.question
     traffic, machine = question.traffic, question.machine
     for layout in layouts:
@@ -101,7 +101,7 @@ def _prompt_parts(search: Search, layouts: Iterable[Layout]) -> Iterator[_Part]:
             yield _Part(layout, _BUSY / each, ttft)
 
 
-def _answer_part(search: Search, layout: Layout) -> _Part | None:
+def _answer_part(search: Search, layout: ServingLayout) -> _Part | None:
     """With as many sequences as memory and objective allow."""
     question, best = search.question, None
     table = search.table(layout, search.question.precision)

@@ -16,12 +16,12 @@ from strata.models.shapes import SHAPES
 from strata.models.weights import resolve_dtype
 from strata.plan.meta_model import dtype_name, find_config
 from strata.plan.search.batching import LoadPoint
-from strata.plan.search.choice import Choice, command, layer_product_flops, request_flops
+from strata.plan.search.choice import ServingChoice, command, layer_product_flops, request_flops
 from strata.plan.search.layer_prices import StepPrice
 from strata.plan.search.machine import Machine
 from strata.plan.search.pools import Pools, best_pools
 from strata.plan.search.precision import AS_CHECKPOINT, Precision, stored_scheme
-from strata.plan.search.search import Found, Question, Search
+from strata.plan.search.search import Question, Search, SearchResult
 from strata.plan.search.speculation import Speculation, best_speculation
 from strata.plan.search.traffic import Objectives, Traffic
 from strata.text.counted import counted
@@ -39,7 +39,7 @@ class ServingPlan:
     """
 
     question: Question
-    found: Found
+    found: SearchResult
     decode: StepPrice
     mixed: StepPrice
     price: float | None
@@ -49,19 +49,19 @@ class ServingPlan:
     at_rate: LoadPoint | None
 
     @property
-    def best(self) -> Choice:
+    def best(self) -> ServingChoice:
         return self.found.best
 
     @property
-    def others(self) -> tuple[Choice, ...]:
+    def others(self) -> tuple[ServingChoice, ...]:
         return self.found.others[:_SHOWN]
 
     @property
-    def blocked(self) -> tuple[Choice, ...]:
+    def blocked(self) -> tuple[ServingChoice, ...]:
         return self.found.blocked[:_SHOWN]
 
     @property
-    def packed(self) -> tuple[Choice, ...]:
+    def packed(self) -> tuple[ServingChoice, ...]:
         return self.found.packed
 
     @property

@@ -15,10 +15,10 @@ from strata.engine.ledger import GIB
 from strata.engine.scheduling.room import SERVER_TPOT_MS
 from strata.models.config import ModelConfig
 from strata.plan.search.batching import Batching, LoadPoint, at_concurrency, at_rate
-from strata.plan.search.choice import Choice, Settings
-from strata.plan.search.floors import Matrices, below_floors, least_step
+from strata.plan.search.choice import ServingChoice, Settings
+from strata.plan.search.floors import Matrices, below_floors, min_step
 from strata.plan.search.layer_prices import LayerPrices
-from strata.plan.search.layout import Layout, layouts
+from strata.plan.search.layout import ServingLayout, layouts
 from strata.plan.search.machine import Machine
 from strata.plan.search.memory import Memory, needed_tokens
 from strata.plan.search.precision import AS_CHECKPOINT, IN_FEWER_BITS, Precision
@@ -52,19 +52,19 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """best: the most tokens a second of those that Strata runs; if it runs none that fits, of those that lack the
     least. others: the best of each other layout that it runs. packed: of each precision in fewer bits. refused: such
     precisions, and why the engine has them in no layout. blocked: the best with each thing that Strata lacks. seen: all
     that were priced, whether or not they meet the objectives.
     """
 
-    best: Choice
-    others: tuple[Choice, ...]
-    packed: tuple[Choice, ...]
+    best: ServingChoice
+    others: tuple[ServingChoice, ...]
+    packed: tuple[ServingChoice, ...]
     refused: tuple[tuple[Precision, str], ...]
-    blocked: tuple[Choice, ...]
-    seen: tuple[Choice, ...]
+    blocked: tuple[ServingChoice, ...]
+    seen: tuple[ServingChoice, ...]
 
 
 class Search:
@@ -76,10 +76,10 @@ class Search:
         asked = question.precision
         self.precisions = (asked, *(() if asked.options else IN_FEWER_BITS))
         self.why_not = cache(self._why_not)
-        self._anchors: dict[Layout, Anchors] = {}
-        self._tables: dict[tuple[Layout, Precision], StepTable] = {}
+        self._anchors: dict[ServingLayout, Anchors] = {}
+        self._tables: dict[tuple[ServingLayout, Precision], StepTable] = {}
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """Raises ValueError if the model fits on no layout of the devices, or none is quick enough."""
         self._check_sizes()
         fitting = self.fitting()
@@ -100,16 +100,16 @@ class Search:
         blocked = [one for one in blocked if one.settings != best.settings]
         refused = [(one, self._refused(one, fitting)) for one in self.precisions]
         told = tuple((one, why) for one, why in refused if why is not None)
-        return Found(best, tuple(runs[1:]), tuple(packed), told, tuple(blocked), tuple(seen))
+        return SearchResult(best, tuple(runs[1:]), tuple(packed), told, tuple(blocked), tuple(seen))
 
-    def _by_own_graphs(self, choice: Choice) -> list[Choice]:
+    def _by_own_graphs(self, choice: ServingChoice) -> list[ServingChoice]:
         """Of the layout in the precision of a choice all settings that meet the objectives, as a plan that asks for the
         precision prices them."""
         layout, precision = choice.settings.layout, choice.settings.precision
         own = Search(replace(self.question, precision=precision))
         return [one for one in own.choices(layout, precision) if own.meets(one)]
 
-    def fitting(self) -> list[tuple[Layout, Precision]]:
+    def fitting(self) -> list[tuple[ServingLayout, Precision]]:
         """What has room for a sequence at least. Raises ValueError, with the bytes that are missing, if nothing has."""
         possible = [layout for layout in self._layouts(self.question.devices) if self._is_linked(layout)]
         asked = self.question.precision
@@ -126,10 +126,10 @@ class Search:
         pairs = ((layout, precision) for layout in possible for precision in self.precisions)
         return [(layout, precision) for layout, precision in pairs if self._fits(layout, precision)]
 
-    def _fits(self, layout: Layout, precision: Precision) -> bool:
+    def _fits(self, layout: ServingLayout, precision: Precision) -> bool:
         return self.why_not(layout, precision) is None and not self.lacking(layout, precision)
 
-    def _why_not(self, layout: Layout, precision: Precision) -> str | None:
+    def _why_not(self, layout: ServingLayout, precision: Precision) -> str | None:
         """Why the engine refuses a precision on a layout; None if it does not."""
         try:
             self.memory.held(layout, 1, min(BUDGETS), precision)
@@ -137,17 +137,17 @@ class Search:
             return str(error)
         return None
 
-    def _refused(self, precision: Precision, fitting: list[tuple[Layout, Precision]]) -> str | None:
+    def _refused(self, precision: Precision, fitting: list[tuple[ServingLayout, Precision]]) -> str | None:
         """Why the engine refuses a precision on every layout that fits in any; None if it does not."""
         reasons = [self.why_not(layout, precision) for layout, _ in fitting]
         return None if None in reasons else reasons[0]
 
-    def lacking(self, layout: Layout, precision: Precision) -> int:
+    def lacking(self, layout: ServingLayout, precision: Precision) -> int:
         """Bytes of a device that are missing for one sequence of the longest request."""
         held = self.memory.held(layout, 1, min(BUDGETS), precision)
         return held.lacking(self.question.traffic.longest)
 
-    def choices(self, layout: Layout, precision: Precision) -> Iterator[Choice]:
+    def choices(self, layout: ServingLayout, precision: Precision) -> Iterator[ServingChoice]:
         """All settings of a layout whose sequences have room; of precisions that were not asked for a server's."""
         ways = [(budget, target) for budget in BUDGETS for target in TARGETS]
         for way, (budget, target) in enumerate(ways if precision == self.question.precision else ways[:1]):
@@ -158,7 +158,7 @@ class Search:
                     break
                 yield choice
 
-    def choice(self, settings: Settings) -> Choice | None:
+    def choice(self, settings: Settings) -> ServingChoice | None:
         """What settings are predicted to give; None if their sequences do not fit."""
         question, layout = self.question, settings.layout
         held = self.memory.held(layout, settings.sequences, settings.budget, settings.precision)
@@ -169,15 +169,15 @@ class Search:
         point = at_concurrency(table.seconds, question.traffic, batching, settings.sequences * batching.ranks)
         replicas = layout.replicas(question.devices, question.machine.per_host)
         analytic = table.analytic(point.decoding / batching.stages / batching.ranks, point.chunk, point.prompt_steps)
-        return Choice(settings, replicas, point, held, question.traffic.output, self.blocked(layout), analytic)
+        return ServingChoice(settings, replicas, point, held, question.traffic.output, self.blocked(layout), analytic)
 
-    def at_rate(self, choice: Choice, rate: float) -> LoadPoint | None:
+    def at_rate(self, choice: ServingChoice, rate: float) -> LoadPoint | None:
         """An engine of several that share so many requests a second; None if they are more than these end."""
         settings, batching = choice.settings, _batching(choice.settings)
         table, most = self.table(settings.layout, settings.precision), settings.sequences * batching.ranks
         return at_rate(table.seconds, self.question.traffic, batching, rate / choice.replicas, most)
 
-    def blocked(self, layout: Layout) -> tuple[str, ...]:
+    def blocked(self, layout: ServingLayout) -> tuple[str, ...]:
         """Why Strata cannot run it yet; nothing if it can."""
         machine, found = self.question.machine, []
         if not machine.runs:
@@ -186,19 +186,19 @@ class Search:
             found.append("engines on several hosts")
         return tuple(found)
 
-    def meets(self, choice: Choice) -> bool:
+    def meets(self, choice: ServingChoice) -> bool:
         """The objectives."""
         wanted, point = self.question.objectives, choice.point
         return point.ttft <= (wanted.ttft or math.inf) and point.tpot <= (wanted.tpot or math.inf)
 
-    def table(self, layout: Layout, precision: Precision) -> StepTable:
+    def table(self, layout: ServingLayout, precision: Precision) -> StepTable:
         """Times of the layout's steps."""
         key = layout, precision
         if key not in self._tables:
             self._tables[key] = StepTable(self.anchors(layout), self.question.config, layout, precision)
         return self._tables[key]
 
-    def anchors(self, layout: Layout) -> Anchors:
+    def anchors(self, layout: ServingLayout) -> Anchors:
         """Stages of a pipeline share them."""
         whole = replace(layout, stages=1)
         if whole not in self._anchors:
@@ -218,11 +218,11 @@ class Search:
 
         def least(tokens: int) -> Iterator[tuple[float, Precision]]:
             dtype, machine = question.dtype, question.machine
-            return ((least_step(matrices, dtype, machine, layout, one, tokens), one) for layout, one in pairs)
+            return ((min_step(matrices, dtype, machine, layout, one, tokens), one) for layout, one in pairs)
 
         self._refuse(least)
 
-    def _check_floors(self, fitting: list[tuple[Layout, Precision]]) -> None:
+    def _check_floors(self, fitting: list[tuple[ServingLayout, Precision]]) -> None:
         """Raises ValueError for objectives below the floor of a prompt, or of a token alone, on every layout."""
 
         def least(tokens: int) -> Iterator[tuple[float, Precision]]:
@@ -250,7 +250,7 @@ class Search:
         """Tokens of a mean one that are computed, two at least: a step of one decodes."""
         return max(2, round(self.question.traffic.computed))
 
-    def binds(self, choice: Choice) -> str:
+    def binds(self, choice: ServingChoice) -> str:
         """What keeps an engine from more sequences at once."""
         settings = choice.settings
         at = SEQUENCES.index(settings.sequences) + 1
@@ -268,13 +268,13 @@ class Search:
             return "prompts, which take all the room of steps"
         return "the time of steps: with more sequences they take longer, and tokens come no faster"
 
-    def _layouts(self, devices: int) -> Iterator[Layout]:
+    def _layouts(self, devices: int) -> Iterator[ServingLayout]:
         question = self.question
         found = layouts(question.config, devices, question.machine.per_host)
         # Ranks that divide prompts all decode: what they win is the first token.
         return (one for one in found if one.context == 1 or question.objectives.ttft is not None)
 
-    def _is_linked(self, layout: Layout) -> bool:
+    def _is_linked(self, layout: ServingLayout) -> bool:
         """Whether the link between the ranks is known."""
         try:
             self.question.machine.predictor_of(layout.ranks)
@@ -282,7 +282,7 @@ class Search:
             return False
         return True
 
-    def _does_not_fit(self, possible: list[Layout]) -> str:
+    def _does_not_fit(self, possible: list[ServingLayout]) -> str:
         question = self.question
         asked = question.precision
         missing, layout = min(((self.lacking(one, asked), one) for one in possible), key=lambda pair: pair[0])
@@ -323,9 +323,9 @@ def _batching(settings: Settings) -> Batching:
     return Batching(settings.budget, settings.target / 1e3 or None, layout.stages, ranks)
 
 
-def best_of_each(choices: Iterable[Choice]) -> list[Choice]:
+def best_of_each(choices: Iterable[ServingChoice]) -> list[ServingChoice]:
     """Of each layout and precision the one with the most tokens a second; the best first."""
-    found: dict[tuple[Layout, Precision], Choice] = {}
+    found: dict[tuple[ServingLayout, Precision], ServingChoice] = {}
     for choice in choices:
         key = choice.settings.layout, choice.settings.precision
         if key not in found or rank(choice) < rank(found[key]):
@@ -333,9 +333,9 @@ def best_of_each(choices: Iterable[Choice]) -> list[Choice]:
     return sorted(found.values(), key=rank)
 
 
-def best_of_precisions(choices: Iterable[Choice]) -> list[Choice]:
+def best_of_precisions(choices: Iterable[ServingChoice]) -> list[ServingChoice]:
     """Of each precision the one with the most tokens a second; the best first."""
-    found: dict[Precision, Choice] = {}
+    found: dict[Precision, ServingChoice] = {}
     for choice in choices:
         precision = choice.settings.precision
         if precision not in found or rank(choice) < rank(found[precision]):
@@ -343,27 +343,29 @@ def best_of_precisions(choices: Iterable[Choice]) -> list[Choice]:
     return sorted(found.values(), key=rank)
 
 
-def best_of_blocked(choices: Iterable[Choice]) -> list[Choice]:
+def best_of_blocked(choices: Iterable[ServingChoice]) -> list[ServingChoice]:
     """Of each list of what Strata lacks the one with the most tokens a second; the best first."""
-    found: dict[tuple[str, ...], Choice] = {}
+    found: dict[tuple[str, ...], ServingChoice] = {}
     for choice in choices:
         if choice.blocked not in found or rank(choice) < rank(found[choice.blocked]):
             found[choice.blocked] = choice
     return sorted(found.values(), key=rank)
 
 
-def rank(choice: Choice) -> tuple[int, float, int]:
+def rank(choice: ServingChoice) -> tuple[int, float, int]:
     """What comes first is better: more tokens a second, and of those within half a percent the quickest request."""
     whole = choice.point.ttft + (choice.output - 1) * choice.point.tpot
     return -round(math.log(choice.tokens) / _ALIKE), whole, choice.settings.layout.ranks
 
 
-def too_slow(question: Question, seen: list[Choice], blocked: list[Choice], packed: list[Choice]) -> str:
+def too_slow(
+    question: Question, seen: list[ServingChoice], blocked: list[ServingChoice], packed: list[ServingChoice]
+) -> str:
     """Which of `seen` comes nearest to the objectives that none meets, in words. blocked, packed: what would."""
     wanted = question.objectives
     where = f"{question.model} on {question.devices} x {question.machine.listed.key}"
 
-    def excess(choice: Choice) -> float:
+    def excess(choice: ServingChoice) -> float:
         point = choice.point
         return max(point.ttft / (wanted.ttft or math.inf), point.tpot / (wanted.tpot or math.inf))
 

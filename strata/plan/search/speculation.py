@@ -8,7 +8,7 @@ from typing import Any
 
 from strata.plan.search import search as search_module
 from strata.plan.search.batching import Batching, LoadPoint, at_concurrency
-from strata.plan.search.choice import Choice
+from strata.plan.search.choice import ServingChoice
 from strata.plan.search.search import Search
 from strata.plan.search.step_table import Anchors, StepTable
 from strata.text.counted import counted
@@ -55,7 +55,7 @@ def accepted(acceptance: float, guesses: int) -> float:
     return float(sum(acceptance**count for count in range(guesses + 1)))
 
 
-def best_speculation(search: Search, best: Choice, acceptance: float) -> Speculation | None:
+def best_speculation(search: Search, best: ServingChoice, acceptance: float) -> Speculation | None:
     """The most tokens a second within the objectives on the layout of the best; None if there is none, or answers have
     one token. acceptance: of each guess, in [0, 1)."""
     if search.question.traffic.output <= 1:
@@ -64,7 +64,7 @@ def best_speculation(search: Search, best: Choice, acceptance: float) -> Specula
     return max(found, key=lambda one: (one.tokens, -one.point.tpot), default=None)
 
 
-def _tried(search: Search, best: Choice, acceptance: float) -> Iterator[Speculation]:
+def _tried(search: Search, best: ServingChoice, acceptance: float) -> Iterator[Speculation]:
     settings, question = best.settings, search.question
     layout, traffic = settings.layout, question.traffic
     table = search.table(layout, settings.precision)

@@ -10,7 +10,7 @@ from strata.hardware.roofline import Workload
 from strata.models.config import ModelConfig
 from strata.parallel.stages import balance
 from strata.plan.search.layer_prices import MOST_SEQUENCES, LayerPrices, StepPrice
-from strata.plan.search.layout import Layout
+from strata.plan.search.layout import ServingLayout
 from strata.plan.search.precision import Precision
 from strata.plan.search.traffic import Traffic
 
@@ -58,7 +58,7 @@ class StepTable:
     """How long a stage's step takes that decodes for so many sequences, of a mean context, beside so many tokens of
     prompts. Sequences and tokens are one rank's where ranks have their own."""
 
-    def __init__(self, anchors: Anchors, config: ModelConfig, layout: Layout, precision: Precision) -> None:
+    def __init__(self, anchors: Anchors, config: ModelConfig, layout: ServingLayout, precision: Precision) -> None:
         self._anchors, self._precision = anchors, precision
         self._stages, self._share = layout.stages, _fullest_stage(config, layout.stages)
         prices = anchors.prices

@@ -17,9 +17,9 @@ from strata.engine.startup.clock import collector_off
 from strata.plan.simulate.handover import Handover, received_prices, received_shape
 from strata.plan.simulate.host import HostTimes
 from strata.plan.simulate.prices import StepPrices
-from strata.plan.simulate.replica import EngineShape, Job, Replica
+from strata.plan.simulate.replica import EngineShape, Replica, ReplicaJob
 from strata.plan.simulate.request import Outcomes, SimulatedRequest, blank_prompt, check_order, exactly
-from strata.plan.simulate.timeline import Timeline
+from strata.plan.simulate.timeline import SimulatedTimeline
 
 # How soon a server notices that an engine has ended, as measured (docs/faults.md).
 NOTICED_SECONDS = 0.3
@@ -83,7 +83,7 @@ class Fleet:
         """Raises ValueError for requests that are not in order."""
         check_order(requests)
         self.outcomes = Outcomes(requests)
-        self.timeline = Timeline(config.replicas, config.replicas * config.shape.num_pages)
+        self.timeline = SimulatedTimeline(config.replicas, config.replicas * config.shape.num_pages)
         self._config, self._prices, self._host, self._requests = config, prices, host, requests
         self._prefill = 0 if config.handover is None else config.handover.prefill
         self._replicas = [self._engine(number) for number in range(config.replicas)]
@@ -172,16 +172,16 @@ class Fleet:
             return
         self._routes[number] = route
         output = 1 if self._prefill else request.output_tokens
-        self._submit(route.replica, Job(number, self._request(number, request.prompt, output)))
+        self._submit(route.replica, ReplicaJob(number, self._request(number, request.prompt, output)))
 
-    def _submit(self, engine: int, job: Job) -> None:
+    def _submit(self, engine: int, job: ReplicaJob) -> None:
         self._replicas[engine].receive(self._now, job)
         self._follow(engine)
 
     def _request(self, number: int, prompt: tuple[int, ...], output: int) -> Request:
         return Request(str(number), prompt, exactly(output), 0, self._requests[number].due)
 
-    def _told(self, job: Job, heard: float, is_last: bool) -> None:
+    def _told(self, job: ReplicaJob, heard: float, is_last: bool) -> None:
         """See `Told`."""
         outcomes, number = self.outcomes, job.number
         if outcomes.first[number] != outcomes.first[number]:
@@ -192,7 +192,7 @@ class Fleet:
             outcomes.last[number] = heard
             self._later(heard, _ENDED, number)
 
-    def _told_of_prompt(self, job: Job, heard: float, is_last: bool) -> None:
+    def _told_of_prompt(self, job: ReplicaJob, heard: float, is_last: bool) -> None:
         """An engine that computes prompts alone has the first id of a request."""
         handover, request = self._config.handover, self._requests[job.number]
         assert handover is not None
@@ -212,7 +212,7 @@ class Fleet:
         self._decoders.begun(route)
         output = self._requests[number].output_tokens - 1
         first = self.outcomes.first[number]
-        job = Job(number, self._request(number, prompt, output), first, first)
+        job = ReplicaJob(number, self._request(number, prompt, output), first, first)
         self._submit(self._prefill + route.replica, job)
 
     def _end(self, number: int) -> None:

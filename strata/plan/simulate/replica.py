@@ -47,7 +47,7 @@ class EngineShape:
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class ReplicaJob:
     """A request in an engine. number: among all requests. first, last: when its client had the first and the newest of
     its ids; NaN before. samples: that have not ended."""
 
@@ -72,7 +72,7 @@ class _Run:
     took: float
 
 
-Told = Callable[[Job, float, bool], None]
+Told = Callable[[ReplicaJob, float, bool], None]
 """Told of the first and of the last id of each request, and when its client has it: the last, if the flag is True."""
 
 
@@ -106,9 +106,9 @@ class Replica:
         self._prices, self._host, self._intervals, self._told = prices, host, intervals, told
         self._in_runs = in_runs and shape.run_ahead and shape.scheduler.stages == 1
         self._run: _Run | None = None
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, ReplicaJob] = {}
 
-    def receive(self, at: float, job: Job) -> list[Sequence]:
+    def receive(self, at: float, job: ReplicaJob) -> list[Sequence]:
         """A request comes. Raises ValueError if it can never run."""
         if self._run is not None:
             self._take(bisect_right(self._run.ends, at))
@@ -127,7 +127,7 @@ class Replica:
         else:
             self._round(math.inf)
 
-    def abandon(self, at: float) -> Iterator[Job]:
+    def abandon(self, at: float) -> Iterator[ReplicaJob]:
         """The engine ends: its requests, in the order in which they came."""
         if self._run is not None:
             self._take(bisect_right(self._run.ends, at))
@@ -156,7 +156,7 @@ class Replica:
         """Until the next round is due."""
         self.wake = math.inf if self.loop.idle else self.runner.now + self.loop.delay
 
-    def _deliver(self, job: Job, heard: float, *, has_ended: bool) -> None:
+    def _deliver(self, job: ReplicaJob, heard: float, *, has_ended: bool) -> None:
         """An id of a sample of a request, which ends with it or goes on."""
         job.samples -= has_ended
         is_last = not job.samples

@@ -8,8 +8,8 @@ from typing import Any
 
 from strata.parallel.layout import Layout
 from strata.parallel.schedules import SCHEDULES
-from strata.plan.training.task import Task
-from strata.train.predict.step_shape import StepShape
+from strata.plan.training.task import TrainingTask
+from strata.train.predict.step_shape import TrainShape
 
 # A rank of cp with fewer tokens than these waits for messages.
 _LEAST_TOKENS_OF_CONTEXT = 1024
@@ -18,7 +18,7 @@ _MOST_TOKENS_OF_PACK = 65536
 _MOST_SEQUENCES_OF_MICRO_BATCH = 2
 
 
-def candidates(task: Task) -> Iterator[StepShape]:
+def candidates(task: TrainingTask) -> Iterator[TrainShape]:
     """Steps of the task, each with its layout, pack and micro-batches."""
     for tp in _tensor_sizes(task):
         for pp in _stage_sizes(task, tp):
@@ -30,7 +30,7 @@ def candidates(task: Task) -> Iterator[StepShape]:
                     yield from _packed(task, layout, ways)
 
 
-def _packed(task: Task, layout: Layout, ways: int) -> Iterator[StepShape]:
+def _packed(task: TrainingTask, layout: Layout, ways: int) -> Iterator[TrainShape]:
     """The layout with each number of sequences that a pack may have."""
     share = task.sequences // ways
     for count in _divisors(share):
@@ -40,19 +40,19 @@ def _packed(task: Task, layout: Layout, ways: int) -> Iterator[StepShape]:
         if layout.zero == 1 and batches == 1:
             continue  # ZeRO-2 sends as much and holds less
         if layout.pp == 1:
-            yield StepShape(task.config, tokens, task.sequence, batches, task.precision, layout)
+            yield TrainShape(task.config, tokens, task.sequence, batches, task.precision, layout)
             continue
         # Larger micro-batches fill a pipeline later and keep more; two sequences spare it some messages.
         if batches < layout.pp or count > _MOST_SEQUENCES_OF_MICRO_BATCH:
             continue
         for schedule in SCHEDULES:
             divided = replace(layout, schedule=schedule, micro_batches=batches)
-            shape = StepShape(task.config, tokens, task.sequence, batches, task.precision, divided)
+            shape = TrainShape(task.config, tokens, task.sequence, batches, task.precision, divided)
             if _fits(task, replace(divided, micro_batches=shape.alike_from(4))):
                 yield shape
 
 
-def _layouts(task: Task, tp: int, pp: int, cp: int, ways: int) -> Iterator[Layout]:
+def _layouts(task: TrainingTask, tp: int, pp: int, cp: int, ways: int) -> Iterator[Layout]:
     # Without sequence parallelism messages take as long, and more is kept.
     tensors: list[dict[str, Any]] = [{}] if tp == 1 else [_sequence(False), _sequence(True)]
     contexts = ["ring"] if cp == 1 else ["ring", "ulysses"]
@@ -73,12 +73,12 @@ def _sequence(overlap: bool) -> dict[str, Any]:
     return {"sequence_parallel": True, "overlap": overlap}
 
 
-def _worth(task: Task, ranks: int) -> bool:
+def _worth(task: TrainingTask, ranks: int) -> bool:
     """Whether ranks that divide the model's state lie in one host, or fill several."""
     return ranks <= task.per_host or ranks % task.per_host == 0
 
 
-def _fits(task: Task, layout: Layout) -> bool:
+def _fits(task: TrainingTask, layout: Layout) -> bool:
     try:
         layout.check(task.config, task.gpus)
     except ValueError:
@@ -86,26 +86,26 @@ def _fits(task: Task, layout: Layout) -> bool:
     return True
 
 
-def _tensor_sizes(task: Task) -> Iterator[int]:
+def _tensor_sizes(task: TrainingTask) -> Iterator[int]:
     """Those that divide the heads, in one host: matrices that are divided wait for messages in every layer."""
     for tp in _divisors(task.gpus):
         if tp <= task.per_host and not (task.config.num_heads % tp or task.config.num_kv_heads % tp):
             yield tp
 
 
-def _stage_sizes(task: Task, tp: int) -> Iterator[int]:
+def _stage_sizes(task: TrainingTask, tp: int) -> Iterator[int]:
     for pp in _divisors(task.gpus // tp):
         if pp <= task.config.num_layers // 2:
             yield pp
 
 
-def _context_sizes(task: Task, ranks: int) -> Iterator[int]:
+def _context_sizes(task: TrainingTask, ranks: int) -> Iterator[int]:
     for cp in _divisors(task.gpus // ranks):
         if cp == 1 or task.sequence // cp >= _LEAST_TOKENS_OF_CONTEXT:
             yield cp
 
 
-def _expert_sizes(task: Task, ranks: int) -> Iterator[int]:
+def _expert_sizes(task: TrainingTask, ranks: int) -> Iterator[int]:
     for ep in _divisors(ranks):
         if task.config.num_experts % ep == 0 and (ep == 1 or task.config.num_experts):
             yield ep

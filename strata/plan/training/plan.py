@@ -7,10 +7,10 @@ from typing import Any
 
 from strata.parallel.layout import Layout
 from strata.plan.training.run_file import run_file
-from strata.plan.training.search import Choice, Found, search
-from strata.plan.training.task import Task
+from strata.plan.training.search import TrainingChoice, TrainingSearchResult, search
+from strata.plan.training.task import TrainingTask
 from strata.text.counted import counted
-from strata.train.predict.least_time import StepTime
+from strata.train.predict.min_time import TrainingStepTime
 
 GIB = 2**30
 MFU = "6 * elements of matrices a token meets * tokens + 12 * heads * head_dim * pairs seen, over time and bf16 peak"
@@ -21,12 +21,12 @@ class TrainingPlan:
     """name: of the model, as the user gave it. price: of one device an hour, in any currency, if that is known."""
 
     name: str
-    task: Task
-    found: Found
+    task: TrainingTask
+    found: TrainingSearchResult
     price: float | None = None
 
     @property
-    def best(self) -> Choice:
+    def best(self) -> TrainingChoice:
         return self.found.best
 
     def run_file(self) -> str:
@@ -47,7 +47,9 @@ class TrainingPlan:
         """What to expect of the best, for people."""
         choice, task = self.best, self.task
         found, time, memory = choice.estimate, choice.estimate.likely, choice.estimate.fullest
-        parts = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in parts_of(time).items() if seconds)
+        parts = ", ".join(
+            f"{name} {milliseconds(seconds)}" for name, seconds in seconds_by_cause(time).items() if seconds
+        )
         lines = [
             ("layout", f"{layout_name(choice.shape.layout)}, recompute {found.recompute}, {_packs(choice)}"),
             ("step", f"{milliseconds(time.seconds)} ms ({time.origin}), at least {milliseconds(found.time.seconds)}"),
@@ -83,7 +85,7 @@ class TrainingPlan:
     def binding(self) -> str:
         """What the step waits for most; and what memory costs, where more of it would make the step quicker."""
         time = self.best.estimate.likely
-        parts = parts_of(time)
+        parts = seconds_by_cause(time)
         name = max(parts, key=lambda one: parts[one])
         told = f"{name} ({parts[name] / time.seconds:.0%} of the step)"
         misfit = self.found.misfit
@@ -109,12 +111,12 @@ class TrainingPlan:
         }
 
 
-def training_plan(name: str, task: Task, price: float | None = None) -> TrainingPlan:
+def training_plan(name: str, task: TrainingTask, price: float | None = None) -> TrainingPlan:
     """Search the task. Raises ValueError if nothing fits."""
     return TrainingPlan(name, task, search(task), price)
 
 
-def parts_of(time: StepTime) -> dict[str, float]:
+def seconds_by_cause(time: TrainingStepTime) -> dict[str, float]:
     """Seconds of a step by what it does."""
     return {
         "products and attention": time.products + time.attention,
@@ -137,12 +139,12 @@ def layout_name(layout: Layout) -> str:
     return ", ".join(f"{name}={value}" for name, value in changed if value != getattr(usual, name)) or "one device"
 
 
-def _packs(choice: Choice) -> str:
+def _packs(choice: TrainingChoice) -> str:
     shape = choice.shape
     return f"{shape.batches} x {counted(shape.tokens, 'token')} a replica"
 
 
-def _choice(choice: Choice, gpus: int) -> dict[str, Any]:
+def _choice(choice: TrainingChoice, gpus: int) -> dict[str, Any]:
     found, memory = choice.estimate, choice.estimate.fullest
     usual = Layout()
     layout = {one.name: getattr(choice.shape.layout, one.name) for one in fields(Layout)}
@@ -154,7 +156,7 @@ def _choice(choice: Choice, gpus: int) -> dict[str, Any]:
         "step_s": found.likely.seconds,
         "origin": found.likely.origin,
         "least_s": found.time.seconds,
-        "parts_s": parts_of(found.likely),
+        "parts_s": seconds_by_cause(found.likely),
         "tokens_per_second": found.likely_tokens_per_second,
         "tokens_per_second_per_device": found.likely_tokens_per_second / gpus,
         "mfu": found.likely_mfu,

@@ -7,8 +7,8 @@ from dataclasses import fields
 from typing import Any
 
 from strata.parallel.layout import Layout
-from strata.plan.training.search import Choice
-from strata.plan.training.task import Task
+from strata.plan.training.search import TrainingChoice
+from strata.plan.training.task import TrainingTask
 
 # They follow from the tokenizer, or say nothing of the mathematics.
 _LEFT_OUT = ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype")
@@ -16,7 +16,7 @@ _LEFT_OUT = ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype")
 _DERIVED = "micro_batches"
 
 
-def run_file(name: str, task: Task, choice: Choice) -> str:
+def run_file(name: str, task: TrainingTask, choice: TrainingChoice) -> str:
     """A fresh model's run. What only the user knows is there to be replaced, and the first lines say so."""
     layout, shape = choice.shape.layout, choice.shape
     usual = Layout()

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from strata.comm.network import Network
 from strata.hardware.links import Link
 from strata.plan.training.candidates import candidates
-from strata.plan.training.task import Task
-from strata.train.predict.estimate import USABLE, Estimate, Memory, estimate, memory
-from strata.train.predict.least_time import predicted_time
+from strata.plan.training.task import TrainingTask
+from strata.train.predict.estimate import USABLE, Estimate, StepMemory, estimate, memory
+from strata.train.predict.min_time import predicted_time
 from strata.train.predict.rates import measured_rates
-from strata.train.predict.step_shape import StepShape
+from strata.train.predict.step_shape import TrainShape
 
 _OTHERS = 5
 # What cannot come nearer to the best than this is not looked at.
@@ -22,10 +22,10 @@ _NO_NETWORK = Network(Link(0.0, 0.0, 1.0, "", ""), 1)
 
 
 @dataclass(frozen=True)
-class Choice:
+class TrainingChoice:
     """A step, what it computes again, and what it is predicted to take."""
 
-    shape: StepShape
+    shape: TrainShape
     estimate: Estimate
 
     @property
@@ -37,34 +37,34 @@ class Choice:
 class Misfit:
     """A step that would be quicker if it fitted. memory: of the rank that needs the most."""
 
-    shape: StepShape
+    shape: TrainShape
     recompute: str
     seconds: float
-    memory: Memory
+    memory: StepMemory
 
 
 @dataclass(frozen=True)
-class Found:
+class TrainingSearchResult:
     """best: the quickest step that fits. others: the next ones of other layouts, quickest first. misfit: the quickest
     that does not fit, if it is quicker than the best. searched: how many steps were looked at. usable: bytes of a
     device that a run may plan with.
     """
 
-    best: Choice
-    others: tuple[Choice, ...]
+    best: TrainingChoice
+    others: tuple[TrainingChoice, ...]
     misfit: Misfit | None
     searched: int
     usable: int
 
 
-def search(task: Task) -> Found:
+def search(task: TrainingTask) -> TrainingSearchResult:
     """Look at all candidates. Raises ValueError, with the bytes that are missing, if none fits, and where there is no
     layout of so many devices at all.
     """
     network, usable = task.reach(), int(USABLE * task.device.ceiling("memory").value)
-    fitting: list[tuple[float, int, StepShape, str]] = []
+    fitting: list[tuple[float, int, TrainShape, str]] = []
     misfit: Misfit | None = None
-    least: tuple[int, StepShape] | None = None
+    least: tuple[int, TrainShape] | None = None
     quickest, searched = math.inf, 0
     work = _Work(task)
     for searched, shape in enumerate(candidates(task), 1):
@@ -91,30 +91,30 @@ def search(task: Task) -> Found:
     if not fitting:
         raise ValueError(_too_large(task, *least, usable))
     chosen = _unlike(fitting, 1 + _OTHERS)
-    best, *others = (Choice(shape, estimate(shape, task.device, fits, network)) for _, _, shape, fits in chosen)
+    best, *others = (TrainingChoice(shape, estimate(shape, task.device, fits, network)) for _, _, shape, fits in chosen)
     if misfit is not None and misfit.seconds >= best.seconds:
         misfit = None
-    return Found(best, tuple(others), misfit, searched, usable)
+    return TrainingSearchResult(best, tuple(others), misfit, searched, usable)
 
 
 class _Work:
     """Products and attention of a task's step, shared out equally: less than any layout takes."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrainingTask) -> None:
         self._task = task
-        self._one = StepShape(task.config, task.sequence, task.sequence, 1, task.precision)
+        self._one = TrainShape(task.config, task.sequence, task.sequence, 1, task.precision)
         time = predicted_time(self._one, "none", task.device)
         self._seconds = (time.products + time.attention) * task.sequences / task.gpus
 
-    def seconds(self, shape: StepShape) -> float:
+    def seconds(self, shape: TrainShape) -> float:
         """At the rates of the layout of a step."""
         alone, divided = (measured_rates(one, self._task.device, _NO_NETWORK).wide for one in (self._one, shape))
         return self._seconds * alone / divided
 
 
-def _unlike(fitting: list[tuple[float, int, StepShape, str]], count: int) -> list[tuple[float, int, StepShape, str]]:
+def _unlike(fitting: list[tuple[float, int, TrainShape, str]], count: int) -> list[tuple[float, int, TrainShape, str]]:
     """The quickest of each division among ranks, the quickest first."""
-    quickest: dict[tuple[int, ...], tuple[float, int, StepShape, str]] = {}
+    quickest: dict[tuple[int, ...], tuple[float, int, TrainShape, str]] = {}
     for one in fitting:
         layout = one[2].layout
         key = (layout.pp, layout.dp, layout.shard, layout.cp, layout.tp, layout.ep)
@@ -123,14 +123,14 @@ def _unlike(fitting: list[tuple[float, int, StepShape, str]], count: int) -> lis
     return heapq.nsmallest(count, quickest.values(), key=lambda one: one[:2])
 
 
-def _no_layout(task: Task) -> str:
+def _no_layout(task: TrainingTask) -> str:
     return (
         f"{task.sequences} sequences of {task.sequence} tokens cannot be shared out equally among {task.gpus} devices; "
         f"give a batch of a multiple of {task.gpus} sequences ({task.gpus * task.sequence} tokens), or fewer devices"
     )
 
 
-def _too_large(task: Task, needed: int, shape: StepShape, usable: int) -> str:
+def _too_large(task: TrainingTask, needed: int, shape: TrainShape, usable: int) -> str:
     layout, gib = shape.layout, 2**30
     return (
         f"no layout of {task.gpus} x {task.device.product} fits: the smallest step needs {needed / gib:.1f} GiB a "

@@ -16,7 +16,7 @@ _NETWORK_LATENCY = 5e-6
 
 
 @dataclass(frozen=True)
-class Task:
+class TrainingTask:
     """A step over `batch_tokens` in sequences of `sequence` tokens, on so many devices.
 
     per_host: devices that a fast link joins. network: bytes/s each way of a device to other hosts. precision: of the

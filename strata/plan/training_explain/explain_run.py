@@ -9,7 +9,7 @@ from itertools import chain
 from strata.plan.explain.explain import LEAST_GAIN
 from strata.plan.explain.explanation import Explanation, StepTime
 from strata.plan.report.units import seconds, share
-from strata.plan.training_explain.findings import Asked, findings
+from strata.plan.training_explain.findings import TrainingRuleInput, findings
 from strata.plan.training_explain.recorded_run import RecordedRun
 from strata.plan.training_explain.run_floor import run_floor
 from strata.plan.training_explain.run_waterfall import explained_run
@@ -30,7 +30,7 @@ def explain_run(run: RecordedRun) -> Explanation:
     is known."""
     floor = run_floor(run)
     explained = explained_run(run, floor)
-    asked = Asked(run, floor, explained)
+    asked = TrainingRuleInput(run, floor, explained)
     what = run.what
     ranks = f", {what.layout.ranks} ranks" if what.layout.ranks > 1 else ""
     title = (
@@ -53,7 +53,7 @@ def explain_run(run: RecordedRun) -> Explanation:
     )
 
 
-def _verdict(asked: Asked) -> Verdict:
+def _verdict(asked: TrainingRuleInput) -> Verdict:
     found = findings(asked)
     remedies = sorted(chain.from_iterable(one.remedies for one in found), key=lambda one: -one.gain)
     worth = tuple(_different(one for one in remedies if one.gain >= LEAST_GAIN))[:_MOST_REMEDIES]
@@ -72,7 +72,7 @@ def _different(remedies: Iterator[Remedy]) -> Iterator[Remedy]:
             yield one
 
 
-def _without_finding(asked: Asked, worth: tuple[Remedy, ...]) -> Verdict:
+def _without_finding(asked: TrainingRuleInput, worth: tuple[Remedy, ...]) -> Verdict:
     """The kernels themselves keep the run from its floor, or it is near. worth: what else would help a little."""
     fall = asked.explained.waterfall
     near = fall.floor / fall.measured
@@ -85,7 +85,7 @@ def _without_finding(asked: Asked, worth: tuple[Remedy, ...]) -> Verdict:
     return Verdict(largest.layer, f"busy but slow: {largest.name}", largest.cause, evidence, remedies)
 
 
-def _narrow(asked: Asked) -> Iterator[Remedy]:
+def _narrow(asked: TrainingRuleInput) -> Iterator[Remedy]:
     """Products in 8 bits, where the run could have them: they change its numbers."""
     what, shape = asked.run.what, asked.floor.shape
     if what.kind == "cuda" and shape.precision == "bf16" and shape.runs_graph and what.config.lora is None:
@@ -95,7 +95,7 @@ def _narrow(asked: Asked) -> Iterator[Remedy]:
         yield from (one for one in found if one.gain >= LEAST_GAIN)
 
 
-def _utilization(asked: Asked) -> tuple[str, ...]:
+def _utilization(asked: TrainingRuleInput) -> tuple[str, ...]:
     run, floor = asked.run, asked.floor
     ranks = run.what.layout.ranks
     promised = floor.device.known("compute", "bfloat16", measured=False) if run.what.kind == "cuda" else None

@@ -15,7 +15,7 @@ from strata.plan.training_explain.run_waterfall import ExplainedRun
 from strata.plan.waterfall import Remedy, Verdict
 from strata.text.counted import counted
 from strata.train.predict.estimate import USABLE, memory
-from strata.train.predict.step_shape import StepShape
+from strata.train.predict.step_shape import TrainShape
 
 # What checkpoints and log lines may take of the time.
 _SELDOM = 0.01
@@ -26,7 +26,7 @@ _WIDE = 0.2
 
 
 @dataclass(frozen=True)
-class Asked:
+class TrainingRuleInput:
     """What the rules look at."""
 
     run: RecordedRun
@@ -46,7 +46,7 @@ class Asked:
         """Of the layout, if the run has a table for it that this would change."""
         return f"--parallel.{name} {value}" if self.run.what.config.parallel is not None else ""
 
-    def tried(self, what: str, option: str, shape: StepShape, recompute: str = "", packs: int = 1) -> Iterator[Remedy]:
+    def tried(self, what: str, option: str, shape: TrainShape, recompute: str = "", packs: int = 1) -> Iterator[Remedy]:
         """A remedy as predicted steps have it, if it fits into memory and saves anything. packs: how many times the
         packs of a step."""
         recompute = recompute or self.run.what.recompute
@@ -63,7 +63,7 @@ class Asked:
             yield Remedy(what, gain, option)
 
 
-def findings(asked: Asked) -> list[Verdict]:
+def findings(asked: TrainingRuleInput) -> list[Verdict]:
     """All that would save enough to matter, the greatest gain first."""
     found = [one for rule in _RULES for one in rule(asked) if one.remedies]
     ranked = [replace(one, remedies=_ranked(one.remedies)) for one in found]
@@ -74,7 +74,7 @@ def _ranked(remedies: tuple[Remedy, ...]) -> tuple[Remedy, ...]:
     return tuple(sorted(remedies, key=lambda one: -one.gain))
 
 
-def _data(asked: Asked) -> Iterator[Verdict]:
+def _data(asked: TrainingRuleInput) -> Iterator[Verdict]:
     gain, data = asked.part(parts.DATA), asked.run.what.config.data
     yield Verdict(
         "system",
@@ -88,7 +88,7 @@ def _data(asked: Asked) -> Iterator[Verdict]:
     )
 
 
-def _checkpoints(asked: Asked) -> Iterator[Verdict]:
+def _checkpoints(asked: TrainingRuleInput) -> Iterator[Verdict]:
     lost, every = asked.part(parts.CHECKPOINTS), asked.run.what.config.run.checkpoint_every
     times = max(2, math.ceil(lost / _SELDOM))
     yield Verdict(
@@ -100,7 +100,7 @@ def _checkpoints(asked: Asked) -> Iterator[Verdict]:
     )
 
 
-def _between(asked: Asked) -> Iterator[Verdict]:
+def _between(asked: TrainingRuleInput) -> Iterator[Verdict]:
     lost, every = asked.part(parts.BETWEEN), asked.run.what.config.run.log_every
     remedy = Remedy("processor cores that nothing else uses", lost)
     if every < 10:
@@ -114,7 +114,7 @@ def _between(asked: Asked) -> Iterator[Verdict]:
     )
 
 
-def _launches(asked: Asked) -> Iterator[Verdict]:
+def _launches(asked: TrainingRuleInput) -> Iterator[Verdict]:
     run, data, lost = asked.run, asked.run.what.config.data, asked.part(parts.LAUNCHES)
     evidence = f"the device waits within steps: {asked.each(parts.LAUNCHES)}"
     if run.what.kind == "cpu":
@@ -129,7 +129,7 @@ def _launches(asked: Asked) -> Iterator[Verdict]:
         yield Verdict("graph", "host-bound: launching takes longer than the kernels", "launch", told, (remedy,))
 
 
-def _slowest(asked: Asked) -> Iterator[Verdict]:
+def _slowest(asked: TrainingRuleInput) -> Iterator[Verdict]:
     if asked.run.slowest is None:
         return
     rank, _ = asked.run.slowest
@@ -142,7 +142,7 @@ def _slowest(asked: Asked) -> Iterator[Verdict]:
     )
 
 
-def _messages(asked: Asked) -> Iterator[Verdict]:
+def _messages(asked: TrainingRuleInput) -> Iterator[Verdict]:
     shape, layout = asked.floor.shape, asked.run.what.layout
     lost = asked.part(parts.MESSAGES)
     if layout.ranks == 1 or lost <= 0:
@@ -172,7 +172,7 @@ def _messages(asked: Asked) -> Iterator[Verdict]:
     )
 
 
-def _bubbles(asked: Asked) -> Iterator[Verdict]:
+def _bubbles(asked: TrainingRuleInput) -> Iterator[Verdict]:
     shape, layout = asked.floor.shape, asked.run.what.layout
     if layout.pp == 1 or asked.part(parts.BUBBLE) <= 0:
         return
@@ -194,13 +194,13 @@ def _bubbles(asked: Asked) -> Iterator[Verdict]:
     )
 
 
-def _more_packs(asked: Asked, what: str) -> Iterator[Remedy]:
+def _more_packs(asked: TrainingRuleInput, what: str) -> Iterator[Remedy]:
     shape, packs = asked.floor.shape, asked.run.what.config.data.packs_per_step
     doubled = replace(shape, batches=2 * shape.batches)
     yield from asked.tried(what, f"--data.packs_per_step {2 * packs}", doubled, packs=2)
 
 
-def _again(asked: Asked) -> Iterator[Verdict]:
+def _again(asked: TrainingRuleInput) -> Iterator[Verdict]:
     lost, recompute = asked.part(parts.AGAIN), asked.run.what.recompute
     if lost <= 0:
         return
@@ -220,7 +220,7 @@ def _again(asked: Asked) -> Iterator[Verdict]:
     )
 
 
-def _optimizer(asked: Asked) -> Iterator[Verdict]:
+def _optimizer(asked: TrainingRuleInput) -> Iterator[Verdict]:
     run, floor = asked.run, asked.floor
     taken = asked.explained.operation("optimizer", "update") or floor.update
     moving = floor.bytes / floor.peaks.bandwidth
@@ -242,7 +242,7 @@ def _optimizer(asked: Asked) -> Iterator[Verdict]:
         yield Verdict("kernel", "memory-bound optimizer: an update for few tokens", "memory", evidence, (remedy,))
 
 
-def _precision(asked: Asked) -> Iterator[Verdict]:
+def _precision(asked: TrainingRuleInput) -> Iterator[Verdict]:
     run, likely = asked.run, asked.floor.likely
     if run.trace is None or likely is None or run.trace.wide < _WIDE:
         return
@@ -256,7 +256,7 @@ def _precision(asked: Asked) -> Iterator[Verdict]:
     )
 
 
-def _warm_up(asked: Asked) -> Iterator[Verdict]:
+def _warm_up(asked: TrainingRuleInput) -> Iterator[Verdict]:
     lost, given = asked.part(parts.WARM_UP), asked.run.what.config.run
     longer = f"--run.epochs {10 * given.epochs:g}" if given.epochs else f"--run.steps {10 * (given.steps or 0)}"
     yield Verdict(

@@ -15,7 +15,7 @@ from strata.train.log.json_lines import read_lines
 from strata.train.log.logs import FILE
 from strata.train.log.step_times import PROFILE, TIMES, VALIDATION
 from strata.train.predict.flops import StepFlops
-from strata.train.predict.step_kinds import StepTable, kind_of, read_step_trace
+from strata.train.predict.step_kinds import StepKindTable, kind_of, read_step_trace
 from strata.train.profile import STEP
 
 # Of kernels that multiply in float32: cuBLAS's and CUTLASS's without tensor cores, with TF32, and cuBLAS's newer names.
@@ -47,7 +47,7 @@ class Interval:
 class Trace:
     """Steps that were traced. wide: the share of the products' time that float32 kernels have."""
 
-    table: StepTable
+    table: StepKindTable
     wide: float
 
 

@@ -13,8 +13,8 @@ from strata.plan.explain.explanation import Peaks
 from strata.plan.training_explain.recorded_run import RecordedRun
 from strata.train.log.description import RunDescription
 from strata.train.predict.estimate import step_shape
-from strata.train.predict.least_time import StepTime, predicted_time
-from strata.train.predict.step_shape import StepShape
+from strata.train.predict.min_time import TrainingStepTime, predicted_time
+from strata.train.predict.step_shape import TrainShape
 
 # Of a parameter in an update: AdamW reads master, moments and gradient and writes all but that; Muon has one moment.
 _UPDATE_BYTES = {"adamw": 28, "muon": 20}
@@ -32,7 +32,7 @@ class RunFloor:
     """
 
     device: Device
-    shape: StepShape
+    shape: TrainShape
     products: float
     attention: float
     update: float
@@ -41,7 +41,7 @@ class RunFloor:
     messages: float = 0.0
     bubble: float = 0.0
     again: float = 0.0
-    likely: StepTime | None = None
+    likely: TrainingStepTime | None = None
     sources: tuple[str, ...] = ()
 
     @property
@@ -76,7 +76,7 @@ def run_floor(run: RecordedRun) -> RunFloor:
     return _with_layout(found, run) if on_gpu else found
 
 
-def likely_time(shape: StepShape, recompute: str, device: Device) -> StepTime | None:
+def likely_time(shape: TrainShape, recompute: str, device: Device) -> TrainingStepTime | None:
     """`predicted_time`, where link, rates and precision are known."""
     try:
         return predicted_time(shape, recompute, device)
@@ -99,7 +99,7 @@ def _device(what: RunDescription) -> tuple[Device, tuple[str, ...]]:
     return found.device, found.sources or (f"the database's figures of {known.product}",)
 
 
-def _update_bytes(what: RunDescription, shape: StepShape) -> int:
+def _update_bytes(what: RunDescription, shape: TrainShape) -> int:
     """Of a step, on the rank that updates most. Adapters are small, and not counted."""
     if what.config.lora is not None:
         return 0

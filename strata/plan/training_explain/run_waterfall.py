@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
+from strata.graph.capture import capture
+from strata.graph.cost import meta_indices, node_costs
+from strata.hardware.roofline import Workload
+from strata.models.batch import Batch
+from strata.models.families import build
 from strata.plan.explain.explanation import OperationTime
-from strata.plan.training_explain.moved_bytes import moved_bytes
 from strata.plan.training_explain.recorded_run import RecordedRun, Trace
 from strata.plan.training_explain.run_floor import RunFloor
 from strata.plan.waterfall import Part, Waterfall
+from strata.train.predict.layer_costs import ATTENTIONS, MIXTURES
 
 WARM_UP = "first steps: compiling, recording, warming up"
 DATA = "waiting for data"
@@ -91,7 +98,7 @@ def _traced(run: RecordedRun, trace: Trace, floor: RunFloor, inside: float) -> t
     idle = max(0.0, table.seconds["idle"] - (run.seconds - run.warm_up - inside) / run.steps)
     whole = sum(seconds for kind, seconds in table.seconds.items() if kind != "idle") + idle
     scale = inside / whole
-    ranks, moves = run.what.layout.ranks, moved_bytes(run)
+    ranks, moves = run.what.layout.ranks, _moved_bytes(run)
     floors = {
         "products": (floor.products, (flops.products + flops.head) // ranks, moves.products, "compute"),
         "attention": (floor.attention, flops.attention // ranks, moves.attention, "compute"),
@@ -126,7 +133,7 @@ def _of_trace(operations: tuple[OperationTime, ...], floor: RunFloor, inside: fl
 
 def _of_host(run: RecordedRun, floor: RunFloor, inside: float) -> tuple[OperationTime, ...]:
     """By the host's phases, which on a processor are the work itself."""
-    phases, moves = run.steady.phases, moved_bytes(run)
+    phases, moves = run.steady.phases, _moved_bytes(run)
     reduced, update = phases.get("reduce", 0.0), phases.get("update", 0.0)
     flops = run.flops.total // run.what.layout.ranks
     passes = max(0.0, inside - reduced - update)
@@ -178,3 +185,38 @@ def _launches(run: RecordedRun, floor: RunFloor, inside: float) -> float:
     likely = run.steps * floor.likely.seconds * run.filled
     waits = steady.phases.get("log", 0.0) >= _NEVER_WAITS * steady.seconds
     return 0.0 if waits or inside < _LONGER * likely else inside - likely
+
+
+@dataclass(frozen=True)
+class _MovedBytes:
+    """Of all steps, on one rank: operands read once, results written once. products: with the head."""
+
+    products: int
+    attention: int
+
+
+def _moved_bytes(run: RecordedRun) -> _MovedBytes:
+    """What products and attention of a run move, forward and backward, from its captured graph.
+
+    Packs are taken to be alike, their sequences equally long, and ranks to share the work.
+    """
+    what, packs = run.what, max(1, run.packs)
+    dtype = torch.bfloat16 if what.kind == "cuda" else torch.float32
+    sequences = max(1, run.sequences // packs)
+    length = max(1, run.tokens // packs // sequences)
+    ids = meta_indices(sequences * length)
+    lengths = (length,) * sequences
+    with torch.device("meta"):
+        graph = capture(build(what.model).to(dtype))
+    batch = Batch(ids, ids, meta_indices(sequences + 1), length, None)
+    found = {"products": 0, "attention": 0}
+    for node in node_costs(graph, batch, Workload(lengths, lengths), gradients=True):
+        if node.operation in ATTENTIONS:
+            found["attention"] += node.cost.bytes + node.backward.bytes
+        elif node.weight is not None or node.operation in MIXTURES:
+            found["products"] += node.cost.bytes + node.backward.bytes
+    vocabulary, hidden = what.model.vocab_size, what.model.hidden_size
+    rows = run.flops.head // (6 * vocabulary * hidden)
+    head = 3 * dtype.itemsize * (packs * vocabulary * hidden + rows * (hidden + vocabulary))
+    ranks = what.layout.ranks
+    return _MovedBytes((found["products"] * packs + head) // ranks, found["attention"] * packs // ranks)

@@ -19,7 +19,7 @@ from strata.serve.http.sse import DONE, EventStream, run_until_disconnect, strea
 from strata.serve.observe.logs import note_prompt
 from strata.serve.replies.reasoning import opens_reasoning
 from strata.serve.replies.reply_parser import ReplyParser, with_visible_tags
-from strata.serve.replies.tools import Function, Named, ToolUse, use_tools
+from strata.serve.replies.tools import Named, OfferedFunction, ToolUse, use_tools
 from strata.serve.schema.base import json_response
 from strata.serve.schema.chat import ChatRequest, NamedTool
 from strata.serve.schema.chat_reply import ChatChunk, ChatCompletion
@@ -41,7 +41,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 
 
 @dataclass(frozen=True)
-class _ParsedRequest:
+class _ParsedChat:
     """parsers: one for each choice, None where all text is content. prompt_ids: to be reported, None otherwise."""
 
     head: ReplyHead
@@ -83,12 +83,14 @@ async def _stream(body: ChatRequest, request: Request) -> AsyncGenerator[bytes, 
     yield stream.last(usage, ledger) + DONE
 
 
-async def _parse(body: ChatRequest, request: Request) -> _ParsedRequest:
+async def _parse(body: ChatRequest, request: Request) -> _ParsedChat:
     """The request as the engine takes it. Raises ApiError for what cannot be served."""
     state = server_of(request)
     model = state.model_name(body.model)
     body.check()
-    params = sampling_params(body, state.client.ready, max_tokens=body.most_tokens, logprobs=body.reported_logprobs)
+    params = sampling_params(
+        body, state.client.ready, max_tokens=body.requested_max_tokens, logprobs=body.reported_logprobs
+    )
     admission = admit_generation(request, params, priority=body.priority)
     tools = _tool_use(body, state.settings.tool_format)
     grammar = tools.grammar
@@ -111,7 +113,7 @@ async def _parse(body: ChatRequest, request: Request) -> _ParsedRequest:
     parsed = reasoning or tools.tool_format is not None
     bad_words = await bad_words_of(state, admission, params)
     head = ReplyHead.new("chatcmpl", model)
-    return _ParsedRequest(
+    return _ParsedChat(
         head,
         Generation(
             request,
@@ -135,7 +137,8 @@ async def _parse(body: ChatRequest, request: Request) -> _ParsedRequest:
 
 def _tool_use(body: ChatRequest, tool_format: str | None) -> ToolUse:
     functions = [
-        Function(tool.function.name, tool.function.description, tool.function.parameters) for tool in body.tools or ()
+        OfferedFunction(tool.function.name, tool.function.description, tool.function.parameters)
+        for tool in body.tools or ()
     ]
     choice = body.tool_choice
     return use_tools(

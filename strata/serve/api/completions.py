@@ -14,11 +14,10 @@ from strata.serve.api.completion_choice import ChoiceDelta, ChoiceText, check_ec
 from strata.serve.api.completion_stream import CompletionStream, written_choice, written_completion
 from strata.serve.api.ledger_reply import ledger_of
 from strata.serve.api.prompts import Prompt, bad_words_of, encode_all
-from strata.serve.generation import Generation, SampleDelta
-from strata.serve.generations import merged_streams
+from strata.serve.generation import Generation, SampleDelta, merged_streams
 from strata.serve.grammar import answer_grammar
 from strata.serve.http.json_route import api_router
-from strata.serve.http.limits import Admission
+from strata.serve.http.limits import AdmittedRequest
 from strata.serve.http.sse import DONE, EventStream, run_until_disconnect, streams
 from strata.serve.observe.logs import note_prompt
 from strata.serve.schema.completions import DEFAULT_MAX_TOKENS, Completion, CompletionRequest
@@ -77,7 +76,7 @@ async def _stream(body: CompletionRequest, request: Request) -> AsyncGenerator[b
 
 
 @dataclass(frozen=True)
-class _ParsedRequest:
+class _ParsedCompletion:
     """choices: of the first prompt first; each prompt has `samples`.
 
     scores: only the prompts are reported. The engine generates a token all the same, which is dropped.
@@ -123,7 +122,7 @@ class _ParsedRequest:
         return index, self.choices[index].append(delta)
 
 
-async def _parse(body: CompletionRequest, request: Request) -> _ParsedRequest:
+async def _parse(body: CompletionRequest, request: Request) -> _ParsedCompletion:
     """The request as the engine takes it. Raises ApiError for what cannot be served."""
     state = server_of(request)
     model = state.model_name(body.model)
@@ -147,7 +146,7 @@ async def _parse(body: CompletionRequest, request: Request) -> _ParsedRequest:
     note_prompt(request.scope, "\n".join(prompt.text for prompt in prompts))
     bad_words = await bad_words_of(state, admission, params)
     head = ReplyHead.new("cmpl", model)
-    return _ParsedRequest(
+    return _ParsedCompletion(
         head,
         prompts,
         [
@@ -177,7 +176,7 @@ async def _parse(body: CompletionRequest, request: Request) -> _ParsedRequest:
 
 
 async def _prompts(
-    state: ServerState, admission: Admission, body: CompletionRequest, given: Sequence[str | list[int]]
+    state: ServerState, admission: AdmittedRequest, body: CompletionRequest, given: Sequence[str | list[int]]
 ) -> list[Prompt]:
     """The prompts as ids, and as texts where those are given or will be shown."""
     several = len(given) > 1

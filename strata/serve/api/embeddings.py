@@ -18,7 +18,7 @@ from strata.serve.api.prompts import encode_all
 from strata.serve.client import EngineGone, EngineRefused
 from strata.serve.http.errors import ApiError
 from strata.serve.http.json_route import api_router
-from strata.serve.http.limits import Admission
+from strata.serve.http.limits import AdmittedRequest
 from strata.serve.http.sse import run_until_disconnect
 from strata.serve.observe.metrics import RequestRecord
 from strata.serve.schema.embeddings import EmbeddingList, EmbeddingRequest
@@ -66,7 +66,9 @@ def _inputs(body: EmbeddingRequest) -> dict[str, str | list[int]]:
     return {f"input[{number}]": one for number, one in enumerate(cast(list[str | list[int]], given))}
 
 
-async def _prompts(inputs: dict[str, str | list[int]], state: ServerState, admission: Admission) -> list[list[int]]:
+async def _prompts(
+    inputs: dict[str, str | list[int]], state: ServerState, admission: AdmittedRequest
+) -> list[list[int]]:
     """The token ids of each input. Raises ApiError (400) for one that the model cannot take."""
     texts = {where: one for where, one in inputs.items() if isinstance(one, str)}
     if texts:  # then all are
@@ -94,7 +96,11 @@ def _check_length(tokens: int, most: int, where: str) -> None:
 
 
 async def _embed(
-    state: ServerState, admission: Admission, prompts: list[list[int]], pooling: Literal["last", "mean"], at_once: int
+    state: ServerState,
+    admission: AdmittedRequest,
+    prompts: list[list[int]],
+    pooling: Literal["last", "mean"],
+    at_once: int,
 ) -> list[list[float]]:
     """The vectors in the order of the prompts. Metrics count the request as one."""
     reason = "abort"
@@ -128,7 +134,11 @@ async def _embed(
 
 
 async def _all_vectors(
-    state: ServerState, admission: Admission, prompts: list[list[int]], pooling: Literal["last", "mean"], at_once: int
+    state: ServerState,
+    admission: AdmittedRequest,
+    prompts: list[list[int]],
+    pooling: Literal["last", "mean"],
+    at_once: int,
 ) -> list[list[float]]:
     """Asks the engine for a few at a time; when this is cancelled or one fails, the others are aborted."""
     places = asyncio.Semaphore(at_once)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from strata.engine.bad_words import TIMES_ENCODED, bad_word_ids
 from strata.engine.sampling_params import SamplingParams
 from strata.serve.http.errors import ApiError
-from strata.serve.http.limits import Admission
+from strata.serve.http.limits import AdmittedRequest
 from strata.serve.state import ServerState
 from strata.text.messages import text_of
 from strata.text.spelled_tokens import ChatText
@@ -31,7 +31,7 @@ class Prompt:
 
 async def chat_text(
     state: ServerState,
-    admission: Admission,
+    admission: AdmittedRequest,
     messages: Sequence[Mapping[str, Any]],
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
@@ -58,7 +58,7 @@ async def chat_text(
 
 async def encode(
     state: ServerState,
-    admission: Admission,
+    admission: AdmittedRequest,
     text: str | ChatText,
     *,
     add_special_tokens: bool = True,
@@ -70,7 +70,11 @@ async def encode(
 
 
 async def encode_all(
-    state: ServerState, admission: Admission, texts: Mapping[str, str | ChatText], *, add_special_tokens: bool = True
+    state: ServerState,
+    admission: AdmittedRequest,
+    texts: Mapping[str, str | ChatText],
+    *,
+    add_special_tokens: bool = True,
 ) -> list[list[int]]:
     """The token ids of several texts, by the parameter that each is.
 
@@ -85,7 +89,7 @@ async def encode_all(
     return await off_the_loop(state, admission, sum(map(len, texts.values())), encoded)
 
 
-async def bad_words_of(state: ServerState, admission: Admission, params: SamplingParams) -> list[tuple[int, ...]]:
+async def bad_words_of(state: ServerState, admission: AdmittedRequest, params: SamplingParams) -> list[tuple[int, ...]]:
     """The token ids of the words that an output must not hold."""
     words = params.bad_words or ()
     if not words:
@@ -94,7 +98,7 @@ async def bad_words_of(state: ServerState, admission: Admission, params: Samplin
     return await off_the_loop(state, admission, size, lambda: bad_word_ids(words, state.tokenizer))
 
 
-async def off_the_loop(state: ServerState, admission: Admission, size: int, work: Callable[[], Result]) -> Result:
+async def off_the_loop(state: ServerState, admission: AdmittedRequest, size: int, work: Callable[[], Result]) -> Result:
     """What `work` with the tokenizer gives. size: characters or ids; where they are many a thread does it, in turn."""
     if size <= _SHORT:
         return work()

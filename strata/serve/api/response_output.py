@@ -19,13 +19,13 @@ class ResponseOutput:
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
-        self._open: _Text | _Call | None = None
+        self._open: _TextItem | _CallItem | None = None
 
     def take(self, event: ReplyEvent, logprobs: Logprobs) -> list[Event]:
         """What this part of the reply brings. logprobs: of the tokens of a content delta."""
         events: list[Event] = []
         if isinstance(event, ToolCallStart):
-            return self._begin(_Call(event))
+            return self._begin(_CallItem(event))
         if isinstance(event, ContentDelta) and not isinstance(self._open, _Message):
             events = self._begin(_Message())
         if isinstance(event, ReasoningDelta) and not isinstance(self._open, _Reasoning):
@@ -38,7 +38,7 @@ class ResponseOutput:
         events = [] if self.items or self._open else self._begin(_Message())
         return events + self._end("completed" if complete else "incomplete")
 
-    def _begin(self, item: _Text | _Call) -> list[Event]:
+    def _begin(self, item: _TextItem | _CallItem) -> list[Event]:
         events = self._end("completed")
         self._open = item
         return events + self._placed(item.begin())
@@ -57,7 +57,7 @@ class ResponseOutput:
         return events
 
 
-class _Text:
+class _TextItem:
     """An item that is a text, while it is written: one part, `_part`; its events are `_event` and .delta or .done."""
 
     _event: str
@@ -97,7 +97,7 @@ class _Text:
         raise NotImplementedError
 
 
-class _Reasoning(_Text):
+class _Reasoning(_TextItem):
     _event = "response.reasoning_text"
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class _Reasoning(_Text):
         return {"type": "reasoning_text", "text": text}
 
 
-class _Message(_Text):
+class _Message(_TextItem):
     _event = "response.output_text"
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class _Message(_Text):
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._logprobs)}
 
 
-class _Call:
+class _CallItem:
     def __init__(self, start: ToolCallStart) -> None:
         self._id = f"fc_{uuid4().hex}"
         self._start = start

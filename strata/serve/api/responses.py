@@ -26,8 +26,8 @@ from strata.serve.http.sse import EventStream, run_until_disconnect, streams
 from strata.serve.observe.logs import note_prompt
 from strata.serve.replies.reasoning import opens_reasoning
 from strata.serve.replies.reply_parser import ReplyParser, collect, with_visible_tags
-from strata.serve.replies.tools import Function, Named, ToolUse, use_tools
-from strata.serve.schema.responses import JsonSchemaFormat, NamedTool, ResponsesRequest, TextFormat
+from strata.serve.replies.tools import Named, OfferedFunction, ToolUse, use_tools
+from strata.serve.schema.responses import JsonSchemaFormat, ResponsesNamedTool, ResponsesRequest, TextFormat
 from strata.serve.schema.responses_reply import DeletedResponse, ResponseObject, ResponseStreamEvent
 from strata.serve.schema.sampling import sampling_params
 from strata.serve.state import ServerState, caller_of, server_of
@@ -59,7 +59,7 @@ async def delete_response(request: Request, id: str) -> DeletedResponse:
 
 
 @dataclass(frozen=True)
-class _ParsedRequest:
+class _ParsedResponse:
     """messages: the conversation so far, without the instructions; None if the response is not to be kept."""
 
     response: ResponseInProgress
@@ -99,7 +99,7 @@ async def _stream(body: ResponsesRequest, request: Request) -> AsyncGenerator[by
     yield writer.write(response.end())
 
 
-def _complete(parsed: _ParsedRequest, request: Request) -> None:
+def _complete(parsed: _ParsedResponse, request: Request) -> None:
     """After the last delta: complete the object, and keep it if that was asked for."""
     response = parsed.response
     response.finish(parsed.generation)
@@ -110,7 +110,7 @@ def _complete(parsed: _ParsedRequest, request: Request) -> None:
     response.body["store"] = server_of(request).responses.put(caller_of(request).name, response.body["id"], kept)
 
 
-async def _parse(body: ResponsesRequest, request: Request) -> _ParsedRequest:
+async def _parse(body: ResponsesRequest, request: Request) -> _ParsedResponse:
     """The request as the engine takes it. Raises ApiError for what cannot be served."""
     state = server_of(request)
     model = state.model_name(body.model)
@@ -144,7 +144,7 @@ async def _parse(body: ResponsesRequest, request: Request) -> _ParsedRequest:
     )
     bad_words = await bad_words_of(state, admission, params)
     new = _new_body(body, model, params, keep)
-    return _ParsedRequest(
+    return _ParsedResponse(
         ResponseInProgress(new, parser, state.tokenizer),
         Generation(
             request,
@@ -186,7 +186,7 @@ def _new_body(body: ResponsesRequest, model: str, params: SamplingParams, store:
         "store": store,
         "temperature": params.temperature,
         "text": {"format": form.model_dump(by_alias=True, exclude_none=True)},
-        "tool_choice": tool_choice.model_dump() if isinstance(tool_choice, NamedTool) else tool_choice,
+        "tool_choice": tool_choice.model_dump() if isinstance(tool_choice, ResponsesNamedTool) else tool_choice,
         "tools": [tool.model_dump() for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
@@ -198,8 +198,8 @@ def _new_body(body: ResponsesRequest, model: str, params: SamplingParams, store:
 def _tool_use(body: ResponsesRequest, tool_format: str | None) -> ToolUse:
     choice = body.tool_choice
     return use_tools(
-        [Function(tool.name, tool.description, tool.parameters) for tool in body.tools or ()],
-        Named(choice.name) if isinstance(choice, NamedTool) else choice,
+        [OfferedFunction(tool.name, tool.description, tool.parameters) for tool in body.tools or ()],
+        Named(choice.name) if isinstance(choice, ResponsesNamedTool) else choice,
         parallel=body.parallel_tool_calls is not False,
         tool_format=tool_format,
         answer=_format_grammar(body),

@@ -7,13 +7,13 @@ from typing import Any
 
 from strata.serve.api.prompts import Prompt, chat_text, encode
 from strata.serve.http.errors import ApiError
-from strata.serve.http.limits import Admission
+from strata.serve.http.limits import AdmittedRequest
 from strata.serve.state import ServerState
 
 
 async def response_prompt(
     state: ServerState,
-    admission: Admission,
+    admission: AdmittedRequest,
     messages: Sequence[dict[str, Any]],
     tools: Sequence[dict[str, Any]] | None,
     variables: Mapping[str, Any],

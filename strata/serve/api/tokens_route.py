@@ -12,7 +12,7 @@ from strata.serve.admission import admit
 from strata.serve.api.prompts import chat_text, encode, off_the_loop
 from strata.serve.http.errors import ApiError
 from strata.serve.http.json_route import api_router
-from strata.serve.http.limits import Admission
+from strata.serve.http.limits import AdmittedRequest
 from strata.serve.schema.base import ReplyModel, RequestModel, json_response
 from strata.serve.schema.chat import Tool
 from strata.serve.schema.messages import Message, as_sent
@@ -116,7 +116,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     return json_response(Detokenized(prompt=await off_the_loop(state, admission, len(body.tokens), decoded)))
 
 
-async def _text_of_messages(body: TokenizeRequest, state: ServerState, admission: Admission) -> ChatText:
+async def _text_of_messages(body: TokenizeRequest, state: ServerState, admission: AdmittedRequest) -> ChatText:
     return await chat_text(
         state,
         admission,

@@ -13,17 +13,14 @@ from strata.serve.api import (
     chat,
     completions,
     embeddings,
-    health,
-    models_route,
     replicas_route,
-    requests_route,
     responses,
+    server_routes,
     tokens_route,
 )
 from strata.serve.http.direct_routes import DirectRoutes
 from strata.serve.http.errors import ERROR_HANDLERS
 from strata.serve.http.openapi import describe
-from strata.serve.observe import metrics_route
 from strata.serve.observe.handlers import Handlers
 from strata.serve.schema.chat_reply import ChatChunk
 from strata.serve.schema.completions import Completion
@@ -37,11 +34,10 @@ ROUTERS = (
     responses.router,
     embeddings.router,
     tokens_route.router,
-    models_route.router,
-    health.router,
+    server_routes.models_router,
+    server_routes.health_router,
     replicas_route.router,
-    requests_route.router,
-    metrics_route.router,
+    server_routes.observation_router,
     page_route.router,
 )
 STREAMED = (ChatChunk, Completion, ResponseStreamEvent)

@@ -19,8 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from strata.files.strict_json import read_json
 from strata.serve.http.errors import ERROR_HANDLERS, ApiError
-from strata.serve.http.limits import Admission
-from strata.serve.http.loop_share import LoopShare
+from strata.serve.http.limits import AdmittedRequest, LoopShare
 
 _SHORT = 32 * 1024  # bytes; a body that is longer may take milliseconds, or a tenth of a second
 
@@ -42,7 +41,7 @@ class DirectRoutes:
             else:
                 await self._answer(route, scope, receive, send)
         finally:  # whatever became of it
-            admission: Admission | None = scope.get("state", {}).get("admission")
+            admission: AdmittedRequest | None = scope.get("state", {}).get("admission")
             if admission is not None:
                 admission.close()
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from strata.serve.http.errors import ApiError
@@ -14,6 +16,7 @@ from strata.text.counted import counted
 
 _LONGEST_DRAIN = 60.0  # seconds; the rate of the last releases says little about later
 _RELEASES_REMEMBERED = 64
+_REST = 4.0  # times what the work took; so one caller takes a fifth of the loop at most
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Caller:
     salt: str
 
 
-class Bucket:
+class TokenBucket:
     """An allowance per minute: at most a minute's worth is in it, and it refills steadily. Times are in seconds."""
 
     def __init__(self, per_minute: float, now: float) -> None:
@@ -55,8 +58,8 @@ class Bucket:
 class _Allowance:
     """What one caller may still use, and how many of its sequences are in flight."""
 
-    requests: Bucket | None
-    tokens: Bucket | None
+    requests: TokenBucket | None
+    tokens: TokenBucket | None
     in_flight: int = 0
 
 
@@ -124,8 +127,8 @@ class Limits:
         *,
         requests: int = 1,
         arrival: float | None = None,
-    ) -> Admission:
-        """Give a request room for all its sequences, or none, until its `Admission` is released.
+    ) -> AdmittedRequest:
+        """Give a request room for all its sequences, or none, until its `AdmittedRequest` is released.
 
         prompt_tokens: an estimate, before the prompts are made. most_tokens: the most that each of its `sequences` can
             generate. They are reserved in the caller's tokens per minute together with the prompts, up to a full
@@ -158,7 +161,7 @@ class Limits:
         allowance.in_flight += sequences
         self._in_flight += sequences
         start = now if arrival is None else arrival
-        return Admission(
+        return AdmittedRequest(
             caller=caller,
             arrival=start,
             deadline=start + self._settings.request_timeout,
@@ -176,8 +179,8 @@ class Limits:
         return found
 
     def _full_allowance(self, now: float) -> _Allowance:
-        def bucket(per_minute: int | None) -> Bucket | None:
-            return None if per_minute is None else Bucket(per_minute / self._settings.api_workers, now)
+        def bucket(per_minute: int | None) -> TokenBucket | None:
+            return None if per_minute is None else TokenBucket(per_minute / self._settings.api_workers, now)
 
         return _Allowance(bucket(self._settings.requests_per_minute), bucket(self._settings.tokens_per_minute))
 
@@ -191,7 +194,7 @@ class Limits:
             message = f"the server is overloaded, {counted(self.waiting, 'sequence')} in line{whose}: try again later"
             raise ApiError(503, message, code="queue_full", headers=_retry_after(self._drain_time(now)))
 
-    def _check_requests(self, bucket: Bucket, requests: int, now: float) -> None:
+    def _check_requests(self, bucket: TokenBucket, requests: int, now: float) -> None:
         if (wait := bucket.wait(requests, now)) > 0:
             raise _over(f"{self._settings.requests_per_minute} requests per minute", "requests_per_minute", wait)
 
@@ -211,7 +214,7 @@ class Limits:
 class _HeldTokens:
     """What one request holds of its caller's tokens, if those are bounded."""
 
-    bucket: Bucket | None
+    bucket: TokenBucket | None
     clock: Callable[[], float]
     held: float
 
@@ -228,7 +231,7 @@ class _HeldTokens:
 
 
 @dataclass(eq=False)
-class Admission:
+class AdmittedRequest:
     """A request that was let in. `close` it when it is over, however it ends.
 
     caller: whose it is. arrival, deadline: seconds of `time.monotonic()` between which it is to be answered.
@@ -286,3 +289,23 @@ def _over(bound: str, code: str, wait: float) -> ApiError:
 
 def _retry_after(seconds: float) -> dict[str, str]:
     return {"retry-after": str(max(1, math.ceil(seconds)))}
+
+
+class LoopShare:
+    """One caller's work items are done one after the other, with the loop left to others between them."""
+
+    def __init__(self) -> None:
+        self._turns: dict[str, asyncio.Lock] = {}
+        self._rested: dict[str, float] = {}  # when a caller's next piece may be done
+
+    @asynccontextmanager
+    async def time_slice(self, caller: str) -> AsyncIterator[None]:
+        """Do one item of work inside, all at once; a caller's own wait in the order in which they came."""
+        async with self._turns.setdefault(caller, asyncio.Lock()):
+            await asyncio.sleep(max(0.0, self._rested.get(caller, 0.0) - time.monotonic()))
+            began = time.monotonic()
+            try:
+                yield
+            finally:
+                now = time.monotonic()
+                self._rested[caller] = now + _REST * (now - began)

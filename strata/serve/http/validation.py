@@ -35,7 +35,7 @@ _BOUNDS = {
 }
 
 
-class Explanation(NamedTuple):
+class FieldExplanation(NamedTuple):
     """param: the field as a path such as "messages[0].content", None for the whole body."""
 
     message: str
@@ -43,20 +43,22 @@ class Explanation(NamedTuple):
     code: str | None = None
 
 
-def explain_fault(error: RequestValidationError) -> Explanation:
+def explain_fault(error: RequestValidationError) -> FieldExplanation:
     """What is said of the first fault."""
     fault = error.errors()[0]
     place, *keys = fault["loc"]
     if fault["type"] == "json_invalid":
-        return Explanation(f"the body is not JSON that this server reads: {fault['ctx']['error']}", code="invalid_json")
+        return FieldExplanation(
+            f"the body is not JSON that this server reads: {fault['ctx']['error']}", code="invalid_json"
+        )
     if fault["type"] == "too_many_fields" and not keys:
-        return Explanation(f"the body {_said(fault)}", code="invalid_value")
+        return FieldExplanation(f"the body {_said(fault)}", code="invalid_value")
     if place == "body" and not keys:
-        return Explanation(_explain_body(error.body))
+        return FieldExplanation(_explain_body(error.body))
     path = field_path(keys, error.body) if place == "body" else ".".join(map(str, keys))
     if fault["type"].startswith("union_tag"):  # a message whose role is missing or unknown
         return _explain_tag(fault, path)
-    return Explanation(_explain_field(fault, path), path, _CODES.get(fault["type"], "invalid_value"))
+    return FieldExplanation(_explain_field(fault, path), path, _CODES.get(fault["type"], "invalid_value"))
 
 
 def field_path(keys: Sequence[str | int], body: Any) -> str:
@@ -86,13 +88,13 @@ def _explain_body(body: Any) -> str:
     return f"the body must be a JSON object, got {'nothing' if body in (None, b'') else shown(body)}"
 
 
-def _explain_tag(fault: dict[str, Any], path: str) -> Explanation:
+def _explain_tag(fault: dict[str, Any], path: str) -> FieldExplanation:
     name = fault["ctx"]["discriminator"].strip("'")
     param = f"{path}.{name}"
     if fault["type"] == "union_tag_not_found":
-        return Explanation(f"{param} is required", param, _CODES["missing"])
+        return FieldExplanation(f"{param} is required", param, _CODES["missing"])
     message = f"{param} must be one of {_in_quotes(fault['ctx']['expected_tags'])}, got {shown(fault['input'][name])}"
-    return Explanation(message, param, "invalid_value")
+    return FieldExplanation(message, param, "invalid_value")
 
 
 def _explain_field(fault: dict[str, Any], path: str) -> str:

@@ -17,9 +17,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from strata.engine.process.messages import Statistics
-from strata.serve.observe.caller_counts import KINDS, CallerCounts
 from strata.serve.observe.handlers import OTHER
-from strata.serve.observe.metric_cells import Cells
+from strata.serve.observe.metric_cells import KINDS, CallerCounts, Cells
 
 Endpoint = Literal["chat", "completions", "responses", "embeddings", "tokenize", "detokenize"]
 ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)

@@ -29,7 +29,6 @@ from strata.serve.http.keys import KeySource
 from strata.serve.observe.logs import configure_logging, log_event
 from strata.serve.processes.api_processes import ApiProcesses
 from strata.serve.processes.child import Child, how_it_ended
-from strata.serve.processes.devices import engine_devices
 from strata.serve.processes.worker import ApiJob, ApiServer, engine_address
 from strata.text.tokenizer import has_chat_template
 
@@ -39,6 +38,7 @@ _NOTICE_SECONDS = 2.0
 _ENGINE_STOP_SECONDS = 5.0
 
 _log = logging.getLogger("strata.serve")
+_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 def launch(asked: ApiJob, engine: Mapping[str, Any], keys: KeySource) -> int:
@@ -268,3 +268,35 @@ def greeting(asked: ApiJob, address: tuple[Any, ...], seconds: float) -> str:
         f"Strata serves {name} at {url} (ready in {seconds:.1f} s; Ctrl-C ends it). Try:\n"
         f"curl {url}/v1/{route} -H 'Content-Type: application/json'{key} -d '{question}'{open_metrics}"
     )
+
+
+def engine_devices(
+    engines: int, ranks: int, device: str, environment: Mapping[str, str], files: Path = Path("/dev")
+) -> list[dict[str, str]]:
+    """Variables of the environment of each engine: GPUs of its own, one for each rank, in order. Nothing where one
+    engine has all that there are, or none has any.
+
+    device: the engines' option. files: where the GPUs' device files are; torch, which would count them, takes seconds
+        to load and memory to keep. Raises ValueError if there are too few.
+    """
+    if engines == 1 or device == "cpu":
+        return [{}] * engines
+    if device.startswith("cuda:"):
+        raise ValueError(
+            f"device {device!r} is one GPU, data_parallel_size={engines} needs one for each engine: give cuda, and "
+            f"choose among GPUs by the environment variable {_VARIABLE}"
+        )
+    listed = environment.get(_VARIABLE)
+    if listed is None:
+        found = sorted(int(file.name[6:]) for file in files.glob("nvidia[0-9]*") if file.name[6:].isdecimal())
+        names = [str(at) for at in range(len(found))]
+    else:
+        names = [name.strip() for name in listed.split(",") if name.strip()]
+    if not names and device == "auto":
+        return [{}] * engines
+    if len(names) < engines * ranks:
+        raise ValueError(
+            f"data_parallel_size={engines} with {ranks} ranks each needs {engines * ranks} GPUs, and there "
+            f"are {len(names)}: ask for fewer, or show more by {_VARIABLE}"
+        )
+    return [{_VARIABLE: ",".join(names[engine * ranks : (engine + 1) * ranks])} for engine in range(engines)]

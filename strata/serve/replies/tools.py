@@ -20,7 +20,7 @@ MAX_SCHEMA_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
-class Function:
+class OfferedFunction:
     """parameters: JSON schema of the object of arguments; None for a function without any."""
 
     name: str
@@ -64,7 +64,7 @@ class ToolUse:
 
 
 def use_tools(
-    functions: Sequence[Function],
+    functions: Sequence[OfferedFunction],
     choice: ToolChoice | None,
     *,
     parallel: bool,
@@ -104,7 +104,7 @@ def use_tools(
     return ToolUse([function.tool for function in functions], tool_format, grammar, parallel)
 
 
-def _callable(functions: Sequence[Function], choice: ToolChoice | None) -> Sequence[Function]:
+def _callable(functions: Sequence[OfferedFunction], choice: ToolChoice | None) -> Sequence[OfferedFunction]:
     if not isinstance(choice, Named):
         return functions
     named = [function for function in functions if function.name == choice.name]
@@ -116,7 +116,7 @@ def _callable(functions: Sequence[Function], choice: ToolChoice | None) -> Seque
     return named
 
 
-def _check(functions: Sequence[Function], param: str) -> None:
+def _check(functions: Sequence[OfferedFunction], param: str) -> None:
     if len(functions) > MAX_TOOLS:
         raise ApiError(400, f"{param} has {len(functions)} functions; at most {MAX_TOOLS} are taken", param=param)
     seen: set[str] = set()

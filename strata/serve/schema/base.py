@@ -90,7 +90,7 @@ class Unsupported:
         raise PydanticCustomError("refused", "{reason}", {"reason": self._reason})
 
 
-def told_apart(kind_of: Callable[[Any], str | None], fault: str, message: str) -> Discriminator:
+def discriminated_by(kind_of: Callable[[Any], str | None], fault: str, message: str) -> Discriminator:
     """For a union whose kinds have tags. kind_of: the tag of a value. fault, message: for a value that is of none."""
     return Discriminator(kind_of, custom_error_type=fault, custom_error_message=message)
 

@@ -99,7 +99,7 @@ class ChatRequest(TemplateFields, FormatFields, SamplingFields):
     function_call: Annotated[Any, Unsupported(_OLD_TOOLS)] = None
 
     @property
-    def most_tokens(self) -> int | None:
+    def requested_max_tokens(self) -> int | None:
         """The most tokens to generate, by whichever name."""
         return self.max_completion_tokens or self.max_tokens
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
-from strata.serve.schema.base import ReplyModel, RequestModel, Unsupported, told_apart
+from strata.serve.schema.base import ReplyModel, RequestModel, Unsupported, discriminated_by
 from strata.serve.schema.sampling import Ids
 
 MAX_INPUTS = 2048
@@ -27,7 +27,7 @@ class EmbeddingRequest(RequestModel):
         | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS), Tag("texts")]
         | Annotated[Ids, Tag("ids")]
         | Annotated[list[Ids], Field(min_length=1, max_length=MAX_INPUTS), Tag("lists")],
-        told_apart(_kind_of_input, "input", "Input should be a text, a list of token ids, or a list of either"),
+        discriminated_by(_kind_of_input, "input", "Input should be a text, a list of token ids, or a list of either"),
     ]
     """One text, one list of token ids, or a list of either."""
     model: str | None = None

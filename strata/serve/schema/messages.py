@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Tag
 
-from strata.serve.schema.base import HistoryModel, Unsupported, told_apart
+from strata.serve.schema.base import HistoryModel, Unsupported, discriminated_by
 
 _TEXT_ONLY = "this server reads text only"
 
@@ -26,12 +26,12 @@ def _kind_of_content(value: Any) -> str | None:
     return "text" if isinstance(value, str) else "parts" if isinstance(value, list) else None
 
 
-_told_apart = told_apart(
+_BY_CONTENT = discriminated_by(
     _kind_of_content, "content", 'Input should be a string or a list of {"type": "text", "text": ...}'
 )
-Content = Annotated[Annotated[str, Tag("text")] | Annotated[list[TextPart], Tag("parts")], _told_apart]
+Content = Annotated[Annotated[str, Tag("text")] | Annotated[list[TextPart], Tag("parts")], _BY_CONTENT]
 AssistantPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
-AssistantContent = Annotated[Annotated[str, Tag("text")] | Annotated[list[AssistantPart], Tag("parts")], _told_apart]
+AssistantContent = Annotated[Annotated[str, Tag("text")] | Annotated[list[AssistantPart], Tag("parts")], _BY_CONTENT]
 
 
 def _text_or_nothing(value: Any) -> str | None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, Tag
 
 from strata.serve.http.errors import ApiError
-from strata.serve.schema.base import HistoryModel, RequestModel, Unsupported, described_as, told_apart
+from strata.serve.schema.base import HistoryModel, RequestModel, Unsupported, described_as, discriminated_by
 from strata.serve.schema.chat import Function, FunctionName, ReasoningEffort, Verbosity
 from strata.serve.schema.sampling import Count, GenerationFields, SamplingFields, TopLogprobs
 
@@ -21,18 +21,18 @@ MetadataValue = Annotated[str, StringConstraints(max_length=512)]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class TextPart(HistoryModel):
+class ResponsesTextPart(HistoryModel):
     type: Literal["input_text", "output_text"]
     text: str
 
 
-class RefusalPart(HistoryModel):
+class ResponsesRefusalPart(HistoryModel):
     type: Literal["refusal"]
     refusal: str
 
 
 Content = Annotated[
-    str | list[TextPart | RefusalPart],
+    str | list[ResponsesTextPart | ResponsesRefusalPart],
     described_as('a string or a list of {"type": "input_text" or "output_text", "text": ...}'),
 ]
 
@@ -81,7 +81,7 @@ Item = Annotated[
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")],
-    told_apart(
+    discriminated_by(
         _kind_of_item, "item", "Input should be a message, function_call, function_call_output or reasoning item"
     ),
 ]
@@ -92,21 +92,21 @@ def _kind_of_input(value: Any) -> str | None:
     return "text" if isinstance(value, str) else "items" if isinstance(value, list) else None
 
 
-class _Kind(RequestModel):
+class _FunctionKind(RequestModel):
     type: Literal["function"]
 
 
-class FunctionTool(Function, _Kind):
+class FunctionTool(Function, _FunctionKind):
     """`type` is its first field, so a tool of another type is reported as that, not as one without a name."""
 
 
-class NamedTool(RequestModel):
+class ResponsesNamedTool(RequestModel):
     type: Literal["function"]
     name: FunctionName
 
 
 ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | NamedTool,
+    Literal["none", "auto", "required"] | ResponsesNamedTool,
     described_as('"none", "auto", "required" or {"type": "function", "name": ...}'),
 ]
 
@@ -142,14 +142,14 @@ class ReasoningConfig(RequestModel):
     generate_summary: Annotated[Any, Unsupported("reasoning is sent whole, in content", "auto")] = None
 
 
-class StreamOptions(RequestModel):
+class ResponsesStreamOptions(RequestModel):
     include_obfuscation: Annotated[Any, Unsupported("events are not padded", False)] = None
 
 
 class ResponsesRequest(GenerationFields):
     input: Annotated[
         Annotated[str, Tag("text")] | Annotated[Items, Tag("items")],
-        told_apart(_kind_of_input, "input", "Input should be a string or a list of items"),
+        discriminated_by(_kind_of_input, "input", "Input should be a string or a list of items"),
     ]
     """What the user says, or items: messages, calls, their outputs, reasoning."""
     instructions: str | None = None
@@ -176,7 +176,7 @@ class ResponsesRequest(GenerationFields):
     """Tell those of so many of the likeliest tokens too; needs include."""
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     """Kept with the response."""
-    stream_options: StreamOptions | None = None
+    stream_options: ResponsesStreamOptions | None = None
     """Only with stream."""
 
     safety_identifier: str | None = None

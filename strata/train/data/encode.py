@@ -12,7 +12,7 @@ import tokenizers
 
 from strata.train.data.encoding import Encoded
 from strata.train.tasks.example import BOUNDARY, Example
-from strata.train.tasks.mixture import Document
+from strata.train.tasks.mixture import ExerciseDocument
 from strata.train.tasks.tool import listing
 from strata.train.tasks.vocabulary import ASSISTANT, BEGIN, END, SYSTEM, TOOL, USER
 
@@ -40,14 +40,14 @@ class Encoder:
 
     def _until(self, example: Example) -> list[int]:
         """All before the reply."""
-        parts = [part for part, _ in self._parts(Document((example,)))][:-2]
+        parts = [part for part, _ in self._parts(ExerciseDocument((example,)))][:-2]
         encoded = [
             [part] if isinstance(part, int) else self._tokenizer.encode(part, add_special_tokens=False).ids
             for part in parts
         ]
         return list(chain.from_iterable(encoded))
 
-    def encode(self, documents: Sequence[Document]) -> Encoded:
+    def encode(self, documents: Sequence[ExerciseDocument]) -> Encoded:
         """All documents, encoded in one call of the tokenizer."""
         pieces: list[str | int] = []
         loss_mask: list[bool] = []
@@ -66,7 +66,7 @@ class Encoder:
         tokens = np.fromiter(chain.from_iterable(ids), dtype=np.uint32, count=int(ends[-1]))
         return Encoded(tokens, np.repeat(np.array(loss_mask, dtype=np.bool_), lengths), ends[np.array(starts)])
 
-    def _parts(self, document: Document) -> list[tuple[str | int, bool]]:
+    def _parts(self, document: ExerciseDocument) -> list[tuple[str | int, bool]]:
         """Texts and special ids in order, each with whether the loss counts it."""
         parts: list[tuple[str | int, bool]] = [(self._id[BEGIN], False)]
         if document.plain:

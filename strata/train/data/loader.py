@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
 
@@ -71,7 +74,7 @@ class Loader:
                 f"packs_per_step = {packs} is not divisible by the {ranks} data-parallel ranks; "
                 f"set data.packs_per_step to a multiple of {ranks}"
             )
-        check_room(mixture.datasets, capacity)
+        check_capacity(mixture.datasets, capacity)
         self.mixture = mixture
         self._capacity, self._packs, self._window, self._rank, self._ranks = capacity, packs, window, rank, ranks
         self._epoch = mixture.epoch if by_epoch else None
@@ -130,7 +133,7 @@ def collate(reader: DatasetReader, samples: Samples) -> PackedBatch:
     return pack(reader.documents(samples.datasets, samples.numbers), samples)
 
 
-def check_room(datasets: Sequence[TokenDataset], capacity: int) -> None:
+def check_capacity(datasets: Sequence[TokenDataset], capacity: int) -> None:
     """Raises ValueError if a sample may be longer than a pack of `capacity` tokens."""
     for dataset in datasets:
         if dataset.longest > capacity:
@@ -158,3 +161,45 @@ def check_data(datasets: Sequence[TokenDataset], kind: str, config: ModelConfig,
                 f"{dataset.folder} has a document of {dataset.longest_document} tokens, but the model reads at most "
                 f"{config.longest} (max_position_embeddings); tokenize with --longest {config.longest}"
             )
+
+
+@contextmanager
+def prefetch(loader: Loader, place: DataPosition, steps: int, most: int = 4) -> Iterator[Iterator[Step]]:
+    """The `steps` steps from `place` on, up to `most` of them prepared before they are asked for.
+
+    An error of the loader is raised where its step is asked for. On leaving, whether all steps were taken or not, the
+    thread has ended.
+    """
+    made: queue.SimpleQueue[Step | BaseException] = queue.SimpleQueue()
+    room = threading.Semaphore(most)
+    left = threading.Event()
+
+    def prepare() -> None:
+        at = place
+        try:
+            for _ in range(steps):
+                room.acquire()
+                if left.is_set():
+                    return
+                step = loader.step(at)
+                made.put(step)
+                at = step.next
+        except BaseException as error:
+            made.put(error)
+
+    def taken() -> Iterator[Step]:
+        for _ in range(steps):
+            item = made.get()
+            if isinstance(item, BaseException):
+                raise item
+            room.release()
+            yield item
+
+    thread = threading.Thread(target=prepare, name="data", daemon=True)
+    thread.start()
+    try:
+        yield taken()
+    finally:
+        left.set()
+        room.release()
+        thread.join()

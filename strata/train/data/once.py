@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from strata.train.data.loader import check_room, collate
+from strata.train.data.loader import check_capacity, collate
 from strata.train.data.mixture import DatasetReader
 from strata.train.data.pack import PackedBatch, Samples
 from strata.train.data.packing import best_fit
@@ -35,7 +35,7 @@ class OnceLoader:
         """sources: which of the reader's datasets. window: samples that are packed together. Raises ValueError if a
         sample may be longer than a pack.
         """
-        check_room([reader.datasets[source] for source in sources], capacity)
+        check_capacity([reader.datasets[source] for source in sources], capacity)
         self.fingerprints = [reader.datasets[source].fingerprint for source in sources]
         self._reader, self._packs, self._rank, self._ranks = reader, packs, rank, ranks
         made = [one for source in sources for one in _packed(reader, source, capacity, window)]

@@ -42,7 +42,7 @@ class ShardEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: dict[str, str]
 
 
-class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ShardIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a folder of shards holds.
 
     kind: "text", "chat" or "preference". tokenizer: `tokenizer_digest` of the one that was used; vocab_size: its own.
@@ -59,7 +59,7 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         write_atomically(folder / INDEX, msgspec.json.format(msgspec.json.encode(self), indent=1))
 
     @classmethod
-    def read(cls, folder: Path) -> Index:
+    def read(cls, folder: Path) -> ShardIndex:
         """Raises ValueError if the folder holds no index, or one that this version cannot read."""
         try:
             index = msgspec.json.decode((folder / INDEX).read_bytes(), type=cls)
@@ -139,7 +139,7 @@ class TokenDataset:
         every file, which has to be read for it; without them it only has to be there.
         """
         self.folder = Path(folder)
-        self.index = Index.read(self.folder)
+        self.index = ShardIndex.read(self.folder)
         with ThreadPoolExecutor() as pool:
             faults = list(pool.map(partial(self._fault, checksums=checksums), self.index.shards))
         self.skipped = [shard.name for shard, fault in zip(self.index.shards, faults, strict=True) if fault]

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from strata.files.json_array import array_rows
-from strata.files.json_lines import without_mark
 from strata.files.json_object import why_no_json
+from strata.files.json_rows import array_rows, without_mark
 from strata.train.data.encoding import last_cut
 
 FORMATS = {

@@ -12,7 +12,7 @@ from strata.text.tokenizer import Tokenizer
 from strata.train.data.encoding import Document
 from strata.train.data.long_text import BYTES_PER_PART, LongText, write_cut, write_part
 from strata.train.data.records import encode_record, kind_of
-from strata.train.data.shards import VERSION, Index, ShardEntry, documents_per_sample, write_shard
+from strata.train.data.shards import VERSION, ShardEntry, ShardIndex, documents_per_sample, write_shard
 from strata.train.data.sources import FileRange, Place, file_ranges, read_range
 from strata.train.data.writing import Job, ShardJob, finished, named, write_manifest, write_missing
 
@@ -21,7 +21,7 @@ PARTS = "parts"
 
 
 @dataclass(frozen=True)
-class _Job(ShardJob):
+class _TokenizeJob(ShardJob):
     """One shard to write, from a file_range of the input."""
 
     file_range: FileRange
@@ -39,7 +39,7 @@ def tokenize(
     workers: int = 1,
     bytes_per_shard: int = 2**26,
     report: Callable[[int, int], None] = lambda done, of: None,
-) -> Index:
+) -> ShardIndex:
     """Write the shards of `paths` (files, or folders of them) and their index into `out`.
 
     longest: text is split after so many tokens; chats and preferences with a longer conversation are left out and
@@ -60,12 +60,12 @@ def tokenize(
     write_manifest(
         out, made_of | {"pieces": [[file_range.path, file_range.start, file_range.end] for file_range in ranges]}
     )
-    jobs = [_Job(out, name, file_range, tokenizer_folder, kind, longest) for name, file_range in named(ranges)]
+    jobs = [_TokenizeJob(out, name, file_range, tokenizer_folder, kind, longest) for name, file_range in named(ranges)]
     shards = _write_all(out, jobs, vocab_size, workers, report)
     if not any(shard.documents for shard in shards):
         left_out = sum(shard.left_out for shard in shards)
         raise ValueError(f"no samples in {', '.join(map(str, paths))}; {left_out} records were empty or too long")
-    index = Index(VERSION, kind, digest, vocab_size, shards)
+    index = ShardIndex(VERSION, kind, digest, vocab_size, shards)
     index.write(out)
     shutil.rmtree(out / PARTS, ignore_errors=True)
     return index
@@ -77,7 +77,7 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
 
 
 def _write_all(
-    out: Path, jobs: Sequence[_Job], vocab_size: int, workers: int, report: Callable[[int, int], None]
+    out: Path, jobs: Sequence[_TokenizeJob], vocab_size: int, workers: int, report: Callable[[int, int], None]
 ) -> list[ShardEntry]:
     """The shards of all jobs, in their order: each from its file_range, but those of a long text from its encoded
     parts."""
@@ -103,9 +103,9 @@ def _write_all(
     return [entries[job.name] for job in jobs]
 
 
-def _long_texts(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
+def _long_texts(jobs: Sequence[_TokenizeJob]) -> Iterator[list[_TokenizeJob]]:
     """The jobs of each text file that is more than one part."""
-    texts: list[list[_Job]] = []
+    texts: list[list[_TokenizeJob]] = []
     for job in jobs:
         if job.kind == job.file_range.format == "text":
             texts += [[]] if job.file_range.start == 0 else []
@@ -113,7 +113,7 @@ def _long_texts(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
     return (text for text in texts if len(text) > 1 or text[0].file_range.end > BYTES_PER_PART)
 
 
-def _write(job: _Job) -> ShardEntry:
+def _write(job: _TokenizeJob) -> ShardEntry:
     """Read, encode and write one shard."""
     documents: list[Document] = []
     left_out = 0

@@ -19,7 +19,7 @@ _SIGMA_OF_MAD = 1.4826
 _MIN_SCATTER = 1e-3
 
 
-class Kind(Enum):
+class VerdictKind(Enum):
     """What to do after a step. SKIPPED and SPIKE: go on, and log the reason."""
 
     OK = "ok"
@@ -30,15 +30,15 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepVerdict:
     """reason: one line for a person. before: for ROLLBACK; the step that no checkpoint to go back to may contain."""
 
-    kind: Kind
+    kind: VerdictKind
     reason: str = ""
     before: int = 0
 
 
-_FINE = Verdict(Kind.OK)
+_FINE = StepVerdict(VerdictKind.OK)
 
 
 class LossGuard:
@@ -66,14 +66,14 @@ class LossGuard:
                 step += last - first + 1
         return step
 
-    def observe(self, step: int, loss: float, norm: float) -> Verdict:
+    def observe(self, step: int, loss: float, norm: float) -> StepVerdict:
         """Judge a step, counted from 1. norm: of the gradient before clipping."""
         if not math.isfinite(norm):
             return self._skip(step, loss, norm)
         self._skipped.clear()
         if not math.isfinite(loss):
-            return Verdict(
-                Kind.STOP,
+            return StepVerdict(
+                VerdictKind.STOP,
                 f"step {step}: the loss is {loss}, but its gradient has the norm {norm:.3g}, so the weights have "
                 f"changed; resume from the last checkpoint with a lower optimizer.learning_rate",
             )
@@ -85,7 +85,7 @@ class LossGuard:
         self._spikes.append(step)
         reason = f"step {step}: loss {loss:.4g} spikes above {limit:.4g} (gradient norm {norm:.3g})"
         if self._config.spike == "report" or len(self._spikes) <= self._config.max_spikes:
-            return Verdict(Kind.SPIKE, reason)
+            return StepVerdict(VerdictKind.SPIKE, reason)
         return self._roll_back(step, reason)
 
     def state(self) -> dict[str, Any]:
@@ -110,23 +110,23 @@ class LossGuard:
         self._skipped = [(step, float(norm)) for step, norm in state["skipped"]]
         self._spikes = list(state["spikes"])
 
-    def _skip(self, step: int, loss: float, norm: float) -> Verdict:
+    def _skip(self, step: int, loss: float, norm: float) -> StepVerdict:
         self._skipped.append((step, norm))
         count, most = len(self._skipped), self._config.max_skipped
         shown = f"loss {loss:.4g}, gradient norm {norm}"
         if self._config.non_finite == "stop":
-            return Verdict(
-                Kind.STOP,
+            return StepVerdict(
+                VerdictKind.STOP,
                 f"step {step}: {shown}: not finite; lower optimizer.learning_rate and resume from the last checkpoint, "
                 f'or set faults.non_finite = "skip"',
             )
         if count <= most:
-            return Verdict(
-                Kind.SKIPPED, f"step {step}: {shown}: not finite; skipped ({count} in a row, at most {most})"
+            return StepVerdict(
+                VerdictKind.SKIPPED, f"step {step}: {shown}: not finite; skipped ({count} in a row, at most {most})"
             )
         norms = ", ".join(str(one) for _, one in self._skipped)
-        return Verdict(
-            Kind.STOP,
+        return StepVerdict(
+            VerdictKind.STOP,
             f"steps {self._skipped[0][0]} to {step} have gradients that are not finite (norms {norms}), more in a row "
             f"than faults.max_skipped = {most}; lower optimizer.learning_rate and resume from the last checkpoint",
         )
@@ -139,19 +139,19 @@ class LossGuard:
         scatter = _SIGMA_OF_MAD * median(abs(loss - middle) for loss in self._losses)
         return middle + self._config.spike_sigma * max(scatter, _MIN_SCATTER * abs(middle))
 
-    def _roll_back(self, step: int, reason: str) -> Verdict:
+    def _roll_back(self, step: int, reason: str) -> StepVerdict:
         first, window = self._spikes[0], self._config.spike_window
         if self._rolled_back_at is not None and first - self._rolled_back_at <= window:
-            return Verdict(
-                Kind.STOP,
+            return StepVerdict(
+                VerdictKind.STOP,
                 f"{reason}, within {window} steps of step {self._rolled_back_at}, which was rolled back: it is not the "
                 f"samples; lower optimizer.learning_rate and resume from the last checkpoint",
             )
         samples = self.data_step(first), self.data_step(step)
         self._left_out.append(samples)
         self._rolled_back_at = step
-        return Verdict(
-            Kind.ROLLBACK,
+        return StepVerdict(
+            VerdictKind.ROLLBACK,
             f"{reason}, as have all since step {first}; back to before it, and on without the samples of steps "
             f"{samples[0]} to {samples[1]}",
             before=first,

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from strata.comm.launch import World
-from strata.comm.observer import Call
+from strata.comm.observer import CollectiveCall
 from strata.train.faults.hang_diagnosis import Heartbeat, diagnose
 
 # The exit code of a rank in a run that hangs: "a temporary failure, try again" in sysexits.h.
@@ -52,9 +52,9 @@ class HangWatch:
         self._interval = min(hang_seconds / 4, 10.0)
         self._place = (0, "start")
         self._moved = time.monotonic()
-        self._waits: Call | None = None
-        self._last: dict[tuple[str, tuple[int, ...]], Call] = {}
-        self._recent: deque[Call] = deque(maxlen=_MAX_RECENT)
+        self._waits: CollectiveCall | None = None
+        self._last: dict[tuple[str, tuple[int, ...]], CollectiveCall] = {}
+        self._recent: deque[CollectiveCall] = deque(maxlen=_MAX_RECENT)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang watch", daemon=True)
 
@@ -78,16 +78,16 @@ class HangWatch:
         self._place = step, phase
         self._moved = time.monotonic()
 
-    def started(self, operation: str, axis: str, ranks: tuple[int, ...], nbytes: int) -> Call:
+    def started(self, operation: str, axis: str, ranks: tuple[int, ...], nbytes: int) -> CollectiveCall:
         key = axis, ranks
         before = self._last.get(key)
-        call = Call(operation, axis, ranks, 1 if before is None else before.number + 1, nbytes)
+        call = CollectiveCall(operation, axis, ranks, 1 if before is None else before.number + 1, nbytes)
         self._last[key] = call
         self._recent.append(call)
         self._moved = time.monotonic()
         return call
 
-    def waits(self, call: Call | None) -> None:
+    def waits(self, call: CollectiveCall | None) -> None:
         self._waits = call
         self._moved = time.monotonic()
 

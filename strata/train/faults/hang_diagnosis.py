@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from strata.comm.observer import Call
+from strata.comm.observer import CollectiveCall
 
 # A heartbeat so many intervals old says that its rank cannot even write any more.
 _MISSED_BEATS = 3.0
@@ -26,9 +26,9 @@ class Heartbeat:
     seconds: float
     time: float
     hangs: bool
-    waits: Call | None
-    last: tuple[Call, ...]
-    recent: tuple[Call, ...]
+    waits: CollectiveCall | None
+    last: tuple[CollectiveCall, ...]
+    recent: tuple[CollectiveCall, ...]
 
     @property
     def place(self) -> str:
@@ -81,7 +81,7 @@ def _latest(known: Mapping[int, Heartbeat]) -> str:
         for call in beat.last:
             line = counts.setdefault((call.axis, call.ranks), {one: 0 for one in call.ranks if one in known})
             line[rank] = call.number
-    found: list[tuple[bool, bool, Call, list[int]]] = []
+    found: list[tuple[bool, bool, CollectiveCall, list[int]]] = []
     for key, line in counts.items():
         number = min(line.values()) + 1
         behind = [rank for rank, count in line.items() if count < number]
@@ -100,7 +100,7 @@ def _latest(known: Mapping[int, Heartbeat]) -> str:
     )
 
 
-def _find(beats: Iterable[Heartbeat], key: tuple[str, tuple[int, ...]], number: int) -> Call | None:
+def _find(beats: Iterable[Heartbeat], key: tuple[str, tuple[int, ...]], number: int) -> CollectiveCall | None:
     for beat in beats:
         for call in (*beat.recent, *beat.last):
             if (call.axis, call.ranks) == key and call.number == number:
@@ -110,7 +110,7 @@ def _find(beats: Iterable[Heartbeat], key: tuple[str, tuple[int, ...]], number: 
 
 def _waiting(beats: Iterable[Heartbeat]) -> str:
     """What the others wait in, to end a sentence."""
-    by_call: dict[Call, list[int]] = {}
+    by_call: dict[CollectiveCall, list[int]] = {}
     for beat in beats:
         if beat.waits is not None:
             by_call.setdefault(beat.waits, []).append(beat.rank)
@@ -126,7 +126,7 @@ def _places(known: Mapping[int, Heartbeat], ranks: Sequence[int]) -> str:
     return ", ".join(f"{_ranks(ones)} {_verb(ones, 'is', 'are')} {place}" for place, ones in by_place.items())
 
 
-def _named(call: Call) -> str:
+def _named(call: CollectiveCall) -> str:
     return f"{call.operation} {call.number} of {call.axis!r} ({call.nbytes} bytes)"
 
 

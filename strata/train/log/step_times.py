@@ -26,7 +26,7 @@ VALIDATION = "validation"
 _BETWEEN = "between"
 
 
-class StepTimes:
+class TrainingStepTimes:
     """Of the first rank: the host's time by phase, which is all of it; how long the device had the steps' work, which
     begins and ends in its stream; and the arithmetic that the documents called for, of all ranks.
     """

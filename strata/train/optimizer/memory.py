@@ -49,7 +49,7 @@ class StateMemory(Protocol):
         """After the last `run` of an update: what the device does next sees all of it done."""
 
 
-class DeviceMemory:
+class DeviceStateMemory:
     """State lies beside the weights."""
 
     keeps_masters = False

@@ -21,7 +21,7 @@ from strata.parallel.data_parallel import ParameterShard
 from strata.train.optimizer.adamw import AdamW
 from strata.train.optimizer.config import OptimizerConfig
 from strata.train.optimizer.memory import StateMemory
-from strata.train.optimizer.muon_rounds import MatrixTransfer, Round, Stack, is_layer_matrix
+from strata.train.optimizer.muon_rounds import MatrixStack, MatrixTransfer, Round, is_layer_matrix
 from strata.train.optimizer.orthogonalize import orthogonalize
 from strata.train.optimizer.sharded_optimizer import decay_of, gradient_of
 
@@ -43,7 +43,7 @@ class _OwnRound:
     batch. results: of the batch, for those that hold it. changed: what this rank holds, as the results arrive.
     """
 
-    batch: tuple[Stack, ...]
+    batch: tuple[MatrixStack, ...]
     sent: tuple[_LocalSlice, ...]
     idle: tuple[_LocalSlice, ...]
     sent_counts: tuple[int, ...]
@@ -177,7 +177,7 @@ def _orthogonalized(now: _OwnRound, arrived: Tensor) -> Tensor:
     return torch.cat([flat[one.stack, one.box][one.start : one.end] for one in now.results])
 
 
-def _regions(stacks: Sequence[Stack], batch: Tensor) -> Iterator[tuple[tuple[Stack, int], Tensor]]:
+def _regions(stacks: Sequence[MatrixStack], batch: Tensor) -> Iterator[tuple[tuple[MatrixStack, int], Tensor]]:
     """Where the boxes of each stack lie in the batch of all of them, [matrices, rows, columns]; views."""
     for stack, held in zip(stacks, batch.split([stack.count for stack in stacks]), strict=True):
         rows = held.view(-1, stack.shape[1])

@@ -42,7 +42,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Box:
+class StackShard:
     """A shard of a stack's rows or columns: first and end of each, and where it begins in the flattened shard."""
 
     rows: tuple[int, int]
@@ -55,7 +55,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Stack:
+class MatrixStack:
     """Matrices that lie one after another in a parameter; one rank, the owner, orthogonalizes them.
 
     shape: (rows, columns) of each. Boxes divide the matrix; that of several is one of count * rows rows.
@@ -65,7 +65,7 @@ class Stack:
     experts: int
     count: int
     shape: tuple[int, int]
-    boxes: tuple[Box, ...]
+    boxes: tuple[StackShard, ...]
 
     @property
     def elements(self) -> int:
@@ -82,7 +82,7 @@ class MatrixTransfer:
 
     source: int
     target: int
-    stack: Stack
+    stack: MatrixStack
     box: int
     start: int
     end: int
@@ -100,7 +100,7 @@ class Round:
     owners, to all that hold it. Both in one order on all ranks.
     """
 
-    batches: tuple[tuple[Stack, ...], ...]
+    batches: tuple[tuple[MatrixStack, ...], ...]
     gathered: tuple[MatrixTransfer, ...]
     returned: tuple[MatrixTransfer, ...]
 
@@ -123,9 +123,9 @@ def make_rounds(holdings: Sequence[Sequence[Holding]], batch_elements: int = BAT
     return rounds
 
 
-def assign_owners(stacks: Iterable[Stack], ranks: int) -> list[list[Stack]]:
+def assign_owners(stacks: Iterable[MatrixStack], ranks: int) -> list[list[MatrixStack]]:
     """The stacks of each rank: the largest first, each to the rank with the least work (Graham 1969)."""
-    owned: list[list[Stack]] = [[] for _ in range(ranks)]
+    owned: list[list[MatrixStack]] = [[] for _ in range(ranks)]
     work = [0] * ranks
     for stack in sorted(stacks, key=lambda stack: (-stack.flops, stack.shape)):
         least = work.index(min(work))
@@ -134,9 +134,9 @@ def assign_owners(stacks: Iterable[Stack], ranks: int) -> list[list[Stack]]:
     return owned
 
 
-def _batches(owned: Sequence[Stack], most: int) -> list[tuple[Stack, ...]]:
+def _batches(owned: Sequence[MatrixStack], most: int) -> list[tuple[MatrixStack, ...]]:
     """Neighbours of one shape together, as far as they have at most so many elements."""
-    batches: list[list[Stack]] = []
+    batches: list[list[MatrixStack]] = []
     for stack in owned:
         before = batches[-1] if batches else []
         if before and before[-1].shape == stack.shape and sum(one.elements for one in [*before, stack]) <= most:
@@ -151,13 +151,13 @@ Holders = Mapping[int, Sequence[tuple[int, Holding]]]  # by box
 
 def _stacks(
     holdings: Sequence[Sequence[Holding]], batch_elements: int
-) -> tuple[list[Stack], dict[tuple[str, int], Holders]]:
+) -> tuple[list[MatrixStack], dict[tuple[str, int], Holders]]:
     """All stacks, and the ranks that hold something of each parameter."""
     found: dict[tuple[str, int], dict[int, list[tuple[int, Holding]]]] = defaultdict(lambda: defaultdict(list))
     for rank, own in enumerate(holdings):
         for holding in own:
             found[holding.name, holding.experts][holding.box].append((rank, holding))
-    stacks: list[Stack] = []
+    stacks: list[MatrixStack] = []
     for (name, _), boxes in sorted(found.items()):
         shards = [boxes[box][0][1] for box in sorted(boxes)]
         if [shard.box for shard in shards] != list(range(len(shards))):
@@ -169,22 +169,22 @@ def _stacks(
     return stacks, {key: dict(boxes) for key, boxes in found.items()}
 
 
-def _cut_matrix(shards: Sequence[Holding]) -> Stack:
+def _cut_matrix(shards: Sequence[Holding]) -> MatrixStack:
     """One matrix, whose shards follow each other along the dimension that was cut."""
     first = shards[0]
     boxes, place = [], 0
     for shard in shards:
         rows, columns = shard.shape
         if first.cut == 1:
-            boxes.append(Box((0, rows), (place, place + columns), 0))
+            boxes.append(StackShard((0, rows), (place, place + columns), 0))
             place += columns
         else:
-            boxes.append(Box((place, place + rows), (0, columns), 0))
+            boxes.append(StackShard((place, place + rows), (0, columns), 0))
             place += rows
-    return Stack(first.name, first.experts, 1, (boxes[-1].rows[1], boxes[-1].columns[1]), tuple(boxes))
+    return MatrixStack(first.name, first.experts, 1, (boxes[-1].rows[1], boxes[-1].columns[1]), tuple(boxes))
 
 
-def _stacked_matrices(shard: Holding, ranks: int, batch_elements: int) -> Iterator[Stack]:
+def _stacked_matrices(shard: Holding, ranks: int, batch_elements: int) -> Iterator[MatrixStack]:
     """Matrices of experts, [experts, rows, columns], in as many stacks as keep all ranks at work."""
     count, rows, columns = shard.shape
     if shard.name.endswith("gate_up_proj"):  # the rows of two matrices (`strata.models.experts`)
@@ -192,11 +192,11 @@ def _stacked_matrices(shard: Holding, ranks: int, batch_elements: int) -> Iterat
     each = max(1, min(-(-count // ranks), batch_elements // (rows * columns)))
     for first in range(0, count, each):
         held = min(each, count - first)
-        box = Box((0, held * rows), (0, columns), first * rows * columns)
-        yield Stack(shard.name, shard.experts, held, (rows, columns), (box,))
+        box = StackShard((0, held * rows), (0, columns), first * rows * columns)
+        yield MatrixStack(shard.name, shard.experts, held, (rows, columns), (box,))
 
 
-def _intervals(stack: Stack, holders: Holders) -> dict[tuple[int, int, int], list[int]]:
+def _intervals(stack: MatrixStack, holders: Holders) -> dict[tuple[int, int, int], list[int]]:
     """The ranks that hold each slice (box, start, end) of a stack. Raises ValueError if slices overlap or
     miss."""
     found: dict[tuple[int, int, int], list[int]] = defaultdict(list)

@@ -20,9 +20,8 @@ from strata.train.adapters.lora import LoraConfig, adapter_shapes
 from strata.train.config import TrainConfig
 from strata.train.predict.estimate import USABLE, layer_bytes, layer_working_bytes, mlp_bytes, step_shape
 from strata.train.predict.held import held_parameters
-from strata.train.predict.step_shape import StepShape
+from strata.train.predict.step_shape import TrainShape
 from strata.train.recompute import RECOMPUTE_OF_MODULES
-from strata.train.start import start_folder
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class AdapterMemory:
 class AdapterStep:
     """The largest step of a run of adapters. planned: the packed weights of its frozen model (`planned_weights`)."""
 
-    shape: StepShape
+    shape: TrainShape
     lora: LoraConfig
     model: CausalLM
     planned: Mapping[str, PackedWeight]
@@ -60,7 +59,7 @@ class AdapterStep:
         assert run.lora is not None
         with torch.device("meta"):
             model = build(config)
-        planned = planned_weights(start_folder(run.start), config, run.lora.quantization)
+        planned = planned_weights(run.start.folder, config, run.lora.quantization)
         return AdapterStep(step_shape(run, config, layout), run.lora, model, planned)
 
     def memory(self, recompute: str) -> AdapterMemory:
@@ -107,7 +106,7 @@ class AdapterStep:
         return self.memory(recompute).total <= USABLE * device_bytes
 
 
-def _modules_bytes(shape: StepShape, layer: int, recompute: str) -> int:
+def _modules_bytes(shape: TrainShape, layer: int, recompute: str) -> int:
     """Of a layer that is run by its modules, in bfloat16."""
     whole, entering = layer_bytes(shape, layer, "none"), shape.own_tokens * 2 * shape.config.hidden_size
     if recompute == "layers":

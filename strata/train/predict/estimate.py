@@ -12,6 +12,8 @@ from strata.kernels.loss.loss import CHUNK_ELEMENTS
 from strata.kernels.loss.loss_grad import CHUNK_BYTES
 from strata.models.config import ModelConfig
 from strata.models.family_config import RecurrenceConfig
+from strata.models.recurrence.gated_delta_config import GatedDeltaConfig
+from strata.models.recurrence.state_space_config import StateSpaceConfig
 from strata.parallel.buckets import BUCKET_ELEMENTS
 from strata.parallel.families import TABLES
 from strata.parallel.layout import Layout
@@ -21,17 +23,18 @@ from strata.train.config import TrainConfig
 from strata.train.optimizer.memory import STREAMED_BYTES
 from strata.train.predict.flops import document_flops
 from strata.train.predict.held import RankParameters
-from strata.train.predict.least_time import StepTime, least_time, predicted_time
-from strata.train.predict.recurrences import recurrent_bytes
-from strata.train.predict.step_shape import StepShape
+from strata.train.predict.min_time import TrainingStepTime, min_time, predicted_time
+from strata.train.predict.step_shape import TrainShape
 from strata.train.steps.passes import LOGITS_BYTES
 
 # Of a device's memory, what a run may plan with: the rest is the driver's, the libraries' and lost between blocks.
 USABLE = 0.94
+# Tokens of the chunks in which both run (`strata.kernels.recurrent`).
+_CHUNK = 64
 
 
 @dataclass(frozen=True)
-class Memory:
+class StepMemory:
     """Bytes at the fullest moment of a step, on one rank.
 
     state: weights (bfloat16), masters and two moments (float32), as far as ZeRO and `offload` leave them here.
@@ -60,14 +63,14 @@ class Estimate:
     """
 
     recompute: str
-    memory: tuple[Memory, ...]
-    time: StepTime
-    likely: StepTime
+    memory: tuple[StepMemory, ...]
+    time: TrainingStepTime
+    likely: TrainingStepTime
     tokens: int
     mfu: float
 
     @property
-    def fullest(self) -> Memory:
+    def fullest(self) -> StepMemory:
         """Of the rank that needs the most."""
         return max(self.memory, key=lambda one: one.total)
 
@@ -86,7 +89,7 @@ class Estimate:
         return self.mfu * self.time.seconds / self.likely.seconds
 
 
-def estimate(shape: StepShape, device: Device, recompute: str = "auto", network: Network | None = None) -> Estimate:
+def estimate(shape: TrainShape, device: Device, recompute: str = "auto", network: Network | None = None) -> Estimate:
     """Memory and times of a step on such devices.
 
     recompute: one of `shape.recomputes`, or "auto" for the first that fits. network: of several machines; without one
@@ -95,7 +98,7 @@ def estimate(shape: StepShape, device: Device, recompute: str = "auto", network:
     """
     if recompute == "auto":
         recompute = choose_recompute(shape, int(device.ceiling("memory").value))
-    time = least_time(shape, recompute, device, network)
+    time = min_time(shape, recompute, device, network)
     likely = predicted_time(shape, recompute, device, network)
     layout = shape.layout
     ways = layout.dp * layout.shard * shape.batches
@@ -107,15 +110,15 @@ def estimate(shape: StepShape, device: Device, recompute: str = "auto", network:
     return Estimate(recompute, memory_by_rank(shape, recompute), time, likely, ways * shape.tokens, mfu)
 
 
-def step_shape(run: TrainConfig, config: ModelConfig, layout: Layout) -> StepShape:
+def step_shape(run: TrainConfig, config: ModelConfig, layout: Layout) -> TrainShape:
     """The largest step of a run: full packs, of documents as long as the model takes."""
     tokens = run.data.tokens_per_pack
     packs = max(1, run.data.packs_per_step // (layout.dp * layout.shard))
     length = min(tokens, config.longest)
-    return StepShape(config, tokens, length, packs, run.run.precision, layout, run.optimizer.offload)
+    return TrainShape(config, tokens, length, packs, run.run.precision, layout, run.optimizer.offload)
 
 
-def choose_recompute(shape: StepShape, device_bytes: int) -> str:
+def choose_recompute(shape: TrainShape, device_bytes: int) -> str:
     """The way to recompute that takes the least time and fits on every rank. Raises ValueError if none does."""
     usable = int(USABLE * device_bytes)
     for recompute in shape.recomputes:
@@ -129,12 +132,12 @@ def choose_recompute(shape: StepShape, device_bytes: int) -> str:
     )
 
 
-def memory(shape: StepShape, recompute: str) -> Memory:
+def memory(shape: TrainShape, recompute: str) -> StepMemory:
     """Of the rank that needs the most; see `memory_by_rank`."""
     return max(memory_by_rank(shape, recompute), key=lambda one: one.total)
 
 
-def memory_by_rank(shape: StepShape, recompute: str) -> tuple[Memory, ...]:
+def memory_by_rank(shape: TrainShape, recompute: str) -> tuple[StepMemory, ...]:
     """What a step keeps on each rank of the pipeline, by hand count; ranks along other axes are alike.
 
     recompute: one of `shape.recomputes`. Experts are taken to get equally many tokens each.
@@ -151,7 +154,7 @@ def _under_way(schedule: str, ranks: int, micro_batches: int) -> tuple[float, ..
     return peak_saved(make_schedule(schedule, ranks, micro_batches))
 
 
-def _memory(shape: StepShape, recompute: str, held: RankParameters, micro_batches: float) -> Memory:
+def _memory(shape: TrainShape, recompute: str, held: RankParameters, micro_batches: float) -> StepMemory:
     state, sums = _state_bytes(shape, held), _sum_bytes(shape, held)
     kept = [layer_bytes(shape, layer, recompute) for layer, _ in held.unlike]
     whole = [layer_bytes(shape, layer, "none") for layer, _ in held.unlike]
@@ -165,14 +168,14 @@ def _memory(shape: StepShape, recompute: str, held: RankParameters, micro_batche
         # weights' dtype and in float32.
         gathered = 2 * (held.total - held.in_layers)
         layer += 10 * held.mean_layer
-    fullest = Memory(state, sums, int(micro_batches * of_all), gathered + head + max(logits, layer))
+    fullest = StepMemory(state, sums, int(micro_batches * of_all), gathered + head + max(logits, layer))
     # FSDP reduces the embedding's gradient when no layer works any more: in the weights' dtype, and in float32.
     last = max(layer, 6 * held.embedding) if shape.layout.zero == 3 else layer
-    end = Memory(state, sums, max(kept), gathered + _new_gradient_bytes(shape, held) + last)
+    end = StepMemory(state, sums, max(kept), gathered + _new_gradient_bytes(shape, held) + last)
     return max(fullest, end, key=lambda one: one.total)
 
 
-def _state_bytes(shape: StepShape, held: RankParameters) -> int:
+def _state_bytes(shape: TrainShape, held: RankParameters) -> int:
     dense, experts = shape.data_ranks
     divided = -(-held.dense // dense) + -(-held.experts // experts)
     whole = 0 if shape.layout.zero == 3 else 2 * held.total
@@ -181,7 +184,7 @@ def _state_bytes(shape: StepShape, held: RankParameters) -> int:
     return whole + 12 * divided
 
 
-def _sum_bytes(shape: StepShape, held: RankParameters) -> int:
+def _sum_bytes(shape: TrainShape, held: RankParameters) -> int:
     """ZeRO-1 reduces once a step and keeps whole gradients until then; 2 and 3 keep their part."""
     if shape.batches == 1:
         return 0
@@ -189,7 +192,7 @@ def _sum_bytes(shape: StepShape, held: RankParameters) -> int:
     return 4 * (-(-held.dense // dense) + -(-held.experts // experts))
 
 
-def _new_gradient_bytes(shape: StepShape, held: RankParameters) -> int:
+def _new_gradient_bytes(shape: TrainShape, held: RankParameters) -> int:
     """The gradients that the pass itself leaves, beside the sums."""
     if shape.layout.ranks == 1:
         return 2 * held.total  # autograd's own, which AdamW reads
@@ -200,7 +203,7 @@ def _new_gradient_bytes(shape: StepShape, held: RankParameters) -> int:
     return 4 * (-(-held.dense // dense) + -(-held.experts // experts)) + in_flight
 
 
-def _loss_bytes(shape: StepShape, held: RankParameters) -> tuple[int, int]:
+def _loss_bytes(shape: TrainShape, held: RankParameters) -> tuple[int, int]:
     """The head's gradient (and the head, if it is another rank's embedding), and the logits that exist at once."""
     if not held.head:
         return 0, 0
@@ -217,7 +220,7 @@ def _loss_bytes(shape: StepShape, held: RankParameters) -> tuple[int, int]:
     return received + 6 * held.head, 6 * min(shape.own_tokens * rows, CHUNK_ELEMENTS)
 
 
-def layer_bytes(shape: StepShape, layer: int, recompute: str) -> int:
+def layer_bytes(shape: TrainShape, layer: int, recompute: str) -> int:
     """What one layer keeps of a batch. Sizes of a token below are elements of bfloat16 unless they say otherwise."""
     config, tokens, parts, between = shape.config, shape.own_tokens, shape.layout.tp, shape.between
     hidden = config.hidden_size
@@ -244,7 +247,7 @@ def layer_bytes(shape: StepShape, layer: int, recompute: str) -> int:
     return tokens * (2 * kept + read + queries + wide) + weights + mlp
 
 
-def _recurrent_layer_bytes(shape: StepShape, recurrence: RecurrenceConfig, layer: int, recompute: str) -> int:
+def _recurrent_layer_bytes(shape: TrainShape, recurrence: RecurrenceConfig, layer: int, recompute: str) -> int:
     hidden, several = shape.config.hidden_size, shape.own_tokens > shape.length
     residual = (4 if recurrence.wide_residual else 2) * hidden
     if recompute != "none" and shape.runs_graph:
@@ -254,14 +257,14 @@ def _recurrent_layer_bytes(shape: StepShape, recurrence: RecurrenceConfig, layer
     return shape.own_tokens * kept + (mlp_bytes(shape, layer, recompute) if recurrence.has_mlps else 0)
 
 
-def _attention_bytes(shape: StepShape) -> int:
+def _attention_bytes(shape: TrainShape) -> int:
     """Of a token, what attention keeps in float32 beside what it reads and gives: the logarithms of sums. With sinks it
     is made of the library's products: queries, keys and values of each query head, and all scores."""
     config, heads = shape.config, shape.config.num_heads // shape.layout.tp
     return 4 * heads * (shape.length + 1 + 3 * config.head_dim if config.has_sinks else 1)
 
 
-def mlp_bytes(shape: StepShape, layer: int, recompute: str) -> int:
+def mlp_bytes(shape: TrainShape, layer: int, recompute: str) -> int:
     """Of what follows attention, without the residual."""
     config, tokens = shape.config, shape.own_tokens
     hidden, between = config.hidden_size, shape.between
@@ -288,7 +291,7 @@ def mlp_bytes(shape: StepShape, layer: int, recompute: str) -> int:
     return tokens * (2 * 2 * inner + inner + read) + 3 * inner * hidden
 
 
-def layer_working_bytes(shape: StepShape, layer: int) -> int:
+def layer_working_bytes(shape: TrainShape, layer: int) -> int:
     """What a layer needs only while it runs, if that is much."""
     config, layout, tokens = shape.config, shape.layout, shape.own_tokens
     found = 0
@@ -303,7 +306,7 @@ def layer_working_bytes(shape: StepShape, layer: int) -> int:
     return found
 
 
-def _ring_bytes(shape: StepShape, window: int | None) -> int:
+def _ring_bytes(shape: TrainShape, window: int | None) -> int:
     """Of ring attention, in its backward pass."""
     config, parts = shape.config, shape.layout.tp
     heads, kv_heads = config.num_heads // parts, config.num_kv_heads // parts
@@ -317,3 +320,29 @@ def _ring_bytes(shape: StepShape, window: int | None) -> int:
     vectors = (4 * heads + 6 * kv_heads) * config.head_dim
     # Scores, their gradient and the softmax of a block; queries, result, keys and values with gradients: float32.
     return 4 * (3 * heads * piece * piece + shape.own_tokens * vectors)
+
+
+def recurrent_bytes(config: RecurrenceConfig, several: bool) -> int:
+    """Between the products of one layer, the input of the last included. several: sequences in a batch, of which torch
+    copies what it multiplies."""
+    # Each tap's inputs, and what enters silu; a gated norm's numbers in float32 and in 16 bits.
+    around = 4 * (config.width + 1) * config.conv_size + (4 * 4 + 2 + 2) * config.inner_size
+    if isinstance(config, StateSpaceConfig):
+        return around + 4 * _state_space_elements(config, several)
+    return around + 4 * _gated_delta_elements(config, several)
+
+
+def _state_space_elements(config: StateSpaceConfig, several: bool) -> int:
+    """Inputs; what goes into and out of states, of each head and of each group; scores within a chunk; the states
+    before it."""
+    heads, inner, size = config.heads, config.inner_size, config.state_size
+    within = (3 + several) * inner + 3 * heads * size + 2 * config.groups * size + 4 * heads * _CHUNK
+    return within + inner * size // _CHUNK
+
+
+def _gated_delta_elements(config: GatedDeltaConfig, several: bool) -> int:
+    """Keys and queries, of each head and of each key head; values; scores and the system within a chunk; the states
+    before it."""
+    heads, inner, size = config.heads, config.inner_size, config.key_dim
+    within = (3 + 5 * several) * heads * size + 2 * config.key_heads * size + 4 * inner + 6 * heads * _CHUNK
+    return within + inner * size // _CHUNK

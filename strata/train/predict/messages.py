@@ -9,7 +9,7 @@ from strata.comm.cost import CollectiveCost, HierarchicalCost
 from strata.parallel.buckets import BUCKET_ELEMENTS
 from strata.train.predict.held import RankParameters
 from strata.train.predict.rates import Rates
-from strata.train.predict.step_shape import StepShape
+from strata.train.predict.step_shape import TrainShape
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def hidden(messages: Mapping[str, Messages]) -> float:
 
 
 @dataclass(frozen=True)
-class Axis:
+class AxisRanks:
     """How many ranks an axis has, and how far apart they are in the order of all (`strata.comm.mesh.AXES`)."""
 
     size: int
@@ -58,24 +58,24 @@ class Axis:
 class Axes:
     """Those of a layout, by what crosses them."""
 
-    def __init__(self, shape: StepShape) -> None:
+    def __init__(self, shape: TrainShape) -> None:
         layout = shape.layout
         dense, experts = shape.data_ranks
         documents = layout.tp * layout.shard * layout.cp
-        self.tensor = Axis(layout.tp, 1)
-        self.context = Axis(layout.cp, layout.tp)
-        self.experts = Axis(layout.ep, layout.tp)
-        self.stages = Axis(layout.pp, documents * layout.dp)
+        self.tensor = AxisRanks(layout.tp, 1)
+        self.context = AxisRanks(layout.cp, layout.tp)
+        self.experts = AxisRanks(layout.ep, layout.tp)
+        self.stages = AxisRanks(layout.pp, documents * layout.dp)
         # What ZeRO divides, and what holds the same part of it.
-        self.dense = Axis(dense, layout.tp)
-        self.dense_replicas = Axis(layout.dp * layout.shard * layout.cp // dense, layout.tp * dense)
-        self.routed = Axis(experts, layout.tp * layout.ep)
-        self.routed_replicas = Axis(
+        self.dense = AxisRanks(dense, layout.tp)
+        self.dense_replicas = AxisRanks(layout.dp * layout.shard * layout.cp // dense, layout.tp * dense)
+        self.routed = AxisRanks(experts, layout.tp * layout.ep)
+        self.routed_replicas = AxisRanks(
             layout.dp * layout.shard * layout.cp // layout.ep // experts, layout.tp * layout.ep * experts
         )
 
 
-def sent(rates: Rates, collective: str, nbytes: int, axis: Axis, calls: int = 1, share: float = 1.0) -> Messages:
+def sent(rates: Rates, collective: str, nbytes: int, axis: AxisRanks, calls: int = 1, share: float = 1.0) -> Messages:
     """A collective of `strata.comm.network`, its bytes sent in so many calls one after another."""
     if rates.network is None or axis.size == 1:
         return Messages()
@@ -92,7 +92,7 @@ def _whole(cost: HierarchicalCost) -> CollectiveCost:
 
 
 def data_messages(
-    shape: StepShape, held: RankParameters, computing: tuple[float, float], rates: Rates
+    shape: TrainShape, held: RankParameters, computing: tuple[float, float], rates: Rates
 ) -> dict[str, Messages]:
     """Gradients are summed while the backward pass goes on, weights gathered while the next forward pass does.
 
@@ -125,7 +125,7 @@ def data_messages(
     return found
 
 
-def _reduction(shape: StepShape, rates: Rates, dense: int, experts: int, calls: int) -> Messages:
+def _reduction(shape: TrainShape, rates: Rates, dense: int, experts: int, calls: int) -> Messages:
     """The sum of so many bytes of float32 gradients outside experts and in them, each in so many calls."""
     axes = Axes(shape)
     # What is whole after the sum over the ranks that divide it, goes on over those that repeat it.
@@ -140,7 +140,7 @@ def _reduction(shape: StepShape, rates: Rates, dense: int, experts: int, calls: 
     return sum((sent(rates, *one, calls, rates.beside) for one in found), Messages())
 
 
-def _gather(shape: StepShape, rates: Rates, dense: int, experts: int, calls: int) -> Messages:
+def _gather(shape: TrainShape, rates: Rates, dense: int, experts: int, calls: int) -> Messages:
     """Of so many bytes outside experts and in them, over the ranks that ZeRO divides them among."""
     axes = Axes(shape)
     each = ((dense, axes.dense), (experts, axes.routed))

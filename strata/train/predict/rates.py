@@ -10,7 +10,7 @@ from strata.hardware.links import link_of
 from strata.hardware.prediction import ORIGINS
 from strata.hardware.specs import DEVICES
 from strata.hardware.training_rates import TRAINING_RATES
-from strata.train.predict.step_shape import StepShape
+from strata.train.predict.step_shape import TrainShape
 
 # Without a network of its own a run's ranks all lie in one machine.
 _ONE_MACHINE = 1 << 30
@@ -43,7 +43,7 @@ class Rates:
     origin: str = ""
 
 
-def least_rates(shape: StepShape, device: Device, network: Network | None = None) -> Rates:
+def min_rates(shape: TrainShape, device: Device, network: Network | None = None) -> Rates:
     """The device's ceilings, measured where they were, and its link. network: of ranks in several machines.
 
     Raises ValueError for several ranks of a device without a link, for state on the host without one to that, and for
@@ -56,12 +56,12 @@ def least_rates(shape: StepShape, device: Device, network: Network | None = None
     return Rates(wide, dense, wide, wide, bandwidth, host, _network(shape, device, network))
 
 
-def measured_rates(shape: StepShape, device: Device, network: Network | None = None) -> Rates:
+def measured_rates(shape: TrainShape, device: Device, network: Network | None = None) -> Rates:
     """What was measured inside steps on the device, or the same shares of its maker's promises as on one that was.
 
-    Raises ValueError as `least_rates` does.
+    Raises ValueError as `min_rates` does.
     """
-    least = least_rates(shape, device, network)
+    least = min_rates(shape, device, network)
     known, found = next(iter(TRAINING_RATES.items()))
     found = TRAINING_RATES[device.key] if device.key in TRAINING_RATES else found.scaled(DEVICES[known], device)
     width, size = shape.config.hidden_size, shape.config.head_dim
@@ -85,7 +85,7 @@ def measured_rates(shape: StepShape, device: Device, network: Network | None = N
     )
 
 
-def _network(shape: StepShape, device: Device, network: Network | None) -> Network | None:
+def _network(shape: TrainShape, device: Device, network: Network | None) -> Network | None:
     if shape.layout.ranks == 1:
         return None
     return Network(link_of(device), _ONE_MACHINE) if network is None else network

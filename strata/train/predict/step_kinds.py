@@ -25,7 +25,7 @@ _HOST = {"cpu_op", "user_annotation"}
 
 
 @dataclass(frozen=True)
-class StepTable:
+class StepKindTable:
     """Seconds of one step, the mean of `steps`, by kind; they add up to `total`, so an instant counts once.
 
     communication: what no other work hides. On a GPU, idle is when nothing runs there; on a CPU, Python's own time, and
@@ -57,7 +57,7 @@ def kind_of(name: str) -> str:
     return next((kind for kind, words in KINDS if any(word in small for word in words)), OTHER)
 
 
-def read_step_trace(events: Iterable[Mapping[str, Any]], step: str, floors: Mapping[str, float]) -> StepTable:
+def read_step_trace(events: Iterable[Mapping[str, Any]], step: str, floors: Mapping[str, float]) -> StepKindTable:
     """Add up what ran in the steps, which are the annotations named `step`.
 
     events: `traceEvents` of a Chrome trace by torch.profiler. Kernels count if there are any, otherwise the operators
@@ -92,7 +92,7 @@ def read_step_trace(events: Iterable[Mapping[str, Any]], step: str, floors: Mapp
     microseconds[IDLE] = max(0.0, end - start - sum(microseconds.values()))
     per_step = 1e-6 / len(marks)
     seconds = {kind: microseconds[kind] * per_step for kind in ORDER}
-    return StepTable(len(marks), sum(seconds.values()), seconds, floors)
+    return StepKindTable(len(marks), sum(seconds.values()), seconds, floors)
 
 
 _Interval = tuple[float, float, str]  # start, end, kind

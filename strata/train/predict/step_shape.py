@@ -16,7 +16,7 @@ from strata.train.recompute import RECOMPUTE_OF_MODULES
 
 
 @dataclass(frozen=True)
-class StepShape:
+class TrainShape:
     """A step of training. tokens: of a batch (that the ranks of cp share out), in sequences of at most `length`.
 
     batches: of a rank in a step, whose gradients add up; with a pipeline its micro-batches. precision: of the layers'

@@ -64,7 +64,7 @@ def stored(folder: Path) -> Values:
     return lambda model, wanted: Checkpoint.of(folder, model).parameters(model, wanted)
 
 
-def held_by(model: nn.Module) -> Values:
+def values_of(model: nn.Module) -> Values:
     """Those that a model has."""
     named = dict(model.named_parameters())
     return lambda _, wanted: ((name, one) for name, one in named.items() if name in wanted)

@@ -10,7 +10,7 @@ from decimal import Decimal
 from strata.train.tasks import arithmetic
 from strata.train.tasks.example import Example, ask, is_held_out
 from strata.train.tasks.offer import Offer
-from strata.train.tasks.tool import Argument, Call, Tool
+from strata.train.tasks.tool import Argument, ExerciseCall, ExerciseTool
 from strata.train.tasks.units import plain
 from strata.train.tasks.words import listed
 
@@ -18,7 +18,7 @@ TASK = "calling a calculator"
 
 
 @dataclass(frozen=True)
-class Operation:
+class Calculation:
     """sign: in replies. typed: in what tools read. words: of tools. own_tasks: those of the model's that ask for it."""
 
     sign: str
@@ -32,15 +32,15 @@ class Operation:
 _DIVIDE = tuple(one for one in arithmetic.DIVIDE if "remainder" not in one and "go into" not in one)
 
 OPERATIONS = (
-    Operation(
+    Calculation(
         "+", "+", ("add", "plus", "sum"), arithmetic.ADD, frozenset({"two-digit addition", "longer addition"})
     ),
-    Operation(
+    Calculation(
         "-", "-", ("subtract", "minus", "difference"), arithmetic.SUBTRACT,
         frozenset({"two-digit subtraction", "longer subtraction"}),
     ),
-    Operation("×", "*", ("multiply", "times", "product"), arithmetic.MULTIPLY, frozenset({"multiplication"})),
-    Operation("÷", "/", ("divide", "divided_by", "quotient"), _DIVIDE, frozenset({"division"})),
+    Calculation("×", "*", ("multiply", "times", "product"), arithmetic.MULTIPLY, frozenset({"multiplication"})),
+    Calculation("÷", "/", ("divide", "divided_by", "quotient"), _DIVIDE, frozenset({"division"})),
 )  # fmt: skip
 
 NAMES = listed("calculator calculate calc compute math arithmetic evaluate solve do_math run_calculator")
@@ -59,7 +59,7 @@ NUMBERS = ("number", "number", "integer")
 
 Value = str | int | float
 # The arguments of a call, from the operation and its operands.
-Writer = Callable[[Operation, str, str], list[tuple[str, Value]]]
+Writer = Callable[[Calculation, str, str], list[tuple[str, Value]]]
 
 
 def calculator(rng: random.Random) -> Offer:
@@ -69,7 +69,7 @@ def calculator(rng: random.Random) -> Offer:
 
 def _of_expression(rng: random.Random, name: str) -> Offer:
     argument = rng.choice(EXPRESSIONS)
-    tool = Tool(name, rng.choice(FORMULA_ABOUT), (Argument(argument),))
+    tool = ExerciseTool(name, rng.choice(FORMULA_ABOUT), (Argument(argument),))
     return _offer(tool, OPERATIONS, lambda operation, a, b: [(argument, f"{a} {operation.typed} {b}")])
 
 
@@ -80,12 +80,12 @@ def _of_operands(rng: random.Random, name: str) -> Offer:
     arguments = [Argument(one, kind) for one in operands]
     arguments.insert(place, Argument(operator, choices=tuple(choices.values())))
 
-    def write(operation: Operation, a: str, b: str) -> list[tuple[str, Value]]:
+    def write(operation: Calculation, a: str, b: str) -> list[tuple[str, Value]]:
         values: list[tuple[str, Value]] = [(operands[0], _number(a)), (operands[1], _number(b))]
         values.insert(place, (operator, choices[operation.sign]))
         return values
 
-    return _offer(Tool(name, rng.choice(ABOUT), tuple(arguments)), OPERATIONS, write)
+    return _offer(ExerciseTool(name, rng.choice(ABOUT), tuple(arguments)), OPERATIONS, write)
 
 
 def one_operation(rng: random.Random) -> Offer:
@@ -94,11 +94,11 @@ def one_operation(rng: random.Random) -> Offer:
     name = rng.choice(("{}", "{}", "{}_numbers", "math_{}", "do_{}")).format(rng.choice(operation.words))
     about = rng.choice((f"Computes {x} {operation.typed} {y}.", f"The {operation.words[2]} of two numbers.", ""))
     kind = rng.choice(NUMBERS)
-    tool = Tool(name, about, (Argument(x, kind), Argument(y, kind)))
+    tool = ExerciseTool(name, about, (Argument(x, kind), Argument(y, kind)))
     return _offer(tool, (operation,), lambda _, a, b: [(x, _number(a)), (y, _number(b))])
 
 
-def _offer(tool: Tool, operations: tuple[Operation, ...], write: Writer) -> Offer:
+def _offer(tool: ExerciseTool, operations: tuple[Calculation, ...], write: Writer) -> Offer:
     def question(rng: random.Random) -> Example:
         return _calculation(rng, tool, rng.choice(operations), write)
 
@@ -106,7 +106,7 @@ def _offer(tool: Tool, operations: tuple[Operation, ...], write: Writer) -> Offe
     return Offer(tool, TASK, question, own_tasks, own_tasks)
 
 
-def _calculation(rng: random.Random, tool: Tool, operation: Operation, write: Writer) -> Example:
+def _calculation(rng: random.Random, tool: ExerciseTool, operation: Calculation, write: Writer) -> Example:
     whole = any(one.type == "integer" for one in tool.arguments)
     a, b = _operand(rng, whole), _operand(rng, whole)
     if operation.sign == "÷" and Decimal(b) == 0:
@@ -119,7 +119,7 @@ def _calculation(rng: random.Random, tool: Tool, operation: Operation, write: Wr
     result = rng.choice((answer, answer, f'{{"{key}": {answer}}}', f'{{"{key}": {answer}}}', shown))
     problem, held_out = _problem(operation.sign, a, b)
     question = ask(rng, operation.phrasings, a=a, b=b)
-    call = Call(tool.name, tuple(write(operation, a, b)), result)
+    call = ExerciseCall(tool.name, tuple(write(operation, a, b)), result)
     return Example(TASK, question, f"{shown}\nAnswer: {answer}", answer, problem, held_out, call=call)
 
 

@@ -7,7 +7,7 @@ from decimal import Decimal
 
 from strata.train.tasks.example import Example, ask, is_held_out
 from strata.train.tasks.offer import Offer
-from strata.train.tasks.tool import Argument, Call, Tool
+from strata.train.tasks.tool import Argument, ExerciseCall, ExerciseTool
 from strata.train.tasks.units import CONVERT, any_conversion, named_units, plain
 from strata.train.tasks.words import listed, pseudo_word
 
@@ -45,12 +45,12 @@ def converter(rng: random.Random) -> Offer:
     value, (source, target) = rng.choice(VALUES), rng.choice(ENDS)
     order = rng.choice(((0, 1, 2), (0, 1, 2), (1, 2, 0)))
     arguments = (Argument(value, "number"), Argument(source), Argument(target))
-    tool = Tool(rng.choice(NAMES), rng.choice(ABOUT), tuple(arguments[i] for i in order))
+    tool = ExerciseTool(rng.choice(NAMES), rng.choice(ABOUT), tuple(arguments[i] for i in order))
 
     def question(rng: random.Random) -> Example:
         asked = (_known if rng.random() < 0.4 else _unknown)(rng)
         given = (float(asked.value) if "." in asked.value else int(asked.value), asked.source, asked.target)
-        call = Call(tool.name, tuple((arguments[i].name, given[i]) for i in order), asked.told(rng))
+        call = ExerciseCall(tool.name, tuple((arguments[i].name, given[i]) for i in order), asked.told(rng))
         return asked.example(ask(rng, CONVERT, value=asked.value, source=asked.source, target=asked.target), call)
 
     return Offer(tool, TASK, question, _SUBJECTS, _SUBJECTS)
@@ -59,11 +59,11 @@ def converter(rng: random.Random) -> Offer:
 def unit_table(rng: random.Random) -> Offer:
     """A tool that tells how much one of a unit is in another."""
     source, target = rng.choice(ENDS)
-    tool = Tool(rng.choice(TABLES), rng.choice(TABLE_ABOUT), (Argument(source), Argument(target)))
+    tool = ExerciseTool(rng.choice(TABLES), rng.choice(TABLE_ABOUT), (Argument(source), Argument(target)))
 
     def question(rng: random.Random) -> Example:
         asked = _unknown(rng, one=True)
-        call = Call(tool.name, ((source, asked.source), (target, asked.target)), asked.told(rng))
+        call = ExerciseCall(tool.name, ((source, asked.source), (target, asked.target)), asked.told(rng))
         return asked.example(ask(rng, ONE, source=asked.source, target=asked.target), call)
 
     return Offer(tool, TASK, question, _SUBJECTS, _SUBJECTS)
@@ -84,7 +84,7 @@ class _Asked:
             f'{{"{key}": {self.result}, "unit": "{self.target}"}}',
         ))  # fmt: skip
 
-    def example(self, question: str, call: Call) -> Example:
+    def example(self, question: str, call: ExerciseCall) -> Example:
         answer = f"{self.result} {self.target}"
         reply = f"{self.value} {self.source} = {answer}\nAnswer: {answer}"
         return Example(TASK, question, reply, answer, self.problem, self.held_out, call=call)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from strata.train.tasks.tool import Call, Tool
+from strata.train.tasks.tool import ExerciseCall, ExerciseTool
 
 BOUNDARY = "\u2060"
 """In a reply: no token may span this point. It is not part of the text (a word that the model must write letter by
@@ -33,8 +33,8 @@ class Example:
     answer: str | None
     problem: str
     held_out: bool
-    tools: tuple[Tool, ...] = ()
-    call: Call | None = None
+    tools: tuple[ExerciseTool, ...] = ()
+    call: ExerciseCall | None = None
 
     @property
     def messages(self) -> list[dict[str, Any]]:

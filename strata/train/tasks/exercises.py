@@ -12,7 +12,7 @@ import numpy as np
 from strata.text.tokenizer import Tokenizer
 from strata.train.data.encode import Encoder
 from strata.train.data.encoding import Encoded
-from strata.train.data.shards import VERSION, Index, ShardEntry, write_encoded
+from strata.train.data.shards import VERSION, ShardEntry, ShardIndex, write_encoded
 from strata.train.data.tokenize import tokenizer_digest
 from strata.train.data.writing import ShardJob, in_process, named, write_manifest, write_missing
 from strata.train.tasks.mixture import document
@@ -25,7 +25,7 @@ _AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
-class _Job(ShardJob):
+class _ExerciseJob(ShardJob):
     """The documents first to end - 1 of a seed."""
 
     first: int
@@ -46,7 +46,7 @@ def write_exercises(
     workers: int = 1,
     documents_per_shard: int = 65_536,
     report: Callable[[int, int], None] = lambda done, of: None,
-) -> Index:
+) -> ShardIndex:
     """Write documents 0 to `documents` - 1 of a seed into `out` as chats whose replies are wanted, and their index.
 
     tokenizer_folder: of a tokenizer that has the special tokens of train/tasks/vocabulary.py. Without one it is made: a
@@ -72,10 +72,10 @@ def write_exercises(
         digest, size = _digest_and_size(tokenizer_folder)
         write_manifest(out, manifest | {"tokenizer": digest})
     jobs = [
-        _Job(out, name, first, min(first + documents_per_shard, documents), seed, tokenizer_folder, size)
+        _ExerciseJob(out, name, first, min(first + documents_per_shard, documents), seed, tokenizer_folder, size)
         for name, first in named(range(0, documents, documents_per_shard))
     ]
-    index = Index(VERSION, "chat", digest, size, write_missing(jobs, _write, workers, report))
+    index = ShardIndex(VERSION, "chat", digest, size, write_missing(jobs, _write, workers, report))
     index.write(out)
     return index
 
@@ -90,7 +90,7 @@ def _digest_and_size(tokenizer_folder: Path) -> tuple[str, int]:
         return tokenizer_digest(tokenizer), tokenizer.vocab_size
 
 
-def _write(job: _Job) -> ShardEntry:
+def _write(job: _ExerciseJob) -> ShardEntry:
     encoder = Encoder.load(job.tokenizer)
     parts = [
         encoder.encode([document(job.seed, index) for index in range(first, min(first + _AT_ONCE, job.end))])

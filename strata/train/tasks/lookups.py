@@ -11,7 +11,7 @@ from strata.train.tasks import tables
 from strata.train.tasks.example import Example, ask, is_held_out
 from strata.train.tasks.offer import Offer
 from strata.train.tasks.smalltalk import COUNTRIES
-from strata.train.tasks.tool import Argument, Call, Tool
+from strata.train.tasks.tool import Argument, ExerciseCall, ExerciseTool
 from strata.train.tasks.words import ANIMALS, FOODS, NAMES, PLACES_WORDS, THINGS, listed, pseudo_word
 
 TASK = "calling a look-up"
@@ -120,7 +120,7 @@ def look_up(rng: random.Random) -> Offer:
         about = ""
     in_unit = known.name in ("weather", "temperature") and rng.random() < 0.5
     unit = (Argument(rng.choice(("unit", "units", "scale")), choices=UNITS, optional=True),) if in_unit else ()
-    tool = Tool(name, about, (Argument(of), *unit))
+    tool = ExerciseTool(name, about, (Argument(of), *unit))
 
     def question(rng: random.Random) -> Example:
         key = _key(rng, known)
@@ -130,7 +130,7 @@ def look_up(rng: random.Random) -> Offer:
             chosen = rng.choice(UNITS)
             asked = f"{asked.rstrip('?. ')} in {chosen.capitalize()}?"
             arguments.append((unit[0].name, chosen))
-        return _example(rng, Call(tool.name, tuple(arguments), ""), known, of, key, asked)
+        return _example(rng, ExerciseCall(tool.name, tuple(arguments), ""), known, of, key, asked)
 
     return Offer(tool, TASK, question, frozenset({known.name}), frozenset({"tables"}), known.topics)
 
@@ -141,7 +141,7 @@ def table(rng: random.Random) -> Offer:
     kind = _made_up(rng)
     fields = tuple(rng.sample(words, rng.randrange(2, 4)))
     of, field = rng.choice(ITEM), rng.choice(FIELDS)
-    tool = Tool(
+    tool = ExerciseTool(
         rng.choice(GENERAL),
         rng.choice(("Looks up a table.", f"What is known of a {of}.", "Reads the database.", "")),
         (Argument(of), Argument(field, choices=fields)),
@@ -151,7 +151,7 @@ def table(rng: random.Random) -> Offer:
         known = Property(rng.choice(fields), ITEM, kind.keys, SAID, kind.draw)
         key = _key(rng, known)
         asked = ask(rng, SAID, name=known.name, key=key)
-        return _example(rng, Call(tool.name, ((of, key), (field, known.name)), ""), known, of, key, asked)
+        return _example(rng, ExerciseCall(tool.name, ((of, key), (field, known.name)), ""), known, of, key, asked)
 
     return Offer(tool, TASK, question, frozenset(fields), frozenset({"tables"}), frozenset(fields))
 
@@ -173,7 +173,7 @@ def _made_up(rng: random.Random) -> Property:
     return Property(pseudo_word(rng), ITEM, tuple(keys), SAID, draw)
 
 
-def _example(rng: random.Random, call: Call, known: Property, of: str, key: str, asked: str) -> Example:
+def _example(rng: random.Random, call: ExerciseCall, known: Property, of: str, key: str, asked: str) -> Example:
     """The question with its call, to which this gives the result."""
     value = known.draw(rng)
     answer, reply = str(value), f"{key}: {value}\nAnswer: {value}"
@@ -192,5 +192,5 @@ def _example(rng: random.Random, call: Call, known: Property, of: str, key: str,
         answer = f"{keys[0]} {degrees}, {keys[1]} {sky}"
         reply = f"{key}: {answer}\nAnswer: {answer}"
     problem = f"look up {known.name} {key} {result}"
-    call = Call(call.name, call.arguments, result)
+    call = ExerciseCall(call.name, call.arguments, result)
     return Example(TASK, asked, reply, answer, problem, is_held_out(problem), call=call)

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from strata.train.tasks import arithmetic, dates, numbers, smalltalk, spelling, stories, tables, units
 from strata.train.tasks.example import Example, Task
-from strata.train.tasks.tool import Tool
+from strata.train.tasks.tool import ExerciseTool
 from strata.train.tasks.toolbox import FAMILIES, Toolbox, toolbox
 
 TASKS: tuple[Task, ...] = (
@@ -35,7 +35,7 @@ SYSTEM_PROMPTS = (
 
 
 @dataclass(frozen=True)
-class Document:
+class ExerciseDocument:
     """One training sequence: a conversation, or with `plain` a question and its reply without chat markers."""
 
     examples: tuple[Example, ...]
@@ -43,7 +43,7 @@ class Document:
     plain: bool = False
 
     @property
-    def tools(self) -> tuple[Tool, ...]:
+    def tools(self) -> tuple[ExerciseTool, ...]:
         """What the model is offered in all of the conversation."""
         return self.examples[0].tools
 
@@ -56,18 +56,18 @@ def training_example(rng: random.Random) -> Example:
     return example
 
 
-def document(seed: int, index: int) -> Document:
+def document(seed: int, index: int) -> ExerciseDocument:
     """Document `index` of the mixture: mostly one question, sometimes two or three in one conversation."""
     rng = random.Random(f"train {seed} {index}")
     draw = rng.random()
     if draw < 0.06:
-        return Document((training_example(rng),), plain=True)
+        return ExerciseDocument((training_example(rng),), plain=True)
     turns = 1 if draw < 0.76 else 2 if draw < 0.93 else 3
     system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.08 else None
     if rng.random() < WITH_TOOLS:
         box = toolbox(rng)
-        return Document(tuple(_training_example_with(rng, box) for _ in range(turns)), system)
-    return Document(tuple(training_example(rng) for _ in range(turns)), system)
+        return ExerciseDocument(tuple(_training_example_with(rng, box) for _ in range(turns)), system)
+    return ExerciseDocument(tuple(training_example(rng) for _ in range(turns)), system)
 
 
 def _training_example_with(rng: random.Random, box: Toolbox) -> Example:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from strata.train.tasks.example import Example
-from strata.train.tasks.tool import Tool
+from strata.train.tasks.tool import ExerciseTool
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Offer:
     whose questions it answers as well. topics: words of other questions that it answers.
     """
 
-    tool: Tool
+    tool: ExerciseTool
     task: str
     question: Callable[[random.Random], Example]
     subjects: frozenset[str]

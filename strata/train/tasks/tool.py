@@ -20,7 +20,7 @@ class Argument:
 
 
 @dataclass(frozen=True)
-class Tool:
+class ExerciseTool:
     """A function and the arguments that it takes, in their order."""
 
     name: str
@@ -47,13 +47,13 @@ class Tool:
         return f"{self.name}({arguments})" + (f": {self.description}" if self.description else "")
 
 
-def listing(tools: tuple[Tool, ...]) -> str:
+def listing(tools: tuple[ExerciseTool, ...]) -> str:
     """The tools as the chat template shows them."""
     return "Tools:\n" + "\n".join(tool.line for tool in tools)
 
 
 @dataclass(frozen=True)
-class Call:
+class ExerciseCall:
     """What the model calls, and what comes back. arguments: name and value of each that is given."""
 
     name: str

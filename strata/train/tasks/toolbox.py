@@ -10,7 +10,7 @@ from strata.train.tasks import calculators, converters, lookups
 from strata.train.tasks.example import Example
 from strata.train.tasks.offer import Offer
 from strata.train.tasks.smalltalk import UNKNOWN
-from strata.train.tasks.tool import Tool
+from strata.train.tasks.tool import ExerciseTool
 
 Maker = Callable[[random.Random], Offer]
 
@@ -28,7 +28,7 @@ class Toolbox:
     offers: tuple[Offer, ...]
 
     @property
-    def tools(self) -> tuple[Tool, ...]:
+    def tools(self) -> tuple[ExerciseTool, ...]:
         return tuple(offer.tool for offer in self.offers)
 
     def question(self, rng: random.Random, task: str | None = None) -> Example:

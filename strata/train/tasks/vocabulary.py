@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from strata.train.tasks.example import BOUNDARY
-from strata.train.tasks.mixture import Document
+from strata.train.tasks.mixture import ExerciseDocument
 from strata.train.tasks.tool import listing
 
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
@@ -55,7 +55,7 @@ CHAT_TEMPLATE = """\
 """
 
 
-def make_tokenizer(documents: Iterable[Document], vocab_size: int) -> tokenizers.Tokenizer:
+def make_tokenizer(documents: Iterable[ExerciseDocument], vocab_size: int) -> tokenizers.Tokenizer:
     """A tokenizer of exactly `vocab_size` tokens, or fewer if the documents hold fewer pairs to merge.
 
     Digits are never merged, so a number is its digits. Words that a reply writes letter by letter count as letters. A
@@ -80,7 +80,7 @@ def make_tokenizer(documents: Iterable[Document], vocab_size: int) -> tokenizers
     return made
 
 
-def _texts(documents: Iterable[Document]) -> Iterator[str]:
+def _texts(documents: Iterable[ExerciseDocument]) -> Iterator[str]:
     for document in documents:
         if document.tools:
             yield listing(document.tools)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from strata.bench.comm.ceilings import group_sizes, parts
+from strata.bench.comm.measure import group_sizes, probe_items
 from strata.hardware.probe.ceiling import Ceiling, Measured
 
 LINE = {"operation": "all_reduce", "algorithm": "one shot", "bytes": 8192, "value": 3.5}
@@ -27,7 +27,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, answer: Any, seconds: float = 60.0
 
     monkeypatch.setattr(subprocess, "run", run)
     found, end = Measured(), time.perf_counter() + seconds
-    found.run(parts(4, end), end)
+    found.run(probe_items(4, end), end)
     return found, commands
 
 

@@ -17,12 +17,12 @@ import pytest
 from typer.testing import CliRunner
 
 from strata.bench.faults import rounds
-from strata.bench.faults.load import Endings, SteadyLoad
 from strata.bench.faults.processes import Process, descendants, engine_of, is_there
 from strata.bench.faults.rounds import FaultRound, hit
 from strata.bench.faults.server import served
-from strata.bench.load.connection import Client
+from strata.bench.load.connection import HttpClient
 from strata.bench.load.request_sets import Ask, encode
+from strata.bench.load.send import Endings, SteadyLoad
 from strata.cli.main import app
 from strata.hardware.gpu_memory import GpuMemory
 from tests.cli.fake_server import FakeServer
@@ -77,7 +77,7 @@ def test_what_must_not_be_is_named(change: dict[str, object], said: list[str]) -
 
 def test_requests_are_answered_or_failed_or_lost() -> None:
     async def load(url: str) -> Endings:
-        client = Client(url)
+        client = HttpClient(url)
         try:
             sending = SteadyLoad(client, [encode(Ask([1, 2], 3), "fake")], rate=50, timeout=2.0)
             while sending.answered < 4:

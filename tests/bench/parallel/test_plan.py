@@ -7,21 +7,25 @@ import pytest
 from strata.bench.parallel.plan import (
     MODELS,
     TESTS,
+    BenchMachine,
     LeftOut,
-    Machine,
-    Measurement,
+    RanksMeasurement,
     numbers_of_ranks,
     planned,
     require_tests,
 )
 
 GIB = 1 << 30
-EIGHT = Machine("cuda", 8, 140 * GIB)
+EIGHT = BenchMachine("cuda", 8, 140 * GIB)
 
 
-def plan(machine: Machine, most: int, models: tuple[str, ...] = MODELS) -> tuple[list[Measurement], list[LeftOut]]:
+def plan(
+    machine: BenchMachine, most: int, models: tuple[str, ...] = MODELS
+) -> tuple[list[RanksMeasurement], list[LeftOut]]:
     found = list(planned(models, TESTS, most, machine, "bfloat16"))
-    return [one for one in found if isinstance(one, Measurement)], [one for one in found if isinstance(one, LeftOut)]
+    return [one for one in found if isinstance(one, RanksMeasurement)], [
+        one for one in found if isinstance(one, LeftOut)
+    ]
 
 
 def test_eight_gpus_measure_every_model_on_every_number_of_ranks() -> None:
@@ -41,28 +45,28 @@ def test_eight_gpus_measure_every_model_on_every_number_of_ranks() -> None:
 
 
 def test_ranks_without_a_gpu_are_left_out_with_what_is_there() -> None:
-    wanted, left_out = plan(Machine("cuda", 2, None), 8, ("0.6B",))
+    wanted, left_out = plan(BenchMachine("cuda", 2, None), 8, ("0.6B",))
     assert {one.ranks for one in wanted} == {1, 2}
     assert [one.text() for one in left_out] == ["left out: 4, 8 ranks: this machine has 2 GPUs"]
-    assert [one.text() for one in plan(Machine("cuda", 1, None), 2, ("0.6B",))[1]] == [
+    assert [one.text() for one in plan(BenchMachine("cuda", 1, None), 2, ("0.6B",))[1]] == [
         "left out: 2 ranks: this machine has 1 GPU"
     ]
 
 
 def test_numbers_that_heads_do_not_divide_are_left_out_by_the_models_own_words() -> None:
-    wanted, left_out = plan(Machine("cpu", 3, None), 3, ("0.6B",))
+    wanted, left_out = plan(BenchMachine("cpu", 3, None), 3, ("0.6B",))
     assert {one.ranks for one in wanted if one.model is not None} == {1, 2}
     assert "tensor_parallel_size=3 does not divide the 16 attention heads" in left_out[0].reason
 
 
 def test_ranks_of_a_cpu_share_its_memory() -> None:
-    assert not plan(Machine("cpu", 2, 40 * GIB), 1, ("8B",))[1]  # 15 GiB
-    (one,) = plan(Machine("cpu", 2, 16 * GIB), 2, ("8B",))[1][1:]
+    assert not plan(BenchMachine("cpu", 2, 40 * GIB), 1, ("8B",))[1]  # 15 GiB
+    (one,) = plan(BenchMachine("cpu", 2, 16 * GIB), 2, ("8B",))[1][1:]
     assert "its share 8.0 GiB" in one.reason
 
 
 def test_tests_that_are_too_long_for_a_model_are_left_out() -> None:
-    wanted, left_out = plan(Machine("cpu", 1, None), 1, ("builtin",))
+    wanted, left_out = plan(BenchMachine("cpu", 1, None), 1, ("builtin",))
     assert [one.test for one in wanted] == ["T2", "T0"]
     assert left_out[0].text() == (
         "left out: T1, T4 of builtin: their sequences are longer than the 1,024 tokens it reads"
@@ -72,7 +76,7 @@ def test_tests_that_are_too_long_for_a_model_are_left_out() -> None:
 def test_commands() -> None:
     def command(test: str, ranks: int, experts: bool = False) -> str:
         model = None if test == "comm" else "30B-A3B"
-        return " ".join(Measurement(test, model, ranks, "cuda", "bfloat16", experts).command(5))
+        return " ".join(RanksMeasurement(test, model, ranks, "cuda", "bfloat16", experts).command(5))
 
     common = "--device cuda --dtype bfloat16 --repeat"
     engine = "--model 30B-A3B --tensor-parallel-size"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from strata.bench.predictions.cases import Case, cases
+from strata.bench.predictions.cases import PredictionCase, cases
 from strata.bench.predictions.errors import ErrorSummary, StepError, step_errors
 from strata.cli.main import app
 from strata.hardware.specs import device
@@ -66,7 +66,8 @@ def test_it_begins_with_how_many_cases_there_are_and_that_nothing_was_measured(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where no probe was kept
     monkeypatch.setattr(
-        "strata.bench.predictions.run.cases", lambda: [Case("two", ((2, 5, 3),)), Case("long", ((1, 9999, 9),))]
+        "strata.bench.predictions.cases.cases",
+        lambda: [PredictionCase("two", ((2, 5, 3),)), PredictionCase("long", ((1, 9999, 9),))],
     )
     result = CliRunner().invoke(
         app, ["bench", "predictions", "--models", "builtin", "--device", "cpu", "--repeat", "1"]

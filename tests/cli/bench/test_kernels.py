@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from strata.cli.bench import kernels as bench_kernels
 from strata.cli.bench.inference import bench
-from strata.cli.bench.kernels import HEADINGS, Row, sizes_of
+from strata.cli.bench.kernels import HEADINGS, KernelRow, sizes_of
 from strata.graph.capture import operation_of
 from strata.hardware.specs import device
 from strata.kernels import tuned
@@ -148,12 +148,12 @@ def test_every_count_of_rows_up_to_256_has_its_bucket() -> None:
 
 
 def test_columns_stand_under_their_headings() -> None:
-    row = Row("linear", "8B", "qkv 4096->6144", 1, "cublas", 15e-6, 11.8e-6, 0.78, "memory", 3.4e12, 17.6e-6)
+    row = KernelRow("linear", "8B", "qkv 4096->6144", 1, "cublas", 15e-6, 11.8e-6, 0.78, "memory", 3.4e12, 17.6e-6)
     said = row.sentence()
     for heading, value in (("us", "15.0"), ("floor us", "11.8"), ("share", "78%"), ("TB/s", "3.40")):
         end = HEADINGS.index(f"{heading} ") + len(heading)
         assert said[:end].endswith(value)
-    unknown = Row("rope", "8B", "32x128", 1, "triton", 2e-6, None, None, None, 1e9, None).sentence()
+    unknown = KernelRow("rope", "8B", "32x128", 1, "triton", 2e-6, None, None, None, 1e9, None).sentence()
     assert "None" not in unknown
     assert len(unknown.split()) == len(HEADINGS.split()) - 2  # two headings are of two words
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from strata.bench.parallel import measure as measuring
 from strata.bench.parallel.measure import run_limited
-from strata.bench.parallel.plan import Machine
+from strata.bench.parallel.plan import BenchMachine
 from strata.bench.parallel.record import read
 from strata.cli.main import app
 
@@ -164,7 +164,7 @@ def test_what_needs_a_gpu_is_not_tried_on_a_processor_that_nobody_asked_for(
     assert re.findall(r"left out: (\w+): it needs a GPU", result.output) == ["8B", "70B"]
     asked: list[Any] = []
     monkeypatch.setattr(measuring, "run_limited", lambda command, _: asked.append(command) or "exit code 1: no")
-    machine = Machine("cpu", 2, 1 << 40)
-    monkeypatch.setattr("strata.bench.parallel.machine.this_machine", lambda *_: machine)
+    machine = BenchMachine("cpu", 2, 1 << 40)
+    monkeypatch.setattr("strata.bench.parallel.plan.this_machine", lambda *_: machine)
     CliRunner().invoke(app, [*words, "--device", "cpu", "--tests", "T2", "--ranks", "1"])
     assert [command[6] for command in asked] == ["8B", "70B"]

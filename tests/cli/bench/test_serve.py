@@ -13,12 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 from strata.bench.load import server
-from strata.bench.load.answer import Fault
-from strata.bench.load.connection import Client
+from strata.bench.load.answer import AnswerFault
+from strata.bench.load.connection import HttpClient
 from strata.bench.load.measures import figures
 from strata.bench.load.report import LoadResult, report_console
 from strata.bench.load.request_sets import Ask, encode
-from strata.bench.load.send import Outcome, run, send_all
+from strata.bench.load.send import RequestOutcome, run, send_all
 from strata.cli.main import app
 from tests.cli.fake_server import FAILURES, FakeServer
 
@@ -44,9 +44,9 @@ def test_every_failure_is_counted_and_every_request_accounted_for(failure: str) 
         "not JSON": ("malformed", "", False),
     }
     with FakeServer(failures={1: failure, 3: failure}) as fake:
-        client = Client(fake.url)
+        client = HttpClient(fake.url)
 
-        async def main() -> list[Outcome]:
+        async def main() -> list[RequestOutcome]:
             try:
                 requests = [encode(Ask([1], 4), "fake")] * 5
                 return await send_all(client, requests, [0.0] * 5, max_concurrency=1, timeout=2.0)
@@ -72,8 +72,8 @@ def test_without_a_server_every_request_is_lost() -> None:
     with FakeServer() as fake:
         url = fake.url
 
-    async def main() -> list[Outcome]:
-        client = Client(url)
+    async def main() -> list[RequestOutcome]:
+        client = HttpClient(url)
         requests = [encode(Ask([1], 4), "fake")] * 3
         return await send_all(client, requests, [0.0] * 3, max_concurrency=None, timeout=5)
 
@@ -264,8 +264,8 @@ def test_a_picture_needs_matplotlib_and_says_so(tmp_path: Path, monkeypatch: pyt
 
 def test_what_failed_is_told_in_the_servers_words(capsys: pytest.CaptureFixture[str]) -> None:
     """A count of HTTP 503 does not say which limit of the server was reached."""
-    refused = Fault("HTTP 503", "the queue [of 4] is full", lost=False)
-    outcomes = [Outcome(0.0, 0.0, (), 0.1, 0, 0, refused)] * 2
+    refused = AnswerFault("HTTP 503", "the queue [of 4] is full", lost=False)
+    outcomes = [RequestOutcome(0.0, 0.0, (), 0.1, 0, 0, refused)] * 2
     result = LoadResult("now", "fake", "a data set", math.inf, None, 1.0, None, 0, figures(outcomes, {}))
     report_console().print(result.shown())
     assert "HTTP 503: the queue [of 4] is full\n" in capsys.readouterr().out

@@ -19,7 +19,7 @@ from strata.cache.tables import BufferShape
 from strata.engine.plan import StepPlan
 from strata.engine.process.messages import Step
 from strata.engine.program import sizes as sizes_of_steps
-from strata.engine.program.program import Choice, StepProgram
+from strata.engine.program.program import StepChoice, StepProgram
 from strata.engine.program.shape import StepShape
 from strata.engine.program.sizes import recorded_sizes
 from strata.engine.recorded_steps import RecordedSteps
@@ -130,7 +130,7 @@ def test_steps_run_what_the_program_chooses(recorded: tuple[LLM, Replayed], monk
     chosen: list[BufferShape | None] = []
     choose = StepProgram.choose
 
-    def noted(program: StepProgram, shape: StepShape) -> Choice:
+    def noted(program: StepProgram, shape: StepShape) -> StepChoice:
         choice = choose(program, shape)
         chosen.append(choice.size)
         return choice

@@ -8,7 +8,7 @@ import pytest
 
 from strata import LLM, SamplingParams
 from strata.engine.engine_config import EngineConfig
-from strata.engine.program.program import Choice, StepProgram
+from strata.engine.program.program import StepChoice, StepProgram
 from strata.engine.program.shape import StepShape
 from strata.engine.startup.kept_states import check_states
 from strata.graph.ranks.narrow_messages import NARROW_TOKENS
@@ -29,7 +29,7 @@ def test_answers_stay_nearly_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     two = LLM("builtin", tensor_parallel_size=2, message_dtype="fp8", **OPTIONS)
     choose, ran = StepProgram.choose, []
 
-    def noted(program: StepProgram, shape: StepShape) -> Choice:
+    def noted(program: StepProgram, shape: StepShape) -> StepChoice:
         choice = choose(program, shape)
         ran.append((shape.tokens >= NARROW_TOKENS, choice.variant.name == "narrow_logits"))
         return choice

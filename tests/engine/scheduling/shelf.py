@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Hashable, Sequence
 
-from strata.engine.plan import Arrival
+from strata.engine.plan import TransferEnd
 from tests.engine.simulated import Device
 
 _Page = tuple[Hashable, tuple[int, ...]]  # the extra key, and all tokens up to the page's end
@@ -54,7 +54,7 @@ class Carrier:
         self.coming[page] = place
         self.device.pages[page] = {}
 
-    def arrive(self, likely: float = 0.5) -> list[Arrival]:
+    def arrive(self, likely: float = 0.5) -> list[TransferEnd]:
         """What has come since this was asked before."""
         arrivals = []
         for page in [page for page in self.coming if self.coins.random() < likely]:
@@ -64,5 +64,5 @@ class Carrier:
                 (extra_key, tokens), size = self.shelf.pages[place], self.shelf.page_size
                 first = len(tokens) - size
                 self.device.pages[page] = {at: (tokens[first + at], first + at, extra_key) for at in range(size)}
-            arrivals.append(Arrival(page, whole))
+            arrivals.append(TransferEnd(page, whole))
         return arrivals

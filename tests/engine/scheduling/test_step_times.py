@@ -175,7 +175,7 @@ def of(name: str, ranks: int = 1) -> StepTimes:
     link = None if ranks == 1 else link_of(device("h200"))
     recorded = {"0.6B": 5632}.get(name, 2048)
     model = model_of(name, ranks)
-    overlapped = model.program.least("overlapped_logits")
+    overlapped = model.program.min_rows("overlapped_logits")
     return StepTimes.of(model.step_costs(), device("h200"), "bfloat16", recorded, link, overlapped)
 
 

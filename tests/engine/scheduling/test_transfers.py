@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
-from strata.engine.plan import NOTHING, Arrival, StepPlan
+from strata.engine.plan import NOTHING, StepPlan, TransferEnd
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.held import Held
 from tests.engine.scheduling.plans import NamingScheduler, finish, request, shares, step
@@ -28,8 +28,8 @@ def planned(of: NamingScheduler) -> StepPlan:
     return plan
 
 
-def arrived(of: NamingScheduler, plan: StepPlan, whole: bool = True) -> list[Arrival]:
-    return [Arrival(target, whole) for source, target in plan.copies if source >= PAGES]
+def arrived(of: NamingScheduler, plan: StepPlan, whole: bool = True) -> list[TransferEnd]:
+    return [TransferEnd(target, whole) for source, target in plan.copies if source >= PAGES]
 
 
 def test_it_begins_behind_what_has_come() -> None:
@@ -81,7 +81,7 @@ def test_one_transfer_serves_all_who_begin_with_it() -> None:
     of.complete(plan, [], arrived(of, plan)[:2])
     plan = planned(of)
     assert (plan.chunks, plan.copies) == ((), ()), "not all have come"
-    of.complete(plan, [], [Arrival(2)])
+    of.complete(plan, [], [TransferEnd(2)])
     assert sorted(shares(of, planned(of))) == [("a", 12, 1), ("also", 12, 1)]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from strata.hardware.probe.ceiling import UNITS, Ceiling, Measured, Part
+from strata.hardware.probe.ceiling import UNITS, Ceiling, Measured, ProbeItem
 
 
 def some(count: int, fault: str = "") -> Iterator[Ceiling]:
@@ -19,7 +19,7 @@ def some(count: int, fault: str = "") -> Iterator[Ceiling]:
 
 def test_a_part_that_fails_keeps_what_it_has_and_the_others_run() -> None:
     measured = Measured()
-    parts = [Part("first", lambda: some(2, "no memory")), Part("second", lambda: some(1))]
+    parts = [ProbeItem("first", lambda: some(2, "no memory")), ProbeItem("second", lambda: some(1))]
     measured.run(parts, time.perf_counter() + 100)
     assert [one.value for one in measured.ceilings] == [0, 1, 0]
     assert measured.missing == {"first": "RuntimeError: no memory"}
@@ -29,7 +29,7 @@ def test_what_does_not_fit_into_the_time_is_named(monkeypatch: pytest.MonkeyPatc
     clock = iter(range(100))
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     measured = Measured()
-    measured.run([Part("first", lambda: some(5)), Part("second", lambda: some(1))], end=3)
+    measured.run([ProbeItem("first", lambda: some(5)), ProbeItem("second", lambda: some(1))], end=3)
     assert len(measured.ceilings) == 3
     assert measured.missing == {
         "first": "the time was over before all of it was measured",

@@ -9,7 +9,7 @@ import torch
 
 from strata.hardware.probe import sustained
 from strata.hardware.probe.ceiling import Ceiling, Measured
-from strata.hardware.probe.cpu import CpuSizes, parts
+from strata.hardware.probe.cpu import CpuSizes, probe_items
 from strata.hardware.probe.sustained import HeldProduct, hold
 from strata.hardware.telemetry import Summary
 
@@ -19,7 +19,7 @@ SMALL = CpuSizes(copied=1 << 20, squares=(32, 64), rows=(1, 8), width=64, attend
 @pytest.fixture(scope="module")
 def measured() -> Measured:
     found = Measured()
-    found.run(parts({}, SMALL), time.perf_counter() + 60)
+    found.run(probe_items({}, SMALL), time.perf_counter() + 60)
     return found
 
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from strata.comm import all_reduce_cuda as launches
 from strata.comm import sent_product_cuda
 from strata.comm.all_gather_cuda import one_shot_gather
-from strata.comm.experts import rows_cuda
+from strata.comm.experts import rows
 from strata.comm.mesh import Axis
-from strata.comm.symmetric import Layout, SymmetricMemory
+from strata.comm.symmetric import InboxLayout, SymmetricMemory
 from strata.kernels.collective import all_reduce, rounded_parts
 from strata.kernels.collective.flagged import FLAGGED_PROGRAMS
 from strata.kernels.linear.skinny import skinny_linear
@@ -94,7 +94,7 @@ def run_sent(axis: Axis, rank: int, call: int) -> tuple[Tensor, ...]:
 def run_rank(folder: Path, rank: int, ranks: int, dtype: torch.dtype) -> None:
     all_reduce._acquired = _read
     launches.PROGRAMS = launches.FLAGGED_PROGRAMS = 2  # so that a program takes several rows
-    words = Layout.of(ranks).end
+    words = InboxLayout.of(ranks).end
     boxes = [torch.from_file(str(folder / f"inbox-{peer}"), True, words, dtype=torch.int32) for peer in range(ranks)]
     peers = torch.tensor([box.data_ptr() for box in boxes])
     memory = SymmetricMemory(boxes[rank], peers, torch.zeros(3, FLAGGED_PROGRAMS, dtype=torch.int32), None)
@@ -117,7 +117,7 @@ def _launcher(name: str) -> Callable[..., Any]:
         return partial(one_shot_gather, dim=-1)
     if name == "gather_keys":
         return lambda x, axis: one_shot_gather(x.view(torch.int64), axis, 1).view(x.dtype)
-    return getattr(rows_cuda if name in ("gather_rows", "scatter_sums") else launches, name)
+    return getattr(rows if name in ("gather_rows", "scatter_sums") else launches, name)
 
 
 def run_parts(folder: Path) -> None:
@@ -156,7 +156,7 @@ def main() -> None:
         own.mkdir()
         for rank in range(ranks):
             with (own / f"inbox-{rank}").open("wb") as inbox:
-                inbox.truncate(4 * Layout.of(ranks).end)
+                inbox.truncate(4 * InboxLayout.of(ranks).end)
         started = [
             forks.Process(target=run_rank, args=(own, rank, ranks, DTYPES[name]), daemon=True) for rank in range(ranks)
         ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from strata.bench.predictions.cases import Case
+from strata.bench.predictions.cases import PredictionCase
 from strata.kernels.quant.packed import Scheme
 from strata.kernels.quant.packed_times import TIMES, PackedTimes
 from strata.kernels.quant.schemes import SCHEMES
@@ -149,7 +149,7 @@ def test_products_in_decode_steps_that_were_profiled(measured: list[dict[str, An
     lines = [line for line in measured if line.get("test") == "profiled decodes"]
     assert [line["sequences"] for line in lines] == [64, 128, 240]
     for line in lines[:2]:
-        case = Case("profiled", ((line["sequences"], line["prompt"], line["answer"]),))
+        case = PredictionCase("profiled", ((line["sequences"], line["prompt"], line["answer"]),))
         rows = [len(workload.new) for kind, workload in steps(case) if kind == "decode"]
         large = [count for count in rows if count > 32]
         # Of 128 sequences one step more.

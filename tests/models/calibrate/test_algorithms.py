@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from strata.kernels.quant.packed import Scheme, dense, unpacked_values
-from strata.models.quantized.calibrate.awq import mean_shares, scaling
+from strata.models.quantized.calibrate.column_scaling import mean_shares, scaling, smoothing
 from strata.models.quantized.calibrate.gptq import gptq
 from strata.models.quantized.calibrate.moments import Moments
 from strata.models.quantized.calibrate.rounding import find_scales, largest_scales, nearest, round_to
-from strata.models.quantized.calibrate.smoothquant import smoothing
 
 INT4 = Scheme("int4", 1, 20)
 

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from strata.kernels.quant.two_of_four import is_two_of_four
-from strata.models.pruned.choice import by_magnitude, wanda
+from strata.models.pruned.prune import by_magnitude, sparsegpt, wanda
 from strata.models.pruned.settings import Pruning
-from strata.models.pruned.sparsegpt import sparsegpt
 
 TWO_OF_FOUR = Pruning.of("2:4", 0.5, "sparsegpt")
 WIDTH, ROWS = 140, 400  # more than a block of columns

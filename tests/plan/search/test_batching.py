@@ -13,7 +13,7 @@ from strata.hardware.specs import device
 from strata.plan.meta_model import find_config
 from strata.plan.search.batching import SERVER_SECONDS, Batching, LoadPoint, at_concurrency, at_rate, wait_for_place
 from strata.plan.search.layer_prices import LayerPrices
-from strata.plan.search.layout import Layout
+from strata.plan.search.layout import ServingLayout
 from strata.plan.search.machine import Machine
 from strata.plan.search.precision import Precision
 from strata.plan.search.step_table import Anchors, StepTable
@@ -135,7 +135,7 @@ def test_served_loads_of_8b_on_h200(ranks: int, scheme: str | None, count: int, 
     """Mean latencies of the loads at rates that were measured, of which none made the steps' table. Over two ranks and
     in fp8 all are predicted too short."""
     machine, config = Machine.of(device("h200"), "bfloat16", per_host=8, network=50e9), find_config("8B")
-    traffic, layout = Traffic.of(512, 128), Layout(tensor=ranks)
+    traffic, layout = Traffic.of(512, 128), ServingLayout(tensor=ranks)
     precision = Precision(scheme)
     anchors = Anchors(LayerPrices(config, machine, layout, torch.bfloat16, precision), traffic, [precision])
     table = StepTable(anchors, config, layout, precision)

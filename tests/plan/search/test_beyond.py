@@ -14,9 +14,9 @@ from strata.hardware.specs import device
 from strata.plan.search import report as report_module
 from strata.plan.search import search as search_module
 from strata.plan.search import step_table
-from strata.plan.search.choice import Choice, command, layer_product_flops, request_flops
+from strata.plan.search.choice import ServingChoice, command, layer_product_flops, request_flops
 from strata.plan.search.frontier import frontier, frontier_svg
-from strata.plan.search.layout import Layout
+from strata.plan.search.layout import ServingLayout
 from strata.plan.search.page import html_page
 from strata.plan.search.precision import AS_CHECKPOINT, IN_FEWER_BITS, Precision
 from strata.plan.search.report import ServingPlan, serving_plan
@@ -42,7 +42,7 @@ def plan() -> ServingPlan:
         return serving_plan("<1B>", "1B", device("h200"), 4, traffic, objectives, 2, 50e9, 2.0, acceptance=0.8)
 
 
-def dominates(one: Choice, other: Choice) -> bool:
+def dominates(one: ServingChoice, other: ServingChoice) -> bool:
     assert one.tokens_per_user is not None
     assert other.tokens_per_user is not None
     return one.tokens_per_user > other.tokens_per_user and one.tokens_per_device > other.tokens_per_device
@@ -55,7 +55,7 @@ def test_nothing_lies_beyond_the_frontier(plan: ServingPlan) -> None:
     assert all(any(dominates(other, one) or _level(other, one) for other in outer) for one in inner)
 
 
-def _level(one: Choice, other: Choice) -> bool:
+def _level(one: ServingChoice, other: ServingChoice) -> bool:
     return one.tokens_per_user == other.tokens_per_user or one.tokens_per_device == other.tokens_per_device
 
 
@@ -116,7 +116,7 @@ def test_products_that_round_activations_are_held_against_the_peak_of_what_they_
 
 def test_engines_of_a_host_that_is_not_full_are_started_as_many_as_they_are(plan: ServingPlan) -> None:
     """Hosts of two devices."""
-    one_device = replace(plan.best, settings=replace(plan.best.settings, layout=Layout()))
+    one_device = replace(plan.best, settings=replace(plan.best.settings, layout=ServingLayout()))
     for replicas, where in (
         (2, "run:"),
         (3, "run on one host (on another with --data-parallel-size 1), behind a load balancer:"),

@@ -9,8 +9,8 @@ import torch
 
 from strata.hardware.specs import device
 from strata.plan.meta_model import find_config
-from strata.plan.search.floors import Matrices, below_floors, least_step
-from strata.plan.search.layout import Layout, layouts
+from strata.plan.search.floors import Matrices, below_floors, min_step
+from strata.plan.search.layout import ServingLayout, layouts
 from strata.plan.search.machine import Machine
 from strata.plan.search.precision import AS_CHECKPOINT, IN_FEWER_BITS, Precision
 from strata.plan.search.search import Question, Search
@@ -34,13 +34,17 @@ def test_8b_by_hand(machine: Machine) -> None:
     """A token reads every matrix once, at 4.28 TB/s; a prompt of 4,000 multiplies by them at 800 TFLOP/s."""
     layers, head = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336), 128256 * 4096
     matrices = Matrices.of(find_config("8B"))
-    for layout, ranks, rows in ((Layout(), 1, 4000), (Layout(4), 4, 4000), (Layout(2, context=4), 2, 1000)):
+    for layout, ranks, rows in (
+        (ServingLayout(), 1, 4000),
+        (ServingLayout(4), 4, 4000),
+        (ServingLayout(2, context=4), 2, 1000),
+    ):
         token, prompt = (
-            least_step(matrices, torch.bfloat16, machine, layout, AS_CHECKPOINT, tokens) for tokens in (1, 4000)
+            min_step(matrices, torch.bfloat16, machine, layout, AS_CHECKPOINT, tokens) for tokens in (1, 4000)
         )
         assert token == pytest.approx(2 * (layers + head) / ranks / 4.28e12)
         assert prompt == pytest.approx(2 * (layers * rows + head) / ranks / 800e12)
-    packed = least_step(matrices, torch.bfloat16, machine, Layout(), Precision("fp8"), 1)
+    packed = min_step(matrices, torch.bfloat16, machine, ServingLayout(), Precision("fp8"), 1)
     assert packed == pytest.approx((layers + 2 * head) / 4.28e12, rel=0.01)
 
 
@@ -54,18 +58,18 @@ def test_no_graph_is_quicker(machine: Machine, model: str, devices: int) -> None
             continue
         for precision in (AS_CHECKPOINT, IN_FEWER_BITS[0], IN_FEWER_BITS[-1]):
             for tokens, step in ((1, (1, 0)), (PROMPT, (0, PROMPT))):
-                least = least_step(matrices, torch.bfloat16, machine, layout, precision, tokens)
+                least = min_step(matrices, torch.bfloat16, machine, layout, precision, tokens)
                 floor = search.table(layout, precision).price(*step).bounds.seconds
                 assert least <= floor, (layout, precision, tokens)
-                assert least > 0.93 * floor or tokens > 1 or layout != Layout()
+                assert least > 0.93 * floor or tokens > 1 or layout != ServingLayout()
 
 
 def test_both_impossible_objectives_are_named(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the search where sizes tell it, and else by the floors of graphs."""
     search = asked(machine, "0.6B", 1, Objectives(1.0, 1.0))
-    table = search.table(Layout(), IN_FEWER_BITS[-1])
+    table = search.table(ServingLayout(), IN_FEWER_BITS[-1])
     ttft, fastest = min(
-        (search.table(Layout(), one).price(0, PROMPT).bounds.seconds, one.name) for one in search.precisions
+        (search.table(ServingLayout(), one).price(0, PROMPT).bounds.seconds, one.name) for one in search.precisions
     )
     tpot = table.price(1, 0).bounds.seconds
     between = replace(search.question, objectives=Objectives(0.99 * ttft, 0.99 * tpot))

@@ -18,7 +18,7 @@ from strata.models.quantized.calibrate.settings import Rounding
 from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
 from strata.plan.meta_model import find_config, meta_model
 from strata.plan.search.layer_prices import LayerPrices
-from strata.plan.search.layout import Layout
+from strata.plan.search.layout import ServingLayout
 from strata.plan.search.machine import Machine
 from strata.plan.search.precision import AS_CHECKPOINT, IN_FEWER_BITS, Precision, stored_scheme
 from strata.plan.search.report import ServingPlan, serving_plan
@@ -47,7 +47,7 @@ def test_few_layers_give_the_time_of_all(machine: Machine, model: str, tensor: i
         config = replace(config, num_layers=8, windows=(None,) * 8, experts=experts)
     shard = None if tensor == 1 else RankShard.of(config, tensor, 0, imagined(TENSOR_AXIS, tensor))
     whole = StepSeconds(replace(meta_model(config, H200, shard=shard), max_sequences=1024), H200)
-    prices = LayerPrices(config, machine, Layout(tensor), torch.bfloat16)
+    prices = LayerPrices(config, machine, ServingLayout(tensor), torch.bfloat16)
     for workload in STEPS.values():
         assert prices.price(workload).seconds == pytest.approx(whole.predict(workload).seconds, rel=1e-6)
 
@@ -56,8 +56,8 @@ def test_few_layers_give_the_time_of_all(machine: Machine, model: str, tensor: i
 def test_fewer_bits_take_what_their_own_graphs_take(machine: Machine, precision: Precision) -> None:
     """Within 6 %: what rounds rows stands in these graphs alone."""
     config = find_config("8B").with_layers([0, 1])
-    plain = LayerPrices(config, machine, Layout(), torch.bfloat16)
-    packed = LayerPrices(config, machine, Layout(), torch.bfloat16, precision)
+    plain = LayerPrices(config, machine, ServingLayout(), torch.bfloat16)
+    packed = LayerPrices(config, machine, ServingLayout(), torch.bfloat16, precision)
     for workload in STEPS.values():
         (found,) = plain.prices(workload, [precision])
         assert found.seconds == pytest.approx(packed.price(workload).seconds, rel=0.06)
@@ -68,15 +68,15 @@ def test_fewer_bits_take_what_their_own_graphs_take(machine: Machine, precision:
 def test_products_alone_take_less_in_fewer_bits(machine: Machine, model: str) -> None:
     config = find_config(model).with_layers([0, 1])
     workload = Workload((4096,), (4096,))
-    (found,) = LayerPrices(config, machine, Layout(), torch.bfloat16).prices(workload, [Precision("fp8")])
-    packed = LayerPrices(config, machine, Layout(), torch.bfloat16, Precision("fp8")).price(workload)
+    (found,) = LayerPrices(config, machine, ServingLayout(), torch.bfloat16).prices(workload, [Precision("fp8")])
+    packed = LayerPrices(config, machine, ServingLayout(), torch.bfloat16, Precision("fp8")).price(workload)
     assert found.bounds.compute == pytest.approx(packed.bounds.compute, rel=0.001)
     assert found.bounds.memory == pytest.approx(packed.bounds.memory, rel=0.001)
     assert found.seconds == pytest.approx(packed.seconds, rel=0.06)
 
 
 def test_fewer_bits_are_read_as_such(machine: Machine) -> None:
-    prices = LayerPrices(find_config("8B"), machine, Layout(), torch.bfloat16)
+    prices = LayerPrices(find_config("8B"), machine, ServingLayout(), torch.bfloat16)
     plain, fp8, fp8_kv, int4 = prices.prices(STEPS["decode"], [AS_CHECKPOINT, *IN_FEWER_BITS])
     layers = 32 * (4096 * (4096 + 1024 + 1024) + 4096 * 4096 + 3 * 4096 * 14336)
     bandwidth = H200.ceiling("bandwidth").value
@@ -95,7 +95,7 @@ def test_a_folder_that_is_packed_is_priced_by_what_it_holds(machine: Machine, tm
     scheme = stored_scheme(config, folder)
     assert scheme is not None
     assert (scheme.values, scheme.columns) == ("int4", 64)
-    prices = LayerPrices(config, machine, Layout(), torch.bfloat16)
+    prices = LayerPrices(config, machine, ServingLayout(), torch.bfloat16)
     weights = sum(
         layer.numel() for name, layer in load_file(BUILTIN_FOLDER / "model.safetensors").items() if "_proj" in name
     )

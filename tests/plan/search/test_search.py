@@ -14,7 +14,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from strata.cli import plan_training as cli_plan_training
 from strata.cli import serve as serve_cli
 from strata.cli.main import app
 from strata.engine.engine_config import EngineConfig, EngineSizes
@@ -28,12 +27,13 @@ from strata.plan.meta_model import find_config
 from strata.plan.search import search as search_module
 from strata.plan.search import step_table
 from strata.plan.search.choice import request_flops
-from strata.plan.search.layout import Layout, layouts
+from strata.plan.search.layout import ServingLayout, layouts
 from strata.plan.search.machine import Machine
 from strata.plan.search.memory import Memory, needed_tokens
 from strata.plan.search.precision import AS_CHECKPOINT, IN_FEWER_BITS, Precision
 from strata.plan.search.search import Question, Search, rank
 from strata.plan.search.traffic import Objectives, Traffic
+from strata.plan.training import plan as training_module
 from strata.train.predict.flops import active_elements
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 
@@ -61,7 +61,7 @@ def few_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 def asked(machine: Machine) -> Callable[..., Search]:
     """A search in a small model, in which priced steps are kept from one to the next."""
     config = replace(find_config("0.6B"), num_layers=4, windows=(None,) * 4)
-    anchors: dict[Layout, Any] = {}
+    anchors: dict[ServingLayout, Any] = {}
 
     def make(devices: int = 2, ttft: float | None = None, tpot: float | None = None) -> Search:
         objectives = Objectives(ttft, tpot)
@@ -75,7 +75,7 @@ def asked(machine: Machine) -> Callable[..., Search]:
 def test_memory_of_8b_by_hand(machine: Machine) -> None:
     memory = Memory(find_config("8B"), machine, TRAFFIC, "8B")
     for tensor in (1, 2):
-        held = memory.held(Layout(tensor), 64, 8192, AS_CHECKPOINT)
+        held = memory.held(ServingLayout(tensor), 64, 8192, AS_CHECKPOINT)
         vocabulary, norms = 2 * 128256 * 4096, 65 * 4096
         matrices = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336)
         angles = 4 * 1200 * 128  # the rotary embedding's, of the longest request
@@ -88,7 +88,7 @@ def test_memory_of_8b_by_hand(machine: Machine) -> None:
 
 def test_pages_of_stages_are_those_of_the_stage_with_the_least_room(machine: Machine) -> None:
     """By hand: 8B through four stages has 8, 9, 9 and 6 layers, so that a page is largest in the second."""
-    held = Memory(find_config("8B"), machine, TRAFFIC, "8B").held(Layout(stages=4), 64, 8192, AS_CHECKPOINT)
+    held = Memory(find_config("8B"), machine, TRAFFIC, "8B").held(ServingLayout(stages=4), 64, 8192, AS_CHECKPOINT)
     assert held.page_bytes == 16 * 9 * 2 * 8 * 128 * 2
     assert held.weights == 2 * 9 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336 + 2 * 4096) + 4 * 1200 * 128
 
@@ -98,7 +98,7 @@ def test_windows_have_the_room_that_the_engine_gives_them(machine: Machine, sequ
     """Against the ledger of an engine that starts with so much memory: three layers of four see 512 tokens."""
     config = replace(find_config("1B"), windows=(512, 512, 512, None) * 4)
     traffic = Traffic.of(3000, 1000)
-    held = Memory(config, machine, traffic, "1B").held(Layout(), sequences, 8192, AS_CHECKPOINT)
+    held = Memory(config, machine, traffic, "1B").held(ServingLayout(), sequences, 8192, AS_CHECKPOINT)
     asked = EngineConfig("1B", max_model_len=4000, max_num_seqs=sequences, max_num_batched_tokens=8192)
     engine = predicted_ledger(asked, config)
     assert held.tokens == pytest.approx(engine.tokens, rel=0.002)
@@ -115,13 +115,13 @@ def predicted_ledger(asked: EngineConfig, config: ModelConfig) -> Ledger:
 @pytest.mark.parametrize(
     ("model", "precision", "layout"),
     [
-        ("8B", Precision("fp8", "fp8"), Layout()),
-        ("8B", Precision("int4"), Layout(2, stages=2)),
-        ("30B-A3B", Precision("fp8"), Layout(2, expert_parallel=True)),
+        ("8B", Precision("fp8", "fp8"), ServingLayout()),
+        ("8B", Precision("int4"), ServingLayout(2, stages=2)),
+        ("30B-A3B", Precision("fp8"), ServingLayout(2, expert_parallel=True)),
     ],
 )
 def test_fewer_bits_have_the_memory_that_the_engine_gives_them(
-    machine: Machine, model: str, precision: Precision, layout: Layout
+    machine: Machine, model: str, precision: Precision, layout: ServingLayout
 ) -> None:
     config = find_config(model).with_layers(range(6))
     asked = EngineConfig(model, max_model_len=1200, max_num_seqs=64, max_num_batched_tokens=8192,
@@ -201,9 +201,9 @@ def test_more_devices_and_looser_objectives_are_never_worse(asked: Callable[...,
 
 
 def test_replicas_do_not_span_hosts() -> None:
-    assert Layout(4).replicas(20, 8) == 5
-    assert Layout(3).replicas(16, 8) == 4
-    assert Layout(8, stages=2).replicas(40, 8) == 2
+    assert ServingLayout(4).replicas(20, 8) == 5
+    assert ServingLayout(3).replicas(16, 8) == 4
+    assert ServingLayout(8, stages=2).replicas(40, 8) == 2
 
 
 def plan(*words: str) -> Any:
@@ -283,7 +283,7 @@ def test_a_path_that_cannot_be_written_is_said_before_the_search(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(Search, "run", lambda _: pytest.fail("the search ran"))
-    monkeypatch.setattr(cli_plan_training, "training_plan", lambda *_: pytest.fail("the search ran"))
+    monkeypatch.setattr(training_module, "training_plan", lambda *_: pytest.fail("the search ran"))
     lengths = ("1B", "--isl", "100", "--osl", "10")
     training = ("1B", "--train", "--batch-tokens", "8192")
     for words, option, name in ((lengths, "--svg", "a.svg"), (lengths, "--html", "a.html"), (training, "--out", "a")):
@@ -297,9 +297,9 @@ def test_a_path_that_cannot_be_written_is_said_before_the_search(
 @pytest.mark.parametrize("name", ["mamba2", "granite-hybrid"])
 def test_fixed_states_have_the_memory_that_the_engine_gives_them(name: str, machine: Machine) -> None:
     """What the plan says is missing, or has room, on devices of many sizes, and what the engine's ledger says there."""
-    config, layout, length = config_from_dict(RECURRENT_CONFIGS[name]), Layout(), TRAFFIC.longest
+    config, layout, length = config_from_dict(RECURRENT_CONFIGS[name]), ServingLayout(), TRAFFIC.longest
     memory = Memory(config, machine, TRAFFIC, name)
-    asked = memory.asked(layout, 5, 2048)
+    asked = memory.engine_config(layout, 5, 2048)
     sizes = EngineSizes.of(asked, config, torch.device("cuda"), DeviceLimits.listed(device("h200")))
     ample = memory.held(layout, 5, 2048, AS_CHECKPOINT)
     channels, state = (120, 6 * 8 * 12) if name == "mamba2" else (88, 6 * 8 * 10)
@@ -319,7 +319,7 @@ def test_fixed_states_have_the_memory_that_the_engine_gives_them(name: str, mach
         fits.append(ledger is not None)
         assert fits[-1] == (held.lacking(length) == 0), room
         if ledger is not None:
-            assert (held.room, held.snapshots) == (ledger.pages, ledger.snapshots)
+            assert (held.max_pages, held.snapshots) == (ledger.pages, ledger.snapshots)
             assert held.states + held.snapshots * held.state_bytes == ledger.states
     assert fits[-1]
     assert fits[0] == (name == "mamba2")
@@ -377,6 +377,6 @@ def test_what_binds_is_prompts_only_where_steps_have_no_room_for_more(asked: Cal
     search = asked()
     for output, word in ((2, "prompts, which take all the room of steps"), (4000, "the time of steps")):
         own = Search(replace(search.question, traffic=Traffic.of(1000, output)))
-        few = own.choice(search_module.Settings(Layout(), AS_CHECKPOINT, 64, 2048, 0.0))
+        few = own.choice(search_module.Settings(ServingLayout(), AS_CHECKPOINT, 64, 2048, 0.0))
         assert few is not None
         assert own.binds(few).startswith(word)

@@ -23,7 +23,7 @@ from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.scheduler import Statistics
 from strata.plan.simulate.host import NO_HOST
 from strata.plan.simulate.prices import Line
-from strata.plan.simulate.replica import EngineShape, Job, Replica
+from strata.plan.simulate.replica import EngineShape, Replica, ReplicaJob
 from strata.plan.simulate.request import Intervals
 from tests.models.checkpoints import FAMILY_CONFIGS, make_checkpoint
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
@@ -162,7 +162,7 @@ def simulate(real: Played, seconds: Callable[[int], float]) -> tuple[Replica, li
     )
     prices, ends = Measured(seconds), {}
 
-    def told(job: Job, heard: float, is_last: bool) -> None:
+    def told(job: ReplicaJob, heard: float, is_last: bool) -> None:
         if is_last:
             ends[job.request.id] = heard
 
@@ -170,7 +170,7 @@ def simulate(real: Played, seconds: Callable[[int], float]) -> tuple[Replica, li
     for request in real.requests:
         while replica.wake < request.arrival:
             replica.proceed()
-        for sequence in replica.receive(request.arrival, Job(int(request.id), request)):
+        for sequence in replica.receive(request.arrival, ReplicaJob(int(request.id), request)):
             replica.runner.drawn[sequence.id] = real.ids[sequence.id]
     while not replica.loop.idle:
         replica.proceed()

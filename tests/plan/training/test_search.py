@@ -14,15 +14,15 @@ from strata.hardware.specs import device
 from strata.models.folder import folder_shape_or_file
 from strata.plan.meta_model import find_config
 from strata.plan.training.candidates import candidates
-from strata.plan.training.plan import TrainingPlan, parts_of, training_plan
+from strata.plan.training.plan import TrainingPlan, seconds_by_cause, training_plan
 from strata.plan.training.search import search
-from strata.plan.training.task import Task
+from strata.plan.training.task import TrainingTask
 from strata.train.config import read_train_config
 from strata.train.layout import with_micro_batches
 from strata.train.predict.estimate import memory, step_shape
-from strata.train.predict.least_time import predicted_time
+from strata.train.predict.min_time import predicted_time
 
-EIGHT = Task(find_config("8B"), device("h200"), 8, 8 * 16384, 8192)
+EIGHT = TrainingTask(find_config("8B"), device("h200"), 8, 8 * 16384, 8192)
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +70,16 @@ def test_its_file_is_a_run_of_that_step(planned: TrainingPlan, tmp_path: Path) -
 
 def test_parts_are_the_step_and_the_price_is_that_of_device_hours(planned: TrainingPlan) -> None:
     time = planned.best.estimate.likely
-    assert sum(parts_of(time).values()) == pytest.approx(time.seconds)
+    assert sum(seconds_by_cause(time).values()) == pytest.approx(time.seconds)
     steps = 10**9 / EIGHT.batch_tokens
     assert planned.price_of_tokens(10**9) == pytest.approx(steps * time.seconds / 3600 * 8 * 3.0)
     assert planned.binding.startswith("products and attention (")
 
 
 def test_a_step_of_a_few_milliseconds_has_three_digits() -> None:
-    found = training_plan("builtin", Task(find_config(folder_shape_or_file("builtin")), device("h200"), 1, 8192, 1024))
+    found = training_plan(
+        "builtin", TrainingTask(find_config(folder_shape_or_file("builtin")), device("h200"), 1, 8192, 1024)
+    )
     told, time = dict(found.lines()), found.best.estimate.likely
     assert time.seconds < 0.01
     assert (
@@ -89,7 +91,7 @@ def test_a_step_of_a_few_milliseconds_has_three_digits() -> None:
 
 def test_a_pipeline_is_a_run_too(tmp_path: Path) -> None:
     """Between hosts of one device a slow network leaves little but stages."""
-    task = Task(find_config("8B"), device("h100"), 4, 16 * 8192, 8192, per_host=1, network=1e9)
+    task = TrainingTask(find_config("8B"), device("h100"), 4, 16 * 8192, 8192, per_host=1, network=1e9)
     plan = training_plan("8B", task)
     layout = plan.best.shape.layout
     assert layout.pp == 4
@@ -102,13 +104,13 @@ def test_a_pipeline_is_a_run_too(tmp_path: Path) -> None:
 
 
 def test_a_device_without_kernels_is_marked(planned: TrainingPlan) -> None:
-    plan = training_plan("1B", Task(find_config("1B"), device("tpu-v5p"), 1, 8192, 8192))
+    plan = training_plan("1B", TrainingTask(find_config("1B"), device("tpu-v5p"), 1, 8192, 8192))
     assert ("not in Strata", "it has no kernels for TPU v5p; a step would take this") in plan.lines()
     assert (plan.to_dict()["runs"], planned.to_dict()["runs"]) == (False, True)
 
 
 def test_memory_that_binds_is_told_with_what_it_costs() -> None:
-    plan = training_plan("1B", Task(find_config("1B"), device("rtx5090"), 1, 8192, 8192))
+    plan = training_plan("1B", TrainingTask(find_config("1B"), device("rtx5090"), 1, 8192, 8192))
     assert plan.best.estimate.recompute != "none"
     assert "and memory: one device, recompute none, " in plan.binding
 

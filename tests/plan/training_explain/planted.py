@@ -20,8 +20,8 @@ from strata.train.log.description import RunDescription
 from strata.train.log.step_times import TIMES
 from strata.train.predict.estimate import step_shape
 from strata.train.predict.flops import document_flops
-from strata.train.predict.least_time import StepTime, predicted_time
-from strata.train.predict.step_shape import StepShape
+from strata.train.predict.min_time import TrainingStepTime, predicted_time
+from strata.train.predict.step_shape import TrainShape
 from strata.train.profile import STEP
 
 H200 = device("h200")
@@ -72,11 +72,11 @@ class Planted:
         return replace(read_table(TrainConfig, table), parallel=replace(self.layout, micro_batches=1))
 
     @cached_property
-    def shape(self) -> StepShape:
+    def shape(self) -> TrainShape:
         return step_shape(self.config, config_from_dict(SHAPES[self.model], self.model), self.layout)
 
     @cached_property
-    def likely(self) -> StepTime:
+    def likely(self) -> TrainingStepTime:
         return predicted_time(self.shape, self.recompute, H200)
 
     @property

@@ -11,7 +11,7 @@ from strata.parallel.layout import Layout
 from strata.plan.explain.explanation import Explanation
 from strata.plan.training_explain.explain_run import explain_run
 from strata.plan.training_explain.recorded_run import read_run
-from strata.train.predict.least_time import predicted_time
+from strata.train.predict.min_time import predicted_time
 from tests.plan.training_explain.planted import H200, LINES, STEPS, Planted
 
 NORMAL = {

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata.serve.http.errors import ApiError
-from strata.serve.http.limits import Admission, Caller, Limits
+from strata.serve.http.limits import AdmittedRequest, Caller, Limits
 from strata.serve.settings import ServeSettings
 
 ALICE, BOB = Caller("alice", "a"), Caller("bob", "b")
@@ -28,7 +28,7 @@ def limits(clock: Clock, max_sequences: int = 4, **settings: Any) -> Limits:
     return Limits(ServeSettings("model", ("model",), **settings), max_sequences, callers, clock)
 
 
-def come(made: Limits, caller: Caller = ALICE) -> Admission:
+def come(made: Limits, caller: Caller = ALICE) -> AdmittedRequest:
     """A request that comes to the door and is let in."""
     made.enter(caller)
     return made.admit(caller, 1, 1)
@@ -247,7 +247,7 @@ def test_a_share_of_less_than_one_request_a_minute_still_admits_one() -> None:
 def test_no_order_of_requests_breaks_the_bounds(asked: list[tuple[Caller, int, int, int]], random: Any) -> None:
     clock = Clock()
     made = limits(clock, max_sequences=3, max_queue=3, concurrency=4, tokens_per_minute=120)
-    held: list[tuple[Admission, Caller, int, int]] = []
+    held: list[tuple[AdmittedRequest, Caller, int, int]] = []
     used = {ALICE: 0, BOB: 0}
     refusals: list[ApiError] = []
     start = clock.now

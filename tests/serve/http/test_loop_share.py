@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from strata.serve.http.loop_share import LoopShare
+from strata.serve.http.limits import LoopShare
 
 
 def test_a_caller_rests_longer_than_it_works_and_others_do_not_wait_for_it() -> None:

@@ -18,9 +18,9 @@ from prometheus_client import Counter, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from strata.engine.process.messages import Statistics, ended
+from strata.serve.api.server_routes import observation_router
 from strata.serve.observe.handlers import Handlers
 from strata.serve.observe.metrics import ENDPOINTS, REJECTIONS, Metrics, RequestRecord
-from strata.serve.observe.metrics_route import router
 
 # vLLM's names that the server tells as well, less their prefix.
 VLLM_NAMES = {
@@ -296,7 +296,7 @@ def test_a_delta_costs_a_fraction_of_what_the_library_takes() -> None:
 
 def test_route() -> None:
     app = FastAPI()
-    app.include_router(router)
+    app.include_router(observation_router)
     app.state.server = SimpleNamespace(
         metrics=Metrics("m"), client=SimpleNamespace(each_statistics=[Statistics(running=2)])
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from strata.serve.processes.devices import engine_devices
+from strata.serve.processes.launch import engine_devices
 
 
 @pytest.fixture

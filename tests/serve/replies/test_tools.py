@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strata.cli.serve_options import ToolCallParser, tool_format
+from strata.cli.serve_options import ToolCallFormat, tool_format
 from strata.serve.http.errors import ApiError
 from strata.serve.replies.json_reader import MAX_DEPTH, is_json_object
 from strata.serve.replies.reply_parser import (
@@ -26,7 +26,15 @@ from strata.serve.replies.reply_parser import (
     collect,
 )
 from strata.serve.replies.tool_formats import format_in_template
-from strata.serve.replies.tools import MAX_SCHEMA_BYTES, MAX_TOOLS, Function, Named, ToolChoice, ToolUse, use_tools
+from strata.serve.replies.tools import (
+    MAX_SCHEMA_BYTES,
+    MAX_TOOLS,
+    Named,
+    OfferedFunction,
+    ToolChoice,
+    ToolUse,
+    use_tools,
+)
 from strata.text.messages import tools_for_template
 from strata.text.tokenizer import Tokenizer
 from strata.train.tasks.vocabulary import CHAT_TEMPLATE
@@ -278,8 +286,8 @@ def test_the_reader_bounds_the_depth() -> None:
     assert not is_json_object(nested(MAX_DEPTH + 1))
 
 
-ADD = Function("add", "adds", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
-NOW = Function("now")
+ADD = OfferedFunction("add", "adds", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+NOW = OfferedFunction("now")
 
 
 def test_tools_are_shown_and_calls_looked_for_unless_the_choice_is_none() -> None:
@@ -304,18 +312,18 @@ def test_tools_are_shown_and_calls_looked_for_unless_the_choice_is_none() -> Non
         ([], "required", "hermes", "tools is empty"),
         ([ADD], Named("now"), "hermes", "'now'.*: add"),
         ([ADD, ADD], "auto", "hermes", r"tools\[1\]: there is a function 'add' already"),
-        ([Function("no spaces")], "auto", "hermes", "1 to 64 letters"),
-        ([Function("")], "auto", "hermes", "1 to 64 letters"),
-        ([Function("x" * 65)], "auto", "hermes", "1 to 64 letters"),
-        ([Function("f", None, {"type": "string"})], "auto", "hermes", 'must be a JSON schema of type "object"'),
-        ([Function("f", None, {"properties": []})], "auto", "hermes", "properties must be an object"),
-        ([Function("f", None, {"required": "a"})], "auto", "hermes", "required must be a list"),
-        ([Function("f", None, {"description": "x" * MAX_SCHEMA_BYTES})], "auto", "hermes", "at most 65536"),
-        ([Function(f"f{number}") for number in range(MAX_TOOLS + 1)], "auto", "hermes", "at most 128"),
+        ([OfferedFunction("no spaces")], "auto", "hermes", "1 to 64 letters"),
+        ([OfferedFunction("")], "auto", "hermes", "1 to 64 letters"),
+        ([OfferedFunction("x" * 65)], "auto", "hermes", "1 to 64 letters"),
+        ([OfferedFunction("f", None, {"type": "string"})], "auto", "hermes", 'must be a JSON schema of type "object"'),
+        ([OfferedFunction("f", None, {"properties": []})], "auto", "hermes", "properties must be an object"),
+        ([OfferedFunction("f", None, {"required": "a"})], "auto", "hermes", "required must be a list"),
+        ([OfferedFunction("f", None, {"description": "x" * MAX_SCHEMA_BYTES})], "auto", "hermes", "at most 65536"),
+        ([OfferedFunction(f"f{number}") for number in range(MAX_TOOLS + 1)], "auto", "hermes", "at most 128"),
     ],
 )
 def test_tools_that_cannot_be_used_are_refused(
-    functions: list[Function], choice: ToolChoice, tool_format: str | None, said: str
+    functions: list[OfferedFunction], choice: ToolChoice, tool_format: str | None, said: str
 ) -> None:
     with pytest.raises(ApiError, match=said) as caught:
         use_tools(functions, choice, parallel=True, tool_format=tool_format)
@@ -379,7 +387,7 @@ def test_a_template_tells_how_its_model_calls(template: str, found: str | None, 
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     assert tool_format(None, str(tmp_path)) == found
     assert tool_format(None, str(tmp_path), chat_template=HERMES) == "hermes"
-    assert tool_format(ToolCallParser.LLAMA3_JSON, str(tmp_path)) == "llama3"
+    assert tool_format(ToolCallFormat.LLAMA3_JSON, str(tmp_path)) == "llama3"
     (tmp_path / "chat_template.jinja").write_text(QWEN)
     assert tool_format(None, str(tmp_path)) == "hermes"
 

@@ -22,10 +22,10 @@ from strata.parallel.parallelize import Parallel, parallelize
 from strata.parallel.schedules import make_schedule
 from strata.parallel.stages import ModelStages, layer_spans
 from strata.train.checkpoints.checkpointer import Checkpointer
-from strata.train.checkpoints.export import export
 from strata.train.checkpoints.folder import newest
 from strata.train.checkpoints.reader import load
 from strata.train.checkpoints.state import StateShard, state_shards
+from strata.train.finish import export
 from tests.parallel.models import config_of, random_model
 from tests.parallel.ranks import run_ranks
 

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from strata.cli.data.preview import print_preview
+from strata.cli.data.command import print_preview
 from strata.cli.main import app
 from strata.train.data.preview import preview
 

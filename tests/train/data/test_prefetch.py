@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from strata.train.data.loader import DataPosition, Loader, Step
-from strata.train.data.prefetch import prefetch
+from strata.train.data.loader import DataPosition, Loader, Step, prefetch
 
 
 class Counted(Loader):

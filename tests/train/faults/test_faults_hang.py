@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from strata.comm.observer import Call
+from strata.comm.observer import CollectiveCall
 from strata.train.faults.config import FaultsConfig
 from strata.train.faults.hang import HUNG
 from strata.train.faults.hang_diagnosis import Heartbeat, diagnose
@@ -22,14 +22,16 @@ SHARD = (0, 1, 2, 3)
 NOW = 1000.0
 
 
-def calls(axis: str, ranks: tuple[int, ...], count: int) -> tuple[Call, ...]:
+def calls(axis: str, ranks: tuple[int, ...], count: int) -> tuple[CollectiveCall, ...]:
     return tuple(
-        Call("all_gather" if number % 2 else "reduce_scatter", axis, ranks, number, 64)
+        CollectiveCall("all_gather" if number % 2 else "reduce_scatter", axis, ranks, number, 64)
         for number in range(1, count + 1)
     )
 
 
-def beat(rank: int, step: int, phase: str, *lines: tuple[Call, ...], waits: Call | None = None) -> Heartbeat:
+def beat(
+    rank: int, step: int, phase: str, *lines: tuple[CollectiveCall, ...], waits: CollectiveCall | None = None
+) -> Heartbeat:
     last = tuple(line[-1] for line in lines if line)
     recent = tuple(call for line in lines for call in line)
     return Heartbeat(rank, step, phase, 2.0, NOW, True, waits, last, recent)

@@ -18,20 +18,20 @@ from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
 from strata.train.config import RECOMPUTE, read_train_config
 from strata.train.predict.estimate import choose_recompute, memory
-from strata.train.predict.least_time import least_time
-from strata.train.predict.step_shape import StepShape
+from strata.train.predict.min_time import min_time
+from strata.train.predict.step_shape import TrainShape
 from strata.train.recompute import _KEPT
 
 from .saved_bytes import saved_bytes
 
 GIB = 2**30
 # T6: Llama-3.2-1B with a head of its own, two sequences of 8192 tokens.
-T6 = StepShape(config_from_dict(SHAPES["1B"], "1B"), 16384, 8192)
+T6 = TrainShape(config_from_dict(SHAPES["1B"], "1B"), 16384, 8192)
 WEIGHTS, LAYERS, HEAD = 1_498_482_688, 16 * (2048 * (3072 + 2048 + 3 * 8192)), 128256 * 2048
 
 
-def least_seconds(shape: StepShape, recompute: str, on: Device) -> float:
-    return least_time(shape, recompute, on).seconds
+def least_seconds(shape: TrainShape, recompute: str, on: Device) -> float:
+    return min_time(shape, recompute, on).seconds
 
 
 def test_memory_of_t6_by_hand() -> None:
@@ -114,7 +114,7 @@ def test_the_command_prints_all_ways_and_marks_one() -> None:
 
 def test_experts_keep_the_results_of_their_products() -> None:
     """Qwen3-30B-A3B: 128 experts 768 wide, of which a token goes to 8."""
-    shape, h200 = StepShape(config_from_dict(SHAPES["30B-A3B"], "30B-A3B"), 16384, 8192), device("h200")
+    shape, h200 = TrainShape(config_from_dict(SHAPES["30B-A3B"], "30B-A3B"), 16384, 8192), device("h200")
     # What enters, q k v, attention's result with 32 float32, its product; then logits and rows.
     attention, rows = 2 * (2048 + 5120 + 4096 + 2048) + 4 * 32, 2 * (128 + 8 * (2 * 768 + 2048))
     narrow = replace(shape, tokens=131072)  # so that activations, not gradients, are the fullest moment
@@ -138,7 +138,7 @@ def test_gpt_oss_keeps_all_scores_and_wide_gates() -> None:
     gates = saved_bytes(lambda: clamped_swiglu(*both.add(0).chunk(2, -1), clamp)) // 192
     attention = 2 * (3 * 2880 + 64 * 64 + 2 * 8 * 64 + 64 * 64)
     routing, rows = 2 * (2880 + 32) + 4 * 32 + 4 * (4 + 8 + 16), 4 * (2 * (width + 2 * 2880) + gates)
-    found = memory(StepShape(config, 192, 64), "none").activations / 192
+    found = memory(TrainShape(config, 192, 64), "none").activations / 192
     assert found == pytest.approx(attention + scores + routing + rows, rel=0.01)
 
 

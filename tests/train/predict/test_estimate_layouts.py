@@ -21,9 +21,9 @@ from strata.train.predict.estimate import (
     memory,
     memory_by_rank,
 )
-from strata.train.predict.least_time import least_time
 from strata.train.predict.messages import Messages
-from strata.train.predict.step_shape import StepShape
+from strata.train.predict.min_time import min_time
+from strata.train.predict.step_shape import TrainShape
 
 GIB = 2**30
 H200, LINK = device("h200"), LINKS["h200"]
@@ -36,13 +36,13 @@ TOKENS = 16384
 HIDDEN_BYTES = 2 * TOKENS * 4096
 
 
-def shape(**layout: Any) -> StepShape:
+def shape(**layout: Any) -> TrainShape:
     """The 8B step of two sequences of 8192 tokens on each data-parallel rank."""
-    return StepShape(CONFIG, TOKENS, 8192, layout=Layout(**layout))
+    return TrainShape(CONFIG, TOKENS, 8192, layout=Layout(**layout))
 
 
-def messages(given: StepShape, recompute: str = "none") -> dict[str, Messages]:
-    return dict(least_time(given, recompute, H200).messages)
+def messages(given: TrainShape, recompute: str = "none") -> dict[str, Messages]:
+    return dict(min_time(given, recompute, H200).messages)
 
 
 @pytest.mark.parametrize(
@@ -96,33 +96,33 @@ def test_a_ring_holds_vectors_and_with_a_window_blocks_of_scores() -> None:
     scores, vectors = 3 * 32 * piece * piece, own * (4 * 32 + 6 * 8) * 128
     assert layer_working_bytes(windowed, 0) == 4 * (scores + vectors)
     # Long documents fit, since nothing grows with their square.
-    long = StepShape(CONFIG, 65536, 65536, layout=Layout(cp=2, shard=4, zero=3))
+    long = TrainShape(CONFIG, 65536, 65536, layout=Layout(cp=2, shard=4, zero=3))
     assert choose_recompute(long, 141 * 10**9) == "mlp"
 
 
 def test_a_loss_with_gradients_takes_no_product_twice() -> None:
     head = 2 * 128256 * 4096 * TOKENS / RATE
-    plain, ring = (least_time(one, "none", H200).products for one in (shape(), shape(cp=4, zero=1)))
+    plain, ring = (min_time(one, "none", H200).products for one in (shape(), shape(cp=4, zero=1)))
     assert ring == pytest.approx(plain / 4)
-    divided = least_time(shape(tp=4), "none", H200).products
+    divided = min_time(shape(tp=4), "none", H200).products
     assert divided == pytest.approx(plain / 4 + head / 4)
 
 
 def test_pipeline_ranks_hold_their_stages_and_as_many_micro_batches_as_are_under_way() -> None:
-    given = StepShape(CONFIG, 8192, 8192, 8, layout=Layout(pp=4, micro_batches=8))
+    given = TrainShape(CONFIG, 8192, 8192, 8, layout=Layout(pp=4, micro_batches=8))
     held = given.held
     assert [len(one.layers) for one in held] == [8, 9, 9, 6]  # the head is as much as two to three layers
     assert [bool(one.embedding) for one in held] == [True, False, False, False]
     assert [bool(one.head) for one in held] == [False, False, False, True]
     assert sum(one.total for one in held) == WEIGHTS
-    of_layer = memory(StepShape(CONFIG, 8192, 8192), "none").activations // 32
+    of_layer = memory(TrainShape(CONFIG, 8192, 8192), "none").activations // 32
     found = memory_by_rank(given, "none")
     assert [one.activations for one in found] == [4 * 8 * of_layer, 3 * 9 * of_layer, 2 * 9 * of_layer, 6 * of_layer]
     assert all(one.accumulated == 4 * part.total for one, part in zip(found, held, strict=True))
 
 
 def test_experts_are_divided_by_ep_and_balanced() -> None:
-    alone = StepShape(MIXTURE, 4096, 4096)
+    alone = TrainShape(MIXTURE, 4096, 4096)
     shared = replace(alone, layout=Layout(shard=8, ep=8, zero=2))
     experts = 48 * 128 * 3 * 2048 * 768
     dense = alone.held[0].dense
@@ -138,7 +138,7 @@ def test_experts_are_divided_by_ep_and_balanced() -> None:
     assert memory(alone, "none").activations == 4096 * (attention + routing + rows)
     assert memory(shared, "none").activations == 48 * 4096 * (attention + routing + rows)
     active = 48 * (2048 * (2 * 4096 + 2 * 512) + 2048 * 128 + 8 * 3 * 2048 * 768) + 151936 * 2048
-    assert least_time(alone, "none", H200).products == pytest.approx(6 * active * 4096 / RATE)
+    assert min_time(alone, "none", H200).products == pytest.approx(6 * active * 4096 / RATE)
 
 
 def test_gradients_and_weights_travel_while_passes_run() -> None:
@@ -158,8 +158,8 @@ def test_gradients_and_weights_travel_while_passes_run() -> None:
     assert "weights" not in messages(shape(dp=8))
     assert messages(shape(dp=8))["gradients"].cost.bytes == pytest.approx(2 * sent)
     # What no computation is long enough to hide is exposed.
-    short = messages(StepShape(CONFIG, 512, 512, layout=Layout(shard=8, zero=1)))
-    backward = least_time(StepShape(CONFIG, 512, 512), "none", H200)
+    short = messages(TrainShape(CONFIG, 512, 512, layout=Layout(shard=8, zero=1)))
+    backward = min_time(TrainShape(CONFIG, 512, 512), "none", H200)
     room = (backward.products + backward.attention) * 2 / 3
     assert short["gradients"].exposed == pytest.approx(short["gradients"].seconds - room)
 
@@ -205,7 +205,7 @@ RANKS_OF_TOKEN = 8 * (1 - comb(128 - 16, 8) / comb(128, 8))
 
 
 def test_experts_exchange_a_row_for_each_rank_four_times_a_layer() -> None:
-    found = messages(StepShape(MIXTURE, 4096, 4096, layout=Layout(shard=8, ep=8, zero=1)))["experts"]
+    found = messages(TrainShape(MIXTURE, 4096, 4096, layout=Layout(shard=8, ep=8, zero=1)))["experts"]
     assert 5.3 < RANKS_OF_TOKEN < 5.4
     rows = int(4096 * RANKS_OF_TOKEN)
     # Numbers and weights of 8 experts each way there, the weights' gradients; how many rows and products there are.
@@ -220,16 +220,16 @@ def test_modules_compute_mlps_again_from_what_enters_them() -> None:
         given = shape(**layout)
         # Gate, up and SwiGLU's result are not kept.
         assert layer_bytes(given, 0, "none") - layer_bytes(given, 0, "mlp") == TOKENS * 2 * 3 * 14336 // 4
-        none, mlp = (least_time(given, one, H200) for one in ("none", "mlp"))
+        none, mlp = (min_time(given, one, H200) for one in ("none", "mlp"))
         # What overlaps is no operation of torch's own, so the last product and its messages are repeated, too.
         matrices = 3 if "overlap" in layout else 2
         assert mlp.products - none.products == pytest.approx(2 * TOKENS * 32 * matrices * 4096 * 14336 / 4 / RATE)
         sent = [one.messages["tensor"].cost.bytes for one in (none, mlp)]
         assert sent[1] - sent[0] == (32 * 2 * HIDDEN_BYTES * 3 // 4 if "overlap" in layout else 0)
-    experts = StepShape(MIXTURE, 4096, 4096, layout=Layout(shard=8, ep=8, zero=2))
+    experts = TrainShape(MIXTURE, 4096, 4096, layout=Layout(shard=8, ep=8, zero=2))
     attention = 2 * (2 * 2048 + (4096 + 1024) + 4096 + (4096 + 512) + 2048) + 4 * 32
     assert layer_bytes(experts, 0, "mlp") == 4096 * (attention + 2 * 2048)
-    none, mlp = (least_time(experts, one, H200) for one in ("none", "mlp"))
+    none, mlp = (min_time(experts, one, H200) for one in ("none", "mlp"))
     again = 2 * 4096 * 48 * 2048 * (128 + 8 * 3 * 768)
     assert mlp.products - none.products == pytest.approx(again / RATE)
     sent = [one.messages["experts"].cost.bytes for one in (none, mlp)]
@@ -240,8 +240,8 @@ def test_modules_compute_mlps_again_from_what_enters_them() -> None:
 @pytest.mark.parametrize(("schedule", "idle"), [("1f1b", 3.0), ("zero-bubble", 1.0)])
 def test_pipeline_waits_at_both_ends(schedule: str, idle: float) -> None:
     """Of passes of equal length forward, inputs and weights: 3 (ranks - 1), a third of it with zero-bubble."""
-    found = least_time(
-        StepShape(CONFIG, 8192, 8192, 8, layout=Layout(pp=4, micro_batches=8, schedule=schedule)), "none", H200
+    found = min_time(
+        TrainShape(CONFIG, 8192, 8192, 8, layout=Layout(pp=4, micro_batches=8, schedule=schedule)), "none", H200
     )
     a_pass = (found.products + found.attention) / 8 / 3
     assert found.bubble == pytest.approx(3 * idle * a_pass, rel=0.3)  # attention's backward pass is not halved
@@ -252,16 +252,16 @@ def test_pipeline_waits_at_both_ends(schedule: str, idle: float) -> None:
 
 
 def test_one_rank_has_no_messages_and_other_links_are_refused() -> None:
-    assert least_time(shape(), "none", H200).messages == {}
-    assert least_time(shape(), "none", device("h100")).seconds > 0
+    assert min_time(shape(), "none", H200).messages == {}
+    assert min_time(shape(), "none", device("h100")).seconds > 0
     # Where it was not measured, the maker's link counts; where there is none, nothing does.
-    assert least_time(shape(tp=8), "none", device("h100")).messages["tensor"].seconds > 0
+    assert min_time(shape(tp=8), "none", device("h100")).messages["tensor"].seconds > 0
     with pytest.raises(ValueError, match="no link is recorded for l40s"):
         estimate(shape(tp=8), device("l40s"))
 
 
 def test_estimate_against_what_was_measured() -> None:
-    found = estimate(StepShape(config_from_dict(SHAPES["1B"], "1B"), TOKENS, 8192), H200)
+    found = estimate(TrainShape(config_from_dict(SHAPES["1B"], "1B"), TOKENS, 8192), H200)
     # T6 on an H200: 57,693 tokens/s at 52.6 % MFU in 42.77 GiB.
     assert found.recompute == "none"
     assert found.fullest.total / GIB == pytest.approx(42.77, rel=0.02)

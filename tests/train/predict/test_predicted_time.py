@@ -15,8 +15,8 @@ from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
 from strata.parallel.layout import Layout
 from strata.train.predict.estimate import estimate, memory
-from strata.train.predict.least_time import least_time, predicted_time
-from strata.train.predict.step_shape import StepShape
+from strata.train.predict.min_time import min_time, predicted_time
+from strata.train.predict.step_shape import TrainShape
 
 H200, GIB = device("h200"), 2**30
 RESULTS = Path(__file__).parents[3] / "benchmarks/results/h200_train.jsonl"
@@ -32,11 +32,11 @@ def measured() -> list[dict[str, Any]]:
 ROWS = [row for row in measured() if row["commit"] == "f82237a" or row["test"] == "T6"]
 
 
-def shape_of(row: dict[str, Any]) -> StepShape:
+def shape_of(row: dict[str, Any]) -> TrainShape:
     layout = Layout(**row["layout"])
     config = config_from_dict(SHAPES[row["shape"]], row["shape"])
     tokens = row["batch"] * row["sequence"]
-    return StepShape(config, tokens, row["sequence"], layout.micro_batches, row["precision"], layout, row["offload"])
+    return TrainShape(config, tokens, row["sequence"], layout.micro_batches, row["precision"], layout, row["offload"])
 
 
 def test_there_are_as_many_as_were_measured() -> None:
@@ -62,9 +62,9 @@ def test_memory_of_fsdp_within_four_percent(row: dict[str, Any]) -> None:
 
 
 def test_parts_add_up_and_none_is_quicker_than_the_least() -> None:
-    shape = StepShape(config_from_dict(SHAPES["8B"], "8B"), 16384, 8192, 2, layout=Layout(shard=8, zero=3))
+    shape = TrainShape(config_from_dict(SHAPES["8B"], "8B"), 16384, 8192, 2, layout=Layout(shard=8, zero=3))
     for recompute in shape.recomputes:
-        likely, least = predicted_time(shape, recompute, H200), least_time(shape, recompute, H200)
+        likely, least = predicted_time(shape, recompute, H200), min_time(shape, recompute, H200)
         assert likely.seconds == pytest.approx(sum(likely.by_kind.values()))
         assert all(likely.by_kind[kind] >= seconds for kind, seconds in least.by_kind.items())
         assert {name: one.cost for name, one in likely.messages.items()} == {
@@ -73,7 +73,7 @@ def test_parts_add_up_and_none_is_quicker_than_the_least() -> None:
 
 
 def test_another_device_reaches_the_same_share_of_what_its_maker_promises() -> None:
-    shape = StepShape(config_from_dict(SHAPES["8B"], "8B"), 8192, 8192)
+    shape = TrainShape(config_from_dict(SHAPES["8B"], "8B"), 8192, 8192)
     here, there = (predicted_time(shape, "none", device(key)) for key in ("h200", "a100"))
     assert there.origin == "analytic"
     assert there.products / here.products == pytest.approx(989.4 / 312)
@@ -81,7 +81,7 @@ def test_another_device_reaches_the_same_share_of_what_its_maker_promises() -> N
 
 
 def test_a_wider_model_than_was_measured_says_so() -> None:
-    shape = StepShape(config_from_dict(SHAPES["70B"], "70B"), 8192, 8192, layout=Layout(shard=8, zero=3))
+    shape = TrainShape(config_from_dict(SHAPES["70B"], "70B"), 8192, 8192, layout=Layout(shard=8, zero=3))
     assert predicted_time(shape, "layers", H200).origin == "analytic"
     assert TRAINING_RATES["h200"].wide.utilization(8192) == TRAINING_RATES["h200"].wide.utilization(4096)
 
@@ -89,7 +89,7 @@ def test_a_wider_model_than_was_measured_says_so() -> None:
 def test_conversion_to_8_bits_costs_passes_over_memory() -> None:
     """Of a product [n, width] by [out, width] six bytes an element: the input, the weight, the result's gradient."""
     config = config_from_dict(SHAPES["1B"], "1B")
-    plain = StepShape(config, 16384, 8192)
+    plain = TrainShape(config, 16384, 8192)
     tokens = 16384
     per_layer = tokens * (2048 + 2048 + 2048 + 8192) + 2048 * (3072 + 2048 + 3 * 8192)
     per_layer += tokens * (3072 + 2048 + 2 * 8192 + 2048)

@@ -8,9 +8,8 @@ import torch
 from strata.models.config import config_from_dict
 from strata.models.families import build
 from strata.models.initialize import initialize
-from strata.train.predict.estimate import memory
-from strata.train.predict.recurrences import recurrent_bytes
-from strata.train.predict.step_shape import StepShape
+from strata.train.predict.estimate import memory, recurrent_bytes
+from strata.train.predict.step_shape import TrainShape
 from tests.models.batches import packed, random_sequences
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 
@@ -42,7 +41,7 @@ def test_a_model_without_mlps_keeps_none() -> None:
     """What enters and what is normed, between the products, and nothing behind them."""
     config = config_from_dict(RECURRENT_CONFIGS["mamba2"] | SIZES["mamba2"])
     assert config.recurrence is not None
-    found = {one: memory(StepShape(config, 1 << 16, 512), one).activations for one in ("none", "operations", "layers")}
+    found = {one: memory(TrainShape(config, 1 << 16, 512), one).activations for one in ("none", "operations", "layers")}
     each = {one: kept / (2 << 16) for one, kept in found.items()}
     assert each["none"] == 4 * 64 + 2 * 64 + recurrent_bytes(config.recurrence, True)
     assert each["operations"] == 4 * 64 + 2 * (128 + 128 + 2 * 2 * 32 + 8 + 64)

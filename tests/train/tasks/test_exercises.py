@@ -15,7 +15,7 @@ from strata.text.tokenizer import Tokenizer
 from strata.train.data.encode import Encoder
 from strata.train.data.loader import DataPosition, Loader, check_data
 from strata.train.data.mixture import Mixture
-from strata.train.data.shards import Index, TokenDataset
+from strata.train.data.shards import ShardIndex, TokenDataset
 from strata.train.data.tokenize import tokenizer_digest
 from strata.train.tasks.example import BOUNDARY
 from strata.train.tasks.exercises import write_exercises
@@ -24,7 +24,7 @@ from strata.train.tasks.vocabulary import SPECIAL_TOKENS, make_tokenizer
 from tests.train.conftest import SMALL
 
 
-def write(out: Path, documents: int = 50, **options: object) -> Index:
+def write(out: Path, documents: int = 50, **options: object) -> ShardIndex:
     values = {"seed": 3, "vocab_size": 600, "tokenizer_documents": 200, "documents_per_shard": 16, **options}
     return write_exercises(out, documents, **values)  # type: ignore[arg-type]
 
@@ -76,7 +76,7 @@ def times(folder: Path) -> dict[str, int]:
 
 
 def test_processes_and_a_stopped_run_change_nothing(written: Path, tmp_path: Path) -> None:
-    whole = Index.read(written)
+    whole = ShardIndex.read(written)
     seen: list[tuple[int, int]] = []
     together = write(tmp_path / "two", workers=2, report=lambda *at: seen.append(at))
     assert together == whole

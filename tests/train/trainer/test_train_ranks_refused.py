@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from strata.files.toml_tables import read_table
-from strata.train.check import check_run
 from strata.train.config import TrainConfig
-from strata.train.folder_lock import sole_run
+from strata.train.settings import sole_run
+from strata.train.start import check_run
 from strata.train.trainer import Trainer
 from tests.parallel.ranks import run_ranks
 from tests.train.tiny_run import LLAMA, Files, Table, write_files, write_toml

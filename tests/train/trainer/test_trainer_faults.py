@@ -23,7 +23,7 @@ from strata.train.config import TrainConfig
 from strata.train.data.loader import DataPosition
 from strata.train.data.pack import PackedBatch
 from strata.train.finish import save_model
-from strata.train.learning_rate import learning_rate
+from strata.train.optimizer.config import learning_rate
 from strata.train.settings import deterministic
 from strata.train.steps.make import fresh, make_step
 from strata.train.steps.result import StepResult

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from strata.models.experts import BiasedExperts, Experts, Router
+from strata.models.experts import BiasedExperts, ExpertRouter, Experts
 from strata.models.layers import MLP, Attention, Linear, RMSNorm, WideRMSNorm
-from strata.models.quantized.calibrate.observe import Observer
+from strata.models.quantized.calibrate.observe import LayerObserver
 
 # Outputs of a layer may differ by so much of their largest, in float32, if a fold is exact.
 _TOLERANCE = 1e-4
@@ -27,7 +27,7 @@ class Fold:
     after: tuple[str, ...]
 
 
-def norm_folds(observer: Observer) -> list[Fold]:
+def norm_folds(observer: LayerObserver) -> list[Fold]:
     """Of every norm that a product reads directly."""
     return [Fold(norm, tuple(readers)) for norm, readers in observer.readers.items()]
 
@@ -85,5 +85,5 @@ def apply(layer: nn.Module, fold: Fold, factors: Tensor) -> None:
 def _weights(module: nn.Module) -> list[Tensor]:
     if isinstance(module, Experts | BiasedExperts):
         return list(module.gate_up_proj.detach().unbind(0))
-    assert isinstance(module, Linear | Router)
+    assert isinstance(module, Linear | ExpertRouter)
     return [module.weight.detach()]

@@ -11,7 +11,7 @@ from strata.models.batch import Batch
 from strata.models.experts import Experts
 from strata.models.quantized.calibrate.matrices import GATE_UP, Matrix
 from strata.models.quantized.calibrate.moments import Moments
-from strata.models.quantized.calibrate.observe import Observer, gated
+from strata.models.quantized.calibrate.observe import LayerObserver, gated
 from strata.models.quantized.calibrate.stream import LayerStream
 
 # An expert that fewer of the tokens went to says too little about its inputs to be changed by them (llm-compressor).
@@ -27,7 +27,7 @@ class LayerInputs:
     def __init__(self, stream: LayerStream, number: int, *, gram: bool, without: str) -> None:
         self._stream, self._number, self._without = stream, number, without
         self.layer: nn.Module = stream.model.model.layers[number]
-        self.observer = Observer(self.layer, gram=gram)
+        self.observer = LayerObserver(self.layer, gram=gram)
         self.notes: list[str] = []
         self._latest: tuple[tuple[str, int, str], Moments | None] | None = None
 

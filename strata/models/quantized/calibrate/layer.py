@@ -12,14 +12,13 @@ from strata.kernels.quant.packed import PackedWeight, dense
 from strata.models.batch import Batch
 from strata.models.layers import Linear
 from strata.models.quantized.calibrate import folds
-from strata.models.quantized.calibrate.awq import scaling
+from strata.models.quantized.calibrate.column_scaling import scaling, smoothing
 from strata.models.quantized.calibrate.folds import Fold
 from strata.models.quantized.calibrate.gptq import gptq
 from strata.models.quantized.calibrate.inputs import LayerInputs
 from strata.models.quantized.calibrate.matrices import GATE_UP, Matrix, is_skipped, layer_views, products
 from strata.models.quantized.calibrate.rounding import find_scales, largest_scales, nearest, round_trip
 from strata.models.quantized.calibrate.settings import AWQ, GPTQ, SMOOTHQUANT, Rounding
-from strata.models.quantized.calibrate.smoothquant import smoothing
 from strata.models.quantized.calibrate.stream import LayerStream
 
 # Of calibration text, that losses of AWQ are taken over.

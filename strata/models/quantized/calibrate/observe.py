@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from strata.kernels.activation.silu_mul import silu_mul
-from strata.models.experts import BiasedExperts, Experts, Router
+from strata.models.experts import BiasedExperts, ExpertRouter, Experts
 from strata.models.layers import Linear, RMSNorm
 from strata.models.quantized.calibrate.moments import Moments
 
@@ -42,7 +42,7 @@ class ExpertInputs:
         self._x = [x / factors.cpu() for x in self._x]
 
 
-class Observer:
+class LayerObserver:
     """Listens to a layer. readers: by the norm, the modules that multiply the very tensor that it has made."""
 
     def __init__(self, layer: nn.Module, *, gram: bool) -> None:
@@ -61,7 +61,7 @@ class Observer:
         for name, module in self.layer.named_modules():
             if isinstance(module, RMSNorm):
                 handles.append(module.register_forward_hook(self._hook(self._note_norm, name)))
-            elif isinstance(module, Linear | Router | Experts | BiasedExperts):
+            elif isinstance(module, Linear | ExpertRouter | Experts | BiasedExperts):
                 handles.append(module.register_forward_pre_hook(self._hook(self._note_input, name)))
         try:
             yield
@@ -91,7 +91,7 @@ class Observer:
                 self.readers[norm].append(name)
         if isinstance(module, Experts | BiasedExperts):
             self.experts.setdefault(name, ExpertInputs()).add(x, given[2])
-        elif isinstance(module, Linear | Router):
+        elif isinstance(module, Linear | ExpertRouter):
             self._add(name, x)
 
     def _add(self, name: str, x: Tensor) -> None:

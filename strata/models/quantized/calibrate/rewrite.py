@@ -19,7 +19,7 @@ from strata.models.experts import SparseCausalLM, stored_views
 from strata.models.joined import join_parameters
 from strata.models.quantized.calibrate.matrices import layer_prefix, layer_views
 from strata.models.quantized.calibrate.stream import LayerStream, batches_of
-from strata.models.quantized.calibrate.unfinished import Unfinished
+from strata.models.quantized.calibrate.unfinished import UnfinishedFolder
 from strata.models.save import copy_companions, write_json
 
 # Of a layer's number, the text and what enters the layer, which is opened: changes it in place so that it makes what
@@ -52,7 +52,7 @@ def rewrite(
     others = [name for name, _ in stream.model.named_parameters() if not name.startswith("model.layers.")]
     behind = _pieces(stream.behind)
     shards = stream.layers + len(others) + len(behind)
-    with Unfinished(out, asked | _sources(stream, sequences), shards) as unfinished:
+    with UnfinishedFolder(out, asked | _sources(stream, sequences), shards) as unfinished:
         report(unfinished.done, unfinished.shards)
         hidden = _hidden(stream, batches, unfinished)
         for number in range(unfinished.done, stream.layers):
@@ -101,7 +101,7 @@ def _sources(stream: LayerStream, sequences: Sequence[Sequence[int]]) -> dict[st
     }
 
 
-def _hidden(stream: LayerStream, batches: Sequence[Batch], unfinished: Unfinished) -> list[Tensor]:
+def _hidden(stream: LayerStream, batches: Sequence[Batch], unfinished: UnfinishedFolder) -> list[Tensor]:
     """What enters the first layer that is not done."""
     if not batches or unfinished.done >= stream.layers:
         return []
@@ -117,7 +117,7 @@ def _write_layer(
     change: Change,
     batches: Sequence[Batch],
     hidden: Sequence[Tensor],
-    unfinished: Unfinished,
+    unfinished: UnfinishedFolder,
 ) -> list[Tensor]:
     """Change a layer and write its shard; returns what it makes of the text."""
     with stream.opened(number):

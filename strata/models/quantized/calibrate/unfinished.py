@@ -26,7 +26,7 @@ def unfinished_folder(out: Path) -> Path:
     return out.parent / f".{out.name}.unfinished"
 
 
-class Unfinished:
+class UnfinishedFolder:
     """Shards of `out` that are there, each whole. Use as a context manager: one process at a time works on it.
 
     A shard counts once the journal says so, which is written last: what an interruption leaves besides is written
@@ -87,7 +87,7 @@ class Unfinished:
         (self.folder / _LOCK).unlink()
         self.folder.rename(self.out)
 
-    def __enter__(self) -> Unfinished:
+    def __enter__(self) -> UnfinishedFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -15,8 +15,8 @@ from strata.parallel.timeline import Durations, simulate
 from strata.train.predict.held import RankParameters
 from strata.train.predict.layer_costs import PassCost
 from strata.train.predict.messages import Axes, Messages, data_messages, exposed, hidden, sent
-from strata.train.predict.rates import Rates, least_rates, measured_rates
-from strata.train.predict.step_shape import StepShape
+from strata.train.predict.rates import Rates, measured_rates, min_rates
+from strata.train.predict.step_shape import TrainShape
 
 # Passes over logits: what the product wrote is read, its gradient written, and that read again.
 _LOGITS_PASSES = 3
@@ -25,7 +25,7 @@ _QUANTIZED = 6
 
 
 @dataclass(frozen=True)
-class StepTime:
+class TrainingStepTime:
     """Seconds of a step on the slowest rank, one after another. bubble: waiting for other stages of a pipeline.
 
     traffic: norms, activations and conversions; gaps: between kernels; slowed: what computation loses beside messages;
@@ -66,7 +66,7 @@ class StepTime:
         return sum(self.by_kind.values())
 
 
-def least_time(shape: StepShape, recompute: str, device: Device, network: Network | None = None) -> StepTime:
+def min_time(shape: TrainShape, recompute: str, device: Device, network: Network | None = None) -> TrainingStepTime:
     """The least time of a step: products and attention at the device's measured rates, AdamW's bytes, and messages at
     the measured rate of the link where no computation runs that they could hide behind.
 
@@ -74,17 +74,19 @@ def least_time(shape: StepShape, recompute: str, device: Device, network: Networ
     slowest. Norms, activations and the loss's own passes over memory are left out. network: of several machines;
     without one all ranks lie in one. Raises ValueError if there are messages and nothing is known of the link.
     """
-    return step_time(shape, recompute, least_rates(shape, device, network))
+    return step_time(shape, recompute, min_rates(shape, device, network))
 
 
-def predicted_time(shape: StepShape, recompute: str, device: Device, network: Network | None = None) -> StepTime:
+def predicted_time(
+    shape: TrainShape, recompute: str, device: Device, network: Network | None = None
+) -> TrainingStepTime:
     """What a step is likely to take: the same work at the rates that were measured inside long steps, with passes over
-    memory, gaps between kernels, and what computation and messages take of each other. Raises as `least_time` does.
+    memory, gaps between kernels, and what computation and messages take of each other. Raises as `min_time` does.
     """
     return step_time(shape, recompute, measured_rates(shape, device, network))
 
 
-def step_time(shape: StepShape, recompute: str, rates: Rates) -> StepTime:
+def step_time(shape: TrainShape, recompute: str, rates: Rates) -> TrainingStepTime:
     """Of the slowest rank, at such rates."""
     passes = [_Passes(shape, recompute, rates, rank) for rank in range(shape.layout.pp)]
     slowest = max(passes, key=lambda one: one.forward + one.backward)
@@ -105,7 +107,7 @@ def step_time(shape: StepShape, recompute: str, rates: Rates) -> StepTime:
     beside = hidden(found)
     found["stages"] = transfers
     spent = slowest.work
-    return StepTime(
+    return TrainingStepTime(
         products=shape.batches * spent.products,
         attention=shape.batches * spent.attention,
         update=max(_update_seconds(shape, held, rates) for held in shape.held),
@@ -118,7 +120,7 @@ def step_time(shape: StepShape, recompute: str, rates: Rates) -> StepTime:
     )
 
 
-def _bubble(shape: StepShape, durations: Durations, work: float) -> float:
+def _bubble(shape: TrainShape, durations: Durations, work: float) -> float:
     """Waiting in a step whose micro-batches take so many seconds of work each. Once a pipeline is full each is like the
     one before, so of many the waiting follows from that of fewer.
     """
@@ -138,7 +140,7 @@ def _length(schedule: str, ranks: int, micro_batches: int, durations: Durations)
 
 
 @dataclass(frozen=True)
-class _Work:
+class _ComputeSeconds:
     """Seconds of computation, by kind."""
 
     products: float = 0.0
@@ -146,8 +148,8 @@ class _Work:
     traffic: float = 0.0
     gaps: float = 0.0
 
-    def __add__(self, other: _Work) -> _Work:
-        return _Work(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+    def __add__(self, other: _ComputeSeconds) -> _ComputeSeconds:
+        return _ComputeSeconds(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
     @property
     def seconds(self) -> float:
@@ -161,16 +163,18 @@ class _Passes:
     the backward pass that other stages wait for. messages: of both passes.
     """
 
-    def __init__(self, shape: StepShape, recompute: str, rates: Rates, rank: int) -> None:
+    def __init__(self, shape: TrainShape, recompute: str, rates: Rates, rank: int) -> None:
         self.shape, self.rates, self.held = shape, rates, shape.held[rank]
         costs = [(shape.layer_costs[layer], count) for layer, count in self.held.unlike]
-        ahead = sum((self._work(cost.forward, rates.attention, count) for cost, count in costs), _Work())
-        back = sum((self._work(cost.backward, rates.attention_backward, count) for cost, count in costs), _Work())
+        ahead = sum((self._work(cost.forward, rates.attention, count) for cost, count in costs), _ComputeSeconds())
+        back = sum(
+            (self._work(cost.backward, rates.attention_backward, count) for cost, count in costs), _ComputeSeconds()
+        )
         again = self._again(recompute, ahead)
         head = 2 * self.held.head * shape.own_tokens / rates.wide
         # A loss computes its logits twice unless it makes gradients of them on the spot.
-        head_backward = _Work((2 if shape.loss_has_gradients else 3) * head, traffic=self._logits_seconds())
-        self.work = ahead + back + again + head_backward + _Work(head)
+        head_backward = _ComputeSeconds((2 if shape.loss_has_gradients else 3) * head, traffic=self._logits_seconds())
+        self.work = ahead + back + again + head_backward + _ComputeSeconds(head)
         self.computing = (ahead.seconds + head, (back + again + head_backward).seconds)
         self.messages: dict[str, Messages] = {}
         waiting = (0.0, 0.0)
@@ -179,7 +183,7 @@ class _Passes:
         self.forward, self.backward = self.computing[0] + waiting[0], self.computing[1] + waiting[1]
         self.inputs = self.backward - ahead.products - head  # all but the products that give the weights' gradients
 
-    def _work(self, cost: PassCost, attention_rate: float, layers: int) -> _Work:
+    def _work(self, cost: PassCost, attention_rate: float, layers: int) -> _ComputeSeconds:
         shape, rates, tokens = self.shape, self.rates, self.shape.own_tokens
         parts = shape.layout.tp
         products = tokens * (cost.dense / parts / rates.dense + cost.routed / shape.between / rates.wide)
@@ -190,12 +194,12 @@ class _Passes:
             # A weight is converted in the forward pass; the backward pass has as many elements once more for each.
             moved += _QUANTIZED * (tokens * cost.operands + (elements if attention_rate is rates.attention else 0.0))
         each = (products, attention, self._traffic_seconds(moved), cost.kernels * rates.gap)
-        return _Work(*(layers * seconds for seconds in each))
+        return _ComputeSeconds(*(layers * seconds for seconds in each))
 
-    def _again(self, recompute: str, ahead: _Work) -> _Work:
+    def _again(self, recompute: str, ahead: _ComputeSeconds) -> _ComputeSeconds:
         """What the backward pass computes again of a forward pass of the layers."""
         if recompute == "none":
-            return _Work()
+            return _ComputeSeconds()
         shape, config, rates = self.shape, self.shape.config, self.rates
         dense, sparse = 2 * shape.own_tokens / shape.layout.tp / rates.dense, 2 * shape.own_tokens / shape.between
         products = 0.0
@@ -221,7 +225,7 @@ class _Passes:
             )
         attention = ahead.attention if recompute == "layers" else 0.0
         share = 1.0 if shape.runs_graph or recompute == "layers" else 0.5  # of an MLP alone
-        return _Work(products, attention, ahead.traffic * share, ahead.gaps * share)
+        return _ComputeSeconds(products, attention, ahead.traffic * share, ahead.gaps * share)
 
     def _logits_seconds(self) -> float:
         logits = self.shape.own_tokens * self.held.head / self.shape.config.hidden_size
@@ -230,7 +234,9 @@ class _Passes:
     def _traffic_seconds(self, moved: float) -> float:
         return 0.0 if self.rates.traffic is None else moved / self.rates.traffic
 
-    def _inner_messages(self, ahead: _Work, back: _Work, again: _Work, recompute: str) -> tuple[float, float]:
+    def _inner_messages(
+        self, ahead: _ComputeSeconds, back: _ComputeSeconds, again: _ComputeSeconds, recompute: str
+    ) -> tuple[float, float]:
         """What waiting for messages inside the layers adds to the forward and to the backward pass."""
         forward, backward = 0.0, 0.0
         for name, (there, home) in {
@@ -242,7 +248,9 @@ class _Passes:
             forward, backward = forward + there.exposed, backward + home.exposed
         return forward, backward
 
-    def _tensor(self, ahead: _Work, back: _Work, again: _Work, recompute: str) -> tuple[Messages, Messages]:
+    def _tensor(
+        self, ahead: _ComputeSeconds, back: _ComputeSeconds, again: _ComputeSeconds, recompute: str
+    ) -> tuple[Messages, Messages]:
         """Around attention and the MLP the ranks gather tokens and sum products, or sum alone, which is as much."""
         shape, layout, config = self.shape, self.shape.layout, self.shape.config
         if layout.tp == 1:
@@ -267,7 +275,7 @@ class _Passes:
             home += sum((one.times(blocks) for one in before), last.times(blocks - dense))
         return there, home
 
-    def _context(self, ahead: _Work, back: _Work, *, again: bool) -> tuple[Messages, Messages]:
+    def _context(self, ahead: _ComputeSeconds, back: _ComputeSeconds, *, again: bool) -> tuple[Messages, Messages]:
         shape, layout, config = self.shape, self.shape.layout, self.shape.config
         if layout.cp == 1:
             return Messages(), Messages()
@@ -307,18 +315,18 @@ class _Passes:
         return (there + vectors).times(layers), (there + home if again else home).times(layers)
 
 
-def _own_parameters(shape: StepShape, held: RankParameters) -> int:
+def _own_parameters(shape: TrainShape, held: RankParameters) -> int:
     """Those that a rank updates."""
     dense, experts = shape.data_ranks
     return held.dense // dense + held.experts // experts
 
 
-def _gradient_bytes(shape: StepShape) -> int:
+def _gradient_bytes(shape: TrainShape) -> int:
     """Of an element that the update reads."""
     return 2 if shape.layout.ranks == shape.batches == 1 else 4
 
 
-def _update_seconds(shape: StepShape, held: RankParameters, rates: Rates) -> float:
+def _update_seconds(shape: TrainShape, held: RankParameters, rates: Rates) -> float:
     """AdamW reads and writes master and moments (float32), reads the gradient and writes the weight (bfloat16); what
     lies on the host comes and goes over its link, both at once."""
     parameters, gradient = _own_parameters(shape, held), _gradient_bytes(shape)
@@ -329,7 +337,7 @@ def _update_seconds(shape: StepShape, held: RankParameters, rates: Rates) -> flo
     return max(cost.bytes / rates.update, streamed / rates.host)
 
 
-def _sums_seconds(shape: StepShape, held: RankParameters, rates: Rates) -> float:
+def _sums_seconds(shape: TrainShape, held: RankParameters, rates: Rates) -> float:
     """The norm of all gradients; of several batches their sums, whose parts ZeRO-2 adds up where they arrive; and what
     FSDP copies of weights and gradients."""
     if rates.traffic is None:

@@ -1,4 +1,8 @@
-"""AWQ (Lin et al. 2023, arXiv 2306.00978): columns that much goes through are made larger before they are rounded."""
+"""What columns are multiplied by before they are rounded, the inputs being divided by it.
+
+AWQ (Lin et al. 2023, arXiv 2306.00978) makes columns larger that much goes through; SmoothQuant (Xiao et al. 2022,
+arXiv 2211.10438) lets weights take what activations have too much of.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +15,18 @@ from strata.kernels.quant.packed import Scheme, group_maxima, spread
 
 _RATIOS = 20
 _LEAST = 1e-4
+# SmoothQuant's alpha for most models, and llm-compressor's default.
+_STRENGTH = 0.5
+_LEAST_FACTOR = 1e-5
 
 
 def scaling(
     magnitudes: Tensor, weights: Sequence[Tensor], scheme: Scheme, loss: Callable[[Tensor], float]
 ) -> Tensor | None:
-    """What columns of weights are multiplied by and those of activations divided by, [width] float32; None: nothing.
+    """AWQ: what columns of weights are multiplied by and those of activations divided by, [width] float32.
 
-    magnitudes: [width], the mean of |x|. weights: [out, width] each, all that multiply x. loss: of factors, the error
-    that rounding leaves with them. As the authors' code has it: of the ratios r = i / 20 the best,
+    None: nothing. magnitudes: [width], the mean of |x|. weights: [out, width] each, all that multiply x. loss: of
+    factors, the error that rounding leaves with them. As the authors' code has it: of the ratios r = i / 20 the best,
     `x^r / (w^(1 - r) + 1e-4)`, w the mean over rows of |weight| / largest of its group, divided by the geometric mean
     of the largest and the least; and nothing at all if that is better yet (llm-compressor's identity).
     """
@@ -44,3 +51,14 @@ def mean_shares(weights: Sequence[Tensor], scheme: Scheme) -> Tensor:
         total += (sizes / spread(largest, scheme, sizes.shape)).sum(0, dtype=torch.float64)
         rows += len(weight)
     return (total / rows).float()
+
+
+def smoothing(largest: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """SmoothQuant: what each column of activations is divided by, and that of weights multiplied by, [width] float32.
+
+    `max|X_j|^alpha / max|W_j|^(1 - alpha)` (equation 4). largest: [width], of the activations' magnitudes. weights:
+    [out, width] each, all that multiply them.
+    """
+    columns = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0)
+    factors = largest.clamp(min=_LEAST_FACTOR) ** _STRENGTH / columns.clamp(min=_LEAST_FACTOR) ** (1 - _STRENGTH)
+    return factors.clamp(min=_LEAST_FACTOR)
