@@ -41,7 +41,7 @@ from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.attention.sparse.decodes import page_sparse_attention
 from strata.kernels.attention.sparse.page_choice import PageChoice
 from strata.kernels.attention.sparse.prompts import block_sparse_attention
-from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, Sequences
+from strata.kernels.attention.spec import AttentionCall, AttentionSpec, HeadsSpec, Sequences
 from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, Rows, virtual_sequences
 from strata.kernels.latent.attention import latent_attention
 from strata.kernels.linear.embedding import embedding
@@ -146,7 +146,7 @@ def own(operation: Operation, *args: object) -> Call:
 
     def run() -> None:
         for implementation in found:
-            implementation.run(*args)
+            implementation.run(*operation.given(*args))
 
     return f"{operation.name} {_shapes(args)}", run
 
@@ -157,7 +157,7 @@ def with_gradients(operation: Operation, *args: object) -> Call:
 
     def run() -> None:
         leaves = (x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
-        results = made.run(*leaves)
+        results = made.run(*operation.given(*leaves))
         results = results if isinstance(results, tuple) else (results,)
         torch.autograd.backward(results, [torch.randn_like(result) for result in results])
 
@@ -250,7 +250,7 @@ def _recorded(q: Tensor, k: Tensor, v: Tensor, held: PagedKV, spec: AttentionSpe
     parts = BatchParts(decode_lengths, starts, torch.tensor((1, 4), dtype=torch.int32))
     offsets = torch.tensor((0, 1, 8, 28, len(q)), dtype=torch.int32)
     pages = replace(held, tables=tables, lengths=lengths, parts=parts)
-    return attention_mixed.attend(q, k, v, Sequences(offsets, len(q), pages), spec)
+    return attention_mixed.attend(AttentionCall(q, k, v, Sequences(offsets, len(q), pages), spec))
 
 
 def _latents() -> Iterator[Call]:

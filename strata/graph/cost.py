@@ -144,9 +144,8 @@ def _run_by(node: fx.Node, args: tuple[Any, ...], limits: DeviceLimits) -> tuple
     """The name of the implementation that runs a node of a bound graph on a device, and the kernels it launches."""
     if operation_of(node) is None:
         return "torch", (ATEN,)
-    placed = placed_arguments(limits, args)
-    chosen = node.meta["bound"].choose(*placed)
-    return chosen.name, chosen.launches(*placed)
+    placed, bound = placed_arguments(limits, args), node.meta["bound"]
+    return bound.choose(*placed).name, bound.launches(*placed)
 
 
 def placed_arguments(limits: DeviceLimits, args: tuple[Any, ...]) -> list[Any]:
