@@ -52,6 +52,7 @@ from strata.kernels.linear.skinny_tiles import SkinnyTile
 from strata.kernels.linear.sliced import sliced_linear
 from strata.kernels.linear.vocabulary_embedding import vocabulary_embedding
 from strata.kernels.loss.loss_grad import cross_entropy_gradients
+from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall
 from strata.kernels.moe.combine import combine
 from strata.kernels.moe.count import count_choices
 from strata.kernels.moe.counting_order import counting_order
@@ -357,9 +358,9 @@ def _products() -> Iterator[Call]:
     clamp, matrices, biases = Clamp(1.702, 7.0), (randn(5, 96, 128), randn(5, 128, 48)), (randn(5, 96), randn(5, 128))
     gated = {"source": torch.arange(140) % 70, "per_token": 2, "gated": True, "bias": randn(4, 96), "clamp": clamp}
     yield "grouped_product with a gate", partial(grouped_product, randn(70, 128), randn(4, 96, 128), ends, **gated)
-    for bounds in ((), (biases, clamp)):
-        given = randn(1, 128), torch.rand(1, 3), torch.tensor([[3, 0, 4]]), *matrices
-        yield f"by_choices {_shapes(given)}", partial(by_choices, *given, *bounds)
+    given = randn(1, 128), torch.rand(1, 3), torch.tensor([[3, 0, 4]]), *matrices
+    for call in (ExpertsCall(*given), BiasedExpertsCall(*given, *biases, clamp)):
+        yield f"by_choices {_shapes(given)}", partial(by_choices, call)
     for choice in (SOFTMAX, Choice("sigmoid", 5, 2, "top2")):
         yield own(route, randn(70, 15), randn(15).float(), 4, True, choice)
     chosen, turns = torch.randint(6, (70, 2)), torch.randint(8, (6, 4), dtype=torch.int32)

@@ -154,7 +154,7 @@ def test_cuda_asks_the_host_for_nothing(
     run = held_experts.bind("cuda").choose(*given)
     is_long = chosen.numel() > MOST_CHOICES
     assert run.name == ("grouped" if is_long and dtype == torch.bfloat16 else "triton")
-    launched = run.launches(*given)
+    launched = run.launches(*held_experts.given(*given))
     assert ("held_order_kernel" in launched) != is_long
     assert ("held_order_sums_kernel" in launched) == is_long
 
@@ -179,5 +179,5 @@ def test_cuda_asks_the_host_for_nothing(
     monkeypatch.setattr(held, "silu_mul", torch.mul)
     with FakeTensorMode() as mode, torch.inference_mode():
         fake = [mode.from_tensor(one) if isinstance(one, Tensor) else one for one in given]
-        assert run.run(*fake).shape == (tokens, HIDDEN)
+        assert run.run(*held_experts.given(*fake)).shape == (tokens, HIDDEN)
     assert run.run in (grouped_held, held_by_tiles)
