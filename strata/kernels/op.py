@@ -67,9 +67,11 @@ class Operation:
     rowwise: a row of each result follows from the same row of every activation alone.
     product: the first argument, activations, is multiplied by the second, a weight [out, width]; the third is a bias
         [out] or None. gated: of that product the first half of the columns gates the second.
+    dense: a product with one weight [out, width], wherever that stands among the arguments; every `product` is.
+    mixture: each token is multiplied by experts of its own, whose weights are those of all, [experts, out, width].
     packable: the places of arguments that are weights and may be packed ones.
     reads_state: a token's result follows from what its sequence has kept (the keys and values before it), so the work
-        depends on how long the sequences are.
+        depends on how long the sequences are. recurrent: what they keep is a state whose size does not.
     collective: all ranks of an axis run it together; its second argument is the axis.
     backward: the cost of its gradients, where that does not follow from its own by the rule of `backward_cost`.
     parts: of a fused operation, those that it replaces, one after another, each as it runs best.
@@ -89,6 +91,9 @@ class Operation:
     reads_state: bool = False
     collective: bool = False
     backward: Callable[..., Cost] | None = None
+    dense: bool = False
+    mixture: bool = False
+    recurrent: bool = False
     parts: Callable[..., Any] | None = None
     operands: Callable[..., Any] | None = None
     reference: Callable[..., Any] = field(init=False)
@@ -97,6 +102,7 @@ class Operation:
 
     def __post_init__(self) -> None:
         self.reference, self.cost, self.meta = map(self.of_arguments, (self.definition, self.cost, self.meta))
+        self.dense |= self.product
         self.backward = None if self.backward is None else self.of_arguments(self.backward)
 
     @property
@@ -284,6 +290,9 @@ def operation(
     reads_state: bool = False,
     collective: bool = False,
     backward: Callable[..., Cost] | None = None,
+    dense: bool = False,
+    mixture: bool = False,
+    recurrent: bool = False,
 ) -> Callable[[Callable[..., Any]], Operation]:
     """Make the decorated reference an operation of the same name and list it in `OPERATIONS`.
 
@@ -299,7 +308,7 @@ def operation(
         name = reference.__name__
         made = Operation(
             name, reference, cost, meta, mutates, rowwise, product, gated, packable, reads_state, collective, backward,
-            operands=operands,
+            dense, mixture, recurrent, operands=operands,
         )  # fmt: skip
         made.__doc__ = reference.__doc__
         OPERATIONS[made.name] = made

@@ -58,7 +58,7 @@ def _add_meta(
     return total, weighted, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32, device="meta")
 
 
-@operation(_add_cost, meta=_add_meta, rowwise=True, packable=(1,))
+@operation(_add_cost, meta=_add_meta, rowwise=True, packable=(1,), dense=True)
 def linear_add(
     x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, norm_weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,7 +90,7 @@ def _scaled_meta(weighted: Tensor, squares: Tensor, eps: float, weight: Weight, 
     return weighted.new_empty((*weighted.shape[:-1], weight.shape[0]), device="meta")
 
 
-@operation(_scaled_cost, meta=_scaled_meta, rowwise=True, packable=(3,))
+@operation(_scaled_cost, meta=_scaled_meta, rowwise=True, packable=(3,), dense=True)
 def scaled_linear(weighted: Tensor, squares: Tensor, eps: float, weight: Weight, bias: Tensor | None) -> Tensor:
     """`(weighted @ weight^T) / sqrt(sum(squares) / width + eps) + bias`: the linear layer after a norm.
 
@@ -103,7 +103,7 @@ def scaled_linear(weighted: Tensor, squares: Tensor, eps: float, weight: Weight,
     return product
 
 
-@fused(rowwise=True, packable=(3,))
+@fused(rowwise=True, packable=(3,), dense=True)
 def scaled_linear_silu_mul(
     run: Run, weighted: Tensor, squares: Tensor, eps: float, weight: Weight, bias: Tensor | None
 ) -> Tensor:

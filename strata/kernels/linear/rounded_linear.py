@@ -36,7 +36,7 @@ def _meta(values: Tensor, scales: Tensor, weight: PackedWeight, bias: Tensor | N
     return torch.empty((values.shape[0], weight.shape[0]), dtype=dtype, device="meta")
 
 
-@operation(_cost, meta=_meta, rowwise=True)
+@operation(_cost, meta=_meta, rowwise=True, dense=True)
 def rounded_linear(
     values: Tensor, scales: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:

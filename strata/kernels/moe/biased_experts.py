@@ -53,7 +53,7 @@ def expert_bytes(*stacked: Tensor | PackedWeight) -> int:
     return sum(one.nbytes // one.shape[0] for one in stacked)
 
 
-@operation(_cost, operands=BiasedExpertsCall, rowwise=True, packable=(3, 4))
+@operation(_cost, operands=BiasedExpertsCall, rowwise=True, packable=(3, 4), mixture=True)
 def biased_experts(call: BiasedExpertsCall[Any]) -> Tensor:
     """For each token the sum over its experts e of `weight * (down[e](clamped_swiglu(gate[e](x), up[e](x))))`.
 

@@ -50,7 +50,7 @@ def expected_experts(tokens: int, rows: int, count: int) -> float:
     return count * (1 - (1 - rows / (tokens * count)) ** tokens)
 
 
-@operation(_cost, operands=ExpertsCall, rowwise=True, packable=(3, 4))
+@operation(_cost, operands=ExpertsCall, rowwise=True, packable=(3, 4), mixture=True)
 def experts(call: ExpertsCall[Any]) -> Tensor:
     """For each token the sum over its experts e of `weight * down[e](silu(gate[e](x)) * up[e](x))`.
 

@@ -46,7 +46,7 @@ def _cost(call: HeldExpertsCall[Any], *, workload: Workload) -> Cost:
 
 
 # Of copies, which rank computes a row follows from the row's place; the sum over the ranks is rowwise all the same.
-@operation(_cost, operands=HeldExpertsCall, rowwise=True, packable=(3, 4))
+@operation(_cost, operands=HeldExpertsCall, rowwise=True, packable=(3, 4), mixture=True)
 def held_experts(call: HeldExpertsCall[Any]) -> Tensor:
     """A rank's part of `experts`: the sum over those of a token's experts that this rank computes; zeros for none.
 

@@ -61,7 +61,7 @@ def _meta(q: Tensor, k: Tensor, v: Tensor, *others: object) -> Tensor:
     return v.new_empty(v.shape, device="meta")
 
 
-@operation(_cost, meta=_meta, mutates=("batch",), reads_state=True)
+@operation(_cost, meta=_meta, mutates=("batch",), reads_state=True, recurrent=True)
 def gated_delta(
     q: Tensor,
     k: Tensor,

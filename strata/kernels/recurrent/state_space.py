@@ -66,7 +66,7 @@ def _meta(x: Tensor, *others: object) -> Tensor:
     return x.new_empty(x.shape, device="meta")
 
 
-@operation(_cost, meta=_meta, mutates=("batch",), reads_state=True)
+@operation(_cost, meta=_meta, mutates=("batch",), reads_state=True, recurrent=True)
 def state_space(
     x: Tensor,
     dt: Tensor,
