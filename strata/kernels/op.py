@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.fx import Proxy
 
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.choose import first_fitting
 from strata.kernels.device_limits import implementations_for
 from strata.kernels.quant.packed import PackedWeight
 
@@ -221,9 +222,14 @@ class Bound:
     operation: Operation
     candidates: tuple[Implementation, ...]
 
+    _ways: tuple[tuple[Callable[..., bool] | None, Implementation], ...] = field(init=False)
+    _count: int | None = field(init=False)
+    _make: Callable[[tuple[Any, ...]], Any] = field(init=False)
+
     def __post_init__(self) -> None:
+        operands: Any = self.operation.operands
+        object.__setattr__(self, "_ways", tuple((one.supports, one) for one in self.candidates))
         # Of all operands, a NamedTuple's own constructor would take twice as long to make the same, in every launch.
-        operands = self.operation.operands
         object.__setattr__(self, "_count", None if operands is None else len(operands._fields))
         object.__setattr__(self, "_make", partial(tuple.__new__, operands))
 
@@ -236,11 +242,13 @@ class Bound:
         return self._fitting(self.operation.given(*args))
 
     def _fitting(self, given: tuple[Any, ...]) -> Implementation:
-        for candidate in self.candidates:
-            if candidate.supports is None or candidate.supports(*given):
-                return candidate
-        names = ", ".join(candidate.name for candidate in self.candidates) or "none registered"
-        raise NotImplementedError(f"no implementation of {self.operation.name} fits these arguments (tried: {names})")
+        found = first_fitting(self._ways, given)
+        if found is None:
+            names = ", ".join(candidate.name for candidate in self.candidates) or "none registered"
+            raise NotImplementedError(
+                f"no implementation of {self.operation.name} fits these arguments (tried: {names})"
+            )
+        return found
 
     def launches(self, *args: Any) -> tuple[str, ...]:
         """The kernels that these arguments launch; see `Implementation.launches`."""
@@ -254,13 +262,10 @@ class Bound:
         return 0 if tell is None else tell(*given)
 
     def __call__(self, *args: Any) -> Any:
-        if self._count is None:
-            return self._fitting(args).run(*args)
-        call = self._make(args) if len(args) == self._count else self.operation.operands(*args)
-        for candidate in self.candidates:
-            if candidate.supports is None or candidate.supports(call):
-                return candidate.run(call)
-        return self._fitting((call,)).run(call)
+        given = args
+        if self._count is not None:
+            given = (self._make(args) if len(args) == self._count else self.operation.operands(*args),)
+        return (first_fitting(self._ways, given) or self._fitting(given)).run(*given)
 
 
 def has_packed(arguments: Iterable[Any]) -> bool:

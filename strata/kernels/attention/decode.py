@@ -82,7 +82,7 @@ def _of_decodes(count: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fits(call: DecodeCall) -> bool:
-    product, _, _, cos, sin, batch, heads, spec, _ = call
+    product, _, _, cos, sin, batch, heads, spec = call[:8]
     pages = batch.pages
     assert pages is not None
     head_dim, pools = cos.shape[-1], (pages.keys[spec.layer], pages.values[spec.layer])

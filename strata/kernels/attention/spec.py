@@ -5,7 +5,7 @@ Tuples, because torch.fx takes them into a graph as they are, and sees the nodes
 
 from __future__ import annotations
 
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -120,5 +120,5 @@ class Sequences(NamedTuple):
     pages: PagedKV | None = None
 
 
-# What operations over keys in pages are called with: the first five operands are those of all.
-AttentionOperands = AttentionCall | KeptCall | SparseCall[Any]
+# What operations that the kernels over pages run are called with: the first five of six operands are the same.
+AttentionOperands = AttentionCall | KeptCall

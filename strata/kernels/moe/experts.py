@@ -14,11 +14,12 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.silu_mul import silu_mul, silu_mul_kernel
+from strata.kernels.choose import thresholds
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.packed.frozen import frozen_call
 from strata.kernels.moe.calls import AnyExpertsCall, ExpertsCall
 from strata.kernels.moe.combine import combine, combine_kernel, permuted
-from strata.kernels.moe.few_tokens import CHOICE_KERNELS, MOST_TOKENS, by_choices
+from strata.kernels.moe.few_tokens import CHOICE_KERNELS, by_choices
 from strata.kernels.moe.grouped import grouped_kernel, grouped_product
 from strata.kernels.moe.held_order import held_order, order_kernels
 from strata.kernels.moe.order import Order
@@ -138,7 +139,7 @@ def choices_take(call: AnyExpertsCall[Tensor], *biases: Tensor) -> bool:
     """Whether there are so few tokens that each reads its experts' weights by itself."""
     x, weights, chosen, gate_up, down = call[:5]
     wide = weights is None or (weights.dtype == torch.float32 and weights.is_contiguous())
-    few = 0 < len(chosen) <= MOST_TOKENS
+    few = 0 < len(chosen) <= thresholds(x.device).choice_tokens
     return few and wide and chosen.is_contiguous() and ours_take(x, gate_up, down, *biases)
 
 
@@ -150,13 +151,9 @@ def library_supports(call: AnyExpertsCall[Tensor]) -> bool:
     return library_takes(call.x, call.gate_up, call.down)
 
 
-# Of more rows an expert the library's product is faster, but than one that fetches them and gates.
-_MOST_ROWS = 160
-
-
 def library_is_faster(x: Tensor, rows: int, down: Tensor) -> bool:
     """For the product of so many rows of all experts by what leads out of them."""
-    return rows > _MOST_ROWS * len(down) and library_takes(x, down)
+    return rows > thresholds(x.device).library_rows * len(down) and library_takes(x, down)
 
 
 def _tile_kernels(call: ExpertsCall[Tensor]) -> tuple[Any, ...]:

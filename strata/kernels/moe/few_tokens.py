@@ -139,8 +139,6 @@ def choice_sum_kernel(
 
 # Columns, elements of k that a program holds at a time, and warps.
 _GATE, _SUM = (8, 512, 4), (2, 128, 4)
-# Two tokens are faster in tiles already, but with 128 experts (an H200; benchmarks/results/h200_grouped.jsonl).
-MOST_TOKENS = 1
 
 
 def by_choices(call: ExpertsCall[Tensor] | BiasedExpertsCall[Tensor]) -> Tensor:

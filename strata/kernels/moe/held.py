@@ -26,7 +26,7 @@ from strata.kernels.moe.experts import (
     tiles_scratch,
 )
 from strata.kernels.moe.grouped import grouped_product
-from strata.kernels.moe.held_order import MOST_CHOICES, held_numbers, held_order
+from strata.kernels.moe.held_order import held_numbers, held_order, sorts_by_counting
 from strata.kernels.moe.packed_experts import FROZEN, WAYS
 from strata.kernels.op import operation
 from strata.kernels.quant.packed import PackedWeight
@@ -89,7 +89,7 @@ def _is_long(call: HeldExpertsCall[Tensor]) -> bool:
     """What the library's grouped product takes (see `experts`), of so many choices that the rows of others, which are
     copied all the same, cost less than its larger tiles save.
     """
-    return call.chosen.numel() > MOST_CHOICES and library_supports(call) and _fits(call)
+    return sorts_by_counting(call.chosen) and library_supports(call) and _fits(call)
 
 
 def _fits(call: HeldExpertsCall[Tensor]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from strata.kernels.choose import thresholds
 from strata.kernels.linear.packed.few_rows import ordered
 from strata.kernels.moe.calls import AnyExpertsCall
 from strata.kernels.moe.combine import combine_kernel
@@ -24,9 +25,6 @@ from strata.kernels.triton_import import HAS_TRITON
 # Of all operations that multiply by experts, the first but of held ones; what the last does, `frozen_call` tells.
 CHOICES, ROUNDED, CONVERTED, FROZEN = "packed, choices", "packed, rounded", "packed, tiles", "of frozen weights"
 
-# Where a scheme rounds activations, of more rows an expert both products are in 8 bits: nothing is converted then, and
-# rounding costs two launches.
-MOST_CONVERTED = 2
 _round = round_rows.bind("cuda")
 
 
@@ -37,7 +35,7 @@ def _summed(weights: Tensor | None, chosen: Tensor) -> bool:
 
 def _rounded_support(call: AnyExpertsCall[PackedWeight]) -> bool:
     x, weights, chosen, gate_up, down = call[:5]
-    many = chosen.numel() > MOST_CONVERTED * down.shape[0]
+    many = chosen.numel() > thresholds(x.device).converted_rows * down.shape[0]
     return (
         many
         and rounded_takes(x.dtype, gate_up)

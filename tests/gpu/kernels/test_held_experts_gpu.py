@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from strata.kernels.choose import MEASURED, thresholds_of
 from strata.kernels.moe.calls import HeldExpertsCall
 from strata.kernels.moe.count import count_choices
 from strata.kernels.moe.held import grouped_held, held_by_tiles, held_experts
-from strata.kernels.moe.held_order import MOST_CHOICES, held_numbers, held_order
+from strata.kernels.moe.held_order import held_numbers, held_order
 
 pytestmark = pytest.mark.gpu
 
@@ -82,7 +83,7 @@ def test_the_library_is_near_float64(placed: bool, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 2, 33, 100, 1024])
 def test_choices_are_sorted_by_expert(tokens: int, placed: bool, padded: bool) -> None:
     chosen = torch.rand(tokens, COUNT, device="cuda").argsort(1)[:, :8].contiguous()
-    assert chosen.numel() <= MOST_CHOICES
+    assert chosen.numel() <= thresholds_of(MEASURED).sorted_choices
     for first, held in ((0, 16), (3, 9), (15, 1)):
         placement = table() if placed else None
         mapping = torch.randint(-1, 2, (tokens,), device="cuda", dtype=torch.int32) if padded else None

@@ -39,8 +39,8 @@ def orders() -> None:
     """As sorted by torch, of few choices and of many."""
     placement, mapping = torch.randint(20, (16, 6), dtype=torch.int32), torch.randint(-1, 2, (50,), dtype=torch.int32)
     held_order.implementations_for = lambda device: "cuda"  # type: ignore[assignment]
-    for most in (held_order.MOST_CHOICES, 0):
-        held_order.MOST_CHOICES = most
+    for counts in (False, True):
+        held_order.sorts_by_counting = lambda chosen, counts=counts: counts  # type: ignore[assignment,misc]
         for tokens, first, held, *tables in (
             (50, 0, 16),
             (50, 3, 9, None, mapping),

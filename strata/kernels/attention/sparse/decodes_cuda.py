@@ -39,20 +39,21 @@ _SCORE_PROGRAMS = 4096
 
 def supports(call: SparseCall[PageChoice]) -> bool:
     pages = call.batch.pages
-    return attention_cuda.supports(call) and (
-        pages is None or (not pages.is_rounded and call.spec.window is None and attention_cuda.fits_decode(call))
+    whole = call.whole
+    return attention_cuda.supports(whole) and (
+        pages is None or (not pages.is_rounded and call.spec.window is None and attention_cuda.fits_decode(whole))
     )
 
 
 def kernels(call: SparseCall[PageChoice]) -> tuple[Any, ...]:
-    pages, choice = call.batch.pages, call.choice
+    pages, choice, whole = call.batch.pages, call.choice, call.whole
     if pages is None:
-        return attention_cuda.kernels(call)
-    chooses, every = _chooses(pages, choice), attention_cuda.all_decode(call)
-    if not every and not attention_mixed.supports(call):
-        return (page_bounds_kernel, *attention_cuda.kernels(call))
+        return attention_cuda.kernels(whole)
+    chooses, every = _chooses(pages, choice), attention_cuda.all_decode(whole)
+    if not every and not attention_mixed.supports(whole):
+        return (page_bounds_kernel, *attention_cuda.kernels(whole))
     count = call.q.shape[0] if every else attention_mixed.may_decode(pages)
-    decodes = attention_cuda.decode_kernels(call, count, choice.pages if chooses else None)
+    decodes = attention_cuda.decode_kernels(whole, count, choice.pages if chooses else None)
     choosing = (page_scores_kernel, chosen_pages_kernel) * (chooses and count > 0)
     prompts = () if every else (attention_mixed.prompt_kernel(pages, call.spec, call.sinks),)
     return (page_bounds_kernel, *choosing, *decodes, *prompts)
@@ -66,17 +67,17 @@ def scratch_bytes(sequences: int, most_keys: int, page_size: int, kv_heads: int,
 
 def attend(call: SparseCall[PageChoice]) -> Tensor:
     q, _, _, batch, spec, choice, sinks = call
-    pages = batch.pages
+    pages, whole = batch.pages, call.whole
     if pages is None:
-        return attention_cuda.attend(call.whole)
+        return attention_cuda.attend(whole)
     write_bounds(pages, batch.offsets, len(q), spec.layer)
-    if attention_cuda.all_decode(call):
+    if attention_cuda.all_decode(whole):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         decode(out, q, pages, spec, choice, sinks)
         return out
-    if not attention_mixed.supports(call):
-        return attention_cuda.attend(call.whole)
-    return attention_mixed.attend(call.whole, partial(decode, choice=choice))
+    if not attention_mixed.supports(whole):
+        return attention_cuda.attend(whole)
+    return attention_mixed.attend(whole, partial(decode, choice=choice))
 
 
 def write_bounds(pages: PagedKV, offsets: Tensor, tokens: int, layer: int) -> None:

@@ -37,15 +37,15 @@ def supports(call: SparseCall[BlockChoice]) -> bool:
         pages is not None
         and not pages.is_rounded
         and call.spec.window is None
-        and attention_cuda.supports(call)
-        and attention_cuda.fits_decode(call)
+        and attention_cuda.supports(call.whole)
+        and attention_cuda.fits_decode(call.whole)
     )
 
 
 def kernels(call: SparseCall[BlockChoice]) -> tuple[Any, ...]:
     assert call.batch.pages is not None
     prompts = (pooled_scores_kernel, kept_blocks_kernel, block_sparse_attention_kernel)
-    return (*attention_cuda.decode_kernels(call, _decodes(call.batch.pages)), *prompts)
+    return (*attention_cuda.decode_kernels(call.whole, _decodes(call.batch.pages)), *prompts)
 
 
 def _decodes(pages: PagedKV) -> int:
