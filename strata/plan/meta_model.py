@@ -227,15 +227,15 @@ class MetaModel:
         return self.graphs.logits_of(size.tokens), 2
 
     def buffers(self, workload: Workload) -> BufferPlan | None:
-        """Of the graph that computes the logits of such a step, at the size to which it is padded if it is recorded;
-        None where ranks divide its tokens."""
-        if self._divided(workload) is not None:
-            return None
-        size = self.recorded_size(workload)
-        graph, part = self._graph(workload, size)
-        filled, draws = (workload, len(workload.new)) if size is None else (_padded(workload, size), size.draws)
+        """Of the graph of `called`; None where ranks divide a step's tokens."""
         block = 1 if self.limits is None else CUDA_BLOCK
-        return buffer_plan(graph, self._arguments(filled, draws, size)[part], self.limits, block)
+        return None if self._divided(workload) else buffer_plan(*self.called(workload), self.limits, block)
+
+    def called(self, workload: Workload) -> tuple[fx.GraphModule, Any]:
+        """The graph that computes the logits of such a step, and what it is called with, padded if it is recorded."""
+        graph, part = self._graph(workload, size := self.recorded_size(workload))
+        filled = (workload, len(workload.new)) if size is None else (_padded(workload, size), size.draws)
+        return graph, self._arguments(*filled, size)[part]
 
     def captured(self, workload: Workload) -> list[NodeCost]:
         """What the nodes of the model cost in that step before any pass, those of the head of a row a sequence."""
