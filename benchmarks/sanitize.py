@@ -68,11 +68,12 @@ from strata.kernels.op import Operation
 from strata.kernels.optimizer.adamw import Constants, adamw
 from strata.kernels.optimizer.muon import muon_momentum, muon_update
 from strata.kernels.quant.fp8 import quantize
+from strata.kernels.recurrent.calls import StateSpaceSpec
 from strata.kernels.recurrent.deinterleave import deinterleave
 from strata.kernels.recurrent.gated_delta import gated_delta
 from strata.kernels.recurrent.gated_norm import gated_rms_norm
 from strata.kernels.recurrent.short_convolution import short_convolution
-from strata.kernels.recurrent.state_space import StateSpaceSpec, state_space
+from strata.kernels.recurrent.state_space import state_space
 from strata.kernels.rotary import rope_grad  # noqa: F401  registers what is run
 from strata.kernels.rotary.partial_rope import partial_rope
 from strata.kernels.rotary.rope import rope, rope_angles
