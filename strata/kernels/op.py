@@ -264,7 +264,7 @@ class Bound:
     def __call__(self, *args: Any) -> Any:
         given = args
         if self._count is not None:
-            given = (self._make(args) if len(args) == self._count else self.operation.operands(*args),)
+            given = (self._make(args),) if len(args) == self._count else self.operation.given(*args)
         return (first_fitting(self._ways, given) or self._fitting(given)).run(*given)
 
 

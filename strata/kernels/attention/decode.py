@@ -14,7 +14,7 @@ from strata.kernels.attention.attention import attention
 from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, PackedBatch
 from strata.kernels.fused import Run, fused
 from strata.kernels.state.paged import PagedKV
-from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
+from strata.kernels.state.qk_rope_kv_write import HeadsCall, qk_rope_kv_write
 from strata.kernels.triton_import import HAS_TRITON
 
 
@@ -42,9 +42,9 @@ class DecodeCall(NamedTuple):
         return self.batch.pages
 
     @property
-    def unwritten(self) -> tuple[Any, ...]:
-        """What `qk_rope_kv_write` is called with."""
-        return *self[:5], self.batch.pages, self.heads
+    def unwritten(self) -> HeadsCall:
+        """The call of `qk_rope_kv_write`."""
+        return HeadsCall(*self[:5], self.batch.pages, self.heads)
 
 
 def _saved(call: DecodeCall) -> Cost:

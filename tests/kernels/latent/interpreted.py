@@ -128,7 +128,8 @@ def check_padding() -> None:
 
 def check_rows() -> None:
     """Both rotations and the write, against what runs on a CPU."""
-    implementations = {one.name: one.run for one in latent_write.implementations if one.device == "cuda"}
+    on_cuda = (one for one in latent_write.implementations if one.device == "cuda")
+    implementations = {one.name: latent_write.of_arguments(one.run) for one in on_cuda}
     rotate = next(one.run for one in tail_rope.implementations if one.name == "triton")
     angles = rope_angles.reference(torch.arange(7, dtype=torch.int32), torch.randn(9, 6))
     for paired in (False, True):
