@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,6 +23,7 @@ from strata.kernels.device_limits import DeviceLimits, implementations_for
 Candidate = TypeVar("Candidate")
 # Of a device without a table of its own, thresholds are those of this one.
 MEASURED = "NVIDIA H200"
+_FOLDER = Path(__file__).parent / "thresholds"
 
 
 def first_fitting(
@@ -85,7 +87,7 @@ def _find(device: torch.device | DeviceLimits) -> Thresholds:
 @cache
 def thresholds_of(product: str) -> Thresholds:
     """Those of a device by the name that its driver reports. Raises ValueError for a table that is none."""
-    path = tuned.path_of(product).with_suffix(".thresholds.json")
+    path = tuned.path_of(product, _FOLDER)
     if not path.is_file():
         return thresholds_of(MEASURED)
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from strata.hardware.specs import device
-from strata.kernels import choose, tuned
+from strata.kernels import choose
 from strata.kernels.choose import MEASURED, thresholds, thresholds_of
 from strata.kernels.device_limits import DeviceLimits
 
@@ -17,13 +17,13 @@ from strata.kernels.device_limits import DeviceLimits
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """In the place of the package's tables."""
-    monkeypatch.setattr(tuned, "path_of", lambda product: tmp_path / f"{product}.json")
+    monkeypatch.setattr(choose, "_FOLDER", tmp_path)
     monkeypatch.setattr(choose, "thresholds_of", thresholds_of.__wrapped__)
     return tmp_path
 
 
 def write(folder: Path, product: str, rows: list[dict[str, object]]) -> None:
-    (folder / f"{product}.thresholds.json").write_text(json.dumps({"device": product, "thresholds": rows}))
+    (folder / f"{product}.json").write_text(json.dumps({"device": product, "thresholds": rows}))
 
 
 def test_a_device_without_a_table_has_those_that_were_measured() -> None:
@@ -38,5 +38,5 @@ def test_a_table_has_every_row_with_its_measurement(folder: Path) -> None:
     assert asdict(choose.thresholds_of("own")) == values
     for wrong in (rows[1:], [*rows, rows[0]], [rows[0] | {"measured": ""}, *rows[1:]], [{"name": "other"}]):
         write(folder, "own", wrong)
-        with pytest.raises(ValueError, match=r"own\.thresholds\.json"):
+        with pytest.raises(ValueError, match=r"own\.json"):
             choose.thresholds_of("own")
