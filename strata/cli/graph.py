@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from strata.graph.buffers import BufferPlan
     from strata.graph.cost import NodeCost
     from strata.graph.draw import Row
+    from strata.graph.drawing.why import Why
     from strata.graph.predict import StepPredictor
-    from strata.graph.why import Why
     from strata.plan.meta_model import MetaModel, StepNodes
 
 # Beyond these, sizes of tensors no longer fit into 64 bits, or lengths of sequences into the memory.
@@ -275,8 +275,8 @@ class PricedStep:
         }
 
     def why(self, model: MetaModel, asked: str) -> Why:
-        """See `strata.graph.why.why`. Raises ValueError, too, for steps of which no kernels are known."""
-        from strata.graph.why import why
+        """See `strata.graph.drawing.why.why`. Raises ValueError, too, for steps of which no kernels are known."""
+        from strata.graph.drawing.why import why
         from strata.kernels import tuned
 
         if model.limits is None or self.buffers is None:

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("triton")
 
 from strata.graph.cost import NodeCost
-from strata.graph.why import Why, why
+from strata.graph.drawing.why import Why, why
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.kernels import tuned
