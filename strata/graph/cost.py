@@ -77,15 +77,14 @@ class NodeCost:
     @property
     def is_recurrent(self) -> bool:
         """Whether what it has cached are states, no keys and values."""
-        return self._has("recurrent")
+        operation = OPERATIONS.get(self.operation)
+        return operation is not None and operation.recurrent
 
     @property
     def is_mixture(self) -> bool:
         """Whether it multiplies by the experts of a mixture."""
-        return self._has("mixture")
-
-    def _has(self, trait: str) -> bool:
-        return self.operation in OPERATIONS and getattr(OPERATIONS[self.operation], trait)
+        operation = OPERATIONS.get(self.operation)
+        return operation is not None and operation.mixture
 
 
 def node_costs(
