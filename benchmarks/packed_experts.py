@@ -27,6 +27,7 @@ from strata.hardware.replay import copies_beyond_l2, time_replayed
 from strata.hardware.roofline import Workload, floor
 from strata.hardware.specs import recognize
 from strata.kernels.grid_sizes import next_power_of_2
+from strata.kernels.moe.calls import ExpertsCall
 from strata.kernels.moe.experts import experts
 from strata.kernels.moe.held_order import held_order
 from strata.kernels.moe.packed_experts import CHOICES, CONVERTED, ROUNDED
@@ -92,7 +93,7 @@ def measure(shape: str, scheme_name: str, tokens: int, every_tile: bool) -> Iter
         eight = _IN_8_BITS[scheme.values] if run.name == ROUNDED else "bfloat16"
         device = recognize(torch.cuda.get_device_name())
         least = None if device is None else 1e6 * floor(cost, device, eight).seconds
-        us = took([partial(run.run, x, weights, chosen, *one) for one in layers], guess)
+        us = took([partial(run.run, ExpertsCall(x, weights, chosen, *one)) for one in layers], guess)
         yield about | {
             "part": "experts",
             "implementation": run.name,
@@ -106,7 +107,7 @@ def measure(shape: str, scheme_name: str, tokens: int, every_tile: bool) -> Iter
             "tflops": round(cost.flops / us / 1e6, 1),
         }
     for parts in choice_parts(per_token) if every_tile and rule.name == CHOICES else ():
-        us = took([partial(by_packed_choices, x, weights, chosen, *one, parts=parts) for one in layers], guess)
+        us = took([partial(by_packed_choices, ExpertsCall(x, weights, chosen, *one), parts) for one in layers], guess)
         yield about | {
             "part": "choices",
             "tile": [part._asdict() for part in parts],

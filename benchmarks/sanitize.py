@@ -41,7 +41,7 @@ from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.attention.sparse.decodes import page_sparse_attention
 from strata.kernels.attention.sparse.page_choice import PageChoice
 from strata.kernels.attention.sparse.prompts import block_sparse_attention
-from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, Sequences
+from strata.kernels.attention.spec import AttentionCall, AttentionSpec, HeadsSpec, Sequences
 from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, Rows, virtual_sequences
 from strata.kernels.latent.attention import latent_attention
 from strata.kernels.linear.embedding import embedding
@@ -52,6 +52,7 @@ from strata.kernels.linear.skinny_tiles import SkinnyTile
 from strata.kernels.linear.sliced import sliced_linear
 from strata.kernels.linear.vocabulary_embedding import vocabulary_embedding
 from strata.kernels.loss.loss_grad import cross_entropy_gradients
+from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall
 from strata.kernels.moe.combine import combine
 from strata.kernels.moe.count import count_choices
 from strata.kernels.moe.counting_order import counting_order
@@ -67,11 +68,12 @@ from strata.kernels.op import Operation
 from strata.kernels.optimizer.adamw import Constants, adamw
 from strata.kernels.optimizer.muon import muon_momentum, muon_update
 from strata.kernels.quant.fp8 import quantize
+from strata.kernels.recurrent.calls import StateSpaceSpec
 from strata.kernels.recurrent.deinterleave import deinterleave
 from strata.kernels.recurrent.gated_delta import gated_delta
 from strata.kernels.recurrent.gated_norm import gated_rms_norm
 from strata.kernels.recurrent.short_convolution import short_convolution
-from strata.kernels.recurrent.state_space import StateSpaceSpec, state_space
+from strata.kernels.recurrent.state_space import state_space
 from strata.kernels.rotary import rope_grad  # noqa: F401  registers what is run
 from strata.kernels.rotary.partial_rope import partial_rope
 from strata.kernels.rotary.rope import rope, rope_angles
@@ -146,7 +148,7 @@ def own(operation: Operation, *args: object) -> Call:
 
     def run() -> None:
         for implementation in found:
-            implementation.run(*args)
+            implementation.run(*operation.given(*args))
 
     return f"{operation.name} {_shapes(args)}", run
 
@@ -157,7 +159,7 @@ def with_gradients(operation: Operation, *args: object) -> Call:
 
     def run() -> None:
         leaves = (x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
-        results = made.run(*leaves)
+        results = made.run(*operation.given(*leaves))
         results = results if isinstance(results, tuple) else (results,)
         torch.autograd.backward(results, [torch.randn_like(result) for result in results])
 
@@ -250,7 +252,7 @@ def _recorded(q: Tensor, k: Tensor, v: Tensor, held: PagedKV, spec: AttentionSpe
     parts = BatchParts(decode_lengths, starts, torch.tensor((1, 4), dtype=torch.int32))
     offsets = torch.tensor((0, 1, 8, 28, len(q)), dtype=torch.int32)
     pages = replace(held, tables=tables, lengths=lengths, parts=parts)
-    return attention_mixed.attend(q, k, v, Sequences(offsets, len(q), pages), spec)
+    return attention_mixed.attend(AttentionCall(q, k, v, Sequences(offsets, len(q), pages), spec))
 
 
 def _latents() -> Iterator[Call]:
@@ -357,9 +359,9 @@ def _products() -> Iterator[Call]:
     clamp, matrices, biases = Clamp(1.702, 7.0), (randn(5, 96, 128), randn(5, 128, 48)), (randn(5, 96), randn(5, 128))
     gated = {"source": torch.arange(140) % 70, "per_token": 2, "gated": True, "bias": randn(4, 96), "clamp": clamp}
     yield "grouped_product with a gate", partial(grouped_product, randn(70, 128), randn(4, 96, 128), ends, **gated)
-    for bounds in ((), (biases, clamp)):
-        given = randn(1, 128), torch.rand(1, 3), torch.tensor([[3, 0, 4]]), *matrices
-        yield f"by_choices {_shapes(given)}", partial(by_choices, *given, *bounds)
+    given = randn(1, 128), torch.rand(1, 3), torch.tensor([[3, 0, 4]]), *matrices
+    for call in (ExpertsCall(*given), BiasedExpertsCall(*given, *biases, clamp)):
+        yield f"by_choices {_shapes(given)}", partial(by_choices, call)
     for choice in (SOFTMAX, Choice("sigmoid", 5, 2, "top2")):
         yield own(route, randn(70, 15), randn(15).float(), 4, True, choice)
     chosen, turns = torch.randint(6, (70, 2)), torch.randint(8, (6, 4), dtype=torch.int32)

@@ -15,6 +15,7 @@ from strata.kernels.linear.packed.few_rows import PackedProduct
 from strata.kernels.linear.packed.many_rows import rounded_product
 from strata.kernels.linear.packed.split_product import SplitTile, split_product
 from strata.kernels.linear.skinny_tiles import SkinnyTile
+from strata.kernels.moe.calls import ExpertsCall
 from strata.kernels.moe.packed_few_tokens import by_packed_choices
 from strata.kernels.moe.packed_grouped import packed_grouped_product
 from strata.kernels.moe.rounded_grouped import rounded_grouped_product
@@ -55,7 +56,7 @@ def packed_calls(out: int, width: int) -> Iterator[tuple[str, Callable[[], objec
     for name in ("fp8", "int8"):
         gate_up, down = pack(randn(5, 2 * out, width), SCHEMES[name]), pack(randn(5, width, out), SCHEMES[name])
         given = randn(1, width), torch.rand(1, 3), torch.tensor([[4, -1, 0]]), gate_up, down
-        yield f"by_packed_choices {name}", partial(by_packed_choices, *given)
+        yield f"by_packed_choices {name}", partial(by_packed_choices, ExpertsCall(*given))
     pruned = randn(out, width)
     pruned.view(out, -1, 4)[..., 1:3] = 0
     yield "expand", partial(expand_on_device, pack(pruned, SPARSITIES["2:4"]))

@@ -34,7 +34,7 @@ from strata.hardware.replay import time_replayed
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.linear.packed.few_rows import PackedProduct, chosen_tile, multiply
-from strata.kernels.linear.packed.many_rows import scaled_mm_of_rounded, split
+from strata.kernels.linear.packed.many_rows import RoundedCall, scaled_mm_of_rounded, split
 from strata.kernels.linear.packed.split_product import MOST_SPLIT_ROWS, SplitTile, split_product, split_tile
 from strata.kernels.quant.fp8 import library_product
 from strata.kernels.quant.packed import PackedWeight, dense
@@ -110,7 +110,7 @@ class Product:
             one = torch.ones((1, 1), device=self.x.device)  # of which the error means nothing
             yield (
                 "library by rows",
-                lambda weight: scaled_mm_of_rounded(self.values, self.scales, weight, None, self.x.dtype),
+                lambda weight: scaled_mm_of_rounded(RoundedCall(self.values, self.scales, weight, None, self.x.dtype)),
             )
             yield (
                 "library by one",

@@ -83,7 +83,8 @@ def copies(call: Call, prompts: int, tokens: int) -> list[Call]:
 
 def forms(prompts: int, tokens: int) -> Iterator[dict[str, object]]:
     calls = copies(make(prompts, tokens), prompts, tokens)
-    run = {made.name: made.run for made in latent_attention.implementations if made.device == "cuda"}
+    on_cuda = (made for made in latent_attention.implementations if made.device == "cuda")
+    run = {made.name: latent_attention.of_arguments(made.run) for made in on_cuda}
     workload = Workload((tokens,) * prompts, (tokens,) * prompts)
     cost = latent_attention.cost(*calls[0], workload=workload)
     known = recognize(torch.cuda.get_device_name())

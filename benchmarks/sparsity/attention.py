@@ -34,7 +34,7 @@ from strata.kernels.attention.cudnn_plan import why_no_plan
 from strata.kernels.attention.sparse import decodes_cuda, prompts_cuda
 from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.attention.sparse.page_choice import PageChoice
-from strata.kernels.attention.spec import AttentionSpec, Sequences
+from strata.kernels.attention.spec import AttentionSpec, Sequences, SparseCall
 from strata.kernels.attention.virtual_sequences import Rows, as_virtual_sequences, virtual_sequences
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.state.paged import PagedKV
@@ -186,7 +186,7 @@ def measure_decodes(
         choice = PageChoice(count)
         took = microseconds(partial(decodes_cuda.attend, choice=choice))
         choosing = microseconds(lambda q, k, v, batch, spec, by=choice: decodes_cuda.choose(q, batch.pages, spec, by))
-        wanted, found = over_all(*layers[0]).float(), decodes_cuda.attend(*layers[0], choice).float()
+        wanted, found = over_all(*layers[0]).float(), decodes_cuda.attend(SparseCall(*layers[0], choice)).float()
         yield shape | {
             "pages": count,
             "kept": round(min(1.0, count * PAGE / length), 4),

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from strata.graph.buffers import BufferPlan
     from strata.graph.cost import NodeCost
     from strata.graph.draw import Row
+    from strata.graph.drawing.why import Why
     from strata.graph.predict import StepPredictor
     from strata.plan.meta_model import MetaModel, StepNodes
 
@@ -67,6 +68,10 @@ def graph(
         Path | None,
         typer.Option(help="Also draw it into this file (.svg), a layer and the model, before the passes too."),
     ] = None,
+    why: Annotated[
+        str | None,
+        typer.Option(help="A node, an operation or a part of the model: show what could run it, and why which does."),
+    ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Also run it on the device that is here, whose floors are shown then.")
     ] = False,
@@ -84,6 +89,7 @@ def graph(
     """
     import torch
 
+    from strata.bench.load.report import report_console
     from strata.bench.result import ending_in
     from strata.comm.symmetric import imagined
     from strata.engine.engine_config import EngineConfig
@@ -166,7 +172,13 @@ def graph(
     if draw is not None:
         draw.write_text(priced.drawing(title, meta.captured(workload)), encoding="utf-8")
         typer.echo(f"drawn in {draw}", err=True)
-    if as_json:
+    if why is not None:
+        reasons = priced.why(meta, why)
+        if as_json:
+            print(json.dumps(step | reasons.to_dict()))
+        else:
+            report_console().print(reasons.table())
+    elif as_json:
         print(json.dumps(step | priced.to_dict()))
     else:
         longest = max(workload.total)
@@ -254,6 +266,19 @@ class PricedStep:
             ]
             for name, kind in (("operations", operation_of), ("parts", part_of))
         }
+
+    def why(self, model: MetaModel, asked: str) -> Why:
+        """See `strata.graph.drawing.why.why`. Raises ValueError, too, for steps of which no kernels are known."""
+        from strata.graph.drawing.why import why
+        from strata.kernels import tuned
+
+        if model.limits is None or self.buffers is None:
+            raise ValueError(f"--why {asked}: kernels are known of a GPU, and of steps that ranks do not divide")
+        table = tuned.read(model.limits.product)
+        return why(
+            *model.called(self.workload), asked, self.workload, model.limits, table,
+            lambda node: self.predictor.node(node, self.workload).seconds,
+        )  # fmt: skip
 
     def totals(self) -> dict[str, Any]:
         """Counts, bytes and seconds of the whole step."""

@@ -52,7 +52,7 @@ if HAS_TRITON:
 all_reduce_add_rms_norm.implement("apart", "cuda", kernels=_kernels_apart)(_apart)
 
 
-@fused(rowwise=True, collective=True)
+@fused(rowwise=True, collective=True, dense=True)
 def linear_all_reduce_add_rms_norm(
     run: Run, x: Tensor, along: Along | Axis, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:

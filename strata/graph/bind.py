@@ -40,7 +40,8 @@ def bind(
             raise NotImplementedError(f"operation {operation.name} has no {kind}implementation for {device}")
         node.meta["bound"] = bound
         first = bound.candidates[0]
-        node.target = first.run if first.supports is None else bound  # without a choice to make, without its cost
+        direct = first.supports is None and operation.operands is None
+        node.target = first.run if direct else bound  # without a choice to make, without its cost
     _fetch_directly(graph)
     _make_once(graph, axes)
     make_code(graph)

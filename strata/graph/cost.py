@@ -20,13 +20,10 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.times import Attends
 from strata.kernels.device_limits import DeviceLimits, as_if_on
 from strata.kernels.moe.biased_experts import biased_experts, expert_bytes
-from strata.kernels.moe.experts import expected_experts, experts
+from strata.kernels.moe.experts import expected_experts
 from strata.kernels.moe.held import held_experts
-from strata.kernels.op import ATEN, Operation
+from strata.kernels.op import ATEN, OPERATIONS, Operation
 from strata.kernels.quant.packed import PackedWeight, Scheme, multiplied_in
-from strata.kernels.recurrent.gated_delta import gated_delta
-from strata.kernels.recurrent.short_convolution import short_convolution
-from strata.kernels.recurrent.state_space import state_space
 from strata.kernels.state.groups import of_group
 from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
 from strata.kernels.state.paged import PagedKV
@@ -34,12 +31,6 @@ from strata.kernels.torch_functions import TORCH_FUNCTIONS
 
 # They only change how the same memory is looked at.
 _VIEWS = {getattr, operator.getitem, "split_with_sizes", "narrow", "unflatten", "flatten", row_part, of_group}
-
-
-# Operations that read and write states whose size does not depend on how long sequences are.
-_RECURRENCES = {one.name for one in (state_space, gated_delta, short_convolution)}
-# Operations that multiply by the experts of a mixture.
-MIXTURES = {one.name for one in (experts, held_experts, biased_experts)}
 
 
 @dataclass(frozen=True)
@@ -86,7 +77,14 @@ class NodeCost:
     @property
     def is_recurrent(self) -> bool:
         """Whether what it has cached are states, no keys and values."""
-        return self.operation in _RECURRENCES
+        operation = OPERATIONS.get(self.operation)
+        return operation is not None and operation.recurrent
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether it multiplies by the experts of a mixture."""
+        operation = OPERATIONS.get(self.operation)
+        return operation is not None and operation.mixture
 
 
 def node_costs(
@@ -128,7 +126,7 @@ def node_costs(
                 _weight_shape(node, operation, args),
                 *_packed_as(args),
                 operation.backward_cost(*args, workload=workload) if gradients else Cost(),
-                reads=tuple(one for one in read if one.kind != "cache" or "attention" in operation.name),
+                reads=tuple(one for one in read if one.kind != "cache" or _attends(operation)),
             )
         )
     return found
@@ -144,9 +142,8 @@ def _run_by(node: fx.Node, args: tuple[Any, ...], limits: DeviceLimits) -> tuple
     """The name of the implementation that runs a node of a bound graph on a device, and the kernels it launches."""
     if operation_of(node) is None:
         return "torch", (ATEN,)
-    placed = placed_arguments(limits, args)
-    chosen = node.meta["bound"].choose(*placed)
-    return chosen.name, chosen.launches(*placed)
+    placed, bound = placed_arguments(limits, args), node.meta["bound"]
+    return bound.choose(*placed).name, bound.launches(*placed)
 
 
 def placed_arguments(limits: DeviceLimits, args: tuple[Any, ...]) -> list[Any]:
@@ -249,7 +246,7 @@ def step_costs(graph: fx.GraphModule, argument: Callable[[int, int], Any]) -> St
             continue
         of_one, of_two = (partial(_cost, one.operation, called.args) for called in (one, two))
         if one.operation.reads_state:
-            kind, is_recurrent = of_one(_LONG), one.operation.name in _RECURRENCES
+            kind, is_recurrent = of_one(_LONG), one.operation.recurrent
             (recurrences if is_recurrent else attentions)[kind] += 1
             weights["step"] += kind.weights  # of a convolution, a state space, sinks, and of what makes keys of latents
             more = of_two(_SHORT) - of_one(_SHORT)
@@ -262,7 +259,7 @@ def step_costs(graph: fx.GraphModule, argument: Callable[[int, int], Any]) -> St
         traffic += moved_of_two - moved
         messages += cost.messages
         sent.update(token=grown.sent - cost.sent, row=2 * cost.sent - grown.sent)
-        if one.operation.name in MIXTURES:
+        if one.operation.mixture:
             (_, _, chosen, gate_up, down, *others), rows = one.args, len(two.args[2])
             count = others[1] if one.operation is held_experts else len(down)
             sources = len(chosen)  # ranks that bring tokens, of which each has one here
@@ -359,6 +356,11 @@ def work_of(node: fx.Node) -> Operation | None:
     return operation_of(node) or TORCH_FUNCTIONS.get(node.target)
 
 
+def _attends(operation: Operation) -> bool:
+    """Whether it reads keys and values of the tokens before."""
+    return operation.reads_state and not operation.recurrent
+
+
 def _cost(operation: Operation, args: tuple[Any, ...], workload: Workload) -> Cost:
     return operation.cost(*args, workload=workload)
 
@@ -388,7 +390,7 @@ def _weight_shape(node: fx.Node, operation: Operation, args: tuple[Any, ...]) ->
         for argument, value in zip(node.args, args, strict=True)
         if _is_weight(argument) and value.dim() == 2
     ]
-    return weights[0] if "linear" in operation.name and len(weights) == 1 else None
+    return weights[0] if operation.dense and len(weights) == 1 else None
 
 
 def _is_weight(argument: Any) -> bool:

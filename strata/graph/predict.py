@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from strata.comm.all_reduce_times import AllReduceTimes
-from strata.graph.cost import MIXTURES, NodeCost
+from strata.graph.cost import NodeCost
 from strata.hardware.efficiency import KINDS, EfficiencyTable
 from strata.hardware.figures import Device
 from strata.hardware.links import HIDDEN, Link
@@ -186,7 +186,7 @@ class StepPredictor:
             found = self._message(node)
         elif node.cost.cached and not node.is_recurrent:
             found = self._attention(node.cost, workload, node.attends)
-        elif node.operation in MIXTURES and self.packed_times is not None and node.shape[0]:
+        elif node.is_mixture and self.packed_times is not None and node.shape[0]:
             seconds = self.packed_times.plain_experts(node.shape[0], node.cost.flops, node.cost.bytes)
             found = Prediction(seconds, ORIGINS[1])
         elif node.cost.bytes and self._knows(alike := _ALIKE.get(node.operation, node.operation), "traffic"):
@@ -235,7 +235,7 @@ class StepPredictor:
         if node.weight is not None:
             rows = math.prod(node.shape[:-1])
             return self.packed_times.product(scheme, rows, node.weight, cost.weights, cost.written)
-        if node.operation not in MIXTURES:
+        if not node.is_mixture:
             return None
         weights = node.cost.weights / getattr(torch, self.dtype).itemsize
         return self.packed_times.experts(scheme, node.shape[0], weights, cost.flops, cost.weights)

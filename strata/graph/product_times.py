@@ -39,7 +39,7 @@ def products_of(graph: fx.GraphModule) -> Products:
         if node.meta["layer"] != last:
             continue
         weights = [weight for weight in _parameters(graph, node) if weight.dim() == 2]
-        if "linear" in operation.name and len(weights) == 1:
+        if operation.dense and len(weights) == 1:
             dtype = str(weights[0].dtype).removeprefix("torch.")
             out, width = weights[0].shape
             # What is sent instead of stored runs by the tile of the product alone.

@@ -26,30 +26,36 @@ def fused(
     saved: Callable[..., Cost] | None = None,
     backward: Callable[..., Cost] | None = None,
     packable: tuple[int, ...] = (),
+    operands: Callable[..., Any] | None = None,
     **traits: bool,
 ) -> Callable[[Composition], Operation]:
     """Make a composition `name(run, *arguments)` the fused operation `name(*arguments)`, as `operation` does.
 
     Its cost is that of all parts, less what these write for one another and read of it. saved: of the arguments, what
-    it does not do besides (`Cost`). mutates, backward, packable, traits: see `Operation`.
+    it does not do besides (`Cost`). operands: composition and `saved` take them in the place of the arguments. mutates,
+    backward, packable, traits: see `Operation`.
     """
 
+    def on_meta(given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(map(_on_meta, given)) if operands is None else (operands(*map(_on_meta, given[0])),)
+
     def define(composition: Composition) -> Operation:
-        def reference(*args: Any) -> Any:
-            return composition(lambda part, *given: part.reference(*given), *args)
+        def reference(*given: Any) -> Any:
+            return composition(lambda part, *args: part.reference(*args), *given)
 
-        def meta(*args: Any) -> Any:
-            return composition(lambda part, *given: part.meta(*given), *map(_on_meta, args))
+        def meta(*given: Any) -> Any:
+            return composition(lambda part, *args: part.meta(*args), *on_meta(given))
 
-        def cost(*args: Any, workload: Workload) -> Cost:
-            args = tuple(map(_on_meta, args))
+        def cost(*given: Any, workload: Workload) -> Cost:
+            given = on_meta(given)
             found = _Costs(workload)
-            whole = found.without_intermediates(composition(found, *args))
-            return whole if saved is None else whole - saved(*args)
+            whole = found.without_intermediates(composition(found, *given))
+            return whole if saved is None else whole - saved(*given)
 
         reference.__name__, reference.__doc__ = composition.__name__, composition.__doc__
-        defined = operation(cost, meta=meta, mutates=mutates, backward=backward, packable=packable, **traits)(reference)
-        defined.parts = partial(composition, lambda part, *given: part(*given))
+        more: dict[str, Any] = {"operands": operands, "packable": packable, **traits}
+        defined = operation(cost, meta=meta, mutates=mutates, backward=backward, **more)(reference)
+        defined.parts = partial(composition, lambda part, *args: part(*args))
         return defined
 
     return define

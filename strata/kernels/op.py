@@ -3,12 +3,17 @@
 Model code calls an operation like a function. While `torch.fx` traces, the call becomes one node of the graph;
 otherwise the first implementation that fits the device and the arguments runs. The engine binds the nodes of its graph
 once (`Operation.bind`), which is where deterministic mode chooses the kernels whose bits do not depend on the batch.
+
+An operation with more than a few arguments names them once, in a NamedTuple: its operands. All functions about it (the
+reference, cost, meta, and of implementations what runs, supports, tells kernels and scratch) take that value, whoever
+calls it gives the arguments one after the other. An operation with few has functions that take these themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -16,6 +21,7 @@ from torch import Tensor
 from torch.fx import Proxy
 
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.choose import first_fitting
 from strata.kernels.device_limits import implementations_for
 from strata.kernels.quant.packed import PackedWeight
 
@@ -47,9 +53,10 @@ class Implementation:
     packed: bool = False
     scratch: Callable[..., int] | None = None
 
-    def launches(self, *args: Any) -> tuple[str, ...]:
-        """The names of the kernels that these arguments make it launch, as a profiler shows them, or of libraries."""
-        kernels = self.kernels if isinstance(self.kernels, tuple) else self.kernels(*args)
+    def launches(self, *given: Any) -> tuple[str, ...]:
+        """The names of the kernels that a call makes it launch, as a profiler shows them, or of libraries. given: what
+        `Operation.given` makes of its arguments."""
+        kernels = self.kernels if isinstance(self.kernels, tuple) else self.kernels(*given)
         return tuple(kernel if isinstance(kernel, str) else kernel.__name__ for kernel in kernels)
 
 
@@ -61,16 +68,20 @@ class Operation:
     rowwise: a row of each result follows from the same row of every activation alone.
     product: the first argument, activations, is multiplied by the second, a weight [out, width]; the third is a bias
         [out] or None. gated: of that product the first half of the columns gates the second.
+    dense: a product with one weight [out, width], wherever that stands among the arguments; every `product` is.
+    mixture: each token is multiplied by experts of its own, whose weights are those of all, [experts, out, width].
     packable: the places of arguments that are weights and may be packed ones.
     reads_state: a token's result follows from what its sequence has kept (the keys and values before it), so the work
-        depends on how long the sequences are.
+        depends on how long the sequences are. recurrent: what they keep is a state whose size does not.
     collective: all ranks of an axis run it together; its second argument is the axis.
     backward: the cost of its gradients, where that does not follow from its own by the rule of `backward_cost`.
     parts: of a fused operation, those that it replaces, one after another, each as it runs best.
+    operands: the NamedTuple of its arguments, which `definition`, `parts` and implementations take; None: they take the
+        arguments. definition: the reference; `reference`, `cost`, `meta` and `backward` take the arguments themselves.
     """
 
     name: str
-    reference: Callable[..., Any]
+    definition: Callable[..., Any]
     cost: Callable[..., Cost]
     meta: Callable[..., Any]
     mutates: tuple[str, ...] = ()
@@ -81,13 +92,39 @@ class Operation:
     reads_state: bool = False
     collective: bool = False
     backward: Callable[..., Cost] | None = None
+    dense: bool = False
+    mixture: bool = False
+    recurrent: bool = False
     parts: Callable[..., Any] | None = None
+    operands: Callable[..., Any] | None = None
+    reference: Callable[..., Any] = field(init=False)
     implementations: list[Implementation] = field(default_factory=list)
     _bound: dict[tuple[str, bool, bool, bool], Bound] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self.reference, self.cost, self.meta = map(self.of_arguments, (self.definition, self.cost, self.meta))
+        self.dense |= self.product
+        self.backward = None if self.backward is None else self.of_arguments(self.backward)
 
     @property
     def __name__(self) -> str:  # torch.fx names nodes after it
         return self.name
+
+    def given(self, *args: Any) -> tuple[Any, ...]:
+        """What the functions of its implementations are called with: its operands as one value, or the arguments."""
+        return args if self.operands is None else (self.operands(*args),)
+
+    def of_arguments(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same of a call's arguments."""
+        operands = self.operands
+        if operands is None:
+            return function
+
+        @wraps(function)
+        def run(*args: Any, **more: Any) -> Any:
+            return function(operands(*args), **more)
+
+        return run
 
     def backward_cost(self, *args: Any, workload: Workload) -> Cost:
         """The cost of the gradients of all that a call reads.
@@ -145,7 +182,7 @@ class Operation:
         self, device: str, deterministic: bool, differentiable: bool, packed: bool
     ) -> Iterator[Implementation]:
         if device == "meta":
-            yield Implementation("meta", self.meta, "meta")
+            yield Implementation("meta", self.meta if self.operands is None else lambda call: self.meta(*call), "meta")
             return
         for implementation in self.implementations:
             if (
@@ -161,15 +198,21 @@ class Operation:
             # The parts may have gradients of their own where the whole has none; the reference's keep floats.
             yield Implementation("parts", self.parts, device, differentiable=True)
         else:
-            yield Implementation("reference", self.reference, device, differentiable=True)
+            yield Implementation("reference", self.definition, device, differentiable=True)
 
     def __call__(self, *args: Any) -> Any:
-        if (tracer := _tracer(args)) is not None:
-            return tracer.create_proxy("call_function", self, args, {})
-        first = next(argument for argument in args if isinstance(argument, Tensor))
-        differentiable = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+        first, packed, differentiable, records = None, False, False, torch.is_grad_enabled()
+        for argument in args:
+            if isinstance(argument, Tensor):
+                first = argument if first is None else first
+                differentiable = differentiable or (records and argument.requires_grad)
+            elif isinstance(argument, PackedWeight):
+                packed = True
+            elif isinstance(argument, Proxy):
+                return argument.tracer.create_proxy("call_function", self, args, {})
+        assert first is not None
         kind = first.device.type if differentiable else implementations_for(first.device)
-        return self.bind(kind, differentiable=differentiable, packed=has_packed(args))(*args)
+        return self.bind(kind, differentiable=differentiable, packed=packed)(*args)
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,29 +222,50 @@ class Bound:
     operation: Operation
     candidates: tuple[Implementation, ...]
 
+    _ways: tuple[tuple[Callable[..., bool] | None, Implementation], ...] = field(init=False)
+    _count: int | None = field(init=False)
+    _make: Callable[[tuple[Any, ...]], Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        operands: Any = self.operation.operands
+        object.__setattr__(self, "_ways", tuple((one.supports, one) for one in self.candidates))
+        # Of all operands, a NamedTuple's own constructor would take twice as long to make the same, in every launch.
+        object.__setattr__(self, "_count", None if operands is None else len(operands._fields))
+        object.__setattr__(self, "_make", partial(tuple.__new__, operands))
+
     @property
     def __name__(self) -> str:
         return self.operation.name
 
     def choose(self, *args: Any) -> Implementation:
         """The implementation that runs these arguments. Raises NotImplementedError if none can."""
-        for candidate in self.candidates:
-            if candidate.supports is None or candidate.supports(*args):
-                return candidate
-        names = ", ".join(candidate.name for candidate in self.candidates) or "none registered"
-        raise NotImplementedError(f"no implementation of {self.operation.name} fits these arguments (tried: {names})")
+        return self._fitting(self.operation.given(*args))
+
+    def _fitting(self, given: tuple[Any, ...]) -> Implementation:
+        found = first_fitting(self._ways, given)
+        if found is None:
+            names = ", ".join(candidate.name for candidate in self.candidates) or "none registered"
+            raise NotImplementedError(
+                f"no implementation of {self.operation.name} fits these arguments (tried: {names})"
+            )
+        return found
 
     def launches(self, *args: Any) -> tuple[str, ...]:
         """The kernels that these arguments launch; see `Implementation.launches`."""
-        return self.choose(*args).launches(*args)
+        given = self.operation.given(*args)
+        return self._fitting(given).launches(*given)
 
     def scratch(self, *args: Any) -> int:
         """Bytes that these arguments make it hold while it runs; see `Implementation.scratch`."""
-        tell = self.choose(*args).scratch
-        return 0 if tell is None else tell(*args)
+        given = self.operation.given(*args)
+        tell = self._fitting(given).scratch
+        return 0 if tell is None else tell(*given)
 
     def __call__(self, *args: Any) -> Any:
-        return self.choose(*args).run(*args)
+        given = args
+        if self._count is not None:
+            given = (self._make(args),) if len(args) == self._count else self.operation.given(*args)
+        return (first_fitting(self._ways, given) or self._fitting(given)).run(*given)
 
 
 def has_packed(arguments: Iterable[Any]) -> bool:
@@ -209,24 +273,19 @@ def has_packed(arguments: Iterable[Any]) -> bool:
     return any(isinstance(argument, PackedWeight) for argument in arguments)
 
 
-def _tracer(arguments: Iterable[Any]) -> Any:
-    for argument in arguments:
-        if isinstance(argument, Proxy):
-            return argument.tracer
-    return None
-
-
 OPERATIONS: dict[str, Operation] = {}
 
 
-def like_first(first: Tensor, *others: Any) -> Tensor:
-    """The meta of an operation whose result has the shape and dtype of its first argument."""
-    return first.new_empty(first.shape, device="meta")
+def like_first(first: Any, *others: Any) -> Tensor:
+    """The meta of an operation whose result has the shape and dtype of its first argument, or operand."""
+    like: Tensor = first if isinstance(first, Tensor) else first[0]
+    return like.new_empty(like.shape, device="meta")
 
 
 def operation(
     cost: Callable[..., Cost],
     *,
+    operands: Callable[..., Any] | None = None,
     meta: Callable[..., Any] = like_first,
     mutates: tuple[str, ...] = (),
     rowwise: bool = False,
@@ -236,12 +295,16 @@ def operation(
     reads_state: bool = False,
     collective: bool = False,
     backward: Callable[..., Cost] | None = None,
+    dense: bool = False,
+    mixture: bool = False,
+    recurrent: bool = False,
 ) -> Callable[[Callable[..., Any]], Operation]:
     """Make the decorated reference an operation of the same name and list it in `OPERATIONS`.
 
-    `meta(*args)` returns empty tensors of the result's shape and dtype on the meta device; `cost(*args, workload)`
-    counts the work (see `strata.hardware.roofline`), `workload` telling what the lengths in tensors cannot tell there.
-    The traits, and `backward`, are those of `Operation`.
+    `meta(call)` returns empty tensors of the result's shape and dtype on the meta device; `cost(call, workload)` counts
+    the work (see `strata.hardware.roofline`), `workload` telling what the lengths in tensors cannot tell there. Without
+    `operands`, they and the reference take the arguments in the place of `call`. The traits, and `backward`, are those
+    of `Operation`.
     """
 
     def define(reference: Callable[..., Any]) -> Operation:
@@ -249,8 +312,9 @@ def operation(
             raise ValueError(f"operation {reference.__name__!r} is defined twice")
         name = reference.__name__
         made = Operation(
-            name, reference, cost, meta, mutates, rowwise, product, gated, packable, reads_state, collective, backward
-        )
+            name, reference, cost, meta, mutates, rowwise, product, gated, packable, reads_state, collective, backward,
+            dense, mixture, recurrent, operands=operands,
+        )  # fmt: skip
         made.__doc__ = reference.__doc__
         OPERATIONS[made.name] = made
         return made

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 
 from strata.cache.state_pool import meta_states
 from strata.cache.tables import BufferShape
@@ -199,15 +200,18 @@ class MetaModel:
         return StepNodes(choice.variant.name, made, ran, drawn, size is not None, timed)
 
     def buffers(self, workload: Workload) -> BufferPlan | None:
-        """Of the graph that computes the logits of such a step, at the size to which it is padded if it is recorded;
-        None where ranks divide its tokens."""
-        choice = self.choose(workload)
-        if choice.shape.share is not None:
-            return None
-        size = choice.size
-        filled, draws = (workload, len(workload.new)) if size is None else (_padded(workload, size), size.draws)
+        """Of the graph of `called`; None where ranks divide a step's tokens."""
         block = 1 if self.limits is None else CUDA_BLOCK
-        return buffer_plan(choice.variant.graph, self._arguments(filled, draws, choice)[1], self.limits, block)
+        if self.choose(workload).shape.share is not None:
+            return None
+        return buffer_plan(*self.called(workload), self.limits, block)
+
+    def called(self, workload: Workload) -> tuple[fx.GraphModule, Any]:
+        """The graph that computes the logits of such a step, and what it is called with, padded if it is recorded."""
+        choice = self.choose(workload)
+        size = choice.size
+        filled = (workload, len(workload.new)) if size is None else (_padded(workload, size), size.draws)
+        return choice.variant.graph, self._arguments(*filled, choice)[1]
 
     def captured(self, workload: Workload) -> list[NodeCost]:
         """What the nodes of the model cost in that step before any pass, those of the head of a row a sequence."""

@@ -53,7 +53,7 @@ def test_other_devices_are_bound_by_their_type() -> None:
 
 def test_the_reference_kind_holds_the_reference_alone() -> None:
     for operation in OPERATIONS.values():
-        assert [candidate.run for candidate in operation.bind("reference").candidates] == [operation.reference]
+        assert [candidate.run for candidate in operation.bind("reference").candidates] == [operation.definition]
 
 
 def test_an_engine_of_references_gives_the_same_tokens(folder: Path) -> None:

@@ -223,7 +223,7 @@ def test_gradients_are_those_that_the_parts_have(device: str, monkeypatch: pytes
     arguments = (product, *weights, cos, sin, None, HeadsSpec(0, 4, 2, 1e-5))
     chosen = qk_rope_kv_write.bind(device, differentiable=True).choose(*arguments)
     assert chosen.name == "parts"
-    results = chosen.run(*arguments)
+    results = chosen.run(*qk_rope_kv_write.given(*arguments))
     assert given == [(9, 4, 8), (9, 2, 8)]
     exact = [one.detach().double().requires_grad_() for one in (product, *weights)]
     wanted = qk_rope_kv_write.reference(*exact, cos.double(), sin.double(), None, arguments[-1])

@@ -11,13 +11,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.choose import MEASURED, thresholds_of
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
 from strata.kernels.moe import combine as moe_combine
 from strata.kernels.moe import counting_order, held, held_order
 from strata.kernels.moe import grouped as moe_grouped
 from strata.kernels.moe.experts import experts
 from strata.kernels.moe.held import grouped_held, held_by_tiles, held_experts
-from strata.kernels.moe.held_order import MOST_CHOICES, held_numbers
+from strata.kernels.moe.held_order import held_numbers
 
 COUNT, HIDDEN, WIDTH = 7, 16, 8
 WAYS = {"reference": held_experts.reference, "cpu": held_experts.bind("cpu")}
@@ -152,9 +153,9 @@ def test_cuda_asks_the_host_for_nothing(
     given = [x.to(dtype), weights, chosen, gate_up[:3].to(dtype), down[:3].to(dtype), 0, 10 if placed else COUNT]
     given += [table_of(6)] if placed else []
     run = held_experts.bind("cuda").choose(*given)
-    is_long = chosen.numel() > MOST_CHOICES
+    is_long = chosen.numel() > thresholds_of(MEASURED).sorted_choices
     assert run.name == ("grouped" if is_long and dtype == torch.bfloat16 else "triton")
-    launched = run.launches(*given)
+    launched = run.launches(*held_experts.given(*given))
     assert ("held_order_kernel" in launched) != is_long
     assert ("held_order_sums_kernel" in launched) == is_long
 
@@ -179,5 +180,5 @@ def test_cuda_asks_the_host_for_nothing(
     monkeypatch.setattr(held, "silu_mul", torch.mul)
     with FakeTensorMode() as mode, torch.inference_mode():
         fake = [mode.from_tensor(one) if isinstance(one, Tensor) else one for one in given]
-        assert run.run(*fake).shape == (tokens, HIDDEN)
+        assert run.run(*held_experts.given(*fake)).shape == (tokens, HIDDEN)
     assert run.run in (grouped_held, held_by_tiles)

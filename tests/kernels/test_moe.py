@@ -72,7 +72,9 @@ def test_a_token_may_have_fewer_experts_and_none(tokens: int, per_token: int, wa
     torch.testing.assert_close(experts.bind("cpu", **way)(*given), twin(*given), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("run", [experts.reference, experts.bind("cpu", differentiable=True), grouped])
+@pytest.mark.parametrize(
+    "run", [experts.reference, experts.bind("cpu", differentiable=True), experts.of_arguments(grouped)]
+)
 @pytest.mark.parametrize("per_token", [1, 3])
 def test_gradients_with_fewer_experts(run: object, per_token: int) -> None:
     given, slope = with_gaps(inputs(7, per_token)), torch.randn(7, 16)
@@ -86,7 +88,9 @@ def test_gradients_with_fewer_experts(run: object, per_token: int) -> None:
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("run", [experts.reference, experts.bind("cpu", differentiable=True), grouped])
+@pytest.mark.parametrize(
+    "run", [experts.reference, experts.bind("cpu", differentiable=True), experts.of_arguments(grouped)]
+)
 @pytest.mark.parametrize(("per_token", "weighted"), [(3, True), (1, True), (1, False)])
 def test_gradients_are_those_of_the_twin_and_zero_for_an_expert_without_tokens(
     run: object, per_token: int, weighted: bool
@@ -240,7 +244,7 @@ def test_cuda_has_a_way_that_asks_the_host_for_nothing(
     monkeypatch.setattr(moe_experts, "grouped_product", product)
     with FakeTensorMode() as mode, torch.inference_mode():
         fake = [mode.from_tensor(one) for one in given]
-        assert chosen.run(*fake).shape == (6, hidden)
+        assert chosen.run(*experts.given(*fake)).shape == (6, hidden)
         with pytest.raises(DataDependentOutputException):
             experts.reference(*fake)
 

@@ -42,14 +42,14 @@ RECORDED = [
 
 @pytest.mark.parametrize("step", RECORDED, ids=lambda step: f"{len(step.new)} sequences, {step.tokens} tokens")
 def test_recorded_steps_are_kept_whole(step: Workload, times: StepSeconds) -> None:
-    assert times.model.recorded_size(step) is not None
+    assert times.model.choose(step).size is not None
     assert times.seconds(step) == pytest.approx(times.predict(step).seconds, rel=1e-6)
     assert times.seconds(step) > times.floor(step).seconds
 
 
 @pytest.mark.parametrize("step", [workload(40, (9001, 0)), workload(0, (20_123, 500)), workload(3, *[(97, 0)] * 200)])
 def test_what_no_graph_holds_lies_between_its_neighbours(step: Workload, times: StepSeconds) -> None:
-    assert times.model.recorded_size(step) is None
+    assert times.model.choose(step).size is None
     assert times.seconds(step) == pytest.approx(times.predict(step).seconds, rel=0.02)
 
 

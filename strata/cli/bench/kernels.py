@@ -255,15 +255,15 @@ def _case_row(model: str, case: Case, device: str) -> KernelRow:
     arguments = [first, *(make() for _ in range(copies - 1))]
     estimate = max(cost.bytes / _BYTES_PER_SECOND, cost.flops / _FLOPS_PER_SECOND)
 
-    def seconds(run: Callable[..., object]) -> float:
-        return time_replayed([partial(run, *args) for args in arguments], estimate=estimate).seconds
+    def seconds(run: Callable[..., object], calls: list[tuple[Any, ...]]) -> float:
+        return time_replayed([partial(run, *call) for call in calls], estimate=estimate).seconds
 
     chosen = case.operation.bind("cuda").choose(*first)
-    taken = seconds(chosen.run)
+    taken = seconds(chosen.run, [case.operation.given(*args) for args in arguments])
     libraries = []
     for library in case.libraries:
         try:
-            libraries.append(seconds(library))
+            libraries.append(seconds(library, arguments))
         except RuntimeError as error:  # no such kernel in this build of torch
             print(f"{case.operation.name} {case.shape} x{case.rows}: no library time: {error}", file=sys.stderr)
     found, name = _beside_floor(cost, case.dtype, taken, device), case.operation.name

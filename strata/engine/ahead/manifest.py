@@ -67,6 +67,6 @@ def _source() -> str:
     """A sum over all of Strata's own files that decide what is launched."""
     root = Path(strata.__file__).parent
     found = hashlib.sha256()
-    for path in sorted((*root.rglob("*.py"), *root.rglob("kernels/tuned/*.json"))):
+    for path in sorted((*root.rglob("*.py"), *root.glob("kernels/*/*.json"))):
         found.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
     return found.hexdigest()

@@ -11,15 +11,11 @@ from strata.comm.operations import Along, all_reduce, all_to_all
 from strata.comm.token_messages import gather_tokens
 from strata.graph.capture import operation_of
 from strata.kernels.collective.rounded_parts import round_parts, sum_parts, widen_parts
-from strata.kernels.moe.biased_experts import biased_experts
-from strata.kernels.moe.experts import experts
-from strata.kernels.moe.held import held_experts
 
 # In steps of so many tokens or more. The three kernels and two messages of a sum take about as long as the one message
 # that they replace where that is 8 MiB between two H200 by NCCL, 1,024 rows of 8 KiB: counted from bytes and from what
 # NCCL's messages were measured to take there, not measured. On slower links it pays sooner.
 NARROW_TOKENS = 1024
-_MIXTURES = (experts, biased_experts, held_experts)
 
 
 def narrow_messages(graph: fx.GraphModule, along: Along, width: int, dtype: torch.dtype) -> fx.GraphModule:
@@ -62,7 +58,7 @@ def check_width(width: int, ranks: int) -> None:
 
 def _is_made_of_weights(summed: Any) -> bool:
     made = operation_of(summed)
-    return made is not None and (made.product or made in _MIXTURES)
+    return made is not None and (made.product or made.mixture)
 
 
 def _narrow(node: fx.Node, along: Along, width: int, dtype: torch.dtype) -> None:

@@ -19,33 +19,24 @@ from strata.kernels.attention import exact as attention_exact
 from strata.kernels.attention import fixed as attention_fixed
 from strata.kernels.attention import mixed as attention_mixed
 from strata.kernels.attention import train as attention_train
-from strata.kernels.attention.spec import AttentionSpec, PackedBatch
+from strata.kernels.attention.spec import AttentionCall
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON
 
 
-def _cost(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: PackedBatch,
-    spec: AttentionSpec,
-    sinks: Tensor | None = None,
-    *,
-    workload: Workload,
-) -> Cost:
-    window, pages = spec.window, batch.pages
+def _cost(call: AttentionCall, *, workload: Workload) -> Cost:
+    window, pages = call.spec.window, call.batch.pages
     pairs = keys = 0
     for new, total in zip(workload.new, workload.total, strict=True):
         pairs += _visible(total, window) - _visible(total - new, window)
         first = 0 if window is None else max(0, total - new + 1 - window)
         keys += total - first if new else 0
-    heads, dim = q.shape[1:]
-    pool = k if pages is None else pages.keys[spec.layer]
-    rows = workload.tokens * heads * dim * q.element_size()
+    heads, dim = call.q.shape[1:]
+    pool = call.k if pages is None else pages.keys[call.spec.layer]
+    rows = workload.tokens * heads * dim * call.q.element_size()
     exponent = 1 if pages is not None and pages.is_rounded else 0
     key_bytes = 2 * keys * pool.shape[-2] * (dim * pool.element_size() + exponent)
-    weights = 0 if sinks is None else sinks.nbytes
+    weights = 0 if call.sinks is None else call.sinks.nbytes
     return Cost(4 * heads * dim * pairs, rows + key_bytes + weights, rows, weights, cached=key_bytes)
 
 
@@ -55,44 +46,21 @@ def _visible(length: int, window: int | None) -> int:
     return full * (full + 1) // 2 + (length - full) * (window or 0)
 
 
-def _meta(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
-) -> Tensor:
-    return torch.empty(q.shape, dtype=q.dtype, device="meta")
-
-
-def _backward_cost(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: PackedBatch,
-    spec: AttentionSpec,
-    sinks: Tensor | None = None,
-    *,
-    workload: Workload,
-) -> Cost:
+def _backward_cost(call: AttentionCall, *, workload: Workload) -> Cost:
     """Of its result, too, each row is multiplied by the gradient of that (Dao et al. 2022, algorithm 4)."""
-    cost = _cost(q, k, v, batch, spec, sinks, workload=workload)
+    cost = _cost(call, workload=workload)
     read = cost.read + 2 * cost.written
     return Cost(2 * cost.flops, read, cost.read, cost.weights, cached=cost.cached)
 
 
-@operation(_cost, meta=_meta, reads_state=True, backward=_backward_cost)
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
-) -> Tensor:
+@operation(_cost, operands=AttentionCall, reads_state=True, backward=_backward_cost)
+def attention(call: AttentionCall) -> Tensor:
     """Each query over the keys of its own sequence at its own position and before.
 
-    q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim] of the same dtype, kv_heads dividing heads; query
-    head h reads KV head h // (heads // kv_heads).
-    batch: without pages the keys are k and v, and a sequence's first token has position 0. Otherwise the keys are those
-    in the pools of `spec.layer`, where k and v were written before, and the last token of sequence s has position
-    lengths[s] - 1.
-    sinks: [heads], for each head a score that takes part in the softmax of every query, with no value behind it; it is
-    not multiplied by `spec.scale`. None: there are none.
     Returns [tokens, heads, head_dim] in q's dtype; scores and softmax are float32 (float64 for float64 input). Rows of
     a sequence with length 0 are unspecified.
     """
+    q, k, v, batch, spec, sinks = call
     pages, layer, window = batch.pages, spec.layer, spec.window
     lengths = None if pages is None else pages.lengths.tolist()
     group = q.shape[1] // k.shape[1]
@@ -124,16 +92,13 @@ def attention(
     return torch.cat(parts) if parts else torch.empty_like(q)
 
 
-def _in_pools(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
-) -> bool:
-    return batch.pages is not None and (batch.pages.is_rounded or batch.pages.keys[spec.layer].dtype == q.dtype)
+def _in_pools(call: AttentionCall) -> bool:
+    pages = call.batch.pages
+    return pages is not None and (pages.is_rounded or pages.keys[call.spec.layer].dtype == call.q.dtype)
 
 
-def _packed(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
-) -> bool:
-    return batch.pages is None
+def _packed(call: AttentionCall) -> bool:
+    return call.batch.pages is None
 
 
 attention.implement("tiled", "cpu", supports=_in_pools)(attention_cpu.paged)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from strata.kernels.attention.cpu_plan import AttentionPlan, DecodeGroup, PromptChunk, plan
-from strata.kernels.attention.spec import AttentionSpec, PackedBatch
+from strata.kernels.attention.spec import AttentionCall
 from strata.kernels.state.paged import PagedKV
 
 
@@ -36,13 +36,12 @@ def _plan(pages: PagedKV, offsets: Tensor, dtype: torch.dtype, window: int | Non
     return made
 
 
-def paged(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
-) -> Tensor:
+def paged(call: AttentionCall) -> Tensor:
     """Queries of a mixed batch against the pools; no more than a tile (or one sequence) is copied at a time.
 
     Of pools in 8 bits, all pages of the batch are widened first.
     """
+    q, k, v, batch, spec, sinks = call
     pages, layer, scale = batch.pages, spec.layer, spec.scale
     assert pages is not None
     made = _plan(pages, batch.offsets, q.dtype, spec.window)

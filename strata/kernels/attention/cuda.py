@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
-from strata.kernels.attention.spec import AttentionSpec, PackedBatch
+from strata.kernels.attention.spec import AttentionCall, AttentionOperands, AttentionSpec, PackedBatch
 from strata.kernels.attention.varlen_triton import LOG2_E, attention_kernel, head_pad, mixed_tile
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
 
 
-def supports(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
-) -> bool:
+def supports(call: AttentionOperands) -> bool:
+    q, k, v, batch, spec = call[:5]
     head_dim, pages = q.shape[2], batch.pages
     if pages is None:
         sources = (q, k, v)
@@ -36,7 +35,14 @@ def supports(
     )
 
 
-def all_decode(q: Tensor, k: Tensor, batch: PackedBatch) -> bool:
+def fits_decode(call: AttentionOperands) -> bool:
+    """Whether the kernel of decodes takes rows of such a step."""
+    pages = call.batch.pages
+    return pages is not None and decode_attention_cuda.fits(pages, call.q.shape[1], call.k.shape[1], call.q.shape[2])
+
+
+def all_decode(call: AttentionOperands) -> bool:
+    q, k, _, batch = call[:4]
     pages = batch.pages
     return (
         pages is not None
@@ -46,28 +52,35 @@ def all_decode(q: Tensor, k: Tensor, batch: PackedBatch) -> bool:
     )
 
 
-def kernels(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
-) -> tuple[Any, ...]:
-    if batch.pages is None or not all_decode(q, k, batch):
-        return (attention_kernel,)
-    return decode_attention_cuda.kernels(q, q.shape[1], q.shape[2], k.shape[1], batch.pages, q.shape[0])
+def decode_kernels(call: AttentionOperands, decodes: int, chosen: int | None = None) -> tuple[Any, ...]:
+    """What the first sequences of a step launch, over so many chosen pages of each or all."""
+    assert call.batch.pages is not None
+    sizes = call.q.shape[1], call.q.shape[2], call.k.shape[1]
+    return decode_attention_cuda.kernels(call.q, *sizes, call.batch.pages, decodes, chosen)
 
 
-def scratch(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
-) -> int:
-    """What the splits of a step of decodes alone wait in."""
-    if batch.pages is None or not all_decode(q, k, batch):
+def decode_scratch(call: AttentionOperands, decodes: int) -> int:
+    """What the splits of the first sequences of a step wait in."""
+    if not decodes:
         return 0
-    return decode_attention_cuda.scratch(q, q.shape[1], q.shape[2], k.shape[1], batch.pages, q.shape[0])
+    assert call.batch.pages is not None
+    sizes = call.q.shape[1], call.q.shape[2], call.k.shape[1]
+    return decode_attention_cuda.scratch(call.q, *sizes, call.batch.pages, decodes)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
-) -> Tensor:
+def kernels(call: AttentionOperands) -> tuple[Any, ...]:
+    return decode_kernels(call, call.q.shape[0]) if all_decode(call) else (attention_kernel,)
+
+
+def scratch(call: AttentionOperands) -> int:
+    """What the splits of a step of decodes alone wait in."""
+    return decode_scratch(call, call.q.shape[0]) if all_decode(call) else 0
+
+
+def attend(call: AttentionCall) -> Tensor:
     """The fastest kernel for the batch: splits when every sequence decodes."""
-    if batch.pages is not None and all_decode(q, k, batch):
+    q, k, v, batch, spec, sinks = call
+    if batch.pages is not None and all_decode(call):
         return decode_attention_cuda.decode(q.flatten(1), q.shape[1], q.shape[2], batch.pages, spec, sinks=sinks)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     prefill(out, q, k, v, batch.offsets, batch, spec, sinks=sinks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,63 +13,59 @@ from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, PackedBatch
 from strata.kernels.fused import Run, fused
-from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
+from strata.kernels.state.paged import PagedKV
+from strata.kernels.state.qk_rope_kv_write import HeadsCall, qk_rope_kv_write
 from strata.kernels.triton_import import HAS_TRITON
 
 
-def _saved(
-    product: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    batch: PackedBatch,
-    heads: HeadsSpec,
-    spec: AttentionSpec,
-    sinks: Tensor | None = None,
-) -> Cost:
-    """The new values are at hand, as the new keys are: they are not read from the pages."""
-    assert batch.pages is not None
-    return Cost(read=product.shape[0] * heads.kv_heads * cos.shape[-1] * batch.pages.values[spec.layer].element_size())
-
-
-@fused(mutates=("batch",), reads_state=True, saved=_saved)
-def decode_attention(
-    run: Run,
-    product: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    batch: PackedBatch,
-    heads: HeadsSpec,
-    spec: AttentionSpec,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Queries, keys and values of one token a sequence are finished and written; each query sees its own sequence.
+class DecodeCall(NamedTuple):
+    """The operands of `decode_attention`.
 
     product, q_weight, k_weight, cos, sin, heads: as for `qk_rope_kv_write`.
     batch, spec, sinks: as for `attention`; every sequence has exactly one new token, in pages, a padding row length 0
     and slot -1.
+    """
+
+    product: Tensor
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    cos: Tensor
+    sin: Tensor
+    batch: PackedBatch
+    heads: HeadsSpec
+    spec: AttentionSpec
+    sinks: Tensor | None = None
+
+    @property
+    def pages(self) -> PagedKV:
+        assert self.batch.pages is not None
+        return self.batch.pages
+
+    @property
+    def unwritten(self) -> HeadsCall:
+        """The call of `qk_rope_kv_write`."""
+        return HeadsCall(*self[:5], self.batch.pages, self.heads)
+
+
+def _saved(call: DecodeCall) -> Cost:
+    """The new values are at hand, as the new keys are: they are not read from the pages."""
+    values = call.pages.values[call.spec.layer]
+    return Cost(read=call.product.shape[0] * call.heads.kv_heads * call.cos.shape[-1] * values.element_size())
+
+
+@fused(operands=DecodeCall, mutates=("batch",), reads_state=True, saved=_saved)
+def decode_attention(run: Run, call: DecodeCall) -> Tensor:
+    """Queries, keys and values of one token a sequence are finished and written; each query sees its own sequence.
+
     Returns [tokens, heads, head_dim] in the product's dtype. Rows of a sequence with length 0 are unspecified but
     finite.
     """
-    q, k, v = run(qk_rope_kv_write, product, q_weight, k_weight, cos, sin, batch.pages, heads)
-    result: Tensor = run(attention, q, k, v, batch, spec, sinks)
+    result: Tensor = run(attention, *run(qk_rope_kv_write, *call.unwritten), call.batch, call.spec, call.sinks)
     return result
 
 
-def _triton(
-    product: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    batch: PackedBatch,
-    heads: HeadsSpec,
-    spec: AttentionSpec,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def _triton(call: DecodeCall) -> Tensor:
+    product, q_weight, k_weight, cos, sin, batch, heads, spec, sinks = call
     assert batch.pages is not None
     unfinished = decode_attention_cuda.Unfinished(q_weight, k_weight, heads.eps, cos, sin)
     return decode_attention_cuda.decode(product, heads.heads, cos.shape[-1], batch.pages, spec, unfinished, sinks=sinks)
@@ -78,25 +74,15 @@ def _triton(
 def _of_decodes(count: Callable[..., Any]) -> Callable[..., Any]:
     """What `count` (the kernels, the bytes to wait in) says of so many decodes, from the operation's arguments."""
 
-    def of(
-        product: Tensor, _q: Any, _k: Any, cos: Tensor, _sin: Any, batch: PackedBatch, heads: HeadsSpec, *_: Any
-    ) -> Any:
-        return count(product, heads.heads, cos.shape[-1], heads.kv_heads, batch.pages, product.shape[0])
+    def of(call: DecodeCall) -> Any:
+        sizes = call.heads.heads, call.cos.shape[-1], call.heads.kv_heads
+        return count(call.product, *sizes, call.pages, call.product.shape[0])
 
     return of
 
 
-def _fits(
-    product: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    batch: PackedBatch,
-    heads: HeadsSpec,
-    spec: AttentionSpec,
-    sinks: Tensor | None = None,
-) -> bool:
+def _fits(call: DecodeCall) -> bool:
+    product, _, _, cos, sin, batch, heads, spec = call[:8]
     pages = batch.pages
     assert pages is not None
     head_dim, pools = cos.shape[-1], (pages.keys[spec.layer], pages.values[spec.layer])
@@ -116,29 +102,17 @@ def _composed(device: str) -> Callable[..., Tensor]:
     """The two operations one after the other, each by what suits it on the device."""
     finish, attend = qk_rope_kv_write.bind(device), attention.bind(device)
 
-    def run(
-        product: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        batch: PackedBatch,
-        heads: HeadsSpec,
-        spec: AttentionSpec,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        q, k, v = finish(product, q_weight, k_weight, cos, sin, batch.pages, heads)
-        result: Tensor = attend(q, k, v, batch, spec, sinks)
+    def run(call: DecodeCall) -> Tensor:
+        result: Tensor = attend(*finish(*call.unwritten), call.batch, call.spec, call.sinks)
         return result
 
     return run
 
 
-def _composed_kernels(*args: Any) -> tuple[str, ...]:
-    given, (batch, heads, *others) = args[:5], args[5:]
-    q, k, v = qk_rope_kv_write.meta(*given, batch.pages, heads)
+def _composed_kernels(call: DecodeCall) -> tuple[str, ...]:
     finish, attend = qk_rope_kv_write.bind("cuda"), attention.bind("cuda")
-    return finish.launches(*given, batch.pages, heads) + attend.launches(q, k, v, batch, *others)
+    attended = *qk_rope_kv_write.meta(*call.unwritten), call.batch, call.spec, call.sinks
+    return finish.launches(*call.unwritten) + attend.launches(*attended)
 
 
 decode_attention.implement("composed", "cpu")(_composed("cpu"))

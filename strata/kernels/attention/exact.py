@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from strata.kernels.attention.spec import AttentionSpec, PackedBatch
+from strata.kernels.attention.spec import AttentionCall
 from strata.kernels.state.paged import PagedKV
 
 # Keys of a block. Blocks and tiles of queries start at multiples of their size, counted from a sequence's first token.
@@ -56,9 +56,7 @@ def _tiles(offsets: list[int], lengths: list[int], queries: int, window: int | N
     return Tiles(tokens, held, starts, totals, sequences, first, last)
 
 
-def attend_exact(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
-) -> Tensor:
+def attend_exact(call: AttentionCall) -> Tensor:
     """Softmax in one pass over blocks of keys, in float32 (float64 for float64 input).
 
     A library's product may sum in another order when its shape changes, so every product here is one of
@@ -66,6 +64,7 @@ def attend_exact(
     query has the same row of a tile and the same blocks of keys whatever the batch is. A block of which a row sees
     nothing leaves the row's state as it is, bit for bit.
     """
+    q, k, v, batch, spec, sinks = call
     offsets, pages, window = batch.offsets, batch.pages, spec.window
     kv_heads, head_dim = k.shape[1:]
     group = q.shape[1] // kv_heads

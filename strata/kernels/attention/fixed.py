@@ -23,31 +23,26 @@ from strata.kernels.attention.fixed_triton import (
     prefill_tile,
     shape_constants,
 )
-from strata.kernels.attention.spec import AttentionSpec, PackedBatch
+from strata.kernels.attention.spec import AttentionCall, AttentionSpec
 from strata.kernels.attention.varlen_triton import LOG2_E
 from strata.kernels.split_counters import MOST_COUNTERS, split_counters
 from strata.kernels.state.paged import PagedKV
 
 
-def supports(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
-) -> bool:
+def supports(call: AttentionCall) -> bool:
     # The kernels find the largest score before they scale it.
-    return spec.scale > 0 and attention_cuda.supports(q, k, v, batch, spec)
+    return call.spec.scale > 0 and attention_cuda.supports(call)
 
 
-def kernels(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
-) -> tuple[Any, ...]:
-    pages = batch.pages
-    decodes = 0 if pages is None else _decodes(batch.offsets.shape[0] - 1, batch.longest, pages, k.shape[1])
-    return (fixed_decode_kernel,) * (decodes > 0) + (fixed_prefill_kernel,) * (decodes < len(q))
+def kernels(call: AttentionCall) -> tuple[Any, ...]:
+    batch, pages = call.batch, call.batch.pages
+    decodes = 0 if pages is None else _decodes(batch.offsets.shape[0] - 1, batch.longest, pages, call.k.shape[1])
+    return (fixed_decode_kernel,) * (decodes > 0) + (fixed_prefill_kernel,) * (decodes < len(call.q))
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
-) -> Tensor:
+def attend(call: AttentionCall) -> Tensor:
     """As `attention`. Which of the two kernels takes a sequence does not change its bits."""
+    q, k, v, batch, spec, sinks = call
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     offsets, pages = batch.offsets, batch.pages
     decodes, sequences = 0, offsets.shape[0] - 1

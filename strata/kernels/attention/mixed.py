@@ -18,33 +18,29 @@ from torch import Tensor
 from strata.kernels.attention import cuda as attention_cuda
 from strata.kernels.attention import cudnn_prompts
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
-from strata.kernels.attention.spec import AttentionSpec, PackedBatch
+from strata.kernels.attention.spec import AttentionCall, AttentionOperands, AttentionSpec
 from strata.kernels.attention.varlen_triton import attention_kernel
 from strata.kernels.attention.virtual_sequences import VirtualSequences
 from strata.kernels.op import CUDNN
 from strata.kernels.state.paged import PagedKV
 
 
-def supports(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
-) -> bool:
-    pages = batch.pages
+def supports(call: AttentionOperands) -> bool:
+    pages = call.batch.pages
     return (
         pages is not None
         and pages.parts is not None
-        and pages.tables.shape[0] <= q.shape[0]
-        and attention_cuda.supports(q, k, v, batch, spec)
-        and decode_attention_cuda.fits(pages, q.shape[1], k.shape[1], q.shape[2])
+        and pages.tables.shape[0] <= call.q.shape[0]
+        and attention_cuda.supports(call)
+        and attention_cuda.fits_decode(call)
     )
 
 
-def kernels(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
-) -> tuple[Any, ...]:
-    assert batch.pages is not None
-    sizes = (q.shape[1], q.shape[2], k.shape[1])
-    decodes = decode_attention_cuda.kernels(q, *sizes, batch.pages, may_decode(batch.pages))
-    return (*decodes, prompt_kernel(batch.pages, spec, sinks))
+def kernels(call: AttentionCall) -> tuple[Any, ...]:
+    pages = call.batch.pages
+    assert pages is not None
+    decodes = attention_cuda.decode_kernels(call, may_decode(pages))
+    return (*decodes, prompt_kernel(pages, call.spec, call.sinks))
 
 
 def prompt_kernel(pages: PagedKV, spec: AttentionSpec, sinks: Tensor | None) -> Any:
@@ -52,15 +48,10 @@ def prompt_kernel(pages: PagedKV, spec: AttentionSpec, sinks: Tensor | None) -> 
     return attention_kernel if _virtual(pages, spec, sinks) is None else CUDNN
 
 
-def scratch(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
-) -> int:
+def scratch(call: AttentionCall) -> int:
     """What the splits of decodes wait in."""
-    assert batch.pages is not None
-    decodes = may_decode(batch.pages)
-    if not decodes:
-        return 0
-    return decode_attention_cuda.scratch(q, q.shape[1], q.shape[2], k.shape[1], batch.pages, decodes)
+    assert call.batch.pages is not None
+    return attention_cuda.decode_scratch(call, may_decode(call.batch.pages))
 
 
 def may_decode(pages: PagedKV) -> int:
@@ -80,16 +71,9 @@ def _decode(out: Tensor, q: Tensor, pages: PagedKV, spec: AttentionSpec, sinks: 
     decode_attention_cuda.decode(q.flatten(1), q.shape[1], q.shape[2], pages, spec, out=out, sinks=sinks)
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: PackedBatch,
-    spec: AttentionSpec,
-    sinks: Tensor | None = None,
-    decode: Callable[..., None] = _decode,
-) -> Tensor:
+def attend(call: AttentionCall, decode: Callable[..., None] = _decode) -> Tensor:
     """decode: what attends for the sequences that decode, by the names of `_decode`."""
+    q, k, v, batch, spec, sinks = call
     pages = batch.pages
     assert pages is not None
     parts = pages.parts

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,27 +46,54 @@ class Part:
         return sum(new * (new + 1) // 2 if self.causal else new * total for new, total in each)
 
 
-def _cost(q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float, *, workload: Workload) -> Cost:
+class PartCall(NamedTuple):
+    """The operands of `partial_attention`. q: [queries, heads, head_dim]; k, v: [keys, kv_heads, head_dim], which are
+    given of each sequence."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    part: Part
+    scale: float
+
+
+class PartGradientsCall(NamedTuple):
+    """The operands of `partial_attention_gradients`. slope: the gradient of out. out, sums: those of all parts joined.
+    Others: of the call of `partial_attention`."""
+
+    slope: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    sums: Tensor
+    part: Part
+    scale: float
+
+
+def _cost(call: PartCall, *, workload: Workload) -> Cost:
+    q, k, v, part, _ = call
     offsets = part.q_offsets.nbytes + part.k_offsets.nbytes
     flops = 4 * part.pairs(workload) * q.shape[1] * q.shape[2]
     sums = q.shape[0] * q.shape[1] * max(4, q.itemsize)
     return Cost(flops, q.nbytes + k.nbytes + v.nbytes + offsets, q.nbytes + sums)
 
 
-def _meta(q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+def _meta(call: PartCall) -> tuple[Tensor, Tensor]:
+    q = call.q
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(q.shape, device="meta"), q.new_empty(q.shape[:2], dtype=wide, device="meta")
 
 
-@operation(_cost, meta=_meta)
-def partial_attention(q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+@operation(_cost, operands=PartCall, meta=_meta)
+def partial_attention(call: PartCall) -> tuple[Tensor, Tensor]:
     """Attention of each sequence's queries to the keys that are given of it.
 
-    q: [queries, heads, head_dim]; k, v: [keys, kv_heads, head_dim]. Returns the softmax's average of v in q's dtype and
-    shape, and the log of the sum of the exponentials of each query's scores, [queries, heads] float32 (float64 for
-    float64). The reference holds all scores of a sequence.
+    Returns the softmax's average of v in q's dtype and shape, and the log of the sum of the exponentials of each
+    query's scores, [queries, heads] float32 (float64 for float64). The reference holds all scores of a sequence.
     """
-    out, sums = (torch.empty_like(one, device=q.device) for one in _meta(q, k, v, part, scale))
+    q, k, v, part, scale = call
+    out, sums = (torch.empty_like(one, device=q.device) for one in _meta(call))
     for own, others in part.sequences():
         scores = _scores(q[own], k[others], part.causal, scale)
         total = scores.logsumexp(-1, keepdim=True)
@@ -77,37 +105,24 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float)
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-def _gradients_cost(
-    slope: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    part: Part,
-    scale: float,
-    *,
-    workload: Workload,
-) -> Cost:
+def _gradients_cost(call: PartGradientsCall, *, workload: Workload) -> Cost:
+    *vectors, part, _ = call
+    q, k, v = call.q, call.k, call.v
     # Scores and four more products.
     flops = 10 * part.pairs(workload) * q.shape[1] * q.shape[2]
-    read = sum(one.nbytes for one in (slope, q, k, v, out, sums, part.q_offsets, part.k_offsets))
+    read = sum(one.nbytes for one in (*vectors, part.q_offsets, part.k_offsets))
     return Cost(flops, read, q.nbytes + k.nbytes + v.nbytes)
 
 
-def _gradients_meta(slope: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: object) -> Gradients:
-    of_q, of_k, of_v = (one.new_empty(one.shape, device="meta") for one in (q, k, v))
+def _gradients_meta(call: PartGradientsCall) -> Gradients:
+    of_q, of_k, of_v = (one.new_empty(one.shape, device="meta") for one in (call.q, call.k, call.v))
     return of_q, of_k, of_v
 
 
-@operation(_gradients_cost, meta=_gradients_meta)
-def partial_attention_gradients(
-    slope: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, part: Part, scale: float
-) -> Gradients:
-    """What the keys of a call of `partial_attention` add to the gradients of q, k and v, in their dtypes.
-
-    out and sums are those of all parts joined; slope is the gradient of out.
-    """
+@operation(_gradients_cost, operands=PartGradientsCall, meta=_gradients_meta)
+def partial_attention_gradients(call: PartGradientsCall) -> Gradients:
+    """What the keys of a call of `partial_attention` add to the gradients of q, k and v, in their dtypes."""
+    slope, q, k, v, out, sums, part, scale = call
     of_q, of_k, of_v = (torch.empty_like(one) for one in (q, k, v))
     for own, others in part.sequences():
         scores = _scores(q[own], k[others], part.causal, scale)
@@ -138,19 +153,21 @@ def _grouped(x: Tensor, kv_heads: int) -> Tensor:
     return grouped
 
 
-def _fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _fits(call: PartCall | PartGradientsCall) -> bool:
+    q = call.q
     narrow = q.dtype in (torch.bfloat16, torch.float16)
-    return narrow and q.shape[2] % 8 == 0 and q.shape[2] <= 256 and all_plain(q, k, v)
+    return narrow and q.shape[2] % 8 == 0 and q.shape[2] <= 256 and all_plain(q, call.k, call.v)
 
 
-def _fits_dense(q: Tensor, k: Tensor, v: Tensor, part: Part) -> bool:
+def _fits_dense(call: PartCall | PartGradientsCall) -> bool:
     """Whether all sequences have as many queries, and as many keys: so many rows cannot be divided otherwise.
 
     Only lengths that recur, and no deterministic run, as `strata.kernels.attention.train` says.
     """
+    q, k, part = call.q, call.k, call.part
     sequences = part.q_offsets.shape[0] - 1
     return (
-        _fits(q, k, v)
+        _fits(call)
         and q.shape[2] <= 128
         and sequences * part.most_queries == q.shape[0] > 0
         and sequences * part.most_keys == k.shape[0] > 0
@@ -159,21 +176,19 @@ def _fits_dense(q: Tensor, k: Tensor, v: Tensor, part: Part) -> bool:
     )
 
 
-@partial_attention.implement("cudnn", "cuda", supports=lambda q, k, v, part, _: _fits_dense(q, k, v, part))
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+@partial_attention.implement("cudnn", "cuda", supports=_fits_dense)
+def _cudnn(call: PartCall) -> tuple[Tensor, Tensor]:
+    *vectors, part, scale = call
     out, sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *_batched(part, q, k, v), None, True, 0.0, part.causal, False, scale=scale
+        *_batched(part, *vectors), None, True, 0.0, part.causal, False, scale=scale
     )
     out, sums = _packed(out, sums)
     return out, sums[..., 0]
 
 
-@partial_attention_gradients.implement(
-    "cudnn", "cuda", supports=lambda slope, q, k, v, out, sums, part, _: _fits_dense(q, k, v, part)
-)
-def _cudnn_gradients(
-    slope: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, part: Part, scale: float
-) -> Gradients:
+@partial_attention_gradients.implement("cudnn", "cuda", supports=_fits_dense)
+def _cudnn_gradients(call: PartGradientsCall) -> Gradients:
+    slope, q, k, v, out, sums, part, scale = call
     *vectors, totals = _batched(part, slope, q, k, v, out, sums[..., None])
     # Nothing is dropped out, so no generator's state is read; no bias, and no offsets of sequences of other lengths.
     state, absent = torch.empty((), dtype=torch.int64, device=q.device), (None, None, None)
@@ -195,16 +210,16 @@ def _packed(*tensors: Tensor) -> list[Tensor]:
     return [one.transpose(1, 2).flatten(0, 1) for one in tensors]
 
 
-@partial_attention.implement("flash", "cuda", supports=lambda q, k, v, *_: _fits(q, k, v))
-def _flash(q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+@partial_attention.implement("flash", "cuda", supports=_fits)
+def _flash(call: PartCall) -> tuple[Tensor, Tensor]:
+    q, k, v, part, scale = call
     out, sums, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *_said_to_library(part), False, scale=scale)
     return out, sums.t()
 
 
-@partial_attention_gradients.implement("flash", "cuda", supports=lambda slope, q, k, v, *_: _fits(q, k, v))
-def _flash_gradients(
-    slope: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, part: Part, scale: float
-) -> Gradients:
+@partial_attention_gradients.implement("flash", "cuda", supports=_fits)
+def _flash_gradients(call: PartGradientsCall) -> Gradients:
+    slope, q, k, v, out, sums, part, scale = call
     # Nothing is dropped out, so no generator's state is read.
     state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     given = slope, q, k, v, out, sums.t().contiguous(), *_said_to_library(part), state, unused

@@ -5,10 +5,11 @@ Tuples, because torch.fx takes them into a graph as they are, and sees the nodes
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
+from strata.kernels.state.kept_keys import KeptKeys
 from strata.kernels.state.paged import PagedKV
 
 
@@ -54,9 +55,70 @@ class PackedBatch(Protocol):
     def pages(self) -> PagedKV | None: ...
 
 
+class AttentionCall(NamedTuple):
+    """The operands of `attention`.
+
+    q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim] of the same dtype, kv_heads dividing heads; query
+    head h reads KV head h // (heads // kv_heads).
+    batch: without pages the keys are k and v, and a sequence's first token has position 0. Otherwise the keys are those
+    in the pools of `spec.layer`, where k and v were written before, and the last token of sequence s has position
+    lengths[s] - 1.
+    sinks: [heads], for each head a score that takes part in the softmax of every query, with no value behind it; it is
+    not multiplied by `spec.scale`. None: there are none.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    batch: PackedBatch
+    spec: AttentionSpec
+    sinks: Tensor | None = None
+
+
+class KeptCall(NamedTuple):
+    """The operands of `kept_attention`.
+
+    q: [tokens, heads, head_dim], the heads of all ranks that divide these keys; k, v: [tokens, kv_heads, head_dim], of
+    which the pages have what is kept here.
+    batch: in pages, which hold the kept tokens of a sequence one after another; `pages.lengths` are those of whole
+    sequences, the last token of sequence s at position lengths[s] - 1. spec: without a window.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    batch: PackedBatch
+    spec: AttentionSpec
+    kept: KeptKeys
+
+
+Choice = TypeVar("Choice")
+
+
+class SparseCall(NamedTuple, Generic[Choice]):
+    """The operands of attention to chosen keys: those of `attention` over pages without a window, and which keys."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    batch: PackedBatch
+    spec: AttentionSpec
+    choice: Choice
+    sinks: Tensor | None = None
+
+    @property
+    def whole(self) -> AttentionCall:
+        """The call of `attention` to all keys."""
+        return AttentionCall(*self[:5], self.sinks)
+
+
 class Sequences(NamedTuple):
     """A `PackedBatch` that is nothing more: a part of one."""
 
     offsets: Tensor
     longest: int
     pages: PagedKV | None = None
+
+
+# What operations that the kernels over pages run are called with: the first five of six operands are the same.
+AttentionOperands = AttentionCall | KeptCall

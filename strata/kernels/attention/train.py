@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from strata.kernels.attention.spec import AttentionSpec, PackedBatch
+from strata.kernels.attention.spec import AttentionCall
 
 
 def _library() -> tuple[Callable[..., Any], dict[str, bool]] | None:
@@ -32,24 +32,22 @@ _LIBRARY = _library() if torch.cuda.is_available() else None
 DENSE_MULTIPLE = 512
 
 
-def supports(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
-) -> bool:
+def supports(call: AttentionCall) -> bool:
+    q = call.q
     return (
         _LIBRARY is not None
-        and sinks is None
-        and batch.pages is None
+        and call.sinks is None
+        and call.batch.pages is None
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[2] % 8 == 0
         and q.shape[2] <= 256
     )
 
 
-def flash(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
-) -> Tensor:
+def flash(call: AttentionCall) -> Tensor:
     """Differentiable. The library counts a window without the query's own position; -1 means none."""
     assert _LIBRARY is not None
+    q, k, v, batch, spec, _ = call
     run, grouped = _LIBRARY
     offsets, longest = batch.offsets, batch.longest
     left = -1 if spec.window is None else spec.window - 1
@@ -57,17 +55,16 @@ def flash(
     return out
 
 
-def dense_supports(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
-) -> bool:
+def dense_supports(call: AttentionCall) -> bool:
     """Sequences of one length that fill the batch; as many tokens as that cannot be divided otherwise.
 
     cuDNN's backward pass adds queries' gradients up in no fixed order, so deterministic runs go without it.
     """
+    q, batch, spec = call.q, call.batch, call.spec
     longest = batch.longest
     return (
         batch.pages is None
-        and sinks is None
+        and call.sinks is None
         and (spec.window is None or spec.window >= longest)
         and (batch.offsets.shape[0] - 1) * longest == q.shape[0] > 0
         and longest % DENSE_MULTIPLE == 0
@@ -78,21 +75,18 @@ def dense_supports(
     )
 
 
-def dense(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
-) -> Tensor:
+def dense(call: AttentionCall) -> Tensor:
     """cuDNN over [sequences, heads, longest, head_dim]. Differentiable."""
-    batched = (x.unflatten(0, (-1, batch.longest)).transpose(1, 2) for x in (q, k, v))
+    batched = (x.unflatten(0, (-1, call.batch.longest)).transpose(1, 2) for x in (call.q, call.k, call.v))
     out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *batched, None, True, 0.0, True, False, scale=spec.scale
+        *batched, None, True, 0.0, True, False, scale=call.spec.scale
     )[0]
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def packed(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, sinks: Tensor | None = None
-) -> Tensor:
+def packed(call: AttentionCall) -> Tensor:
     """Sequences that stand whole in the batch, one library call each. Differentiable, on any device."""
+    q, k, v, batch, spec, sinks = call
     offsets, scale, window = batch.offsets, spec.scale, spec.window
     if torch.compiler.is_compiling():  # a compiled graph has no number of calls that depends on what tensors hold
         return _masked(q, k, v, offsets, scale, window, sinks)

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.attention import attention
-from strata.kernels.attention.spec import AttentionSpec, PackedBatch
 from strata.kernels.latent import cpu as latent_cpu
 from strata.kernels.latent import cuda as latent_cuda
 from strata.kernels.latent import expanded_cuda
-from strata.kernels.latent.forms import Dims, alike, expanded
+from strata.kernels.latent.forms import LatentCall, alike, expanded
 from strata.kernels.op import CUBLAS, operation
 from strata.kernels.triton_import import HAS_TRITON
 
@@ -27,11 +26,10 @@ from strata.kernels.triton_import import HAS_TRITON
 ABSORBED, PROMPTS_EXPANDED = "triton", "triton, prompts expanded"
 
 
-def _cost(
-    q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec, *, workload: Workload
-) -> Cost:
+def _cost(call: LatentCall, *, workload: Workload) -> Cost:
     """Of each sequence the FLOPs of the form that has fewer (`Dims`); every row that is seen is read once."""
-    dims = Dims.of(q, row, weight)
+    q, row, weight, batch, spec = call
+    dims = call.dims
     flops = seen = 0
     for new, total in zip(workload.new, workload.total, strict=True):
         flops += min(dims.absorbed_flops(new, total), dims.expanded_flops(new, total)) if new else 0
@@ -42,25 +40,19 @@ def _cost(
     return Cost(flops, q.nbytes + cached + weight.nbytes, written, weights=weight.nbytes, cached=cached)
 
 
-def _meta(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
-    dims = Dims.of(q, row, weight)
-    return q.new_empty((q.shape[0], dims.heads, dims.value), device="meta")
+def _meta(call: LatentCall) -> Tensor:
+    return call.q.new_empty((call.q.shape[0], call.dims.heads, call.dims.value), device="meta")
 
 
-@operation(_cost, meta=_meta, reads_state=True)
-def latent_attention(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
+@operation(_cost, operands=LatentCall, meta=_meta, reads_state=True)
+def latent_attention(call: LatentCall) -> Tensor:
     """Each query over the rows of its own sequence at its own position and before.
 
-    q: [tokens, heads, nope + rope]; row: [tokens, rank + rope] of `latent_write`; weight: [heads * (nope + value),
-    rank], of each head what makes the keys and then what makes the values of a latent, the first `rank` columns of a
-    row. The other columns are the end of the keys of all heads. One dtype.
-    batch: without pages the rows are those given, and a sequence's first token has position 0. Otherwise they are
-    `pages.keys[spec.layer]`, [pages, page_size, 1, rank + rope], where these were written before, and the last token of
-    sequence s has position lengths[s] - 1. spec: without a window.
     Returns [tokens, heads, value] in q's dtype; all of it is computed in float32 (float64 for float64 input). Rows of a
     sequence with length 0 are unspecified.
     """
-    dims, pages = Dims.of(q, row, weight), batch.pages
+    q, row, weight, batch, spec = call
+    dims, pages = call.dims, batch.pages
     lengths = None if pages is None else pages.lengths.tolist()
     precision = torch.promote_types(q.dtype, torch.float32)
     parts = []
@@ -82,14 +74,14 @@ def latent_attention(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch,
     return torch.cat(parts) if parts else q.new_empty((0, dims.heads, dims.value))
 
 
-def _packed(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec) -> bool:
-    return batch.pages is None
+def _packed(call: LatentCall) -> bool:
+    return call.batch.pages is None
 
 
-def _expanded(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
+def _expanded(call: LatentCall) -> Tensor:
     """Sequences that stand whole in the batch: keys and values of each head, and `attention` of these."""
-    dims = Dims.of(q, row, weight)
-    mixed: Tensor = attention(*alike(q, *expanded(row, weight, dims)), batch, spec)
+    dims = call.dims
+    mixed: Tensor = attention(*alike(call.q, *expanded(call.row, call.weight, dims)), call.batch, call.spec)
     return mixed[..., : dims.value]
 
 

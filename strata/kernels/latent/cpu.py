@@ -12,8 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from strata.kernels.attention import cpu as attention_cpu
 from strata.kernels.attention.cpu_plan import QUERY_ROWS
 from strata.kernels.attention.exact import attend_exact
-from strata.kernels.attention.spec import AttentionSpec, PackedBatch, Sequences
-from strata.kernels.latent.forms import Dims, alike, by_head, expanded
+from strata.kernels.attention.spec import AttentionCall, PackedBatch, Sequences
+from strata.kernels.latent.forms import Dims, LatentCall, alike, by_head, expanded
 from strata.kernels.linear.fixed import buffered_linear
 from strata.kernels.state.paged import PagedKV
 
@@ -21,26 +21,26 @@ from strata.kernels.state.paged import PagedKV
 EXPANDED_BYTES = 64 << 20
 
 
-def supports(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec) -> bool:
-    return batch.pages is not None and batch.pages.keys[spec.layer].dtype == q.dtype
+def supports(call: LatentCall) -> bool:
+    return call.batch.pages is not None and call.pages.keys[call.spec.layer].dtype == call.q.dtype
 
 
-def paged(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
+def paged(call: LatentCall) -> Tensor:
     """Of each sequence the form with fewer FLOPs."""
-    dims, pages = Dims.of(q, row, weight), batch.pages
-    assert pages is not None
+    q, row, weight, batch, spec = call
+    dims, pages = call.dims, call.pages
     bounds, totals = batch.offsets.tolist(), pages.lengths.tolist()
     new = [last - first for first, last in pairwise(bounds)]
     long = [s for s, (own, total) in enumerate(zip(new, totals, strict=True)) if own <= total and own > 1]
     long = [s for s in long if not dims.absorbs(new[s], totals[s])]
     if not long:
-        return _absorbed(q, row, weight, batch, spec, dims)
+        return _absorbed(call)
     out = q.new_zeros((q.shape[0], dims.heads, dims.value))
     short = [s for s in range(len(new)) if s not in long]
     if short:
         tokens = torch.cat([torch.arange(bounds[s], bounds[s + 1]) for s in short])
         part = _some(batch, pages, short, [new[s] for s in short])
-        out[tokens] = _absorbed(q[tokens], row[tokens], weight, part, spec, dims)
+        out[tokens] = _absorbed(LatentCall(q[tokens], row[tokens], weight, part, spec))
     for s in long:
         rows = slice(bounds[s], bounds[s + 1])
         own = row[rows] if new[s] == totals[s] else _rows(pages, spec.layer, s, totals[s])
@@ -88,21 +88,24 @@ def _expanded(out: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Non
         out[rows] = result[0].transpose(0, 1)[..., :value]
 
 
-def _absorbed(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec, dims: Dims) -> Tensor:
+def _absorbed(call: LatentCall) -> Tensor:
+    q, row, weight, batch, spec = call
+    dims = call.dims
     keys, values = by_head(weight, dims)
     latent = torch.einsum("thd,hdr->thr", q[..., : dims.nope], keys)
     queries = torch.cat((latent, q[..., dims.nope :]), -1)
-    mixed = attention_cpu.paged(queries, row[:, None], row[:, None], _rows_as_values(batch), spec)
+    mixed = attention_cpu.paged(AttentionCall(queries, row[:, None], row[:, None], _rows_as_values(batch), spec))
     return torch.einsum("thr,hvr->thv", mixed[..., : dims.rank], values)
 
 
-def fixed_tiles(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
+def fixed_tiles(call: LatentCall) -> Tensor:
     """Always absorbed, with products whose shape never changes: bits do not depend on the batch or on chunks."""
-    dims = Dims.of(q, row, weight)
+    q, row, weight, batch, spec = call
+    dims = call.dims
     keys, values = by_head(weight, dims)
     latent = _by_head(q[..., : dims.nope], keys.transpose(1, 2))
     queries = torch.cat((latent, q[..., dims.nope :]), -1)
-    mixed = attend_exact(queries, row[:, None], row[:, None], _rows_as_values(batch), spec)
+    mixed = attend_exact(AttentionCall(queries, row[:, None], row[:, None], _rows_as_values(batch), spec))
     return _by_head(mixed[..., : dims.rank], values)
 
 

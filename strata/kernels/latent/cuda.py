@@ -11,7 +11,7 @@ from torch import Tensor
 
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.spec import AttentionSpec, PackedBatch
-from strata.kernels.latent.forms import Dims, by_head
+from strata.kernels.latent.forms import Dims, LatentCall, by_head
 from strata.kernels.latent.head_product import head_product, head_product_kernel
 from strata.kernels.latent.kernels_triton import latent_decode_kernel, latent_join_kernel, latent_prompt_kernel
 from strata.kernels.latent.tiles import Tile, constants, decode_tile, prompt_tile
@@ -22,8 +22,9 @@ from strata.kernels.state.paged import PagedKV
 FIXED_KERNELS = (head_product_kernel, latent_prompt_kernel, head_product_kernel)
 
 
-def supports(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec) -> bool:
+def supports(call: LatentCall) -> bool:
     """Registers hold 512 columns of a tile's results."""
+    q, row, weight, batch, spec = call
     pages = batch.pages
     return (
         pages is not None
@@ -37,11 +38,10 @@ def supports(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: A
     )
 
 
-def kernels(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec) -> tuple[Any, ...]:
-    pages = batch.pages
-    assert pages is not None
+def kernels(call: LatentCall) -> tuple[Any, ...]:
+    q, pages = call.q, call.pages
     decode = (latent_decode_kernel, latent_join_kernel)
-    if all_decode(q, batch):
+    if all_decode(q, call.batch):
         return (CUBLAS, *decode, CUBLAS)
     parts = parts_of(q, pages)
     some = parts is not None and may_decode(pages, parts) > 0
@@ -53,10 +53,9 @@ def scratch_bytes(sequences: int, most: int, heads: int, rank: int, dtype: torch
     return 4 * sequences * decode_tile(heads, rank, dtype, sequences, most).splits * heads * (rank + 1)
 
 
-def scratch(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec) -> int:
+def scratch(call: LatentCall) -> int:
     """Queries and what they find in the space of the latents, and what the splits of decodes wait in."""
-    dims, pages = Dims.of(q, row, weight), batch.pages
-    assert pages is not None
+    q, batch, dims, pages = call.q, call.batch, call.dims, call.pages
     parts = parts_of(q, pages)
     decodes = q.shape[0] if all_decode(q, batch) else 0 if parts is None else may_decode(pages, parts)
     both = 2 * q.shape[0] * dims.heads * dims.rank * q.element_size()
@@ -66,10 +65,10 @@ def scratch(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: At
     return both + max(0, splits - result)
 
 
-def attend(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
+def attend(call: LatentCall) -> Tensor:
     """Decodes, which are the first sequences of a batch, have their rows divided; a tile has queries of the others."""
-    dims, pages = Dims.of(q, row, weight), batch.pages
-    assert pages is not None
+    q, _, weight, batch, spec = call
+    dims, pages = call.dims, call.pages
     keys, values = by_head(weight, dims)
     latent = torch.bmm(q[..., : dims.nope].transpose(0, 1), keys).transpose(0, 1)
     out = torch.empty_strided(latent.shape, latent.stride(), dtype=q.dtype, device=q.device)
@@ -84,10 +83,10 @@ def attend(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: Att
     return torch.bmm(out.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
 
 
-def attend_fixed(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
+def attend_fixed(call: LatentCall) -> Tensor:
     """All sequences as prompts are: a decode has the bits that it would have at the end of one."""
-    dims, pages = Dims.of(q, row, weight), batch.pages
-    assert pages is not None
+    q, _, weight, batch, spec = call
+    dims, pages = call.dims, call.pages
     keys, values = by_head(weight, dims)
     latent = head_product(q[..., : dims.nope], keys.transpose(1, 2))
     out = torch.empty_like(latent)

@@ -12,10 +12,10 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.divided import kept_cpu
 from strata.kernels.attention.divided.kept import kept_attention, pairs_and_keys
-from strata.kernels.attention.spec import AttentionSpec, PackedBatch, Sequences
+from strata.kernels.attention.spec import KeptCall, Sequences
 from strata.kernels.latent import divided_cuda
+from strata.kernels.latent.forms import KeptLatentCall
 from strata.kernels.op import ATEN, CUBLAS, operation
-from strata.kernels.state.kept_keys import KeptKeys
 from strata.kernels.triton_import import HAS_TRITON
 
 
@@ -77,54 +77,46 @@ absorb_queries.implement("torch", "cuda", kernels=(CUBLAS, ATEN))(absorb_queries
 expand_values.implement("torch", "cuda", kernels=(CUBLAS,))(expand_values.reference)
 
 
-def _rows_as_values(batch: PackedBatch) -> Sequences:
-    assert batch.pages is not None
-    return Sequences(batch.offsets, batch.longest, replace(batch.pages, values=batch.pages.keys))
+def _as_keys(call: KeptLatentCall) -> KeptCall:
+    """Of `kept_attention`, by the keys and values that rows are."""
+    batch, rows = call.batch, call.row[:, None]
+    both = Sequences(batch.offsets, batch.longest, replace(call.pages, values=call.pages.keys))
+    return KeptCall(call.q, rows, rows, both, call.spec, call.kept)
 
 
-def _cost(
-    q: Tensor, row: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys, rank: int, *, workload: Workload
-) -> Cost:
-    assert batch.pages is not None
+def _cost(call: KeptLatentCall, *, workload: Workload) -> Cost:
+    q, row, _, spec, kept, rank = call
     pairs, rows = pairs_and_keys(workload, kept)
-    cached = rows * row.shape[1] * batch.pages.keys[spec.layer].element_size()
+    cached = rows * row.shape[1] * call.pages.keys[spec.layer].element_size()
     heads = q.shape[1]
     written = workload.tokens * heads * (rank + 1) * max(4, q.element_size())
     return Cost(2 * heads * (q.shape[2] + rank) * pairs, q.nbytes + cached, written, cached=cached)
 
 
-def _meta(
-    q: Tensor, row: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys, rank: int
-) -> tuple[Tensor, Tensor]:
+def _meta(call: KeptLatentCall) -> tuple[Tensor, Tensor]:
+    q = call.q
     wide = torch.promote_types(q.dtype, torch.float32)
-    mixed = q.new_empty((*q.shape[:2], rank), dtype=wide, device="meta")
+    mixed = q.new_empty((*q.shape[:2], call.rank), dtype=wide, device="meta")
     return mixed, q.new_empty(q.shape[:2], dtype=wide, device="meta")
 
 
-@operation(_cost, meta=_meta, reads_state=True)
-def kept_latent_attention(
-    q: Tensor, row: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys, rank: int
-) -> tuple[Tensor, Tensor]:
+@operation(_cost, operands=KeptLatentCall, meta=_meta, reads_state=True)
+def kept_latent_attention(call: KeptLatentCall) -> tuple[Tensor, Tensor]:
     """`kept_attention` where a row is the key and, its first `rank` columns, the value of all heads.
 
-    q: [tokens, heads, rank + rope] of `absorb_queries`, the heads of all ranks that divide the rows; row: [tokens,
-    rank + rope], of which the pages have what is kept here. Returns [tokens, heads, rank] and [tokens, heads].
+    Returns [tokens, heads, rank] and [tokens, heads].
     """
-    rows = row[:, None]
-    mixed, sums = kept_attention.reference(q, rows, rows, _rows_as_values(batch), spec, kept)
-    return mixed[..., :rank], sums
+    mixed, sums = kept_attention.reference(*_as_keys(call))
+    return mixed[..., : call.rank], sums
 
 
-def _cpu_supports(q: Tensor, row: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys, rank: int) -> bool:
-    return kept_cpu.supports(q, row, row, batch, spec, kept)
+def _cpu_supports(call: KeptLatentCall) -> bool:
+    return call.batch.pages is not None and kept_cpu.supports(_as_keys(call))
 
 
-def _on_cpu(
-    q: Tensor, row: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys, rank: int
-) -> tuple[Tensor, Tensor]:
-    rows = row[:, None]
-    mixed, sums = kept_cpu.attend(q, rows, rows, _rows_as_values(batch), spec, kept)
-    return mixed[..., :rank], sums
+def _on_cpu(call: KeptLatentCall) -> tuple[Tensor, Tensor]:
+    mixed, sums = kept_cpu.attend(_as_keys(call))
+    return mixed[..., : call.rank], sums
 
 
 kept_latent_attention.implement("by sequence", "cpu", supports=_cpu_supports)(_on_cpu)

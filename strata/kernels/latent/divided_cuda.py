@@ -7,15 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.kernels.attention.spec import AttentionSpec, PackedBatch
 from strata.kernels.latent import cuda as latent_cuda
-from strata.kernels.latent.forms import Dims
+from strata.kernels.latent.forms import Dims, KeptLatentCall
 from strata.kernels.latent.kernels_triton import latent_decode_kernel, latent_join_kernel, latent_prompt_kernel
-from strata.kernels.state.kept_keys import KeptKeys
 
 
-def supports(q: Tensor, row: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys, rank: int) -> bool:
+def supports(call: KeptLatentCall) -> bool:
     """Registers hold 512 columns of a tile's results."""
+    q, row, batch, spec, _, rank = call
     pages = batch.pages
     return (
         pages is not None
@@ -28,37 +27,31 @@ def supports(q: Tensor, row: Tensor, batch: PackedBatch, spec: AttentionSpec, ke
     )
 
 
-def kernels(
-    q: Tensor, row: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys, rank: int
-) -> tuple[Any, ...]:
-    pages = batch.pages
-    assert pages is not None
+def kernels(call: KeptLatentCall) -> tuple[Any, ...]:
+    q, pages = call.q, call.pages
     decode = (latent_decode_kernel, latent_join_kernel)
-    if latent_cuda.all_decode(q, batch):
+    if latent_cuda.all_decode(q, call.batch):
         return decode
     parts = latent_cuda.parts_of(q, pages)
     some = parts is not None and latent_cuda.may_decode(pages, parts) > 0
     return (*(decode * some), latent_prompt_kernel)
 
 
-def scratch(q: Tensor, row: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys, rank: int) -> int:
+def scratch(call: KeptLatentCall) -> int:
     """What the splits of decodes wait in."""
-    pages = batch.pages
-    assert pages is not None
+    q, pages = call.q, call.pages
     parts = latent_cuda.parts_of(q, pages)
-    decodes = q.shape[0] if latent_cuda.all_decode(q, batch) else 0
+    decodes = q.shape[0] if latent_cuda.all_decode(q, call.batch) else 0
     if not decodes and parts is not None:
         decodes = latent_cuda.may_decode(pages, parts)
     most = pages.tables.shape[1] * pages.page_size
-    return latent_cuda.scratch_bytes(decodes, most, q.shape[1], rank, q.dtype) if decodes else 0
+    return latent_cuda.scratch_bytes(decodes, most, q.shape[1], call.rank, q.dtype) if decodes else 0
 
 
-def attend(
-    q: Tensor, row: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys, rank: int
-) -> tuple[Tensor, Tensor]:
+def attend(call: KeptLatentCall) -> tuple[Tensor, Tensor]:
     """Decodes, which are the first sequences of a batch, have their rows divided; a tile has queries of the others."""
-    pages = batch.pages
-    assert pages is not None
+    q, row, batch, spec, kept, rank = call
+    pages = call.pages
     heads = q.shape[1]
     # What has a position stands behind the rest of a query.
     dims = Dims(heads, rank, row.shape[1] - rank, rank, rank)

@@ -26,28 +26,27 @@ from strata.kernels.latent.expanded_triton import (
     expanded_prompt_kernel,
     expanded_tile,
 )
-from strata.kernels.latent.forms import Dims, by_head
+from strata.kernels.latent.forms import Dims, LatentCall, by_head
 from strata.kernels.latent.kernels_triton import latent_decode_kernel, latent_join_kernel, latent_prompt_kernel
 from strata.kernels.op import CUBLAS
 from strata.kernels.state.paged import PagedKV
 
 
-def supports(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec) -> bool:
+def supports(call: LatentCall) -> bool:
     """The heads for which the kernel's tiles were chosen, DeepSeek's."""
-    dims = Dims.of(q, row, weight)
+    q, row, dims = call.q, call.row, call.dims
     return (
-        latent_cuda.supports(q, row, weight, batch, spec)
-        and not all_decode(q, batch)
+        latent_cuda.supports(call)
+        and not all_decode(q, call.batch)
         and (dims.nope, dims.rope, dims.value) == (128, 64, 128)
         and q.dtype in (torch.bfloat16, torch.float16)
         and row.stride(-1) == 1
     )
 
 
-def kernels(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec) -> tuple[Any, ...]:
-    pages = batch.pages
-    assert pages is not None
-    parts = parts_of(q, pages)
+def kernels(call: LatentCall) -> tuple[Any, ...]:
+    pages = call.pages
+    parts = parts_of(call.q, pages)
     absorbed: tuple[Any, ...] = ()
     if parts is not None and may_decode(pages, parts) > 0:
         absorbed = latent_decode_kernel, latent_join_kernel
@@ -56,23 +55,22 @@ def kernels(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: At
     return (*((CUBLAS, *absorbed, CUBLAS) if absorbed else ()), CUBLAS, expanded_prompt_kernel)
 
 
-def scratch(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec) -> int:
+def scratch(call: LatentCall) -> int:
     """One after the other: what absorbed sequences need, and the keys and values of all heads."""
-    dims, pages = Dims.of(q, row, weight), batch.pages
-    assert pages is not None
+    q, dims, pages = call.q, call.dims, call.pages
     parts = parts_of(q, pages)
     decodes = 0 if parts is None else may_decode(pages, parts)
     absorbed = 2 * (decodes if _begin(parts) else q.shape[0]) * dims.heads * dims.rank * q.element_size()
     if decodes:
         most = pages.tables.shape[1] * pages.page_size
         absorbed += latent_cuda.scratch_bytes(decodes, most, dims.heads, dims.rank, q.dtype)
-    return max(absorbed, q.shape[0] * weight.shape[0] * q.element_size())
+    return max(absorbed, q.shape[0] * call.weight.shape[0] * q.element_size())
 
 
-def attend(q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
+def attend(call: LatentCall) -> Tensor:
     """What is absorbed comes first, and may leave anything in the rows of prompts that begin: these come last."""
-    dims, pages = Dims.of(q, row, weight), batch.pages
-    assert pages is not None
+    q, row, weight, batch, spec = call
+    dims, pages = call.dims, call.pages
     parts = parts_of(q, pages)
     result = torch.empty((q.shape[0], dims.heads, dims.value), dtype=q.dtype, device=q.device)
     _absorbed(result, q, weight, batch, pages, parts, spec, dims)

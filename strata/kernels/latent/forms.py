@@ -9,6 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from strata.kernels.attention.spec import AttentionSpec, PackedBatch
+from strata.kernels.state.kept_keys import KeptKeys
+from strata.kernels.state.paged import PagedKV
+
 
 class Dims(NamedTuple):
     """heads: of queries. nope, rope: of a query's dimensions those without a position and, behind them, those with one.
@@ -45,6 +49,50 @@ class Dims(NamedTuple):
     def absorbs(self, new: int, total: int) -> bool:
         """Whether that is the form with fewer FLOPs: of decodes, and of short pieces of prompts behind long ones."""
         return self.absorbed_flops(new, total) < self.expanded_flops(new, total)
+
+
+class LatentCall(NamedTuple):
+    """The operands of `latent_attention`.
+
+    q: [tokens, heads, nope + rope]; row: [tokens, rank + rope] of `latent_write`; weight: [heads * (nope + value),
+    rank], of each head what makes the keys and then what makes the values of a latent, the first `rank` columns of a
+    row. The other columns are the end of the keys of all heads. One dtype.
+    batch: without pages the rows are those given, and a sequence's first token has position 0. Otherwise they are
+    `pages.keys[spec.layer]`, [pages, page_size, 1, rank + rope], where these were written before, and the last token of
+    sequence s has position lengths[s] - 1. spec: without a window.
+    """
+
+    q: Tensor
+    row: Tensor
+    weight: Tensor
+    batch: PackedBatch
+    spec: AttentionSpec
+
+    @property
+    def dims(self) -> Dims:
+        return Dims.of(self.q, self.row, self.weight)
+
+    @property
+    def pages(self) -> PagedKV:
+        assert self.batch.pages is not None
+        return self.batch.pages
+
+
+class KeptLatentCall(NamedTuple):
+    """The operands of `kept_latent_attention`. q: [tokens, heads, rank + rope] of `absorb_queries`, the heads of all
+    ranks that divide the rows; row: [tokens, rank + rope], of which the pages have what is kept here."""
+
+    q: Tensor
+    row: Tensor
+    batch: PackedBatch
+    spec: AttentionSpec
+    kept: KeptKeys
+    rank: int
+
+    @property
+    def pages(self) -> PagedKV:
+        assert self.batch.pages is not None
+        return self.batch.pages
 
 
 def visible(new: int, total: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -11,73 +11,64 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.divided.gathered import as_one_layer, copied_cost, whole_pages
 from strata.kernels.attention.spec import AttentionSpec, PackedBatch
 from strata.kernels.latent.attention import latent_attention
+from strata.kernels.latent.forms import LatentCall
 from strata.kernels.op import ATEN, operation
 from strata.kernels.state.kept_keys import KeptKeys
 
 
-def _cost(
-    q: Tensor,
-    row: Tensor,
-    weight: Tensor,
-    batch: PackedBatch,
-    spec: AttentionSpec,
-    gathered: Tensor,
-    kept: KeptKeys,
-    *,
-    workload: Workload,
-) -> Cost:
-    own: Cost = latent_attention.cost(q, row, weight, batch, spec, workload=workload)
-    return own + copied_cost(gathered)
+class GatheredLatentCall(NamedTuple):
+    """The operands of `gathered_latent_attention`, as those of `latent_attention`. gathered: [ranks * pages, 1,
+    page_size, 1, rank + rope], the `kept_rows` of each rank."""
+
+    q: Tensor
+    row: Tensor
+    weight: Tensor
+    batch: PackedBatch
+    spec: AttentionSpec
+    gathered: Tensor
+    kept: KeptKeys
+
+    @property
+    def whole(self) -> LatentCall:
+        """The call of `latent_attention` over pages of all tokens."""
+        batch = whole_pages(self.batch, self.gathered, self.kept)
+        return LatentCall(self.q, self.row, self.weight, batch, as_one_layer(self.spec))
 
 
-def _meta(
-    q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec, gathered: Tensor, kept: KeptKeys
-) -> Tensor:
-    found: Tensor = latent_attention.meta(q, row, weight, batch, spec)
+def _cost(call: GatheredLatentCall, *, workload: Workload) -> Cost:
+    own: Cost = latent_attention.cost(*call[:5], workload=workload)
+    return own + copied_cost(call.gathered)
+
+
+def _meta(call: GatheredLatentCall) -> Tensor:
+    found: Tensor = latent_attention.meta(*call[:5])
     return found
 
 
-@operation(_cost, meta=_meta, reads_state=True)
-def gathered_latent_attention(
-    q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec, gathered: Tensor, kept: KeptKeys
-) -> Tensor:
-    """`latent_attention` to the rows of all ranks. gathered: [ranks * pages, 1, page_size, 1, rank + rope], the
-    `kept_rows` of each."""
-    result: Tensor = latent_attention.reference(q, row, weight, whole_pages(batch, gathered, kept), as_one_layer(spec))
+@operation(_cost, operands=GatheredLatentCall, meta=_meta, reads_state=True)
+def gathered_latent_attention(call: GatheredLatentCall) -> Tensor:
+    """`latent_attention` to the rows of all ranks."""
+    result: Tensor = latent_attention.reference(*call.whole)
     return result
 
 
 def _by(device: str) -> Callable[..., Tensor]:
     attend = latent_attention.bind(device)
 
-    def run(
-        q: Tensor,
-        row: Tensor,
-        weight: Tensor,
-        batch: PackedBatch,
-        spec: AttentionSpec,
-        gathered: Tensor,
-        kept: KeptKeys,
-    ) -> Tensor:
-        result: Tensor = attend(q, row, weight, whole_pages(batch, gathered, kept), as_one_layer(spec))
+    def run(call: GatheredLatentCall) -> Tensor:
+        result: Tensor = attend(*call.whole)
         return result
 
     return run
 
 
-def _kernels(
-    q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec, gathered: Tensor, kept: KeptKeys
-) -> tuple[Any, ...]:
-    whole = whole_pages(batch, gathered, kept)
-    return (ATEN, *latent_attention.bind("cuda").launches(q, row, weight, whole, as_one_layer(spec)))
+def _kernels(call: GatheredLatentCall) -> tuple[Any, ...]:
+    return (ATEN, *latent_attention.bind("cuda").launches(*call.whole))
 
 
-def _scratch(
-    q: Tensor, row: Tensor, weight: Tensor, batch: PackedBatch, spec: AttentionSpec, gathered: Tensor, kept: KeptKeys
-) -> int:
+def _scratch(call: GatheredLatentCall) -> int:
     """The whole pages, and what attention to them needs."""
-    whole = whole_pages(batch, gathered, kept)
-    return gathered.nbytes + latent_attention.bind("cuda").scratch(q, row, weight, whole, as_one_layer(spec))
+    return call.gathered.nbytes + latent_attention.bind("cuda").scratch(*call.whole)
 
 
 gathered_latent_attention.implement("composed", "cpu")(_by("cpu"))

@@ -7,21 +7,15 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.linear.packed import many_rows
+from strata.kernels.linear.packed.many_rows import RoundedCall
 from strata.kernels.linear.packed.rounded_kernel import rounded_product_kernel
 from strata.kernels.linear.packed.split_product import split_product_kernel
 from strata.kernels.op import CUBLAS, operation
-from strata.kernels.quant.packed import PackedWeight, Scheme, product_of, spread
+from strata.kernels.quant.packed import Scheme, product_of, spread
 
 
-def _cost(
-    values: Tensor,
-    scales: Tensor,
-    weight: PackedWeight,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    *,
-    workload: Workload,
-) -> Cost:
+def _cost(call: RoundedCall, *, workload: Workload) -> Cost:
+    values, scales, weight, bias, dtype = call
     (rows, width), out = values.shape, weight.shape[0]
     weights = weight.nbytes + (0 if bias is None else bias.nbytes)
     return Cost(
@@ -32,19 +26,14 @@ def _cost(
     )
 
 
-def _meta(values: Tensor, scales: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return torch.empty((values.shape[0], weight.shape[0]), dtype=dtype, device="meta")
+def _meta(call: RoundedCall) -> Tensor:
+    return torch.empty((call.values.shape[0], call.weight.shape[0]), dtype=call.dtype, device="meta")
 
 
-@operation(_cost, meta=_meta, rowwise=True)
-def rounded_linear(
-    values: Tensor, scales: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """What `linear` makes of x, of which `round_rows` made the values [rows, width] and scales as the weight's scheme
-    rounds activations: -> [rows, out] of x's dtype.
-
-    weight: [out, width], packed in the same kind of values; bias: [out] of the dtype, or None.
-    """
+@operation(_cost, operands=RoundedCall, meta=_meta, rowwise=True, dense=True)
+def rounded_linear(call: RoundedCall) -> Tensor:
+    """What `linear` makes of x: -> [rows, out] of x's dtype."""
+    values, scales, weight, bias, dtype = call
     groups = Scheme(weight.kind, 1, weight.columns if weight.activations == "block" else 0)
     rows = values.float() * spread(scales, groups, values.shape)
     return product_of(rows, weight, bias, dtype)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.choose import thresholds
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.fused import Run, fused
@@ -121,8 +122,6 @@ class Tile:
 
 
 _TILE = Tile()
-# Fewer rows are done sooner by the library's kernels, which come in more shapes than one.
-LEAST_ROWS = 4096
 
 
 @cache
@@ -136,7 +135,7 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """The copy engine reads rows that start at multiples of 16 bytes."""
     return (
         x.dim() == 2
-        and x.shape[0] >= LEAST_ROWS
+        and x.shape[0] >= thresholds(x.device).gated_rows
         and x.dtype == weight.dtype
         and x.dtype in (torch.bfloat16, torch.float16)
         and weight.shape[0] % 16 == 0

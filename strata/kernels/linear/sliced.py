@@ -37,7 +37,7 @@ def _meta(x: Tensor, weight: Tensor, slices: int, wide: bool) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype, device="meta")
 
 
-@operation(_cost, meta=_meta, rowwise=True)
+@operation(_cost, meta=_meta, rowwise=True, dense=True)
 def sliced_linear(x: Tensor, weight: Tensor, slices: int, wide: bool) -> Tensor:
     """`x @ weight^T` as the sum over `slices` equal slices of the width, added pairwise in float32.
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from strata.hardware.specs import recognize
+from strata.kernels.choose import thresholds
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.linear.skinny_candidates import candidates
@@ -47,8 +48,6 @@ _ADD_SECONDS = 0.13e-6
 
 # What the library does too, `linear_silu_mul` in two launches. It has nothing that does the work of the others.
 LIBRARY_TOO = ("linear", "linear_silu_mul")
-# Of more rows these are the library's, whose tiles come in more shapes.
-MAX_LINEAR_ROWS = 64
 # Of a GPU that is not in the database, the bandwidth for each of its processors is taken to be that of an H200.
 _BANDWIDTH_PER_PROCESSOR = 4.8e12 / 132
 # An early start saves a microsecond at most. Where weights stream longer than this it is not worth the room that it
@@ -60,7 +59,8 @@ _SMALL_BYTES, _PREFETCHED_ROWS = 16 << 20, 32
 
 def expected_tile(operation: str, rows: int, out: int, width: int, device: DeviceLimits) -> SkinnyTile | None:
     """The tile that should be fastest for a weight [out, width]; None if the library should be, or no tile fits."""
-    if not 0 < rows <= MOST_ROWS or (operation in LIBRARY_TOO and rows > MAX_LINEAR_ROWS):
+    most = thresholds(device).linear_rows if operation in LIBRARY_TOO else MOST_ROWS
+    if not 0 < rows <= min(most, MOST_ROWS):
         return None
     return _expected_tile(operation, row_bucket(rows), out, width, device)
 

@@ -24,7 +24,7 @@ def _meta(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=wide, device="meta")
 
 
-@operation(_cost, meta=_meta, rowwise=True)
+@operation(_cost, meta=_meta, rowwise=True, dense=True)
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
     """`x @ weight^T` of the values in float32 (float64 for float64): x [..., width], weight [out, width] -> [..., out].
 

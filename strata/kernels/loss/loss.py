@@ -29,7 +29,7 @@ def _meta(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return hidden.new_empty(targets.shape, dtype=_wide(hidden.dtype), device="meta")
 
 
-@operation(_cost, meta=_meta)
+@operation(_cost, meta=_meta, dense=True)
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy of the logits `hidden @ weight^T` against `targets`, for each token by itself.
 

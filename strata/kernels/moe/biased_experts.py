@@ -13,18 +13,20 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.clamped_swiglu import Clamp, clamped_swiglu
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.packed.frozen import frozen_call
+from strata.kernels.moe.calls import BiasedExpertsCall
 from strata.kernels.moe.combine import combine_kernel
 from strata.kernels.moe.experts import (
     choices_scratch,
     choices_take,
     expected_experts,
     give_back,
-    library_takes,
+    library_supports,
     ours_take,
     take_rows,
+    tile_kernels,
 )
 from strata.kernels.moe.few_tokens import CHOICE_KERNELS, by_choices
-from strata.kernels.moe.grouped import grouped_kernel, grouped_product
+from strata.kernels.moe.grouped import grouped_product
 from strata.kernels.moe.held_order import held_order, order_kernels
 from strata.kernels.moe.order import Order
 from strata.kernels.moe.packed_experts import CHOICES, FROZEN, WAYS
@@ -34,19 +36,8 @@ from strata.kernels.quant.packed import PackedWeight, each_expert
 from strata.kernels.triton_import import HAS_TRITON
 
 
-def _cost(
-    x: Tensor,
-    weights: Tensor,
-    chosen: Tensor,
-    gate_up: Tensor | PackedWeight,
-    down: Tensor | PackedWeight,
-    gate_up_bias: Tensor,
-    down_bias: Tensor,
-    clamp: Clamp,
-    adds_down_bias: bool = True,
-    *,
-    workload: Workload,
-) -> Cost:
+def _cost(call: BiasedExpertsCall[Any], *, workload: Workload) -> Cost:
+    x, weights, chosen, gate_up, down, gate_up_bias, down_bias, _, adds_down_bias = call
     count, hidden, width = down.shape
     rows = chosen.numel()
     # Three products with their biases, the activation's eleven operations, and the weighted sum.
@@ -62,41 +53,23 @@ def expert_bytes(*stacked: Tensor | PackedWeight) -> int:
     return sum(one.nbytes // one.shape[0] for one in stacked)
 
 
-@operation(_cost, rowwise=True, packable=(3, 4))
-def biased_experts(
-    x: Tensor,
-    weights: Tensor,
-    chosen: Tensor,
-    gate_up: Tensor | PackedWeight,
-    down: Tensor | PackedWeight,
-    gate_up_bias: Tensor,
-    down_bias: Tensor,
-    clamp: Clamp,
-    adds_down_bias: bool = True,
-) -> Tensor:
+@operation(_cost, operands=BiasedExpertsCall, rowwise=True, packable=(3, 4), mixture=True)
+def biased_experts(call: BiasedExpertsCall[Any]) -> Tensor:
     """For each token the sum over its experts e of `weight * (down[e](clamped_swiglu(gate[e](x), up[e](x))))`.
 
-    x, weights, chosen, gate_up, down: as for `experts`. gate_up_bias: [experts, 2 * width], down_bias: [experts,
-    hidden], of x's dtype, are added to the products. adds_down_bias: false on the ranks that share experts' widths
-    and leave that to another. Returns [tokens, hidden] in x's dtype; the sum is of the dtype of the weights.
+    Returns [tokens, hidden] in x's dtype; the sum is of the dtype of the weights.
     """
-    biases = gate_up_bias, down_bias if adds_down_bias else None
-    return _by_expert(x, weights, chosen, gate_up, down, *biases, clamp, linear.reference, clamped_swiglu.reference)
+    return _by_expert(call, linear.reference, clamped_swiglu.reference)
 
 
 def _by_expert(
-    x: Tensor,
-    weights: Tensor,
-    chosen: Tensor,
-    gate_up: Tensor | PackedWeight,
-    down: Tensor | PackedWeight,
-    gate_up_bias: Tensor,
-    down_bias: Tensor | None,
-    clamp: Clamp,
+    call: BiasedExpertsCall[Any],
     product: Callable[..., Tensor],
     activation: Callable[[Tensor, Tensor, Clamp], Tensor],
 ) -> Tensor:
     """One product after another. Waits for the device, which has to tell how many rows each expert has."""
+    x, weights, chosen, gate_up, down, *_, clamp, _ = call
+    gate_up_bias, down_bias = call.biases
     order = Order.of(chosen, down.shape[0])
     ends = order.ends.tolist()
     rows = take_rows(x, order).split([end - start for start, end in zip([0, *ends], ends, strict=False)])
@@ -110,75 +83,37 @@ def _by_expert(
     return give_back(torch.cat(parts), order, weights)
 
 
-biased_experts.implement("an expert at a time", "cpu", differentiable=True)(biased_experts.reference)
+biased_experts.implement("an expert at a time", "cpu", differentiable=True)(biased_experts.definition)
 
 
 @biased_experts.implement("fixed tiles", "cpu", invariant=True)
-def _fixed(
-    x: Tensor,
-    weights: Tensor,
-    chosen: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor,
-    down_bias: Tensor,
-    clamp: Clamp,
-    adds_down_bias: bool = True,
-) -> Tensor:
-    product = linear.bind("cpu", deterministic=True, packed=has_packed((gate_up, down)))
-    activation = clamped_swiglu.bind("cpu", deterministic=True)
-    biases = gate_up_bias, down_bias if adds_down_bias else None
-    return _by_expert(x, weights, chosen, gate_up, down, *biases, clamp, product, activation)
+def _fixed(call: BiasedExpertsCall[Any]) -> Tensor:
+    product = linear.bind("cpu", deterministic=True, packed=has_packed(call))
+    return _by_expert(call, product, clamped_swiglu.bind("cpu", deterministic=True))
 
 
 biased_experts.implement("fixed tiles, unpacked", "cpu", invariant=True, packed=True)(_fixed)
 
 
-def _choices_support(x: Tensor, weights: Tensor, chosen: Tensor, *others: Any) -> bool:
-    return choices_take(x, weights, chosen, *others[:4])
+def _choices_support(call: BiasedExpertsCall[Tensor]) -> bool:
+    return choices_take(call, *call[5:7])
 
 
-def _by_choices(
-    x: Tensor,
-    weights: Tensor,
-    chosen: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor,
-    down_bias: Tensor,
-    clamp: Clamp,
-    adds_down_bias: bool = True,
-) -> Tensor:
-    biases = gate_up_bias, down_bias if adds_down_bias else None
-    return by_choices(x, weights, chosen, gate_up, down, biases, clamp)
+def _tiles_support(call: BiasedExpertsCall[Tensor]) -> bool:
+    return ours_take(call.x, *call[3:7])
 
 
-def _tiles_support(x: Tensor, weights: Tensor, chosen: Tensor, *others: Any) -> bool:
-    return ours_take(x, *others[:4])
-
-
-def _tile_kernels(x: Tensor, weights: Tensor, chosen: Tensor, *others: object) -> tuple[Any, ...]:
-    return *order_kernels(chosen), grouped_kernel, grouped_kernel, combine_kernel
-
-
-def _tiles_scratch(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *_: object) -> int:
+def _tiles_scratch(call: BiasedExpertsCall[Tensor]) -> int:
     """As `tiles_scratch`, but what is gated stays until the rows are summed."""
+    x, _, chosen, _, down = call[:5]
     order, columns = 16 * chosen.numel() + 4 * len(down), down.shape[1] + down.shape[2]
     return order + chosen.numel() * columns * x.element_size()
 
 
-def _by_tiles(
-    x: Tensor,
-    weights: Tensor,
-    chosen: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor,
-    down_bias: Tensor,
-    clamp: Clamp,
-    adds_down_bias: bool = True,
-) -> Tensor:
+def _by_tiles(call: BiasedExpertsCall[Tensor]) -> Tensor:
     """A product that fetches the rows, adds biases and applies the gate, and one that follows."""
+    x, weights, chosen, gate_up, down, *_, clamp, _ = call
+    first, last = call.biases
     order = held_order(chosen, 0, len(down))
     inner = grouped_product(
         x,
@@ -187,43 +122,30 @@ def _by_tiles(
         source=order.source,
         per_token=chosen.shape[1],
         gated=True,
-        bias=gate_up_bias,
+        bias=first,
         clamp=clamp,
     )
-    rows = grouped_product(inner, down, order.ends, bias=down_bias if adds_down_bias else None)
+    rows = grouped_product(inner, down, order.ends, bias=last)
     return give_back(rows, order, weights)
 
 
 if HAS_TRITON:
     biased_experts.implement(
         "triton choices", "cuda", supports=_choices_support, kernels=CHOICE_KERNELS, scratch=choices_scratch
-    )(_by_choices)
+    )(by_choices)
     biased_experts.implement(
-        "triton tiles", "cuda", supports=_tiles_support, kernels=_tile_kernels, scratch=_tiles_scratch
+        "triton tiles", "cuda", supports=_tiles_support, kernels=tile_kernels, scratch=_tiles_scratch
     )(_by_tiles)
 
 
-def _library_supports(x: Tensor, weights: Tensor, chosen: Tensor, *others: Any) -> bool:
-    return library_takes(x, *others[:2])
+def _library_kernels(call: BiasedExpertsCall[Tensor]) -> tuple[Any, ...]:
+    return *order_kernels(call.chosen), ATEN, combine_kernel
 
 
-def _library_kernels(x: Tensor, weights: Tensor, chosen: Tensor, *others: object) -> tuple[Any, ...]:
-    return *order_kernels(chosen), ATEN, combine_kernel
-
-
-@biased_experts.implement("grouped", "cuda", differentiable=True, supports=_library_supports, kernels=_library_kernels)
-def by_library(
-    x: Tensor,
-    weights: Tensor,
-    chosen: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor,
-    down_bias: Tensor,
-    clamp: Clamp,
-    adds_down_bias: bool = True,
-) -> Tensor:
+@biased_experts.implement("grouped", "cuda", differentiable=True, supports=library_supports, kernels=_library_kernels)
+def by_library(call: BiasedExpertsCall[Tensor]) -> Tensor:
     """The library's grouped products; how many rows each expert has stays on the device."""
+    x, weights, chosen, gate_up, down, gate_up_bias, down_bias, clamp, adds_down_bias = call
     order = held_order(chosen, 0, len(down))
     expert = chosen.flatten().index_select(0, order.source)
     both = torch._grouped_mm(take_rows(x, order), gate_up.transpose(1, 2), offs=order.ends)
@@ -234,41 +156,14 @@ def by_library(
     return give_back(rows, order, weights)
 
 
-def _has_biases(supports: Callable[..., bool], *given: Any) -> bool:
+def _has_biases(supports: Callable[..., bool], call: BiasedExpertsCall[PackedWeight]) -> bool:
     """Whether kernels take what is given and can read its biases."""
-    biases: tuple[Tensor, Tensor] = given[5:7]
-    return all(bias.is_contiguous() for bias in biases) and supports(*given)
+    return all(bias.is_contiguous() for bias in call[5:7]) and supports(call)
 
 
-def _by_packed_choices(
-    x: Tensor,
-    weights: Tensor,
-    chosen: Tensor,
-    gate_up: PackedWeight,
-    down: PackedWeight,
-    gate_up_bias: Tensor,
-    down_bias: Tensor,
-    clamp: Clamp,
-    adds_down_bias: bool = True,
-) -> Tensor:
-    biases = gate_up_bias, down_bias if adds_down_bias else None
-    return by_packed_choices(x, weights, chosen, gate_up, down, biases, clamp)
-
-
-def _packed(
-    rows_of: Callable[..., Tensor],
-    x: Tensor,
-    weights: Tensor,
-    chosen: Tensor,
-    gate_up: PackedWeight,
-    down: PackedWeight,
-    gate_up_bias: Tensor,
-    down_bias: Tensor,
-    clamp: Clamp,
-    adds_down_bias: bool = True,
-) -> Tensor:
-    order, biases = held_order(chosen, 0, down.shape[0]), (gate_up_bias, down_bias if adds_down_bias else None)
-    return give_back(rows_of(x, order, chosen.shape[1], gate_up, down, biases, clamp), order, weights)
+def _packed(rows_of: Callable[..., Tensor], call: BiasedExpertsCall[PackedWeight]) -> Tensor:
+    order = held_order(call.chosen, 0, call.down.shape[0])
+    return give_back(rows_of(call, order), order, call.weights)
 
 
 if HAS_TRITON:
@@ -279,7 +174,7 @@ if HAS_TRITON:
         kernels=PACKED_CHOICE_KERNELS,
         packed=True,
         scratch=choices_scratch,
-    )(_by_packed_choices)
+    )(by_packed_choices)
 for _way in WAYS:
     biased_experts.implement(
         _way.name,
@@ -293,5 +188,5 @@ for _way in WAYS:
 
 @biased_experts.implement(FROZEN, "cpu", differentiable=True, packed=True)
 @biased_experts.implement(FROZEN, "cuda", differentiable=True, packed=True)
-def _frozen(*args: Any) -> Tensor:
-    return frozen_call(biased_experts.bind(args[0].device.type, differentiable=True), *args)
+def _frozen(call: BiasedExpertsCall[PackedWeight]) -> Tensor:
+    return frozen_call(biased_experts.bind(call.x.device.type, differentiable=True), *call)

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.silu_mul import silu_mul, silu_mul_kernel
+from strata.kernels.choose import thresholds
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.packed.frozen import frozen_call
+from strata.kernels.moe.calls import AnyExpertsCall, ExpertsCall
 from strata.kernels.moe.combine import combine, combine_kernel, permuted
-from strata.kernels.moe.few_tokens import CHOICE_KERNELS, MOST_TOKENS, by_choices
+from strata.kernels.moe.few_tokens import CHOICE_KERNELS, by_choices
 from strata.kernels.moe.grouped import grouped_kernel, grouped_product
 from strata.kernels.moe.held_order import held_order, order_kernels
 from strata.kernels.moe.order import Order
@@ -28,16 +30,8 @@ from strata.kernels.quant.packed import PackedWeight, each_expert
 from strata.kernels.triton_import import HAS_TRITON
 
 
-def _cost(
-    x: Tensor,
-    weights: Tensor | None,
-    chosen: Tensor,
-    gate_up: Tensor | PackedWeight,
-    down: Tensor | PackedWeight,
-    filled: int | None = None,
-    *,
-    workload: Workload,
-) -> Cost:
+def _cost(call: ExpertsCall[Any], *, workload: Workload) -> Cost:
+    x, weights, chosen, gate_up, down, filled = call
     count, hidden, width = down.shape
     rows = chosen.numel() if filled is None else filled
     # Three products, the activation's five operations, and the weighted sum.
@@ -57,25 +51,14 @@ def expected_experts(tokens: int, rows: int, count: int) -> float:
     return count * (1 - (1 - rows / (tokens * count)) ** tokens)
 
 
-@operation(_cost, rowwise=True, packable=(3, 4))
-def experts(
-    x: Tensor,
-    weights: Tensor | None,
-    chosen: Tensor,
-    gate_up: Tensor | PackedWeight,
-    down: Tensor | PackedWeight,
-    filled: int | None = None,
-) -> Tensor:
+@operation(_cost, operands=ExpertsCall, rowwise=True, packable=(3, 4), mixture=True)
+def experts(call: ExpertsCall[Any]) -> Tensor:
     """For each token the sum over its experts e of `weight * down[e](silu(gate[e](x)) * up[e](x))`.
 
-    x: [tokens, hidden]. chosen: [tokens, per_token] int64 or int32. weights: like chosen, of x's dtype or wider; None
-    if each token has one expert, of weight 1. filled: how many of `chosen` are experts if the others are -1, which are
-    left out; None: all.
-    gate_up: [experts, 2 * width, hidden], the rows of gate before those of up; down: [experts, hidden, width]; both of
-    x's dtype, or packed. Returns [tokens, hidden] in x's dtype; the sum is of the dtype of the weights. An expert
-    without a token has a gradient of zeros.
+    Returns [tokens, hidden] in x's dtype; the sum is of the dtype of the weights. An expert without a token has a
+    gradient of zeros.
     """
-    return _by_expert(x, weights, chosen, gate_up, down, filled, linear.reference, silu_mul.reference)
+    return _by_expert(call, linear.reference, silu_mul.reference)
 
 
 def take_rows(x: Tensor, order: Order) -> Tensor:
@@ -110,16 +93,10 @@ class _TakeRows(torch.autograd.Function):
 
 
 def _by_expert(
-    x: Tensor,
-    weights: Tensor | None,
-    chosen: Tensor,
-    gate_up: Tensor | PackedWeight,
-    down: Tensor | PackedWeight,
-    filled: int | None,
-    product: Callable[..., Tensor],
-    activation: Callable[[Tensor, Tensor], Tensor],
+    call: ExpertsCall[Any], product: Callable[..., Tensor], activation: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
     """One product after another. Waits for the device, which has to tell how many rows each expert has."""
+    x, weights, chosen, gate_up, down, filled = call
     order = Order.of(chosen, down.shape[0], empty=filled is not None).with_rows(filled)
     ends = order.ends.tolist()
     rows = take_rows(x, order).split([end - start for start, end in zip([0, *ends], ends, strict=False)])
@@ -131,16 +108,13 @@ def _by_expert(
     return give_back(torch.cat(parts), order, weights)
 
 
-experts.implement("an expert at a time", "cpu", differentiable=True)(experts.reference)
+experts.implement("an expert at a time", "cpu", differentiable=True)(experts.definition)
 
 
 @experts.implement("fixed tiles", "cpu", invariant=True)
-def _fixed(
-    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, filled: int | None = None
-) -> Tensor:
-    product = linear.bind("cpu", deterministic=True, packed=has_packed((gate_up, down)))
-    activation = silu_mul.bind("cpu", deterministic=True)
-    return _by_expert(x, weights, chosen, gate_up, down, filled, product, activation)
+def _fixed(call: ExpertsCall[Any]) -> Tensor:
+    product = linear.bind("cpu", deterministic=True, packed=has_packed(call))
+    return _by_expert(call, product, silu_mul.bind("cpu", deterministic=True))
 
 
 experts.implement("fixed tiles, unpacked", "cpu", invariant=True, packed=True)(_fixed)
@@ -161,88 +135,63 @@ def ours_take(x: Tensor, *matrices: Tensor) -> bool:
     return known and x.stride(-1) == 1 and all(matrix.is_contiguous() for matrix in matrices)
 
 
-def choices_take(x: Tensor, weights: Tensor | None, chosen: Tensor, *matrices: Tensor) -> bool:
+def choices_take(call: AnyExpertsCall[Tensor], *biases: Tensor) -> bool:
     """Whether there are so few tokens that each reads its experts' weights by itself."""
+    x, weights, chosen, gate_up, down = call[:5]
     wide = weights is None or (weights.dtype == torch.float32 and weights.is_contiguous())
-    few = 0 < len(chosen) <= MOST_TOKENS
-    return few and wide and chosen.is_contiguous() and ours_take(x, *matrices)
+    few = 0 < len(chosen) <= thresholds(x.device).choice_tokens
+    return few and wide and chosen.is_contiguous() and ours_take(x, gate_up, down, *biases)
 
 
-def _choices_support(
-    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, *others: object
-) -> bool:
-    return choices_take(x, weights, chosen, gate_up, down)
+def _tiles_support(call: ExpertsCall[Tensor]) -> bool:
+    return ours_take(call.x, call.gate_up, call.down)
 
 
-def _tiles_support(
-    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, *others: object
-) -> bool:
-    return ours_take(x, gate_up, down)
-
-
-def _library_supports(
-    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, *others: object
-) -> bool:
-    return library_takes(x, gate_up, down)
-
-
-# Of more rows an expert the library's product is faster, but than one that fetches them and gates.
-_MOST_ROWS = 160
+def library_supports(call: AnyExpertsCall[Tensor]) -> bool:
+    return library_takes(call.x, call.gate_up, call.down)
 
 
 def library_is_faster(x: Tensor, rows: int, down: Tensor) -> bool:
     """For the product of so many rows of all experts by what leads out of them."""
-    return rows > _MOST_ROWS * len(down) and library_takes(x, down)
+    return rows > thresholds(x.device).library_rows * len(down) and library_takes(x, down)
 
 
-def _tile_kernels(
-    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, *others: object
-) -> tuple[Any, ...]:
-    last = ATEN if library_is_faster(x, chosen.numel(), down) else grouped_kernel
-    return *order_kernels(chosen), grouped_kernel, last, combine_kernel
+def _tile_kernels(call: ExpertsCall[Tensor]) -> tuple[Any, ...]:
+    last = ATEN if library_is_faster(call.x, call.chosen.numel(), call.down) else grouped_kernel
+    return *order_kernels(call.chosen), grouped_kernel, last, combine_kernel
 
 
-def _library_kernels(x: Tensor, weights: Tensor | None, chosen: Tensor, *others: object) -> tuple[Any, ...]:
-    return *order_kernels(chosen), ATEN, silu_mul_kernel, ATEN, combine_kernel
+def tile_kernels(call: AnyExpertsCall[Tensor]) -> tuple[Any, ...]:
+    return *order_kernels(call.chosen), grouped_kernel, grouped_kernel, combine_kernel
 
 
-def _by_choices(
-    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, filled: int | None = None
-) -> Tensor:
-    return by_choices(x, weights, chosen, gate_up, down)
+def library_kernels(call: AnyExpertsCall[Tensor]) -> tuple[Any, ...]:
+    return *order_kernels(call.chosen), ATEN, silu_mul_kernel, ATEN, combine_kernel
 
 
-def tiles_scratch(x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, *_: object) -> int:
+def tiles_scratch(call: AnyExpertsCall[Tensor]) -> int:
     """Bytes of the order of rows, of what is gated and of what comes out of it, beside the sums."""
+    x, _, chosen, _, down = call[:5]
     order = 16 * chosen.numel() + 4 * len(down)
     inner, outer = (chosen.numel() * columns * x.element_size() for columns in (down.shape[2], down.shape[1]))
     return order + outer + max(0, inner - x.nbytes)
 
 
-def choices_scratch(
-    x: Tensor,
-    weights: Tensor | None,
-    chosen: Tensor,
-    gate_up: Tensor | PackedWeight,
-    down: Tensor | PackedWeight,
-    *_: object,
-) -> int:
+def choices_scratch(call: AnyExpertsCall[Any]) -> int:
     """Of what is gated, of each token's choices."""
-    return chosen.numel() * down.shape[2] * x.element_size()
+    return int(call.chosen.numel() * call.down.shape[2] * call.x.element_size())
 
 
-def library_scratch(
-    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, *_: object
-) -> int:
+def library_scratch(call: AnyExpertsCall[Tensor]) -> int:
     """Of rows in their order, gates and ups, these gated, and what comes out of them, beside the sums."""
+    x, _, chosen, _, down = call[:5]
     order, each = 16 * chosen.numel() + 4 * len(down), chosen.numel() * x.element_size()
     return order + each * (2 * down.shape[1] + 3 * down.shape[2]) - x.nbytes
 
 
-def by_tiles(
-    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, filled: int | None = None
-) -> Tensor:
+def by_tiles(call: ExpertsCall[Tensor]) -> Tensor:
     """A product that fetches the rows and applies the gate, and one that follows, of the library's if it is faster."""
+    x, weights, chosen, gate_up, down, filled = call
     order = held_order(chosen, 0, len(down)).with_rows(filled)
     rows = grouped_product(x, gate_up, order.ends, source=order.source, per_token=chosen.shape[1], gated=True)
     if library_is_faster(x, chosen.numel(), down):
@@ -253,9 +202,9 @@ def by_tiles(
 
 
 if HAS_TRITON:
-    experts.implement(
-        "triton choices", "cuda", supports=_choices_support, kernels=CHOICE_KERNELS, scratch=choices_scratch
-    )(_by_choices)
+    experts.implement("triton choices", "cuda", supports=choices_take, kernels=CHOICE_KERNELS, scratch=choices_scratch)(
+        by_choices
+    )
     experts.implement("triton tiles", "cuda", supports=_tiles_support, kernels=_tile_kernels, scratch=tiles_scratch)(
         by_tiles
     )
@@ -265,14 +214,13 @@ if HAS_TRITON:
     "grouped",
     "cuda",
     differentiable=True,
-    supports=_library_supports,
-    kernels=_library_kernels,
+    supports=library_supports,
+    kernels=library_kernels,
     scratch=library_scratch,
 )
-def grouped(
-    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: Tensor, down: Tensor, filled: int | None = None
-) -> Tensor:
+def grouped(call: ExpertsCall[Tensor]) -> Tensor:
     """One product of the library over all experts; how many rows each has stays on the device."""
+    x, weights, chosen, gate_up, down, filled = call
     order = held_order(chosen, 0, len(down)).with_rows(filled)
     rows = take_rows(x, order)
     gate, up = torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=order.ends).chunk(2, -1)
@@ -280,30 +228,11 @@ def grouped(
     return give_back(rows, order, weights)
 
 
-def _by_packed_choices(
-    x: Tensor,
-    weights: Tensor | None,
-    chosen: Tensor,
-    gate_up: PackedWeight,
-    down: PackedWeight,
-    filled: int | None = None,
-) -> Tensor:
-    return by_packed_choices(x, weights, chosen, gate_up, down)
-
-
-def _packed(
-    rows_of: Callable[..., Tensor],
-    x: Tensor,
-    weights: Tensor | None,
-    chosen: Tensor,
-    gate_up: PackedWeight,
-    down: PackedWeight,
-    filled: int | None = None,
-) -> Tensor:
-    if chosen.numel() == 0:
-        return torch.zeros_like(x)
-    order = held_order(chosen, 0, down.shape[0]).with_rows(filled)
-    return give_back(rows_of(x, order, chosen.shape[1], gate_up, down), order, weights)
+def _packed(rows_of: Callable[..., Tensor], call: ExpertsCall[PackedWeight]) -> Tensor:
+    if call.chosen.numel() == 0:
+        return torch.zeros_like(call.x)
+    order = held_order(call.chosen, 0, call.down.shape[0]).with_rows(call.filled)
+    return give_back(rows_of(call, order), order, call.weights)
 
 
 if HAS_TRITON:
@@ -314,7 +243,7 @@ if HAS_TRITON:
         kernels=PACKED_CHOICE_KERNELS,
         packed=True,
         scratch=choices_scratch,
-    )(_by_packed_choices)
+    )(by_packed_choices)
 for _way in WAYS:
     experts.implement(
         _way.name, "cuda", supports=_way.supports, kernels=_way.kernels, packed=True, scratch=_way.scratch
@@ -323,5 +252,5 @@ for _way in WAYS:
 
 @experts.implement(FROZEN, "cpu", differentiable=True, packed=True)
 @experts.implement(FROZEN, "cuda", differentiable=True, packed=True)
-def _frozen(*args: Any) -> Tensor:
-    return frozen_call(experts.bind(args[0].device.type, differentiable=True), *args)
+def _frozen(call: ExpertsCall[PackedWeight]) -> Tensor:
+    return frozen_call(experts.bind(call.x.device.type, differentiable=True), *call)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.kernels.activation.clamped_swiglu import Clamp
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
+from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall
 from strata.kernels.moe.grouped import NO_CLAMP
 from strata.kernels.triton_import import gdc_launch_dependents, gdc_wait, jit, tl
 
@@ -139,29 +139,20 @@ def choice_sum_kernel(
 
 # Columns, elements of k that a program holds at a time, and warps.
 _GATE, _SUM = (8, 512, 4), (2, 128, 4)
-# Two tokens are faster in tiles already, but with 128 experts (an H200; benchmarks/results/h200_grouped.jsonl).
-MOST_TOKENS = 1
 
 
-def by_choices(
-    x: Tensor,
-    weights: Tensor | None,
-    chosen: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    biases: tuple[Tensor, Tensor | None] | None = None,
-    clamp: Clamp | None = None,
-) -> Tensor:
-    """As `experts`, or `biased_experts` with the biases of gate and up, and of down or None, and with its clamp.
+def by_choices(call: ExpertsCall[Tensor] | BiasedExpertsCall[Tensor]) -> Tensor:
+    """As `experts`, or `biased_experts`.
 
     All contiguous, but for rows of x whose elements are side by side; weights float32.
     """
+    x, weights, chosen, gate_up, down = call[:5]
     (tokens, per_token), (_, hidden, width) = chosen.shape, down.shape
     inner = torch.empty((tokens * per_token, width), dtype=x.dtype, device=x.device)
     result = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     early = DeviceLimits.of(x.device).capability >= (9, 0)
+    clamp, (first, last) = call.bounds, call.biases
     alpha, limit = clamp or NO_CLAMP
-    first, last = biases or (None, None)
     columns, block, warps = _GATE
     if not result.numel():
         return result

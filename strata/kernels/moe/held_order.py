@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strata.kernels.choose import thresholds
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.device_limits import implementations_for
 from strata.kernels.grid_sizes import ceil_div
@@ -83,8 +84,6 @@ def held_order_kernel(
 
 
 _BLOCK, _WIDTH, _WARPS = 8, 128, 4
-# The work grows with the square of the choices; past so many, counting them in blocks is less.
-MOST_CHOICES = 8192
 
 
 def held_order(
@@ -93,18 +92,24 @@ def held_order(
     """The order of the choices that go to this rank's experts; behind them, as they stand, those that do not.
 
     chosen, first, placement and slot_mapping as in `held_experts`; held: how many slots this rank has. With 0 and the
-    number of all experts, the order of choices that may be -1. On CUDA in one launch, of more than `MOST_CHOICES` in
-    three. `Order.inverse` is -1 for what other ranks compute, or none. Nothing waits for the device.
+    number of all experts, the order of choices that may be -1. On CUDA in one launch, of more than
+    `Thresholds.sorted_choices` in three. `Order.inverse` is -1 for what other ranks compute, or none. Nothing waits for
+    the device.
     """
     if not HAS_TRITON or implementations_for(chosen.device) != "cuda":
         return Order.of(held_numbers(chosen, first, held, placement, slot_mapping), held, empty=True)
-    make = _by_rank if chosen.numel() <= MOST_CHOICES else counting_order
+    make = counting_order if sorts_by_counting(chosen) else _by_rank
     return make(chosen.contiguous(), first, held, placement, slot_mapping)
+
+
+def sorts_by_counting(chosen: Tensor) -> bool:
+    """Whether there are so many choices that counting them in blocks is less work than each before each."""
+    return chosen.numel() > thresholds(chosen.device).sorted_choices
 
 
 def order_kernels(chosen: Tensor) -> tuple[Any, ...]:
     """What `held_order` launches on CUDA."""
-    return (held_order_kernel,) if chosen.numel() <= MOST_CHOICES else COUNTING_KERNELS
+    return COUNTING_KERNELS if sorts_by_counting(chosen) else (held_order_kernel,)
 
 
 def _by_rank(chosen: Tensor, first: int, held: int, placement: Tensor | None, slot_mapping: Tensor | None) -> Order:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from strata.kernels.activation.clamped_swiglu import Clamp
+from strata.kernels.choose import thresholds
 from strata.kernels.linear.packed.few_rows import ordered
+from strata.kernels.moe.calls import AnyExpertsCall
 from strata.kernels.moe.combine import combine_kernel
 from strata.kernels.moe.held_order import order_kernels
 from strata.kernels.moe.order import Order
@@ -23,13 +24,7 @@ from strata.kernels.triton_import import HAS_TRITON
 
 # Of all operations that multiply by experts, the first but of held ones; what the last does, `frozen_call` tells.
 CHOICES, ROUNDED, CONVERTED, FROZEN = "packed, choices", "packed, rounded", "packed, tiles", "of frozen weights"
-Biases = tuple[Tensor | None, Tensor | None]
-NO_BIASES: Biases = None, None
 
-
-# Where a scheme rounds activations, of more rows an expert both products are in 8 bits: nothing is converted then, and
-# rounding costs two launches.
-MOST_CONVERTED = 2
 _round = round_rows.bind("cuda")
 
 
@@ -38,10 +33,9 @@ def _summed(weights: Tensor | None, chosen: Tensor) -> bool:
     return chosen.is_contiguous() and (weights is None or (weights.dtype == torch.float32 and weights.is_contiguous()))
 
 
-def _rounded_support(
-    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: PackedWeight, down: PackedWeight, *others: object
-) -> bool:
-    many = chosen.numel() > MOST_CONVERTED * down.shape[0]
+def _rounded_support(call: AnyExpertsCall[PackedWeight]) -> bool:
+    x, weights, chosen, gate_up, down = call[:5]
+    many = chosen.numel() > thresholds(x.device).converted_rows * down.shape[0]
     return (
         many
         and rounded_takes(x.dtype, gate_up)
@@ -51,17 +45,10 @@ def _rounded_support(
     )
 
 
-def rounded_rows(
-    x: Tensor,
-    order: Order,
-    per_token: int,
-    gate_up: PackedWeight,
-    down: PackedWeight,
-    biases: Biases = NO_BIASES,
-    clamp: Clamp | None = None,
-) -> Tensor:
+def rounded_rows(call: AnyExpertsCall[PackedWeight], order: Order) -> Tensor:
     """As `converted_rows`, of x that is rounded and so is what is gated."""
-    first, last = biases
+    x, _, chosen, gate_up, down = call[:5]
+    first, last = call.biases
     values, scales = _round(ordered(x, gate_up), gate_up.kind, gate_up.columns, gate_up.input_scale)
     inner = rounded_grouped_product(
         values,
@@ -70,84 +57,66 @@ def rounded_rows(
         order.ends,
         x.dtype,
         source=order.source,
-        per_token=per_token,
+        per_token=chosen.shape[1],
         gated=True,
         bias=first,
-        clamp=clamp,
+        clamp=call.bounds,
     )
     values, scales = _round(ordered(inner, down), down.kind, down.columns, down.input_scale)
     return rounded_grouped_product(values, scales, down, order.ends, x.dtype, bias=last)
 
 
-def _converted_support(
-    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: PackedWeight, down: PackedWeight, *others: object
-) -> bool:
+def _converted_support(call: AnyExpertsCall[PackedWeight]) -> bool:
+    x, weights, chosen, gate_up, down = call[:5]
     # What lies between the products is contiguous.
     inner = torch.empty((1, down.shape[2]), dtype=x.dtype, device="meta")
     return is_readable(x, gate_up) and is_readable(inner, down) and _summed(weights, chosen)
 
 
-def converted_rows(
-    x: Tensor,
-    order: Order,
-    per_token: int,
-    gate_up: PackedWeight,
-    down: PackedWeight,
-    biases: Biases = NO_BIASES,
-    clamp: Clamp | None = None,
-) -> Tensor:
+def converted_rows(call: AnyExpertsCall[PackedWeight], order: Order) -> Tensor:
     """What experts make of the rows of an order, [rows, hidden], x not rounded: one product fetches rows and gates, one
     follows."""
-    first, last = biases
+    x, _, chosen, gate_up, down = call[:5]
+    first, last = call.biases
     inner = packed_grouped_product(
         ordered(x, gate_up),
         gate_up,
         order.ends,
         source=order.source,
-        per_token=per_token,
+        per_token=chosen.shape[1],
         gated=True,
         bias=first,
-        clamp=clamp,
+        clamp=call.bounds,
     )
     return packed_grouped_product(ordered(inner, down), down, order.ends, bias=last)
 
 
-def _converted_kernels(
-    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: PackedWeight, down: PackedWeight, *others: object
-) -> tuple[Any, ...]:
-    return _kernels(chosen, gate_up, down, packed_grouped_kernel)
-
-
-def _rounded_kernels(
-    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: PackedWeight, down: PackedWeight, *others: object
-) -> tuple[Any, ...]:
-    return _kernels(chosen, gate_up, down, round_rows_kernel, rounded_grouped_kernel)
-
-
-def _kernels(chosen: Tensor, gate_up: PackedWeight, down: PackedWeight, *each: Any) -> tuple[Any, ...]:
+def _kernels(*each: Any) -> Callable[[AnyExpertsCall[PackedWeight]], tuple[Any, ...]]:
     """each: what either product launches, behind what orders columns."""
-    first, last = (each if one.order is None else (ATEN, *each) for one in (gate_up, down))
-    return *order_kernels(chosen), *first, *last, combine_kernel
+
+    def of(call: AnyExpertsCall[PackedWeight]) -> tuple[Any, ...]:
+        first, last = (each if one.order is None else (ATEN, *each) for one in (call.gate_up, call.down))
+        return *order_kernels(call.chosen), *first, *last, combine_kernel
+
+    return of
 
 
-def _converted_scratch(
-    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: PackedWeight, down: PackedWeight, *others: object
-) -> int:
+def _converted_scratch(call: AnyExpertsCall[PackedWeight]) -> int:
     """Bytes of the order of rows, of what is gated and of what comes out of it, beside the sums."""
+    x, _, chosen, _, down = call[:5]
     count, hidden, width = down.shape
     inner, outer = (chosen.numel() * columns * x.element_size() for columns in (width, hidden))
     return 16 * chosen.numel() + 4 * count + outer + max(0, inner - x.nbytes)
 
 
-def _rounded_scratch(
-    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: PackedWeight, down: PackedWeight, *others: object
-) -> int:
+def _rounded_scratch(call: AnyExpertsCall[PackedWeight]) -> int:
     """As `_converted_scratch`, and rows in 8 bits with their scales, of x and of what is gated, which stay as long."""
+    x, _, chosen, gate_up, down = call[:5]
     of_x, of_inner = (
         columns + 4 * (-(-columns // weight.columns) if weight.columns else 1)
         for columns, weight in ((x.shape[1], gate_up), (down.shape[2], down))
     )
-    return _converted_scratch(x, weights, chosen, gate_up, down) + len(chosen) * of_x + chosen.numel() * of_inner
+    return _converted_scratch(call) + len(chosen) * of_x + chosen.numel() * of_inner
 
 
 class Way(NamedTuple):
@@ -162,8 +131,14 @@ class Way(NamedTuple):
 
 WAYS: tuple[Way, ...] = (
     (
-        Way(ROUNDED, rounded_rows, _rounded_support, _rounded_kernels, _rounded_scratch),
-        Way(CONVERTED, converted_rows, _converted_support, _converted_kernels, _converted_scratch),
+        Way(
+            ROUNDED,
+            rounded_rows,
+            _rounded_support,
+            _kernels(round_rows_kernel, rounded_grouped_kernel),
+            _rounded_scratch,
+        ),
+        Way(CONVERTED, converted_rows, _converted_support, _kernels(packed_grouped_kernel), _converted_scratch),
     )
     if HAS_TRITON
     else ()

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from strata.kernels.activation.clamped_swiglu import Clamp
+from strata.kernels.choose import thresholds
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
-from strata.kernels.moe.few_tokens import MOST_TOKENS
+from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall
 from strata.kernels.moe.grouped import NO_CLAMP, gated_by
 from strata.kernels.quant.dequantize import E4M3_CAPABILITY, unpack_wide, wide_scale
 from strata.kernels.quant.packed import PackedWeight
@@ -169,26 +169,21 @@ def _streams(x: Tensor, weight: PackedWeight) -> bool:
     )
 
 
-def packed_choices_take(
-    x: Tensor, weights: Tensor | None, chosen: Tensor, gate_up: PackedWeight, down: PackedWeight, *others: object
-) -> bool:
+def packed_choices_take(call: ExpertsCall[PackedWeight] | BiasedExpertsCall[PackedWeight]) -> bool:
     """Whether there are so few tokens that each reads its experts' weights by itself, and these are of 8 bits."""
-    few = 0 < len(chosen) <= MOST_TOKENS and chosen.is_contiguous() and x.stride(-1) == 1
+    x, weights, chosen, gate_up, down = call[:5]
+    few = 0 < len(chosen) <= thresholds(x.device).choice_tokens and chosen.is_contiguous() and x.stride(-1) == 1
     wide = weights is None or (weights.dtype == torch.float32 and weights.is_contiguous())
     return few and wide and _streams(x, gate_up) and _streams(x, down)
 
 
 def by_packed_choices(
-    x: Tensor,
-    weights: Tensor | None,
-    chosen: Tensor,
-    gate_up: PackedWeight,
-    down: PackedWeight,
-    biases: tuple[Tensor | None, Tensor | None] = (None, None),
-    clamp: Clamp | None = None,
+    call: ExpertsCall[PackedWeight] | BiasedExpertsCall[PackedWeight],
     parts: tuple[ChoicePart, ChoicePart] = (GATE, SUM),
 ) -> Tensor:
     """As `by_choices`, with weights that `packed_choices_take`."""
+    x, weights, chosen, gate_up, down = call[:5]
+    biases, clamp = call.biases, call.bounds
     (tokens, per_token), (_, hidden, width) = chosen.shape, down.shape
     inner = torch.empty((tokens * per_token, width), dtype=x.dtype, device=x.device)
     result = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)

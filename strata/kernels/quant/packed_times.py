@@ -11,17 +11,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from strata.kernels.choose import MEASURED, thresholds_of
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.linear.packed.few_rows import GEMV_WIDTH, MOST_ROUNDED_ROWS, dot_shapes
 from strata.kernels.linear.packed.int4_gemv import in_chunks
 from strata.kernels.linear.packed.split_product import MOST_SPLIT_ROWS
 from strata.kernels.linear.skinny_tiles import MOST_ROWS
-from strata.kernels.moe.packed_experts import MOST_CONVERTED
 from strata.kernels.quant.packed import Scheme, multiplied_in
 
 # Kernels of experts: of a token alone; where values are converted, with the order of rows and the weighted sum; and
 # where rows are rounded, twice.
 _CHOICES, _CONVERTED, _ROUNDED = 2, 4, 6
+# Of an expert, up to which its values are converted: where the times were measured.
+_CONVERTED_ROWS = thresholds_of(MEASURED).converted_rows
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class PackedTimes:
         if tokens == 1 and _streams(scheme):
             return _CHOICES * self.launch + nbytes / self.bandwidth
         rows = flops / (2 * weights)  # of each expert
-        dtype = multiplied_in(scheme) if rows > MOST_CONVERTED else ""
+        dtype = multiplied_in(scheme) if rows > _CONVERTED_ROWS else ""
         compute = flops / (self.grouped * self.rates[dtype])
         if dtype:
             return _ROUNDED * self.launch + max(nbytes / self.bandwidth, compute)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.recurrent import gated_delta_triton
+from strata.kernels.recurrent.calls import GatedDeltaCall
 from strata.kernels.recurrent.delta_chunks_triton import (
     CHUNK,
     gated_delta_results_kernel,
@@ -21,7 +22,7 @@ from strata.kernels.recurrent.delta_chunks_triton import (
     gated_delta_states_kernel,
 )
 from strata.kernels.recurrent.gated_delta_triton import LENGTH_EPS
-from strata.kernels.recurrent.sequences import STATE, RecurrentBatch
+from strata.kernels.recurrent.sequences import STATE
 
 KERNELS = (gated_delta_solve_kernel, gated_delta_states_kernel, gated_delta_results_kernel)
 # Chunks of 16, one after another and from which nothing is handed on, are for prompts with fewer tokens than this, and
@@ -71,21 +72,21 @@ class _Sizes:
         return self.programs * (elements * dtype.itemsize + 4 * CHUNK * 4)
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> bool:
+def supports(call: GatedDeltaCall) -> bool:
     """A long sequence in bfloat16, and not many others beside it."""
-    batch: RecurrentBatch = others[4]
+    q, k, v, batch = call.q, call.k, call.v, call.batch
     return (
         batch.longest >= max(_SHORTEST, _PER_SEQUENCE * (batch.offsets.shape[0] - 1))
         and q.dtype == k.dtype == v.dtype == torch.bfloat16
         and max(k.shape[2], v.shape[2]) <= 128
-        and gated_delta_triton.supports(q, k, v, *others)
+        and gated_delta_triton.supports(call)
     )
 
 
-def scratch(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> int:
+def scratch(call: GatedDeltaCall) -> int:
     """What the kernels hand on to each other."""
-    batch: RecurrentBatch = others[4]
-    return _Sizes.of(v.shape[0], batch.offsets.shape[0] - 1, v.shape[1], k.shape[2], v.shape[2]).nbytes(v.dtype)
+    v, sequences = call.v, call.batch.offsets.shape[0] - 1
+    return _Sizes.of(v.shape[0], sequences, v.shape[1], call.k.shape[2], v.shape[2]).nbytes(v.dtype)
 
 
 def scratch_bytes(tokens: int, sequences: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> int:
@@ -95,18 +96,8 @@ def scratch_bytes(tokens: int, sequences: int, heads: int, key_dim: int, value_d
     return _Sizes.of(tokens, min(sequences, tokens // _PER_SEQUENCE), heads, key_dim, value_dim).nbytes(dtype)
 
 
-def launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    dt_bias: Tensor,
-    a_log: Tensor,
-    batch: RecurrentBatch,
-    layer: int,
-    tiles: Tiles = TILES,
-) -> Tensor:
+def launch(call: GatedDeltaCall, tiles: Tiles = TILES) -> Tensor:
+    q, k, v, a, b, dt_bias, a_log, batch, layer = call
     key_heads, key_dim = k.shape[1:]
     heads, value_dim = v.shape[1:]
     result = torch.empty(v.shape, dtype=v.dtype, device=v.device)

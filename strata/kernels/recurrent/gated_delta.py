@@ -17,10 +17,10 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.blocks import in_whole_vectors
 from strata.kernels.op import operation
 from strata.kernels.recurrent import delta_chunks_cuda, gated_delta_triton
+from strata.kernels.recurrent.calls import GatedDeltaCall
 from strata.kernels.recurrent.gated_delta_triton import LENGTH_EPS
 from strata.kernels.recurrent.sequences import (
     STATE,
-    RecurrentBatch,
     chunk_places,
     chunk_rows,
     first_states,
@@ -32,22 +32,11 @@ from strata.kernels.recurrent.sequences import (
 from strata.kernels.triton_import import HAS_TRITON
 
 
-def _cost(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    dt_bias: Tensor,
-    a_log: Tensor,
-    batch: RecurrentBatch,
-    layer: int,
-    *,
-    workload: Workload,
-) -> Cost:
+def _cost(call: GatedDeltaCall, *, workload: Workload) -> Cost:
     """Of the recurrence: an element of the state decays, is read at the key (2), takes its part (2), is read at the
     query (2); chunks do more, as products. A value is corrected (2). The decay is a sum, softplus (3), a product and an
     exponential, the strength a sigmoid (4). Queries and keys are squared, added up and scaled, queries once more."""
+    q, k, v, a, b, dt_bias, a_log, batch, layer = call
     tokens, key_heads, key_dim = k.shape
     heads, value_dim = v.shape[1:]
     flops = tokens * (heads * (7 * key_dim * value_dim + 2 * value_dim + 10) + key_heads * 7 * key_dim)
@@ -57,33 +46,23 @@ def _cost(
     return found if batch.states is None else found + state_cost(batch.states.tensors[layer][STATE], workload)
 
 
-def _meta(q: Tensor, k: Tensor, v: Tensor, *others: object) -> Tensor:
-    return v.new_empty(v.shape, device="meta")
+def _meta(call: GatedDeltaCall) -> Tensor:
+    return call.v.new_empty(call.v.shape, device="meta")
 
 
-@operation(_cost, meta=_meta, mutates=("batch",), reads_state=True)
-def gated_delta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    dt_bias: Tensor,
-    a_log: Tensor,
-    batch: RecurrentBatch,
-    layer: int,
-) -> Tensor:
+@operation(_cost, operands=GatedDeltaCall, meta=_meta, mutates=("batch",), reads_state=True, recurrent=True)
+def gated_delta(call: GatedDeltaCall) -> Tensor:
     """In each sequence and head, with `g[t] = -exp(a_log) softplus(a[t] + dt_bias)`, `beta[t] = sigmoid(b[t])`, and
     queries and keys of length 1, queries divided by the root of key_dim too:
 
     `S = exp(g[t]) S[t-1]`, `S[t] = S + k[t] (beta[t] (v[t] - S^T k[t]))^T`, and the result `S[t]^T q[t]`.
 
-    q, k: [tokens, key_heads, key_dim], key head h // (heads // key_heads) serves head h; v: [tokens, heads, value_dim];
-    a, b: [tokens, heads]; dt_bias, a_log: [heads]. S begins with what the sequence has kept, `batch.states.tensors
+    S begins with what the sequence has kept, `batch.states.tensors
     [layer][1]` of shape [rows, heads, key_dim, value_dim], and with zeros at position 0; in the end it stands there.
     Returns [tokens, heads, value_dim] in v's dtype; all of it is float32 (float64 for float64). Without `batch.states`
     all sequences begin here and nothing is kept.
     """
+    q, k, v, a, b, dt_bias, a_log, batch, layer = call
     precision = torch.promote_types(v.dtype, torch.float32)
     dtype, (heads, value_dim) = v.dtype, v.shape[1:]
     state = first_states(batch, layer, STATE, (heads, k.shape[2], value_dim), v.new_empty(0, dtype=precision))
@@ -120,18 +99,9 @@ def _gates(a: Tensor, b: Tensor, dt_bias: Tensor, a_log: Tensor, precision: torc
 _CHUNK = 64
 
 
-def _chunks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    dt_bias: Tensor,
-    a_log: Tensor,
-    batch: RecurrentBatch,
-    layer: int,
-) -> Tensor:
+def _chunks(call: GatedDeltaCall) -> Tensor:
     """Chunk after chunk, all sequences side by side. Differentiable."""
+    q, k, v, a, b, dt_bias, a_log, batch, layer = call
     precision = torch.promote_types(v.dtype, torch.float32)
     tokens, heads, value_dim = v.shape
     state = first_states(batch, layer, STATE, (heads, k.shape[2], value_dim), v.new_empty(0, dtype=precision))
@@ -165,19 +135,10 @@ def _chunks(
     return torch.cat(parts).index_select(0, chunk_places(batch, count)).to(v.dtype)
 
 
-def _recurrence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    dt_bias: Tensor,
-    a_log: Tensor,
-    batch: RecurrentBatch,
-    layer: int,
-) -> Tensor:
+def _recurrence(call: GatedDeltaCall) -> Tensor:
     """Token after token, all sequences side by side, each element on its own: bits depend neither on other sequences
     nor on how a prompt was divided."""
+    q, k, v, a, b, dt_bias, a_log, batch, layer = call
     precision = torch.promote_types(v.dtype, torch.float32)
     dtype, (heads, value_dim) = v.dtype, v.shape[1:]
     state = first_states(batch, layer, STATE, (heads, k.shape[2], value_dim), v.new_empty(0, dtype=precision))

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
-from strata.kernels.recurrent.sequences import STATE, RecurrentBatch
+from strata.kernels.recurrent.calls import GatedDeltaCall
+from strata.kernels.recurrent.sequences import STATE
 from strata.kernels.triton_import import jit, tl
 
 # Added to the squares of a query or key before the root, as in flash-linear-attention and transformers.
@@ -207,41 +208,21 @@ def _tile(key_dim: int, value_dim: int, chunks: bool) -> dict[str, int]:
     return {"KEY_DIM": padded, "COLUMNS": columns}
 
 
-def supports(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    dt_bias: Tensor,
-    a_log: Tensor,
-    batch: RecurrentBatch,
-    layer: int,
-) -> bool:
+def supports(call: GatedDeltaCall) -> bool:
     """Rows of any distance, whose own elements stand side by side; states in float32."""
+    q, k, v, a, b, _, _, batch, layer = call
     whole = all(one.stride(1) == one.shape[2] and one.stride(2) == 1 for one in (q, k, v))
     kept = batch.states is None or batch.states.tensors[layer][STATE].dtype == torch.float32
     return whole and kept and a.stride(1) == b.stride(1) == 1 and v.dtype != torch.float64 and k.shape[2] <= 256
 
 
-def takes_chunks(q: Tensor, *others: Any) -> bool:
+def takes_chunks(call: GatedDeltaCall) -> bool:
     """As `supports`, where a sequence is long enough."""
-    batch: RecurrentBatch = others[6]
-    return batch.longest >= _SHORTEST_CHUNKED and supports(q, *others)
+    return call.batch.longest >= _SHORTEST_CHUNKED and supports(call)
 
 
-def launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    dt_bias: Tensor,
-    a_log: Tensor,
-    batch: RecurrentBatch,
-    layer: int,
-    chunks: bool,
-) -> Tensor:
+def launch(call: GatedDeltaCall, chunks: bool) -> Tensor:
+    q, k, v, a, b, dt_bias, a_log, batch, layer = call
     key_heads, key_dim = k.shape[1:]
     heads, value_dim = v.shape[1:]
     result = torch.empty(v.shape, dtype=v.dtype, device=v.device)

@@ -43,7 +43,7 @@ def _meta(x: Tensor, weight: Tensor, bias: Tensor | None, batch: RecurrentBatch,
     return x.new_empty(x.shape, device="meta")
 
 
-@operation(_cost, meta=_meta, mutates=("batch",), reads_state=True)
+@operation(_cost, meta=_meta, mutates=("batch",), reads_state=True, recurrent=True)
 def short_convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, batch: RecurrentBatch, layer: int, silu: bool
 ) -> Tensor:

@@ -7,7 +7,6 @@ product with the state before it (section 6 there); over single tokens it is the
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +16,9 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.blocks import in_whole_vectors
 from strata.kernels.op import operation
 from strata.kernels.recurrent import state_space_triton
+from strata.kernels.recurrent.calls import StateSpaceCall, StateSpaceSpec
 from strata.kernels.recurrent.sequences import (
     STATE,
-    RecurrentBatch,
     chunk_places,
     chunk_rows,
     first_states,
@@ -31,29 +30,10 @@ from strata.kernels.recurrent.sequences import (
 from strata.kernels.triton_import import HAS_TRITON
 
 
-class StateSpaceSpec(NamedTuple):
-    """What is the same in every call of one layer. layer: whose states are kept. least, most: bounds of a time step."""
-
-    layer: int
-    least: float
-    most: float
-
-
-def _cost(
-    x: Tensor,
-    dt: Tensor,
-    b: Tensor,
-    c: Tensor,
-    dt_bias: Tensor,
-    a_log: Tensor,
-    skip: Tensor,
-    batch: RecurrentBatch,
-    spec: StateSpaceSpec,
-    *,
-    workload: Workload,
-) -> Cost:
+def _cost(call: StateSpaceCall, *, workload: Workload) -> Cost:
     """Of the recurrence: an element of the state decays, takes up its part of the input, and gives its part of the
     result; chunks do more, as products. A time step is a sum, softplus (3), its product with A, an exponential."""
+    x, dt, b, c, dt_bias, a_log, skip, batch, spec = call
     tokens, heads, head_dim = x.shape
     each = 5 * head_dim * b.shape[-1] + 3 * head_dim + 6
     weights = dt_bias.nbytes + a_log.nbytes + skip.nbytes
@@ -62,33 +42,19 @@ def _cost(
     return found if batch.states is None else found + state_cost(batch.states.tensors[spec.layer][STATE], workload)
 
 
-def _meta(x: Tensor, *others: object) -> Tensor:
-    return x.new_empty(x.shape, device="meta")
-
-
-@operation(_cost, meta=_meta, mutates=("batch",), reads_state=True)
-def state_space(
-    x: Tensor,
-    dt: Tensor,
-    b: Tensor,
-    c: Tensor,
-    dt_bias: Tensor,
-    a_log: Tensor,
-    skip: Tensor,
-    batch: RecurrentBatch,
-    spec: StateSpaceSpec,
-) -> Tensor:
+@operation(_cost, operands=StateSpaceCall, mutates=("batch",), reads_state=True, recurrent=True)
+def state_space(call: StateSpaceCall) -> Tensor:
     """In each sequence and head, with `s[t] = clamp(softplus(dt[t] + dt_bias), least, most)` and `A = -exp(a_log)`:
 
     `S[t] = exp(s[t] A) S[t-1] + s[t] x[t] b[t]^T`, and the result `y[t] = S[t] c[t] + skip x[t]`.
 
-    x: [tokens, heads, head_dim]; dt: [tokens, heads]; b, c: [tokens, groups, state_size], group h // (heads // groups)
-    serving head h; dt_bias, a_log, skip: [heads]. S begins with what the sequence has kept, `batch.states.tensors
+    S begins with what the sequence has kept, `batch.states.tensors
     [layer][1]` of shape [rows, heads, head_dim, state_size], and with zeros at position 0; in the end it stands there.
     Returns [tokens, heads, head_dim] in x's dtype; all of it is float32 (float64 for float64). Without `batch.states`
     all sequences begin here and nothing is kept. transformers' Mamba2 clamps time steps in prompts only; here as there
     the last token of a prompt and the next one are computed alike only if no bound is hit.
     """
+    x, dt, b, c, dt_bias, a_log, skip, batch, spec = call
     precision = torch.promote_types(x.dtype, torch.float32)
     _, heads, head_dim = x.shape
     state = first_states(batch, spec.layer, STATE, (heads, head_dim, b.shape[-1]), x.new_empty(0, dtype=precision))
@@ -116,18 +82,9 @@ def _of_heads(x: Tensor, heads: int, precision: torch.dtype) -> Tensor:
 _CHUNK = 64
 
 
-def _chunks(
-    x: Tensor,
-    dt: Tensor,
-    b: Tensor,
-    c: Tensor,
-    dt_bias: Tensor,
-    a_log: Tensor,
-    skip: Tensor,
-    batch: RecurrentBatch,
-    spec: StateSpaceSpec,
-) -> Tensor:
+def _chunks(call: StateSpaceCall) -> Tensor:
     """Chunk after chunk, all sequences side by side. Differentiable."""
+    x, dt, b, c, dt_bias, a_log, skip, batch, spec = call
     precision = torch.promote_types(x.dtype, torch.float32)
     tokens, heads, head_dim = x.shape
     groups = b.shape[1]
@@ -158,19 +115,10 @@ def _chunks(
     return (found + skip.to(precision)[:, None] * wide).to(x.dtype)
 
 
-def _recurrence(
-    x: Tensor,
-    dt: Tensor,
-    b: Tensor,
-    c: Tensor,
-    dt_bias: Tensor,
-    a_log: Tensor,
-    skip: Tensor,
-    batch: RecurrentBatch,
-    spec: StateSpaceSpec,
-) -> Tensor:
+def _recurrence(call: StateSpaceCall) -> Tensor:
     """Token after token, all sequences side by side, each element on its own: bits depend neither on other sequences
     nor on how a prompt was divided."""
+    x, dt, b, c, dt_bias, a_log, skip, batch, spec = call
     precision = torch.promote_types(x.dtype, torch.float32)
     _tokens, heads, head_dim = x.shape
     state = first_states(batch, spec.layer, STATE, (heads, head_dim, b.shape[-1]), x.new_empty(0, dtype=precision))

@@ -8,18 +8,16 @@ asked for; a single long prompt fills heads * head_dim / columns processors.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
-from strata.kernels.recurrent.sequences import STATE, RecurrentBatch
+from strata.kernels.recurrent.calls import StateSpaceCall
+from strata.kernels.recurrent.sequences import STATE
 from strata.kernels.triton_import import jit, tl
-
-if TYPE_CHECKING:
-    from strata.kernels.recurrent.state_space import StateSpaceSpec
 
 
 @jit
@@ -190,41 +188,21 @@ def _tile(head_dim: int, state_size: int, chunks: bool) -> dict[str, int]:
     return {"COLUMNS": columns, "STATE_SIZE": padded}
 
 
-def supports(
-    x: Tensor,
-    dt: Tensor,
-    b: Tensor,
-    c: Tensor,
-    dt_bias: Tensor,
-    a_log: Tensor,
-    skip: Tensor,
-    batch: RecurrentBatch,
-    spec: StateSpaceSpec,
-) -> bool:
+def supports(call: StateSpaceCall) -> bool:
     """Rows of any distance, whose own elements stand side by side; states in float32."""
+    x, dt, b, c, _, _, _, batch, spec = call
     whole = all(one.stride(1) == one.shape[2] and one.stride(2) == 1 for one in (x, b, c)) and dt.stride(1) == 1
     kept = batch.states is None or batch.states.tensors[spec.layer][STATE].dtype == torch.float32
     return whole and kept and x.dtype != torch.float64 and b.shape[2] <= 256
 
 
-def takes_chunks(x: Tensor, *others: Any) -> bool:
+def takes_chunks(call: StateSpaceCall) -> bool:
     """As `supports`, where a sequence is long enough."""
-    batch: RecurrentBatch = others[6]
-    return batch.longest >= _SHORTEST_CHUNKED and supports(x, *others)
+    return call.batch.longest >= _SHORTEST_CHUNKED and supports(call)
 
 
-def launch(
-    x: Tensor,
-    dt: Tensor,
-    b: Tensor,
-    c: Tensor,
-    dt_bias: Tensor,
-    a_log: Tensor,
-    skip: Tensor,
-    batch: RecurrentBatch,
-    spec: StateSpaceSpec,
-    chunks: bool,
-) -> Tensor:
+def launch(call: StateSpaceCall, chunks: bool) -> Tensor:
+    x, dt, b, c, dt_bias, a_log, skip, batch, spec = call
     tokens, heads, head_dim = x.shape
     groups, state_size = b.shape[1:]
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)

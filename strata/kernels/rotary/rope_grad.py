@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.kernels.attention.spec import HeadsSpec
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.plain_tensor import all_plain
 from strata.kernels.rotary.rope import rope, rotate
-from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
+from strata.kernels.state.qk_rope_kv_write import HeadsCall, qk_rope_kv_write
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 
@@ -144,10 +143,9 @@ class _Rope(torch.autograd.Function):
         return _rope(upstream[0].contiguous(), cos, -sin), None, None
 
 
-def _fits(
-    product: Tensor, q_weight: object, k_weight: object, cos: Tensor, sin: Tensor, pages: object, spec: HeadsSpec
-) -> bool:
+def _fits(call: HeadsCall) -> bool:
     """No norms of heads, no pages. A program holds all heads of a token."""
+    product, q_weight, _, cos, _, pages, spec = call
     few = (spec.heads + 2 * spec.kv_heads) * cos.shape[-1] <= 16384
     return q_weight is None and pages is None and few and all_plain(product) and product.stride(-1) == 1
 
@@ -160,10 +158,8 @@ if HAS_TRITON:
     )
 
     @qk_rope_kv_write.implement("triton with gradients", "cuda", differentiable=True, supports=_fits)
-    def _differentiable_heads(
-        product: Tensor, q_weight: None, k_weight: None, cos: Tensor, sin: Tensor, pages: None, spec: HeadsSpec
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return _Heads.apply(product, spec.heads, spec.kv_heads, cos, sin)  # type: ignore[no-any-return]
+    def _differentiable_heads(call: HeadsCall) -> tuple[Tensor, Tensor, Tensor]:
+        return _Heads.apply(call.product, call.spec.heads, call.spec.kv_heads, call.cos, call.sin)  # type: ignore[no-any-return]
 
 
 def compile_cases() -> list[CompileCase]:

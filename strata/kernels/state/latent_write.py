@@ -4,6 +4,7 @@ section 2.1)."""
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,19 +19,27 @@ from strata.kernels.state.paged import PagedKV
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 
-def _cost(
-    product: Tensor,
-    weight: Tensor,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    pages: PagedKV | None,
-    layer: int,
-    paired: bool,
-    *,
-    workload: Workload,
-) -> Cost:
+class LatentWriteCall(NamedTuple):
+    """The operands of `latent_write`.
+
+    product: [tokens, rank + dims], the latent and that part side by side. weight: [rank] of the `rms_norm` of the
+    latent. cos, sin, paired: as for `tail_rope`, [tokens, 1, dims]. pages: the rows of a layer are `pages.keys[layer]`,
+    [pages, page_size, 1, rank + dims], written at `pages.slot_mapping`; -1 writes nothing; None: nothing is written.
+    """
+
+    product: Tensor
+    weight: Tensor
+    eps: float
+    cos: Tensor
+    sin: Tensor
+    pages: PagedKV | None
+    layer: int
+    paired: bool
+
+
+def _cost(call: LatentWriteCall, *, workload: Workload) -> Cost:
     """The norm of the latents: four operations an element; a rotation of a pair: six. A second row goes to the page."""
+    product, weight, _, cos, sin, pages, layer, _ = call
     tokens, rank, dims = product.shape[0], weight.shape[0], cos.shape[-1]
     read = product.nbytes + weight.nbytes + (cos.nbytes + sin.nbytes) // 2
     stored = 0
@@ -39,37 +48,13 @@ def _cost(
     return Cost(tokens * (4 * rank + 3 * dims), read, product.nbytes + stored, weights=weight.nbytes)
 
 
-def _meta(
-    product: Tensor,
-    weight: Tensor,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    pages: PagedKV | None,
-    layer: int,
-    paired: bool,
-) -> Tensor:
-    return product.new_empty(product.shape, device="meta")
-
-
-@operation(_cost, meta=_meta, mutates=("pages",))
-def latent_write(
-    product: Tensor,
-    weight: Tensor,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    pages: PagedKV | None,
-    layer: int,
-    paired: bool,
-) -> Tensor:
+@operation(_cost, operands=LatentWriteCall, mutates=("pages",))
+def latent_write(call: LatentWriteCall) -> Tensor:
     """Normalize the latent of each token, rotate the part of its key that has a position, and write both into a page.
 
-    product: [tokens, rank + dims], the latent and that part side by side. weight: [rank] of the `rms_norm` of the
-    latent. cos, sin, paired: as for `tail_rope`, [tokens, 1, dims]. pages: the rows of a layer are `pages.keys[layer]`,
-    [pages, page_size, 1, rank + dims], written at `pages.slot_mapping`; -1 writes nothing; None: nothing is written.
     Returns the rows, like `product`.
     """
+    product, weight, eps, cos, sin, pages, layer, paired = call
     row = _finished(product, rms_norm.reference(product[:, : weight.shape[0]], weight, eps), cos, sin, paired)
     if pages is not None:
         kept = pages.slot_mapping >= 0
@@ -82,24 +67,16 @@ def _finished(product: Tensor, latent: Tensor, cos: Tensor, sin: Tensor, paired:
     return torch.cat((latent, turned(product[:, None, latent.shape[1] :], cos, sin, paired)[:, 0]), -1)
 
 
-def _without_pages(product: Tensor, *others: object) -> bool:
-    return others[4] is None
+def _without_pages(call: LatentWriteCall) -> bool:
+    return call.pages is None
 
 
 _norm = rms_norm.bind("cpu", deterministic=True).candidates[0].run
 
 
 @latent_write.implement("index_copy", "cpu", invariant=True)
-def _torch(
-    product: Tensor,
-    weight: Tensor,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    pages: PagedKV | None,
-    layer: int,
-    paired: bool,
-) -> Tensor:
+def _torch(call: LatentWriteCall) -> Tensor:
+    product, weight, eps, cos, sin, pages, layer, paired = call
     row = _finished(product, _norm(product[:, : weight.shape[0]], weight, eps), cos, sin, paired)
     if pages is None:
         return row
@@ -161,16 +138,8 @@ def latent_write_kernel(
 _WARPS = 4
 
 
-def _triton(
-    product: Tensor,
-    weight: Tensor,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    pages: PagedKV | None,
-    layer: int,
-    paired: bool,
-) -> Tensor:
+def _triton(call: LatentWriteCall) -> Tensor:
+    product, weight, eps, cos, sin, pages, layer, paired = call
     result = torch.empty(product.shape, dtype=product.dtype, device=product.device)
     rank, half = weight.shape[0], cos.shape[-1] // 2
     if result.numel():
@@ -195,16 +164,8 @@ def _triton(
     return result
 
 
-def _fits(
-    product: Tensor,
-    weight: Tensor,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    pages: PagedKV | None,
-    layer: int,
-    paired: bool,
-) -> bool:
+def _fits(call: LatentWriteCall) -> bool:
+    product, pages, layer = call.product, call.pages, call.layer
     return (
         product.dtype != torch.float64
         and product.stride(-1) == 1
@@ -215,7 +176,7 @@ def _fits(
 if HAS_TRITON:
     latent_write.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(latent_write_kernel,))(_triton)
 for _device in ("cpu", "cuda"):
-    latent_write.implement("torch", _device, differentiable=True, supports=_without_pages)(latent_write.reference)
+    latent_write.implement("torch", _device, differentiable=True, supports=_without_pages)(latent_write.definition)
 
 
 def compile_cases() -> list[CompileCase]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,23 +21,32 @@ from strata.kernels.state.rounded_triton import rounded_write_kernel, write_roun
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 
-def _saved(product: Tensor, q_weight: object, k_weight: object, cos: Tensor, sin: Tensor, *others: object) -> Cost:
+class HeadsCall(NamedTuple):
+    """The operands of `qk_rope_kv_write`.
+
+    product: [tokens, (heads + 2 * kv_heads) * head_dim]: queries, keys, values side by side.
+    q_weight, k_weight: [head_dim] of the `rms_norm` of queries and of keys; both None: no norm.
+    cos, sin: of `rope_angles`, [tokens, 1, head_dim].
+    pages: as for `kv_write`; None writes nothing.
+    """
+
+    product: Tensor
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    cos: Tensor
+    sin: Tensor
+    pages: PagedKV | None
+    spec: HeadsSpec
+
+
+def _saved(call: HeadsCall) -> Cost:
     """The angles are read once for queries and keys."""
-    return Cost(read=(cos.nbytes + sin.nbytes) // 2)
+    return Cost(read=(call.cos.nbytes + call.sin.nbytes) // 2)
 
 
-def _backward_cost(
-    product: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    pages: PagedKV | None,
-    spec: HeadsSpec,
-    *,
-    workload: Workload,
-) -> Cost:
+def _backward_cost(call: HeadsCall, *, workload: Workload) -> Cost:
     """Gradients are rotated back into one with that of the values, which is copied, behind the norms' gradients."""
+    product, q_weight, k_weight, cos, sin, _, spec = call
     q, k, _ = _parts(product, spec, cos.shape[-1])
     norms = Cost()
     if q_weight is not None and k_weight is not None:
@@ -48,27 +57,15 @@ def _backward_cost(
     return norms + Cost(3 * (q.numel() + k.numel()), product.nbytes + angles, product.nbytes)
 
 
-@fused(mutates=("pages",), saved=_saved, backward=_backward_cost)
-def qk_rope_kv_write(
-    run: Run,
-    product: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    pages: PagedKV | None,
-    spec: HeadsSpec,
-) -> tuple[Tensor, Tensor, Tensor]:
+@fused(operands=HeadsCall, mutates=("pages",), saved=_saved, backward=_backward_cost)
+def qk_rope_kv_write(run: Run, call: HeadsCall) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys normalized head by head and rotated; keys and values written into the pages of a layer.
 
-    product: [tokens, (heads + 2 * kv_heads) * head_dim]: queries, keys, values side by side.
-    q_weight, k_weight: [head_dim] of the `rms_norm` of queries and of keys; both None: no norm.
-    cos, sin: of `rope_angles`, [tokens, 1, head_dim].
-    pages: as for `kv_write`; None writes nothing.
     Returns queries [tokens, heads, head_dim] and keys [tokens, kv_heads, head_dim], rotated, and the values, a view of
     `product`; of pools in 8 bits keys and values are what those hold. The bits are those of `rms_norm`, `rope` and
     `kv_write` one after the other.
     """
+    product, q_weight, k_weight, cos, sin, pages, spec = call
     q, k, v = _parts(product, spec, cos.shape[-1])
     if q_weight is not None:
         q, k = run(rms_norm, q, q_weight, spec.eps), run(rms_norm, k, k_weight, spec.eps)
@@ -91,15 +88,8 @@ _norm, _rope, _kv_write = (
 
 
 @qk_rope_kv_write.implement("torch", "cpu", invariant=True)
-def _torch(
-    product: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    pages: PagedKV | None,
-    spec: HeadsSpec,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _torch(call: HeadsCall) -> tuple[Tensor, Tensor, Tensor]:
+    product, q_weight, k_weight, cos, sin, pages, spec = call
     heads, kv_heads, eps = spec.heads, spec.kv_heads, spec.eps
     if q_weight is None:  # neighbours, so one call rotates both
         parts = product.unflatten(-1, (-1, cos.shape[-1]))
@@ -203,15 +193,8 @@ def _tile(head_dim: int) -> dict[str, int]:
     return {"ROWS": max(1, _TILE_ELEMENTS // width), "WIDTH": width}
 
 
-def _triton(
-    product: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    pages: PagedKV | None,
-    spec: HeadsSpec,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _triton(call: HeadsCall) -> tuple[Tensor, Tensor, Tensor]:
+    product, q_weight, k_weight, cos, sin, pages, spec = call
     heads, kv_heads = spec.heads, spec.kv_heads
     tokens, head_dim = product.shape[0], cos.shape[-1]
     rotated = torch.empty((tokens, heads + kv_heads, head_dim), dtype=product.dtype, device=product.device)
@@ -247,13 +230,12 @@ def _triton(
     return q, k, v
 
 
-def _fits(product: Tensor, *others: object) -> bool:
-    return product.dtype != torch.float64 and product.stride(-1) == 1
+def _fits(call: HeadsCall) -> bool:
+    return call.product.dtype != torch.float64 and call.product.stride(-1) == 1
 
 
-def _kernels(*given: Any) -> tuple[Any, ...]:
-    pages: PagedKV | None = given[5]
-    rounds = pages is not None and pages.is_rounded
+def _kernels(call: HeadsCall) -> tuple[Any, ...]:
+    rounds = call.pages is not None and call.pages.is_rounded
     return (qk_rope_kv_write_kernel, *[rounded_write_kernel] * rounds)
 
 

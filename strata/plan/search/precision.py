@@ -11,7 +11,7 @@ import torch
 
 from strata.engine.engine_config import KV_DTYPES, EngineConfig
 from strata.engine.startup.packing import Packing
-from strata.graph.cost import MIXTURES, NodeCost
+from strata.graph.cost import NodeCost
 from strata.hardware.roofline import Cost
 from strata.kernels.quant.packed import Scheme, pack
 from strata.kernels.quant.schemes import scheme_of
@@ -102,5 +102,5 @@ IN_FEWER_BITS = (Precision("fp8"), Precision("fp8", "fp8"), Precision("int4"))
 def _is_layer_product(node: NodeCost) -> bool:
     """Whether a node multiplies by weights of a layer that are packed: head and routers are not, nor what attends and
     norms, which read weights of their own."""
-    is_product = node.layer is not None and (node.weight is not None or node.operation in MIXTURES)
+    is_product = node.layer is not None and (node.weight is not None or node.is_mixture)
     return is_product and not any(name.endswith((".gate.weight", ".router.weight")) for name in node.parameters)

@@ -13,7 +13,7 @@ from strata.kernels.attention import mixed as attention_mixed
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.cudnn_plan import plan_for, why_no_plan
-from strata.kernels.attention.spec import AttentionSpec, Sequences
+from strata.kernels.attention.spec import AttentionCall, AttentionSpec, Sequences
 from strata.kernels.attention.virtual_sequences import (
     KEY_BLOCK,
     MAX_PROMPTS,
@@ -74,19 +74,19 @@ def test_every_row(step: list[tuple[int, int]], shape: tuple[int, int, int]) -> 
     wanted = exact(given)
     called = divided(eager)
     decodes = eager[3].pages.parts.decodes
-    assert attention_mixed.kernels(*called)[-1] == "(cuDNN)"
-    assert len(attention_mixed.kernels(*called)) == 1 + (decodes > 0)
-    assert_close(attention_mixed.attend(*called), wanted)
+    assert attention_mixed.kernels(AttentionCall(*called))[-1] == "(cuDNN)"
+    assert len(attention_mixed.kernels(AttentionCall(*called))) == 1 + (decodes > 0)
+    assert_close(attention_mixed.attend(AttentionCall(*called)), wanted)
     for more in ((1, 1), (7, 133)):
         called = divided(padded(given, *more))
-        assert attention_mixed.kernels(*called)[1] == "(cuDNN)"
-        assert_close(attention_mixed.attend(*called)[: len(wanted)], wanted)
+        assert attention_mixed.kernels(AttentionCall(*called))[1] == "(cuDNN)"
+        assert_close(attention_mixed.attend(AttentionCall(*called))[: len(wanted)], wanted)
 
 
 def test_layers_with_windows_run_the_kernel_over_pages() -> None:
     given = divided(whole_blocks(as_recorded(arguments(STEPS["everything"], (16, 8, 128), 300))))
-    assert [kernel.__name__ for kernel in attention_mixed.kernels(*given)][1] == "attention_kernel"
-    assert_close(attention_mixed.attend(*given), exact(given))
+    assert [kernel.__name__ for kernel in attention_mixed.kernels(AttentionCall(*given))][1] == "attention_kernel"
+    assert_close(attention_mixed.attend(AttentionCall(*given)), exact(given))
 
 
 def test_one_recording_serves_any_batches() -> None:
@@ -103,10 +103,10 @@ def test_one_recording_serves_any_batches() -> None:
     pages = replace(batch.pages, keys=(keys,), values=(values,), tables=tables, lengths=lengths, parts=parts)
     q, k = rotated.split((heads, kv_heads), 1)
     own = (q, k, k, batch._replace(offsets=offsets, longest=TOKENS, pages=pages), spec)
-    attention_mixed.attend(*divided(own))
+    attention_mixed.attend(AttentionCall(*divided(own)))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = attention_mixed.attend(*divided(own))
+        found = attention_mixed.attend(AttentionCall(*divided(own)))
     draw = random.Random(torch.initial_seed())
     for number in range(25):
         step = random_step(draw, 14, TOKENS) if number else Step((), (), 0)
@@ -210,9 +210,9 @@ def test_fresh_prompts(new: tuple[int, ...], shape: tuple[int, int, int]) -> Non
         step = FreshStep(size, shape, apart=apart)
         step.place(new)
         given = step.arguments()
-        assert attention_mixed.supports(*given)
-        assert attention_mixed.kernels(*given) == ("(cuDNN)",)
-        step.assert_right(attention_mixed.attend(*given), new)
+        assert attention_mixed.supports(AttentionCall(*given))
+        assert attention_mixed.kernels(AttentionCall(*given)) == ("(cuDNN)",)
+        step.assert_right(attention_mixed.attend(AttentionCall(*given)), new)
 
 
 def test_vectors_that_lie_otherwise_are_read_from_pages() -> None:
@@ -232,15 +232,15 @@ def test_vectors_that_lie_otherwise_are_read_from_pages() -> None:
     division = virtual_sequences(batch.offsets, pages.lengths, pages.parts.bounds, pages.tables, rows, PAGE)
     parts = replace(pages.parts, virtual=as_virtual_sequences(division, rows))
     given = (q, k, v.contiguous(), batch._replace(pages=replace(pages, parts=parts)), spec)
-    assert_close(attention_mixed.attend(*given), exact(eager))
+    assert_close(attention_mixed.attend(AttentionCall(*given)), exact(eager))
 
 
 def test_one_recording_serves_any_fresh_prompts() -> None:
     step = FreshStep(MAX_TOKENS, (16, 8, 128))
-    attention_mixed.attend(*step.arguments())
+    attention_mixed.attend(AttentionCall(*step.arguments()))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = attention_mixed.attend(*step.arguments())
+        found = attention_mixed.attend(AttentionCall(*step.arguments()))
     draw = random.Random(torch.initial_seed())
     for number in range(20):
         new = random_fresh(draw, MAX_PROMPTS, MAX_TOKENS) if number else (MAX_TOKENS,)
@@ -287,5 +287,5 @@ def test_layers_share_a_plan() -> None:
     before = plan_for.cache_info().misses
     given = divided(whole_blocks(as_recorded(arguments(STEPS["fresh alike"], (16, 8, 128)))))
     for _ in range(3):
-        attention_mixed.attend(*given)
+        attention_mixed.attend(AttentionCall(*given))
     assert plan_for.cache_info().misses <= before + 1

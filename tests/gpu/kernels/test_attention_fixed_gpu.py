@@ -11,7 +11,7 @@ from torch import Tensor
 from strata.kernels.attention import fixed as attention_fixed
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.fixed_triton import PART_KEYS, PARTS
-from strata.kernels.attention.spec import AttentionSpec, Sequences
+from strata.kernels.attention.spec import AttentionCall, AttentionSpec, Sequences
 from strata.kernels.split_counters import split_counters
 from strata.kernels.state.paged import PagedKV
 from tests.gpu.kernels.test_attention_gpu import TOLERANCE, Case, cumulative
@@ -34,8 +34,8 @@ SHAPES = ("heads", "kv_heads", "head_dim", "dtype", "window")
 
 
 def attend(arguments, spec: AttentionSpec) -> Tensor:
-    assert attention_fixed.supports(*arguments, spec)
-    return attention_fixed.attend(*arguments, spec)
+    assert attention_fixed.supports(AttentionCall(*arguments, spec))
+    return attention_fixed.attend(AttentionCall(*arguments, spec))
 
 
 def decoded(case: Case, totals: list[int], window, **options) -> Tensor:

@@ -13,7 +13,7 @@ from strata.kernels.attention import fixed as attention_fixed
 from strata.kernels.attention import mixed as attention_mixed
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.batch_parts import BatchParts
-from strata.kernels.attention.spec import AttentionSpec, Sequences
+from strata.kernels.attention.spec import AttentionCall, AttentionSpec, Sequences
 from strata.kernels.state.paged import PagedKV
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
@@ -132,10 +132,10 @@ def test_every_row_and_padding(step: list[tuple[int, int]], shape: tuple[int, in
     given = as_recorded(eager)
     wanted = exact(given)
     for called in (eager, given):
-        assert attention_mixed.supports(*called)
-        assert_close(attention_mixed.attend(*called), wanted)
+        assert attention_mixed.supports(AttentionCall(*called))
+        assert_close(attention_mixed.attend(AttentionCall(*called)), wanted)
     for sequences, tokens in ((1, 1), (1, 200), (7, 4), (40, 133)):
-        found = attention_mixed.attend(*padded(given, sequences, tokens))
+        found = attention_mixed.attend(AttentionCall(*padded(given, sequences, tokens)))
         assert_close(found[: len(wanted)], wanted)
         assert not found[len(wanted) :].any()
 
@@ -144,13 +144,13 @@ def test_every_row_and_padding(step: list[tuple[int, int]], shape: tuple[int, in
 def test_windows(window: int) -> None:
     given = arguments(STEPS["everything"], (16, 8, 128), window)
     for called in (given, as_recorded(given)):
-        assert_close(attention_mixed.attend(*called), exact(given))
+        assert_close(attention_mixed.attend(AttentionCall(*called)), exact(given))
 
 
 def test_deterministic_rows_have_the_bits_of_another_division() -> None:
     given = arguments(STEPS["everything"], (16, 8, 128))
-    wanted = attention_fixed.attend(*given)
-    found = attention_fixed.attend(*padded(as_recorded(given), 9, 50))
+    wanted = attention_fixed.attend(AttentionCall(*given))
+    found = attention_fixed.attend(AttentionCall(*padded(as_recorded(given), 9, 50)))
     assert torch.equal(found[: len(wanted)], wanted)
     assert found.isfinite().all()
 
@@ -171,10 +171,10 @@ def test_one_recording_serves_other_lengths() -> None:
     parts = BatchParts(decode_lengths, starts, bounds)
     pages = replace(batch.pages, keys=(keys,), values=(values,), tables=tables, lengths=lengths, parts=parts)
     own = (q, k, v, batch._replace(offsets=offsets, longest=300, pages=pages), spec)
-    attention_mixed.attend(*own)
+    attention_mixed.attend(AttentionCall(*own))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = attention_mixed.attend(*own)
+        found = attention_mixed.attend(AttentionCall(*own))
     for given in cases:
         count = len(given[3].pages.lengths)
         for mine, other in ((keys, given[3].pages.keys[0]), (values, given[3].pages.values[0])):

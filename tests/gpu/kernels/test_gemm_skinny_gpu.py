@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from strata.hardware.replay import time_replayed
+from strata.kernels.choose import thresholds
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.skinny import skinny_linear
 from strata.kernels.linear.skinny_candidates import candidates, variants
 from strata.kernels.linear.skinny_tiles import IMPLEMENTATION, MOST_ROWS, SkinnyTile, device_tiles
 from strata.kernels.linear.tile_choice import chosen_tile
-from strata.kernels.linear.tile_rule import MAX_LINEAR_ROWS, expected_tile
+from strata.kernels.linear.tile_rule import expected_tile
 from strata.kernels.split_counters import split_counters
 from strata.kernels.tuned import row_bucket
 
@@ -150,7 +151,7 @@ def test_tiles_of_shapes_that_were_not_measured(out: int, width: int) -> None:
     weight = draw(out, width)
     limits = DeviceLimits.of(weight.device)
     for rows in (1, 2, 3, 17, 64, 65, 256):
-        operation = "linear" if rows <= MAX_LINEAR_ROWS else "scaled_linear"
+        operation = "linear" if rows <= thresholds(torch.device("cuda")).linear_rows else "scaled_linear"
         tile, x = expected_tile(operation, rows, out, width, limits), draw(rows, width)
         assert tile is not None
         assert_right(skinny_linear(x, weight, None, tile), x, weight, None)

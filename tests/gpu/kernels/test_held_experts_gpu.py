@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from strata.kernels.choose import MEASURED, thresholds_of
+from strata.kernels.moe.calls import HeldExpertsCall
 from strata.kernels.moe.count import count_choices
 from strata.kernels.moe.held import grouped_held, held_by_tiles, held_experts
-from strata.kernels.moe.held_order import MOST_CHOICES, held_numbers, held_order
+from strata.kernels.moe.held_order import held_numbers, held_order
 
 pytestmark = pytest.mark.gpu
 
@@ -46,7 +48,7 @@ def part(given: list[Tensor], first: int, held: int, placement: Tensor | None) -
 
 def near_float64(run: Callable[..., Tensor], given: list[Tensor | int], bound: float) -> None:
     exact = [one.double() if isinstance(one, Tensor) and one.is_floating_point() else one for one in given]
-    found, wanted = run(*given), held_experts.reference(*exact)
+    found, wanted = run(HeldExpertsCall(*given)), held_experts.reference(*exact)
     assert found.dtype == given[0].dtype
     assert torch.equal(found.any(1) | ~found.isfinite().all(1), wanted.any(1))
     assert (found.double() - wanted).norm() <= bound * wanted.norm()
@@ -81,7 +83,7 @@ def test_the_library_is_near_float64(placed: bool, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 2, 33, 100, 1024])
 def test_choices_are_sorted_by_expert(tokens: int, placed: bool, padded: bool) -> None:
     chosen = torch.rand(tokens, COUNT, device="cuda").argsort(1)[:, :8].contiguous()
-    assert chosen.numel() <= MOST_CHOICES
+    assert chosen.numel() <= thresholds_of(MEASURED).sorted_choices
     for first, held in ((0, 16), (3, 9), (15, 1)):
         placement = table() if placed else None
         mapping = torch.randint(-1, 2, (tokens,), device="cuda", dtype=torch.int32) if padded else None
@@ -100,7 +102,7 @@ def test_nobody_chose_an_expert_of_this_rank() -> None:
     given[2] = given[2] % 8
     own = part(given, 12, 4, None)
     for run in (held_by_tiles, grouped_held):
-        assert not run(*own).any()
+        assert not run(HeldExpertsCall(*own)).any()
 
 
 @pytest.mark.parametrize(("dtype", "tokens"), [(torch.bfloat16, 33), (torch.float16, 3000), (torch.bfloat16, 3000)])

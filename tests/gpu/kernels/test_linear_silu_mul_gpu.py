@@ -6,9 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from strata.kernels.linear.silu_mul import LEAST_ROWS, linear_silu_mul
+from strata.kernels.choose import MEASURED, thresholds_of
+from strata.kernels.linear.silu_mul import linear_silu_mul
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
+
+ROWS = thresholds_of(MEASURED).gated_rows
 
 
 def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -16,7 +19,7 @@ def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [LEAST_ROWS, LEAST_ROWS + 77])
+@pytest.mark.parametrize("rows", [ROWS, ROWS + 77])
 @pytest.mark.parametrize("inner", [8, 136, 520])
 def test_against_float64(dtype: torch.dtype, rows: int, inner: int) -> None:
     if torch.cuda.get_device_capability() < (9, 0):

@@ -9,6 +9,7 @@ from torch import Tensor
 from strata.kernels.activation.clamped_swiglu import Clamp
 from strata.kernels.linear.wide_linear import wide_linear
 from strata.kernels.moe.biased_experts import biased_experts
+from strata.kernels.moe.calls import ExpertsCall
 from strata.kernels.moe.combine import combine, summed
 from strata.kernels.moe.experts import by_tiles, experts, grouped
 from strata.kernels.moe.route import route
@@ -42,7 +43,10 @@ def test_grouped_products_are_near_float64(tokens: int) -> None:
     exact = [one.double() if one.is_floating_point() else one for one in given]
     # No random slope: the gradient of a weight is then a sum of 256 terms that may all but cancel.
     slope = experts.reference(*exact).to(torch.bfloat16)
-    found, wanted = with_gradients(grouped, given, slope), with_gradients(experts.reference, exact, slope)
+    found, wanted = (
+        with_gradients(experts.of_arguments(grouped), given, slope),
+        with_gradients(experts.reference, exact, slope),
+    )
     assert len(found) == 5
     for mine, other in zip(found, wanted, strict=True):
         assert (mine.double() - other).norm() <= 0.01 * other.norm()
@@ -59,7 +63,7 @@ def test_grouped_products_of_tokens_with_fewer_experts(tokens: int) -> None:
     filled = int(kept.sum())
     exact = [one.double() if one.is_floating_point() else one for one in given]
     slope = experts.reference(*exact, filled).to(torch.bfloat16)
-    found = with_gradients(lambda *each: grouped(*each, filled), given, slope)
+    found = with_gradients(lambda *each: grouped(ExpertsCall(*each, filled)), given, slope)
     wanted = with_gradients(lambda *each: experts.reference(*each, filled), exact, slope)
     for mine, other in zip(found, wanted, strict=True):
         assert (mine.double() - other).norm() <= 0.01 * other.norm()
@@ -88,7 +92,7 @@ def test_products_in_tiles_are_near_float64(
     whole = [x, weights, chosen, gate_up, down]
     for given in (whole, [x, weights, chosen.where(kept, -1), gate_up, down, int(kept.sum())]):
         exact = [one.double() if isinstance(one, Tensor) and one.is_floating_point() else one for one in given]
-        found, wanted = by_tiles(*given), experts.reference(*exact)
+        found, wanted = by_tiles(ExpertsCall(*given)), experts.reference(*exact)
         assert found.dtype == dtype
         assert (found.double() - wanted).norm() <= bound * wanted.norm()
 
@@ -173,7 +177,7 @@ def test_other_floats_than_bfloat16_are_recorded(dtype: torch.dtype) -> None:
 def test_a_rank_may_get_rows_for_none_of_its_experts() -> None:
     x, weights, chosen, gate_up, down = inputs(5)
     given = [x, weights, torch.full_like(chosen, -1), gate_up, down]
-    found = with_gradients(lambda *each: grouped(*each, 0), given, torch.ones_like(x))
+    found = with_gradients(lambda *each: grouped(ExpertsCall(*each, 0)), given, torch.ones_like(x))
     assert len(found) == 5
     assert not any(one.any() for one in found)
 
@@ -223,12 +227,13 @@ def test_nothing_waits_for_the_device() -> None:
     slope = torch.randn(100, 256, device="cuda").to(torch.bfloat16)
     chosen = experts.bind("cuda", differentiable=True).choose(*given)
     assert chosen.name == "grouped"
+    run = experts.of_arguments(chosen.run)
     gaps = [*given[:2], given[2].int().where(given[2] != given[2][0, 0], -1), *given[3:]]
     filled = int((gaps[2] >= 0).sum())
-    with_gradients(chosen.run, given, slope)
+    with_gradients(run, given, slope)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        with_gradients(chosen.run, given, slope)
-        with_gradients(lambda *each: chosen.run(*each, filled), gaps, slope)
+        with_gradients(run, given, slope)
+        with_gradients(lambda *each: run(*each, filled), gaps, slope)
     finally:
         torch.cuda.set_sync_debug_mode("default")

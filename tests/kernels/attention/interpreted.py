@@ -13,7 +13,7 @@ from strata.kernels.attention import cuda, decode_cuda, fixed
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.decode import decode_attention
 from strata.kernels.attention.decode_tile import DecodeTile
-from strata.kernels.attention.spec import AttentionSpec
+from strata.kernels.attention.spec import AttentionCall, AttentionSpec
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.paged import PagedKV
@@ -37,7 +37,7 @@ def prompts_and_mixed_steps() -> None:
         for given in (case.batch([7, 1, 9]), case.packed()):
             wanted = attention.reference(*given, spec, SINKS)
             for attend in (cuda.attend, fixed.attend):
-                _same(attend(*given, spec, SINKS), wanted)
+                _same(attend(AttentionCall(*given, spec, SINKS)), wanted)
 
 
 def decoding() -> None:
@@ -46,7 +46,7 @@ def decoding() -> None:
     for window in (None, 30):
         spec = AttentionSpec(0, 0.3, window)
         wanted = attention.reference(q, k, v, batch, spec, SINKS)
-        _same(fixed.attend(q, k, v, batch, spec, SINKS), wanted)
+        _same(fixed.attend(AttentionCall(q, k, v, batch, spec, SINKS)), wanted)
         for splits, apart in ((1, False), (4, False), (4, True), (7, True)):
             tile = DecodeTile(keys=16, warps=4, stages=2, split=32, splits=splits, apart=apart)
             _same(decode_cuda.decode(q.flatten(1), 4, 20, batch.pages, spec, tile=tile, sinks=SINKS), wanted)
@@ -106,7 +106,7 @@ def pools_in_8_bits(kind: torch.dtype) -> None:
         queries = q.flatten(1)
         for one in (
             decode_cuda.decode(queries, 4, 16, expected, spec, tile=tile, sinks=SINKS),
-            fixed.attend(q, k, v, batch, spec, SINKS),
+            fixed.attend(AttentionCall(q, k, v, batch, spec, SINKS)),
         ):
             torch.testing.assert_close(one[held], wanted[held], **NEAR, equal_nan=True)
         out = torch.zeros_like(q)

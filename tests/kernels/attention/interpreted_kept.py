@@ -13,7 +13,7 @@ from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.decode_tile import DecodeTile
 from strata.kernels.attention.divided import kept_cuda
 from strata.kernels.attention.divided.kept import kept_attention
-from strata.kernels.attention.spec import AttentionSpec
+from strata.kernels.attention.spec import AttentionSpec, KeptCall
 from strata.kernels.collective.joined_heads import join_packed, pack_heads
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.state.kept_keys import KeptKeys
@@ -32,7 +32,7 @@ def _same(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> 
 def prompts_and_mixed_steps(kept: KeptKeys) -> None:
     case = Case.random(LENGTHS, heads=4, kv_heads=2, head_dim=20)
     q, k, v, batch = batch_of(case, NEW, kept)
-    _same(kept_cuda.attend(q, k, v, batch, SPEC, kept), kept_attention.reference(q, k, v, batch, SPEC, kept))
+    _same(kept_cuda.attend(KeptCall(q, k, v, batch, SPEC, kept)), kept_attention.reference(q, k, v, batch, SPEC, kept))
     # The first of a step decode, the others are prompts.
     order = [2, 1, 0, 3, 4]
     sorted_case = Case(*([of_all[at] for at in order] for of_all in (case.q, case.k, case.v)))
@@ -45,14 +45,14 @@ def prompts_and_mixed_steps(kept: KeptKeys) -> None:
         lengths[2:] = 0
         parts = BatchParts(lengths, starts, torch.tensor([2, 5], dtype=torch.int32), decodes)
         divided = batch._replace(pages=replace(batch.pages, parts=parts))
-        _same(kept_cuda.attend(q, k, v, divided, SPEC, kept), wanted)
+        _same(kept_cuda.attend(KeptCall(q, k, v, divided, SPEC, kept)), wanted)
 
 
 def decoding(kept: KeptKeys) -> None:
     case = Case.random([270, 5, 1], heads=4, kv_heads=2, head_dim=20)
     q, k, v, batch = batch_of(case, [1, 1, 1], kept)
     wanted = kept_attention.reference(q, k, v, batch, SPEC, kept)
-    _same(kept_cuda.attend(q, k, v, batch, SPEC, kept), wanted)
+    _same(kept_cuda.attend(KeptCall(q, k, v, batch, SPEC, kept)), wanted)
     for splits, apart in ((1, False), (4, False), (4, True)):
         tile = DecodeTile(keys=16, warps=4, stages=2, split=32, splits=splits, apart=apart)
         out, sums = torch.empty(3, 4, 20), torch.empty(3, 4)

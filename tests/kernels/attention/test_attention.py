@@ -89,7 +89,8 @@ NEW = [1, 1, 17, 20, 80]
 @pytest.mark.parametrize("implementation", ["reference", "tiled", "fixed tiles"])
 def test_every_query_of_a_mixed_batch(implementation, window):
     case = Case.random(LENGTHS, heads=6, kv_heads=2, head_dim=20)
-    run = {i.name: i.run for i in attention.implementations if i.device == "cpu"} | {"reference": attention.reference}
+    implementations = (i for i in attention.implementations if i.device == "cpu")
+    run = {i.name: attention.of_arguments(i.run) for i in implementations} | {"reference": attention.reference}
     out = run[implementation](*case.batch(NEW, layers=2), AttentionSpec(1, 0.3, window))
     wanted = [
         by_query(case, s, position, 0.3, window)
@@ -103,7 +104,8 @@ def test_every_query_of_a_mixed_batch(implementation, window):
 @pytest.mark.parametrize("implementation", ["reference", "packed", "fixed tiles"])
 def test_every_query_of_packed_sequences(implementation, window):
     case = Case.random(LENGTHS, heads=7, kv_heads=1, head_dim=24)
-    run = {i.name: i.run for i in attention.implementations if i.device == "cpu"} | {"reference": attention.reference}
+    implementations = (i for i in attention.implementations if i.device == "cpu")
+    run = {i.name: attention.of_arguments(i.run) for i in implementations} | {"reference": attention.reference}
     out = run[implementation](*case.packed(), AttentionSpec(0, 0.2, window))
     wanted = [by_query(case, s, p, 0.2, window) for s, total in enumerate(LENGTHS) for p in range(total)]
     torch.testing.assert_close(out.double(), torch.stack(wanted), rtol=0, atol=2e-6)

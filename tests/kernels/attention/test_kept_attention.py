@@ -26,7 +26,8 @@ SPEC = AttentionSpec(0, 0.3)
 def test_every_query_of_a_mixed_batch(implementation: str, ranks: int) -> None:
     run = kept_attention.reference
     if implementation != "reference":
-        (run,) = (one.run for one in kept_attention.implementations if one.name == implementation)
+        (made,) = (one for one in kept_attention.implementations if one.name == implementation)
+        run = kept_attention.of_arguments(made.run)
     case = Case.random(LENGTHS, heads=6, kv_heads=2, head_dim=20)
     found = []
     for rank in range(ranks):

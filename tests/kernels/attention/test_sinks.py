@@ -15,7 +15,7 @@ from strata.kernels.attention import cudnn_prompts
 from strata.kernels.attention import train as attention_train
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.decode import decode_attention
-from strata.kernels.attention.spec import AttentionSpec
+from strata.kernels.attention.spec import AttentionCall, AttentionSpec
 from tests.kernels.attention.test_attention import Case
 from tests.kernels.attention.test_decode_attention import copied, step
 
@@ -43,7 +43,8 @@ def wanted(case: Case, new: list[int], window: int | None) -> Tensor:
 @pytest.mark.parametrize("window", [None, 1, 9])
 def test_every_query_of_every_path(window: int | None) -> None:
     case = Case.random(LENGTHS, heads=6, kv_heads=2, head_dim=20)
-    run = {i.name: i.run for i in attention.implementations if i.device == "cpu"} | {"reference": attention.reference}
+    implementations = (i for i in attention.implementations if i.device == "cpu")
+    run = {i.name: attention.of_arguments(i.run) for i in implementations} | {"reference": attention.reference}
     spec = AttentionSpec(0, 0.3, window)
     for arguments, new, names in (
         (case.batch(NEW), NEW, ("reference", "tiled", "fixed tiles")),
@@ -115,9 +116,9 @@ def test_cost_is_that_without_sinks_and_a_number_a_head() -> None:
 def test_libraries_that_know_no_sinks_leave_them_to_others() -> None:
     q, k, v, batch = Case.random([512, 512], heads=6, kv_heads=2, head_dim=16, dtype=torch.bfloat16).packed()
     spec = AttentionSpec(0, 0.3)
-    assert attention_train.dense_supports(q, k, v, batch, spec)
-    assert not attention_train.dense_supports(q, k, v, batch, spec, SINKS)
-    assert not attention_train.supports(q, k, v, batch, spec, SINKS)
+    assert attention_train.dense_supports(AttentionCall(q, k, v, batch, spec))
+    assert not attention_train.dense_supports(AttentionCall(q, k, v, batch, spec, SINKS))
+    assert not attention_train.supports(AttentionCall(q, k, v, batch, spec, SINKS))
     _, pages = step([1, 9], 6, 2, 16, False, torch.bfloat16)
     assert cudnn_prompts.takes(pages, spec, None)
     assert not cudnn_prompts.takes(pages, spec, SINKS)

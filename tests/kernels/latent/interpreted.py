@@ -10,7 +10,8 @@ from torch import Tensor
 
 from strata.kernels.latent import cuda, divided_cuda, expanded_cuda, tiles
 from strata.kernels.latent.attention import latent_attention
-from strata.kernels.latent.forms import Dims
+from strata.kernels.latent.divided import kept_latent_attention
+from strata.kernels.latent.forms import Dims, LatentCall
 from strata.kernels.rotary.rope import rope_angles
 from strata.kernels.rotary.tail_rope import tail_rope
 from strata.kernels.state.latent_write import latent_write
@@ -40,13 +41,14 @@ def check(call: Call) -> None:
     """In float32 it is near; nothing that a launch leaves out may be a number by chance."""
     exact = exactly(call)
     for attend in (cuda.attend, cuda.attend_fixed, expanded_cuda.attend):
-        assert (attend(*call) - exact).abs().max() < 2e-5
+        assert (attend(LatentCall(*call)) - exact).abs().max() < 2e-5
+    by_kernels = kept_latent_attention.of_arguments(divided_cuda.attend)
     for ranks in (1, 2, 3):
-        assert (by_ranks(call, ranks, divided_cuda.attend) - exact).abs().max() < 2e-5
+        assert (by_ranks(call, ranks, by_kernels) - exact).abs().max() < 2e-5
 
 
 def check_expanded(call: Call) -> None:
-    assert (expanded_cuda.attend(*call) - exactly(call)).abs().max() < 2e-5
+    assert (expanded_cuda.attend(LatentCall(*call)) - exactly(call)).abs().max() < 2e-5
 
 
 def check_fixed_bits() -> None:
@@ -55,14 +57,14 @@ def check_fixed_bits() -> None:
     q, row, weight, batch, spec = whole
     pages = batch.pages
     assert pages is not None
-    wanted = cuda.attend_fixed(*whole)
+    wanted = cuda.attend_fixed(LatentCall(*whole))
     for first, last in ((0, 7), (7, 19), (18, 19)):
         part = pages.__class__(
             pages.keys, (), pages.tables, torch.tensor([last], dtype=torch.int32), pages.slot_mapping
         )
         offsets = torch.tensor([0, last - first], dtype=torch.int32)
         step = batch._replace(offsets=offsets, longest=last - first, pages=part)
-        found = cuda.attend_fixed(q[first:last], row[first:last], weight, step, spec)
+        found = cuda.attend_fixed(LatentCall(q[first:last], row[first:last], weight, step, spec))
         assert torch.equal(found, wanted[first:last])
 
 
@@ -75,14 +77,14 @@ def check_what_is_read() -> None:
     assert pages is not None
     nothing = torch.full_like(pages.keys[0], float("nan"))
     empty = batch._replace(pages=replace(pages, keys=(nothing,)))
-    assert (expanded_cuda.attend(q, row, weight, empty, spec) - exact).abs().max() < 2e-5
+    assert (expanded_cuda.attend(LatentCall(q, row, weight, empty, spec)) - exact).abs().max() < 2e-5
     call = make_call(SMALL, (1, 6, 11, 5), (40, 20, 11, 33))
     exact = exactly(call)
     for recorded in (False, True):
         q, row, weight, batch, spec = with_parts(call, 1, recorded=recorded)
         unread = row.clone()
         unread[:7] = unread[18:] = float("nan")
-        assert (expanded_cuda.attend(q, unread, weight, batch, spec) - exact).abs().max() < 2e-5
+        assert (expanded_cuda.attend(LatentCall(q, unread, weight, batch, spec)) - exact).abs().max() < 2e-5
 
 
 def check_rows_that_stay() -> None:
@@ -119,14 +121,15 @@ def check_padding() -> None:
             if not recorded:  # what the host knows of sequences it does not know of padding
                 parts = replace(given[3].pages.parts, begin=total[1] == 40)
                 given = (*given[:3], given[3]._replace(pages=replace(given[3].pages, parts=parts)), given[4])
-            found = expanded_cuda.attend(*given)
+            found = expanded_cuda.attend(LatentCall(*given))
             assert not found[41:].any()
             assert (found - exact).abs().max() < 2e-5
 
 
 def check_rows() -> None:
     """Both rotations and the write, against what runs on a CPU."""
-    implementations = {one.name: one.run for one in latent_write.implementations if one.device == "cuda"}
+    on_cuda = (one for one in latent_write.implementations if one.device == "cuda")
+    implementations = {one.name: latent_write.of_arguments(one.run) for one in on_cuda}
     rotate = next(one.run for one in tail_rope.implementations if one.name == "triton")
     angles = rope_angles.reference(torch.arange(7, dtype=torch.int32), torch.randn(9, 6))
     for paired in (False, True):

@@ -13,11 +13,12 @@ import torch
 from strata.bench.kernels.products import Product, products
 from strata.bench.kernels.published import PUBLISHED
 from strata.kernels import tuned
+from strata.kernels.choose import MEASURED, thresholds_of
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
 from strata.kernels.linear.skinny import Launch, launch
 from strata.kernels.linear.skinny_tiles import SkinnyTile, tiles_of
 from strata.kernels.linear.tile_choice import choose_tile
-from strata.kernels.linear.tile_rule import LIBRARY_TOO, MAX_LINEAR_ROWS, bandwidth, expected_seconds, expected_tile
+from strata.kernels.linear.tile_rule import LIBRARY_TOO, bandwidth, expected_seconds, expected_tile
 from tests.kernels.compiled_for import case_of, compile_for
 
 H200 = DeviceLimits("NVIDIA H200", (9, 0), 232448, 132)
@@ -33,7 +34,7 @@ def calls() -> Iterator[tuple[Product, int]]:
 def test_published_models_have_tiles_that_fit() -> None:
     for product, rows in calls():
         tile = expected_tile(product.operation, rows, product.out, product.width, H200)
-        if product.operation in LIBRARY_TOO and rows > MAX_LINEAR_ROWS:
+        if product.operation in LIBRARY_TOO and rows > thresholds_of(MEASURED).linear_rows:
             assert tile is None
             continue
         assert tile is not None, (product, rows)

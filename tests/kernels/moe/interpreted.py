@@ -14,6 +14,7 @@ from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
 from strata.kernels.moe import few_tokens as few_tokens_file
 from strata.kernels.moe import grouped, held_order
 from strata.kernels.moe.biased_experts import biased_experts
+from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall
 from strata.kernels.moe.experts import experts
 from strata.kernels.moe.few_tokens import by_choices
 from strata.kernels.moe.held_order import held_numbers
@@ -38,8 +39,8 @@ def orders() -> None:
     """As sorted by torch, of few choices and of many."""
     placement, mapping = torch.randint(20, (16, 6), dtype=torch.int32), torch.randint(-1, 2, (50,), dtype=torch.int32)
     held_order.implementations_for = lambda device: "cuda"  # type: ignore[assignment]
-    for most in (held_order.MOST_CHOICES, 0):
-        held_order.MOST_CHOICES = most
+    for counts in (False, True):
+        held_order.sorts_by_counting = lambda chosen, counts=counts: counts  # type: ignore[assignment,misc]
         for tokens, first, held, *tables in (
             (50, 0, 16),
             (50, 3, 9, None, mapping),
@@ -87,19 +88,20 @@ def few_tokens() -> None:
         biases, clamp = (torch.randn(count, 2 * width), torch.randn(count, hidden)), Clamp(1.702, 1.0)
         wanted = biased_experts.reference(x, weights, chosen, gate_up, down, *biases, clamp)
         close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5, equal_nan=True)
-        close(by_choices(x, weights, chosen, gate_up, down, biases, clamp), wanted)
+        close(by_choices(BiasedExpertsCall(x, weights, chosen, gate_up, down, *biases, clamp)), wanted)
         wanted = biased_experts.reference(x, weights, chosen, gate_up, down, *biases, clamp, False)
-        close(by_choices(x, weights, chosen, gate_up, down, (biases[0], None), clamp), wanted)
+        close(by_choices(BiasedExpertsCall(x, weights, chosen, gate_up, down, *biases, clamp, False)), wanted)
         broken = x.clone()
         broken[-1, 0] = torch.nan
         wanted = biased_experts.reference(broken, weights, chosen, gate_up, down, *biases, clamp)
-        close(by_choices(broken, weights, chosen, gate_up, down, biases, clamp), wanted)
+        close(by_choices(BiasedExpertsCall(broken, weights, chosen, gate_up, down, *biases, clamp)), wanted)
         chosen[0, -1] = -1
         rest = tokens * per_token - 1
-        close(by_choices(x, weights, chosen, gate_up, down), experts.reference(x, weights, chosen, gate_up, down, rest))
+        wanted = experts.reference(x, weights, chosen, gate_up, down, rest)
+        close(by_choices(ExpertsCall(x, weights, chosen, gate_up, down)), wanted)
         if per_token == 1:
             wanted = experts.reference(x, None, chosen, gate_up, down, rest)
-            close(by_choices(x, None, chosen, gate_up, down), wanted)
+            close(by_choices(ExpertsCall(x, None, chosen, gate_up, down)), wanted)
 
 
 if __name__ == "__main__":

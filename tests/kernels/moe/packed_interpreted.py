@@ -10,6 +10,7 @@ from torch import Tensor
 
 from strata.kernels.activation.clamped_swiglu import Clamp, clamped_swiglu
 from strata.kernels.moe.biased_experts import biased_experts
+from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall
 from strata.kernels.moe.experts import experts
 from strata.kernels.moe.grouped import GroupedTile
 from strata.kernels.moe.order import Order
@@ -90,11 +91,11 @@ def few_tokens(scheme: Scheme, tokens: int, per_token: int, hidden: int, width: 
     biases = torch.randn(count, 2 * width), torch.randn(count, hidden)
     x[-1, 0] = torch.nan if tokens > 1 else 0.0
     wanted = biased_experts.reference(x, weights, *given, *biases, CLAMP)
-    close(by_packed_choices(x, weights, chosen, gate_up, down, biases, CLAMP, parts), wanted)
+    close(by_packed_choices(BiasedExpertsCall(x, weights, chosen, gate_up, down, *biases, CLAMP), parts), wanted)
     chosen[0, -1] = -1
     for factors in (weights, *(None,) * (per_token == 1)):
         wanted = experts.reference(x, factors, *given, tokens * per_token - 1)
-        close(by_packed_choices(x, factors, chosen, gate_up, down, parts=parts), wanted)
+        close(by_packed_choices(ExpertsCall(x, factors, chosen, gate_up, down), parts), wanted)
 
 
 def close(found: Tensor, wanted: Tensor) -> None:

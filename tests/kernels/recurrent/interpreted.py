@@ -23,6 +23,7 @@ from strata.kernels.recurrent import (
     state_space,
     state_space_triton,
 )
+from strata.kernels.recurrent.calls import GatedDeltaCall, StateSpaceCall, StateSpaceSpec
 from strata.kernels.rotary import partial_rope
 from strata.kernels.rotary.rope import rope_angles
 from strata.kernels.state.fixed import FixedStates
@@ -73,7 +74,7 @@ def convolution(width: int, bias: bool, silu: bool) -> float:
 
 
 def scan(heads: int, dim: int, groups: int, size: int, chunks: bool) -> float:
-    spec = state_space.StateSpaceSpec(0, 0.01, math.inf)
+    spec = StateSpaceSpec(0, 0.01, math.inf)
 
     def run(operation: Callable[..., Tensor]) -> Callable[[Batch], Tensor]:
         def on(batch: Batch) -> Tensor:
@@ -88,8 +89,9 @@ def scan(heads: int, dim: int, groups: int, size: int, chunks: bool) -> float:
         return on
 
     def kernel(*args: Any) -> Tensor:
-        assert state_space_triton.supports(*args)
-        return state_space_triton.launch(*args, chunks=chunks)
+        call = StateSpaceCall(*args)
+        assert state_space_triton.supports(call)
+        return state_space_triton.launch(call, chunks=chunks)
 
     return compare(run(state_space.state_space.reference), run(kernel), (1,), (heads, dim, size))
 
@@ -109,8 +111,9 @@ def delta(key_heads: int, heads: int, key_dim: int, value_dim: int, chunks: bool
         return on
 
     def kernel(*args: Any) -> Tensor:
-        assert gated_delta_triton.supports(*args)
-        return gated_delta_triton.launch(*args, chunks=chunks)
+        call = GatedDeltaCall(*args)
+        assert gated_delta_triton.supports(call)
+        return gated_delta_triton.launch(call, chunks=chunks)
 
     return compare(run(gated_delta.gated_delta.reference), run(kernel), (1,), (heads, key_dim, value_dim))
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from strata.kernels.recurrent import delta_chunks_cuda
+from strata.kernels.recurrent.calls import GatedDeltaCall
 from strata.kernels.recurrent.delta_chunks_cuda import Tile, Tiles
 from strata.kernels.recurrent.gated_delta import gated_delta
 from strata.kernels.state.fixed import FixedStates
@@ -38,7 +39,7 @@ class Layer:
         self.weights = [torch.randn(heads) - 3, torch.randn(heads)]
 
     def run(self, *given: Any) -> Tensor:
-        return delta_chunks_cuda.launch(*given, tiles=self.tiles)
+        return delta_chunks_cuda.launch(GatedDeltaCall(*given), tiles=self.tiles)
 
     def oracle(self, batch: Any, rows: Sequence[Tensor]) -> Tensor:
         return gated_delta.reference(*(one.double() for one in (*rows, *self.weights)), batch, 0)

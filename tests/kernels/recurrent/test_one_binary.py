@@ -19,8 +19,9 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import native_specialize_impl
 
 from strata.kernels.recurrent import gated_delta_triton, state_space_triton
+from strata.kernels.recurrent.calls import StateSpaceSpec
 from strata.kernels.recurrent.gated_delta import gated_delta
-from strata.kernels.recurrent.state_space import StateSpaceSpec, state_space
+from strata.kernels.recurrent.state_space import state_space
 from strata.kernels.state.fixed import FixedStates
 from strata.models.batch import Batch
 from tests.kernels.recurrent.steps import pool, step

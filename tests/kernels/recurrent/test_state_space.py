@@ -13,8 +13,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.op import Operation
+from strata.kernels.recurrent.calls import StateSpaceSpec
 from strata.kernels.recurrent.gated_norm import gated_rms_norm
-from strata.kernels.recurrent.state_space import StateSpaceSpec, state_space
+from strata.kernels.recurrent.state_space import state_space
 from strata.kernels.state.fixed import FixedStates
 
 from ..test_invariance import ROWS, assert_rows_stand_alone

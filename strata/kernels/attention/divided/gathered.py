@@ -6,14 +6,14 @@ For prompts, whose queries are more bytes than the keys that they see.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.attention import attention
-from strata.kernels.attention.spec import AttentionSpec, PackedBatch, Sequences
+from strata.kernels.attention.spec import AttentionCall, AttentionSpec, PackedBatch, Sequences
 from strata.kernels.op import ATEN, operation
 from strata.kernels.state.kept_keys import KeptKeys
 from strata.kernels.state.paged import PagedKV
@@ -74,62 +74,54 @@ def copied_cost(gathered: Tensor) -> Cost:
     return Cost(read=gathered.nbytes, written=gathered.nbytes)
 
 
-def _cost(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: PackedBatch,
-    spec: AttentionSpec,
-    gathered: Tensor,
-    kept: KeptKeys,
-    *,
-    workload: Workload,
-) -> Cost:
-    own: Cost = attention.cost(q, k, v, batch, spec, workload=workload)
-    return own + copied_cost(gathered)
+class GatheredCall(NamedTuple):
+    """The operands of `gathered_attention`, as those of `attention`. gathered: [ranks * pages, 2, page_size, kv_heads,
+    head_dim], `kept_rows` of each rank; `pages.lengths` are those of whole sequences."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    batch: PackedBatch
+    spec: AttentionSpec
+    gathered: Tensor
+    kept: KeptKeys
+
+    @property
+    def whole(self) -> AttentionCall:
+        """The call of `attention` over pages of all tokens."""
+        batch = whole_pages(self.batch, self.gathered, self.kept)
+        return AttentionCall(self.q, self.k, self.v, batch, as_one_layer(self.spec))
 
 
-def _meta(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, gathered: Tensor, kept: KeptKeys
-) -> Tensor:
-    return torch.empty(q.shape, dtype=q.dtype, device="meta")
+def _cost(call: GatheredCall, *, workload: Workload) -> Cost:
+    own: Cost = attention.cost(*call[:5], workload=workload)
+    return own + copied_cost(call.gathered)
 
 
-@operation(_cost, meta=_meta, reads_state=True)
-def gathered_attention(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, gathered: Tensor, kept: KeptKeys
-) -> Tensor:
-    """`attention` to the keys of all ranks. gathered: [ranks * pages, 2, page_size, kv_heads, head_dim], `kept_rows` of
-    each; `pages.lengths` are those of whole sequences."""
-    result: Tensor = attention.reference(q, k, v, whole_pages(batch, gathered, kept), as_one_layer(spec))
+@operation(_cost, operands=GatheredCall, reads_state=True)
+def gathered_attention(call: GatheredCall) -> Tensor:
+    """`attention` to the keys of all ranks."""
+    result: Tensor = attention.reference(*call.whole)
     return result
 
 
 def _by(device: str) -> Callable[..., Tensor]:
     attend = attention.bind(device)
 
-    def run(
-        q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, gathered: Tensor, kept: KeptKeys
-    ) -> Tensor:
-        result: Tensor = attend(q, k, v, whole_pages(batch, gathered, kept), as_one_layer(spec))
+    def run(call: GatheredCall) -> Tensor:
+        result: Tensor = attend(*call.whole)
         return result
 
     return run
 
 
-def _kernels(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, gathered: Tensor, kept: KeptKeys
-) -> tuple[Any, ...]:
-    whole = whole_pages(batch, gathered, kept)
-    return (ATEN, *attention.bind("cuda").launches(q, k, v, whole, as_one_layer(spec)))
+def _kernels(call: GatheredCall) -> tuple[Any, ...]:
+    return (ATEN, *attention.bind("cuda").launches(*call.whole))
 
 
-def _scratch(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, gathered: Tensor, kept: KeptKeys
-) -> int:
+def _scratch(call: GatheredCall) -> int:
     """The whole pages, and what attention to them needs."""
-    whole = whole_pages(batch, gathered, kept)
-    return gathered.nbytes + attention.bind("cuda").scratch(q, k, v, whole, as_one_layer(spec))
+    return call.gathered.nbytes + attention.bind("cuda").scratch(*call.whole)
 
 
 gathered_attention.implement("composed", "cpu")(_by("cpu"))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.divided import kept_cpu, kept_cuda
-from strata.kernels.attention.spec import AttentionSpec, PackedBatch
+from strata.kernels.attention.spec import KeptCall
 from strata.kernels.op import operation
 from strata.kernels.state.kept_keys import KeptKeys
 from strata.kernels.triton_import import HAS_TRITON
@@ -26,13 +26,12 @@ def pairs_and_keys(workload: Workload, kept: KeptKeys) -> tuple[int, int]:
     return pairs, keys
 
 
-def _cost(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys, *, workload: Workload
-) -> Cost:
-    assert batch.pages is not None
-    pairs, keys = pairs_and_keys(workload, kept)
+def _cost(call: KeptCall, *, workload: Workload) -> Cost:
+    q, pages = call.q, call.batch.pages
+    assert pages is not None
+    pairs, keys = pairs_and_keys(workload, call.kept)
     heads, dim = q.shape[1:]
-    pool = batch.pages.keys[spec.layer]
+    pool = pages.keys[call.spec.layer]
     cached = 2 * keys * pool.shape[-2] * dim * pool.element_size()
     rows = workload.tokens * heads
     wide = max(4, q.element_size())
@@ -40,30 +39,24 @@ def _cost(
     return Cost(4 * heads * dim * pairs, rows * dim * q.element_size() + cached, written, cached=cached)
 
 
-def _meta(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys
-) -> tuple[Tensor, Tensor]:
+def _meta(call: KeptCall) -> tuple[Tensor, Tensor]:
+    q = call.q
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(q.shape, dtype=wide, device="meta"), q.new_empty(q.shape[:2], dtype=wide, device="meta")
 
 
-@operation(_cost, meta=_meta, reads_state=True)
-def kept_attention(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys
-) -> tuple[Tensor, Tensor]:
+@operation(_cost, operands=KeptCall, meta=_meta, reads_state=True)
+def kept_attention(call: KeptCall) -> tuple[Tensor, Tensor]:
     """Each query over the keys of its own sequence that `kept` says are here, at its own position and before.
 
-    q: [tokens, heads, head_dim], the heads of all ranks that divide these keys; k, v: [tokens, kv_heads, head_dim], of
-    which the pages have what is kept here.
-    batch: in pages, which hold the kept tokens of a sequence one after another; `pages.lengths` are those of whole
-    sequences, the last token of sequence s at position lengths[s] - 1. spec: without a window.
     Returns the softmax's average of the values [tokens, heads, head_dim] and the log of the sum of the exponentials of
     the scores [tokens, heads], both float32 (float64 for float64); zeros and -inf for a query that sees no key here.
     Rows of a sequence with length 0 are unspecified.
     """
+    q, k, _, batch, spec, kept = call
     pages = batch.pages
     assert pages is not None
-    out, sums = (torch.empty_like(one, device=q.device) for one in _meta(q, k, v, batch, spec, kept))
+    out, sums = (torch.empty_like(one, device=q.device) for one in _meta(call))
     out.zero_()
     sums.fill_(-torch.inf)
     group = q.shape[1] // k.shape[1]

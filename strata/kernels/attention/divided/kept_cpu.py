@@ -8,19 +8,17 @@ import torch
 from torch import Tensor
 
 from strata.kernels.attention.cpu_plan import QUERY_ROWS
-from strata.kernels.attention.spec import AttentionSpec, PackedBatch
-from strata.kernels.state.kept_keys import KeptKeys
+from strata.kernels.attention.spec import KeptCall
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys) -> bool:
-    pages = batch.pages
-    return q.dtype in (torch.float32, torch.bfloat16) and pages is not None and pages.holds(spec.layer, q.dtype)
+def supports(call: KeptCall) -> bool:
+    dtype, pages = call.q.dtype, call.batch.pages
+    return dtype in (torch.float32, torch.bfloat16) and pages is not None and pages.holds(call.spec.layer, dtype)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys
-) -> tuple[Tensor, Tensor]:
+def attend(call: KeptCall) -> tuple[Tensor, Tensor]:
     """One sequence after another; of a prompt so many queries at once that the mask stays small."""
+    q, _, _, batch, spec, kept = call
     pages = batch.pages
     assert pages is not None
     out = torch.zeros(q.shape, dtype=torch.float32)

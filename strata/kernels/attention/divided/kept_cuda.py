@@ -14,57 +14,44 @@ from torch import Tensor
 from strata.kernels.attention import cuda as attention_cuda
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention.mixed import may_decode
-from strata.kernels.attention.spec import AttentionSpec, PackedBatch
+from strata.kernels.attention.spec import KeptCall
 from strata.kernels.attention.varlen_triton import attention_kernel
-from strata.kernels.state.kept_keys import KeptKeys
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys) -> bool:
-    pages = batch.pages
-    return (
-        pages is not None
-        and not pages.is_rounded
-        and attention_cuda.supports(q, k, v, batch, spec)
-        and decode_attention_cuda.fits(pages, q.shape[1], k.shape[1], q.shape[2])
-    )
+def supports(call: KeptCall) -> bool:
+    pages = call.batch.pages
+    is_plain = pages is not None and not pages.is_rounded
+    return is_plain and attention_cuda.supports(call) and attention_cuda.fits_decode(call)
 
 
-def _decodes(q: Tensor, k: Tensor, batch: PackedBatch) -> int:
+def _decodes(call: KeptCall) -> int:
     """How many sequences, the first of the batch, get the programs of a decode."""
-    assert batch.pages is not None
-    if attention_cuda.all_decode(q, k, batch):
-        return q.shape[0]
-    return 0 if batch.pages.parts is None else may_decode(batch.pages)
+    pages = call.batch.pages
+    assert pages is not None
+    if attention_cuda.all_decode(call):
+        return call.q.shape[0]
+    return 0 if pages.parts is None else may_decode(pages)
 
 
-def kernels(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys
-) -> tuple[Any, ...]:
-    assert batch.pages is not None
-    sizes = (q.shape[1], q.shape[2], k.shape[1])
-    decodes = decode_attention_cuda.kernels(q, *sizes, batch.pages, _decodes(q, k, batch))
-    return decodes if attention_cuda.all_decode(q, k, batch) else (*decodes, attention_kernel)
+def kernels(call: KeptCall) -> tuple[Any, ...]:
+    decodes = attention_cuda.decode_kernels(call, _decodes(call))
+    return decodes if attention_cuda.all_decode(call) else (*decodes, attention_kernel)
 
 
-def scratch(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys) -> int:
+def scratch(call: KeptCall) -> int:
     """What the splits of decodes wait in."""
-    assert batch.pages is not None
-    decodes = _decodes(q, k, batch)
-    if not decodes:
-        return 0
-    return decode_attention_cuda.scratch(q, q.shape[1], q.shape[2], k.shape[1], batch.pages, decodes)
+    return attention_cuda.decode_scratch(call, _decodes(call))
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys
-) -> tuple[Tensor, Tensor]:
+def attend(call: KeptCall) -> tuple[Tensor, Tensor]:
     """Decodes in splits of their keys, prompts in tiles of their queries."""
+    q, k, v, batch, spec, kept = call
     pages = batch.pages
     assert pages is not None
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    count = _decodes(q, k, batch)
-    every, parts = attention_cuda.all_decode(q, k, batch), pages.parts
+    count = _decodes(call)
+    every, parts = attention_cuda.all_decode(call), pages.parts
     if count:
         rows = slice(0, count)
         own = pages

@@ -12,30 +12,21 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.sparse import decodes_cuda
 from strata.kernels.attention.sparse.page_choice import PageChoice, chosen_pages, page_scores, write_bounds
-from strata.kernels.attention.spec import AttentionSpec, PackedBatch, Sequences
+from strata.kernels.attention.spec import AttentionSpec, Sequences, SparseCall
 from strata.kernels.op import operation
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.triton_import import HAS_TRITON
 
 
-def _cost(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: PackedBatch,
-    spec: AttentionSpec,
-    choice: PageChoice,
-    sinks: Tensor | None = None,
-    *,
-    workload: Workload,
-) -> Cost:
+def _cost(call: SparseCall[PageChoice], *, workload: Workload) -> Cost:
     """Decodes over their chosen pages, and over the bounds of all; of pages that are written, the bounds are, from all
     keys in them."""
-    if batch.pages is None:
-        return attention.cost(q, k, v, batch, spec, sinks, workload=workload)
-    size, kept = batch.pages.page_size, choice.pages * batch.pages.page_size
+    q, k, pages = call.q, call.k, call.batch.pages
+    if pages is None:
+        return attention.cost(*call.whole, workload=workload)
+    size, kept = pages.page_size, call.choice.pages * pages.page_size
     cut = [min(total, kept) if new == 1 else total for new, total in zip(workload.new, workload.total, strict=True)]
-    cost = attention.cost(q, k, v, batch, spec, sinks, workload=Workload(workload.new, tuple(cut)))
+    cost = attention.cost(*call.whole, workload=Workload(workload.new, tuple(cut)))
     heads, row = q.shape[1], k.shape[1] * k.shape[2] * k.element_size()
     looked = sum(-(-total // size) for total, less in zip(workload.total, cut, strict=True) if less < total)
     written = sum(-(-new // size) for new in workload.new)
@@ -43,52 +34,23 @@ def _cost(
     return cost + Cost(4 * heads * q.shape[2] * looked, seen + found, 2 * written * row, cached=seen)
 
 
-def _meta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: PackedBatch,
-    spec: AttentionSpec,
-    choice: PageChoice,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    return torch.empty(q.shape, dtype=q.dtype, device="meta")
-
-
-@operation(_cost, meta=_meta, mutates=("batch",), reads_state=True)
-def page_sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: PackedBatch,
-    spec: AttentionSpec,
-    choice: PageChoice,
-    sinks: Tensor | None = None,
-) -> Tensor:
+@operation(_cost, operands=SparseCall, mutates=("batch",), reads_state=True)
+def page_sparse_attention(call: SparseCall[PageChoice]) -> Tensor:
     """As `attention` over pages, where the query of a sequence with one new token sees the keys of `choice.pages` of
     its pages, for each KV head its own; others see all.
 
     The bounds of pages that this step wrote are written (`PagedKV.bounds`), so each step of a sequence has to run this
     in the layer. spec: without a window. Without pages all keys are seen.
     """
-    return _attend(q, k, v, batch, spec, choice, sinks, whole=attention.reference)
+    return _attend(call, attention.reference)
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: PackedBatch,
-    spec: AttentionSpec,
-    choice: PageChoice,
-    sinks: Tensor | None = None,
-    *,
-    whole: Callable[..., Tensor],
-) -> Tensor:
+def _attend(call: SparseCall[PageChoice], whole: Callable[..., Tensor]) -> Tensor:
     """whole: `attention`, for sequences that see all keys."""
+    q, k, v, batch, spec, choice, sinks = call
     pages = batch.pages
     if pages is None:
-        return whole(q, k, v, batch, spec, sinks)
+        return whole(*call.whole)
     write_bounds(pages, batch.offsets, spec.layer)
     out = torch.empty_like(q)
     lengths = pages.lengths.tolist()
@@ -130,16 +92,8 @@ def _decode(
 
 
 @page_sparse_attention.implement("pages", "cpu")
-def _on_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: PackedBatch,
-    spec: AttentionSpec,
-    choice: PageChoice,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    return _attend(q, k, v, batch, spec, choice, sinks, whole=attention.bind("cpu"))
+def _on_cpu(call: SparseCall[PageChoice]) -> Tensor:
+    return _attend(call, attention.bind("cpu"))
 
 
 if HAS_TRITON:

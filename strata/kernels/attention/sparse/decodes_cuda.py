@@ -25,7 +25,7 @@ from strata.kernels.attention.sparse.pages_triton import (
     page_bounds_kernel,
     page_scores_kernel,
 )
-from strata.kernels.attention.spec import AttentionSpec, PackedBatch
+from strata.kernels.attention.spec import AttentionSpec, SparseCall
 from strata.kernels.attention.varlen_triton import head_pad
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.state.paged import PagedKV
@@ -37,46 +37,25 @@ _LEAST_PLACES = 4096
 _SCORE_PROGRAMS = 4096
 
 
-def supports(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: PackedBatch,
-    spec: AttentionSpec,
-    choice: PageChoice,
-    sinks: Tensor | None = None,
-) -> bool:
-    pages = batch.pages
-    return attention_cuda.supports(q, k, v, batch, spec) and (
-        pages is None
-        or (
-            not pages.is_rounded
-            and spec.window is None
-            and decode_attention_cuda.fits(pages, q.shape[1], k.shape[1], q.shape[2])
-        )
+def supports(call: SparseCall[PageChoice]) -> bool:
+    pages = call.batch.pages
+    whole = call.whole
+    return attention_cuda.supports(whole) and (
+        pages is None or (not pages.is_rounded and call.spec.window is None and attention_cuda.fits_decode(whole))
     )
 
 
-def kernels(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: PackedBatch,
-    spec: AttentionSpec,
-    choice: PageChoice,
-    sinks: Tensor | None = None,
-) -> tuple[Any, ...]:
-    given, pages = (q, k, v, batch, spec, sinks), batch.pages
+def kernels(call: SparseCall[PageChoice]) -> tuple[Any, ...]:
+    pages, choice, whole = call.batch.pages, call.choice, call.whole
     if pages is None:
-        return attention_cuda.kernels(*given)
-    chooses, every = _chooses(pages, choice), attention_cuda.all_decode(q, k, batch)
-    if not every and not attention_mixed.supports(*given):
-        return (page_bounds_kernel, *attention_cuda.kernels(*given))
-    count = q.shape[0] if every else attention_mixed.may_decode(pages)
-    sizes = (q.shape[1], q.shape[2], k.shape[1])
-    decodes = decode_attention_cuda.kernels(q, *sizes, pages, count, choice.pages if chooses else None)
+        return attention_cuda.kernels(whole)
+    chooses, every = _chooses(pages, choice), attention_cuda.all_decode(whole)
+    if not every and not attention_mixed.supports(whole):
+        return (page_bounds_kernel, *attention_cuda.kernels(whole))
+    count = call.q.shape[0] if every else attention_mixed.may_decode(pages)
+    decodes = attention_cuda.decode_kernels(whole, count, choice.pages if chooses else None)
     choosing = (page_scores_kernel, chosen_pages_kernel) * (chooses and count > 0)
-    prompts = () if every else (attention_mixed.prompt_kernel(pages, spec, sinks),)
+    prompts = () if every else (attention_mixed.prompt_kernel(pages, call.spec, call.sinks),)
     return (page_bounds_kernel, *choosing, *decodes, *prompts)
 
 
@@ -86,26 +65,19 @@ def scratch_bytes(sequences: int, most_keys: int, page_size: int, kv_heads: int,
     return 4 * sequences * (kv_heads * (most + choice.pages) + 1) if most > choice.pages else 0
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: PackedBatch,
-    spec: AttentionSpec,
-    choice: PageChoice,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    given, pages = (q, k, v, batch, spec, sinks), batch.pages
+def attend(call: SparseCall[PageChoice]) -> Tensor:
+    q, _, _, batch, spec, choice, sinks = call
+    pages, whole = batch.pages, call.whole
     if pages is None:
-        return attention_cuda.attend(*given)
+        return attention_cuda.attend(whole)
     write_bounds(pages, batch.offsets, len(q), spec.layer)
-    if attention_cuda.all_decode(q, k, batch):
+    if attention_cuda.all_decode(whole):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         decode(out, q, pages, spec, choice, sinks)
         return out
-    if not attention_mixed.supports(*given):
-        return attention_cuda.attend(*given)
-    return attention_mixed.attend(*given, partial(decode, choice=choice))
+    if not attention_mixed.supports(whole):
+        return attention_cuda.attend(whole)
+    return attention_mixed.attend(whole, partial(decode, choice=choice))
 
 
 def write_bounds(pages: PagedKV, offsets: Tensor, tokens: int, layer: int) -> None:

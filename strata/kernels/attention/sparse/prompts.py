@@ -12,73 +12,34 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.sparse import prompts_cuda
 from strata.kernels.attention.sparse.block_choice import BlockChoice, kept_blocks, pooled_scores
-from strata.kernels.attention.spec import AttentionSpec, PackedBatch, Sequences
+from strata.kernels.attention.spec import AttentionSpec, Sequences, SparseCall
 from strata.kernels.op import operation
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.triton_import import HAS_TRITON
 
 
-def _cost(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: PackedBatch,
-    spec: AttentionSpec,
-    choice: BlockChoice,
-    sinks: Tensor | None = None,
-    *,
-    workload: Workload,
-) -> Cost:
+def _cost(call: SparseCall[BlockChoice], *, workload: Workload) -> Cost:
     """That of all keys: how many are left out depends on what they are."""
-    return attention.cost(q, k, v, batch, spec, sinks, workload=workload)
+    return attention.cost(*call.whole, workload=workload)
 
 
-def _meta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: PackedBatch,
-    spec: AttentionSpec,
-    choice: BlockChoice,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    return torch.empty(q.shape, dtype=q.dtype, device="meta")
-
-
-@operation(_cost, meta=_meta, reads_state=True)
-def block_sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: PackedBatch,
-    spec: AttentionSpec,
-    choice: BlockChoice,
-    sinks: Tensor | None = None,
-) -> Tensor:
+@operation(_cost, operands=SparseCall, reads_state=True)
+def block_sparse_attention(call: SparseCall[BlockChoice]) -> Tensor:
     """As `attention` over pages, where queries of sequences with several new tokens and `choice.least_keys` or more in
     all see, of the keys at their positions and before, those in blocks that they keep: see `kept_blocks`.
 
     Blocks of queries begin with the first new token of a sequence in this step, so what they keep depends on where a
     prompt was cut; it does not on other sequences. spec: without a window. Without pages all keys are seen.
     """
-    return _attend(q, k, v, batch, spec, choice, sinks, whole=attention.reference)
+    return _attend(call, attention.reference)
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: PackedBatch,
-    spec: AttentionSpec,
-    choice: BlockChoice,
-    sinks: Tensor | None = None,
-    *,
-    whole: Callable[..., Tensor],
-) -> Tensor:
+def _attend(call: SparseCall[BlockChoice], whole: Callable[..., Tensor]) -> Tensor:
     """whole: `attention`, for sequences that see all keys."""
+    q, k, v, batch, spec, choice, sinks = call
     pages = batch.pages
     if pages is None:
-        return whole(q, k, v, batch, spec, sinks)
+        return whole(*call.whole)
     out = torch.empty_like(q)
     lengths = pages.lengths.tolist()
     for sequence, (first, last) in enumerate(pairwise(batch.offsets.tolist())):
@@ -126,16 +87,8 @@ def _prompt(
 
 
 @block_sparse_attention.implement("blocks", "cpu")
-def _on_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: PackedBatch,
-    spec: AttentionSpec,
-    choice: BlockChoice,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    return _attend(q, k, v, batch, spec, choice, sinks, whole=attention.bind("cpu"))
+def _on_cpu(call: SparseCall[BlockChoice]) -> Tensor:
+    return _attend(call, attention.bind("cpu"))
 
 
 if HAS_TRITON:

@@ -21,7 +21,7 @@ from strata.kernels.attention.sparse.choice_triton import (
     pooled_tile,
 )
 from strata.kernels.attention.sparse.prompts_triton import block_sparse_attention_kernel, tile_queries
-from strata.kernels.attention.spec import AttentionSpec, PackedBatch
+from strata.kernels.attention.spec import AttentionSpec, PackedBatch, SparseCall
 from strata.kernels.attention.varlen_triton import LOG2_E, head_pad, mixed_tile
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
@@ -31,38 +31,21 @@ from strata.kernels.state.paged import PagedKV
 _LEAST_PADDED = 1024
 
 
-def supports(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: PackedBatch,
-    spec: AttentionSpec,
-    choice: BlockChoice,
-    sinks: Tensor | None = None,
-) -> bool:
-    pages = batch.pages
+def supports(call: SparseCall[BlockChoice]) -> bool:
+    pages = call.batch.pages
     return (
         pages is not None
         and not pages.is_rounded
-        and spec.window is None
-        and attention_cuda.supports(q, k, v, batch, spec)
-        and decode_attention_cuda.fits(pages, q.shape[1], k.shape[1], q.shape[2])
+        and call.spec.window is None
+        and attention_cuda.supports(call.whole)
+        and attention_cuda.fits_decode(call.whole)
     )
 
 
-def kernels(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: PackedBatch,
-    spec: AttentionSpec,
-    choice: BlockChoice,
-    sinks: Tensor | None = None,
-) -> tuple[Any, ...]:
-    assert batch.pages is not None
+def kernels(call: SparseCall[BlockChoice]) -> tuple[Any, ...]:
+    assert call.batch.pages is not None
     prompts = (pooled_scores_kernel, kept_blocks_kernel, block_sparse_attention_kernel)
-    sizes = (q.shape[1], q.shape[2], k.shape[1])
-    return (*decode_attention_cuda.kernels(q, *sizes, batch.pages, _decodes(batch.pages)), *prompts)
+    return (*attention_cuda.decode_kernels(call.whole, _decodes(call.batch.pages)), *prompts)
 
 
 def _decodes(pages: PagedKV) -> int:
@@ -76,15 +59,8 @@ def scratch_bytes(tokens: int, most_keys: int, heads: int, kv_heads: int, choice
     return 4 * blocks * (tokens // choice.stride * heads + tokens // choice.block * kv_heads)
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: PackedBatch,
-    spec: AttentionSpec,
-    choice: BlockChoice,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def attend(call: SparseCall[BlockChoice]) -> Tensor:
+    q, k, _, batch, spec, choice, sinks = call
     pages = batch.pages
     assert pages is not None
     parts, count, starts = pages.parts, _decodes(pages), batch.offsets

@@ -6,7 +6,7 @@ size, and the product is the library's.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,18 @@ if HAS_TRITON:
 _round = round_rows.bind("cuda")
 
 
+class RoundedCall(NamedTuple):
+    """The operands of `rounded_linear`. values, scales: what `round_rows` made of x [rows, width] as the weight's
+    scheme rounds activations. weight: [out, width], packed in the same kind of values; bias: [out] or None, of the
+    dtype, x's."""
+
+    values: Tensor
+    scales: Tensor
+    weight: PackedWeight
+    bias: Tensor | None
+    dtype: torch.dtype
+
+
 def fits_scaled_mm(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
     """e4m3 with scales of rows, and activations likewise; the library writes bfloat16 alone for these."""
     return has_scales_of_rows(weight) and x.numel() > 0 and in_8_bits(x.dtype, weight, DeviceLimits.of(x.device))
@@ -45,13 +57,12 @@ def fits_scaled_mm(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) 
 
 def scaled_mm(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     values, scales = _round(_rows_of(x, weight), weight.kind, 0, weight.input_scale)
-    return scaled_mm_of_rounded(values, scales, weight, bias, x.dtype).view(*x.shape[:-1], weight.shape[0])
+    return scaled_mm_of_rounded(RoundedCall(values, scales, weight, bias, x.dtype)).view(*x.shape[:-1], weight.shape[0])
 
 
-def scaled_mm_of_rounded(
-    values: Tensor, scales: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
+def scaled_mm_of_rounded(call: RoundedCall) -> Tensor:
     """`rounded_linear` by the library."""
+    values, scales, weight, bias, dtype = call
     # Scales of rows, float32 [out, 1]; what is stored, where that is so.
     own = wide_scales(weight).expand(weight.shape[0], 1).contiguous()
     return library_product(values, scales, weight.values, own, dtype, True, bias)
@@ -64,13 +75,12 @@ def fits_rounded(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) ->
 
 def rounded_product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     values, scales = _round(_rows_of(x, weight), weight.kind, weight.columns, weight.input_scale)
-    return product_of_rounded(values, scales, weight, bias, x.dtype).view(*x.shape[:-1], weight.shape[0])
+    return product_of_rounded(RoundedCall(values, scales, weight, bias, x.dtype)).view(*x.shape[:-1], weight.shape[0])
 
 
-def product_of_rounded(
-    values: Tensor, scales: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
+def product_of_rounded(call: RoundedCall) -> Tensor:
     """`rounded_linear` by the Triton kernel."""
+    values, scales, weight, bias, dtype = call
     out, width = weight.shape
     rows = values.shape[0]
     result = torch.empty((rows, out), dtype=dtype, device=values.device)
@@ -106,16 +116,14 @@ def fits_split(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> b
 
 def split(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     values, scales = _round(_rows_of(x, weight), weight.kind, 0, weight.input_scale)
-    return split_of_rounded(values, scales, weight, bias, x.dtype).view(*x.shape[:-1], weight.shape[0])
+    return split_of_rounded(RoundedCall(values, scales, weight, bias, x.dtype)).view(*x.shape[:-1], weight.shape[0])
 
 
-def split_of_rounded(
-    values: Tensor, scales: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
+def split_of_rounded(call: RoundedCall) -> Tensor:
     """`rounded_linear` by the Triton kernel whose programs may have parts of the width."""
-    tile = _split_tile(values, weight)
+    tile = _split_tile(call.values, call.weight)
     assert tile is not None
-    return split_product(values, scales, weight, bias, dtype, tile)
+    return split_product(*call, tile)
 
 
 def _split_tile(x: Tensor, weight: PackedWeight) -> SplitTile | None:
@@ -125,26 +133,21 @@ def _split_tile(x: Tensor, weight: PackedWeight) -> SplitTile | None:
     return split_tile(x.numel() // width, out, width, DeviceLimits.of(x.device).processors)
 
 
-def fits_split_of_rounded(
-    values: Tensor, scales: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype
-) -> bool:
-    return _fits_of_rounded(values, weight, dtype) and _split_tile(values, weight) is not None
+def fits_split_of_rounded(call: RoundedCall) -> bool:
+    return _fits_of_rounded(call) and _split_tile(call.values, call.weight) is not None
 
 
-def fits_scaled_mm_of_rounded(
-    values: Tensor, scales: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype
-) -> bool:
-    return has_scales_of_rows(weight) and _fits_of_rounded(values, weight, dtype)
+def fits_scaled_mm_of_rounded(call: RoundedCall) -> bool:
+    return has_scales_of_rows(call.weight) and _fits_of_rounded(call)
 
 
-def fits_product_of_rounded(
-    values: Tensor, scales: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype
-) -> bool:
-    return has_rounded_kernel(weight) and _fits_of_rounded(values, weight, dtype)
+def fits_product_of_rounded(call: RoundedCall) -> bool:
+    return has_rounded_kernel(call.weight) and _fits_of_rounded(call)
 
 
-def _fits_of_rounded(values: Tensor, weight: PackedWeight, dtype: torch.dtype) -> bool:
-    return values.numel() > 0 and multiplies_rounded(weight, dtype, DeviceLimits.of(values.device))
+def _fits_of_rounded(call: RoundedCall) -> bool:
+    values = call.values
+    return values.numel() > 0 and multiplies_rounded(call.weight, call.dtype, DeviceLimits.of(values.device))
 
 
 def fits_dequantized(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:

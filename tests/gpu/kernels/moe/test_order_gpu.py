@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata.kernels.moe.held_order import MOST_CHOICES, held_numbers, held_order
+from strata.kernels.choose import MEASURED, thresholds_of
+from strata.kernels.moe.held_order import held_numbers, held_order
 from strata.kernels.moe.order import Order
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
@@ -42,7 +43,7 @@ def test_choices_of_all_experts(tokens: int, count: int, per_token: int, dtype: 
 
 @pytest.mark.parametrize("only", [0, 5, 127])
 def test_all_choose_the_same(only: int) -> None:
-    assert_sorted(torch.full((MOST_CHOICES // 2 + 9, 2), only, device="cuda"), 0, 128)
+    assert_sorted(torch.full((thresholds_of(MEASURED).sorted_choices // 2 + 9, 2), only, device="cuda"), 0, 128)
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -13,6 +13,7 @@ from torch import Tensor
 from strata.hardware.replay import time_replayed
 from strata.kernels.activation.clamped_swiglu import Clamp
 from strata.kernels.moe.biased_experts import biased_experts
+from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall
 from strata.kernels.moe.experts import experts
 from strata.kernels.moe.held import held_experts
 from strata.kernels.moe.order import Order
@@ -227,11 +228,11 @@ def test_choices(
     count, bound = 16, BOUNDS[CHOICES]
     arguments = given(name, tokens, count, per_token, hidden, width)
     biases = draw(count, 2 * width) / 4, draw(count, hidden) / 4
-    found = by_packed_choices(*arguments, biases, CLAMP, parts)
+    found = by_packed_choices(BiasedExpertsCall(*arguments, *biases, CLAMP), parts)
     exact = biased_experts.reference(*in_float64([*arguments, *biases]), CLAMP)
     assert (found.double() - exact).norm() <= bound * exact.norm()
     arguments[2][0, -1] = -1
-    found = by_packed_choices(*arguments, parts=parts)
+    found = by_packed_choices(ExpertsCall(*arguments), parts)
     exact = experts.reference(*in_float64(arguments), tokens * per_token - 1)
     assert (found.double() - exact).norm() <= bound * exact.norm()
 

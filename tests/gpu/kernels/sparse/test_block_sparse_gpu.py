@@ -13,6 +13,7 @@ from strata import LLM, SamplingParams
 from strata.kernels.attention.sparse import prompts_cuda
 from strata.kernels.attention.sparse.block_choice import BlockChoice, kept_blocks, pooled_scores
 from strata.kernels.attention.sparse.prompts import block_sparse_attention
+from strata.kernels.attention.spec import SparseCall
 from tests.gpu.kernels.test_attention_mixed_gpu import STEPS, arguments, assert_close
 from tests.models.checkpoints import FAMILY_CONFIGS, make_checkpoint
 
@@ -64,11 +65,11 @@ def exact(given: tuple[Any, ...], kept: torch.Tensor, counts: torch.Tensor, choi
 @pytest.mark.parametrize("step", LONG.values(), ids=LONG.keys())
 def test_every_row(step: list[tuple[int, int]], shape: tuple[int, int, int]) -> None:
     given = sharpened(arguments(step, shape))
-    assert prompts_cuda.supports(*given, CHOICE)
+    assert prompts_cuda.supports(SparseCall(*given, CHOICE))
     kept, counts = prompts_cuda.choose(given[0], shape[1], starts_of(given), *given[3:], CHOICE)
-    assert_close(prompts_cuda.attend(*given, CHOICE), exact(given, kept, counts, CHOICE))
+    assert_close(prompts_cuda.attend(SparseCall(*given, CHOICE)), exact(given, kept, counts, CHOICE))
     assert_close(
-        prompts_cuda.attend(*given, CHOICE._replace(share=1.0)),
+        prompts_cuda.attend(SparseCall(*given, CHOICE._replace(share=1.0))),
         block_sparse_attention.reference(*given, CHOICE._replace(least_keys=1 << 30)).double(),
     )
 
@@ -101,14 +102,15 @@ def test_what_is_kept_is_what_the_reference_keeps(shape: tuple[int, int, int]) -
 def test_sinks_and_other_sequences() -> None:
     given = sharpened(arguments([(2000, 500), (0, 1700)], (16, 8, 64)))
     sinks = torch.randn(16, device="cuda").bfloat16()
-    together = prompts_cuda.attend(*given, CHOICE, sinks)
-    assert not torch.equal(together, prompts_cuda.attend(*given, CHOICE))
+    together = prompts_cuda.attend(SparseCall(*given, CHOICE, sinks))
+    assert not torch.equal(together, prompts_cuda.attend(SparseCall(*given, CHOICE)))
     q, k, v, batch, spec = given
     pages = batch.pages
     parts = replace(pages.parts, starts=torch.zeros(1, dtype=torch.int32, device="cuda"))
     alone = replace(pages.sequences(1, 2), parts=parts)
     one = batch._replace(offsets=batch.offsets[1:] - 500, longest=1700, pages=alone)
-    assert torch.equal(prompts_cuda.attend(q[500:], k[500:], v[500:], one, spec, CHOICE, sinks), together[500:])
+    behind = SparseCall(q[500:], k[500:], v[500:], one, spec, CHOICE, sinks)
+    assert torch.equal(prompts_cuda.attend(behind), together[500:])
 
 
 def test_an_engine_finds_the_same_ids_with_all_keys_kept(tmp_path_factory: pytest.TempPathFactory) -> None:

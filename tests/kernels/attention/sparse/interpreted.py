@@ -13,6 +13,7 @@ from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.sparse import prompts_cuda
 from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.attention.sparse.prompts import block_sparse_attention
+from strata.kernels.attention.spec import SparseCall
 from strata.kernels.attention.varlen_triton import Tile
 from strata.kernels.device_limits import DeviceLimits
 from tests.kernels.attention.sparse.interpreted_pages import compare_pages
@@ -23,7 +24,7 @@ from tests.kernels.interpreter import prepare_interpreter
 
 def compare(given: tuple[Any, ...], alike: tuple[Any, ...], choice: BlockChoice, sinks: Tensor | None) -> None:
     wanted = block_sparse_attention.reference(*given, SPEC, choice, sinks)
-    found = prompts_cuda.attend(*alike, SPEC, choice, sinks)
+    found = prompts_cuda.attend(SparseCall(*alike, SPEC, choice, sinks))
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 

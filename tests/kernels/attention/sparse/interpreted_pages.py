@@ -13,6 +13,7 @@ import torch
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.sparse import decodes_cuda
 from strata.kernels.attention.sparse.decodes import page_sparse_attention
+from strata.kernels.attention.spec import SparseCall
 from tests.kernels.attention.sparse.test_decodes import CHOICE, SINKS, SPEC, with_bounds
 from tests.kernels.attention.test_attention import Case
 
@@ -25,7 +26,7 @@ def copied(given: tuple[Any, ...], **parts: BatchParts) -> tuple[Any, ...]:
 
 def compare(given: tuple[Any, ...], alike: tuple[Any, ...]) -> None:
     wanted = page_sparse_attention.reference(*given, SPEC, CHOICE, SINKS)
-    found = decodes_cuda.attend(*alike, SPEC, CHOICE, SINKS)
+    found = decodes_cuda.attend(SparseCall(*alike, SPEC, CHOICE, SINKS))
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     for ours, theirs in zip(alike[3].pages.bounds, given[3].pages.bounds, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)

@@ -1,0 +1,60 @@
+"""Why a kernel runs a node: the same one that the step runs, beside what else could, with what the table lists."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+from strata.graph.cost import NodeCost
+from strata.graph.drawing.why import Why, why
+from strata.hardware.roofline import Workload
+from strata.hardware.specs import device
+from strata.kernels import tuned
+from strata.plan.meta_model import MetaModel, find_config, meta_model
+
+H200 = device("h200")
+
+
+def reason(model: MetaModel, workload: Workload, asked: str) -> Why:
+    assert model.limits is not None
+    table = tuned.read(model.limits.product)
+    return why(*model.called(workload), asked, workload, model.limits, table, lambda node: float(node.cost.bytes))
+
+
+@pytest.fixture(scope="module")
+def dense() -> MetaModel:
+    return meta_model(find_config("0.6B"), H200)
+
+
+@pytest.mark.parametrize(("new", "total"), [((1,), (1000,)), ((1,) * 200, (300,) * 200), ((3000,), (3000,))])
+def test_every_operation_is_taken_by_what_runs_it(
+    dense: MetaModel, new: tuple[int, ...], total: tuple[int, ...]
+) -> None:
+    workload = Workload(new, total)
+    first: dict[str, NodeCost] = {}
+    for node in dense.step(workload).model:
+        first.setdefault(node.operation, node)
+    for operation, node in first.items():
+        if node.implementation == "torch":
+            continue
+        found = reason(dense, workload, operation)
+        assert found.taken == node.implementation, operation
+        taken = next(one for one in found.candidates if one.name == found.taken)
+        assert taken.kernels == node.kernels
+        assert taken.predicted is not None
+
+
+def test_a_listed_call_has_its_measured_times_and_is_named_by_its_part(dense: MetaModel) -> None:
+    workload = Workload((1,) * 8, (1000,) * 8)
+    found = reason(dense, workload, "q_proj")
+    out, width = found.node.weight or (0, 0)
+    listed = tuned.read("NVIDIA H200")[tuned.Key("linear", "bfloat16", out, width, 8)]
+    times = {one.name: one.measured for one in found.candidates}
+    assert (times[found.taken], times["cublas"]) == (listed.seconds, listed.library_seconds)
+    assert "table" in found.reason
+
+
+def test_a_name_that_nothing_has_is_answered_with_those_there_are(dense: MetaModel) -> None:
+    with pytest.raises(ValueError, match=r"no node .* decode_attention, .*linear"):
+        reason(dense, Workload((1,), (9,)), "nothing")
