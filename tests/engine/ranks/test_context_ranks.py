@@ -13,7 +13,7 @@ import torch
 
 from strata import LLM, SamplingParams
 from strata.engine.outputs import RequestOutput
-from strata.engine.plan import PlanArrays, StepPlan
+from strata.engine.program.program import StepChoice, StepProgram
 from strata.engine.program.shape import StepShape
 from strata.engine.ranks.token_division import RankStep
 from strata.models.save import save
@@ -56,22 +56,22 @@ def assert_alike(one: LLM, two: LLM, prompts: list[list[int]], params: SamplingP
 class Shares:
     """What rank 0 runs of each step: its share, or None where ranks do not divide it."""
 
-    def __init__(self, llm: LLM) -> None:
-        assert llm.engine.ranks is not None
-        runner: Any = llm.engine.ranks._runner
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: list[RankStep | None] = []
-        launch, program = runner.launch, runner.program
+        choose = StepProgram.choose
 
-        def noted(plan: StepPlan, *more: Any) -> Any:
-            self.found.append(program.choose(StepShape.of(PlanArrays(plan))).shape.share)
-            return launch(plan, *more)
+        def noted(program: StepProgram, shape: StepShape) -> StepChoice:
+            choice = choose(program, shape)
+            if program.division is not None:
+                self.found.append(choice.shape.share)
+            return choice
 
-        runner.launch = noted
+        monkeypatch.setattr(StepProgram, "choose", noted)
 
 
-def test_ranks_that_divide_prompts_answer_as_one() -> None:
+def test_ranks_that_divide_prompts_answer_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = LLM(**OPTIONS), LLM(prefill_context_parallel_size=2, **OPTIONS)
-    shares = Shares(two)
+    shares = Shares(monkeypatch)
     ranks = two.engine.ranks
     assert ranks is not None
     assert two.engine.ledger.weights == one.engine.ledger.weights
@@ -145,7 +145,7 @@ def test_ranks_that_divide_prompts_and_matrices_of_a_mixture_answer_as_one(tmp_p
 def test_deterministic_mode_has_the_bits_of_one_rank() -> None:
     options = OPTIONS | {"deterministic": True}
     one, two = LLM(**options), LLM(prefill_context_parallel_size=2, **options)
-    shares = Shares(two)
+    shares = Shares(monkeypatch)
     params = SamplingParams(temperature=0, max_tokens=2, logprobs=5, ignore_eos=True)
     expected, found = (llm.generate([prompt(130)], params, use_tqdm=False)[0] for llm in (one, two))
     assert shares.found[0] is not None

@@ -197,7 +197,8 @@ def test_a_workload_of_one_request_has_no_others_to_run_at_once(
 
 
 def test_a_dtype_that_is_wider_than_asked(times: StepSeconds) -> None:
-    wide = StepSeconds(replace(times.model, dtype=torch.float32), DEVICE)
+    wide_pool = replace(times.model.sizes.pool, dtype=torch.float32)
+    wide = StepSeconds(times.model.of_sizes(pool=wide_pool), DEVICE)
     facts = replace(FACTS, dtype="float32")
     measured = run(EVEN, facts, seconds=lambda workload: wide.seconds(workload))
     after = wall(EVEN, seconds=lambda workload: times.seconds(workload))
