@@ -122,7 +122,9 @@ def mixture_ids(llm: LLM) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
-def test_ranks_that_divide_prompts_and_matrices_of_a_mixture_answer_as_one(tmp_path: Path) -> None:
+def test_ranks_that_divide_prompts_and_matrices_of_a_mixture_answer_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = divisible_config("qwen3-moe", num_experts=8, mlp_only_layers=[], max_position_embeddings=128)
     save(random_model(config, torch.float32), config, tmp_path)
     options = MIXTURE | {"max_model_len": 128}
@@ -130,7 +132,7 @@ def test_ranks_that_divide_prompts_and_matrices_of_a_mixture_answer_as_one(tmp_p
     ranked: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
     moving: dict[str, Any] = {"enable_eplb": True, "num_redundant_experts": 2, "eplb_step_interval": 15}
     llm = LLM(tmp_path, prefill_context_parallel_size=2, **ranked, **moving, **options)
-    shares = Shares(llm)
+    shares = Shares(monkeypatch)
     assert mixture_ids(llm) == wanted
     assert llm.engine.ranks is not None
     experts = llm.engine.ranks.experts
@@ -142,7 +144,7 @@ def test_ranks_that_divide_prompts_and_matrices_of_a_mixture_answer_as_one(tmp_p
     llm.engine.ranks.check_ids()
 
 
-def test_deterministic_mode_has_the_bits_of_one_rank() -> None:
+def test_deterministic_mode_has_the_bits_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     options = OPTIONS | {"deterministic": True}
     one, two = LLM(**options), LLM(prefill_context_parallel_size=2, **options)
     shares = Shares(monkeypatch)
