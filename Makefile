@@ -38,7 +38,7 @@ lint: setup
 # out and their tests are skipped.
 clients: setup $(FRAMEWORKS)
 	@echo "Installing clients of others, which are tested against the server."
-	-command -v npm >/dev/null && npm install --prefix tests/clients/npm --no-package-lock --ignore-scripts --no-audit --no-fund --silent
+	-command -v npm >/dev/null && npm install --prefix tests/clients/npm --no-package-lock --ignore-scripts --no-audit --no-fund --fetch-retries=0 --fetch-timeout=30000 --silent
 	$(BIN)/python -m pip install --quiet --upgrade --target tests/clients/openai2 --no-deps 'openai==2.54.0' distro
 
 $(FRAMEWORKS): tests/clients/frameworks.txt | $(STAMP)
