@@ -19,6 +19,7 @@ from benchmarks.gpu_lines import GpuLines, gpu_arguments
 from strata.hardware.replay import time_replayed
 from strata.kernels.recurrent import delta_chunks_cuda as parallel
 from strata.kernels.recurrent import gated_delta_triton as serial
+from strata.kernels.recurrent.calls import GatedDeltaCall
 from strata.kernels.state.fixed import FixedStates
 from strata.models.batch import Batch
 
@@ -34,7 +35,7 @@ def lengths_of(step: str) -> list[int]:
     return [length] * count
 
 
-def arguments(lengths: list[int]) -> list[Any]:
+def arguments(lengths: list[int]) -> GatedDeltaCall:
     """As the model has them: queries, keys and values are parts of one product's result, strengths and decays too."""
     tokens, heads = sum(lengths), (KEY_HEADS, KEY_HEADS, HEADS)
     joined = torch.randn(tokens, sum(heads) * DIM, device="cuda").bfloat16()
@@ -46,16 +47,19 @@ def arguments(lengths: list[int]) -> list[Any]:
     tensor = torch.randn(len(lengths) + 1, HEADS, DIM, DIM, device="cuda")
     slots = torch.arange(1, len(lengths) + 1, dtype=torch.int32, device="cuda")
     batch = Batch(positions, positions, offsets, max(lengths), states=FixedStates(((tensor, tensor),), slots))
-    return [*rows, a, b, bias - 3.0, logarithms, batch, 0]
+    q, k, v = rows
+    return GatedDeltaCall(q, k, v, a, b, bias - 3.0, logarithms, batch, 0)
 
 
-def results(given: list[Any]) -> list[torch.Tensor]:
+def results(given: GatedDeltaCall) -> list[torch.Tensor]:
     """Of both, from the same states."""
-    pool = given[7].states.tensors[0][1]
+    states = given.batch.states
+    assert states is not None
+    pool = states.tensors[0][1]
     begun = pool.clone()
-    old = IN_CHUNKS(*given).float()
+    old = IN_CHUNKS(given).float()
     pool.copy_(begun)
-    return [old, parallel.launch(*given).float()]
+    return [old, parallel.launch(given).float()]
 
 
 class _Silent:
@@ -65,7 +69,7 @@ class _Silent:
         return lambda *given, **options: None
 
 
-def kernel_times(given: list[Any]) -> dict[str, float]:
+def kernel_times(given: GatedDeltaCall) -> dict[str, float]:
     """Scratch is not initialized when a kernel runs by itself; finite numbers of any size take as long."""
     found = {}
     for kernel in parallel.KERNELS:
@@ -74,7 +78,7 @@ def kernel_times(given: list[Any]) -> dict[str, float]:
         try:
             for name in others:
                 setattr(parallel, name, _Silent())
-            found[kernel.__name__] = round(time_replayed([partial(parallel.launch, *given)]).seconds * 1e6, 1)
+            found[kernel.__name__] = round(time_replayed([partial(parallel.launch, given)]).seconds * 1e6, 1)
         finally:
             for name, one in held.items():
                 setattr(parallel, name, one)
@@ -85,7 +89,7 @@ def measured(step: str) -> dict[str, object]:
     given = arguments(lengths_of(step))
     old, new = results(given)
     difference = ((new - old).square().mean() / old.square().mean()).sqrt().item()
-    runs = (partial(IN_CHUNKS, *given), partial(parallel.launch, *given))
+    runs = (partial(IN_CHUNKS, given), partial(parallel.launch, given))
     times = [time_replayed([run]).seconds for run in runs]
     chunks_of_16, in_parallel = (round(seconds * 1e6, 1) for seconds in times)
     found: dict[str, object] = {"test": "gated delta prompts", "step": step, "chunks_of_16_us": chunks_of_16}

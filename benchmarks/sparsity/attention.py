@@ -34,7 +34,7 @@ from strata.kernels.attention.cudnn_plan import why_no_plan
 from strata.kernels.attention.sparse import decodes_cuda, prompts_cuda
 from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.attention.sparse.page_choice import PageChoice
-from strata.kernels.attention.spec import AttentionSpec, Sequences, SparseCall
+from strata.kernels.attention.spec import AttentionCall, AttentionSpec, Sequences, SparseCall
 from strata.kernels.attention.virtual_sequences import Rows, as_virtual_sequences, virtual_sequences
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.state.paged import PagedKV
@@ -114,13 +114,17 @@ def measure(tokens: int, shares: list[float], others: int, strength: float) -> I
     shape |= {"points_to": others, "strength": strength}
     dense = {"triton": milliseconds(over_pages, steps)}
     if wide[0][3].pages.parts.virtual is not None:
-        dense["cudnn"] = milliseconds(attention_mixed.attend, wide)
+        dense["cudnn"] = milliseconds(lambda *given: attention_mixed.attend(AttentionCall(*given)), wide)
     for name, took in dense.items():
         yield shape | {"keys": "all", "by": name, "ms": round(took, 3), "tflops": round(flops / took / 1e9, 1)}
     best = min(dense.values())
     for share in shares:
         choice = BlockChoice(share, least_keys=1)
-        attend = partial(prompts_cuda.attend, choice=choice)
+
+        def attend(*given: Any, by: BlockChoice = choice) -> Tensor:
+            found: Tensor = prompts_cuda.attend(SparseCall(*given, by))
+            return found
+
         took = milliseconds(attend, steps)
         chosen = [partial(prompts_cuda.choose, q=g[0], kv_heads=KV_HEADS, starts=g[3].offsets) for g in steps]
         calls = [partial(c, batch=g[3], spec=SPEC, choice=choice) for c, g in zip(chosen, steps, strict=True)]
@@ -184,7 +188,7 @@ def measure_decodes(
     yield shape | {"pages": "all", "us": round(dense, 1), "gb_per_s": round(read / dense / 1e3, 1)}
     for count in counts:
         choice = PageChoice(count)
-        took = microseconds(partial(decodes_cuda.attend, choice=choice))
+        took = microseconds(lambda *given, by=choice: decodes_cuda.attend(SparseCall(*given, by)))
         choosing = microseconds(lambda q, k, v, batch, spec, by=choice: decodes_cuda.choose(q, batch.pages, spec, by))
         wanted, found = over_all(*layers[0]).float(), decodes_cuda.attend(SparseCall(*layers[0], choice)).float()
         yield shape | {

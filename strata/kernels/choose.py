@@ -88,7 +88,7 @@ def _find(device: torch.device | DeviceLimits) -> Thresholds:
 def thresholds_of(product: str) -> Thresholds:
     """Those of a device by the name that its driver reports. Raises ValueError for a table that is none."""
     path = tuned.path_of(product, _FOLDER)
-    if not path.is_file():
+    if not path.is_file() and product != MEASURED:
         return thresholds_of(MEASURED)
     try:
         read = msgspec.json.decode(path.read_bytes(), type=_ThresholdFile)

@@ -17,12 +17,14 @@ from strata.cache.tables import BufferShape
 from strata.engine.build import Engine, build_engine
 from strata.engine.engine_config import EngineConfig
 from strata.engine.plan import StepPlan
+from strata.engine.program.shape import StepShape
+from strata.engine.program.sizes import StepSizes
 from strata.engine.request import Request
 from strata.engine.sampling_params import SamplingParams
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import recognize
 from strata.models.shapes import SHAPES
-from strata.plan.meta_model import MetaModel, find_config, meta_model
+from strata.plan.meta_model import find_config, meta_model
 
 pytestmark = pytest.mark.gpu
 
@@ -140,13 +142,12 @@ def test_a_profiler_sees_what_the_graph_tells(subject: tuple[Path, Engine], arri
 def test_so_it_does_where_no_size_with_prompts_is_recorded(
     subject: tuple[Path, Engine], arrivals: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorded_size = MetaModel.recorded_size
+    holding = StepSizes.holding
 
-    def of_decodes(model: MetaModel, workload: Workload) -> BufferShape | None:
-        return recorded_size(model, workload) if max(workload.new) == 1 else None
+    def of_decodes(sizes: StepSizes, shape: StepShape) -> BufferShape | None:
+        return holding(sizes, shape) if shape.decodes else None
 
-    monkeypatch.setattr(subject[1].recorded, "_mixed", [])
-    monkeypatch.setattr(MetaModel, "recorded_size", of_decodes)
+    monkeypatch.setattr(StepSizes, "holding", of_decodes)
     compare(subject, arrivals)
 
 

@@ -12,6 +12,8 @@ import torch
 
 from strata import LLM, SamplingParams
 from strata.cache.tables import BufferShape
+from strata.engine.program.shape import StepShape
+from strata.engine.program.sizes import StepSizes
 from strata.kernels.attention.cudnn_plan import plan_for
 from strata.models.shapes import SHAPES
 
@@ -42,16 +44,14 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 def run(llm: LLM, prompts: list[list[int]], fresh: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Answer], Any]:
     """The answers, and the size of the first step."""
-    recorded: Any = llm.engine.loop._runner._recorded
-    bucket, taken = recorded.bucket, []
+    holding, taken = StepSizes.holding, []
 
-    def noted(*counts: Any, **kinds: bool) -> BufferShape | None:
-        *counted, in_own_rows, behind = counts
-        taken.append(bucket(*counted, in_own_rows if fresh else None, behind, **kinds))
+    def noted(sizes: StepSizes, shape: StepShape) -> BufferShape | None:
+        taken.append(holding(sizes, shape if fresh else shape._replace(fresh=None)))
         return taken[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(recorded, "bucket", noted)
+        patch.setattr(StepSizes, "holding", noted)
         params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=3)
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     answers = []
@@ -85,14 +85,13 @@ def test_fresh_steps_answer_as_others(llm: LLM, monkeypatch: pytest.MonkeyPatch)
 
 def test_only_fresh_steps_take_their_sizes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt longer than a step is fresh in its first, and has keys in pages in the next."""
-    recorded: Any = llm.engine.loop._runner._recorded
-    bucket, taken = recorded.bucket, []
+    holding, taken = StepSizes.holding, []
 
-    def noted(*counts: Any, **kinds: bool) -> BufferShape | None:
-        taken.append(bucket(*counts, **kinds))
+    def noted(sizes: StepSizes, shape: StepShape) -> BufferShape | None:
+        taken.append(holding(sizes, shape))
         return taken[-1]
 
-    monkeypatch.setattr(recorded, "bucket", noted)
+    monkeypatch.setattr(StepSizes, "holding", noted)
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
     llm.generate({"prompt_token_ids": [7] * 12_000}, params, use_tqdm=False)
     assert [size.fresh for size in taken if size.tokens > size.sequences] == [True, False]

@@ -45,8 +45,8 @@ def test_two_gpus_that_divide_prompts_answer_as_one() -> None:
     two = LLM(prefill_context_parallel_size=2, **OPTIONS)
     recorded = two.engine.recorded
     assert recorded is not None
-    assert recorded.divided_tokens[0] == 512
-    assert recorded.divided_tokens[-1] == 4096
+    assert two.engine.program.sizes.divided_tokens[0] == 512
+    assert two.engine.program.sizes.divided_tokens[-1] == 4096
     ran: list[Any] = []
     run = recorded.run
     recorded.run = lambda bucket: ran.append(bucket) or run(bucket)  # type: ignore[method-assign, func-returns-value]

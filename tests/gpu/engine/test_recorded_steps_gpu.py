@@ -13,6 +13,8 @@ import torch
 
 from strata import LLM, SamplingParams
 from strata.cache.tables import BufferShape
+from strata.engine.program.shape import StepShape
+from strata.engine.program.sizes import StepSizes
 from strata.models.shapes import SHAPES
 
 pytestmark = pytest.mark.gpu
@@ -32,23 +34,23 @@ class Counted:
         self.deterministic = deterministic
         self.llm = LLM(folder, deterministic=deterministic, **options)
         self.vocabulary = self.llm.engine.config.vocab_size
-        self._recorded: Any = self.llm.engine.loop._runner._recorded
-        self._bucket = self._recorded.bucket
 
     def run(
         self, prompts: list[list[int]], params: list[SamplingParams], *, eagerly: bool
     ) -> tuple[list[Answer], list[BufferShape]]:
         """The answers, and the sizes of steps with prompts that were replayed."""
-        replayed = []
+        replayed: list[BufferShape | None] = []
+        holding = StepSizes.holding
 
-        def bucket(*counts: Any, decodes: bool, scored: bool) -> Any:
-            found = None if eagerly and not decodes else self._bucket(*counts, decodes=decodes, scored=scored)
-            if not decodes:
+        def noted(sizes: StepSizes, shape: StepShape) -> BufferShape | None:
+            found = None if eagerly and not shape.decodes else holding(sizes, shape)
+            if not shape.decodes:
                 replayed.append(found)
             return found
 
-        self._recorded.bucket = bucket
-        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(StepSizes, "holding", noted)
+            outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         answers = []
         for output in outputs:
             sample = output.outputs[0]

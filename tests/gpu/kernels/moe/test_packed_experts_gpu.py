@@ -170,14 +170,14 @@ def assert_right(operation: Any, arguments: list[Any], name: str) -> None:
     """As the reference: of activations in 8 bits in float32, of others in float64."""
     chosen = operation.bind("cuda", packed=True).choose(*arguments)
     assert chosen.name == name
-    result = chosen.run(*arguments)
+    result = chosen.run(*operation.given(*arguments))
     if name == ROUNDED:
         exact = operation.reference(arguments[0].float(), *arguments[1:])
     else:
         exact = operation.reference(*in_float64(arguments))
     assert result.isfinite().all()
     assert (result.double() - exact).norm() <= BOUNDS[name] * exact.norm()
-    assert torch.equal(chosen.run(*arguments), result)
+    assert torch.equal(chosen.run(*operation.given(*arguments)), result)
 
 
 def way(name: str, tokens: int, per_token: int, count: int) -> str:

@@ -93,5 +93,5 @@ def test_products_of_rounded_rows_have_the_bits_of_others(rows: int, scheme: str
     for added in (None, bias):
         chosen = bound.choose(values, scales, weight, added, x.dtype)
         assert chosen.name == linear.bind("cuda", packed=True).choose(x, weight, added).name
-        found = chosen.run(values, scales, weight, added, x.dtype)
+        found = chosen.run(*rounded_linear.given(values, scales, weight, added, x.dtype))
         assert torch.equal(found, linear.bind("cuda", packed=True)(x, weight, added))

@@ -13,7 +13,7 @@ from strata.kernels.attention import cuda, fixed
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.decode_cuda import Unfinished, decode
 from strata.kernels.attention.decode_tile import DecodeTile, decode_tile
-from strata.kernels.attention.spec import Sequences
+from strata.kernels.attention.spec import AttentionCall, Sequences
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.rounded_rows import round_rows, widen_rows
@@ -156,7 +156,8 @@ def test_prompts_have_the_bits_of_plain_pools(
     k = torch.randn(sum(news), kv_heads, head_dim, device="cuda").bfloat16()
     for attend in (cuda.attend, fixed.attend):
         found, wanted = (
-            attend(q, k, k, Sequences(offsets, max(news), pages), step.spec()) for pages in (packed, plain)
+            attend(AttentionCall(q, k, k, Sequences(offsets, max(news), pages), step.spec()))
+            for pages in (packed, plain)
         )
         assert torch.equal(found, wanted)
 
