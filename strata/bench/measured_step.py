@@ -153,7 +153,7 @@ def measure_step(asked: EngineConfig, workload: Workload, recorded: BufferShape 
             steps = runner.record([replace(recorded, groups=len(sizes.groups))], all_of_them=True)
         runner.launch(plan)
         runner.settle()
-        graphs = dict(program.graphs())
+        graphs = program.graphs()
         ran = {name: _nodes(graphs[name], arguments) for name, arguments in given.items()}
         timed = _on_gpu if device.type == "cuda" else _on_cpu
         seconds = {(name, node): taken for name in ran for node, taken in timed(graphs[name], ran[name], given[name])}
@@ -183,13 +183,13 @@ def _plan(workload: Workload, each: int, vocabulary: int, windows: int) -> StepP
 def _noting(program: StepProgram) -> Iterator[dict[str, tuple[Any, ...]]]:
     """Inside, the arguments of each graph that was called last, by its name."""
     given: dict[str, tuple[Any, ...]] = {}
-    noted = {id(one): (name, one) for name, one in reversed([*program.graphs()])}  # two names may share a graph
-    for name, one in noted.values():
+    noted = program.graphs()
+    for name, one in noted.items():
         one.forward = _noted(name, one.forward, given)
     try:
         yield given
     finally:
-        for _, one in noted.values():
+        for one in noted.values():
             one.__dict__.pop("forward", None)
 
 

@@ -144,7 +144,7 @@ def _build(
     seed = secrets.randbits(63) if asked.seed is None else asked.seed
     stages = asked.pipeline_parallel_size
     scheduler_config = SchedulerConfig(
-        executor.max_sequences, executor.max_tokens, executor.max_length, seed, target, stages
+        executor.max_sequences, executor.max_tokens, executor.max_length, seed, target, stages=stages
     )
     scheduler, pages = _scheduler(asked, scheduler_config, executor)
     loop = EngineLoop(scheduler, ranks or executor.runner, run_ahead=device.type == "cuda", ledger=ledger)

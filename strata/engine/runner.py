@@ -154,6 +154,8 @@ class Runner:
         self._recorded = recorded
         library = any(size.prompts is not None and not size.fresh for size in largest_first)
         self.program = self.program.replaying(recorded.sizes, library=library)
+        for size in recorded.sizes:
+            self.program.replayed(size)  # looked up now, when no step waits for it
         return recorded
 
     def _recordings(self) -> Recordings:

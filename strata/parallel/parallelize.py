@@ -47,7 +47,7 @@ def parallelize(
     """Divide `model`, in place, along "tp" and "ep" and over the data-parallel axes, and let it attend across "cp".
 
     model: whole, or the stages of this rank; on its device and alike on all ranks, or without values on the meta
-    device, for `data_parallel.fill`, so that no rank ever holds it whole. Its dtype is that of the masters. layout:
+    device, for `checkpoints.state.fill`, so that no rank ever holds it whole. Its dtype is that of the masters. layout:
     checked, and that of the mesh. Batches are divided along "cp" by `strata.parallel.context.divide_batch`.
     adapt: is called before gradients are shared out. compute_dtype, reduce_dtype, bucket_elements: see `ZeroGradients`;
     FSDP2 sends a layer at a time.

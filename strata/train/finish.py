@@ -26,8 +26,7 @@ def save_model(run: Trainer) -> Path:
     It is that of the step at which the run stands: the last, or the best of its validation.
     It has the dtype that the run started from, bfloat16 if fresh. A LoRA run leaves its adapter in `adapter`, and the
     weights that it started from, as they are stored, with that merged into them; of packed ones the floats that they
-    stand for. Raises ValueError if that step has
-    no checkpoint, of which the model is made otherwise, and if the model cannot be written.
+    stand for. Raises ValueError if that step has no checkpoint, and if the model cannot be written.
     """
     folder = run.folder / "model"
     try:

@@ -51,6 +51,7 @@ def make_stepper(setting: Setting) -> ParallelStep:
     """Of any layout. It trains all weights, or with [lora] adapters; for preferences with [dpo], else for the next
     token. A collective call.
     """
+    check_trainable(setting.start.config)  # before weights are read
     config, weights = setting.config, setting.start.weights
     _check_device(config.run.precision, setting.mesh.world.device)
     check_trainable(setting.start.config)
@@ -125,13 +126,13 @@ def _compute(reference: Reference, step: ParallelStep, setting: Setting) -> None
     """The reference of DPO, by the model as the run computes with it."""
     weights, lora, documents = setting.start.weights, setting.config.lora, setting.mesh.flattened("dp", "shard")
     assert weights is not None
-    packed_as = None if lora is None else lora.quantization
+    packed_as, precision = None if lora is None else lora.quantization, setting.config.run.precision
     reference.compute(
         step.logprobs,
         once_loader(setting.config, setting.data, 0, rank=documents.index, ranks=documents.size),
         setting.data.reader,
         setting.folder / "reference.safetensors",
-        weights_digest(weights) + (f" {packed_as}" if packed_as else ""),
+        weights_digest(weights) + (f" {packed_as}" if packed_as else "") + f" {precision}" * (precision != "bf16"),
         documents,
         all_ranks(setting.mesh),
     )

@@ -15,7 +15,7 @@ from strata.models.config import ModelConfig, config_from_dict
 from strata.models.families import build
 from strata.models.layers import CausalLM
 from tests.dummies import randomize
-from tests.engine.program.programs import replayed, step_program
+from tests.engine.program.programs import decode, replayed, step_program
 from tests.graph.lockstep import run_in_lockstep
 from tests.models.batches import HandPaged, packed, random_sequences
 from tests.parallel.shards import joined, shard_of
@@ -63,10 +63,7 @@ def logits_of(made: Sequence[StepProgram], configs: Sequence[ModelConfig], dtype
         ]
         is_decode = set(step.values()) == {1}
         rows = (torch.tensor(list(step.values())).cumsum(0) - 1).int().cuda()
-        graphs: list[fx.GraphModule] = [
-            one.decode(len(step)) or one.logits if is_decode else one.logits  # type: ignore[misc]
-            for one in made
-        ]
+        graphs: list[fx.GraphModule] = [decode(one, len(step)) if is_decode else one.logits for one in made]
         taken = "rows" in {node.name for node in graphs[0].graph.nodes if node.op == "placeholder"}
         arguments = [(batch, rows) if taken else (batch,) for batch in batches]
         for own, result in zip(results, run_in_lockstep(graphs, arguments), strict=True):

@@ -41,6 +41,6 @@ def test_neither_a_plan_nor_adapters_nor_preferences_train_them(name: str, said:
     table |= {"run": SMALL["run"] | {"out": str(tmp_path)}}
     for tuned in ({}, {"lora": {"rank": 2, "alpha": 4.0}}, {"dpo": {}}):
         config = read_table(TrainConfig, table | tuned)
-        setting = Setting(config, start, Layout(), mesh, unread, tmp_path, NO_PHASES, lambda: None, "none")
+        setting = Setting(config, start, Layout(), mesh, unread, tmp_path, NO_PHASES, lambda: None, "none", print)
         with pytest.raises(ValueError, match=said):
             make_stepper(setting)

@@ -52,7 +52,7 @@ class NodeTimes:
     @contextmanager
     def of(self, program: StepProgram) -> Iterator[None]:
         """Inside, the graphs of steps tell this how long their nodes take."""
-        timed = [module for _, module in program.graphs()]
+        timed = program.graphs().values()
         for module in timed:
             module.forward = _Timed(module, self).run
         try:

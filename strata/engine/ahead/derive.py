@@ -134,7 +134,7 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
     packed = Packing.of(asked.quantization, model, shard, sparsity=asked.sparsity, dtype=sizes.pool.dtype).planned
     sparse = attention_choice(asked, own, "cuda")
     target = Target(implementations_for(META), limits, copies, shard, experts, context, packed, sparse)
-    program = StepProgram.of(model, asked, target, sizes)
+    program = StepProgram.of(model, replace(asked, executor="graph"), target, sizes)  # what is compared compiles itself
     if parts > 1:
         program = replace(program, division=TokenDivision.on("cuda", parts, 0))
     if asked.ranks > 1:
@@ -166,7 +166,7 @@ def _start(asked: EngineConfig, config: ModelConfig, sizes: EngineSizes, shard: 
 def _leave_messages_out(program: StepProgram, has_copies: bool) -> None:
     """Ranks that are not there answer no library: of its collectives only the shape of the result is made. has_copies:
     sums beside products arrive by copy engines."""
-    for _, graph in program.graphs():
+    for graph in program.graphs().values():
         for node in graph.graph.nodes:
             bound = node.meta.get("bound")
             if bound is not None and bound.operation.collective:

@@ -6,7 +6,7 @@ ask the same program, of a model on the meta device if it is not loaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -159,16 +159,13 @@ class StepProgram:
         """Batch and rows to logits, of any step."""
         return self.variants[-1].graph
 
-    def graphs(self) -> Iterator[tuple[str, fx.GraphModule]]:
-        """All of them, each by its name."""
-        for variant in self.variants:
-            yield variant.name, variant.graph
-        for variant in self.variants:
-            if variant.hidden is not None:
-                yield f"{variant.name}_hidden", variant.hidden
-        for name, value in vars(self).items():
-            if isinstance(value, fx.GraphModule):
-                yield name, value
+    def graphs(self) -> dict[str, fx.GraphModule]:
+        """All of them by their names, each once."""
+        named = {variant.name: variant.graph for variant in self.variants}
+        named |= {f"{one.name}_hidden": one.hidden for one in self.variants if one.hidden is not None}
+        named |= {name: value for name, value in vars(self).items() if isinstance(value, fx.GraphModule)}
+        first = {graph: name for name, graph in reversed(named.items())}
+        return {name: graph for name, graph in named.items() if first[graph] == name}
 
     def replaying(self, sizes: Iterable[BufferShape], *, library: bool) -> StepProgram:
         """With CUDA graphs of these sizes alone. library: as of the program."""

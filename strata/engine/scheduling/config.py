@@ -27,10 +27,10 @@ class SchedulerConfig:
     max_length: int
     seed: int = 0
     target: StepTarget | None = None
-    draws: int = 1
     stages: int = 1
     rank: int = 0
     ranks: int = 1
+    draws: int = 1
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "max_tokens", "max_length", "draws", "stages"):

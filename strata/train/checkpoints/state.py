@@ -24,7 +24,7 @@ class StateShard:
 
     kind: "master", "exp_avg" and the like. name: of the parameter, as the model calls it. shape: of the whole
     parameter. box: the shard along "tp" and "ep" that this rank has. start: the shard's first element in the flattened
-    box (ZeRO and FSDP divide flat). tensor: [elements], contiguous, float32 or wider, on any device; read when it is
+    box (ZeRO and FSDP divide flat). tensor: [elements], contiguous, of any floats, on any device; read when it is
     saved, filled in place when it is loaded. is_counted: False where another rank writes the same.
     """
 

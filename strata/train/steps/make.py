@@ -30,7 +30,7 @@ from strata.parallel.stages import ModelStages, layer_spans
 from strata.parallel.tensor import shard_model
 from strata.parallel.zero import ZeroGradients
 from strata.train.adapters.lora import LoraConfig, add_adapters, first_values
-from strata.train.checkpoints.state import fill, state_of, state_shards
+from strata.train.checkpoints.state import StateShard, fill, state_of, state_shards
 from strata.train.compile import TrainingGraph
 from strata.train.config import PRECISIONS, RECOMPUTE, BalanceConfig
 from strata.train.layout import check_packed
@@ -65,8 +65,8 @@ def stored(folder: Path) -> Values:
 
 
 def values_of(model: nn.Module) -> Values:
-    """Those that a model has."""
-    named = dict(model.named_parameters())
+    """Those that a model has, from the host, so that its device need not hold them twice."""
+    named = {name: one.detach().cpu() for name, one in model.named_parameters() if not one.is_meta}
     return lambda _, wanted: ((name, one) for name, one in named.items() if name in wanted)
 
 
@@ -143,6 +143,11 @@ def make_step(
         given = chain(given, first_values(whole, adapters.lora, adapters.seed))
     fill(filled, given)
     parallel.gradients.sync_weights()
+
+    def state() -> list[StateShard]:
+        biases = [] if adapters is not None else balancing.state_shards()  # which adapters leave as they are
+        return state_shards(shards, optimizer.state(), parallel.sharding, axes) + biases
+
     optimizer = make_optimizer(shards, optimizer_config, mesh, parallel.sharding)
     return ParallelStep(
         passes,
@@ -150,7 +155,7 @@ def make_step(
         parallel,
         optimizer,
         balancing,
-        lambda: state_shards(shards, optimizer.state(), parallel.sharding, axes) + balancing.state_shards(),
+        state,
         layout,
         mesh,
         clip=optimizer_config.clip,

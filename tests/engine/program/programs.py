@@ -33,7 +33,7 @@ def step_program(
 
 def graph_of(program: StepProgram, name: str) -> fx.GraphModule:
     """Of a variant that the program has, or a graph of its own."""
-    return dict(program.graphs())[name]
+    return program.graphs()[name]
 
 
 def replayed(program: StepProgram, tokens: int) -> fx.GraphModule:

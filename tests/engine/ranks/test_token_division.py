@@ -19,7 +19,7 @@ CASES: list[Any] = [[8192], [1, 1, 1, 700, 9, 4000], [1] * 40 + [64, 65, 8000], 
 def plan_of(counts: list[int], starts: list[int]) -> StepPlan:
     chunks = []
     for slot, (start, count) in enumerate(zip(starts, counts, strict=True)):
-        draws = (Draw(slot, slot),) * (slot % 3)
+        draws = tuple(Draw(slot + other, slot + other) for other in range(slot % 3))  # samples of one prompt
         chunks.append(Chunk(slot, slot, start, count, draws, 0, ()))
     return StepPlan((), (), tuple(chunks), (), sum(counts))
 
@@ -66,7 +66,7 @@ def test_a_rank_has_its_pieces_as_sequences_and_the_rows_of_all_draws() -> None:
     assert [one.shape.sequences for one in found] == [4, 2]  # one for the padding of the first
     assert [one.ends.tolist() for one in found] == [[31, 13, 29], [23, 6]]
     for one in found:
-        assert one.drawn == [1, 2, 2]
+        assert one.drawn == [1, 2, 3]
         assert one.draw_lengths.tolist() == [29, 6, 6]
         assert one.draw_ranks.tolist() == [0, 1, 1]
         assert one.room == (16, 3, 3, 2)

@@ -12,7 +12,7 @@ from strata.cli.train_estimate import estimate_text
 from strata.hardware.figures import Device
 from strata.hardware.specs import device
 from strata.kernels.activation.clamped_swiglu import clamped_swiglu
-from strata.kernels.attention.spec import AttentionSpec, Sequences
+from strata.kernels.attention.spec import AttentionCall, AttentionSpec, Sequences
 from strata.kernels.attention.train import packed
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
@@ -131,7 +131,7 @@ def test_gpt_oss_keeps_all_scores_and_wide_gates() -> None:
     config = config_from_dict(SHAPES["gpt-oss-20b"], "gpt-oss-20b")
     given = [torch.randn(192, heads, 64, dtype=torch.bfloat16).requires_grad_() for heads in (64, 8, 8)]
     batch, sinks = Sequences(torch.tensor([0, 64, 128, 192]), 64, None), torch.zeros(64).requires_grad_()
-    scores = saved_bytes(lambda: packed(*given, batch, AttentionSpec(0, 0.125), sinks)) // 192
+    scores = saved_bytes(lambda: packed(AttentionCall(*given, batch, AttentionSpec(0, 0.125), sinks))) // 192
     assert config.experts is not None
     clamp, width = config.experts.clamp, config.experts.intermediate_size
     both = torch.randn(192, 2 * width, dtype=torch.bfloat16).requires_grad_()
