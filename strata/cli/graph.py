@@ -412,7 +412,7 @@ def price(model: MetaModel, workload: Workload, spec: Device) -> PricedStep:
 
     times, step = StepSeconds(model, spec), model.step(workload)
     whole = floor(total(step.model).least, times.device, times.dtype, times.link)
-    captured = dict(model.program.captured)
+    captured = dict(model.program.traced)
     return PricedStep(
         step, times.device, times.dtype, workload.tokens, whole, captured, times.link, times.predictor, workload,
         times.sources, model.buffers(workload),

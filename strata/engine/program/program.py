@@ -52,7 +52,7 @@ class StepProgram:
     DivisionInputs to tokens, block tables and the prompts' division, of steps in which cuDNN attends for them: over
     pages, whose ends are cleared; and over the step's own keys.
     draw, draw_filtered: DrawStep to ids [rows] int32, which are also written where later steps read them.
-    part: the ids of which the logits are, where ranks divide the vocabulary. captured: how many nodes of each operation
+    part: the ids of which the logits are, where ranks divide the vocabulary. traced: how many nodes of each operation
     the model and its head had before the passes. table: what was measured of the device's products. sizes: of CUDA
     graphs. library: cuDNN can attend for prompts in steps that are launched. division: how ranks divide tokens.
     sends_by_copies: what travels beside products is sent by copy engines.
@@ -70,7 +70,7 @@ class StepProgram:
     draw: fx.GraphModule
     draw_filtered: fx.GraphModule
     part: VocabularyPart | None
-    captured: Mapping[str, int]
+    traced: Mapping[str, int]
     table: tuned.Table
     sizes: StepSizes
     library: bool = False
@@ -102,7 +102,7 @@ class StepProgram:
             draw=bound(capture(DrawOfStep(part, filtered=False))),
             draw_filtered=bound(capture(DrawOfStep(part, filtered=True))),
             part=part,
-            captured=source.operations,
+            traced=source.operations,
             table=target.table,
             sizes=StepSizes(() if sizes is None else sizes.recorded),
             library=sizes is not None and sizes.library,

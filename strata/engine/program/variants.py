@@ -184,10 +184,12 @@ def narrowed(source: StepSource) -> Iterator[StepVariant]:
 
 def overlapped(source: StepSource) -> Iterator[StepVariant]:
     """In large steps, messages between ranks travel while products of the other half of the rows run."""
-    shard, least = source.target.shard, source.asked.overlapped_from
+    shard, least, device = source.target.shard, source.asked.overlapped_from, source.target.copies
     if shard is None or shard.own_tokens or source.asked.deterministic or least == 0:
         return
-    graph, device = source.logits_of_rows(), source.target.copies
+    if least is None and device is None:
+        return  # a start need not make the graph to find that no device sends by copy engines
+    graph = source.logits_of_rows()
     least = overlapping_tokens(graph, device) if least is None else least
     if least is not None:
         graph = source.bound(source.with_messages(overlap(graph, row_division(graph, device))))
