@@ -37,12 +37,13 @@ from strata.kernels.attention import mixed as attention_mixed
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.decode import decode_attention
+from strata.kernels.attention.prompt_keys import gather_prompt_keys
 from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.attention.sparse.decodes import page_sparse_attention
 from strata.kernels.attention.sparse.page_choice import PageChoice
 from strata.kernels.attention.sparse.prompts import block_sparse_attention
 from strata.kernels.attention.spec import AttentionCall, AttentionSpec, HeadsSpec, Sequences
-from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, Rows, virtual_sequences
+from strata.kernels.attention.virtual_sequences import Rows, as_virtual_sequences, virtual_sequences
 from strata.kernels.latent.attention import latent_attention
 from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.linear import linear
@@ -83,7 +84,6 @@ from strata.kernels.sampling.filters import filter_bounds
 from strata.kernels.sampling.part_logprobs import exponential_sums
 from strata.kernels.sampling.parts import best_in_part, best_of_parts
 from strata.kernels.sampling.sampling import gumbel_sample, token_logprobs
-from strata.kernels.state.clear_page_ends import clear_page_ends
 from strata.kernels.state.fixed import FixedStates
 from strata.kernels.state.gather_tables import gather_tables
 from strata.kernels.state.kv_write import kv_write
@@ -232,9 +232,10 @@ def _attention(head_dim: int, window: int | None) -> Iterator[Call]:
         yield own(attention, *drawn(sum(new)), step(*new, pages=packed), spec)
     yield f"recorded attention of {head_dim}", lambda: _recorded(*drawn(100), held, spec)
     offsets, bounds = torch.tensor((0, 1, 2, 30), dtype=torch.int32), torch.tensor((1, 3), dtype=torch.int32)
-    yield own(virtual_sequences, offsets, held.lengths, bounds, held.tables, Rows(6 * head_dim, 4 * head_dim), 16)
-    pools = held.keys[0][None], held.values[0][None]
-    yield own(clear_page_ends, *pools, held.tables, held.lengths, bounds, MAX_PROMPTS)
+    row = KV_HEADS * head_dim
+    rows = Rows(6 * head_dim, 4 * head_dim, row, row)
+    yield own(virtual_sequences, offsets, held.lengths, bounds, rows)
+    yield f"keys of prompts of {head_dim}", lambda: _gathered(held, offsets, bounds, rows)
     ends = torch.tensor(lengths) - 1
     slots = held.tables.gather(1, ends[:, None] // held.page_size)[:, 0] * held.page_size + ends % held.page_size
     written = replace(held, slot_mapping=slots.int())
@@ -253,6 +254,11 @@ def _recorded(q: Tensor, k: Tensor, v: Tensor, held: PagedKV, spec: AttentionSpe
     offsets = torch.tensor((0, 1, 8, 28, len(q)), dtype=torch.int32)
     pages = replace(held, tables=tables, lengths=lengths, parts=parts)
     return attention_mixed.attend(AttentionCall(q, k, v, Sequences(offsets, len(q), pages), spec))
+
+
+def _gathered(held: PagedKV, offsets: Tensor, bounds: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    virtual = as_virtual_sequences(virtual_sequences(offsets, held.lengths, bounds, rows), rows)
+    return gather_prompt_keys(held, 0, virtual, held.tables.shape[1] * held.page_size)
 
 
 def _latents() -> Iterator[Call]:

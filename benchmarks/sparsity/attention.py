@@ -79,8 +79,8 @@ def chunks(q: Tensor, pages: PagedKV) -> Iterator[tuple[Any, ...]]:
         lengths = torch.full_like(pages.lengths, total)
         tables, virtual = pages.tables.clone(), None
         if fits:
-            rows = Rows(part.stride(0), part.stride(0))
-            division = virtual_sequences(offsets, lengths, bounds, tables, rows, PAGE)
+            rows = Rows(part.stride(0), part.stride(0), KV_HEADS * DIM, KV_HEADS * DIM)
+            division = virtual_sequences(offsets, lengths, bounds, rows)
             virtual = as_virtual_sequences(division, rows)
         parts = BatchParts(torch.zeros_like(lengths), offsets[:1], bounds, 0, virtual)
         given = replace(pages, tables=tables, lengths=lengths, parts=parts)

@@ -48,7 +48,7 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "pack_heads",
             "join_heads",
             "virtual",
-            "clear_page_ends",
+            "gather_prompt_keys",
             "pooled_scores",
             "kept_blocks",
             "page_bounds",

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from strata.cache.block_tables import table_pages
 from strata.cache.groups import PageGroup, page_groups
 from strata.cache.pool import PoolShape
 from strata.cache.state_pool import StateShape
@@ -29,6 +30,7 @@ from strata.engine.startup.packing import NOTHING_PACKED, Packing
 from strata.engine.startup.sparse_attention import SPARSE_SIZES, check_sparse_attention
 from strata.graph.passes import passes_of
 from strata.kernels.attention.cudnn_plan import keeps_neighbours_apart, why_no_plan
+from strata.kernels.attention.virtual_sequences import gathered_keys
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.quant.schemes import scheme_of, sparsity_of
 from strata.kernels.state.kept_keys import ALL_KEYS
@@ -325,8 +327,14 @@ class EngineSizes:
 
     @property
     def library(self) -> bool:
-        """Whether cuDNN attends over pages: it reads those of floats alone."""
+        """Whether cuDNN attends to keys of pages: it reads those of floats alone."""
         return self.attends and self.pool.rounded is None
+
+    @property
+    def prompt_keys(self) -> int:
+        """Of the prompts of a step, in whole blocks, for which there is room where cuDNN attends to them."""
+        longest = table_pages(self.max_length, self.pool.page_size) * self.pool.page_size
+        return gathered_keys(longest, self.pool.kv_heads * self.pool.head_dim) if self.library else 0
 
     @cached_property
     def recorded(self) -> tuple[BufferShape, ...]:
@@ -419,6 +427,8 @@ def library_limit(limits: DeviceLimits, config: ModelConfig, dtype: torch.dtype,
         return "all layers have windows"
     if config.has_sinks:
         return "its attention has sinks"
+    if config.rotated and not any(config.rotated):
+        return "no layer rotates its queries, so that they lie apart from their keys"
     return why_no_plan(limits, dtype, config.head_dim, page_size)
 
 

@@ -237,6 +237,12 @@ class PlanArrays:
         prompts = self.prompts
         return int(self.starts[-prompts:].max()) if prompts else 0
 
+    @property
+    def prompt_ends(self) -> list[int]:
+        """Tokens of each prompt up to the step's end."""
+        found: list[int] = self.ends[len(self.ends) - self.prompts :].tolist()
+        return found
+
 
 @dataclass(frozen=True)
 class UndrawnStep:

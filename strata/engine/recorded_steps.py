@@ -59,8 +59,14 @@ def fresh_rows_of(heads: int, pool: PoolShape) -> Rows:
     width = pool.head_dim
     row, own = (heads + pool.kv_heads) * width, pool.kv_heads * width
     if pool.rounded is not None:
-        return Rows(row, heads * width, values=own, keys=own)
-    return Rows(row, heads * width, values=row + own)
+        return Rows(row, heads * width, own, own, fresh=True)
+    return Rows(row, heads * width, row, row + own, fresh=True)
+
+
+def gathered_rows_of(heads: int, pool: PoolShape) -> Rows:
+    """The same of other steps, whose keys and values are gathered from pages."""
+    own = pool.kv_heads * pool.head_dim
+    return Rows(heads * pool.head_dim + own, heads * pool.head_dim, own, own)
 
 
 Reason = Literal["too_large", "prompt_logprobs", "out_of_memory"]
@@ -112,7 +118,7 @@ class RecordedSteps:
         fixed state. rank: whose share of steps it is that ranks divide. kernels_are_ready: see `Runner.record`."""
         self._program, self._pool, self._tables = program, pool, tables
         self._fresh_rows = fresh_rows_of(heads, pool.shape)
-        self._rows = Rows(self._fresh_rows.queries, self._fresh_rows.result)
+        self._gathered_rows = gathered_rows_of(heads, pool.shape)
         self._windows, self._states = windows, states
         self._rank, self._kernels_are_ready = rank, kernels_are_ready
         self._newest, self._staging = newest, staging
@@ -170,11 +176,8 @@ class RecordedSteps:
         inputs: with tables of as many pages as a sequence can have, since the plan is made for those. fresh: it reads
         none of them.
         """
-        graph, rows = self._program.divided_inputs, self._rows
-        if fresh:
-            graph, rows = self._program.fresh_inputs, self._fresh_rows
-        given = DivisionInputs(inputs, parts.bounds, self._pool.all_keys, self._pool.all_values, rows)
-        tokens, tables, division = graph.forward(given)
+        rows = self._fresh_rows if fresh else self._gathered_rows
+        tokens, tables, division = self._program.divided_inputs.forward(DivisionInputs(inputs, parts.bounds, rows))
         return tokens, tables, replace(parts, virtual=as_virtual_sequences(division, rows))
 
     def record(self, shape: BufferShape, *, may_lack: bool = True) -> None:

@@ -32,6 +32,7 @@ from strata.engine.steps.runner_config import RunnerConfig
 from strata.engine.steps.slots import SlotState, meets
 from strata.engine.transfer import send
 from strata.graph.cudagraph import CudaGraphs, Recordings
+from strata.kernels.attention.virtual_sequences import gathered_keys
 from strata.kernels.sampling.sampling import likeliest
 
 
@@ -111,7 +112,7 @@ class Runner:
         states: of layers that keep a fixed state."""
         self.pool = pool
         self._states = states
-        self.program = program.replaying((), library=False)  # until there are CUDA graphs
+        self.program = program.replaying((), 0)  # until there are CUDA graphs
         self._config, self._device = config, device
         most_pages = table_pages(config.max_length, pool.shape.page_tokens)
         self._tables = BlockTables(config.max_sequences, most_pages, device)
@@ -153,7 +154,9 @@ class Runner:
         torch.cuda.empty_cache()  # what the first runs left on a stream that nothing else uses
         self._recorded = recorded
         library = any(size.prompts is not None and not size.fresh for size in largest_first)
-        self.program = self.program.replaying(recorded.sizes, library=library)
+        shape, most_pages = self.pool.shape, self._tables.rows.shape[1]
+        keys = gathered_keys(most_pages * shape.page_tokens, shape.kv_heads * shape.head_dim) if library else 0
+        self.program = self.program.replaying(recorded.sizes, keys)
         for size in recorded.sizes:
             self.program.replayed(size)  # looked up now, when no step waits for it
         return recorded

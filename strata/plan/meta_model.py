@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from strata.cache.block_tables import table_pages
 from strata.cache.state_pool import meta_states
 from strata.cache.tables import BufferShape
 from strata.comm.mesh import Axis
@@ -18,7 +19,7 @@ from strata.engine.program.inputs import DivisionInputs, DrawStep, StepInputs
 from strata.engine.program.program import StepChoice, StepProgram
 from strata.engine.program.shape import StepShape
 from strata.engine.program.source import Target
-from strata.engine.recorded_steps import fresh_rows_of
+from strata.engine.recorded_steps import fresh_rows_of, gathered_rows_of
 from strata.engine.sampler import DrawInputs
 from strata.engine.step_cost import least_costs, token_division
 from strata.files.json_object import read_existing_object
@@ -29,7 +30,7 @@ from strata.hardware.figures import Device
 from strata.hardware.roofline import Workload
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.times import Attends, Prompts
-from strata.kernels.attention.virtual_sequences import Rows, VirtualSequences, fresh_rows
+from strata.kernels.attention.virtual_sequences import Rows, VirtualSequences, fresh_rows, keys_in_blocks
 from strata.kernels.device_limits import DeviceLimits, implementations_for
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig, config_from_dict, read_config
@@ -99,7 +100,7 @@ class MetaModel:
     def of_sizes(self, **changed: Any) -> MetaModel:
         """The same graphs in an engine of other sizes, by the names of `EngineSizes`."""
         sizes = replace(self.sizes, **changed)
-        return replace(self, sizes=sizes, program=self.program.replaying(sizes.recorded, library=sizes.library))
+        return replace(self, sizes=sizes, program=self.program.replaying(sizes.recorded, sizes.prompt_keys))
 
     def over_pages(self, rounded: torch.dtype | None) -> MetaModel:
         """The same graphs over pages that keep keys and values in 8 bits; None: in the model's dtype."""
@@ -114,7 +115,8 @@ class MetaModel:
         behind = max((end - own for own, end in zip(new[decodes:], total[decodes:], strict=True)), default=0)
         fresh = fresh_rows(new) if new == total else None
         size = workload.tokens, count, count, count - decodes
-        return program.choose(StepShape(*size, decodes == count, fresh=fresh, behind=behind))
+        keys = keys_in_blocks(total[decodes:])
+        return program.choose(StepShape(*size, decodes == count, fresh=fresh, behind=behind, prompt_keys=keys))
 
     def _batch(self, workload: Workload, choice: StepChoice) -> Batch:
         """What the graphs are called with in a step of that workload, one-token sequences first."""
@@ -129,8 +131,11 @@ class MetaModel:
             rounded=shape.rounded,
             kept=shape.kept,
         )
+        if size is not None or choice.library:  # with as many pages as a sequence can have
+            most = table_pages(self.sizes.max_length, shape.page_tokens)
+            pages = replace(pages, tables=meta_indices(len(workload.new), most))
         if max(workload.new) > 1 and workload.tokens < 1 << 31:  # as many as the device can count
-            indices = meta_indices(4, 1), meta_indices(2, 1)
+            indices = meta_indices(4, 1), meta_indices(2, 1), meta_indices(2, 1)
             virtual = VirtualSequences(*indices, self._rows(choice)) if choice.library else None
             decodes = _decodes(workload) if size is None else (0 if size.fresh else None)
             begin = decodes is not None and workload.new[decodes:] == workload.total[decodes:]
@@ -243,8 +248,8 @@ class MetaModel:
         return StepNodes(name, read, ran, drawn, size is not None, [node for part in padded for node in part])
 
     def _rows(self, choice: StepChoice) -> Rows:
-        rows = fresh_rows_of(self.config.num_heads, self.sizes.pool)
-        return rows if choice.size is not None and choice.size.fresh else Rows(rows.queries, rows.result)
+        is_fresh = choice.size is not None and choice.size.fresh
+        return (fresh_rows_of if is_fresh else gathered_rows_of)(self.config.num_heads, self.sizes.pool)
 
     def _arguments(self, workload: Workload, draws: int, choice: StepChoice) -> tuple[Any, ...]:
         """What the graphs of a step are called with: inputs; logits, of so many rows; draw."""
@@ -259,9 +264,7 @@ class MetaModel:
         logits = torch.empty(draws, self.config.vocab_size, dtype=self.dtype, device="meta")
         inputs: StepInputs | DivisionInputs = tables
         if choice.library:
-            pool = batch.pages.keys[0]
-            pools = pool.new_empty((self.config.num_layers, *pool.shape))
-            inputs = DivisionInputs(tables, meta_indices(2), pools, pools, self._rows(choice))
+            inputs = DivisionInputs(tables, meta_indices(2), self._rows(choice))
         return inputs, (batch, *(rows for _ in choice.variant.inputs)), DrawStep(logits, sampled, rows, rows)
 
     def step_costs(self) -> StepCosts:

@@ -39,7 +39,7 @@ TRAINING = {
     "partial_attention_gradients",
 }
 # No shape of the benchmark has experts; the ids and the tables that a step reads are a few kilobytes.
-APART = {"route", "experts", "combine", "newest_tokens", "gather_tables", "virtual_sequences", "clear_page_ends"}
+APART = {"route", "experts", "combine", "newest_tokens", "gather_tables", "virtual_sequences"}
 # What ranks alone run. What they choose an id from, and what they count, is kilobytes.
 APART |= {
     "best_of_parts",

@@ -49,9 +49,9 @@ def test_a_host_that_sleeps_is_seen_between_steps(llm: LLM, monkeypatch: pytest.
     scheduler = llm.engine.loop.scheduler
     schedule = scheduler.schedule
 
-    def slow() -> Any:
+    def slow(*given: Any) -> Any:
         time.sleep(SLEEP)
-        return schedule()
+        return schedule(*given)
 
     usual = time_steps(llm, TEST).host_gap.median
     monkeypatch.setattr(scheduler, "schedule", slow)
@@ -78,9 +78,9 @@ def test_a_served_host_that_sleeps_is_found_between_steps(llm: LLM, monkeypatch:
     loop = llm.engine.loop
     schedule = loop.scheduler.schedule
 
-    def slow() -> Any:
+    def slow(*given: Any) -> Any:
         time.sleep(SLEEP)
-        return schedule()
+        return schedule(*given)
 
     monkeypatch.setattr(loop.scheduler, "schedule", slow)
     log = DeviceStepLog(loop.clock)

@@ -170,7 +170,7 @@ def compare(subject: tuple[Path, Engine], arrivals: list[tuple[int, ...]], schem
     device = recognize(torch.cuda.get_device_name())
     if device is None:
         pytest.skip("the device is not in the database")
-    model = meta_model(find_config(str(folder)), device, quantization=scheme)
+    model = meta_model(find_config(str(folder)), device, quantization=scheme, max_model_len=4096)
     list(traced_steps(engine, arrivals))  # what is compiled or loaded when it first runs has been
     compared = set()
     for workload, names in traced_steps(engine, arrivals):

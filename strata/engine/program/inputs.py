@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.engine.sampler import DrawInputs, draw_ids
-from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, Rows, virtual_sequences
-from strata.kernels.state.clear_page_ends import clear_page_ends
+from strata.kernels.attention.virtual_sequences import Rows, virtual_sequences
 from strata.kernels.state.gather_tables import gather_tables
 from strata.kernels.state.newest_tokens import newest_tokens
 
@@ -30,12 +29,10 @@ class StepInputs(NamedTuple):
 
 
 class DivisionInputs(NamedTuple):
-    """What the prompts of a step are divided by: see `virtual_sequences` and `clear_page_ends`."""
+    """What the prompts of a step are divided by: see `virtual_sequences`."""
 
     step: StepInputs
     bounds: Tensor
-    key_pools: Tensor
-    value_pools: Tensor
     rows: Rows
 
 
@@ -64,16 +61,13 @@ class InputsOfStep(nn.Module):
 
 
 class DividedInputsOfStep(nn.Module):
-    def __init__(self, *, fresh: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._inputs, self._fresh = InputsOfStep(recorded=True, missing=True), fresh
+        self._inputs = InputsOfStep(recorded=True, missing=True)
 
     def forward(self, given: DivisionInputs) -> tuple[Tensor, Tensor, Tensor]:
-        step, bounds = given.step, given.bounds
-        tokens, tables = self._inputs(step)
-        if not self._fresh:
-            tables = clear_page_ends(given.key_pools, given.value_pools, tables, step.lengths, bounds, MAX_PROMPTS)
-        return tokens, tables, virtual_sequences(step.offsets, step.lengths, bounds, tables, given.rows, step.page_size)
+        step = given.step
+        return *self._inputs(step), virtual_sequences(step.offsets, step.lengths, given.bounds, given.rows)
 
 
 class DrawOfStep(nn.Module):

@@ -24,6 +24,7 @@ from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.graph.capture import capture
 from strata.graph.compile import compiled
 from strata.kernels import tuned
+from strata.kernels.attention.virtual_sequences import keys_in_blocks
 
 
 class StepChoice(NamedTuple):
@@ -48,14 +49,12 @@ class StepProgram:
     [rows, vocabulary or part], None of a stage before the last, whose graphs give hidden states instead. whole_prompts:
     as `hidden`, for prompts that stand whole in a batch without pages.
     recorded_inputs, mixed_inputs, prompt_inputs: StepInputs to tokens and block tables: of replayed steps; of others in
-    which ids are missing that only the device knows; and in which none are. divided_inputs, fresh_inputs:
-    DivisionInputs to tokens, block tables and the prompts' division, of steps in which cuDNN attends for them: over
-    pages, whose ends are cleared; and over the step's own keys.
+    which ids are missing that only the device knows; and in which none are. divided_inputs: DivisionInputs to tokens,
+    block tables and the prompts' division, of steps in which cuDNN attends for them.
     draw, draw_filtered: DrawStep to ids [rows] int32, which are also written where later steps read them.
     part: the ids of which the logits are, where ranks divide the vocabulary. traced: how many nodes of each operation
     the model and its head had before the passes. table: what was measured of the device's products. sizes: of CUDA
-    graphs. library: cuDNN can attend for prompts in steps that are launched. division: how ranks divide tokens.
-    sends_by_copies: what travels beside products is sent by copy engines.
+    graphs. division: how ranks divide tokens. sends_by_copies: what travels beside products is sent by copy engines.
     """
 
     variants: tuple[StepVariant, ...]
@@ -66,14 +65,12 @@ class StepProgram:
     mixed_inputs: fx.GraphModule
     prompt_inputs: fx.GraphModule
     divided_inputs: fx.GraphModule
-    fresh_inputs: fx.GraphModule
     draw: fx.GraphModule
     draw_filtered: fx.GraphModule
     part: VocabularyPart | None
     traced: Mapping[str, int]
     table: tuned.Table
     sizes: StepSizes
-    library: bool = False
     division: TokenDivision | None = None
     sends_by_copies: bool = False
     _replayed: dict[BufferShape, StepVariant] = field(init=False, repr=False, compare=False, default_factory=dict)
@@ -97,15 +94,13 @@ class StepProgram:
             recorded_inputs=bound(capture(InputsOfStep(recorded=not divides_keys, missing=True))),
             mixed_inputs=bound(capture(InputsOfStep(recorded=False, missing=True))),
             prompt_inputs=bound(capture(InputsOfStep(recorded=False, missing=False))),
-            divided_inputs=bound(capture(DividedInputsOfStep(fresh=False))),
-            fresh_inputs=bound(capture(DividedInputsOfStep(fresh=True))),
+            divided_inputs=bound(capture(DividedInputsOfStep())),
             draw=bound(capture(DrawOfStep(part, filtered=False))),
             draw_filtered=bound(capture(DrawOfStep(part, filtered=True))),
             part=part,
             traced=source.operations,
             table=target.table,
-            sizes=StepSizes(() if sizes is None else sizes.recorded),
-            library=sizes is not None and sizes.library,
+            sizes=StepSizes() if sizes is None else StepSizes(sizes.recorded, sizes.prompt_keys),
             sends_by_copies=target.copies is not None,
         )
         if asked.executor == "compile":
@@ -141,7 +136,7 @@ class StepProgram:
         """What makes the inputs of a step. missing: some of its ids only the device knows."""
         size = choice.size
         if choice.library:
-            return self.fresh_inputs if size is not None and size.fresh else self.divided_inputs
+            return self.divided_inputs
         if size is not None:
             return self.recorded_inputs
         return self.mixed_inputs if missing else self.prompt_inputs
@@ -167,9 +162,9 @@ class StepProgram:
         first = {graph: name for name, graph in reversed(named.items())}
         return {name: graph for name, graph in named.items() if first[graph] == name}
 
-    def replaying(self, sizes: Iterable[BufferShape], *, library: bool) -> StepProgram:
-        """With CUDA graphs of these sizes alone. library: as of the program."""
-        return replace(self, sizes=StepSizes(sizes), library=library)
+    def replaying(self, sizes: Iterable[BufferShape], prompt_keys: int) -> StepProgram:
+        """With CUDA graphs of these sizes alone. prompt_keys: see `StepSizes`."""
+        return replace(self, sizes=StepSizes(sizes, prompt_keys))
 
     def _divided(self, shape: StepShape) -> StepChoice | None:
         """Of a step whose tokens ranks divide; None if each runs all of it, as of prompts that are scored: they need
@@ -188,4 +183,5 @@ class StepProgram:
 
     def _library_takes(self, shape: StepShape) -> bool:
         step = shape.share or shape.step or shape
-        return self.library and has_few_long_prompts(step.tokens, step.prompts)
+        keys = shape.prompt_keys if shape.share is None else keys_in_blocks(shape.share.prompt_ends)
+        return keys <= self.sizes.prompt_keys and has_few_long_prompts(step.tokens, step.prompts)

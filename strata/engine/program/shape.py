@@ -8,7 +8,7 @@ from strata.cache.tables import BufferShape
 from strata.engine.plan import PlanArrays
 from strata.engine.ranks.step_room import StepRoom
 from strata.engine.ranks.token_division import RankStep
-from strata.kernels.attention.virtual_sequences import fresh_rows
+from strata.kernels.attention.virtual_sequences import fresh_rows, keys_in_blocks
 
 
 class StepShape(NamedTuple):
@@ -18,6 +18,7 @@ class StepShape(NamedTuple):
     sequences from the first on that has more than one token. decodes: every sequence has one token and is sampled.
     scored: log-probabilities of some prompt's tokens are asked for. fresh: rows that it needs if all its sequences
     begin in it, see `fresh_rows`; None: some do not. behind: the most tokens that a prompt has from before it.
+    prompt_keys: that its prompts see, each in whole blocks.
     step: chunk for chunk, of this rank; None: of any step that `size` holds. size: the captured one that it replays;
     None: it is launched. share: what this rank runs of it where ranks divide its tokens.
     """
@@ -30,6 +31,7 @@ class StepShape(NamedTuple):
     scored: bool = False
     fresh: int | None = None
     behind: int = 0
+    prompt_keys: int = 0
     step: PlanArrays | None = None
     size: BufferShape | None = None
     share: RankStep | None = None
@@ -38,13 +40,13 @@ class StepShape(NamedTuple):
     def of(step: PlanArrays, *, scored: bool = False) -> StepShape:
         fresh = None if step.starts.any() else fresh_rows(step.counts.tolist())
         size = step.tokens, len(step.counts), len(step.drawn), step.prompts
-        return StepShape(*size, step.are_decodes, scored, fresh, step.behind, step)
+        return StepShape(*size, step.are_decodes, scored, fresh, step.behind, keys_in_blocks(step.prompt_ends), step)
 
     @staticmethod
     def of_ranks(room: StepRoom, step: PlanArrays) -> StepShape:
         """Of a rank with sequences of its own. room: what the steps of all ranks have room for."""
         size = room.tokens, room.sequences, room.draws, room.prompts
-        return StepShape(*size, room.decodes, room.scored, room.fresh, room.behind, step)
+        return StepShape(*size, room.decodes, room.scored, room.fresh, room.behind, room.prompt_keys, step)
 
     @staticmethod
     def replayed(size: BufferShape) -> StepShape:

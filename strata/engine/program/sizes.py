@@ -140,10 +140,11 @@ class StepSizes:
 
     decodes: of steps in which every sequence has one token and is sampled; mixed: of others; divided: of a rank's share
     of those that ranks divide. Each ascends, and of equal sizes those come first in which cuDNN attends over the step's
-    own keys, then those in which it does over pages.
+    own keys, then those in which it does over gathered ones, of which there is room for so many `prompt_keys`.
     """
 
-    def __init__(self, sizes: Iterable[BufferShape]) -> None:
+    def __init__(self, sizes: Iterable[BufferShape] = (), prompt_keys: int = 0) -> None:
+        self.prompt_keys = prompt_keys
         ascending = sorted(sizes, key=_order)
         self.decodes = tuple(size for size in ascending if size.tokens == size.sequences)
         self.divided = tuple(size for size in ascending if size.ranks > 1)
@@ -156,11 +157,14 @@ class StepSizes:
         """The smallest that holds a step, None if none does, as of prompts that are scored."""
         if shape.decodes:
             return next((size for size in self.decodes if size.sequences >= shape.sequences), None)
-        return None if shape.scored else smallest_mixed(self.mixed, shape)
+        return None if shape.scored else smallest_mixed(self.mixed, shape, self.prompt_keys)
 
     def holding_share(self, share: RankStep) -> BufferShape | None:
         """The smallest that holds the largest share of a step that ranks divide, one for all ranks."""
-        return smallest_mixed(self.divided, StepShape(*share.room))
+        tokens, sequences, draws, prompts, keys = share.room
+        return smallest_mixed(
+            self.divided, StepShape(tokens, sequences, draws, prompts, prompt_keys=keys), self.prompt_keys
+        )
 
     def would_hold(self, shape: StepShape) -> bool:
         """Whether one of them holds a step, or its share."""
@@ -193,16 +197,18 @@ def _order(size: BufferShape) -> tuple[int, int, bool, bool]:
     return size.tokens, size.sequences, size.prompts is None, not size.fresh
 
 
-def smallest_mixed(sizes: Iterable[BufferShape], shape: StepShape) -> BufferShape | None:
+def smallest_mixed(sizes: Iterable[BufferShape], shape: StepShape, prompt_keys: int = 0) -> BufferShape | None:
     """The first of these ascending sizes that holds a step with prompts, or of those with cuDNN that are no longer than
-    its shortest the first where that pays; None if all are smaller."""
+    its shortest the first where that pays; None if all are smaller. prompt_keys: for which cuDNN has room in those."""
     fitting = (
         size
         for size in sizes
         if size.tokens >= shape.tokens
         and size.sequences > shape.sequences
         and size.draws >= shape.draws
-        and (size.prompts is None or size.prompts >= shape.prompts)
+        and (
+            size.prompts is None or (size.prompts >= shape.prompts and (size.fresh or shape.prompt_keys <= prompt_keys))
+        )
         and (not size.fresh or (shape.fresh is not None and size.tokens >= shape.fresh))
     )
     first = next(fitting, None)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from strata.cache.tables import BufferShape
 from strata.engine.plan import PlanArrays, StepPlan
-from strata.kernels.attention.virtual_sequences import fresh_rows
+from strata.kernels.attention.virtual_sequences import fresh_rows, keys_in_blocks
 
 
 class StepRoom(NamedTuple):
@@ -16,6 +16,8 @@ class StepRoom(NamedTuple):
     tokens, sequences, draws, prompts: of each the most that any plan has. decodes: all plans decode alone. scored: some
     plan has a prompt of which log-probabilities are reported. fresh: most rows that a plan needs, see `fresh_rows`, if
     all sequences of all plans begin in them. behind: the most tokens that a prompt has from before the step.
+    prompt_keys: that the prompts of a plan see, each in
+    whole blocks, the most of any plan.
     """
 
     tokens: int
@@ -26,6 +28,7 @@ class StepRoom(NamedTuple):
     scored: bool
     fresh: int | None
     behind: int
+    prompt_keys: int
 
     @staticmethod
     def of(plans: Sequence[StepPlan], scored: bool) -> StepRoom:
@@ -44,6 +47,7 @@ class StepRoom(NamedTuple):
             scored=scored,
             fresh=fresh,
             behind=max(one.behind for one in arrays),
+            prompt_keys=max(keys_in_blocks(one.prompt_ends) for one in arrays),
         )
 
     def shape(self, plan: StepPlan) -> BufferShape:

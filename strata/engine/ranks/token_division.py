@@ -20,6 +20,7 @@ from strata.cache.block_tables import BlockTables
 from strata.cache.tables import BufferShape, Share, StepBuffer
 from strata.engine.plan import PlanArrays
 from strata.engine.scheduling.step_times import StepTimes
+from strata.kernels.attention.virtual_sequences import keys_in_blocks
 
 CONTEXT_AXIS = "cp"
 
@@ -160,10 +161,13 @@ class RankStep(PlanArrays):
         return BufferShape(self.rows, len(self.slots) + padded, len(self.drawn), ranks=len(self.shares))
 
     @property
-    def room(self) -> tuple[int, int, int, int]:
-        """The most tokens, sequences, draws and prompts of any rank, by which all take a recorded size."""
+    def room(self) -> tuple[int, int, int, int, int]:
+        """The most tokens, sequences, draws, prompts and keys of prompts (in whole blocks) of any rank, by which all
+        take a recorded size."""
         sequences = max(len(share.slots) for share in self.shares)
-        return self.rows, sequences, len(self.drawn), max(int((share.counts != 1).sum()) for share in self.shares)
+        ends = [(share.starts + share.counts)[share.counts != 1].tolist() for share in self.shares]
+        prompts, keys = max(map(len, ends)), max(map(keys_in_blocks, ends))
+        return self.rows, sequences, len(self.drawn), prompts, keys
 
 
 def rows_of(tokens: int) -> int:

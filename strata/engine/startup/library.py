@@ -6,9 +6,10 @@ import torch
 
 from strata.cache.block_tables import table_pages
 from strata.cache.pool import KVPool
-from strata.engine.recorded_steps import fresh_rows_of
+from strata.engine.recorded_steps import fresh_rows_of, gathered_rows_of
 from strata.engine.startup.clock import Log
-from strata.kernels.attention.cudnn_plan import Packed, Pages, PlanShape, plan_for
+from strata.kernels.attention.cudnn_plan import PlanShape, plan_for
+from strata.kernels.attention.virtual_sequences import MAX_TOKENS
 from strata.models.config import ModelConfig
 from strata.models.layers import Attention
 
@@ -25,18 +26,15 @@ def has_library_plan(
     """Make the plans that layers share, of which the first takes a second; fresh: also for steps over their own keys.
     False, once a line has said why, if that fails."""
     heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
-    row, page_size = (heads + kv_heads) * width, pool.shape.page_size
-    sources: list[Pages | Packed] = []
+    page_size = pool.shape.page_size
+    rows = [(fresh_rows_of(heads, pool.shape), MAX_TOKENS)] if fresh else []
     if pool.shape.rounded is None:
-        sources.append(Pages(pool.pages, page_size, table_pages(max_length, page_size)))
-    if fresh:
-        rows = fresh_rows_of(heads, pool.shape)
-        assert rows.values is not None
-        sources.append(Packed(rows.key_row, rows.values))
+        rows.append((gathered_rows_of(heads, pool.shape), table_pages(max_length, page_size) * page_size))
     try:
         for scale in sorted(scales):
-            for source in sources:
-                shape = PlanShape(pool.shape.dtype, heads, kv_heads, width, row, scale, source)
+            for own, longest in rows:
+                vectors = own.queries, own.keys, own.values
+                shape = PlanShape(pool.shape.dtype, heads, kv_heads, width, *vectors, longest, scale)
                 plan_for(shape, pool.keys[0].device)
     except Exception as error:  # the library's own kinds, and those of a front end that does not fit it
         log(without_library(str(error).strip().partition("\n")[0]))

@@ -118,6 +118,7 @@ def planned_memory(
         scratch=max((_scratch_bytes(asked, config, sizes, *one) for one in rows), default=0)
         + (sizes.packing.largest_in_floats(sizes.pool.dtype) if device.type == "cuda" else 0)
         + (recurrent_bytes(asked, config, sizes.max_tokens, sizes.pool.dtype) if device.type == "cuda" else 0)
+        + 2 * sizes.prompt_keys * sizes.pool.kv_heads * sizes.pool.head_dim * sizes.pool.dtype.itemsize
         + choice_bytes(asked, config, sizes.max_tokens, sizes.max_length)
         + joining_bytes(asked, config, sizes.max_tokens),
         sharing=asked.ranks,

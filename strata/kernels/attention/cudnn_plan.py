@@ -6,14 +6,13 @@ One plan serves all lengths: what PyTorch offers of cuDNN takes a plan for each 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from strata.kernels.attention.virtual_sequences import MAX_TOKENS, QUERIES, VIRTUAL
+from strata.kernels.attention.virtual_sequences import QUERIES, VIRTUAL
 from strata.kernels.device_limits import DeviceLimits
 
 # Block tables packed one behind the other, on Hopper as in what was measured.
@@ -52,37 +51,24 @@ def keeps_neighbours_apart(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16
 
 
-class Pages(NamedTuple):
-    """Keys and values in pages of page_size tokens: how many a pool has, and a sequence at most."""
-
-    of_pool: int
-    page_size: int
-    of_sequence: int
-
-
-class Packed(NamedTuple):
-    """Keys and values of the step's own tokens: elements from those of one token to those of the next."""
-
-    key_row: int
-    value_row: int
-
-
 class PlanShape(NamedTuple):
-    """What a plan is made for. query_row: elements from the queries of one token to those of the next; source: of keys
-    and values."""
+    """What a plan is made for. query_row, key_row, value_row: elements from what one token has to what the next has.
+    longest: keys of a sequence at most."""
 
     dtype: torch.dtype
     heads: int
     kv_heads: int
     head_dim: int
     query_row: int
+    key_row: int
+    value_row: int
+    longest: int
     scale: float
-    source: Pages | Packed
 
 
 # The numbers by which tensors are known to a plan when it runs.
-QUERY, KEY, VALUE, RESULT, QUERY_LENGTHS, KEY_LENGTHS, QUERY_STARTS, RESULT_STARTS = range(1, 9)
-KEY_TABLE, VALUE_TABLE, KEY_STARTS, VALUE_STARTS = range(9, 13)
+QUERY, KEY, VALUE, RESULT, QUERY_LENGTHS, KEY_LENGTHS = range(1, 7)
+QUERY_STARTS, RESULT_STARTS, KEY_STARTS, VALUE_STARTS = range(7, 11)
 
 
 class Plan:
@@ -140,22 +126,22 @@ def _graph(shape: PlanShape, handle: Any) -> Any:
     def starts(number: int) -> Any:
         return integers(number, VIRTUAL + 1)
 
-    heads, width, row = shape.heads, shape.head_dim, shape.query_row
-    queries = graph.tensor(
-        dim=[VIRTUAL, heads, QUERIES, width],
-        stride=[QUERIES * row, width, row, 1],
-        data_type=vectors,
-        uid=QUERY,
-        name="queries",
-        ragged_offset=starts(QUERY_STARTS),
-    )
-    if isinstance(shape.source, Pages):
-        given = _paged(graph, shape, shape.source, vectors, starts)
-    else:
-        given = _packed(graph, shape, shape.source, vectors, starts)
+    def rows(number: int, first: int, heads: int, most: int, row: int) -> Any:
+        """Of each virtual sequence so many rows at most, from where it starts."""
+        return graph.tensor(
+            dim=[VIRTUAL, heads, most, width],
+            stride=[most * row, width, row, 1],
+            data_type=vectors,
+            uid=number,
+            name=f"rows {number}",
+            ragged_offset=starts(first),
+        )
+
+    heads, width, longest = shape.heads, shape.head_dim, shape.longest
     result, _ = graph.sdpa(
-        q=queries,
-        **given,
+        q=rows(QUERY, QUERY_STARTS, heads, QUERIES, shape.query_row),
+        k=rows(KEY, KEY_STARTS, shape.kv_heads, longest, shape.key_row),
+        v=rows(VALUE, VALUE_STARTS, shape.kv_heads, longest, shape.value_row),
         use_padding_mask=True,
         seq_len_q=integers(QUERY_LENGTHS, VIRTUAL),
         seq_len_kv=integers(KEY_LENGTHS, VIRTUAL),
@@ -174,56 +160,3 @@ def _graph(shape: PlanShape, handle: Any) -> Any:
     graph.check_support()
     graph.build_plans()
     return graph
-
-
-def _packed(graph: Any, shape: PlanShape, rows: Packed, vectors: Any, starts: Callable[[int], Any]) -> dict[str, Any]:
-    """Keys and values of the step's tokens as arguments of attention."""
-    heads, width = shape.kv_heads, shape.head_dim
-    keys, values = (
-        graph.tensor(
-            dim=[VIRTUAL, heads, MAX_TOKENS, width],
-            stride=[MAX_TOKENS * row, width, row, 1],
-            data_type=vectors,
-            uid=number,
-            name=f"packed {number}",
-            ragged_offset=starts(first),
-        )
-        for number, row, first in ((KEY, rows.key_row, KEY_STARTS), (VALUE, rows.value_row, VALUE_STARTS))
-    )
-    return {"k": keys, "v": values}
-
-
-def _paged(graph: Any, shape: PlanShape, pages: Pages, vectors: Any, starts: Callable[[int], Any]) -> dict[str, Any]:
-    """Pools and block tables as arguments of attention."""
-    import cudnn
-
-    heads, width = shape.kv_heads, shape.head_dim
-    token = heads * width
-    keys, values = (
-        graph.tensor(
-            dim=[pages.of_pool, heads, pages.page_size, width],
-            stride=[pages.page_size * token, width, token, 1],
-            data_type=vectors,
-            uid=number,
-            name=f"pool {number}",
-        )
-        for number in (KEY, VALUE)
-    )
-    key_table, value_table = (
-        graph.tensor(
-            dim=[VIRTUAL, 1, pages.of_sequence, 1],
-            stride=[pages.of_sequence, pages.of_sequence, 1, 1],
-            data_type=cudnn.data_type.INT32,
-            uid=number,
-            name=f"tables {number}",
-            ragged_offset=starts(first),
-        )
-        for number, first in ((KEY_TABLE, KEY_STARTS), (VALUE_TABLE, VALUE_STARTS))
-    )
-    return {
-        "k": keys,
-        "v": values,
-        "paged_attention_k_table": key_table,
-        "paged_attention_v_table": value_table,
-        "paged_attention_max_seq_len_kv": pages.of_sequence * pages.page_size,
-    }

@@ -18,6 +18,7 @@ from torch import Tensor
 from strata.kernels.attention import cuda as attention_cuda
 from strata.kernels.attention import cudnn_prompts
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
+from strata.kernels.attention.prompt_keys import gather_prompt_keys_kernel, prompt_keys_bytes
 from strata.kernels.attention.spec import AttentionCall, AttentionOperands, AttentionSpec
 from strata.kernels.attention.varlen_triton import attention_kernel
 from strata.kernels.attention.virtual_sequences import VirtualSequences
@@ -40,18 +41,27 @@ def kernels(call: AttentionCall) -> tuple[Any, ...]:
     pages = call.batch.pages
     assert pages is not None
     decodes = attention_cuda.decode_kernels(call, may_decode(pages))
-    return (*decodes, prompt_kernel(pages, call.spec, call.sinks))
+    return (*decodes, *prompt_kernels(call))
 
 
-def prompt_kernel(pages: PagedKV, spec: AttentionSpec, sinks: Tensor | None) -> Any:
+def prompt_kernels(call: AttentionCall) -> tuple[Any, ...]:
     """What attends for the rows that are no decodes."""
-    return attention_kernel if _virtual(pages, spec, sinks) is None else CUDNN
+    virtual = _virtual(call)
+    if virtual is None:
+        return (attention_kernel,)
+    return (CUDNN,) if virtual.rows.fresh else (gather_prompt_keys_kernel, CUDNN)
 
 
 def scratch(call: AttentionCall) -> int:
-    """What the splits of decodes wait in."""
-    assert call.batch.pages is not None
-    return attention_cuda.decode_scratch(call, may_decode(call.batch.pages))
+    """What the splits of decodes wait in, and, once these are joined, the keys and values of prompts."""
+    pages = call.batch.pages
+    assert pages is not None
+    decodes = attention_cuda.decode_scratch(call, may_decode(pages))
+    virtual = _virtual(call)
+    if virtual is None or virtual.rows.fresh:
+        return decodes
+    longest = pages.tables.shape[-1] * pages.page_size
+    return max(decodes, prompt_keys_bytes(call.k.shape[1] * call.k.shape[2], call.q.element_size(), longest))
 
 
 def may_decode(pages: PagedKV) -> int:
@@ -61,10 +71,12 @@ def may_decode(pages: PagedKV) -> int:
     return pages.tables.shape[0] if known is None else known
 
 
-def _virtual(pages: PagedKV, spec: AttentionSpec, sinks: Tensor | None) -> VirtualSequences | None:
+def _virtual(call: AttentionCall) -> VirtualSequences | None:
     """The prompts as cuDNN attends for them; None if the kernel over pages does."""
+    pages = call.batch.pages
+    assert pages is not None
     assert pages.parts is not None
-    return pages.parts.virtual if cudnn_prompts.takes(pages, spec, sinks) else None
+    return pages.parts.virtual if cudnn_prompts.takes(pages, call.spec, call.sinks) else None
 
 
 def _decode(out: Tensor, q: Tensor, pages: PagedKV, spec: AttentionSpec, sinks: Tensor | None) -> None:
@@ -84,7 +96,7 @@ def attend(call: AttentionCall, decode: Callable[..., None] = _decode) -> Tensor
         rows = slice(0, count)
         decodes = replace(pages, tables=pages.tables[rows], lengths=parts.decode_lengths[rows])
         decode(out=out[rows], q=q[rows], pages=decodes, spec=spec, sinks=sinks)
-    virtual = _virtual(pages, spec, sinks)
+    virtual = _virtual(call)
     if virtual is None or not cudnn_prompts.lie_as_divided(q, k, v, virtual):
         attention_cuda.prefill(out, q, k, v, parts.starts, batch, spec, parts.bounds, sinks)
     else:

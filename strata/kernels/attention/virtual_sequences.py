@@ -27,46 +27,49 @@ MAX_TOKENS = 8192
 VIRTUAL = MAX_TOKENS // QUERIES + MAX_PROMPTS
 # Keys that the library reads at once, those past the last one included: it multiplies their values by zero.
 KEY_BLOCK = 128
+# Keys of all prompts of a step that are gathered for the library, more only where one prompt may have more: 512 MiB of
+# a layer of 8B.
+MAX_GATHERED = 1 << 17
 # Elements of a row of the division, so that each row begins at a multiple of 256 bytes.
 _WIDTH = -(-(VIRTUAL + 1) // 64) * 64
-# Of starts and lengths.
-_FIELDS = 6
+# Of starts, lengths and prompts.
+_FIELDS = 8
 
 
 class Rows(NamedTuple):
-    """Elements from one token to the next: of the queries, and of the result.
+    """Elements from one token to the next: of the queries, of the result, and of keys and values.
 
-    values: of a fresh step, the same of the values. None: keys and values are read from pages. keys: the same of its
-    keys; None: they lie as the queries do.
+    fresh: of steps whose prompts have no tokens from before, so that keys and values are those of the step's own
+    tokens. Otherwise they are gathered from pages, each prompt's from a whole block of keys on.
     """
 
     queries: int
     result: int
-    values: int | None = None
-    keys: int | None = None
-
-    @property
-    def key_row(self) -> int:
-        return self.queries if self.keys is None else self.keys
+    keys: int
+    values: int
+    fresh: bool = False
 
 
 class VirtualSequences(NamedTuple):
     """Those of a step, as the library reads them; those past the last have length 0.
 
     starts: [4, at least VIRTUAL + 1] int32, of each the first element of its queries, of its result, and of its
-    prompt's keys and values in a fresh step, else twice of its block table. lengths: [2, at least VIRTUAL] int32, its
-    queries, and the keys that the last of them sees; an earlier query sees one less than the one behind it. rows: for
-    which the starts are computed.
+    prompt's keys and values. lengths: [2, at least VIRTUAL] int32, its queries, and the keys that the last of them
+    sees; an earlier query sees one less than the one behind it. prompts: [2, at least MAX_PROMPTS] int32, where keys
+    are gathered: of each prompt the blocks of keys up to its end, and its sequence; behind the last as many blocks and
+    0.
+    rows: for which the starts are computed.
     """
 
     starts: Tensor
     lengths: Tensor
+    prompts: Tensor
     rows: Rows
 
 
 def as_virtual_sequences(division: Tensor, rows: Rows) -> VirtualSequences:
     """What `virtual_sequences` returned."""
-    return VirtualSequences(division[:4], division[4:], rows)
+    return VirtualSequences(division[:4], division[4:6], division[6:], rows)
 
 
 def fresh_rows(new: Sequence[int]) -> int:
@@ -74,83 +77,90 @@ def fresh_rows(new: Sequence[int]) -> int:
     return sum(new) + -new[-1] % KEY_BLOCK
 
 
-def _cost(
-    offsets: Tensor, lengths: Tensor, bounds: Tensor, tables: Tensor, rows: Rows, page_size: int, *, workload: Workload
-) -> Cost:
+def in_blocks(keys: int) -> int:
+    """So many keys, continued to a whole block."""
+    return keys + -keys % KEY_BLOCK
+
+
+def keys_in_blocks(totals: Sequence[int]) -> int:
+    """Of prompts that see so many keys, each in whole blocks."""
+    return sum(in_blocks(total) for total in totals)
+
+
+def gathered_keys(longest: int, row: int = 1) -> int:
+    """Keys of prompts, each in whole blocks, that a step has room for where cuDNN attends to them: always those of one
+    that is as long as a sequence may be. row: elements of each, of which the starts count."""
+    most = in_blocks(longest)
+    return min(max(most, MAX_GATHERED), MAX_PROMPTS * most, ((1 << 31) - 1) // row // KEY_BLOCK * KEY_BLOCK)
+
+
+def _cost(offsets: Tensor, lengths: Tensor, bounds: Tensor, rows: Rows, *, workload: Workload) -> Cost:
     return Cost(read=offsets.nbytes + lengths.nbytes, written=4 * _FIELDS * _WIDTH)
 
 
-def _meta(offsets: Tensor, lengths: Tensor, bounds: Tensor, tables: Tensor, rows: Rows, page_size: int) -> Tensor:
+def _meta(offsets: Tensor, lengths: Tensor, bounds: Tensor, rows: Rows) -> Tensor:
     return lengths.new_empty((_FIELDS, _WIDTH), device="meta")
 
 
-@operation(_cost, meta=_meta, mutates=("tables",))
-def virtual_sequences(
-    offsets: Tensor, lengths: Tensor, bounds: Tensor, tables: Tensor, rows: Rows, page_size: int
-) -> Tensor:
-    """Divide the prompts of a step into `VirtualSequences`: [6, at least VIRTUAL + 1] int32, starts and lengths.
+@operation(_cost, meta=_meta)
+def virtual_sequences(offsets: Tensor, lengths: Tensor, bounds: Tensor, rows: Rows) -> Tensor:
+    """Divide the prompts of a step into `VirtualSequences`: [8, at least VIRTUAL + 1] int32, starts, lengths, prompts.
 
     offsets: [sequences + 1], lengths: [sequences], both int32, as in `Batch` and `PagedKV`; bounds: as in
     `BatchParts`. The prompts are the sequences from bounds[0] on whose length is not 0, at most MAX_PROMPTS with at
     most MAX_TOKENS together. They come in reverse, so that those that see most keys of a prompt are run first.
-    tables: [sequences, most_pages] int32, in which the last page of each prompt is repeated up to a block of the
-    library's keys, which it reads whole.
 
-    With rows.values the step is fresh: prompts have no tokens from before it, tables are left as they are, and the last
-    prompt is continued to a whole block of keys, for which there have to be rows (`fresh_rows`). So no block ends
-    behind the last row, and all that is read is of rows that have a result: what padding holds otherwise may not be
-    finite. Causality hides the rows that are added from those before them.
+    In a fresh step prompts have no tokens from before it, and the last is continued to a whole block of keys, for which
+    there have to be rows (`fresh_rows`). So no block ends behind the last row, and all that is read is of rows that
+    have a result: what padding holds otherwise may not be finite. Causality hides the rows that are added from those
+    before them.
     """
     result = torch.zeros((_FIELDS, _WIDTH), dtype=torch.int32, device=offsets.device)
-    ends, totals, most_pages = offsets.tolist(), lengths.tolist(), tables.shape[1]
+    ends, totals = offsets.tolist(), lengths.tolist()
     prompts = [sequence for sequence in range(int(bounds[0]), len(totals)) if totals[sequence]]
     found: list[tuple[int, ...]] = []
-    for sequence in prompts:
+    gathered = 0
+    for place, sequence in enumerate(prompts):
         total, row, new = totals[sequence], ends[sequence], ends[sequence + 1] - ends[sequence]
-        if rows.values is None:
-            kept = sequence * most_pages, sequence * most_pages
-            last, block = (total - 1) // page_size, max(1, KEY_BLOCK // page_size)
-            tables[sequence, last + 1 : (last // block + 1) * block] = tables[sequence, last].clone()
-        else:
-            kept = row * rows.key_row, row * rows.values
+        first_key = gathered
+        if rows.fresh:
+            first_key = row
             if sequence == prompts[-1]:
-                new += -new % KEY_BLOCK
+                new = in_blocks(new)
             total = new
+        gathered += in_blocks(total)
+        result[6, place:], result[7, place] = gathered // KEY_BLOCK, sequence
         for first in range(0, new, QUERIES):
             count = min(QUERIES, new - first)
             begin = row + first
-            starts = begin * rows.queries, begin * rows.result, *kept
+            starts = begin * rows.queries, begin * rows.result, first_key * rows.keys, first_key * rows.values
             found.append((*starts, count, total - new + first + count))
     if found:
-        result[:, : len(found)] = torch.tensor(found[::-1], dtype=torch.int32).T
+        result[:6, : len(found)] = torch.tensor(found[::-1], dtype=torch.int32).T
     return result
 
 
 virtual_sequences.implement("torch", "cpu", invariant=True)(virtual_sequences.reference)
 
 
-@partial(jit, unspecialized=("offsets", "lengths", "bounds", "sequences", "most_pages"))
+@partial(jit, unspecialized=("offsets", "lengths", "bounds", "sequences"))
 def virtual_sequences_kernel(
     offsets,
     lengths,
     bounds,
-    tables,
     result,
     sequences,
-    most_pages,
     query_row,
     result_row,
     key_row,
     value_row,
     WIDTH: tl.constexpr,
     QUERIES: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     FRESH: tl.constexpr,
     SEQUENCES: tl.constexpr,
 ):
-    """One program. SEQUENCES, WIDTH: powers of two, at least `sequences` and all virtual ones. key_row and value_row
-    count if FRESH."""
+    """One program. SEQUENCES, WIDTH: powers of two, at least `sequences` and all virtual ones."""
     sequence = tl.arange(0, SEQUENCES)
     held = (sequence >= tl.load(bounds)) & (sequence < sequences)
     total = tl.load(lengths + sequence, mask=held, other=0)
@@ -161,11 +171,9 @@ def virtual_sequences_kernel(
         is_last = sequence == tl.max(tl.where(held, sequence, -1), 0)
         new = tl.where(is_last, (new + KEY_BLOCK - 1) // KEY_BLOCK * KEY_BLOCK, new)
         total = new
-        key_start = row * key_row
-        value_start = row * value_row
-    else:
-        key_start = sequence * most_pages
-        value_start = key_start
+    blocks = (total + KEY_BLOCK - 1) // KEY_BLOCK
+    block_ends = tl.cumsum(blocks, 0)
+    first_key = row if FRESH else (block_ends - blocks) * KEY_BLOCK
     parts = (new + QUERIES - 1) // QUERIES
     ends = tl.cumsum(parts, 0)
     count = tl.sum(parts, 0)
@@ -178,23 +186,20 @@ def virtual_sequences_kernel(
         queries = tl.minimum(new - first, QUERIES)
         tl.store(at, (row + first) * query_row, mask=mine)
         tl.store(at + WIDTH, (row + first) * result_row, mask=mine)
-        tl.store(at + 2 * WIDTH, key_start, mask=mine)
-        tl.store(at + 3 * WIDTH, value_start, mask=mine)
+        tl.store(at + 2 * WIDTH, first_key * key_row, mask=mine)
+        tl.store(at + 3 * WIDTH, first_key * value_row, mask=mine)
         tl.store(at + 4 * WIDTH, queries, mask=mine)
         tl.store(at + 5 * WIDTH, total - new + first + queries, mask=mine)
         part += 1
     place = tl.arange(0, WIDTH)
     for field in tl.static_range(6):
         tl.store(result + field * WIDTH + place, tl.zeros((WIDTH,), tl.int32), mask=place >= count)
-    if not FRESH and PAGE_SIZE < KEY_BLOCK:
-        TABLE_BLOCK: tl.constexpr = KEY_BLOCK // PAGE_SIZE
-        last = tl.maximum(total - 1, 0) // PAGE_SIZE
-        table = tables + sequence * most_pages
-        page = tl.load(table + last, mask=held, other=0)
-        for more in tl.static_range(1, TABLE_BLOCK):
-            column = last + more
-            within = held & (column < most_pages) & (column // TABLE_BLOCK == last // TABLE_BLOCK)
-            tl.store(table + column, page, mask=within)
+    prompt = tl.cumsum(held.to(tl.int32), 0) - 1
+    prompts = tl.sum(held.to(tl.int32), 0)
+    tl.store(result + 6 * WIDTH + prompt, block_ends, mask=held)
+    tl.store(result + 7 * WIDTH + prompt, sequence, mask=held)
+    tl.store(result + 6 * WIDTH + place, tl.zeros((WIDTH,), tl.int32) + tl.sum(blocks, 0), mask=place >= prompts)
+    tl.store(result + 7 * WIDTH + place, tl.zeros((WIDTH,), tl.int32), mask=place >= prompts)
 
 
 def _at_least(sequences: int) -> int:
@@ -205,39 +210,36 @@ def _at_least(sequences: int) -> int:
     return least
 
 
-def _triton(offsets: Tensor, lengths: Tensor, bounds: Tensor, tables: Tensor, rows: Rows, page_size: int) -> Tensor:
+def divide_on_device(offsets: Tensor, lengths: Tensor, bounds: Tensor, rows: Rows) -> Tensor:
     sequences = len(lengths)
     result = torch.empty((_FIELDS, _WIDTH), dtype=torch.int32, device=offsets.device)
     virtual_sequences_kernel[(1,)](
         offsets,
         lengths,
         bounds,
-        tables,
         result,
         sequences,
-        tables.shape[1],
         rows.queries,
         rows.result,
-        rows.key_row,
-        rows.values or 0,
+        rows.keys,
+        rows.values,
         WIDTH=_WIDTH,
         QUERIES=QUERIES,
-        PAGE_SIZE=page_size,
         KEY_BLOCK=KEY_BLOCK,
-        FRESH=rows.values is not None,
+        FRESH=rows.fresh,
         SEQUENCES=_at_least(sequences),
     )
     return result
 
 
 if HAS_TRITON:
-    virtual_sequences.implement("triton", "cuda", invariant=True, kernels=(virtual_sequences_kernel,))(_triton)
+    virtual_sequences.implement("triton", "cuda", invariant=True, kernels=(virtual_sequences_kernel,))(divide_on_device)
 
 
 def compile_cases() -> list[CompileCase]:
-    names = {"*i32": "offsets lengths bounds", "*i32:16": "tables result", "i32": "sequences most_pages"}
+    names = {"*i32": "offsets lengths bounds", "*i32:16": "result", "i32": "sequences"}
     signature = by_type(names | {"i32:16": "query_row result_row key_row value_row"})
-    constants = {"WIDTH": _WIDTH, "QUERIES": QUERIES, "PAGE_SIZE": 16, "KEY_BLOCK": KEY_BLOCK}
+    constants = {"WIDTH": _WIDTH, "QUERIES": QUERIES, "KEY_BLOCK": KEY_BLOCK}
     return [
         CompileCase(
             f"virtual sequences of {most}{', fresh' * fresh}",

@@ -27,6 +27,7 @@ QKV, GATE_UP = ((HEADS + 2 * KV_HEADS) * DIM, HIDDEN), (2 * INNER, HIDDEN)
 O, DOWN, HEAD = (HIDDEN, HIDDEN), (HIDDEN, INNER), (VOCABULARY, HIDDEN)
 # Of one or two sequences; of more the last program of each joins what its splits have.
 DECODES = ["decode_attention_kernel", "join_decodes_kernel"]
+LIBRARY = ["gather_prompt_keys_kernel", "(cuDNN)"]
 SAMPLING = ["filter_bounds_kernel", "gumbel_blocks_kernel", "gumbel_reduce_kernel", "(ATen)"]
 
 
@@ -157,7 +158,7 @@ def test_recorded_steps_of_few_long_prompts_attend_by_the_library(
 ) -> None:
     step = model_with_library.step(Workload(new, tuple(900 if count == 1 else count for count in new)))
     inputs = ["newest_tokens_kernel", "gather_tables_kernel"]
-    divided = ["clear_page_ends_kernel", "virtual_sequences_kernel"] * (attention == "(cuDNN)")
+    divided = ["virtual_sequences_kernel"] * (attention == "(cuDNN)")
     assert [kernel for node in step.inputs for kernel in node.kernels] == inputs + divided
     found = [node.kernels for node in step.model if node.operation == "attention"]
     assert [(kernels[0], kernels[-1]) for kernels in found] == [("decode_attention_kernel", attention)] * LAYERS
@@ -179,26 +180,25 @@ def test_fresh_prompts_attend_over_their_own_keys(
 ) -> None:
     """Nothing is launched for decodes, nor for what pages hold behind prompts."""
     step = model_with_library.step(Workload(new, tuple(count + cached for count in new)))
-    inputs = ["newest_tokens_kernel", "gather_tables_kernel", "clear_page_ends_kernel", "virtual_sequences_kernel"]
-    if fresh:
-        inputs.remove("clear_page_ends_kernel")
+    inputs = ["newest_tokens_kernel", "gather_tables_kernel", "virtual_sequences_kernel"]
     assert [kernel for node in step.inputs for kernel in node.kernels] == inputs
     found = [list(node.kernels) for node in step.model if node.operation == "attention"]
-    assert found == [["decode_attention_kernel"] * (not fresh) + ["(cuDNN)"]] * LAYERS
+    others = ["decode_attention_kernel", "gather_prompt_keys_kernel"]
+    assert found == [others * (not fresh) + ["(cuDNN)"]] * LAYERS
 
 
-def test_float16_prompts_attend_over_pages() -> None:
+def test_float16_prompts_attend_to_gathered_keys() -> None:
     """There a prompt can have values that are not finite, and the next one would begin in the same block of keys."""
     made = meta_model(find_config("8B"), device("h200"), torch.float16).of_sizes(attends=True)
-    inputs = made.step(Workload((2048, 2048), (2048, 2048))).inputs
-    assert "clear_page_ends" in {node.operation for node in inputs}
+    model = made.step(Workload((2048, 2048), (2048, 2048))).model
+    assert ("gather_prompt_keys_kernel", "(cuDNN)") in {node.kernels[-2:] for node in model}
 
 
 @pytest.mark.parametrize(
     ("new", "attention"),
     [
-        ((8000,), ["(cuDNN)"]),
-        ((1, 1, 500), [*DECODES, "(cuDNN)"]),
+        ((8000,), LIBRARY),
+        ((1, 1, 500), [*DECODES, *LIBRARY]),
         ((1, 400), [*DECODES, "attention_kernel"]),
         ((440,) * 17, ["attention_kernel"]),
         ((9000,), ["attention_kernel"]),
@@ -207,13 +207,13 @@ def test_float16_prompts_attend_over_pages() -> None:
 def test_steps_launched_eagerly_attend_as_recorded_ones(
     new: tuple[int, ...], attention: list[str], model_with_library: MetaModel
 ) -> None:
-    launching = replace(model_with_library, program=model_with_library.program.replaying((), library=True))
+    launching = replace(model_with_library, program=model_with_library.program.replaying((), 1 << 17))
     step = launching.step(Workload(new, tuple(900 if count == 1 else count for count in new)))
     found = [list(node.kernels) for node in step.model if node.operation == "attention"]
     assert found == [attention] * LAYERS
     inputs = ["newest_tokens_kernel"] * (1 in new) + ["(ATen)"]
     if "(cuDNN)" in attention:
-        inputs = ["newest_tokens_kernel", "gather_tables_kernel", "clear_page_ends_kernel", "virtual_sequences_kernel"]
+        inputs = ["newest_tokens_kernel", "gather_tables_kernel", "virtual_sequences_kernel"]
     assert [kernel for node in step.inputs for kernel in node.kernels] == inputs
 
 
@@ -221,7 +221,7 @@ def test_layers_with_windows_attend_without_the_library() -> None:
     config = find_config("8B")
     windows = (None, 4096) * (LAYERS // 2)
     mixed = meta_model(replace(config, windows=windows), device("h200")).of_sizes(attends=True)
-    found = [node.kernels[1] for node in mixed.step(Workload((2048,), (2049,))).model if node.operation == "attention"]
+    found = [node.kernels[-1] for node in mixed.step(Workload((2048,), (2049,))).model if node.operation == "attention"]
     assert found == ["(cuDNN)", "attention_kernel"] * (LAYERS // 2)
 
 
@@ -235,7 +235,7 @@ def test_the_library_attends_on_a_hopper_where_its_front_end_is_installed(
     for installed in (True, False):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, there=installed: object() if there else None)
         made = meta_model(find_config(shape), device(name), deterministic=deterministic)
-        assert made.program.library == (expected and installed)
+        assert (made.program.sizes.prompt_keys > 0) == (expected and installed)
 
 
 def test_gate_and_up_of_long_prompts_are_one_kernel(model: MetaModel) -> None:

@@ -13,7 +13,10 @@ from strata.kernels.attention import mixed as attention_mixed
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.cudnn_plan import plan_for, why_no_plan
+from strata.kernels.attention.decode_triton import decode_attention_kernel
+from strata.kernels.attention.prompt_keys import gather_prompt_keys, reference
 from strata.kernels.attention.spec import AttentionCall, AttentionSpec, Sequences
+from strata.kernels.attention.varlen_triton import attention_kernel
 from strata.kernels.attention.virtual_sequences import (
     KEY_BLOCK,
     MAX_PROMPTS,
@@ -21,10 +24,11 @@ from strata.kernels.attention.virtual_sequences import (
     Rows,
     as_virtual_sequences,
     fresh_rows,
+    gathered_keys,
+    keys_in_blocks,
     virtual_sequences,
 )
 from strata.kernels.device_limits import DeviceLimits
-from strata.kernels.state.clear_page_ends import clear_page_ends
 from strata.kernels.state.paged import PagedKV
 from tests.gpu.kernels.test_attention_mixed_gpu import PAGE, STEPS, arguments, as_recorded, assert_close, exact, padded
 from tests.kernels.attention.divisions import Step, random_fresh, random_step, tensors
@@ -47,10 +51,9 @@ def divided(given: tuple[Any, ...]) -> tuple[Any, ...]:
     """The same arguments with virtual sequences, as the inputs of a recorded step make them."""
     q, k, v, batch, spec = given
     pages, parts = batch.pages, batch.pages.parts
-    pools = pages.keys[0][None], pages.values[0][None]
-    clear_page_ends(*pools, pages.tables, pages.lengths, parts.bounds, MAX_PROMPTS)
-    rows = Rows(q.stride(0), q.shape[1] * q.shape[2])
-    division = virtual_sequences(batch.offsets, pages.lengths, parts.bounds, pages.tables, rows, PAGE)
+    row = pages.keys[0].stride(1)
+    rows = Rows(q.stride(0), q.shape[1] * q.shape[2], row, row)
+    division = virtual_sequences(batch.offsets, pages.lengths, parts.bounds, rows)
     parts = replace(parts, virtual=as_virtual_sequences(division, rows))
     return q, k, v, batch._replace(pages=replace(pages, parts=parts)), spec
 
@@ -75,17 +78,17 @@ def test_every_row(step: list[tuple[int, int]], shape: tuple[int, int, int]) -> 
     called = divided(eager)
     decodes = eager[3].pages.parts.decodes
     assert attention_mixed.kernels(AttentionCall(*called))[-1] == "(cuDNN)"
-    assert len(attention_mixed.kernels(AttentionCall(*called))) == 1 + (decodes > 0)
+    assert (decode_attention_kernel in attention_mixed.kernels(AttentionCall(*called))) == (decodes > 0)
     assert_close(attention_mixed.attend(AttentionCall(*called)), wanted)
     for more in ((1, 1), (7, 133)):
         called = divided(padded(given, *more))
-        assert attention_mixed.kernels(AttentionCall(*called))[1] == "(cuDNN)"
+        assert attention_mixed.kernels(AttentionCall(*called))[-1] == "(cuDNN)"
         assert_close(attention_mixed.attend(AttentionCall(*called))[: len(wanted)], wanted)
 
 
 def test_layers_with_windows_run_the_kernel_over_pages() -> None:
     given = divided(whole_blocks(as_recorded(arguments(STEPS["everything"], (16, 8, 128), 300))))
-    assert [kernel.__name__ for kernel in attention_mixed.kernels(AttentionCall(*given))][1] == "attention_kernel"
+    assert attention_mixed.kernels(AttentionCall(*given))[-1] is attention_kernel
     assert_close(attention_mixed.attend(AttentionCall(*given)), exact(given))
 
 
@@ -161,7 +164,8 @@ class FreshStep:
             self.k, self.v = held[:, :size]
             self._vectors = self._vectors[0], self.k, self.v
         self.spec = AttentionSpec(0, width**-0.5)
-        self.rows = Rows(self.q.stride(0), heads * width, self.v.stride(0), self.k.stride(0) if apart else None)
+        strides = self.k.stride(0), self.v.stride(0)
+        self.rows = Rows(self.q.stride(0), heads * width, *strides, fresh=True)
         self.offsets, self.lengths = torch.full((2, MAX_PROMPTS + 2), size, dtype=torch.int32, device="cuda")
         self.lengths = self.lengths[:-1].zero_()
         self._bounds = torch.zeros(2, dtype=torch.int32, device="cuda")
@@ -179,8 +183,7 @@ class FreshStep:
 
     def arguments(self) -> tuple[Any, ...]:
         """Those of `attention`, divided as the inputs of a recorded step are."""
-        tables = self._pages.tables
-        division = virtual_sequences(self.offsets, self.lengths, self._bounds, tables, self.rows, PAGE)
+        division = virtual_sequences(self.offsets, self.lengths, self._bounds, self.rows)
         virtual = as_virtual_sequences(division, self.rows)
         parts = BatchParts(torch.zeros_like(self.lengths), self.offsets[:-1], self._bounds, 0, virtual)
         batch = Sequences(self.offsets, self.size, replace(self._pages, parts=parts))
@@ -227,9 +230,9 @@ def test_vectors_that_lie_otherwise_are_read_from_pages() -> None:
     ]
     eager = whole_blocks(arguments(step, (16, 8, 128)))
     q, k, v, batch, spec = eager
-    rows = Rows(q.stride(0), 16 * 128, v.stride(0))
+    rows = Rows(q.stride(0), 16 * 128, k.stride(0), v.stride(0), fresh=True)
     pages = batch.pages
-    division = virtual_sequences(batch.offsets, pages.lengths, pages.parts.bounds, pages.tables, rows, PAGE)
+    division = virtual_sequences(batch.offsets, pages.lengths, pages.parts.bounds, rows)
     parts = replace(pages.parts, virtual=as_virtual_sequences(division, rows))
     given = (q, k, v.contiguous(), batch._replace(pages=replace(pages, parts=parts)), spec)
     assert_close(attention_mixed.attend(AttentionCall(*given)), exact(eager))
@@ -250,37 +253,45 @@ def test_one_recording_serves_any_fresh_prompts() -> None:
         step.assert_right(found, new)
 
 
-@pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("fresh", [False, True])
-def test_the_division_is_the_reference_s(fresh: bool, page_size: int) -> None:
+def test_the_division_is_the_reference_s(fresh: bool) -> None:
     draw = random.Random(torch.initial_seed())
     for _ in range(30):
         step = random_step(draw, MAX_PROMPTS, MAX_TOKENS)
-        rows = Rows(3072, 2048)
+        rows = Rows(3072, 2048, 1024, 4096, fresh=fresh)
         if fresh:
-            new, rows = random_fresh(draw, MAX_PROMPTS, MAX_TOKENS), Rows(3072, 2048, 4096)
+            new = random_fresh(draw, MAX_PROMPTS, MAX_TOKENS)
             step = Step((0,) * len(new), new, 0)
-        given = tensors(step, len(step.new) + 1, MAX_TOKENS, MOST_PAGES, page_size)
-        there = {name: tensor.cuda() for name, tensor in given.items()}
-        wanted = virtual_sequences(*given.values(), rows, page_size)
-        found = virtual_sequences(*there.values(), rows, page_size)
-        assert torch.equal(found.cpu(), wanted)
-        assert torch.equal(there["tables"].cpu(), given["tables"])
-
-
-def test_what_is_cleared_is_what_the_reference_clears() -> None:
-    draw = random.Random(torch.initial_seed())
-    for _ in range(10):
-        step = random_step(draw, MAX_PROMPTS, MAX_TOKENS)
         given = tensors(step, len(step.new) + 1, MAX_TOKENS, MOST_PAGES, PAGE)
-        most = max(1, sum(-(-total // PAGE) for total in step.totals))
-        pools = [torch.randn(3, most, PAGE, 2, 16) for _ in range(2)]
-        found = [pool.cuda() for pool in pools]
-        there = [given[name].cuda() for name in ("tables", "lengths", "bounds")]
-        clear_page_ends(*pools, given["tables"], given["lengths"], given["bounds"], MAX_PROMPTS)
-        clear_page_ends(*found, *there, MAX_PROMPTS)
-        for one, other in zip(pools, found, strict=True):
-            assert torch.equal(one, other.cpu())
+        of_step = [given[name] for name in ("offsets", "lengths", "bounds")]
+        wanted = virtual_sequences(*of_step, rows)
+        found = virtual_sequences(*(tensor.cuda() for tensor in of_step), rows)
+        assert torch.equal(found.cpu(), wanted)
+
+
+@pytest.mark.parametrize("shape", [(2, 64), (3, 64), (8, 128), (32, 128)])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_gathered_keys_are_the_reference_s(page_size: int, shape: tuple[int, int]) -> None:
+    """Rows behind the last block of the last prompt stay as they were."""
+    draw, longest = random.Random(torch.initial_seed()), 16 * MOST_PAGES
+    row = shape[0] * shape[1]
+    rows = Rows(3 * row, row, row, row)
+    for _ in range(5):
+        step = random_step(draw, MAX_PROMPTS, MAX_TOKENS)
+        if keys_in_blocks(step.totals[step.decodes :]) > gathered_keys(longest):
+            continue
+        given = tensors(step, len(step.new) + 1, MAX_TOKENS, longest // page_size, page_size)
+        count = max(1, sum(-(-total // page_size) for total in step.totals))
+        keys, values = torch.randn(2, count, page_size, *shape, device="cuda").bfloat16()
+        there = {name: tensor.cuda() for name, tensor in given.items()}
+        pages = PagedKV((keys,), (values,), there["tables"], there["lengths"], there["lengths"])
+        division = virtual_sequences(there["offsets"], there["lengths"], there["bounds"], rows)
+        virtual = as_virtual_sequences(division, rows)
+        wanted = reference(pages, 0, virtual, longest)
+        last = int(virtual.prompts[0].max()) * KEY_BLOCK
+        for one, other in zip(gather_prompt_keys(pages, 0, virtual, longest), wanted, strict=True):
+            assert one.shape == other.shape
+            assert torch.equal(one[:last], other[:last])
 
 
 def test_layers_share_a_plan() -> None:

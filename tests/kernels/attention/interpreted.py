@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import torch
@@ -13,13 +14,22 @@ from strata.kernels.attention import cuda, decode_cuda, fixed
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.decode import decode_attention
 from strata.kernels.attention.decode_tile import DecodeTile
+from strata.kernels.attention.prompt_keys import gather_prompt_keys, reference
 from strata.kernels.attention.spec import AttentionCall, AttentionSpec
+from strata.kernels.attention.virtual_sequences import (
+    KEY_BLOCK,
+    as_virtual_sequences,
+    divide_on_device,
+    virtual_sequences,
+)
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.rounded_triton import write_rounded
+from tests.kernels.attention.divisions import random_step
 from tests.kernels.attention.test_attention import Case
 from tests.kernels.attention.test_decode_attention import copied, step
+from tests.kernels.attention.test_prompt_keys import LONGEST, ROWS, pages_of
 from tests.kernels.interpreter import prepare_interpreter
 
 SINKS = torch.tensor([0.0, 30.0, -30.0, 2.0])
@@ -96,7 +106,7 @@ def pools_in_8_bits(kind: torch.dtype) -> None:
         k[1, 0, 3] = torch.nan
         both = kv_write.reference(k, v, expected, 1), write_rounded(k, v, found, 1)
         # Where cuDNN is told that they lie in fresh steps.
-        assert [one.stride(0) for one in both[1]] == [own.key_row, own.values]
+        assert [one.stride(0) for one in both[1]] == [own.keys, own.values]
         for ours, theirs in zip(*both, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
         for name in ("keys", "values", "key_exponents", "value_exponents"):
@@ -114,6 +124,23 @@ def pools_in_8_bits(kind: torch.dtype) -> None:
         torch.testing.assert_close(out[held], wanted[held], **NEAR, equal_nan=True)
 
 
+def gathered_prompts() -> None:
+    for seed in range(6):
+        step_of, page_size = random_step(random.Random(seed), 5, 3000), (16, 64, 256)[seed % 3]
+        pages, given = pages_of(step_of, page_size)
+        virtual = []
+        for rows in (ROWS, ROWS._replace(fresh=True)):
+            of_step = given["offsets"], given["lengths"], given["bounds"], rows
+            wanted = virtual_sequences.reference(*of_step)
+            if not rows.fresh or not any(step_of.cached):
+                assert torch.equal(divide_on_device(*of_step), wanted)
+            virtual.append(as_virtual_sequences(wanted, rows))
+        found = gather_prompt_keys(pages, 0, virtual[0], LONGEST)
+        last = int(virtual[0].prompts[0].max()) * KEY_BLOCK
+        for one, expected in zip(found, reference(pages, 0, virtual[0], LONGEST), strict=True):
+            assert one[:last].equal(expected[:last])
+
+
 if __name__ == "__main__":
     limits = DeviceLimits("interpreter", capability=(8, 0), shared_bytes=0, processors=0)
     DeviceLimits.of = staticmethod(lambda device: limits)  # type: ignore[method-assign]
@@ -122,6 +149,7 @@ if __name__ == "__main__":
     prompts_and_mixed_steps()
     decoding()
     decoding_from_the_product()
+    gathered_prompts()
     for one in (torch.int8, torch.float8_e4m3fn):
         pools_in_8_bits(one)
     print("equal")

@@ -5,23 +5,27 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
+from torch import Tensor
 
 from strata.kernels.attention.virtual_sequences import (
     KEY_BLOCK,
+    MAX_GATHERED,
     MAX_PROMPTS,
     MAX_TOKENS,
     QUERIES,
     VIRTUAL,
     Rows,
+    VirtualSequences,
     as_virtual_sequences,
     fresh_rows,
+    gathered_keys,
+    keys_in_blocks,
     virtual_sequences,
 )
 from tests.kernels.attention.divisions import Step, random_fresh, random_step, tensors
 
-ROWS = Rows(40 * 128, 32 * 128)
-FRESH = ROWS._replace(values=48 * 128)
+ROWS = Rows(40 * 128, 32 * 128, 8 * 128, 9 * 128)
+FRESH = Rows(40 * 128, 32 * 128, 40 * 128, 48 * 128, fresh=True)
 MOST_PAGES = 1024
 STEPS = [
     Step((), (), 0),
@@ -34,53 +38,50 @@ STEPS = [
 ]
 
 
+def divided(given: dict[str, Tensor], rows: Rows) -> VirtualSequences:
+    names = "offsets", "lengths", "bounds"
+    return as_virtual_sequences(virtual_sequences(*(given[name] for name in names), rows), rows)
+
+
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: f"{len(step.new)} of {sum(step.new)}")
 def test_each_query_once_with_its_keys(step: Step) -> None:
     given = tensors(step, len(step.new) + 3, MAX_TOKENS, MOST_PAGES, 16)
-    virtual = as_virtual_sequences(virtual_sequences(*given.values(), ROWS, 16), ROWS)
-    wanted, row = set(), 0
+    virtual = divided(given, ROWS)
+    wanted, row, block = set(), 0, 0
+    block_ends, sequences = [], []
     for sequence, (cached, new) in enumerate(zip(step.cached, step.new, strict=True)):
         if sequence >= step.decodes:
-            wanted |= {(row + at, sequence, cached + at + 1) for at in range(new)}
+            wanted |= {(row + at, block * KEY_BLOCK, cached + at + 1) for at in range(new)}
+            block += -(-(cached + new) // KEY_BLOCK)
+            block_ends.append(block)
+            sequences.append(sequence)
         row += new
+    assert block * KEY_BLOCK == keys_in_blocks(step.totals[step.decodes :])
+    ends, gathered = virtual.prompts.tolist()
+    assert (ends[: len(block_ends)], gathered[: len(sequences)]) == (block_ends, sequences)
+    assert {*ends[len(block_ends) :]} == {block}
+    assert not any(gathered[len(sequences) :])
     found = []
-    (query_starts, result_starts, table_starts, again), (queries, keys) = (part.tolist() for part in virtual[:2])
-    assert again == table_starts
+    (query_starts, result_starts, key_starts, value_starts), (queries, keys) = (part.tolist() for part in virtual[:2])
     for at, count in enumerate(queries):
         assert 0 <= count <= QUERIES
         if not count:
-            assert (query_starts[at], result_starts[at], table_starts[at], keys[at]) == (0, 0, 0, 0)
+            assert (query_starts[at], result_starts[at], key_starts[at], value_starts[at], keys[at]) == (0, 0, 0, 0, 0)
             continue
         assert at < VIRTUAL
         first, rest = divmod(query_starts[at], ROWS.queries)
         assert (rest, result_starts[at]) == (0, first * ROWS.result)
-        sequence, rest = divmod(table_starts[at], MOST_PAGES)
-        assert rest == 0
-        found += [(first + query, sequence, keys[at] - count + query + 1) for query in range(count)]
+        begin, rest = divmod(key_starts[at], ROWS.keys)
+        assert (rest, value_starts[at]) == (0, begin * ROWS.values)
+        found += [(first + query, begin, keys[at] - count + query + 1) for query in range(count)]
     assert len(found) == len(wanted)
     assert set(found) == wanted
 
 
 def test_the_longest_part_of_a_prompt_comes_first() -> None:
     given = tensors(Step((0, 0), (3000, 2500), 0), 2, 5500, MOST_PAGES, 16)
-    keys = virtual_sequences(*given.values(), ROWS, 16)[5]
+    keys = divided(given, ROWS).lengths[1]
     assert keys[:7].tolist() == [2500, 2048, 1024, 3000, 2048, 1024, 0]
-
-
-@pytest.mark.parametrize("page_size", [16, 64, 256])
-def test_a_block_of_keys_lies_in_pages_of_its_sequence(page_size: int) -> None:
-    """The last page is repeated where a block goes on behind it, for prompts only."""
-    step = Step((0, 50, 0, 127), (1, 200, 128, 1), 1)
-    given = tensors(step, 6, 400, MOST_PAGES, page_size)
-    before = given["tables"].clone()
-    virtual_sequences(*given.values(), ROWS, page_size)
-    for sequence, total in enumerate([*step.totals, 0, 0]):
-        used = -(-total // page_size)
-        read = -(-total // KEY_BLOCK) * KEY_BLOCK // page_size if 1 <= sequence < 4 else used
-        table, own = given["tables"][sequence], before[sequence]
-        assert table[:used].tolist() == own[:used].tolist()
-        assert table[used:read].tolist() == own[used - 1 : used].tolist() * max(0, read - used)
-        assert table[max(used, read) :].tolist() == own[max(used, read) :].tolist()
 
 
 FRESH_STEPS = [
@@ -100,12 +101,10 @@ def test_fresh_prompts_see_their_own_rows(new: tuple[int, ...]) -> None:
     block reads a row that has no result."""
     size = fresh_rows(new)
     given = tensors(Step((0,) * len(new), new, 0), len(new) + 1, size, MOST_PAGES, 16)
-    tables = given["tables"].clone()
-    virtual = as_virtual_sequences(virtual_sequences(*given.values(), FRESH, 16), FRESH)
-    apart = virtual_sequences(*given.values(), FRESH._replace(keys=8 * 128), 16)
-    assert apart[2].equal(virtual.starts[2] // FRESH.queries * 8 * 128)
-    assert apart[[0, 1, 3, 4, 5]].equal(torch.cat((virtual.starts[[0, 1, 3]], virtual.lengths)))
-    assert given["tables"].equal(tables)
+    virtual, apart = divided(given, FRESH), divided(given, FRESH._replace(keys=8 * 128))
+    assert apart.starts[2].equal(virtual.starts[2] // FRESH.queries * 8 * 128)
+    assert apart.starts[[0, 1, 3]].equal(virtual.starts[[0, 1, 3]])
+    assert apart.lengths.equal(virtual.lengths)
     wanted, row = set(), 0
     for count in (*new[:-1], new[-1] + size - sum(new)):
         wanted |= {(row + at, row, at + 1) for at in range(count)}
@@ -129,4 +128,12 @@ def test_fresh_prompts_see_their_own_rows(new: tuple[int, ...]) -> None:
 
 def test_a_fresh_step_without_prompts_has_no_virtual_sequences() -> None:
     given = tensors(Step((), (), 0), 3, MAX_TOKENS, MOST_PAGES, 16)
-    assert not virtual_sequences(*given.values(), FRESH, 16).any()
+    virtual = divided(given, FRESH)
+    assert not any(part.any() for part in virtual[:3])
+
+
+def test_there_is_room_for_the_longest_sequence_and_for_starts_that_a_number_holds() -> None:
+    assert gathered_keys(100) == MAX_PROMPTS * KEY_BLOCK
+    assert gathered_keys(20_480) == MAX_GATHERED
+    assert gathered_keys(1_000_000) == 1_000_064
+    assert gathered_keys(1_000_000, 4096) == (1 << 19) - KEY_BLOCK

@@ -55,7 +55,7 @@ def kernels(call: SparseCall[PageChoice]) -> tuple[Any, ...]:
     count = call.q.shape[0] if every else attention_mixed.may_decode(pages)
     decodes = attention_cuda.decode_kernels(whole, count, choice.pages if chooses else None)
     choosing = (page_scores_kernel, chosen_pages_kernel) * (chooses and count > 0)
-    prompts = () if every else (attention_mixed.prompt_kernel(pages, call.spec, call.sinks),)
+    prompts = () if every else attention_mixed.prompt_kernels(whole)
     return (page_bounds_kernel, *choosing, *decodes, *prompts)
 
 
