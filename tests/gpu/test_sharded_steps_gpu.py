@@ -28,7 +28,7 @@ SIZES = {
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
     "head_dim": 128,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 1024,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "attention_bias": True, "mlp_bias": True},
