@@ -78,7 +78,7 @@ class EngineConfig:
     seed: of the requests that bring none, and of dummy weights; None draws anew in every engine (weights as for 0).
     deterministic: a request's bits depend on nothing else that runs (see docs/engine.md).
     passes: over the graphs of steps: "all", "exact", "none", names that alone run, or names with a minus that do not
-        (see `strata.graph.passes`).
+        and with a plus that do beside the others (see `strata.graph.passes`).
     kv_cache_dtype: "auto" keeps keys and values in the weights' dtype; "fp8" (e4m3, also "fp8_e4m3") or "int8" keeps
         them in 8 bits, each row with a power of two of its own, so that nothing has to be calibrated.
     sparse_prefill: None, or the share of the pooled softmax that the keys hold to which long prompts attend, in (0, 1]

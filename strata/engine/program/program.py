@@ -23,6 +23,7 @@ from strata.engine.ranks.token_division import TokenDivision
 from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.graph.capture import capture
 from strata.graph.compile import compiled
+from strata.graph.fold import Folded
 from strata.kernels import tuned
 
 
@@ -55,7 +56,8 @@ class StepProgram:
     part: the ids of which the logits are, where ranks divide the vocabulary. traced: how many nodes of each operation
     the model and its head had before the passes. table: what was measured of the device's products. sizes: of CUDA
     graphs. library: cuDNN can attend for prompts in steps that are launched. division: how ranks divide tokens.
-    sends_by_copies: what travels beside products is sent by copy engines.
+    sends_by_copies: what travels beside products is sent by copy engines. folded: weights that were computed from
+    others.
     """
 
     variants: tuple[StepVariant, ...]
@@ -76,6 +78,7 @@ class StepProgram:
     library: bool = False
     division: TokenDivision | None = None
     sends_by_copies: bool = False
+    folded: tuple[Folded, ...] = ()
     _replayed: dict[BufferShape, StepVariant] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     @staticmethod
@@ -107,6 +110,7 @@ class StepProgram:
             sizes=StepSizes(() if sizes is None else sizes.recorded),
             library=sizes is not None and sizes.library,
             sends_by_copies=target.copies is not None,
+            folded=source.folded,
         )
         if asked.executor == "compile":
             for variant in variants:

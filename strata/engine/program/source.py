@@ -21,6 +21,7 @@ from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose, copied
 from strata.graph.cost import operation_counts
 from strata.graph.count_experts import count_experts
+from strata.graph.fold import Folded, fold
 from strata.graph.fuse import fuse, fuse_gated_products
 from strata.graph.fuse_rounding import fuse_rounding
 from strata.graph.gather import gather_after_attention
@@ -91,7 +92,8 @@ class StepSource:
 
     body: Batch to hidden [tokens, hidden]; head: hidden to logits, None of a stage before the last. undivided: the body
     before `division` of keys among ranks, None where there is none. asked, target: what it was made for. passes: the
-    names of those that run. operations: how many nodes of each operation it had as it was captured.
+    names of those that run. operations: how many nodes of each operation it had as it was captured. folded: weights
+    that were computed from others.
     """
 
     body: fx.GraphModule
@@ -103,6 +105,7 @@ class StepSource:
     passes: frozenset[str]
     dtype: torch.dtype
     operations: Counter[str]
+    folded: tuple[Folded, ...]
 
     @staticmethod
     def of(model: nn.Module, asked: EngineConfig, target: Target) -> StepSource:
@@ -115,9 +118,13 @@ class StepSource:
         if shard is not None:
             body = _of_rank(body, shard, target.experts, asked.deterministic)
             head = None if head is None else _of_rank(head, shard, target.experts, asked.deterministic)
-        quantize(body, target.packed)
-        if head is not None:
-            quantize(head, target.packed)
+        passes = passes_of(asked.passes)
+        if asked.executor == "compile":
+            passes &= {"merge"}
+        folded: list[Folded] = []
+        for graph in (body, head):
+            if graph is not None:
+                folded += fold(quantize(graph, target.packed), passes)
         if isinstance(target.sparse, PageChoice):
             select_pages(body, target.sparse)
         undivided, division = body, None
@@ -125,10 +132,7 @@ class StepSource:
             value = 0 if shard.config.latent is None else shard.config.latent.value
             division = KeyDivision(Along(KEYS_AXIS, shard.kept.ranks), shard.kept, dtype, value)
             body = divide_keys(copied(undivided), division)
-        passes = passes_of(asked.passes)
-        if asked.executor == "compile":
-            passes &= {"merge"}
-        return StepSource(body, head, undivided, division, asked, target, passes, dtype, operations)
+        return StepSource(body, head, undivided, division, asked, target, passes, dtype, operations, tuple(folded))
 
     @property
     def by_rows(self) -> bool:
