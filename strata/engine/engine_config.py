@@ -103,6 +103,8 @@ class EngineConfig:
     message_dtype: "auto" lets what ranks add up travel as it is computed; "fp8" (e4m3, also "fp8_e4m3") rounds it in
         steps of many tokens, there and back, with a power of two for each 128 columns of a row
         (`strata.graph.ranks.narrow_messages`), and lets no messages travel beside products.
+    all_reduce_group_size: of ranks that divide matrices, how many neighbours a faster link joins (a pair with a bridge,
+        a machine): these add up among them first, and each sends its part alone to other groups; 1: all at once.
     pipeline_parallel_size: stages that divide the layers among them, each of tensor_parallel_size ranks.
     enable_expert_parallel: ranks that divide matrices have different experts of a mixture, each whole, instead of a
         part of every one. One rank has all of them, and is as it would be without, as vLLM's is.
@@ -145,6 +147,7 @@ class EngineConfig:
     decode_context_parallel_size: int = 1
     overlap_tokens: int | None = None
     message_dtype: str = "auto"
+    all_reduce_group_size: int = 1
     enable_expert_parallel: bool = False
     enable_dp_attention: bool = False
     enable_eplb: bool = False

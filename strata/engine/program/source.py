@@ -31,6 +31,7 @@ from strata.graph.passes import passes_of
 from strata.graph.quantize import quantize
 from strata.graph.ranks.divide_keys import KeyDivision, divide_keys
 from strata.graph.ranks.fuse_messages import fuse_messages
+from strata.graph.ranks.hierarchical_sums import ACROSS_AXIS, INSIDE_AXIS, hierarchical_sums
 from strata.graph.ranks.shard import shard as shard_graph
 from strata.graph.ranks.slice_products import slice_products
 from strata.graph.ranks.stages import capture_stage, exchange, take_rows
@@ -192,17 +193,25 @@ class StepSource:
         return take_rows(graph) if self.head is None else gather_after_attention(graph)
 
     def with_messages(self, graph: fx.GraphModule) -> fx.GraphModule:
-        return self.run(fuse_messages, graph) if self.by_rows and self.target.shard is not None else graph
+        fuses = self.by_rows and self.target.shard is not None and self.asked.all_reduce_group_size == 1
+        return self.run(fuse_messages, graph) if fuses else graph
 
     def with_rounding(self, graph: fx.GraphModule) -> fx.GraphModule:
         return graph if self._multiplies is None else fuse_rounding(graph, self.dtype, self._multiplies)
 
+    def with_levels(self, graph: fx.GraphModule) -> fx.GraphModule:
+        """Sums over ranks in groups first, where that is asked for."""
+        group = self.asked.all_reduce_group_size
+        return graph if group == 1 else hierarchical_sums(graph, group, self.asked.tensor_parallel_size)
+
     def bound(self, graph: fx.GraphModule) -> fx.GraphModule:
-        target = self.target
-        axes = dict(NO_AXES if target.shard is None else target.shard.axes)
+        target, group = self.target, self.asked.all_reduce_group_size
+        named = {INSIDE_AXIS: Along(INSIDE_AXIS, group)}
+        named[ACROSS_AXIS] = Along(ACROSS_AXIS, self.asked.tensor_parallel_size // group)
+        axes = {**named, **(NO_AXES if target.shard is None else target.shard.axes)}
         if target.context is not None:
             axes[CONTEXT_AXIS] = target.context
-        return bind(graph, target.kind, self.asked.deterministic, axes)
+        return bind(self.with_levels(graph), target.kind, self.asked.deterministic, axes)
 
 
 def _of_rank(
