@@ -58,8 +58,13 @@ def _measured(quantity: str, value: float, dtype: str | None = None, direction: 
     return Figure(quantity, value, _CALIBRATION, "2026-11-20", dtype, direction=direction, measured=True)
 
 
+# Threads and blocks of a multiprocessor at most, by compute capability: CUDA's programming guide, "Technical
+# specifications per compute capability".
+_HELD = {(8, 0): (2048, 32), (8, 9): (1536, 24), (9, 0): (2048, 32), (10, 0): (2048, 32), (12, 0): (1536, 24)}
+
+
 def _cuda(capability: tuple[int, int], shared_kib: int, processors: int) -> Cuda:
-    return Cuda(capability, shared_kib * 1024, processors)
+    return Cuda(capability, shared_kib * 1024, processors, *_HELD[capability])
 
 
 NVIDIA = (
