@@ -62,7 +62,7 @@ def graph(
     passes: Annotated[
         str,
         typer.Option(
-            help="Which run: all, exact, none, names that alone run, -name to leave out, or list to show them."
+            help="Which run: all, exact, none, names that alone run, -name without, +name with it, or list to show them."
         ),
     ] = "all",
     draw: Annotated[
@@ -101,6 +101,7 @@ def graph(
     from strata.engine.ranks.token_division import CONTEXT_AXIS
     from strata.engine.startup.kept_states import check_states
     from strata.graph.passes import listing
+    from strata.kernels.triton_import import HAS_TRITON
     from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
     from strata.plan.explain.ceilings import PROCESSOR, device_here
     from strata.plan.meta_model import find_config, meta_model
@@ -175,8 +176,11 @@ def graph(
     step["passes"] = passes
     title += f"; passes {passes}" * (passes != "all")
     if occupancy:
-        if meta.limits is None or spec.cuda is None or ranks > 1:
-            raise ValueError("--occupancy is of a GPU's kernels, and of one rank; leave out others and --hardware cpu")
+        if meta.limits is None or spec.cuda is None or ranks > 1 or not HAS_TRITON:
+            raise ValueError(
+                "--occupancy compiles a GPU's kernels, of one rank, by Triton: leave out other ranks and --hardware "
+                "cpu, on a machine that has Triton (Linux)"
+            )
         from strata.kernels.compiling.launched import launched_elsewhere
 
         run, given = meta.called(workload)

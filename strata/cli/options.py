@@ -47,7 +47,7 @@ Sparsity = Annotated[
 ]
 Passes = Annotated[
     str,
-    engine_option(help="Over graphs: all, exact, none, names that alone run, or -name to leave out; graph lists them."),
+    engine_option(help="Over graphs: all, exact, none, names that alone run, -name or +name; graph --passes list."),
 ]
 Device = Annotated[str, engine_option(help="auto, cpu, cuda or cuda:N.")]
 TensorParallelSize = Annotated[

@@ -76,5 +76,5 @@ def test_occupancy_is_told_of_every_launch_that_the_graph_declares() -> None:
 
 
 def test_occupancy_is_of_one_gpu() -> None:
-    with pytest.raises(ValueError, match="--occupancy is of a GPU's kernels, and of one rank"):
+    with pytest.raises(ValueError, match="--occupancy compiles a GPU's kernels, of one rank"):
         run("0.6B", "--occupancy", "--tensor-parallel-size", 2)
