@@ -62,7 +62,7 @@ def graph(
     passes: Annotated[
         str,
         typer.Option(
-            help="Which run: all, exact, none, names that alone run, -name without, +name with it, or list to show them."
+            help="Which run: all, exact, none, names that alone run, -name without, +name with it; list shows them."
         ),
     ] = "all",
     draw: Annotated[
