@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from strata.graph.draw import Row
     from strata.graph.drawing.why import Why
     from strata.graph.predict import StepPredictor
+    from strata.kernels.compiling.launched import LaunchedKernel
     from strata.plan.meta_model import MetaModel, StepNodes
 
 # Beyond these, sizes of tensors no longer fit into 64 bits, or lengths of sequences into the memory.
@@ -61,7 +62,7 @@ def graph(
     passes: Annotated[
         str,
         typer.Option(
-            help="Which run: all, exact, none, names that alone run, -name to leave out, or list to show them."
+            help="Which run: all, exact, none, names that alone run, -name without, +name with it; list shows them."
         ),
     ] = "all",
     draw: Annotated[
@@ -72,6 +73,10 @@ def graph(
         str | None,
         typer.Option(help="A node, an operation or a part of the model: show what could run it, and why which does."),
     ] = None,
+    occupancy: Annotated[
+        bool,
+        typer.Option("--occupancy", help="Also compile its kernels, and show how many blocks of each fit at once."),
+    ] = False,
     measure: Annotated[
         bool, typer.Option("--measure", help="Also run it on the device that is here, whose floors are shown then.")
     ] = False,
@@ -96,6 +101,7 @@ def graph(
     from strata.engine.ranks.token_division import CONTEXT_AXIS
     from strata.engine.startup.kept_states import check_states
     from strata.graph.passes import listing
+    from strata.kernels.triton_import import HAS_TRITON
     from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
     from strata.plan.explain.ceilings import PROCESSOR, device_here
     from strata.plan.meta_model import find_config, meta_model
@@ -169,6 +175,17 @@ def graph(
     title += f"; weights packed as {quantization or sparsity}" * (quantization is not None or sparsity is not None)
     step["passes"] = passes
     title += f"; passes {passes}" * (passes != "all")
+    if occupancy:
+        if meta.limits is None or spec.cuda is None or ranks > 1 or not HAS_TRITON:
+            raise ValueError(
+                "--occupancy compiles a GPU's kernels, of one rank, by Triton: leave out other ranks and --hardware "
+                "cpu, on a machine that has Triton (Linux)"
+            )
+        from strata.kernels.compiling.launched import launched_elsewhere
+
+        run, given = meta.called(workload)
+        launched = launched_elsewhere(lambda: run(*given), meta.limits, spec.cuda)
+        priced = dataclasses.replace(priced, launched=launched)
     if draw is not None:
         draw.write_text(priced.drawing(title, meta.captured(workload)), encoding="utf-8")
         typer.echo(f"drawn in {draw}", err=True)
@@ -193,7 +210,8 @@ class PricedStep:
     step_floor: of the model; sampling and the making of inputs stand beside it. captured: how many nodes of each
     operation the model has before the passes. link: to the other ranks, if there are some. predictor: of the workload's
     time. sources: of what was measured, in words. buffers: see `MetaModel.buffers`. measured:
-    how long it took here; None: nobody looked.
+    how long it took here; None: nobody looked. launched: the kernels of the model's graph that are Triton's; None: they
+    were not asked for.
     """
 
     step: StepNodes
@@ -208,6 +226,7 @@ class PricedStep:
     sources: tuple[str, ...]
     buffers: BufferPlan | None = None
     measured: MeasuredNodes | None = None
+    launched: list[LaunchedKernel] | None = None
 
     @property
     def run(self) -> dict[str, int]:
@@ -308,7 +327,9 @@ class PricedStep:
             for name, rows in self.rows.items()
         }
         counts = {"graph": {"captured": self.captured, "run": self.run}}
-        ran = {"runs": self.step.graph, "kernels": self.step.kernels}
+        ran: dict[str, Any] = {"runs": self.step.graph, "kernels": self.step.kernels}
+        if self.launched is not None:
+            ran["occupancy"] = [dataclasses.asdict(one) for one in self.launched]
         return {"device": self.device.key, "dtype": self.dtype} | self.totals() | ran | counts | tables
 
     def drawing(self, title: str, captured: list[NodeCost]) -> str:
@@ -346,6 +367,10 @@ class PricedStep:
         if self.step.kernels:  # those of a CPU have no names
             console.print(f"{counted(len(self.step.kernels), 'kernel')} with inputs and sampling")
         console.print(counts_table(self.captured, self.run))
+        if self.launched is not None:
+            from strata.graph.drawing.why import occupancy_table
+
+            tables.append(occupancy_table(self.launched))
         for one in tables:
             console.print(one)
         summed = duration(totals["nodes_floor_s"])

@@ -47,7 +47,7 @@ Sparsity = Annotated[
 ]
 Passes = Annotated[
     str,
-    engine_option(help="Over graphs: all, exact, none, names that alone run, or -name to leave out; graph lists them."),
+    engine_option(help="Over graphs: all, exact, none, names that alone run, -name or +name; graph --passes list."),
 ]
 Device = Annotated[str, engine_option(help="auto, cpu, cuda or cuda:N.")]
 TensorParallelSize = Annotated[
@@ -70,6 +70,9 @@ OverlapTokens = Annotated[
     ),
 ]
 MessageDtype = Annotated[str, engine_option(help="Of sums over ranks: auto, or fp8, rounded in steps of many tokens.")]
+AllReduceGroupSize = Annotated[
+    int, engine_option(min=1, help="Neighbours that a faster link joins, and that add up first; 1: all at once.")
+]
 EnableExpertParallel = Annotated[
     bool, engine_option(help="Ranks have different experts of a mixture, whole; one has all.")
 ]

@@ -113,7 +113,10 @@ def _draw(report: ProbeReport) -> None:
     for name, told in report.summaries.items():
         if told.power is not None and told.clock is not None:
             reasons = f", held down by {', '.join(told.slowed_by)}" if told.slowed_by else ""
-            console.print(f"{name}: {told.power:.0f} W, {told.clock / 1e6:.0f} MHz, {told.temperature} C{reasons}")
+            busy = "".join(f", {part} {share:.0%}" for part, share in told.activity.items())
+            console.print(
+                f"{name}: {told.power:.0f} W, {told.clock / 1e6:.0f} MHz, {told.temperature} C{busy}{reasons}"
+            )
     for index, gpu in enumerate(report.gpus):
         console.print(
             f"GPU {index}: {gpu.links or 0} NVLinks, PCIe {gpu.pcie or 'not told'}, NUMA node {gpu.numa}, "

@@ -120,14 +120,16 @@ class Mesh:
             raise ValueError(f"axes {', '.join(names)} must be named once each and in the order of {', '.join(AXES)}")
         return self._axis("*".join(names), self._lines(*names))
 
-    def neighbours(self, name: str, size: int) -> Axis:
-        """An axis of that name along `size` ranks whose numbers follow one another, a part of "tp". All ranks of the
-        world call this together. Raises ValueError if so many do not divide "tp".
+    def neighbours(self, name: str, size: int, *, apart: bool = False) -> Axis:
+        """An axis of that name along `size` ranks whose numbers follow one another, a part of "tp"; apart: along those
+        that have one place in all such groups of "tp". All ranks of the world call this together. Raises ValueError if
+        so many do not divide "tp".
         """
         if self.sizes["tp"] % size:
             raise ValueError(f"{name} = {size} does not divide tp = {self.sizes['tp']}; choose a divisor")
-        lines = _as_lines(self._ranks.reshape(-1, size))
-        if size > 1 and lines not in self._groups:
+        groups = self._ranks.reshape(-1, self.sizes["tp"] // size, size)
+        lines = _as_lines(groups.transpose(1, 2).flatten(0, 1) if apart else groups.flatten(0, 1))
+        if len(lines[0]) > 1 and lines not in self._groups:
             self._groups[lines] = self._make_group(lines)
         return self._axis(name, lines)
 

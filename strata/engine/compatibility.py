@@ -50,6 +50,13 @@ REFUSED = (
         for other in ("deterministic", "enable_dp_attention", "prefill_context_parallel_size", "overlap_tokens")
     ),
     *(
+        Refusal("all_reduce_group_size", other)
+        for other in (
+            "deterministic", "enable_dp_attention", "prefill_context_parallel_size", "decode_context_parallel_size",
+            "overlap_tokens",
+        )
+    ),
+    *(
         Refusal("decode_context_parallel_size", other)
         for other in (
             "deterministic", "enable_dp_attention", "pipeline_parallel_size", "prefill_context_parallel_size",

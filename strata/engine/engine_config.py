@@ -80,7 +80,7 @@ class EngineConfig:
     seed: of the requests that bring none, and of dummy weights; None draws anew in every engine (weights as for 0).
     deterministic: a request's bits depend on nothing else that runs (see docs/engine.md).
     passes: over the graphs of steps: "all", "exact", "none", names that alone run, or names with a minus that do not
-        (see `strata.graph.passes`).
+        and with a plus that do beside the others (see `strata.graph.passes`).
     kv_cache_dtype: "auto" keeps keys and values in the weights' dtype; "fp8" (e4m3, also "fp8_e4m3") or "int8" keeps
         them in 8 bits, each row with a power of two of its own, so that nothing has to be calibrated.
     sparse_prefill: None, or the share of the pooled softmax that the keys hold to which long prompts attend, in (0, 1]
@@ -105,6 +105,8 @@ class EngineConfig:
     message_dtype: "auto" lets what ranks add up travel as it is computed; "fp8" (e4m3, also "fp8_e4m3") rounds it in
         steps of many tokens, there and back, with a power of two for each 128 columns of a row
         (`strata.graph.ranks.narrow_messages`), and lets no messages travel beside products.
+    all_reduce_group_size: of ranks that divide matrices, how many neighbours a faster link joins (a pair with a bridge,
+        a machine): these add up among them first, and each sends its part alone to other groups; 1: all at once.
     pipeline_parallel_size: stages that divide the layers among them, each of tensor_parallel_size ranks.
     enable_expert_parallel: ranks that divide matrices have different experts of a mixture, each whole, instead of a
         part of every one. One rank has all of them, and is as it would be without, as vLLM's is.
@@ -147,6 +149,7 @@ class EngineConfig:
     decode_context_parallel_size: int = 1
     overlap_tokens: int | None = None
     message_dtype: str = "auto"
+    all_reduce_group_size: int = 1
     enable_expert_parallel: bool = False
     enable_dp_attention: bool = False
     enable_eplb: bool = False

@@ -72,12 +72,14 @@ class Cuda:
     """What kernels are compiled for.
 
     capability: compute capability, (major, minor). shared_bytes: the most shared memory of one thread block.
-    processors: multiprocessors that are enabled.
+    processors: multiprocessors that are enabled. threads, blocks: the most of each that one holds at once.
     """
 
     capability: tuple[int, int]
     shared_bytes: int
     processors: int
+    threads: int = 2048
+    blocks: int = 32
 
 
 @dataclass(frozen=True)

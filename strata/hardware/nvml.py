@@ -40,6 +40,12 @@ class _Memory(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
+class _Utilization(ctypes.Structure):
+    """nvmlUtilization_t."""
+
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
 class Nvml:
     """The library, once it is initialized. Devices are those of UUIDs, which also tells them apart where only some of
     a machine's are visible to this process."""
@@ -109,6 +115,19 @@ class NvmlDevice:
         told = _Memory()
         code = self._library.nvmlDeviceGetMemoryInfo(self._handle, ctypes.byref(told))
         return (told.total, told.used) if code == 0 else None
+
+    def uuid(self) -> str | None:
+        """As "GPU-3f..."."""
+        text = ctypes.create_string_buffer(96)
+        code = self._library.nvmlDeviceGetUUID(self._handle, text, ctypes.c_uint(len(text)))
+        return text.value.decode() if code == 0 else None
+
+    def utilization(self) -> dict[str, float]:
+        """Shares of the last sixth of a second or more in which a kernel ran, and in which memory was read or written;
+        nothing if it does not tell."""
+        told = _Utilization()
+        code = self._library.nvmlDeviceGetUtilizationRates(self._handle, ctypes.byref(told))
+        return {"kernels running": told.gpu / 100, "memory in use": told.memory / 100} if code == 0 else {}
 
     def pcie(self) -> tuple[int, int] | None:
         """Generation and lanes of its link to the host, as they are now: both go down while it is idle."""

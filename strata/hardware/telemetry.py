@@ -5,17 +5,18 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 
+from strata.hardware.dcgm import Reader
 from strata.hardware.nvml import NvmlDevice
 
 
 @dataclass(frozen=True)
 class TelemetryReading:
     """seconds: of `time.perf_counter`. power: watts. clock: Hz of the multiprocessors. temperature: degrees Celsius.
-    slowed_by: see `NvmlDevice.slowed_by`. None: the driver does not tell.
+    slowed_by: see `NvmlDevice.slowed_by`. None: the driver does not tell. activity: see `activity_reader`.
     """
 
     seconds: float
@@ -23,16 +24,19 @@ class TelemetryReading:
     clock: float | None
     temperature: float | None
     slowed_by: tuple[str, ...] | None
+    activity: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Of several readings: means, the highest temperature, every reason that was given in any, by name."""
+    """Of several readings: means, the highest temperature, every reason that was given in any, by name. activity: means
+    of shares."""
 
     power: float | None
     clock: float | None
     temperature: float | None
     slowed_by: tuple[str, ...]
+    activity: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
     def of(readings: Sequence[TelemetryReading]) -> Summary:
@@ -41,19 +45,22 @@ class Summary:
         clocks = [one.clock for one in readings if one.clock is not None]
         degrees = [one.temperature for one in readings if one.temperature is not None]
         reasons = {reason for one in readings for reason in one.slowed_by or ()}
+        parts = dict.fromkeys(name for one in readings for name in one.activity)
         return Summary(
             statistics.fmean(powers) if powers else None,
             statistics.fmean(clocks) if clocks else None,
             max(degrees, default=None),
             tuple(sorted(reasons)),
+            {name: statistics.fmean(one.activity[name] for one in readings if name in one.activity) for name in parts},
         )
 
 
 class TelemetrySampler:
     """Reads a device every `interval` seconds, from entering to leaving; without a device it reads nothing."""
 
-    def __init__(self, device: NvmlDevice | None, interval: float = 0.01) -> None:
-        self._device = device
+    def __init__(self, device: NvmlDevice | None, interval: float = 0.01, activity: Reader = dict) -> None:
+        """activity: tells how busy it is."""
+        self._device, self._activity = device, activity
         self._interval = interval
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
@@ -80,6 +87,11 @@ class TelemetrySampler:
         while not self._ended.wait(self._interval):
             self.readings.append(
                 TelemetryReading(
-                    time.perf_counter(), device.power(), device.clock("sm"), device.temperature(), device.slowed_by()
+                    time.perf_counter(),
+                    device.power(),
+                    device.clock("sm"),
+                    device.temperature(),
+                    device.slowed_by(),
+                    self._activity(),
                 )
             )

@@ -101,8 +101,11 @@ class WeightStore:
     """A model, or a rank's part of one, by what its checkpoints call its weights.
 
     model: on a device; parameters that are packed are on the meta device there, and stand in `packed` by their names.
-    config: of the model, or of the part.
+    config: of the model, or of the part. folded: what was computed from parameters, by their names, and how it is
+    computed anew when one changes.
     """
+
+    folded: Sequence[tuple[Container[str], Callable[[], object]]] = ()
 
     def __init__(
         self,
@@ -204,6 +207,10 @@ class WeightStore:
         writes = [write for one, place in parts.items() for write in self._writes(one, TensorSource(place, reader))]
         for write in writes:
             write()
+        changed = {home.parameter for one in parts for home in self._current_homes().get(one, ())}
+        for names, make in self.folded:
+            if any(name in names for name in changed):
+                make()
 
     def export(self, others: Sequence[WeightStore] = ()) -> Iterator[tuple[str, Tensor]]:
         """Names and whole tensors as a checkpoint has them; packed ones as the floats that they stand for.

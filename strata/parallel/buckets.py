@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from strata.comm.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
+from strata.comm.mesh import Axis
 from strata.kernels.gradient_target import Memory
 from strata.parallel.data_parallel import GradientAxes, ParameterShard
+from strata.parallel.quantized_sums import ROW, QuantizedSums, Sum
 
 # Elements that the shard of a rank is a multiple of, so that vector loads of any kernel are aligned.
 _ALIGNMENT = 64
@@ -43,16 +45,19 @@ class Bucket:
         axes: GradientAxes,
         compute_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
+        quantized: QuantizedSums | None = None,
     ) -> None:
-        """compute_dtype: of the model from now on; masters keep the dtype that the parameters have."""
-        self.axes, self.reduce_dtype = axes, reduce_dtype
+        """compute_dtype: of the model from now on; masters keep the dtype that the parameters have. quantized: what
+        sums over ranks in 8 bits."""
+        self.axes, self.reduce_dtype, self._quantized = axes, reduce_dtype, quantized
         self.entries: dict[str, BucketedParameter] = {}
         end = 0
         for name, parameter in parameters.items():
             self.entries[name] = BucketedParameter(name, parameter, end, end + parameter.numel())
             end += parameter.numel()
         ranks, index = axes.reduce_scatter.size, axes.reduce_scatter.index
-        self.size = -(-end // (ranks * _ALIGNMENT)) * ranks * _ALIGNMENT
+        alignment = _ALIGNMENT if quantized is None else ROW
+        self.size = -(-end // (ranks * alignment)) * ranks * alignment
         self._first = self.size // ranks * index
         self._end = self.size // ranks * (index + 1)
         self._place(compute_dtype)
@@ -120,13 +125,27 @@ class Bucket:
             for name in self.entries.keys() - self._taken:
                 self._gradients[self.entries[name].first : self.entries[name].end] = 0
         given, self._gradients, self._taken = self._gradients, None, set()
-        pending = start_reduce_scatter(given, self.axes.reduce_scatter)
+        total = yield from self._scattered(given)
         for axis in self.axes.all_reduce:
-            yield
-            pending = start_all_reduce(pending.wait(), axis)
-        yield
-        total = pending.wait().to(self.master.dtype)
+            total = yield from self._everywhere(total, axis)
+        total = total.to(self.master.dtype)
         self._reduced = total if self._reduced is None else self._reduced.add_(total)
+
+    def _scattered(self, given: Tensor) -> Sum:
+        """This rank's shard of the sum over the ranks that divide it."""
+        if self._quantized is not None:
+            return (yield from self._quantized.scattered(given, self.axes.reduce_scatter, id(self)))
+        pending = start_reduce_scatter(given, self.axes.reduce_scatter)
+        yield
+        return pending.wait()
+
+    def _everywhere(self, shard: Tensor, axis: Axis) -> Sum:
+        """The sum over the ranks that hold the same shard."""
+        if self._quantized is not None:
+            return (yield from self._quantized.everywhere(shard, axis, (id(self), axis.name)))
+        pending = start_all_reduce(shard, axis)
+        yield
+        return pending.wait()
 
     @property
     def gradient(self) -> Tensor:

@@ -16,6 +16,7 @@ from strata.comm.mesh import Axis, Mesh
 from strata.comm.placement import Placement
 from strata.models.layers import Layer
 from strata.parallel.data_parallel import GradientAxes, ParameterShard, global_norm
+from strata.parallel.quantized_sums import QuantizedReduceScatter, QuantizedSums
 from strata.parallel.tensor import TensorSharding
 
 
@@ -39,6 +40,7 @@ class FsdpGradients:
         *,
         compute_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
+        quantized: QuantizedSums | None = None,
     ) -> None:
         """Divide the parameters of `model`, which become DTensors of their dtype: of those that are trained one,
         float32 or more.
@@ -46,7 +48,8 @@ class FsdpGradients:
         model: alike on all ranks but for the shards that `sharding` gave them; or on the meta device, then it gets
         memory without values. axes: see `gradient_axes`. world_axis: see `all_ranks`. compute_dtype: of gathered
         weights; None is the parameters' own. reduce_dtype: of gradients while they are sent; None is float32, or the
-        parameters' dtype if that is wider.
+        parameters' dtype if that is wider. quantized: what sums over the ranks of a replica in 8 bits; the sum over
+        replicas stays.
         """
         self._sharding, self._axes, self._world_axis = sharding, axes, world_axis
         self._whole: FSDPModule
@@ -65,6 +68,8 @@ class FsdpGradients:
             # The loss is a share of that of the whole step: gradients are summed, not averaged.
             divided.set_gradient_divide_factor(1.0)
             divided.set_force_sum_reduction_for_comms(True)
+            if quantized is not None:
+                divided.set_custom_reduce_scatter(QuantizedReduceScatter(quantized, shard))  # type: ignore[arg-type]
             self._whole = divided
         if any(parameter.is_meta for parameter in model.parameters()):
             model.to_empty(device=mesh.world.device)

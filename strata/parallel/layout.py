@@ -38,6 +38,8 @@ class Layout:
     context: how attention crosses the ranks of cp (see `strata.parallel.context.divide_batch`).
     schedule: of the pipeline, one of `strata.parallel.schedules.SCHEDULES`. micro_batches: into how many a replica
     splits its step.
+    message_dtype: "auto" sums gradients over dp, shard and cp in float32; "fp8" sends them in e4m3 with a power of two
+    for each 128 values (`strata.parallel.quantized_sums`).
     """
 
     pp: int = 1
@@ -52,6 +54,7 @@ class Layout:
     context: Method = "ring"
     schedule: str = "1f1b"
     micro_batches: int = 1
+    message_dtype: str = "auto"
 
     @property
     def ranks(self) -> int:
@@ -96,6 +99,13 @@ class Layout:
             raise ValueError(f"zero = {self.zero} has one rank to divide among; set shard above 1, or zero = 0")
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("sequence_parallel divides tokens over tp, and tp = 1; set tp above 1, or leave it out")
+        if self.message_dtype not in ("auto", "fp8"):
+            raise ValueError(f"message_dtype = {self.message_dtype!r} is unknown; accepted are 'auto' and 'fp8'")
+        if self.message_dtype != "auto" and self.dp * self.shard * self.cp == 1:
+            raise ValueError(
+                f"message_dtype = {self.message_dtype!r} is for gradients that ranks sum, and dp, shard and cp are 1; "
+                "set one above 1, or leave it out"
+            )
         if self.overlap and not self.sequence_parallel:
             raise ValueError("overlap hides the messages of sequence_parallel; set that too, or leave overlap out")
 

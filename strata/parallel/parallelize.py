@@ -17,6 +17,7 @@ from strata.parallel.data_parallel import Gradients, all_ranks, gradient_axes
 from strata.parallel.expert import shard_experts
 from strata.parallel.families import TABLES
 from strata.parallel.layout import Layout
+from strata.parallel.quantized_sums import QuantizedSums
 from strata.parallel.stages import ModelStages
 from strata.parallel.tensor import TensorSharding, shard_model
 from strata.parallel.zero import ZeroGradients
@@ -27,10 +28,12 @@ Adapt = Callable[[nn.Module, TensorSharding], TensorSharding]
 
 @dataclass(frozen=True)
 class Parallel:
-    """How a model was divided: along the tensor axis, and what its optimizer is given."""
+    """How a model was divided: along the tensor axis, and what its optimizer is given. quantized: what sums gradients
+    over ranks in 8 bits, if they are."""
 
     sharding: TensorSharding
     gradients: Gradients
+    quantized: QuantizedSums | None = None
 
 
 def parallelize(
@@ -66,13 +69,21 @@ def parallelize(
         parallelize_attention(model)
     if adapt is not None:
         sharding = adapt(model, sharding)
+    quantized = QuantizedSums() if layout.message_dtype == "fp8" else None
     axes, world_axis = gradient_axes(mesh, sharding, layout.zero), all_ranks(mesh)
     gradients: Gradients
     if layout.zero == 3:
         from strata.parallel.fsdp import FsdpGradients  # imports DTensor and with it SymPy: a second
 
         gradients = FsdpGradients(
-            model, mesh, sharding, axes, world_axis, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype
+            model,
+            mesh,
+            sharding,
+            axes,
+            world_axis,
+            compute_dtype=compute_dtype,
+            reduce_dtype=reduce_dtype,
+            quantized=quantized,
         )
     else:
         gradients = ZeroGradients(
@@ -84,5 +95,6 @@ def parallelize(
             compute_dtype=compute_dtype,
             reduce_dtype=reduce_dtype,
             bucket_elements=bucket_elements,
+            quantized=quantized,
         )
-    return Parallel(sharding, gradients)
+    return Parallel(sharding, gradients, quantized)

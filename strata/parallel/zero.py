@@ -17,6 +17,7 @@ from strata.comm.mesh import Axis
 from strata.kernels.gradient_target import Memory
 from strata.parallel.buckets import BUCKET_ELEMENTS, Bucket, divide_into_buckets
 from strata.parallel.data_parallel import GradientAxes, ParameterShard, frozen_shards, global_norm
+from strata.parallel.quantized_sums import QuantizedSums
 
 
 class ZeroGradients:
@@ -36,6 +37,7 @@ class ZeroGradients:
         compute_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
         bucket_elements: int = BUCKET_ELEMENTS,
+        quantized: QuantizedSums | None = None,
     ) -> None:
         """Divide the trained parameters of `model`, which become views of flat memory; the others stay as they are.
 
@@ -47,13 +49,14 @@ class ZeroGradients:
         compute_dtype: of the model from now on; None leaves it. reduce_dtype: of gradients while they are added up and
         sent; None is float32, or the parameters' dtype if that is wider.
         bucket_elements: the least number in a message, unless all are fewer; a message never ends within a layer.
+        quantized: what sums over ranks in 8 bits.
         """
         leave_meta(model, device)
         self.frozen = frozen_shards(model)
         self._world_axis, self._reduces_every_pass = world_axis, reduce_every_pass
         wide = torch.promote_types(next(model.parameters()).dtype, torch.float32)  # of masters, which may be elsewhere
         self._zero = torch.zeros((), dtype=wide, device=device)
-        self._buckets = _make_buckets(model, axes, compute_dtype, reduce_dtype, bucket_elements)
+        self._buckets = _make_buckets(model, axes, compute_dtype, reduce_dtype, bucket_elements, quantized)
         self.shards = [shard for bucket in self._buckets for shard in bucket.shards]
         self._bucket_of = {name: place for place, bucket in enumerate(self._buckets) for name in bucket.entries}
         self._missing = [set(bucket.entries) for bucket in self._buckets]
@@ -250,6 +253,7 @@ def _make_buckets(
     compute_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
     least: int,
+    quantized: QuantizedSums | None,
 ) -> list[Bucket]:
     """In the order in which a backward pass completes them."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -265,5 +269,5 @@ def _make_buckets(
         dtype = parameters[run[0]].dtype
         wide = reduce_dtype or torch.promote_types(dtype, torch.float32)
         held = {name: parameters[name] for name in run}
-        buckets.append(Bucket(held, axes[run[0]], compute_dtype or dtype, wide))
+        buckets.append(Bucket(held, axes[run[0]], compute_dtype or dtype, wide, quantized))
     return buckets

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, fx
 
+from strata.comm.collectives import all_gather
+from strata.comm.cost import hierarchical_all_reduce_cost
+from strata.comm.launch import World
+from strata.comm.mesh import Mesh
 from strata.comm.operations import Along
+from strata.engine.engine_config import EngineConfig
 from strata.engine.program.program import StepProgram
 from strata.graph.cost import operation_counts
+from strata.graph.ranks.hierarchical_sums import ACROSS_AXIS, INSIDE_AXIS
 from strata.graph.ranks.narrow_messages import NARROW_TOKENS, narrow_messages
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
@@ -21,6 +30,7 @@ from tests.graph.lockstep import run_in_lockstep
 from tests.models.batches import packed, random_sequences
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 from tests.parallel.models import random_model
+from tests.parallel.ranks import run_ranks
 from tests.parallel.shards import divisible_config, joined, shard_of
 
 
@@ -122,3 +132,57 @@ def test_messages_have_half_of_the_bytes() -> None:
 def test_columns_that_ranks_cannot_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="tensor_parallel_size=3 does not divide hidden_size = 64"):
         narrow_messages(fx.GraphModule({}, fx.Graph()), Along("tp", 3), 64, torch.float32)
+
+
+@pytest.mark.parametrize("message_dtype", ["auto", "fp8"])
+def test_sums_in_two_levels_cost_what_they_send(message_dtype: str) -> None:
+    """Of 8 ranks, 4 and 4: n bytes become a part of n / 4 that crosses, there and back."""
+    config, tokens = find_config("8B").with_layers(range(3)), 4096
+    shard, workload = RankShard.of(config, 8, 0), Workload((tokens,), (tokens,))
+    options = {"shard": shard, "message_dtype": message_dtype, "all_reduce_group_size": 4}
+    step = meta_model(config, device("h200"), **options).step(workload)
+    sums = [node for node in step.model if node.cost.sent and node.layer == 0]
+    inside = hierarchical_all_reduce_cost(tokens * 4096 * 2, 4, 2).inside.bytes
+    across = hierarchical_all_reduce_cost(tokens * 4096 * 2, 4, 2).across.bytes
+    if message_dtype == "fp8":  # 1,024 columns of which a rank adds up 512: as many bytes, and 4 exponents in 16
+        across = 2 * tokens * (512 + 16)
+    assert sum(node.cost.sent for node in sums) == 2 * (inside + across)  # behind attention, and behind the MLP
+    kinds = ["all_reduce"] if message_dtype == "auto" else ["all_to_all", "gather_tokens"]
+    assert [node.operation for node in sums] == 2 * ["reduce_scatter", *kinds, "all_gather"]
+    assert sum(node.cost.sent for node in sums if node.operation in kinds) == 2 * across
+
+
+def two_levels(world: World, folder: Path) -> dict[str, object]:
+    """Of this rank: its neighbours, and how far off logits in two levels, in 8 bits or not, are from one process's."""
+    config = divisible_config("llama-biases-tied", hidden_size=64)
+    model = random_model(config, torch.float32).requires_grad_(False)
+    mesh = Mesh.of(world, {"tp": 4})
+    axes = {"tp": mesh.axis("tp"), INSIDE_AXIS: mesh.neighbours(INSIDE_AXIS, 2)}
+    axes[ACROSS_AXIS] = mesh.neighbours(ACROSS_AXIS, 2, apart=True)
+    part, own = shard_of(model, config, 4, world.rank)
+    part = replace(part, axes={**part.axes, **axes})
+    batch, rows = packed(random_sequences(config.vocab_size, (30, 18))), torch.arange(48, dtype=torch.int32)
+    found: dict[str, object] = {name: axes[name].ranks for name in (INSIDE_AXIS, ACROSS_AXIS)}
+    wanted = step_program(model, "cpu", deterministic=False).logits(batch, rows)
+    for dtype in ("auto", "fp8"):
+        program = step_program(own, "cpu", False, shard=part, message_dtype=dtype, all_reduce_group_size=2)
+        logits = all_gather(replayed(program, NARROW_TOKENS)(batch, rows), axes["tp"], -1)[:, : config.vocab_size]
+        found[dtype] = float((logits - wanted).std() / wanted.std())
+        found[f"{dtype} bits"] = logits.view(torch.int32).sum().item()
+    return found
+
+
+def test_four_ranks_sum_in_pairs_and_across(tmp_path: Path) -> None:
+    ranks = run_ranks(two_levels, 4, tmp_path)
+    assert [one[INSIDE_AXIS] for one in ranks] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [one[ACROSS_AXIS] for one in ranks] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    for one in ranks:
+        assert one["auto"] < 1e-5
+        assert 1e-4 < one["fp8"] < 0.25
+        assert one["fp8 bits"] == ranks[0]["fp8 bits"]
+
+
+@pytest.mark.parametrize("group", [3, 4, 0])
+def test_groups_that_ranks_do_not_make_are_refused(group: int) -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size=4 ranks; accepted are divisors below: 1, 2"):
+        EngineConfig("8B", tensor_parallel_size=4, all_reduce_group_size=group)

@@ -23,6 +23,7 @@ ASKED: dict[str, Any] = {
     "decode_pages": 8,
     "message_dtype": "fp8",
     "overlap_tokens": 64,
+    "all_reduce_group_size": 2,
     "quantization": "int8",
     "sparsity": "2:4",
 }
@@ -39,6 +40,10 @@ APART = {
     "decode_pages": {"deterministic", "kv_cache_dtype", "prefill_context_parallel_size", "enable_dp_attention"},
     "kv_cache_dtype": {"prefill_context_parallel_size"},
     "message_dtype": {"deterministic", "enable_dp_attention", "prefill_context_parallel_size", "overlap_tokens"},
+    "all_reduce_group_size": {
+        "deterministic", "enable_dp_attention", "prefill_context_parallel_size", "decode_context_parallel_size",
+        "overlap_tokens",
+    },
     "decode_context_parallel_size": {
         "deterministic", "enable_dp_attention", "pipeline_parallel_size", "prefill_context_parallel_size",
         "kv_cache_dtype", "sparse_prefill", "decode_pages", "message_dtype", "overlap_tokens",

@@ -18,7 +18,8 @@ from tests.engine.program.programs import graph_of, step_program
 from tests.models.batches import packed, random_sequences
 from tests.models.checkpoints import FAMILY_CONFIGS
 
-EVERY = {one.name for one in PASSES}
+FOLDS = {"fold_batch_norms", "fold_linears", "fold_norm_weights"}  # in test_fold.py
+EVERY = {one.name for one in PASSES} - {"fold_norm_weights"}
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,9 @@ EVERY = {one.name for one in PASSES}
         ("exact", {"merge", "fuse_residual_norms", "fuse_query_key_writes", "fuse_sent_products", "fuse_rounding"}),
         ("merge, fuse_rounding", {"merge", "fuse_rounding"}),
         ("-fuse_products,-merge", EVERY - {"merge", "fuse_products"}),
+        ("+fold_norm_weights", EVERY | FOLDS),
+        ("-merge, +fold_norm_weights", (EVERY | FOLDS) - {"merge"}),
+        ("fold_norm_weights", {"fold_norm_weights"}),
         ("fuse_sent_products", {"fuse_sent_products"}),
     ],
 )
@@ -39,11 +43,11 @@ def test_passes_are_chosen_by_name(text: str, run: set[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("fuse", "there is no pass 'fuse'; accepted are all, exact, none, names that .* of merge, fuse_residual_norms"),
+        ("fuse", "there is no pass 'fuse'; accepted are all, exact, none, names that .* merge, fuse_residual_norms"),
         ("", "there is no pass ''"),
-        ("merge,-fuse_products", "names with a minus, not both"),
+        ("merge,-fuse_products", "names with a minus or a plus, not both"),
         ("all,-merge", "there is no pass 'all'"),
-        ("+merge", "there is no pass '\\+merge'"),
+        ("+fuse", "there is no pass 'fuse'"),
     ],
 )
 def test_others_are_refused_before_an_engine_starts(text: str, message: str) -> None:
@@ -66,7 +70,7 @@ SEEN = {
 
 
 def test_each_pass_has_a_line_and_an_effect() -> None:
-    assert set(SEEN) == {one.name for one in PASSES}
+    assert set(SEEN) | FOLDS == {one.name for one in PASSES}
     lines = listing().splitlines()
     assert [line.split()[0] for line in lines[1 : len(PASSES) + 1]] == [one.name for one in PASSES]
     assert max(map(len, lines)) <= 80

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+import pytest
+
+from strata.hardware.dcgm import FieldValue, activity_reader
 from strata.hardware.nvml import Nvml, NvmlDevice, open_nvml
 from strata.hardware.telemetry import Summary, TelemetryReading, TelemetrySampler
 
@@ -89,9 +92,81 @@ def test_a_sampler_reads_while_it_is_open() -> None:
 
 def test_summaries() -> None:
     readings = [
-        TelemetryReading(0, 600, 1.9e9, 50, ()),
-        TelemetryReading(1, 700, 1.7e9, 60, ("power limit",)),
+        TelemetryReading(0, 600, 1.9e9, 50, (), {"SMs active": 0.5}),
+        TelemetryReading(1, 700, 1.7e9, 60, ("power limit",), {"SMs active": 1.0}),
         TelemetryReading(2, *[None] * 4),
     ]
-    assert Summary.of(readings) == Summary(650, 1.8e9, 60, ("power limit",))
+    assert Summary.of(readings) == Summary(650, 1.8e9, 60, ("power limit",), {"SMs active": 0.75})
     assert Summary.of([]) == Summary(None, None, None, ())
+
+
+class Dcgm:
+    """DCGM as ctypes loads it, of two GPUs whose fields are ready; or one that refuses a call, by its name."""
+
+    def __init__(self, refuses: str = "") -> None:
+        self.refuses, self.calls = refuses, list[str]()
+        # dcgmFieldValue_v1: 24 bytes in front of a union of 4,096.
+        assert (ctypes.sizeof(FieldValue), FieldValue.value.offset, FieldValue.status.offset) == (4120, 24, 8)
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*given: Any) -> int:
+            self.calls.append(name)
+            if name == self.refuses:
+                return -26
+            if name == "dcgmGetAllDevices":
+                given[1][0], given[1][1], given[2]._obj.value = 0, 1, 2
+            if name == "dcgmGetLatestValuesForFields":
+                _, number, fields, count, values = given
+                for field, value in zip(fields, values, strict=True):
+                    value.field, value.status = field, 0 if field != 1003 else -7
+                    if field == 54:
+                        value.value.text = f"GPU-{number}".encode()
+                    else:
+                        value.value.real = {1002: 0.75, 1003: 0.5, 1004: 0.25, 1005: 140737488355328.0}[field]
+                assert count == len(fields) == 5
+            return 0
+
+        return call
+
+
+def rated(uuid: bytes) -> NvmlDevice:
+    class Rates:
+        def nvmlDeviceGetUUID(self, _: Any, text: Any, length: Any) -> int:
+            text.value = uuid
+            return 0
+
+        def nvmlDeviceGetUtilizationRates(self, _: Any, told: Any) -> int:
+            told._obj.gpu, told._obj.memory = 90, 40
+            return 0
+
+    return NvmlDevice(Rates(), ctypes.c_void_p(1))
+
+
+def test_activity_is_dcgms_where_it_is_there() -> None:
+    library = Dcgm()
+    with activity_reader(rated(b"GPU-1"), lambda _: library) as read:
+        # A field that is not told, or blank, is left out.
+        assert read() == {"SMs active": 0.75, "tensor cores active": 0.25}
+        assert "dcgmStopEmbedded" not in library.calls
+    assert library.calls[-1] == "dcgmStopEmbedded"
+
+
+@pytest.mark.parametrize(
+    "library",
+    [None, *map(Dcgm, ("dcgmInit", "dcgmStartEmbedded", "dcgmWatchFields", "dcgmGetLatestValuesForFields"))],
+    ids=lambda one: getattr(one, "refuses", "none"),
+)
+def test_activity_is_nvmls_else(library: Dcgm | None) -> None:
+    def load(name: str) -> Any:
+        if library is None:
+            raise OSError(name)
+        return library
+
+    with activity_reader(rated(b"GPU-1"), load) as read:
+        assert read() == {"kernels running": 0.9, "memory in use": 0.4}
+    with activity_reader(rated(b"GPU-7"), lambda _: Dcgm()) as read:  # one that DCGM does not see
+        assert read() == {"kernels running": 0.9, "memory in use": 0.4}
+    with activity_reader(None, load) as read:
+        assert read() == {}
+    if library is not None and library.refuses not in ("dcgmInit", "dcgmStartEmbedded"):
+        assert library.calls[-1] == "dcgmStopEmbedded"

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -32,6 +28,8 @@ def compile_for(case: CompileCase, capability: int = 90) -> Resources:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from strata.kernels.compiling.launched import resource_usage
+
     signature, attributes = {}, {}
     for index, name in enumerate(case.kernel.arg_names):
         kind, _, divisor = case.signature.get(name, "constexpr").partition(":")
@@ -43,7 +41,7 @@ def compile_for(case: CompileCase, capability: int = 90) -> Resources:
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": case.num_warps, "num_stages": case.num_stages, "maxnreg": case.max_registers},
     )
-    usage = _resource_usage(compiled.asm["cubin"])
+    usage = resource_usage(compiled.asm["cubin"])
     return Resources(usage["REG"], usage["STACK"] + usage["LOCAL"], compiled.metadata.shared, compiled.asm["ptx"])
 
 
@@ -61,14 +59,3 @@ def case_of(planned: Launch) -> CompileCase:
         else:
             signature[name] = "i32" if name == "rows" or value % 16 else "i32:16"
     return CompileCase(str(planned.options), planned.kernel, signature, constants, planned.options["num_warps"], 2)
-
-
-def _resource_usage(cubin: bytes) -> dict[str, int]:
-    from triton import knobs
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from strata.bench.kernels.products import Product
     from strata.bench.kernels.published import Sizes
     from strata.bench.kernels.tuning import Finding
+    from strata.kernels.compiling.launched import LaunchedKernel
     from strata.kernels.tuned import Table
 
 MODELS = ("8B", "0.6B")
@@ -36,7 +37,7 @@ _BYTES_PER_SECOND, _FLOPS_PER_SECOND = 4e12, 6e14
 class KernelRow:
     """One line of the table. seconds, floor and library_seconds are of one call; share: of the floor's speed.
 
-    bandwidth: bytes that the call must move, a second.
+    bandwidth: bytes that the call must move, a second. kernels: of Triton that the call launches.
     """
 
     operation: str
@@ -50,14 +51,16 @@ class KernelRow:
     bound: str | None
     bandwidth: float
     library_seconds: float | None
+    kernels: tuple[LaunchedKernel, ...] = ()
 
     def sentence(self) -> str:
         library = "-" if self.library_seconds is None else f"{self.library_seconds * 1e6:.1f}"
         reached = "-" if self.share is None else f"{self.share:.0%}"
         floor = "-" if self.floor is None else f"{self.floor * 1e6:.1f}"
+        ran = "".join((self.implementation, *(f"; {one.sentence()}" for one in self.kernels)))
         return (
             f"{self.operation:22} {self.model:5} {self.shape:28} {self.rows:6} {self.seconds * 1e6:10.1f} {floor:>10} "
-            f"{reached:>5} {self.bound or '-':8} {self.bandwidth / 1e12:6.2f} {library:>10}  {self.implementation}"
+            f"{reached:>5} {self.bound or '-':8} {self.bandwidth / 1e12:6.2f} {library:>10}  {ran}"
         )
 
 
@@ -226,16 +229,17 @@ def _product_row(product: Product, weights: Sequence[Any], rows: int, table: Tab
     limits = DeviceLimits.of(torch.device("cuda", torch.cuda.current_device()))
     tile = choose_tile(product.operation, rows, product.out, product.width, DTYPE, tiles_of(table), limits)
     name, seconds = LIBRARY, library
+    kernels: tuple[LaunchedKernel, ...] = ()
     if tile is not None:
         name = " ".join([IMPLEMENTATION, *(f"{key}={value}" for key, value in asdict(tile).items())])
         calls = [partial(multiply, replace(call, weight=weight), tile) for weight in weights]
-        seconds = time_replayed(calls, estimate=estimate).seconds
+        seconds, kernels = time_replayed(calls, estimate=estimate).seconds, _launched(calls[0], device)
     elif (measured := calls_by_table(product, call.x, weights, table)) is not None:
         name, seconds = "cublaslt", time_replayed(measured, estimate=estimate).seconds
     cost = product.operator.cost(*arguments(call), workload=Workload((1,) * rows, (1,) * rows))
     shape = f"{product.name} {product.width}->{product.out}"
     found = _beside_floor(cost, "bfloat16", seconds, device)
-    return KernelRow(product.operation, product.model, shape, rows, name, seconds, *found, library)
+    return KernelRow(product.operation, product.model, shape, rows, name, seconds, *found, library, kernels)
 
 
 def _case_row(model: str, case: Case, device: str) -> KernelRow:
@@ -267,7 +271,16 @@ def _case_row(model: str, case: Case, device: str) -> KernelRow:
         except RuntimeError as error:  # no such kernel in this build of torch
             print(f"{case.operation.name} {case.shape} x{case.rows}: no library time: {error}", file=sys.stderr)
     found, name = _beside_floor(cost, case.dtype, taken, device), case.operation.name
-    return KernelRow(name, model, case.shape, case.rows, chosen.name, taken, *found, min(libraries, default=None))
+    least, kernels = min(libraries, default=None), _launched(partial(chosen.run, *case.operation.given(*first)), device)
+    return KernelRow(name, model, case.shape, case.rows, chosen.name, taken, *found, least, kernels)
+
+
+def _launched(call: Callable[[], object], device: str) -> tuple[LaunchedKernel, ...]:
+    """Those of a call; none on a device that the database does not know."""
+    from strata.kernels.compiling.launched import launched
+
+    known = recognize(device)
+    return () if known is None or known.cuda is None else tuple(launched(call, known.cuda))
 
 
 def _beside_floor(

@@ -23,6 +23,7 @@ from strata.engine.ranks.token_division import TokenDivision
 from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.graph.capture import capture
 from strata.graph.compile import compiled
+from strata.graph.fold import Folded
 from strata.kernels import tuned
 from strata.kernels.attention.virtual_sequences import keys_in_blocks
 
@@ -55,6 +56,7 @@ class StepProgram:
     part: the ids of which the logits are, where ranks divide the vocabulary. traced: how many nodes of each operation
     the model and its head had before the passes. table: what was measured of the device's products. sizes: of CUDA
     graphs. division: how ranks divide tokens. sends_by_copies: what travels beside products is sent by copy engines.
+    folded: weights that were computed from others.
     """
 
     variants: tuple[StepVariant, ...]
@@ -73,6 +75,7 @@ class StepProgram:
     sizes: StepSizes
     division: TokenDivision | None = None
     sends_by_copies: bool = False
+    folded: tuple[Folded, ...] = ()
     _replayed: dict[BufferShape, StepVariant] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     @staticmethod
@@ -102,6 +105,7 @@ class StepProgram:
             table=target.table,
             sizes=StepSizes() if sizes is None else StepSizes(sizes.recorded, sizes.prompt_keys),
             sends_by_copies=target.copies is not None,
+            folded=source.folded,
         )
         if asked.executor == "compile":
             for variant in variants:

@@ -21,6 +21,7 @@ from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose, copied
 from strata.graph.cost import operation_counts
 from strata.graph.count_experts import count_experts
+from strata.graph.fold import Folded, fold
 from strata.graph.fuse import fuse, fuse_gated_products
 from strata.graph.fuse_rounding import fuse_rounding
 from strata.graph.gather import gather_after_attention
@@ -30,6 +31,7 @@ from strata.graph.passes import passes_of
 from strata.graph.quantize import quantize
 from strata.graph.ranks.divide_keys import KeyDivision, divide_keys
 from strata.graph.ranks.fuse_messages import fuse_messages
+from strata.graph.ranks.hierarchical_sums import ACROSS_AXIS, INSIDE_AXIS, hierarchical_sums
 from strata.graph.ranks.shard import shard as shard_graph
 from strata.graph.ranks.slice_products import slice_products
 from strata.graph.ranks.stages import capture_stage, exchange, take_rows
@@ -91,7 +93,8 @@ class StepSource:
 
     body: Batch to hidden [tokens, hidden]; head: hidden to logits, None of a stage before the last. undivided: the body
     before `division` of keys among ranks, None where there is none. asked, target: what it was made for. passes: the
-    names of those that run. operations: how many nodes of each operation it had as it was captured.
+    names of those that run. operations: how many nodes of each operation it had as it was captured. folded: weights
+    that were computed from others.
     """
 
     body: fx.GraphModule
@@ -103,6 +106,7 @@ class StepSource:
     passes: frozenset[str]
     dtype: torch.dtype
     operations: Counter[str]
+    folded: tuple[Folded, ...]
 
     @staticmethod
     def of(model: nn.Module, asked: EngineConfig, target: Target) -> StepSource:
@@ -115,9 +119,13 @@ class StepSource:
         if shard is not None:
             body = _of_rank(body, shard, target.experts, asked.deterministic)
             head = None if head is None else _of_rank(head, shard, target.experts, asked.deterministic)
-        quantize(body, target.packed)
-        if head is not None:
-            quantize(head, target.packed)
+        passes = passes_of(asked.passes)
+        if asked.executor == "compile":
+            passes &= {"merge"}
+        folded: list[Folded] = []
+        for graph in (body, head):
+            if graph is not None:
+                folded += fold(quantize(graph, target.packed), passes)
         if isinstance(target.sparse, PageChoice):
             select_pages(body, target.sparse)
         undivided, division = body, None
@@ -125,10 +133,7 @@ class StepSource:
             value = 0 if shard.config.latent is None else shard.config.latent.value
             division = KeyDivision(Along(KEYS_AXIS, shard.kept.ranks), shard.kept, dtype, value)
             body = divide_keys(copied(undivided), division)
-        passes = passes_of(asked.passes)
-        if asked.executor == "compile":
-            passes &= {"merge"}
-        return StepSource(body, head, undivided, division, asked, target, passes, dtype, operations)
+        return StepSource(body, head, undivided, division, asked, target, passes, dtype, operations, tuple(folded))
 
     @property
     def by_rows(self) -> bool:
@@ -188,17 +193,25 @@ class StepSource:
         return take_rows(graph) if self.head is None else gather_after_attention(graph)
 
     def with_messages(self, graph: fx.GraphModule) -> fx.GraphModule:
-        return self.run(fuse_messages, graph) if self.by_rows and self.target.shard is not None else graph
+        fuses = self.by_rows and self.target.shard is not None and self.asked.all_reduce_group_size == 1
+        return self.run(fuse_messages, graph) if fuses else graph
 
     def with_rounding(self, graph: fx.GraphModule) -> fx.GraphModule:
         return graph if self._multiplies is None else fuse_rounding(graph, self.dtype, self._multiplies)
 
+    def with_levels(self, graph: fx.GraphModule) -> fx.GraphModule:
+        """Sums over ranks in groups first, where that is asked for."""
+        group = self.asked.all_reduce_group_size
+        return graph if group == 1 else hierarchical_sums(graph, group, self.asked.tensor_parallel_size)
+
     def bound(self, graph: fx.GraphModule) -> fx.GraphModule:
-        target = self.target
-        axes = dict(NO_AXES if target.shard is None else target.shard.axes)
+        target, group = self.target, self.asked.all_reduce_group_size
+        named = {INSIDE_AXIS: Along(INSIDE_AXIS, group)}
+        named[ACROSS_AXIS] = Along(ACROSS_AXIS, self.asked.tensor_parallel_size // group)
+        axes = {**named, **(NO_AXES if target.shard is None else target.shard.axes)}
         if target.context is not None:
             axes[CONTEXT_AXIS] = target.context
-        return bind(graph, target.kind, self.asked.deterministic, axes)
+        return bind(self.with_levels(graph), target.kind, self.asked.deterministic, axes)
 
 
 def _of_rank(

@@ -25,6 +25,7 @@ from strata.graph.ranks.divide_keys import gather_keys
 from strata.graph.ranks.divide_tokens import divide_tokens
 from strata.graph.ranks.exchange_rows import exchange_rows
 from strata.graph.ranks.fuse_sent_products import fuse_sent_products
+from strata.graph.ranks.hierarchical_sums import ACROSS_AXIS
 from strata.graph.ranks.narrow_messages import NARROW_TOKENS, narrow_messages
 from strata.graph.ranks.overlap import overlap
 from strata.graph.ranks.overlap_rule import overlapping_tokens, row_division
@@ -175,8 +176,10 @@ def narrowed(source: StepSource) -> Iterator[StepVariant]:
     shard = source.target.shard
     if not source.asked.narrow_messages or shard is None:
         return
-    along = Along(TENSOR_AXIS, shard.size)
-    graph = narrow_messages(source.of_rows(source.logits()), along, shard.whole.hidden_size, source.dtype)
+    group = source.asked.all_reduce_group_size
+    along = Along(TENSOR_AXIS, shard.size) if group == 1 else Along(ACROSS_AXIS, shard.size // group)
+    graph = source.with_levels(source.of_rows(source.logits()))
+    narrow_messages(graph, along, shard.whole.hidden_size // group, source.dtype)
     graph = source.with_rounding(graph)
     graph = source.bound(source.run(fuse_gated_products, graph) if source.by_rows else graph)
     yield of_rows("narrow_logits", NARROW_TOKENS, graph)

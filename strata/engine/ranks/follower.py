@@ -59,7 +59,7 @@ class Leader:
 
     def __init__(self, job: _Job) -> None:
         self.index, self.size = job.rank, job.engine.ranks
-        self._axis_sizes, self._key_ranks = job.engine.axis_sizes, job.engine.decode_context_parallel_size
+        self._asked = job.engine
         self._port = job.port
         self._channel = socket.socket(fileno=job.channel)
         self._frames = messages.Frames(self._channel)
@@ -107,7 +107,9 @@ class Leader:
         """See `Rank`."""
         self.least(0)
         store = world.store_at(self._port, self.size)
-        return world.join(store, self.index, self._axis_sizes, device, self._key_ranks)[1]
+        asked = self._asked
+        mesh = asked.axis_sizes, device, asked.decode_context_parallel_size, asked.all_reduce_group_size
+        return world.join(store, self.index, *mesh)[1]
 
 
 class _Steps:

@@ -169,7 +169,7 @@ class Followers:
         self.least(0)  # so that nobody waits for one that is still loading, or has ended
         try:
             asked = self._asked
-            mesh = asked.axis_sizes, device, asked.decode_context_parallel_size
+            mesh = asked.axis_sizes, device, asked.decode_context_parallel_size, asked.all_reduce_group_size
             self._world, axes = world.join(self._store, 0, *mesh)
         except Exception as error:
             raise self.fault_of(error) from error

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import Store
 from strata.comm.launch import WITHOUT_MULTICAST, World, connected
 from strata.comm.mesh import Axis, Mesh
 from strata.comm.symmetric import with_symmetric_memory
+from strata.graph.ranks.hierarchical_sums import ACROSS_AXIS, INSIDE_AXIS
 from strata.parallel.serving_shard import KEYS_AXIS, TENSOR_AXIS
 
 _HOST = "127.0.0.1"
@@ -54,11 +55,11 @@ def store_at(port: int, ranks: int) -> TCPStore:
 
 
 def join(
-    store: Store, index: int, sizes: Mapping[str, int], device: torch.device, key_ranks: int = 1
+    store: Store, index: int, sizes: Mapping[str, int], device: torch.device, key_ranks: int = 1, group: int = 1
 ) -> tuple[World, dict[str, Axis]]:
     """Connect with the other ranks, which do the same at this time. sizes: of the mesh along each axis, from the
-    outermost. key_ranks: how many neighbours divide keys and values by sequence. Returns also the axes on which this
-    rank lies, by name."""
+    outermost. key_ranks: how many neighbours divide keys and values by sequence. group: how many add up first, if not
+    all at once. Returns also the axes on which this rank lies, by name."""
     os.environ.update(WITHOUT_MULTICAST)  # whoever asks for it does not get it
     # Messages that travel beside products would otherwise begin once all programs of a product have.
     os.environ["TORCH_NCCL_HIGH_PRIORITY"] = "1"
@@ -69,6 +70,9 @@ def join(
     axes = {name: mesh.axis(name) for name in sizes}
     if key_ranks > 1:
         axes[KEYS_AXIS] = mesh.neighbours(KEYS_AXIS, key_ranks)
+    if group > 1:
+        axes[INSIDE_AXIS] = mesh.neighbours(INSIDE_AXIS, group)
+        axes[ACROSS_AXIS] = mesh.neighbours(ACROSS_AXIS, group, apart=True)
     for axis in axes.values():
         if axis.group is not None:
             distributed_c10d._set_pg_timeout(timedelta(seconds=_LONGEST_SECONDS), axis.group)

@@ -146,6 +146,7 @@ def build_executor(
         copies = _sends_by_copies(axes[TENSOR_AXIS], device)
         target = Target(kind, limits, copies, shard, tables, context, packed, sparse)
         program = StepProgram.of(model, asked, target, sizes)
+        store.folded = program.folded
         largest = sizes.max_tokens, min(asked.max_sequences, sizes.max_tokens)
         planned = planned_buffers(program, pool_shape, sizes.states, *largest, limits)
         ledger = replace(ledger, planned=planned.peak)

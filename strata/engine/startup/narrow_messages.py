@@ -22,6 +22,13 @@ def check_messages(asked: EngineConfig) -> None:
         )
     if asked.message_dtype not in _DTYPES:
         raise ValueError(f"message_dtype {asked.message_dtype!r} is unknown; use {', '.join(_DTYPES)}")
+    group, ranks = asked.all_reduce_group_size, asked.tensor_parallel_size
+    if group < 1 or (group > 1 and (group >= ranks or ranks % group)):
+        accepted = ", ".join(str(size) for size in range(1, ranks) if ranks % size == 0) or "1"
+        raise ValueError(
+            f"all_reduce_group_size={group} makes no groups of tensor_parallel_size={ranks} ranks; accepted are "
+            f"divisors below: {accepted}"
+        )
     if not asked.narrow_messages:
         return
     given = f"message_dtype={asked.message_dtype!r}"
@@ -30,6 +37,11 @@ def check_messages(asked: EngineConfig) -> None:
 
 
 def check_columns(asked: EngineConfig, config: ModelConfig) -> None:
-    """Raises ValueError if ranks that round what they add up do not divide its columns."""
+    """Raises ValueError if ranks that round what they add up, or add it up in groups, do not divide its columns."""
     if asked.narrow_messages:
         check_width(config.hidden_size, asked.tensor_parallel_size)
+    if config.hidden_size % asked.all_reduce_group_size:
+        raise ValueError(
+            f"all_reduce_group_size={asked.all_reduce_group_size} does not divide hidden_size = {config.hidden_size}; "
+            "leave it out"
+        )

@@ -1,13 +1,14 @@
 """Why an implementation runs a node of a bound graph: what could run it, how long each takes as far as is known, and
-what decided (`strata.kernels.choose`)."""
+what decided (`strata.kernels.choose`); and what its kernels take of a multiprocessor."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from torch import fx
@@ -17,6 +18,9 @@ from strata.graph.draw import duration
 from strata.hardware.roofline import Workload
 from strata.kernels import tuned
 from strata.kernels.device_limits import DeviceLimits
+
+if TYPE_CHECKING:  # which needs Triton
+    from strata.kernels.compiling.launched import LaunchedKernel
 
 
 @dataclass(frozen=True)
@@ -110,3 +114,17 @@ def _measured(node: NodeCost, table: tuned.Table) -> dict[str, float]:
         return {}
     own = f"{choice.implementation} measured" if choice.implementation == "cublaslt" else choice.implementation
     return {"cublas": choice.library_seconds, own: choice.seconds}
+
+
+def occupancy_table(kernels: Sequence[LaunchedKernel]) -> Table:
+    """A line for each that differs; how often it is launched."""
+    made = Table(title="Kernels of Triton, of the model's graph; those of libraries are not known")
+    made.add_column("kernel", no_wrap=True)
+    for name in ("calls", "warps", "registers", "shared KiB", "blocks", "at once", "of warps", "waves"):
+        made.add_column(name, justify="right", no_wrap=True)
+    made.add_column("limit", no_wrap=True)
+    for one, calls in Counter(kernels).items():
+        found = one.occupancy
+        figures = (calls, one.warps, one.registers, f"{one.shared_bytes / 1024:.1f}", one.blocks, found.resident)
+        made.add_row(one.name, *map(str, figures), f"{found.warps:.0%}", f"{found.waves:.2f}", found.limit)
+    return made

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from strata.comm.operations import Along, all_reduce, all_to_all
+from strata.comm.operations import Along, all_reduce, all_to_all, reduce_scatter
 from strata.comm.token_messages import gather_tokens
 from strata.graph.capture import operation_of
 from strata.kernels.collective.rounded_parts import round_parts, sum_parts, widen_parts
@@ -22,7 +22,7 @@ def narrow_messages(graph: fx.GraphModule, along: Along, width: int, dtype: torc
     """Let what ranks add up behind products and experts travel in e4m3; in place, before the graph is bound; returns
     `graph`.
 
-    graph: of a step of many rows, of a rank along `along`, before messages are fused. width, dtype: of a hidden state.
+    graph: of a step of many rows, of a rank along `along`, before messages are fused. width, dtype: of what is summed.
 
         all_reduce  ->  round_parts, all_to_all, sum_parts, gather_tokens, widen_parts
 
@@ -42,7 +42,7 @@ def narrow_messages(graph: fx.GraphModule, along: Along, width: int, dtype: torc
     kept = [user for given in rows for user in given.users]
     many = nodes[: min(map(nodes.index, kept), default=len(nodes))]
     for node in many:
-        if operation_of(node) is all_reduce and _is_made_of_weights(node.args[0]):
+        if operation_of(node) is all_reduce and node.args[1] == along and is_made_of_weights(node.args[0]):
             _narrow(node, along, width // along.size, dtype)
     graph.recompile()
     return graph
@@ -56,8 +56,11 @@ def check_width(width: int, ranks: int) -> None:
         )
 
 
-def _is_made_of_weights(summed: Any) -> bool:
+def is_made_of_weights(summed: Any) -> bool:
+    """Whether products or experts make it, of which ranks may have added up a part."""
     made = operation_of(summed)
+    if made is reduce_scatter:
+        return is_made_of_weights(summed.args[0])
     return made is not None and (made.product or made.mixture)
 
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from strata.hardware.figures import GIGA, TERA, Cuda, Device, Figure, Source, promised
-
-_CALIBRATION = "calibration of one H200 SXM under torch 2.11.0+cu130, the best size of each kind"
 
 _SCALING_BOOK = Source("How to Scale Your Model, GPUs", "https://jax-ml.github.io/scaling-book/gpus/", "2025-08")
 _A100 = Source(
@@ -54,12 +50,32 @@ def _rates(source: Source, tensor: dict[str, float], vector: float) -> tuple[Fig
     return promised(source, dense=dense, sparse=dense) + promised(source, dense={"float32": vector})
 
 
-def _measured(quantity: str, value: float, dtype: str | None = None, direction: str | None = None) -> Figure:
-    return Figure(quantity, value, _CALIBRATION, "2026-11-20", dtype, direction=direction, measured=True)
+def _measured(
+    source: str, date: str, *, dense: dict[str, float], bandwidth: float, host: float, launch: float, kernel: float
+) -> tuple[Figure, ...]:
+    """What was reached on a device: rates in tera-operations per second by dtype, TB/s, GB/s, seconds."""
+    figures = (
+        *(("compute", value * TERA, dtype, None) for dtype, value in dense.items()),
+        ("bandwidth", bandwidth * TERA, None, "read + written"),
+        ("host", host * GIGA, None, "each"),
+        ("launch", launch, None, None),
+        ("kernel", kernel, None, None),
+    )
+    return tuple(Figure(*one[:2], source, date, one[2], direction=one[3], measured=True) for one in figures)
+
+
+def _apart(quantity: str, value: float, source: str, date: str, dtype: str | None = None) -> Figure:
+    """The same of one figure with a source of its own, in SI units."""
+    return Figure(quantity, value, source, date, dtype, measured=True)
+
+
+# Threads and blocks of a multiprocessor at most, by compute capability: CUDA's programming guide, "Technical
+# specifications per compute capability".
+_HELD = {(8, 0): (2048, 32), (8, 9): (1536, 24), (9, 0): (2048, 32), (10, 0): (2048, 32), (12, 0): (1536, 24)}
 
 
 def _cuda(capability: tuple[int, int], shared_kib: int, processors: int) -> Cuda:
-    return Cuda(capability, shared_kib * 1024, processors)
+    return Cuda(capability, shared_kib * 1024, processors, *_HELD[capability])
 
 
 NVIDIA = (
@@ -68,25 +84,30 @@ NVIDIA = (
         "NVIDIA H200",
         _rates(_H200, _HOPPER, 66.9)
         + promised(_H200, memory=141, bandwidth=4.8, link=900, host=128, power=700)
+        + _measured(
+            "calibration of one H200 SXM under torch 2.11.0+cu130, the best size of each kind",
+            "2026-11-20",
+            dense={"bfloat16": 800, "float8": 1470, "int8": 855},
+            bandwidth=4.28,
+            host=55,
+            launch=7.06e-6,
+            kernel=1.15e-6,
+        )
         + (
-            _measured("compute", 800 * TERA, "bfloat16"),
-            _measured("compute", 1470 * TERA, "float8"),
-            _measured("compute", 855 * TERA, "int8"),
-            _measured("bandwidth", 4.28 * TERA, direction="read + written"),
-            _measured("host", 55 * GIGA, direction="each"),
-            _measured("launch", 7.06e-6),
-            _measured("kernel", 1.15e-6),
-            replace(
-                _measured("sustained", 694 * TERA, "bfloat16"),
-                source="products of the 8B shape's prompts, 8,192 rows each, for 0.7 s at 700 W and 1,450 MHz",
-                date="2026-11-21",
+            _apart(
+                "sustained",
+                694 * TERA,
+                "products of the 8B shape's prompts, 8,192 rows each, for 0.7 s at 700 W and 1,450 MHz",
+                "2026-11-21",
+                "bfloat16",
             ),
-            replace(
-                _measured("step", 15.1e-6),
-                source="copies and gaps of 512 decode steps of one sequence: 8B 13.0 us, 0.6B 17.3 us",
-                date="2026-11-21",
+            _apart(
+                "step",
+                15.1e-6,
+                "copies and gaps of 512 decode steps of one sequence: 8B 13.0 us, 0.6B 17.3 us",
+                "2026-11-21",
             ),
-            replace(_measured("l2", 62_914_560), source="the driver's property of one H200 SXM"),
+            _apart("l2", 62_914_560, "the driver's property of one H200 SXM", "2026-11-20"),
         ),
         _cuda((9, 0), 227, 132),
     ),
@@ -95,7 +116,26 @@ NVIDIA = (
         "NVIDIA H100 80GB HBM3",
         _rates(_H100, _HOPPER, 66.9)
         + promised(_H100, memory=80, bandwidth=3.35, link=900, host=128, power=700)
-        + promised(_SCALING_BOOK, l2=50),
+        + promised(_SCALING_BOOK, l2=50)
+        + _measured(
+            "strata probe of one H100 SXM under torch 2.11.0+cu130, the best size of each kind",
+            "2026-11-28",
+            dense={"bfloat16": 789.9, "float8": 1473.7, "int8": 955.8},
+            bandwidth=2.993,
+            host=54.47,
+            launch=7.697e-6,
+            kernel=1.232e-6,
+        )
+        + (
+            _apart(
+                "sustained",
+                669.5 * TERA,
+                "strata probe of one H100 SXM: a product of 8,192 for 5 s, at 699 W and 1,370 MHz",
+                "2026-11-28",
+                "bfloat16",
+            ),
+            _apart("l2", 52_428_800, "the driver's property of one H100 SXM", "2026-11-28"),
+        ),
         _cuda((9, 0), 227, 132),
     ),
     Device(

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from strata.hardware.dcgm import activity_reader
 from strata.hardware.nvml import NvmlDevice
 from strata.hardware.probe.ceiling import Ceiling
 from strata.hardware.telemetry import Summary, TelemetrySampler
@@ -40,7 +41,7 @@ def hold(
     product.wait()
     time.sleep(_IDLE_SECONDS)
     ends: list[float] = []
-    with TelemetrySampler(telemetry) as sampler:
+    with activity_reader(telemetry) as activity, TelemetrySampler(telemetry, activity=activity) as sampler:
         start = time.perf_counter()
         while not ends or ends[-1] - start < seconds:
             for _ in range(product.batch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,9 +30,10 @@ def noting(target: GPUTarget, note: Callable[[Variant], None]) -> Iterator[None]
 
     def on_missing(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         kernel = fn.jit_function
-        kernel.device_caches[0][0][key] = _NotLaunched()
+        variant = Variant(compile["specialization_data"])
+        kernel.device_caches[0][0][key] = NotLaunched(variant)
         met.add(kernel)
-        note(Variant(compile["specialization_data"]))
+        note(variant)
         return True  # do not compile
 
     driver.set_active(_NoDriver(target))
@@ -45,9 +47,11 @@ def noting(target: GPUTarget, note: Callable[[Variant], None]) -> Iterator[None]
             kernel.device_caches.clear()
 
 
-class _NotLaunched:
+@dataclass(frozen=True)
+class NotLaunched:
     """Stands for a compiled kernel in Triton's memory."""
 
+    variant: Variant
     function = packed_metadata = None
 
     def launch_metadata(self, *_: object) -> None: ...

@@ -23,6 +23,7 @@ from strata.train.config import TrainConfig
 from strata.train.optimizer.memory import STREAMED_BYTES
 from strata.train.predict.flops import document_flops
 from strata.train.predict.held import RankParameters
+from strata.train.predict.messages import Axes
 from strata.train.predict.min_time import TrainingStepTime, min_time, predicted_time
 from strata.train.predict.step_shape import TrainShape
 from strata.train.steps.passes import LOGITS_BYTES
@@ -178,10 +179,24 @@ def _memory(shape: TrainShape, recompute: str, held: RankParameters, micro_batch
 def _state_bytes(shape: TrainShape, held: RankParameters) -> int:
     dense, experts = shape.data_ranks
     divided = -(-held.dense // dense) + -(-held.experts // experts)
-    whole = 0 if shape.layout.zero == 3 else 2 * held.total
+    whole = 0 if shape.layout.zero == 3 else 2 * held.total + _error_bytes(shape, held)
     if shape.offload:  # FSDP's masters, which are the weights, stay
         return whole + (4 * divided if shape.layout.zero == 3 else 0) + STREAMED_BYTES
     return whole + 12 * divided
+
+
+def _error_bytes(shape: TrainShape, held: RankParameters) -> int:
+    """What quantized gradients leave for the next step, in bfloat16: of all that a rank sends, and of its sums."""
+    if shape.layout.message_dtype == "auto":
+        return 0
+    axes = Axes(shape)
+    kinds = ((held.dense, axes.dense, axes.dense_replicas), (held.experts, axes.routed, axes.routed_replicas))
+    values = 0
+    for sent, divided, replicas in kinds:
+        values += sent if divided.size > 1 else 0
+        part = sent // divided.size
+        values += part + part // replicas.size if replicas.size > 1 else 0
+    return 2 * values
 
 
 def _sum_bytes(shape: TrainShape, held: RankParameters) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from strata.comm.cost import CollectiveCost, HierarchicalCost
 from strata.parallel.buckets import BUCKET_ELEMENTS
+from strata.parallel.quantized_sums import message_bytes
 from strata.train.predict.held import RankParameters
 from strata.train.predict.rates import Rates
 from strata.train.predict.step_shape import TrainShape
@@ -137,7 +138,18 @@ def _reduction(shape: TrainShape, rates: Rates, dense: int, experts: int, calls:
     ]
     if shape.layout.sequence_parallel:  # each rank of tp saw a part of the tokens
         found.append(("all_reduce", experts // axes.routed.size, axes.tensor))
+    if shape.layout.message_dtype == "fp8":
+        found = [small for one in found for small in _quantized(*one, is_fsdp=shape.layout.zero == 3)]
     return sum((sent(rates, *one, calls, rates.beside) for one in found), Messages())
+
+
+def _quantized(collective: str, nbytes: int, axis: AxisRanks, *, is_fsdp: bool) -> list[tuple[str, int, AxisRanks]]:
+    """What stands for the sum of so many bytes in float32 (`strata.parallel.quantized_sums`); FSDP2 sums over replicas
+    by itself."""
+    if collective == "all_reduce" and is_fsdp:
+        return [(collective, nbytes, axis)]
+    back = ["all_gather"] if collective == "all_reduce" else []
+    return [(name, message_bytes(nbytes // 4), axis) for name in ("all_to_all", *back)]
 
 
 def _gather(shape: TrainShape, rates: Rates, dense: int, experts: int, calls: int) -> Messages:

@@ -62,7 +62,7 @@ class ParallelStep:
         step.
         """
         self._passes, self._gradients, self._balancing = passes, parallel.gradients, balancing
-        self._objective = objective
+        self._objective, self._quantized = objective, parallel.quantized
         self._optimizer, self._shards = optimizer, state_shards
         self._clip, self._dtype, self._phases, self._before_update = clip, dtype, phases, before_update
         self._device = mesh.world.device
@@ -119,6 +119,8 @@ class ParallelStep:
         return list(found.cpu().split(counts))
 
     def state_shards(self) -> list[StateShard]:
+        if self._quantized is not None:
+            self._quantized.drop_errors()  # who goes on from here has none: so those who stay have none either
         return self._shards()
 
     def restored(self, steps: int) -> None:

@@ -12,6 +12,7 @@ from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.kernels import tuned
 from strata.plan.meta_model import MetaModel, find_config, meta_model
+from tests.cli.graph.shown import run
 
 H200 = device("h200")
 
@@ -58,3 +59,22 @@ def test_a_listed_call_has_its_measured_times_and_is_named_by_its_part(dense: Me
 def test_a_name_that_nothing_has_is_answered_with_those_there_are(dense: MetaModel) -> None:
     with pytest.raises(ValueError, match=r"no node .* decode_attention, .*linear"):
         reason(dense, Workload((1,), (9,)), "nothing")
+
+
+def test_occupancy_is_told_of_every_launch_that_the_graph_declares() -> None:
+    """In order, of the model's graph; blocks of attention by hand: a program a sequence, KV head and split."""
+    shown = run("0.6B", "--context", 1000, "--sequences", 32, "--occupancy", "--json")
+    step = meta_model(find_config("0.6B"), H200).step(Workload((1,) * 32, (1001,) * 32))
+    declared = [name for node in step.model for name in node.kernels if not name.startswith("(")]
+    assert [one["name"] for one in shown["occupancy"]] == declared
+    norm = next(one for one in shown["occupancy"] if one["name"] == "rms_norm_kernel")
+    assert norm["blocks"] == 32
+    attention = [one for one in shown["occupancy"] if one["name"] == "decode_attention_kernel"]
+    assert len(attention) == 28
+    assert {one["blocks"] % (32 * 8) for one in attention} == {0}
+    assert all(0 < one["occupancy"]["warps"] <= 1 for one in shown["occupancy"])
+
+
+def test_occupancy_is_of_one_gpu() -> None:
+    with pytest.raises(ValueError, match="--occupancy compiles a GPU's kernels, of one rank"):
+        run("0.6B", "--occupancy", "--tensor-parallel-size", 2)

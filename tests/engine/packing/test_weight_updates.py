@@ -105,13 +105,18 @@ def assert_alike(one: WeightStore, other: WeightStore) -> None:
         assert torch.equal(value.contiguous().view(torch.uint8), theirs[name].contiguous().view(torch.uint8)), name
 
 
-@pytest.mark.parametrize(("name", "scheme", "changes"), CASES, ids=IDS)
+@pytest.mark.parametrize(
+    ("name", "scheme", "changes", "passes"),
+    [*((*case, "all") for case in CASES), ("llama-biases-tied", None, {}, "+fold_norm_weights")],
+    ids=[*IDS, "folded"],
+)
 def test_an_updated_engine_is_one_that_was_started_so(
-    name: str, scheme: str | None, changes: dict[str, Any], tmp_path: Path
+    name: str, scheme: str | None, changes: dict[str, Any], passes: str, tmp_path: Path
 ) -> None:
     config = config_by(name, changes)
     before, tensors = saved(tmp_path / "before", config, 0), saved(tmp_path / "after", config, 1)
-    running, fresh = (LLM(tmp_path / at, quantization=scheme, **OPTIONS) for at in ("before", "after"))
+    options = OPTIONS | {"passes": passes}
+    running, fresh = (LLM(tmp_path / at, quantization=scheme, **options) for at in ("before", "after"))
     old, wanted = answers(running), answers(fresh)
     assert old != wanted
     store = running.engine.weights

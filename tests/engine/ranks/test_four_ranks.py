@@ -22,6 +22,12 @@ def ids(llm: LLM) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 
+def test_four_ranks_that_add_up_in_pairs_first_answer_as_one() -> None:
+    """Long prompts in 8 bits between the pairs, too."""
+    alone = ids(LLM(**OPTIONS))
+    assert ids(LLM(tensor_parallel_size=4, all_reduce_group_size=2, **OPTIONS)) == alone
+
+
 def test_four_ranks_answer_as_one_and_one_that_is_killed_is_named() -> None:
     llm = LLM(tensor_parallel_size=4, **OPTIONS)
     assert ids(llm) == ids(LLM(**OPTIONS))

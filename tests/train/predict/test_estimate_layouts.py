@@ -164,6 +164,24 @@ def test_gradients_and_weights_travel_while_passes_run() -> None:
     assert short["gradients"].exposed == pytest.approx(short["gradients"].seconds - room)
 
 
+def test_gradients_in_8_bits_by_hand() -> None:
+    """2,064 bytes for 2,048 values, there and, of what all ranks have alike, back; what is lost stays in bfloat16."""
+    message = WEIGHTS * 2064 / 2048 * 7 / 8
+    for layout, times, kept in (
+        ({"dp": 8}, 2, WEIGHTS * 9 / 8),
+        ({"shard": 8, "zero": 1}, 1, WEIGHTS),
+        ({"shard": 8, "zero": 2}, 1, WEIGHTS),
+        ({"shard": 8, "zero": 3}, 1, 0),
+    ):
+        plain, given = shape(**layout), shape(**layout, message_dtype="fp8")
+        assert messages(given)["gradients"].cost.bytes == pytest.approx(times * message, rel=1e-4), layout
+        assert memory(given, "layers").state - memory(plain, "layers").state == pytest.approx(2 * kept), layout
+    # Of two replicas only what a rank has whole goes on, and by FSDP2 as it was.
+    replicas = {"dp": 2, "shard": 4, "zero": 3}
+    there, back = WEIGHTS * 2064 / 2048 * 3 / 4, 2 * 4 * WEIGHTS / 4 / 2
+    assert messages(shape(**replicas, message_dtype="fp8"))["gradients"].cost.bytes == pytest.approx(there + back)
+
+
 def test_fsdp_gathers_twice_in_every_pass() -> None:
     found = messages(replace(shape(shard=8, zero=3), batches=2))
     assert found["weights"].cost.bytes == pytest.approx(2 * 2 * 2 * WEIGHTS * 7 / 8)

@@ -62,6 +62,7 @@ def test_runs_over_two_ranks(tmp_path: Path) -> None:
     check_resumed_on_other_ranks_and_layouts(found, "")
     check_resumed_on_other_ranks_and_layouts(found, "-lora")
     check_exported_adapters(tmp_path)
+    check_messages_in_8_bits(found)
     check_a_slow_rank_is_named(found)
 
 
@@ -96,6 +97,11 @@ def _runs(files: Files, folder: Path) -> dict[str, Table]:
             runs[f"resumed{kind}-{number}"] = keywords
         through = make(folder / f"through{kind}", run={"steps": 2 * len(RESUMED)})
         runs[f"through{kind}"] = {"table": through, "alone": True, "saves": kind != ""}
+    for name, steps in (("through", 4), ("cut", 2), ("cut", 4)):
+        run = {"steps": steps, "checkpoint_every": 2}
+        quantized = {"shard": 2, "zero": 1, "message_dtype": "fp8"}
+        table = files.table(folder / f"fp8-{name}", run=run, parallel=quantized)
+        runs[f"fp8-{name}-{steps}"] = {"table": table, "resume": (name, steps) == ("cut", 4)}
     slow = files.table(folder / "slow", run={"steps": 6}, parallel={"dp": 2}, faults={"straggler_intervals": 2})
     runs["slow"] = {"table": slow, "late": LATE_SECONDS}
     return runs
@@ -179,6 +185,15 @@ def check_exported_adapters(folder: Path) -> None:
     tokens = torch.arange(3, 19)[None]
     theirs = peft.PeftModel.from_pretrained(base, two / "adapter")(tokens).logits
     assert torch.allclose(theirs, merged(tokens).logits, rtol=1e-2, atol=1e-2)  # the merged weights are bfloat16
+
+
+def check_messages_in_8_bits(found: By_name) -> None:
+    """What rounding has lost is in no checkpoint, so that a run which goes on from one has the bits of one that did
+    not stop."""
+    through = losses(found["fp8-through-4"][0])
+    assert through == [*losses(found["fp8-cut-2"][0]), *losses(found["fp8-cut-4"][0])]
+    apart = differences(through[:3], losses(found["dp-alone"][0]))
+    assert 0 < max(apart) < 1e-2
 
 
 def check_a_slow_rank_is_named(found: By_name) -> None:

@@ -1,0 +1,34 @@
+"""Sums over ranks in two levels: among those that a faster link joins, and of a part each between such groups."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from strata.comm.operations import Along, all_gather, all_reduce, reduce_scatter
+from strata.graph.capture import operation_of
+from strata.graph.ranks.narrow_messages import is_made_of_weights
+
+INSIDE_AXIS, ACROSS_AXIS = "tp_inside", "tp_across"  # of neighbours, and of those with one place in their groups
+
+
+def hierarchical_sums(graph: fx.GraphModule, inside: int, ranks: int) -> fx.GraphModule:
+    """Add up what products and experts make in groups of `inside` neighbours of `ranks` first; in place, before the
+    graph is bound; returns `graph`.
+
+        all_reduce  ->  reduce_scatter inside, all_reduce across, all_gather inside
+
+    Of n bytes on each rank, n / inside go to other groups, twice (`hierarchical_all_reduce_cost`). Sums are rounded to
+    their dtype once more, between both. Sums of embeddings and of mean squares stay.
+    """
+    within, between = Along(INSIDE_AXIS, inside), Along(ACROSS_AXIS, ranks // inside)
+    for node in list(graph.graph.nodes):
+        if operation_of(node) is all_reduce and node.args[1].size == ranks and is_made_of_weights(node.args[0]):
+            last = node.args[0]
+            for operation, *given in ((reduce_scatter, within, -1), (all_reduce, between), (all_gather, within, -1)):
+                with node.graph.inserting_before(node):
+                    last = node.graph.call_function(operation, (last, *given))
+                last.meta = {"module": node.meta["module"], "layer": node.meta["layer"]}
+            node.replace_all_uses_with(last)
+            node.graph.erase_node(node)
+    graph.recompile()
+    return graph
