@@ -79,8 +79,6 @@ def _unlike(run: TrainConfig) -> Iterator[str]:
     """What the run does otherwise than what is estimated."""
     if run.optimizer.name != "adamw":
         yield f"  estimated with AdamW: {run.optimizer.name} keeps less and takes longer"
-    if run.dpo is not None:
-        yield "  estimated without [dpo]: its loss computes the head's products twice"
 
 
 def model_config(run: TrainConfig) -> ModelConfig:
@@ -105,8 +103,7 @@ def _named(layout: Layout) -> str:
 def _figures(found: Estimate) -> str:
     memory, time, likely = found.fullest, found.time, found.likely
     return (
-        f"{memory.total / GIB:.1f} GiB (state {memory.state / GIB:.1f}, gradient sums {memory.accumulated / GIB:.1f}, "
-        f"activations {memory.activations / GIB:.1f}, workspace {memory.workspace / GIB:.1f}); "
+        f"{memory.total / GIB:.1f} GiB ({memory.parts}); "
         f"likely {likely.seconds * 1e3:.1f} ms ({likely.origin}; messages {likely.communication * 1e3:.1f} ms), "
         f"{found.likely_tokens_per_second:,.0f} tokens/s, MFU {found.likely_mfu:.1%}; at least "
         f"{time.seconds * 1e3:.1f} ms (messages that nothing hides {time.communication * 1e3:.1f} ms)"

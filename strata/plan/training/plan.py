@@ -58,9 +58,7 @@ class TrainingPlan:
             ("MFU", f"{found.likely_mfu:.1%} ({MFU})"),
             (
                 "GiB a device",
-                f"{memory.total / GIB:.1f} of {self.found.usable / GIB:.1f} usable: state {memory.state / GIB:.1f}, "
-                f"gradient sums {memory.accumulated / GIB:.1f}, activations {memory.activations / GIB:.1f}, "
-                f"workspace {memory.workspace / GIB:.1f}",
+                f"{memory.total / GIB:.1f} of {self.found.usable / GIB:.1f} usable: {memory.parts}",
             ),
             ("bound by", self.binding),
         ]

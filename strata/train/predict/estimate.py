@@ -38,19 +38,29 @@ class StepMemory:
     """Bytes at the fullest moment of a step, on one rank.
 
     state: weights (bfloat16), masters and two moments (float32), as far as ZeRO and `offload` leave them here.
-    accumulated: float32 gradients of the batches before. activations: for the backward pass, with a pipeline of all
-    micro-batches under way. workspace: what only the fullest moment holds, which is the loss with its logits and the
-    head's gradient, the backward pass of a layer, or the gradients at the end of the backward pass.
+    accumulated: float32 gradients of the batches before. gradients: of the batch that is under way, which are the
+    head's, a layer's, or all at the end of the backward pass. activations: for the backward pass, with a pipeline of
+    all micro-batches under way. workspace: what only the fullest moment holds, which is the logits of the loss or the
+    backward pass of a layer, and weights that are gathered for it.
     """
 
     state: int
     accumulated: int
+    gradients: int
     activations: int
     workspace: int
 
     @property
     def total(self) -> int:
         return sum(int(getattr(self, field.name)) for field in fields(self))
+
+    @property
+    def parts(self) -> str:
+        """GiB of each kind in words."""
+        words = {"accumulated": "gradient sums"}
+        return ", ".join(
+            f"{words.get(one.name, one.name)} {getattr(self, one.name) / 2**30:.1f}" for one in fields(self)
+        )
 
 
 @dataclass(frozen=True)
@@ -115,7 +125,7 @@ def step_shape(run: TrainConfig, config: ModelConfig, layout: Layout) -> TrainSh
     tokens = run.data.tokens_per_pack
     packs = max(1, run.data.packs_per_step // (layout.dp * layout.shard))
     length = min(tokens, config.longest)
-    return TrainShape(config, tokens, length, packs, run.run.precision, layout, run.optimizer.offload)
+    return TrainShape(config, tokens, length, packs, run.run.precision, layout, run.optimizer.offload, run.dpo is None)
 
 
 def choose_recompute(shape: TrainShape, device_bytes: int) -> str:
@@ -158,21 +168,26 @@ def _memory(shape: TrainShape, recompute: str, held: RankParameters, micro_batch
     state, sums = _state_bytes(shape, held), _sum_bytes(shape, held)
     kept = [layer_bytes(shape, layer, recompute) for layer, _ in held.unlike]
     whole = [layer_bytes(shape, layer, "none") for layer, _ in held.unlike]
-    of_all = sum(count * each for (_, count), each in zip(held.unlike, kept, strict=True))
+    of_all = int(micro_batches * sum(count * each for (_, count), each in zip(held.unlike, kept, strict=True)))
     recomputed = max(all_ - own for all_, own in zip(whole, kept, strict=True))
     layer = recomputed + max(layer_working_bytes(shape, layer) for layer, _ in held.unlike)
-    head, logits = _loss_bytes(shape, held)
-    gathered = 0
+    of_head, logits = _loss_bytes(shape, held)
+    # The head, if it is another rank's embedding.
+    gathered = 2 * held.head if shape.config.tied and not held.embedding else 0
+    of_layer, of_all_layers, last = 0, _new_gradient_bytes(shape, held), 0
     if shape.layout.zero == 3:
-        # The ends stay gathered from forward to backward; of a layer and the next the weights, and its gradient in the
-        # weights' dtype and in float32.
-        gathered = 2 * (held.total - held.in_layers)
-        layer += 10 * held.mean_layer
-    fullest = StepMemory(state, sums, int(micro_batches * of_all), gathered + head + max(logits, layer))
-    # FSDP reduces the embedding's gradient when no layer works any more: in the weights' dtype, and in float32.
-    last = max(layer, 6 * held.embedding) if shape.layout.zero == 3 else layer
-    end = StepMemory(state, sums, max(kept), gathered + _new_gradient_bytes(shape, held) + last)
-    return max(fullest, end, key=lambda one: one.total)
+        # The ends stay gathered from forward to backward; of a layer and the next the weights. Gradients, of a layer
+        # and last of the embedding, in the weights' dtype and in float32.
+        gathered += 2 * (held.total - held.in_layers)
+        layer += 4 * held.mean_layer
+        of_layer, last = 6 * held.mean_layer, 6 * held.embedding
+    moments = (
+        StepMemory(state, sums, of_head, of_all, gathered + logits),
+        StepMemory(state, sums, of_head + of_layer, of_all, gathered + layer),
+        StepMemory(state, sums, of_all_layers + of_layer, max(kept), gathered + layer),
+        StepMemory(state, sums, of_all_layers + last, max(kept), gathered),
+    )
+    return max(moments, key=lambda one: one.total)
 
 
 def _state_bytes(shape: TrainShape, held: RankParameters) -> int:
@@ -204,20 +219,19 @@ def _new_gradient_bytes(shape: TrainShape, held: RankParameters) -> int:
 
 
 def _loss_bytes(shape: TrainShape, held: RankParameters) -> tuple[int, int]:
-    """The head's gradient (and the head, if it is another rank's embedding), and the logits that exist at once."""
+    """The head's gradient, and the logits that exist at once."""
     if not held.head:
         return 0, 0
-    received = 2 * held.head if shape.config.tied and not held.embedding else 0
-    rows = -(-shape.config.vocab_size // shape.layout.tp)
-    if shape.runs_graph and shape.layout.ranks == 1:
-        return 2 * held.head, min(2 * shape.own_tokens * rows, LOGITS_BYTES)
-    if shape.runs_graph:  # into the message, in float32, or into the sum of the batches before
-        is_held = shape.batches > 1 and shape.layout.zero < 2
-        return 0 if is_held else 4 * held.head, min(2 * shape.own_tokens * rows, CHUNK_BYTES)
-    # Modules add the head's gradient up in float32 and round it; without gradients at once, so they do logits.
-    if shape.loss_has_gradients:
-        return received + 6 * held.head, min(2 * shape.own_tokens * rows, CHUNK_BYTES)
-    return received + 6 * held.head, 6 * min(shape.own_tokens * rows, CHUNK_ELEMENTS)
+    logits = shape.own_tokens * -(-shape.config.vocab_size // shape.layout.tp)
+    if not shape.loss_has_gradients:  # logits are float32 too, in chunks
+        return 6 * held.head, 6 * min(logits, CHUNK_ELEMENTS)
+    if not shape.runs_graph:  # modules add the head's gradient up in float32 and round it
+        return 6 * held.head, min(2 * logits, CHUNK_BYTES)
+    if shape.layout.ranks == 1:
+        return 2 * held.head, min(2 * logits, LOGITS_BYTES)
+    # Into the message, in float32, or into the sum of the batches before.
+    is_held = shape.batches > 1 and shape.layout.zero < 2
+    return 0 if is_held else 4 * held.head, min(2 * logits, CHUNK_BYTES)
 
 
 def layer_bytes(shape: TrainShape, layer: int, recompute: str) -> int:

@@ -21,7 +21,7 @@ class TrainShape:
 
     batches: of a rank in a step, whose gradients add up; with a pipeline its micro-batches. precision: of the layers'
     products, one of `strata.train.config.PRECISIONS`. layout: checked for the model. offload: masters and moments lie
-    on the host.
+    on the host. sums_cross_entropy: see `strata.parallel.loss.Loss`.
     """
 
     config: ModelConfig
@@ -31,6 +31,7 @@ class TrainShape:
     precision: str = "bf16"
     layout: Layout = field(default_factory=Layout)
     offload: bool = False
+    sums_cross_entropy: bool = True
 
     @property
     def own_tokens(self) -> int:
@@ -50,7 +51,7 @@ class TrainShape:
     @property
     def loss_has_gradients(self) -> bool:
         """Whether the loss and its gradients are computed at once, which takes two products less one with the head."""
-        return self.runs_graph or self.layout.pp == self.layout.tp == 1
+        return self.sums_cross_entropy and (self.runs_graph or self.layout.pp == self.layout.tp == 1)
 
     @property
     def recomputes(self) -> tuple[str, ...]:

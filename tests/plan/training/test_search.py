@@ -149,6 +149,6 @@ def test_the_command_prints_the_plan_and_writes_its_file(tmp_path: Path) -> None
     again = CliRunner().invoke(app, given)
     assert isinstance(again.exception, ValueError)
     assert "exists; give --out another name" in str(again.exception)
-    for wrong in (["--train"], ["--batch-tokens", "8192"], ["--train", "--batch-tokens", "8192", "--isl", "5"]):
+    for wrong in (["--train"], ["--batch-tokens", "8192"], ["--train", "--batch-tokens", "8192", "--input-len", "5"]):
         refused = CliRunner().invoke(app, ["plan", "1B", *wrong])
         assert isinstance(refused.exception, ValueError)
