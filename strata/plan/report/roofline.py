@@ -1,4 +1,4 @@
-"""The roofline (Williams et al. 2009): where operations lie, by what they reach, and what FLOPs and bytes allow them."""
+"""The roofline (Williams et al. 2009): where operations lie, by what they reach and what FLOPs and bytes allow them."""
 
 from __future__ import annotations
 
