@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from strata.plan.waterfall import Verdict, Waterfall
+from strata.plan.waterfall import Cause, Part, Verdict, Waterfall
 
 StepWork = Literal["decode", "prompt", "mixed"]
 # What is explained: the wall time of a run, the mean latency of its requests, or the waits between two tokens at p99.
@@ -34,6 +34,40 @@ class OperationTime:
     flops: int
     bytes: int
     bound: str
+
+
+# A part so small, as a share of what was measured, is the rounding of a difference.
+_ROUNDING = 1e-6
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A waterfall, the operations that it is made of, and what sets most of its floor."""
+
+    waterfall: Waterfall
+    operations: tuple[OperationTime, ...]
+    bound: Cause
+
+    @staticmethod
+    def of(
+        measured: float, floor: float, parts: Iterable[Part], operations: Iterable[OperationTime], bound: Cause
+    ) -> Explained:
+        """Parts of one name become one. Parts and operations: the longest first."""
+        found: dict[str, Part] = {}
+        for part in parts:
+            before = found.get(part.name)
+            found[part.name] = part if before is None else replace(part, seconds=part.seconds + before.seconds)
+        kept = [part for part in found.values() if abs(part.seconds) > _ROUNDING * measured]
+        fall = Waterfall(measured, floor, tuple(sorted(kept, key=lambda part: -part.seconds)))
+        return Explained(fall, tuple(sorted(operations, key=lambda one: -one.seconds)), bound)
+
+    def share(self, name: str) -> float:
+        """Which share of what was measured the part of that name has; 0 if there is none."""
+        return sum(part.seconds for part in self.waterfall.parts if part.name == name) / self.waterfall.measured
+
+    def seconds(self, *names: str) -> float:
+        """Of the operations of these names."""
+        return sum(one.seconds for one in self.operations if one.name in names)
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from strata.plan.explain.explain import LEAST_GAIN
+from strata.plan.explain.explanation import Explained
+from strata.plan.explain.verdict import Finding, ranked
 from strata.plan.report.units import quantity, seconds, share
 from strata.plan.training_explain import run_waterfall as parts
 from strata.plan.training_explain.recorded_run import RecordedRun
 from strata.plan.training_explain.run_floor import RunFloor, likely_time
-from strata.plan.training_explain.run_waterfall import ExplainedRun
-from strata.plan.waterfall import Remedy, Verdict
+from strata.plan.waterfall import Remedy
 from strata.text.counted import counted
 from strata.train.predict.estimate import USABLE, memory
 from strata.train.predict.step_shape import TrainShape
@@ -31,16 +31,12 @@ class TrainingRuleInput:
 
     run: RecordedRun
     floor: RunFloor
-    explained: ExplainedRun
-
-    def part(self, name: str) -> float:
-        """The share of the run that a part has."""
-        return self.explained.part(name) / self.run.seconds
+    explained: Explained
 
     def each(self, name: str) -> str:
         """A part in words, of each step."""
-        part, whole = self.explained.part(name) / self.run.steps, self.run.seconds / self.run.steps
-        return f"{seconds(part)} of the {seconds(whole)} of a step"
+        whole = self.run.seconds / self.run.steps
+        return f"{seconds(self.explained.share(name) * whole)} of the {seconds(whole)} of a step"
 
     def option(self, name: str, value: object) -> str:
         """Of the layout, if the run has a table for it that this would change."""
@@ -63,20 +59,14 @@ class TrainingRuleInput:
             yield Remedy(what, gain, option)
 
 
-def findings(asked: TrainingRuleInput) -> list[Verdict]:
-    """All that would save enough to matter, the greatest gain first."""
-    found = [one for rule in _RULES for one in rule(asked) if one.remedies]
-    ranked = [replace(one, remedies=_ranked(one.remedies)) for one in found]
-    return sorted((one for one in ranked if one.gain >= LEAST_GAIN), key=lambda one: -one.gain)
+def findings(asked: TrainingRuleInput) -> list[Finding]:
+    """All that would save anything, the greatest gain first."""
+    return ranked(one for rule in _RULES for one in rule(asked))
 
 
-def _ranked(remedies: tuple[Remedy, ...]) -> tuple[Remedy, ...]:
-    return tuple(sorted(remedies, key=lambda one: -one.gain))
-
-
-def _data(asked: TrainingRuleInput) -> Iterator[Verdict]:
-    gain, data = asked.part(parts.DATA), asked.run.what.config.data
-    yield Verdict(
+def _data(asked: TrainingRuleInput) -> Iterator[Finding]:
+    gain, data = asked.explained.share(parts.DATA), asked.run.what.config.data
+    yield Finding(
         "system",
         "data-bound: steps wait for their packs",
         "host",
@@ -88,10 +78,10 @@ def _data(asked: TrainingRuleInput) -> Iterator[Verdict]:
     )
 
 
-def _checkpoints(asked: TrainingRuleInput) -> Iterator[Verdict]:
-    lost, every = asked.part(parts.CHECKPOINTS), asked.run.what.config.run.checkpoint_every
+def _checkpoints(asked: TrainingRuleInput) -> Iterator[Finding]:
+    lost, every = asked.explained.share(parts.CHECKPOINTS), asked.run.what.config.run.checkpoint_every
     times = max(2, math.ceil(lost / _SELDOM))
-    yield Verdict(
+    yield Finding(
         "system",
         "checkpoints hold the steps up",
         "host",
@@ -100,12 +90,12 @@ def _checkpoints(asked: TrainingRuleInput) -> Iterator[Verdict]:
     )
 
 
-def _between(asked: TrainingRuleInput) -> Iterator[Verdict]:
-    lost, every = asked.part(parts.BETWEEN), asked.run.what.config.run.log_every
+def _between(asked: TrainingRuleInput) -> Iterator[Finding]:
+    lost, every = asked.explained.share(parts.BETWEEN), asked.run.what.config.run.log_every
     remedy = Remedy("processor cores that nothing else uses", lost)
     if every < 10:
         remedy = Remedy("lines of the log less often", lost * (1 - every / 10), "--run.log_every 10")
-    yield Verdict(
+    yield Finding(
         "system",
         "host-bound: the device waits between steps",
         "host",
@@ -114,37 +104,37 @@ def _between(asked: TrainingRuleInput) -> Iterator[Verdict]:
     )
 
 
-def _launches(asked: TrainingRuleInput) -> Iterator[Verdict]:
-    run, data, lost = asked.run, asked.run.what.config.data, asked.part(parts.LAUNCHES)
+def _launches(asked: TrainingRuleInput) -> Iterator[Finding]:
+    run, data, lost = asked.run, asked.run.what.config.data, asked.explained.share(parts.LAUNCHES)
     evidence = f"the device waits within steps: {asked.each(parts.LAUNCHES)}"
     if run.what.kind == "cpu":
         option = f"--data.tokens_per_pack {4 * data.tokens_per_pack}"
         fewer = Remedy("packs of four times the tokens, a quarter as many", 0.75 * lost, option)
         symptom = "small operations: Python and dispatch take longer than they do"
-        yield Verdict("graph", symptom, "launch", (evidence,), (fewer,))
+        yield Finding("graph", symptom, "launch", (evidence,), (fewer,))
     elif parts.REPLAYED not in run.steady.phases:
         waited = share(run.steady.phases.get("log", 0.0), run.steady.seconds)
         remedy = Remedy("packs whose sequences all have one length, which are recorded and replayed", lost)
         told = (evidence, f"the host waits for the device for {waited} of the time")
-        yield Verdict("graph", "host-bound: launching takes longer than the kernels", "launch", told, (remedy,))
+        yield Finding("graph", "host-bound: launching takes longer than the kernels", "launch", told, (remedy,))
 
 
-def _slowest(asked: TrainingRuleInput) -> Iterator[Verdict]:
+def _slowest(asked: TrainingRuleInput) -> Iterator[Finding]:
     if asked.run.slowest is None:
         return
     rank, _ = asked.run.slowest
-    yield Verdict(
+    yield Finding(
         "system",
         f"poor scaling: all ranks wait for rank {rank}",
         "scheduling",
         (f"rank {rank} computes longest; the others lose {asked.each(parts.SLOWEST)}",),
-        (Remedy(f"rank {rank} on a device as fast as the others", asked.part(parts.SLOWEST)),),
+        (Remedy(f"rank {rank} on a device as fast as the others", asked.explained.share(parts.SLOWEST)),),
     )
 
 
-def _messages(asked: TrainingRuleInput) -> Iterator[Verdict]:
+def _messages(asked: TrainingRuleInput) -> Iterator[Finding]:
     shape, layout = asked.floor.shape, asked.run.what.layout
-    lost = asked.part(parts.MESSAGES)
+    lost = asked.explained.share(parts.MESSAGES)
     if layout.ranks == 1 or lost <= 0:
         return
     likely = asked.floor.likely
@@ -167,21 +157,21 @@ def _messages(asked: TrainingRuleInput) -> Iterator[Verdict]:
     remedies += _more_packs(asked, "twice the packs a step, so half as many sums of gradients")
     if not remedies:
         remedies.append(Remedy("links that are faster, or fewer ranks", lost))
-    yield Verdict(
+    yield Finding(
         "system", "exposed communication: ranks wait for messages", "communication", tuple(evidence), tuple(remedies)
     )
 
 
-def _bubbles(asked: TrainingRuleInput) -> Iterator[Verdict]:
+def _bubbles(asked: TrainingRuleInput) -> Iterator[Finding]:
     shape, layout = asked.floor.shape, asked.run.what.layout
-    if layout.pp == 1 or asked.part(parts.BUBBLE) <= 0:
+    if layout.pp == 1 or asked.explained.share(parts.BUBBLE) <= 0:
         return
     remedies = list(_more_packs(asked, "twice the micro-batches"))
     for schedule in ("interleaved", "zero-bubble", "zero-bubble-v"):
         if schedule != layout.schedule:
             other = replace(shape, layout=replace(layout, schedule=schedule))
             remedies += asked.tried(f"the schedule {schedule}", asked.option("schedule", schedule), other)
-    yield Verdict(
+    yield Finding(
         "system",
         "pipeline bubbles: stages wait for each other",
         "scheduling",
@@ -200,8 +190,8 @@ def _more_packs(asked: TrainingRuleInput, what: str) -> Iterator[Remedy]:
     yield from asked.tried(what, f"--data.packs_per_step {2 * packs}", doubled, packs=2)
 
 
-def _again(asked: TrainingRuleInput) -> Iterator[Verdict]:
-    lost, recompute = asked.part(parts.AGAIN), asked.run.what.recompute
+def _again(asked: TrainingRuleInput) -> Iterator[Finding]:
+    lost, recompute = asked.explained.share(parts.AGAIN), asked.run.what.recompute
     if lost <= 0:
         return
     remedies: list[Remedy] = []
@@ -211,7 +201,7 @@ def _again(asked: TrainingRuleInput) -> Iterator[Verdict]:
         remedies += asked.tried(f"recompute {less}, which fits", f"--run.recompute {less}", asked.floor.shape, less)
     if not remedies:
         remedies.append(Remedy("more ranks to divide the state, so that activations fit", lost))
-    yield Verdict(
+    yield Finding(
         "graph",
         "activations are computed again in the backward pass",
         "compute",
@@ -220,9 +210,9 @@ def _again(asked: TrainingRuleInput) -> Iterator[Verdict]:
     )
 
 
-def _optimizer(asked: TrainingRuleInput) -> Iterator[Verdict]:
+def _optimizer(asked: TrainingRuleInput) -> Iterator[Finding]:
     run, floor = asked.run, asked.floor
-    taken = asked.explained.operation("optimizer", "update") or floor.update
+    taken = asked.explained.seconds("optimizer", "update") or floor.update
     moving = floor.bytes / floor.peaks.bandwidth
     packs = run.what.config.data.packs_per_step
     what = "twice the packs a step, so half as many updates"
@@ -234,20 +224,20 @@ def _optimizer(asked: TrainingRuleInput) -> Iterator[Verdict]:
     if floor.shape.offload:
         here = replace(floor.shape, offload=False)
         kept = asked.tried("masters and moments on the device", "--optimizer.offload false", here)
-        yield Verdict("system", "updates stream state from the host", "memory", evidence, (*kept, remedy))
+        yield Finding("system", "updates stream state from the host", "memory", evidence, (*kept, remedy))
     elif taken > _FEW_BYTES * moving:
         symptom = "small operations: updates take longer than their bytes, for few tokens"
-        yield Verdict("graph", symptom, "launch", evidence, (remedy,))
+        yield Finding("graph", symptom, "launch", evidence, (remedy,))
     else:
-        yield Verdict("kernel", "memory-bound optimizer: an update for few tokens", "memory", evidence, (remedy,))
+        yield Finding("kernel", "memory-bound optimizer: an update for few tokens", "memory", evidence, (remedy,))
 
 
-def _precision(asked: TrainingRuleInput) -> Iterator[Verdict]:
+def _precision(asked: TrainingRuleInput) -> Iterator[Finding]:
     run, likely = asked.run, asked.floor.likely
     if run.trace is None or likely is None or run.trace.wide < _WIDE:
         return
-    longer = asked.explained.operation("products") - run.steps * likely.products * run.filled
-    yield Verdict(
+    longer = asked.explained.seconds("products") - run.steps * likely.products * run.filled
+    yield Finding(
         "graph",
         "wrong precision: products in float32",
         "compute",
@@ -256,10 +246,10 @@ def _precision(asked: TrainingRuleInput) -> Iterator[Verdict]:
     )
 
 
-def _warm_up(asked: TrainingRuleInput) -> Iterator[Verdict]:
-    lost, given = asked.part(parts.WARM_UP), asked.run.what.config.run
+def _warm_up(asked: TrainingRuleInput) -> Iterator[Finding]:
+    lost, given = asked.explained.share(parts.WARM_UP), asked.run.what.config.run
     longer = f"--run.epochs {10 * given.epochs:g}" if given.epochs else f"--run.steps {10 * (given.steps or 0)}"
-    yield Verdict(
+    yield Finding(
         "graph",
         "most of a short run is its beginning",
         "compilation",

@@ -12,10 +12,10 @@ from strata.graph.cost import meta_indices, node_costs
 from strata.hardware.roofline import Workload
 from strata.models.batch import Batch
 from strata.models.families import build
-from strata.plan.explain.explanation import OperationTime
+from strata.plan.explain.explanation import Explained, OperationTime
 from strata.plan.training_explain.recorded_run import RecordedRun, Trace
 from strata.plan.training_explain.run_floor import RunFloor
-from strata.plan.waterfall import Part, Waterfall
+from strata.plan.waterfall import Part
 from strata.train.predict.layer_costs import ATTENTIONS, MIXTURES
 
 WARM_UP = "first steps: compiling, recording, warming up"
@@ -38,27 +38,9 @@ REST = "kernels over their floor"
 REPLAYED = "replayed passes"
 # A host that waits for the device for less of the time is behind it, if steps take so much longer than is likely.
 _NEVER_WAITS, _LONGER = 0.02, 1.15
-# Less of the measured time than this is rounding.
-_ROUNDING = 1e-6
 
 
-@dataclass(frozen=True)
-class ExplainedRun:
-    """The waterfall, and the times of what the steps consist of as far as it was told."""
-
-    waterfall: Waterfall
-    operations: tuple[OperationTime, ...]
-
-    def part(self, name: str) -> float:
-        """Seconds of the part of that name; 0 if there is none."""
-        return sum(part.seconds for part in self.waterfall.parts if part.name == name)
-
-    def operation(self, *names: str) -> float:
-        """Seconds of the operations of these names."""
-        return sum(one.seconds for one in self.operations if one.name in names)
-
-
-def explained_run(run: RecordedRun, floor: RunFloor) -> ExplainedRun:
+def explained_run(run: RecordedRun, floor: RunFloor) -> Explained:
     """What is between steps was measured; what is within them comes from traced steps, or on a processor from the
     host's phases, or is predicted, where neither was to be had."""
     parts = list(_between_steps(run))
@@ -76,8 +58,7 @@ def explained_run(run: RecordedRun, floor: RunFloor) -> ExplainedRun:
     else:
         operations = ()
         parts += _predicted(run, floor, inside)
-    kept = tuple(part for part in parts if part.seconds > _ROUNDING * run.seconds)
-    return ExplainedRun(Waterfall(run.seconds, floor.seconds, kept), operations)
+    return Explained.of(run.seconds, floor.seconds, parts, operations, "compute")
 
 
 def _between_steps(run: RecordedRun) -> Iterator[Part]:
@@ -111,7 +92,7 @@ def _traced(run: RecordedRun, trace: Trace, floor: RunFloor, inside: float) -> t
             continue
         least, count, moved, bound = floors.get(kind, (0.0, 0, 0, "memory"))
         found.append(OperationTime(kind, seconds * scale, least, count, moved, bound))
-    return tuple(sorted(found, key=lambda one: -one.seconds))
+    return tuple(found)
 
 
 def _of_trace(operations: tuple[OperationTime, ...], floor: RunFloor, inside: float) -> Iterator[Part]:
@@ -149,7 +130,7 @@ def _of_host(run: RecordedRun, floor: RunFloor, inside: float) -> tuple[Operatio
         OperationTime("gradients' sum and norm", reduced, 0.0, 0, 0, "communication"),
         OperationTime("update", update, floor.update, 0, floor.bytes, "memory"),
     ]
-    return tuple(sorted(found, key=lambda one: -one.seconds))
+    return tuple(found)
 
 
 def _of_phases(run: RecordedRun, operations: tuple[OperationTime, ...], floor: RunFloor) -> Iterator[Part]:
