@@ -155,8 +155,8 @@ def _plan_training(
     if found.found.others:
         print("\nThe quickest of other divisions among devices:")
     for one in found.found.others:
-        how = f"{layout_name(one.shape.layout)}, recompute {one.estimate.recompute}"
-        print(f"  {milliseconds(one.seconds):>9} ms  {one.estimate.likely_mfu:>6.1%}  {how}")
+        how = f"{layout_name(one.shape.layout)}, recompute {one.recompute}"
+        print(f"  {milliseconds(one.likely.seconds):>9} ms  {one.likely_mfu:>6.1%}  {how}")
 
 
 def _named(name: str, value: str) -> str:

@@ -72,6 +72,7 @@ class Estimate:
     likely_mfu: over the likely time.
     """
 
+    shape: TrainShape
     recompute: str
     memory: tuple[StepMemory, ...]
     time: TrainingStepTime
@@ -117,7 +118,7 @@ def estimate(shape: TrainShape, device: Device, recompute: str = "auto", network
     flops = ways * document_flops(shape.config, lengths, shape.tokens).total
     peak = layout.ranks * device.ceiling("compute", "bfloat16", measured=False).value
     mfu = flops / time.seconds / peak
-    return Estimate(recompute, memory_by_rank(shape, recompute), time, likely, ways * shape.tokens, mfu)
+    return Estimate(shape, recompute, memory_by_rank(shape, recompute), time, likely, ways * shape.tokens, mfu)
 
 
 def step_shape(run: TrainConfig, config: ModelConfig, layout: Layout) -> TrainShape:
