@@ -10,10 +10,9 @@ from strata.parallel.layout import Layout
 from strata.plan.training.search import TrainingSearchResult, search
 from strata.plan.training.task import TrainingTask
 from strata.text.counted import counted
-from strata.train.predict.estimate import Estimate
+from strata.train.predict.estimate import GIB, Estimate
 from strata.train.predict.min_time import TrainingStepTime
 
-GIB = 2**30
 # Of a model's config: they follow from the tokenizer, or say nothing of the mathematics.
 _LEFT_OUT = ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype")
 MFU = "6 * elements of matrices a token meets * tokens + 12 * heads * head_dim * pairs seen, over time and bf16 peak"

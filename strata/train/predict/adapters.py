@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
-from strata.kernels.loss.loss_grad import CHUNK_BYTES
 from strata.kernels.quant.packed import PackedWeight
 from strata.models.config import ModelConfig
 from strata.models.families import build
@@ -18,17 +17,24 @@ from strata.parallel.layout import Layout
 from strata.train.adapters.frozen import planned_weights
 from strata.train.adapters.lora import LoraConfig, adapter_shapes
 from strata.train.config import TrainConfig
-from strata.train.predict.estimate import USABLE, layer_bytes, layer_working_bytes, mlp_bytes, step_shape
+from strata.train.predict.estimate import (
+    GIB,
+    USABLE,
+    Memory,
+    layer_bytes,
+    layer_working_bytes,
+    logits_bytes,
+    mlp_bytes,
+    step_shape,
+)
 from strata.train.predict.held import held_parameters
 from strata.train.predict.step_shape import TrainShape
 from strata.train.recompute import RECOMPUTE_OF_MODULES
 
 
 @dataclass(frozen=True)
-class AdapterMemory:
-    """Bytes at the fullest moment of a step, on one rank.
-
-    frozen: the weights that are not trained, packed or in bfloat16. adapters: float32 weights, gradients, and two
+class AdapterMemory(Memory):
+    """frozen: the weights that are not trained, packed or in bfloat16. adapters: float32 weights, gradients, and two
     moments as far as ZeRO leaves them here. activations: for the backward pass, at most: as if all projections had
     adapters. workspace: what only the fullest moment holds, the logits of a chunk or the backward pass of a layer with
     the floats of the largest packed weight.
@@ -38,10 +44,6 @@ class AdapterMemory:
     adapters: int
     activations: int
     workspace: int
-
-    @property
-    def total(self) -> int:
-        return sum(int(getattr(self, field.name)) for field in fields(self))
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,11 @@ class AdapterStep:
         floats: Counter[str] = Counter()
         for name, weight in self.planned.items():
             floats[name.rpartition(".")[0]] += 2 * weight.numel()
-        logits = min(2 * tokens * shape.config.vocab_size, CHUNK_BYTES)
         return AdapterMemory(
             self._frozen(),
             8 * elements + 8 * -(-elements // shape.data_ranks[0]),
             sum(kept) + of_adapters,
-            max(logits, again + widened + working + max(floats.values(), default=0)),
+            max(logits_bytes(shape), again + widened + working + max(floats.values(), default=0)),
         )
 
     def _frozen(self) -> int:
@@ -96,6 +97,13 @@ class AdapterStep:
         floats = packed_bytes(self.model, torch.bfloat16, self.planned) - packed
         ranks = shape.data_ranks[0] if shape.layout.zero == 3 else 1
         return -(-packed * most // whole.total) - (-floats * most // (whole.total * ranks))
+
+    @property
+    def beside(self) -> str:
+        """What adapters stand beside, in words."""
+        packed = sum(weight.nbytes for weight in self.planned.values())
+        many = f"{len(self.planned)} packed weights of {packed / GIB:.2f} GiB"
+        return f"adapters of rank {self.lora.rank} beside {many if self.planned else 'weights in bfloat16'}"
 
     def choose_recompute(self, device_bytes: int) -> str:
         """The first way of the layout that fits, or else the one that takes the least memory."""

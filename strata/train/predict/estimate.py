@@ -29,15 +29,29 @@ from strata.train.steps.passes import LOGITS_BYTES
 
 # Of a device's memory, what a run may plan with: the rest is the driver's, the libraries' and lost between blocks.
 USABLE = 0.94
+GIB = 2**30
 # Tokens of the chunks in which both run (`strata.kernels.recurrent`).
 _CHUNK = 64
 
 
 @dataclass(frozen=True)
-class StepMemory:
-    """Bytes at the fullest moment of a step, on one rank.
+class Memory:
+    """Bytes at the fullest moment of a step, on one rank, by kind."""
 
-    state: weights (bfloat16), masters and two moments (float32), as far as ZeRO and `offload` leave them here.
+    @property
+    def total(self) -> int:
+        return sum(int(getattr(self, field.name)) for field in fields(self))
+
+    @property
+    def parts(self) -> str:
+        """GiB of each kind in words."""
+        words = {"accumulated": "gradient sums"}
+        return ", ".join(f"{words.get(one.name, one.name)} {getattr(self, one.name) / GIB:.3g}" for one in fields(self))
+
+
+@dataclass(frozen=True)
+class StepMemory(Memory):
+    """state: weights (bfloat16), masters and two moments (float32), as far as ZeRO and `offload` leave them here.
     accumulated: float32 gradients of the batches before. gradients: of the batch that is under way, which are the
     head's, a layer's, or all at the end of the backward pass. activations: for the backward pass, with a pipeline of
     all micro-batches under way. workspace: what only the fullest moment holds, which is the logits of the loss or the
@@ -49,18 +63,6 @@ class StepMemory:
     gradients: int
     activations: int
     workspace: int
-
-    @property
-    def total(self) -> int:
-        return sum(int(getattr(self, field.name)) for field in fields(self))
-
-    @property
-    def parts(self) -> str:
-        """GiB of each kind in words."""
-        words = {"accumulated": "gradient sums"}
-        return ", ".join(
-            f"{words.get(one.name, one.name)} {getattr(self, one.name) / 2**30:.1f}" for one in fields(self)
-        )
 
 
 @dataclass(frozen=True)
@@ -137,9 +139,9 @@ def choose_recompute(shape: TrainShape, device_bytes: int) -> str:
             return recompute
     least = memory(shape, shape.recomputes[-1])
     raise ValueError(
-        f"a step over {shape.tokens} tokens takes {least.total / 2**30:.1f} GiB ({least.state / 2**30:.1f} of them for "
-        f"the model and its optimizer) and {usable / 2**30:.1f} are usable; lower the tokens of a batch or the model, "
-        f"or divide it among more ranks"
+        f"a step over {shape.tokens} tokens takes {least.total / GIB:.1f} GiB ({least.state / GIB:.1f} of them for the "
+        f"model and its optimizer) and {usable / GIB:.1f} are usable; lower the tokens of a batch or the model, or "
+        f"divide it among more ranks"
     )
 
 
@@ -219,20 +221,23 @@ def _new_gradient_bytes(shape: TrainShape, held: RankParameters) -> int:
     return 4 * (-(-held.dense // dense) + -(-held.experts // experts)) + in_flight
 
 
+def logits_bytes(shape: TrainShape, at_once: int = CHUNK_BYTES) -> int:
+    """Of the loss. at_once: of those that become their gradients; else they are float32 too, in chunks."""
+    logits = shape.own_tokens * -(-shape.config.vocab_size // shape.layout.tp)
+    return min(2 * logits, at_once) if shape.loss_has_gradients else 6 * min(logits, CHUNK_ELEMENTS)
+
+
 def _loss_bytes(shape: TrainShape, held: RankParameters) -> tuple[int, int]:
     """The head's gradient, and the logits that exist at once."""
     if not held.head:
         return 0, 0
-    logits = shape.own_tokens * -(-shape.config.vocab_size // shape.layout.tp)
-    if not shape.loss_has_gradients:  # logits are float32 too, in chunks
-        return 6 * held.head, 6 * min(logits, CHUNK_ELEMENTS)
-    if not shape.runs_graph:  # modules add the head's gradient up in float32 and round it
-        return 6 * held.head, min(2 * logits, CHUNK_BYTES)
+    if not (shape.loss_has_gradients and shape.runs_graph):  # it is added up in float32 and rounded
+        return 6 * held.head, logits_bytes(shape)
     if shape.layout.ranks == 1:
-        return 2 * held.head, min(2 * logits, LOGITS_BYTES)
+        return 2 * held.head, logits_bytes(shape, LOGITS_BYTES)
     # Into the message, in float32, or into the sum of the batches before.
     is_held = shape.batches > 1 and shape.layout.zero < 2
-    return 0 if is_held else 4 * held.head, min(2 * logits, CHUNK_BYTES)
+    return 0 if is_held else 4 * held.head, logits_bytes(shape)
 
 
 def layer_bytes(shape: TrainShape, layer: int, recompute: str) -> int:
