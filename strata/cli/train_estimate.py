@@ -78,8 +78,9 @@ def _of(memory: Memory) -> str:
 
 def _figures(found: Estimate) -> str:
     time, likely = found.time, found.likely
+    speed = f"{found.likely_tokens_per_second:,.0f} tokens/s, MFU {found.likely_mfu:.1%}"
     return (
         f"{_of(found.fullest)}; likely {likely.seconds * 1e3:.1f} ms ({likely.origin}; messages "
-        f"{likely.communication * 1e3:.1f} ms), {found.likely_tokens_per_second:,.0f} tokens/s, MFU {found.likely_mfu:.1%}; at least "
+        f"{likely.communication * 1e3:.1f} ms), {speed}; at least "
         f"{time.seconds * 1e3:.1f} ms (messages that nothing hides {time.communication * 1e3:.1f} ms)"
     )
