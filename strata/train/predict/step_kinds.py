@@ -99,13 +99,15 @@ def _each_instant_once(work: Iterable[Mapping[str, Any]]) -> Counter[str]:
     longest counts, and communication only where nothing else runs.
     """
     found: Counter[str] = Counter()
-    ends = [(event["ts"] + event["dur"], 0, number, event) for number, event in enumerate(work) if event["dur"]]
-    begins = [(end - event["dur"], 1, number, event) for end, _, number, event in ends]
+    # Ends before begins, and of what begins at once the longest first.
+    timed = [(event["ts"], event["dur"], number, event) for number, event in enumerate(work) if event["dur"]]
+    turns = [(ts, 1, -dur, number, event) for ts, dur, number, event in timed]
+    turns += [(ts + dur, 0, 0.0, number, event) for ts, dur, number, event in timed]
     # Of each lane its events that are open, the outermost first, by their numbers; and what it does.
     lanes: dict[tuple[Any, Any], dict[int, Mapping[str, Any]]] = defaultdict(dict)
     running: dict[tuple[Any, Any], tuple[bool, float, str]] = {}
     before = 0.0
-    for at, is_begin, number, event in sorted([*ends, *begins], key=lambda one: (*one[:2], -one[3]["dur"])):
+    for at, is_begin, _, number, event in sorted(turns):
         if running and at > before:
             found[min(running.values())[2]] += at - before  # type: ignore[assignment]
         before, lane = at, (event["pid"], event["tid"])
