@@ -183,46 +183,44 @@ class _Passes:
         self.forward, self.backward = self.computing[0] + waiting[0], self.computing[1] + waiting[1]
         self.inputs = self.backward - ahead.products - head  # all but the products that give the weights' gradients
 
+    def _products(self, dense: float, routed: float) -> float:
+        """Seconds of so many FLOPs of a token, outside experts and in them."""
+        shape, rates = self.shape, self.rates
+        return shape.own_tokens * (dense / shape.layout.tp / rates.dense + routed / shape.between / rates.wide)
+
     def _work(self, cost: PassCost, attention_rate: float, layers: int) -> _ComputeSeconds:
-        shape, rates, tokens = self.shape, self.rates, self.shape.own_tokens
-        parts = shape.layout.tp
-        products = tokens * (cost.dense / parts / rates.dense + cost.routed / shape.between / rates.wide)
+        shape, tokens, parts = self.shape, self.shape.own_tokens, self.shape.layout.tp
         attention = cost.attention * tokens / shape.length / parts / attention_rate
         moved = tokens * (cost.between / shape.between + cost.inside / parts)
         if shape.precision != "bf16":
             elements = cost.dense / 2 if cost.operands else 0.0
             # A weight is converted in the forward pass; the backward pass has as many elements once more for each.
-            moved += _QUANTIZED * (tokens * cost.operands + (elements if attention_rate is rates.attention else 0.0))
-        each = (products, attention, self._traffic_seconds(moved), cost.kernels * rates.gap)
+            moved += _QUANTIZED * (tokens * cost.operands + elements * (attention_rate is self.rates.attention))
+        products, gaps = self._products(cost.dense, cost.routed), cost.kernels * self.rates.gap
+        each = (products, attention, self._traffic_seconds(moved), gaps)
         return _ComputeSeconds(*(layers * seconds for seconds in each))
 
     def _again(self, recompute: str, ahead: _ComputeSeconds) -> _ComputeSeconds:
         """What the backward pass computes again of a forward pass of the layers."""
         if recompute == "none":
             return _ComputeSeconds()
-        shape, config, rates = self.shape, self.shape.config, self.rates
-        dense, sparse = 2 * shape.own_tokens / shape.layout.tp / rates.dense, 2 * shape.own_tokens / shape.between
+        shape, config, experts = self.shape, self.shape.config, self.shape.config.experts
         products = 0.0
         for layer, count in self.held.unlike:
             cost = shape.layer_costs[layer].forward
-            each = config.hidden_size * config.intermediate_size
-            widest, mlp = 2 * each * dense, 3 * each * dense
-            # Torch stops before a last product whose result nobody reads, unless messages travel in its operation.
-            last = 0.0 if shape.layout.overlap else each * dense
-            if config.experts is not None and config.experts.layers[layer]:
-                experts = config.experts
-                each = config.hidden_size * experts.intermediate_size
-                widest, last = 2 * experts.per_token * each * sparse / rates.wide, 0.0
-                mlp = cost.routed / 2 * sparse / rates.wide
-            whole = cost.dense / 2 * dense + cost.routed / 2 * sparse / rates.wide
-            products += (
-                count
-                * {
-                    "operations": 0.0,
-                    "mlp": widest if shape.runs_graph else mlp - last,
-                    "layers": whole - last,
-                }[recompute]
-            )
+            if experts is not None and experts.layers[layer]:
+                matrix = self._products(0, 2 * config.hidden_size * experts.per_token * experts.intermediate_size)
+                mlp, last = self._products(0, cost.routed), 0.0
+            else:
+                matrix = self._products(2 * config.hidden_size * config.intermediate_size, 0)
+                # Torch stops before a last product whose result nobody reads, unless messages travel in its operation.
+                mlp, last = 3 * matrix, 0.0 if shape.layout.overlap else matrix
+            ways = {
+                "operations": 0.0,
+                "mlp": 2 * matrix if shape.runs_graph else mlp - last,
+                "layers": self._products(cost.dense, cost.routed) - last,
+            }
+            products += count * ways[recompute]
         attention = ahead.attention if recompute == "layers" else 0.0
         share = 1.0 if shape.runs_graph or recompute == "layers" else 0.5  # of an MLP alone
         return _ComputeSeconds(products, attention, ahead.traffic * share, ahead.gaps * share)
