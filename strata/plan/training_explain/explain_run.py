@@ -27,11 +27,9 @@ def explain_run(run: RecordedRun) -> Explanation:
     floor = run_floor(run)
     explained = explained_run(run, floor)
     asked = TrainingRuleInput(run, floor, explained)
-    what = run.what
+    what, each = run.what, counted(run.whole.tokens / run.whole.steps, "token")
     ranks = f", {what.layout.ranks} ranks" if what.layout.ranks > 1 else ""
-    title = (
-        f"Training {run.folder.name}: {counted(run.steps, 'step')} of {counted(run.tokens / run.steps, 'token')}{ranks}"
-    )
+    title = f"Training {run.folder.name}: {counted(run.whole.steps, 'step')} of {each}{ranks}"
     sources = list(floor.sources)
     if run.trace is not None:
         sources.append(f"work by kind: {run.trace.table.steps} traced steps, taken as all")
@@ -59,15 +57,14 @@ def _narrow(asked: TrainingRuleInput) -> Iterator[Remedy]:
 
 
 def _utilization(asked: TrainingRuleInput) -> tuple[str, ...]:
-    run, floor = asked.run, asked.floor
-    ranks = run.what.layout.ranks
+    run, floor, whole = asked.run, asked.floor, asked.run.whole
     promised = floor.device.known("compute", "bfloat16", measured=False) if run.what.kind == "cuda" else None
     peak = floor.peaks.compute if promised is None else promised.value
     of = "the rate that this processor reaches" if promised is None else "the maker's peak, MFU"
-    used = run.flops.total / run.seconds / (peak * ranks)
+    used = whole.flops.total / whole.seconds / (peak * run.what.layout.ranks)
     return (
-        f"{run.tokens / run.seconds:,.0f} tokens/s, {used:.1%} of {of}; packs are {run.filled:.0%} full",
-        f"a step takes {seconds(run.seconds / run.steps)}, its floor is {seconds(floor.seconds / run.steps)}",
+        f"{whole.tokens / whole.seconds:,.0f} tokens/s, {used:.1%} of {of}; packs are {run.filled:.0%} full",
+        f"a step takes {seconds(whole.each)}, its floor is {seconds(floor.seconds / whole.steps)}",
     )
 
 
@@ -75,7 +72,7 @@ def _steps(run: RecordedRun) -> Iterator[StepTime]:
     """Steps of an interval are taken to be alike."""
     begin = 0.0
     for one in run.intervals:
-        count = one.steps if run.steps <= _MOST_STEPS else 1
+        count = one.steps if run.whole.steps <= _MOST_STEPS else 1
         each, work = one.seconds / count, min(one.device, one.seconds) / count
         for number in range(count):
             start = begin + number * each

@@ -37,7 +37,7 @@ class TrainingRuleInput:
 
     def each(self, name: str) -> str:
         """A part in words, of each step."""
-        whole = self.run.seconds / self.run.steps
+        whole = self.run.whole.each
         return f"{seconds(self.explained.share(name) * whole)} of the {seconds(whole)} of a step"
 
     def tried(self, what: str, option: str, shape: TrainShape, recompute: str = "", packs: int = 1) -> Iterator[Remedy]:
@@ -52,7 +52,7 @@ class TrainingRuleInput:
             return
         if now is None or then is None or not fits:
             return
-        gain = self.run.steps * self.run.filled * (now.seconds - then.seconds / packs) / self.run.seconds
+        gain = self.run.whole.steps * self.run.filled * (now.seconds - then.seconds / packs) / self.run.whole.seconds
         if gain > 0:
             yield Remedy(what, gain, option)
 
@@ -182,10 +182,10 @@ def _optimizer(asked: TrainingRuleInput) -> Iterator[Finding]:
     run, floor, packs = asked.run, asked.floor, asked.run.what.config.data.packs_per_step
     taken = asked.explained.seconds("optimizer", "update") or floor.update
     what = "twice the packs a step, so half as many updates"
-    remedy = Remedy(what, taken / run.seconds / 2, f"--data.packs_per_step {2 * packs}")
+    remedy = Remedy(what, taken / run.whole.seconds / 2, f"--data.packs_per_step {2 * packs}")
     evidence = (
-        f"updates take {share(taken, run.seconds)} of the time; each moves "
-        f"{quantity(floor.bytes / run.steps, 'B')} for {counted(run.tokens / run.steps, 'token')}",
+        f"updates take {share(taken, run.whole.seconds)} of the time; each moves "
+        f"{quantity(floor.bytes / run.whole.steps, 'B')} for {counted(run.whole.tokens / run.whole.steps, 'token')}",
     )
     if floor.shape.offload:
         here = replace(floor.shape, offload=False)
@@ -201,9 +201,9 @@ def _optimizer(asked: TrainingRuleInput) -> Iterator[Finding]:
 def _precision(asked: TrainingRuleInput) -> Iterator[Finding]:
     run, likely = asked.run, asked.floor.likely
     if run.trace is not None and likely is not None and run.trace.wide >= _WIDE:
-        longer = asked.explained.seconds("products") - run.steps * likely.products * run.filled
+        longer = asked.explained.seconds("products") - run.whole.steps * likely.products * run.filled
         evidence = f"{run.trace.wide:.0%} of the time of products is that of float32 kernels"
-        remedy = Remedy("products in bfloat16", run.trace.wide * longer / run.seconds)
+        remedy = Remedy("products in bfloat16", run.trace.wide * longer / run.whole.seconds)
         yield Finding("graph", "wrong precision: products in float32", "compute", (evidence,), (remedy,))
 
 

@@ -58,10 +58,10 @@ def run_floor(run: RecordedRun) -> RunFloor:
     wide = device.ceiling("compute", "bfloat16" if on_gpu else "float32").value
     narrow = device.ceiling("compute", "float8").value if shape.precision != "bf16" else wide
     bandwidth = device.ceiling("bandwidth").value
-    ranks, flops = what.layout.ranks, run.flops
-    moved = run.steps * _update_bytes(what, shape)
+    ranks, flops = what.layout.ranks, run.whole.flops
+    moved = run.whole.steps * _update_bytes(what, shape)
     update = moved / bandwidth
-    if not on_gpu and moved <= run.steps * _cache_bytes(what, device):
+    if not on_gpu and moved <= run.whole.steps * _cache_bytes(what, device):
         update = 0.0
     found = RunFloor(
         device,
@@ -126,9 +126,9 @@ def _with_layout(found: RunFloor, run: RecordedRun) -> RunFloor:
     again = sum(getattr(likely, name) - getattr(kept, name) for name in ("products", "attention", "traffic"))
     return replace(
         found,
-        messages=run.steps * likely.communication,
-        bubble=run.steps * likely.bubble * run.filled,
-        again=run.steps * max(0.0, again) * run.filled,
+        messages=run.whole.steps * likely.communication,
+        bubble=run.whole.steps * likely.bubble * run.filled,
+        again=run.whole.steps * max(0.0, again) * run.filled,
         likely=likely,
         sources=(*found.sources, f"a step of this layout predicted, {likely.origin}"),
     )

@@ -62,7 +62,7 @@ def explained_run(run: RecordedRun, floor: RunFloor) -> Explained:
     else:
         parts += _predicted(run, floor, inside)
     parts += (Part(*_OVER[one.name], one.seconds - one.floor) for one in operations)
-    return Explained.of(run.seconds, floor.seconds, parts, operations, "compute")
+    return Explained.of(run.whole.seconds, floor.seconds, parts, operations, "compute")
 
 
 def _between_steps(run: RecordedRun) -> Iterator[Part]:
@@ -80,8 +80,8 @@ def _between_steps(run: RecordedRun) -> Iterator[Part]:
 def _traced(run: RecordedRun, floor: RunFloor, inside: float) -> Iterator[OperationTime]:
     """Kinds of work, in the shares that they had of the traced steps' time but for what was between these."""
     assert run.trace is not None
-    table, flops, ranks = run.trace.table, run.flops, run.what.layout.ranks
-    idle = max(0.0, table.seconds["idle"] - (run.seconds - run.warm_up - inside) / run.steps)
+    table, flops, ranks = run.trace.table, run.whole.flops, run.what.layout.ranks
+    idle = max(0.0, table.seconds["idle"] - (run.whole.seconds - run.warm_up - inside) / run.whole.steps)
     whole = sum(seconds for kind, seconds in table.seconds.items() if kind != "idle") + idle
     products, attention = _moved_bytes(run, floor)
     floors = {
@@ -114,7 +114,7 @@ def _of_host(run: RecordedRun, floor: RunFloor, inside: float) -> Iterator[Opera
     reduced, update = phases.get("reduce", 0.0), phases.get("update", 0.0)
     passes, least = max(0.0, inside - reduced - update), floor.products + floor.attention
     moved = sum(_moved_bytes(run, floor))
-    yield OperationTime("forward and backward", passes, least, run.flops.total // ranks, moved, "compute")
+    yield OperationTime("forward and backward", passes, least, run.whole.flops.total // ranks, moved, "compute")
     name, bound = ("gradients' sum", "communication") if ranks > 1 else ("gradients' norm", "memory")
     yield OperationTime(name, reduced, 0.0, 0, 0, bound)
     yield OperationTime("update", update, floor.update, 0, floor.bytes, "memory")
@@ -139,7 +139,7 @@ def _launches(run: RecordedRun, floor: RunFloor, inside: float) -> float:
     steady = run.steady
     if floor.likely is None or REPLAYED in steady.phases:
         return 0.0
-    likely = run.steps * floor.likely.seconds * run.filled
+    likely = run.whole.steps * floor.likely.seconds * run.filled
     waits = steady.phases.get("log", 0.0) >= _NEVER_WAITS * steady.seconds
     return 0.0 if waits or inside < _LONGER * likely else inside - likely
 
@@ -149,7 +149,7 @@ def _moved_bytes(run: RecordedRun, floor: RunFloor) -> tuple[int, int]:
     once, results written once. Ranks are taken to share the work."""
     model, ranks, wide = run.what.model, run.what.layout.ranks, 1 if run.what.kind == "cuda" else 2
     work = sum((one.forward + one.backward for one in floor.shape.layer_costs), PassCost())
-    rows = run.flops.head // (6 * model.vocab_size * model.hidden_size)
-    head = 6 * (run.packs * model.vocab_size * model.hidden_size + rows * (model.hidden_size + model.vocab_size))
-    products = run.tokens * work.moved + run.packs * work.weights + head
-    return wide * products // ranks, wide * run.tokens * work.attended // floor.shape.length // ranks
+    rows = run.whole.flops.head // (6 * model.vocab_size * model.hidden_size)
+    head = 6 * (run.whole.packs * model.vocab_size * model.hidden_size + rows * (model.hidden_size + model.vocab_size))
+    products = run.whole.tokens * work.moved + run.whole.packs * work.weights + head
+    return wide * products // ranks, wide * run.whole.tokens * work.attended // floor.shape.length // ranks
