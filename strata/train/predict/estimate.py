@@ -249,13 +249,15 @@ def layer_bytes(shape: TrainShape, layer: int, recompute: str) -> int:
     if config.recurrence is not None and config.recurrence.layers[layer]:
         return _recurrent_layer_bytes(shape, config.recurrence, layer, recompute)
     queries, keys = config.num_heads * config.head_dim // parts, config.num_kv_heads * config.head_dim // parts
-    product = queries + 2 * keys
+    gates = queries if config.has_query_gates else 0
+    product = queries + gates + 2 * keys
     wide = _attention_bytes(shape)
     if recompute != "none" and shape.runs_graph:
         wide = 0 if config.has_sinks else wide  # of the operations that are kept none attends with sinks
         attention = 2 * (product + queries + hidden // between + hidden // between) + wide
         return tokens * attention + mlp_bytes(shape, layer, recompute)
-    kept = 2 * hidden // between + product + queries  # read by norms and by attention; its result by the product
+    # Read by norms and by attention; its result by the product, or by gates, and what these make of it.
+    kept = 2 * hidden // between + product + queries + gates
     if any(rule.placement is Placement.PER_HEAD for rule in TABLES[config.architecture]):
         kept += queries + keys  # before they are normalized
     # What sequence parallelism gathers is kept whole, unless it is gathered once more to overlap.
@@ -292,23 +294,30 @@ def mlp_bytes(shape: TrainShape, layer: int, recompute: str) -> int:
     read = hidden // (shape.layout.tp if shape.layout.overlap else 1)
     if recompute != "none" and not shape.runs_graph:
         return tokens * 2 * (read if experts is None else hidden // between)  # what enters
-    if experts is not None:
-        if recompute != "none":
-            # The results of the products of router and experts.
-            gated = 2 * experts.intermediate_size if recompute == "operations" else 0
-            return tokens * 2 * (experts.count + experts.per_token * (gated + hidden)) // between
-        # Logits, probabilities (float32), weights and numbers of a token's experts, and their order.
-        routing = 2 * hidden + (2 + 4) * experts.count + experts.per_token * (4 + 8 + 16)
-        # What enters and leaves products; within bounds six numbers in float32 lie between, and what they come to.
-        gated = 2 * 3 if experts.clamp is None else 4 * 6 + 2
-        rows = experts.per_token * (gated * experts.intermediate_size + 2 * 2 * hidden)
-        return tokens * (routing + rows) // between
-    inner = config.intermediate_size // shape.layout.tp
+    if experts is None:
+        entering = tokens * read * (2 if shape.precision == "bf16" else 1)
+        return _dense_bytes(shape, config.intermediate_size, recompute) + (entering if recompute == "none" else 0)
+    shared = _dense_bytes(shape, experts.shared_size, recompute)
+    if recompute != "none":
+        # The results of the products of router and experts.
+        gated = 2 * experts.intermediate_size if recompute == "operations" else 0
+        return tokens * 2 * (experts.count + experts.per_token * (gated + hidden)) // between + shared
+    # Logits, probabilities (float32), weights and numbers of a token's experts, and their order.
+    routing = 2 * hidden + (2 + 4) * experts.count + experts.per_token * (4 + 8 + 16)
+    # What enters and leaves products; within bounds six numbers in float32 lie between, and what they come to.
+    gated = 2 * 3 if experts.clamp is None else 4 * 6 + 2
+    rows = experts.per_token * (gated * experts.intermediate_size + 2 * 2 * hidden)
+    return tokens * (routing + rows) // between + shared
+
+
+def _dense_bytes(shape: TrainShape, inner: int, recompute: str) -> int:
+    """Between the products of a dense MLP, or of the experts that all tokens go to."""
+    tokens, inner = shape.own_tokens, inner // shape.layout.tp
     if recompute != "none":
         return tokens * 2 * (2 * inner if recompute == "operations" else 0)
     if shape.precision == "bf16":
-        return tokens * 2 * (2 * inner + inner + read)
-    return tokens * (2 * 2 * inner + inner + read) + 3 * inner * hidden
+        return tokens * 2 * 3 * inner
+    return tokens * (2 * 2 + 1) * inner + 3 * inner * shape.config.hidden_size
 
 
 def layer_working_bytes(shape: TrainShape, layer: int) -> int:

@@ -20,7 +20,7 @@ from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
 from strata.parallel.layout import Layout
 from strata.train.config import RECOMPUTE, TrainConfig, read_train_config
-from strata.train.predict.estimate import choose_recompute, memory, step_shape
+from strata.train.predict.estimate import choose_recompute, layer_bytes, memory, step_shape
 from strata.train.predict.min_time import min_time
 from strata.train.predict.step_shape import TrainShape
 from strata.train.recompute import _KEPT
@@ -157,6 +157,20 @@ def test_experts_keep_the_results_of_their_products() -> None:
     assert operations == none
     assert more - none == pytest.approx(48 * 16384 * 2 * 8 * 2 * 768 * 2048 / 800e12)
     assert most > more
+
+
+def test_gates_of_queries_and_shared_experts_are_kept_too() -> None:
+    """Qwen3-Next-80B-A3B, a layer that attends: 16 heads of 256 with gates, 2 of keys; 10 of 512 experts and one for
+    all tokens, 512 wide."""
+    shape = TrainShape(config_from_dict(SHAPES["80B-A3B"], "80B-A3B"), 16384, 8192)
+    queries, keys = 16 * 256, 2 * 256
+    rows, routing = 10 * 2 * (3 * 512 + 2 * 2048), 2 * 2048 + 6 * 512 + 10 * (4 + 8 + 16)
+    # Two sums, what is normed; q with its gates, k and v, before and after norms of heads; the result, gated as well.
+    attention = 2 * (3 * 2048 + 2 * queries + 2 * keys + queries + keys + 2 * queries) + 4 * 16
+    assert layer_bytes(shape, 3, "none") == 16384 * (attention + rows + routing + 2 * 3 * 512)
+    results = 2 * (2 * queries + 2 * keys + queries + 2 * 2048) + 4 * 16
+    kept = results + 2 * (512 + 10 * (2 * 512 + 2048) + 2 * 512)
+    assert layer_bytes(shape, 3, "operations") == 16384 * kept
 
 
 def test_gpt_oss_keeps_all_scores_and_wide_gates() -> None:
