@@ -9,7 +9,7 @@ from strata.text.tokenizer import Tokenizer
 from strata.train.config import TrainConfig
 from strata.train.layout import with_micro_batches
 from strata.train.predict.adapters import AdapterStep
-from strata.train.predict.estimate import GIB, Estimate, Memory, choose_recompute, estimate, step_shape
+from strata.train.predict.estimate import GIB, Estimate, MemoryOfRank, choose_recompute, estimate, step_shape
 from strata.train.recompute import RECOMPUTE_OF_MODULES
 from strata.train.start import fresh_config
 from strata.train.trainable import check_trainable
@@ -72,8 +72,8 @@ def _named(layout: Layout) -> str:
     return ", ".join(axis for axis in axes if not axis.endswith(" 1")) or "one rank"
 
 
-def _of(memory: Memory) -> str:
-    return f"{memory.total / GIB:.1f} GiB ({memory.parts})"
+def _of(memory: MemoryOfRank) -> str:
+    return f"{memory.total / GIB:.1f} GiB ({memory.in_words})"
 
 
 def _figures(found: Estimate) -> str:

@@ -58,7 +58,7 @@ class TrainingPlan:
             ("MFU", f"{found.likely_mfu:.1%} ({MFU})"),
             (
                 "GiB a device",
-                f"{memory.total / GIB:.1f} of {self.found.usable / GIB:.1f} usable: {memory.parts}",
+                f"{memory.total / GIB:.1f} of {self.found.usable / GIB:.1f} usable: {memory.in_words}",
             ),
             ("bound by", self.binding),
         ]

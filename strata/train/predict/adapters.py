@@ -20,7 +20,7 @@ from strata.train.config import TrainConfig
 from strata.train.predict.estimate import (
     GIB,
     USABLE,
-    Memory,
+    MemoryOfRank,
     layer_bytes,
     layer_working_bytes,
     logits_bytes,
@@ -33,7 +33,7 @@ from strata.train.recompute import RECOMPUTE_OF_MODULES
 
 
 @dataclass(frozen=True)
-class AdapterMemory(Memory):
+class AdapterMemory(MemoryOfRank):
     """frozen: the weights that are not trained, packed or in bfloat16. adapters: float32 weights, gradients, and two
     moments as far as ZeRO leaves them here. activations: for the backward pass, at most: as if all projections had
     adapters. workspace: what only the fullest moment holds, the logits of a chunk or the backward pass of a layer with

@@ -35,7 +35,7 @@ _CHUNK = 64
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryOfRank:
     """Bytes at the fullest moment of a step, on one rank, by kind."""
 
     @property
@@ -43,14 +43,14 @@ class Memory:
         return sum(int(getattr(self, field.name)) for field in fields(self))
 
     @property
-    def parts(self) -> str:
+    def in_words(self) -> str:
         """GiB of each kind in words."""
         words = {"accumulated": "gradient sums"}
         return ", ".join(f"{words.get(one.name, one.name)} {getattr(self, one.name) / GIB:.3g}" for one in fields(self))
 
 
 @dataclass(frozen=True)
-class StepMemory(Memory):
+class StepMemory(MemoryOfRank):
     """state: weights (bfloat16), masters and two moments (float32), as far as ZeRO and `offload` leave them here.
     accumulated: float32 gradients of the batches before. gradients: of the batch that is under way, which are the
     head's, a layer's, or all at the end of the backward pass. activations: for the backward pass, with a pipeline of
