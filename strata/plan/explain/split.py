@@ -68,7 +68,7 @@ class _Sum:
         self.flops += flops
         self.bytes += nbytes
         self.sent += sent
-        self.floors.update(floors)  # type: ignore[arg-type]  # seconds
+        self.floors.update(floors)
 
 
 def split_steps(

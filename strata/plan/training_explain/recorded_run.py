@@ -98,7 +98,7 @@ class RecordedRun:
 def _added(intervals: Sequence[Interval]) -> Interval:
     phases = Counter[str]()
     for one in intervals:
-        phases.update(one.phases)  # type: ignore[arg-type]  # seconds
+        phases.update(one.phases)
     names = ("steps", "seconds", "device", "tokens", "sequences", "packs")
     sums: dict[str, Any] = {name: sum(getattr(one, name) for one in intervals) for name in names}
     flops = sum((one.flops for one in intervals), StepFlops())

@@ -109,7 +109,7 @@ def _each_instant_once(work: Iterable[Mapping[str, Any]]) -> Counter[str]:
     before = 0.0
     for at, is_begin, _, number, event in sorted(turns):
         if running and at > before:
-            found[min(running.values())[2]] += at - before  # type: ignore[assignment]
+            found[min(running.values())[2]] += at - before
         before, lane = at, (event["pid"], event["tid"])
         if is_begin:
             lanes[lane][number] = event
@@ -123,6 +123,6 @@ def _each_instant_once(work: Iterable[Mapping[str, Any]]) -> Counter[str]:
 
 def _running(open_: Mapping[int, Mapping[str, Any]]) -> tuple[bool, float, str]:
     """What a lane does: whether that is communication, since when, and of what kind."""
-    event = next((one for one in open_.values() if kind_of(one["name"]) != OTHER), next(reversed(open_.values())))
+    event = next((one for one in open_.values() if kind_of(one["name"]) != OTHER), [*open_.values()][-1])
     kind = kind_of(event["name"])
     return kind == COMMUNICATION, event["ts"], kind
