@@ -85,27 +85,23 @@ def likely_time(shape: TrainShape, recompute: str, device: Device) -> TrainingSt
 
 
 def _device(what: RunDescription) -> tuple[Device, tuple[str, ...]]:
-    known = recognize(what.device)
+    known, measured = recognize(what.device), tuple[str, ...]()
     if what.kind == "cpu" and what.device == cpu_name():
         known, measured = processor_device()
-        found = evidence_of(known)
-        return found.device, (*measured, *found.sources)
     if known is None:
         raise ValueError(
             f"the run was on {what.device!r}, of which nothing is known here; explain it on that machine, after "
             f"`strata probe`"
         )
     found = evidence_of(known)
-    return found.device, found.sources or (f"the database's figures of {known.product}",)
+    return found.device, (*measured, *found.sources) or (f"the database's figures of {known.product}",)
 
 
 def _update_bytes(what: RunDescription, shape: TrainShape) -> int:
     """Of a step, on the rank that updates most. Adapters are small, and not counted."""
     if what.config.lora is not None:
         return 0
-    dense, experts = shape.data_ranks
-    most = max(held.dense // dense + held.experts // experts for held in shape.held)
-    return most * _UPDATE_BYTES[what.config.optimizer.name]
+    return max(map(shape.updated, shape.held)) * _UPDATE_BYTES[what.config.optimizer.name]
 
 
 def _cache_bytes(what: RunDescription, device: Device) -> int:

@@ -194,20 +194,17 @@ def _memory(shape: TrainShape, recompute: str, held: RankParameters, micro_batch
 
 
 def _state_bytes(shape: TrainShape, held: RankParameters) -> int:
-    dense, experts = shape.data_ranks
-    divided = -(-held.dense // dense) + -(-held.experts // experts)
     whole = 0 if shape.layout.zero == 3 else 2 * held.total
     if shape.offload:  # FSDP's masters, which are the weights, stay
-        return whole + (4 * divided if shape.layout.zero == 3 else 0) + STREAMED_BYTES
-    return whole + 12 * divided
+        return whole + (4 * shape.updated(held) if shape.layout.zero == 3 else 0) + STREAMED_BYTES
+    return whole + 12 * shape.updated(held)
 
 
 def _sum_bytes(shape: TrainShape, held: RankParameters) -> int:
     """ZeRO-1 reduces once a step and keeps whole gradients until then; 2 and 3 keep their part."""
     if shape.batches == 1:
         return 0
-    dense, experts = shape.data_ranks if shape.layout.zero >= 2 else (1, 1)
-    return 4 * (-(-held.dense // dense) + -(-held.experts // experts))
+    return 4 * (shape.updated(held) if shape.layout.zero >= 2 else held.total)
 
 
 def _new_gradient_bytes(shape: TrainShape, held: RankParameters) -> int:
@@ -216,9 +213,8 @@ def _new_gradient_bytes(shape: TrainShape, held: RankParameters) -> int:
         return 2 * held.total  # autograd's own, which AdamW reads
     if shape.batches > 1:
         return 0
-    dense, experts = shape.data_ranks
     in_flight = 0 if shape.layout.zero in (0, 3) else 2 * 4 * min(held.total, max(BUCKET_ELEMENTS, held.embedding))
-    return 4 * (-(-held.dense // dense) + -(-held.experts // experts)) + in_flight
+    return 4 * shape.updated(held) + in_flight
 
 
 def logits_bytes(shape: TrainShape, at_once: int = CHUNK_BYTES) -> int:

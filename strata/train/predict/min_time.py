@@ -313,12 +313,6 @@ class _Passes:
         return (there + vectors).times(layers), (there + home if again else home).times(layers)
 
 
-def _own_parameters(shape: TrainShape, held: RankParameters) -> int:
-    """Those that a rank updates."""
-    dense, experts = shape.data_ranks
-    return held.dense // dense + held.experts // experts
-
-
 def _gradient_bytes(shape: TrainShape) -> int:
     """Of an element that the update reads."""
     return 2 if shape.layout.ranks == shape.batches == 1 else 4
@@ -327,7 +321,7 @@ def _gradient_bytes(shape: TrainShape) -> int:
 def _update_seconds(shape: TrainShape, held: RankParameters, rates: Rates) -> float:
     """AdamW reads and writes master and moments (float32), reads the gradient and writes the weight (bfloat16); what
     lies on the host comes and goes over its link, both at once."""
-    parameters, gradient = _own_parameters(shape, held), _gradient_bytes(shape)
+    parameters, gradient = shape.updated(held), _gradient_bytes(shape)
     cost = Cost(read=(12 + gradient) * parameters, written=14 * parameters)
     if rates.host is None:
         return cost.bytes / rates.update
@@ -340,7 +334,7 @@ def _sums_seconds(shape: TrainShape, held: RankParameters, rates: Rates) -> floa
     FSDP copies of weights and gradients."""
     if rates.traffic is None:
         return 0.0
-    own = _own_parameters(shape, held)
+    own = shape.updated(held)
     moved = _gradient_bytes(shape) * own
     if shape.layout.zero >= 2:
         moved += 12 * own * (shape.batches - 1)

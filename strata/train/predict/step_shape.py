@@ -77,6 +77,11 @@ class TrainShape:
         divided = layout.shard * layout.cp if layout.zero else 1
         return divided, (divided // layout.ep if layout.zero else 1)
 
+    def updated(self, held: RankParameters) -> int:
+        """The parameters whose optimizer state a rank has, and that it updates."""
+        dense, experts = self.data_ranks
+        return -(-held.dense // dense) + -(-held.experts // experts)
+
     @cached_property
     def schedule(self) -> PipelineSchedule:
         """Of the pipeline, with no more micro-batches than it takes to go on alike; without one, of a single rank."""
