@@ -105,9 +105,9 @@ def _contention(asked: RuleInput) -> Iterator[Finding]:
 
 def _launches(asked: RuleInput) -> Iterator[Finding]:
     run = asked.measured
-    if not run.host_is_device and run.unrecorded:
+    if not run.host_is_device and (eager := sum(step.eager for step in run.steps)):
         symptom = "low utilization: the device waits inside steps for launches by the host"
-        evidence = f"{run.unrecorded:,} of {counted(len(run.steps), 'step')} replayed no CUDA graph"
+        evidence = f"{eager:,} of {counted(len(run.steps), 'step')} replayed no CUDA graph"
         gain = asked.explained.share(LAUNCHES)
         remedy = Remedy("steps of recorded sizes", gain, "--max-num-batched-tokens, --max-num-seqs")
         yield Finding("graph", symptom, "launch", (evidence,), (remedy,))
