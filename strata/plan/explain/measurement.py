@@ -140,7 +140,8 @@ class Measurement:
     host did then ("tokenization"); what is between steps besides is not in it. preemptions: of sequences. ideal: the
     least seconds of the work on this device, if all of it ran in the fullest steps; None: no better than by the steps
     that ran. traced: by the kind of steps; empty: nobody traced. processor: seconds that the engine's thread had a
-    processor, where the host is the device; None elsewhere. unpacked: None where no packed weight is unpacked in every call.
+    processor, where the host is the device; None elsewhere. unpacked: None where no packed weight is unpacked in every
+    call.
     """
 
     title: str
