@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,14 +45,12 @@ class RuleInput:
         return self.what_if.subject
 
     def of_option(
-        self, symptom: str, evidence: str, what: str, flags: str, cause: Cause = "scheduling", **changes: Any
+        self, symptom: str, evidence: str, cause: Cause, what: str, flags: str, change: Mapping[str, Any], **facts: Any
     ) -> Finding:
         """An option of the engine's scheduler: what it would save is the run through that scheduler once more.
-        changes: by the engine's name of the option, (the scheduler's, a value)."""
-        options = dict(changes.values())
-        remedy = Remedy(what, self.what_if.gain(options), flags)
-        change = {name: value for name, (_, value) in changes.items()}
-        return Finding("system", symptom, cause, (evidence,), (remedy,), change, options)
+        change: see `Finding`. facts: the same of the engine's facts."""
+        remedy = Remedy(what, self.what_if.gain(facts), flags)
+        return Finding("system", symptom, cause, (evidence,), (remedy,), change, facts)
 
 
 def findings(asked: RuleInput) -> list[Finding]:
@@ -167,10 +165,11 @@ def _pool(asked: RuleInput) -> Iterator[Finding]:
     yield asked.of_option(
         "KV capacity: sequences wait for pages or lose them",
         f"{lost}, the sequences that could run at once have {sum(longest):,}",
+        "preemption" if run.preemptions else "scheduling",
         f"KV pages for {counted(pages * size, 'token')}",
         "--num-pages, or --kv-cache-dtype fp8",
-        "preemption" if run.preemptions else "scheduling",
-        num_pages=("pages", pages),
+        {"num_pages": pages},
+        kv_tokens=pages * size,
     )
 
 
@@ -182,9 +181,11 @@ def _prefixes(asked: RuleInput) -> Iterator[Finding]:
         yield asked.of_option(
             "busy with prompts whose beginnings were computed before",
             f"{shared:,} of {tokens:,} prompt tokens begin earlier prompts too ({shared / tokens:.0%})",
+            "scheduling",
             "the prefix cache",
             "--enable-prefix-caching",
-            enable_prefix_caching=("caches_prefixes", True),
+            {"enable_prefix_caching": True},
+            caches_prefixes=True,
         )
 
 
@@ -195,9 +196,11 @@ def _batch_cap(asked: RuleInput) -> Iterator[Finding]:
         yield asked.of_option(
             "low arithmetic intensity: fewer sequences run at once than there are",
             f"{full:,} of {counted(len(run.steps), 'step')} had all {run.facts.slots} sequences that may run at once",
+            "scheduling",
             f"{counted(slots, 'sequence')} at once",
             "--max-num-seqs",
-            max_num_seqs=("slots", slots),
+            {"max_num_seqs": slots},
+            slots=slots,
         )
 
 
@@ -212,9 +215,11 @@ def _chunks(asked: RuleInput) -> Iterator[Finding]:
         yield asked.of_option(
             "long tails: tokens wait for the prompts of others in the same step",
             f"steps had up to {counted(largest, 'token')}",
+            "scheduling",
             f"steps of {counted(best, 'token')} at most",
             "--max-num-batched-tokens",
-            max_num_batched_tokens=("step_tokens", best),
+            {"max_num_batched_tokens": best},
+            step_tokens=best,
         )
 
 

@@ -19,7 +19,7 @@ LEAST_GAIN = 0.03
 @dataclass(frozen=True)
 class Finding(Verdict):
     """One cause and what would help. change: what the first remedy changes of an engine's options, so that it can be
-    tried; None if no option does it. options: the same for its scheduler. replaces: steps measured under the change
+    tried; None if no option does it. options: the same of the engine's facts. replaces: steps measured under the change
     stand in for those of the run."""
 
     change: Mapping[str, Any] | None = None
