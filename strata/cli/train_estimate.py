@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from strata.hardware import specs
 from strata.models.config import ModelConfig, config_from_dict, read_config
 from strata.parallel.layout import Layout, auto_layout
@@ -29,28 +31,31 @@ def estimate_text(run: TrainConfig, device_name: str, ranks: int) -> str:
         layout, reason = auto_layout(config, ranks, room)
     layout = with_micro_batches(layout, run.data.packs_per_step)
     layout.check(config, layout.ranks if run.parallel is not None else ranks)
-    shape, adapters, what = step_shape(run, config, layout), None, f", {run.run.precision}"
-    if run.lora is not None:
-        adapters, what = AdapterStep.of(run, config, layout), ""
-    lines = [
-        f"{_named(layout)} ({reason}), {shape.batches} x {shape.tokens} tokens a replica{what}, {device.product} "
-        f"({room / GIB:.1f} GiB){'' if adapters is None else f'; {adapters.beside}'}"
-    ]
-    chosen = run.run.recompute
-    if chosen == "auto":
-        chosen = choose_recompute(shape, room) if adapters is None else adapters.choose_recompute(room)
-    for recompute in shape.recomputes if adapters is None else RECOMPUTE_OF_MODULES:
-        figures = _figures(estimate(shape, device, recompute)) if adapters is None else _of(adapters.memory(recompute))
-        lines.append(f"{'*' if recompute == chosen else ' '} recompute {recompute}: {figures}")
-    if adapters is not None and not adapters.fits(chosen, room):
-        lines.append(
-            "  more than is usable: lower data.tokens_per_pack, or pack the frozen weights (lora.quantization)"
+    shape, notes = step_shape(run, config, layout), []
+    where = f"{device.product} ({room / GIB:.1f} GiB)"
+    ways: dict[str, str]
+    if run.lora is None:
+        what, choose = f"{run.run.precision}, {where}", partial(choose_recompute, shape)
+        ways = {one: _figures(estimate(shape, device, one)) for one in shape.recomputes}
+    else:
+        step = AdapterStep.of(run, config, layout)
+        what, choose = f"{where}; {step.beside}", step.choose_recompute
+        ways = {one: _of(step.memory(one)) for one in RECOMPUTE_OF_MODULES}
+        notes.append("by hand count, activations at most; times are not predicted for adapters")
+    chosen = choose(room) if run.run.recompute == "auto" else run.run.recompute
+    if run.lora is not None and not step.fits(chosen, room):
+        notes.insert(
+            0, "more than is usable: lower data.tokens_per_pack, or pack the frozen weights (lora.quantization)"
         )
-    if adapters is not None:
-        lines.append("  by hand count, activations at most; times are not predicted for adapters")
     if run.optimizer.name != "adamw":
-        lines.append(f"  estimated with AdamW: {run.optimizer.name} keeps less and takes longer")
-    return "\n".join(lines)
+        notes.append(f"estimated with AdamW: {run.optimizer.name} keeps less and takes longer")
+    return "\n".join(
+        [
+            f"{_named(layout)} ({reason}), {shape.batches} x {shape.tokens} tokens a replica, {what}",
+            *(f"{'*' if one == chosen else ' '} recompute {one}: {figures}" for one, figures in ways.items()),
+            *(f"  {note}" for note in notes),
+        ]
+    )
 
 
 def model_config(run: TrainConfig) -> ModelConfig:
