@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from strata.hardware import specs
 from strata.models.config import ModelConfig, config_from_dict, read_config
 from strata.parallel.layout import Layout, auto_layout
@@ -31,22 +29,19 @@ def estimate_text(run: TrainConfig, device_name: str, ranks: int) -> str:
         layout, reason = auto_layout(config, ranks, room)
     layout = with_micro_batches(layout, run.data.packs_per_step)
     layout.check(config, layout.ranks if run.parallel is not None else ranks)
-    shape, notes = step_shape(run, config, layout), []
-    where = f"{device.product} ({room / GIB:.1f} GiB)"
-    ways: dict[str, str]
+    shape, chosen, notes = step_shape(run, config, layout), run.run.recompute, []
+    where, is_free = f"{device.product} ({room / GIB:.1f} GiB)", chosen == "auto"
     if run.lora is None:
-        what, choose = f"{run.run.precision}, {where}", partial(choose_recompute, shape)
+        what, chosen = f"{run.run.precision}, {where}", choose_recompute(shape, room) if is_free else chosen
         ways = {one: _figures(estimate(shape, device, one)) for one in shape.recomputes}
     else:
         step = AdapterStep.of(run, config, layout)
-        what, choose = f"{where}; {step.beside}", step.choose_recompute
+        what, chosen = f"{where}; {step.beside}", step.choose_recompute(room) if is_free else chosen
         ways = {one: _of(step.memory(one)) for one in RECOMPUTE_OF_MODULES}
+        if not step.fits(chosen, room):
+            advice = "lower data.tokens_per_pack, or pack the frozen weights (lora.quantization)"
+            notes.append(f"more than is usable: {advice}")
         notes.append("by hand count, activations at most; times are not predicted for adapters")
-    chosen = choose(room) if run.run.recompute == "auto" else run.run.recompute
-    if run.lora is not None and not step.fits(chosen, room):
-        notes.insert(
-            0, "more than is usable: lower data.tokens_per_pack, or pack the frozen weights (lora.quantization)"
-        )
     if run.optimizer.name != "adamw":
         notes.append(f"estimated with AdamW: {run.optimizer.name} keeps less and takes longer")
     return "\n".join(
