@@ -24,7 +24,6 @@ _TOKENS = 1024
 _AROUND_ATTENTION = 3
 # That of latents has the product that expands them in it.
 ATTENTIONS = ("attention", "latent_attention")
-MIXTURES = ("experts", "biased_experts")
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ def _pass_cost(config: ModelConfig, node: NodeCost, cost: Cost, *, backward: boo
     if node.operation in ATTENTIONS:
         return PassCost(attention=cost.flops, attended=cost.bytes, kernels=1 + backward * _AROUND_ATTENTION)
     moved, weights = _traffic(cost, backward), cost.weights * (1 + backward)
-    if node.operation in MIXTURES:
+    if node.is_mixture:
         # Beside products they activate and add up. A token is multiplied by as many elements as it reads of one alone.
         mixture = config.experts
         assert mixture is not None
