@@ -46,7 +46,9 @@ class MemoryOfRank:
     def in_words(self) -> str:
         """GiB of each kind in words."""
         words = {"accumulated": "gradient sums"}
-        return ", ".join(f"{words.get(one.name, one.name)} {getattr(self, one.name) / GIB:.3g}" for one in fields(self))
+        return ", ".join(
+            f"{words.get(one.name, one.name)} {getattr(self, one.name) / GIB:,.2f}" for one in fields(self)
+        )
 
 
 @dataclass(frozen=True)
