@@ -2,15 +2,49 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from strata.plan.waterfall import Cause, Part, Verdict, Waterfall
+from strata.engine.watch.verdict import Cause, Layer, Verdict
 
 StepWork = Literal["decode", "prompt", "mixed"]
 # What is explained: the wall time of a run, the mean latency of its requests, or the waits between two tokens at p99.
 Subject = Literal["run", "request", "tail"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Seconds of a run beyond its floor, in which layer they are lost and to what. name: for people."""
+
+    name: str
+    layer: Layer
+    cause: Cause
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Waterfall:
+    """From the measured seconds of a run down to its floor: the parts and the floor add up to what was measured.
+
+    floor: 0 where it is not known.
+    """
+
+    measured: float
+    floor: float
+    parts: tuple[Part, ...]
+
+    @property
+    def unexplained(self) -> float:
+        """Seconds that no part tells of; negative where parts tell of too many."""
+        return self.measured - self.floor - math.fsum(part.seconds for part in self.parts)
+
+    def seconds(self, *, layer: Layer | None = None, cause: Cause | None = None) -> float:
+        """Of the parts of a layer, or cause, or both."""
+        return math.fsum(
+            part.seconds for part in self.parts if layer in (None, part.layer) and cause in (None, part.cause)
+        )
 
 
 @dataclass(frozen=True)

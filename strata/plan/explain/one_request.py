@@ -11,9 +11,8 @@ from strata.engine.watch.request_ledger import Part as LedgerPart
 from strata.engine.watch.verdict import HELD_SHARE, NEAR, Cause, Remedy, Verdict
 from strata.models.folder import BUILTIN
 from strata.models.shapes import SHAPES
-from strata.plan.explain.explanation import Explanation, Phase
+from strata.plan.explain.explanation import Explanation, Part, Phase, Waterfall
 from strata.plan.explain.verdict import Finding
-from strata.plan.waterfall import Part, Waterfall
 from strata.text.counted import counted
 
 _OWN: tuple[LedgerPart, ...] = ("prompt", "decode")

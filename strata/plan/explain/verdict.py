@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from strata.engine.watch.verdict import NEAR
-from strata.plan.explain.explanation import Explained
+from strata.engine.watch.verdict import NEAR, Remedy, Verdict
+from strata.plan.explain.explanation import Explained, Part
 from strata.plan.report.units import share
-from strata.plan.waterfall import Part, Remedy, Verdict
 
 # What saves less is no bottleneck.
 LEAST_GAIN = 0.03

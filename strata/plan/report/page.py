@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from strata.plan.explain.explanation import Explanation, OperationTime
+from strata.engine.watch.verdict import LAYERS
+from strata.plan.explain.explanation import Explanation, OperationTime, Part, Waterfall
 from strata.plan.report.roofline import Roofline, points
 from strata.plan.report.timeline import COLUMNS, panels, timeline, timeline_text
 from strata.plan.report.units import quantity, seconds, share
-from strata.plan.waterfall import LAYERS, Part, Waterfall
 
 # Less of the measured time than this is rounding.
 ROUNDING = 5e-4

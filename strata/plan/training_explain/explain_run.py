@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from strata.engine.watch.verdict import Remedy
 from strata.plan.explain.explanation import Explanation, StepTime
 from strata.plan.explain.verdict import verdict
 from strata.plan.report.units import seconds
@@ -12,7 +13,6 @@ from strata.plan.training_explain.findings import TrainingRuleInput, findings
 from strata.plan.training_explain.recorded_run import RecordedRun
 from strata.plan.training_explain.run_floor import run_floor
 from strata.plan.training_explain.run_waterfall import explained_run
-from strata.plan.waterfall import Remedy
 from strata.text.counted import counted
 
 # Beyond so many, a step of the timeline is an interval of the log.

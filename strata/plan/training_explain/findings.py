@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
+from strata.engine.watch.verdict import Remedy
 from strata.plan.explain.explanation import Explained
 from strata.plan.explain.verdict import Finding, ranked
 from strata.plan.report.units import quantity, seconds, share
 from strata.plan.training_explain import run_waterfall as parts
 from strata.plan.training_explain.recorded_run import RecordedRun
 from strata.plan.training_explain.run_floor import RunFloor, likely_time
-from strata.plan.waterfall import Remedy
 from strata.text.counted import counted
 from strata.train.predict.estimate import USABLE, memory
 from strata.train.predict.step_shape import TrainShape

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from strata.plan.explain.explanation import Explained, OperationTime
+from strata.engine.watch.verdict import Cause, Layer
+from strata.plan.explain.explanation import Explained, OperationTime, Part
 from strata.plan.training_explain.recorded_run import RecordedRun
 from strata.plan.training_explain.run_floor import RunFloor
-from strata.plan.waterfall import Cause, Layer, Part
 from strata.train.predict.layer_costs import PassCost
 
 WARM_UP = "first steps: compiling, recording, warming up"

@@ -8,12 +8,12 @@ from html.parser import HTMLParser
 
 import pytest
 
-from strata.plan.explain.explanation import Explanation, OperationTime, StepTime
+from strata.engine.watch.verdict import Remedy, Verdict
+from strata.plan.explain.explanation import Explanation, OperationTime, Part, StepTime, Waterfall
 from strata.plan.report.page import html_page, ordered
 from strata.plan.report.roofline import points
 from strata.plan.report.timeline import timeline, timeline_text
 from strata.plan.report.units import quantity, seconds, share
-from strata.plan.waterfall import Part, Remedy, Verdict, Waterfall
 from tests.plan.report.sample import HOSTILE, sample
 
 VOID = {"meta"}
