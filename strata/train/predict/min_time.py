@@ -177,9 +177,7 @@ class _Passes:
         self.work = ahead + back + again + head_backward + _ComputeSeconds(head)
         self.computing = (ahead.seconds + head, (back + again + head_backward).seconds)
         self.messages: dict[str, Messages] = {}
-        waiting = (0.0, 0.0)
-        if rates.network is not None:
-            waiting = self._inner_messages(ahead, back, again, recompute)
+        waiting = self._inner_messages(ahead, back, again, recompute)
         self.forward, self.backward = self.computing[0] + waiting[0], self.computing[1] + waiting[1]
         self.inputs = self.backward - ahead.products - head  # all but the products that give the weights' gradients
 
@@ -251,8 +249,6 @@ class _Passes:
     ) -> tuple[Messages, Messages]:
         """Around attention and the MLP the ranks gather tokens and sum products, or sum alone, which is as much."""
         shape, layout, config = self.shape, self.shape.layout, self.shape.config
-        if layout.tp == 1:
-            return Messages(), Messages()
         size, axis = 2 * shape.own_tokens * config.hidden_size, Axes(shape).tensor
         sparse = (False,) * config.num_layers if config.experts is None else config.experts.layers
         # Experts are whole on each rank of tp. Embedding and head are half a block each.
@@ -275,8 +271,6 @@ class _Passes:
 
     def _context(self, ahead: _ComputeSeconds, back: _ComputeSeconds, *, again: bool) -> tuple[Messages, Messages]:
         shape, layout, config = self.shape, self.shape.layout, self.shape.config
-        if layout.cp == 1:
-            return Messages(), Messages()
         layers, ranks, axis = len(self.held.layers), layout.cp, Axes(shape).context
         queries, keys = (
             2 * shape.own_tokens * heads * config.head_dim // layout.tp
@@ -297,7 +291,7 @@ class _Passes:
 
     def _experts(self, *, again: bool) -> tuple[Messages, Messages]:
         shape, layout, experts = self.shape, self.shape.layout, self.shape.config.experts
-        if layout.ep == 1 or experts is None:
+        if experts is None:
             return Messages(), Messages()
         axis = Axes(shape).experts
         layers = sum(count for layer, count in self.held.unlike if experts.layers[layer])
