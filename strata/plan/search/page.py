@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 
-from markupsafe import Markup
-
 from strata.plan.report.page import rendered
 from strata.plan.search.choice import ServingChoice
 from strata.plan.search.frontier import frontier, frontier_svg
@@ -39,13 +37,13 @@ def html_page(plan: ServingPlan) -> str:
     )
 
 
-def _picture(plan: ServingPlan) -> Markup:
+def _picture(plan: ServingPlan) -> str:
     """As wide as the page, in the colour of its words."""
     text = re.sub(r"^.*?(?=<svg)", "", frontier_svg(plan, _PLACE, "none"), flags=re.DOTALL)
     root = re.match(r"<svg[^>]*>", text)
     assert root is not None
     sized = re.sub(r' (width|height)="[^"]*"', "", root[0])
-    return Markup((sized + text[root.end() :]).replace(_PLACE, "currentColor"))
+    return (sized + text[root.end() :]).replace(_PLACE, "currentColor")
 
 
 def _rows(label: str, choices: tuple[ServingChoice, ...]) -> tuple[str, list[str], list[list[str]], int] | None:
