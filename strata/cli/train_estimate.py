@@ -10,7 +10,6 @@ from strata.train.config import TrainConfig
 from strata.train.layout import with_micro_batches
 from strata.train.predict.adapters import AdapterStep
 from strata.train.predict.estimate import GIB, Estimate, MemoryOfRank, choose_recompute, estimate, step_shape
-from strata.train.recompute import RECOMPUTE_OF_MODULES
 from strata.train.start import fresh_config
 from strata.train.trainable import check_trainable
 
@@ -37,7 +36,7 @@ def estimate_text(run: TrainConfig, device_name: str, ranks: int) -> str:
     else:
         step = AdapterStep.of(run, config, layout)
         what, chosen = f"{where}; {step.beside}", step.choose_recompute(room) if is_free else chosen
-        ways = {one: _of(step.memory(one)) for one in RECOMPUTE_OF_MODULES}
+        ways = {one: _of(step.memory(one)) for one in shape.recomputes}
         if not step.fits(chosen, room):
             advice = "lower data.tokens_per_pack, or pack the frozen weights (lora.quantization)"
             notes.append(f"more than is usable: {advice}")

@@ -50,7 +50,7 @@ def explain_run(run: RecordedRun) -> Explanation:
 def _narrow(asked: TrainingRuleInput) -> Iterator[Remedy]:
     """Products in 8 bits, where the run could have them: they change its numbers."""
     what, shape = asked.run.what, asked.floor.shape
-    if what.kind == "cuda" and shape.precision == "bf16" and shape.runs_graph and what.config.lora is None:
+    if what.kind == "cuda" and shape.precision == "bf16" and shape.runs_graph:
         narrow = replace(shape, precision="fp8-tensor")
         option = "--run.precision fp8-tensor"
         yield from asked.tried("products in 8 bits, if the loss allows it", option, narrow)

@@ -24,12 +24,10 @@ from strata.train.predict.estimate import (
     layer_bytes,
     layer_working_bytes,
     logits_bytes,
-    mlp_bytes,
     step_shape,
 )
 from strata.train.predict.held import held_parameters
 from strata.train.predict.step_shape import TrainShape
-from strata.train.recompute import RECOMPUTE_OF_MODULES
 
 
 @dataclass(frozen=True)
@@ -65,15 +63,15 @@ class AdapterStep:
         return AdapterStep(step_shape(run, config, layout), run.lora, model, planned)
 
     def memory(self, recompute: str) -> AdapterMemory:
-        """recompute: one of `RECOMPUTE_OF_MODULES`."""
+        """recompute: one of `shape.recomputes`."""
         shape, shapes = self.shape, list(adapter_shapes(self.model, self.lora))
         tokens = shape.own_tokens
         elements = sum(self.lora.rank * (out + width) for out, width in shapes)
         layers = range(shape.config.num_layers)
         # What lies between an adapter's two matrices is float32. With layers computed again it is of one of them.
         of_adapters = 4 * tokens * self.lora.rank * len(shapes) // (len(layers) if recompute == "layers" else 1)
-        kept = [_modules_bytes(shape, layer, recompute) for layer in layers]
-        again = max(_modules_bytes(shape, layer, "none") - one for layer, one in zip(layers, kept, strict=True))
+        kept = [layer_bytes(shape, layer, recompute) for layer in layers]
+        again = max(layer_bytes(shape, layer, "none") - one for layer, one in zip(layers, kept, strict=True))
         # An adapter's backward pass widens the gradient twice, or it and the input.
         widened = max(4 * tokens * max(2 * out, out + width) for out, width in shapes)
         working = max(layer_working_bytes(shape, layer) for layer in layers)
@@ -107,18 +105,8 @@ class AdapterStep:
 
     def choose_recompute(self, device_bytes: int) -> str:
         """The first way of the layout that fits, or else the one that takes the least memory."""
-        ways = [one for one in RECOMPUTE_OF_MODULES if one in self.shape.recomputes]
+        ways = self.shape.recomputes
         return next((one for one in ways if self.fits(one, device_bytes)), ways[-1])
 
     def fits(self, recompute: str, device_bytes: int) -> bool:
         return self.memory(recompute).total <= USABLE * device_bytes
-
-
-def _modules_bytes(shape: TrainShape, layer: int, recompute: str) -> int:
-    """Of a layer that is run by its modules, in bfloat16."""
-    whole, entering = layer_bytes(shape, layer, "none"), shape.own_tokens * 2 * shape.config.hidden_size
-    if recompute == "layers":
-        return entering
-    space = shape.config.recurrence
-    has_mlp = space is None or not space.layers[layer] or space.has_mlps
-    return whole - mlp_bytes(shape, layer, "none") + entering if recompute == "mlp" and has_mlp else whole

@@ -129,8 +129,17 @@ def step_shape(run: TrainConfig, config: ModelConfig, layout: Layout) -> TrainSh
     """The largest step of a run: full packs, of documents as long as the model takes."""
     tokens = run.data.tokens_per_pack
     packs = max(1, run.data.packs_per_step // (layout.dp * layout.shard))
-    length = min(tokens, config.longest)
-    return TrainShape(config, tokens, length, packs, run.run.precision, layout, run.optimizer.offload, run.dpo is None)
+    return TrainShape(
+        config,
+        tokens,
+        min(tokens, config.longest),
+        packs,
+        run.run.precision,
+        layout,
+        run.optimizer.offload,
+        sums_cross_entropy=run.dpo is None,
+        adapters=run.lora is not None,
+    )
 
 
 def choose_recompute(shape: TrainShape, device_bytes: int) -> str:

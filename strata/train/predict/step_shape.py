@@ -21,7 +21,7 @@ class TrainShape:
 
     batches: of a rank in a step, whose gradients add up; with a pipeline its micro-batches. precision: of the layers'
     products, one of `strata.train.config.PRECISIONS`. layout: checked for the model. offload: masters and moments lie
-    on the host. sums_cross_entropy: see `strata.parallel.loss.Loss`.
+    on the host. sums_cross_entropy: see `strata.parallel.loss.Loss`. adapters: they alone learn, beside the modules.
     """
 
     config: ModelConfig
@@ -32,6 +32,7 @@ class TrainShape:
     layout: Layout = field(default_factory=Layout)
     offload: bool = False
     sums_cross_entropy: bool = True
+    adapters: bool = False
 
     @property
     def own_tokens(self) -> int:
@@ -46,7 +47,7 @@ class TrainShape:
     @property
     def runs_graph(self) -> bool:
         """Whether the merged and fused graph trains (`strata.train.compile`), or the modules of a divided model."""
-        return self.layout.divides_documents_only
+        return self.layout.divides_documents_only and not self.adapters
 
     @property
     def loss_has_gradients(self) -> bool:
