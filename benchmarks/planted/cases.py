@@ -72,9 +72,9 @@ def slow_loop(llm: LLM) -> Iterator[None]:
     scheduler = llm.engine.loop.scheduler
     schedule = scheduler.schedule
 
-    def slowly() -> Any:
+    def slowly(*began: float) -> Any:
         spin(_SLOW_LOOP)
-        return schedule()
+        return schedule(*began)
 
     with patch.object(scheduler, "schedule", slowly):
         yield

@@ -21,19 +21,14 @@ from strata.cli.explain_output import Html, TraceFile, show
 from strata.engine.watch.request_ledger import Part, RequestLedger
 
 if TYPE_CHECKING:
-    from strata.plan.explain.explanation import Explanation
+    from strata.bench.explain.measure import AnyWorkload, BenchWorkload, ServedWorkload
+    from strata.bench.run import Setup
+    from strata.plan.explain.explanation import Explanation, Subject
+    from strata.plan.explain.measurement import MeasuredStep
 
 # Options that say something of a training run.
 _OF_TRAINING = frozenset({"run", "html", "trace", "as_json"})
 _OF_REQUESTS = frozenset({"request", "url", "html", "trace", "as_json"})
-
-
-if TYPE_CHECKING:
-    from strata.bench.explain.measure import AnyWorkload, BenchWorkload
-    from strata.bench.run import Setup
-    from strata.bench.served.client import Load
-    from strata.plan.explain.explanation import Explanation, Subject
-    from strata.plan.explain.measurement import MeasuredStep
 
 
 def explain(
@@ -102,17 +97,14 @@ def explain(
         )
     engine = model, load_format, dtype, device, deterministic, tensor_parallel_size
     setup = Setup(*engine, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
-    subject: Subject = "tail" if tail else "run"
     workload: AnyWorkload
     if test == "T5":
-        from strata.bench.explain.measure import ServedWorkload
-
-        subject = "tail" if tail else "request"
-        workload = ServedWorkload(_load(setup, request_rate, num_prompts, prompt, output))
+        workload = _served(setup, request_rate, num_prompts, prompt, output)
     elif request_rate is not None or num_prompts is not None:
         raise ValueError(f"--request-rate and --num-prompts are of T5, a served load; {test} comes at once")
     else:
         workload = _workload(setup, test, prompt, output)
+    subject: Subject = "tail" if tail else "request" if test == "T5" else "run"
     changes = {
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
@@ -164,7 +156,10 @@ def _workload(setup: Setup, name: str, prompt: int | None, output: int | None) -
     return BenchWorkload(dataclasses.replace(test, prompts=prompts, outputs=(output or test.outputs[0],) * count))
 
 
-def _load(setup: Setup, rate: float | None, requests: int | None, prompt: int | None, output: int | None) -> Load:
+def _served(
+    setup: Setup, rate: float | None, requests: int | None, prompt: int | None, output: int | None
+) -> ServedWorkload:
+    from strata.bench.explain.measure import ServedWorkload
     from strata.bench.load.request_sets import EvenLengths
     from strata.bench.served.client import random_load
     from strata.bench.served.measure import LENGTHS, RATE, REQUESTS
@@ -173,7 +168,8 @@ def _load(setup: Setup, rate: float | None, requests: int | None, prompt: int | 
     lengths = EvenLengths(prompt or LENGTHS.prompt, output or LENGTHS.output)
     _check_length(setup, "T5", lengths.max_tokens)
     vocabulary = find_config(setup.source).vocab_size
-    return random_load(lengths, requests or REQUESTS, float(RATE) if rate is None else rate, 0, vocabulary)
+    rate = float(RATE) if rate is None else rate
+    return ServedWorkload(random_load(lengths, requests or REQUESTS, rate, 0, vocabulary))
 
 
 def explained(

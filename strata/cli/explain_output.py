@@ -66,7 +66,7 @@ def draw(found: Explanation) -> None:
     from rich.table import Table
 
     from strata.graph.draw import duration
-    from strata.plan.report.waterfall_table import ROUNDING
+    from strata.plan.report.page import ROUNDING
 
     # Ids of requests and paths of models are a user's: brackets in them are no markup.
     console, fall = Console(highlight=False, markup=False, emoji=False), found.waterfall

@@ -36,6 +36,7 @@ def _renamed(old: str, new: str) -> Any:
 
 HardwareBefore = _renamed("--device", "--hardware")
 TpotTargetMsBefore = _renamed("--step-target-ms", "--tpot-target-ms")
+InputLenBefore, OutputLenBefore = _renamed("--isl", "--input-len"), _renamed("--osl", "--output-len")
 Dtype = Annotated[str, engine_option(help="auto, float32, bfloat16 or float16.")]
 # The names of `strata.kernels.quant.schemes`, which loads PyTorch.
 _SCHEMES = "fp8, fp8_block, fp8_weights, int8, int8_weights, int4, mxfp4 or nvfp4"

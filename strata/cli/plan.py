@@ -29,8 +29,10 @@ def plan(
     model: options.ModelOrSizes,
     hardware: options.Hardware = "h200",
     gpus: Annotated[int, typer.Option(min=1, max=100_000, help="How many of them there are.")] = 1,
-    isl: Annotated[int | None, typer.Option(min=1, max=_MOST_TOKENS, help="Tokens of a prompt.")] = None,
-    osl: Annotated[int | None, typer.Option(min=1, max=_MOST_TOKENS, help="Tokens of an answer.")] = None,
+    input_len: Annotated[int | None, typer.Option(min=1, max=_MOST_TOKENS, help="Tokens of a prompt.")] = None,
+    isl: options.InputLenBefore = None,
+    output_len: Annotated[int | None, typer.Option(min=1, max=_MOST_TOKENS, help="Tokens of an answer.")] = None,
+    osl: options.OutputLenBefore = None,
     trace: Annotated[Path | None, typer.Option(help="JSON lines with input_length and output_length instead.")] = None,
     cached: Annotated[int, typer.Option(min=0, help="First tokens of prompts that the prefix cache has.")] = 0,
     ttft: Annotated[float | None, typer.Option(help="Most milliseconds to the first token, on average.")] = None,
@@ -64,14 +66,14 @@ def plan(
     Weights and pages in fewer bits stand beside it unless asked for, and what Strata cannot run yet. With --train,
     choose the quickest layout of a training step that fits.
 
-    Example: strata plan 70B --hardware h200 --gpus 8 --isl 2000 --osl 500 --tpot 30
+    Example: strata plan 70B --hardware h200 --gpus 8 --input-len 2000 --output-len 500 --tpot 30
     """
     if train != (batch_tokens is not None):
         raise ValueError("a plan of a training run takes --train and --batch-tokens, one of serving neither")
     in_bits = {"quantization": quantization, "kv-cache-dtype": None if kv_cache_dtype == "auto" else kv_cache_dtype}
     if batch_tokens is not None:
-        serving = {"isl": isl, "osl": osl, "trace": trace, "ttft": ttft, "tpot": tpot, "cached": cached or None}
-        serving |= {"acceptance": acceptance, "svg": svg, "html": html}
+        serving = {"input-len": input_len, "output-len": output_len, "trace": trace, "ttft": ttft, "tpot": tpot}
+        serving |= {"cached": cached or None, "acceptance": acceptance, "svg": svg, "html": html}
         if given := [f"--{name}" for name, value in {**serving, **in_bits}.items() if value is not None]:
             raise ValueError(f"{', '.join(given)}: for serving alone; leave out --train, or this")
         on = (device_to_plan(hardware), gpus, batch_tokens, sequence, gpus_per_host, network * GIGA, precision)
@@ -91,11 +93,14 @@ def plan(
     if svg or html:
         drawable()
     svg, html = writable(ending_in(svg, "--svg", ".svg")), writable(ending_in(html, "--html", *PAGE_ENDINGS))
-    if trace is not None and (isl or osl):
-        raise ValueError(f"--trace {trace} has the lengths of requests: leave it out, or --isl and --osl")
-    if trace is None and not (isl and osl):
-        raise ValueError("give the lengths of requests by --isl and --osl, or by --trace FILE")
-    traffic = Traffic.of(isl, osl, cached) if isl and osl else read_traffic(trace or Path(), cached)
+    if trace is not None and (input_len or output_len):
+        raise ValueError(f"--trace {trace} has the lengths of requests: leave it out, or --input-len and --output-len")
+    if trace is None and not (input_len and output_len):
+        raise ValueError("give the lengths of requests by --input-len and --output-len, or by --trace FILE")
+    if input_len and output_len:
+        traffic = Traffic.of(input_len, output_len, cached)
+    else:
+        traffic = read_traffic(trace or Path(), cached)
     if tpot is not None and traffic.output == 1:
         raise ValueError(f"--tpot {tpot:g}: answers of one token have no time after the first; leave it out")
     if svg is not None and traffic.output == 1:
@@ -150,8 +155,8 @@ def _plan_training(
     if found.found.others:
         print("\nThe quickest of other divisions among devices:")
     for one in found.found.others:
-        how = f"{layout_name(one.shape.layout)}, recompute {one.estimate.recompute}"
-        print(f"  {milliseconds(one.seconds):>9} ms  {one.estimate.likely_mfu:>6.1%}  {how}")
+        how = f"{layout_name(one.shape.layout)}, recompute {one.recompute}"
+        print(f"  {milliseconds(one.likely.seconds):>9} ms  {one.likely_mfu:>6.1%}  {how}")
 
 
 def _named(name: str, value: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
 
 from strata import LLM
 from strata.bench.explain.measure import BenchWorkload, ServedWorkload, measure, measured_steps
@@ -14,10 +15,11 @@ from strata.bench.load.request_sets import EvenLengths
 from strata.bench.run import Setup
 from strata.bench.served.client import random_load
 from strata.bench.workloads import InferenceTest, random_prompts
-from strata.plan.explain.ceilings import steps_on_processor
 from strata.plan.explain.measurement import Measurement
 from strata.plan.explain.split import split_steps
 from strata.plan.explain.waterfalls import of_latency
+from strata.plan.meta_model import meta_model
+from strata.plan.step_seconds import StepSeconds
 from tests.plan.explain.runs import DEVICE
 
 TEST = InferenceTest("small", random_prompts(3, 20), (5, 3, 4), temperature=0.0)
@@ -29,9 +31,13 @@ def llm() -> LLM:
     return LLM(**OPTIONS, verbose=False)
 
 
+def steps_of(llm: LLM, **options: str) -> StepSeconds:
+    return StepSeconds(meta_model(llm.engine.config, None, torch.float32, **options), DEVICE)
+
+
 @pytest.fixture(scope="module")
 def measured(llm: LLM) -> Measurement:
-    times = steps_on_processor(llm.engine.config, "float32", DEVICE)
+    times = steps_of(llm)
     texts = tuple(llm.get_tokenizer().decode([id % 4096 for id in prompt]) for prompt in TEST.prompts)
     work = BenchWorkload(TEST, texts)
     return measure(llm, work, OPTIONS | {"dtype": "bfloat16"}, times, title="small", short=BenchWorkload(TEST).short())
@@ -91,7 +97,7 @@ def test_a_run_finds_nothing_of_the_one_before(llm: LLM) -> None:
 
 def test_a_served_load_is_explained_from_arrival_to_last_token(llm: LLM) -> None:
     load = random_load(EvenLengths(12, 4), 5, 50.0, 0, 4096)
-    times = steps_on_processor(llm.engine.config, "float32", DEVICE)
+    times = steps_of(llm)
     measured = measure(llm, ServedWorkload(load), OPTIONS, times, title="served", short=ServedWorkload(load).short())
     assert [(len(one.prompt), one.outputs, len(one.times)) for one in measured.requests] == [(12, 4, 4)] * 5
     came = [one.due for one in measured.requests]
@@ -108,7 +114,7 @@ def test_plain_products_are_measured_where_packed_ones_are_unpacked(measured: Me
     assert measured.unpacked is None
     options = OPTIONS | {"quantization": "int4"}
     packed = LLM(**options, verbose=False)
-    times = steps_on_processor(packed.engine.config, "float32", DEVICE, quantization="int4")
+    times = steps_of(packed, quantization="int4")
     found = measure(packed, BenchWorkload(TEST), options, times, title="int4", short=BenchWorkload(TEST).short())
     assert found.unpacked is not None
     assert (found.unpacked.values, found.unpacked.asked) == ("int4", True)

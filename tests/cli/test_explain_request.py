@@ -19,8 +19,8 @@ from strata.cli.explain_output import draw, values
 from strata.cli.main import app
 from strata.engine.watch.request_ledger import Part as LedgerPart
 from strata.engine.watch.request_ledger import RequestLedger
+from strata.plan.explain.explanation import Part, Waterfall
 from strata.plan.explain.one_request import explain_request
-from strata.plan.waterfall import Part, Waterfall
 from tests.plan.report.sample import sample
 
 RUNNER = CliRunner()

@@ -97,7 +97,7 @@ def test_a_config_is_explained_by_a_few_steps_that_leave_nothing(
     found = explained(str(toml))
     # What is advised goes by the config as it is, not as it was for the short run.
     assert runs[0].what.config == read_train_config(toml)
-    assert len(found["steps"]) == runs[0].steps == 6
+    assert len(found["steps"]) == runs[0].whole.steps == 6
     assert {"products", "attention", "optimizer"} <= {one["name"] for one in found["operations"]}
     assert any("traced steps" in source for source in found["sources"])
     assert sorted(tmp_path.iterdir()) == before

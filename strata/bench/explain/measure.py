@@ -111,9 +111,8 @@ def measure(
     if short is not None:
         traced = _traced(llm, short) if on_host else _profiled(llm, short)
     recorder, spans = StepRecorder(engine), HostSpans(engine.loop.clock)
-    scheduler, recorded = engine.loop.scheduler, engine.recorded
+    scheduler = engine.loop.scheduler
     before = scheduler.statistics.preemptions
-    unrecorded = 0 if recorded is None else sum(recorded.unrecorded.values())
     nvml = None if on_host else open_nvml()
     gpu = None
     if nvml is not None:
@@ -144,7 +143,6 @@ def measure(
         facts(llm, options, times),
         spans.seconds,
         scheduler.statistics.preemptions - before,
-        0 if recorded is None else sum(recorded.unrecorded.values()) - unrecorded,
         ideal,
         traced,
         state,

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from strata.bench.run import Setup
 from strata.bench.workloads import InferenceTest
 from strata.engine.engine_config import device_of
+from strata.hardware.figures import Device
+from strata.models.config import DTYPES
 from strata.parallel.serving_shard import RankShard
-from strata.plan.explain.ceilings import processor_device, steps_on_gpu, steps_on_processor
+from strata.plan.explain.ceilings import PROCESSOR, device_here
 from strata.plan.explain.measurement import EngineFacts
-from strata.plan.meta_model import dtype_name
+from strata.plan.meta_model import dtype_name, meta_model
 from strata.plan.step_seconds import StepSeconds
 
 if TYPE_CHECKING:
@@ -24,13 +23,9 @@ if TYPE_CHECKING:
 def predicted(llm: LLM, setup: Setup) -> tuple[StepSeconds, Sequence[str]]:
     """Steps of an engine's model, and where a processor's ceilings come from. Raises ValueError for a GPU that is not
     in the database, and for ranks that share a processor, of which no link is known."""
-    engine = llm.engine
-    ran = dtype_name(next(engine.model.parameters()).dtype)
-    if engine.device.type == "cpu":
-        check_ranks(setup)
-        here, sources = processor_device()
-        return steps_on_processor(engine.config, ran, here, setup.deterministic, *_in_bits(setup)), sources
-    return _on_gpu(llm, setup, ran), ()
+    check_ranks(setup)
+    here = device_here(PROCESSOR if llm.engine.device.type == "cpu" else None)
+    return _steps(llm, setup, dtype_name(next(llm.engine.model.parameters()).dtype), here.device), here.sources
 
 
 def check_ranks(setup: Setup) -> None:
@@ -44,12 +39,7 @@ def check_ranks(setup: Setup) -> None:
 
 def in_requested_dtype(facts: EngineFacts, llm: LLM, setup: Setup, times: StepSeconds) -> StepSeconds | None:
     """The same in the dtype that was asked for; None where the engine has it."""
-    if facts.dtype == facts.asked_dtype:
-        return None
-    if llm.engine.device.type == "cpu":
-        asked = facts.asked_dtype, times.device, setup.deterministic
-        return steps_on_processor(llm.engine.config, *asked, *_in_bits(setup))
-    return _on_gpu(llm, setup, facts.asked_dtype)
+    return None if facts.dtype == facts.asked_dtype else _steps(llm, setup, facts.asked_dtype, times.device)
 
 
 def ideal_seconds(test: InferenceTest, times: StepSeconds) -> float:
@@ -57,14 +47,17 @@ def ideal_seconds(test: InferenceTest, times: StepSeconds) -> float:
     return test.floor(times.costs.step, times.device, times.dtype, times.link)
 
 
-def _on_gpu(llm: LLM, setup: Setup, dtype: str) -> StepSeconds:
+def _steps(llm: LLM, setup: Setup, dtype: str, device: Device) -> StepSeconds:
     engine, shard = llm.engine, None
-    if (ranks := setup.tensor_parallel_size) > 1:
-        shard = RankShard.of(engine.config, ranks, 0, expert_parallel=setup.enable_expert_parallel)
-    product = torch.cuda.get_device_name(engine.device)
-    given = engine.config, dtype, product, setup.deterministic, shard, *_in_bits(setup)
-    return steps_on_gpu(*given, max_sequences=engine.loop.scheduler.max_sequences)
-
-
-def _in_bits(setup: Setup) -> tuple[str | None, str, Path | None]:
-    return setup.quantization, setup.kv_cache_dtype, setup.checkpoint
+    options: dict[str, Any] = {
+        "deterministic": setup.deterministic,
+        "quantization": setup.quantization,
+        "kv_cache_dtype": setup.kv_cache_dtype,
+    }
+    if engine.device.type != "cpu":
+        options["max_num_seqs"] = engine.loop.scheduler.max_sequences
+        if (ranks := setup.tensor_parallel_size) > 1:
+            shard = RankShard.of(engine.config, ranks, 0, expert_parallel=setup.enable_expert_parallel)
+    kernels = None if engine.device.type == "cpu" else device
+    model = meta_model(engine.config, kernels, DTYPES[dtype], shard, folder=setup.checkpoint, **options)
+    return StepSeconds(model, device)

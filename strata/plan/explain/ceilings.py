@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import datetime
 import time
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from strata.engine.engine_config import MAX_NUM_SEQS
 from strata.hardware.figures import Device
 from strata.hardware.machine import cpu_name, processor
 from strata.hardware.probe import cpu
@@ -17,10 +15,6 @@ from strata.hardware.probe.ceiling import Measured
 from strata.hardware.probe.device import device_of
 from strata.hardware.probe.report import ProbeReport, kept, newest
 from strata.hardware.specs import DEVICES, recognize
-from strata.models.config import DTYPES, ModelConfig
-from strata.parallel.serving_shard import RankShard
-from strata.plan.meta_model import meta_model
-from strata.plan.step_seconds import StepSeconds
 
 # The name of this machine's, whichever it is.
 PROCESSOR = "cpu"
@@ -70,66 +64,19 @@ def device_here(asked: str | None) -> Here:
 
     Raises ValueError if that one is not here, and for a GPU that is not in the database.
     """
-    here: Here | None = None
+    product = cpu_name()
     if torch.cuda.is_available() and asked != PROCESSOR:
         product = torch.cuda.get_device_name()
-        found = recognize(product)
-        if found is None:
-            raise ValueError(f"{product} is not in the device database, so nothing tells the floors of steps on it")
-        here = Here(found, is_processor=False)
-    else:
-        product = cpu_name()
-        known = recognize(product)
-        if asked in (None, PROCESSOR) or (known is not None and asked == known.key):
-            device, sources = processor_device()
-            return Here(device, is_processor=True, sources=sources)
-    if here is None or asked not in (None, here.device.key):
-        raise ValueError(
-            f"device {asked!r} is not here, and what is measured runs on {product}: leave it out, or give "
-            f"{PROCESSOR}, the processor"
-        )
-    return here
-
-
-def steps_on_processor(
-    config: ModelConfig,
-    dtype: str,
-    device: Device,
-    deterministic: bool = False,
-    quantization: str | None = None,
-    kv_cache_dtype: str = "auto",
-    folder: Path | None = None,
-) -> StepSeconds:
-    """dtype: as torch names it. folder: of the checkpoint, which may be packed.
-
-    Raises ValueError if no peak in it is known of the processor.
-    """
-    options: dict[str, Any] = {"deterministic": deterministic, "quantization": quantization}
-    options["kv_cache_dtype"] = kv_cache_dtype
-    return StepSeconds(meta_model(config, None, DTYPES[dtype], folder=folder, **options), device)
-
-
-def steps_on_gpu(
-    config: ModelConfig,
-    dtype: str,
-    product: str,
-    deterministic: bool = False,
-    shard: RankShard | None = None,
-    quantization: str | None = None,
-    kv_cache_dtype: str = "auto",
-    folder: Path | None = None,
-    *,
-    max_sequences: int = MAX_NUM_SEQS,
-) -> StepSeconds:
-    """product: as the driver names it. folder: as for `steps_on_processor`. max_sequences: that the engine runs.
-
-    Raises ValueError for a device that is not in the database.
-    """
-    device = recognize(product)
-    if device is None:
-        known = ", ".join(one.product for one in DEVICES.values() if one.cuda is not None)
-        raise ValueError(f"{product} is not in the device database, so nothing tells its floors; known are {known}")
-    options: dict[str, Any] = {"deterministic": deterministic, "quantization": quantization}
-    options["kv_cache_dtype"] = kv_cache_dtype
-    model = meta_model(config, device, DTYPES[dtype], shard, folder=folder, max_num_seqs=max_sequences, **options)
-    return StepSeconds(model, device)
+        here = recognize(product)
+        if here is None:
+            known = ", ".join(one.product for one in DEVICES.values() if one.cuda is not None)
+            raise ValueError(f"{product} is not in the device database, so nothing tells its floors; known are {known}")
+        if asked in (None, here.key):
+            return Here(here, is_processor=False)
+    elif asked in (None, PROCESSOR) or ((here := recognize(product)) is not None and asked == here.key):
+        device, sources = processor_device()
+        return Here(device, is_processor=True, sources=sources)
+    raise ValueError(
+        f"device {asked!r} is not here, and what is measured runs on {product}: leave it out, or give {PROCESSOR}, the "
+        "processor"
+    )

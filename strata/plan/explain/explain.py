@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from strata.engine.watch.verdict import Remedy
 from strata.plan.explain.explanation import Explanation, Peaks, StepTime, Subject
-from strata.plan.explain.findings import Finding, RuleInput, findings
+from strata.plan.explain.findings import RuleInput, findings
 from strata.plan.explain.measurement import EngineFacts, MeasuredStep, Measurement
 from strata.plan.explain.split import NameOf, operation_name
-from strata.plan.explain.waterfalls import Explained, of_latency, of_run, of_tail
+from strata.plan.explain.verdict import Finding, ranked, verdict
+from strata.plan.explain.waterfalls import of_latency, of_run, of_tail
 from strata.plan.explain.what_if import WhatIf
 from strata.plan.step_seconds import StepSeconds
-from strata.plan.waterfall import Part, Remedy, Verdict
 from strata.text.counted import counted
 
-# What saves less is no bottleneck.
-LEAST_GAIN = 0.03
 # Findings that a probe tries.
 _TRIED = 3
 _WATERFALLS = {"run": of_run, "request": of_latency, "tail": of_tail}
@@ -48,18 +46,17 @@ def explain(
     explained = _WATERFALLS[subject](measured, times, name_of)
     asked = RuleInput(measured, explained, times, wanted, WhatIf(measured, subject))
     found = findings(asked)
+    evidence = [_intensity(asked)]
     if prober is not None:
         found = _tried(found, asked.what_if, prober)
-    verdict = _verdict(found, asked)
-    if prober is not None:
-        verdict = replace(verdict, evidence=(*verdict.evidence, *_halved(measured, prober)))
+        evidence += _halved(measured, prober)
     title = measured.title + _TITLES[subject]
     compute, bandwidth = times.device.known("compute", times.dtype), times.device.known("bandwidth")
     return Explanation(
         title,
         measured.product,
         explained.waterfall,
-        verdict,
+        verdict(explained, found, evidence, _more_at_once(asked)),
         explained.operations,
         tuple(
             StepTime(one.begin, one.end, one.kind, one.tokens, len(one.chunks), _kv_share(one, measured.facts))
@@ -85,8 +82,9 @@ def _tried(found: Sequence[Finding], what_if: WhatIf, prober: Prober) -> list[Fi
         left -= 1
         steps = prober(one.change)
         gain = what_if.gain(one.options, steps=steps, replaces=one.replaces)
-        tried.append(one.tried(gain, f"tried on {counted(len(steps), 'step')}: {one.remedy.what} saves {gain:.0%}"))
-    return sorted(tried, key=lambda one: one.remedy.gain, reverse=True)
+        what = one.remedies[0].what
+        tried.append(one.tried(gain, f"tried on {counted(len(steps), 'step')}: {what} saves {gain:.0%}"))
+    return ranked(tried)
 
 
 def _halved(measured: Measurement, prober: Prober) -> list[str]:
@@ -113,34 +111,6 @@ def _decode_seconds(steps: Sequence[MeasuredStep], sequences: int) -> float | No
     return statistics.median(found) if found else None
 
 
-def _verdict(found: Sequence[Finding], asked: RuleInput) -> Verdict:
-    worth = [one for one in found if one.remedy.gain >= LEAST_GAIN]
-    if not worth:
-        return _without_remedy(asked)
-    first = worth[0]
-    remedies = tuple(one.remedy for one in worth)
-    return Verdict(first.layer, first.symptom, first.cause, first.evidence, remedies)
-
-
-def _without_remedy(asked: RuleInput) -> Verdict:
-    """What keeps a run from its floor of which no option is known; or that it is near."""
-    fall = asked.explained.waterfall
-    share = fall.floor / fall.measured
-    intensity = _intensity(asked)
-    largest = max(fall.parts, key=lambda part: part.seconds, default=None)
-    if largest is None or share > 0.7:
-        symptom = f"near the floor: {share:.0%} of the time is the least"
-        return Verdict("kernel", symptom, asked.explained.bound, (intensity,), ())
-    evidence = (f"{largest.name}: {largest.seconds / fall.measured:.0%} of the time", intensity)
-    return Verdict(largest.layer, _symptom(largest, asked.explained), largest.cause, evidence, _more_at_once(asked))
-
-
-def _symptom(part: Part, explained: Explained) -> str:
-    if part.layer == "kernel":
-        return f"busy but slow: {part.name}"
-    return f"low utilization: {part.name}" if part.cause in ("host", "launch") else part.name
-
-
 def _intensity(asked: RuleInput) -> str:
     """How much the operations compute for each byte."""
     flops = sum(one.flops for one in asked.explained.operations)
@@ -150,11 +120,10 @@ def _intensity(asked: RuleInput) -> str:
     return f"{flops / max(1, moved):.1f} FLOPs a byte; {compute / bandwidth:.0f} would keep the products busy"
 
 
-def _more_at_once(asked: RuleInput) -> tuple[Remedy, ...]:
+def _more_at_once(asked: RuleInput) -> Iterator[Remedy]:
     """What twice the requests would save of each one's time, where steps hardly grow with them. A workload of one
     request has no other that could run beside it."""
     run, what_if = asked.measured, asked.what_if
-    if what_if.subject != "run" or len(run.requests) < 2 or len(run.requests) * 2 > run.facts.slots:
-        return ()
-    gain = 1 - (1 - what_if.gain(requests=[*run.requests, *run.requests])) / 2
-    return (Remedy("twice the requests at once", gain),) if gain >= LEAST_GAIN else ()
+    if what_if.subject == "run" and 2 <= len(run.requests) <= run.facts.slots // 2:
+        gain = 1 - (1 - what_if.gain(requests=[*run.requests, *run.requests])) / 2
+        yield Remedy("twice the requests at once", gain)

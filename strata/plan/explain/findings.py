@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from strata.plan.explain.explanation import OperationTime
+from strata.engine.watch.verdict import Cause, Remedy
+from strata.plan.explain.explanation import Explained
 from strata.plan.explain.measurement import Measurement, shared_prefix_tokens
 from strata.plan.explain.split import LAUNCHES, PROMPTS, TAKEN, split_steps
-from strata.plan.explain.waterfalls import QUEUEING, TOKENIZATION, Explained
+from strata.plan.explain.verdict import Finding, ranked
+from strata.plan.explain.waterfalls import QUEUEING, TOKENIZATION
 from strata.plan.explain.what_if import WhatIf
 from strata.plan.step_seconds import StepSeconds
-from strata.plan.waterfall import Cause, Layer, Remedy
 from strata.text.counted import counted
 
 # A tokenizer that is none of the bottleneck takes so long for a token, in seconds: what the tokenizers library does.
@@ -30,26 +31,6 @@ _TAIL_SHARE = 0.9
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One cause and its remedy. change: what it changes of the engine's options, so that it can be tried; None if no
-    option does it. replaces: steps measured under the change stand in for those of the run."""
-
-    name: str
-    layer: Layer
-    symptom: str
-    cause: Cause
-    evidence: tuple[str, ...]
-    remedy: Remedy
-    change: Mapping[str, Any] | None = None
-    options: Mapping[str, int | bool] = field(default_factory=dict)
-    replaces: bool = False
-
-    def tried(self, gain: float, evidence: str) -> Finding:
-        """With what a probe found."""
-        return replace(self, remedy=replace(self.remedy, gain=gain), evidence=(*self.evidence, evidence))
-
-
-@dataclass(frozen=True)
 class RuleInput:
     """What the rules look at. wanted: steps in the dtype that was asked for, None where the run has it."""
 
@@ -60,320 +41,245 @@ class RuleInput:
     what_if: WhatIf
 
     @property
-    def wall(self) -> float:
-        """Of what is explained."""
-        return self.explained.waterfall.measured
+    def subject(self) -> str:
+        return self.what_if.subject
 
-    def part(self, name: str) -> float:
-        """The share of a part in what is explained."""
-        return math.fsum(part.seconds for part in self.explained.waterfall.parts if part.name == name) / self.wall
+    def of_option(
+        self, symptom: str, evidence: str, cause: Cause, what: str, flags: str, change: Mapping[str, Any], **facts: Any
+    ) -> Finding:
+        """An option of the engine's scheduler: what it would save is the run through that scheduler once more.
+        change: see `Finding`. facts: the same of the engine's facts."""
+        remedy = Remedy(what, self.what_if.gain(facts), flags)
+        return Finding("system", symptom, cause, (evidence,), (remedy,), change, facts)
 
 
 def findings(asked: RuleInput) -> list[Finding]:
     """All that would save anything, the greatest gain first."""
-    found = [one for rule in _RULES for one in rule(asked) if one.remedy.gain > 0]
-    return sorted(found, key=lambda one: one.remedy.gain, reverse=True)
+    return ranked(one for rule in _RULES for one in rule(asked))
 
 
-def _host_loop(asked: RuleInput) -> Iterable[Finding]:
+def _of_host(symptom: str, evidence: str, what: str, gain: float) -> Finding:
+    """What no option mends."""
+    return Finding("system", symptom, "host", (evidence,), (Remedy(what, gain),))
+
+
+def _host_loop(asked: RuleInput) -> Iterator[Finding]:
     run, what_if = asked.measured, asked.what_if
-    steps = len(run.steps)
-    if what_if.subject != "run" or not run.requests:
+    if asked.subject != "run" or not run.requests:
         return
-    scheduler = what_if.base.host
+    scheduler, took = what_if.base.host, what_if.between
     needed = scheduler + (_LOOP_ON_CPU if run.host_is_device else _LOOP_ON_GPU)
-    took = what_if.between
-    yield Finding(
-        "slow host loop",
-        "system",
+    yield _of_host(
         "low utilization: the device waits for the host between steps",
-        "host",
-        (f"{1e6 * took:,.0f} us between steps; {1e6 * needed:,.0f} are usual, {1e6 * scheduler:,.0f} schedule",),
-        Remedy("a host loop as short as usual", steps * (took - needed) / run.wall),
+        f"{1e6 * took:,.0f} us between steps; {1e6 * needed:,.0f} are usual, {1e6 * scheduler:,.0f} schedule",
+        "a host loop as short as usual",
+        len(run.steps) * (took - needed) / run.wall,
     )
 
 
-def _tokenizer(asked: RuleInput) -> Iterable[Finding]:
+def _tokenizer(asked: RuleInput) -> Iterator[Finding]:
     run = asked.measured
     took = run.host.get(TOKENIZATION, 0.0)
     tokens = sum(len(request.prompt) for request in run.requests)
-    if not took or not tokens or asked.what_if.subject != "run":
-        return
-    yield Finding(
-        "slow tokenizer",
-        "system",
-        "low utilization: prompts become ids before anything runs",
-        "host",
-        (f"tokenization took {took:.3f} s, {1e6 * took / tokens:.1f} us a token; {1e6 * _TOKENIZED:.0f} is usual",),
-        Remedy("a faster tokenizer, or ids as prompts", max(0.0, took - _TOKENIZED * tokens) / run.wall),
-    )
+    if took and tokens and asked.subject == "run":
+        yield _of_host(
+            "low utilization: prompts become ids before anything runs",
+            f"tokenization took {took:.3f} s, {1e6 * took / tokens:.1f} us a token; {1e6 * _TOKENIZED:.0f} is usual",
+            "a faster tokenizer, or ids as prompts",
+            (took - _TOKENIZED * tokens) / run.wall,
+        )
 
 
-def _contention(asked: RuleInput) -> Iterable[Finding]:
-    share = asked.part(TAKEN)
-    if share < _TAKEN:
-        return
-    yield Finding(
-        "CPU contention",
-        "system",
-        "low utilization: other work takes the processors that run the steps",
-        "host",
-        (f"for {share:.0%} of the time the engine's thread had work and no processor",),
-        Remedy("processors of its own (taskset, fewer processes beside it)", share),
-    )
+def _contention(asked: RuleInput) -> Iterator[Finding]:
+    share = asked.explained.share(TAKEN)
+    if share >= _TAKEN:
+        yield _of_host(
+            "low utilization: other work takes the processors that run the steps",
+            f"for {share:.0%} of the time the engine's thread had work and no processor",
+            "processors of its own (taskset, fewer processes beside it)",
+            share,
+        )
 
 
-def _launches(asked: RuleInput) -> Iterable[Finding]:
+def _launches(asked: RuleInput) -> Iterator[Finding]:
     run = asked.measured
-    if run.host_is_device or not run.unrecorded:
-        return
-    share = asked.part(LAUNCHES)
-    yield Finding(
-        "eager launches",
-        "graph",
-        "low utilization: the device waits inside steps for launches by the host",
-        "launch",
-        (f"{run.unrecorded:,} of {counted(len(run.steps), 'step')} replayed no CUDA graph",),
-        Remedy("steps of recorded sizes", share, "--max-num-batched-tokens, --max-num-seqs"),
-    )
+    if not run.host_is_device and (eager := sum(step.eager for step in run.steps)):
+        symptom = "low utilization: the device waits inside steps for launches by the host"
+        evidence = f"{eager:,} of {counted(len(run.steps), 'step')} replayed no CUDA graph"
+        gain = asked.explained.share(LAUNCHES)
+        remedy = Remedy("steps of recorded sizes", gain, "--max-num-batched-tokens, --max-num-seqs")
+        yield Finding("graph", symptom, "launch", (evidence,), (remedy,))
 
 
-def _unfused(asked: RuleInput) -> Iterable[Finding]:
+def _unfused(asked: RuleInput) -> Iterator[Finding]:
     facts, run = asked.measured.facts, asked.measured
-    more = sum(facts.operations.values()) - sum(facts.expected.values())
-    if more <= 0 or not facts.expected:
+    ran, expected = (sum(counts.values()) for counts in (facts.operations, facts.expected))
+    if ran <= expected or not facts.expected:
         return
     calls = {name: count for name, count in facts.operations.items() if count}
     each = [one.seconds / (calls[one.name] * len(run.steps)) for one in asked.explained.operations if one.name in calls]
-    gain = more * min(each, default=0.0) * len(run.steps) / run.wall
-    yield Finding(
-        "unfused graph",
-        "graph",
-        "busy but slow: operations that the passes would merge run one by one",
-        "memory",
-        (
-            f"{counted(sum(facts.operations.values()), 'operation')} ran, "
-            f"{sum(facts.expected.values())} after all passes",
-        ),
-        Remedy("the passes that merge and fuse", gain, "--passes all"),
-        change={"passes": "all"},
-        replaces=True,
-    )
+    gain = (ran - expected) * min(each, default=0.0) * len(run.steps) / run.wall
+    symptom = "busy but slow: operations that the passes would merge run one by one"
+    evidence = f"{counted(ran, 'operation')} ran, {expected} after all passes"
+    remedy = Remedy("the passes that merge and fuse", gain, "--passes all")
+    yield Finding("graph", symptom, "memory", (evidence,), (remedy,), {"passes": "all"}, replaces=True)
 
 
-def _precision(asked: RuleInput) -> Iterable[Finding]:
+def _precision(asked: RuleInput) -> Iterator[Finding]:
     facts = asked.measured.facts
     if asked.wanted is None:
         return
     workloads = [step.workload for step in asked.measured.steps]
     chosen = workloads[:: max(1, len(workloads) // 32)]
     now, then = (math.fsum(times.seconds(work) for work in chosen) for times in (asked.times, asked.wanted))
-    yield Finding(
-        "wider dtype than asked",
-        "kernel",
-        f"busy but slow: weights and products are {facts.dtype}, {facts.asked_dtype} was asked for",
-        "compute",
-        (f"steps take {then / now:.0%} of the time in {facts.asked_dtype}, as predicted",),
-        Remedy(f"weights in {facts.asked_dtype}", asked.what_if.replayed_share * (1 - then / now), "--dtype"),
-        change={"dtype": facts.asked_dtype},
-        replaces=True,
-    )
+    symptom = f"busy but slow: weights and products are {facts.dtype}, {facts.asked_dtype} was asked for"
+    evidence = f"steps take {then / now:.0%} of the time in {facts.asked_dtype}, as predicted"
+    remedy = Remedy(f"weights in {facts.asked_dtype}", asked.what_if.replayed_share * (1 - then / now), "--dtype")
+    yield Finding("kernel", symptom, "compute", (evidence,), (remedy,), {"dtype": facts.asked_dtype}, replaces=True)
 
 
-def _unpacked(asked: RuleInput) -> Iterable[Finding]:
+def _unpacked(asked: RuleInput) -> Iterator[Finding]:
     found = asked.measured.unpacked
     if found is None:
         return
-    took = _seconds_of(split_steps(asked.measured, asked.times).operations, found.operation)
-    here = _seconds_of(asked.explained.operations, found.operation)
-    gain = here / asked.wall * (1 - found.plain / took) if took else 0.0
+    split = split_steps(asked.measured, asked.times)
+    took = sum(one.seconds for one in split.operations if one.name == found.operation)
+    here = asked.explained.seconds(found.operation)
+    gain = here / asked.explained.waterfall.measured * (1 - found.plain / took) if took else 0.0
     plain = f"weights in floats: {found.values} is unpacked in every call of {found.operation} on a CPU"
-    yield Finding(
-        "unpacked weights",
-        "kernel",
-        f"busy but slow: {found.operation} unpacks weights in {found.values} in every call",
-        "memory",
-        (f"{found.operation} takes {took:.3f} s; {found.plain:.3f} by plain weights, as such products take here",),
-        Remedy(plain, gain, "leave out --quantization") if found.asked else Remedy(f"a checkpoint of {plain}", gain),
-        change={"quantization": None} if found.asked else None,
-        replaces=True,
-    )
+    symptom = f"busy but slow: {found.operation} unpacks weights in {found.values} in every call"
+    evidence = f"{found.operation} takes {took:.3f} s; {found.plain:.3f} by plain weights, as such products take here"
+    remedy, change = Remedy(f"a checkpoint of {plain}", gain), None
+    if found.asked:
+        remedy, change = Remedy(plain, gain, "leave out --quantization"), {"quantization": None}
+    yield Finding("kernel", symptom, "memory", (evidence,), (remedy,), change, replaces=True)
 
 
-def _seconds_of(operations: Iterable[OperationTime], name: str) -> float:
-    return math.fsum(one.seconds for one in operations if one.name == name)
-
-
-def _pool(asked: RuleInput) -> Iterable[Finding]:
-    run = asked.measured
-    longest = [len(one.prompt) + one.outputs for one in run.requests]
-    wanted = sum(sorted(longest, reverse=True)[: run.facts.slots])
-    if wanted <= run.facts.kv_tokens:
+def _pool(asked: RuleInput) -> Iterator[Finding]:
+    run, size = asked.measured, asked.measured.facts.page_size
+    longest = sorted((len(one.prompt) + one.outputs for one in run.requests), reverse=True)[: run.facts.slots]
+    if sum(longest) <= run.facts.kv_tokens:
         return
-    size = run.facts.page_size
-    pages = sum(-(-length // size) + 1 for length in sorted(longest, reverse=True)[: run.facts.slots])
+    pages = sum(-(-length // size) + 1 for length in longest)
     lost = f"{counted(run.preemptions, 'preemption')}; the KV pages hold {counted(run.facts.kv_tokens, 'token')}"
-    yield Finding(
-        "tiny KV pool",
-        "system",
+    yield asked.of_option(
         "KV capacity: sequences wait for pages or lose them",
+        f"{lost}, the sequences that could run at once have {sum(longest):,}",
         "preemption" if run.preemptions else "scheduling",
-        (f"{lost}, the sequences that could run at once have {wanted:,}",),
-        Remedy(
-            f"KV pages for {counted(pages * size, 'token')}",
-            asked.what_if.gain({"pages": pages}),
-            "--num-pages, or --kv-cache-dtype fp8",
-        ),
-        change={"num_pages": pages},
-        options={"pages": pages},
+        f"KV pages for {counted(pages * size, 'token')}",
+        "--num-pages, or --kv-cache-dtype fp8",
+        {"num_pages": pages},
+        kv_tokens=pages * size,
     )
 
 
-def _prefixes(asked: RuleInput) -> Iterable[Finding]:
+def _prefixes(asked: RuleInput) -> Iterator[Finding]:
     run = asked.measured
     tokens = sum(len(request.prompt) for request in run.requests)
     shared = shared_prefix_tokens(run.requests, run.facts.page_size)
-    if run.facts.caches_prefixes or not shared:
-        return
-    changes = {"caches_prefixes": True}
-    yield Finding(
-        "no prefix cache",
-        "system",
-        "busy with prompts whose beginnings were computed before",
-        "scheduling",
-        (f"{shared:,} of {tokens:,} prompt tokens begin earlier prompts too ({shared / tokens:.0%})",),
-        Remedy("the prefix cache", asked.what_if.gain(changes), "--enable-prefix-caching"),
-        change={"enable_prefix_caching": True},
-        options=changes,
-    )
+    if shared and not run.facts.caches_prefixes:
+        yield asked.of_option(
+            "busy with prompts whose beginnings were computed before",
+            f"{shared:,} of {tokens:,} prompt tokens begin earlier prompts too ({shared / tokens:.0%})",
+            "scheduling",
+            "the prefix cache",
+            "--enable-prefix-caching",
+            {"enable_prefix_caching": True},
+            caches_prefixes=True,
+        )
 
 
-def _batch_cap(asked: RuleInput) -> Iterable[Finding]:
+def _batch_cap(asked: RuleInput) -> Iterator[Finding]:
+    run, slots = asked.measured, min(len(asked.measured.requests), 256)
+    if run.facts.slots < slots:
+        full = sum(1 for step in run.steps if len(step.chunks) >= run.facts.slots)
+        yield asked.of_option(
+            "low arithmetic intensity: fewer sequences run at once than there are",
+            f"{full:,} of {counted(len(run.steps), 'step')} had all {run.facts.slots} sequences that may run at once",
+            "scheduling",
+            f"{counted(slots, 'sequence')} at once",
+            "--max-num-seqs",
+            {"max_num_seqs": slots},
+            slots=slots,
+        )
+
+
+def _chunks(asked: RuleInput) -> Iterator[Finding]:
     run = asked.measured
-    slots = min(len(run.requests), 256)
-    if run.facts.slots >= slots:
-        return
-    full = sum(1 for step in run.steps if len(step.chunks) >= run.facts.slots)
-    yield Finding(
-        "batch cap",
-        "system",
-        "low arithmetic intensity: fewer sequences run at once than there are",
-        "scheduling",
-        (f"{full:,} of {counted(len(run.steps), 'step')} had all {run.facts.slots} sequences that may run at once",),
-        Remedy(f"{counted(slots, 'sequence')} at once", asked.what_if.gain({"slots": slots}), "--max-num-seqs"),
-        change={"max_num_seqs": slots},
-        options={"slots": slots},
-    )
-
-
-def _chunks(asked: RuleInput) -> Iterable[Finding]:
-    run = asked.measured
-    if asked.what_if.subject != "tail" or asked.part(PROMPTS) <= 0:
+    if asked.subject != "tail" or asked.explained.share(PROMPTS) <= 0:
         return
     largest = max(step.tokens for step in run.steps)
     smaller = [tokens for tokens in _CHUNKS if run.facts.slots <= tokens < min(largest, run.facts.step_tokens)]
-    gains = {tokens: asked.what_if.gain({"step_tokens": tokens}) for tokens in smaller}
-    if not gains:
-        return
-    best = max(gains, key=lambda tokens: gains[tokens])
-    yield Finding(
-        "huge chunks",
-        "system",
-        "long tails: tokens wait for the prompts of others in the same step",
-        "scheduling",
-        (f"steps had up to {counted(largest, 'token')}",),
-        Remedy(f"steps of {counted(best, 'token')} at most", gains[best], "--max-num-batched-tokens"),
-        change={"max_num_batched_tokens": best},
-        options={"step_tokens": best},
-    )
+    if smaller:
+        best = max(smaller, key=lambda tokens: asked.what_if.gain({"step_tokens": tokens}))
+        yield asked.of_option(
+            "long tails: tokens wait for the prompts of others in the same step",
+            f"steps had up to {counted(largest, 'token')}",
+            "scheduling",
+            f"steps of {counted(best, 'token')} at most",
+            "--max-num-batched-tokens",
+            {"max_num_batched_tokens": best},
+            step_tokens=best,
+        )
 
 
-def _long_tail(asked: RuleInput) -> Iterable[Finding]:
+def _long_tail(asked: RuleInput) -> Iterator[Finding]:
     run = asked.measured
-    if len(run.requests) < 3 or asked.what_if.subject != "run":
+    if len(run.requests) < 3 or asked.subject != "run":
         return
     outputs = sorted(request.outputs for request in run.requests)
     usual = outputs[math.ceil(_TAIL_SHARE * len(outputs)) - 1]
     if outputs[-1] <= 1.5 * usual:
         return
     alone = math.fsum(step.seconds for step in run.steps if len(step.chunks) <= len(outputs) * (1 - _TAIL_SHARE))
-    cut = tuple(replace(request, outputs=min(request.outputs, usual)) for request in run.requests)
-    yield Finding(
-        "long tail",
-        "system",
-        "long tails: a few requests run on after all others have ended",
-        "scheduling",
-        (
-            f"the longest has {outputs[-1]:,} output tokens, nine of ten have {usual:,} or fewer",
-            f"steps with a tenth of the requests or fewer took {alone / run.wall:.0%} of the time",
-        ),
-        Remedy(f"outputs of {counted(usual, 'token')} at most, or other work beside the tail",
-               asked.what_if.gain(requests=cut), "max_tokens"),
-    )  # fmt: skip
-
-
-def _queueing(asked: RuleInput) -> Iterable[Finding]:
-    run = asked.measured
-    share = asked.part(QUEUEING)
-    if asked.what_if.subject != "request" or len(run.requests) < 2:
-        return
-    yield Finding(
-        "queueing",
-        "system",
-        "high latency with good throughput: requests wait before they run",
-        "queueing",
-        (f"{share:.0%} of a request's time is over before its first step begins",),
-        Remedy("a second replica", asked.what_if.gain(requests=run.requests[::2]), "--data-parallel-size"),
+    gain = asked.what_if.gain(requests=[replace(one, outputs=min(one.outputs, usual)) for one in run.requests])
+    symptom = "long tails: a few requests run on after all others have ended"
+    evidence = (
+        f"the longest has {outputs[-1]:,} output tokens, nine of ten have {usual:,} or fewer",
+        f"steps with a tenth of the requests or fewer took {alone / run.wall:.0%} of the time",
     )
+    what = f"outputs of {counted(usual, 'token')} at most, or other work beside the tail"
+    yield Finding("system", symptom, "scheduling", evidence, (Remedy(what, gain, "max_tokens"),))
 
 
-def _other_processes(asked: RuleInput) -> Iterable[Finding]:
+def _queueing(asked: RuleInput) -> Iterator[Finding]:
+    requests = asked.measured.requests
+    if asked.subject == "request" and len(requests) > 1:
+        symptom = "high latency with good throughput: requests wait before they run"
+        evidence = f"{asked.explained.share(QUEUEING):.0%} of a request's time is over before its first step begins"
+        gain = asked.what_if.gain(requests=requests[::2])
+        remedy = Remedy("a second replica", gain, "--data-parallel-size")
+        yield Finding("system", symptom, "queueing", (evidence,), (remedy,))
+
+
+def _slowed(asked: RuleInput) -> Iterator[Finding]:
+    """Steps that take longer than predicted, while the device says why."""
     run = asked.measured
-    if not run.device.others or run.host_is_device:
+    held_down = ", ".join(one for one in run.device.slowed_by if "idle" not in one)
+    others = "" if run.host_is_device else ", ".join(run.device.others)
+    if not held_down and not others:
         return
     expected = math.fsum(asked.times.seconds(step.workload) for step in run.steps)
-    yield Finding(
-        "another process on the GPU",
-        "system",
-        "busy but slow: the device is shared",
-        "host",
-        (f"beside this process: {', '.join(run.device.others)}", _slower(run.stepping, expected)),
-        Remedy("the device to itself", max(0.0, run.stepping - expected) / run.wall),
-    )
+    slower = f"steps took {run.stepping:.3f} s, {run.stepping / expected:.2f} times what is predicted"
+    gain = (run.stepping - expected) / run.wall
+    if others:
+        remedy = Remedy("the device to itself", gain)
+        evidence = f"beside this process: {others}", slower
+        yield Finding("system", "busy but slow: the device is shared", "host", evidence, (remedy,))
+    if held_down:
+        remedy = Remedy("a higher power limit, or better cooling", gain)
+        evidence = f"clocks held down by {held_down}", slower
+        yield Finding("system", "busy but slow: the device holds its clocks down", "power", evidence, (remedy,))
 
 
-def _held_down(asked: RuleInput) -> Iterable[Finding]:
-    run = asked.measured
-    reasons = [one for one in run.device.slowed_by if "idle" not in one]
-    if not reasons:
-        return
-    expected = math.fsum(asked.times.seconds(step.workload) for step in run.steps)
-    yield Finding(
-        "power or thermal limit",
-        "system",
-        "busy but slow: the device holds its clocks down",
-        "power",
-        (f"clocks held down by {', '.join(reasons)}", _slower(run.stepping, expected)),
-        Remedy("a higher power limit, or better cooling", max(0.0, run.stepping - expected) / run.wall),
-    )
-
-
-def _slower(took: float, expected: float) -> str:
-    return f"steps took {took:.3f} s, {took / expected:.2f} times what is predicted" if expected else ""
-
-
-def _messages(asked: RuleInput) -> Iterable[Finding]:
-    if asked.measured.facts.ranks == 1:
-        return
-    share = asked.explained.waterfall.seconds(cause="communication") / asked.wall
-    yield Finding(
-        "exposed messages",
-        "system",
-        "poor scaling: ranks wait for each other's messages",
-        "communication",
-        (f"messages between {asked.measured.facts.ranks} ranks take {share:.0%} of the time beyond their floor",),
-        Remedy("messages beside products, or fewer ranks", share, "--overlap-tokens"),
-    )
+def _messages(asked: RuleInput) -> Iterator[Finding]:
+    ranks, fall = asked.measured.facts.ranks, asked.explained.waterfall
+    if ranks > 1:
+        share = fall.seconds(cause="communication") / fall.measured
+        symptom = "poor scaling: ranks wait for each other's messages"
+        evidence = f"messages between {ranks} ranks take {share:.0%} of the time beyond their floor"
+        remedy = Remedy("messages beside products, or fewer ranks", share, "--overlap-tokens")
+        yield Finding("system", symptom, "communication", (evidence,), (remedy,))
 
 
 _RULES = (
@@ -390,7 +296,6 @@ _RULES = (
     _chunks,
     _long_tail,
     _queueing,
-    _other_processes,
-    _held_down,
+    _slowed,
     _messages,
 )

@@ -137,11 +137,11 @@ class Measurement:
     """One run of a workload.
 
     title: what ran, in words. product: the device. wall: seconds of the run. host: seconds beside steps, by what the
-    host did then ("tokenization"); what is between steps besides is not in it. preemptions: of sequences. unrecorded:
-    steps that replayed no CUDA graph where others do. ideal: the least seconds of the work on this device, if all of it
-    ran in the fullest steps; None: no better than by the steps that ran. traced: by the kind of steps; empty: nobody
-    traced. processor: seconds that the engine's thread had a processor, where the host is the device; None elsewhere.
-    unpacked: None where no packed weight is unpacked in every call.
+    host did then ("tokenization"); what is between steps besides is not in it. preemptions: of sequences. ideal: the
+    least seconds of the work on this device, if all of it ran in the fullest steps; None: no better than by the steps
+    that ran. traced: by the kind of steps; empty: nobody traced. processor: seconds that the engine's thread had a
+    processor, where the host is the device; None elsewhere. unpacked: None where no packed weight is unpacked in every
+    call.
     """
 
     title: str
@@ -152,7 +152,6 @@ class Measurement:
     facts: EngineFacts
     host: Mapping[str, float] = field(default_factory=dict)
     preemptions: int = 0
-    unrecorded: int = 0
     ideal: float | None = None
     traced: Mapping[StepWork, TracedOperations] = field(default_factory=dict)
     device: DeviceState = DeviceState()

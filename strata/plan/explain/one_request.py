@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from strata.engine.watch.request_ledger import PARTS, RequestLedger
 from strata.engine.watch.request_ledger import Part as LedgerPart
 from strata.engine.watch.verdict import HELD_SHARE, NEAR, Cause, Remedy, Verdict
 from strata.models.folder import BUILTIN
 from strata.models.shapes import SHAPES
-from strata.plan.explain.explanation import Explanation, Phase
-from strata.plan.waterfall import Part, Waterfall
+from strata.plan.explain.explanation import Explanation, Part, Phase, Waterfall
+from strata.plan.explain.verdict import Finding
 from strata.text.counted import counted
 
 _OWN: tuple[LedgerPart, ...] = ("prompt", "decode")
@@ -43,51 +43,35 @@ _SAID: dict[LedgerPart, tuple[str, Cause]] = {
 _LEAST = 0.1
 
 
-@dataclass(frozen=True)
-class _Reason:
-    """Parts that one remedy saves."""
-
-    parts: tuple[LedgerPart, ...]
-    symptom: str
-    cause: Cause
-    remedy: str
-    option: str = ""
+def _held(symptom: str, cause: Cause, what: str, option: str = "") -> Finding:
+    return Finding("system", symptom, cause, (), (Remedy(what, 0.0, option),))
 
 
-_REASONS = (
-    _Reason(("slot",), "it waited while as many ran as may run at once", "queueing", "more slots", "--max-num-seqs"),
-    _Reason(("pages",), "it waited for KV pages", "queueing", "more KV pages", "--num-pages, --gpu-memory-utilization"),
-    _Reason(
-        ("preempted", "recomputed"),
+# By the parts that one remedy saves.
+_REASONS: Mapping[tuple[LedgerPart, ...], Finding] = {
+    ("slot",): _held("it waited while as many ran as may run at once", "queueing", "more slots", "--max-num-seqs"),
+    ("pages",): _held("it waited for KV pages", "queueing", "more KV pages", "--num-pages, --gpu-memory-utilization"),
+    ("preempted", "recomputed"): _held(
         "its KV pages were taken, and it was computed again",
         "preemption",
         "more KV pages, or fewer sequences at once",
         "--num-pages, --max-num-seqs",
     ),
-    _Reason(
-        ("step_full", "prompt_beside"),
+    ("step_full", "prompt_beside"): _held(
         "its prompt shared steps with others, or waited behind theirs",
         "scheduling",
         "another replica, so that fewer prompts are in line",
         "--data-parallel-size",
     ),
-    _Reason(
-        ("decode_beside",),
-        "prompts of others made its decode steps longer",
-        "scheduling",
-        "shorter steps with prompts",
-        "--tpot-target-ms",
+    ("decode_beside",): _held(
+        "prompts of others made its decode steps longer", "scheduling", "shorter steps with prompts", "--tpot-target-ms"
     ),
-    _Reason(("host_gap",), "the device waited for the host between steps", "host", "processors for the engine"),
-    _Reason(("masks", "grammar"), "its grammar: compiled, and masks waited for", "host", "a simpler schema"),
-    _Reason(
-        ("text", "inbox", "delivery"),
-        "HTTP and text took longer than they should",
-        "host",
-        "more API processes",
-        "--api-workers",
+    ("host_gap",): _held("the device waited for the host between steps", "host", "processors for the engine"),
+    ("masks", "grammar"): _held("its grammar: compiled, and masks waited for", "host", "a simpler schema"),
+    ("text", "inbox", "delivery"): _held(
+        "HTTP and text took longer than they should", "host", "more API processes", "--api-workers"
     ),
-)  # fmt: skip
+}
 
 
 def explain_request(
@@ -131,7 +115,7 @@ def _phases(ledger: RequestLedger) -> Iterator[Phase]:
 
 
 def _parts(ledger: RequestLedger) -> Iterator[Part]:
-    own = math.fsum(ledger.parts.get(part, 0.0) for part in _OWN)
+    own = _seconds(ledger, _OWN)
     for part in PARTS:
         seconds = ledger.parts.get(part, 0.0)
         if part not in _OWN and seconds:
@@ -144,23 +128,28 @@ def _parts(ledger: RequestLedger) -> Iterator[Part]:
 
 def _floor(ledger: RequestLedger) -> float:
     """Its share of the floor of the steps that it was in, by the time that it had of them."""
-    own, shared = (math.fsum(ledger.parts.get(part, 0.0) for part in parts) for parts in (_OWN, _SHARED))
+    own, shared = (_seconds(ledger, parts) for parts in (_OWN, _SHARED))
     return 0.0 if ledger.floor is None or not shared else min(own, ledger.floor * own / shared)
 
 
 def _verdict(ledger: RequestLedger, model: str | None) -> Verdict:
-    shares = {one: math.fsum(ledger.parts.get(part, 0.0) for part in one.parts) / ledger.seconds for one in _REASONS}
-    worth = sorted((one for one in _REASONS if shares[one] >= _LEAST), key=lambda one: shares[one], reverse=True)
+    shares = {parts: _seconds(ledger, parts) / ledger.seconds for parts in _REASONS}
+    worth = sorted((parts for parts in _REASONS if shares[parts] >= _LEAST), key=lambda parts: -shares[parts])
     evidence = (*_evidence(ledger), *_next(ledger, model))
     if not worth:
         return Verdict("kernel", _of_steps(ledger), "unknown", evidence, ())
-    remedies = tuple(Remedy(one.remedy, shares[one], one.option) for one in worth)
-    return Verdict("system", worth[0].symptom, worth[0].cause, evidence, remedies)
+    remedies = tuple(replace(_REASONS[parts].remedies[0], gain=shares[parts]) for parts in worth)
+    first = _REASONS[worth[0]]
+    return Verdict(first.layer, first.symptom, first.cause, evidence, remedies)
+
+
+def _seconds(ledger: RequestLedger, parts: Iterable[LedgerPart]) -> float:
+    return math.fsum(ledger.parts.get(part, 0.0) for part in parts)
 
 
 def _of_steps(ledger: RequestLedger) -> str:
     """Where nothing else held it."""
-    least, own = _floor(ledger), math.fsum(ledger.parts.get(part, 0.0) for part in _OWN)
+    least, own = _floor(ledger), _seconds(ledger, _OWN)
     if not least:
         return "most of its time is steps of its own, whose floor is not known"
     where = "near" if least >= NEAR * own else "over"
@@ -169,7 +158,7 @@ def _of_steps(ledger: RequestLedger) -> str:
 
 def _next(ledger: RequestLedger, model: str | None) -> Iterator[str]:
     """The command that takes such steps apart, where they are most of its time beyond the floor."""
-    own = math.fsum(ledger.parts.get(part, 0.0) for part in _OWN)
+    own = _seconds(ledger, _OWN)
     if own - _floor(ledger) < HELD_SHARE * ledger.seconds:
         return
     requests = max(1, round(ledger.beside))
@@ -193,7 +182,7 @@ def _evidence(ledger: RequestLedger) -> Iterator[str]:
         f"step{'s' * (ledger.prompt_steps != 1)}; {counted(ledger.output_tokens, 'output token')}"
     )
     if ledger.decode_steps:
-        each = math.fsum(ledger.parts.get(part, 0.0) for part in ("decode", "decode_beside", "masks", "host_gap"))
+        each = _seconds(ledger, ("decode", "decode_beside", "masks", "host_gap"))
         yield (
             f"{ledger.decode_steps:,} decode steps of {1e3 * each / ledger.decode_steps:.1f} ms with "
             f"{ledger.beside:.1f} sequences on average"

@@ -21,23 +21,6 @@ _ID = 1  # what every draw gives: requests end by their length
 
 
 @dataclass(frozen=True)
-class Options:
-    """Of an engine, as far as its scheduler knows them."""
-
-    slots: int
-    step_tokens: int
-    max_length: int
-    pages: int
-    page_size: int
-    caches_prefixes: bool
-
-    @staticmethod
-    def of(facts: EngineFacts) -> Options:
-        pages = facts.kv_tokens // facts.page_size
-        return Options(facts.slots, facts.step_tokens, facts.max_length, pages, facts.page_size, facts.caches_prefixes)
-
-
-@dataclass(frozen=True)
 class Replayed:
     """Seconds of the virtual clock. wall: from the first request to the last token. steps: all of them, from there too.
     host: processor seconds of the scheduler here for a step, the median. times: of each request's tokens, by the clock
@@ -62,15 +45,16 @@ class Replayed:
 
 
 def replay(
-    requests: Sequence[MeasuredRequest], options: Options, seconds: Callable[[Workload], float], between: float
+    requests: Sequence[MeasuredRequest], facts: EngineFacts, seconds: Callable[[Workload], float], between: float
 ) -> Replayed:
-    """seconds: of a step. between: seconds between two steps. Each request gets as many tokens as it got.
+    """facts: the engine's, as far as its scheduler knows them. seconds: of a step. between: seconds between two steps.
+    Each request gets as many tokens as it got.
 
     Raises ValueError for a request that does not fit into the pages at all.
     """
-    pages = PageAllocator(options.pages, options.page_size)
-    config = SchedulerConfig(options.slots, options.step_tokens, options.max_length)
-    scheduler = Scheduler(config, pages, PrefixTree(pages) if options.caches_prefixes else None)
+    pages = PageAllocator(facts.kv_tokens // facts.page_size, facts.page_size)
+    config = SchedulerConfig(facts.slots, facts.step_tokens, facts.max_length)
+    scheduler = Scheduler(config, pages, PrefixTree(pages) if facts.caches_prefixes else None)
     waiting = sorted(range(len(requests)), key=lambda index: requests[index].due)
     start = now = requests[waiting[0]].due
     times: list[list[float]] = [[] for _ in requests]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from strata.engine.watch.verdict import Cause, Layer
 from strata.graph.cost import NodeCost
 from strata.hardware.roofline import floor
-from strata.plan.explain.explanation import OperationTime, StepWork
+from strata.plan.explain.explanation import OperationTime, Part, StepWork
 from strata.plan.explain.measurement import MeasuredStep, Measurement, recomputed
 from strata.plan.meta_model import StepNodes
 from strata.plan.step_seconds import StepSeconds
-from strata.plan.waterfall import Cause, Part
 
 BOUNDS: Mapping[str, Cause] = {"compute": "compute", "memory": "memory", "communication": "communication"}
 # Operations whose part of all is smaller are one part together.
@@ -22,6 +22,15 @@ _LEAST_SHARE = 0.01
 TAKEN = "processors taken by other work"
 LAUNCHES = "launches and host work inside steps"
 PROMPTS = "prompts of other requests in the same steps"
+_PADDING, _AGAIN, _COMPILED = "padding of recorded steps", "tokens computed again after preemption", "compilation"
+_BESIDE: Mapping[str, tuple[Layer, Cause]] = {
+    _PADDING: ("graph", "padding"),
+    LAUNCHES: ("graph", "launch"),
+    _AGAIN: ("system", "preemption"),
+    PROMPTS: ("system", "scheduling"),
+    _COMPILED: ("system", "compilation"),
+    TAKEN: ("system", "host"),
+}
 NameOf = Callable[[NodeCost], str]
 
 
@@ -48,42 +57,18 @@ class _Sum:
     flops: int = 0
     bytes: int = 0
     sent: int = 0
-    floors: dict[str, float] = field(default_factory=dict)
+    floors: Counter[str] = field(default_factory=Counter)
 
     @property
     def floor(self) -> float:
         return math.fsum(self.floors.values())
 
-    def add(self, other: _Sum) -> None:
-        self.seconds += other.seconds
-        self.flops += other.flops
-        self.bytes += other.bytes
-        self.sent += other.sent
-        _add(self.floors, other.floors)
-
-
-@dataclass(frozen=True)
-class _Share:
-    """What of one step is not its operations' own work, and what is (busy), in seconds, as often as it counts. again,
-    others: the shares of its work that were lost and done once more, and that are for other requests than those
-    explained."""
-
-    lost: float
-    compiled: float
-    idle: float
-    busy: float
-    again: float
-    others: float
-    count: float
-
-    @property
-    def own(self) -> float:
-        """Which share is the requests' own work and counts, so often."""
-        return self.count * self.own_share
-
-    @property
-    def own_share(self) -> float:
-        return (1 - self.again) * (1 - self.others)
+    def add(self, seconds: float, flops: int, nbytes: int, sent: int, floors: Mapping[str, float]) -> None:
+        self.seconds += seconds
+        self.flops += flops
+        self.bytes += nbytes
+        self.sent += sent
+        self.floors.update(floors)
 
 
 def split_steps(
@@ -101,54 +86,58 @@ def split_steps(
     not those explained; None: all of it is. weights: how often each step counts; None: once.
     """
     again = recomputed(measured.steps)
-    foreign = [0.0] * len(measured.steps) if others is None else others
-    counts = [1.0] * len(measured.steps) if weights is None else weights
     groups: dict[tuple[StepWork, int, bool], list[int]] = defaultdict(list)
     for index, step in enumerate(measured.steps):
-        if not counts[index]:
-            continue
-        groups[step.kind, (step.tokens - 1).bit_length(), step.eager].append(index)
+        if weights is None or weights[index]:
+            groups[step.kind, (step.tokens - 1).bit_length(), step.eager].append(index)
     operations: dict[str, _Sum] = defaultdict(_Sum)
     beside: dict[str, float] = defaultdict(float)
-    floors: dict[str, float] = {}
+    floors: dict[str, float] = defaultdict(float)
     for (kind, _, _), indices in groups.items():
         steps = [measured.steps[index] for index in indices]
         middle = middle_step(steps)
         nodes = times.model.step(middle.workload)
-        given = [(again[index] / measured.steps[index].tokens, foreign[index], counts[index]) for index in indices]
-        shares = _shares(steps, given, measured, nodes, times)
-        for share in shares:
-            beside["lost"] += share.lost
-            beside["compiled"] += share.compiled
-            beside["idle"] += share.idle
-            beside["others"] += share.others * share.busy
-            beside["again"] += share.again * (1 - share.others) * share.busy
-        busy = math.fsum(share.busy * share.own_share for share in shares)
+        usual = statistics.median([step.seconds for step in steps if not step.compiled] or [0.0])
+        idle_share = _idle_share(measured, nodes, times, middle, usual)
+        busy = kept = 0.0
+        for index, step in zip(indices, steps, strict=True):
+            count = 1.0 if weights is None else weights[index]
+            foreign, lost = 0.0 if others is None else others[index], again[index] / step.tokens
+            compiled = max(0.0, step.seconds - usual) if step.compiled and usual else 0.0
+            taken = min(_lost(step, times), step.seconds - compiled)
+            rest = step.seconds - compiled - taken
+            worked = rest * (1 - idle_share) if step.busy is None else min(step.busy, rest)
+            beside[_COMPILED] += count * compiled
+            beside[TAKEN] += count * taken
+            beside[LAUNCHES] += count * (rest - worked)
+            beside[PROMPTS] += count * worked * foreign
+            beside[_AGAIN] += count * worked * lost * (1 - foreign)
+            own = count * (1 - lost) * (1 - foreign)  # the requests' own work, as often as it counts
+            busy, kept = busy + worked * own, kept + own
+            least = times.floor(step.workload)
+            floors[least.bound] += own * least.seconds
         padding = _padding(nodes, times, middle) * busy
-        beside["padding"] += padding
+        beside[_PADDING] += padding
         costs = _by_name(nodes, times, middle, name_of)
         traced = measured.traced.get(kind)
-        kept = math.fsum(share.own for share in shares)
-        for name, seconds in (_as_shares(traced.seconds) if traced else _predicted(costs)).items():
+        told = traced.seconds if traced else {name: cost.seconds for name, cost in costs.items()}
+        whole = math.fsum(told.values())
+        for name, seconds in told.items():
             cost = costs.get(name, _Sum())
-            took = (busy - padding) * seconds
+            took = (busy - padding) * (seconds / whole)
             counted = min(kept, took / cost.floor) if cost.floor else 0.0
             kept_floors = {bound: counted * least for bound, least in cost.floors.items()}
-            operations[name].add(_Sum(took, round(kept * cost.flops), round(kept * cost.bytes), cost.sent, kept_floors))
-        for step, share in zip(steps, shares, strict=True):
-            least = times.floor(step.workload)
-            _add(floors, {least.bound: share.own * least.seconds})
+            operations[name].add(took, round(kept * cost.flops), round(kept * cost.bytes), cost.sent, kept_floors)
     summed = math.fsum(one.floor for one in operations.values())
-    whole = min(math.fsum(floors.values()), summed)
+    least_of_all = min(math.fsum(floors.values()), summed)
     listed = sorted(operations.items(), key=lambda item: item[1].seconds, reverse=True)
-    parts = [
-        *_operation_parts(listed, sum(one.seconds for _, one in listed)),
-        *_other_parts(beside, summed - whole),
-    ]
+    between = Part("values that operations hand on through memory", "graph", "memory", summed - least_of_all)
+    parts = [*_operation_parts(listed, sum(one.seconds for _, one in listed)), between]
+    parts += (Part(name, *_BESIDE[name], seconds) for name, seconds in beside.items())
     found_operations = tuple(
         OperationTime(name, one.seconds, one.floor, one.flops, one.bytes, _bound(one.floors)) for name, one in listed
     )
-    return StepSplit(whole, tuple(part for part in parts if part.seconds), found_operations, _bound(floors))
+    return StepSplit(least_of_all, tuple(part for part in parts if part.seconds), found_operations, _bound(floors))
 
 
 def middle_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
@@ -159,28 +148,13 @@ def middle_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
     return steps[away.index(min(away))]
 
 
-def _shares(
-    steps: Sequence[MeasuredStep],
-    given: Sequence[tuple[float, float, float]],
-    measured: Measurement,
-    nodes: StepNodes,
-    times: StepSeconds,
-) -> list[_Share]:
-    usual = statistics.median([step.seconds for step in steps if not step.compiled] or [0.0])
-    traced = measured.traced.get(steps[0].kind)
-    idle_share = 0.0
+def _idle_share(measured: Measurement, nodes: StepNodes, times: StepSeconds, step: MeasuredStep, usual: float) -> float:
+    """Of steps like this one, in which their device waits for the host."""
+    traced = measured.traced.get(step.kind)
     if traced is not None:
-        idle_share = max(0.0, 1 - math.fsum(traced.seconds.values()) / traced.whole)
-    elif (steps[0].eager or not nodes.recorded) and not measured.host_is_device:
-        idle_share = _waits_for_launches(nodes, times, middle_step(steps), usual)
-    found = []
-    for step, (again, others, count) in zip(steps, given, strict=True):
-        compiled = max(0.0, step.seconds - usual) if step.compiled and usual else 0.0
-        lost = min(_lost(step, times), step.seconds - compiled)
-        rest = step.seconds - compiled - lost
-        busy = rest * (1 - idle_share) if step.busy is None else min(step.busy, rest)
-        found.append(_Share(count * lost, count * compiled, count * (rest - busy), count * busy, again, others, count))
-    return found
+        return max(0.0, 1 - math.fsum(traced.seconds.values()) / traced.whole)
+    is_launched = (step.eager or not nodes.recorded) and not measured.host_is_device
+    return _waits_for_launches(nodes, times, step, usual) if is_launched else 0.0
 
 
 def _waits_for_launches(nodes: StepNodes, times: StepSeconds, step: MeasuredStep, usual: float) -> float:
@@ -227,22 +201,8 @@ def _by_name(
     for node in (*nodes.inputs, *nodes.model, *nodes.draw):
         least = floor(node.cost, times.device, times.dtype, times.link)
         seconds, cost = times.predictor.node(node, step.workload).seconds, node.cost
-        found[name_of(node)].add(_Sum(seconds, cost.flops, cost.bytes, cost.sent, {least.bound: least.seconds}))
+        found[name_of(node)].add(seconds, cost.flops, cost.bytes, cost.sent, {least.bound: least.seconds})
     return found
-
-
-def _predicted(costs: Mapping[str, _Sum]) -> dict[str, float]:
-    return _as_shares({name: cost.seconds for name, cost in costs.items()})
-
-
-def _as_shares(seconds: Mapping[str, float]) -> dict[str, float]:
-    whole = math.fsum(seconds.values())
-    return {name: one / whole for name, one in seconds.items()}
-
-
-def _add(floors: dict[str, float], more: Mapping[str, float]) -> None:
-    for bound, seconds in more.items():
-        floors[bound] = floors.get(bound, 0.0) + seconds
 
 
 def _bound(floors: Mapping[str, float]) -> Cause:
@@ -251,26 +211,14 @@ def _bound(floors: Mapping[str, float]) -> Cause:
 
 
 def _operation_parts(listed: Sequence[tuple[str, _Sum]], whole: float) -> list[Part]:
-    parts, small = [], _Sum()
+    parts, small, floors = [], 0.0, Counter[str]()
     for name, one in listed:
         over = one.seconds - one.floor
         if one.sent:
             parts.append(Part(f"{name}: messages between ranks", "system", "communication", over))
         elif over < _LEAST_SHARE * whole:
-            small.add(one)
+            small += over
+            floors.update(one.floors)
         else:
             parts.append(Part(f"{name} over its floor", "kernel", _bound(one.floors), over))
-    over = small.seconds - small.floor
-    return [*parts, Part("other operations over their floors", "kernel", _bound(small.floors), over)]
-
-
-def _other_parts(beside: Mapping[str, float], between: float) -> list[Part]:
-    return [
-        Part("values that operations hand on through memory", "graph", "memory", between),
-        Part("padding of recorded steps", "graph", "padding", beside["padding"]),
-        Part(LAUNCHES, "graph", "launch", beside["idle"]),
-        Part("tokens computed again after preemption", "system", "preemption", beside["again"]),
-        Part(PROMPTS, "system", "scheduling", beside["others"]),
-        Part("compilation", "system", "compilation", beside["compiled"]),
-        Part(TAKEN, "system", "host", beside["lost"]),
-    ]
+    return [*parts, Part("other operations over their floors", "kernel", _bound(floors), small)]

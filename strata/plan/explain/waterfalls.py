@@ -6,33 +6,21 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from strata.plan.explain.explanation import OperationTime
+from strata.plan.explain.explanation import Explained, Part
 from strata.plan.explain.measurement import MeasuredStep, Measurement
 from strata.plan.explain.split import TAKEN, NameOf, StepSplit, operation_name, split_steps
 from strata.plan.explain.step_fit import StepFit
 from strata.plan.step_seconds import StepSeconds
-from strata.plan.waterfall import Cause, Part, Waterfall
 
 TOKENIZATION = "tokenization"
 BETWEEN = "host between steps"
 QUEUEING = "queueing until its first step"
 SCHEDULED = "steps that are less full than the work allows"
-# A part so small, as a share of what was measured, is the rounding of a difference.
-_NOTHING = 1e-6
 # Of the gaps between two tokens those whose rank is so near to the 99th percentile, as a share of all.
 _NEAR = 0.01
-
-
-@dataclass(frozen=True)
-class Explained:
-    """A waterfall, the operations that it is made of, and what sets most of the floor of its steps."""
-
-    waterfall: Waterfall
-    operations: tuple[OperationTime, ...]
-    bound: Cause
 
 
 def of_run(measured: Measurement, times: StepSeconds, name_of: NameOf = operation_name) -> Explained:
@@ -106,24 +94,12 @@ def _explained(
     """What is neither steps nor named is the host's between steps. least: the floor, where it is not the split's."""
     beside = math.fsum(part.seconds for part in more if part.name != SCHEDULED)
     rest = Part(BETWEEN, "system", "host", whole - stepping - beside)
-    parts = _together([rest, *more, *split.parts])
-    kept = [part for part in parts if abs(part.seconds) > _NOTHING * whole]
-    ordered = sorted(kept, key=lambda part: part.seconds, reverse=True)
-    fall = Waterfall(whole, split.floor if least is None else least, tuple(ordered))
-    return Explained(fall, split.operations, split.bound)
+    least = split.floor if least is None else least
+    return Explained.of(whole, least, (rest, *more, *split.parts), split.operations, split.bound)
 
 
 def _weighted(measured: Measurement, weights: Sequence[float]) -> float:
     return math.fsum(weight * step.seconds for weight, step in zip(weights, measured.steps, strict=True))
-
-
-def _together(parts: Sequence[Part]) -> list[Part]:
-    """Parts of one name as one."""
-    found: dict[str, Part] = {}
-    for part in parts:
-        before = found.get(part.name)
-        found[part.name] = part if before is None else replace(part, seconds=part.seconds + before.seconds)
-    return list(found.values())
 
 
 def _share_of_prompts(step: MeasuredStep, fit: StepFit) -> float:

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from strata.plan.explain.explanation import Subject
 from strata.plan.explain.measurement import MeasuredRequest, MeasuredStep, Measurement
-from strata.plan.explain.replay import Options, Replayed, replay
+from strata.plan.explain.replay import Replayed, replay
 from strata.plan.explain.step_fit import StepFit
 from strata.plan.explain.waterfalls import TOKENIZATION
 
@@ -31,10 +31,6 @@ class WhatIf:
         return StepFit.of(self.measured.steps)
 
     @cached_property
-    def options(self) -> Options:
-        return Options.of(self.measured.facts)
-
-    @cached_property
     def between(self) -> float:
         """Seconds between two steps, without what the host did before the first, and without waits for a request."""
         if any(request.due for request in self.measured.requests):
@@ -46,7 +42,7 @@ class WhatIf:
     @cached_property
     def base(self) -> Replayed:
         """The run as it was, by the fit."""
-        return replay(self.measured.requests, self.options, self.fit.seconds, self.between)
+        return replay(self.measured.requests, self.measured.facts, self.fit.seconds, self.between)
 
     @cached_property
     def replayed_share(self) -> float:
@@ -68,25 +64,23 @@ class WhatIf:
     ) -> float:
         """The share of the measured time that a change saves; negative if it costs time.
 
-        changes: of `Options`. requests: instead of the run's. steps: that were measured under the change; they join
-        those of the run, or replace them.
+        changes: of the engine's facts. requests: instead of the run's. steps: that were measured under the change; they
+        join those of the run, or replace them.
         """
         if not self.measured.requests:
             return 0.0
         fit = self.fit
         if steps:
             fit = StepFit.of(steps if replaces else (*self.measured.steps, *steps))
-        options = replace(self.options, **(changes or {}))  # type: ignore[arg-type]  # fields by name
+        run = self.measured
+        facts = replace(run.facts, **(changes or {}))  # type: ignore[arg-type]  # fields by name
         try:
-            base = self.base if replaces or not steps else self._with(self.options, fit, self.measured.requests)
-            changed = self._with(options, fit, requests or self.measured.requests)
+            base = self.base if replaces or not steps else replay(run.requests, run.facts, fit.seconds, self.between)
+            changed = replay(requests or run.requests, facts, fit.seconds, self.between)
         except ValueError:  # what a made up pool cannot hold is no remedy
             return 0.0
         before, after = self._seconds(base), self._seconds(changed)
         return self.replayed_share * (1 - after / before) if before else 0.0
-
-    def _with(self, options: Options, fit: StepFit, requests: Sequence[MeasuredRequest]) -> Replayed:
-        return replay(requests, options, fit.seconds, self.between)
 
     def _seconds(self, replayed: Replayed) -> float:
         if self.subject == "run":

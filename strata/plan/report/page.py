@@ -2,134 +2,138 @@
 
 from __future__ import annotations
 
-from strata.plan.explain.explanation import Explanation, OperationTime
-from strata.plan.report.document import document, section
-from strata.plan.report.markup import Markup, element, joined, table
-from strata.plan.report.roofline import points, roofline
-from strata.plan.report.timeline import timeline_figure, timeline_text
-from strata.plan.report.units import quantity, seconds, share
-from strata.plan.report.waterfall_table import ordered, waterfall_table
-from strata.plan.waterfall import LAYERS, Verdict, Waterfall
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from strata.engine.watch.verdict import LAYERS
+from strata.plan.explain.explanation import Explanation, OperationTime, Part, Waterfall
+from strata.plan.report.roofline import Roofline, points
+from strata.plan.report.timeline import COLUMNS, panels, timeline, timeline_text
+from strata.plan.report.units import quantity, seconds, share
+
+# Less of the measured time than this is rounding.
+ROUNDING = 5e-4
 _MOST_OPERATIONS = 40
+
+
+def rendered(template: str, **values: Any) -> str:
+    """A page by a template beside this file, in which all text is escaped."""
+    pages = Environment(
+        loader=PackageLoader(__package__, "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    pages.filters |= {"seconds": seconds, "share": share, "quantity": quantity, "px": _pixels}
+    return pages.get_template(template).render(values).strip() + "\n"
+
+
+def _pixels(value: float) -> str:
+    """Two decimals, which is what a picture needs."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 def html_page(explanation: Explanation) -> str:
     """The page. Every figure in a picture stands in text or a table, too."""
-    sections = [
-        _verdict(explanation.verdict),
-        _figures(explanation),
-        _waterfall(explanation.waterfall),
-        *_roofline(explanation),
-        *_timeline(explanation),
-        *_operations(explanation),
-        *_sources(explanation),
-    ]
-    return document("Where the time goes", explanation.title, explanation.device or "", *sections)
-
-
-def _verdict(verdict: Verdict) -> Markup:
-    evidence = element("ul", *(element("li", one) for one in verdict.evidence))
-    remedies = Markup("")
-    if verdict.remedies:
-        rows = [
-            [one.what, element("code", one.option) if one.option else "", f"{one.gain:.0%}"] for one in verdict.remedies
-        ]
-        remedies = table("remedies", ["what helps", "option", "saves"], rows, numbers=2)
-    badge = element("span", verdict.layer, class_=f"badge {verdict.layer}")
-    return element(
-        "section",
-        element("p", badge, f" {verdict.cause}", class_="eyebrow"),
-        element("h2", verdict.symptom),
-        evidence,
-        remedies,
-        class_="verdict",
-        aria_label="verdict",
-    )
-
-
-def _figures(explanation: Explanation) -> Markup:
-    waterfall = explanation.waterfall
-    shown = [
-        ("measured", seconds(waterfall.measured)),
-        ("floor", seconds(waterfall.floor) if waterfall.floor else "not known"),
-        ("share of the floor", share(waterfall.floor, waterfall.measured) if waterfall.floor else "-"),
-    ]
-    for layer in reversed(LAYERS):
-        shown.append((f"lost to the {layer} layer", share(waterfall.seconds(layer=layer), waterfall.measured)))
-    return element("dl", *(element("div", element("dt", name), element("dd", value)) for name, value in shown))
-
-
-def _waterfall(waterfall: Waterfall) -> Markup:
-    largest = max(ordered(waterfall.parts), key=lambda part: part.seconds, default=None)
-    least = f"{seconds(waterfall.floor)} are the floor" if waterfall.floor else "nothing is known of the floor"
-    text = f"Of {seconds(waterfall.measured)}, {least}"
-    if largest is not None:
-        text += f"; the largest part is {largest.name}, {share(largest.seconds, waterfall.measured)}"
-    keys = [element("span", layer, class_=f"key {layer}") for layer in (*reversed(LAYERS), "floor")]
-    return section("Waterfall", f"{text}.", waterfall_table(waterfall), element("p", *keys, class_="keys"))
-
-
-def _roofline(explanation: Explanation) -> list[Markup]:
-    found, peaks = points(explanation.operations[:_MOST_OPERATIONS]), explanation.peaks
-    if peaks is None or not found:
-        return []
-    best = max(found, key=lambda one: one.reached)
-    text = (
-        f"Each point is an operation by its number in the table below, its area the share of the time. The lines are "
-        f"what the device reaches: {quantity(peaks.bandwidth, 'B/s')} and {quantity(peaks.compute, 'FLOP/s')}. The "
-        f"fastest is {best.operation.name} at {quantity(best.reached, 'FLOP/s')}, "
-        f"{share(best.reached, peaks.compute)} of the peak."
-    )
-    wide, narrow = (
-        element("div", roofline(found, peaks, explanation.waterfall.measured, width), class_=f"roofline {name}")
-        for name, width in (("wide", 760), ("narrow", 380))
-    )
-    bounds = dict.fromkeys(one.operation.bound for one in found)
-    keys = [element("span", f"{bound} bound", class_=f"key {bound}") for bound in bounds]
-    return [section("Roofline", text, wide, narrow, element("p", *keys, class_="keys"))]
-
-
-def _timeline(explanation: Explanation) -> list[Markup]:
-    if not explanation.steps:
-        return []
-    return [section("Timeline", timeline_text(explanation.steps), timeline_figure(explanation.steps))]
-
-
-def _operations(explanation: Explanation) -> list[Markup]:
-    if not explanation.operations:
-        return []
-    measured = explanation.waterfall.measured
-    head = ["operation", "no.", "bound", "time", "share", "floor", "of floor", "FLOP/s", "B/s"]
-    shown = explanation.operations[:_MOST_OPERATIONS]
-    rows = [_operation(number, one, measured) for number, one in enumerate(shown, 1)]
-    text = "The longest first, each beside the least time that its FLOPs and bytes need."
+    fall, shown = explanation.waterfall, explanation.operations[:_MOST_OPERATIONS]
+    values: dict[str, Any] = {
+        "explanation": explanation,
+        "layers": (*reversed(LAYERS), "floor"),
+        "remedies": [(one.what, one.option, f"{one.gain:.0%}") for one in explanation.verdict.remedies],
+        "figures": list(_figures(fall)),
+        "waterfall_text": _waterfall_text(fall),
+        "bars": list(_bars(fall)),
+        "rooflines": (),
+        "timeline": None,
+        "operations": [_operation(number, one, fall.measured) for number, one in enumerate(shown, 1)],
+        "operations_text": "The longest first, each beside the least time that its FLOPs and bytes need.",
+    }
     if left := len(explanation.operations) - len(shown):
-        text += f" {left} more take less."
-    return [section("Operations", text, table("operations", head, rows, numbers=3))]
+        values["operations_text"] += f" {left} more take less."
+    found, peaks = points(shown), explanation.peaks
+    if found and peaks is not None:
+        best = max(found, key=lambda one: one.reached)
+        values["rooflines"] = [
+            (name, Roofline(found, peaks, fall.measured, width)) for name, width in (("wide", 760), ("narrow", 380))
+        ]
+        values["bounds"] = list(dict.fromkeys(one.operation.bound for one in found))
+        values["roofline_text"] = (
+            f"Each point is an operation by its number in the table below, its area the share of the time. The lines "
+            f"are what the device reaches: {quantity(peaks.bandwidth, 'B/s')} and {quantity(peaks.compute, 'FLOP/s')}. "
+            f"The fastest is {best.operation.name} at {quantity(best.reached, 'FLOP/s')}, "
+            f"{share(best.reached, peaks.compute)} of the peak."
+        )
+    if explanation.steps:
+        line = timeline(explanation.steps)
+        values["timeline"] = {
+            "panels": panels(line),
+            "columns": COLUMNS,
+            "seconds": line.end - line.begin,
+            "busy": line.busy,
+        }
+        values["timeline_text"] = timeline_text(explanation.steps)
+    return rendered("explanation.html", **values)
+
+
+def _figures(fall: Waterfall) -> Iterator[tuple[str, str]]:
+    yield "measured", seconds(fall.measured)
+    yield "floor", seconds(fall.floor) if fall.floor else "not known"
+    yield "share of the floor", share(fall.floor, fall.measured) if fall.floor else "-"
+    for layer in reversed(LAYERS):
+        yield f"lost to the {layer} layer", share(fall.seconds(layer=layer), fall.measured)
+
+
+def _waterfall_text(fall: Waterfall) -> str:
+    least = f"{seconds(fall.floor)} are the floor" if fall.floor else "nothing is known of the floor"
+    text = f"Of {seconds(fall.measured)}, {least}"
+    if fall.parts:
+        largest = max(fall.parts, key=lambda part: part.seconds)
+        text += f"; the largest part is {largest.name}, {share(largest.seconds, fall.measured)}"
+    return f"{text}."
+
+
+def ordered(parts: tuple[Part, ...]) -> list[Part]:
+    """From the outermost layer to the innermost, and within a layer from the longest on."""
+    return sorted(parts, key=lambda part: (-LAYERS.index(part.layer), -part.seconds))
+
+
+class _Bar(NamedTuple):
+    """A row of the waterfall. left, width: shares of what was measured."""
+
+    name: str
+    note: str
+    kind: str
+    seconds: float
+    left: float
+    width: float
+
+
+def _bars(fall: Waterfall) -> Iterator[_Bar]:
+    """From what was measured, part by part, down to the floor. The bar of a part begins where that of the next one
+    ends."""
+    whole, left = fall.measured, fall.measured
+
+    def bar(name: str, note: str, kind: str, begin: float, length: float) -> _Bar:
+        ends = sorted((begin, begin + length))
+        low, high = (min(max(value / whole, 0.0), 1.0) if whole else 0.0 for value in ends)
+        return _Bar(name, note, kind, length, low, max(high - low, 0.002))
+
+    yield bar("measured", "", "measured", 0.0, whole)
+    for part in ordered(fall.parts):
+        left -= part.seconds
+        yield bar(part.name, f"{part.layer}, {part.cause}", part.layer, left, part.seconds)
+    missing = fall.unexplained
+    if abs(missing) > ROUNDING * whole:
+        note = "no part tells of it" if missing > 0 else "parts tell of too much"
+        yield bar("unexplained", note, "unexplained", left - missing, missing)
+    if fall.floor:
+        yield bar("floor", "the least that the device allows", "floor", 0.0, fall.floor)
 
 
 def _operation(number: int, one: OperationTime, measured: float) -> list[str]:
-    rates = ("-", "-")
-    if one.seconds > 0:
-        rates = (
-            quantity(one.flops / one.seconds, "") if one.flops else "-",
-            quantity(one.bytes / one.seconds, "") if one.bytes else "-",
-        )
-    return [
-        one.name,
-        str(number),
-        joined(element("span", one.bound, class_=f"key {one.bound}")),
-        seconds(one.seconds),
-        share(one.seconds, measured),
-        seconds(one.floor) if one.floor else "-",
-        share(one.floor, one.seconds) if one.floor else "-",
-        *rates,
-    ]
-
-
-def _sources(explanation: Explanation) -> list[Markup]:
-    if not explanation.sources:
-        return []
-    listed = element("ul", *(element("li", one) for one in explanation.sources))
-    return [section("Sources", "Where the floor and all that is predicted come from.", listed)]
+    rates = [quantity(of / one.seconds, "") if of and one.seconds > 0 else "-" for of in (one.flops, one.bytes)]
+    floor = [seconds(one.floor), share(one.floor, one.seconds)] if one.floor else ["-", "-"]
+    return [one.name, str(number), one.bound, seconds(one.seconds), share(one.seconds, measured), *floor, *rates]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from strata.plan.explain.explanation import StepTime
-from strata.plan.report.markup import Markup, element
 from strata.plan.report.units import seconds, share
 
 COLUMNS = 240
@@ -53,12 +53,24 @@ def timeline(steps: Sequence[StepTime], columns: int = COLUMNS) -> Timeline:
     return Timeline(begin, end, {kind: busy[kind] for kind in KINDS if kind in busy}, tokens, sequences, kv)
 
 
-def timeline_figure(steps: Sequence[StepTime]) -> Markup:
-    """Panels above one axis: share of each instant that steps cover; of a step tokens, sequences and KV memory."""
-    found = timeline(steps)
-    span = seconds(found.end - found.begin)
-    axis = element("div", element("span", "0"), element("span", span), class_="time-axis", aria_hidden="true")
-    panels = [_panel("device busy", "100 %", _stacked(found), "how much of the time steps run, by kind")]
+class Panel(NamedTuple):
+    """A picture of the timeline. most: what its full height is. label: in words. paths: (class, path), in a picture of
+    a column's width each and of height 100."""
+
+    name: str
+    most: str
+    label: str
+    paths: list[tuple[str, str]]
+
+
+def panels(found: Timeline) -> list[Panel]:
+    """Above one axis: share of each instant that steps cover; of a step tokens, sequences and KV memory."""
+    below, paths = [0.0] * len(found.tokens), []
+    for kind, shares in found.busy.items():
+        above = [min(1.0, low + one) for low, one in zip(below, shares, strict=True)]
+        paths.append((f"kind {kind}", _area(below, above)))
+        below = above
+    made = [Panel("device busy", "100 %", "how much of the time steps run, by kind", paths)]
     amounts: tuple[tuple[str, Sequence[float], str], ...] = (
         ("tokens of a step", found.tokens, f"{max(found.tokens):,}"),
         ("sequences of a step", found.sequences, f"{max(found.sequences):,}"),
@@ -66,12 +78,9 @@ def timeline_figure(steps: Sequence[StepTime]) -> Markup:
     )
     for name, values, most in amounts:
         if max(values):
-            shape = element(
-                "path", d=_area([0.0] * len(values), [one / max(values) for one in values]), class_="amount"
-            )
-            panels.append(_panel(name, most, [shape], f"{name}, at most {most}"))
-    keys = [element("span", kind, class_=f"key {kind}") for kind in found.busy]
-    return element("div", *panels, axis, element("p", *keys, class_="keys"), class_="timeline")
+            area = _area([0.0] * len(values), [one / max(values) for one in values])
+            made.append(Panel(name, most, f"{name}, at most {most}", [("amount", area)]))
+    return made
 
 
 def timeline_text(steps: Sequence[StepTime]) -> str:
@@ -85,23 +94,6 @@ def timeline_text(steps: Sequence[StepTime]) -> str:
             counted = f"{len(of_kind):,} {kind} step{'s' if len(of_kind) > 1 else ''}"
             told.append(f"{counted} of {seconds(taken / len(of_kind))} on average ({share(taken, span)} of the time)")
     return f"In {seconds(span)}: {', '.join(told)}."
-
-
-def _panel(name: str, most: str, shapes: list[Markup], label: str) -> Markup:
-    picture = element(
-        "svg", *shapes, viewBox=f"0 0 {COLUMNS} 100", preserveAspectRatio="none", role="img", aria_label=label
-    )
-    return element("div", element("p", name, element("span", most), class_="panel-name"), picture, class_="panel")
-
-
-def _stacked(found: Timeline) -> list[Markup]:
-    below = [0.0] * COLUMNS
-    made = []
-    for kind, shares in found.busy.items():
-        above = [min(1.0, low + one) for low, one in zip(below, shares, strict=True)]
-        made.append(element("path", d=_area(below, above), class_=f"kind {kind}"))
-        below = above
-    return made
 
 
 def _area(low: list[float], high: list[float]) -> str:

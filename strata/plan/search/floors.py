@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -28,8 +28,11 @@ class Matrices:
 
     @staticmethod
     def of(config: ModelConfig) -> Matrices:
-        attention = _layer_elements(replace(config, experts=None, intermediate_size=0))
-        around = _layer_elements(config) - attention
+        whole, attention = (
+            sum(active_elements(config, layer, mlps=mlps) for layer in range(config.num_layers))
+            for mlps in (True, False)
+        )
+        around = whole - attention
         return Matrices(attention, around, config.vocab_size * config.hidden_size, config.latent is not None)
 
 
@@ -49,10 +52,6 @@ def min_step(
     compute = 2 * multiplied * rows / rate + 2 * head / predictor.rate()
     memory = (layers * each + head * dtype.itemsize) / predictor.device.ceiling("bandwidth").value
     return max(compute, memory)
-
-
-def _layer_elements(config: ModelConfig) -> int:
-    return sum(active_elements(config, layer) for layer in range(config.num_layers))
 
 
 def below_floors(objectives: Objectives, floors: Mapping[str, tuple[float, Precision]], where: str) -> str | None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 
-from strata.plan.report.document import document, section
-from strata.plan.report.markup import Markup, element, joined, table
+from strata.plan.report.page import rendered
 from strata.plan.search.choice import ServingChoice
 from strata.plan.search.frontier import frontier, frontier_svg
 from strata.plan.search.report import ServingPlan
@@ -21,54 +20,36 @@ def html_page(plan: ServingPlan) -> str:
     title, _, subtitle = plan.title.partition(", ")
     asked = [one for one in plan.found.seen if one.settings.precision == plan.question.precision]
     runs = [one for one in asked if not one.blocked] or asked
-    parts = [section("The best", *_command(plan), _rows("the best", (plan.best,)), _facts(plan))]
-    if plan.best.tokens_per_user is not None:  # answers of one token have no latency to draw
-        drawn = element(
-            "figure", _picture(plan), class_="scroll", role="img", aria_label="tokens a second a device and of a user"
-        )
-        outer = _rows("frontier", tuple(frontier(runs)))
-        parts += [
-            section("Throughput against latency", "Each point is a way to run the engines.", drawn),
-            section("The outer points", "From the most tokens a device on.", outer),
-        ]
-    if plan.found.others:
-        parts.append(section("Other layouts", "The best settings of each.", _rows("other layouts", plan.found.others)))
-    if plan.packed or plan.refused:
-        lines = element("ul", *(element("li", one) for one in plan.refused))
-        rows = _rows("in fewer bits", plan.packed) if plan.packed else Markup("")
-        parts.append(section("In fewer bits", "Options of the command stand last. They change answers.", rows, lines))
-    if plan.found.blocked or plan.lacking():
-        lines = element("ul", *(element("li", one) for one in plan.lacking()))
-        rows = _rows("lacking", plan.found.blocked) if plan.found.blocked else Markup("")
-        parts.append(section("Not in Strata yet", "What it lacks stands last.", rows, lines))
-    sources = element("ul", *(element("li", one) for one in plan.sources))
-    parts.append(section("Where the prediction comes from", "", sources))
-    return document("How to serve it", title, subtitle, *parts)
+    has_latency = plan.best.tokens_per_user is not None  # answers of one token have none to draw
+    return rendered(
+        "plan.html",
+        plan=plan,
+        title=title,
+        subtitle=subtitle,
+        command=None if plan.command is None else shlex.join(plan.command),
+        facts=[f"{name}: {value}" if name else value for name, value in plan.lines()],
+        picture=_picture(plan) if has_latency else None,
+        outer=_rows("frontier", tuple(frontier(runs))) if has_latency else None,
+        best=_rows("the best", (plan.best,)),
+        others=_rows("other layouts", plan.found.others),
+        packed=_rows("in fewer bits", plan.packed),
+        blocked=_rows("lacking", plan.found.blocked),
+    )
 
 
-def _picture(plan: ServingPlan) -> Markup:
+def _picture(plan: ServingPlan) -> str:
     """As wide as the page, in the colour of its words."""
     text = re.sub(r"^.*?(?=<svg)", "", frontier_svg(plan, _PLACE, "none"), flags=re.DOTALL)
     root = re.match(r"<svg[^>]*>", text)
     assert root is not None
     sized = re.sub(r' (width|height)="[^"]*"', "", root[0])
-    return Markup((sized + text[root.end() :]).replace(_PLACE, "currentColor"))
+    return (sized + text[root.end() :]).replace(_PLACE, "currentColor")
 
 
-def _command(plan: ServingPlan) -> tuple[str, Markup]:
-    if plan.command is None:
-        return f"Strata cannot run this yet: it lacks {', '.join(plan.best.blocked)}.", Markup("")
-    told = element("p", plan.remark) if plan.remark else Markup("")
-    return plan.where, joined(element("p", element("code", shlex.join(plan.command))), told)
-
-
-def _facts(plan: ServingPlan) -> Markup:
-    return element("ul", *(element("li", f"{name}: {value}" if name else value) for name, value in plan.lines()))
-
-
-def _rows(label: str, choices: tuple[ServingChoice, ...]) -> Markup:
+def _rows(label: str, choices: tuple[ServingChoice, ...]) -> tuple[str, list[str], list[list[str]], int] | None:
+    """What the template's `table` takes; None of no choice."""
     last = "with" if label == "in fewer bits" else "lacks" * any(one.blocked for one in choices)
-    return table(label, [*_HEAD, *([last] * bool(last))], [_row(one, last) for one in choices], numbers=1)
+    return (label, [*_HEAD, *([last] * bool(last))], [_row(one, last) for one in choices], 1) if choices else None
 
 
 def _row(choice: ServingChoice, last: str) -> list[str]:

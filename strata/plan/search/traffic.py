@@ -27,7 +27,9 @@ class Traffic:
     def of(prompt: int, output: int, cached: int = 0) -> Traffic:
         """Of requests that are all alike. Raises ValueError for lengths that none can have."""
         if prompt < 1 or output < 1:
-            raise ValueError(f"--isl {prompt} and --osl {output}: prompts and answers have at least one token")
+            raise ValueError(
+                f"--input-len {prompt} and --output-len {output}: prompts and answers have at least one token"
+            )
         if not 0 <= cached < prompt:
             raise ValueError(
                 f"--cached {cached}: of a prompt of {counted(prompt, 'token')} at least one is computed; "

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import json
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from strata.parallel.layout import Layout
-from strata.plan.training.run_file import run_file
-from strata.plan.training.search import TrainingChoice, TrainingSearchResult, search
+from strata.plan.training.search import TrainingSearchResult, search
 from strata.plan.training.task import TrainingTask
 from strata.text.counted import counted
+from strata.train.predict.estimate import GIB, Estimate
 from strata.train.predict.min_time import TrainingStepTime
 
-GIB = 2**30
+# Of a model's config: they follow from the tokenizer, or say nothing of the mathematics.
+_LEFT_OUT = ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype")
 MFU = "6 * elements of matrices a token meets * tokens + 12 * heads * head_dim * pairs seen, over time and bf16 peak"
 
 
@@ -26,12 +28,12 @@ class TrainingPlan:
     price: float | None = None
 
     @property
-    def best(self) -> TrainingChoice:
+    def best(self) -> Estimate:
         return self.found.best
 
     def run_file(self) -> str:
         """The TOML file of the run, but for data, tokenizer, length and learning rate, which are the user's."""
-        return run_file(self.name, self.task, self.best)
+        return _run_file(self.name, self.task, self.best)
 
     @property
     def command(self) -> list[str]:
@@ -45,22 +47,18 @@ class TrainingPlan:
 
     def lines(self) -> list[tuple[str, str]]:
         """What to expect of the best, for people."""
-        choice, task = self.best, self.task
-        found, time, memory = choice.estimate, choice.estimate.likely, choice.estimate.fullest
-        parts = ", ".join(
-            f"{name} {milliseconds(seconds)}" for name, seconds in seconds_by_cause(time).items() if seconds
-        )
+        found, task, time, memory = self.best, self.task, self.best.likely, self.best.fullest
+        parts = [f"{name} {milliseconds(seconds)}" for name, seconds in seconds_by_cause(time).items() if seconds]
+        packs = f"{found.shape.batches} x {counted(found.shape.tokens, 'token')} a replica"
         lines = [
-            ("layout", f"{layout_name(choice.shape.layout)}, recompute {found.recompute}, {_packs(choice)}"),
+            ("layout", f"{layout_name(found.shape.layout)}, recompute {found.recompute}, {packs}"),
             ("step", f"{milliseconds(time.seconds)} ms ({time.origin}), at least {milliseconds(found.time.seconds)}"),
-            ("ms of it", parts),
+            ("ms of it", ", ".join(parts)),
             ("tokens/s", f"{found.likely_tokens_per_second:,.0f}, each {self.tokens_per_device:,.0f}"),
             ("MFU", f"{found.likely_mfu:.1%} ({MFU})"),
             (
                 "GiB a device",
-                f"{memory.total / GIB:.1f} of {self.found.usable / GIB:.1f} usable: state {memory.state / GIB:.1f}, "
-                f"gradient sums {memory.accumulated / GIB:.1f}, activations {memory.activations / GIB:.1f}, "
-                f"workspace {memory.workspace / GIB:.1f}",
+                f"{memory.total / GIB:.1f} of {self.found.usable / GIB:.1f} usable: {memory.in_words}",
             ),
             ("bound by", self.binding),
         ]
@@ -73,7 +71,7 @@ class TrainingPlan:
     @property
     def tokens_per_device(self) -> float:
         """Each second."""
-        return self.best.estimate.likely_tokens_per_second / self.task.gpus
+        return self.best.likely_tokens_per_second / self.task.gpus
 
     def price_of_tokens(self, tokens: int) -> float:
         """At the price that was given. Raises ValueError without one."""
@@ -84,17 +82,17 @@ class TrainingPlan:
     @property
     def binding(self) -> str:
         """What the step waits for most; and what memory costs, where more of it would make the step quicker."""
-        time = self.best.estimate.likely
+        time = self.best.likely
         parts = seconds_by_cause(time)
         name = max(parts, key=lambda one: parts[one])
         told = f"{name} ({parts[name] / time.seconds:.0%} of the step)"
-        misfit = self.found.misfit
-        if misfit is None:
+        larger = self.found.misfit
+        if larger is None:
             return told
-        missing = (misfit.memory.total - self.found.usable) / GIB
+        missing = (larger.fullest.total - self.found.usable) / GIB
         return (
-            f"{told}, and memory: {layout_name(misfit.shape.layout)}, recompute {misfit.recompute}, {missing:.1f} GiB "
-            f"too large, would take {milliseconds(misfit.seconds)} ms"
+            f"{told}, and memory: {layout_name(larger.shape.layout)}, recompute {larger.recompute}, {missing:.1f} GiB "
+            f"too large, would take {milliseconds(larger.likely.seconds)} ms"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -132,27 +130,25 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
 
 
-def layout_name(layout: Layout) -> str:
+def changed(layout: Layout) -> dict[str, Any]:
     """What differs from one rank, as options of [parallel]."""
     usual = Layout()
-    changed = ((one.name, getattr(layout, one.name)) for one in fields(Layout))
-    return ", ".join(f"{name}={value}" for name, value in changed if value != getattr(usual, name)) or "one device"
+    values = {one.name: getattr(layout, one.name) for one in fields(Layout)}
+    return {name: value for name, value in values.items() if value != getattr(usual, name)}
 
 
-def _packs(choice: TrainingChoice) -> str:
-    shape = choice.shape
-    return f"{shape.batches} x {counted(shape.tokens, 'token')} a replica"
+def layout_name(layout: Layout) -> str:
+    """The same in words."""
+    return ", ".join(f"{name}={value}" for name, value in changed(layout).items()) or "one device"
 
 
-def _choice(choice: TrainingChoice, gpus: int) -> dict[str, Any]:
-    found, memory = choice.estimate, choice.estimate.fullest
-    usual = Layout()
-    layout = {one.name: getattr(choice.shape.layout, one.name) for one in fields(Layout)}
+def _choice(found: Estimate, gpus: int) -> dict[str, Any]:
+    memory = found.fullest
     return {
-        "layout": {name: value for name, value in layout.items() if value != getattr(usual, name)},
+        "layout": changed(found.shape.layout),
         "recompute": found.recompute,
-        "tokens_per_pack": choice.shape.tokens,
-        "packs_of_replica": choice.shape.batches,
+        "tokens_per_pack": found.shape.tokens,
+        "packs_of_replica": found.shape.batches,
         "step_s": found.likely.seconds,
         "origin": found.likely.origin,
         "least_s": found.time.seconds,
@@ -160,5 +156,50 @@ def _choice(choice: TrainingChoice, gpus: int) -> dict[str, Any]:
         "tokens_per_second": found.likely_tokens_per_second,
         "tokens_per_second_per_device": found.likely_tokens_per_second / gpus,
         "mfu": found.likely_mfu,
-        "memory_bytes": {one.name: getattr(memory, one.name) for one in fields(memory)} | {"total": memory.total},
+        "memory_bytes": asdict(memory) | {"total": memory.total},
     }
+
+
+def _run_file(name: str, task: TrainingTask, found: Estimate) -> str:
+    """The TOML file of a fresh model's run. What only the user knows is there to be replaced, and the first lines say
+    so."""
+    shape = found.shape
+    layout = shape.layout
+    model = {key: value for key, value in task.config.to_dict().items() if value is not None and key not in _LEFT_OUT}
+    tables: dict[str, dict[str, Any]] = {
+        "run": {
+            "out": "runs/planned",
+            "steps": 10000,
+            "precision": task.precision,
+            "recompute": found.recompute,
+            "deterministic": False,
+        },
+        "start": {"tokenizer": "TOKENIZER"},
+        "model": model,
+        # The micro-batches follow from the packs of a step.
+        "parallel": {key: value for key, value in changed(layout).items() if key != "micro_batches"},
+        "data": {
+            "sources": [{"folder": "DATA"}],
+            "tokens_per_pack": shape.tokens,
+            "packs_per_step": shape.batches * layout.dp * layout.shard,
+        },
+        "optimizer": {"learning_rate": 3e-4},
+        "schedule": {"warmup": 1000, "decay": 2000},
+    }
+    lines = [
+        f"# {name}: {task.batch_tokens} tokens a step in sequences of {task.sequence}, {task.gpus} x "
+        f"{task.device.product}.",
+        "# DATA is a folder of `strata data`, TOKENIZER one with a tokenizer; steps, rates and schedule are yours.",
+        "# cuDNN's attention, by which the step was predicted, repeats no run bit for bit: deterministic = false.",
+    ]
+    for table, values in tables.items():
+        lines += ["", f"[{table}]", *(f"{key} = {_toml(value)}" for key, value in values.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(one)}" for key, one in value.items() if one is not None) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from strata.comm.network import Network
 from strata.hardware.links import Link
 from strata.plan.training.candidates import candidates
 from strata.plan.training.task import TrainingTask
-from strata.train.predict.estimate import USABLE, Estimate, StepMemory, estimate, memory
+from strata.train.predict.estimate import USABLE, Estimate, estimate, memory
 from strata.train.predict.min_time import predicted_time
 from strata.train.predict.rates import measured_rates
 from strata.train.predict.step_shape import TrainShape
@@ -21,26 +21,19 @@ _SPREAD = 1.25
 _NO_NETWORK = Network(Link(0.0, 0.0, 1.0, "", ""), 1)
 
 
-@dataclass(frozen=True)
-class TrainingChoice:
-    """A step, what it computes again, and what it is predicted to take."""
+class _Candidate(NamedTuple):
+    """A step, what it computes again, and its predicted seconds. number: of its layout, in the order of candidates."""
 
-    shape: TrainShape
-    estimate: Estimate
-
-    @property
-    def seconds(self) -> float:
-        return self.estimate.likely.seconds
-
-
-@dataclass(frozen=True)
-class Misfit:
-    """A step that would be quicker if it fitted. memory: of the rank that needs the most."""
-
+    seconds: float
+    number: int
     shape: TrainShape
     recompute: str
-    seconds: float
-    memory: StepMemory
+
+    @property
+    def division(self) -> tuple[int, ...]:
+        """Among ranks."""
+        layout = self.shape.layout
+        return layout.pp, layout.dp, layout.shard, layout.cp, layout.tp, layout.ep
 
 
 @dataclass(frozen=True)
@@ -50,9 +43,9 @@ class TrainingSearchResult:
     device that a run may plan with.
     """
 
-    best: TrainingChoice
-    others: tuple[TrainingChoice, ...]
-    misfit: Misfit | None
+    best: Estimate
+    others: tuple[Estimate, ...]
+    misfit: Estimate | None
     searched: int
     usable: int
 
@@ -62,8 +55,8 @@ def search(task: TrainingTask) -> TrainingSearchResult:
     layout of so many devices at all.
     """
     network, usable = task.reach(), int(USABLE * task.device.ceiling("memory").value)
-    fitting: list[tuple[float, int, TrainShape, str]] = []
-    misfit: Misfit | None = None
+    fitting: list[_Candidate] = []
+    misfit: _Candidate | None = None
     least: tuple[int, TrainShape] | None = None
     quickest, searched = math.inf, 0
     work = _Work(task)
@@ -71,30 +64,31 @@ def search(task: TrainingTask) -> TrainingSearchResult:
         bound = work.seconds(shape)
         if bound > _SPREAD * quickest:
             continue
-        smallest = memory(shape, shape.recomputes[-1])
-        if least is None or smallest.total < least[0]:
-            least = (smallest.total, shape)
+        smallest = memory(shape, shape.recomputes[-1]).total
+        if least is None or smallest < least[0]:
+            least = (smallest, shape)
         for recompute in shape.recomputes:
-            needed = memory(shape, recompute)
-            fits = needed.total <= usable
+            fits = memory(shape, recompute).total <= usable
             if not fits and (recompute != shape.recomputes[0] or (misfit is not None and bound > misfit.seconds)):
                 continue
             seconds = predicted_time(shape, recompute, task.device, network).seconds
+            found = _Candidate(seconds, searched, shape, recompute)
             if fits:
-                fitting.append((seconds, searched, shape, recompute))
+                fitting.append(found)
                 quickest = min(quickest, seconds)
                 break
-            if misfit is None or seconds < misfit.seconds:
-                misfit = Misfit(shape, recompute, seconds, needed)
+            misfit = found if misfit is None else min(misfit, found, key=lambda one: one.seconds)
     if least is None:
         raise ValueError(_no_layout(task))
     if not fitting:
         raise ValueError(_too_large(task, *least, usable))
-    chosen = _unlike(fitting, 1 + _OTHERS)
-    best, *others = (TrainingChoice(shape, estimate(shape, task.device, fits, network)) for _, _, shape, fits in chosen)
-    if misfit is not None and misfit.seconds >= best.seconds:
-        misfit = None
-    return TrainingSearchResult(best, tuple(others), misfit, searched, usable)
+    best, *others = (_estimate(task, one) for one in _unlike(fitting, 1 + _OTHERS))
+    larger = _estimate(task, misfit) if misfit is not None and misfit.seconds < quickest else None
+    return TrainingSearchResult(best, tuple(others), larger, searched, usable)
+
+
+def _estimate(task: TrainingTask, one: _Candidate) -> Estimate:
+    return estimate(one.shape, task.device, one.recompute, task.reach())
 
 
 class _Work:
@@ -112,15 +106,12 @@ class _Work:
         return self._seconds * alone / divided
 
 
-def _unlike(fitting: list[tuple[float, int, TrainShape, str]], count: int) -> list[tuple[float, int, TrainShape, str]]:
+def _unlike(fitting: list[_Candidate], count: int) -> list[_Candidate]:
     """The quickest of each division among ranks, the quickest first."""
-    quickest: dict[tuple[int, ...], tuple[float, int, TrainShape, str]] = {}
-    for one in fitting:
-        layout = one[2].layout
-        key = (layout.pp, layout.dp, layout.shard, layout.cp, layout.tp, layout.ep)
-        if key not in quickest or one[:2] < quickest[key][:2]:
-            quickest[key] = one
-    return heapq.nsmallest(count, quickest.values(), key=lambda one: one[:2])
+    quickest: dict[tuple[int, ...], _Candidate] = {}
+    for one in sorted(fitting, key=lambda one: one[:2]):
+        quickest.setdefault(one.division, one)
+    return list(quickest.values())[:count]
 
 
 def _no_layout(task: TrainingTask) -> str:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
 
-from strata.plan.explain.explain import LEAST_GAIN
+from strata.engine.watch.verdict import Remedy
 from strata.plan.explain.explanation import Explanation, StepTime
-from strata.plan.report.units import seconds, share
+from strata.plan.explain.verdict import verdict
+from strata.plan.report.units import seconds
 from strata.plan.training_explain.findings import TrainingRuleInput, findings
 from strata.plan.training_explain.recorded_run import RecordedRun
 from strata.plan.training_explain.run_floor import run_floor
 from strata.plan.training_explain.run_waterfall import explained_run
-from strata.plan.waterfall import Remedy, Verdict
 from strata.text.counted import counted
 
 # Beyond so many, a step of the timeline is an interval of the log.
 _MOST_STEPS = 5000
-# From this share of its floor on, a run is near it.
-_NEAR = 0.6
-_MOST_REMEDIES = 5
 # What saves less is worth a line, but does not make a run what the verdict calls it.
 _NAMED = 0.08
 
@@ -31,11 +27,9 @@ def explain_run(run: RecordedRun) -> Explanation:
     floor = run_floor(run)
     explained = explained_run(run, floor)
     asked = TrainingRuleInput(run, floor, explained)
-    what = run.what
+    what, each = run.what, counted(run.whole.tokens / run.whole.steps, "token")
     ranks = f", {what.layout.ranks} ranks" if what.layout.ranks > 1 else ""
-    title = (
-        f"Training {run.folder.name}: {counted(run.steps, 'step')} of {counted(run.tokens / run.steps, 'token')}{ranks}"
-    )
+    title = f"Training {run.folder.name}: {counted(run.whole.steps, 'step')} of {each}{ranks}"
     sources = list(floor.sources)
     if run.trace is not None:
         sources.append(f"work by kind: {run.trace.table.steps} traced steps, taken as all")
@@ -45,7 +39,7 @@ def explain_run(run: RecordedRun) -> Explanation:
         title,
         what.device,
         explained.waterfall,
-        _verdict(asked),
+        verdict(explained, findings(asked), _utilization(asked), _narrow(asked), _NAMED),
         explained.operations,
         tuple(_steps(run)),
         tuple(sources),
@@ -53,58 +47,24 @@ def explain_run(run: RecordedRun) -> Explanation:
     )
 
 
-def _verdict(asked: TrainingRuleInput) -> Verdict:
-    found = findings(asked)
-    remedies = sorted(chain.from_iterable(one.remedies for one in found), key=lambda one: -one.gain)
-    worth = tuple(_different(one for one in remedies if one.gain >= LEAST_GAIN))[:_MOST_REMEDIES]
-    if not found or found[0].gain < _NAMED:
-        return _without_finding(asked, worth)
-    first = found[0]
-    return Verdict(first.layer, first.symptom, first.cause, (*first.evidence, *_utilization(asked)), worth)
-
-
-def _different(remedies: Iterator[Remedy]) -> Iterator[Remedy]:
-    """The same option may help against two causes."""
-    seen: set[str] = set()
-    for one in remedies:
-        if (key := one.option or one.what) not in seen:
-            seen.add(key)
-            yield one
-
-
-def _without_finding(asked: TrainingRuleInput, worth: tuple[Remedy, ...]) -> Verdict:
-    """The kernels themselves keep the run from its floor, or it is near. worth: what else would help a little."""
-    fall = asked.explained.waterfall
-    near = fall.floor / fall.measured
-    remedies = tuple(sorted((*worth, *_narrow(asked)), key=lambda one: -one.gain))
-    if near > _NEAR or not fall.parts:
-        symptom = f"near the floor: {near:.0%} of the time is the least"
-        return Verdict("kernel", symptom, "compute", _utilization(asked), remedies)
-    largest = max(fall.parts, key=lambda part: part.seconds)
-    evidence = (f"{largest.name}: {share(largest.seconds, fall.measured)} of the time", *_utilization(asked))
-    return Verdict(largest.layer, f"busy but slow: {largest.name}", largest.cause, evidence, remedies)
-
-
 def _narrow(asked: TrainingRuleInput) -> Iterator[Remedy]:
     """Products in 8 bits, where the run could have them: they change its numbers."""
     what, shape = asked.run.what, asked.floor.shape
-    if what.kind == "cuda" and shape.precision == "bf16" and shape.runs_graph and what.config.lora is None:
+    if what.kind == "cuda" and shape.precision == "bf16" and shape.runs_graph:
         narrow = replace(shape, precision="fp8-tensor")
         option = "--run.precision fp8-tensor"
-        found = asked.tried("products in 8 bits, if the loss allows it", option, narrow)
-        yield from (one for one in found if one.gain >= LEAST_GAIN)
+        yield from asked.tried("products in 8 bits, if the loss allows it", option, narrow)
 
 
 def _utilization(asked: TrainingRuleInput) -> tuple[str, ...]:
-    run, floor = asked.run, asked.floor
-    ranks = run.what.layout.ranks
+    run, floor, whole = asked.run, asked.floor, asked.run.whole
     promised = floor.device.known("compute", "bfloat16", measured=False) if run.what.kind == "cuda" else None
     peak = floor.peaks.compute if promised is None else promised.value
     of = "the rate that this processor reaches" if promised is None else "the maker's peak, MFU"
-    used = run.flops.total / run.seconds / (peak * ranks)
+    used = whole.flops.total / whole.seconds / (peak * run.what.layout.ranks)
     return (
-        f"{run.tokens / run.seconds:,.0f} tokens/s, {used:.1%} of {of}; packs are {run.filled:.0%} full",
-        f"a step takes {seconds(run.seconds / run.steps)}, its floor is {seconds(floor.seconds / run.steps)}",
+        f"{whole.tokens / whole.seconds:,.0f} tokens/s, {used:.1%} of {of}; packs are {run.filled:.0%} full",
+        f"a step takes {seconds(whole.each)}, its floor is {seconds(floor.seconds / whole.steps)}",
     )
 
 
@@ -112,7 +72,7 @@ def _steps(run: RecordedRun) -> Iterator[StepTime]:
     """Steps of an interval are taken to be alike."""
     begin = 0.0
     for one in run.intervals:
-        count = one.steps if run.steps <= _MOST_STEPS else 1
+        count = one.steps if run.whole.steps <= _MOST_STEPS else 1
         each, work = one.seconds / count, min(one.device, one.seconds) / count
         for number in range(count):
             start = begin + number * each

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any
 
-from strata.plan.explain.explain import LEAST_GAIN
+from strata.engine.watch.verdict import Remedy
+from strata.plan.explain.explanation import Explained
+from strata.plan.explain.verdict import Finding, ranked
 from strata.plan.report.units import quantity, seconds, share
 from strata.plan.training_explain import run_waterfall as parts
 from strata.plan.training_explain.recorded_run import RecordedRun
 from strata.plan.training_explain.run_floor import RunFloor, likely_time
-from strata.plan.training_explain.run_waterfall import ExplainedRun
-from strata.plan.waterfall import Remedy, Verdict
 from strata.text.counted import counted
 from strata.train.predict.estimate import USABLE, memory
 from strata.train.predict.step_shape import TrainShape
@@ -31,20 +33,12 @@ class TrainingRuleInput:
 
     run: RecordedRun
     floor: RunFloor
-    explained: ExplainedRun
-
-    def part(self, name: str) -> float:
-        """The share of the run that a part has."""
-        return self.explained.part(name) / self.run.seconds
+    explained: Explained
 
     def each(self, name: str) -> str:
         """A part in words, of each step."""
-        part, whole = self.explained.part(name) / self.run.steps, self.run.seconds / self.run.steps
-        return f"{seconds(part)} of the {seconds(whole)} of a step"
-
-    def option(self, name: str, value: object) -> str:
-        """Of the layout, if the run has a table for it that this would change."""
-        return f"--parallel.{name} {value}" if self.run.what.config.parallel is not None else ""
+        whole = self.run.whole.each
+        return f"{seconds(self.explained.share(name) * whole)} of the {seconds(whole)} of a step"
 
     def tried(self, what: str, option: str, shape: TrainShape, recompute: str = "", packs: int = 1) -> Iterator[Remedy]:
         """A remedy as predicted steps have it, if it fits into memory and saves anything. packs: how many times the
@@ -58,214 +52,167 @@ class TrainingRuleInput:
             return
         if now is None or then is None or not fits:
             return
-        gain = self.run.steps * self.run.filled * (now.seconds - then.seconds / packs) / self.run.seconds
+        gain = self.run.whole.steps * self.run.filled * (now.seconds - then.seconds / packs) / self.run.whole.seconds
         if gain > 0:
             yield Remedy(what, gain, option)
 
+    def divided(self, what: str, **changes: Any) -> Iterator[Remedy]:
+        """A remedy of another layout. Its options stand beside it if the run has a table for them."""
+        now, table = self.run.what.layout, self.run.what.config.parallel
+        new = {name: value for name, value in changes.items() if value != getattr(now, name)}
+        option = " ".join(f"--parallel.{name} {str(value).lower()}" for name, value in new.items())
+        shape = replace(self.floor.shape, layout=replace(now, **new))
+        yield from self.tried(what, option if table is not None else "", shape) if new else ()
 
-def findings(asked: TrainingRuleInput) -> list[Verdict]:
-    """All that would save enough to matter, the greatest gain first."""
-    found = [one for rule in _RULES for one in rule(asked) if one.remedies]
-    ranked = [replace(one, remedies=_ranked(one.remedies)) for one in found]
-    return sorted((one for one in ranked if one.gain >= LEAST_GAIN), key=lambda one: -one.gain)
+    def more_packs(self, what: str) -> Iterator[Remedy]:
+        shape, packs = self.floor.shape, self.run.what.config.data.packs_per_step
+        doubled = replace(shape, batches=2 * shape.batches)
+        yield from self.tried(what, f"--data.packs_per_step {2 * packs}", doubled, packs=2)
 
 
-def _ranked(remedies: tuple[Remedy, ...]) -> tuple[Remedy, ...]:
-    return tuple(sorted(remedies, key=lambda one: -one.gain))
+def findings(asked: TrainingRuleInput) -> list[Finding]:
+    """All that would save anything, the greatest gain first."""
+    return ranked(one for rule in _RULES for one in rule(asked))
 
 
-def _data(asked: TrainingRuleInput) -> Iterator[Verdict]:
-    gain, data = asked.part(parts.DATA), asked.run.what.config.data
-    yield Verdict(
-        "system",
-        "data-bound: steps wait for their packs",
-        "host",
-        (
-            f"waiting for data takes {asked.each(parts.DATA)}",
-            f"a window of {counted(data.window, 'sample')} is packed at once",
-        ),
-        (Remedy("data on a faster disk, or smaller windows", gain, f"--data.window {max(1, data.window // 4)}"),),
+def _data(asked: TrainingRuleInput) -> Iterator[Finding]:
+    data = asked.run.what.config.data
+    evidence = (
+        f"waiting for data takes {asked.each(parts.DATA)}",
+        (f"a window of {counted(data.window, 'sample')} is packed at once"),
     )
+    option = f"--data.window {max(1, data.window // 4)}"
+    remedy = Remedy("data on a faster disk, or smaller windows", asked.explained.share(parts.DATA), option)
+    yield Finding("system", "data-bound: steps wait for their packs", "host", evidence, (remedy,))
 
 
-def _checkpoints(asked: TrainingRuleInput) -> Iterator[Verdict]:
-    lost, every = asked.part(parts.CHECKPOINTS), asked.run.what.config.run.checkpoint_every
+def _checkpoints(asked: TrainingRuleInput) -> Iterator[Finding]:
+    lost, every = asked.explained.share(parts.CHECKPOINTS), asked.run.what.config.run.checkpoint_every
     times = max(2, math.ceil(lost / _SELDOM))
-    yield Verdict(
-        "system",
-        "checkpoints hold the steps up",
-        "host",
-        (f"checkpoints, one in {counted(every, 'step')}, take {asked.each(parts.CHECKPOINTS)} on average",),
-        (Remedy("checkpoints less often", lost * (1 - 1 / times), f"--run.checkpoint_every {every * times}"),),
-    )
+    evidence = f"checkpoints, one in {counted(every, 'step')}, take {asked.each(parts.CHECKPOINTS)} on average"
+    remedy = Remedy("checkpoints less often", lost * (1 - 1 / times), f"--run.checkpoint_every {every * times}")
+    yield Finding("system", "checkpoints hold the steps up", "host", (evidence,), (remedy,))
 
 
-def _between(asked: TrainingRuleInput) -> Iterator[Verdict]:
-    lost, every = asked.part(parts.BETWEEN), asked.run.what.config.run.log_every
+def _between(asked: TrainingRuleInput) -> Iterator[Finding]:
+    lost, every = asked.explained.share(parts.BETWEEN), asked.run.what.config.run.log_every
     remedy = Remedy("processor cores that nothing else uses", lost)
     if every < 10:
         remedy = Remedy("lines of the log less often", lost * (1 - every / 10), "--run.log_every 10")
-    yield Verdict(
-        "system",
-        "host-bound: the device waits between steps",
-        "host",
-        (f"the host between steps takes {asked.each(parts.BETWEEN)}",),
-        (remedy,),
-    )
+    evidence = f"the host between steps takes {asked.each(parts.BETWEEN)}"
+    yield Finding("system", "host-bound: the device waits between steps", "host", (evidence,), (remedy,))
 
 
-def _launches(asked: TrainingRuleInput) -> Iterator[Verdict]:
-    run, data, lost = asked.run, asked.run.what.config.data, asked.part(parts.LAUNCHES)
-    evidence = f"the device waits within steps: {asked.each(parts.LAUNCHES)}"
+def _launches(asked: TrainingRuleInput) -> Iterator[Finding]:
+    run, lost = asked.run, asked.explained.share(parts.LAUNCHES)
+    evidence = [f"the device waits within steps: {asked.each(parts.LAUNCHES)}"]
     if run.what.kind == "cpu":
-        option = f"--data.tokens_per_pack {4 * data.tokens_per_pack}"
-        fewer = Remedy("packs of four times the tokens, a quarter as many", 0.75 * lost, option)
         symptom = "small operations: Python and dispatch take longer than they do"
-        yield Verdict("graph", symptom, "launch", (evidence,), (fewer,))
+        option = f"--data.tokens_per_pack {4 * run.what.config.data.tokens_per_pack}"
+        remedy = Remedy("packs of four times the tokens, a quarter as many", 0.75 * lost, option)
     elif parts.REPLAYED not in run.steady.phases:
+        symptom = "host-bound: launching takes longer than the kernels"
         waited = share(run.steady.phases.get("log", 0.0), run.steady.seconds)
+        evidence.append(f"the host waits for the device for {waited} of the time")
         remedy = Remedy("packs whose sequences all have one length, which are recorded and replayed", lost)
-        told = (evidence, f"the host waits for the device for {waited} of the time")
-        yield Verdict("graph", "host-bound: launching takes longer than the kernels", "launch", told, (remedy,))
-
-
-def _slowest(asked: TrainingRuleInput) -> Iterator[Verdict]:
-    if asked.run.slowest is None:
+    else:
         return
-    rank, _ = asked.run.slowest
-    yield Verdict(
-        "system",
-        f"poor scaling: all ranks wait for rank {rank}",
-        "scheduling",
-        (f"rank {rank} computes longest; the others lose {asked.each(parts.SLOWEST)}",),
-        (Remedy(f"rank {rank} on a device as fast as the others", asked.part(parts.SLOWEST)),),
-    )
+    yield Finding("graph", symptom, "launch", tuple(evidence), (remedy,))
 
 
-def _messages(asked: TrainingRuleInput) -> Iterator[Verdict]:
-    shape, layout = asked.floor.shape, asked.run.what.layout
-    lost = asked.part(parts.MESSAGES)
+def _slowest(asked: TrainingRuleInput) -> Iterator[Finding]:
+    if asked.run.slowest is not None:
+        rank, _ = asked.run.slowest
+        evidence = f"rank {rank} computes longest; the others lose {asked.each(parts.SLOWEST)}"
+        remedy = Remedy(f"rank {rank} on a device as fast as the others", asked.explained.share(parts.SLOWEST))
+        symptom = f"poor scaling: all ranks wait for rank {rank}"
+        yield Finding("system", symptom, "scheduling", (evidence,), (remedy,))
+
+
+def _messages(asked: TrainingRuleInput) -> Iterator[Finding]:
+    layout, likely, lost = asked.run.what.layout, asked.floor.likely, asked.explained.share(parts.MESSAGES)
     if layout.ranks == 1 or lost <= 0:
         return
-    likely = asked.floor.likely
     told = [] if likely is None else sorted(likely.messages.items(), key=lambda one: -one[1].exposed)
     evidence = [f"messages that nothing hides take {asked.each(parts.MESSAGES)}"]
     evidence += [f"of them for {name}, predicted: {seconds(one.exposed)} a step" for name, one in told[:2]]
     remedies: list[Remedy] = []
     if layout.tp > 1 and not layout.overlap:
-        overlapped = replace(shape, layout=replace(layout, sequence_parallel=True, overlap=True))
-        options = [asked.option("overlap", "true")]
-        if not layout.sequence_parallel:
-            options.append(asked.option("sequence_parallel", "true"))
-        remedies += asked.tried("messages of tp beside products", " ".join(options).strip(), overlapped)
+        remedies += asked.divided("messages of tp beside products", overlap=True, sequence_parallel=True)
     if layout.zero == 3:
-        less = replace(shape, layout=replace(layout, zero=2))
-        remedies += asked.tried("weights whole on each rank (ZeRO 2)", asked.option("zero", 2), less)
+        remedies += asked.divided("weights whole on each rank (ZeRO 2)", zero=2)
     if layout.zero == 2:
-        less = replace(shape, layout=replace(layout, zero=1))
-        remedies += asked.tried("gradients summed once a step (ZeRO 1)", asked.option("zero", 1), less)
-    remedies += _more_packs(asked, "twice the packs a step, so half as many sums of gradients")
-    if not remedies:
-        remedies.append(Remedy("links that are faster, or fewer ranks", lost))
-    yield Verdict(
-        "system", "exposed communication: ranks wait for messages", "communication", tuple(evidence), tuple(remedies)
-    )
+        remedies += asked.divided("gradients summed once a step (ZeRO 1)", zero=1)
+    remedies += asked.more_packs("twice the packs a step, so half as many sums of gradients")
+    remedies = remedies or [Remedy("links that are faster, or fewer ranks", lost)]
+    symptom = "exposed communication: ranks wait for messages"
+    yield Finding("system", symptom, "communication", tuple(evidence), tuple(remedies))
 
 
-def _bubbles(asked: TrainingRuleInput) -> Iterator[Verdict]:
+def _bubbles(asked: TrainingRuleInput) -> Iterator[Finding]:
     shape, layout = asked.floor.shape, asked.run.what.layout
-    if layout.pp == 1 or asked.part(parts.BUBBLE) <= 0:
+    if layout.pp == 1 or asked.explained.share(parts.BUBBLE) <= 0:
         return
-    remedies = list(_more_packs(asked, "twice the micro-batches"))
+    remedies = list(asked.more_packs("twice the micro-batches"))
     for schedule in ("interleaved", "zero-bubble", "zero-bubble-v"):
-        if schedule != layout.schedule:
-            other = replace(shape, layout=replace(layout, schedule=schedule))
-            remedies += asked.tried(f"the schedule {schedule}", asked.option("schedule", schedule), other)
-    yield Verdict(
-        "system",
-        "pipeline bubbles: stages wait for each other",
-        "scheduling",
-        (
-            f"bubbles take {asked.each(parts.BUBBLE)}",
-            f"{counted(layout.pp, 'stage')}, {counted(shape.batches, 'micro-batch', 'micro-batches')}, "
-            f"schedule {layout.schedule}",
-        ),
-        tuple(remedies),
+        remedies += asked.divided(f"the schedule {schedule}", schedule=schedule)
+    batches = counted(shape.batches, "micro-batch", "micro-batches")
+    evidence = (
+        f"bubbles take {asked.each(parts.BUBBLE)}",
+        (f"{counted(layout.pp, 'stage')}, {batches}, schedule {layout.schedule}"),
     )
+    symptom = "pipeline bubbles: stages wait for each other"
+    yield Finding("system", symptom, "scheduling", evidence, tuple(remedies))
 
 
-def _more_packs(asked: TrainingRuleInput, what: str) -> Iterator[Remedy]:
-    shape, packs = asked.floor.shape, asked.run.what.config.data.packs_per_step
-    doubled = replace(shape, batches=2 * shape.batches)
-    yield from asked.tried(what, f"--data.packs_per_step {2 * packs}", doubled, packs=2)
-
-
-def _again(asked: TrainingRuleInput) -> Iterator[Verdict]:
-    lost, recompute = asked.part(parts.AGAIN), asked.run.what.recompute
+def _again(asked: TrainingRuleInput) -> Iterator[Finding]:
+    lost, recompute, shape = asked.explained.share(parts.AGAIN), asked.run.what.recompute, asked.floor.shape
     if lost <= 0:
         return
     remedies: list[Remedy] = []
-    for less in asked.floor.shape.recomputes:
-        if less == recompute:
-            break
-        remedies += asked.tried(f"recompute {less}, which fits", f"--run.recompute {less}", asked.floor.shape, less)
-    if not remedies:
-        remedies.append(Remedy("more ranks to divide the state, so that activations fit", lost))
-    yield Verdict(
-        "graph",
-        "activations are computed again in the backward pass",
-        "compute",
-        (f"recompute = {recompute} takes {asked.each(parts.AGAIN)}",),
-        tuple(remedies),
-    )
+    for less in takewhile(lambda one: one != recompute, shape.recomputes):
+        remedies += asked.tried(f"recompute {less}, which fits", f"--run.recompute {less}", shape, less)
+    remedies = remedies or [Remedy("more ranks to divide the state, so that activations fit", lost)]
+    evidence = f"recompute = {recompute} takes {asked.each(parts.AGAIN)}"
+    symptom = "activations are computed again in the backward pass"
+    yield Finding("graph", symptom, "compute", (evidence,), tuple(remedies))
 
 
-def _optimizer(asked: TrainingRuleInput) -> Iterator[Verdict]:
-    run, floor = asked.run, asked.floor
-    taken = asked.explained.operation("optimizer", "update") or floor.update
-    moving = floor.bytes / floor.peaks.bandwidth
-    packs = run.what.config.data.packs_per_step
+def _optimizer(asked: TrainingRuleInput) -> Iterator[Finding]:
+    run, floor, packs = asked.run, asked.floor, asked.run.what.config.data.packs_per_step
+    taken = asked.explained.seconds("optimizer", "update") or floor.update
     what = "twice the packs a step, so half as many updates"
-    remedy = Remedy(what, taken / run.seconds / 2, f"--data.packs_per_step {2 * packs}")
+    remedy = Remedy(what, taken / run.whole.seconds / 2, f"--data.packs_per_step {2 * packs}")
     evidence = (
-        f"updates take {share(taken, run.seconds)} of the time; each moves "
-        f"{quantity(floor.bytes / run.steps, 'B')} for {counted(run.tokens / run.steps, 'token')}",
+        f"updates take {share(taken, run.whole.seconds)} of the time; each moves "
+        f"{quantity(floor.bytes / run.whole.steps, 'B')} for {counted(run.whole.tokens / run.whole.steps, 'token')}",
     )
     if floor.shape.offload:
         here = replace(floor.shape, offload=False)
         kept = asked.tried("masters and moments on the device", "--optimizer.offload false", here)
-        yield Verdict("system", "updates stream state from the host", "memory", evidence, (*kept, remedy))
-    elif taken > _FEW_BYTES * moving:
+        yield Finding("system", "updates stream state from the host", "memory", evidence, (*kept, remedy))
+    elif taken > _FEW_BYTES * floor.bytes / floor.peaks.bandwidth:
         symptom = "small operations: updates take longer than their bytes, for few tokens"
-        yield Verdict("graph", symptom, "launch", evidence, (remedy,))
+        yield Finding("graph", symptom, "launch", evidence, (remedy,))
     else:
-        yield Verdict("kernel", "memory-bound optimizer: an update for few tokens", "memory", evidence, (remedy,))
+        yield Finding("kernel", "memory-bound optimizer: an update for few tokens", "memory", evidence, (remedy,))
 
 
-def _precision(asked: TrainingRuleInput) -> Iterator[Verdict]:
+def _precision(asked: TrainingRuleInput) -> Iterator[Finding]:
     run, likely = asked.run, asked.floor.likely
-    if run.trace is None or likely is None or run.trace.wide < _WIDE:
-        return
-    longer = asked.explained.operation("products") - run.steps * likely.products * run.filled
-    yield Verdict(
-        "graph",
-        "wrong precision: products in float32",
-        "compute",
-        (f"{run.trace.wide:.0%} of the time of products is that of float32 kernels",),
-        (Remedy("products in bfloat16", run.trace.wide * longer / run.seconds),),
-    )
+    if run.trace is not None and likely is not None and run.trace.wide >= _WIDE:
+        longer = asked.explained.seconds("products") - run.whole.steps * likely.products * run.filled
+        evidence = f"{run.trace.wide:.0%} of the time of products is that of float32 kernels"
+        remedy = Remedy("products in bfloat16", run.trace.wide * longer / run.whole.seconds)
+        yield Finding("graph", "wrong precision: products in float32", "compute", (evidence,), (remedy,))
 
 
-def _warm_up(asked: TrainingRuleInput) -> Iterator[Verdict]:
-    lost, given = asked.part(parts.WARM_UP), asked.run.what.config.run
+def _warm_up(asked: TrainingRuleInput) -> Iterator[Finding]:
+    lost, given = asked.explained.share(parts.WARM_UP), asked.run.what.config.run
     longer = f"--run.epochs {10 * given.epochs:g}" if given.epochs else f"--run.steps {10 * (given.steps or 0)}"
-    yield Verdict(
-        "graph",
-        "most of a short run is its beginning",
-        "compilation",
-        (f"the first interval takes {seconds(asked.run.warm_up)} longer than others",),
-        (Remedy("ten times the steps, for each of them", 0.9 * lost, longer),),
-    )
+    evidence = f"the first interval takes {seconds(asked.run.warm_up)} longer than others"
+    remedy = Remedy("ten times the steps, for each of them", 0.9 * lost, longer)
+    yield Finding("graph", "most of a short run is its beginning", "compilation", (evidence,), (remedy,))
 
 
 _RULES = (

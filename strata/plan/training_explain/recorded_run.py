@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -62,34 +64,15 @@ class RecordedRun:
     slowest: tuple[int, float] | None = None
     trace: Trace | None = None
 
-    @property
-    def seconds(self) -> float:
-        return sum(one.seconds for one in self.intervals)
-
-    @property
-    def steps(self) -> int:
-        return sum(one.steps for one in self.intervals)
-
-    @property
-    def tokens(self) -> int:
-        return sum(one.tokens for one in self.intervals)
-
-    @property
-    def packs(self) -> int:
-        return sum(one.packs for one in self.intervals)
-
-    @property
-    def sequences(self) -> int:
-        return sum(one.sequences for one in self.intervals)
-
-    @property
-    def flops(self) -> StepFlops:
-        return sum((one.flops for one in self.intervals), StepFlops())
+    @cached_property
+    def whole(self) -> Interval:
+        """All intervals added up."""
+        return _added(self.intervals)
 
     @property
     def filled(self) -> float:
         """The share of the packs' room that tokens fill."""
-        return self.tokens / max(1, self.packs * self.what.config.data.tokens_per_pack)
+        return self.whole.tokens / max(1, self.whole.packs * self.what.config.data.tokens_per_pack)
 
     @property
     def warm_up(self) -> float:
@@ -102,22 +85,24 @@ class RecordedRun:
     @property
     def steady(self) -> Interval:
         """The run without its warm-up, added up: the intervals after the first stand for it, too."""
-        counted = self.intervals[1:] or self.intervals
-        whole = sum(one.seconds for one in counted)
-        scale = (self.seconds - self.warm_up) / whole
-        phases: dict[str, float] = {}
-        for one in counted:
-            for name, seconds in one.phases.items():
-                phases[name] = phases.get(name, 0.0) + seconds * scale
+        counted = _added(self.intervals[1:] or self.intervals)
+        scale = (self.whole.seconds - self.warm_up) / counted.seconds
         return replace(
-            counted[-1],
-            steps=self.steps,
-            seconds=whole * scale,
-            device=sum(one.device for one in counted) * scale,
-            phases=phases,
-            tokens=self.tokens,
-            flops=self.flops,
+            self.whole,
+            seconds=counted.seconds * scale,
+            device=counted.device * scale,
+            phases={name: seconds * scale for name, seconds in counted.phases.items()},
         )
+
+
+def _added(intervals: Sequence[Interval]) -> Interval:
+    phases = Counter[str]()
+    for one in intervals:
+        phases.update(one.phases)
+    names = ("steps", "seconds", "device", "tokens", "sequences", "packs")
+    sums: dict[str, Any] = {name: sum(getattr(one, name) for one in intervals) for name in names}
+    flops = sum((one.flops for one in intervals), StepFlops())
+    return replace(intervals[-1], phases=phases, flops=flops, **sums)
 
 
 def read_run(folder: Path) -> RecordedRun:

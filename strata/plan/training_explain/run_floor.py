@@ -58,10 +58,10 @@ def run_floor(run: RecordedRun) -> RunFloor:
     wide = device.ceiling("compute", "bfloat16" if on_gpu else "float32").value
     narrow = device.ceiling("compute", "float8").value if shape.precision != "bf16" else wide
     bandwidth = device.ceiling("bandwidth").value
-    ranks, flops = what.layout.ranks, run.flops
-    moved = run.steps * _update_bytes(what, shape)
+    ranks, flops = what.layout.ranks, run.whole.flops
+    moved = run.whole.steps * _update_bytes(what, shape)
     update = moved / bandwidth
-    if not on_gpu and moved <= run.steps * _cache_bytes(what, device):
+    if not on_gpu and moved <= run.whole.steps * _cache_bytes(what, device):
         update = 0.0
     found = RunFloor(
         device,
@@ -85,27 +85,23 @@ def likely_time(shape: TrainShape, recompute: str, device: Device) -> TrainingSt
 
 
 def _device(what: RunDescription) -> tuple[Device, tuple[str, ...]]:
-    known = recognize(what.device)
+    known, measured = recognize(what.device), tuple[str, ...]()
     if what.kind == "cpu" and what.device == cpu_name():
         known, measured = processor_device()
-        found = evidence_of(known)
-        return found.device, (*measured, *found.sources)
     if known is None:
         raise ValueError(
             f"the run was on {what.device!r}, of which nothing is known here; explain it on that machine, after "
             f"`strata probe`"
         )
     found = evidence_of(known)
-    return found.device, found.sources or (f"the database's figures of {known.product}",)
+    return found.device, (*measured, *found.sources) or (f"the database's figures of {known.product}",)
 
 
 def _update_bytes(what: RunDescription, shape: TrainShape) -> int:
     """Of a step, on the rank that updates most. Adapters are small, and not counted."""
     if what.config.lora is not None:
         return 0
-    dense, experts = shape.data_ranks
-    most = max(held.dense // dense + held.experts // experts for held in shape.held)
-    return most * _UPDATE_BYTES[what.config.optimizer.name]
+    return max(map(shape.updated, shape.held)) * _UPDATE_BYTES[what.config.optimizer.name]
 
 
 def _cache_bytes(what: RunDescription, device: Device) -> int:
@@ -126,9 +122,9 @@ def _with_layout(found: RunFloor, run: RecordedRun) -> RunFloor:
     again = sum(getattr(likely, name) - getattr(kept, name) for name in ("products", "attention", "traffic"))
     return replace(
         found,
-        messages=run.steps * likely.communication,
-        bubble=run.steps * likely.bubble * run.filled,
-        again=run.steps * max(0.0, again) * run.filled,
+        messages=run.whole.steps * likely.communication,
+        bubble=run.whole.steps * likely.bubble * run.filled,
+        again=run.whole.steps * max(0.0, again) * run.filled,
         likely=likely,
         sources=(*found.sources, f"a step of this layout predicted, {likely.origin}"),
     )

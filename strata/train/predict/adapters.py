@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
-from strata.kernels.loss.loss_grad import CHUNK_BYTES
 from strata.kernels.quant.packed import PackedWeight
 from strata.models.config import ModelConfig
 from strata.models.families import build
@@ -18,17 +17,22 @@ from strata.parallel.layout import Layout
 from strata.train.adapters.frozen import planned_weights
 from strata.train.adapters.lora import LoraConfig, adapter_shapes
 from strata.train.config import TrainConfig
-from strata.train.predict.estimate import USABLE, layer_bytes, layer_working_bytes, mlp_bytes, step_shape
+from strata.train.predict.estimate import (
+    GIB,
+    USABLE,
+    MemoryOfRank,
+    layer_bytes,
+    layer_working_bytes,
+    logits_bytes,
+    step_shape,
+)
 from strata.train.predict.held import held_parameters
 from strata.train.predict.step_shape import TrainShape
-from strata.train.recompute import RECOMPUTE_OF_MODULES
 
 
 @dataclass(frozen=True)
-class AdapterMemory:
-    """Bytes at the fullest moment of a step, on one rank.
-
-    frozen: the weights that are not trained, packed or in bfloat16. adapters: float32 weights, gradients, and two
+class AdapterMemory(MemoryOfRank):
+    """frozen: the weights that are not trained, packed or in bfloat16. adapters: float32 weights, gradients, and two
     moments as far as ZeRO leaves them here. activations: for the backward pass, at most: as if all projections had
     adapters. workspace: what only the fullest moment holds, the logits of a chunk or the backward pass of a layer with
     the floats of the largest packed weight.
@@ -38,10 +42,6 @@ class AdapterMemory:
     adapters: int
     activations: int
     workspace: int
-
-    @property
-    def total(self) -> int:
-        return sum(int(getattr(self, field.name)) for field in fields(self))
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,15 @@ class AdapterStep:
         return AdapterStep(step_shape(run, config, layout), run.lora, model, planned)
 
     def memory(self, recompute: str) -> AdapterMemory:
-        """recompute: one of `RECOMPUTE_OF_MODULES`."""
+        """recompute: one of `shape.recomputes`."""
         shape, shapes = self.shape, list(adapter_shapes(self.model, self.lora))
         tokens = shape.own_tokens
         elements = sum(self.lora.rank * (out + width) for out, width in shapes)
         layers = range(shape.config.num_layers)
         # What lies between an adapter's two matrices is float32. With layers computed again it is of one of them.
         of_adapters = 4 * tokens * self.lora.rank * len(shapes) // (len(layers) if recompute == "layers" else 1)
-        kept = [_modules_bytes(shape, layer, recompute) for layer in layers]
-        again = max(_modules_bytes(shape, layer, "none") - one for layer, one in zip(layers, kept, strict=True))
+        kept = [layer_bytes(shape, layer, recompute) for layer in layers]
+        again = max(layer_bytes(shape, layer, "none") - one for layer, one in zip(layers, kept, strict=True))
         # An adapter's backward pass widens the gradient twice, or it and the input.
         widened = max(4 * tokens * max(2 * out, out + width) for out, width in shapes)
         working = max(layer_working_bytes(shape, layer) for layer in layers)
@@ -79,12 +79,11 @@ class AdapterStep:
         floats: Counter[str] = Counter()
         for name, weight in self.planned.items():
             floats[name.rpartition(".")[0]] += 2 * weight.numel()
-        logits = min(2 * tokens * shape.config.vocab_size, CHUNK_BYTES)
         return AdapterMemory(
             self._frozen(),
             8 * elements + 8 * -(-elements // shape.data_ranks[0]),
             sum(kept) + of_adapters,
-            max(logits, again + widened + working + max(floats.values(), default=0)),
+            max(logits_bytes(shape), again + widened + working + max(floats.values(), default=0)),
         )
 
     def _frozen(self) -> int:
@@ -97,20 +96,17 @@ class AdapterStep:
         ranks = shape.data_ranks[0] if shape.layout.zero == 3 else 1
         return -(-packed * most // whole.total) - (-floats * most // (whole.total * ranks))
 
+    @property
+    def beside(self) -> str:
+        """What adapters stand beside, in words."""
+        packed = sum(weight.nbytes for weight in self.planned.values())
+        many = f"{len(self.planned)} packed weights of {packed / GIB:.2f} GiB"
+        return f"adapters of rank {self.lora.rank} beside {many if self.planned else 'weights in bfloat16'}"
+
     def choose_recompute(self, device_bytes: int) -> str:
         """The first way of the layout that fits, or else the one that takes the least memory."""
-        ways = [one for one in RECOMPUTE_OF_MODULES if one in self.shape.recomputes]
+        ways = self.shape.recomputes
         return next((one for one in ways if self.fits(one, device_bytes)), ways[-1])
 
     def fits(self, recompute: str, device_bytes: int) -> bool:
         return self.memory(recompute).total <= USABLE * device_bytes
-
-
-def _modules_bytes(shape: TrainShape, layer: int, recompute: str) -> int:
-    """Of a layer that is run by its modules, in bfloat16."""
-    whole, entering = layer_bytes(shape, layer, "none"), shape.own_tokens * 2 * shape.config.hidden_size
-    if recompute == "layers":
-        return entering
-    space = shape.config.recurrence
-    has_mlp = space is None or not space.layers[layer] or space.has_mlps
-    return whole - mlp_bytes(shape, layer, "none") + entering if recompute == "mlp" and has_mlp else whole

@@ -30,28 +30,42 @@ from strata.train.steps.passes import LOGITS_BYTES
 
 # Of a device's memory, what a run may plan with: the rest is the driver's, the libraries' and lost between blocks.
 USABLE = 0.94
+GIB = 2**30
 # Tokens of the chunks in which both run (`strata.kernels.recurrent`).
 _CHUNK = 64
 
 
 @dataclass(frozen=True)
-class StepMemory:
-    """Bytes at the fullest moment of a step, on one rank.
-
-    state: weights (bfloat16), masters and two moments (float32), as far as ZeRO and `offload` leave them here.
-    accumulated: float32 gradients of the batches before. activations: for the backward pass, with a pipeline of all
-    micro-batches under way. workspace: what only the fullest moment holds, which is the loss with its logits and the
-    head's gradient, the backward pass of a layer, or the gradients at the end of the backward pass.
-    """
-
-    state: int
-    accumulated: int
-    activations: int
-    workspace: int
+class MemoryOfRank:
+    """Bytes at the fullest moment of a step, on one rank, by kind."""
 
     @property
     def total(self) -> int:
         return sum(int(getattr(self, field.name)) for field in fields(self))
+
+    @property
+    def in_words(self) -> str:
+        """GiB of each kind in words."""
+        words = {"accumulated": "gradient sums"}
+        return ", ".join(
+            f"{words.get(one.name, one.name)} {getattr(self, one.name) / GIB:,.2f}" for one in fields(self)
+        )
+
+
+@dataclass(frozen=True)
+class StepMemory(MemoryOfRank):
+    """state: weights (bfloat16), masters and two moments (float32), as far as ZeRO and `offload` leave them here.
+    accumulated: float32 gradients of the batches before. gradients: of the batch that is under way, which are the
+    head's, a layer's, or all at the end of the backward pass. activations: for the backward pass, with a pipeline of
+    all micro-batches under way. workspace: what only the fullest moment holds, which is the logits of the loss or the
+    backward pass of a layer, and weights that are gathered for it.
+    """
+
+    state: int
+    accumulated: int
+    gradients: int
+    activations: int
+    workspace: int
 
 
 @dataclass(frozen=True)
@@ -63,6 +77,7 @@ class Estimate:
     likely_mfu: over the likely time.
     """
 
+    shape: TrainShape
     recompute: str
     memory: tuple[StepMemory, ...]
     time: TrainingStepTime
@@ -108,15 +123,24 @@ def estimate(shape: TrainShape, device: Device, recompute: str = "auto", network
     flops = ways * document_flops(shape.config, lengths, shape.tokens).total
     peak = layout.ranks * device.ceiling("compute", "bfloat16", measured=False).value
     mfu = flops / time.seconds / peak
-    return Estimate(recompute, memory_by_rank(shape, recompute), time, likely, ways * shape.tokens, mfu)
+    return Estimate(shape, recompute, memory_by_rank(shape, recompute), time, likely, ways * shape.tokens, mfu)
 
 
 def step_shape(run: TrainConfig, config: ModelConfig, layout: Layout) -> TrainShape:
     """The largest step of a run: full packs, of documents as long as the model takes."""
     tokens = run.data.tokens_per_pack
     packs = max(1, run.data.packs_per_step // (layout.dp * layout.shard))
-    length = min(tokens, config.longest)
-    return TrainShape(config, tokens, length, packs, run.run.precision, layout, run.optimizer.offload)
+    return TrainShape(
+        config,
+        tokens,
+        min(tokens, config.longest),
+        packs,
+        run.run.precision,
+        layout,
+        run.optimizer.offload,
+        sums_cross_entropy=run.dpo is None,
+        adapters=run.lora is not None,
+    )
 
 
 def choose_recompute(shape: TrainShape, device_bytes: int) -> str:
@@ -127,9 +151,9 @@ def choose_recompute(shape: TrainShape, device_bytes: int) -> str:
             return recompute
     least = memory(shape, shape.recomputes[-1])
     raise ValueError(
-        f"a step over {shape.tokens} tokens takes {least.total / 2**30:.1f} GiB ({least.state / 2**30:.1f} of them for "
-        f"the model and its optimizer) and {usable / 2**30:.1f} are usable; lower the tokens of a batch or the model, "
-        f"or divide it among more ranks"
+        f"a step over {shape.tokens} tokens takes {least.total / GIB:.1f} GiB ({least.state / GIB:.1f} of them for the "
+        f"model and its optimizer) and {usable / GIB:.1f} are usable; lower the tokens of a batch or the model, or "
+        f"divide it among more ranks"
     )
 
 
@@ -159,30 +183,33 @@ def _memory(shape: TrainShape, recompute: str, held: RankParameters, micro_batch
     state, sums = _state_bytes(shape, held), _sum_bytes(shape, held)
     kept = [layer_bytes(shape, layer, recompute) for layer, _ in held.unlike]
     whole = [layer_bytes(shape, layer, "none") for layer, _ in held.unlike]
-    of_all = sum(count * each for (_, count), each in zip(held.unlike, kept, strict=True))
+    of_all = int(micro_batches * sum(count * each for (_, count), each in zip(held.unlike, kept, strict=True)))
     recomputed = max(all_ - own for all_, own in zip(whole, kept, strict=True))
     layer = recomputed + max(layer_working_bytes(shape, layer) for layer, _ in held.unlike)
-    head, logits = _loss_bytes(shape, held)
-    gathered = 0
+    of_head, logits = _loss_bytes(shape, held)
+    # The head, if it is another rank's embedding.
+    gathered = 2 * held.head if shape.config.tied and not held.embedding else 0
+    of_layer, of_all_layers, last = 0, _new_gradient_bytes(shape, held), 0
     if shape.layout.zero == 3:
-        # The ends stay gathered from forward to backward; of a layer and the next the weights, and its gradient in the
-        # weights' dtype and in float32.
-        gathered = 2 * (held.total - held.in_layers)
-        layer += 10 * held.mean_layer
-    fullest = StepMemory(state, sums, int(micro_batches * of_all), gathered + head + max(logits, layer))
-    # FSDP reduces the embedding's gradient when no layer works any more: in the weights' dtype, and in float32.
-    last = max(layer, 6 * held.embedding) if shape.layout.zero == 3 else layer
-    end = StepMemory(state, sums, max(kept), gathered + _new_gradient_bytes(shape, held) + last)
-    return max(fullest, end, key=lambda one: one.total)
+        # The ends stay gathered from forward to backward; of a layer and the next the weights. Gradients, of a layer
+        # and last of the embedding, in the weights' dtype and in float32.
+        gathered += 2 * (held.total - held.in_layers)
+        layer += 4 * held.mean_layer
+        of_layer, last = 6 * held.mean_layer, 6 * held.embedding
+    moments = (
+        StepMemory(state, sums, of_head, of_all, gathered + logits),
+        StepMemory(state, sums, of_head + of_layer, of_all, gathered + layer),
+        StepMemory(state, sums, of_all_layers + of_layer, max(kept), gathered + layer),
+        StepMemory(state, sums, of_all_layers + last, max(kept), gathered),
+    )
+    return max(moments, key=lambda one: one.total)
 
 
 def _state_bytes(shape: TrainShape, held: RankParameters) -> int:
-    dense, experts = shape.data_ranks
-    divided = -(-held.dense // dense) + -(-held.experts // experts)
     whole = 0 if shape.layout.zero == 3 else 2 * held.total + _error_bytes(shape, held)
     if shape.offload:  # FSDP's masters, which are the weights, stay
-        return whole + (4 * divided if shape.layout.zero == 3 else 0) + STREAMED_BYTES
-    return whole + 12 * divided
+        return whole + (4 * shape.updated(held) if shape.layout.zero == 3 else 0) + STREAMED_BYTES
+    return whole + 12 * shape.updated(held)
 
 
 def _error_bytes(shape: TrainShape, held: RankParameters) -> int:
@@ -203,8 +230,7 @@ def _sum_bytes(shape: TrainShape, held: RankParameters) -> int:
     """ZeRO-1 reduces once a step and keeps whole gradients until then; 2 and 3 keep their part."""
     if shape.batches == 1:
         return 0
-    dense, experts = shape.data_ranks if shape.layout.zero >= 2 else (1, 1)
-    return 4 * (-(-held.dense // dense) + -(-held.experts // experts))
+    return 4 * (shape.updated(held) if shape.layout.zero >= 2 else held.total)
 
 
 def _new_gradient_bytes(shape: TrainShape, held: RankParameters) -> int:
@@ -213,26 +239,27 @@ def _new_gradient_bytes(shape: TrainShape, held: RankParameters) -> int:
         return 2 * held.total  # autograd's own, which AdamW reads
     if shape.batches > 1:
         return 0
-    dense, experts = shape.data_ranks
     in_flight = 0 if shape.layout.zero in (0, 3) else 2 * 4 * min(held.total, max(BUCKET_ELEMENTS, held.embedding))
-    return 4 * (-(-held.dense // dense) + -(-held.experts // experts)) + in_flight
+    return 4 * shape.updated(held) + in_flight
+
+
+def logits_bytes(shape: TrainShape, at_once: int = CHUNK_BYTES) -> int:
+    """Of the loss. at_once: of those that become their gradients; else they are float32 too, in chunks."""
+    logits = shape.own_tokens * -(-shape.config.vocab_size // shape.layout.tp)
+    return min(2 * logits, at_once) if shape.loss_has_gradients else 6 * min(logits, CHUNK_ELEMENTS)
 
 
 def _loss_bytes(shape: TrainShape, held: RankParameters) -> tuple[int, int]:
-    """The head's gradient (and the head, if it is another rank's embedding), and the logits that exist at once."""
+    """The head's gradient, and the logits that exist at once."""
     if not held.head:
         return 0, 0
-    received = 2 * held.head if shape.config.tied and not held.embedding else 0
-    rows = -(-shape.config.vocab_size // shape.layout.tp)
-    if shape.runs_graph and shape.layout.ranks == 1:
-        return 2 * held.head, min(2 * shape.own_tokens * rows, LOGITS_BYTES)
-    if shape.runs_graph:  # into the message, in float32, or into the sum of the batches before
-        is_held = shape.batches > 1 and shape.layout.zero < 2
-        return 0 if is_held else 4 * held.head, min(2 * shape.own_tokens * rows, CHUNK_BYTES)
-    # Modules add the head's gradient up in float32 and round it; without gradients at once, so they do logits.
-    if shape.loss_has_gradients:
-        return received + 6 * held.head, min(2 * shape.own_tokens * rows, CHUNK_BYTES)
-    return received + 6 * held.head, 6 * min(shape.own_tokens * rows, CHUNK_ELEMENTS)
+    if not (shape.loss_has_gradients and shape.runs_graph):  # it is added up in float32 and rounded
+        return 6 * held.head, logits_bytes(shape)
+    if shape.layout.ranks == 1:
+        return 2 * held.head, logits_bytes(shape, LOGITS_BYTES)
+    # Into the message, in float32, or into the sum of the batches before.
+    is_held = shape.batches > 1 and shape.layout.zero < 2
+    return 0 if is_held else 4 * held.head, logits_bytes(shape)
 
 
 def layer_bytes(shape: TrainShape, layer: int, recompute: str) -> int:
@@ -244,13 +271,15 @@ def layer_bytes(shape: TrainShape, layer: int, recompute: str) -> int:
     if config.recurrence is not None and config.recurrence.layers[layer]:
         return _recurrent_layer_bytes(shape, config.recurrence, layer, recompute)
     queries, keys = config.num_heads * config.head_dim // parts, config.num_kv_heads * config.head_dim // parts
-    product = queries + 2 * keys
+    gates = queries if config.has_query_gates else 0
+    product = queries + gates + 2 * keys
     wide = _attention_bytes(shape)
     if recompute != "none" and shape.runs_graph:
         wide = 0 if config.has_sinks else wide  # of the operations that are kept none attends with sinks
         attention = 2 * (product + queries + hidden // between + hidden // between) + wide
         return tokens * attention + mlp_bytes(shape, layer, recompute)
-    kept = 2 * hidden // between + product + queries  # read by norms and by attention; its result by the product
+    # Read by norms and by attention; its result by the product, or by gates, and what these make of it.
+    kept = 2 * hidden // between + product + queries + gates
     if any(rule.placement is Placement.PER_HEAD for rule in TABLES[config.architecture]):
         kept += queries + keys  # before they are normalized
     # What sequence parallelism gathers is kept whole, unless it is gathered once more to overlap.
@@ -287,23 +316,30 @@ def mlp_bytes(shape: TrainShape, layer: int, recompute: str) -> int:
     read = hidden // (shape.layout.tp if shape.layout.overlap else 1)
     if recompute != "none" and not shape.runs_graph:
         return tokens * 2 * (read if experts is None else hidden // between)  # what enters
-    if experts is not None:
-        if recompute != "none":
-            # The results of the products of router and experts.
-            gated = 2 * experts.intermediate_size if recompute == "operations" else 0
-            return tokens * 2 * (experts.count + experts.per_token * (gated + hidden)) // between
-        # Logits, probabilities (float32), weights and numbers of a token's experts, and their order.
-        routing = 2 * hidden + (2 + 4) * experts.count + experts.per_token * (4 + 8 + 16)
-        # What enters and leaves products; within bounds six numbers in float32 lie between, and what they come to.
-        gated = 2 * 3 if experts.clamp is None else 4 * 6 + 2
-        rows = experts.per_token * (gated * experts.intermediate_size + 2 * 2 * hidden)
-        return tokens * (routing + rows) // between
-    inner = config.intermediate_size // shape.layout.tp
+    if experts is None:
+        entering = tokens * read * (2 if shape.precision == "bf16" else 1)
+        return _dense_bytes(shape, config.intermediate_size, recompute) + (entering if recompute == "none" else 0)
+    shared = _dense_bytes(shape, experts.shared_size, recompute)
+    if recompute != "none":
+        # The results of the products of router and experts.
+        gated = 2 * experts.intermediate_size if recompute == "operations" else 0
+        return tokens * 2 * (experts.count + experts.per_token * (gated + hidden)) // between + shared
+    # Logits, probabilities (float32), weights and numbers of a token's experts, and their order.
+    routing = 2 * hidden + (2 + 4) * experts.count + experts.per_token * (4 + 8 + 16)
+    # What enters and leaves products; within bounds six numbers in float32 lie between, and what they come to.
+    gated = 2 * 3 if experts.clamp is None else 4 * 6 + 2
+    rows = experts.per_token * (gated * experts.intermediate_size + 2 * 2 * hidden)
+    return tokens * (routing + rows) // between + shared
+
+
+def _dense_bytes(shape: TrainShape, inner: int, recompute: str) -> int:
+    """Between the products of a dense MLP, or of the experts that all tokens go to."""
+    tokens, inner = shape.own_tokens, inner // shape.layout.tp
     if recompute != "none":
         return tokens * 2 * (2 * inner if recompute == "operations" else 0)
     if shape.precision == "bf16":
-        return tokens * 2 * (2 * inner + inner + read)
-    return tokens * (2 * 2 * inner + inner + read) + 3 * inner * hidden
+        return tokens * 2 * 3 * inner
+    return tokens * (2 * 2 + 1) * inner + 3 * inner * shape.config.hidden_size
 
 
 def layer_working_bytes(shape: TrainShape, layer: int) -> int:

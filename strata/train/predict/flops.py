@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from strata.models.config import ModelConfig
 from strata.train.data.pack import PackedBatch
+from strata.train.predict.held import meta_model
 
 
 @dataclass(frozen=True)
@@ -64,29 +66,24 @@ def document_flops(
     )
 
 
-def active_elements(config: ModelConfig, layer: int) -> int:
-    """Of the matrices of a layer, how many elements a token is multiplied by."""
-    space = config.recurrence
-    attention = _attention_elements(config)
-    if space is not None and space.layers[layer]:
-        attention = config.hidden_size * (space.product_size + space.inner_size)
-        if not space.has_mlps:
-            return attention
-    experts = config.experts
-    if experts is None or not experts.layers[layer]:
-        return attention + 3 * config.hidden_size * config.intermediate_size
-    width = experts.per_token * experts.intermediate_size + experts.shared_size
-    return attention + config.hidden_size * (experts.count + 3 * width)
+def active_elements(config: ModelConfig, layer: int, *, mlps: bool = True) -> int:
+    """Of the matrices of a layer, how many elements a token is multiplied by. mlps: those of MLPs and experts too."""
+    return _active_elements(config, mlps)[layer]
 
 
-def _attention_elements(config: ModelConfig) -> int:
-    """Of the projections of a layer; latents are expanded to keys and values of each head."""
-    hidden, queries, latent = config.hidden_size, config.num_heads * config.head_dim, config.latent
-    if latent is None:
-        return hidden * ((2 + config.has_query_gates) * queries + 2 * config.num_kv_heads * config.head_dim)
-    made = hidden * queries if latent.query_rank is None else latent.query_rank * (hidden + queries)
-    each = latent.rank * (latent.nope + latent.value) + latent.value * hidden
-    return made + hidden * latent.width + config.num_heads * each
+# A run counts the work of every step.
+@lru_cache(maxsize=64)
+def _active_elements(config: ModelConfig, mlps: bool) -> tuple[int, ...]:
+    """Of each layer, by the shapes of its matrices; of experts those that a token goes to. Convolutions are none."""
+    left_out = ("bias", "conv") if mlps else ("bias", "conv", "mlp")
+    found = [0] * config.num_layers
+    for name, parameter in meta_model(config).named_parameters():
+        if name.startswith("model.layers.") and parameter.dim() > 1 and not any(one in name for one in left_out):
+            count = parameter.numel()
+            if config.experts is not None and ".experts." in name:
+                count = config.experts.per_token * parameter[0].numel()
+            found[int(name.split(".")[2])] += count
+    return tuple(found)
 
 
 def visible_pairs(lengths: Sequence[int] | NDArray[np.int32], window: int | None) -> int:

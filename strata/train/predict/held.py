@@ -54,7 +54,7 @@ def held_parameters(
     """Of each rank of a pipeline. rank_of_stage: by stage, as in `PipelineSchedule`. length: of sequences, by which
     stages are cut.
     """
-    model = _meta_model(config)
+    model = meta_model(config)
     stages = len(rank_of_stage)
     spans = layer_spans(model, stages, length) if stages > 1 else [(0, config.num_layers)]
     elements = dict(_elements(config, model, tp, ep))
@@ -86,7 +86,8 @@ def held_parameters(
 
 
 @lru_cache(maxsize=2)
-def _meta_model(config: ModelConfig) -> CausalLM:
+def meta_model(config: ModelConfig) -> CausalLM:
+    """A model without weights, by which their shapes are known."""
     with torch.device("meta"):
         return build(config)
 

@@ -3,7 +3,7 @@ takes, too."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -24,7 +24,6 @@ _TOKENS = 1024
 _AROUND_ATTENTION = 3
 # That of latents has the product that expands them in it.
 ATTENTIONS = ("attention", "latent_attention")
-MIXTURES = ("experts", "biased_experts")
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,8 @@ class PassCost:
     dense, routed: FLOPs of a token in products outside experts, and in router and experts. attention: FLOPs of a whole
     sequence. between, inside: bytes that a token's activations move through memory beside products and attention, as
     hidden states (norms, sums), and all others (rotation, activation, routing). operands: elements of a token that
-    dense products read, or gradients of what they wrote. kernels: launches.
+    dense products read, or gradients of what they wrote. moved: bytes of a token that products read and write, beside
+    weights: bytes of these. attended: bytes that attention reads and writes, of a whole sequence. kernels: launches.
     """
 
     dense: int = 0
@@ -43,6 +43,9 @@ class PassCost:
     between: int = 0
     inside: int = 0
     operands: int = 0
+    moved: int = 0
+    weights: int = 0
+    attended: int = 0
     kernels: int = 0
 
     def __add__(self, other: PassCost) -> PassCost:
@@ -87,26 +90,25 @@ def _unlike_costs(config: ModelConfig, length: int, fused: bool) -> tuple[LayerC
 
 def _pass_cost(config: ModelConfig, node: NodeCost, cost: Cost, *, backward: bool) -> PassCost:
     if node.operation in ATTENTIONS:
-        return PassCost(attention=cost.flops, kernels=1 + backward * _AROUND_ATTENTION)
-    if node.operation in MIXTURES:
+        return PassCost(attention=cost.flops, attended=cost.bytes, kernels=1 + backward * _AROUND_ATTENTION)
+    moved, weights = _traffic(cost, backward), cost.weights * (1 + backward)
+    if node.is_mixture:
         # Beside products they activate and add up. A token is multiplied by as many elements as it reads of one alone.
         mixture = config.experts
         assert mixture is not None
         each = 3 * mixture.per_token * config.hidden_size * mixture.intermediate_size
-        return PassCost(
-            routed=2 * each * (2 if backward else 1), inside=_traffic(cost, backward), kernels=4 + 4 * backward
-        )
+        each *= 2 * (1 + backward)
+        return PassCost(routed=each, inside=moved, moved=moved, weights=weights, kernels=4 + 4 * backward)
     if node.weight is None:
-        moved = _traffic(cost, backward)
         is_hidden = node.shape == (_TOKENS, config.hidden_size)
         return PassCost(
             between=moved if is_hidden else 0, inside=0 if is_hidden else moved, kernels=1 if cost.bytes else 0
         )
-    out, width = node.weight
-    flops = cost.flops // _TOKENS
+    (out, width), flops = node.weight, cost.flops // _TOKENS
+    found = PassCost(moved=moved, weights=weights, kernels=1 + backward)
     if _is_router(config, node):
-        return PassCost(routed=flops, kernels=1 + backward)
-    return PassCost(dense=flops, operands=out if backward else width, kernels=1 + backward)
+        return replace(found, routed=flops)
+    return replace(found, dense=flops, operands=out if backward else width)
 
 
 def _traffic(cost: Cost, backward: bool) -> int:

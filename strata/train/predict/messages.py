@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from strata.comm.cost import CollectiveCost, HierarchicalCost
+from strata.comm.cost import CollectiveCost
 from strata.parallel.buckets import BUCKET_ELEMENTS
 from strata.parallel.quantized_sums import message_bytes
 from strata.train.predict.held import RankParameters
@@ -77,19 +77,16 @@ class Axes:
 
 
 def sent(rates: Rates, collective: str, nbytes: int, axis: AxisRanks, calls: int = 1, share: float = 1.0) -> Messages:
-    """A collective of `strata.comm.network`, its bytes sent in so many calls one after another."""
+    """A collective of `strata.comm.network`, its bytes sent in so many calls one after another; nothing along an
+    axis of one rank."""
     if rates.network is None or axis.size == 1:
         return Messages()
     cost = rates.network.cost(collective, nbytes, axis.size, axis.stride)
-    whole = _whole(cost)
+    whole = cost.inside + cost.across
     if not whole.bytes:
         return Messages()
     seconds = rates.network.seconds(cost, calls, share)
     return Messages(CollectiveCost(whole.messages * calls, whole.bytes), seconds, seconds)
-
-
-def _whole(cost: HierarchicalCost) -> CollectiveCost:
-    return cost.inside + cost.across
 
 
 def data_messages(
@@ -99,10 +96,7 @@ def data_messages(
 
     computing: seconds of the forward and of the backward pass of a batch, without waiting.
     """
-    if rates.network is None:
-        return {}
-    layout = shape.layout
-    forward, backward = computing
+    layout, (forward, backward) = shape.layout, computing
     calls = max(1, min(len(held.layers) + 2, held.total // BUCKET_ELEMENTS))  # whole layers, as many as fill a message
     gradients = _reduction(shape, rates, 4 * held.dense, 4 * held.experts, calls)
     gathering = _gather(shape, rates, 2 * held.dense, 2 * held.experts, calls)

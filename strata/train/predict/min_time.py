@@ -177,52 +177,48 @@ class _Passes:
         self.work = ahead + back + again + head_backward + _ComputeSeconds(head)
         self.computing = (ahead.seconds + head, (back + again + head_backward).seconds)
         self.messages: dict[str, Messages] = {}
-        waiting = (0.0, 0.0)
-        if rates.network is not None:
-            waiting = self._inner_messages(ahead, back, again, recompute)
+        waiting = self._inner_messages(ahead, back, again, recompute)
         self.forward, self.backward = self.computing[0] + waiting[0], self.computing[1] + waiting[1]
         self.inputs = self.backward - ahead.products - head  # all but the products that give the weights' gradients
 
+    def _products(self, dense: float, routed: float) -> float:
+        """Seconds of so many FLOPs of a token, outside experts and in them."""
+        shape, rates = self.shape, self.rates
+        return shape.own_tokens * (dense / shape.layout.tp / rates.dense + routed / shape.between / rates.wide)
+
     def _work(self, cost: PassCost, attention_rate: float, layers: int) -> _ComputeSeconds:
-        shape, rates, tokens = self.shape, self.rates, self.shape.own_tokens
-        parts = shape.layout.tp
-        products = tokens * (cost.dense / parts / rates.dense + cost.routed / shape.between / rates.wide)
+        shape, tokens, parts = self.shape, self.shape.own_tokens, self.shape.layout.tp
         attention = cost.attention * tokens / shape.length / parts / attention_rate
         moved = tokens * (cost.between / shape.between + cost.inside / parts)
         if shape.precision != "bf16":
             elements = cost.dense / 2 if cost.operands else 0.0
             # A weight is converted in the forward pass; the backward pass has as many elements once more for each.
-            moved += _QUANTIZED * (tokens * cost.operands + (elements if attention_rate is rates.attention else 0.0))
-        each = (products, attention, self._traffic_seconds(moved), cost.kernels * rates.gap)
+            moved += _QUANTIZED * (tokens * cost.operands + elements * (attention_rate is self.rates.attention))
+        products, gaps = self._products(cost.dense, cost.routed), cost.kernels * self.rates.gap
+        each = (products, attention, self._traffic_seconds(moved), gaps)
         return _ComputeSeconds(*(layers * seconds for seconds in each))
 
     def _again(self, recompute: str, ahead: _ComputeSeconds) -> _ComputeSeconds:
         """What the backward pass computes again of a forward pass of the layers."""
         if recompute == "none":
             return _ComputeSeconds()
-        shape, config, rates = self.shape, self.shape.config, self.rates
-        dense, sparse = 2 * shape.own_tokens / shape.layout.tp / rates.dense, 2 * shape.own_tokens / shape.between
+        shape, config, experts = self.shape, self.shape.config, self.shape.config.experts
         products = 0.0
         for layer, count in self.held.unlike:
             cost = shape.layer_costs[layer].forward
-            each = config.hidden_size * config.intermediate_size
-            widest, mlp = 2 * each * dense, 3 * each * dense
-            # Torch stops before a last product whose result nobody reads, unless messages travel in its operation.
-            last = 0.0 if shape.layout.overlap else each * dense
-            if config.experts is not None and config.experts.layers[layer]:
-                experts = config.experts
-                each = config.hidden_size * experts.intermediate_size
-                widest, last = 2 * experts.per_token * each * sparse / rates.wide, 0.0
-                mlp = cost.routed / 2 * sparse / rates.wide
-            whole = cost.dense / 2 * dense + cost.routed / 2 * sparse / rates.wide
-            products += (
-                count
-                * {
-                    "operations": 0.0,
-                    "mlp": widest if shape.runs_graph else mlp - last,
-                    "layers": whole - last,
-                }[recompute]
-            )
+            if experts is not None and experts.layers[layer]:
+                matrix = self._products(0, 2 * config.hidden_size * experts.per_token * experts.intermediate_size)
+                mlp, last = self._products(0, cost.routed), 0.0
+            else:
+                matrix = self._products(2 * config.hidden_size * config.intermediate_size, 0)
+                # Torch stops before a last product whose result nobody reads, unless messages travel in its operation.
+                mlp, last = 3 * matrix, 0.0 if shape.layout.overlap else matrix
+            ways = {
+                "operations": 0.0,
+                "mlp": 2 * matrix if shape.runs_graph else mlp - last,
+                "layers": self._products(cost.dense, cost.routed) - last,
+            }
+            products += count * ways[recompute]
         attention = ahead.attention if recompute == "layers" else 0.0
         share = 1.0 if shape.runs_graph or recompute == "layers" else 0.5  # of an MLP alone
         return _ComputeSeconds(products, attention, ahead.traffic * share, ahead.gaps * share)
@@ -253,8 +249,6 @@ class _Passes:
     ) -> tuple[Messages, Messages]:
         """Around attention and the MLP the ranks gather tokens and sum products, or sum alone, which is as much."""
         shape, layout, config = self.shape, self.shape.layout, self.shape.config
-        if layout.tp == 1:
-            return Messages(), Messages()
         size, axis = 2 * shape.own_tokens * config.hidden_size, Axes(shape).tensor
         sparse = (False,) * config.num_layers if config.experts is None else config.experts.layers
         # Experts are whole on each rank of tp. Embedding and head are half a block each.
@@ -277,8 +271,6 @@ class _Passes:
 
     def _context(self, ahead: _ComputeSeconds, back: _ComputeSeconds, *, again: bool) -> tuple[Messages, Messages]:
         shape, layout, config = self.shape, self.shape.layout, self.shape.config
-        if layout.cp == 1:
-            return Messages(), Messages()
         layers, ranks, axis = len(self.held.layers), layout.cp, Axes(shape).context
         queries, keys = (
             2 * shape.own_tokens * heads * config.head_dim // layout.tp
@@ -299,7 +291,7 @@ class _Passes:
 
     def _experts(self, *, again: bool) -> tuple[Messages, Messages]:
         shape, layout, experts = self.shape, self.shape.layout, self.shape.config.experts
-        if layout.ep == 1 or experts is None:
+        if experts is None:
             return Messages(), Messages()
         axis = Axes(shape).experts
         layers = sum(count for layer, count in self.held.unlike if experts.layers[layer])
@@ -315,12 +307,6 @@ class _Passes:
         return (there + vectors).times(layers), (there + home if again else home).times(layers)
 
 
-def _own_parameters(shape: TrainShape, held: RankParameters) -> int:
-    """Those that a rank updates."""
-    dense, experts = shape.data_ranks
-    return held.dense // dense + held.experts // experts
-
-
 def _gradient_bytes(shape: TrainShape) -> int:
     """Of an element that the update reads."""
     return 2 if shape.layout.ranks == shape.batches == 1 else 4
@@ -329,7 +315,7 @@ def _gradient_bytes(shape: TrainShape) -> int:
 def _update_seconds(shape: TrainShape, held: RankParameters, rates: Rates) -> float:
     """AdamW reads and writes master and moments (float32), reads the gradient and writes the weight (bfloat16); what
     lies on the host comes and goes over its link, both at once."""
-    parameters, gradient = _own_parameters(shape, held), _gradient_bytes(shape)
+    parameters, gradient = shape.updated(held), _gradient_bytes(shape)
     cost = Cost(read=(12 + gradient) * parameters, written=14 * parameters)
     if rates.host is None:
         return cost.bytes / rates.update
@@ -342,7 +328,7 @@ def _sums_seconds(shape: TrainShape, held: RankParameters, rates: Rates) -> floa
     FSDP copies of weights and gradients."""
     if rates.traffic is None:
         return 0.0
-    own = _own_parameters(shape, held)
+    own = shape.updated(held)
     moved = _gradient_bytes(shape) * own
     if shape.layout.zero >= 2:
         moved += 12 * own * (shape.batches - 1)

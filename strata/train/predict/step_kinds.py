@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 # What a kernel or operator does, by the first kind of which its name, in small letters, holds a word: Strata's own
@@ -51,6 +52,7 @@ class StepKindTable:
         return "\n".join(lines)
 
 
+@lru_cache(maxsize=4096)
 def kind_of(name: str) -> str:
     """What a kernel or operator of that name does, one of `KINDS` or `OTHER`."""
     small = name.lower()
@@ -84,70 +86,43 @@ def read_step_trace(events: Iterable[Mapping[str, Any]], step: str, floors: Mapp
             and start <= event["ts"] < end
             and ((event["pid"], event["tid"]) in threads or kind_of(event["name"]) == COMMUNICATION)
         ]
-    lanes = defaultdict(list)
-    for event in work:
-        lanes[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"], kind_of(event["name"])))
-    intervals = [interval for lane in lanes.values() for interval in _flattened(lane)]
-    microseconds = _each_instant_once(intervals)
+    microseconds = _each_instant_once(work)
     microseconds[IDLE] = max(0.0, end - start - sum(microseconds.values()))
     per_step = 1e-6 / len(marks)
     seconds = {kind: microseconds[kind] * per_step for kind in ORDER}
     return StepKindTable(len(marks), sum(seconds.values()), seconds, floors)
 
 
-_Interval = tuple[float, float, str]  # start, end, kind
-
-
-def _flattened(lane: Sequence[_Interval]) -> Iterator[_Interval]:
-    """Nested intervals of one thread or stream as intervals side by side; the outermost known kind is that of all it
-    holds, so a product inside the optimizer is the optimizer's.
-    """
-    open_: list[_Interval] = []
-    at = 0.0
-    for start, end, kind in sorted(lane, key=lambda interval: (interval[0], -interval[1])):
-        while open_ and open_[-1][1] <= start:
-            yield at, open_[-1][1], open_[-1][2]
-            at = open_.pop()[1]
-        if open_:
-            yield at, start, open_[-1][2]
-            kind = kind if open_[-1][2] == OTHER else open_[-1][2]
-            end = min(end, open_[-1][1])
-        open_.append((start, end, kind))
-        at = start
-    while open_:
-        yield at, open_[-1][1], open_[-1][2]
-        at = open_.pop()[1]
-
-
-def _each_instant_once(intervals: Iterable[_Interval]) -> Counter[str]:
-    """Time by kind: of work side by side the first that started counts, and communication only where nothing else is.
-
-    Microseconds, of any kind that there is.
+def _each_instant_once(work: Iterable[Mapping[str, Any]]) -> Counter[str]:
+    """Microseconds by kind. Of nested events of one thread or stream the outermost known kind is that of all it holds,
+    so a product inside the optimizer is the optimizer's. Of threads side by side the one that has been at its event
+    longest counts, and communication only where nothing else runs.
     """
     found: Counter[str] = Counter()
-    busy: list[tuple[float, float]] = []
-    ordered = sorted(intervals)
-    for start, end, kind in ordered:
-        if kind == COMMUNICATION:
-            continue
-        first = max(start, busy[-1][1]) if busy else start
-        if end > first:
-            found[kind] += end - first  # type: ignore[assignment]
-            busy.append((first, end))
-    covered = float("-inf")
-    place = 0
-    for start, end, kind in ordered:
-        if kind != COMMUNICATION:
-            continue
-        start = max(start, covered)
-        if end <= start:
-            continue
-        covered = end
-        while place < len(busy) and busy[place][1] <= start:
-            place += 1
-        hidden, number = 0.0, place
-        while number < len(busy) and busy[number][0] < end:
-            hidden += min(end, busy[number][1]) - max(start, busy[number][0])
-            number += 1
-        found[kind] += end - start - hidden  # type: ignore[assignment]
+    # Ends before begins, and of what begins at once the longest first.
+    timed = [(event["ts"], event["dur"], number, event) for number, event in enumerate(work) if event["dur"]]
+    turns = [(ts, 1, -dur, number, event) for ts, dur, number, event in timed]
+    turns += [(ts + dur, 0, 0.0, number, event) for ts, dur, number, event in timed]
+    # Of each lane its events that are open, the outermost first, by their numbers; and what it does.
+    lanes: dict[tuple[Any, Any], dict[int, Mapping[str, Any]]] = defaultdict(dict)
+    running: dict[tuple[Any, Any], tuple[bool, float, str]] = {}
+    before = 0.0
+    for at, is_begin, _, number, event in sorted(turns):
+        if running and at > before:
+            found[min(running.values())[2]] += at - before
+        before, lane = at, (event["pid"], event["tid"])
+        if is_begin:
+            lanes[lane][number] = event
+        else:
+            del lanes[lane][number]
+        running.pop(lane, None)
+        if lanes[lane]:
+            running[lane] = _running(lanes[lane])
     return found
+
+
+def _running(open_: Mapping[int, Mapping[str, Any]]) -> tuple[bool, float, str]:
+    """What a lane does: whether that is communication, since when, and of what kind."""
+    event = next((one for one in open_.values() if kind_of(one["name"]) != OTHER), [*open_.values()][-1])
+    kind = kind_of(event["name"])
+    return kind == COMMUNICATION, event["ts"], kind

@@ -21,7 +21,7 @@ class TrainShape:
 
     batches: of a rank in a step, whose gradients add up; with a pipeline its micro-batches. precision: of the layers'
     products, one of `strata.train.config.PRECISIONS`. layout: checked for the model. offload: masters and moments lie
-    on the host.
+    on the host. sums_cross_entropy: see `strata.parallel.loss.Loss`. adapters: they alone learn, beside the modules.
     """
 
     config: ModelConfig
@@ -31,6 +31,8 @@ class TrainShape:
     precision: str = "bf16"
     layout: Layout = field(default_factory=Layout)
     offload: bool = False
+    sums_cross_entropy: bool = True
+    adapters: bool = False
 
     @property
     def own_tokens(self) -> int:
@@ -45,12 +47,12 @@ class TrainShape:
     @property
     def runs_graph(self) -> bool:
         """Whether the merged and fused graph trains (`strata.train.compile`), or the modules of a divided model."""
-        return self.layout.divides_documents_only
+        return self.layout.divides_documents_only and not self.adapters
 
     @property
     def loss_has_gradients(self) -> bool:
         """Whether the loss and its gradients are computed at once, which takes two products less one with the head."""
-        return self.runs_graph or self.layout.pp == self.layout.tp == 1
+        return self.sums_cross_entropy and (self.runs_graph or self.layout.pp == self.layout.tp == 1)
 
     @property
     def recomputes(self) -> tuple[str, ...]:
@@ -75,6 +77,11 @@ class TrainShape:
         layout = self.layout
         divided = layout.shard * layout.cp if layout.zero else 1
         return divided, (divided // layout.ep if layout.zero else 1)
+
+    def updated(self, held: RankParameters) -> int:
+        """The parameters whose optimizer state a rank has, and that it updates."""
+        dense, experts = self.data_ranks
+        return -(-held.dense // dense) + -(-held.experts // experts)
 
     @cached_property
     def schedule(self) -> PipelineSchedule:

@@ -9,7 +9,7 @@ from typing import Any
 from strata.hardware.figures import Device, Figure
 from strata.hardware.roofline import Workload
 from strata.plan.explain.measurement import EngineFacts, MeasuredRequest, MeasuredStep, Measurement
-from strata.plan.explain.replay import Options, replay
+from strata.plan.explain.replay import replay
 
 DTYPES = ("float32", "bfloat16")
 FIGURES = [Figure("bandwidth", 2e10, "made up", "2026-11-23", measured=True)] + [
@@ -44,7 +44,7 @@ def wall(
     between: float = BETWEEN,
 ) -> float:
     """How long a run takes."""
-    return replay(asked, Options.of(facts), seconds, between).wall
+    return replay(asked, facts, seconds, between).wall
 
 
 def run(
@@ -56,7 +56,7 @@ def run(
     **others: Any,
 ) -> Measurement:
     """What would be measured of it. change: what is different of each step."""
-    ran = replay(asked, Options.of(facts), seconds, between)
+    ran = replay(asked, facts, seconds, between)
     steps = tuple(map(change, ran.steps))
     timed = tuple(
         replace(one, times=times, sequence=index)

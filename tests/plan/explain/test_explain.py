@@ -236,8 +236,8 @@ def test_a_graph_that_is_not_fused(times: StepSeconds) -> None:
 
 
 def test_launches_by_the_host(times: StepSeconds) -> None:
-    measured = run(EVEN, change=lambda step: replace(step, busy=step.seconds / 3))
-    found = explain(replace(measured, unrecorded=len(measured.steps)), times)
+    measured = run(EVEN, change=lambda step: replace(step, busy=step.seconds / 3, eager=True))
+    found = explain(measured, times)
     stepping = measured.stepping / measured.wall
     check(found, "launches by the host", stepping * 2 / 3)
     assert found.verdict.layer == "graph"
@@ -246,7 +246,7 @@ def test_launches_by_the_host(times: StepSeconds) -> None:
 def test_eager_steps_of_a_gpu_wait_for_launches(times: StepSeconds) -> None:
     """Where nobody saw when the device worked: what a step exceeds its work by is launches, if those are longer."""
     measured = run(EVEN, seconds=lambda workload: 0.5, change=lambda step: replace(step, eager=True))
-    found = explain(replace(measured, unrecorded=len(measured.steps)), launched(times))
+    found = explain(measured, launched(times))
     check(found, "launches by the host", measured.stepping / measured.wall)  # the work is next to nothing
     busy = StepSeconds(
         times.model, replace(DEVICE, figures=tuple(replace(one, value=one.value / 1e3) for one in FIGURES))
@@ -254,7 +254,7 @@ def test_eager_steps_of_a_gpu_wait_for_launches(times: StepSeconds) -> None:
     measured = run(
         EVEN, seconds=lambda workload: 1.2 * busy.seconds(workload), change=lambda step: replace(step, eager=True)
     )
-    found = explain(replace(measured, unrecorded=len(measured.steps)), launched(busy))
+    found = explain(measured, launched(busy))
     assert "launches" not in found.verdict.symptom
 
 

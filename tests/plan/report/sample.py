@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from strata.plan.explain.explanation import Explanation, OperationTime, Peaks, StepTime
-from strata.plan.waterfall import Part, Remedy, Verdict, Waterfall
+from strata.engine.watch.verdict import Remedy, Verdict
+from strata.plan.explain.explanation import Explanation, OperationTime, Part, Peaks, StepTime, Waterfall
 
 HOSTILE = "<script>alert(\"8B\")</script> & 'friends'"
 

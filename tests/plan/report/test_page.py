@@ -8,14 +8,12 @@ from html.parser import HTMLParser
 
 import pytest
 
-from strata.plan.explain.explanation import Explanation, OperationTime, StepTime
-from strata.plan.report.markup import Markup, element, joined
-from strata.plan.report.page import html_page
+from strata.engine.watch.verdict import Remedy, Verdict
+from strata.plan.explain.explanation import Explanation, OperationTime, Part, StepTime, Waterfall
+from strata.plan.report.page import html_page, ordered
 from strata.plan.report.roofline import points
 from strata.plan.report.timeline import timeline, timeline_text
 from strata.plan.report.units import quantity, seconds, share
-from strata.plan.report.waterfall_table import ordered
-from strata.plan.waterfall import Part, Remedy, Verdict, Waterfall
 from tests.plan.report.sample import HOSTILE, sample
 
 VOID = {"meta"}
@@ -191,10 +189,3 @@ def test_quantities_and_shares() -> None:
     assert quantity(7.5671e14, "FLOP/s") == "757 TFLOP/s"
     assert quantity(999.9, "B") == "1.00 kB"
     assert (share(1, 3), share(1, 0)) == ("33.3%", "-")
-
-
-def test_markup_escapes_text_and_attributes_but_not_itself() -> None:
-    inner = element("b", '<&"', title='"<')
-    assert inner == '<b title="&quot;&lt;">&lt;&amp;&quot;</b>'
-    assert element("p", inner, class_=None, data_x=1.50) == f'<p data-x="1.5">{inner}</p>'
-    assert joined("<", Markup("<br>")) == "&lt;<br>"

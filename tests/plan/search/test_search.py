@@ -219,7 +219,7 @@ def failure(*words: str) -> str:
 @pytest.mark.usefixtures("few_settings")
 def test_the_command_is_one_that_serve_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     bits = ("--quantization", "fp8", "--kv-cache-dtype", "fp8")
-    result = plan("1B", "--gpus", "2", "--isl", "500", "--osl", "100", "--tpot", "2", "--json", *bits)
+    result = plan("1B", "--gpus", "2", "--input-len", "500", "--output-len", "100", "--tpot", "2", "--json", *bits)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     started: list[dict[str, Any]] = []
@@ -238,7 +238,7 @@ def test_the_command_is_one_that_serve_takes(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("few_settings")
 def test_what_cannot_be_is_said(tmp_path: Any) -> None:
-    lengths = ("--isl", "100", "--osl", "10")
+    lengths = ("--input-len", "100", "--output-len", "10")
     assert "device 'h300' is unknown; plans are made for h200, h100" in failure("8B", "--hardware", "h300", *lengths)
     assert "neither" in failure("9C", *lengths) or "9C" in failure("9C", *lengths)
     for words in (lengths, ("--train", "--batch-tokens", "8192")):
@@ -255,12 +255,14 @@ def test_what_cannot_be_is_said(tmp_path: Any) -> None:
         assert "; Strata cannot run it there yet, as it lacks kernels for tpu-v5e" in said
     assert "below the floor" in failure("8B", *lengths, "--tpot", "0.5")
     assert re.search(r"nearest, with TTFT .* ms at 1 sequence at once; ask", failure("8B", *lengths, "--tpot", "3.7"))
-    assert "give the lengths" in failure("8B", "--isl", "100")
+    assert "give the lengths" in failure("8B", "--input-len", "100")
+    for old, new in (("--isl", "--input-len"), ("--osl", "--output-len")):
+        assert failure("8B", old, "100") == f"{old} is called {new} now: give {new} 100"
     said = failure("8B", *lengths, "--sequence", "4096", "--precision", "bf16")
     assert said == "--sequence, --precision: for a training run alone; add --train and --batch-tokens, or leave it out"
     assert "--out: for a training run alone" in failure("8B", *lengths, "--out", "run.toml")
     for name, value in (("--tpot", "5"), ("--svg", str(tmp_path / "plan.svg"))):
-        assert "answers of one token have no t" in failure("8B", "--isl", "100", "--osl", "1", name, value)
+        assert "answers of one token have no t" in failure("8B", "--input-len", "100", "--output-len", "1", name, value)
     assert "--trace loads.jsonl has the lengths" in failure("8B", *lengths, "--trace", "loads.jsonl")
     for wrong in (("--price", "inf"), ("--network", "inf")):  # no number that JSON has would come of them
         refused = plan("8B", *lengths, *wrong)
@@ -284,7 +286,7 @@ def test_a_path_that_cannot_be_written_is_said_before_the_search(
 ) -> None:
     monkeypatch.setattr(Search, "run", lambda _: pytest.fail("the search ran"))
     monkeypatch.setattr(training_module, "training_plan", lambda *_: pytest.fail("the search ran"))
-    lengths = ("1B", "--isl", "100", "--osl", "10")
+    lengths = ("1B", "--input-len", "100", "--output-len", "10")
     training = ("1B", "--train", "--batch-tokens", "8192")
     for words, option, name in ((lengths, "--svg", "a.svg"), (lengths, "--html", "a.html"), (training, "--out", "a")):
         result = plan(*words, option, str(tmp_path / "nowhere" / name))
@@ -345,7 +347,9 @@ def test_answers_of_one_token_have_no_time_after_it(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("few_settings")
 def test_models_with_fixed_states_are_planned_and_simulated(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(RECURRENT_CONFIGS["granite-hybrid"]))
-    result = RUNNER.invoke(app, ["plan", str(tmp_path), "--isl", "1000", "--osl", "200", "--gpus", "2", "--json"])
+    result = RUNNER.invoke(
+        app, ["plan", str(tmp_path), "--input-len", "1000", "--output-len", "200", "--gpus", "2", "--json"]
+    )
     assert result.exit_code == 0, result.exception
     found = json.loads(result.stdout)["best"]
     assert (found["layout"], found["replicas"]) == ("one device", 2)  # ranks do not divide states
@@ -365,7 +369,7 @@ def test_models_with_fixed_states_are_planned_and_simulated(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("few_settings")
 def test_fewer_bits_stand_beside_the_best_as_a_plan_that_asks_for_them_has_them() -> None:
-    words = ("1B", "--isl", "500", "--osl", "100", "--tpot", "4", "--json")
+    words = ("1B", "--input-len", "500", "--output-len", "100", "--tpot", "4", "--json")
     (beside,) = json.loads(plan(*words).stdout)["in_fewer_bits"]
     best = json.loads(plan(*words, "--quantization", "fp8").stdout)["best"]
     assert beside["precision"] == "fp8 weights"

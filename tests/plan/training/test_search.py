@@ -41,9 +41,9 @@ def test_the_best_is_the_quickest_of_all_that_fit(planned: TrainingPlan) -> None
         for recompute in shape.recomputes
         if memory(shape, recompute).total <= found.usable
     )
-    assert found.best.seconds == pytest.approx(quickest)
-    assert found.best.estimate.fullest.total <= found.usable
-    assert all(one.seconds >= planned.best.seconds for one in planned.found.others)
+    assert found.best.likely.seconds == pytest.approx(quickest)
+    assert found.best.fullest.total <= found.usable
+    assert all(one.likely.seconds >= planned.best.likely.seconds for one in planned.found.others)
 
 
 def test_eight_gpus_divide_documents_as_was_measured_to_be_quickest(planned: TrainingPlan) -> None:
@@ -62,14 +62,14 @@ def test_its_file_is_a_run_of_that_step(planned: TrainingPlan, tmp_path: Path) -
     layout.check(config, EIGHT.gpus)
     shape, best = step_shape(run, config, layout), planned.best.shape
     assert (shape.tokens, shape.batches, shape.layout) == (best.tokens, best.batches, best.layout)
-    assert run.run.recompute == planned.best.estimate.recompute
+    assert run.run.recompute == planned.best.recompute
     assert replace(config, dtype=None, bos_id=None, eos_ids=(), pad_id=None) == replace(
         EIGHT.config, dtype=None, bos_id=None, eos_ids=(), pad_id=None
     )
 
 
 def test_parts_are_the_step_and_the_price_is_that_of_device_hours(planned: TrainingPlan) -> None:
-    time = planned.best.estimate.likely
+    time = planned.best.likely
     assert sum(seconds_by_cause(time).values()) == pytest.approx(time.seconds)
     steps = 10**9 / EIGHT.batch_tokens
     assert planned.price_of_tokens(10**9) == pytest.approx(steps * time.seconds / 3600 * 8 * 3.0)
@@ -80,11 +80,9 @@ def test_a_step_of_a_few_milliseconds_has_three_digits() -> None:
     found = training_plan(
         "builtin", TrainingTask(find_config(folder_shape_or_file("builtin")), device("h200"), 1, 8192, 1024)
     )
-    told, time = dict(found.lines()), found.best.estimate.likely
+    told, time = dict(found.lines()), found.best.likely
     assert time.seconds < 0.01
-    assert (
-        told["step"] == f"{time.seconds * 1e3:.3g} ms (analytic), at least {found.best.estimate.time.seconds * 1e3:.3g}"
-    )
+    assert told["step"] == f"{time.seconds * 1e3:.3g} ms (analytic), at least {found.best.time.seconds * 1e3:.3g}"
     parts = [float(part.split()[-1]) for part in told["ms of it"].split(",")]
     assert sum(parts) == pytest.approx(time.seconds * 1e3, rel=0.01)
 
@@ -111,7 +109,7 @@ def test_a_device_without_kernels_is_marked(planned: TrainingPlan) -> None:
 
 def test_memory_that_binds_is_told_with_what_it_costs() -> None:
     plan = training_plan("1B", TrainingTask(find_config("1B"), device("rtx5090"), 1, 8192, 8192))
-    assert plan.best.estimate.recompute != "none"
+    assert plan.best.recompute != "none"
     assert "and memory: one device, recompute none, " in plan.binding
 
 
@@ -149,6 +147,6 @@ def test_the_command_prints_the_plan_and_writes_its_file(tmp_path: Path) -> None
     again = CliRunner().invoke(app, given)
     assert isinstance(again.exception, ValueError)
     assert "exists; give --out another name" in str(again.exception)
-    for wrong in (["--train"], ["--batch-tokens", "8192"], ["--train", "--batch-tokens", "8192", "--isl", "5"]):
+    for wrong in (["--train"], ["--batch-tokens", "8192"], ["--train", "--batch-tokens", "8192", "--input-len", "5"]):
         refused = CliRunner().invoke(app, ["plan", "1B", *wrong])
         assert isinstance(refused.exception, ValueError)

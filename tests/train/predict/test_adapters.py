@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from strata.train.adapters.lora import PROJECTIONS, LoraConfig, add_lora
 from strata.train.config import TrainConfig
 from strata.train.data.encoding import Encoded
 from strata.train.data.pack import PackedBatch, pack
+from strata.train.dpo import DpoConfig
 from strata.train.predict.adapters import AdapterMemory, AdapterStep
 from strata.train.recompute import recompute_modules
 from tests.train.plain_losses import frozen, loss_of_pack
@@ -73,6 +75,15 @@ def test_memory_of_8b_by_hand(wide: Path) -> None:
     assert most.activations == 32 * 8192 * 2 * 4096 + 8192 * 7 * 16 * 4
     # A layer once more, the gradient of gate or up in float32 twice, and its weight in bfloat16.
     assert most.workspace == 8192 * (layer - 2 * 4096) + 2 * 4 * 8192 * 14336 + 2 * 4096 * 14336
+
+
+def test_a_loss_of_pairs_keeps_its_logits_in_floats(wide: Path) -> None:
+    plain = run(wide, tokens=64, rank=16)
+    found = [
+        AdapterStep.of(one, read_config(wide), Layout()).memory("none").workspace
+        for one in (plain, replace(plain, dpo=DpoConfig()))
+    ]
+    assert found == [2 * 64 * 128256, 6 * 64 * 128256]
 
 
 def test_frozen_memory_of_ranks_by_hand(wide: Path) -> None:

@@ -9,18 +9,22 @@ import pytest
 import torch
 
 from strata.cli.train_estimate import estimate_text
+from strata.files.toml_tables import read_table
 from strata.hardware.figures import Device
 from strata.hardware.specs import device
 from strata.kernels.activation.clamped_swiglu import clamped_swiglu
 from strata.kernels.attention.spec import AttentionCall, AttentionSpec, Sequences
 from strata.kernels.attention.train import packed
+from strata.kernels.loss.loss import linear_cross_entropy
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
-from strata.train.config import RECOMPUTE, read_train_config
-from strata.train.predict.estimate import choose_recompute, memory
+from strata.parallel.layout import Layout
+from strata.train.config import RECOMPUTE, TrainConfig, read_train_config
+from strata.train.predict.estimate import choose_recompute, layer_bytes, memory, step_shape
 from strata.train.predict.min_time import min_time
 from strata.train.predict.step_shape import TrainShape
 from strata.train.recompute import _KEPT
+from tests.live_bytes import LiveBytes
 
 from .saved_bytes import saved_bytes
 
@@ -40,7 +44,8 @@ def test_memory_of_t6_by_hand() -> None:
     assert found.accumulated == 0
     # A layer: two residuals and two normed rows, q k v, attention's result with 32 float32, gate and up, SwiGLU's.
     assert found.activations == 16 * 16384 * (2 * (4 * 2048 + 3072 + 2048 + 3 * 8192) + 128)
-    assert found.workspace == 2 * 16384 * 128256 + 2 * HEAD
+    assert found.workspace == 2 * 16384 * 128256
+    assert found.gradients == 2 * HEAD
     # Measured on an H200: 42.77 GiB.
     assert found.total / GIB == pytest.approx(42.77, rel=0.02)
 
@@ -55,7 +60,8 @@ def test_memory_with_recomputation_by_hand() -> None:
     # So many tokens that gradients are less than they.
     small_head = replace(T6, tokens=65536, config=replace(T6.config, vocab_size=1000))
     whole = memory(small_head, "none").activations // 16
-    assert memory(small_head, "layers").workspace == 2 * 1000 * 2048 + whole - 65536 * 2 * 2048
+    assert memory(small_head, "layers").workspace == whole - 65536 * 2 * 2048
+    assert memory(small_head, "layers").gradients == 2 * 1000 * 2048
 
 
 def test_memory_in_eight_bits_and_of_several_batches() -> None:
@@ -79,8 +85,35 @@ def test_what_never_fits_is_refused_with_the_figures() -> None:
 def test_where_activations_are_few_the_gradients_are_the_fullest_moment() -> None:
     short = replace(T6, tokens=128, length=128, config=replace(T6.config, tied=False))
     layer = 128 * (2 * (4 * 2048 + 3072 + 2048 + 3 * 8192) + 128)
-    assert memory(short, "none").workspace == 2 * WEIGHTS
+    assert memory(short, "none").gradients == 2 * WEIGHTS
+    assert memory(short, "none").workspace == 0
     assert memory(short, "none").activations == layer
+
+
+def test_a_loss_of_documents_keeps_its_logits_in_floats() -> None:
+    """DPO's, against the tensors that are alive while the head's loss and its gradients are computed."""
+    table = {
+        "run": {"out": "runs/x", "steps": 9, "recompute": "auto"},
+        "start": {"model": "builtin"},
+        "data": {"sources": [{"folder": "runs/none"}], "tokens_per_pack": 512},
+        "optimizer": {"learning_rate": 1e-4},
+        "schedule": {"warmup": 1, "decay": 1},
+    }
+    plain, pairs = (read_table(TrainConfig, table | more) for more in ({}, {"dpo": {}}))
+    wide = config_from_dict(
+        SHAPES["1B"] | {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 4096}, "wide"
+    )
+    shape = step_shape(pairs, wide, Layout())
+    hidden = torch.randn(512, 32, dtype=torch.bfloat16).requires_grad_()
+    head, targets = torch.randn(4096, 32, dtype=torch.bfloat16).requires_grad_(), torch.zeros(512, dtype=torch.int64)
+    with LiveBytes() as live:
+        linear_cross_entropy(hidden, head, targets).sum().backward()
+    found = memory(shape, "layers")
+    assert found.workspace + found.gradients == pytest.approx(live.most, rel=0.05)
+    assert memory(step_shape(plain, wide, Layout()), "layers").workspace < found.workspace
+    # Its products with the head are one more in each step.
+    more = [min_time(step_shape(one, T6.config, Layout()), "none", device("h200")).products for one in (plain, pairs)]
+    assert more[1] - more[0] == pytest.approx(2 * 512 * HEAD / 800e12)
 
 
 def test_least_time_by_hand() -> None:
@@ -124,6 +157,20 @@ def test_experts_keep_the_results_of_their_products() -> None:
     assert operations == none
     assert more - none == pytest.approx(48 * 16384 * 2 * 8 * 2 * 768 * 2048 / 800e12)
     assert most > more
+
+
+def test_gates_of_queries_and_shared_experts_are_kept_too() -> None:
+    """Qwen3-Next-80B-A3B, a layer that attends: 16 heads of 256 with gates, 2 of keys; 10 of 512 experts and one for
+    all tokens, 512 wide."""
+    shape = TrainShape(config_from_dict(SHAPES["80B-A3B"], "80B-A3B"), 16384, 8192)
+    queries, keys = 16 * 256, 2 * 256
+    rows, routing = 10 * 2 * (3 * 512 + 2 * 2048), 2 * 2048 + 6 * 512 + 10 * (4 + 8 + 16)
+    # Two sums, what is normed; q with its gates, k and v, before and after norms of heads; the result, gated as well.
+    attention = 2 * (3 * 2048 + 2 * queries + 2 * keys + queries + keys + 2 * queries) + 4 * 16
+    assert layer_bytes(shape, 3, "none") == 16384 * (attention + rows + routing + 2 * 3 * 512)
+    results = 2 * (2 * queries + 2 * keys + queries + 2 * 2048) + 4 * 16
+    kept = results + 2 * (512 + 10 * (2 * 512 + 2048) + 2 * 512)
+    assert layer_bytes(shape, 3, "operations") == 16384 * kept
 
 
 def test_gpt_oss_keeps_all_scores_and_wide_gates() -> None:

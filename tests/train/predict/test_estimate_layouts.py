@@ -62,7 +62,7 @@ def test_zero_divides_state_and_sums(zero: int, state: float, sums: float) -> No
 
 
 def test_the_gradient_of_the_head_is_added_to_sums_that_are_whole() -> None:
-    whole, divided = (memory(replace(shape(shard=8, zero=zero), batches=4), "layers").workspace for zero in (1, 2))
+    whole, divided = (memory(replace(shape(shard=8, zero=zero), batches=4), "layers").gradients for zero in (1, 2))
     assert divided - whole == 4 * HEAD
 
 
