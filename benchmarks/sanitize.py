@@ -61,8 +61,7 @@ from strata.kernels.moe.grouped import grouped_product
 from strata.kernels.moe.held_order import held_order
 from strata.kernels.moe.route import SOFTMAX, Choice, route
 from strata.kernels.norm import norm_grad  # noqa: F401  registers what is run
-from strata.kernels.norm.norm import add_rms_norm, rms_norm
-from strata.kernels.norm.received import received_rms_norm
+from strata.kernels.norm.norm import add_rms_norm, launch_norm, rms_norm
 from strata.kernels.norm.wide_norm import wide_rms_norm
 from strata.kernels.op import Operation
 from strata.kernels.optimizer.adamw import Constants, adamw
@@ -174,8 +173,8 @@ def _rowwise(rows: int, width: int) -> Iterator[Call]:
     yield own(rms_norm, randn(rows, width), randn(width), EPS)
     yield own(add_rms_norm, randn(rows, width), randn(rows, width), randn(width), EPS)
     yield own(wide_rms_norm, randn(rows, width), randn(width), EPS, 1.0)
-    beside = (randn(rows, width), randn(rows, width), randn(width))
-    yield f"received_rms_norm [{rows}, {width}]", partial(received_rms_norm, randn(rows, width), *beside, EPS)
+    summed = partial(launch_norm, randn(rows, width), randn(width), EPS, randn(rows, width))
+    yield f"norm of what is received [{rows}, {width}]", partial(summed, received=randn(rows, width))
     for gated in (silu_mul, gelu_mul):
         yield own(gated, *randn(rows, 2 * width).chunk(2, -1))
     yield own(embedding, torch.randint(50, (rows,), dtype=torch.int32), randn(50, width))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import ceil_div
-from strata.kernels.norm.norm import add_rms_norm, inverse_rms, rms_norm, row_tile
+from strata.kernels.norm.norm import add_rms_norm, alike, fits, inverse_rms, rms_norm, row_tile
 from strata.kernels.plain_tensor import all_plain
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
@@ -127,12 +127,11 @@ class _AddRMSNorm(torch.autograd.Function):
 
 
 def _fits(x: Tensor, weight: Tensor, eps: float) -> bool:
-    return all_plain(x, weight) and x.dtype == weight.dtype and x.shape[-1] <= 16384 and x.stride(-1) == 1
+    return all_plain(x, weight) and x.dtype == weight.dtype and fits(x, weight, eps)
 
 
 def _sum_fits(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> bool:
-    alike = x.shape == residual.shape and x.dtype == residual.dtype and residual.stride(-1) == 1
-    return alike and all_plain(residual) and _fits(x, weight, eps)
+    return alike(x, residual) and all_plain(residual) and _fits(x, weight, eps)
 
 
 if HAS_TRITON:

@@ -24,7 +24,7 @@ from strata.kernels.linear.packed import many_rows, rounded_kernel
 from strata.kernels.linear.packed.few_rows import PackedProduct, launch, multiply
 from strata.kernels.linear.packed.split_product import SplitTile, split_product
 from strata.kernels.linear.skinny_tiles import SkinnyTile
-from strata.kernels.norm import norm, rounded_norm, wide_norm
+from strata.kernels.norm.norm import launch_norm
 from strata.kernels.quant import round_rows as round_rows_file
 from strata.kernels.quant.dequantize import dequantize
 from strata.kernels.quant.expand import expand_on_device
@@ -168,13 +168,13 @@ def rounding_where_rows_are_made() -> None:
     gate, up = torch.randn(5, 2 * 150).split(150, 1)
     weight = torch.randn(150)
     for kind, columns, static in (("int8", 0, None), ("int8", 64, None), ("e4m3", 0, None), ("e4m3", 0, 0.01)):
-        total, normed = norm._sum_triton(gate, up, weight, 1e-5)
+        rounding = {"rounding": (kind, columns, static)}
+        total, normed = launch_norm(gate, weight, 1e-5, up)
         rounded = many_rows._round(normed, kind, columns, static)
-        found = rounded_norm._sum_triton(gate, up, weight, 1e-5, kind, columns, True, static)
-        identical(found, (total, *rounded, normed))
-        identical(rounded_norm._triton(total, weight, 1e-5, kind, columns, False, static), rounded)
-        wide = wide_norm._triton(total, weight, 1e-5, 1.0)
-        found = rounded_norm._wide_triton(total, weight, 1e-5, 1.0, kind, columns, True, static)
+        identical(launch_norm(gate, weight, 1e-5, up, **rounding), (total, *rounded, normed))
+        identical(launch_norm(total, weight, 1e-5, **rounding, keeps=False), rounded)
+        (wide,) = launch_norm(total, weight, 1e-5, offset=1.0)
+        found = launch_norm(total, weight, 1e-5, offset=1.0, **rounding)
         identical(found, (*many_rows._round(wide, kind, columns, static), wide))
         gated = many_rows._round(silu_mul._triton(gate, up), kind, columns, static)
         identical(rounded_silu_mul._triton(gate, up, kind, columns, static), gated)
