@@ -44,13 +44,12 @@ from strata.kernels.attention.sparse.prompts import block_sparse_attention
 from strata.kernels.attention.spec import AttentionCall, AttentionSpec, HeadsSpec, Sequences
 from strata.kernels.attention.virtual_sequences import MAX_PROMPTS, Rows, virtual_sequences
 from strata.kernels.latent.attention import latent_attention
-from strata.kernels.linear.embedding import embedding
+from strata.kernels.linear.embedding import embedding, vocabulary_embedding
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.silu_mul import linear_silu_mul
 from strata.kernels.linear.skinny import multiply
 from strata.kernels.linear.skinny_tiles import SkinnyTile
 from strata.kernels.linear.sliced import sliced_linear
-from strata.kernels.linear.vocabulary_embedding import vocabulary_embedding
 from strata.kernels.loss.loss_grad import cross_entropy_gradients
 from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall
 from strata.kernels.moe.combine import combine

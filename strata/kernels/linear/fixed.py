@@ -57,13 +57,14 @@ def linear_kernel(
     width,
     x_stride,
     weight_stride,
-    HAS_BIAS: tl.constexpr,
+    SLICES: tl.constexpr,
     WHOLE_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    """width: of each of SLICES, a power of two, which are added pairwise (`sliced_linear`). bias: [out] or None."""
     # Programs that run together share rows of x and of the weight: GROUP tiles of rows for each tile of columns.
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tiles_n = tl.cdiv(out, BLOCK_N)
@@ -78,20 +79,40 @@ def linear_kernel(
     row_held = row < rows
     column_held = column < out
     # Clamped instead of masked: what lies beyond the edge is computed from the last row and never stored.
-    x_tile = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * x_stride + k[None, :]
-    weight_tile = weight + tl.minimum(column, out - 1).to(tl.int64)[None, :] * weight_stride + k[:, None]
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(0, width, BLOCK_K):
-        if WHOLE_K:
-            left = tl.load(x_tile)
-            right = tl.load(weight_tile)
+    x_row = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * x_stride + k[None, :]
+    weight_row = weight + tl.minimum(column, out - 1).to(tl.int64)[None, :] * weight_stride + k[:, None]
+    # Sums of one, two and four slices that wait for their neighbour.
+    one = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    pair = one
+    four = one
+    total = one
+    for index in tl.static_range(SLICES):
+        x_tile = x_row + index * width
+        weight_tile = weight_row + index * width
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for start in range(0, width, BLOCK_K):
+            if WHOLE_K:
+                left = tl.load(x_tile)
+                right = tl.load(weight_tile)
+            else:
+                left = tl.load(x_tile, mask=k[None, :] < width - start, other=0.0)
+                right = tl.load(weight_tile, mask=k[:, None] < width - start, other=0.0)
+            total = tl.dot(left, right, total, input_precision="ieee")
+            x_tile += BLOCK_K
+            weight_tile += BLOCK_K
+        if index % 2 == 0:
+            one = total
         else:
-            left = tl.load(x_tile, mask=k[None, :] < width - start, other=0.0)
-            right = tl.load(weight_tile, mask=k[:, None] < width - start, other=0.0)
-        total = tl.dot(left, right, total, input_precision="ieee")
-        x_tile += BLOCK_K
-        weight_tile += BLOCK_K
-    if HAS_BIAS:
+            total = one + total
+            if index % 4 == 1:
+                pair = total
+            else:
+                total = pair + total
+                if index % 8 == 3:
+                    four = total
+                else:
+                    total = four + total
+    if bias is not None:
         total += tl.load(bias + column, mask=column_held, other=0.0).to(tl.float32)[None, :]
     target = result + row.to(tl.int64)[:, None] * out + column[None, :]
     tl.store(target, total.to(result.dtype.element_ty), mask=row_held[:, None] & column_held[None, :])
@@ -133,24 +154,31 @@ def choose_tile(rows: int, out: int, dtype: torch.dtype) -> Tile:
 
 def triton_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A product without split k: each element is one sum in one order, whatever the number of rows."""
+    return launch_linear(
+        x, weight, bias, x.dtype, 1, choose_tile(x.numel() // weight.shape[1], weight.shape[0], x.dtype)
+    )
+
+
+def launch_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, slices: int, tile: Tile
+) -> Tensor:
+    """`linear_kernel`: x [..., width], weight [out, width], bias [out] or None -> [..., out] in `dtype`."""
     out, width = weight.shape
     rows = x.reshape(-1, width)
-    result = torch.empty((*x.shape[:-1], out), dtype=x.dtype, device=x.device)
+    result = torch.empty((*x.shape[:-1], out), dtype=dtype, device=x.device)
     if result.numel():
-        tile = choose_tile(rows.shape[0], out, x.dtype)
-        programs = ceil_div(rows.shape[0], tile.rows) * ceil_div(out, tile.columns)
-        linear_kernel[(programs,)](
+        linear_kernel[(ceil_div(rows.shape[0], tile.rows) * ceil_div(out, tile.columns),)](
             rows,
             weight,
-            weight if bias is None else bias,
+            bias,
             result,
             rows.shape[0],
             out,
-            width,
+            width // slices,
             rows.stride(0),
             weight.stride(0),
-            HAS_BIAS=bias is not None,
-            WHOLE_K=width % tile.width == 0,
+            SLICES=slices,
+            WHOLE_K=width // slices % tile.width == 0,
             **tile.constants,
             num_warps=tile.warps,
             num_stages=tile.stages,
@@ -162,20 +190,18 @@ def fits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     return x.dtype != torch.float64 and weight.stride(1) == 1 and x.stride(-1) == 1
 
 
+def linear_case(name: str, kind: str, tile: Tile, slices: int, result: str) -> CompileCase:
+    """kind, result: the types of operands and of the result, as Triton writes them."""
+    signature = {"x": f"*{kind}:16", "weight": f"*{kind}:16", "result": f"*{result}:16", "rows": "i32"}
+    signature |= dict.fromkeys(("out", "width", "x_stride", "weight_stride"), "i32:16")
+    constants = {"bias": None, "SLICES": slices, "WHOLE_K": True, **tile.constants}
+    must_contain = ("wgmma.mma_async",) if kind == "bf16" else ("fma.rn.f32",)
+    return CompileCase(name, linear_kernel, signature, constants, tile.warps, tile.stages, must_contain)
+
+
 def compile_cases() -> list[CompileCase]:
-    cases = []
-    for tile, kind in (
-        (_NARROW, "bf16"),
-        (_SHORT, "bf16"),
-        (_SMALL, "bf16"),
-        (_MIDDLE, "bf16"),
-        (_LARGE, "bf16"),
-        (_SINGLE, "fp32"),
-    ):
-        signature = dict.fromkeys(("x", "weight", "bias", "result"), f"*{kind}:16") | {"rows": "i32"}
-        signature |= dict.fromkeys(("out", "width", "x_stride", "weight_stride"), "i32:16")
-        constants = {"HAS_BIAS": False, "WHOLE_K": True, **tile.constants}
-        must_contain = ("wgmma.mma_async",) if kind == "bf16" else ("fma.rn.f32",)
-        name = f"linear {kind} {tile.rows}x{tile.columns}x{tile.width}"
-        cases.append(CompileCase(name, linear_kernel, signature, constants, tile.warps, tile.stages, must_contain))
-    return cases
+    tiles = [(tile, "bf16") for tile in (_NARROW, _SHORT, _SMALL, _MIDDLE, _LARGE)]
+    return [
+        linear_case(f"linear {kind} {tile.rows}x{tile.columns}x{tile.width}", kind, tile, 1, kind)
+        for tile, kind in (*tiles, (_SINGLE, "fp32"))
+    ]
