@@ -10,10 +10,9 @@ import torch
 
 from strata.bench.kernels.cases import EPS, randn
 from strata.kernels.activation.rounded_silu_mul import silu_mul_round
-from strata.kernels.linear.packed import few_rows
-from strata.kernels.linear.packed.few_rows import PackedProduct
 from strata.kernels.linear.packed.many_rows import rounded_product
 from strata.kernels.linear.packed.split_product import SplitTile, split_product
+from strata.kernels.linear.skinny import SkinnyProduct, multiply
 from strata.kernels.linear.skinny_tiles import SkinnyTile
 from strata.kernels.moe.calls import ExpertsCall
 from strata.kernels.moe.packed_few_tokens import by_packed_choices
@@ -40,7 +39,7 @@ def packed_calls(out: int, width: int) -> Iterator[tuple[str, Callable[[], objec
         ("mxfp4", 7, SkinnyTile("dot", 16, 128, 2, 3, 1, rows=16)),
     ):
         weight = pack(randn(out, width), SCHEMES[name])
-        yield f"{name} x{rows} {tile}", partial(few_rows.multiply, PackedProduct(randn(rows, width), weight), tile)
+        yield f"{name} x{rows} {tile}", partial(multiply, SkinnyProduct(randn(rows, width), weight), tile)
         yield f"dequantize {name}", partial(dequantize, weight, torch.bfloat16)
     for name in ("fp8_block", "int8"):
         operands = randn(ROWS, width), pack(randn(out, width), SCHEMES[name])

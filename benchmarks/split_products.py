@@ -33,9 +33,10 @@ from benchmarks.packed_products import MODELS, weights
 from strata.hardware.replay import time_replayed
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
 from strata.kernels.grid_sizes import ceil_div
-from strata.kernels.linear.packed.few_rows import PackedProduct, chosen_tile, multiply
+from strata.kernels.linear.packed.few_rows import chosen_tile
 from strata.kernels.linear.packed.many_rows import RoundedCall, scaled_mm_of_rounded, split
 from strata.kernels.linear.packed.split_product import MOST_SPLIT_ROWS, SplitTile, split_product, split_tile
+from strata.kernels.linear.skinny import SkinnyProduct, multiply
 from strata.kernels.quant.fp8 import library_product
 from strata.kernels.quant.packed import PackedWeight, dense
 from strata.kernels.quant.round_rows import round_rows
@@ -119,7 +120,7 @@ class Product:
         if len(self.x) <= MOST_FLOATS:
             tile = chosen_tile(self.x, self.packed[0])
             if tile is not None:
-                yield "floats", lambda weight: multiply(PackedProduct(self.x, weight), tile)[0]
+                yield "floats", lambda weight: multiply(SkinnyProduct(self.x, weight), tile)[0]
             yield "rounded first", lambda weight: split(self.x, weight)
 
     def measure(self) -> Iterator[dict[str, Any]]:

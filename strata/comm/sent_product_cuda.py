@@ -62,7 +62,9 @@ def sent_product_norm(
 
 
 def sent_product_kernels(x: Tensor, axis: Any, weight: Tensor, *_: Any) -> tuple[Any, ...]:
-    return (*kernels_of(_tile(x, weight)), one_shot_received_norm_kernel)
+    tile = _tile(x, weight)
+    assert tile is not None
+    return (*kernels_of(tile, weight), one_shot_received_norm_kernel)
 
 
 def _tile(x: Tensor, weight: Tensor) -> SkinnyTile | None:

@@ -6,6 +6,7 @@ burst reaches 800. What is saved is the product's way to memory and back, 2.6 % 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,10 +21,7 @@ from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.fused import Run, fused
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.linear.linear import linear
-from strata.kernels.linear.packed import few_rows
-from strata.kernels.linear.skinny import SkinnyProduct, kernels_of, multiply, scratch_bytes
-from strata.kernels.linear.skinny_tiles import IMPLEMENTATION
-from strata.kernels.linear.tile_choice import chosen_tile
+from strata.kernels.linear.skinny import SkinnyProduct, implement_few_rows
 from strata.kernels.quant.packed import PackedWeight
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
@@ -40,26 +38,6 @@ def linear_silu_mul(run: Run, x: Tensor, weight: Tensor | PackedWeight, bias: Te
     gate, up = run(linear, x, weight, bias).chunk(2, -1)
     result: Tensor = run(silu_mul, gate, up)
     return result
-
-
-_linear, _silu_mul = linear.bind("cuda"), silu_mul.bind("cuda")
-
-
-def one_after_the_other(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    gate, up = _linear(x, weight, bias).chunk(2, -1)
-    result: Tensor = _silu_mul(gate, up)
-    return result
-
-
-def _kernels_of_both(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[str, ...]:
-    half = linear_silu_mul.meta(x, weight, bias)
-    return _linear.launches(x, weight, bias) + _silu_mul.launches(half, half)
-
-
-def _bytes_of_both(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> int:
-    """Of the product, and what it takes itself where that is more than the halves' result."""
-    result: int = linear_silu_mul.meta(x, weight, bias).nbytes
-    return 2 * result + max(0, _linear.scratch(x, weight, bias) - result)
 
 
 @jit
@@ -164,64 +142,40 @@ def _triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return result
 
 
-def _fits_skinny(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    return chosen_tile(linear_silu_mul.name, x, weight) is not None
+def _product(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> SkinnyProduct:
+    return SkinnyProduct(x.reshape(-1, x.shape[-1]), weight, bias, gated=True)
 
 
-def _skinny(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    tile = chosen_tile(linear_silu_mul.name, x, weight)
-    assert tile is not None
-    (result,) = multiply(SkinnyProduct(x.reshape(-1, x.shape[-1]), weight, bias, gated=True), tile)
-    return result.view(*x.shape[:-1], result.shape[-1])
+_silu_mul = silu_mul.bind("cuda")
 
 
-def _skinny_kernels(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Any, ...]:
-    return kernels_of(chosen_tile(linear_silu_mul.name, x, weight))
+def _in_parts(packed: bool) -> Callable[..., Tensor]:
+    """Register the product and then the gating, which is returned."""
+    product = linear.bind("cuda", packed=packed)
+
+    def run(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
+        gate, up = product(x, weight, bias).chunk(2, -1)
+        result: Tensor = _silu_mul(gate, up)
+        return result
+
+    def kernels(*given: Any) -> tuple[str, ...]:
+        half = linear_silu_mul.meta(*given)
+        return product.launches(*given) + _silu_mul.launches(half, half)
+
+    def scratch(*given: Any) -> int:
+        """Of the product, and what it takes itself where that is more than the halves' result."""
+        result: int = linear_silu_mul.meta(*given).nbytes
+        return 2 * result + max(0, product.scratch(*given) - result)
+
+    linear_silu_mul.implement("linear, silu_mul", "cuda", kernels=kernels, packed=packed, scratch=scratch)(run)
+    return run
 
 
-def _skinny_scratch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> int:
-    tile = chosen_tile(linear_silu_mul.name, x, weight)
-    return scratch_bytes(tile, x.numel() // weight.shape[1], weight.shape[0])
-
-
+implement_few_rows(linear_silu_mul, _product)
 if HAS_TRITON:
-    linear_silu_mul.implement(
-        IMPLEMENTATION, "cuda", supports=_fits_skinny, kernels=_skinny_kernels, scratch=_skinny_scratch
-    )(_skinny)
     linear_silu_mul.implement("triton", "cuda", supports=_fits, kernels=(linear_silu_mul_kernel,))(_triton)
-linear_silu_mul.implement("linear, silu_mul", "cuda", kernels=_kernels_of_both, scratch=_bytes_of_both)(
-    one_after_the_other
-)
-
-_packed_linear = linear.bind("cuda", packed=True)
-
-
-@linear_silu_mul.implement(
-    few_rows.IMPLEMENTATION,
-    "cuda",
-    supports=few_rows.fits_linear,
-    kernels=few_rows.linear_kernels,
-    packed=True,
-    scratch=few_rows.scratch,
-)
-def _packed_skinny(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    return few_rows.few_rows_linear(x, weight, bias, gated=True)
-
-
-def _packed_kernels(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> tuple[str, ...]:
-    half = linear_silu_mul.meta(x, weight, bias)
-    return _packed_linear.launches(x, weight, bias) + _silu_mul.launches(half, half)
-
-
-def _packed_bytes(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> int:
-    result: int = linear_silu_mul.meta(x, weight, bias).nbytes
-    return 2 * result + max(0, _packed_linear.scratch(x, weight, bias) - result)
-
-
-@linear_silu_mul.implement("linear, silu_mul", "cuda", kernels=_packed_kernels, packed=True, scratch=_packed_bytes)
-def _packed_one_after_the_other(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    result: Tensor = _silu_mul(*_packed_linear(x, weight, bias).chunk(2, -1))
-    return result
+one_after_the_other = _in_parts(packed=False)
+_in_parts(packed=True)
 
 
 def compile_cases() -> list[CompileCase]:

@@ -9,20 +9,25 @@ from torch import Tensor
 
 from strata.kernels import tuned
 from strata.kernels.device_limits import LEAST_CAPABILITY, DeviceLimits
+from strata.kernels.linear.packed import few_rows
 from strata.kernels.linear.skinny_tiles import MOST_ROWS, SkinnyTile, Tiles, aligned, device_tiles
 from strata.kernels.linear.tile_rule import LIBRARY_TOO, expected_tile
+from strata.kernels.quant.packed import PackedWeight
 from strata.kernels.triton_import import HAS_TRITON
 
 # Shapes of calls whose tile stays known.
 _MOST_SHAPES = 8192
 
 
-def chosen_tile(operation: str, x: Tensor, weight: Tensor) -> SkinnyTile | None:
-    """The tile for x [..., width] and weight [out, width]; None where the library is faster or no tile fits."""
+def chosen_tile(operation: str, x: Tensor, weight: Tensor | PackedWeight) -> SkinnyTile | None:
+    """The tile for x [..., width] and weight [out, width]; None where something else is faster or no tile fits."""
     out, width = weight.shape
     rows = x.numel() // width
     if not 0 < rows <= MOST_ROWS:  # before anything that takes time: prefill comes this way too
         return None
+    if isinstance(weight, PackedWeight):
+        # Only what the library has, too, is multiplied in 8 bits otherwise.
+        return few_rows.chosen_tile(x, weight, few_rows.most_rows(x, weight) if operation in LIBRARY_TOO else MOST_ROWS)
     tile = _device_tile(operation, rows, out, width, x.dtype, DeviceLimits.of(x.device))
     return tile if tile is not None and aligned(x, weight) else None
 

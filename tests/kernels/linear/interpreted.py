@@ -21,8 +21,8 @@ from triton.runtime import interpreter
 from strata.kernels.activation import rounded_silu_mul, silu_mul
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
 from strata.kernels.linear.packed import many_rows, rounded_kernel
-from strata.kernels.linear.packed.few_rows import PackedProduct, launch, multiply
 from strata.kernels.linear.packed.split_product import SplitTile, split_product
+from strata.kernels.linear.skinny import SkinnyProduct, launch, multiply
 from strata.kernels.linear.skinny_tiles import SkinnyTile
 from strata.kernels.norm.norm import launch_norm
 from strata.kernels.quant import round_rows as round_rows_file
@@ -71,12 +71,12 @@ def few(weight: PackedWeight, tile: SkinnyTile, dtype: torch.dtype = torch.float
     x[2] = torch.nan
     exact = x.float() @ dense(weight).t()
     residual, norm_weight, squares = torch.randn(3, out).to(dtype), torch.randn(out).to(dtype), torch.rand(3, 5)
-    total, weighted, sums = multiply(PackedProduct(x, weight, residual=residual, norm_weight=norm_weight), tile)
+    total, weighted, sums = multiply(SkinnyProduct(x, weight, residual=residual, norm_weight=norm_weight), tile)
     close(total, exact + residual)
     torch.testing.assert_close(weighted, total * norm_weight, equal_nan=True, rtol=0, atol=0)
     rtol = 1e-4 if dtype == torch.float32 else 2e-3
     torch.testing.assert_close(sums.sum(1), total.float().square().sum(1), rtol=rtol, atol=0, equal_nan=True)
-    (found,) = multiply(PackedProduct(x, weight, bias, squares, eps, gated=True), tile)
+    (found,) = multiply(SkinnyProduct(x, weight, bias, squares, eps, gated=True), tile)
     scaled = exact * torch.rsqrt(squares.sum(1, keepdim=True) / width + eps) + bias
     close(found, F.silu(scaled[:, : out // 2]) * scaled[:, out // 2 :])
 
@@ -91,11 +91,11 @@ def one_row_by_halves() -> None:
         scaled_rows = [packed._replace(row_scales=torch.rand(40, 1))] if rows == 1 else []
         for weight in (packed, odd(packed), *scaled_rows):
             exact = x @ dense(weight).t()
-            total, weighted, sums = multiply(PackedProduct(x, weight, residual=residual, norm_weight=norm_weight), tile)
+            total, weighted, sums = multiply(SkinnyProduct(x, weight, residual=residual, norm_weight=norm_weight), tile)
             close(total, exact + residual)
             close(weighted, total * norm_weight)
             close(sums.sum(1), total.square().sum(1))
-            (found,) = multiply(PackedProduct(x, weight, squares=squares, eps=1e-5, gated=True), tile)
+            (found,) = multiply(SkinnyProduct(x, weight, squares=squares, eps=1e-5, gated=True), tile)
             scaled = exact * torch.rsqrt(squares.sum(1, keepdim=True) / 192 + 1e-5)
             close(found, F.silu(scaled[:, :20]) * scaled[:, 20:])
 
@@ -122,7 +122,7 @@ def one_row_in_integers() -> None:
 
 def _sums(x: Tensor, weight: PackedWeight) -> Tensor:
     """x [1, width] float16 times a weight in int4, not rounded to float16 at the end."""
-    planned = launch(PackedProduct(x, weight), SkinnyTile("gemv", 4, 256, 1))
+    planned = launch(SkinnyProduct(x, weight), SkinnyTile("gemv", 4, 256, 1))
     result = torch.empty(1, weight.shape[0])
     args = tuple(result if one is planned.results[0] else one for one in planned.args)
     with mock.patch.object(interpreter.InterpreterBuilder, "create_inline_asm", _run_assembly):

@@ -229,23 +229,9 @@ def int4_gemv_kernel(
         total = _dots(x + chunk * 32, words, zero, scale, held, zeros is None)
     if row_scales is not None:
         total *= row_scales
-    store_product(
-        total[:, None],
-        bias,
-        row_squares,
-        width,
-        eps,
-        residual,
-        norm_weight,
-        result,
-        weighted,
-        squares,
-        row,
-        column,
-        rows,
-        out,
-        GATED,
-    )
+    results = result, weighted, squares
+    total = total[:, None]
+    store_product(total, bias, row_squares, width, eps, residual, norm_weight, results, row, column, rows, out, GATED)
 
 
 def compile_cases() -> list[CompileCase]:
