@@ -20,6 +20,7 @@ from triton.runtime import interpreter
 
 from strata.kernels.activation import rounded_silu_mul, silu_mul
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
+from strata.kernels.linear import rounded_linear
 from strata.kernels.linear.packed import many_rows, rounded_kernel
 from strata.kernels.linear.packed.split_product import SplitTile, split_product
 from strata.kernels.linear.skinny import SkinnyProduct, launch, multiply
@@ -203,11 +204,11 @@ def products() -> None:
     for scheme in (Scheme("int8", 1, 0, "row"), Scheme("int8", 16, 128, "block"), Scheme("e4m3", 128, 128, "block")):
         weight = pack(torch.randn(80, 256), scheme)
         with (
-            mock.patch.object(many_rows, "choose_tile", return_value=small),
+            mock.patch.object(rounded_linear, "choose_tile", return_value=small),
             mock.patch.object(many_rows, "_round", round_rows.reference),
             mock.patch.object(DeviceLimits, "of", return_value=hopper),
         ):
-            found = many_rows.rounded_product(x, weight, bias)
+            found = rounded_linear.by_tiles(many_rows.rounded_call(x, weight, bias))
         wanted = packed_product(x, weight, bias)
         close(found, wanted)
 
