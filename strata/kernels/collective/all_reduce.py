@@ -15,10 +15,8 @@ All add up in the order of the ranks in float32 and round once: all ranks have t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.triton_import import HAS_TRITON, gdc_launch_dependents, gdc_wait, jit, tl
 
@@ -335,26 +333,3 @@ def row_tile(words: int) -> tuple[int, int]:
 def block_tile(words: int) -> tuple[int, int]:
     """Words of a program and its warps: few of each, so that many multiprocessors send at once."""
     return next((block, warps) for block, warps in ONE_SHOT_TILES if words <= block * PROGRAMS)
-
-
-def compile_cases() -> list[CompileCase]:
-    return [
-        case for dtype, ranks in (("bf16", 2), ("fp32", 2), ("fp16", 4), ("bf16", 8)) for case in _cases(dtype, ranks)
-    ]
-
-
-def _cases(dtype: str, ranks: int) -> Iterator[CompileCase]:
-    types = {"*i32:16": "inbox counters", "*i64:16": "peers", "i32": "rank", "fp32": "eps"}
-    types |= {"i32:16": "words width span first second flags x_stride residual_stride"}
-    signature = by_type(types | {f"*{dtype}:16": "x residual weight total result"})
-    packets, flags = (
-        ("ld.volatile.global.v2.b64", "st.global.v2.b64", "griddepcontrol.wait"),
-        ("atom.global.sys.release", "ld.acquire.sys.global"),
-    )
-    tiles = [(one_shot_kernel, tile, packets) for tile in ONE_SHOT_TILES]
-    tiles += [(one_shot_norm_kernel, row_tile(words), packets) for words in (512, 2048, 4096)]
-    for kernel, (block, warps), must_contain in (*tiles, (two_shot_kernel, TWO_SHOT_TILE, flags)):
-        name = f"{kernel.__name__} of {block} words, {dtype}, {ranks} ranks"
-        spilled = 8 if kernel is one_shot_norm_kernel and (dtype, block) == ("fp32", 4096) else 0
-        constants = {"WORLD": ranks, "BLOCK": block} | ({} if kernel is two_shot_kernel else {"EARLY": True})
-        yield CompileCase(name, kernel, signature, constants, warps, 1, must_contain, spilled_bytes=spilled)

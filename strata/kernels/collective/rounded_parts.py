@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
@@ -279,21 +278,3 @@ for _operation, _kernel, _run in (
         _operation.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(_kernel,))(_run)
     for _device in ("cpu", "cuda"):
         _operation.implement("torch", _device, invariant=True)(_operation.reference)
-
-
-def compile_cases() -> list[CompileCase]:
-    sizes = dict.fromkeys(("x_row", "result_row", "width", "row_bytes", "behind"), "i32:16") | {"groups": "i32"}
-    pointers = dict.fromkeys(("x", "result"), "*bf16:16") | dict.fromkeys(("values", "sums"), "*fp8e4nv:16")
-    pointers |= dict.fromkeys(("exponents", "sum_exponents"), "*u8:16")
-    tile = {"GROUPS": _GROUPS, "SIZE": GROUP}
-    cases = [
-        (round_parts_kernel, _ROUNDING | tile),
-        *((sum_parts_kernel, _ROUNDING | tile | {"RANKS": ranks}) for ranks in (2, 8)),
-        (widen_parts_kernel, tile),
-    ]
-    return [
-        CompileCase(
-            f"{kernel.__name__} {constants.get('RANKS', '')}".strip(), kernel, sizes | pointers, constants, _WARPS, 2
-        )
-        for kernel, constants in cases
-    ]

@@ -5,12 +5,9 @@ They speak as `strata.kernels.collective.all_reduce` does in one shot, in the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 from strata.kernels.collective.all_reduce import (
-    ONE_SHOT_TILES,
     PACKETS,
     addresses,
     as_words,
@@ -22,7 +19,6 @@ from strata.kernels.collective.all_reduce import (
     send_packets,
     start_early,
 )
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 _PACKETS = tl.constexpr(PACKETS) if HAS_TRITON else PACKETS
@@ -92,25 +88,3 @@ def scatter_sums_kernel(
     low, high = received_sum(lane, held, epoch, inbox, region, WORLD, BLOCK, dtype)
     tl.store(counters + program, epoch)
     tl.store(as_words(result) + at, joined(low, high, dtype), mask=held)
-
-
-def compile_cases() -> list[CompileCase]:
-    cases = [case for dtype, ranks in (("bf16", 2), ("fp32", 2), ("bf16", 8)) for case in _cases(dtype, ranks)]
-    return [*cases, _case(gather_rows_kernel, "i64", 2, ONE_SHOT_TILES[0], {"i32": "words part rank"}, "")]
-
-
-def _cases(dtype: str, ranks: int) -> Iterator[CompileCase]:
-    types = {"i32": "rank", "i32:16": "words part"}
-    for kernel in (gather_rows_kernel, scatter_sums_kernel):
-        for tile in ONE_SHOT_TILES:
-            yield _case(kernel, dtype, ranks, tile, types, ".v2")
-
-
-def _case(kernel: Any, dtype: str, ranks: int, tile: tuple[int, int], types: dict[str, str], pairs: str) -> CompileCase:
-    """pairs: how packets are loaded two at once; empty where words are no multiple of 16, as of a draw's keys."""
-    block, warps = tile
-    signature = by_type(types | {"*i32:16": "inbox counters", "*i64:16": "peers"})
-    signature |= by_type({f"*{dtype}:16": "x result"})
-    contained = (f"ld.volatile.global{pairs}.b64", f"st.global{pairs}.b64", "griddepcontrol.wait")
-    name = f"{kernel.__name__} of {block} words, {dtype}, {ranks} ranks"
-    return CompileCase(name, kernel, signature, {"WORLD": ranks, "EARLY": True, "BLOCK": block}, warps, 1, contained)

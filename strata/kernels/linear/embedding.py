@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
@@ -118,17 +117,3 @@ for _operation, _by_torch in ((embedding, _gather), (vocabulary_embedding, vocab
         _operation.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(embedding_kernel,))(_triton)
     for _device in ("cpu", "cuda"):
         _operation.implement("gather", _device, invariant=True)(_by_torch)
-
-
-def compile_cases() -> list[CompileCase]:
-    signature = {"tokens": "*i32", "weight": "*bf16:16", "result": "*bf16:16", "rows": "i32"}
-    signature |= {"weight_stride": "i32:16", "width": "i32:16"}
-    part, whole = {"first": "i32", "held_rows": "i32:16"}, {"first": None, "held_rows": None}
-    return [
-        CompileCase(f"{name} of {width}", embedding_kernel, signature | more, constants | _row_tile(width), _WARPS, 2)
-        for name, more, constants, widths in (
-            ("embedding", {}, whole, (1024, 4096)),
-            ("vocabulary_embedding", part, {}, (1024, 8192)),
-        )
-        for width in widths
-    ]

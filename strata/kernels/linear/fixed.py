@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.triton_import import jit, tl
 
@@ -188,20 +187,3 @@ def launch_linear(
 
 def fits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     return x.dtype != torch.float64 and weight.stride(1) == 1 and x.stride(-1) == 1
-
-
-def linear_case(name: str, kind: str, tile: Tile, slices: int, result: str) -> CompileCase:
-    """kind, result: the types of operands and of the result, as Triton writes them."""
-    signature = {"x": f"*{kind}:16", "weight": f"*{kind}:16", "result": f"*{result}:16", "rows": "i32"}
-    signature |= dict.fromkeys(("out", "width", "x_stride", "weight_stride"), "i32:16")
-    constants = {"bias": None, "SLICES": slices, "WHOLE_K": True, **tile.constants}
-    must_contain = ("wgmma.mma_async",) if kind == "bf16" else ("fma.rn.f32",)
-    return CompileCase(name, linear_kernel, signature, constants, tile.warps, tile.stages, must_contain)
-
-
-def compile_cases() -> list[CompileCase]:
-    tiles = [(tile, "bf16") for tile in (_NARROW, _SHORT, _SMALL, _MIDDLE, _LARGE)]
-    return [
-        linear_case(f"linear {kind} {tile.rows}x{tile.columns}x{tile.width}", kind, tile, 1, kind)
-        for tile, kind in (*tiles, (_SINGLE, "fp32"))
-    ]

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.choose import thresholds
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.fused import Run, fused
 from strata.kernels.grid_sizes import ceil_div
@@ -176,30 +175,3 @@ if HAS_TRITON:
     linear_silu_mul.implement("triton", "cuda", supports=_fits, kernels=(linear_silu_mul_kernel,))(_triton)
 one_after_the_other = _in_parts(packed=False)
 _in_parts(packed=True)
-
-
-def compile_cases() -> list[CompileCase]:
-    tile = _TILE
-    signature = (
-        {
-            "x": f"tensordesc<bf16[{tile.rows}, {tile.width}]>",
-            "weight": f"tensordesc<bf16[2, {tile.columns}, {tile.width}]>",
-            "result": f"tensordesc<bf16[{tile.rows}, {tile.columns}]>",
-            "bias": "*bf16:16",
-        }
-        | dict.fromkeys(("inner", "width"), "i32:16")
-        | {"rows": "i32"}
-    )
-    must_contain = ("wgmma.mma_async", "cp.async.bulk.tensor")
-    return [
-        CompileCase(
-            f"linear_silu_mul{' with bias' if bias else ''}",
-            linear_silu_mul_kernel,
-            signature,
-            {"HAS_BIAS": bias, **tile.constants},
-            tile.warps,
-            tile.stages,
-            must_contain,
-        )
-        for bias in (False, True)
-    ]

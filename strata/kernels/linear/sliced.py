@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase
-from strata.kernels.linear.fixed import Tile, buffered_linear, fits, launch_linear, linear_case, linear_kernel
+from strata.kernels.linear.fixed import Tile, buffered_linear, fits, launch_linear, linear_kernel
 from strata.kernels.linear.linear import linear
 from strata.kernels.op import operation
 from strata.kernels.pairwise import pairwise_sum
@@ -95,11 +94,3 @@ def _fits(x: Tensor, weight: Tensor, slices: int, wide: bool) -> bool:
 
 if HAS_TRITON:
     sliced_linear.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(linear_kernel,))(_triton)
-
-
-def compile_cases() -> list[CompileCase]:
-    return [
-        linear_case(f"sliced_linear {kind} {tile.rows}x{tile.columns}, {slices} slices", kind, tile, slices, "fp32")
-        for tile, kind in ((_FEW, "bf16"), (_MANY, "bf16"), (_SINGLE, "fp32"))
-        for slices in (1, MOST_SLICES)
-    ]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.fused import Run, fused
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
@@ -235,32 +232,3 @@ def _sum_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tupl
 if HAS_TRITON:
     for _norm, _run, _supports in ((rms_norm, _triton, fits), (add_rms_norm, _sum_triton, _sum_fits)):
         _norm.implement("triton", "cuda", invariant=True, supports=_supports, kernels=(rms_norm_kernel,))(_run)
-
-
-def compile_cases() -> list[CompileCase]:
-    """Of a norm alone, of a sum, and of a sum with what another rank has sent."""
-    pointers = dict.fromkeys(("x", "weight", "result"), "*bf16:16")
-    signature = pointers | {"rows": "i32", "eps": "fp32", "width": "i32:16"}
-    heads = {"heads": "i32", "x_stride": "i32:16", "head_stride": "i32:16"}
-    residual = {"residual": "*bf16:16", "residual_stride": "i32:16"}
-    total = residual | {"total": "*bf16:16", "x_stride": "i32:16"}
-    received = residual | {"received": "*bf16:16"}
-    wide = heads | {"offset": "fp32"}
-    return [
-        norm_case(f"{name} of {width}", width, signature | more)
-        for name, more, widths in (
-            ("rms_norm", heads, (128, 4096, 16384)),
-            ("add_rms_norm", total, (128, 4096, 16384)),
-            ("wide_rms_norm", wide, (256, 4096)),
-            ("received_rms_norm", received, (4096, 8192)),
-        )
-        for width in widths
-    ]
-
-
-def norm_case(
-    title: str, width: int, signature: Mapping[str, str], constants: Mapping[str, object] = MappingProxyType({})
-) -> CompileCase:
-    tile, warps = row_tile(width)
-    absent = dict.fromkeys(name for name in rms_norm_kernel.arg_names if name not in signature)
-    return CompileCase(title, rms_norm_kernel, signature, absent | tile | dict(constants), warps, 2)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.norm.norm import add_rms_norm, alike, fits, inverse_rms, rms_norm, row_tile
 from strata.kernels.plain_tensor import all_plain
@@ -140,15 +139,3 @@ if HAS_TRITON:
 
     for _norm, _supports, _function in ((rms_norm, _fits, _RMSNorm), (add_rms_norm, _sum_fits, _AddRMSNorm)):
         _norm.implement("triton with gradients", "cuda", differentiable=True, supports=_supports)(_function.apply)
-
-
-def compile_cases() -> list[CompileCase]:
-    signature = dict.fromkeys(("upstream", "through", "x", "weight", "of_x"), "*bf16:16")
-    signature |= {"of_weight": "*fp32:16", "rows": "i32", "width": "i32:16", "eps": "fp32"}
-    cases = []
-    for width in (64, 2048, 8192):
-        tile, warps = row_tile(width)
-        constants = {"HAS_THROUGH": True, **tile}
-        name = f"backward of rms_norm of {width}"
-        cases.append(CompileCase(name, rms_norm_backward_kernel, signature, constants, warps, 2))
-    return cases

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.fused import Run, fused
-from strata.kernels.norm.norm import add_rms_norm, alike, launch_norm, norm_case, rms_norm, rms_norm_kernel, row_tile
+from strata.kernels.norm.norm import add_rms_norm, alike, launch_norm, rms_norm, rms_norm_kernel, row_tile
 from strata.kernels.norm.wide_norm import wide_rms_norm
-from strata.kernels.quant.round_rows import MOST_COLUMNS, can_round, round_rows, rounding_case, rounding_cases
+from strata.kernels.quant.round_rows import MOST_COLUMNS, can_round, round_rows
 from strata.kernels.triton_import import HAS_TRITON
 
 Rounded = tuple[Tensor, ...]
@@ -83,19 +82,3 @@ if HAS_TRITON:
         (wide_rms_norm_round, _wide_triton, _wide_fits),
     ):
         _operation.implement("triton", "cuda", invariant=True, supports=_supports, kernels=(rms_norm_kernel,))(_run)
-
-
-def compile_cases() -> list[CompileCase]:
-    """With a residual in each way of rounding; without one, and of which only the rounded rows are read."""
-    pointers = dict.fromkeys(("x", "weight"), "*bf16:16") | {"scales": "*fp32:16"}
-    given = pointers | dict.fromkeys(("x_stride", "width"), "i32:16") | {"rows": "i32", "groups": "i32", "eps": "fp32"}
-    added = dict.fromkeys(("residual", "total", "result"), "*bf16:16") | {"residual_stride": "i32:16"}
-    cases = []
-    for width in (4096, 16384):
-        for case in rounding_cases():
-            signature, constants, title = rounding_case(case, given | added, {})
-            cases.append(norm_case(f"add_rms_norm of {width} {title}", width, signature, constants))
-    signature, constants, _ = rounding_case(rounding_cases()[0], given, {})
-    cases.append(norm_case("rms_norm of 4096 to int8", 4096, signature, constants))
-    wide = signature | {"offset": "fp32"}
-    return [*cases, norm_case("wide_rms_norm of 4096 to int8", 4096, wide, constants)]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.linear.skinny_kernels import load_residual, load_squares, store_product, weight_rows
 from strata.kernels.quant.dequantize import wide_scale
 from strata.kernels.triton_import import constant, gdc_launch_dependents, gdc_wait, jit, tl
@@ -232,33 +231,3 @@ def int4_gemv_kernel(
     results = result, weighted, squares
     total = total[:, None]
     store_product(total, bias, row_squares, width, eps, residual, norm_weight, results, row, column, rows, out, GATED)
-
-
-def compile_cases() -> list[CompileCase]:
-    """All bytes of the weight on their way at once, 8 to a load: 16 were no faster (docs/log.md)."""
-    signature = dict.fromkeys(("x", "result"), "*bf16:16") | {"scales": "*fp32:16", "values": "*u8:16", "rows": "i32"}
-    signature |= dict.fromkeys(("out", "width", "value_stride"), "i32:16") | {"scale_stride": "i32"}
-    absent = "zeros row_scales bias row_squares residual norm_weight weighted squares residual_stride blocks eps"
-    constants: dict[str, object] = dict.fromkeys(absent.split())
-    constants |= {"ROW_GROUP": 1, "GROUP": 128, "GATED": True, "EARLY": True, "BLOCKS": 1}
-    zeros = {"zeros": "*u8:16"}
-    narrow = {"scales": "*fp8e4nv:16", "zeros": "*fp8e4nv:16", "row_scales": "*fp32:16"}
-    must = ("ld.global.L1::evict_first.L2::cache_hint.v2.b32", "ld.global.v4.b32", "dp4a.u32.s32")
-    return [
-        CompileCase(
-            f"one row by int4 {columns}x{block} {' '.join(more)}".rstrip(),
-            int4_gemv_kernel,
-            signature | more,
-            {name: value for name, value in constants.items() if name not in more}
-            | {"BLOCK_N": columns, "BLOCK_K": block},
-            warps,
-            2,
-            must,
-        )
-        for columns, block, warps, more in (
-            (8, 4096, 2, {}),
-            (16, 4096, 4, zeros),
-            (4, 16384, 4, {}),
-            (8, 1024, 1, narrow),
-        )
-    ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.quant.dequantize import wide_scale
 from strata.kernels.triton_import import jit, tl
@@ -102,21 +101,3 @@ def choose_tile(rows: int, out: int, grouped: bool, processors: int) -> Tile:
     tiles = _BLOCKS if grouped else _INTEGERS
     full = (tile for tile in tiles if ceil_div(rows, tile.rows) * ceil_div(out, tile.columns) >= processors)
     return next(full, tiles[-1])
-
-
-def compile_cases() -> list[CompileCase]:
-    cases = []
-    for kind, group, tile in (("i8", 0, _INTEGERS[0]), ("fp8e4nv", 128, _BLOCKS[0])):
-        signature = {
-            "x": f"tensordesc<{kind}[{tile.rows}, {tile.width}]>",
-            "values": f"tensordesc<{kind}[{tile.columns}, {tile.width}]>",
-            "result": f"tensordesc<bf16[{tile.rows}, {tile.columns}]>",
-        }
-        signature |= dict.fromkeys(("x_scales", "scales"), "*fp32:16")
-        signature |= {"rows": "i32", "out": "i32:16", "width": "i32:16", "x_groups": "i32", "scale_stride": "i32"}
-        constants: dict[str, object] = {"ROW_GROUP": 128 if group else 1, "GROUP": group, **tile.constants}
-        constants |= {"row_scales": None, "bias": None}
-        must = ("wgmma.mma_async", "s32.s8.s8" if kind == "i8" else "f32.e4m3.e4m3", "cp.async.bulk.tensor")
-        title = f"products of {kind} by {group or 'rows'}"
-        cases.append(CompileCase(title, rounded_product_kernel, signature, constants, tile.warps, tile.stages, must))
-    return cases
