@@ -14,14 +14,15 @@ from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 
-def _cost(tokens: Tensor, weight: Tensor, *, workload: Workload) -> Cost:
+def _cost(tokens: Tensor, weight: Tensor, first: int = 0, *, workload: Workload) -> Cost:
+    """Of a part of the table as if all ids were there: how many are is known to the device alone."""
     vocab, hidden = weight.shape
     rows = min(tokens.numel(), vocab) * hidden * weight.element_size()
     written = tokens.numel() * hidden * weight.element_size()
     return Cost(read=tokens.nbytes + rows, written=written, weights=rows)
 
 
-def _meta(tokens: Tensor, weight: Tensor) -> Tensor:
+def _meta(tokens: Tensor, weight: Tensor, first: int = 0) -> Tensor:
     return weight.new_empty((*tokens.shape, weight.shape[1]), device="meta")
 
 
@@ -34,16 +35,7 @@ def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     return F.embedding(tokens, weight)
 
 
-def _part_cost(tokens: Tensor, weight: Tensor, first: int, *, workload: Workload) -> Cost:
-    """As if all ids were here: how many are is known to the device alone."""
-    return _cost(tokens, weight, workload=workload)
-
-
-def _part_meta(tokens: Tensor, weight: Tensor, first: int) -> Tensor:
-    return _meta(tokens, weight)
-
-
-@operation(_part_cost, meta=_part_meta, rowwise=True)
+@operation(_cost, meta=_meta, rowwise=True)
 def vocabulary_embedding(tokens: Tensor, weight: Tensor, first: int) -> Tensor:
     """`weight[tokens - first]`, and zeros for ids that are not in [first, first + rows): those of parts add up.
 

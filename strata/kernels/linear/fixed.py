@@ -45,6 +45,19 @@ def _tile_rows(weight: Tensor) -> int:
     return 8 if weight.dtype == torch.float32 and weight.numel() <= 1 << 18 else 32
 
 
+@jit
+def tile_at(place, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """Which tile of rows and which of columns stands at a place of their order.
+
+    Programs that run together share rows of x and of the weight: GROUP tiles of rows for each tile of columns.
+    """
+    group = place // (GROUP * tiles_n)
+    first = group * GROUP
+    members = min(tiles_m - first, GROUP)
+    within = place % (GROUP * tiles_n)
+    return first + within % members, within // members
+
+
 @partial(jit, unspecialized=("rows",))
 def linear_kernel(
     x,
@@ -61,19 +74,13 @@ def linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr = 8,
 ):
     """width: of each of SLICES, a power of two, which are added pairwise (`sliced_linear`). bias: [out] or None."""
-    # Programs that run together share rows of x and of the weight: GROUP tiles of rows for each tile of columns.
-    tiles_m = tl.cdiv(rows, BLOCK_M)
-    tiles_n = tl.cdiv(out, BLOCK_N)
-    program = tl.program_id(0)
-    group = program // (GROUP * tiles_n)
-    first = group * GROUP
-    members = min(tiles_m - first, GROUP)
-    within = program % (GROUP * tiles_n)
-    row = (first + within % members) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = within // members * BLOCK_N + tl.arange(0, BLOCK_N)
+    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(out, BLOCK_N)
+    tile_m, tile_n = tile_at(tl.program_id(0), tiles_m, tiles_n, GROUP)
+    row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     row_held = row < rows
     column_held = column < out
@@ -119,7 +126,8 @@ def linear_kernel(
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program of `linear_kernel` computes, and with how many warps and stages of its pipeline."""
+    """Rows and columns of the result that a program computes at a time, over so much of the width, and with how many
+    warps and stages of its pipeline."""
 
     rows: int
     columns: int
@@ -129,7 +137,7 @@ class Tile:
 
     @property
     def constants(self) -> dict[str, int]:
-        return {"BLOCK_M": self.rows, "BLOCK_N": self.columns, "BLOCK_K": self.width, "GROUP": 8}
+        return {"BLOCK_M": self.rows, "BLOCK_N": self.columns, "BLOCK_K": self.width}
 
 
 # Every 16-bit tile has at least 64 rows, so all of them run the same instruction (wgmma) over the same steps of k.

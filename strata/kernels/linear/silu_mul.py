@@ -7,8 +7,6 @@ burst reaches 800. What is saved is the product's way to memory and back, 2.6 % 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from strata.kernels.choose import thresholds
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.fused import Run, fused
 from strata.kernels.grid_sizes import ceil_div
+from strata.kernels.linear.fixed import Tile, tile_at
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.skinny import SkinnyProduct, implement_few_rows
 from strata.kernels.quant.packed import PackedWeight
@@ -52,7 +51,7 @@ def linear_silu_mul_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr = 16,
 ):
     """Persistent programs take tiles [BLOCK_M, BLOCK_N] of the result in turn, operands through the copy engine.
 
@@ -62,12 +61,9 @@ def linear_silu_mul_kernel(
     tiles_n = tl.cdiv(inner, BLOCK_N)
     # Flattened with the loop inside it, so that a tile's first operands arrive while the one before it is stored.
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
-        # Programs that run together share rows of x and of the weight: GROUP tiles of rows for each tile of columns.
-        group = tile // (GROUP * tiles_n)
-        members = min(tiles_m - group * GROUP, GROUP)
-        within = tile % (GROUP * tiles_n)
-        row = (group * GROUP + within % members) * BLOCK_M
-        column = within // members * BLOCK_N
+        tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, GROUP)
+        row = tile_m * BLOCK_M
+        column = tile_n * BLOCK_N
         total = tl.zeros((BLOCK_M, 2 * BLOCK_N), dtype=tl.float32)
         for k in range(0, width, BLOCK_K):
             both = weight.load([0, column, k]).reshape(2 * BLOCK_N, BLOCK_K)
@@ -82,30 +78,7 @@ def linear_silu_mul_kernel(
         result.store([row, column], (silu * up).to(result.dtype))
 
 
-@dataclass(frozen=True)
-class Tile:
-    """What a program computes at a time: rows and columns of the result over so much of the width."""
-
-    rows: int = 128
-    columns: int = 128
-    width: int = 64
-    group: int = 16
-    warps: int = 8
-    stages: int = 3
-
-    @property
-    def constants(self) -> dict[str, int]:
-        return {"BLOCK_M": self.rows, "BLOCK_N": self.columns, "BLOCK_K": self.width, "GROUP": self.group}
-
-
-_TILE = Tile()
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    if device.type == "meta":  # nothing is launched
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
+_TILE = Tile(128, 128, 8, 3)
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
@@ -125,7 +98,7 @@ def _triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows, (out, width) = x.shape[0], weight.shape
     result = torch.empty((rows, out // 2), dtype=x.dtype, device=x.device)
     tiles = ceil_div(rows, _TILE.rows) * ceil_div(out // 2, _TILE.columns)
-    linear_silu_mul_kernel[(min(_processors(x.device), tiles),)](
+    linear_silu_mul_kernel[(min(DeviceLimits.of(x.device).processors, tiles),)](
         TensorDescriptor.from_tensor(x, [_TILE.rows, _TILE.width]),
         TensorDescriptor.from_tensor(weight.unflatten(0, (2, -1)), [2, _TILE.columns, _TILE.width]),
         weight if bias is None else bias,

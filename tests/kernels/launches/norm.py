@@ -28,13 +28,14 @@ def compile_cases() -> Iterator[CompileCase]:
         yield from norm("sum", width, residual=rows)
         yield from norm("sum with what is received", width, residual=rows, received=rows)
         yield from norm("wide", width, offset=1.0)
-        backward = partial(norm_grad._backward, rows, rows, rows, empty(width), EPS)
-        yield from noted(f"of {width}", backward)
         if width > 128:
             for rounding in ROUNDINGS:
                 yield from norm(f"sum to {rounding}", width, residual=rows, rounding=rounding)
             yield from norm("rows to int8", width, rounding=ROUNDINGS[0], keeps=False)
             yield from norm("wide to int8", width, rounding=ROUNDINGS[0], keeps=False, offset=1.0)
+    for width in (64, 2048, 8192):
+        rows = empty(ROWS, width)
+        yield from noted(f"of {width}", partial(norm_grad._backward, rows, rows, rows, empty(width), EPS))
     heads = partial(launch_norm, empty(ROWS, 48, 128)[:, :32], empty(128), EPS)
     yield from noted("of heads", heads)
     for width in (1024, 4096):

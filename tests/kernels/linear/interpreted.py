@@ -21,7 +21,8 @@ from triton.runtime import interpreter
 from strata.kernels.activation import rounded_silu_mul, silu_mul
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
 from strata.kernels.linear import rounded_linear
-from strata.kernels.linear.packed import many_rows, rounded_kernel
+from strata.kernels.linear.fixed import Tile
+from strata.kernels.linear.packed import many_rows
 from strata.kernels.linear.packed.split_product import SplitTile, split_product
 from strata.kernels.linear.skinny import SkinnyProduct, launch, multiply
 from strata.kernels.linear.skinny_tiles import SkinnyTile
@@ -199,7 +200,7 @@ def two_of_four() -> None:
 def products() -> None:
     """Several tiles of rows and columns, with edges; x rounded by the reference, see `rounding`."""
     x, bias = torch.randn(65, 256), torch.randn(80)
-    small = rounded_kernel.Tile(64, 64, 128, 4, 2)
+    small = Tile(64, 64, 4, 2, 128)
     hopper = DeviceLimits("any", (9, 0), SHARED_BYTES, 3)
     for scheme in (Scheme("int8", 1, 0, "row"), Scheme("int8", 16, 128, "block"), Scheme("e4m3", 128, 128, "block")):
         weight = pack(torch.randn(80, 256), scheme)
