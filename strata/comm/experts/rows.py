@@ -12,7 +12,7 @@ from torch import Tensor
 
 from strata.comm import collectives
 from strata.comm.all_gather_cuda import one_shot_gather
-from strata.comm.all_reduce_cuda import beside_the_kernel_ahead, fits_one_shot, memory_of, needed_memory
+from strata.comm.all_reduce_cuda import exchange, fits_one_shot, memory_of
 from strata.comm.cost import all_gather_cost
 from strata.comm.mesh import Axis
 from strata.comm.operations import Along, live, reduce_scatter
@@ -45,18 +45,9 @@ def gather_rows(x: Tensor, axis: Axis) -> Tensor:
 
 def scatter_sums(x: Tensor, axis: Axis) -> Tensor:
     result = x.new_empty((len(x) // axis.size, *x.shape[1:]))
-    memory, words = needed_memory(axis), result.nbytes // _WORD
-    block, warps = block_tile(words)
-    scatter_sums_kernel[(ceil_div(words, block),)](
-        x,
-        result,
-        memory.inbox,
-        memory.peers,
-        memory.counters,
-        words,
-        axis.index,
-        **beside_the_kernel_ahead(x, memory, block, warps),
-    )
+    words = result.nbytes // _WORD
+    tile = block_tile(words)
+    exchange(scatter_sums_kernel, ceil_div(words, tile[0]), axis, (x, result), (words,), tile)
     return result
 
 

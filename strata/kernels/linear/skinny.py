@@ -1,11 +1,12 @@
 """The dense layer for few rows (small-M GEMM, decoding): the weight streams through once, at the speed of memory.
 
-Two kernels (`skinny_kernels`): for one to four rows, and for up to 256; a third for one row by a weight in int4
-(`packed.int4_gemv`). All can apply the scale of a norm to the rows, gate half of the columns by the other half, add a
-residual and prepare the next norm (`prenorm`); of plain weights they can send the product to the ranks that add it up
-(`strata.kernels.collective.sent_products`). What a packed weight's scheme says of activations is left out: few rows
-cost nothing as they are, so x is not rounded to 8 bits and the result is nearer to that of the plain weight than the
-reference's; one row by int4 is to 16.
+Two kernels (`skinny_kernels`): for one to four rows, and for up to 256. Both can apply the scale of a norm to the rows,
+gate half of the columns by the other half, add a residual and prepare the next norm (`prenorm`); of plain weights they
+can send the product to the ranks that add it up (`strata.kernels.collective.sent_products`). Which tile serves which
+shape was measured (`strata bench kernels --tune`, `skinny_tiles`).
+
+What a packed weight's scheme says of activations is left out: few rows cost nothing as they are, so x is not rounded to
+8 bits and the result is nearer to that of the plain weight than the reference's; one row by int4 is to 16.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.linear.packed.few_rows import group_of, in_order, ordered
-from strata.kernels.linear.packed.int4_gemv import CHUNK, in_chunks, int4_gemv_kernel
+from strata.kernels.linear.packed.int4_gemv import CHUNK, in_chunks
 from strata.kernels.linear.skinny_kernels import dot_kernel, gemv_kernel
 from strata.kernels.linear.skinny_tiles import IMPLEMENTATION, PACKED_IMPLEMENTATION, SkinnyTile, aligned
 from strata.kernels.linear.tile_choice import chosen_tile
@@ -139,40 +140,28 @@ def launch(product: SkinnyProduct, tile: SkinnyTile) -> Launch:
         "num_warps": tile.warps,
         "launch_pdl": tile.early,
     }
-    group = 0 if packed is None else group_of(packed)
-    if _is_int4_gemv(tile, weight):
-        if count != 1 or width > tile.width or not in_chunks(width, group):
+    kind, group = ("float", 0) if packed is None else (packed.kind, group_of(packed))
+    operands = (x, values, scales, zeros, row_scales, *tensors)
+    options |= {"KIND": kind, "GROUP": group, "WORLD": 1 if inboxes is None else len(inboxes.addresses)}
+    sizes = (count, out, width // tile.splits, x.stride(0), values.stride(0), *strides, *beside)
+    if tile.kernel == "gemv":
+        if kind == "int4" and (count != 1 or width > tile.width or not in_chunks(width, group)):
             what = f"one row of int4 at once, of chunks of {CHUNK} columns and groups of whole chunks"
             raise ValueError(f"{tile} takes {what}, not {[count, width]} in groups of {group}")
-        sizes = (count, out, width, values.stride(0), *strides)
-        args = (x, values, scales, zeros, row_scales, *tensors, *sizes)
-        return Launch(int4_gemv_kernel, (tiles,), args, options | {"GROUP": group}, tuple(results))
-    sizes = (count, out, width // tile.splits, x.stride(0), values.stride(0), *strides, *beside)
-    options |= {
-        "KIND": "float" if packed is None else packed.kind,
-        "WORLD": 1 if inboxes is None else len(inboxes.addresses),
-    }
-    if tile.kernel == "gemv":
         options |= {"ROWS": rows, "ONCE": width <= tile.width}
-        args = (x, values, scales, row_scales, *tensors, *sizes)
-        return Launch(gemv_kernel, (tiles,), args, options, tuple(results))
+        return Launch(gemv_kernel, (tiles,), (*operands, *sizes), options, tuple(results))
     grid = (tiles, tile.splits, ceil_div(count, rows))
     parts = counters = None
     if tile.splits > 1:
         parts = torch.empty((math.prod(grid), tile.columns, rows), dtype=torch.float32, device=x.device)
         counters = split_counters(x.device)
     # Of four-bit floats a block may have several groups; of others it has a part of one.
-    block = tile.width if not group or (packed is not None and packed.kind == "e2m1") else min(tile.width, group)
+    block = tile.width if not group or kind == "e2m1" else min(tile.width, group)
     ahead = min(tile.prefetch, width // tile.splits) * values.shape[1] // width * values.element_size()
     pieces = 1 << (ahead // _PIECE).bit_length() - 1 if ahead >= _PIECE and values.dtype != torch.int64 else 0
     options |= {"BLOCK_M": rows, "FULL": count % rows == 0, "STAGES": tile.stages, "SPLITS": tile.splits}
-    options |= {"GROUP": group, "BLOCK_K": block, "STEPS": tile.width // block, "PIECES": pieces}
-    args = (x, values, scales, zeros, row_scales, *tensors, parts, counters, *sizes)
-    return Launch(dot_kernel, grid, args, options, tuple(results))
-
-
-def _is_int4_gemv(tile: SkinnyTile, weight: Weight) -> bool:
-    return tile.kernel == "gemv" and isinstance(weight, PackedWeight) and weight.kind == "int4"
+    options |= {"BLOCK_K": block, "STEPS": tile.width // block, "PIECES": pieces}
+    return Launch(dot_kernel, grid, (*operands, parts, counters, *sizes), options, tuple(results))
 
 
 def scratch_bytes(tile: SkinnyTile, x: Tensor, weight: Weight) -> int:
@@ -198,7 +187,7 @@ def multiply(product: SkinnyProduct, tile: SkinnyTile) -> tuple[Tensor, ...]:
 
 def kernels_of(tile: SkinnyTile, weight: Weight) -> tuple[Any, ...]:
     """What multiplies by a weight with a tile."""
-    kernel = int4_gemv_kernel if _is_int4_gemv(tile, weight) else gemv_kernel if tile.kernel == "gemv" else dot_kernel
+    kernel = gemv_kernel if tile.kernel == "gemv" else dot_kernel
     return (kernel,) if in_order(weight) else (ATEN, kernel)
 
 

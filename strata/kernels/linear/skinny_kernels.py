@@ -14,6 +14,7 @@ from functools import partial
 from strata.kernels.collective.all_reduce import addresses
 from strata.kernels.collective.sent_products import epochs_of, send_product
 from strata.kernels.linear.packed.few_rows_kernels import four_dots, halves_of_x, scale_of_rows, scales_of_bytes
+from strata.kernels.linear.packed.int4_gemv import dot_chunks, load_chunks
 from strata.kernels.quant.dequantize import unpack_bytes, unpack_halves, unpack_wide, wide_scale
 from strata.kernels.quant.expand import eight_columns
 from strata.kernels.triton_import import gdc_launch_dependents, gdc_wait, jit, tl
@@ -110,6 +111,7 @@ def gemv_kernel(
     x,
     weight,
     scales,
+    zeros,
     row_scales,
     bias,
     row_squares,
@@ -132,6 +134,7 @@ def gemv_kernel(
     rank,
     KIND: tl.constexpr,
     ROW_GROUP: tl.constexpr,
+    GROUP: tl.constexpr,
     GATED: tl.constexpr,
     EARLY: tl.constexpr,
     WORLD: tl.constexpr,
@@ -143,20 +146,27 @@ def gemv_kernel(
 ):
     """Programs [tiles of columns]; `weight_rows` says which columns a tile has. ONCE: width is at most BLOCK_K.
 
-    Values are floats, or a byte each with scales of rows.
+    Values are floats, a byte each with scales of rows, or int4, by which one row is multiplied, at once (`int4_gemv`).
     """
     kind: tl.constexpr = x.dtype.element_ty
     weight_row, column = weight_rows(tl.program_id(0), out, BLOCK_N, GATED)
     row = tl.arange(0, ROWS)
-    k = tl.arange(0, BLOCK_K)
-    held = k < width
-    tile = weight + weight_row.to(tl.int64)[:, None] * weight_stride + k[None, :]
-    if ONCE:
-        values = tl.load(tile, mask=held[None, :], other=0.0, eviction_policy="evict_first")
+    scale = None
+    if KIND == "int4":
+        sizes = weight_row, weight_stride, scale_stride, width
+        chunks = load_chunks(weight, scales, zeros, sizes, ROW_GROUP, GROUP, BLOCK_N, BLOCK_K)
+        if row_scales is not None:
+            scale = tl.load(row_scales + weight_row)
     else:
-        values = tl.load(tile, eviction_policy="evict_first")
-    if KIND != "float":
-        scale = scale_of_rows(scales, row_scales, weight_row, scale_stride, ROW_GROUP, 0)
+        k = tl.arange(0, BLOCK_K)
+        held = k < width
+        tile = weight + weight_row.to(tl.int64)[:, None] * weight_stride + k[None, :]
+        if ONCE:
+            values = tl.load(tile, mask=held[None, :], other=0.0, eviction_policy="evict_first")
+        else:
+            values = tl.load(tile, eviction_policy="evict_first")
+        if KIND != "float":
+            scale = scale_of_rows(scales, row_scales, weight_row, scale_stride, ROW_GROUP, 0)
     if bias is not None:
         bias = tl.load(bias + weight_row)
     if norm_weight is not None:
@@ -170,30 +180,32 @@ def gemv_kernel(
         row_squares = load_squares(row_squares, row, rows, blocks, BLOCKS)
     if residual is not None and KIND != "float":
         residual = load_residual(residual, residual_stride, row, column, rows, out)
-    total = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
-    if residual is not None and KIND == "float":
-        # Sums start from it, row by row: a whole tile of so few elements would be loaded many times over.
-        for index in tl.static_range(ROWS):
-            one = tl.load(
-                residual + tl.minimum(index, rows - 1) * residual_stride + column, mask=column < out, other=0.0
-            )
-            total = tl.where((row == index)[None, :], one.to(tl.float32)[:, None], total)
-    last = 0
-    if not ONCE:
-        for start in range(BLOCK_K, width, BLOCK_K):
-            # Asked for before the products of the tile before it are made.
-            following = tl.load(tile + start, eviction_policy="evict_first")
-            total = _add_products(total, values, x + last, k, held, rows, x_stride, KIND, ROWS)
-            values = following
-            last = start
-    if inboxes is not None:
-        # Here they are there in time, and take no registers from weights that are under way.
-        inboxes, epochs = addresses(inboxes, WORLD), epochs_of(calls, row, rows)
-    total = _add_products(total, values, x + last, k, held, rows, x_stride, KIND, ROWS)
-    if KIND == "float":
-        residual = None
+    if KIND == "int4":
+        total = dot_chunks(x, chunks, scale, zeros is None)
     else:
-        total *= scale[:, None]
+        total = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
+        if residual is not None and KIND == "float":
+            # Sums start from it, row by row: a whole tile of so few elements would be loaded many times over.
+            for index in tl.static_range(ROWS):
+                one = tl.load(
+                    residual + tl.minimum(index, rows - 1) * residual_stride + column, mask=column < out, other=0.0
+                )
+                total = tl.where((row == index)[None, :], one.to(tl.float32)[:, None], total)
+            residual = None
+        last = 0
+        if not ONCE:
+            for start in range(BLOCK_K, width, BLOCK_K):
+                # Asked for before the products of the tile before it are made.
+                following = tl.load(tile + start, eviction_policy="evict_first")
+                total = _add_products(total, values, x + last, k, held, rows, x_stride, KIND, ROWS)
+                values = following
+                last = start
+        if inboxes is not None:
+            # Here they are there in time, and take no registers from weights that are under way.
+            inboxes, epochs = addresses(inboxes, WORLD), epochs_of(calls, row, rows)
+        total = _add_products(total, values, x + last, k, held, rows, x_stride, KIND, ROWS)
+        if scale is not None:
+            total *= scale[:, None]
     if inboxes is not None:
         send_product(total, inboxes, epochs, tl.program_id(0), row, rows, out, rank, WORLD, kind)
     else:

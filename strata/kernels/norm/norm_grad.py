@@ -27,13 +27,12 @@ def rms_norm_backward_kernel(
     rows,
     width,
     eps,
-    HAS_THROUGH: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """Every program takes tiles of ROWS rows in turn and leaves its part of the weight's gradient in its own row.
 
-    through: what reaches x beside the norm, if HAS_THROUGH.
+    through: what reaches x beside the norm, or None.
     """
     column = tl.arange(0, WIDTH)[None, :]
     factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
@@ -48,7 +47,7 @@ def rms_norm_backward_kernel(
         normed = values.to(tl.float32) * scale
         weighted = given * factor
         slope = scale * (weighted - normed * (tl.sum(weighted * normed, 1) / width)[:, None])
-        if HAS_THROUGH:
+        if through is not None:
             slope += tl.load(through + offset, mask=held, other=0.0).to(tl.float32)
         tl.store(of_x + offset, slope.to(of_x.dtype.element_ty), mask=held)
         # The forward pass multiplies the weight by the rounded value.
@@ -74,7 +73,7 @@ def _backward(upstream: Tensor, through: Tensor | None, x: Tensor, weight: Tenso
     if rows:
         rms_norm_backward_kernel[(programs,)](
             upstream,
-            upstream if through is None else through,
+            through,
             x,
             weight,
             of_x,
@@ -82,47 +81,38 @@ def _backward(upstream: Tensor, through: Tensor | None, x: Tensor, weight: Tenso
             rows,
             width,
             eps,
-            HAS_THROUGH=through is not None,
             **tile,
             num_warps=warps,
         )
     return of_x, parts.sum(0).to(weight.dtype)
 
 
-class _RMSNorm(torch.autograd.Function):
-    """Keeps x; the backward pass computes its scale once more."""
+class _Norm(torch.autograd.Function):
+    """Keeps what is normalized: x, or its sum with a residual, which is a result too. Its scale is computed again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return _rms_norm(x, weight, eps)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        return *_backward(upstream[0], None, x, weight, ctx.eps), None
-
-
-class _AddRMSNorm(torch.autograd.Function):
-    """Keeps the sum, which is a result too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        total, normed = _add_rms_norm(x, residual, weight, eps)
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Any:
+        if residual is None:
+            total, results = x, _rms_norm(x, weight, eps)
+        else:
+            total, _ = results = _add_rms_norm(x, residual, weight, eps)
         ctx.save_for_backward(total, weight)
         ctx.eps = eps
         ctx.set_materialize_grads(False)
-        return total, normed
+        return results
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        through, of_norm = upstream
+        through, of_norm = upstream if len(upstream) == 2 else (None, *upstream)
         total, weight = ctx.saved_tensors
         if of_norm is None:
             return through, through, None, None
         of_sum, of_weight = _backward(of_norm, through, total, weight, ctx.eps)
-        return of_sum, of_sum, of_weight, None
+        return of_sum, of_sum if ctx.needs_input_grad[1] else None, of_weight, None
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _Norm.apply(x, None, weight, eps)  # type: ignore[no-any-return]
 
 
 def _fits(x: Tensor, weight: Tensor, eps: float) -> bool:
@@ -137,5 +127,5 @@ if HAS_TRITON:
     _rms_norm = rms_norm.bind("cuda")
     _add_rms_norm = add_rms_norm.bind("cuda")
 
-    for _norm, _supports, _function in ((rms_norm, _fits, _RMSNorm), (add_rms_norm, _sum_fits, _AddRMSNorm)):
-        _norm.implement("triton with gradients", "cuda", differentiable=True, supports=_supports)(_function.apply)
+    for _norm, _supports, _function in ((rms_norm, _fits, _normed), (add_rms_norm, _sum_fits, _Norm.apply)):
+        _norm.implement("triton with gradients", "cuda", differentiable=True, supports=_supports)(_function)

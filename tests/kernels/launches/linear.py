@@ -10,7 +10,6 @@ import torch
 
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.linear import fixed, silu_mul, sliced
-from strata.kernels.linear.packed.int4_gemv import int4_gemv_kernel
 from strata.kernels.linear.packed.rounded_kernel import rounded_product_kernel
 from strata.kernels.linear.packed.split_product import SplitTile, split_product, split_product_kernel
 from strata.kernels.linear.rounded_linear import RoundedCall, by_tiles
@@ -26,9 +25,7 @@ OUT, WIDTH = 6144, 4096
 COPIED = ("wgmma.mma_async", "cp.async.bulk.tensor")
 GEMV = {gemv_kernel: ("ld.global.L1::evict_first", "v4.b32", "griddepcontrol.wait")}
 BY_BYTES = {gemv_kernel: ("ld.global.L1::evict_first", "v4.b32", "cvt.rn.f16x2.e4m3x2")}
-ONE_ROW_BY_INT4 = {
-    int4_gemv_kernel: ("ld.global.L1::evict_first.L2::cache_hint.v2.b32", "ld.global.v4.b32", "dp4a.u32.s32")
-}
+ONE_ROW_BY_INT4 = {gemv_kernel: ("ld.global.L1::evict_first.L2::cache_hint.v2.b32", "ld.global.v4.b32", "dp4a.u32.s32")}
 
 
 def packed(kind: str, rows: int = 1, columns: int = 0, out: int = OUT, width: int = WIDTH) -> PackedWeight:

@@ -121,7 +121,7 @@ def test_launches_are_told() -> None:
     bound = linear.bind("cuda", packed=True)
     assert bound.launches(*placed("fp8", 1, HOPPER)) == ("gemv_kernel",)
     assert bound.launches(*placed("fp8", 300, HOPPER)) == ("round_rows_kernel", "(cuBLAS)")
-    assert bound.launches(*placed("int4", 1, HOPPER)) == ("int4_gemv_kernel",)
+    assert bound.launches(*placed("int4", 1, HOPPER)) == ("gemv_kernel",)
     x, weight, bias = placed("int4", 4, HOPPER)
     order = as_if_on(HOPPER, torch.empty(1024, dtype=torch.int32, device="meta"))
     assert bound.launches(x, weight._replace(order=order), bias) == ("(ATen)", "dot_kernel")
