@@ -9,8 +9,7 @@ from torch import Tensor
 
 from strata.comm.all_reduce_cuda import exchange, memory_of
 from strata.comm.mesh import Axis
-from strata.kernels.collective.all_reduce import block_tile
-from strata.kernels.collective.rows import gather_rows_kernel
+from strata.kernels.collective.all_reduce import block_tile, gather_rows_kernel
 from strata.kernels.grid_sizes import ceil_div
 
 # The largest message of a rank: the keys of draws and the like, which wait for the others and move nothing to speak of.

@@ -133,6 +133,7 @@ def exchange(
     tile: tuple[int, int],
     counters: int = 0,
     early: bool = True,
+    **constants: bool,
 ) -> None:
     """Launch programs that send to those of all ranks of an axis and hear from them. tensors, sizes: arguments that
     are the kernel's own, before and behind those of symmetric memory; tile: words and warps of a program; counters:
@@ -142,7 +143,7 @@ def exchange(
     if not early:
         del options["EARLY"], options["launch_pdl"]
     own = memory.counters[counters] if counters else memory.counters
-    kernel[(programs,)](*tensors, memory.inbox, memory.peers, own, *sizes, axis.index, **options)
+    kernel[(programs,)](*tensors, memory.inbox, memory.peers, own, *sizes, axis.index, **options, **constants)
 
 
 def beside_the_kernel_ahead(x: Tensor, memory: SymmetricMemory, block: int, warps: int) -> dict[str, Any]:

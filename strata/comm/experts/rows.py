@@ -17,8 +17,7 @@ from strata.comm.cost import all_gather_cost
 from strata.comm.mesh import Axis
 from strata.comm.operations import Along, live, reduce_scatter
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.collective.all_reduce import block_tile
-from strata.kernels.collective.rows import gather_rows_kernel, scatter_sums_kernel
+from strata.kernels.collective.all_reduce import block_tile, gather_rows_kernel, one_shot_kernel
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import ATEN, NCCL, operation
 from strata.kernels.triton_import import HAS_TRITON
@@ -47,7 +46,7 @@ def scatter_sums(x: Tensor, axis: Axis) -> Tensor:
     result = x.new_empty((len(x) // axis.size, *x.shape[1:]))
     words = result.nbytes // _WORD
     tile = block_tile(words)
-    exchange(scatter_sums_kernel, ceil_div(words, tile[0]), axis, (x, result), (words,), tile)
+    exchange(one_shot_kernel, ceil_div(words, tile[0]), axis, (x, result), (words,), tile, SCATTERED=True)
     return result
 
 
@@ -97,7 +96,7 @@ if HAS_TRITON:
     dispatch_rows.implement("one shot", "cuda", invariant=True, supports=_fits_gather, kernels=(gather_rows_kernel,))(
         gather_rows
     )
-    combine_rows.implement("one shot", "cuda", invariant=True, supports=_fits_scatter, kernels=(scatter_sums_kernel,))(
+    combine_rows.implement("one shot", "cuda", invariant=True, supports=_fits_scatter, kernels=(one_shot_kernel,))(
         scatter_sums
     )
 dispatch_rows.implement("gloo", "cpu", invariant=True)(dispatch_rows.reference)

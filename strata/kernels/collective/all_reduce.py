@@ -168,17 +168,65 @@ def one_shot_kernel(
     WORLD: tl.constexpr,
     EARLY: tl.constexpr,
     BLOCK: tl.constexpr,
+    SCATTERED: tl.constexpr = False,
 ):
-    """Programs [words / BLOCK]. x, result [words] of 4 bytes; inbox: this rank's; peers [WORLD]: addresses of all."""
+    """Programs [words / BLOCK]. x, result [words] of 4 bytes; inbox: this rank's; peers [WORLD]: addresses of all.
+
+    SCATTERED: x [WORLD * words] has a part for each rank, and the result is the sum of what all have for this one.
+    """
     lane = tl.arange(0, BLOCK)
     at = tl.program_id(0) * BLOCK + lane
     boxes = addresses(peers, WORLD)
     start_early(EARLY)
     epoch = tl.load(counters + tl.program_id(0)) + 1
-    given = tl.load(as_words(x) + at, mask=at < words, other=0)
     dtype: tl.constexpr = x.dtype.element_ty
-    low, high = _summed(given, lane, at < words, epoch, inbox, boxes, counters, rank, WORLD, BLOCK, dtype)
+    if SCATTERED:
+        held = at < words
+        region = region_of(tl.program_id(0), epoch, WORLD)
+        for step in range(1, WORLD + 1):
+            peer = (rank + step) % WORLD
+            given = tl.load(as_words(x) + peer * words + at, mask=held, other=0)
+            packets = (given.to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
+            box = tl.multiple_of(inbox_of(boxes, peer, WORLD).to(tl.pointer_type(tl.int64)), 16)
+            tl.store(box + region + rank * _PACKETS + lane, packets, mask=held)
+        low, high = received_sum(lane, held, epoch, inbox, region, WORLD, BLOCK, dtype)
+        tl.store(counters + tl.program_id(0), epoch)
+    else:
+        given = tl.load(as_words(x) + at, mask=at < words, other=0)
+        low, high = _summed(given, lane, at < words, epoch, inbox, boxes, counters, rank, WORLD, BLOCK, dtype)
     tl.store(as_words(result) + at, joined(low, high, dtype), mask=at < words)
+
+
+@partial(jit, unspecialized=("rank",))
+def gather_rows_kernel(
+    x,
+    result,
+    inbox,
+    peers,
+    counters,
+    words,
+    part,
+    rank,
+    WORLD: tl.constexpr,
+    EARLY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Programs [words / BLOCK]. x [words / part, part] of 4 bytes; result [words / part, WORLD, part], all ranks' parts
+    of each row side by side. With parts of all words these are one rank's after another's."""
+    program, lane = tl.program_id(0), tl.arange(0, BLOCK)
+    at = program * BLOCK + lane
+    boxes = addresses(peers, WORLD)
+    start_early(EARLY)
+    epoch = tl.load(counters + program) + 1
+    given = tl.load(as_words(x) + at, mask=at < words, other=0)
+    region = region_of(program, epoch, WORLD)
+    send_packets(given, lane, at < words, boxes, rank, epoch, region + rank * _PACKETS, WORLD)
+    own = tl.multiple_of(inbox.to(tl.pointer_type(tl.int64), bitcast=True), 16) + region
+    place = at // part * (WORLD * part) + at % part
+    for source in range(WORLD):
+        found = received(own + source * _PACKETS, lane, at < words, epoch)
+        tl.store(as_words(result) + source * part + place, found, mask=at < words)
+    tl.store(counters + program, epoch)
 
 
 @partial(jit, unspecialized=("rank",))

@@ -13,11 +13,15 @@ from strata.comm.all_reduce_cuda import flagged_norm, one_shot, one_shot_norm, t
 from strata.comm.experts.rows import scatter_sums
 from strata.comm.sent_product_cuda import sent_product_norm
 from strata.comm.symmetric import imagined
-from strata.kernels.collective.all_reduce import one_shot_kernel, one_shot_norm_kernel, two_shot_kernel
+from strata.kernels.collective.all_reduce import (
+    gather_rows_kernel,
+    one_shot_kernel,
+    one_shot_norm_kernel,
+    two_shot_kernel,
+)
 from strata.kernels.collective.flagged import flagged_norm_kernel
 from strata.kernels.collective.joined_heads import join_packed, pack_heads
 from strata.kernels.collective.rounded_parts import round_parts, sum_parts, widen_parts
-from strata.kernels.collective.rows import gather_rows_kernel, scatter_sums_kernel
 from strata.kernels.collective.sent_products import one_shot_received_norm_kernel
 from strata.kernels.compile_case import CompileCase
 
@@ -31,7 +35,6 @@ MUST = {
     two_shot_kernel: FLAGS,
     flagged_norm_kernel: (*FLAGS, "st.global.v4.b32", "griddepcontrol.wait"),
     gather_rows_kernel: PACKETS,
-    scatter_sums_kernel: PACKETS,
     one_shot_received_norm_kernel: (PACKETS[0], "griddepcontrol.launch_dependents", "griddepcontrol.wait"),
 }
 
@@ -46,8 +49,13 @@ def compile_cases() -> Iterator[CompileCase]:
         numbers = 4 // dtype.itemsize  # of a word
         for words in (1 << 16, 1 << 18):
             x = empty(words * numbers, dtype=dtype)
-            for run in (one_shot, two_shot, scatter_sums, partial(one_shot_gather, dim=0)):
-                yield from of_ranks(f"of {words} words", partial(run, x, axis), dtype, ranks)
+            for name, run in (
+                ("of", one_shot),
+                ("of", two_shot),
+                ("to each rank of", scatter_sums),
+                ("of", partial(one_shot_gather, dim=0)),
+            ):
+                yield from of_ranks(f"{name} {words} words", partial(run, x, axis), dtype, ranks)
         for words in (512, 2048, 4096):
             rows, weight = empty(64, words * numbers, dtype=dtype), empty(words * numbers, dtype=dtype)
             for spilled, run in (
