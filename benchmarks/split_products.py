@@ -8,7 +8,7 @@ the same rounded rows in float32), then of each number of rows a line for the la
 other in one graph, by the tiles that `split_tile` chooses and by the fastest. A table of these ends the output: what
 `split_tile` should choose. Ways: "tile"; "library by rows", with scales of rows; "library by one", with one scale,
 which no scheme asks for; up to 64 rows also "floats", the rows as they are by a weight that becomes floats, and
-"rounded first", by the chosen tile behind a kernel that rounds the rows. Where these two cross is `MOST_ROUNDED_ROWS`;
+"rounded first", by the chosen tile behind a kernel that rounds the rows. Where these two cross is `quantized_rows`;
 steps that round rows where they are made take "chosen" and little more.
 """
 

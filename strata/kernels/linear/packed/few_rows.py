@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from strata.kernels.choose import thresholds
 from strata.kernels.device_limits import LEAST_CAPABILITY, DeviceLimits
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.linear.packed.in_8_bits import takes_rounded
@@ -20,9 +21,6 @@ from strata.kernels.quant.dequantize import E4M3_CAPABILITY
 from strata.kernels.quant.packed import TWO_OF_FOUR, PackedWeight
 from strata.kernels.triton_import import HAS_TRITON
 
-# Where a scheme rounds activations, more rows are multiplied in 8 bits: of 64 a layer of 8B took 73 us and 9 for the
-# rounding, as floats 104; of 32, whose rows are padded no less, as floats 113.
-MOST_ROUNDED_ROWS = 16
 _SPLITS = (1, 2, 4, 8, 16)
 # Warps that a processor should have, to have enough loads under way; of values in half a byte, which take more
 # instructions, more, and twice as many if each has more columns than these.
@@ -61,7 +59,8 @@ def chosen_tile(x: Tensor, weight: PackedWeight, most: int = MOST_ROWS) -> Skinn
 
 def most_rows(x: Tensor, weight: PackedWeight) -> int:
     """Up to so many rows arithmetic in 8 bits, where scheme and device have it, would not be faster."""
-    return MOST_ROUNDED_ROWS if takes_rounded(weight, x.dtype, DeviceLimits.of(x.device)) else MOST_ROWS
+    rounded = takes_rounded(weight, x.dtype, DeviceLimits.of(x.device))
+    return thresholds(x.device).quantized_rows if rounded else MOST_ROWS
 
 
 def group_of(weight: PackedWeight) -> int:
