@@ -36,7 +36,7 @@ from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.linear.packed.few_rows import chosen_tile
 from strata.kernels.linear.packed.many_rows import rounded_call
 from strata.kernels.linear.packed.split_product import MOST_SPLIT_ROWS, SplitTile, split_product, split_tile
-from strata.kernels.linear.rounded_linear import RoundedCall, by_library, by_parts
+from strata.kernels.linear.rounded_linear import RoundedCall, by_library, by_split_k
 from strata.kernels.linear.skinny import SkinnyProduct, multiply
 from strata.kernels.quant.fp8 import library_product
 from strata.kernels.quant.packed import PackedWeight, dense
@@ -122,7 +122,7 @@ class Product:
             tile = chosen_tile(self.x, self.packed[0])
             if tile is not None:
                 yield "floats", lambda weight: multiply(SkinnyProduct(self.x, weight), tile)[0]
-            yield "rounded first", lambda weight: by_parts(rounded_call(self.x, weight))
+            yield "rounded first", lambda weight: by_split_k(rounded_call(self.x, weight))
 
     def measure(self) -> Iterator[dict[str, Any]]:
         for tile in self.tiles:

@@ -104,7 +104,7 @@ def by_tiles(call: RoundedCall) -> Tensor:
     return result
 
 
-def by_parts(call: RoundedCall) -> Tensor:
+def by_split_k(call: RoundedCall) -> Tensor:
     """By the Triton kernel whose programs may have parts of the width."""
     tile = _split_tile(call.values, call.weight)
     assert tile is not None
@@ -128,7 +128,7 @@ def _split_bytes(x: Tensor, weight: PackedWeight) -> int:
     return sums_bytes(tile, x.numel() // weight.shape[1], weight.shape[0])
 
 
-class Way(NamedTuple):
+class QuantizedWay(NamedTuple):
     """One to run the operation. takes: rows, rounded or not, and a weight that `takes_rounded`. scratch: bytes of what
     it holds while it runs."""
 
@@ -145,13 +145,13 @@ class Way(NamedTuple):
 # So few rows that the library, or tiles over the whole width, leave processors idle; int8 with scales of rows, or both
 # kinds in blocks of columns; e4m3 with scales of rows, of which the library writes bfloat16 alone.
 WAYS = (
-    Way("rounded, split", by_parts, _divides, split_product_kernel, _split_bytes),
-    Way("rounded, triton", by_tiles, lambda x, weight: has_rounded_kernel(weight), rounded_product_kernel),
-    Way("rounded, cublas", by_library, lambda x, weight: has_scales_of_rows(weight), CUBLAS),
+    QuantizedWay("rounded, split", by_split_k, _divides, split_product_kernel, _split_bytes),
+    QuantizedWay("rounded, triton", by_tiles, lambda x, weight: has_rounded_kernel(weight), rounded_product_kernel),
+    QuantizedWay("rounded, cublas", by_library, lambda x, weight: has_scales_of_rows(weight), CUBLAS),
 )
 
 
-def _implement(way: Way) -> None:
+def _implement(way: QuantizedWay) -> None:
     def supports(call: RoundedCall) -> bool:
         """Rows whose columns are as they come, which can be rounded where they are made."""
         return call.weight.order is None and way.fits(call.values, call.weight, call.dtype)

@@ -114,14 +114,17 @@ def launch(product: SkinnyProduct, tile: SkinnyTile) -> Launch:
     if residual is not None:
         results.append(torch.empty((count, out), dtype=x.dtype, device=x.device))
         results.append(torch.empty((count, tiles), dtype=torch.float32, device=x.device))
-    packed = weight if isinstance(weight, PackedWeight) else None
-    values = weight if packed is None else packed.values
-    if packed is not None and packed.kind == TWO_OF_FOUR:
-        # Four values are loaded together, those of eight columns.
-        values = values.view(torch.int64)
-    scales, zeros, row_scales = (
-        (None, None, None) if packed is None else (packed.scales, packed.zeros, packed.row_scales)
-    )
+    of_weight: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+    if isinstance(weight, PackedWeight):
+        of_weight = weight.values, weight.scales, weight.zeros, weight.row_scales
+        kind, row_group, group = weight.kind, weight.rows, group_of(weight)
+        if kind == TWO_OF_FOUR:
+            # Four values are loaded together, those of eight columns.
+            of_weight = weight.values.view(torch.int64), *of_weight[1:]
+    else:
+        of_weight = weight, None, None, None
+        kind, row_group, group = "float", 1, 0
+    values, scales, *_ = of_weight
     tensors = (product.bias, squares, residual, product.norm_weight, *results, *(None,) * (3 - len(results)))
     strides = (
         None if scales is None else scales.stride(0),
@@ -131,7 +134,7 @@ def launch(product: SkinnyProduct, tile: SkinnyTile) -> Launch:
     )
     beside = (None, None, None) if inboxes is None else (inboxes.addresses, inboxes.calls, inboxes.rank)
     options: dict[str, Any] = {
-        "ROW_GROUP": 1 if packed is None else packed.rows,
+        "ROW_GROUP": row_group,
         "GATED": product.gated,
         "EARLY": tile.early or (inboxes is not None and inboxes.starts_receiver),
         "BLOCKS": 1 if squares is None else next_power_of_2(squares.shape[1]),
@@ -140,8 +143,7 @@ def launch(product: SkinnyProduct, tile: SkinnyTile) -> Launch:
         "num_warps": tile.warps,
         "launch_pdl": tile.early,
     }
-    kind, group = ("float", 0) if packed is None else (packed.kind, group_of(packed))
-    operands = (x, values, scales, zeros, row_scales, *tensors)
+    operands = (x, *of_weight, *tensors)
     options |= {"KIND": kind, "GROUP": group, "WORLD": 1 if inboxes is None else len(inboxes.addresses)}
     sizes = (count, out, width // tile.splits, x.stride(0), values.stride(0), *strides, *beside)
     if tile.kernel == "gemv":

@@ -27,7 +27,7 @@ def chosen_tile(operation: str, x: Tensor, weight: Tensor | PackedWeight) -> Ski
         return None
     if isinstance(weight, PackedWeight):
         # Only what the library has, too, is multiplied in 8 bits otherwise.
-        return few_rows.chosen_tile(x, weight, few_rows.most_rows(x, weight) if operation in LIBRARY_TOO else MOST_ROWS)
+        return few_rows.chosen_tile(x, weight, few_rows.max_rows(x, weight) if operation in LIBRARY_TOO else MOST_ROWS)
     tile = _device_tile(operation, rows, out, width, x.dtype, DeviceLimits.of(x.device))
     return tile if tile is not None and aligned(x, weight) else None
 

@@ -57,7 +57,7 @@ def chosen_tile(x: Tensor, weight: PackedWeight, most: int = MOST_ROWS) -> Skinn
     return packed_tile(rows, out, width, weight.kind, group_of(weight), DeviceLimits.of(x.device))
 
 
-def most_rows(x: Tensor, weight: PackedWeight) -> int:
+def max_rows(x: Tensor, weight: PackedWeight) -> int:
     """Up to so many rows arithmetic in 8 bits, where scheme and device have it, would not be faster."""
     rounded = takes_rounded(weight, x.dtype, DeviceLimits.of(x.device))
     return thresholds(x.device).quantized_rows if rounded else MOST_ROWS

@@ -19,7 +19,7 @@ from torch import Tensor
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.linear import fixed
 from strata.kernels.linear.packed.few_rows import ordered
-from strata.kernels.linear.rounded_linear import WAYS, RoundedCall, Way
+from strata.kernels.linear.rounded_linear import WAYS, QuantizedWay, RoundedCall
 from strata.kernels.op import ATEN, CUBLAS, Operation
 from strata.kernels.quant.dequantize import can_dequantize, dequantize, dequantize_kernel
 from strata.kernels.quant.expand import can_expand, expand_kernel, expand_on_device
@@ -33,7 +33,8 @@ def rounded_call(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) ->
     """The operands of `rounded_linear` that those of `linear` become: x [..., width], weight [out, width]."""
     rows = ordered(x.reshape(-1, x.shape[-1]), weight)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    return RoundedCall(*_round(rows, weight.kind, weight.columns, weight.input_scale), weight, bias, x.dtype)
+    values, scales = _round(rows, weight.kind, weight.columns, weight.input_scale)
+    return RoundedCall(values, scales, weight, bias, x.dtype)
 
 
 def implement_many_rows(linear: Operation) -> None:
@@ -57,7 +58,7 @@ def _with_order(*kernels: Any) -> Any:
     return launched
 
 
-def _implement_rounded(linear: Operation, way: Way) -> None:
+def _implement_rounded(linear: Operation, way: QuantizedWay) -> None:
     def supports(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
         return way.fits(x, weight, x.dtype)
 
