@@ -24,7 +24,7 @@ from strata.kernels.linear.packed.few_rows import group_of, in_order, ordered
 from strata.kernels.linear.packed.int4_gemv import CHUNK, in_chunks
 from strata.kernels.linear.skinny_kernels import dot_kernel, gemv_kernel
 from strata.kernels.linear.skinny_tiles import IMPLEMENTATION, PACKED_IMPLEMENTATION, SkinnyTile, aligned
-from strata.kernels.linear.tile_choice import chosen_tile
+from strata.kernels.linear.tile_rule import chosen_tile
 from strata.kernels.op import ATEN, Operation
 from strata.kernels.quant.packed import TWO_OF_FOUR, PackedWeight
 from strata.kernels.split_counters import split_counters

@@ -15,8 +15,7 @@ from strata.kernels.linear.linear import linear
 from strata.kernels.linear.skinny import SkinnyProduct, multiply
 from strata.kernels.linear.skinny_candidates import candidates, variants
 from strata.kernels.linear.skinny_tiles import IMPLEMENTATION, MOST_ROWS, SkinnyTile, device_tiles
-from strata.kernels.linear.tile_choice import chosen_tile
-from strata.kernels.linear.tile_rule import expected_tile
+from strata.kernels.linear.tile_rule import chosen_tile, expected_tile
 from strata.kernels.split_counters import split_counters
 from strata.kernels.tuned import row_bucket
 
