@@ -20,7 +20,8 @@ from torch import Tensor
 from benchmarks.gpu_lines import GpuLines, gpu_arguments
 from benchmarks.packed_products import MODELS, tiles
 from strata.hardware.replay import time_replayed
-from strata.kernels.linear.packed.few_rows import PackedProduct, chosen_tile, multiply
+from strata.kernels.linear.packed.few_rows import chosen_tile
+from strata.kernels.linear.skinny import SkinnyProduct, multiply
 from strata.kernels.linear.skinny_tiles import SkinnyTile
 from strata.kernels.quant.packed import PackedWeight, pack
 from strata.kernels.quant.schemes import SCHEMES
@@ -59,13 +60,13 @@ class Chain:
         for layer in range(LAYERS):
             qkv, o, gate_up, down = (self.weights[name][layer] for name in ("qkv", "o", "gate_up", "down"))
             scale: dict[str, Any] = {"squares": squares, "eps": EPS}
-            (heads,) = multiply(PackedProduct(weighted, qkv, **scale), by["qkv"])
+            (heads,) = multiply(SkinnyProduct(weighted, qkv, **scale), by["qkv"])
             add: dict[str, Any] = {"residual": total, "norm_weight": self._norm}
-            total, weighted, squares = multiply(PackedProduct(heads[:, :hidden], o, **add), by["o"])
+            total, weighted, squares = multiply(SkinnyProduct(heads[:, :hidden], o, **add), by["o"])
             scale = {"squares": squares, "eps": EPS, "gated": True}
-            (inner,) = multiply(PackedProduct(weighted, gate_up, **scale), by["gate_up"])
+            (inner,) = multiply(SkinnyProduct(weighted, gate_up, **scale), by["gate_up"])
             add = {"residual": total, "norm_weight": self._norm}
-            total, weighted, squares = multiply(PackedProduct(inner, down, **add), by["down"])
+            total, weighted, squares = multiply(SkinnyProduct(inner, down, **add), by["down"])
         return total
 
     def microseconds(self, by: Mapping[str, SkinnyTile]) -> float:

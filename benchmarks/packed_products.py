@@ -26,17 +26,10 @@ from strata.hardware.specs import recognize
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.linear.linear import linear
-from strata.kernels.linear.packed.few_rows import (
-    GEMV_WIDTH,
-    IMPLEMENTATION,
-    PackedProduct,
-    chosen_tile,
-    dot_shapes,
-    dot_tiles,
-    multiply,
-)
+from strata.kernels.linear.packed.few_rows import GEMV_WIDTH, chosen_tile, dot_shapes, dot_tiles
 from strata.kernels.linear.packed.int4_gemv import in_chunks
-from strata.kernels.linear.skinny_tiles import MOST_ROWS, SkinnyTile
+from strata.kernels.linear.skinny import SkinnyProduct, multiply
+from strata.kernels.linear.skinny_tiles import MOST_ROWS, PACKED_IMPLEMENTATION, SkinnyTile
 from strata.kernels.quant.packed import PackedWeight, Scheme, pack
 from strata.kernels.quant.schemes import SCHEMES
 
@@ -74,7 +67,7 @@ def measure(model: str, name: str, scheme_name: str, rows: int, every_tile: bool
     took = 1e6 * time_replayed([partial(chosen.run, x, one, None) for one in packed], estimate=guess).seconds
     beside = linear.bind("cuda")
     bf16 = 1e6 * time_replayed([partial(beside, x, one, None) for one in plain], estimate=guess).seconds
-    tile = chosen_tile(x, packed[0]) if chosen.name == IMPLEMENTATION else None
+    tile = chosen_tile(x, packed[0]) if chosen.name == PACKED_IMPLEMENTATION else None
     line = {
         "model": model,
         "product": name,
@@ -91,7 +84,7 @@ def measure(model: str, name: str, scheme_name: str, rows: int, every_tile: bool
     }
     yield line | {"tile": None if tile is None else vars(tile)}
     for other in tiles(rows, packed[0]) if every_tile and rows <= MOST_ROWS else []:
-        calls = [partial(multiply, PackedProduct(x, one), other) for one in packed]
+        calls = [partial(multiply, SkinnyProduct(x, one), other) for one in packed]
         seconds = time_replayed(calls, estimate=guess).seconds
         yield {key: line[key] for key in ("model", "product", "scheme", "rows")} | {
             "us": round(1e6 * seconds, 2),

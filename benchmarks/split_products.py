@@ -8,7 +8,7 @@ the same rounded rows in float32), then of each number of rows a line for the la
 other in one graph, by the tiles that `split_tile` chooses and by the fastest. A table of these ends the output: what
 `split_tile` should choose. Ways: "tile"; "library by rows", with scales of rows; "library by one", with one scale,
 which no scheme asks for; up to 64 rows also "floats", the rows as they are by a weight that becomes floats, and
-"rounded first", by the chosen tile behind a kernel that rounds the rows. Where these two cross is `MOST_ROUNDED_ROWS`;
+"rounded first", by the chosen tile behind a kernel that rounds the rows. Where these two cross is `quantized_rows`;
 steps that round rows where they are made take "chosen" and little more.
 """
 
@@ -33,9 +33,11 @@ from benchmarks.packed_products import MODELS, weights
 from strata.hardware.replay import time_replayed
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
 from strata.kernels.grid_sizes import ceil_div
-from strata.kernels.linear.packed.few_rows import PackedProduct, chosen_tile, multiply
-from strata.kernels.linear.packed.many_rows import RoundedCall, scaled_mm_of_rounded, split
+from strata.kernels.linear.packed.few_rows import chosen_tile
+from strata.kernels.linear.packed.many_rows import rounded_call
 from strata.kernels.linear.packed.split_product import MOST_SPLIT_ROWS, SplitTile, split_product, split_tile
+from strata.kernels.linear.rounded_linear import RoundedCall, by_library, by_split_k
+from strata.kernels.linear.skinny import SkinnyProduct, multiply
 from strata.kernels.quant.fp8 import library_product
 from strata.kernels.quant.packed import PackedWeight, dense
 from strata.kernels.quant.round_rows import round_rows
@@ -110,7 +112,7 @@ class Product:
             one = torch.ones((1, 1), device=self.x.device)  # of which the error means nothing
             yield (
                 "library by rows",
-                lambda weight: scaled_mm_of_rounded(RoundedCall(self.values, self.scales, weight, None, self.x.dtype)),
+                lambda weight: by_library(RoundedCall(self.values, self.scales, weight, None, self.x.dtype)),
             )
             yield (
                 "library by one",
@@ -119,8 +121,8 @@ class Product:
         if len(self.x) <= MOST_FLOATS:
             tile = chosen_tile(self.x, self.packed[0])
             if tile is not None:
-                yield "floats", lambda weight: multiply(PackedProduct(self.x, weight), tile)[0]
-            yield "rounded first", lambda weight: split(self.x, weight)
+                yield "floats", lambda weight: multiply(SkinnyProduct(self.x, weight), tile)[0]
+            yield "rounded first", lambda weight: by_split_k(rounded_call(self.x, weight))
 
     def measure(self) -> Iterator[dict[str, Any]]:
         for tile in self.tiles:

@@ -26,7 +26,6 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "one_shot",
             "two_shot",
             "gather_rows",
-            "scatter_sums",
             "flagged_norm",
             "nccl",
             "memcpy ptop",
@@ -84,7 +83,7 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("loss", ("softmax_gradient",)),
     (
         "quantization",
-        ("quantize", "largest_kernel", "round_rows", "expand_kernel", "round_parts", "sum_parts", "widen_parts"),
+        ("quantize", "largest_kernel", "round_rows", "expand_kernel", "round_parts", "widen_parts"),
     ),
     ("optimizer", ("adamw", "muon")),
     ("experts", ("combine", "grouped_kernel", "held_order", "count_choices", "route_kernel", "choice_")),

@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from strata.comm.all_reduce_cuda import beside_the_kernel_ahead, memory_of, needed_memory
+from strata.comm.all_reduce_cuda import exchange, memory_of
 from strata.comm.mesh import Axis
-from strata.kernels.collective.all_reduce import block_tile
-from strata.kernels.collective.rows import gather_rows_kernel
+from strata.kernels.collective.all_reduce import block_tile, gather_rows_kernel
 from strata.kernels.grid_sizes import ceil_div
 
 # The largest message of a rank: the keys of draws and the like, which wait for the others and move nothing to speak of.
@@ -31,22 +30,11 @@ def fits_one_shot_gather(x: Tensor, axis: Any, dim: int) -> bool:
 
 def one_shot_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """The tensors of all ranks one after another along any dimension, the first too."""
-    memory, words = needed_memory(axis), x.nbytes // _WORD
-    shape = list(x.shape)
+    words, shape = x.nbytes // _WORD, list(x.shape)
     shape[dim] *= axis.size
-    result = x.new_empty(shape)
-    block, warps = block_tile(words)
-    gather_rows_kernel[(ceil_div(words, block),)](
-        x,
-        result,
-        memory.inbox,
-        memory.peers,
-        memory.counters,
-        words,
-        _part_bytes(x, dim) // _WORD,
-        axis.index,
-        **beside_the_kernel_ahead(x, memory, block, warps),
-    )
+    result, tile = x.new_empty(shape), block_tile(words)
+    sizes = words, _part_bytes(x, dim) // _WORD
+    exchange(gather_rows_kernel, ceil_div(words, tile[0]), axis, (x, result), sizes, tile)
     return result
 
 

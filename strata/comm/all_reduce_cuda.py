@@ -89,97 +89,61 @@ def _has_words(x: Tensor) -> bool:
 
 
 def one_shot(x: Tensor, axis: Axis) -> Tensor:
-    memory, words = needed_memory(axis), x.nbytes // _WORD
-    result = torch.empty_like(x)
-    block, warps = block_tile(words)
-    one_shot_kernel[(ceil_div(words, block),)](
-        x,
-        result,
-        memory.inbox,
-        memory.peers,
-        memory.counters,
-        words,
-        axis.index,
-        **beside_the_kernel_ahead(x, memory, block, warps),
-    )
+    words, result = x.nbytes // _WORD, torch.empty_like(x)
+    tile = block_tile(words)
+    exchange(one_shot_kernel, ceil_div(words, tile[0]), axis, (x, result), (words,), tile)
     return result
 
 
 def two_shot(x: Tensor, axis: Axis) -> Tensor:
-    memory, words = needed_memory(axis), x.nbytes // _WORD
-    result = torch.empty_like(x)
-    ranks, layout = memory.ranks, InboxLayout.of(memory.ranks)
-    block, warps = TWO_SHOT_TILE
-    programs = min(PROGRAMS, ceil_div(words, ranks * block))
+    words, result = x.nbytes // _WORD, torch.empty_like(x)
+    ranks = needed_memory(axis).ranks
+    layout = InboxLayout.of(ranks)
+    programs = min(PROGRAMS, ceil_div(words, ranks * TWO_SHOT_TILE[0]))
     span = 16 * ceil_div(words, ranks * programs * 16)
-    two_shot_kernel[(programs,)](
-        x,
-        result,
-        memory.inbox,
-        memory.peers,
-        memory.counters[1],
-        words,
-        span,
-        layout.first,
-        layout.second,
-        layout.flags,
-        axis.index,
-        WORLD=ranks,
-        BLOCK=block,
-        num_warps=warps,
-        num_stages=1,
-    )
+    sizes = words, span, layout.first, layout.second, layout.flags
+    exchange(two_shot_kernel, programs, axis, (x, result), sizes, TWO_SHOT_TILE, counters=1, early=False)
     return result
 
 
 def one_shot_norm(x: Tensor, axis: Axis, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    memory, words = needed_memory(axis), x.shape[1] * x.itemsize // _WORD
-    total, result = torch.empty_like(x), torch.empty_like(x)
-    one_shot_norm_kernel[(x.shape[0],)](
-        x,
-        residual,
-        weight,
-        total,
-        result,
-        memory.inbox,
-        memory.peers,
-        memory.counters,
-        words,
-        residual.stride(0) * residual.itemsize // _WORD,
-        words,
-        x.shape[1],
-        eps,
-        axis.index,
-        **beside_the_kernel_ahead(x, memory, *row_tile(words)),
-    )
+    words, total, result = x.shape[1] * x.itemsize // _WORD, torch.empty_like(x), torch.empty_like(x)
+    sizes = words, residual.stride(0) * residual.itemsize // _WORD, words, x.shape[1], eps
+    tensors = x, residual, weight, total, result
+    exchange(one_shot_norm_kernel, x.shape[0], axis, tensors, sizes, row_tile(words))
     return total, result
 
 
 def flagged_norm(x: Tensor, axis: Axis, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    memory, words = needed_memory(axis), x.shape[1] * x.itemsize // _WORD
-    total, result = torch.empty_like(x), torch.empty_like(x)
-    layout = InboxLayout.of(memory.ranks)
-    flagged_norm_kernel[(min(FLAGGED_PROGRAMS, x.shape[0]),)](
-        x,
-        residual,
-        weight,
-        total,
-        result,
-        memory.inbox,
-        memory.peers,
-        memory.counters[2],
-        words,
-        residual.stride(0) * residual.itemsize // _WORD,
-        x.shape[0],
-        words,
-        x.shape[1],
-        layout.flagged,
-        layout.flagged_flags,
-        eps,
-        axis.index,
-        **beside_the_kernel_ahead(x, memory, *row_tile(words)),
-    )
+    words, total, result = x.shape[1] * x.itemsize // _WORD, torch.empty_like(x), torch.empty_like(x)
+    layout, (rows, width) = InboxLayout.of(needed_memory(axis).ranks), x.shape
+    strides = words, residual.stride(0) * residual.itemsize // _WORD
+    sizes = *strides, rows, words, width, layout.flagged, layout.flagged_flags, eps
+    tensors, programs = (x, residual, weight, total, result), min(FLAGGED_PROGRAMS, rows)
+    exchange(flagged_norm_kernel, programs, axis, tensors, sizes, row_tile(words), counters=2)
     return total, result
+
+
+def exchange(
+    kernel: Any,
+    programs: int,
+    axis: Axis,
+    tensors: tuple[Tensor, ...],
+    sizes: tuple[float, ...],
+    tile: tuple[int, int],
+    counters: int = 0,
+    early: bool = True,
+    **constants: bool,
+) -> None:
+    """Launch programs that send to those of all ranks of an axis and hear from them. tensors, sizes: arguments that
+    are the kernel's own, before and behind those of symmetric memory; tile: words and warps of a program; counters:
+    which of the memory's; early: the kernel may start before the one ahead has ended, for which it waits itself."""
+    memory = needed_memory(axis)
+    options = beside_the_kernel_ahead(tensors[0], memory, *tile)
+    if not early:
+        del options["EARLY"], options["launch_pdl"]
+    own = memory.counters[counters] if counters else memory.counters
+    kernel[(programs,)](*tensors, memory.inbox, memory.peers, own, *sizes, axis.index, **options, **constants)
 
 
 def beside_the_kernel_ahead(x: Tensor, memory: SymmetricMemory, block: int, warps: int) -> dict[str, Any]:

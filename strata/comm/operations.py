@@ -26,8 +26,7 @@ from strata.comm.cost import (
 from strata.comm.mesh import Axis
 from strata.comm.transfers import Transfer, start_transfers
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.collective.all_reduce import one_shot_kernel, two_shot_kernel
-from strata.kernels.collective.rows import gather_rows_kernel
+from strata.kernels.collective.all_reduce import gather_rows_kernel, one_shot_kernel, two_shot_kernel
 from strata.kernels.op import ATEN, NCCL, operation
 from strata.kernels.pairwise import pairwise_sum
 from strata.kernels.triton_import import HAS_TRITON

@@ -13,7 +13,7 @@ from strata.kernels.collective.sent_products import one_shot_received_norm_kerne
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.skinny import Inboxes, SkinnyProduct, kernels_of, multiply
 from strata.kernels.linear.skinny_tiles import SkinnyTile
-from strata.kernels.linear.tile_choice import chosen_tile
+from strata.kernels.linear.tile_rule import chosen_tile
 
 # Of more rows the store and the load that are saved are little beside the message (not measured), and tiles divide the
 # width.
@@ -62,7 +62,9 @@ def sent_product_norm(
 
 
 def sent_product_kernels(x: Tensor, axis: Any, weight: Tensor, *_: Any) -> tuple[Any, ...]:
-    return (*kernels_of(_tile(x, weight)), one_shot_received_norm_kernel)
+    tile = _tile(x, weight)
+    assert tile is not None
+    return (*kernels_of(tile, weight), one_shot_received_norm_kernel)
 
 
 def _tile(x: Tensor, weight: Tensor) -> SkinnyTile | None:

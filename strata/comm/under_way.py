@@ -13,8 +13,7 @@ from strata.comm.mesh import Axis
 from strata.comm.operations import Along, all_reduce, live
 from strata.comm.peer_copies import PendingSum
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.norm import received
-from strata.kernels.norm.norm import add_rms_norm
+from strata.kernels.norm.norm import add_rms_norm, alike, fits, launch_norm, rms_norm_kernel
 from strata.kernels.op import ATEN, NCCL, operation
 from strata.kernels.triton_import import HAS_TRITON
 
@@ -91,11 +90,12 @@ def finish_add_rms_norm(
 
 
 def _was_copied(pending: Any, residual: Tensor, weight: Tensor, eps: float) -> bool:
-    return isinstance(pending, PendingSum) and received.fits(pending.result, residual, weight)
+    x = pending.result
+    return isinstance(pending, PendingSum) and x.dim() == 2 and alike(x, residual) and fits(x, weight, eps)
 
 
-def _norm_of_received(pending: PendingSum, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return received.received_rms_norm(pending.result, pending.received(), residual, weight, eps)
+def _norm_of_received(pending: PendingSum, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
+    return launch_norm(pending.result, weight, eps, residual, received=pending.received())
 
 
 def _norm_apart(kind: str) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -113,8 +113,8 @@ def _kernels_apart(pending: Pending, residual: Tensor, weight: Tensor, eps: floa
 
 
 if HAS_TRITON:
-    finish_add_rms_norm.implement(
-        "received", "cuda", supports=_was_copied, kernels=(received.received_rms_norm_kernel,)
-    )(_norm_of_received)
+    finish_add_rms_norm.implement("received", "cuda", supports=_was_copied, kernels=(rms_norm_kernel,))(
+        _norm_of_received
+    )
 finish_add_rms_norm.implement("apart", "cpu")(_norm_apart("cpu"))
 finish_add_rms_norm.implement("apart", "cuda", kernels=_kernels_apart)(_norm_apart("cuda"))

@@ -12,9 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.spec import HeadsSpec
 from strata.kernels.compile_case import CompileCase
-from strata.kernels.norm import norm as norm_file
-from strata.kernels.norm import rounded_norm as rounded_norm_file
-from strata.kernels.norm.norm import add_rms_norm, rms_norm
+from strata.kernels.norm.norm import add_rms_norm, rms_norm, row_tile
 from strata.kernels.op import Operation
 from strata.kernels.rotary.rope import rope, rope_angles
 from strata.kernels.state import qk_rope_kv_write as qk_file
@@ -22,6 +20,8 @@ from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
 from tests.kernels.compiled_for import compile_for
+from tests.kernels.launches.norm import ROWS, norm
+from tests.kernels.launches.noted import empty
 
 DTYPES = [torch.float32, torch.bfloat16]
 EVERY_WAY = [{}, {"deterministic": True}, {"differentiable": True}]
@@ -156,9 +156,9 @@ def test_costs_are_the_hand_counts(operation: Operation, given: tuple, expected:
 def test_meta_results_have_the_shape_and_dtype_of_real_ones() -> None:
     for operation, given, _ in HAND_COUNTS[:2]:
         real = [torch.zeros_like(x, device="cpu") if isinstance(x, torch.Tensor) else x for x in given]
-        for empty, full in zip(operation(*given), operation(*real), strict=True):
-            assert empty.is_meta
-            assert (empty.shape, empty.dtype) == (full.shape, full.dtype)
+        for found, full in zip(operation(*given), operation(*real), strict=True):
+            assert found.is_meta
+            assert (found.shape, found.dtype) == (full.shape, full.dtype)
 
 
 @pytest.mark.parametrize("operation", [add_rms_norm, qk_rope_kv_write])
@@ -177,7 +177,7 @@ def summation(case: CompileCase, width: int, aligned: bool) -> list[str]:
 
     Heads are summed in tiles with twice the rows and warps of those of `rms_norm`: as many elements for each thread.
     """
-    tile, warps = norm_file.row_tile(width)
+    tile, warps = row_tile(width)
     if "HEAD_DIM" in case.constants:
         tile, warps = {"HEAD_DIM": width, "ROWS": 2 * tile["ROWS"], "WIDTH": tile["WIDTH"]}, 2 * warps
     signature = {name: kind if aligned or name not in STRIDES else "i32" for name, kind in case.signature.items()}
@@ -193,11 +193,12 @@ def summation(case: CompileCase, width: int, aligned: bool) -> list[str]:
 def test_fused_kernels_sum_a_row_like_rms_norm(width: int, aligned: bool, tmp_path, monkeypatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    plain, fused = norm_file.compile_cases()[:2]
+    residual = empty(ROWS, width)
+    (plain,), (fused,) = norm("rows", width), norm("sum", width, residual=residual)
     expected = summation(plain, width, aligned)
     assert expected[-1].startswith("rsqrt")
     assert summation(fused, width, aligned) == expected
-    rounded = rounded_norm_file.compile_cases()[0]
+    (rounded,) = norm("sum to int8", width, residual=residual, rounding=("int8", 0, None))
     assert summation(rounded, width, aligned) == expected
     if width <= 256:
         heads = next(case for case in qk_file.compile_cases() if case.constants["NORM"])

@@ -8,9 +8,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.silu_mul import silu_mul
-from strata.kernels.linear.embedding import embedding
+from strata.kernels.linear.embedding import embedding, vocabulary_embedding
 from strata.kernels.linear.linear import linear
-from strata.kernels.linear.vocabulary_embedding import vocabulary_embedding
 from strata.kernels.norm.norm import rms_norm
 from strata.kernels.op import Operation
 from strata.kernels.rotary.rope import rope, rope_angles

@@ -16,7 +16,7 @@ import strata.models.families  # noqa: F401  (every operation of a model)
 from strata.graph import fuse_attention, fuse_products, fuse_rounding  # noqa: F401  (and of its passes)
 from strata.graph.ranks import divide_keys  # noqa: F401
 from strata.kernels.activation.clamped_swiglu import Clamp
-from strata.kernels.linear import fp8, sliced, vocabulary_embedding  # noqa: F401
+from strata.kernels.linear import fp8, sliced  # noqa: F401
 from strata.kernels.moe import count, held  # noqa: F401
 from strata.kernels.norm import divided_norm  # noqa: F401
 from strata.kernels.op import OPERATIONS

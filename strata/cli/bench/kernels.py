@@ -222,7 +222,7 @@ def _product_row(product: Product, weights: Sequence[Any], rows: int, table: Tab
     from strata.kernels.device_limits import DeviceLimits
     from strata.kernels.linear.skinny import multiply
     from strata.kernels.linear.skinny_tiles import IMPLEMENTATION, tiles_of
-    from strata.kernels.linear.tile_choice import choose_tile
+    from strata.kernels.linear.tile_rule import choose_tile
 
     call, estimate = product.call(rows, weights[0]), product.estimate(rows)
     library = time_replayed([partial(F.linear, call.x, weight) for weight in weights], estimate=estimate).seconds

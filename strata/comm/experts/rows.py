@@ -12,13 +12,12 @@ from torch import Tensor
 
 from strata.comm import collectives
 from strata.comm.all_gather_cuda import one_shot_gather
-from strata.comm.all_reduce_cuda import beside_the_kernel_ahead, fits_one_shot, memory_of, needed_memory
+from strata.comm.all_reduce_cuda import exchange, fits_one_shot, memory_of
 from strata.comm.cost import all_gather_cost
 from strata.comm.mesh import Axis
 from strata.comm.operations import Along, live, reduce_scatter
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.collective.all_reduce import block_tile
-from strata.kernels.collective.rows import gather_rows_kernel, scatter_sums_kernel
+from strata.kernels.collective.all_reduce import block_tile, gather_rows_kernel, one_shot_kernel
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import ATEN, NCCL, operation
 from strata.kernels.triton_import import HAS_TRITON
@@ -45,18 +44,9 @@ def gather_rows(x: Tensor, axis: Axis) -> Tensor:
 
 def scatter_sums(x: Tensor, axis: Axis) -> Tensor:
     result = x.new_empty((len(x) // axis.size, *x.shape[1:]))
-    memory, words = needed_memory(axis), result.nbytes // _WORD
-    block, warps = block_tile(words)
-    scatter_sums_kernel[(ceil_div(words, block),)](
-        x,
-        result,
-        memory.inbox,
-        memory.peers,
-        memory.counters,
-        words,
-        axis.index,
-        **beside_the_kernel_ahead(x, memory, block, warps),
-    )
+    words = result.nbytes // _WORD
+    tile = block_tile(words)
+    exchange(one_shot_kernel, ceil_div(words, tile[0]), axis, (x, result), (words,), tile, SCATTERED=True)
     return result
 
 
@@ -106,7 +96,7 @@ if HAS_TRITON:
     dispatch_rows.implement("one shot", "cuda", invariant=True, supports=_fits_gather, kernels=(gather_rows_kernel,))(
         gather_rows
     )
-    combine_rows.implement("one shot", "cuda", invariant=True, supports=_fits_scatter, kernels=(scatter_sums_kernel,))(
+    combine_rows.implement("one shot", "cuda", invariant=True, supports=_fits_scatter, kernels=(one_shot_kernel,))(
         scatter_sums
     )
 dispatch_rows.implement("gloo", "cpu", invariant=True)(dispatch_rows.reference)

@@ -32,7 +32,7 @@ from strata.graph.ranks.overlap_rule import overlapping_tokens, row_division
 from strata.graph.sparsify_attention import sparsify_attention
 from strata.kernels import tuned
 from strata.kernels.attention.sparse.block_choice import BlockChoice
-from strata.kernels.linear.packed.few_rows import MOST_ROUNDED_ROWS
+from strata.kernels.choose import thresholds
 from strata.parallel.serving_shard import TENSOR_AXIS
 
 # Up to so many rows, products that take up norms, gating and residuals were faster than the library's with kernels
@@ -138,7 +138,7 @@ def decodes(source: StepSource) -> Iterator[StepVariant]:
 
     def when(shape: StepShape) -> bool:
         # Products that take up norms do not round their rows.
-        if not shape.replays_decodes or (rounds and shape.sequences > MOST_ROUNDED_ROWS):
+        if not shape.replays_decodes or (rounds and shape.sequences > _unquantized_rows(source)):
             return False
         return fused_products_pay(small, large, shape.sequences, table)
 
@@ -204,7 +204,12 @@ def quantized_rows(source: StepSource) -> Iterator[StepVariant]:
     if source.rounds:
         graph = source.with_rounding(source.with_messages(source.of_rows(source.logits())))
         graph = source.bound(source.run(fuse_gated_products, graph))
-        yield of_rows("rounded_logits", MOST_ROUNDED_ROWS + 1, graph)
+        yield of_rows("rounded_logits", _unquantized_rows(source) + 1, graph)
+
+
+def _unquantized_rows(source: StepSource) -> int:
+    assert source.target.limits is not None  # where products round their rows
+    return thresholds(source.target.limits).quantized_rows
 
 
 def any_step(source: StepSource) -> Iterator[StepVariant]:

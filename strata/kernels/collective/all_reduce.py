@@ -15,10 +15,8 @@ All add up in the order of the ranks in float32 and round once: all ranks have t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.triton_import import HAS_TRITON, gdc_launch_dependents, gdc_wait, jit, tl
 
@@ -170,17 +168,65 @@ def one_shot_kernel(
     WORLD: tl.constexpr,
     EARLY: tl.constexpr,
     BLOCK: tl.constexpr,
+    SCATTERED: tl.constexpr = False,
 ):
-    """Programs [words / BLOCK]. x, result [words] of 4 bytes; inbox: this rank's; peers [WORLD]: addresses of all."""
+    """Programs [words / BLOCK]. x, result [words] of 4 bytes; inbox: this rank's; peers [WORLD]: addresses of all.
+
+    SCATTERED: x [WORLD * words] has a part for each rank, and the result is the sum of what all have for this one.
+    """
     lane = tl.arange(0, BLOCK)
     at = tl.program_id(0) * BLOCK + lane
     boxes = addresses(peers, WORLD)
     start_early(EARLY)
     epoch = tl.load(counters + tl.program_id(0)) + 1
-    given = tl.load(as_words(x) + at, mask=at < words, other=0)
     dtype: tl.constexpr = x.dtype.element_ty
-    low, high = _summed(given, lane, at < words, epoch, inbox, boxes, counters, rank, WORLD, BLOCK, dtype)
+    if SCATTERED:
+        held = at < words
+        region = region_of(tl.program_id(0), epoch, WORLD)
+        for step in range(1, WORLD + 1):
+            peer = (rank + step) % WORLD
+            given = tl.load(as_words(x) + peer * words + at, mask=held, other=0)
+            packets = (given.to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
+            box = tl.multiple_of(inbox_of(boxes, peer, WORLD).to(tl.pointer_type(tl.int64)), 16)
+            tl.store(box + region + rank * _PACKETS + lane, packets, mask=held)
+        low, high = received_sum(lane, held, epoch, inbox, region, WORLD, BLOCK, dtype)
+        tl.store(counters + tl.program_id(0), epoch)
+    else:
+        given = tl.load(as_words(x) + at, mask=at < words, other=0)
+        low, high = _summed(given, lane, at < words, epoch, inbox, boxes, counters, rank, WORLD, BLOCK, dtype)
     tl.store(as_words(result) + at, joined(low, high, dtype), mask=at < words)
+
+
+@partial(jit, unspecialized=("rank",))
+def gather_rows_kernel(
+    x,
+    result,
+    inbox,
+    peers,
+    counters,
+    words,
+    part,
+    rank,
+    WORLD: tl.constexpr,
+    EARLY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Programs [words / BLOCK]. x [words / part, part] of 4 bytes; result [words / part, WORLD, part], all ranks' parts
+    of each row side by side. With parts of all words these are one rank's after another's."""
+    program, lane = tl.program_id(0), tl.arange(0, BLOCK)
+    at = program * BLOCK + lane
+    boxes = addresses(peers, WORLD)
+    start_early(EARLY)
+    epoch = tl.load(counters + program) + 1
+    given = tl.load(as_words(x) + at, mask=at < words, other=0)
+    region = region_of(program, epoch, WORLD)
+    send_packets(given, lane, at < words, boxes, rank, epoch, region + rank * _PACKETS, WORLD)
+    own = tl.multiple_of(inbox.to(tl.pointer_type(tl.int64), bitcast=True), 16) + region
+    place = at // part * (WORLD * part) + at % part
+    for source in range(WORLD):
+        found = received(own + source * _PACKETS, lane, at < words, epoch)
+        tl.store(as_words(result) + source * part + place, found, mask=at < words)
+    tl.store(counters + program, epoch)
 
 
 @partial(jit, unspecialized=("rank",))
@@ -335,26 +381,3 @@ def row_tile(words: int) -> tuple[int, int]:
 def block_tile(words: int) -> tuple[int, int]:
     """Words of a program and its warps: few of each, so that many multiprocessors send at once."""
     return next((block, warps) for block, warps in ONE_SHOT_TILES if words <= block * PROGRAMS)
-
-
-def compile_cases() -> list[CompileCase]:
-    return [
-        case for dtype, ranks in (("bf16", 2), ("fp32", 2), ("fp16", 4), ("bf16", 8)) for case in _cases(dtype, ranks)
-    ]
-
-
-def _cases(dtype: str, ranks: int) -> Iterator[CompileCase]:
-    types = {"*i32:16": "inbox counters", "*i64:16": "peers", "i32": "rank", "fp32": "eps"}
-    types |= {"i32:16": "words width span first second flags x_stride residual_stride"}
-    signature = by_type(types | {f"*{dtype}:16": "x residual weight total result"})
-    packets, flags = (
-        ("ld.volatile.global.v2.b64", "st.global.v2.b64", "griddepcontrol.wait"),
-        ("atom.global.sys.release", "ld.acquire.sys.global"),
-    )
-    tiles = [(one_shot_kernel, tile, packets) for tile in ONE_SHOT_TILES]
-    tiles += [(one_shot_norm_kernel, row_tile(words), packets) for words in (512, 2048, 4096)]
-    for kernel, (block, warps), must_contain in (*tiles, (two_shot_kernel, TWO_SHOT_TILE, flags)):
-        name = f"{kernel.__name__} of {block} words, {dtype}, {ranks} ranks"
-        spilled = 8 if kernel is one_shot_norm_kernel and (dtype, block) == ("fp32", 4096) else 0
-        constants = {"WORLD": ranks, "BLOCK": block} | ({} if kernel is two_shot_kernel else {"EARLY": True})
-        yield CompileCase(name, kernel, signature, constants, warps, 1, must_contain, spilled_bytes=spilled)

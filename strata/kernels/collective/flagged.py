@@ -16,12 +16,10 @@ from strata.kernels.collective.all_reduce import (
     high_half,
     inbox_of,
     low_half,
-    row_tile,
     start_early,
     store_normed,
     tell,
 )
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 # How many programs may wait at once: two on each multiprocessor of a device, of whose threads they take a quarter.
@@ -93,21 +91,3 @@ def flagged_norm_kernel(
 def fits_room(rows: int, words: int) -> bool:
     """Whether the rows of each program fit where the others write them. words: of 4 bytes in a row."""
     return -(-rows // FLAGGED_PROGRAMS) * words <= FLAGGED_WORDS // FLAGGED_PROGRAMS
-
-
-def compile_cases() -> list[CompileCase]:
-    types = {"*i32:16": "inbox counters", "*i64:16": "peers", "i32": "rank rows", "fp32": "eps"}
-    types |= {"i32:16": "words width first flags x_stride residual_stride"}
-    cases = []
-    for dtype, ranks in (("bf16", 2), ("fp32", 2), ("fp16", 4)):
-        signature = by_type(types | {f"*{dtype}:16": "x residual weight total result"})
-        for words in (512, 2048, 4096):
-            block, warps = row_tile(words)
-            name = f"flagged_norm_kernel of {block} words, {dtype}, {ranks} ranks"
-            constants = {"WORLD": ranks, "EARLY": True, "BLOCK": block}
-            must = ("atom.global.sys.release", "ld.acquire.sys.global", "st.global.v4.b32", "griddepcontrol.wait")
-            spilled = 8 if (dtype, words) == ("fp16", 2048) else 0
-            cases.append(
-                CompileCase(name, flagged_norm_kernel, signature, constants, warps, 1, must, spilled_bytes=spilled)
-            )
-    return cases

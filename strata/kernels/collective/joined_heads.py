@@ -7,7 +7,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.triton_import import jit, tl
 
@@ -88,16 +87,3 @@ def join_packed(packed: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
         num_warps=_WARPS,
     )
     return out
-
-
-def compile_cases() -> list[CompileCase]:
-    found = []
-    for own, dim, ranks in ((8, 128, 2), (3, 80, 5), (16, 512, 8)):
-        sizes: dict[str, object] = {"OWN": own, "DIM": dim, "DIM_PAD": next_power_of_2(dim)}
-        types = by_type({"*fp32:16": "mixed sums packed", "i32": "tokens"})
-        name = f"of {own} heads of {dim}, {ranks} ranks"
-        found.append(CompileCase(f"pack {name}", pack_heads_kernel, types, sizes, _WARPS, 2))
-        types = by_type({"*fp32:16": "packed", "*bf16:16": "out", "i32": "tokens"})
-        sizes = sizes | {"RANKS": ranks, "RANKS_PAD": next_power_of_2(ranks)}
-        found.append(CompileCase(f"join {name}", join_heads_kernel, types, sizes, _WARPS, 2))
-    return found

@@ -7,12 +7,13 @@ bfloat16, 8,192 bytes, are 4,096 + 32 bytes and what fills them up.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
@@ -114,61 +115,48 @@ def round_parts_kernel(
     x,
     values,
     exponents,
+    sums,
+    sum_exponents,
     x_row,
     width,
     groups,
     row_bytes,
     behind,
+    RANKS: tl.constexpr,
     EXPONENT: tl.constexpr,
     MANTISSA: tl.constexpr,
     IS_INTEGER: tl.constexpr,
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Programs [rows, parts, groups / GROUPS]. values, exponents: the same memory; the latter lie `behind` bytes on."""
+    """Programs [rows, parts, groups / GROUPS]: rounds the parts of x, or the sum over RANKS of parts that are rounded.
+
+    values, exponents: of what is given, if it is no x; sums, sum_exponents: of what is made. Both are the same memory,
+    where exponents lie `behind` bytes on.
+    """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     group = tl.program_id(2) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     held = column < width
-    given = tl.load(x + row * x_row + part * width + column, mask=held, other=0.0).to(tl.float32)
-    scaled, powers = rounded_in_kernel(given, EXPONENT, MANTISSA, IS_INTEGER)
+    if x is not None:
+        total = tl.load(x + row * x_row + part * width + column, mask=held, other=0.0).to(tl.float32)
+    else:
+        total = tl.zeros([GROUPS, SIZE], tl.float32)
+        for rank in tl.static_range(RANKS):
+            total += _load_part(values, exponents, rank, row, group, column, held, groups, row_bytes, behind)
+    scaled, powers = rounded_in_kernel(total, EXPONENT, MANTISSA, IS_INTEGER)
     start = (part * tl.num_programs(0).to(tl.int64) + row) * row_bytes
-    tl.store(values + start + column, scaled.to(values.dtype.element_ty), mask=held)
-    tl.store(exponents + start + behind + group, powers.to(tl.uint8), mask=group < groups)
+    tl.store(sums + start + column, scaled.to(sums.dtype.element_ty), mask=held)
+    tl.store(sum_exponents + start + behind + group, powers.to(tl.uint8), mask=group < groups)
 
 
 @jit
-def sum_parts_kernel(
-    values,
-    exponents,
-    sums,
-    sum_exponents,
-    width,
-    groups,
-    row_bytes,
-    behind,
-    EXPONENT: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    IS_INTEGER: tl.constexpr,
-    RANKS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    """Programs [rows, groups / GROUPS]."""
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    column = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    held = column < width
-    total = tl.zeros([GROUPS, SIZE], tl.float32)
-    for rank in tl.static_range(RANKS):
-        start = (rank * tl.num_programs(0).to(tl.int64) + row) * row_bytes
-        given = tl.load(values + start + column, mask=held, other=0.0).to(tl.float32)
-        powers = tl.load(exponents + start + behind + group, mask=group < groups, other=1)
-        total += given * powers_of(powers)[:, None]  # the product is exact
-    scaled, powers = rounded_in_kernel(total, EXPONENT, MANTISSA, IS_INTEGER)
-    start = row * row_bytes
-    tl.store(sums + start + column, scaled.to(sums.dtype.element_ty), mask=held)
-    tl.store(sum_exponents + start + behind + group, powers.to(tl.uint8), mask=group < groups)
+def _load_part(values, exponents, part, row, group, column, held, groups, row_bytes, behind):
+    """What groups of a row of a part stand for, float32; the product is exact."""
+    start = (part * tl.num_programs(0).to(tl.int64) + row) * row_bytes
+    given = tl.load(values + start + column, mask=held, other=0.0).to(tl.float32)
+    powers = tl.load(exponents + start + behind + group, mask=group < groups, other=1)
+    return given * powers_of(powers)[:, None]
 
 
 @jit
@@ -189,80 +177,42 @@ def widen_parts_kernel(
     group = tl.program_id(2) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     held = column < width
-    start = (part * tl.num_programs(0).to(tl.int64) + row) * row_bytes
-    given = tl.load(values + start + column, mask=held, other=0.0).to(tl.float32)
-    powers = tl.load(exponents + start + behind + group, mask=group < groups, other=1)
-    wide = given * powers_of(powers)[:, None]
+    wide = _load_part(values, exponents, part, row, group, column, held, groups, row_bytes, behind)
     tl.store(result + row * result_row + part * width + column, wide.to(result.dtype.element_ty), mask=held)
 
 
-_GROUPS, _WARPS = 8, 4
+def _launch(kernel: Any, args: tuple[Any, ...], rows: int, parts: int, width: int, **constants: Any) -> None:
+    """args: the kernel's before those that the width of a part decides."""
+    groups, size = ceil_div(width, GROUP), 8
+    if rows:
+        kernel[(rows, parts, ceil_div(groups, size))](
+            *args, width, groups, part_bytes(width), _filled(width), **constants, GROUPS=size, SIZE=GROUP, num_warps=4
+        )
+
+
 _ROUNDING = rounding_constants(_E4M3)
 
 
 def _round(x: Tensor, ranks: int) -> Tensor:
     rows, width = len(x), x.shape[1] // ranks
     sent = torch.empty((ranks, rows, part_bytes(width)), dtype=torch.uint8, device=x.device)
-    groups = ceil_div(width, GROUP)
-    if rows:
-        round_parts_kernel[(rows, ranks, ceil_div(groups, _GROUPS))](
-            x,
-            sent.view(_E4M3),
-            sent,
-            x.stride(0),
-            width,
-            groups,
-            sent.shape[2],
-            _filled(width),
-            **_ROUNDING,
-            GROUPS=_GROUPS,
-            SIZE=GROUP,
-            num_warps=_WARPS,
-        )
+    args = (x, None, None, sent.view(_E4M3), sent, x.stride(0))
+    _launch(round_parts_kernel, args, rows, ranks, width, RANKS=1, **_ROUNDING)
     return sent
 
 
 def _sum(parts: Tensor, width: int) -> Tensor:
     ranks, rows, row_bytes = parts.shape
     total = torch.empty((1, rows, row_bytes), dtype=torch.uint8, device=parts.device)
-    groups = ceil_div(width, GROUP)
-    if rows:
-        sum_parts_kernel[(rows, ceil_div(groups, _GROUPS))](
-            parts.view(_E4M3),
-            parts,
-            total.view(_E4M3),
-            total,
-            width,
-            groups,
-            row_bytes,
-            _filled(width),
-            **_ROUNDING,
-            RANKS=ranks,
-            GROUPS=_GROUPS,
-            SIZE=GROUP,
-            num_warps=_WARPS,
-        )
+    args = (None, parts.view(_E4M3), parts, total.view(_E4M3), total, None)
+    _launch(round_parts_kernel, args, rows, 1, width, RANKS=ranks, **_ROUNDING)
     return total
 
 
 def _widen(parts: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    ranks, rows, row_bytes = parts.shape
+    ranks, rows, _ = parts.shape
     result = torch.empty((rows, ranks * width), dtype=dtype, device=parts.device)
-    groups = ceil_div(width, GROUP)
-    if rows:
-        widen_parts_kernel[(rows, ranks, ceil_div(groups, _GROUPS))](
-            parts.view(_E4M3),
-            parts,
-            result,
-            ranks * width,
-            width,
-            groups,
-            row_bytes,
-            _filled(width),
-            GROUPS=_GROUPS,
-            SIZE=GROUP,
-            num_warps=_WARPS,
-        )
+    _launch(widen_parts_kernel, (parts.view(_E4M3), parts, result, ranks * width), rows, ranks, width)
     return result
 
 
@@ -272,28 +222,10 @@ def _fits(x: Tensor, *others: object) -> bool:
 
 for _operation, _kernel, _run in (
     (round_parts, round_parts_kernel, _round),
-    (sum_parts, sum_parts_kernel, _sum),
+    (sum_parts, round_parts_kernel, _sum),
     (widen_parts, widen_parts_kernel, _widen),
 ):
     if HAS_TRITON:
         _operation.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(_kernel,))(_run)
     for _device in ("cpu", "cuda"):
         _operation.implement("torch", _device, invariant=True)(_operation.reference)
-
-
-def compile_cases() -> list[CompileCase]:
-    sizes = dict.fromkeys(("x_row", "result_row", "width", "row_bytes", "behind"), "i32:16") | {"groups": "i32"}
-    pointers = dict.fromkeys(("x", "result"), "*bf16:16") | dict.fromkeys(("values", "sums"), "*fp8e4nv:16")
-    pointers |= dict.fromkeys(("exponents", "sum_exponents"), "*u8:16")
-    tile = {"GROUPS": _GROUPS, "SIZE": GROUP}
-    cases = [
-        (round_parts_kernel, _ROUNDING | tile),
-        *((sum_parts_kernel, _ROUNDING | tile | {"RANKS": ranks}) for ranks in (2, 8)),
-        (widen_parts_kernel, tile),
-    ]
-    return [
-        CompileCase(
-            f"{kernel.__name__} {constants.get('RANKS', '')}".strip(), kernel, sizes | pointers, constants, _WARPS, 2
-        )
-        for kernel, constants in cases
-    ]

@@ -28,19 +28,15 @@ step writes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from strata.kernels.collective.all_reduce import (
     PACKETS,
     as_words,
     joined,
     received_sum,
     region_of,
-    row_tile,
     send_packets,
     store_normed,
 )
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.triton_import import HAS_TRITON, gdc_launch_dependents, gdc_wait, jit, tl
 
 _PACKETS = tl.constexpr(PACKETS) if HAS_TRITON else PACKETS
@@ -98,20 +94,3 @@ def one_shot_received_norm_kernel(
     store_normed(low, high, others, factor, total, result, row * words + lane, held, width, eps, dtype)
     if EARLY:
         gdc_wait()
-
-
-def compile_cases() -> Iterator[CompileCase]:
-    types = {"*i32:16": "inbox counters", "fp32": "eps", "i32:16": "words width residual_stride"}
-    for dtype, ranks in (("bf16", 2), ("fp16", 4), ("bf16", 8)):
-        signature = by_type(types | {f"*{dtype}:16": "residual weight total result"})
-        for words in (512, 2048, 4096):
-            block, warps = row_tile(words)
-            yield CompileCase(
-                f"one_shot_received_norm_kernel of {block} words, {dtype}, {ranks} ranks",
-                one_shot_received_norm_kernel,
-                signature,
-                {"WORLD": ranks, "EARLY": True, "BLOCK": block},
-                warps,
-                1,
-                ("ld.volatile.global.v2.b64", "griddepcontrol.launch_dependents", "griddepcontrol.wait"),
-            )

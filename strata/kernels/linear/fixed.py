@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.triton_import import jit, tl
 
@@ -46,6 +45,19 @@ def _tile_rows(weight: Tensor) -> int:
     return 8 if weight.dtype == torch.float32 and weight.numel() <= 1 << 18 else 32
 
 
+@jit
+def tile_at(place, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """Which tile of rows and which of columns stands at a place of their order.
+
+    Programs that run together share rows of x and of the weight: GROUP tiles of rows for each tile of columns.
+    """
+    group = place // (GROUP * tiles_n)
+    first = group * GROUP
+    members = min(tiles_m - first, GROUP)
+    within = place % (GROUP * tiles_n)
+    return first + within % members, within // members
+
+
 @partial(jit, unspecialized=("rows",))
 def linear_kernel(
     x,
@@ -57,41 +69,56 @@ def linear_kernel(
     width,
     x_stride,
     weight_stride,
-    HAS_BIAS: tl.constexpr,
+    SLICES: tl.constexpr,
     WHOLE_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr = 8,
 ):
-    # Programs that run together share rows of x and of the weight: GROUP tiles of rows for each tile of columns.
-    tiles_m = tl.cdiv(rows, BLOCK_M)
-    tiles_n = tl.cdiv(out, BLOCK_N)
-    program = tl.program_id(0)
-    group = program // (GROUP * tiles_n)
-    first = group * GROUP
-    members = min(tiles_m - first, GROUP)
-    within = program % (GROUP * tiles_n)
-    row = (first + within % members) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = within // members * BLOCK_N + tl.arange(0, BLOCK_N)
+    """width: of each of SLICES, a power of two, which are added pairwise (`sliced_linear`). bias: [out] or None."""
+    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(out, BLOCK_N)
+    tile_m, tile_n = tile_at(tl.program_id(0), tiles_m, tiles_n, GROUP)
+    row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     row_held = row < rows
     column_held = column < out
     # Clamped instead of masked: what lies beyond the edge is computed from the last row and never stored.
-    x_tile = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * x_stride + k[None, :]
-    weight_tile = weight + tl.minimum(column, out - 1).to(tl.int64)[None, :] * weight_stride + k[:, None]
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(0, width, BLOCK_K):
-        if WHOLE_K:
-            left = tl.load(x_tile)
-            right = tl.load(weight_tile)
+    x_row = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * x_stride + k[None, :]
+    weight_row = weight + tl.minimum(column, out - 1).to(tl.int64)[None, :] * weight_stride + k[:, None]
+    # Sums of one, two and four slices that wait for their neighbour.
+    one = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    pair = one
+    four = one
+    total = one
+    for index in tl.static_range(SLICES):
+        x_tile = x_row + index * width
+        weight_tile = weight_row + index * width
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for start in range(0, width, BLOCK_K):
+            if WHOLE_K:
+                left = tl.load(x_tile)
+                right = tl.load(weight_tile)
+            else:
+                left = tl.load(x_tile, mask=k[None, :] < width - start, other=0.0)
+                right = tl.load(weight_tile, mask=k[:, None] < width - start, other=0.0)
+            total = tl.dot(left, right, total, input_precision="ieee")
+            x_tile += BLOCK_K
+            weight_tile += BLOCK_K
+        if index % 2 == 0:
+            one = total
         else:
-            left = tl.load(x_tile, mask=k[None, :] < width - start, other=0.0)
-            right = tl.load(weight_tile, mask=k[:, None] < width - start, other=0.0)
-        total = tl.dot(left, right, total, input_precision="ieee")
-        x_tile += BLOCK_K
-        weight_tile += BLOCK_K
-    if HAS_BIAS:
+            total = one + total
+            if index % 4 == 1:
+                pair = total
+            else:
+                total = pair + total
+                if index % 8 == 3:
+                    four = total
+                else:
+                    total = four + total
+    if bias is not None:
         total += tl.load(bias + column, mask=column_held, other=0.0).to(tl.float32)[None, :]
     target = result + row.to(tl.int64)[:, None] * out + column[None, :]
     tl.store(target, total.to(result.dtype.element_ty), mask=row_held[:, None] & column_held[None, :])
@@ -99,7 +126,8 @@ def linear_kernel(
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program of `linear_kernel` computes, and with how many warps and stages of its pipeline."""
+    """Rows and columns of the result that a program computes at a time, over so much of the width, and with how many
+    warps and stages of its pipeline."""
 
     rows: int
     columns: int
@@ -109,7 +137,7 @@ class Tile:
 
     @property
     def constants(self) -> dict[str, int]:
-        return {"BLOCK_M": self.rows, "BLOCK_N": self.columns, "BLOCK_K": self.width, "GROUP": 8}
+        return {"BLOCK_M": self.rows, "BLOCK_N": self.columns, "BLOCK_K": self.width}
 
 
 # Every 16-bit tile has at least 64 rows, so all of them run the same instruction (wgmma) over the same steps of k.
@@ -133,24 +161,31 @@ def choose_tile(rows: int, out: int, dtype: torch.dtype) -> Tile:
 
 def triton_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A product without split k: each element is one sum in one order, whatever the number of rows."""
+    return launch_linear(
+        x, weight, bias, x.dtype, 1, choose_tile(x.numel() // weight.shape[1], weight.shape[0], x.dtype)
+    )
+
+
+def launch_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, slices: int, tile: Tile
+) -> Tensor:
+    """`linear_kernel`: x [..., width], weight [out, width], bias [out] or None -> [..., out] in `dtype`."""
     out, width = weight.shape
     rows = x.reshape(-1, width)
-    result = torch.empty((*x.shape[:-1], out), dtype=x.dtype, device=x.device)
+    result = torch.empty((*x.shape[:-1], out), dtype=dtype, device=x.device)
     if result.numel():
-        tile = choose_tile(rows.shape[0], out, x.dtype)
-        programs = ceil_div(rows.shape[0], tile.rows) * ceil_div(out, tile.columns)
-        linear_kernel[(programs,)](
+        linear_kernel[(ceil_div(rows.shape[0], tile.rows) * ceil_div(out, tile.columns),)](
             rows,
             weight,
-            weight if bias is None else bias,
+            bias,
             result,
             rows.shape[0],
             out,
-            width,
+            width // slices,
             rows.stride(0),
             weight.stride(0),
-            HAS_BIAS=bias is not None,
-            WHOLE_K=width % tile.width == 0,
+            SLICES=slices,
+            WHOLE_K=width // slices % tile.width == 0,
             **tile.constants,
             num_warps=tile.warps,
             num_stages=tile.stages,
@@ -160,22 +195,3 @@ def triton_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 def fits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     return x.dtype != torch.float64 and weight.stride(1) == 1 and x.stride(-1) == 1
-
-
-def compile_cases() -> list[CompileCase]:
-    cases = []
-    for tile, kind in (
-        (_NARROW, "bf16"),
-        (_SHORT, "bf16"),
-        (_SMALL, "bf16"),
-        (_MIDDLE, "bf16"),
-        (_LARGE, "bf16"),
-        (_SINGLE, "fp32"),
-    ):
-        signature = dict.fromkeys(("x", "weight", "bias", "result"), f"*{kind}:16") | {"rows": "i32"}
-        signature |= dict.fromkeys(("out", "width", "x_stride", "weight_stride"), "i32:16")
-        constants = {"HAS_BIAS": False, "WHOLE_K": True, **tile.constants}
-        must_contain = ("wgmma.mma_async",) if kind == "bf16" else ("fma.rn.f32",)
-        name = f"linear {kind} {tile.rows}x{tile.columns}x{tile.width}"
-        cases.append(CompileCase(name, linear_kernel, signature, constants, tile.warps, tile.stages, must_contain))
-    return cases

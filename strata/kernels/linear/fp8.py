@@ -15,9 +15,9 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.custom_gradient import placeholder, with_gradients_of
+from strata.kernels.fused import Run, fused
 from strata.kernels.gradient_target import GradientTarget
 from strata.kernels.linear.linear import linear
-from strata.kernels.linear.silu_mul import linear_silu_mul
 from strata.kernels.op import operation
 from strata.kernels.quant.fp8 import ALIGNMENT, multiply, pack_both_ways, put_product, scheme_of_scales
 from strata.kernels.quant.packed import PackedWeight
@@ -108,19 +108,9 @@ class _LinearFp8(torch.autograd.Function):
         return of_x, None, None, None
 
 
-def _gated_cost(x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool, *, workload: Workload) -> Cost:
-    gated = linear_silu_mul.cost(x, weight, bias, workload=workload)
-    return Cost(gated.flops + 3 * (x.numel() + weight.numel()), gated.read, gated.written, gated.weights)
-
-
-def _gated_meta(x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool) -> Tensor:
-    result: Tensor = linear_silu_mul.meta(x, weight, bias)
-    return result
-
-
-@operation(_gated_cost, meta=_gated_meta, product=True, gated=True)
-def linear_silu_mul_fp8(x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool) -> Tensor:
+@fused(product=True, gated=True)
+def linear_silu_mul_fp8(run: Run, x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool) -> Tensor:
     """`linear_silu_mul` (gate's rows of the weight, then up's) of a `linear_fp8` product: -> [tokens, out / 2]."""
-    gate, up = linear_fp8(x, weight, bias, per_row).chunk(2, -1)
-    result: Tensor = silu_mul(gate, up)
+    gate, up = run(linear_fp8, x, weight, bias, per_row).chunk(2, -1)
+    result: Tensor = run(silu_mul, gate, up)
     return result

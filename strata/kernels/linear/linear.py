@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.device_limits import implementations_for
-from strata.kernels.linear import cublaslt, fixed, measured_algorithms, skinny, skinny_tiles, tile_choice
-from strata.kernels.linear.packed import few_rows, many_rows, two_of_four
+from strata.kernels.linear import cublaslt, fixed, measured_algorithms
 from strata.kernels.linear.packed.frozen import frozen_product
-from strata.kernels.op import ATEN, CUBLAS, operation
+from strata.kernels.linear.packed.many_rows import implement_many_rows
+from strata.kernels.linear.skinny import SkinnyProduct, implement_few_rows
+from strata.kernels.op import CUBLAS, operation
 from strata.kernels.quant.packed import PackedWeight, dense, packed_product, round_activations
 from strata.kernels.triton_import import HAS_TRITON
 
@@ -57,26 +56,11 @@ def _unpacked(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Te
     return product if bias is None else product + bias
 
 
-def _has_tile(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    return tile_choice.chosen_tile(linear.name, x, weight) is not None
+def _product(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> SkinnyProduct:
+    return SkinnyProduct(x.reshape(-1, x.shape[-1]), weight, bias)
 
 
-def _kernels(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Any, ...]:
-    return skinny.kernels_of(tile_choice.chosen_tile(linear.name, x, weight))
-
-
-def _scratch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> int:
-    tile = tile_choice.chosen_tile(linear.name, x, weight)
-    return skinny.scratch_bytes(tile, x.numel() // weight.shape[1], weight.shape[0])
-
-
-@linear.implement(skinny_tiles.IMPLEMENTATION, "cuda", supports=_has_tile, kernels=_kernels, scratch=_scratch)
-def _skinny(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    tile = tile_choice.chosen_tile(linear.name, x, weight)
-    assert tile is not None
-    return skinny.skinny_linear(x, weight, bias, tile)
-
-
+implement_few_rows(linear, _product)
 linear.implement("cublaslt measured", "cuda", supports=measured_algorithms.supports, kernels=(CUBLAS,))(
     measured_algorithms.measured_linear
 )
@@ -88,64 +72,7 @@ if HAS_TRITON:
     linear.implement("triton", "cuda", invariant=True, supports=fixed.fits, kernels=(fixed.linear_kernel,))(
         fixed.triton_linear
     )
-for _name, _run, _fits, _launched, _held in (
-    (
-        few_rows.IMPLEMENTATION,
-        few_rows.few_rows_linear,
-        few_rows.fits_linear,
-        few_rows.linear_kernels,
-        few_rows.scratch,
-    ),
-    ("rounded, split", many_rows.split, many_rows.fits_split, many_rows.SPLIT_KERNELS, many_rows.split_bytes),
-    (
-        "rounded, triton",
-        many_rows.rounded_product,
-        many_rows.fits_rounded,
-        many_rows.ROUNDED_KERNELS,
-        many_rows.rounded_bytes,
-    ),
-    (
-        "rounded, cublas",
-        many_rows.scaled_mm,
-        many_rows.fits_scaled_mm,
-        many_rows.SCALED_MM_KERNELS,
-        many_rows.rounded_bytes,
-    ),
-    (
-        "2:4 expanded, cublas",
-        two_of_four.expanded,
-        two_of_four.fits_expanded,
-        two_of_four.EXPANDED_KERNELS,
-        many_rows.dequantized_bytes,
-    ),
-    (
-        "dequantized, cublas",
-        many_rows.dequantized,
-        many_rows.fits_dequantized,
-        many_rows.DEQUANTIZED_KERNELS,
-        many_rows.dequantized_bytes,
-    ),
-    ("unpacked, cublas", many_rows.unpacked, None, (ATEN, CUBLAS), many_rows.dequantized_bytes),
-):
-    linear.implement(_name, "cuda", supports=_fits, kernels=_launched, packed=True, scratch=_held)(_run)
-linear.implement(
-    "2:4 expanded, fixed tiles",
-    "cuda",
-    invariant=True,
-    supports=two_of_four.fits_fixed_tiles,
-    kernels=two_of_four.FIXED_KERNELS,
-    packed=True,
-    scratch=many_rows.dequantized_bytes,
-)(two_of_four.fixed_tiles)
-linear.implement(
-    "dequantized, fixed tiles",
-    "cuda",
-    invariant=True,
-    supports=many_rows.fits_fixed_tiles,
-    kernels=many_rows.FIXED_KERNELS,
-    packed=True,
-    scratch=many_rows.dequantized_bytes,
-)(many_rows.fixed_tiles)
+implement_many_rows(linear)
 
 
 @linear.implement("of a frozen weight", "cpu", differentiable=True, packed=True)

@@ -17,13 +17,9 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.fused import Run, fused
 from strata.kernels.linear.linear import linear
-from strata.kernels.linear.packed import few_rows
-from strata.kernels.linear.skinny import SkinnyProduct, kernels_of, multiply, scratch_bytes
-from strata.kernels.linear.skinny_tiles import IMPLEMENTATION
-from strata.kernels.linear.tile_choice import chosen_tile
+from strata.kernels.linear.skinny import SkinnyProduct, implement_few_rows
 from strata.kernels.op import ATEN, operation
 from strata.kernels.quant.packed import PackedWeight
-from strata.kernels.triton_import import HAS_TRITON
 
 Weight = TypeVar("Weight", Tensor, PackedWeight)
 
@@ -114,132 +110,59 @@ def scaled_linear_silu_mul(run: Run, call: ScaledCall[Any]) -> Tensor:
     return result
 
 
-def _adds(call: AddCall[Tensor]) -> bool:
-    return chosen_tile(linear_add.name, call.x, call.weight) is not None and _is_alike(call)
+def _add_product(call: AddCall[Any]) -> SkinnyProduct:
+    x, weight, bias, residual, norm_weight = call
+    x, residual = (one.reshape(-1, one.shape[-1]) for one in (x, residual))
+    return SkinnyProduct(x, weight, bias, residual=residual, norm_weight=norm_weight)
 
 
-def _is_alike(call: AddCall[Any]) -> bool:
-    """Whether what is added can be read beside the product."""
+def _can_add(call: AddCall[Any]) -> bool:
     residual = call.residual
     return residual.dtype == call.norm_weight.dtype == call.x.dtype and residual.stride(-1) == 1
 
 
-def _adds_skinny(call: AddCall[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    x, weight, bias, residual, norm_weight = call
-    tile = chosen_tile(linear_add.name, x, weight)
-    assert tile is not None
-    residual_rows = residual.reshape(-1, residual.shape[-1])
-    product = SkinnyProduct(x.reshape(-1, x.shape[-1]), weight, bias, residual=residual_rows, norm_weight=norm_weight)
-    total, weighted, squares = multiply(product, tile)
-    return total.view(residual.shape), weighted.view(residual.shape), squares.view(*x.shape[:-1], -1)
+def _scaled_product(gated: bool, call: ScaledCall[Any]) -> SkinnyProduct:
+    weighted, squares, eps, weight, bias = call
+    x, squares = weighted.reshape(-1, weighted.shape[-1]), squares.view(-1, squares.shape[-1])
+    return SkinnyProduct(x, weight, bias, squares, eps, gated)
 
 
-def _holds_squares(call: ScaledCall[Any]) -> bool:
+def _can_scale(call: ScaledCall[Any]) -> bool:
     return call.squares.shape[-1] <= _MOST_BLOCKS and call.squares.is_contiguous()
 
 
-def _scales(operation: str, call: ScaledCall[Tensor]) -> bool:
-    return _holds_squares(call) and chosen_tile(operation, call.weighted, call.weight) is not None
-
-
-def _scales_skinny(operation: str, call: ScaledCall[Tensor]) -> Tensor:
-    weighted, squares, eps, weight, bias = call
-    tile = chosen_tile(operation, weighted, weight)
-    assert tile is not None
-    rows, row_squares = weighted.reshape(-1, weighted.shape[-1]), squares.view(-1, squares.shape[-1])
-    gated = operation == scaled_linear_silu_mul.name
-    (result,) = multiply(SkinnyProduct(rows, weight, bias, row_squares, eps, gated), tile)
-    return result.view(*weighted.shape[:-1], result.shape[-1])
-
-
-def _factors(call: AddCall[Weight] | ScaledCall[Weight]) -> tuple[Tensor, Weight]:
+def _factors(call: AddCall[Any] | ScaledCall[Any]) -> tuple[Tensor, Any]:
     return (call.x if isinstance(call, AddCall) else call.weighted), call.weight
-
-
-def _kernels(operation: str, call: AddCall[Tensor] | ScaledCall[Tensor]) -> tuple[Any, ...]:
-    return kernels_of(chosen_tile(operation, *_factors(call)))
-
-
-def _scratch(operation: str, call: AddCall[Tensor] | ScaledCall[Tensor]) -> int:
-    x, weight = _factors(call)
-    return scratch_bytes(chosen_tile(operation, x, weight), x.numel() // weight.shape[1], weight.shape[0])
-
-
-if HAS_TRITON:
-    for _made, _run, _fits in (
-        (linear_add, _adds_skinny, _adds),
-        (scaled_linear, partial(_scales_skinny, scaled_linear.name), partial(_scales, scaled_linear.name)),
-        (
-            scaled_linear_silu_mul,
-            partial(_scales_skinny, scaled_linear_silu_mul.name),
-            partial(_scales, scaled_linear_silu_mul.name),
-        ),
-    ):
-        _told: dict[str, Any] = {"kernels": partial(_kernels, _made.name), "scratch": partial(_scratch, _made.name)}
-        _made.implement(IMPLEMENTATION, "cuda", supports=_fits, **_told)(_run)
 
 
 _packed_linear, _silu_mul = linear.bind("cuda", packed=True), silu_mul.bind("cuda")
 
 
-def _packed_adds(call: AddCall[PackedWeight]) -> bool:
-    return _is_alike(call) and few_rows.chosen_tile(call.x, call.weight) is not None
-
-
-def _packed_kernels(call: AddCall[PackedWeight] | ScaledCall[PackedWeight]) -> tuple[Any, ...]:
-    return few_rows.linear_kernels(*_factors(call))
-
-
-@linear_add.implement(few_rows.IMPLEMENTATION, "cuda", supports=_packed_adds, kernels=_packed_kernels, packed=True)
-def _packed_add(call: AddCall[PackedWeight]) -> tuple[Tensor, Tensor, Tensor]:
-    x, weight, bias, residual, norm_weight = call
-    tile = few_rows.chosen_tile(x, weight)
-    assert tile is not None
-    rows, residual_rows = (one.reshape(-1, one.shape[-1]) for one in (x, residual))
-    product = few_rows.PackedProduct(rows, weight, bias, residual=residual_rows, norm_weight=norm_weight)
-    total, weighted, squares = few_rows.multiply(product, tile)
-    return total.view(residual.shape), weighted.view(residual.shape), squares.view(*x.shape[:-1], -1)
-
-
-def _packed_add_parts(call: AddCall[PackedWeight]) -> tuple[str, ...]:
-    return (*_packed_linear.launches(*call[:3]), ATEN)
-
-
-@linear_add.implement("linear, torch", "cuda", kernels=_packed_add_parts, packed=True)
-def _packed_add_in_parts(call: AddCall[PackedWeight]) -> tuple[Tensor, Tensor, Tensor]:
+def _add_in_parts(call: AddCall[PackedWeight]) -> tuple[Tensor, Tensor, Tensor]:
     total = _packed_linear(*call[:3]) + call.residual
     return total, total * call.norm_weight, total.float().square().sum(-1, keepdim=True)
 
 
-def _packed_scales(call: ScaledCall[PackedWeight]) -> bool:
-    return _holds_squares(call) and few_rows.chosen_tile(call.weighted, call.weight) is not None
-
-
-def _packed_scale(gated: bool, call: ScaledCall[PackedWeight]) -> Tensor:
-    weighted, squares, eps, weight, bias = call
-    tile = few_rows.chosen_tile(weighted, weight)
-    assert tile is not None
-    rows, row_squares = weighted.reshape(-1, weighted.shape[-1]), squares.view(-1, squares.shape[-1])
-    (result,) = few_rows.multiply(few_rows.PackedProduct(rows, weight, bias, row_squares, eps, gated), tile)
-    return result.view(*weighted.shape[:-1], result.shape[-1])
-
-
-def _packed_scale_in_parts(gated: bool, call: ScaledCall[PackedWeight]) -> Tensor:
+def _scale_in_parts(gated: bool, call: ScaledCall[PackedWeight]) -> Tensor:
     weighted, squares, eps, weight, bias = call
     scale = torch.rsqrt(squares.sum(-1, keepdim=True) / weight.shape[1] + eps)
     product: Tensor = _packed_linear((weighted * scale).to(weighted.dtype), weight, bias)
     return _silu_mul(*product.chunk(2, -1)) if gated else product
 
 
-def _packed_scale_parts(gated: bool, call: ScaledCall[PackedWeight]) -> tuple[str, ...]:
-    half, product = scaled_linear_silu_mul.meta(*call), (call.weighted, call.weight, call.bias)
-    return (ATEN, *_packed_linear.launches(*product), *(_silu_mul.launches(half, half) if gated else ()))
+def _kernels_of_parts(gated: bool, call: AddCall[PackedWeight] | ScaledCall[PackedWeight]) -> tuple[str, ...]:
+    product = _packed_linear.launches(*_factors(call), call.bias)
+    if isinstance(call, AddCall):
+        return (*product, ATEN)
+    half = scaled_linear_silu_mul.meta(*call)
+    return (ATEN, *product, *(_silu_mul.launches(half, half) if gated else ()))
 
 
-for _gated, _made in enumerate((scaled_linear, scaled_linear_silu_mul)):
-    _made.implement(few_rows.IMPLEMENTATION, "cuda", supports=_packed_scales, kernels=_packed_kernels, packed=True)(
-        partial(_packed_scale, bool(_gated))
-    )
-    _made.implement("linear, torch", "cuda", kernels=partial(_packed_scale_parts, bool(_gated)), packed=True)(
-        partial(_packed_scale_in_parts, bool(_gated))
-    )
+for _made, _product, _can_read, _in_parts in (
+    (linear_add, _add_product, _can_add, _add_in_parts),
+    (scaled_linear, partial(_scaled_product, False), _can_scale, partial(_scale_in_parts, False)),
+    (scaled_linear_silu_mul, partial(_scaled_product, True), _can_scale, partial(_scale_in_parts, True)),
+):
+    implement_few_rows(_made, _product, _factors, _can_read)
+    _parts = partial(_kernels_of_parts, _made is scaled_linear_silu_mul)
+    _made.implement("linear, torch", "cuda", kernels=_parts, packed=True)(_in_parts)

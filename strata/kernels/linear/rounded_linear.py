@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.linear.packed import many_rows
-from strata.kernels.linear.packed.many_rows import RoundedCall
-from strata.kernels.linear.packed.rounded_kernel import rounded_product_kernel
-from strata.kernels.linear.packed.split_product import split_product_kernel
+from strata.kernels.device_limits import DeviceLimits
+from strata.kernels.grid_sizes import ceil_div
+from strata.kernels.linear.packed.in_8_bits import has_rounded_kernel, has_scales_of_rows, takes_rounded
+from strata.kernels.linear.packed.rounded_kernel import choose_tile, rounded_product_kernel
+from strata.kernels.linear.packed.split_product import (
+    SplitTile,
+    split_product,
+    split_product_kernel,
+    split_tile,
+    sums_bytes,
+)
 from strata.kernels.op import CUBLAS, operation
-from strata.kernels.quant.packed import Scheme, product_of, spread
+from strata.kernels.quant.fp8 import library_product
+from strata.kernels.quant.packed import PackedWeight, Scheme, product_of, spread, wide_scales
+from strata.kernels.triton_import import HAS_TRITON
+
+if HAS_TRITON:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+class RoundedCall(NamedTuple):
+    """The operands of `rounded_linear`. values, scales: what `round_rows` made of x [rows, width] as the weight's
+    scheme rounds activations. weight: [out, width], packed in the same kind of values; bias: [out] or None, of the
+    dtype, x's."""
+
+    values: Tensor
+    scales: Tensor
+    weight: PackedWeight
+    bias: Tensor | None
+    dtype: torch.dtype
 
 
 def _cost(call: RoundedCall, *, workload: Workload) -> Cost:
@@ -39,14 +66,98 @@ def rounded_linear(call: RoundedCall) -> Tensor:
     return product_of(rows, weight, bias, dtype)
 
 
-for _name, _run, _fits, _kernel in (
-    ("rounded, split", many_rows.split_of_rounded, many_rows.fits_split_of_rounded, split_product_kernel),
-    (
-        "rounded, triton",
-        many_rows.product_of_rounded,
-        many_rows.fits_product_of_rounded,
-        rounded_product_kernel,
-    ),
-    ("rounded, cublas", many_rows.scaled_mm_of_rounded, many_rows.fits_scaled_mm_of_rounded, CUBLAS),
-):
-    rounded_linear.implement(_name, "cuda", supports=_fits, kernels=(_kernel,), packed=True)(_run)
+def by_library(call: RoundedCall) -> Tensor:
+    values, scales, weight, bias, dtype = call
+    # Scales of rows, float32 [out, 1]; what is stored, where that is so.
+    own = wide_scales(weight).expand(weight.shape[0], 1).contiguous()
+    return library_product(values, scales, weight.values, own, dtype, True, bias)
+
+
+def by_tiles(call: RoundedCall) -> Tensor:
+    """By the Triton kernel whose programs have whole rows of the weight."""
+    values, scales, weight, bias, dtype = call
+    out, width = weight.shape
+    rows = values.shape[0]
+    result = torch.empty((rows, out), dtype=dtype, device=values.device)
+    processors = DeviceLimits.of(values.device).processors
+    tile = choose_tile(rows, out, weight.columns > 0, processors)
+    tiles = ceil_div(rows, tile.rows) * ceil_div(out, tile.columns)
+    rounded_product_kernel[(min(processors, tiles),)](
+        TensorDescriptor.from_tensor(values, [tile.rows, tile.width]),
+        TensorDescriptor.from_tensor(weight.values, [tile.columns, tile.width]),
+        scales,
+        weight.scales,
+        weight.row_scales,
+        bias,
+        TensorDescriptor.from_tensor(result, [tile.rows, tile.columns]),
+        rows,
+        out,
+        width,
+        scales.shape[1],
+        weight.scales.stride(0),
+        ROW_GROUP=weight.rows,
+        GROUP=weight.columns,
+        **tile.constants,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return result
+
+
+def by_split_k(call: RoundedCall) -> Tensor:
+    """By the Triton kernel whose programs may have parts of the width."""
+    tile = _split_tile(call.values, call.weight)
+    assert tile is not None
+    return split_product(*call, tile)
+
+
+def _split_tile(x: Tensor, weight: PackedWeight) -> SplitTile | None:
+    out, width = weight.shape
+    if weight.columns or not HAS_TRITON:
+        return None
+    return split_tile(x.numel() // width, out, width, DeviceLimits.of(x.device).processors)
+
+
+def _divides(x: Tensor, weight: PackedWeight) -> bool:
+    return _split_tile(x, weight) is not None
+
+
+def _split_bytes(x: Tensor, weight: PackedWeight) -> int:
+    tile = _split_tile(x, weight)
+    assert tile is not None
+    return sums_bytes(tile, x.numel() // weight.shape[1], weight.shape[0])
+
+
+class QuantizedWay(NamedTuple):
+    """One to run the operation. takes: rows, rounded or not, and a weight that `takes_rounded`. scratch: bytes of what
+    it holds while it runs."""
+
+    name: str
+    run: Callable[[RoundedCall], Tensor]
+    takes: Callable[[Tensor, PackedWeight], bool]
+    kernel: Any
+    scratch: Callable[[Tensor, PackedWeight], int] = lambda x, weight: 0
+
+    def fits(self, x: Tensor, weight: PackedWeight, dtype: torch.dtype) -> bool:
+        return x.numel() > 0 and takes_rounded(weight, dtype, DeviceLimits.of(x.device)) and self.takes(x, weight)
+
+
+# So few rows that the library, or tiles over the whole width, leave processors idle; int8 with scales of rows, or both
+# kinds in blocks of columns; e4m3 with scales of rows, of which the library writes bfloat16 alone.
+WAYS = (
+    QuantizedWay("rounded, split", by_split_k, _divides, split_product_kernel, _split_bytes),
+    QuantizedWay("rounded, triton", by_tiles, lambda x, weight: has_rounded_kernel(weight), rounded_product_kernel),
+    QuantizedWay("rounded, cublas", by_library, lambda x, weight: has_scales_of_rows(weight), CUBLAS),
+)
+
+
+def _implement(way: QuantizedWay) -> None:
+    def supports(call: RoundedCall) -> bool:
+        """Rows whose columns are as they come, which can be rounded where they are made."""
+        return call.weight.order is None and way.fits(call.values, call.weight, call.dtype)
+
+    rounded_linear.implement(way.name, "cuda", supports=supports, kernels=(way.kernel,), packed=True)(way.run)
+
+
+for _way in WAYS:
+    _implement(_way)

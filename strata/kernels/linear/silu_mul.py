@@ -6,8 +6,7 @@ burst reaches 800. What is saved is the product's way to memory and back, 2.6 % 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,15 +14,12 @@ from torch import Tensor
 
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.choose import thresholds
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.fused import Run, fused
 from strata.kernels.grid_sizes import ceil_div
+from strata.kernels.linear.fixed import Tile, tile_at
 from strata.kernels.linear.linear import linear
-from strata.kernels.linear.packed import few_rows
-from strata.kernels.linear.skinny import SkinnyProduct, kernels_of, multiply, scratch_bytes
-from strata.kernels.linear.skinny_tiles import IMPLEMENTATION
-from strata.kernels.linear.tile_choice import chosen_tile
+from strata.kernels.linear.skinny import SkinnyProduct, implement_few_rows
 from strata.kernels.quant.packed import PackedWeight
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
@@ -42,26 +38,6 @@ def linear_silu_mul(run: Run, x: Tensor, weight: Tensor | PackedWeight, bias: Te
     return result
 
 
-_linear, _silu_mul = linear.bind("cuda"), silu_mul.bind("cuda")
-
-
-def one_after_the_other(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    gate, up = _linear(x, weight, bias).chunk(2, -1)
-    result: Tensor = _silu_mul(gate, up)
-    return result
-
-
-def _kernels_of_both(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[str, ...]:
-    half = linear_silu_mul.meta(x, weight, bias)
-    return _linear.launches(x, weight, bias) + _silu_mul.launches(half, half)
-
-
-def _bytes_of_both(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> int:
-    """Of the product, and what it takes itself where that is more than the halves' result."""
-    result: int = linear_silu_mul.meta(x, weight, bias).nbytes
-    return 2 * result + max(0, _linear.scratch(x, weight, bias) - result)
-
-
 @jit
 def linear_silu_mul_kernel(
     x,
@@ -75,7 +51,7 @@ def linear_silu_mul_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr = 16,
 ):
     """Persistent programs take tiles [BLOCK_M, BLOCK_N] of the result in turn, operands through the copy engine.
 
@@ -85,12 +61,9 @@ def linear_silu_mul_kernel(
     tiles_n = tl.cdiv(inner, BLOCK_N)
     # Flattened with the loop inside it, so that a tile's first operands arrive while the one before it is stored.
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
-        # Programs that run together share rows of x and of the weight: GROUP tiles of rows for each tile of columns.
-        group = tile // (GROUP * tiles_n)
-        members = min(tiles_m - group * GROUP, GROUP)
-        within = tile % (GROUP * tiles_n)
-        row = (group * GROUP + within % members) * BLOCK_M
-        column = within // members * BLOCK_N
+        tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, GROUP)
+        row = tile_m * BLOCK_M
+        column = tile_n * BLOCK_N
         total = tl.zeros((BLOCK_M, 2 * BLOCK_N), dtype=tl.float32)
         for k in range(0, width, BLOCK_K):
             both = weight.load([0, column, k]).reshape(2 * BLOCK_N, BLOCK_K)
@@ -105,30 +78,7 @@ def linear_silu_mul_kernel(
         result.store([row, column], (silu * up).to(result.dtype))
 
 
-@dataclass(frozen=True)
-class Tile:
-    """What a program computes at a time: rows and columns of the result over so much of the width."""
-
-    rows: int = 128
-    columns: int = 128
-    width: int = 64
-    group: int = 16
-    warps: int = 8
-    stages: int = 3
-
-    @property
-    def constants(self) -> dict[str, int]:
-        return {"BLOCK_M": self.rows, "BLOCK_N": self.columns, "BLOCK_K": self.width, "GROUP": self.group}
-
-
-_TILE = Tile()
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    if device.type == "meta":  # nothing is launched
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
+_TILE = Tile(128, 128, 8, 3)
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
@@ -148,7 +98,7 @@ def _triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows, (out, width) = x.shape[0], weight.shape
     result = torch.empty((rows, out // 2), dtype=x.dtype, device=x.device)
     tiles = ceil_div(rows, _TILE.rows) * ceil_div(out // 2, _TILE.columns)
-    linear_silu_mul_kernel[(min(_processors(x.device), tiles),)](
+    linear_silu_mul_kernel[(min(DeviceLimits.of(x.device).processors, tiles),)](
         TensorDescriptor.from_tensor(x, [_TILE.rows, _TILE.width]),
         TensorDescriptor.from_tensor(weight.unflatten(0, (2, -1)), [2, _TILE.columns, _TILE.width]),
         weight if bias is None else bias,
@@ -164,88 +114,37 @@ def _triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return result
 
 
-def _fits_skinny(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    return chosen_tile(linear_silu_mul.name, x, weight) is not None
+def _product(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> SkinnyProduct:
+    return SkinnyProduct(x.reshape(-1, x.shape[-1]), weight, bias, gated=True)
 
 
-def _skinny(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    tile = chosen_tile(linear_silu_mul.name, x, weight)
-    assert tile is not None
-    (result,) = multiply(SkinnyProduct(x.reshape(-1, x.shape[-1]), weight, bias, gated=True), tile)
-    return result.view(*x.shape[:-1], result.shape[-1])
+_silu_mul = silu_mul.bind("cuda")
 
 
-def _skinny_kernels(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Any, ...]:
-    return kernels_of(chosen_tile(linear_silu_mul.name, x, weight))
+def _in_parts(packed: bool) -> Callable[..., Tensor]:
+    """Register the product and then the gating, which is returned."""
+    product = linear.bind("cuda", packed=packed)
+
+    def run(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
+        gate, up = product(x, weight, bias).chunk(2, -1)
+        result: Tensor = _silu_mul(gate, up)
+        return result
+
+    def kernels(*given: Any) -> tuple[str, ...]:
+        half = linear_silu_mul.meta(*given)
+        return product.launches(*given) + _silu_mul.launches(half, half)
+
+    def scratch(*given: Any) -> int:
+        """Of the product, and what it takes itself where that is more than the halves' result."""
+        result: int = linear_silu_mul.meta(*given).nbytes
+        return 2 * result + max(0, product.scratch(*given) - result)
+
+    linear_silu_mul.implement("linear, silu_mul", "cuda", kernels=kernels, packed=packed, scratch=scratch)(run)
+    return run
 
 
-def _skinny_scratch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> int:
-    tile = chosen_tile(linear_silu_mul.name, x, weight)
-    return scratch_bytes(tile, x.numel() // weight.shape[1], weight.shape[0])
-
-
+implement_few_rows(linear_silu_mul, _product)
 if HAS_TRITON:
-    linear_silu_mul.implement(
-        IMPLEMENTATION, "cuda", supports=_fits_skinny, kernels=_skinny_kernels, scratch=_skinny_scratch
-    )(_skinny)
     linear_silu_mul.implement("triton", "cuda", supports=_fits, kernels=(linear_silu_mul_kernel,))(_triton)
-linear_silu_mul.implement("linear, silu_mul", "cuda", kernels=_kernels_of_both, scratch=_bytes_of_both)(
-    one_after_the_other
-)
-
-_packed_linear = linear.bind("cuda", packed=True)
-
-
-@linear_silu_mul.implement(
-    few_rows.IMPLEMENTATION,
-    "cuda",
-    supports=few_rows.fits_linear,
-    kernels=few_rows.linear_kernels,
-    packed=True,
-    scratch=few_rows.scratch,
-)
-def _packed_skinny(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    return few_rows.few_rows_linear(x, weight, bias, gated=True)
-
-
-def _packed_kernels(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> tuple[str, ...]:
-    half = linear_silu_mul.meta(x, weight, bias)
-    return _packed_linear.launches(x, weight, bias) + _silu_mul.launches(half, half)
-
-
-def _packed_bytes(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> int:
-    result: int = linear_silu_mul.meta(x, weight, bias).nbytes
-    return 2 * result + max(0, _packed_linear.scratch(x, weight, bias) - result)
-
-
-@linear_silu_mul.implement("linear, silu_mul", "cuda", kernels=_packed_kernels, packed=True, scratch=_packed_bytes)
-def _packed_one_after_the_other(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    result: Tensor = _silu_mul(*_packed_linear(x, weight, bias).chunk(2, -1))
-    return result
-
-
-def compile_cases() -> list[CompileCase]:
-    tile = _TILE
-    signature = (
-        {
-            "x": f"tensordesc<bf16[{tile.rows}, {tile.width}]>",
-            "weight": f"tensordesc<bf16[2, {tile.columns}, {tile.width}]>",
-            "result": f"tensordesc<bf16[{tile.rows}, {tile.columns}]>",
-            "bias": "*bf16:16",
-        }
-        | dict.fromkeys(("inner", "width"), "i32:16")
-        | {"rows": "i32"}
-    )
-    must_contain = ("wgmma.mma_async", "cp.async.bulk.tensor")
-    return [
-        CompileCase(
-            f"linear_silu_mul{' with bias' if bias else ''}",
-            linear_silu_mul_kernel,
-            signature,
-            {"HAS_BIAS": bias, **tile.constants},
-            tile.warps,
-            tile.stages,
-            must_contain,
-        )
-        for bias in (False, True)
-    ]
+one_after_the_other = _in_parts(packed=False)
+_in_parts(packed=True)

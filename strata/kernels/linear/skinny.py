@@ -1,25 +1,38 @@
-"""The dense layer for few rows (decoding): the weight streams through once, at the speed of memory.
+"""The dense layer for few rows (small-M GEMM, decoding): the weight streams through once, at the speed of memory.
 
-Two kernels (`skinny_kernels`): for one to four rows, and for up to 256. Both can apply the scale of a norm to the
-rows, gate half of the columns by the other half, add a residual and prepare the next norm (`prenorm`), or send the
-product to the ranks that add it up (`strata.kernels.collective.sent_products`). Which tile serves which shape was
-measured (`strata bench kernels --tune`, `skinny_tiles`).
+Two kernels (`skinny_kernels`): for one to four rows, and for up to 256. Both can apply the scale of a norm to the rows,
+gate half of the columns by the other half, add a residual and prepare the next norm (`prenorm`); of plain weights they
+can send the product to the ranks that add it up (`strata.kernels.collective.sent_products`). Which tile serves which
+shape was measured (`strata bench kernels --tune`, `skinny_tiles`).
+
+What a packed weight's scheme says of activations is left out: few rows cost nothing as they are, so x is not rounded to
+8 bits and the result is nearer to that of the plain weight than the reference's; one row by int4 is to 16.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
+from strata.kernels.linear.packed.few_rows import group_of, in_order, ordered
+from strata.kernels.linear.packed.int4_gemv import CHUNK, in_chunks
 from strata.kernels.linear.skinny_kernels import dot_kernel, gemv_kernel
-from strata.kernels.linear.skinny_tiles import PREFETCHED, SkinnyTile, aligned
+from strata.kernels.linear.skinny_tiles import IMPLEMENTATION, PACKED_IMPLEMENTATION, SkinnyTile, aligned
+from strata.kernels.linear.tile_rule import chosen_tile
+from strata.kernels.op import ATEN, Operation
+from strata.kernels.quant.packed import TWO_OF_FOUR, PackedWeight
 from strata.kernels.split_counters import split_counters
+
+Weight = Tensor | PackedWeight
+
+# A prefetch brings in pieces of so many bytes.
+_PIECE = 256
 
 
 @dataclass(frozen=True)
@@ -40,17 +53,17 @@ class Inboxes:
 class SkinnyProduct:
     """`x @ weight^T + bias`, and what else happens to it in the same kernel.
 
-    x [rows, width], weight [out, width], bias [out] or None.
+    x [rows, width], weight [out, width], also packed, bias [out] or None.
     squares [rows, blocks] float32, eps: if given, each row of the product is multiplied by
     1 / sqrt(sum(squares) / width + eps) before the bias is added.
     gated: the result is silu(first half of the columns) * second half.
     residual [rows, out], norm_weight [out]: if given, the residual is added, and the results are those of `linear_add`.
-    inboxes: if given, the product, of an even number of columns, is rounded and sent there, and nothing else happens to
-    it; there are no results.
+    inboxes: if given, the product by a plain weight, of an even number of columns, is rounded and sent there, and
+    nothing else happens to it; there are no results.
     """
 
     x: Tensor
-    weight: Tensor
+    weight: Weight
     bias: Tensor | None = None
     squares: Tensor | None = None
     eps: float = 0.0
@@ -61,7 +74,8 @@ class SkinnyProduct:
 
     def __post_init__(self) -> None:
         others = (self.bias, self.squares, self.residual)
-        if self.inboxes is not None and (self.gated or self.out % 2 or any(one is not None for one in others)):
+        is_more = self.gated or isinstance(self.weight, PackedWeight) or any(one is not None for one in others)
+        if self.inboxes is not None and (is_more or self.out % 2):
             raise ValueError(f"a product that is sent is x [rows, width] by a weight [even, width] alone, not {self}")
 
     @property
@@ -91,81 +105,128 @@ class Launch:
 
 
 def launch(product: SkinnyProduct, tile: SkinnyTile) -> Launch:
-    """What multiplies with a tile that `fits`. results: the product [rows, out]; or total, weighted and squares; or
-    none where it is sent."""
+    """What multiplies with a tile that `fits`, x in the order of the weight. results: the product [rows, out]; or
+    total, weighted and squares; or none where it is sent."""
     x, weight, squares, residual = product.x, product.weight, product.squares, product.residual
-    (count, width), out = x.shape, product.out
-    tiles = ceil_div(weight.shape[0], tile.columns)
-    inboxes = product.inboxes
+    (count, width), out, inboxes = x.shape, product.out, product.inboxes
+    tiles, rows = ceil_div(weight.shape[0], tile.columns), tile.program_rows(count)
     results = [] if inboxes is not None else [torch.empty((count, out), dtype=x.dtype, device=x.device)]
     if residual is not None:
         results.append(torch.empty((count, out), dtype=x.dtype, device=x.device))
         results.append(torch.empty((count, tiles), dtype=torch.float32, device=x.device))
-    tensors = (x, weight, product.bias, squares, residual, product.norm_weight)
-    outputs = (*results, *(None,) * (3 - len(results)))
-    sizes = (
-        count,
-        out,
-        width // tile.splits,
-        x.stride(0),
-        weight.stride(0),
+    of_weight: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+    if isinstance(weight, PackedWeight):
+        of_weight = weight.values, weight.scales, weight.zeros, weight.row_scales
+        kind, row_group, group = weight.kind, weight.rows, group_of(weight)
+        if kind == TWO_OF_FOUR:
+            # Four values are loaded together, those of eight columns.
+            of_weight = weight.values.view(torch.int64), *of_weight[1:]
+    else:
+        of_weight = weight, None, None, None
+        kind, row_group, group = "float", 1, 0
+    values, scales, *_ = of_weight
+    tensors = (product.bias, squares, residual, product.norm_weight, *results, *(None,) * (3 - len(results)))
+    strides = (
+        None if scales is None else scales.stride(0),
         None if residual is None else residual.stride(0),
         None if squares is None else squares.shape[1],
         None if squares is None else product.eps,
-        *((None,) * 3 if inboxes is None else (inboxes.addresses, inboxes.calls, inboxes.rank)),
     )
+    beside = (None, None, None) if inboxes is None else (inboxes.addresses, inboxes.calls, inboxes.rank)
     options: dict[str, Any] = {
+        "ROW_GROUP": row_group,
         "GATED": product.gated,
         "EARLY": tile.early or (inboxes is not None and inboxes.starts_receiver),
-        "WORLD": 1 if inboxes is None else len(inboxes.addresses),
         "BLOCKS": 1 if squares is None else next_power_of_2(squares.shape[1]),
         "BLOCK_N": tile.columns,
         "BLOCK_K": tile.width,
         "num_warps": tile.warps,
         "launch_pdl": tile.early,
     }
+    operands = (x, *of_weight, *tensors)
+    options |= {"KIND": kind, "GROUP": group, "WORLD": 1 if inboxes is None else len(inboxes.addresses)}
+    sizes = (count, out, width // tile.splits, x.stride(0), values.stride(0), *strides, *beside)
     if tile.kernel == "gemv":
-        options |= {"ROWS": tile.program_rows(count), "ONCE": width <= tile.width}
-        return Launch(gemv_kernel, (tiles,), (*tensors, *outputs, *sizes), options, tuple(results))
-    rows = tile.program_rows(count)
+        if kind == "int4" and (count != 1 or width > tile.width or not in_chunks(width, group)):
+            what = f"one row of int4 at once, of chunks of {CHUNK} columns and groups of whole chunks"
+            raise ValueError(f"{tile} takes {what}, not {[count, width]} in groups of {group}")
+        options |= {"ROWS": rows, "ONCE": width <= tile.width}
+        return Launch(gemv_kernel, (tiles,), (*operands, *sizes), options, tuple(results))
     grid = (tiles, tile.splits, ceil_div(count, rows))
     parts = counters = None
     if tile.splits > 1:
         parts = torch.empty((math.prod(grid), tile.columns, rows), dtype=torch.float32, device=x.device)
         counters = split_counters(x.device)
-    prefetch = min(tile.prefetch, 1 << (width // tile.splits).bit_length() - 1)
+    # Of four-bit floats a block may have several groups; of others it has a part of one.
+    block = tile.width if not group or kind == "e2m1" else min(tile.width, group)
+    ahead = min(tile.prefetch, width // tile.splits) * values.shape[1] // width * values.element_size()
+    pieces = 1 << (ahead // _PIECE).bit_length() - 1 if ahead >= _PIECE and values.dtype != torch.int64 else 0
     options |= {"BLOCK_M": rows, "FULL": count % rows == 0, "STAGES": tile.stages, "SPLITS": tile.splits}
-    options["PIECES"] = prefetch // PREFETCHED
-    return Launch(dot_kernel, grid, (*tensors, *outputs, parts, counters, *sizes), options, tuple(results))
+    options |= {"BLOCK_K": block, "STEPS": tile.width // block, "PIECES": pieces}
+    return Launch(dot_kernel, grid, (*operands, parts, counters, *sizes), options, tuple(results))
 
 
-def scratch_bytes(tile: SkinnyTile | None, count: int, columns: int) -> int:
-    """What the splits of a product of so many rows by a weight of so many wait in."""
-    assert tile is not None
+def scratch_bytes(tile: SkinnyTile, x: Tensor, weight: Weight) -> int:
+    """Beside the results: rows in the order of the weight, and what the splits of the product wait in."""
+    (columns, width), copy = weight.shape, 0 if in_order(weight) else x.nbytes
     if tile.kernel == "gemv" or tile.splits == 1:
-        return 0
+        return copy
+    count = x.numel() // width
     rows = tile.program_rows(count)
-    return 4 * ceil_div(columns, tile.columns) * tile.columns * tile.splits * ceil_div(count, rows) * rows
+    return copy + 4 * ceil_div(columns, tile.columns) * tile.columns * tile.splits * ceil_div(count, rows) * rows
 
 
 def multiply(product: SkinnyProduct, tile: SkinnyTile) -> tuple[Tensor, ...]:
     """The results of `launch`. Sums are float32; with the same tile, the bits of a row do not depend on other rows.
 
-    Raises ValueError where `aligned` or `tile.fits` is false.
+    Raises ValueError where `aligned` or `tile.fits` is false for a plain weight, which `chosen_tile` has seen to.
     """
     x, weight = product.x, product.weight
-    if not (aligned(x, weight) and tile.fits(x.shape[0], *weight.shape)):
+    if isinstance(weight, Tensor) and not (aligned(x, weight) and tile.fits(x.shape[0], *weight.shape)):
         raise ValueError(f"{tile} does not fit x {list(x.shape)} and weight {list(weight.shape)}; use linear")
-    return launch(product, tile).run()
+    return launch(product if in_order(weight) else replace(product, x=ordered(x, weight)), tile).run()
 
 
-def kernels_of(tile: SkinnyTile | None) -> tuple[Any, ...]:
-    """What multiplies with the tile that was found."""
-    assert tile is not None
-    return (gemv_kernel if tile.kernel == "gemv" else dot_kernel,)
+def kernels_of(tile: SkinnyTile, weight: Weight) -> tuple[Any, ...]:
+    """What multiplies by a weight with a tile."""
+    kernel = gemv_kernel if tile.kernel == "gemv" else dot_kernel
+    return (kernel,) if in_order(weight) else (ATEN, kernel)
 
 
-def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: SkinnyTile) -> Tensor:
-    """`linear` with a tile: x [..., width], weight [out, width], bias [out] or None -> [..., out]."""
-    (result,) = multiply(SkinnyProduct(x.reshape(-1, x.shape[-1]), weight, bias), tile)
-    return result.view(*x.shape[:-1], weight.shape[0])
+def _by_weight(x: Tensor, weight: Weight, bias: Tensor | None = None) -> tuple[Tensor, Weight]:
+    return x, weight
+
+
+def implement_few_rows(
+    operation: Operation,
+    product: Callable[..., SkinnyProduct],
+    factors: Callable[..., tuple[Tensor, Weight]] = _by_weight,
+    can_read: Callable[..., bool] = lambda *given: True,
+) -> None:
+    """Register these kernels for an operation where `chosen_tile` has a tile for its x [..., width] and weight.
+
+    Of what implementations are called with, `product` makes the product of rows [rows, width], `factors` tells x and
+    weight, and `can_read` whether all else is as the kernels need it.
+    """
+
+    def tile_of(*given: Any) -> SkinnyTile:
+        tile = chosen_tile(operation.name, *factors(*given))
+        assert tile is not None
+        return tile
+
+    def supports(*given: Any) -> bool:
+        return can_read(*given) and chosen_tile(operation.name, *factors(*given)) is not None
+
+    def run(*given: Any) -> Tensor | tuple[Tensor, ...]:
+        before = factors(*given)[0].shape[:-1]
+        results = tuple(one.view(*before, -1) for one in multiply(product(*given), tile_of(*given)))
+        return results if len(results) > 1 else results[0]
+
+    def kernels(*given: Any) -> tuple[Any, ...]:
+        return kernels_of(tile_of(*given), factors(*given)[1])
+
+    def scratch(*given: Any) -> int:
+        return scratch_bytes(tile_of(*given), *factors(*given))
+
+    for name, packed in ((IMPLEMENTATION, False), (PACKED_IMPLEMENTATION, True)):
+        operation.implement(name, "cuda", supports=supports, kernels=kernels, packed=packed, scratch=scratch)(run)

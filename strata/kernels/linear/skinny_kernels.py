@@ -2,7 +2,9 @@
 
 Both sum a tile [BLOCK_N, BLOCK_M] in float32, rows of the weight by rows of x, and both end in `store_product`, or in
 `send_product` where ranks add the product up: inboxes [WORLD] int64 are the addresses of theirs, calls [rows] int32 the
-counters of the receiver's programs, and rank the number of this one. Arguments that a product has no use for are None.
+counters of the receiver's programs, and rank the number of this one. The weight is in x's type (KIND "float") or packed
+in values of a KIND, with scales and maybe zeros and row_scales as a `PackedWeight` has them; so many rows share scales
+as ROW_GROUP says. Arguments that a product has no use for are None.
 """
 
 from __future__ import annotations
@@ -11,14 +13,18 @@ from functools import partial
 
 from strata.kernels.collective.all_reduce import addresses
 from strata.kernels.collective.sent_products import epochs_of, send_product
-from strata.kernels.compile_case import CompileCase
+from strata.kernels.linear.packed.few_rows_kernels import four_dots, halves_of_x, scale_of_rows, scales_of_bytes
+from strata.kernels.linear.packed.int4_gemv import dot_chunks, load_chunks
+from strata.kernels.quant.dequantize import unpack_bytes, unpack_halves, unpack_wide, wide_scale
+from strata.kernels.quant.expand import eight_columns
 from strata.kernels.triton_import import gdc_launch_dependents, gdc_wait, jit, tl
 
 
 @jit
 def prefetch_weights(start, PIECES: tl.constexpr):
-    """Bring PIECES times 128 elements from each pointer of start [BLOCK_N] into the L2 cache."""
-    piece = start[:, None] + tl.arange(0, PIECES)[None, :] * 128
+    """Bring PIECES times 256 bytes from each pointer of start [BLOCK_N] into the L2 cache."""
+    EACH: tl.constexpr = 2048 // start.dtype.element_ty.primitive_bitwidth
+    piece = start[:, None] + tl.arange(0, PIECES)[None, :] * EACH
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], 256; mov.u32 $0, 0;",
         "=r,l",
@@ -59,27 +65,14 @@ def load_residual(residual, stride, row, column, rows, out):
 
 @jit
 def store_product(
-    total,
-    bias,
-    row_squares,
-    width,
-    eps,
-    residual,
-    factor,
-    result,
-    weighted,
-    squares,
-    row,
-    column,
-    rows,
-    out,
-    GATED: tl.constexpr,
+    total, bias, row_squares, width, eps, residual, factor, results, row, column, rows, out, GATED: tl.constexpr
 ):
     """Turn a tile of sums into a tile of the result, and store it.
 
     bias, factor (the norm's weights): [BLOCK_N]; row_squares [BLOCK_M, BLOCKS] and residual [BLOCK_N, BLOCK_M] as
-    loaded above. weighted [rows, out] and squares [rows, tiles] are stored if there is a factor.
+    loaded above. results: the result and, stored if there is a factor, weighted [rows, out] and squares [rows, tiles].
     """
+    result, weighted, squares = results
     if row_squares is not None:
         total *= tl.rsqrt(tl.sum(row_squares, 1) / width + eps)[None, :]
     if bias is not None:
@@ -103,9 +96,9 @@ def store_product(
 
 
 @jit
-def _add_products(total, values, x, k, held, rows, x_stride, ROWS: tl.constexpr):
-    """total [columns, ROWS] plus the sums of values [columns, k] times each row of x at k."""
-    wide = values.to(tl.float32)
+def _add_products(total, values, x, k, held, rows, x_stride, KIND: tl.constexpr, ROWS: tl.constexpr):
+    """total [columns, ROWS] plus the sums of values [columns, k] of a KIND times each row of x at k."""
+    wide = values.to(tl.float32) if KIND == "float" else unpack_wide(values, KIND, x.dtype.element_ty == tl.bfloat16)
     row = tl.arange(0, ROWS)[None, :]
     for index in tl.static_range(ROWS):
         left = tl.load(x + tl.minimum(index, rows - 1) * x_stride + k, mask=held, other=0.0).to(tl.float32)
@@ -117,6 +110,9 @@ def _add_products(total, values, x, k, held, rows, x_stride, ROWS: tl.constexpr)
 def gemv_kernel(
     x,
     weight,
+    scales,
+    zeros,
+    row_scales,
     bias,
     row_squares,
     residual,
@@ -129,12 +125,16 @@ def gemv_kernel(
     width,
     x_stride,
     weight_stride,
+    scale_stride,
     residual_stride,
     blocks,
     eps,
     inboxes,
     calls,
     rank,
+    KIND: tl.constexpr,
+    ROW_GROUP: tl.constexpr,
+    GROUP: tl.constexpr,
     GATED: tl.constexpr,
     EARLY: tl.constexpr,
     WORLD: tl.constexpr,
@@ -144,16 +144,29 @@ def gemv_kernel(
     ROWS: tl.constexpr,
     ONCE: tl.constexpr,
 ):
-    """Programs [tiles of columns]; `weight_rows` says which columns a tile has. ONCE: width is at most BLOCK_K."""
+    """Programs [tiles of columns]; `weight_rows` says which columns a tile has. ONCE: width is at most BLOCK_K.
+
+    Values are floats, a byte each with scales of rows, or int4, by which one row is multiplied, at once (`int4_gemv`).
+    """
+    kind: tl.constexpr = x.dtype.element_ty
     weight_row, column = weight_rows(tl.program_id(0), out, BLOCK_N, GATED)
     row = tl.arange(0, ROWS)
-    k = tl.arange(0, BLOCK_K)
-    held = k < width
-    tile = weight + weight_row.to(tl.int64)[:, None] * weight_stride + k[None, :]
-    if ONCE:
-        values = tl.load(tile, mask=held[None, :], other=0.0, eviction_policy="evict_first")
+    scale = None
+    if KIND == "int4":
+        sizes = weight_row, weight_stride, scale_stride, width
+        chunks = load_chunks(weight, scales, zeros, sizes, ROW_GROUP, GROUP, BLOCK_N, BLOCK_K)
+        if row_scales is not None:
+            scale = tl.load(row_scales + weight_row)
     else:
-        values = tl.load(tile, eviction_policy="evict_first")
+        k = tl.arange(0, BLOCK_K)
+        held = k < width
+        tile = weight + weight_row.to(tl.int64)[:, None] * weight_stride + k[None, :]
+        if ONCE:
+            values = tl.load(tile, mask=held[None, :], other=0.0, eviction_policy="evict_first")
+        else:
+            values = tl.load(tile, eviction_policy="evict_first")
+        if KIND != "float":
+            scale = scale_of_rows(scales, row_scales, weight_row, scale_stride, ROW_GROUP, 0)
     if bias is not None:
         bias = tl.load(bias + weight_row)
     if norm_weight is not None:
@@ -165,46 +178,40 @@ def gemv_kernel(
         gdc_launch_dependents()
     if row_squares is not None:
         row_squares = load_squares(row_squares, row, rows, blocks, BLOCKS)
-    total = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
-    if residual is not None:
-        # Sums start from it, row by row: a whole tile of so few elements would be loaded many times over.
-        for index in tl.static_range(ROWS):
-            one = tl.load(
-                residual + tl.minimum(index, rows - 1) * residual_stride + column, mask=column < out, other=0.0
-            )
-            total = tl.where((row == index)[None, :], one.to(tl.float32)[:, None], total)
-    last = 0
-    if not ONCE:
-        for start in range(BLOCK_K, width, BLOCK_K):
-            # Asked for before the products of the tile before it are made.
-            following = tl.load(tile + start, eviction_policy="evict_first")
-            total = _add_products(total, values, x + last, k, held, rows, x_stride, ROWS)
-            values = following
-            last = start
+    if residual is not None and KIND != "float":
+        residual = load_residual(residual, residual_stride, row, column, rows, out)
+    if KIND == "int4":
+        total = dot_chunks(x, chunks, scale, zeros is None)
+    else:
+        total = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
+        if residual is not None and KIND == "float":
+            # Sums start from it, row by row: a whole tile of so few elements would be loaded many times over.
+            for index in tl.static_range(ROWS):
+                one = tl.load(
+                    residual + tl.minimum(index, rows - 1) * residual_stride + column, mask=column < out, other=0.0
+                )
+                total = tl.where((row == index)[None, :], one.to(tl.float32)[:, None], total)
+            residual = None
+        last = 0
+        if not ONCE:
+            for start in range(BLOCK_K, width, BLOCK_K):
+                # Asked for before the products of the tile before it are made.
+                following = tl.load(tile + start, eviction_policy="evict_first")
+                total = _add_products(total, values, x + last, k, held, rows, x_stride, KIND, ROWS)
+                values = following
+                last = start
+        if inboxes is not None:
+            # Here they are there in time, and take no registers from weights that are under way.
+            inboxes, epochs = addresses(inboxes, WORLD), epochs_of(calls, row, rows)
+        total = _add_products(total, values, x + last, k, held, rows, x_stride, KIND, ROWS)
+        if scale is not None:
+            total *= scale[:, None]
     if inboxes is not None:
-        # Here they are there in time, and take no registers from weights that are under way.
-        inboxes, epochs = addresses(inboxes, WORLD), epochs_of(calls, row, rows)
-    total = _add_products(total, values, x + last, k, held, rows, x_stride, ROWS)
-    if inboxes is not None:
-        kind: tl.constexpr = x.dtype.element_ty
         send_product(total, inboxes, epochs, tl.program_id(0), row, rows, out, rank, WORLD, kind)
     else:
+        results = result, weighted, squares
         store_product(
-            total,
-            bias,
-            row_squares,
-            width,
-            eps,
-            None,
-            norm_weight,
-            result,
-            weighted,
-            squares,
-            row,
-            column,
-            rows,
-            out,
-            GATED,
+            total, bias, row_squares, width, eps, residual, norm_weight, results, row, column, rows, out, GATED
         )
 
 
@@ -212,6 +219,9 @@ def gemv_kernel(
 def dot_kernel(
     x,
     weight,
+    scales,
+    zeros,
+    row_scales,
     bias,
     row_squares,
     residual,
@@ -226,12 +236,16 @@ def dot_kernel(
     part,
     x_stride,
     weight_stride,
+    scale_stride,
     residual_stride,
     blocks,
     eps,
     inboxes,
     calls,
     rank,
+    KIND: tl.constexpr,
+    ROW_GROUP: tl.constexpr,
+    GROUP: tl.constexpr,
     GATED: tl.constexpr,
     EARLY: tl.constexpr,
     WORLD: tl.constexpr,
@@ -239,6 +253,7 @@ def dot_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    STEPS: tl.constexpr,
     FULL: tl.constexpr,
     STAGES: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -249,13 +264,37 @@ def dot_kernel(
     FULL: all rows of all tiles are there. part: elements of k of a program. With splits, each program leaves its sums
     in parts [tiles of rows, tiles of columns, SPLITS, BLOCK_N, BLOCK_M] float32, and the last to arrive at its tile's
     counter adds them up, always in the order of k.
+    GROUP: columns that share a scale, 0: all; a multiple of BLOCK_K, but for e2m1, where either is one of the other.
+    STEPS: blocks of a turn of the loop, whose loads are under way together.
+    Of 2:4, `weight` has int64 of four floats each, and `scales` their places.
     """
+    kind: tl.constexpr = x.dtype.element_ty
+    PACKED: tl.constexpr = KIND != "float"
+    HALVES: tl.constexpr = KIND == "int4" or KIND == "e2m1"
+    SPARSE: tl.constexpr = KIND == "2:4"
+    PAIR: tl.constexpr = 8 if SPARSE else (2 if HALVES else 1)
+    SCALED_VALUES: tl.constexpr = KIND == "e2m1" and GROUP > 0
+    SCALED_SUMS: tl.constexpr = KIND != "e2m1" and GROUP > 0
     tile, split = tl.program_id(0), tl.program_id(1)
     weight_row, column = weight_rows(tile, out, BLOCK_N, GATED)
     row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    weight_start = weight + weight_row.to(tl.int64) * weight_stride + split * part
+    weight_start = weight + weight_row.to(tl.int64) * weight_stride + split * (part // PAIR)
     if PIECES > 0:
         prefetch_weights(weight_start, PIECES)
+    scale = None
+    if SPARSE:
+        place_tile = (scales + weight_row.to(tl.int64) * scale_stride + split * (part // PAIR))[:, None]
+    elif PACKED:
+        scale = scale_of_rows(scales, row_scales, weight_row, scale_stride, ROW_GROUP, GROUP)
+    if GROUP > 0:
+        group = weight_row // ROW_GROUP if ROW_GROUP > 0 else weight_row * 0
+        group_start = group.to(tl.int64) * scale_stride + split * part // GROUP
+    if SCALED_SUMS:
+        following = tl.load(scales + group_start)
+        if zeros is not None:
+            following_zero = tl.load(zeros + group_start)
+    elif zeros is not None:
+        zero = tl.load(zeros + (weight_row // ROW_GROUP if ROW_GROUP > 0 else weight_row * 0) * scale_stride)
     if bias is not None:
         bias = tl.load(bias + weight_row)
     if norm_weight is not None:
@@ -267,23 +306,75 @@ def dot_kernel(
     # What is small is asked for before the sums and there when they are.
     if inboxes is not None:
         inboxes, epochs = addresses(inboxes, WORLD), epochs_of(calls, row, rows)
-    AHEAD: tl.constexpr = SPLITS == 1 and BLOCK_M * max(BLOCKS, BLOCK_N) <= 4096
+    AHEAD: tl.constexpr = not PACKED and SPLITS == 1 and BLOCK_M * max(BLOCKS, BLOCK_N) <= 4096
     if AHEAD and row_squares is not None:
         early_squares = load_squares(row_squares, row, rows, blocks, BLOCKS)
     if AHEAD and residual is not None:
         early_residual = load_residual(residual, residual_stride, row, column, rows, out)
-    k = tl.arange(0, BLOCK_K)
+    k = tl.arange(0, BLOCK_K // PAIR)
     weight_tile = weight_start[:, None] + k[None, :]
-    x_tile = (x + row.to(tl.int64) * x_stride + split * part)[None, :] + k[:, None]
+    x_start = x + row.to(tl.int64) * x_stride + split * part
+    if HALVES:
+        x_start = x_start.to(tl.pointer_type(tl.uint64 if kind == tl.float32 else tl.uint32))
+    if SPARSE:
+        x_start = x_start.to(tl.pointer_type(tl.uint64))
+        place_tile = place_tile + k[None, :]
+        x_tile = x_start[None, :] + 2 * k[:, None]
+    else:
+        x_tile = x_start[None, :] + k[:, None]
     # Rows past the last are zeros. A copy of the last in their place would have all programs read the same few lines of
     # the L2 cache at once: 96 rows in tiles of 128 took one and a half times as long as 128.
     held = (row < rows)[None, :]
     total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for _ in tl.range(0, part, BLOCK_K, num_stages=STAGES):
-        x_part = tl.load(x_tile) if FULL else tl.load(x_tile, mask=held, other=0.0)
-        total = tl.dot(tl.load(weight_tile, eviction_policy="evict_first"), x_part, total)
-        weight_tile += BLOCK_K
-        x_tile += BLOCK_K
+    for turn in tl.range(0, part, STEPS * BLOCK_K, num_stages=STAGES):
+        for step in tl.static_range(STEPS):
+            if SCALED_SUMS:
+                # Asked for a turn before they are wanted.
+                group_scale = following
+                after = tl.minimum(turn + step * BLOCK_K + BLOCK_K, part - 1) // GROUP
+                following = tl.load(scales + group_start + after)
+                if zeros is not None:
+                    zero = following_zero
+                    following_zero = tl.load(zeros + group_start + after)
+            if not PACKED:
+                x_part = tl.load(x_tile) if FULL else tl.load(x_tile, mask=held, other=0.0)
+                total = tl.dot(tl.load(weight_tile, eviction_policy="evict_first"), x_part, total)
+            elif SPARSE:
+                packed = tl.load(weight_tile, eviction_policy="evict_first")
+                places = tl.load(place_tile, eviction_policy="evict_first")
+                a, b, c, d, e, f, g, h = eight_columns(packed, places, kind)
+                total = four_dots(a, b, c, d, x_tile, held, total, FULL, kind)
+                total = four_dots(e, f, g, h, x_tile + 1, held, total, FULL, kind)
+                place_tile += BLOCK_K // PAIR
+                x_tile += BLOCK_K // PAIR
+            elif HALVES:
+                packed = tl.load(weight_tile, eviction_policy="evict_first")
+                low, high = unpack_halves(packed, KIND, zeros is None, kind)
+                if zeros is not None:
+                    low = low - zero.to(kind)[:, None]
+                    high = high - zero.to(kind)[:, None]
+                if SCALED_VALUES:
+                    EACH: tl.constexpr = GROUP // 2 if GROUP < BLOCK_K else BLOCK_K // 2
+                    start = scales + group_start + (turn + step * BLOCK_K) // GROUP
+                    spread = scales_of_bytes(start, BLOCK_N, BLOCK_K // 2, EACH, kind)
+                    low = low * spread
+                    high = high * spread
+                even, odd = halves_of_x(x_tile, held, FULL, kind)
+                if SCALED_SUMS:
+                    sums = tl.dot(high, odd, tl.dot(low, even))
+                    total += sums * wide_scale(group_scale)[:, None]
+                else:
+                    total = tl.dot(high, odd, tl.dot(low, even, total))
+            else:
+                packed = tl.load(weight_tile, eviction_policy="evict_first")
+                x_part = tl.load(x_tile) if FULL else tl.load(x_tile, mask=held, other=0.0)
+                wide = unpack_bytes(packed, KIND, kind)
+                if SCALED_SUMS:
+                    total += tl.dot(wide, x_part) * wide_scale(group_scale)[:, None]
+                else:
+                    total = tl.dot(wide, x_part, total)
+            weight_tile += BLOCK_K // PAIR
+            x_tile += BLOCK_K // PAIR
     last = True
     if SPLITS > 1:
         offset = tl.program_id(2) * tl.num_programs(0) + tile
@@ -304,82 +395,12 @@ def dot_kernel(
             for other in tl.static_range(1, SPLITS):
                 total += tl.load(first + other * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
             tl.store(counters + offset, 0)
+        if scale is not None:
+            total *= scale[:, None]
         if inboxes is not None:
-            kind: tl.constexpr = x.dtype.element_ty
             send_product(total, inboxes, epochs, tile, row, rows, out, rank, WORLD, kind)
         else:
+            results, width = (result, weighted, squares), part * SPLITS
             store_product(
-                total,
-                bias,
-                own_squares,
-                part * SPLITS,
-                eps,
-                own_residual,
-                norm_weight,
-                result,
-                weighted,
-                squares,
-                row,
-                column,
-                rows,
-                out,
-                GATED,
+                total, bias, own_squares, width, eps, own_residual, norm_weight, results, row, column, rows, out, GATED
             )
-
-
-def compile_cases() -> list[CompileCase]:
-    cases = []
-    epilogues = (("plain", False), ("scaled", False), ("scaled", True), ("added", False), ("sent", False))
-    for epilogue, gated in epilogues:
-        name = "gated" if gated else epilogue
-        for columns, block, warps, once, rows in (
-            (4, 4096, 8, True, 1),
-            (4, 2048, 4, False, 1),
-            (4, 2048, 4, False, 4),
-        ):
-            signature, constants = _arguments(epilogue, gated, columns, block, ("width",))
-            constants |= {"ROWS": rows, "ONCE": once}
-            loads = ("ld.global.L1::evict_first", "v4.b32", "griddepcontrol.wait")
-            title = f"gemv {name} of {rows} {columns}x{block}"
-            cases.append(CompileCase(title, gemv_kernel, signature, constants, warps, 2, loads))
-        for columns, block, warps, stages, rows, splits, product in (
-            (16, 256, 2, 4, 8, 1, "mma.sync"),
-            (64, 128, 4, 4, 16, 8, "wgmma.mma_async"),
-            (64, 128, 4, 4, 64, 4, "wgmma.mma_async"),
-            (128, 128, 8, 4, 16, 1, "wgmma.mma_async"),
-            (128, 64, 8, 5, 128, 1, "wgmma.mma_async"),
-            (64, 64, 8, 4, 256, 2, "wgmma.mma_async"),
-        ):
-            if epilogue == "sent" and (splits > 1 or rows > 16):
-                continue  # few rows are, by programs that have all of a column's sum
-            split = ("parts", "counters") if splits > 1 else ()
-            signature, constants = _arguments(epilogue, gated, columns, block, ("part", *split))
-            constants |= {"BLOCK_M": rows, "FULL": rows < 64, "STAGES": stages, "SPLITS": splits, "PIECES": 4}
-            constants |= {} if split else {"parts": None, "counters": None}
-            must = (product, "cp.async.cg.shared.global", "cp.async.bulk.prefetch.L2", *["atom"] * (splits > 1))
-            title = f"dot {name} {rows}x{columns}x{block}/{splits}"
-            cases.append(CompileCase(title, dot_kernel, signature, constants, warps, stages, must))
-    return cases
-
-
-def _arguments(
-    epilogue: str, gated: bool, columns: int, block: int, more: tuple[str, ...]
-) -> tuple[dict[str, str], dict[str, object]]:
-    """The types of a kernel's arguments and its constants, with what its epilogue has no use for."""
-    own = {"plain": ("result",), "scaled": _SCALED, "added": _ADDED, "sent": _SENT}[epilogue]
-    given = ("x", "weight", "out", "x_stride", "weight_stride", *own, *more)
-    signature = {name: _KINDS[name] for name in given} | {"rows": "i32"}
-    constants = dict.fromkeys((name for name in ("bias", *_SCALED, *_ADDED, *_SENT) if name not in own), None)
-    constants |= {"GATED": gated, "EARLY": True, "WORLD": 2, "BLOCKS": 64 if epilogue == "scaled" else 1}
-    return signature, constants | {"BLOCK_N": columns, "BLOCK_K": block}
-
-
-_SCALED = ("result", "row_squares", "blocks", "eps")
-_ADDED = ("result", "residual", "residual_stride", "norm_weight", "weighted", "squares")
-_SENT = ("inboxes", "calls", "rank")
-_KINDS = (
-    dict.fromkeys(("x", "weight", "result", "residual", "norm_weight", "weighted"), "*bf16:16")
-    | dict.fromkeys(("row_squares", "squares", "parts"), "*fp32:16")
-    | dict.fromkeys(("out", "width", "part", "x_stride", "weight_stride", "residual_stride", "blocks"), "i32:16")
-    | {"counters": "*i32:16", "eps": "fp32", "inboxes": "*i64:16", "calls": "*i32:16", "rank": "i32"}
-)

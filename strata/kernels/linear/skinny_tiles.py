@@ -18,7 +18,7 @@ from strata.kernels.triton_import import HAS_TRITON
 
 MOST_ROWS = 256
 GEMV_ROWS = 4
-IMPLEMENTATION = "skinny"
+IMPLEMENTATION, PACKED_IMPLEMENTATION = "skinny", "packed, skinny"
 # A prefetch brings in pieces of so many elements of k.
 PREFETCHED = 128
 

@@ -8,19 +8,15 @@ that their sums, added pairwise too, have its bits. They are float32 until the l
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase
-from strata.kernels.grid_sizes import ceil_div
-from strata.kernels.linear.fixed import Tile, buffered_linear
+from strata.kernels.linear.fixed import Tile, buffered_linear, fits, launch_linear, linear_kernel
 from strata.kernels.linear.linear import linear
 from strata.kernels.op import operation
 from strata.kernels.pairwise import pairwise_sum
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import HAS_TRITON
 
 MOST_SLICES = 8
 
@@ -74,71 +70,6 @@ def _buffered(x: Tensor, weight: Tensor, slices: int, wide: bool) -> Tensor:
     return total if wide else total.to(x.dtype)
 
 
-@partial(jit, unspecialized=("rows",))
-def sliced_linear_kernel(
-    x,
-    weight,
-    result,
-    rows,
-    out,
-    slice_width,
-    x_stride,
-    weight_stride,
-    SLICES: tl.constexpr,
-    WHOLE_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """As `linear_kernel`, a slice after the other. one, pair, four: sums of so many that wait for their neighbour."""
-    tiles_m = tl.cdiv(rows, BLOCK_M)
-    tiles_n = tl.cdiv(out, BLOCK_N)
-    program = tl.program_id(0)
-    group = program // (GROUP * tiles_n)
-    first = group * GROUP
-    members = min(tiles_m - first, GROUP)
-    within = program % (GROUP * tiles_n)
-    row = (first + within % members) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = within // members * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    x_row = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * x_stride + k[None, :]
-    weight_row = weight + tl.minimum(column, out - 1).to(tl.int64)[None, :] * weight_stride + k[:, None]
-    one = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    pair = one
-    four = one
-    total = one
-    for index in tl.static_range(SLICES):
-        x_tile = x_row + index * slice_width
-        weight_tile = weight_row + index * slice_width
-        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for start in range(0, slice_width, BLOCK_K):
-            if WHOLE_K:
-                left = tl.load(x_tile)
-                right = tl.load(weight_tile)
-            else:
-                left = tl.load(x_tile, mask=k[None, :] < slice_width - start, other=0.0)
-                right = tl.load(weight_tile, mask=k[:, None] < slice_width - start, other=0.0)
-            total = tl.dot(left, right, total, input_precision="ieee")
-            x_tile += BLOCK_K
-            weight_tile += BLOCK_K
-        if index % 2 == 0:
-            one = total
-        else:
-            total = one + total
-            if index % 4 == 1:
-                pair = total
-            else:
-                total = pair + total
-                if index % 8 == 3:
-                    four = total
-                else:
-                    total = four + total
-    target = result + row.to(tl.int64)[:, None] * out + column[None, :]
-    held = (row < rows)[:, None] & (column < out)[None, :]
-    tl.store(target, total.to(result.dtype.element_ty), mask=held)
-
-
 # Of 64 rows or more, like those of `linear_kernel`: all run the same instruction over the same steps of the width.
 # Up to three sums wait beside the one that grows, so tiles are smaller.
 _SINGLE = Tile(64, 64, 8, 3, 32)
@@ -153,53 +84,13 @@ def _tile(rows: int, dtype: torch.dtype) -> Tile:
 
 
 def _triton(x: Tensor, weight: Tensor, slices: int, wide: bool) -> Tensor:
-    out, width = weight.shape
-    rows = x.reshape(-1, width)
-    result = torch.empty((*x.shape[:-1], out), dtype=torch.float32 if wide else x.dtype, device=x.device)
-    if result.numel():
-        tile = _tile(rows.shape[0], x.dtype)
-        sliced_linear_kernel[(ceil_div(rows.shape[0], tile.rows) * ceil_div(out, tile.columns),)](
-            rows,
-            weight,
-            result,
-            rows.shape[0],
-            out,
-            width // slices,
-            rows.stride(0),
-            weight.stride(0),
-            SLICES=slices,
-            WHOLE_K=width // slices % tile.width == 0,
-            **tile.constants,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
-    return result
+    tile = _tile(x.numel() // weight.shape[1], x.dtype)
+    return launch_linear(x, weight, None, torch.float32 if wide else x.dtype, slices, tile)
 
 
 def _fits(x: Tensor, weight: Tensor, slices: int, wide: bool) -> bool:
-    return (
-        x.dtype != torch.float64
-        and weight.stride(1) == 1
-        and x.stride(-1) == 1
-        and slices in (1, 2, 4, MOST_SLICES)
-        and weight.shape[1] % slices == 0
-    )
+    return fits(x, weight) and slices in (1, 2, 4, MOST_SLICES) and weight.shape[1] % slices == 0
 
 
 if HAS_TRITON:
-    sliced_linear.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(sliced_linear_kernel,))(_triton)
-
-
-def compile_cases() -> list[CompileCase]:
-    cases = []
-    for tile, kind in ((_FEW, "bf16"), (_MANY, "bf16"), (_SINGLE, "fp32")):
-        for slices in (1, MOST_SLICES):
-            signature = {"x": f"*{kind}:16", "weight": f"*{kind}:16", "result": "*fp32:16", "rows": "i32"}
-            signature |= dict.fromkeys(("out", "slice_width", "x_stride", "weight_stride"), "i32:16")
-            constants = {"SLICES": slices, "WHOLE_K": True, **tile.constants}
-            must_contain = ("wgmma.mma_async",) if kind == "bf16" else ("fma.rn.f32",)
-            name = f"sliced_linear {kind} {tile.rows}x{tile.columns}, {slices} slices"
-            cases.append(
-                CompileCase(name, sliced_linear_kernel, signature, constants, tile.warps, tile.stages, must_contain)
-            )
-    return cases
+    sliced_linear.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(linear_kernel,))(_triton)

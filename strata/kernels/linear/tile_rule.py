@@ -1,9 +1,10 @@
-"""The tile of a product with few rows that no table lists: a cost model of tiles chooses among those worth measuring.
+"""Which tile serves a call: the one that the device's table lists for it, or else what a cost model expects to be best.
 
-The seconds of a product are what it takes to start, and beside that whatever is slowest: the memory, which streams the
-weight; the busiest processor's way to the L2 cache, by which each of its programs gets a part of the weight and of x;
-its instructions; or the turns of one program's loop over k, where there are few programs. The first three overlap, but
-not all of the time, which adding their squares describes. Dividing k among programs costs a second phase.
+The model chooses among tiles worth measuring. The seconds of a product are what it takes to start, and beside that
+whatever is slowest: the memory, which streams the weight; the busiest processor's way to the L2 cache, by which each of
+its programs gets a part of the weight and of x; its instructions; or the turns of one program's loop over k, where
+there are few programs. The first three overlap, but not all of the time, which adding their squares describes. Dividing
+k among programs costs a second phase.
 
 The constants are fitted to what an H200 took: the winners of its table, the tiles that they beat, and 700 timings of
 tiles at 11 weights of other models (docs/log.md). Rates are those of one processor, so another GPU differs by how many
@@ -16,12 +17,19 @@ import math
 from dataclasses import replace
 from functools import lru_cache
 
+import torch
+from torch import Tensor
+
 from strata.hardware.specs import recognize
+from strata.kernels import tuned
 from strata.kernels.choose import thresholds
-from strata.kernels.device_limits import DeviceLimits
+from strata.kernels.device_limits import LEAST_CAPABILITY, DeviceLimits
 from strata.kernels.grid_sizes import ceil_div
+from strata.kernels.linear.packed import few_rows
 from strata.kernels.linear.skinny_candidates import candidates
-from strata.kernels.linear.skinny_tiles import MOST_ROWS, SkinnyTile
+from strata.kernels.linear.skinny_tiles import MOST_ROWS, SkinnyTile, Tiles, aligned, device_tiles
+from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.triton_import import HAS_TRITON
 from strata.kernels.tuned import row_bucket
 
 # From the launch to the first bytes, and from the last sum to the end of the kernel.
@@ -55,6 +63,45 @@ _BANDWIDTH_PER_PROCESSOR = 4.8e12 / 132
 _LONG_SECONDS = 30e-6
 # Weights and rows for which there is room and time to bring whole parts of k into the L2 cache ahead.
 _SMALL_BYTES, _PREFETCHED_ROWS = 16 << 20, 32
+
+
+# Shapes of calls whose tile stays known.
+_MOST_SHAPES = 8192
+
+
+def chosen_tile(operation: str, x: Tensor, weight: Tensor | PackedWeight) -> SkinnyTile | None:
+    """The tile for x [..., width] and weight [out, width]; None where something else is faster or no tile fits."""
+    out, width = weight.shape
+    rows = x.numel() // width
+    if not 0 < rows <= MOST_ROWS:  # before anything that takes time: prefill comes this way too
+        return None
+    if isinstance(weight, PackedWeight):
+        # Only what the library has, too, is multiplied in 8 bits otherwise.
+        return few_rows.chosen_tile(x, weight, few_rows.max_rows(x, weight) if operation in LIBRARY_TOO else MOST_ROWS)
+    tile = _device_tile(operation, rows, out, width, x.dtype, DeviceLimits.of(x.device))
+    return tile if tile is not None and aligned(x, weight) else None
+
+
+@lru_cache(_MOST_SHAPES)
+def _device_tile(
+    operation: str, rows: int, out: int, width: int, dtype: torch.dtype, device: DeviceLimits
+) -> SkinnyTile | None:
+    if not HAS_TRITON or device.capability < LEAST_CAPABILITY:
+        return None
+    return choose_tile(operation, rows, out, width, dtype, device_tiles(device), device)
+
+
+def choose_tile(
+    operation: str, rows: int, out: int, width: int, dtype: torch.dtype, tiles: Tiles, device: DeviceLimits
+) -> SkinnyTile | None:
+    """The tile of a table, or else the one that the rule expects to be fastest; None: the library is.
+
+    Only the operations of `LIBRARY_TOO` are the library's where a table says so.
+    """
+    key = tuned.serving_key(tiles, tuned.Key(operation, str(dtype).removeprefix("torch."), out, width, rows))
+    if key is not None and (operation in LIBRARY_TOO or tiles[key] is not None):
+        return tiles[key]
+    return expected_tile(operation, rows, out, width, device)
 
 
 def expected_tile(operation: str, rows: int, out: int, width: int, device: DeviceLimits) -> SkinnyTile | None:

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.fused import Run, fused
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
+from strata.kernels.quant.round_rows import empty_rounded, rounding_constants, store_rounded
 from strata.kernels.torch_functions import add
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
@@ -82,94 +82,124 @@ def scaled(values, scale, factor):
 
 @partial(jit, unspecialized=("rows",))
 def rms_norm_kernel(
-    x, weight, result, rows, heads, token_stride, head_stride, width, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr
-):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, WIDTH)[None, :]
-    held = (row < rows) & (column < width)
-    start = (row // heads).to(tl.int64) * token_stride + row % heads * head_stride
-    values = tl.load(x + start + column, mask=held, other=0.0)
-    factor = tl.load(weight + column, mask=column < width, other=0.0)
-    normed = scaled(values, inverse_rms(values, width, eps), factor)
-    tl.store(result + row.to(tl.int64) * width + column, normed, mask=held)
-
-
-@partial(jit, unspecialized=("rows",))
-def add_rms_norm_kernel(
     x,
+    received,
     residual,
     weight,
     total,
     result,
+    values,
+    scales,
     rows,
+    heads,
     x_stride,
+    head_stride,
     residual_stride,
     width,
+    groups,
+    static,
     eps,
+    offset,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
+    KIND: tl.constexpr = None,
+    MOST: tl.constexpr = None,
+    LEAST: tl.constexpr = None,
+    GROUP: tl.constexpr = None,
 ):
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+    """Every norm of whole rows: programs [rows / ROWS]. What a call has no use for is None.
+
+    heads: rows of x stand so many to a token, with a stride of their own. residual: added to x; received: before that,
+    x being contiguous, which gets the sum. offset: as in `wide_rms_norm`. values, scales: as `round_rows` makes them.
+    """
+    first_row = tl.program_id(0) * ROWS
+    row = first_row + tl.arange(0, ROWS)[:, None]
+    if heads is None:
+        row = row.to(tl.int64)
     column = tl.arange(0, WIDTH)[None, :]
     held = (row < rows) & (column < width)
-    left = tl.load(x + row * x_stride + column, mask=held, other=0.0)
-    right = tl.load(residual + row * residual_stride + column, mask=held, other=0.0)
-    values = (left.to(tl.float32) + right.to(tl.float32)).to(left.dtype)
+    if heads is None:
+        start = row * (x_stride if received is None else width)
+    else:
+        start = (row // heads).to(tl.int64) * x_stride + row % heads * head_stride
+    given = tl.load(x + start + column, mask=held, other=0.0)
+    if received is not None:
+        other = tl.load(received + start + column, mask=held, other=0.0)
+    if residual is not None:
+        carried = tl.load(residual + row * residual_stride + column, mask=held, other=0.0)
+        if received is not None:
+            given = (given.to(tl.float32) + other.to(tl.float32)).to(given.dtype)
+            total = x
+        given = (given.to(tl.float32) + carried.to(tl.float32)).to(given.dtype)
     factor = tl.load(weight + column, mask=column < width, other=0.0)
-    normed = scaled(values, inverse_rms(values, width, eps), factor)
-    # Both at the end: the values keep the threads that loaded them, as in `rms_norm_kernel`.
-    tl.store(total + row * width + column, values, mask=held)
-    tl.store(result + row * width + column, normed, mask=held)
+    if offset is not None:
+        factor = factor.to(tl.float32) + offset
+    scale = inverse_rms(given, width, eps)
+    if offset is not None:
+        normed = (given.to(tl.float32) * scale * factor).to(given.dtype)
+    else:
+        normed = scaled(given, scale, factor)
+    # All at the end: the values keep the threads that loaded them, and every norm sums a row in the same order.
+    if total is not None:
+        tl.store(total + row.to(tl.int64) * width + column, given, mask=held)
+    if result is not None:
+        tl.store(result + row.to(tl.int64) * width + column, normed, mask=held)
+    if values is not None:
+        wide = normed.to(tl.float32)
+        store_rounded(wide, first_row, 0, values, scales, rows, width, groups, static, KIND, MOST, LEAST, GROUP)
 
 
-def _triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """A program takes one row, or several short ones: how many, and its threads, depend on the width only."""
-    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    width = x.shape[-1]
+def launch_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    *,
+    received: Tensor | None = None,
+    offset: float | None = None,
+    rounding: tuple[str, int, float | None] | None = None,
+    keeps: bool = True,
+) -> tuple[Tensor, ...]:
+    """The norm of x [..., width], or of `x + received + residual`, by `rms_norm_kernel`.
+
+    A program takes one row, or several short ones: how many, and its threads, depend on the width only. rounding: kind,
+    columns and static scale of `round_rows`. -> the sum, if one is made, in the memory of x if `received` is added;
+    values and scales, if rows are rounded; the norm, if the caller keeps it.
+    """
+    width, plain = x.shape[-1], residual is None and rounding is None
+    total = None if residual is None or received is not None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if keeps else None
+    values, scales = (None, None) if rounding is None else empty_rounded(x.shape, *rounding[:2], x.device)
     # Two row strides serve the heads of a merged projection.
-    rows = x if x.dim() == 3 else x.unsqueeze(1) if x.dim() == 2 else x.reshape(-1, 1, width)
-    count = rows.shape[0] * rows.shape[1]
-    if count:
+    rows = x if plain and x.dim() == 3 else x.reshape(-1, width).unsqueeze(1)
+    others = None if residual is None else residual.reshape(-1, width)
+    if rows.numel():
         tile, warps = row_tile(width)
-        rms_norm_kernel[(ceil_div(count, tile["ROWS"]),)](
+        rms_norm_kernel[(ceil_div(rows.numel() // width, tile["ROWS"]),)](
             rows,
-            weight,
-            result,
-            count,
-            rows.shape[1],
-            rows.stride(0),
-            rows.stride(1),
-            width,
-            eps,
-            **tile,
-            num_warps=warps,
-        )
-    return result
-
-
-def _sum_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The tiles of `rms_norm`, so that each row is summed in the same order."""
-    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    width = x.shape[-1]
-    rows, others = x.reshape(-1, width), residual.reshape(-1, width)
-    if x.numel():
-        tile, warps = row_tile(width)
-        add_rms_norm_kernel[(ceil_div(rows.shape[0], tile["ROWS"]),)](
-            rows,
+            received,
             others,
             weight,
             total,
             result,
-            rows.shape[0],
-            rows.stride(0),
-            others.stride(0),
+            values,
+            scales,
+            rows.numel() // width,
+            rows.shape[1] if plain else None,
+            rows.stride(0) if received is None else None,
+            rows.stride(1) if plain else None,
+            None if others is None else others.stride(0),
             width,
+            None if scales is None else scales.shape[1],
+            None if rounding is None else rounding[2],
             eps,
+            offset,
             **tile,
+            **({} if rounding is None else rounding_constants(*rounding[:2])),
             num_warps=warps,
         )
-    return total, result
+    made = (total if received is None else x, values, scales, result)
+    return tuple(one for one in made if one is not None)
 
 
 def row_tile(width: int) -> tuple[dict[str, int], int]:
@@ -178,29 +208,27 @@ def row_tile(width: int) -> tuple[dict[str, int], int]:
     return {"ROWS": max(1, 1024 // padded), "WIDTH": padded}, min(max(padded // 512, 4), 16)
 
 
-def _fits(x: Tensor, weight: Tensor, eps: float) -> bool:
+def fits(x: Tensor, weight: Tensor, eps: float, offset: float | None = None) -> bool:
     return x.shape[-1] <= 16384 and x.stride(-1) == 1 and x.dtype != torch.float64
 
 
 def _sum_fits(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> bool:
-    alike = x.shape == residual.shape and x.dtype == residual.dtype
-    return alike and _fits(x, weight, eps) and residual.stride(-1) == 1
+    return alike(x, residual) and fits(x, weight, eps)
+
+
+def alike(x: Tensor, residual: Tensor) -> bool:
+    """Whether a kernel that reads rows of x can add these."""
+    return x.shape == residual.shape and x.dtype == residual.dtype and residual.stride(-1) == 1
+
+
+def _triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return launch_norm(x, weight, eps)[0]
+
+
+def _sum_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
+    return launch_norm(x, weight, eps, residual)
 
 
 if HAS_TRITON:
-    rms_norm.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(rms_norm_kernel,))(_triton)
-    add_rms_norm.implement("triton", "cuda", invariant=True, supports=_sum_fits, kernels=(add_rms_norm_kernel,))(
-        _sum_triton
-    )
-
-
-def compile_cases() -> list[CompileCase]:
-    pointers = dict.fromkeys(("x", "residual", "weight", "total", "result"), "*bf16:16")
-    strides = dict.fromkeys(("token_stride", "head_stride", "x_stride", "residual_stride", "width"), "i32:16")
-    signature = pointers | {"rows": "i32", "heads": "i32", "eps": "fp32"} | strides
-    cases = []
-    for width in (128, 4096, 16384):
-        tile, warps = row_tile(width)
-        cases.append(CompileCase(f"rms_norm of {width}", rms_norm_kernel, signature, dict(tile), warps, 2))
-        cases.append(CompileCase(f"add_rms_norm of {width}", add_rms_norm_kernel, signature, dict(tile), warps, 2))
-    return cases
+    for _norm, _run, _supports in ((rms_norm, _triton, fits), (add_rms_norm, _sum_triton, _sum_fits)):
+        _norm.implement("triton", "cuda", invariant=True, supports=_supports, kernels=(rms_norm_kernel,))(_run)

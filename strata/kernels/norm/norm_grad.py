@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import ceil_div
-from strata.kernels.norm.norm import add_rms_norm, inverse_rms, rms_norm, row_tile
+from strata.kernels.norm.norm import add_rms_norm, alike, fits, inverse_rms, rms_norm, row_tile
 from strata.kernels.plain_tensor import all_plain
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
@@ -28,13 +27,12 @@ def rms_norm_backward_kernel(
     rows,
     width,
     eps,
-    HAS_THROUGH: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """Every program takes tiles of ROWS rows in turn and leaves its part of the weight's gradient in its own row.
 
-    through: what reaches x beside the norm, if HAS_THROUGH.
+    through: what reaches x beside the norm, or None.
     """
     column = tl.arange(0, WIDTH)[None, :]
     factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
@@ -49,7 +47,7 @@ def rms_norm_backward_kernel(
         normed = values.to(tl.float32) * scale
         weighted = given * factor
         slope = scale * (weighted - normed * (tl.sum(weighted * normed, 1) / width)[:, None])
-        if HAS_THROUGH:
+        if through is not None:
             slope += tl.load(through + offset, mask=held, other=0.0).to(tl.float32)
         tl.store(of_x + offset, slope.to(of_x.dtype.element_ty), mask=held)
         # The forward pass multiplies the weight by the rounded value.
@@ -75,7 +73,7 @@ def _backward(upstream: Tensor, through: Tensor | None, x: Tensor, weight: Tenso
     if rows:
         rms_norm_backward_kernel[(programs,)](
             upstream,
-            upstream if through is None else through,
+            through,
             x,
             weight,
             of_x,
@@ -83,73 +81,51 @@ def _backward(upstream: Tensor, through: Tensor | None, x: Tensor, weight: Tenso
             rows,
             width,
             eps,
-            HAS_THROUGH=through is not None,
             **tile,
             num_warps=warps,
         )
     return of_x, parts.sum(0).to(weight.dtype)
 
 
-class _RMSNorm(torch.autograd.Function):
-    """Keeps x; the backward pass computes its scale once more."""
+class _Norm(torch.autograd.Function):
+    """Keeps what is normalized: x, or its sum with a residual, which is a result too. Its scale is computed again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return _rms_norm(x, weight, eps)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        return *_backward(upstream[0], None, x, weight, ctx.eps), None
-
-
-class _AddRMSNorm(torch.autograd.Function):
-    """Keeps the sum, which is a result too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        total, normed = _add_rms_norm(x, residual, weight, eps)
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Any:
+        if residual is None:
+            total, results = x, _rms_norm(x, weight, eps)
+        else:
+            total, _ = results = _add_rms_norm(x, residual, weight, eps)
         ctx.save_for_backward(total, weight)
         ctx.eps = eps
         ctx.set_materialize_grads(False)
-        return total, normed
+        return results
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        through, of_norm = upstream
+        through, of_norm = upstream if len(upstream) == 2 else (None, *upstream)
         total, weight = ctx.saved_tensors
         if of_norm is None:
             return through, through, None, None
         of_sum, of_weight = _backward(of_norm, through, total, weight, ctx.eps)
-        return of_sum, of_sum, of_weight, None
+        return of_sum, of_sum if ctx.needs_input_grad[1] else None, of_weight, None
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _Norm.apply(x, None, weight, eps)  # type: ignore[no-any-return]
 
 
 def _fits(x: Tensor, weight: Tensor, eps: float) -> bool:
-    return all_plain(x, weight) and x.dtype == weight.dtype and x.shape[-1] <= 16384 and x.stride(-1) == 1
+    return all_plain(x, weight) and x.dtype == weight.dtype and fits(x, weight, eps)
 
 
 def _sum_fits(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> bool:
-    alike = x.shape == residual.shape and x.dtype == residual.dtype and residual.stride(-1) == 1
-    return alike and all_plain(residual) and _fits(x, weight, eps)
+    return alike(x, residual) and all_plain(residual) and _fits(x, weight, eps)
 
 
 if HAS_TRITON:
     _rms_norm = rms_norm.bind("cuda")
     _add_rms_norm = add_rms_norm.bind("cuda")
 
-    for _norm, _supports, _function in ((rms_norm, _fits, _RMSNorm), (add_rms_norm, _sum_fits, _AddRMSNorm)):
-        _norm.implement("triton with gradients", "cuda", differentiable=True, supports=_supports)(_function.apply)
-
-
-def compile_cases() -> list[CompileCase]:
-    signature = dict.fromkeys(("upstream", "through", "x", "weight", "of_x"), "*bf16:16")
-    signature |= {"of_weight": "*fp32:16", "rows": "i32", "width": "i32:16", "eps": "fp32"}
-    cases = []
-    for width in (64, 2048, 8192):
-        tile, warps = row_tile(width)
-        constants = {"HAS_THROUGH": True, **tile}
-        name = f"backward of rms_norm of {width}"
-        cases.append(CompileCase(name, rms_norm_backward_kernel, signature, constants, warps, 2))
-    return cases
+    for _norm, _supports, _function in ((rms_norm, _fits, _normed), (add_rms_norm, _sum_fits, _Norm.apply)):
+        _norm.implement("triton with gradients", "cuda", differentiable=True, supports=_supports)(_function)

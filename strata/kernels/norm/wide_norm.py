@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase
-from strata.kernels.grid_sizes import ceil_div
-from strata.kernels.norm.norm import inverse_rms, row_tile
+from strata.kernels.norm.norm import fits, launch_norm, rms_norm_kernel
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import HAS_TRITON
 
 
 def _cost(x: Tensor, weight: Tensor, eps: float, offset: float, *, workload: Workload) -> Cost:
@@ -36,72 +32,10 @@ def wide_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tenso
 wide_rms_norm.implement("torch", "cpu", invariant=True, differentiable=True)(wide_rms_norm.reference)
 
 
-@partial(jit, unspecialized=("rows",))
-def wide_rms_norm_kernel(
-    x,
-    weight,
-    result,
-    rows,
-    heads,
-    token_stride,
-    head_stride,
-    width,
-    eps,
-    offset,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, WIDTH)[None, :]
-    held = (row < rows) & (column < width)
-    start = (row // heads).to(tl.int64) * token_stride + row % heads * head_stride
-    values = tl.load(x + start + column, mask=held, other=0.0)
-    factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset
-    normed = values.to(tl.float32) * inverse_rms(values, width, eps) * factor
-    tl.store(result + row.to(tl.int64) * width + column, normed.to(values.dtype), mask=held)
-
-
 def _triton(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """The tiles of `rms_norm`: a program takes one row, or several short ones."""
-    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    width = x.shape[-1]
-    # Two row strides serve the heads of a merged projection.
-    rows = x if x.dim() == 3 else x.unsqueeze(1) if x.dim() == 2 else x.reshape(-1, 1, width)
-    count = rows.shape[0] * rows.shape[1]
-    if count:
-        tile, warps = row_tile(width)
-        wide_rms_norm_kernel[(ceil_div(count, tile["ROWS"]),)](
-            rows,
-            weight,
-            result,
-            count,
-            rows.shape[1],
-            rows.stride(0),
-            rows.stride(1),
-            width,
-            eps,
-            offset,
-            **tile,
-            num_warps=warps,
-        )
-    return result
-
-
-def _fits(x: Tensor, weight: Tensor, eps: float, offset: float) -> bool:
-    return x.shape[-1] <= 16384 and x.stride(-1) == 1 and x.dtype != torch.float64
+    return launch_norm(x, weight, eps, offset=offset)[0]
 
 
 if HAS_TRITON:
-    wide_rms_norm.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(wide_rms_norm_kernel,))(_triton)
+    wide_rms_norm.implement("triton", "cuda", invariant=True, supports=fits, kernels=(rms_norm_kernel,))(_triton)
 wide_rms_norm.implement("torch", "cuda", differentiable=True)(wide_rms_norm.reference)
-
-
-def compile_cases() -> list[CompileCase]:
-    signature = dict.fromkeys(("x", "weight", "result"), "*bf16:16")
-    signature |= dict.fromkeys(("token_stride", "head_stride", "width"), "i32:16")
-    signature |= {"rows": "i32", "heads": "i32", "eps": "fp32", "offset": "fp32"}
-    cases = []
-    for width in (256, 4096):
-        tile, warps = row_tile(width)
-        cases.append(CompileCase(f"wide_rms_norm of {width}", wide_rms_norm_kernel, signature, dict(tile), warps, 2))
-    return cases

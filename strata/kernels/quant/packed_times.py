@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from strata.kernels.choose import MEASURED, thresholds_of
 from strata.kernels.grid_sizes import ceil_div
-from strata.kernels.linear.packed.few_rows import GEMV_WIDTH, MOST_ROUNDED_ROWS, dot_shapes
+from strata.kernels.linear.packed.few_rows import GEMV_WIDTH, dot_shapes
 from strata.kernels.linear.packed.int4_gemv import in_chunks
 from strata.kernels.linear.packed.split_product import MOST_SPLIT_ROWS
 from strata.kernels.linear.skinny_tiles import MOST_ROWS
@@ -63,7 +63,7 @@ class PackedTimes:
         if rows == 1 and (_streams(scheme) or by_integers) and shape[1] <= GEMV_WIDTH:
             return self.streaming[scheme.values] * share + nbytes / self.bandwidth
         start = self.launch * share
-        if rows <= (MOST_ROUNDED_ROWS if rounds else MOST_ROWS):
+        if rows <= (thresholds_of(MEASURED).quantized_rows if rounds else MOST_ROWS):
             *_, most = dot_shapes(rows)[0]
             return start + self._converted(scheme, weights, most * ceil_div(rows, most), nbytes)
         if not rounds:

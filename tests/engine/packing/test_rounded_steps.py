@@ -8,7 +8,7 @@ import torch
 from strata.graph.cost import operation_counts
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
-from strata.kernels.linear.packed.few_rows import MOST_ROUNDED_ROWS
+from strata.kernels.choose import MEASURED, thresholds_of
 from strata.plan.meta_model import MetaModel, find_config, meta_model
 from tests.engine.program.programs import decode, graph_of, replayed
 
@@ -44,25 +44,26 @@ def test_prompts_round_where_rows_are_made(model: MetaModel, scheme: str) -> Non
     step = model.step(Workload((4096,), (4096,)))
     assert step.graph == "rounded_logits"
     product = PRODUCTS[scheme]
-    first = step.kernels.index("rounded_norm_kernel")
+    first = step.kernels.index("rms_norm_kernel")
     assert step.kernels[first : first + 12] == [
-        "rounded_norm_kernel", product, "qk_rope_kv_write_kernel", "attention_kernel", "round_rows_kernel", product,
-        "rounded_norm_kernel", product, "rounded_silu_mul_kernel", product, "rounded_norm_kernel", product,
+        "rms_norm_kernel", product, "qk_rope_kv_write_kernel", "attention_kernel", "round_rows_kernel", product,
+        "rms_norm_kernel", product, "rounded_silu_mul_kernel", product, "rms_norm_kernel", product,
     ]  # fmt: skip
     # Behind the last attention one row is left, and few rows are not rounded.
     assert step.kernels.count("round_rows_kernel") == LAYERS - 1
 
 
 def test_the_number_of_rows_decides(model: MetaModel) -> None:
+    most = thresholds_of(MEASURED).quantized_rows
     graphs = model.program
-    assert replayed(graphs, MOST_ROUNDED_ROWS) is graphs.logits
-    assert replayed(graphs, MOST_ROUNDED_ROWS + 1) is graph_of(graphs, "rounded_logits")
-    assert decode(graphs, MOST_ROUNDED_ROWS) is graph_of(graphs, "decode_small_batch")
-    assert decode(graphs, MOST_ROUNDED_ROWS + 1) is graph_of(graphs, "decode_large_batch")
-    many = model.step(decodes(MOST_ROUNDED_ROWS + 1)).kernels
-    assert many.count("rounded_norm_kernel") == 2 * LAYERS
+    assert replayed(graphs, most) is graphs.logits
+    assert replayed(graphs, most + 1) is graph_of(graphs, "rounded_logits")
+    assert decode(graphs, most) is graph_of(graphs, "decode_small_batch")
+    assert decode(graphs, most + 1) is graph_of(graphs, "decode_large_batch")
+    many = model.step(decodes(most + 1)).kernels
+    assert many.count("rms_norm_kernel") == 2 * LAYERS + 1
     assert many.count("rounded_silu_mul_kernel") == many.count("round_rows_kernel") == LAYERS
-    assert not any("round" in kernel for kernel in model.step(decodes(MOST_ROUNDED_ROWS)).kernels)
+    assert not any("round" in kernel for kernel in model.step(decodes(most)).kernels)
     assert not any("round" in name for name in operation_counts(graphs.logits))
 
 

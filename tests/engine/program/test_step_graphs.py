@@ -101,8 +101,8 @@ def test_large_decode_steps_run_what_was_fastest_for_each_product(model: MetaMod
     qkv, out, gate_up, down, head = (tuned["linear", weight, 256] for weight in (QKV, O, GATE_UP, DOWN, HEAD))
     assert "(cuBLAS)" in (qkv, out, gate_up, down, head)
     layer = [
-        qkv, "decode_attention_kernel", out, "add_rms_norm_kernel", gate_up, "silu_mul_kernel", down,
-        "add_rms_norm_kernel",
+        qkv, "decode_attention_kernel", out, "rms_norm_kernel", gate_up, "silu_mul_kernel", down,
+        "rms_norm_kernel",
     ]  # fmt: skip
     assert step.kernels[4:-4] == ["rms_norm_kernel", *layer * LAYERS, head]
 

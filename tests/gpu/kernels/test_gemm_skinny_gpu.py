@@ -12,11 +12,10 @@ from strata.hardware.replay import time_replayed
 from strata.kernels.choose import thresholds
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.linear.linear import linear
-from strata.kernels.linear.skinny import skinny_linear
+from strata.kernels.linear.skinny import SkinnyProduct, multiply
 from strata.kernels.linear.skinny_candidates import candidates, variants
 from strata.kernels.linear.skinny_tiles import IMPLEMENTATION, MOST_ROWS, SkinnyTile, device_tiles
-from strata.kernels.linear.tile_choice import chosen_tile
-from strata.kernels.linear.tile_rule import expected_tile
+from strata.kernels.linear.tile_rule import chosen_tile, expected_tile
 from strata.kernels.split_counters import split_counters
 from strata.kernels.tuned import row_bucket
 
@@ -33,6 +32,12 @@ def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def tiles(out: int, width: int) -> list[SkinnyTile]:
     return sorted({tile for rows in BUCKETS for tile in candidates("linear", rows, out, width)}, key=str)
+
+
+def skinny_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: SkinnyTile) -> torch.Tensor:
+    """`linear` of x [..., width] with a tile."""
+    (result,) = multiply(SkinnyProduct(x.reshape(-1, x.shape[-1]), weight, bias), tile)
+    return result.view(*x.shape[:-1], weight.shape[0])
 
 
 def assert_right(result: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -26,7 +26,7 @@ from strata.comm.mesh import Axis
 from strata.comm.symmetric import InboxLayout, SymmetricMemory
 from strata.kernels.collective import all_reduce, rounded_parts
 from strata.kernels.collective.flagged import FLAGGED_PROGRAMS
-from strata.kernels.linear.skinny import skinny_linear
+from strata.kernels.linear.skinny import SkinnyProduct, multiply
 from strata.kernels.linear.skinny_tiles import SkinnyTile
 from strata.kernels.triton_import import tl, triton
 
@@ -85,7 +85,7 @@ def run_sent(axis: Axis, rank: int, call: int) -> tuple[Tensor, ...]:
     norm_weight = numbers(51, 0, (1, SENT_COLUMNS), torch.half)[0]
     sent_product_cuda._tile = lambda x, weight: tile
     found = sent_product_cuda.sent_product_norm(x, axis, weight, residual, norm_weight, 1e-5)
-    stored = skinny_linear(x, weight, None, tile)
+    (stored,) = multiply(SkinnyProduct(x, weight), tile)
     for one, other in zip(found, launches.one_shot_norm(stored, axis, residual, norm_weight, 1e-5), strict=True):
         assert torch.equal(one, other), (tile, call)
     return found

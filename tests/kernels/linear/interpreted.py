@@ -20,11 +20,13 @@ from triton.runtime import interpreter
 
 from strata.kernels.activation import rounded_silu_mul, silu_mul
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
-from strata.kernels.linear.packed import many_rows, rounded_kernel
-from strata.kernels.linear.packed.few_rows import PackedProduct, launch, multiply
+from strata.kernels.linear import rounded_linear
+from strata.kernels.linear.fixed import Tile
+from strata.kernels.linear.packed import many_rows
 from strata.kernels.linear.packed.split_product import SplitTile, split_product
+from strata.kernels.linear.skinny import SkinnyProduct, launch, multiply
 from strata.kernels.linear.skinny_tiles import SkinnyTile
-from strata.kernels.norm import norm, rounded_norm, wide_norm
+from strata.kernels.norm.norm import launch_norm
 from strata.kernels.quant import round_rows as round_rows_file
 from strata.kernels.quant.dequantize import dequantize
 from strata.kernels.quant.expand import expand_on_device
@@ -71,12 +73,12 @@ def few(weight: PackedWeight, tile: SkinnyTile, dtype: torch.dtype = torch.float
     x[2] = torch.nan
     exact = x.float() @ dense(weight).t()
     residual, norm_weight, squares = torch.randn(3, out).to(dtype), torch.randn(out).to(dtype), torch.rand(3, 5)
-    total, weighted, sums = multiply(PackedProduct(x, weight, residual=residual, norm_weight=norm_weight), tile)
+    total, weighted, sums = multiply(SkinnyProduct(x, weight, residual=residual, norm_weight=norm_weight), tile)
     close(total, exact + residual)
     torch.testing.assert_close(weighted, total * norm_weight, equal_nan=True, rtol=0, atol=0)
     rtol = 1e-4 if dtype == torch.float32 else 2e-3
     torch.testing.assert_close(sums.sum(1), total.float().square().sum(1), rtol=rtol, atol=0, equal_nan=True)
-    (found,) = multiply(PackedProduct(x, weight, bias, squares, eps, gated=True), tile)
+    (found,) = multiply(SkinnyProduct(x, weight, bias, squares, eps, gated=True), tile)
     scaled = exact * torch.rsqrt(squares.sum(1, keepdim=True) / width + eps) + bias
     close(found, F.silu(scaled[:, : out // 2]) * scaled[:, out // 2 :])
 
@@ -91,11 +93,11 @@ def one_row_by_halves() -> None:
         scaled_rows = [packed._replace(row_scales=torch.rand(40, 1))] if rows == 1 else []
         for weight in (packed, odd(packed), *scaled_rows):
             exact = x @ dense(weight).t()
-            total, weighted, sums = multiply(PackedProduct(x, weight, residual=residual, norm_weight=norm_weight), tile)
+            total, weighted, sums = multiply(SkinnyProduct(x, weight, residual=residual, norm_weight=norm_weight), tile)
             close(total, exact + residual)
             close(weighted, total * norm_weight)
             close(sums.sum(1), total.square().sum(1))
-            (found,) = multiply(PackedProduct(x, weight, squares=squares, eps=1e-5, gated=True), tile)
+            (found,) = multiply(SkinnyProduct(x, weight, squares=squares, eps=1e-5, gated=True), tile)
             scaled = exact * torch.rsqrt(squares.sum(1, keepdim=True) / 192 + 1e-5)
             close(found, F.silu(scaled[:, :20]) * scaled[:, 20:])
 
@@ -122,7 +124,7 @@ def one_row_in_integers() -> None:
 
 def _sums(x: Tensor, weight: PackedWeight) -> Tensor:
     """x [1, width] float16 times a weight in int4, not rounded to float16 at the end."""
-    planned = launch(PackedProduct(x, weight), SkinnyTile("gemv", 4, 256, 1))
+    planned = launch(SkinnyProduct(x, weight), SkinnyTile("gemv", 4, 256, 1))
     result = torch.empty(1, weight.shape[0])
     args = tuple(result if one is planned.results[0] else one for one in planned.args)
     with mock.patch.object(interpreter.InterpreterBuilder, "create_inline_asm", _run_assembly):
@@ -168,13 +170,13 @@ def rounding_where_rows_are_made() -> None:
     gate, up = torch.randn(5, 2 * 150).split(150, 1)
     weight = torch.randn(150)
     for kind, columns, static in (("int8", 0, None), ("int8", 64, None), ("e4m3", 0, None), ("e4m3", 0, 0.01)):
-        total, normed = norm._sum_triton(gate, up, weight, 1e-5)
+        rounding = {"rounding": (kind, columns, static)}
+        total, normed = launch_norm(gate, weight, 1e-5, up)
         rounded = many_rows._round(normed, kind, columns, static)
-        found = rounded_norm._sum_triton(gate, up, weight, 1e-5, kind, columns, True, static)
-        identical(found, (total, *rounded, normed))
-        identical(rounded_norm._triton(total, weight, 1e-5, kind, columns, False, static), rounded)
-        wide = wide_norm._triton(total, weight, 1e-5, 1.0)
-        found = rounded_norm._wide_triton(total, weight, 1e-5, 1.0, kind, columns, True, static)
+        identical(launch_norm(gate, weight, 1e-5, up, **rounding), (total, *rounded, normed))
+        identical(launch_norm(total, weight, 1e-5, **rounding, keeps=False), rounded)
+        (wide,) = launch_norm(total, weight, 1e-5, offset=1.0)
+        found = launch_norm(total, weight, 1e-5, offset=1.0, **rounding)
         identical(found, (*many_rows._round(wide, kind, columns, static), wide))
         gated = many_rows._round(silu_mul._triton(gate, up), kind, columns, static)
         identical(rounded_silu_mul._triton(gate, up, kind, columns, static), gated)
@@ -198,16 +200,16 @@ def two_of_four() -> None:
 def products() -> None:
     """Several tiles of rows and columns, with edges; x rounded by the reference, see `rounding`."""
     x, bias = torch.randn(65, 256), torch.randn(80)
-    small = rounded_kernel.Tile(64, 64, 128, 4, 2)
+    small = Tile(64, 64, 4, 2, 128)
     hopper = DeviceLimits("any", (9, 0), SHARED_BYTES, 3)
     for scheme in (Scheme("int8", 1, 0, "row"), Scheme("int8", 16, 128, "block"), Scheme("e4m3", 128, 128, "block")):
         weight = pack(torch.randn(80, 256), scheme)
         with (
-            mock.patch.object(many_rows, "choose_tile", return_value=small),
+            mock.patch.object(rounded_linear, "choose_tile", return_value=small),
             mock.patch.object(many_rows, "_round", round_rows.reference),
             mock.patch.object(DeviceLimits, "of", return_value=hopper),
         ):
-            found = many_rows.rounded_product(x, weight, bias)
+            found = rounded_linear.by_tiles(many_rows.rounded_call(x, weight, bias))
         wanted = packed_product(x, weight, bias)
         close(found, wanted)
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits, as_if_on
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.packed import int4_gemv
-from strata.kernels.linear.packed.few_rows import PackedProduct, multiply, packed_tile
+from strata.kernels.linear.packed.few_rows import packed_tile
+from strata.kernels.linear.skinny import SkinnyProduct, multiply
 from strata.kernels.linear.skinny_tiles import SkinnyTile
 from strata.kernels.quant import dequantize
 from strata.kernels.quant.packed import PackedWeight, Scheme, pack, unpacked_values
@@ -118,12 +119,12 @@ def test_each_number_of_rows_is_served_by(name: str, limits: DeviceLimits, serve
 def test_launches_are_told() -> None:
     pytest.importorskip("triton")
     bound = linear.bind("cuda", packed=True)
-    assert bound.launches(*placed("fp8", 1, HOPPER)) == ("packed_gemv_kernel",)
+    assert bound.launches(*placed("fp8", 1, HOPPER)) == ("gemv_kernel",)
     assert bound.launches(*placed("fp8", 300, HOPPER)) == ("round_rows_kernel", "(cuBLAS)")
-    assert bound.launches(*placed("int4", 1, HOPPER)) == ("int4_gemv_kernel",)
+    assert bound.launches(*placed("int4", 1, HOPPER)) == ("gemv_kernel",)
     x, weight, bias = placed("int4", 4, HOPPER)
     order = as_if_on(HOPPER, torch.empty(1024, dtype=torch.int32, device="meta"))
-    assert bound.launches(x, weight._replace(order=order), bias) == ("(ATen)", "packed_dot_kernel")
+    assert bound.launches(x, weight._replace(order=order), bias) == ("(ATen)", "dot_kernel")
     # Scales that the library does not know for activations by rows: of groups of columns, of several rows.
     x, weight, bias = placed("fp8", 300, HOPPER)
     assert bound.choose(x, weight._replace(columns=128), bias).name == DEQUANTIZED
@@ -163,7 +164,7 @@ def test_tiles_of_one_row_by_int4() -> None:
     for rows, width, group in ((2, 64, 0), (1, 2048, 0), (1, 48, 0), (1, 96, 48), (1, 64, 16)):
         weight = pack(torch.ones(8, width), Scheme("int4", 1, group))
         with pytest.raises(ValueError, match="one row of int4"):
-            multiply(PackedProduct(torch.ones(rows, width), weight), SkinnyTile("gemv", 8, 1024, 1))
+            multiply(SkinnyProduct(torch.ones(rows, width), weight), SkinnyTile("gemv", 8, 1024, 1))
 
 
 def test_splits_keep_groups_whole_and_divide_the_width() -> None:

@@ -12,7 +12,6 @@ from benchmarks.split_products import SHAPES, candidates, table, written
 from strata.kernels.device_limits import SHARED_BYTES
 from strata.kernels.linear.packed.split_product import (
     SplitTile,
-    compile_case,
     pieces,
     split_product,
     split_tile,
@@ -21,6 +20,7 @@ from strata.kernels.linear.packed.split_product import (
 from strata.kernels.quant.packed import pack
 from strata.kernels.quant.schemes import SCHEMES
 from tests.kernels.compiled_for import compile_for
+from tests.kernels.launches.linear import split_case
 
 PROCESSORS = 132
 ROWS = (24, 64, 96, 128, 136, 192, 224, 256)
@@ -75,7 +75,7 @@ def test_all_that_could_serve_compile_for_hopper(share: int, tmp_path: Path, mon
     different = {tile for rows in ROWS for tiles in found(rows).values() for tile in tiles}
     assert len(different) > 30
     for tile in sorted(different, key=repr)[::share]:
-        case = compile_case("fp8e4nv", tile)
+        case = split_case("e4m3", tile)
         resources = compile_for(case)
         assert resources.spills == 0, tile
         assert resources.shared_bytes <= SHARED_BYTES, tile

@@ -17,8 +17,7 @@ from strata.kernels.choose import MEASURED, thresholds_of
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
 from strata.kernels.linear.skinny import Launch, launch
 from strata.kernels.linear.skinny_tiles import SkinnyTile, tiles_of
-from strata.kernels.linear.tile_choice import choose_tile
-from strata.kernels.linear.tile_rule import LIBRARY_TOO, bandwidth, expected_seconds, expected_tile
+from strata.kernels.linear.tile_rule import LIBRARY_TOO, bandwidth, choose_tile, expected_seconds, expected_tile
 from tests.kernels.compiled_for import case_of, compile_for
 
 H200 = DeviceLimits("NVIDIA H200", (9, 0), 232448, 132)

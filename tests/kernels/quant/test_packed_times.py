@@ -163,7 +163,7 @@ def test_products_in_decode_steps_that_were_profiled(measured: list[dict[str, An
 
 
 def test_products_of_few_rows_that_were_measured() -> None:
-    """e4m3 that becomes bfloat16, microseconds (docs/log.md, `MOST_ROUNDED_ROWS`)."""
+    """e4m3 that becomes bfloat16, microseconds (docs/log.md, `quantized_rows`)."""
     scheme = SCHEMES["fp8_weights"]
     took = {(64, "qkv"): 16, (64, "o"): 11, (64, "gate_up"): 49, (64, "down"): 27.5, (2, "gate_up"): 35}
     for (rows, name), microseconds in took.items():

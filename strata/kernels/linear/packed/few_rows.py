@@ -1,158 +1,69 @@
-"""Products of few rows (decoding) with a packed weight, which streams through once: launches and the choice of tiles.
+"""Which tile multiplies few rows (decoding) by a packed weight.
 
-What a weight's scheme says of activations is left out: few rows cost nothing as they are, so x is not rounded to 8 bits
-and the result is nearer to that of the plain weight than the reference's; one row by int4 is to 16 (`int4_gemv`). The
-rule that chooses tiles is fitted to what those of 8B took on an H200 (`benchmarks.packed_products --tiles`).
+The rule is fitted to what those of 8B took on an H200 (`benchmarks.packed_products --tiles`).
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from strata.kernels.choose import thresholds
 from strata.kernels.device_limits import LEAST_CAPABILITY, DeviceLimits
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
-from strata.kernels.linear.packed.few_rows_kernels import packed_dot_kernel, packed_gemv_kernel
 from strata.kernels.linear.packed.in_8_bits import takes_rounded
-from strata.kernels.linear.packed.int4_gemv import CHUNK, in_chunks, int4_gemv_kernel
-from strata.kernels.linear.skinny import Launch, scratch_bytes
+from strata.kernels.linear.packed.int4_gemv import in_chunks
 from strata.kernels.linear.skinny_tiles import MOST_ROWS, SkinnyTile
-from strata.kernels.op import ATEN
 from strata.kernels.quant.dequantize import E4M3_CAPABILITY
 from strata.kernels.quant.packed import TWO_OF_FOUR, PackedWeight
-from strata.kernels.split_counters import split_counters
 from strata.kernels.triton_import import HAS_TRITON
 
-IMPLEMENTATION = "packed, skinny"
-# Where a scheme rounds activations, more rows are multiplied in 8 bits: of 64 a layer of 8B took 73 us and 9 for the
-# rounding, as floats 104; of 32, whose rows are padded no less, as floats 113.
-MOST_ROUNDED_ROWS = 16
 _SPLITS = (1, 2, 4, 8, 16)
 # Warps that a processor should have, to have enough loads under way; of values in half a byte, which take more
 # instructions, more, and twice as many if each has more columns than these.
 _WARPS_EACH, _HALVES_WARPS_EACH, _LONG_PART = 3.5, 5.5, 2048
-# The widest row that a program of `packed_gemv_kernel` holds at once; two rows of x took it twice as long as one.
+# The widest row that a program of `gemv_kernel` holds at once; two rows of x took it twice as long as one.
 GEMV_WIDTH = 16384
 # Larger weights are slower if they are launched early: their loads take the room of the kernel ahead. Smaller ones of
 # groups load two at a time.
 _SMALL_BYTES, _PREFETCH = 26 << 20, 512
 # Sums of a thread that the last program of a tile may load at once, and turns of the loop over k that a split leaves.
 _MOST_SUMS, _LEAST_TURNS = 128, 4
-# A prefetch brings in pieces of so many bytes.
-_PIECE = 256
 # Programs of one row for each processor: above the second (gate and up of 8B) by int4 twice the columns each were 1 %
 # faster in a chain of layers; by e4m3 between both (qkv and o) twice the columns brought T2 from 2.52 to 2.47 ms.
 _FEW_PROGRAMS, _MANY_PROGRAMS = 3, 8
 
 
-@dataclass(frozen=True)
-class PackedProduct:
-    """A product and what else happens to it in the same kernel: as `SkinnyProduct`, with a packed weight."""
-
-    x: Tensor
-    weight: PackedWeight
-    bias: Tensor | None = None
-    squares: Tensor | None = None
-    eps: float = 0.0
-    gated: bool = False
-    residual: Tensor | None = None
-    norm_weight: Tensor | None = None
-
-    @property
-    def out(self) -> int:
-        """Columns of the result."""
-        return self.weight.shape[0] // (1 + self.gated)
+def in_order(weight: Tensor | PackedWeight) -> bool:
+    """Whether the columns of its values are those of x, one by one."""
+    return isinstance(weight, Tensor) or weight.order is None
 
 
-def ordered(x: Tensor, weight: PackedWeight) -> Tensor:
+def ordered(x: Tensor, weight: Tensor | PackedWeight) -> Tensor:
     """x [..., width] as the columns of the values are ordered."""
-    return x if weight.order is None else x.index_select(-1, weight.order)
+    return x if isinstance(weight, Tensor) or weight.order is None else x.index_select(-1, weight.order)
 
 
-def launch(product: PackedProduct, tile: SkinnyTile) -> Launch:
-    """What multiplies with a tile that `fits`. results: those of `skinny.launch`."""
-    x, weight, squares, residual = product.x, product.weight, product.squares, product.residual
-    (count, width), out = x.shape, product.out
-    tiles = ceil_div(weight.shape[0], tile.columns)
-    results = [torch.empty((count, out), dtype=x.dtype, device=x.device)]
-    if residual is not None:
-        results.append(torch.empty((count, out), dtype=x.dtype, device=x.device))
-        results.append(torch.empty((count, tiles), dtype=torch.float32, device=x.device))
-    outputs = (*results, *(None,) * (3 - len(results)))
-    # Of 2:4 four values are loaded together, those of eight columns.
-    values = weight.values.view(torch.int64) if weight.kind == TWO_OF_FOUR else weight.values
-    tensors = (product.bias, squares, residual, product.norm_weight, *outputs)
-    sizes = (
-        count,
-        out,
-        width // tile.splits,
-        x.stride(0),
-        values.stride(0),
-        weight.scales.stride(0),
-        None if residual is None else residual.stride(0),
-        None if squares is None else squares.shape[1],
-        None if squares is None else product.eps,
-    )
-    options: dict[str, Any] = {
-        "KIND": weight.kind,
-        "ROW_GROUP": weight.rows,
-        "GATED": product.gated,
-        "EARLY": tile.early,
-        "BLOCKS": 1 if squares is None else next_power_of_2(squares.shape[1]),
-        "BLOCK_N": tile.columns,
-        "BLOCK_K": tile.width,
-        "num_warps": tile.warps,
-        "launch_pdl": tile.early,
-    }
-    rows, group = tile.program_rows(count), _group(weight)
-    if tile.kernel == "gemv" and weight.kind == "int4":
-        if count != 1 or width > tile.width or not in_chunks(width, group):
-            what = f"one row of int4 at once, of chunks of {CHUNK} columns and groups of whole chunks"
-            raise ValueError(f"{tile} takes {what}, not {[count, width]} in groups of {group}")
-        del options["KIND"]
-        count, out, part, _, *strides = sizes
-        args = (x, values, weight.scales, weight.zeros, weight.row_scales, *tensors, count, out, part, *strides)
-        return Launch(int4_gemv_kernel, (tiles,), args, options | {"GROUP": group}, tuple(results))
-    if tile.kernel == "gemv":
-        options |= {"ROWS": rows, "ONCE": width <= tile.width}
-        args = (x, values, weight.scales, weight.row_scales, *tensors, *sizes)
-        return Launch(packed_gemv_kernel, (tiles,), args, options, tuple(results))
-    grid = (tiles, tile.splits, ceil_div(count, rows))
-    parts = counters = None
-    if tile.splits > 1:
-        parts = torch.empty((math.prod(grid), tile.columns, rows), dtype=torch.float32, device=x.device)
-        counters = split_counters(x.device)
-    each = min(tile.prefetch, width // tile.splits) * weight.values.shape[1] // width if values is weight.values else 0
-    options |= {"BLOCK_M": rows, "FULL": count % rows == 0, "STAGES": tile.stages, "SPLITS": tile.splits}
-    # Of four-bit floats a block may have several groups; of others it has a part of one.
-    block = tile.width if weight.kind == "e2m1" or not group else min(tile.width, group)
-    options |= {"BLOCK_K": block, "STEPS": tile.width // block}
-    options |= {"GROUP": group, "PIECES": 1 << (each // _PIECE).bit_length() - 1 if each >= _PIECE else 0}
-    every = (x, values, weight.scales, weight.zeros, weight.row_scales, *tensors, parts, counters, *sizes)
-    return Launch(packed_dot_kernel, grid, every, options, tuple(results))
-
-
-def multiply(product: PackedProduct, tile: SkinnyTile) -> tuple[Tensor, ...]:
-    """The results of `launch`, x in the order of the weight. Sums are float32; with the same tile, the bits of a row do
-    not depend on other rows."""
-    return launch(replace(product, x=ordered(product.x, product.weight)), tile).run()
-
-
-def chosen_tile(x: Tensor, weight: PackedWeight) -> SkinnyTile | None:
-    """The tile for x [..., width] and a packed weight [out, width]; None where the kernels cannot take them."""
+def chosen_tile(x: Tensor, weight: PackedWeight, most: int = MOST_ROWS) -> SkinnyTile | None:
+    """The tile for x [..., width] and a packed weight [out, width]; None for more rows than `most`, or where the
+    kernels cannot take them."""
     out, width = weight.shape
     rows = x.numel() // width
-    if not 0 < rows <= MOST_ROWS or not readable(x, weight):
+    if not 0 < rows <= most or not readable(x, weight):
         return None
-    return packed_tile(rows, out, width, weight.kind, _group(weight), DeviceLimits.of(x.device))
+    return packed_tile(rows, out, width, weight.kind, group_of(weight), DeviceLimits.of(x.device))
 
 
-def _group(weight: PackedWeight) -> int:
+def max_rows(x: Tensor, weight: PackedWeight) -> int:
+    """Up to so many rows arithmetic in 8 bits, where scheme and device have it, would not be faster."""
+    rounded = takes_rounded(weight, x.dtype, DeviceLimits.of(x.device))
+    return thresholds(x.device).quantized_rows if rounded else MOST_ROWS
+
+
+def group_of(weight: PackedWeight) -> int:
     """Columns that share a scale, 0: all, or none do."""
     return weight.columns if weight.columns < weight.shape[1] and weight.kind != TWO_OF_FOUR else 0
 
@@ -276,37 +187,3 @@ def _block_of(rows: int, out: int, width: int, kind: str, group: int) -> int:
         if least <= block <= longest and width % block == 0 and whole:
             return block
     return 0
-
-
-def kernels_of(tile: SkinnyTile | None, weight: PackedWeight) -> tuple[Any, ...]:
-    """What multiplies with the tile that was found."""
-    assert tile is not None
-    kernel = packed_dot_kernel
-    if tile.kernel == "gemv":
-        kernel = int4_gemv_kernel if weight.kind == "int4" else packed_gemv_kernel
-    return (kernel,) if weight.order is None else (ATEN, kernel)
-
-
-def fits_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
-    """Up to so many rows that arithmetic in 8 bits, where scheme and device have it, would not be faster."""
-    rounded = takes_rounded(weight, x.dtype, DeviceLimits.of(x.device))
-    most = MOST_ROUNDED_ROWS if rounded else MOST_ROWS
-    return x.numel() <= most * weight.shape[1] and chosen_tile(x, weight) is not None
-
-
-def few_rows_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, gated: bool = False) -> Tensor:
-    """`linear`, or `linear_silu_mul` if gated, by the chosen tile."""
-    tile = chosen_tile(x, weight)
-    assert tile is not None
-    (result,) = multiply(PackedProduct(x.reshape(-1, x.shape[-1]), weight, bias, gated=gated), tile)
-    return result.view(*x.shape[:-1], result.shape[-1])
-
-
-def scratch(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> int:
-    """Bytes beside its result: rows in the order of the weight, and what splits wait in."""
-    count, copy = x.numel() // weight.shape[1], 0 if weight.order is None else x.nbytes
-    return copy + scratch_bytes(chosen_tile(x, weight), count, weight.shape[0])
-
-
-def linear_kernels(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> tuple[Any, ...]:
-    return kernels_of(chosen_tile(x, weight), weight)

@@ -1,4 +1,4 @@
-"""The Triton kernel of one row times a weight in int4: integers times integers, on the CUDA cores.
+"""What `gemv_kernel` does with one row and a weight in int4: integers times integers, on the CUDA cores.
 
 32 columns of x become integers of 16 bits, by one power of two: each is kept to 2^-15 of the largest of them. So a sum
 errs by no more than 2^-15 of what it were if all 32 magnitudes were the largest and nothing cancelled, beside what
@@ -10,12 +10,8 @@ are four bytes after one or two instructions, and `dp4a` multiplies these by the
 
 from __future__ import annotations
 
-from functools import partial
-
-from strata.kernels.compile_case import CompileCase
-from strata.kernels.linear.skinny_kernels import load_residual, load_squares, store_product, weight_rows
 from strata.kernels.quant.dequantize import wide_scale
-from strata.kernels.triton_import import constant, gdc_launch_dependents, gdc_wait, jit, tl
+from strata.kernels.triton_import import constant, jit, tl
 
 # Columns that a thread takes together, 16 bytes of the weight.
 CHUNK = 32
@@ -161,45 +157,23 @@ def _plain_dots(x, words, zero, scale, held):
     return tl.sum(total * scale, 1)
 
 
-@partial(jit, unspecialized=("rows",))
-def int4_gemv_kernel(
-    x,
-    values,
+@jit
+def load_chunks(
+    weight,
     scales,
     zeros,
-    row_scales,
-    bias,
-    row_squares,
-    residual,
-    norm_weight,
-    result,
-    weighted,
-    squares,
-    rows,
-    out,
-    width,
-    value_stride,
-    scale_stride,
-    residual_stride,
-    blocks,
-    eps,
+    sizes,
     ROW_GROUP: tl.constexpr,
     GROUP: tl.constexpr,
-    GATED: tl.constexpr,
-    EARLY: tl.constexpr,
-    BLOCKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Programs [tiles of columns], as in `gemv_kernel`; rows is 1, and width at most BLOCK_K and a multiple of 32.
-
-    GROUP: columns that share a scale, a multiple of 32; 0: all.
-    """
-    weight_row, column = weight_rows(tl.program_id(0), out, BLOCK_N, GATED)
-    row = tl.arange(0, 1)
+    """All that `dot_chunks` reads of rows of a weight: chunks [chunks], which are held, words [rows, chunks, 4], and of
+    each chunk of each row its scale and zero. GROUP: columns that share a scale, a multiple of 32; 0: all."""
+    weight_row, weight_stride, scale_stride, width = sizes
     chunk = tl.arange(0, BLOCK_K // 32)
     held = chunk < width // 32
-    start = (values + weight_row.to(tl.int64) * value_stride).to(tl.pointer_type(tl.int32))
+    start = (weight + weight_row.to(tl.int64) * weight_stride).to(tl.pointer_type(tl.int32))
     word = tl.arange(0, BLOCK_K // 8)[None, :]
     words = tl.load(start[:, None] + word, mask=word < width // 8, other=0, eviction_policy="evict_first")
     words = tl.reshape(words, (BLOCK_N, BLOCK_K // 32, 4))
@@ -209,70 +183,17 @@ def int4_gemv_kernel(
     zero = 8.0
     if zeros is not None:
         zero = tl.load(zeros + group, mask=held[None, :], other=0.0).to(tl.float32)
-    if row_scales is not None:
-        row_scales = tl.load(row_scales + weight_row)
-    if bias is not None:
-        bias = tl.load(bias + weight_row)
-    if norm_weight is not None:
-        norm_weight = tl.load(norm_weight + column, mask=column < out, other=0.0)
-    if EARLY:
-        # What precedes the wait may read what the step does not write: the model's parameters.
-        gdc_wait()
-        gdc_launch_dependents()
-    if row_squares is not None:
-        row_squares = load_squares(row_squares, row, rows, blocks, BLOCKS)
-    if residual is not None:
-        residual = load_residual(residual, residual_stride, row, column, rows, out)
+    return chunk, held, words, scale, zero
+
+
+@jit
+def dot_chunks(x, chunks, row_scales, CENTERED: tl.constexpr):
+    """Sums [rows, 1] float32 of a row x times what `load_chunks` has loaded."""
+    chunk, held, words, scale, zero = chunks
     if x.dtype.element_ty == tl.float32:
         total = _plain_dots(x + chunk * 32, words, zero, scale, held)
     else:
-        total = _dots(x + chunk * 32, words, zero, scale, held, zeros is None)
+        total = _dots(x + chunk * 32, words, zero, scale, held, CENTERED)
     if row_scales is not None:
         total *= row_scales
-    store_product(
-        total[:, None],
-        bias,
-        row_squares,
-        width,
-        eps,
-        residual,
-        norm_weight,
-        result,
-        weighted,
-        squares,
-        row,
-        column,
-        rows,
-        out,
-        GATED,
-    )
-
-
-def compile_cases() -> list[CompileCase]:
-    """All bytes of the weight on their way at once, 8 to a load: 16 were no faster (docs/log.md)."""
-    signature = dict.fromkeys(("x", "result"), "*bf16:16") | {"scales": "*fp32:16", "values": "*u8:16", "rows": "i32"}
-    signature |= dict.fromkeys(("out", "width", "value_stride"), "i32:16") | {"scale_stride": "i32"}
-    absent = "zeros row_scales bias row_squares residual norm_weight weighted squares residual_stride blocks eps"
-    constants: dict[str, object] = dict.fromkeys(absent.split())
-    constants |= {"ROW_GROUP": 1, "GROUP": 128, "GATED": True, "EARLY": True, "BLOCKS": 1}
-    zeros = {"zeros": "*u8:16"}
-    narrow = {"scales": "*fp8e4nv:16", "zeros": "*fp8e4nv:16", "row_scales": "*fp32:16"}
-    must = ("ld.global.L1::evict_first.L2::cache_hint.v2.b32", "ld.global.v4.b32", "dp4a.u32.s32")
-    return [
-        CompileCase(
-            f"one row by int4 {columns}x{block} {' '.join(more)}".rstrip(),
-            int4_gemv_kernel,
-            signature | more,
-            {name: value for name, value in constants.items() if name not in more}
-            | {"BLOCK_N": columns, "BLOCK_K": block},
-            warps,
-            2,
-            must,
-        )
-        for columns, block, warps, more in (
-            (8, 4096, 2, {}),
-            (16, 4096, 4, zeros),
-            (4, 16384, 4, {}),
-            (8, 1024, 1, narrow),
-        )
-    ]
+    return total[:, None]

@@ -1,181 +1,54 @@
 """Products of many rows with a packed weight (prompts, large batches), for which arithmetic counts.
 
 Where the scheme rounds activations, both operands stay in 8 bits; else the weight becomes floats, in a buffer of its
-size, and the product is the library's.
+size, and the product is that of these. One that is 2:4 sparse is kept in rows of values and places, which few rows
+stream as they are: cuSPARSELt, all that torch has for sparse tensor cores of Hopper, wants an order of its own that it
+does not tell, and to make it in every call, by way of the dense weight, takes as long as 8,192 rows by the dense
+weights of 8B (docs/sparsity.md). So the zeros are multiplied, too.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.linear import fixed
 from strata.kernels.linear.packed.few_rows import ordered
-from strata.kernels.linear.packed.in_8_bits import has_rounded_kernel, has_scales_of_rows, in_8_bits, multiplies_rounded
-from strata.kernels.linear.packed.rounded_kernel import choose_tile, rounded_product_kernel
-from strata.kernels.linear.packed.split_product import (
-    SplitTile,
-    split_product,
-    split_product_kernel,
-    split_tile,
-    sums_bytes,
-)
-from strata.kernels.op import ATEN, CUBLAS
+from strata.kernels.linear.rounded_linear import WAYS, QuantizedWay, RoundedCall
+from strata.kernels.op import ATEN, CUBLAS, Operation
 from strata.kernels.quant.dequantize import can_dequantize, dequantize, dequantize_kernel
-from strata.kernels.quant.fp8 import library_product
-from strata.kernels.quant.packed import PackedWeight, dense, wide_scales
+from strata.kernels.quant.expand import can_expand, expand_kernel, expand_on_device
+from strata.kernels.quant.packed import PackedWeight, dense
 from strata.kernels.quant.round_rows import round_rows, round_rows_kernel
-from strata.kernels.triton_import import HAS_TRITON
-
-if HAS_TRITON:
-    from triton.tools.tensor_descriptor import TensorDescriptor
 
 _round = round_rows.bind("cuda")
 
 
-class RoundedCall(NamedTuple):
-    """The operands of `rounded_linear`. values, scales: what `round_rows` made of x [rows, width] as the weight's
-    scheme rounds activations. weight: [out, width], packed in the same kind of values; bias: [out] or None, of the
-    dtype, x's."""
-
-    values: Tensor
-    scales: Tensor
-    weight: PackedWeight
-    bias: Tensor | None
-    dtype: torch.dtype
-
-
-def fits_scaled_mm(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
-    """e4m3 with scales of rows, and activations likewise; the library writes bfloat16 alone for these."""
-    return has_scales_of_rows(weight) and x.numel() > 0 and in_8_bits(x.dtype, weight, DeviceLimits.of(x.device))
-
-
-def scaled_mm(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    values, scales = _round(_rows_of(x, weight), weight.kind, 0, weight.input_scale)
-    return scaled_mm_of_rounded(RoundedCall(values, scales, weight, bias, x.dtype)).view(*x.shape[:-1], weight.shape[0])
-
-
-def scaled_mm_of_rounded(call: RoundedCall) -> Tensor:
-    """`rounded_linear` by the library."""
-    values, scales, weight, bias, dtype = call
-    # Scales of rows, float32 [out, 1]; what is stored, where that is so.
-    own = wide_scales(weight).expand(weight.shape[0], 1).contiguous()
-    return library_product(values, scales, weight.values, own, dtype, True, bias)
-
-
-def fits_rounded(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
-    """int8 with scales of rows, or both kinds in blocks of columns, activations likewise."""
-    return has_rounded_kernel(weight) and x.numel() > 0 and in_8_bits(x.dtype, weight, DeviceLimits.of(x.device))
-
-
-def rounded_product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    values, scales = _round(_rows_of(x, weight), weight.kind, weight.columns, weight.input_scale)
-    return product_of_rounded(RoundedCall(values, scales, weight, bias, x.dtype)).view(*x.shape[:-1], weight.shape[0])
-
-
-def product_of_rounded(call: RoundedCall) -> Tensor:
-    """`rounded_linear` by the Triton kernel."""
-    values, scales, weight, bias, dtype = call
-    out, width = weight.shape
-    rows = values.shape[0]
-    result = torch.empty((rows, out), dtype=dtype, device=values.device)
-    processors = DeviceLimits.of(values.device).processors
-    tile = choose_tile(rows, out, weight.columns > 0, processors)
-    tiles = ceil_div(rows, tile.rows) * ceil_div(out, tile.columns)
-    rounded_product_kernel[(min(processors, tiles),)](
-        TensorDescriptor.from_tensor(values, [tile.rows, tile.width]),
-        TensorDescriptor.from_tensor(weight.values, [tile.columns, tile.width]),
-        scales,
-        weight.scales,
-        weight.row_scales,
-        bias,
-        TensorDescriptor.from_tensor(result, [tile.rows, tile.columns]),
-        rows,
-        out,
-        width,
-        scales.shape[1],
-        weight.scales.stride(0),
-        ROW_GROUP=weight.rows,
-        GROUP=weight.columns,
-        **tile.constants,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-    return result
-
-
-def fits_split(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
-    """So few rows that the library, or tiles over the whole width, leave processors idle."""
-    return (fits_scaled_mm(x, weight) or fits_rounded(x, weight)) and _split_tile(x, weight) is not None
-
-
-def split(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    values, scales = _round(_rows_of(x, weight), weight.kind, 0, weight.input_scale)
-    return split_of_rounded(RoundedCall(values, scales, weight, bias, x.dtype)).view(*x.shape[:-1], weight.shape[0])
-
-
-def split_of_rounded(call: RoundedCall) -> Tensor:
-    """`rounded_linear` by the Triton kernel whose programs may have parts of the width."""
-    tile = _split_tile(call.values, call.weight)
-    assert tile is not None
-    return split_product(*call, tile)
-
-
-def _split_tile(x: Tensor, weight: PackedWeight) -> SplitTile | None:
-    out, width = weight.shape
-    if weight.columns or not HAS_TRITON:
-        return None
-    return split_tile(x.numel() // width, out, width, DeviceLimits.of(x.device).processors)
-
-
-def fits_split_of_rounded(call: RoundedCall) -> bool:
-    return _fits_of_rounded(call) and _split_tile(call.values, call.weight) is not None
-
-
-def fits_scaled_mm_of_rounded(call: RoundedCall) -> bool:
-    return has_scales_of_rows(call.weight) and _fits_of_rounded(call)
-
-
-def fits_product_of_rounded(call: RoundedCall) -> bool:
-    return has_rounded_kernel(call.weight) and _fits_of_rounded(call)
-
-
-def _fits_of_rounded(call: RoundedCall) -> bool:
-    values = call.values
-    return values.numel() > 0 and multiplies_rounded(call.weight, call.dtype, DeviceLimits.of(values.device))
-
-
-def fits_dequantized(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
-    return can_dequantize(weight)
-
-
-def dequantized(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """x is not rounded, whatever the scheme says."""
-    return F.linear(ordered(x, weight), dequantize(weight, x.dtype), bias)
-
-
-def fits_fixed_tiles(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
-    return can_dequantize(weight) and x.dtype != torch.float64 and x.stride(-1) == 1
-
-
-def fixed_tiles(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """x is not rounded; however many rows there are, a row has the same bits."""
-    return fixed.triton_linear(ordered(x, weight), dequantize(weight, x.dtype), bias)
-
-
-def unpacked(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """What any device can: the weight in floats by torch, x not rounded."""
-    return F.linear(x, dense(weight, x.dtype), bias)
-
-
-def _rows_of(x: Tensor, weight: PackedWeight) -> Tensor:
+def rounded_call(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> RoundedCall:
+    """The operands of `rounded_linear` that those of `linear` become: x [..., width], weight [out, width]."""
     rows = ordered(x.reshape(-1, x.shape[-1]), weight)
-    return rows if rows.stride(1) == 1 else rows.contiguous()
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    values, scales = _round(rows, weight.kind, weight.columns, weight.input_scale)
+    return RoundedCall(values, scales, weight, bias, x.dtype)
+
+
+def implement_many_rows(linear: Operation) -> None:
+    """Register for `linear` of packed weights what multiplies many rows; the first that fits is preferred."""
+    for way in WAYS:
+        _implement_rounded(linear, way)
+    for name, floats, can_make, kernel in (
+        ("2:4 expanded", lambda weight, dtype: expand_on_device(weight), _can_expand, expand_kernel),
+        ("dequantized", dequantize, lambda weight, dtype: can_dequantize(weight), dequantize_kernel),
+    ):
+        _implement_floats(linear, name, floats, can_make, kernel)
+    linear.implement("unpacked, cublas", "cuda", kernels=(ATEN, CUBLAS), packed=True, scratch=_bytes_of_floats)(
+        _unpacked
+    )
 
 
 def _with_order(*kernels: Any) -> Any:
@@ -185,27 +58,59 @@ def _with_order(*kernels: Any) -> Any:
     return launched
 
 
-def rounded_bytes(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> int:
-    """Of rows in the order of the weight, of them in 8 bits, and of their scales and the weight's, in float32."""
-    out, width = weight.shape
-    copy, rows = 0 if weight.order is None else x.nbytes, x.numel() // width
-    return copy + x.numel() + 4 * (rows * (ceil_div(width, weight.columns) if weight.columns else 1) + out)
+def _implement_rounded(linear: Operation, way: QuantizedWay) -> None:
+    def supports(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
+        return way.fits(x, weight, x.dtype)
+
+    def run(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        return way.run(rounded_call(x, weight, bias)).view(*x.shape[:-1], weight.shape[0])
+
+    def scratch(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> int:
+        """Of rows in the order of the weight, of them in 8 bits, of their scales and the weight's, in float32, and what
+        multiplies holds."""
+        out, width = weight.shape
+        copy, rows = 0 if weight.order is None else x.nbytes, x.numel() // width
+        groups = ceil_div(width, weight.columns) if weight.columns else 1
+        return copy + x.numel() + 4 * (rows * groups + out) + way.scratch(x, weight)
+
+    kernels = _with_order(round_rows_kernel, way.kernel)
+    linear.implement(way.name, "cuda", supports=supports, kernels=kernels, packed=True, scratch=scratch)(run)
 
 
-def split_bytes(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> int:
-    """`rounded_bytes`, and the sums of parts of the width."""
-    tile = _split_tile(x, weight)
-    assert tile is not None
-    return rounded_bytes(x, weight) + sums_bytes(tile, x.numel() // weight.shape[1], weight.shape[0])
+def _implement_floats(
+    linear: Operation,
+    name: str,
+    floats: Callable[[PackedWeight, torch.dtype], Tensor],
+    can_make: Callable[[PackedWeight, torch.dtype], bool],
+    kernel: Any,
+) -> None:
+    """x is not rounded, whatever the scheme says. In fixed tiles a row has the same bits, however many there are."""
+
+    def supports(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
+        return can_make(weight, x.dtype)
+
+    def supports_fixed(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
+        return can_make(weight, x.dtype) and x.dtype != torch.float64 and x.stride(-1) == 1
+
+    def run(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda x, weight, bias=None: product(ordered(x, weight), floats(weight, x.dtype), bias)
+
+    told: dict[str, Any] = {"packed": True, "scratch": _bytes_of_floats}
+    by_library, in_tiles = _with_order(kernel, CUBLAS), _with_order(kernel, fixed.linear_kernel)
+    linear.implement(f"{name}, cublas", "cuda", supports=supports, kernels=by_library, **told)(run(F.linear))
+    told |= {"invariant": True, "supports": supports_fixed, "kernels": in_tiles}
+    linear.implement(f"{name}, fixed tiles", "cuda", **told)(run(fixed.triton_linear))
 
 
-def dequantized_bytes(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> int:
+def _can_expand(weight: PackedWeight, dtype: torch.dtype) -> bool:
+    return can_expand(weight) and dtype == weight.values.dtype
+
+
+def _unpacked(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """What any device can: the weight in floats by torch."""
+    return F.linear(x, dense(weight, x.dtype), bias)
+
+
+def _bytes_of_floats(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> int:
     """Of the weight in floats, and rows in its order."""
     return weight.shape[0] * weight.shape[1] * x.element_size() + (0 if weight.order is None else x.nbytes)
-
-
-SPLIT_KERNELS = _with_order(round_rows_kernel, split_product_kernel)
-SCALED_MM_KERNELS = _with_order(round_rows_kernel, CUBLAS)
-ROUNDED_KERNELS = _with_order(round_rows_kernel, rounded_product_kernel)
-DEQUANTIZED_KERNELS = _with_order(dequantize_kernel, CUBLAS)
-FIXED_KERNELS = _with_order(dequantize_kernel, fixed.linear_kernel)

@@ -6,10 +6,8 @@ added up in float32, which the scales of blocks ask for in any case (DeepSeek-V3
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import ceil_div
+from strata.kernels.linear.fixed import Tile, tile_at
 from strata.kernels.quant.dequantize import wide_scale
 from strata.kernels.triton_import import jit, tl
 
@@ -33,7 +31,7 @@ def rounded_product_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    MEMBERS: tl.constexpr,
+    MEMBERS: tl.constexpr = 8,
 ):
     """Persistent programs take tiles [BLOCK_M, BLOCK_N] of the result in turn, operands through the copy engine.
 
@@ -45,12 +43,9 @@ def rounded_product_kernel(
     kind: tl.constexpr = tl.int32 if x.dtype == tl.int8 and GROUP == 0 else tl.float32
     # Flattened with the loop inside it, so that a tile's first operands arrive while the one before it is stored.
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=GROUP == 0):
-        # Programs that run together share rows of x and of the weight: MEMBERS tiles of rows for each of columns.
-        group = tile // (MEMBERS * tiles_n)
-        members = min(tiles_m - group * MEMBERS, MEMBERS)
-        within = tile % (MEMBERS * tiles_n)
-        first_row = (group * MEMBERS + within % members) * BLOCK_M
-        first_column = within // members * BLOCK_N
+        tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, MEMBERS)
+        first_row = tile_m * BLOCK_M
+        first_column = tile_n * BLOCK_N
         row = first_row + tl.arange(0, BLOCK_M)
         column = first_column + tl.arange(0, BLOCK_N)
         # Clamped instead of masked: what lies beyond the edge is never stored.
@@ -77,24 +72,9 @@ def rounded_product_kernel(
         result.store([first_row, first_column], wide.to(result.dtype))
 
 
-@dataclass(frozen=True)
-class Tile:
-    """What a program computes at a time: rows and columns of the result over so much of the width."""
-
-    rows: int
-    columns: int
-    width: int
-    warps: int
-    stages: int
-
-    @property
-    def constants(self) -> dict[str, int]:
-        return {"BLOCK_M": self.rows, "BLOCK_N": self.columns, "BLOCK_K": self.width, "MEMBERS": 8}
-
-
 WIDTH = 128
-_INTEGERS = Tile(128, 256, WIDTH, 8, 3), Tile(128, 128, WIDTH, 8, 4), Tile(64, 64, WIDTH, 4, 6)
-_BLOCKS = Tile(128, 128, WIDTH, 8, 4), Tile(64, 64, WIDTH, 4, 6)
+_INTEGERS = Tile(128, 256, 8, 3, WIDTH), Tile(128, 128, 8, 4, WIDTH), Tile(64, 64, 4, 6, WIDTH)
+_BLOCKS = _INTEGERS[1:]
 
 
 def choose_tile(rows: int, out: int, grouped: bool, processors: int) -> Tile:
@@ -102,21 +82,3 @@ def choose_tile(rows: int, out: int, grouped: bool, processors: int) -> Tile:
     tiles = _BLOCKS if grouped else _INTEGERS
     full = (tile for tile in tiles if ceil_div(rows, tile.rows) * ceil_div(out, tile.columns) >= processors)
     return next(full, tiles[-1])
-
-
-def compile_cases() -> list[CompileCase]:
-    cases = []
-    for kind, group, tile in (("i8", 0, _INTEGERS[0]), ("fp8e4nv", 128, _BLOCKS[0])):
-        signature = {
-            "x": f"tensordesc<{kind}[{tile.rows}, {tile.width}]>",
-            "values": f"tensordesc<{kind}[{tile.columns}, {tile.width}]>",
-            "result": f"tensordesc<bf16[{tile.rows}, {tile.columns}]>",
-        }
-        signature |= dict.fromkeys(("x_scales", "scales"), "*fp32:16")
-        signature |= {"rows": "i32", "out": "i32:16", "width": "i32:16", "x_groups": "i32", "scale_stride": "i32"}
-        constants: dict[str, object] = {"ROW_GROUP": 128 if group else 1, "GROUP": group, **tile.constants}
-        constants |= {"row_scales": None, "bias": None}
-        must = ("wgmma.mma_async", "s32.s8.s8" if kind == "i8" else "f32.e4m3.e4m3", "cp.async.bulk.tensor")
-        title = f"products of {kind} by {group or 'rows'}"
-        cases.append(CompileCase(title, rounded_product_kernel, signature, constants, tile.warps, tile.stages, must))
-    return cases

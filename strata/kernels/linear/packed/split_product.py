@@ -14,7 +14,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.quant.dequantize import wide_scale
 from strata.kernels.quant.packed import PackedWeight
@@ -268,31 +267,3 @@ def _constants(tile: SplitTile) -> dict[str, int]:
 
 def _descriptor(values: Tensor, size: int, width: int) -> TensorDescriptor | None:
     return TensorDescriptor.from_tensor(values, [size, width]) if size else None
-
-
-def compile_case(kind: str, tile: SplitTile) -> CompileCase:
-    """A tile of values of a kind, as Triton writes it: "i8", "fp8e4nv"."""
-    of_rows, of_columns = _pieces_of(tile)
-    operands = dict(zip(("x", "x_rest", "values", "values_rest", "values_last"), (*of_rows, *of_columns), strict=True))
-    signature = {name: f"tensordesc<{kind}[{size}, {tile.width}]>" for name, size in operands.items() if size}
-    signature |= {"result": "*bf16:16"} | dict.fromkeys(("x_scales", "scales"), "*fp32:16")
-    signature |= {"rows": "i32", "scale_stride": "i32", "out": "i32:16", "part": "i32:16"}
-    constants: dict[str, object] = {"ROW_GROUP": 1, "row_scales": None, "bias": None, **_constants(tile)}
-    constants |= dict.fromkeys(name for name, size in operands.items() if not size)
-    if tile.splits > 1:
-        signature |= {"parts": "*i32:16" if kind == "i8" else "*fp32:16", "counters": "*i32:16"}
-    else:
-        constants |= {"parts": None, "counters": None}
-    must = ("wgmma.mma_async", "s32.s8.s8" if kind == "i8" else "f32.e4m3.e4m3", "cp.async.bulk.tensor")
-    title = f"split products of {kind} {tile.rows}x{tile.columns} by {tile.splits}"
-    return CompileCase(title, split_product_kernel, signature, constants, tile.warps, tile.stages, must)
-
-
-def compile_cases() -> list[CompileCase]:
-    return [
-        compile_case("fp8e4nv", SplitTile(128, 128, 4, 8)),
-        compile_case("fp8e4nv", SplitTile(192, 256, 1, 8)),
-        compile_case("i8", SplitTile(64, 128, 2, 4)),
-        compile_case("i8", SplitTile(256, 128, 4, 8)),
-        compile_case("i8", SplitTile(128, 224, 1, 8)),
-    ]

@@ -14,19 +14,12 @@ from benchmarks.split_products import candidates
 from strata.hardware.replay import time_replayed
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.linear.linear import linear
-from strata.kernels.linear.packed.few_rows import (
-    IMPLEMENTATION,
-    PackedProduct,
-    chosen_tile,
-    dot_shapes,
-    dot_tiles,
-    multiply,
-    packed_tile,
-)
+from strata.kernels.linear.packed.few_rows import chosen_tile, dot_shapes, dot_tiles, packed_tile
 from strata.kernels.linear.packed.split_product import split_product
 from strata.kernels.linear.prenorm import linear_add, scaled_linear, scaled_linear_silu_mul
 from strata.kernels.linear.silu_mul import linear_silu_mul
-from strata.kernels.linear.skinny_tiles import SkinnyTile
+from strata.kernels.linear.skinny import SkinnyProduct, multiply
+from strata.kernels.linear.skinny_tiles import PACKED_IMPLEMENTATION, SkinnyTile
 from strata.kernels.quant.dequantize import dequantize
 from strata.kernels.quant.packed import PackedWeight, Scheme, dense, pack, round_activations
 from strata.kernels.quant.round_rows import round_rows
@@ -100,9 +93,9 @@ def test_few_rows_in_every_shape_of_tile(name: str, out: int, width: int, severa
         found = tiles(rows, weight)
         assert found
         for tile in found:
-            (result,) = multiply(PackedProduct(x, weight, bias), tile)
+            (result,) = multiply(SkinnyProduct(x, weight, bias), tile)
             assert_near(result, exact)
-            assert torch.equal(multiply(PackedProduct(x, weight, bias), tile)[0], result)
+            assert torch.equal(multiply(SkinnyProduct(x, weight, bias), tile)[0], result)
     assert not split_counters(bias.device).any()
 
 
@@ -129,7 +122,7 @@ def test_zeros_and_orders_of_columns(name: str, zeros: torch.dtype) -> None:
     weight = odd(draw_weight(272, 1024, ALL[name]), zeros)
     for rows in (1, 7, 40, 200):
         x = draw(rows, 1024)
-        assert linear.bind("cuda", packed=True).choose(x, weight, None).name == IMPLEMENTATION
+        assert linear.bind("cuda", packed=True).choose(x, weight, None).name == PACKED_IMPLEMENTATION
         assert_near(linear(x, weight, None), exact_linear(x, weight))
     assert torch.equal(dequantize(weight, torch.float32), dense(weight._replace(order=None)))
     whole = odd(draw_weight(272, 1024, ALL["int8_weights"]))
@@ -147,7 +140,9 @@ def test_what_products_end_in(name: str, rows: int) -> None:
     down, gate_up = draw_weight(hidden, inner, ALL[name]), draw_weight(2 * inner, hidden, ALL[name])
     bias = draw(2 * inner)
     total, weighted, squares = linear_add(x, down, None, residual, norm_weight)
-    assert linear_add.bind("cuda", packed=True).choose(x, down, None, residual, norm_weight).name == IMPLEMENTATION
+    assert (
+        linear_add.bind("cuda", packed=True).choose(x, down, None, residual, norm_weight).name == PACKED_IMPLEMENTATION
+    )
     assert_near(total, exact_linear(x, down) + residual.double())
     assert torch.equal(weighted, total * norm_weight)
     torch.testing.assert_close(squares.double().sum(-1), total.double().square().sum(-1), rtol=1e-5, atol=0)
@@ -157,7 +152,7 @@ def test_what_products_end_in(name: str, rows: int) -> None:
     gated = F.silu(exact[:, :inner]) * exact[:, inner:]
     assert_near(scaled_linear_silu_mul(weighted, squares, EPS, gate_up, bias), gated)
     plain = exact_linear(weighted, gate_up, bias)
-    few = linear_silu_mul.bind("cuda", packed=True).choose(weighted, gate_up, bias).name == IMPLEMENTATION
+    few = linear_silu_mul.bind("cuda", packed=True).choose(weighted, gate_up, bias).name == PACKED_IMPLEMENTATION
     if few:
         wanted = F.silu(plain[:, :inner]) * plain[:, inner:]
         assert_near(linear_silu_mul(weighted, gate_up, bias), wanted)
@@ -167,10 +162,10 @@ def test_rows_stand_alone_in_one_tile() -> None:
     for name in ("fp8", "int4", "fp8_block", "nvfp4"):
         weight, x = draw_weight(200, 2048, ALL[name]), draw(64, 2048)
         for tile in tiles(64, weight):
-            together = multiply(PackedProduct(x, weight), tile)[0]
+            together = multiply(SkinnyProduct(x, weight), tile)[0]
             for rows in (1, 5, 33):
                 chosen = torch.randint(0, 64, (rows,), device="cuda")
-                alone = multiply(PackedProduct(x[chosen], weight), tile)[0]
+                alone = multiply(SkinnyProduct(x[chosen], weight), tile)[0]
                 if tile.program_rows(rows) == tile.program_rows(64):
                     assert torch.equal(alone, together[chosen]), f"{tile}: other bits among {rows} rows"
 

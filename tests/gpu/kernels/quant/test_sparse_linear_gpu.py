@@ -15,17 +15,11 @@ from strata import LLM, SamplingParams
 from strata.hardware.replay import time_replayed
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.linear.linear import linear
-from strata.kernels.linear.packed.few_rows import (
-    IMPLEMENTATION,
-    PackedProduct,
-    dot_shapes,
-    dot_tiles,
-    multiply,
-    packed_tile,
-)
+from strata.kernels.linear.packed.few_rows import dot_shapes, dot_tiles, packed_tile
 from strata.kernels.linear.prenorm import linear_add, scaled_linear, scaled_linear_silu_mul
 from strata.kernels.linear.silu_mul import linear_silu_mul
-from strata.kernels.linear.skinny_tiles import SkinnyTile
+from strata.kernels.linear.skinny import SkinnyProduct, multiply
+from strata.kernels.linear.skinny_tiles import PACKED_IMPLEMENTATION, SkinnyTile
 from strata.kernels.quant.expand import can_expand, expand_on_device
 from strata.kernels.quant.packed import PackedWeight, pack
 from strata.kernels.quant.schemes import SPARSITIES
@@ -82,13 +76,13 @@ def test_few_rows_in_every_shape_of_tile(dtype: torch.dtype, out: int, width: in
     for rows in several:
         x = draw(rows, 2 * width, dtype=dtype)[:, width:]
         exact = exact_linear(x, plain, bias)
-        assert linear.bind("cuda", packed=True).choose(x, weight, bias).name == IMPLEMENTATION
+        assert linear.bind("cuda", packed=True).choose(x, weight, bias).name == PACKED_IMPLEMENTATION
         found = tiles(rows, weight)
         assert found
         for tile in found:
-            (result,) = multiply(PackedProduct(x, weight, bias), tile)
+            (result,) = multiply(SkinnyProduct(x, weight, bias), tile)
             assert_near(result, exact)
-            assert torch.equal(multiply(PackedProduct(x, weight, bias), tile)[0], result)
+            assert torch.equal(multiply(SkinnyProduct(x, weight, bias), tile)[0], result)
     assert not split_counters(bias.device).any()
 
 
