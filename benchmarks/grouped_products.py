@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_lines import GpuLines, gpu_arguments
-from strata.kernels.moe.grouped import choose_tile, grouped_product
+from strata.kernels.moe.grouped import grouped_product
+from strata.kernels.moe.grouped_tiles import choose_tile
 from strata.kernels.moe.held_order import held_order
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
@@ -68,7 +69,8 @@ def measure(shape: str, tokens: int, gated: bool) -> dict[str, object]:
     took = microseconds([partial(ours, call) for call in range(CALLS)])
     beside = microseconds([partial(library, call) for call in range(CALLS)])
     hit = statistics.mean(len(one.unique()) for one in chosen)
-    tile = choose_tile(tokens * per_token, count, inputs, torch.bfloat16, gated=gated)
+    tile = choose_tile(tokens * per_token, layers[0], gated=gated)
+    assert tile is not None
     return {
         "shape": shape,
         "product": "gate" if gated else "down",

@@ -19,9 +19,7 @@ from strata.graph.reads import Read, Reads
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.times import Attends
 from strata.kernels.device_limits import DeviceLimits, as_if_on
-from strata.kernels.moe.biased_experts import biased_experts, expert_bytes
-from strata.kernels.moe.experts import expected_experts
-from strata.kernels.moe.held import held_experts
+from strata.kernels.moe.experts import biased_experts, expected_experts, expert_bytes, held_experts
 from strata.kernels.op import ATEN, OPERATIONS, Operation
 from strata.kernels.quant.packed import PackedWeight, Scheme, multiplied_in
 from strata.kernels.state.groups import of_group

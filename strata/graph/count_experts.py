@@ -6,8 +6,7 @@ from torch import Tensor, fx
 
 from strata.graph.capture import operation_of
 from strata.kernels.moe.count import count_choices
-from strata.kernels.moe.experts import experts
-from strata.kernels.moe.held import held_experts
+from strata.kernels.moe.experts import experts, held_experts
 
 # The arguments that say which experts tokens go to, and of `held_experts` which rows are padding.
 _CHOSEN, _SLOT_MAPPING = 2, 8

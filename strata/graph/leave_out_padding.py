@@ -7,7 +7,7 @@ from torch import fx
 from strata.comm.experts.rows import dispatch_rows
 from strata.comm.operations import Along
 from strata.graph.capture import operation_of
-from strata.kernels.moe.held import held_experts
+from strata.kernels.moe.experts import held_experts
 
 _BEFORE = 7  # arguments of `held_experts` in front of the placement, which may be missing
 

@@ -14,10 +14,10 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.choose import MEASURED, thresholds_of
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
 from strata.kernels.moe import combine as moe_combine
-from strata.kernels.moe import counting_order, held, held_order
+from strata.kernels.moe import counting_order, held_order
+from strata.kernels.moe import experts as moe_experts
 from strata.kernels.moe import grouped as moe_grouped
-from strata.kernels.moe.experts import experts
-from strata.kernels.moe.held import grouped_held, held_by_tiles, held_experts
+from strata.kernels.moe.experts import by_library, by_tiles, experts, held_experts
 from strata.kernels.moe.held_order import held_numbers
 
 COUNT, HIDDEN, WIDTH = 7, 16, 8
@@ -154,7 +154,7 @@ def test_cuda_asks_the_host_for_nothing(
     given += [table_of(6)] if placed else []
     run = held_experts.bind("cuda").choose(*given)
     is_long = chosen.numel() > thresholds_of(MEASURED).sorted_choices
-    assert run.name == ("grouped" if is_long and dtype == torch.bfloat16 else "triton")
+    assert run.name == ("grouped" if is_long and dtype == torch.bfloat16 else "triton tiles")
     launched = run.launches(*held_experts.given(*given))
     assert ("held_order_kernel" in launched) != is_long
     assert ("held_order_sums_kernel" in launched) == is_long
@@ -177,8 +177,8 @@ def test_cuda_asks_the_host_for_nothing(
     monkeypatch.setattr(held_order, "implementations_for", lambda device: "cuda")
     monkeypatch.setattr(moe_combine, "combine_kernel", Launched())
     monkeypatch.setattr(DeviceLimits, "of", lambda device: DeviceLimits("any", (9, 0), SHARED_BYTES, 132))
-    monkeypatch.setattr(held, "silu_mul", torch.mul)
+    monkeypatch.setattr(moe_experts, "silu_mul", torch.mul)
     with FakeTensorMode() as mode, torch.inference_mode():
         fake = [mode.from_tensor(one) if isinstance(one, Tensor) else one for one in given]
         assert run.run(*held_experts.given(*fake)).shape == (tokens, HIDDEN)
-    assert run.run in (grouped_held, held_by_tiles)
+    assert run.run in (by_library, by_tiles)

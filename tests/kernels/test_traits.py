@@ -17,7 +17,7 @@ from strata.graph import fuse_attention, fuse_products, fuse_rounding  # noqa: F
 from strata.graph.ranks import divide_keys  # noqa: F401
 from strata.kernels.activation.clamped_swiglu import Clamp
 from strata.kernels.linear import fp8, sliced, vocabulary_embedding  # noqa: F401
-from strata.kernels.moe import count, held  # noqa: F401
+from strata.kernels.moe import count, experts  # noqa: F401
 from strata.kernels.norm import divided_norm  # noqa: F401
 from strata.kernels.op import OPERATIONS
 from strata.kernels.quant.packed import pack

@@ -19,7 +19,7 @@ from strata.comm.experts.rows import combine_rows, dispatch_rows
 from strata.comm.mesh import Axis
 from strata.comm.operations import Along, live
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.moe.experts import take_rows
+from strata.kernels.moe.by_expert import take_rows
 from strata.kernels.moe.held_order import held_numbers, held_order, order_kernels
 from strata.kernels.moe.order import Order
 from strata.kernels.op import ATEN, NCCL, operation

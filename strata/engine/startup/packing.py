@@ -11,8 +11,7 @@ from torch import fx
 
 from strata.graph.capture import capture, capture_head, operation_of
 from strata.graph.quantize import weights_of_products
-from strata.kernels.moe.experts import experts
-from strata.kernels.moe.held import held_experts
+from strata.kernels.moe.experts import experts, held_experts
 from strata.kernels.op import Operation
 from strata.kernels.quant.packed import TWO_OF_FOUR, PackedWeight, Scheme
 from strata.kernels.quant.schemes import scheme_of, sparsity_of

@@ -13,8 +13,7 @@ from strata.comm.operations import Along
 from strata.graph.capture import operation_of
 from strata.kernels.moe.combine import combine
 from strata.kernels.moe.count import count_choices
-from strata.kernels.moe.experts import experts
-from strata.kernels.moe.held import held_experts
+from strata.kernels.moe.experts import experts, held_experts
 
 
 def exchange_rows(graph: fx.GraphModule, along: Along, index: int, *, counted: bool) -> fx.GraphModule:

@@ -14,8 +14,7 @@ from strata.comm.placement import ExpertSlots, Placement
 from strata.graph.capture import operation_of
 from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.vocabulary_embedding import vocabulary_embedding
-from strata.kernels.moe.biased_experts import biased_experts
-from strata.kernels.moe.held import held_experts
+from strata.kernels.moe.experts import biased_experts, held_experts
 from strata.kernels.norm.divided_norm import divided_rms_norm, mean_square
 from strata.kernels.norm.wide_norm import wide_rms_norm
 from strata.kernels.op import Operation

@@ -11,7 +11,7 @@ from torch import Tensor
 from strata.kernels.choose import MEASURED, thresholds_of
 from strata.kernels.moe.calls import HeldExpertsCall
 from strata.kernels.moe.count import count_choices
-from strata.kernels.moe.held import grouped_held, held_by_tiles, held_experts
+from strata.kernels.moe.experts import by_library, by_tiles, held_experts
 from strata.kernels.moe.held_order import held_numbers, held_order
 
 pytestmark = pytest.mark.gpu
@@ -65,7 +65,7 @@ BOUNDS = {torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 1e-5}
 def test_tiles_are_near_float64(placed: bool, tokens: int, hidden: int, width: int, dtype: torch.dtype) -> None:
     given = inputs(tokens, 4, dtype, hidden, width)
     for first, held in ((0, 4), (3, 9), (15, 1)) if not placed else ((0, 7), (13, 7)):
-        near_float64(held_by_tiles, part(given, first, held, table() if placed else None), BOUNDS[dtype])
+        near_float64(by_tiles, part(given, first, held, table() if placed else None), BOUNDS[dtype])
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -74,7 +74,7 @@ def test_tiles_are_near_float64(placed: bool, tokens: int, hidden: int, width: i
 def test_the_library_is_near_float64(placed: bool, tokens: int) -> None:
     given = inputs(tokens, 4, torch.bfloat16, 256, 128)
     for first, held in ((0, 4), (3, 9)) if not placed else ((0, 7), (13, 7)):
-        near_float64(grouped_held, part(given, first, held, table() if placed else None), 1e-2)
+        near_float64(by_library, part(given, first, held, table() if placed else None), 1e-2)
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -101,7 +101,7 @@ def test_nobody_chose_an_expert_of_this_rank() -> None:
     given = inputs(33, 4, torch.bfloat16, 256, 128)
     given[2] = given[2] % 8
     own = part(given, 12, 4, None)
-    for run in (held_by_tiles, grouped_held):
+    for run in (by_tiles, by_library):
         assert not run(HeldExpertsCall(*own)).any()
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strata.kernels.moe.experts import experts as whole_experts
-from strata.kernels.moe.held import held_experts
+from strata.kernels.moe.experts import held_experts
 from strata.parallel.expert_balance.placement import PERIOD, place_experts, rank_loads, rebalanced, turns
 
 

@@ -1,14 +1,195 @@
-"""The Triton kernel of grouped products with packed weights, whose values become floats in registers."""
+"""The Triton kernels of one product over all experts of a mixture: of floats or both operands in 8 bits, and of packed
+weights whose values become floats in registers.
+
+Operands in 8 bits reach the tensor cores as they are stored. Scales multiply the sums: those of rows at the end, those
+of blocks of columns after each block, in float32 (DeepSeek-V3, 2412.19437, section 3.3.2).
+"""
 
 from __future__ import annotations
 
 from functools import partial
 
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.linear.packed.few_rows_kernels import halves_of_x
-from strata.kernels.moe.grouped import expert_of_tile, gated_by, rows_of_tile
 from strata.kernels.quant.dequantize import twice, unpack_bytes, unpack_halves, unpack_scaled, wide_scale
 from strata.kernels.triton_import import jit, tl
+
+
+@jit
+def expert_of_tile(ends, tile, count, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Which expert a tile of BLOCK_M rows is of, `count` if of none, and what `rows_of_tile` is to be told."""
+    number = tl.arange(0, EXPERTS)
+    known = number < count
+    starts = tl.load(ends + number - 1, mask=known & (number > 0), other=0)
+    stops = tl.load(ends + number, mask=known, other=0)
+    tiles = (stops - starts + BLOCK_M - 1) // BLOCK_M
+    behind = tl.cumsum(tl.where(known, tiles, 0), 0)
+    return tl.sum((behind <= tile).to(tl.int32), 0), starts, tiles, behind, stops
+
+
+@jit
+def rows_of_tile(expert, tile, starts, tiles, behind, stops, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The first row of a tile, and where those of its expert end."""
+    mine = tl.arange(0, EXPERTS) == expert
+    first = tl.sum(tl.where(mine, starts + (tile - behind + tiles) * BLOCK_M, 0), 0)
+    return first, tl.sum(tl.where(mine, stops, 0), 0)
+
+
+@jit
+def gated_by(total, gate, alpha, limit, CLAMPED: tl.constexpr):
+    """What a gate leaves of what it opens; CLAMPED: as `clamped_swiglu`."""
+    if CLAMPED:
+        # By comparisons, which let NaN through.
+        gate = tl.where(gate > limit, limit, gate)
+        total = tl.where(total > limit, limit, tl.where(total < -limit, -limit, total))
+        total = (total + 1) * gate / (1 + tl.exp(-alpha * gate))
+    else:
+        total *= gate / (1 + tl.exp(-gate))
+    return total
+
+
+@jit
+def _load(tile, there, WHOLE_K: tl.constexpr):
+    return tl.load(tile) if WHOLE_K else tl.load(tile, mask=there[None, :], other=0.0)
+
+
+@jit
+def _add(total, rows, matrix, x_scale, scale, GROUP: tl.constexpr, TURNED: tl.constexpr):
+    """total plus the product of a step; with groups, times the scales of their rows and columns."""
+    kind: tl.constexpr = tl.int32 if rows.dtype == tl.int8 else tl.float32
+    sums = total if GROUP == 0 else tl.zeros(total.shape, kind)
+    if TURNED:
+        sums = tl.dot(matrix, tl.trans(rows), sums, input_precision="ieee", out_dtype=kind)
+    else:
+        sums = tl.dot(rows, tl.trans(matrix), sums, input_precision="ieee", out_dtype=kind)
+    if GROUP > 0 and TURNED:
+        sums = total + sums.to(tl.float32) * x_scale[None, :] * wide_scale(scale)[:, None]
+    elif GROUP > 0:
+        sums = total + sums.to(tl.float32) * x_scale[:, None] * wide_scale(scale)[None, :]
+    return sums
+
+
+@jit
+def _ended(total, x_scales, scales, row_scales, bias, from_row, place, row, GROUP: tl.constexpr, TURNED: tl.constexpr):
+    """Sums -> the product [BLOCK_M, BLOCK_N] in float32, with scales of rows and the bias."""
+    total = total.to(tl.float32)
+    if TURNED:
+        total = tl.trans(total)
+    if GROUP == 0 and scales is not None:
+        total *= tl.load(x_scales + from_row)[:, None] * wide_scale(tl.load(scales + place))[None, :]
+    if row_scales is not None:
+        total *= tl.load(row_scales + row)[None, :]
+    if bias is not None:
+        total += tl.load(bias + row).to(tl.float32)[None, :]
+    return total
+
+
+# What varies from step to step and model to model must not compile anew.
+@partial(jit, unspecialized=("count", "per_token"))
+def grouped_kernel(
+    x,
+    values,
+    scales,
+    x_scales,
+    row_scales,
+    bias,
+    ends,
+    source,
+    result,
+    count,
+    out,
+    width,
+    x_stride,
+    x_groups,
+    scale_rows,
+    groups,
+    per_token,
+    alpha,
+    limit,
+    ROW_GROUP: tl.constexpr,
+    GROUP: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    GATED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+    TURNED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Programs [as many tiles as there can be * out / BLOCK_N]: a tile of rows of one expert each, all columns of a
+    tile side by side, which so find its rows in the cache.
+
+    values: [experts, out, width], contiguous. EXPERTS: a power of two, at least `count`. source: row r is that of token
+    source[r] // per_token, or None. GATED: a weight has as many rows for the gate before its own; CLAMPED: within the
+    bounds of `clamped_swiglu`. TURNED: the weight is the left operand, of which tensor cores take at least 64 rows, and
+    so a tile may have fewer rows of x. Of 8 bits x_scales [rows, x_groups] float32, scales [experts, scale_rows,
+    groups]; GROUP: columns that share a scale, a multiple of BLOCK_K, or 0: all; ROW_GROUP: rows of the weight, 0: all.
+    row_scales, bias: or None.
+    """
+    columns = tl.cdiv(out, BLOCK_N)
+    tile = tl.program_id(0) // columns
+    expert, starts, tiles, behind, stops = expert_of_tile(ends, tile, count, EXPERTS, BLOCK_M)
+    if expert >= count:
+        return
+    first, end = rows_of_tile(expert, tile, starts, tiles, behind, stops, EXPERTS, BLOCK_M)
+    row = first + tl.arange(0, BLOCK_M)
+    column = tl.program_id(0) % columns * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    # Clamped instead of masked: what lies beyond the edge is computed from the last row and never stored.
+    from_row = tl.minimum(row, end - 1).to(tl.int64)
+    if source is not None:
+        from_row = tl.load(source + from_row) // per_token
+    x_tile = x + from_row[:, None] * (width if x_stride is None else x_stride) + k[None, :]
+    expert = tl.cast(expert, tl.int64)
+    values += expert * out * width * (2 if GATED else 1)
+    own = tl.minimum(column, out - 1)
+    gate_tile = values + own.to(tl.int64)[:, None] * width + k[None, :]
+    value_tile = gate_tile
+    both, opened = out, own
+    if GATED:  # the rows that are opened stand behind those of the gate
+        both, opened = 2 * out, own + out
+        value_tile += tl.cast(out, tl.int64) * width
+    place, gate_place = opened, own
+    if scales is not None:
+        scales += expert * scale_rows * groups
+        place = (opened // ROW_GROUP if ROW_GROUP > 0 else opened * 0) * groups
+        gate_place = (own // ROW_GROUP if ROW_GROUP > 0 else own * 0) * groups
+        from_row *= x_groups
+    if row_scales is not None:
+        row_scales += expert * both
+    if bias is not None:
+        bias += expert * both
+    kind: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 and GROUP == 0 else tl.float32
+    total = tl.zeros((BLOCK_N, BLOCK_M), kind) if TURNED else tl.zeros((BLOCK_M, BLOCK_N), kind)
+    gate = total
+    x_scale, scale, gate_scale = 0.0, 0.0, 0.0
+    if GROUP > 0:
+        x_scale = tl.load(x_scales + from_row)
+        scale = tl.load(scales + place)
+        gate_scale = tl.load(scales + gate_place)
+    for at in range(0, width, BLOCK_K):
+        there = k < width - at
+        rows = _load(x_tile, there, WHOLE_K)
+        total = _add(total, rows, _load(value_tile, there, WHOLE_K), x_scale, scale, GROUP, TURNED)
+        if GATED:
+            gate = _add(gate, rows, _load(gate_tile, there, WHOLE_K), x_scale, gate_scale, GROUP, TURNED)
+        if GROUP > 0:
+            # Asked for a turn before they are wanted.
+            group = tl.minimum((at + BLOCK_K) // GROUP, groups - 1)
+            x_scale = tl.load(x_scales + from_row + group)
+            scale = tl.load(scales + place + group)
+            if GATED:
+                gate_scale = tl.load(scales + gate_place + group)
+        gate_tile += BLOCK_K
+        x_tile += BLOCK_K
+        value_tile += BLOCK_K
+    held = column < out
+    total = _ended(total, x_scales, scales, row_scales, bias, from_row, place, opened, GROUP, TURNED)
+    if GATED:
+        gate = _ended(gate, x_scales, scales, row_scales, bias, from_row, gate_place, own, GROUP, TURNED)
+        total = gated_by(total, gate, alpha, limit, CLAMPED)
+    target = result + row.to(tl.int64)[:, None] * out + column[None, :]
+    tl.store(target, total.to(result.dtype.element_ty), mask=(row < end)[:, None] & held[None, :])
 
 
 @jit
@@ -84,7 +265,7 @@ def _add_turn(
 
 
 @jit
-def _ended(total, scales, row_scales, bias, place, row, held, GROUP: tl.constexpr):
+def _packed_ended(total, scales, row_scales, bias, place, row, held, GROUP: tl.constexpr):
     """Sums [BLOCK_N, BLOCK_M] -> the product [BLOCK_M, BLOCK_N], with what their rows of the weight are multiplied by,
     and the bias."""
     if GROUP == 0:
@@ -240,36 +421,9 @@ def packed_grouped_kernel(
                 scale, zero = _scales_at(scales, zeros, place, after, groups, SCALED_SUMS)
                 if GATED:
                     gate_scale, gate_zero = _scales_at(scales, zeros, gate_place, after, groups, SCALED_SUMS)
-    total = _ended(total, scales, row_scales, bias, place, opened, held, GROUP)
+    total = _packed_ended(total, scales, row_scales, bias, place, opened, held, GROUP)
     if GATED:
-        gate = _ended(gate, scales, row_scales, bias, gate_place, own, held, GROUP)
+        gate = _packed_ended(gate, scales, row_scales, bias, gate_place, own, held, GROUP)
         total = gated_by(total, gate, alpha, limit, CLAMPED)
     target = result + row.to(tl.int64)[:, None] * out + column[None, :]
     tl.store(target, total.to(result.dtype.element_ty), mask=(row < end)[:, None] & held[None, :])
-
-
-def compile_cases() -> list[CompileCase]:
-    """Of few rows: bytes by rows; four-bit floats with biases, of a width that no step divides; integers with zeros.
-    Of many: blocks."""
-    signature = dict.fromkeys(("x", "result"), "*bf16:16") | {"ends": "*i32:16", "source": "*i64:16"}
-    signature |= dict.fromkeys(("out", "width", "x_stride", "value_stride", "scale_rows"), "i32:16")
-    signature |= dict.fromkeys(("count", "per_token"), "i32") | dict.fromkeys(("alpha", "limit"), "fp32")
-    cases = []
-    for kind, stored, scales, group, (rows, columns, width, warps), more, must in (
-        ("e4m3", "fp8e4nv", "fp32", 0, (16, 64, 128, 2), {}, ("mma.sync", "ld.shared.v4.b32")),
-        ("e2m1", "u8", "u8", 32, (32, 64, 64, 2), {"bias": "*bf16:16"}, ("mma.sync",)),
-        ("int4", "u8", "fp32", 128, (16, 64, 64, 2), {"zeros": "*u8:16"}, ("mma.sync", "lop3.b32")),
-        ("e4m3", "fp8e4nv", "fp32", 128, (64, 128, 64, 8), {}, ("wgmma.mma_async",)),
-    ):
-        given = signature | {"values": f"*{stored}:16", "scales": f"*{scales}:16"} | more
-        given |= {"groups": "i32"} if group else {}
-        constants: dict[str, object] = {"KIND": kind, "ROW_GROUP": 128 if rows == 64 else 1, "GROUP": group}
-        constants |= {"EXPERTS": 128, "GATED": True, "CLAMPED": kind == "e2m1", "WHOLE_K": kind != "e2m1"}
-        constants |= {"BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": width, "STAGES": 3}
-        constants |= {"STEPS": 4 if kind in ("int4", "e2m1") else 1}
-        constants |= {name: None for name in ("zeros", "row_scales", "bias") if name not in more}
-        constants |= {} if group else {"groups": 1}
-        title = f"packed grouped product {kind} by {group or 'rows'}, {rows}x{columns}"
-        must = (*must, "cp.async.cg.shared.global")
-        cases.append(CompileCase(title, packed_grouped_kernel, given, constants, warps, 3, must))
-    return cases
