@@ -14,9 +14,9 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.choose import MEASURED, thresholds_of
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
 from strata.kernels.moe import combine as moe_combine
-from strata.kernels.moe import counting_order, held_order
 from strata.kernels.moe import experts as moe_experts
 from strata.kernels.moe import grouped as moe_grouped
+from strata.kernels.moe import held_order
 from strata.kernels.moe.experts import by_library, by_tiles, experts, held_experts
 from strata.kernels.moe.held_order import held_numbers
 
@@ -168,9 +168,9 @@ def test_cuda_asks_the_host_for_nothing(
 
     for module, kernel in (
         (held_order, "held_order_kernel"),
-        (counting_order, "held_order_counts_kernel"),
-        (counting_order, "held_order_sums_kernel"),
-        (counting_order, "held_order_places_kernel"),
+        (held_order, "held_order_counts_kernel"),
+        (held_order, "held_order_sums_kernel"),
+        (held_order, "held_order_places_kernel"),
         (moe_grouped, "grouped_kernel"),
     ):
         monkeypatch.setattr(module, kernel, Launched())

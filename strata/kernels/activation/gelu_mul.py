@@ -8,7 +8,6 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.blocks import in_whole_vectors
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
@@ -73,8 +72,3 @@ if HAS_TRITON:
         supports=lambda gate, up: gate.dtype != torch.float64,
         kernels=(gelu_mul_kernel,),
     )(_triton)
-
-
-def compile_cases() -> list[CompileCase]:
-    signature = by_type({"*bf16:16": "gate up result", "i32:16": "gate_stride up_stride width"})
-    return [CompileCase("gelu_mul", gelu_mul_kernel, signature, {"BLOCK": _COLUMNS}, 4, 2)]

@@ -9,15 +9,12 @@ import torch
 from torch import Tensor
 
 from strata.kernels.activation.silu_mul import rounded_silu, silu_mul
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.fused import Run, fused
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.quant.round_rows import (
     can_round,
     empty_rounded,
     round_rows,
-    rounding_case,
-    rounding_cases,
     rounding_constants,
     rounding_tile,
     store_rounded,
@@ -123,14 +120,3 @@ if HAS_TRITON:
     silu_mul_round.implement(
         "silu_mul, round_rows", "cuda", invariant=True, kernels=_kernels_of_both, scratch=_gated_bytes
     )(_one_after_the_other)
-
-
-def compile_cases() -> list[CompileCase]:
-    given = dict.fromkeys(("gate", "up"), "*bf16:16") | dict.fromkeys(("gate_stride", "up_stride", "width"), "i32:16")
-    given |= {"scales": "*fp32:16", "rows": "i32", "groups": "i32"}
-    cases = []
-    for case in rounding_cases():
-        tile, warps = rounding_tile(14336, case[2])
-        signature, constants, title = rounding_case(case, given, tile)
-        cases.append(CompileCase(f"silu_mul {title}", rounded_silu_mul_kernel, signature, constants, warps, 2))
-    return cases

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.blocks import in_whole_vectors
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
@@ -91,17 +90,3 @@ sigmoid_gate.implement("blocks", "cpu", invariant=True)(_blocks)
 if HAS_TRITON:
     sigmoid_gate.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(sigmoid_gate_kernel,))(_triton)
 sigmoid_gate.implement("torch", "cuda", invariant=True, differentiable=True)(sigmoid_gate.reference)
-
-
-def compile_cases() -> list[CompileCase]:
-    """Qwen3-Next's heads, and its shared expert."""
-    strides = "groups width x_row x_group gate_row gate_group"
-    heads = by_type({"*bf16:16": "x gate result", "i32:16": strides})
-    shared = by_type(
-        {"*bf16:16": "x gate result", "i32": "groups gate_row gate_group", "i32:16": "width x_row x_group"}
-    )
-    return [
-        CompileCase(f"sigmoid_gate {width}", sigmoid_gate_kernel, one, {"SHARED": is_shared, "BLOCK": block}, warps, 2)
-        for width, one, is_shared in ((256, heads, False), (2048, shared, True))
-        for block, warps in (_tile(width),)
-    ]

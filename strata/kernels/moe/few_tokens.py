@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from strata.kernels.activation.clamped_swiglu import Clamp
-from strata.kernels.compile_case import CompileCase, cases_of, on_meta
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall, biases_of, clamp_of
@@ -22,8 +20,7 @@ from strata.kernels.moe.grouped import NO_CLAMP
 from strata.kernels.moe.grouped_kernels import gated_by
 from strata.kernels.moe.grouped_tiles import reads
 from strata.kernels.quant.dequantize import E4M3_CAPABILITY, unpack_wide, wide_scale
-from strata.kernels.quant.packed import PackedWeight, pack
-from strata.kernels.quant.schemes import SCHEMES
+from strata.kernels.quant.packed import PackedWeight
 from strata.kernels.triton_import import gdc_launch_dependents, gdc_wait, jit, tl
 
 
@@ -200,82 +197,32 @@ def by_choices(
     (tokens, per_token), (_, hidden, width) = chosen.shape, down.shape
     inner = torch.empty((tokens * per_token, width), dtype=x.dtype, device=x.device)
     result = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
-    early = DeviceLimits.of(x.device).capability >= (9, 0)
-    (first, last), clamp = biases_of(call), clamp_of(call)
-    alpha, limit = clamp or NO_CLAMP
-    of_gate, of_sum = parts or (FLOAT_PARTS if isinstance(down, Tensor) else PACKED_PARTS)
     if not result.numel():
         return result
-    values, scales, kind = _stored(gate_up)
-    choice_gate_kernel[(tokens * per_token * ceil_div(width, of_gate.columns),)](
-        x,
-        values,
-        scales,
-        first,
-        chosen,
-        inner,
-        width,
-        hidden,
-        x.stride(0),
-        per_token,
-        float(alpha),
-        float(limit),
-        KIND=kind,
-        CLAMPED=clamp is not None,
-        WHOLE_K=hidden % of_gate.width == 0,
-        EARLY=early,
-        BLOCK_N=of_gate.columns,
-        BLOCK_K=of_gate.width,
-        num_warps=of_gate.warps,
-        launch_pdl=early,
-    )
-    values, scales, kind = _stored(down)
-    choice_sum_kernel[(tokens * ceil_div(hidden, of_sum.columns),)](
-        inner,
-        values,
-        scales,
-        last,
-        weights,
-        chosen,
-        result,
-        hidden,
-        width,
-        KIND=kind,
-        K=per_token,
-        WHOLE_K=width % of_sum.width == 0,
-        EARLY=early,
-        SLOTS=next_power_of_2(per_token),
-        BLOCK_N=of_sum.columns,
-        BLOCK_K=of_sum.width,
-        num_warps=of_sum.warps,
-        launch_pdl=early,
-    )
+    (first, last), clamp, early = biases_of(call), clamp_of(call), DeviceLimits.of(x.device).capability >= (9, 0)
+    alpha, limit = map(float, clamp or NO_CLAMP)
+    of_gate, of_sum = parts or (FLOAT_PARTS if isinstance(down, Tensor) else PACKED_PARTS)
+    matrices, known = _stored(gate_up, hidden, of_gate, early)
+    tensors: tuple[Tensor | None, ...] = (x, *matrices, first, chosen, inner)
+    grid = (tokens * per_token * ceil_div(width, of_gate.columns),)
+    sizes = (width, hidden, x.stride(0), per_token)
+    choice_gate_kernel[grid](*tensors, *sizes, alpha, limit, CLAMPED=clamp is not None, **known)
+    matrices, known = _stored(down, width, of_sum, early)
+    tensors = (inner, *matrices, last, weights, chosen, result)
+    grid = (tokens * ceil_div(hidden, of_sum.columns),)
+    choice_sum_kernel[grid](*tensors, hidden, width, K=per_token, SLOTS=next_power_of_2(per_token), **known)
     return result
 
 
-def _stored(weight: Tensor | PackedWeight) -> tuple[Tensor, Tensor | None, str]:
-    """Values, scales, and the kind of values, "" for floats."""
-    return (weight, None, "") if isinstance(weight, Tensor) else (weight.values, weight.scales, weight.kind)
+def _stored(
+    weight: Tensor | PackedWeight, width: int, part: ChoicePart, early: bool
+) -> tuple[tuple[Tensor, Tensor | None], dict[str, Any]]:
+    """Values and scales of a weight, and what a launch that reads it is compiled for."""
+    known = {"WHOLE_K": width % part.width == 0, "BLOCK_N": part.columns, "BLOCK_K": part.width, "EARLY": early}
+    known |= {"num_warps": part.warps, "launch_pdl": early}
+    if isinstance(weight, Tensor):
+        return (weight, None), known | {"KIND": ""}
+    return (weight.values, weight.scales), known | {"KIND": weight.kind}
 
 
 CHOICE_KERNELS: tuple[Any, ...] = (choice_gate_kernel, choice_sum_kernel)
-
-
-def compile_cases() -> list[CompileCase]:
-    """As of 30B-A3B and gpt-oss-20b, and of a width that no block divides."""
-    must = ("griddepcontrol.wait", "evict_first.L2::cache_hint.v4.b32")
-    cases = []
-    for name, count, per_token, hidden, width in (("30B-A3B", 128, 8, 2048, 768), ("gpt-oss", 32, 4, 2880, 2880)):
-        x, chosen = on_meta(1, hidden), on_meta(1, per_token, dtype=torch.int64)
-        gate_up, down = on_meta(count, 2 * width, hidden), on_meta(count, hidden, width)
-        biases = on_meta(count, 2 * width), on_meta(count, hidden)
-        for scheme in ("bf16", "fp8", "int8"):
-            both: list[Any] = (
-                [gate_up, down] if scheme == "bf16" else [pack(one, SCHEMES[scheme]) for one in (gate_up, down)]
-            )
-            given: list[Any] = [x, on_meta(1, per_token, dtype=torch.float32), chosen, *both]
-            if name == "gpt-oss":
-                given += [*biases, Clamp(1.702, 7.0)]
-            call: Any = (BiasedExpertsCall if name == "gpt-oss" else ExpertsCall)(*given)
-            cases += cases_of(f"{name} {scheme}", by_choices, call, must=must)
-    return cases

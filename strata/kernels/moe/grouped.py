@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from strata.kernels.activation.clamped_swiglu import Clamp
-from strata.kernels.compile_case import CompileCase, cases_of, on_meta
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.moe.grouped_kernels import grouped_kernel, packed_grouped_kernel
 from strata.kernels.moe.grouped_tiles import GroupedTile, choose_tile, group_of
-from strata.kernels.quant.packed import PackedWeight, pack
-from strata.kernels.quant.schemes import SCHEMES
+from strata.kernels.quant.packed import PackedWeight
 
 # Of a gate and what it opens, before the activation: gpt-oss bounds both.
 NO_CLAMP = Clamp(1.0, 0.0)
@@ -59,7 +57,6 @@ def grouped_product(
     rounded, shared = x_scales is not None, DeviceLimits.of(x.device).shared_bytes
     tile = tile or choose_tile(rows, weight, gated=gated, rounded=rounded, shared_bytes=shared)
     assert tile is not None
-    alpha, limit = clamp or NO_CLAMP
     # Either kernel has one operand, and its size, that the other has not.
     kernel: Any = grouped_kernel
     own, size = x_scales, None if x_scales is None else x_scales.shape[1]
@@ -71,86 +68,13 @@ def grouped_product(
         if not rounded:
             kernel, own, size = packed_grouped_kernel, weight.zeros, values.shape[-1]
             known = {"KIND": weight.kind, "STEPS": tile.steps, "STAGES": tile.stages}
-    kernel[((min(count, rows) + rows // tile.rows) * ceil_div(out, tile.columns),)](
-        x,
-        values,
-        scales,
-        own,
-        row_scales,
-        bias,
-        ends,
-        source,
-        result,
-        count,
-        out,
-        width,
-        None if rounded else x.stride(0),
-        size,
-        None if scales is None else scales.shape[1],
-        None if scales is None else scales.shape[2],
-        per_token,
-        float(alpha),
-        float(limit),
-        ROW_GROUP=groups[0],
-        GROUP=groups[1],
-        EXPERTS=max(128, next_power_of_2(count)),
-        GATED=gated,
-        CLAMPED=clamp is not None,
-        WHOLE_K=width % (tile.width * tile.steps) == 0,
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.columns,
-        BLOCK_K=tile.width,
-        num_warps=tile.warps,
-        **known,
-    )
+    known |= {"ROW_GROUP": groups[0], "GROUP": groups[1], "EXPERTS": max(128, next_power_of_2(count)), "GATED": gated}
+    known |= {"CLAMPED": clamp is not None, "WHOLE_K": width % (tile.width * tile.steps) == 0}
+    known |= {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.width, "num_warps": tile.warps}
+    tensors = (x, values, scales, own, row_scales, bias, ends, source, result)
+    sizes = (count, out, width, None if rounded else x.stride(0), size)
+    of_scales = (None, None) if scales is None else scales.shape[1:]
+    alpha, limit = map(float, clamp or NO_CLAMP)
+    grid = ((min(count, rows) + rows // tile.rows) * ceil_div(out, tile.columns),)
+    kernel[grid](*tensors, *sizes, *of_scales, per_token, alpha, limit, **known)
     return result
-
-
-def compile_cases() -> list[CompileCase]:
-    """Of floats every tile; of packed weights bytes by rows, four-bit floats with biases, of a width that no step
-    divides, integers with zeros, and blocks; of rows in 8 bits by rows and by blocks."""
-    copied = "cp.async.cg.shared.global"
-    cases = []
-    for name, dtype, each, width, must in (
-        *(("bf16", torch.bfloat16, each, 2880, "mma") for each in (1, 20, 40, 200)),
-        ("bf16", torch.bfloat16, 1, 2044, "mma"),
-        ("fp16", torch.float16, 1, 2880, "mma"),
-        ("fp32", torch.float32, 1, 2880, "fma.rn.f32"),
-    ):
-        x, weight = on_meta(each * 32, width, dtype=dtype), on_meta(32, 256, width, dtype=dtype)
-        cases += _cases(f"{name} of {width}, {each} rows an expert", x, weight, (must,), biased=each == 1)
-    for scheme, each, width, wanted in (
-        ("fp8", 4, 2048, ("mma.sync", "ld.shared.v4.b32", copied)),
-        ("mxfp4", 20, 2880, ("mma.sync", copied)),
-        ("int4", 4, 2048, ("mma.sync", "lop3.b32", copied)),
-        ("fp8_block", 40, 2048, ("wgmma.mma_async", copied)),
-    ):
-        packed = pack(on_meta(32, 256, width), SCHEMES[scheme])
-        if scheme == "int4":
-            packed = packed._replace(zeros=on_meta(*packed.scales.shape, dtype=torch.uint8))
-        title = f"{scheme}, {each} rows an expert"
-        cases += _cases(title, on_meta(each * 32, width), packed, wanted, biased=scheme == "mxfp4")
-    for scheme, each, kinds in (
-        ("fp8", 4, "f32.e4m3.e4m3"),
-        ("int8", 200, "s32.s8.s8"),
-        ("fp8_block", 200, "f32.e4m3.e4m3"),
-    ):
-        packed = pack(on_meta(32, 256, 2048), SCHEMES[scheme])
-        x = on_meta(each * 32, 2048, dtype=packed.values.dtype)
-        scales = on_meta(each * 32, packed.scales.shape[2], dtype=torch.float32)
-        wanted = ("wgmma.mma_async", kinds, copied)
-        cases += _cases(
-            f"{scheme} in 8 bits, {each} rows an expert", x, packed, wanted, x_scales=scales, dtype=torch.bfloat16
-        )
-    return cases
-
-
-def _cases(
-    name: str, x: Tensor, weight: Tensor | PackedWeight, must: tuple[str, ...], biased: bool = False, **more: Any
-) -> list[CompileCase]:
-    """Of the product that fetches rows and gates, and of the one that does neither."""
-    ends, source = on_meta(32, dtype=torch.int32), on_meta(len(x), dtype=torch.int64)
-    gated: dict[str, Any] = {"source": source, "per_token": 4, "gated": True}
-    gated |= {"bias": on_meta(32, 256), "clamp": Clamp(1.702, 7.0)} if biased else {}
-    first = cases_of(f"with a gate, {name}", grouped_product, x, weight, ends, must=must, **gated, **more)
-    return first + cases_of(name, grouped_product, x, weight, ends, must=must, **more)

@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.triton_import import jit, tl
 
@@ -160,18 +159,3 @@ def routed(
         constants = _constants(count, per_token, normalized, sigmoid, groups, kept, top2)
         route_kernel[(tokens,)](logits, bias, weights, chosen, logits.stride(0), float(scale), **constants, num_warps=1)
     return weights, chosen
-
-
-def compile_cases() -> list[CompileCase]:
-    cases = []
-    for name, kind, biased, constants in (
-        ("softmax of 128 experts", "bf16", False, _constants(128, 8, True, False, 1, 1, False)),
-        ("softmax of 6 groups of 10 experts", "fp16", False, _constants(60, 6, False, False, 6, 3, False)),
-        ("sigmoids of 8 groups of 32 experts", "fp32", True, _constants(256, 8, True, True, 8, 4, True)),
-        ("softmax of 1,024 experts", "bf16", True, _constants(1024, 16, True, False, 1, 1, False)),
-    ):
-        signature = {"logits": f"*{kind}", "weights": "*fp32", "chosen": "*i64", "stride": "i32", "scale": "fp32"}
-        known = constants if biased else constants | {"bias": None}
-        signature |= {"bias": "*fp32"} if biased else {}
-        cases.append(CompileCase(f"route, {name}", route_kernel, signature, known, 1, 2, ("redux.sync",)))
-    return cases

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.quant.packed import TWO_OF_FOUR, PackedWeight
 from strata.kernels.quant.two_of_four import BYTE_COLUMNS
@@ -102,10 +101,3 @@ def can_expand(weight: PackedWeight) -> bool:
         and values.stride(0) % 4 == 0
         and values.data_ptr() % 8 == 0
     )
-
-
-def compile_cases() -> list[CompileCase]:
-    signature = {"values": "*i64:16", "places": "*u8:16", "result": "*bf16:16"}
-    signature |= dict.fromkeys(("out", "eights", "value_stride", "place_stride"), "i32:16")
-    constants = {"BLOCK_N": _BLOCK_N, "BLOCK_EIGHTS": _BLOCK_EIGHTS}
-    return [CompileCase("2:4 to bf16", expand_kernel, signature, constants, _WARPS, 2)]

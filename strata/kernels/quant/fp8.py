@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
 from strata.kernels.quant.packed import E5M2, PackedWeight, Scheme
@@ -252,28 +251,3 @@ def put_product(memory: Tensor, a: PackedWeight, b: PackedWeight, dtype: torch.d
         library_product(a.values, a.scales, b.values, b.scales, memory.dtype, False, out=memory)
     else:
         memory.copy_(multiply(a, b, dtype, False))
-
-
-def compile_cases() -> list[CompileCase]:
-    sizes = {"rows": "i32", "columns": "i32:16", "stride": "i32:16"}
-    tops = dict.fromkeys(("of_rows", "of_columns"), "*fp32")
-    cases = []
-    for per_row in (False, True):
-        name = "rows" if per_row else "a matrix"
-        constants = {"PER_ROW": per_row, "TILE": _TILE}
-        signature = {"x": "*bf16:16", **tops, **sizes}
-        cases.append(CompileCase(f"largest of {name}", largest_kernel, signature, constants, _WARPS, 2))
-        for kind, most in (("fp8e4nv", 448.0), ("fp8e5", 57344.0)):
-            signature = {"x": "*bf16:16", "values": f"*{kind}:16", "turned": f"*{kind}:16", **tops}
-            signature |= {"row_scale": "*fp32:16", "column_scale": "*fp32:16", **sizes, "turned_stride": "i32:16"}
-            cases.append(
-                CompileCase(
-                    f"{kind} by {name}",
-                    quantize_kernel,
-                    signature,
-                    constants | {"MOST": most, "LEAST": LEAST},
-                    _WARPS,
-                    2,
-                )
-            )
-    return cases
