@@ -50,32 +50,16 @@ def sigmoid_gate_kernel(
 _MOST_COLUMNS = 1024
 
 
-def _tile(width: int) -> tuple[int, int]:
-    """Columns of a program, and its warps."""
-    block: int = min(next_power_of_2(width), _MOST_COLUMNS)
-    return block, max(1, block // 256)
-
-
 def _triton(x: Tensor, gate: Tensor) -> Tensor:
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not result.numel():
         return result
     rows, gates = (one if one.dim() == 3 else one[:, None] for one in (x, gate))
-    block, warps = _tile(x.shape[-1])
-    sigmoid_gate_kernel[(*rows.shape[:2], ceil_div(x.shape[-1], block))](
-        rows,
-        gates,
-        result,
-        rows.shape[1],
-        x.shape[-1],
-        rows.stride(0),
-        rows.stride(1),
-        gates.stride(0),
-        gates.stride(1),
-        SHARED=gate.shape[-1] < x.shape[-1],
-        BLOCK=block,
-        num_warps=warps,
-    )
+    block = min(next_power_of_2(x.shape[-1]), _MOST_COLUMNS)
+    warps = max(1, block // 256)
+    sizes = (rows.shape[1], x.shape[-1], *rows.stride()[:2], *gates.stride()[:2])
+    known = {"SHARED": gate.shape[-1] < x.shape[-1], "BLOCK": block, "num_warps": warps}
+    sigmoid_gate_kernel[(*rows.shape[:2], ceil_div(x.shape[-1], block))](rows, gates, result, *sizes, **known)
     return result
 
 

@@ -38,7 +38,6 @@ def silu_mul_backward_kernel(
 
 
 _COLUMNS = 1024
-_WARPS = 4
 
 
 def silu_mul_gradients(upstream: Tensor, gate: Tensor, up: Tensor) -> Tensor:
@@ -48,20 +47,10 @@ def silu_mul_gradients(upstream: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     both = torch.empty((rows, 2 * width), dtype=gate.dtype, device=gate.device)
     of_gate, of_up = both.chunk(2, -1)
     if both.numel():
-        silu_mul_backward_kernel[(rows, ceil_div(width, _COLUMNS))](
-            upstream,
-            gate,
-            up,
-            of_gate,
-            of_up,
-            upstream.stride(0),
-            gate.stride(0),
-            up.stride(0),
-            both.stride(0),
-            width,
-            BLOCK=_COLUMNS,
-            num_warps=_WARPS,
-        )
+        tensors = (upstream, gate, up, of_gate, of_up)
+        strides = [one.stride(0) for one in (upstream, gate, up, both)]
+        grid = (rows, ceil_div(width, _COLUMNS))
+        silu_mul_backward_kernel[grid](*tensors, *strides, width, BLOCK=_COLUMNS, num_warps=4)
     return both
 
 

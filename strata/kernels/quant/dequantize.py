@@ -271,23 +271,12 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     out, width = weight.shape
     result = torch.empty((out, width), dtype=dtype, device=weight.values.device)
     if result.numel():
-        dequantize_kernel[ceil_div(out, _BLOCK_N), ceil_div(width, _BLOCK_K)](
-            weight.values,
-            weight.scales,
-            weight.zeros,
-            weight.row_scales,
-            result,
-            out,
-            width,
-            weight.values.stride(0),
-            weight.scales.stride(0),
-            KIND=weight.kind,
-            ROW_GROUP=weight.rows,
-            GROUP=weight.columns if weight.columns < width else 0,
-            BLOCK_N=_BLOCK_N,
-            BLOCK_K=_BLOCK_K,
-            num_warps=_WARPS,
-        )
+        tensors = (weight.values, weight.scales, weight.zeros, weight.row_scales, result)
+        sizes = (out, width, weight.values.stride(0), weight.scales.stride(0))
+        group = weight.columns if weight.columns < width else 0
+        known = {"KIND": weight.kind, "ROW_GROUP": weight.rows, "GROUP": group}
+        grid = (ceil_div(out, _BLOCK_N), ceil_div(width, _BLOCK_K))
+        dequantize_kernel[grid](*tensors, *sizes, **known, BLOCK_N=_BLOCK_N, BLOCK_K=_BLOCK_K, num_warps=_WARPS)
     return result
 
 

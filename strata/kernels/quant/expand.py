@@ -74,18 +74,10 @@ def expand_on_device(weight: PackedWeight) -> Tensor:
     result = torch.empty((out, width), dtype=weight.values.dtype, device=weight.device)
     if result.numel():
         values, eights = weight.values.view(torch.int64), width // BYTE_COLUMNS
-        expand_kernel[ceil_div(out, _BLOCK_N), ceil_div(eights, _BLOCK_EIGHTS)](
-            values,
-            weight.scales,
-            result,
-            out,
-            eights,
-            values.stride(0),
-            weight.scales.stride(0),
-            BLOCK_N=_BLOCK_N,
-            BLOCK_EIGHTS=_BLOCK_EIGHTS,
-            num_warps=_WARPS,
-        )
+        sizes = (out, eights, values.stride(0), weight.scales.stride(0))
+        known = {"BLOCK_N": _BLOCK_N, "BLOCK_EIGHTS": _BLOCK_EIGHTS, "num_warps": _WARPS}
+        grid = (ceil_div(out, _BLOCK_N), ceil_div(eights, _BLOCK_EIGHTS))
+        expand_kernel[grid](values, weight.scales, result, *sizes, **known)
     return result
 
 

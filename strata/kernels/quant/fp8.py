@@ -161,27 +161,11 @@ def _triton(x: Tensor, dtype: torch.dtype, per_row: bool) -> Quantized:
     values = torch.empty(rows, columns, dtype=dtype, device=x.device)
     turned = torch.empty(columns, padded(rows), dtype=dtype, device=x.device)
     grid = (ceil_div(padded(rows), _TILE), ceil_div(columns, _TILE))
-    largest_kernel[grid](
-        x, of_rows, of_columns, rows, columns, x.stride(0), PER_ROW=per_row, TILE=_TILE, num_warps=_WARPS
-    )
-    quantize_kernel[grid](
-        x,
-        values,
-        turned,
-        of_rows,
-        of_columns,
-        row_scale,
-        column_scale,
-        rows,
-        columns,
-        x.stride(0),
-        turned.stride(0),
-        MOST=torch.finfo(dtype).max,
-        LEAST=LEAST,
-        PER_ROW=per_row,
-        TILE=_TILE,
-        num_warps=_WARPS,
-    )
+    known = {"PER_ROW": per_row, "TILE": _TILE, "num_warps": _WARPS}
+    largest_kernel[grid](x, of_rows, of_columns, rows, columns, x.stride(0), **known)
+    tensors = (x, values, turned, of_rows, of_columns, row_scale, column_scale)
+    sizes = (rows, columns, x.stride(0), turned.stride(0))
+    quantize_kernel[grid](*tensors, *sizes, MOST=torch.finfo(dtype).max, LEAST=LEAST, **known)
     return values, turned, row_scale, column_scale if per_row else row_scale
 
 
@@ -221,16 +205,8 @@ def library_product(
     out: Tensor | None = None,
 ) -> Tensor:
     """`scaled_product` by the library, plus a bias [columns] of `dtype`; written to `out`, if that is given."""
-    return torch._scaled_mm(
-        a,
-        b.t(),
-        scale_a=a_scale,
-        scale_b=b_scale.t(),
-        bias=bias,
-        out_dtype=dtype,
-        use_fast_accum=fast,
-        out=out,
-    )
+    scales = {"scale_a": a_scale, "scale_b": b_scale.t()}
+    return torch._scaled_mm(a, b.t(), **scales, bias=bias, out_dtype=dtype, use_fast_accum=fast, out=out)
 
 
 scaled_product.implement("cublas", "cuda")(library_product)

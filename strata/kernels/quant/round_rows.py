@@ -175,20 +175,10 @@ def _triton(x: Tensor, kind: str, columns: int, static: float | None = None) -> 
     tile, warps = rounding_tile(width, columns)
     once = columns > 0 or width <= tile["COLUMNS"]
     if rows:
-        round_rows_kernel[(ceil_div(rows, tile["ROWS"]), ceil_div(width, tile["COLUMNS"]) if once else 1)](
-            x,
-            values,
-            scales,
-            rows,
-            width,
-            x.stride(0),
-            scales.shape[1],
-            static,
-            **rounding_constants(kind, columns),
-            **tile,
-            ONCE=once,
-            num_warps=warps,
-        )
+        sizes = (rows, width, x.stride(0), scales.shape[1])
+        known = rounding_constants(kind, columns) | tile | {"ONCE": once, "num_warps": warps}
+        grid = (ceil_div(rows, tile["ROWS"]), ceil_div(width, tile["COLUMNS"]) if once else 1)
+        round_rows_kernel[grid](x, values, scales, *sizes, static, **known)
     return values, scales
 
 

@@ -112,10 +112,8 @@ def orders() -> Iterator[CompileCase]:
 
 
 def sums() -> Iterator[CompileCase]:
-    weights, must = (
-        empty(5, 8, dtype=FP32),
-        dict.fromkeys((combine.combine_kernel, combine.combine_backward_kernel), VECTORS),
-    )
+    weights, kernels = empty(5, 8, dtype=FP32), (combine.combine_kernel, combine.combine_backward_kernel)
+    must = dict.fromkeys(kernels, VECTORS)
     for rows in (30, 40):
         given = empty(rows, 2048), longs(5, 8)
         for name, factors in (("weighted", weights), ("plain", None)):

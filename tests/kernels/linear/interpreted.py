@@ -176,7 +176,7 @@ def rounding_where_rows_are_made() -> None:
         wide = wide_norm._triton(total, weight, 1e-5, 1.0)
         found = rounded_norm._wide_triton(total, weight, 1e-5, 1.0, kind, columns, True, static)
         identical(found, (*many_rows._round(wide, kind, columns, static), wide))
-        gated = many_rows._round(silu_mul._triton(gate, up), kind, columns, static)
+        gated = many_rows._round(silu_mul.by_rows(silu_mul.silu_mul_kernel, gate, up), kind, columns, static)
         identical(rounded_silu_mul._triton(gate, up, kind, columns, static), gated)
 
 
