@@ -32,12 +32,7 @@ class GroupedTile(NamedTuple):
 
 
 def choose_tile(
-    rows: int,
-    weight: Tensor | PackedWeight,
-    *,
-    gated: bool,
-    rounded: bool = False,
-    shared_bytes: int = SHARED_BYTES,
+    rows: int, weight: Tensor | PackedWeight, *, gated: bool, rounded: bool = False, shared_bytes: int = SHARED_BYTES
 ) -> GroupedTile | None:
     """For that many rows by a weight of all experts; rounded: rows in 8 bits. None where columns that share a scale fit
     no step."""

@@ -22,12 +22,7 @@ def _four_columns(pair, code, kind: tl.constexpr):
     b = tl.where(one == 1, first, tl.where(other == 1, second, zero))
     c = tl.where(one == 2, first, tl.where(other == 2, second, zero))
     d = tl.where(other == 3, second, zero)
-    return (
-        a.to(kind, bitcast=True),
-        b.to(kind, bitcast=True),
-        c.to(kind, bitcast=True),
-        d.to(kind, bitcast=True),
-    )
+    return (a.to(kind, bitcast=True), b.to(kind, bitcast=True), c.to(kind, bitcast=True), d.to(kind, bitcast=True))
 
 
 @jit
@@ -40,15 +35,7 @@ def eight_columns(values, places, kind: tl.constexpr):
 
 @jit
 def expand_kernel(
-    values,
-    places,
-    result,
-    out,
-    eights,
-    value_stride,
-    place_stride,
-    BLOCK_N: tl.constexpr,
-    BLOCK_EIGHTS: tl.constexpr,
+    values, places, result, out, eights, value_stride, place_stride, BLOCK_N: tl.constexpr, BLOCK_EIGHTS: tl.constexpr
 ):
     """Programs [rows / BLOCK_N, eights of columns / BLOCK_EIGHTS]; strides in eights of columns."""
     row = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
