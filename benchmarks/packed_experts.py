@@ -29,10 +29,10 @@ from strata.hardware.specs import recognize
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.moe.calls import ExpertsCall
 from strata.kernels.moe.experts import CHOICES, CONVERTED, ROUNDED, experts
-from strata.kernels.moe.few_tokens import PACKED_PARTS, ChoicePart, by_choices
+from strata.kernels.moe.few_tokens import QUANTIZED_TILES, ChoiceTile, by_choices
 from strata.kernels.moe.grouped import grouped_product
-from strata.kernels.moe.grouped_tiles import GroupedTile, choose_tile, fitting, group_of, reads_rounded
-from strata.kernels.moe.held_order import held_order
+from strata.kernels.moe.grouped_tiles import GroupedTile, choose_tile, fitting, group_of, reads_quantized
+from strata.kernels.moe.local_order import local_order
 from strata.kernels.quant.packed import PackedWeight, Scheme, pack
 from strata.kernels.quant.schemes import SCHEMES
 from strata.models.config import config_from_dict
@@ -86,7 +86,7 @@ def measure(shape: str, scheme_name: str, tokens: int, every_tile: bool) -> Iter
     rule = bound.choose(*arguments)
     for run in bound.candidates:
         # The rule of how many rows are rounded aside, all that could run.
-        can_round = run.name == ROUNDED and all(reads_rounded(x, one) for one in first)
+        can_round = run.name == ROUNDED and all(reads_quantized(x, one) for one in first)
         if run.name not in (rule.name, CONVERTED) and not can_round:
             continue
         eight = _IN_8_BITS[scheme.values] if run.name == ROUNDED else "bfloat16"
@@ -110,11 +110,11 @@ def measure(shape: str, scheme_name: str, tokens: int, every_tile: bool) -> Iter
         yield about | {
             "part": "choices",
             "tile": [part._asdict() for part in parts],
-            "is_rule": parts == PACKED_PARTS,
+            "is_rule": parts == QUANTIZED_TILES,
             "us": round(us, 2),
             "weights_gb_per_s": round(cost.weights / us / 1e3),
         }
-    order, rows = held_order(chosen, 0, count), tokens * per_token
+    order, rows = local_order(chosen, 0, count), tokens * per_token
     inner = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
 
     def multiply(part: str, layer: tuple[PackedWeight, PackedWeight], tile: GroupedTile) -> Tensor:
@@ -138,16 +138,16 @@ def measure(shape: str, scheme_name: str, tokens: int, every_tile: bool) -> Iter
             }
 
 
-def choice_parts(per_token: int) -> Iterator[tuple[ChoicePart, ChoicePart]]:
+def choice_parts(per_token: int) -> Iterator[tuple[ChoiceTile, ChoiceTile]]:
     """Of either launch those whose sums fit in registers, the other as in the rule."""
-    of_gate, of_sum = PACKED_PARTS
+    of_gate, of_sum = QUANTIZED_TILES
     for columns, width, warps in product((2, 4, 8), (512, 1024, 2048), (4, 8)):
         if 8 <= columns * width // (32 * warps) <= 64:
-            yield ChoicePart(columns, width, warps), of_sum
+            yield ChoiceTile(columns, width, warps), of_sum
     for columns, width, warps in product((1, 2, 4), (128, 256, 512), (4, 8)):
         each = columns * next_power_of_2(per_token) * width // (32 * warps)
         if (columns, width, warps) != of_sum and 8 <= each <= 64:
-            yield of_gate, ChoicePart(columns, width, warps)
+            yield of_gate, ChoiceTile(columns, width, warps)
 
 
 def tiles(weight: PackedWeight, rows: int, gated: bool) -> Iterator[GroupedTile]:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.kernels.moe.calls import AnyExpertsCall, ExpertsCall, HeldExpertsCall, biases_of, clamp_of
+from strata.kernels.moe.calls import AnyExpertsCall, ExpertsCall, LocalExpertsCall, biases_of, clamp_of
 from strata.kernels.moe.combine import combine, permuted
-from strata.kernels.moe.held_order import held_numbers
+from strata.kernels.moe.local_order import local_numbers
 from strata.kernels.moe.order import Order
 from strata.kernels.quant.packed import each_expert
 
@@ -28,8 +28,8 @@ def by_expert(
     x, weights, chosen, gate_up, down = call[:5]
     (first, last), clamp, count = biases_of(call), clamp_of(call), down.shape[0]
     filled = call.filled if isinstance(call, ExpertsCall) else None
-    if isinstance(call, HeldExpertsCall):
-        chosen = held_numbers(chosen, call.first, count, call.placement, call.slot_mapping)
+    if isinstance(call, LocalExpertsCall):
+        chosen = local_numbers(chosen, call.first, count, call.placement, call.slot_mapping)
         filled = int((chosen >= 0).sum())
     order = Order.of(chosen, count, empty=filled is not None).with_rows(filled)
     ends = order.ends.tolist()

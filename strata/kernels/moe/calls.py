@@ -48,8 +48,8 @@ class BiasedExpertsCall(NamedTuple, Generic[Weight]):
     adds_down_bias: bool = True
 
 
-class HeldExpertsCall(NamedTuple, Generic[Weight]):
-    """The operands of `held_experts`.
+class LocalExpertsCall(NamedTuple, Generic[Weight]):
+    """The operands of `local_experts`.
 
     x, weights and chosen as for `experts`: all tokens and all their choices, which every rank has. gate_up, down: of
     the experts in the slots [first, first + held) of the `slots` that all ranks have together.
@@ -70,7 +70,7 @@ class HeldExpertsCall(NamedTuple, Generic[Weight]):
 
 
 # Any of them: the first five operands are those of all.
-AnyExpertsCall = ExpertsCall[Weight] | BiasedExpertsCall[Weight] | HeldExpertsCall[Weight]
+AnyExpertsCall = ExpertsCall[Weight] | BiasedExpertsCall[Weight] | LocalExpertsCall[Weight]
 
 
 def biases_of(call: AnyExpertsCall[Any]) -> tuple[Tensor | None, Tensor | None]:

@@ -25,16 +25,16 @@ from strata.kernels.moe.calls import (
     AnyExpertsCall,
     BiasedExpertsCall,
     ExpertsCall,
-    HeldExpertsCall,
+    LocalExpertsCall,
     biases_of,
     clamp_of,
 )
 from strata.kernels.moe.combine import combine_kernel, weighted_sums
 from strata.kernels.moe.few_tokens import CHOICE_KERNELS, by_choices, streams
 from strata.kernels.moe.grouped import grouped_product
-from strata.kernels.moe.grouped_kernels import grouped_kernel, packed_grouped_kernel
-from strata.kernels.moe.grouped_tiles import reads, reads_rounded
-from strata.kernels.moe.held_order import held_order, order_kernels, sorts_by_counting
+from strata.kernels.moe.grouped_kernels import grouped_kernel, quantized_grouped_kernel
+from strata.kernels.moe.grouped_tiles import reads, reads_quantized
+from strata.kernels.moe.local_order import local_order, order_kernels, sorts_by_counting
 from strata.kernels.moe.order import Order
 from strata.kernels.op import ATEN, Operation, has_packed, operation
 from strata.kernels.quant.packed import PackedWeight
@@ -51,7 +51,7 @@ def _cost(call: AnyExpertsCall[Any], *, workload: Workload) -> Cost:
     x, weights, chosen, gate_up, down = call[:5]
     count, hidden, width = down.shape
     rows, slots, where = chosen.numel(), count, 0
-    if isinstance(call, HeldExpertsCall):  # choices fall evenly on all slots
+    if isinstance(call, LocalExpertsCall):  # choices fall evenly on all slots
         slots, where = call.slots, 0 if call.placement is None else rows * call.placement.itemsize
     elif isinstance(call, ExpertsCall) and call.filled is not None:
         rows = call.filled
@@ -100,8 +100,8 @@ def biased_experts(call: BiasedExpertsCall[Any]) -> Tensor:
 
 
 # Of copies, which rank computes a row follows from the row's place; the sum over the ranks is rowwise all the same.
-@operation(_cost, operands=HeldExpertsCall, rowwise=True, packable=(3, 4), mixture=True)
-def held_experts(call: HeldExpertsCall[Any]) -> Tensor:
+@operation(_cost, operands=LocalExpertsCall, rowwise=True, packable=(3, 4), mixture=True)
+def local_experts(call: LocalExpertsCall[Any]) -> Tensor:
     """A rank's part of `experts`: the sum over those of a token's experts that this rank computes; zeros for none.
 
     The sum over all ranks is what `experts` gives. How many choices are this rank's stays on the device. Returns
@@ -113,14 +113,14 @@ def held_experts(call: HeldExpertsCall[Any]) -> Tensor:
 def order_of(call: AnyExpertsCall[Any]) -> Order:
     """Of the rows that are multiplied here. Nothing waits for the device."""
     count = call.down.shape[0]
-    if isinstance(call, HeldExpertsCall):
-        return held_order(call.chosen, call.first, count, call.placement, call.slot_mapping)
-    order = held_order(call.chosen, 0, count)
+    if isinstance(call, LocalExpertsCall):
+        return local_order(call.chosen, call.first, count, call.placement, call.slot_mapping)
+    order = local_order(call.chosen, 0, count)
     return order.with_rows(call.filled) if isinstance(call, ExpertsCall) else order
 
 
 def _sums(call: AnyExpertsCall[Any], rows: Tensor, order: Order) -> Tensor:
-    if isinstance(call, HeldExpertsCall):  # rows behind the last end are unwritten, and nobody reads them
+    if isinstance(call, LocalExpertsCall):  # rows behind the last end are unwritten, and nobody reads them
         return weighted_sums(rows, order.inverse, call.weights, full=False)
     return give_back(rows, order, call.weights)
 
@@ -146,7 +146,7 @@ def choices_take(call: AnyExpertsCall[Any]) -> bool:
 
 def _rounded_take(call: AnyExpertsCall[PackedWeight]) -> bool:
     many = call.chosen.numel() > thresholds(call.x.device).converted_rows * call.down.shape[0]
-    return many and _takes(reads_rounded, call)
+    return many and _takes(reads_quantized, call)
 
 
 def library_takes(x: Tensor, *matrices: Tensor) -> bool:
@@ -161,7 +161,7 @@ def _library_takes(call: AnyExpertsCall[Tensor]) -> bool:
     return library_takes(call.x, call.gate_up, call.down)
 
 
-def _is_long(call: HeldExpertsCall[Tensor]) -> bool:
+def _is_long(call: LocalExpertsCall[Tensor]) -> bool:
     """What the library takes, of so many choices that the rows of others, which are copied all the same, cost less than
     its larger tiles save."""
     return sorts_by_counting(call.chosen) and _library_takes(call) and _takes(reads, call)
@@ -261,7 +261,7 @@ def _library_scratch(call: AnyExpertsCall[Tensor]) -> int:
 
 def _in_place(call: AnyExpertsCall[Any]) -> bool:
     """Which rank rounds a part of the sum may not depend on where in the batch a token stands."""
-    return not isinstance(call, HeldExpertsCall) or call.placement is None or call.placement.shape[1] == 1
+    return not isinstance(call, LocalExpertsCall) or call.placement is None or call.placement.shape[1] == 1
 
 
 def _fixed(call: AnyExpertsCall[Any]) -> Tensor:
@@ -288,20 +288,16 @@ def _implement(operation: Operation, *, is_part: bool) -> None:
         operation.implement(CHOICES, "cuda", packed=True, **choices)(by_choices)
     if HAS_TRITON:
         operation.implement("triton tiles", "cuda", kernels=_kernels(grouped_kernel), **tiles)(by_tiles)
-        operation.implement(
-            ROUNDED,
-            "cuda",
-            supports=_rounded_take,
-            kernels=_kernels(round_rows_kernel, grouped_kernel),
-            packed=True,
-            scratch=_rounded_scratch,
-        )(partial(by_tiles, rounded=True))
-        operation.implement(CONVERTED, "cuda", kernels=_kernels(packed_grouped_kernel), packed=True, **tiles)(by_tiles)
+        kernels = _kernels(round_rows_kernel, grouped_kernel)
+        rounded: dict[str, Any] = {"supports": _rounded_take, "kernels": kernels, "scratch": _rounded_scratch}
+        operation.implement(ROUNDED, "cuda", packed=True, **rounded)(partial(by_tiles, rounded=True))
+        kernels = _kernels(quantized_grouped_kernel)
+        operation.implement(CONVERTED, "cuda", packed=True, kernels=kernels, **tiles)(by_tiles)
     if not is_part:
         operation.implement("grouped", "cuda", differentiable=True, supports=_library_takes, **library)(by_library)
         operation.implement(FROZEN, "cpu", differentiable=True, packed=True)(frozen)
     operation.implement(FROZEN, "cuda", differentiable=not is_part, packed=True)(frozen)
 
 
-for _operation in (experts, biased_experts, held_experts):
-    _implement(_operation, is_part=_operation is held_experts)
+for _operation in (experts, biased_experts, local_experts):
+    _implement(_operation, is_part=_operation is local_experts)

@@ -154,7 +154,7 @@ def choice_sum_kernel(
     tl.store(target, product.to(result.dtype.element_ty), mask=column < hidden)
 
 
-class ChoicePart(NamedTuple):
+class ChoiceTile(NamedTuple):
     """What a program of either launch makes at a time: columns of the result, by `width` columns of the weight."""
 
     columns: int
@@ -164,8 +164,8 @@ class ChoicePart(NamedTuple):
 
 # Of gate and up, and of down. Of 8 bits as many bytes of a row, and of gate and up half as many rows: registers of four
 # programs a processor, whose loads under way are as many bytes as two of eight rows have.
-FLOAT_PARTS = ChoicePart(8, 512, 4), ChoicePart(2, 128, 4)
-PACKED_PARTS = ChoicePart(4, 1024, 4), ChoicePart(2, 256, 4)
+FLOAT_TILES = ChoiceTile(8, 512, 4), ChoiceTile(2, 128, 4)
+QUANTIZED_TILES = ChoiceTile(4, 1024, 4), ChoiceTile(2, 256, 4)
 
 
 def streams(x: Tensor, weight: Tensor | PackedWeight) -> bool:
@@ -186,11 +186,11 @@ def streams(x: Tensor, weight: Tensor | PackedWeight) -> bool:
 
 
 def by_choices(
-    call: ExpertsCall[Any] | BiasedExpertsCall[Any], parts: tuple[ChoicePart, ChoicePart] | None = None
+    call: ExpertsCall[Any] | BiasedExpertsCall[Any], tiles: tuple[ChoiceTile, ChoiceTile] | None = None
 ) -> Tensor:
     """As `experts`, or `biased_experts`, with weights that the kernels read (`streams`).
 
-    All contiguous, but for rows of x whose elements are side by side; weights float32. parts: None for those of the
+    All contiguous, but for rows of x whose elements are side by side; weights float32. tiles: None for those of the
     rule.
     """
     x, weights, chosen, gate_up, down = call[:5]
@@ -201,7 +201,7 @@ def by_choices(
         return result
     (first, last), clamp, early = biases_of(call), clamp_of(call), DeviceLimits.of(x.device).capability >= (9, 0)
     alpha, limit = map(float, clamp or NO_CLAMP)
-    of_gate, of_sum = parts or (FLOAT_PARTS if isinstance(down, Tensor) else PACKED_PARTS)
+    of_gate, of_sum = tiles or (FLOAT_TILES if isinstance(down, Tensor) else QUANTIZED_TILES)
     matrices, known = _stored(gate_up, hidden, of_gate, early)
     tensors: tuple[Tensor | None, ...] = (x, *matrices, first, chosen, inner)
     grid = (tokens * per_token * ceil_div(width, of_gate.columns),)
@@ -215,7 +215,7 @@ def by_choices(
 
 
 def _stored(
-    weight: Tensor | PackedWeight, width: int, part: ChoicePart, early: bool
+    weight: Tensor | PackedWeight, width: int, part: ChoiceTile, early: bool
 ) -> tuple[tuple[Tensor, Tensor | None], dict[str, Any]]:
     """Values and scales of a weight, and what a launch that reads it is compiled for."""
     known = {"WHOLE_K": width % part.width == 0, "BLOCK_N": part.columns, "BLOCK_K": part.width, "EARLY": early}

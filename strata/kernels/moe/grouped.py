@@ -15,7 +15,7 @@ from torch import Tensor
 from strata.kernels.activation.clamped_swiglu import Clamp
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
-from strata.kernels.moe.grouped_kernels import grouped_kernel, packed_grouped_kernel
+from strata.kernels.moe.grouped_kernels import grouped_kernel, quantized_grouped_kernel
 from strata.kernels.moe.grouped_tiles import GroupedTile, choose_tile, group_of
 from strata.kernels.quant.packed import PackedWeight
 
@@ -43,7 +43,7 @@ def grouped_product(
     ends: [experts] int32, where the rows of each expert end; those of the first begin at 0. Rows behind the last end
     are not computed. x and a plain weight are of one dtype of 16 or 32 bits, the weight contiguous, and the elements of
     a row of x side by side; of a packed weight that the kernels read (`reads`), the columns are in the order of x's.
-    x_scales: of x in 8 bits as `round_rows` made it, by a weight of `reads_rounded`; dtype: then of the result. Sums
+    x_scales: of x in 8 bits as `round_rows` made it, by a weight of `reads_quantized`; dtype: then of the result. Sums
     are float32. bias: [experts, out] of that dtype, contiguous, or None.
     source: [rows] int64; row r is then row source[r] // per_token of x, [tokens, width]. gated: weight is [experts, 2 *
     out, width], the rows of gate before those of up, the bias likewise, and the result `silu(gate) * up`, or
@@ -66,7 +66,7 @@ def grouped_product(
         values, scales, row_scales = weight.values, weight.scales, weight.row_scales
         groups = weight.rows, weight.columns if rounded else group_of(weight)
         if not rounded:
-            kernel, own, size = packed_grouped_kernel, weight.zeros, values.shape[-1]
+            kernel, own, size = quantized_grouped_kernel, weight.zeros, values.shape[-1]
             known = {"KIND": weight.kind, "STEPS": tile.steps, "STAGES": tile.stages}
     known |= {"ROW_GROUP": groups[0], "GROUP": groups[1], "EXPERTS": max(128, next_power_of_2(count)), "GATED": gated}
     known |= {"CLAMPED": clamp is not None, "WHOLE_K": width % (tile.width * tile.steps) == 0}

@@ -264,7 +264,7 @@ def _add_turn(
 
 
 @jit
-def _packed_ended(total, scales, row_scales, bias, place, row, held, GROUP: tl.constexpr):
+def _quantized_ended(total, scales, row_scales, bias, place, row, held, GROUP: tl.constexpr):
     """Sums [BLOCK_N, BLOCK_M] -> the product [BLOCK_M, BLOCK_N], with what their rows of the weight are multiplied by,
     and the bias."""
     if GROUP == 0:
@@ -279,7 +279,7 @@ def _packed_ended(total, scales, row_scales, bias, place, row, held, GROUP: tl.c
 
 # What varies from step to step and model to model must not compile anew.
 @partial(jit, unspecialized=("count", "per_token"))
-def packed_grouped_kernel(
+def quantized_grouped_kernel(
     x,
     values,
     scales,
@@ -420,9 +420,9 @@ def packed_grouped_kernel(
                 scale, zero = _scales_at(scales, zeros, place, after, groups, SCALED_SUMS)
                 if GATED:
                     gate_scale, gate_zero = _scales_at(scales, zeros, gate_place, after, groups, SCALED_SUMS)
-    total = _packed_ended(total, scales, row_scales, bias, place, opened, held, GROUP)
+    total = _quantized_ended(total, scales, row_scales, bias, place, opened, held, GROUP)
     if GATED:
-        gate = _packed_ended(gate, scales, row_scales, bias, gate_place, own, held, GROUP)
+        gate = _quantized_ended(gate, scales, row_scales, bias, gate_place, own, held, GROUP)
         total = gated_by(total, gate, alpha, limit, CLAMPED)
     target = result + row.to(tl.int64)[:, None] * out + column[None, :]
     tl.store(target, total.to(result.dtype.element_ty), mask=(row < end)[:, None] & held[None, :])

@@ -150,7 +150,7 @@ def reads(x: Tensor, weight: Tensor | PackedWeight) -> bool:
     )
 
 
-def reads_rounded(x: Tensor, weight: PackedWeight) -> bool:
+def reads_quantized(x: Tensor, weight: PackedWeight) -> bool:
     """Whether rows like x, rounded as a weight's scheme says, are multiplied by it, of all experts."""
     group, kind = weight.columns, weight.activations
     whole = kind == "row" and group == 0

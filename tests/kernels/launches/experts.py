@@ -15,8 +15,8 @@ from strata.kernels.moe import combine, count
 from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall
 from strata.kernels.moe.few_tokens import by_choices, choice_gate_kernel, choice_sum_kernel
 from strata.kernels.moe.grouped import grouped_product
-from strata.kernels.moe.grouped_kernels import grouped_kernel, packed_grouped_kernel
-from strata.kernels.moe.held_order import sort_choices
+from strata.kernels.moe.grouped_kernels import grouped_kernel, quantized_grouped_kernel
+from strata.kernels.moe.local_order import sort_choices
 from strata.kernels.moe.route import SOFTMAX, Choice, in_one_launch
 from strata.kernels.moe.route_triton import route_kernel
 from strata.kernels.quant.packed import PackedWeight, pack
@@ -39,7 +39,7 @@ def products(
     """The product that fetches rows and gates, and the one that does neither."""
     gated = {"source": longs(len(x)), "per_token": 4, "gated": True}
     gated |= {"bias": empty(32, 256), "clamp": CLAMP} if biased else {}
-    kernels = {grouped_kernel: must, packed_grouped_kernel: must}
+    kernels = {grouped_kernel: must, quantized_grouped_kernel: must}
     for title, given in ((f"with a gate, {name}", gated), (name, {})):
         yield from noted(title, partial(grouped_product, x, weight, ints(32), **given, **more), kernels)
 

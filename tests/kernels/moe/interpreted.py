@@ -11,13 +11,13 @@ import torch
 from strata.kernels.activation.clamped_swiglu import Clamp, clamped_swiglu
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
-from strata.kernels.moe import held_order
+from strata.kernels.moe import local_order
 from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall
 from strata.kernels.moe.experts import biased_experts, experts
-from strata.kernels.moe.few_tokens import ChoicePart, by_choices
+from strata.kernels.moe.few_tokens import ChoiceTile, by_choices
 from strata.kernels.moe.grouped import grouped_product
 from strata.kernels.moe.grouped_tiles import GroupedTile
-from strata.kernels.moe.held_order import held_numbers
+from strata.kernels.moe.local_order import local_numbers
 from strata.kernels.moe.order import Order
 from strata.kernels.moe.route import SOFTMAX, in_one_launch, route
 from tests.kernels.interpreter import prepare_interpreter
@@ -38,9 +38,9 @@ def routes() -> None:
 def orders() -> None:
     """As sorted by torch, of few choices and of many."""
     placement, mapping = torch.randint(20, (16, 6), dtype=torch.int32), torch.randint(-1, 2, (50,), dtype=torch.int32)
-    held_order.implementations_for = lambda device: "cuda"  # type: ignore[assignment]
+    local_order.implementations_for = lambda device: "cuda"  # type: ignore[assignment]
     for counts in (False, True):
-        held_order.sorts_by_counting = lambda chosen, counts=counts: counts  # type: ignore[assignment,misc]
+        local_order.sorts_by_counting = lambda chosen, counts=counts: counts  # type: ignore[assignment,misc]
         for tokens, first, held, *tables in (
             (50, 0, 16),
             (50, 3, 9, None, mapping),
@@ -48,8 +48,8 @@ def orders() -> None:
             (0, 0, 16),
         ):
             chosen = torch.randint(-1 if not tables else 0, 16, (tokens, 3), dtype=torch.int32)
-            numbers = held_numbers(chosen, first, held, *(tables or [None]))
-            found, wanted = held_order.held_order(chosen, first, held, *tables), Order.of(numbers, held, empty=True)
+            numbers = local_numbers(chosen, first, held, *(tables or [None]))
+            found, wanted = local_order.local_order(chosen, first, held, *tables), Order.of(numbers, held, empty=True)
             for mine, other in zip(astuple(found), astuple(wanted), strict=True):
                 assert mine.dtype == other.dtype
                 assert torch.equal(mine, other)
@@ -86,7 +86,7 @@ def few_tokens() -> None:
         biases, clamp = (torch.randn(count, 2 * width), torch.randn(count, hidden)), Clamp(1.702, 1.0)
         wanted = biased_experts.reference(x, weights, chosen, gate_up, down, *biases, clamp)
         close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5, equal_nan=True)
-        by_parts = partial(by_choices, parts=(ChoicePart(8, 16, 4), ChoicePart(8, 16, 4)))
+        by_parts = partial(by_choices, tiles=(ChoiceTile(8, 16, 4), ChoiceTile(8, 16, 4)))
         close(by_parts(BiasedExpertsCall(x, weights, chosen, gate_up, down, *biases, clamp)), wanted)
         wanted = biased_experts.reference(x, weights, chosen, gate_up, down, *biases, clamp, False)
         close(by_parts(BiasedExpertsCall(x, weights, chosen, gate_up, down, *biases, clamp, False)), wanted)

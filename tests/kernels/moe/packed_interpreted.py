@@ -11,7 +11,7 @@ from torch import Tensor
 from strata.kernels.activation.clamped_swiglu import Clamp, clamped_swiglu
 from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall
 from strata.kernels.moe.experts import biased_experts, experts
-from strata.kernels.moe.few_tokens import ChoicePart, by_choices
+from strata.kernels.moe.few_tokens import ChoiceTile, by_choices
 from strata.kernels.moe.grouped import grouped_product
 from strata.kernels.moe.grouped_tiles import GroupedTile
 from strata.kernels.moe.order import Order
@@ -82,7 +82,7 @@ def rounded(weight: PackedWeight, turned: bool) -> None:
 
 def few_tokens(scheme: Scheme, tokens: int, per_token: int, hidden: int, width: int) -> None:
     """Of a token without one of its experts and of one that is NaN, too."""
-    count, parts = per_token + 2, (ChoicePart(8, 16, 4), ChoicePart(4, 16, 4))
+    count, parts = per_token + 2, (ChoiceTile(8, 16, 4), ChoiceTile(4, 16, 4))
     chosen = torch.rand(tokens, count).argsort(1)[:, :per_token].contiguous()
     x, weights = torch.randn(tokens, hidden), torch.rand(tokens, per_token)
     gate_up, down = (pack(torch.randn(count, *size) / 8, scheme) for size in ((2 * width, hidden), (hidden, width)))

@@ -11,7 +11,7 @@ from strata.engine.startup.packing import Packing
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.clamped_swiglu import Clamp
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits, as_if_on
-from strata.kernels.moe.experts import CHOICES, CONVERTED, FROZEN, ROUNDED, biased_experts, experts, held_experts
+from strata.kernels.moe.experts import CHOICES, CONVERTED, FROZEN, ROUNDED, biased_experts, experts, local_experts
 from strata.kernels.quant import dequantize
 from strata.kernels.quant.packed import PackedWeight, Scheme, pack, unpacked_values
 from strata.kernels.quant.schemes import SCHEMES
@@ -48,7 +48,7 @@ def test_each_scheme_has_kernels_for_all_three_operations(name: str) -> None:
         biases = [as_if_on(HOPPER, torch.empty(COUNT, size, device="meta")) for size in (2 * WIDTH, HIDDEN)]
         assert experts.bind("cuda", packed=True).choose(*given).name == way
         assert biased_experts.bind("cuda", packed=True).choose(*given, *biases, Clamp(1.7, 7.0)).name == way
-        held = held_experts.bind("cuda", packed=True).choose(*given, 0, COUNT)
+        held = local_experts.bind("cuda", packed=True).choose(*given, 0, COUNT)
         assert held.name == (CONVERTED if way == CHOICES else way)
 
 
@@ -85,7 +85,7 @@ def test_experts_as_wide_as_a_group_have_kernels(name: str, width: int) -> None:
 def test_launches_are_told() -> None:
     pytest.importorskip("triton")
     given = placed(SCHEMES["int4"], 4, HOPPER)
-    ordered = ("held_order_kernel", "packed_grouped_kernel", "packed_grouped_kernel", "combine_kernel")
+    ordered = ("local_order_kernel", "quantized_grouped_kernel", "quantized_grouped_kernel", "combine_kernel")
     assert experts.bind("cuda", packed=True).launches(*given) == ordered
     alone = experts.bind("cuda", packed=True).launches(*placed(SCHEMES["fp8"], 1, HOPPER))
     assert alone == ("choice_gate_kernel", "choice_sum_kernel")
@@ -97,7 +97,7 @@ def test_launches_are_told() -> None:
 
 
 def test_a_start_on_a_gpu_takes_packed_experts_but_deterministic_ones() -> None:
-    packing = Packing({}, {}, (experts, biased_experts, held_experts), "mxfp4")
+    packing = Packing({}, {}, (experts, biased_experts, local_experts), "mxfp4")
     packing.check_kernels("cuda", deterministic=False)
     with pytest.raises(ValueError, match="packed as mxfp4: experts has no deterministic kernel for them on cuda yet"):
         packing.check_kernels("cuda", deterministic=True)

@@ -13,8 +13,8 @@ from torch import Tensor
 from strata.hardware.replay import time_replayed
 from strata.kernels.activation.clamped_swiglu import Clamp
 from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall
-from strata.kernels.moe.experts import CHOICES, CONVERTED, FROZEN, ROUNDED, biased_experts, experts, held_experts
-from strata.kernels.moe.few_tokens import PACKED_PARTS, ChoicePart, by_choices
+from strata.kernels.moe.experts import CHOICES, CONVERTED, FROZEN, ROUNDED, biased_experts, experts, local_experts
+from strata.kernels.moe.few_tokens import QUANTIZED_TILES, ChoiceTile, by_choices
 from strata.kernels.moe.grouped import grouped_product
 from strata.kernels.moe.grouped_tiles import GroupedTile, choose_tile, fitting
 from strata.kernels.moe.order import Order
@@ -213,12 +213,12 @@ def test_rows_are_rounded_with_a_scale_that_was_found_ahead() -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8", "int8"])
-@pytest.mark.parametrize("parts", [PACKED_PARTS, (ChoicePart(8, 512, 4), ChoicePart(4, 128, 8))])
+@pytest.mark.parametrize("parts", [QUANTIZED_TILES, (ChoiceTile(8, 512, 4), ChoiceTile(4, 128, 8))])
 @pytest.mark.parametrize(
     ("tokens", "per_token", "hidden", "width"), [(1, 8, 2048, 768), (1, 4, 2880, 1441), (3, 3, 99, 41)]
 )
 def test_choices(
-    name: str, parts: tuple[ChoicePart, ChoicePart], tokens: int, per_token: int, hidden: int, width: int
+    name: str, parts: tuple[ChoiceTile, ChoiceTile], tokens: int, per_token: int, hidden: int, width: int
 ) -> None:
     """Of sizes that blocks divide or do not, with bounds and biases, and where a token lacks an expert."""
     count, bound = 16, BOUNDS[CHOICES]
@@ -267,7 +267,7 @@ def test_a_ranks_part(name: str, tokens: int) -> None:
     mapping = torch.zeros(tokens, dtype=torch.int32, device="cuda")
     mapping[-1] = -1
     arguments += [first, count, None, mapping]
-    assert_right(held_experts, arguments, way(name, tokens, 2, held))
+    assert_right(local_experts, arguments, way(name, tokens, 2, held))
 
 
 def test_what_no_kernel_reads_is_served_in_floats() -> None:

@@ -19,13 +19,13 @@ from strata.kernels.moe.order import Order
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 
-def held_numbers(
+def local_numbers(
     chosen: Tensor, first: int, held: int, placement: Tensor | None, slot_mapping: Tensor | None = None
 ) -> Tensor:
     """For each choice the expert's number among those that this rank holds, -1 if another rank computes it, or none.
 
-    chosen, first, placement and slot_mapping as in `held_experts`; held: how many slots this rank has. Returns int64 or
-    int32 like `chosen` (int32 with a placement), [tokens, per_token].
+    chosen, first, placement and slot_mapping as in `local_experts`; held: how many slots this rank has. Returns int64
+    or int32 like `chosen` (int32 with a placement), [tokens, per_token].
     """
     slots = chosen
     if placement is not None:
@@ -39,7 +39,7 @@ def held_numbers(
 
 
 @jit
-def held_number(
+def number_here(
     chosen,
     placement,
     slot_mapping,
@@ -64,7 +64,7 @@ def held_number(
 
 # What varies from step to step and rank to rank must not compile anew.
 @partial(jit, unspecialized=("choices", "first", "held", "per_token", "period"))
-def held_order_kernel(
+def local_order_kernel(
     chosen,
     placement,
     slot_mapping,
@@ -90,14 +90,14 @@ def held_order_kernel(
     expert = choice - blocks * BLOCK
     places = block < blocks
     there = places & (choice < choices)
-    number = held_number(chosen, placement, slot_mapping, choice, there, first, held, per_token, period, PLACED, PADDED)
+    number = number_here(chosen, placement, slot_mapping, choice, there, first, held, per_token, period, PLACED, PADDED)
     # Sorted by expert, then as they stand: one number tells which of two comes first.
     rank = tl.where(places, number * choices + choice, (expert + 1) * choices)
     before = tl.zeros((BLOCK, WIDTH), dtype=tl.int32)
     for start in range(0, choices, WIDTH):
         other = start + tl.arange(0, WIDTH)
         is_one = other < choices
-        numbers = held_number(
+        numbers = number_here(
             chosen, placement, slot_mapping, other, is_one, first, held, per_token, period, PLACED, PADDED
         )
         before += (numbers * choices + other)[None, :] < rank[:, None]
@@ -110,7 +110,7 @@ def held_order_kernel(
 
 
 @partial(jit, unspecialized=("choices", "first", "held", "per_token", "period"))
-def held_order_counts_kernel(
+def local_order_counts_kernel(
     chosen,
     placement,
     slot_mapping,
@@ -130,7 +130,7 @@ def held_order_counts_kernel(
     block = tl.program_id(0)
     choice = block * BLOCK + tl.arange(0, BLOCK)
     there = choice < choices
-    number = held_number(chosen, placement, slot_mapping, choice, there, first, held, per_token, period, PLACED, PADDED)
+    number = number_here(chosen, placement, slot_mapping, choice, there, first, held, per_token, period, PLACED, PADDED)
     # What lies beyond the last choice is counted in a bin that nobody reads.
     found = tl.histogram(tl.where(there, number, BINS - 1), BINS)
     bin = tl.arange(0, BINS)
@@ -138,7 +138,7 @@ def held_order_counts_kernel(
 
 
 @partial(jit, unspecialized=("counts", "blocks"))
-def held_order_sums_kernel(counts, totals, blocks, BLOCK: tl.constexpr):
+def local_order_sums_kernel(counts, totals, blocks, BLOCK: tl.constexpr):
     """Programs [held + 1]: an expert's counts become those of the blocks before, and totals [held + 1] their sum."""
     expert = tl.program_id(0)
     total = 0
@@ -151,7 +151,7 @@ def held_order_sums_kernel(counts, totals, blocks, BLOCK: tl.constexpr):
 
 
 @partial(jit, unspecialized=("choices", "first", "held", "per_token", "period"))
-def held_order_places_kernel(
+def local_order_places_kernel(
     chosen,
     placement,
     slot_mapping,
@@ -180,7 +180,7 @@ def held_order_places_kernel(
     expert = choice - blocks * BLOCK
     places = block < blocks
     there = places & (choice < choices)
-    number = held_number(chosen, placement, slot_mapping, choice, there, first, held, per_token, period, PLACED, PADDED)
+    number = number_here(chosen, placement, slot_mapping, choice, there, first, held, per_token, period, PLACED, PADDED)
     below = tl.where(places, number, expert + 1)
     before = tl.zeros((BLOCK, WIDTH), dtype=tl.int32)
     for start in range(0, held, WIDTH):
@@ -191,7 +191,7 @@ def held_order_places_kernel(
         for start in range(0, BLOCK, WIDTH):
             other = block * BLOCK + start + tl.arange(0, WIDTH)
             is_one = other < choices
-            numbers = held_number(
+            numbers = number_here(
                 chosen, placement, slot_mapping, other, is_one, first, held, per_token, period, PLACED, PADDED
             )
             before += (numbers[None, :] == number[:, None]) & (other[None, :] < choice[:, None])
@@ -204,24 +204,24 @@ def held_order_places_kernel(
         tl.store(ends + expert, place, mask=expert < held)
 
 
-COUNTING_KERNELS = (held_order_counts_kernel, held_order_sums_kernel, held_order_places_kernel)
+COUNTING_KERNELS = (local_order_counts_kernel, local_order_sums_kernel, local_order_places_kernel)
 # Choices of a program and what it compares them with at a time: of few choices, and of many.
 _BLOCK, _WIDTH = 8, 128
 _COUNTED_BLOCK, _COUNTED_WIDTH, _SUMMED = 128, 32, 1024
 
 
-def held_order(
+def local_order(
     chosen: Tensor, first: int, held: int, placement: Tensor | None = None, slot_mapping: Tensor | None = None
 ) -> Order:
     """The order of the choices that go to this rank's experts; behind them, as they stand, those that do not.
 
-    chosen, first, placement and slot_mapping as in `held_experts`; held: how many slots this rank has. With 0 and the
+    chosen, first, placement and slot_mapping as in `local_experts`; held: how many slots this rank has. With 0 and the
     number of all experts, the order of choices that may be -1. On CUDA in one launch, of more than
     `Thresholds.sorted_choices` in three. `Order.inverse` is -1 for what other ranks compute, or none. Nothing waits for
     the device.
     """
     if not HAS_TRITON or implementations_for(chosen.device) != "cuda":
-        return Order.of(held_numbers(chosen, first, held, placement, slot_mapping), held, empty=True)
+        return Order.of(local_numbers(chosen, first, held, placement, slot_mapping), held, empty=True)
     counting = sorts_by_counting(chosen)
     return sort_choices(chosen.contiguous(), first, held, placement, slot_mapping, counting=counting)
 
@@ -232,14 +232,14 @@ def sorts_by_counting(chosen: Tensor) -> bool:
 
 
 def order_kernels(chosen: Tensor) -> tuple[Any, ...]:
-    """What `held_order` launches on CUDA."""
-    return COUNTING_KERNELS if sorts_by_counting(chosen) else (held_order_kernel,)
+    """What `local_order` launches on CUDA."""
+    return COUNTING_KERNELS if sorts_by_counting(chosen) else (local_order_kernel,)
 
 
 def sort_choices(
     chosen: Tensor, first: int, held: int, placement: Tensor | None, slot_mapping: Tensor | None, *, counting: bool
 ) -> Order:
-    """As `held_order` on CUDA, of choices, a placement and a slot mapping that are contiguous."""
+    """As `local_order` on CUDA, of choices, a placement and a slot mapping that are contiguous."""
     choices, device = chosen.numel(), chosen.device
     source = torch.empty(choices, dtype=torch.int64, device=device)
     inverse = torch.empty(chosen.shape, dtype=torch.int64, device=device)
@@ -251,15 +251,15 @@ def sort_choices(
     blocks = ceil_div(choices, block)
     grid = (blocks + ceil_div(held, block),)
     if not counting:
-        held_order_kernel[grid](*tables, source, inverse, ends, *sizes, **ways, WIDTH=_WIDTH, num_warps=4)
+        local_order_kernel[grid](*tables, source, inverse, ends, *sizes, **ways, WIDTH=_WIDTH, num_warps=4)
         return Order(source, inverse, ends)
     counts = torch.empty((held + 1, blocks), dtype=torch.int32, device=device)
     totals = torch.empty(held + 1, dtype=torch.int32, device=device)
     # A bin for each expert, one for none, and one that is not read; at least as many as a warp has threads.
     bins = max(32, next_power_of_2(held + 2))
-    held_order_counts_kernel[(blocks,)](*tables, counts, *sizes, **ways, BINS=bins, num_warps=4)
-    held_order_sums_kernel[(held + 1,)](counts, totals, blocks, BLOCK=_SUMMED, num_warps=4)
-    held_order_places_kernel[grid](
+    local_order_counts_kernel[(blocks,)](*tables, counts, *sizes, **ways, BINS=bins, num_warps=4)
+    local_order_sums_kernel[(held + 1,)](counts, totals, blocks, BLOCK=_SUMMED, num_warps=4)
+    local_order_places_kernel[grid](
         *tables, counts, totals, source, inverse, ends, *sizes, **ways, WIDTH=_COUNTED_WIDTH, num_warps=8
     )
     return Order(source, inverse, ends)
