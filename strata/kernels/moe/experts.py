@@ -34,7 +34,7 @@ from strata.kernels.moe.few_tokens import CHOICE_KERNELS, by_choices, streams
 from strata.kernels.moe.grouped import grouped_product
 from strata.kernels.moe.grouped_kernels import grouped_kernel, quantized_grouped_kernel
 from strata.kernels.moe.grouped_tiles import reads, reads_quantized
-from strata.kernels.moe.local_order import local_order, order_kernels, sorts_by_counting
+from strata.kernels.moe.local_order import local_order, order_kernels
 from strata.kernels.moe.order import Order
 from strata.kernels.op import ATEN, Operation, has_packed, operation
 from strata.kernels.quant.packed import PackedWeight
@@ -164,7 +164,8 @@ def _library_takes(call: AnyExpertsCall[Tensor]) -> bool:
 def _is_long(call: LocalExpertsCall[Tensor]) -> bool:
     """What the library takes, of so many choices that the rows of others, which are copied all the same, cost less than
     its larger tiles save."""
-    return sorts_by_counting(call.chosen) and _library_takes(call) and _takes(reads, call)
+    many = call.chosen.numel() > thresholds(call.x.device).local_choices
+    return many and _library_takes(call) and _takes(reads, call)
 
 
 def library_is_faster(call: AnyExpertsCall[Tensor]) -> bool:

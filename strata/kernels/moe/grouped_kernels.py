@@ -192,12 +192,6 @@ def grouped_kernel(
 
 
 @jit
-def _scale_at(scales, place, group, groups):
-    """Scales (or zeros) of a group, of rows that begin at `place`, as they are stored: [BLOCK_N]."""
-    return tl.load(scales + place + tl.minimum(group, groups - 1))
-
-
-@jit
 def _of_bytes(scales, place, group, groups, BYTES: tl.constexpr, GROUPS: tl.constexpr, kind: tl.constexpr):
     """The scale of each byte [BLOCK_N, BYTES] of GROUPS groups from `group` on, for `unpack_scaled`.
 
@@ -212,12 +206,13 @@ def _of_bytes(scales, place, group, groups, BYTES: tl.constexpr, GROUPS: tl.cons
 
 @jit
 def _scales_at(scales, zeros, place, group, groups, SCALED_SUMS: tl.constexpr):
-    """What the sums of a turn need: scales and zeros of their group, numbers for what they do not."""
+    """What the sums of a turn need: scales and zeros of their group [BLOCK_N], of rows that begin at `place`, as they
+    are stored; numbers for what they do not."""
     scale, zero = 0.0, 0.0
     if SCALED_SUMS:
-        scale = _scale_at(scales, place, group, groups)
+        scale = tl.load(scales + place + tl.minimum(group, groups - 1))
     if zeros is not None:
-        zero = _scale_at(zeros, place, group, groups)
+        zero = tl.load(zeros + place + tl.minimum(group, groups - 1))
     return scale, zero
 
 
@@ -225,23 +220,20 @@ def _scales_at(scales, zeros, place, group, groups, SCALED_SUMS: tl.constexpr):
 def _add_turn(
     total,
     tile,
-    there,
-    scales,
     place,
-    group,
-    groups,
     scale,
     zero,
-    left,
-    right,
+    both,
     KIND: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SCALED_SUMS: tl.constexpr,
+    GROUP: tl.constexpr,
     CENTERED: tl.constexpr,
     WHOLE_K: tl.constexpr,
 ):
-    """total plus the product of the values at a tile, [BLOCK_N, bytes], and x: `left` its columns, or the even ones and
-    `right` the odd ones. GROUPS: of four-bit floats how many share the turn, 0: they have no scales in it."""
+    """total plus the product of the values at a tile, [BLOCK_N, bytes], and x. both: what a gate and what it opens have
+    in common, of x its columns twice, or the even ones and the odd ones."""
+    there, scales, group, groups, left, right = both
+    GROUPS: tl.constexpr = (2 * left.shape[0] + GROUP - 1) // GROUP if KIND == "e2m1" and GROUP > 0 else 0
+    SCALED_SUMS: tl.constexpr = KIND != "e2m1" and GROUP > 0
     kind: tl.constexpr = left.dtype
     if WHOLE_K:
         packed = tl.load(tile, eviction_policy="evict_first")
@@ -323,7 +315,6 @@ def quantized_grouped_kernel(
     HALVES: tl.constexpr = KIND == "int4" or KIND == "e2m1"
     PAIR: tl.constexpr = 2 if HALVES else 1
     CENTERED: tl.constexpr = zeros is None
-    GROUPS: tl.constexpr = (BLOCK_K + GROUP - 1) // GROUP if KIND == "e2m1" and GROUP > 0 else 0
     SCALED_SUMS: tl.constexpr = KIND != "e2m1" and GROUP > 0
     columns = tl.cdiv(out, BLOCK_N)
     tile = tl.program_id(0) // columns
@@ -340,20 +331,20 @@ def quantized_grouped_kernel(
     if source is not None:
         from_row = tl.load(source + from_row) // per_token
     expert = tl.cast(expert, tl.int64)
-    both = out * (2 if GATED else 1)
+    matrix_rows = out * (2 if GATED else 1)
     k = tl.arange(0, BLOCK_K // PAIR)
     x_start = x + from_row * x_stride
     if HALVES:
         x_start = x_start.to(tl.pointer_type(tl.uint64 if kind == tl.float32 else tl.uint32))
     x_tile = x_start[None, :] + k[:, None]
-    values += expert * both * value_stride
+    values += expert * matrix_rows * value_stride
     scales += expert * scale_rows * groups
     if zeros is not None:
         zeros += expert * scale_rows * groups
     if row_scales is not None:
-        row_scales += expert * both
+        row_scales += expert * matrix_rows
     if bias is not None:
-        bias += expert * both
+        bias += expert * matrix_rows
     # Of what is opened the rows stand behind those of the gate.
     opened = own + (out if GATED else 0)
     place = (opened // ROW_GROUP if ROW_GROUP > 0 else opened * 0) * groups
@@ -373,44 +364,12 @@ def quantized_grouped_kernel(
             else:
                 left = tl.load(x_tile) if WHOLE_K else tl.load(x_tile, mask=there[:, None], other=0.0)
                 right = left
-            group = start // GROUP if GROUP > 0 else 0
-            total = _add_turn(
-                total,
-                value_tile,
-                there,
-                scales,
-                place,
-                group,
-                groups,
-                scale,
-                zero,
-                left,
-                right,
-                KIND,
-                GROUPS,
-                SCALED_SUMS,
-                CENTERED,
-                WHOLE_K,
-            )
+            both = (there, scales, start // GROUP if GROUP > 0 else 0, groups, left, right)
+            total = _add_turn(total, value_tile, place, scale, zero, both, KIND, GROUP, CENTERED, WHOLE_K)
             value_tile += BLOCK_K // PAIR
             if GATED:
                 gate = _add_turn(
-                    gate,
-                    gate_tile,
-                    there,
-                    scales,
-                    gate_place,
-                    group,
-                    groups,
-                    gate_scale,
-                    gate_zero,
-                    left,
-                    right,
-                    KIND,
-                    GROUPS,
-                    SCALED_SUMS,
-                    CENTERED,
-                    WHOLE_K,
+                    gate, gate_tile, gate_place, gate_scale, gate_zero, both, KIND, GROUP, CENTERED, WHOLE_K
                 )
                 gate_tile += BLOCK_K // PAIR
             x_tile += BLOCK_K // PAIR
