@@ -69,7 +69,20 @@ def _add(total, rows, matrix, x_scale, scale, GROUP: tl.constexpr, TURNED: tl.co
 
 
 @jit
-def _ended(total, x_scales, scales, row_scales, bias, from_row, place, row, GROUP: tl.constexpr, TURNED: tl.constexpr):
+def _ended(
+    total,
+    x_scales,
+    scales,
+    row_scales,
+    bias,
+    from_row,
+    place,
+    row,
+    column,
+    out,
+    GROUP: tl.constexpr,
+    TURNED: tl.constexpr,
+):
     """Sums -> the product [BLOCK_M, BLOCK_N] in float32, with scales of rows and the bias."""
     total = total.to(tl.float32)
     if TURNED:
@@ -79,7 +92,9 @@ def _ended(total, x_scales, scales, row_scales, bias, from_row, place, row, GROU
     if row_scales is not None:
         total *= tl.load(row_scales + row)[None, :]
     if bias is not None:
-        total += tl.load(bias + row).to(tl.float32)[None, :]
+        # Masked where rows are not clamped, so that neighbours are read together.
+        own = tl.load(bias + row, mask=column < out, other=0.0) if scales is None else tl.load(bias + row)
+        total += own.to(tl.float32)[None, :]
     return total
 
 
@@ -150,7 +165,9 @@ def grouped_kernel(
     if GATED and scales is None:  # fewer instructions, with which the largest tile in 8 bits would spill
         value_tile = gate_tile + tl.cast(out, tl.int64) * width
     place, gate_place = opened, own
-    if scales is not None:
+    if scales is None:
+        own, opened = column, column + (out if GATED else 0)
+    else:
         scales += expert * scale_rows * groups
         place = (opened // ROW_GROUP if ROW_GROUP > 0 else opened * 0) * groups
         gate_place = (own // ROW_GROUP if ROW_GROUP > 0 else own * 0) * groups
@@ -183,9 +200,9 @@ def grouped_kernel(
         x_tile += BLOCK_K
         value_tile += BLOCK_K
         gate_tile += BLOCK_K
-    total = _ended(total, x_scales, scales, row_scales, bias, from_row, place, opened, GROUP, TURNED)
+    total = _ended(total, x_scales, scales, row_scales, bias, from_row, place, opened, column, out, GROUP, TURNED)
     if GATED:
-        gate = _ended(gate, x_scales, scales, row_scales, bias, from_row, gate_place, own, GROUP, TURNED)
+        gate = _ended(gate, x_scales, scales, row_scales, bias, from_row, gate_place, own, column, out, GROUP, TURNED)
         total = gated_by(total, gate, alpha, limit, CLAMPED)
     target = result + row.to(tl.int64)[:, None] * out + column[None, :]
     tl.store(target, total.to(result.dtype.element_ty), mask=(row < end)[:, None] & (column < out)[None, :])
