@@ -70,18 +70,7 @@ def _add(total, rows, matrix, x_scale, scale, GROUP: tl.constexpr, TURNED: tl.co
 
 @jit
 def _ended(
-    total,
-    x_scales,
-    scales,
-    row_scales,
-    bias,
-    from_row,
-    place,
-    row,
-    column,
-    out,
-    GROUP: tl.constexpr,
-    TURNED: tl.constexpr,
+    total, x_scales, scales, row_scales, bias, from_row, place, row, held, GROUP: tl.constexpr, TURNED: tl.constexpr
 ):
     """Sums -> the product [BLOCK_M, BLOCK_N] in float32, with scales of rows and the bias."""
     total = total.to(tl.float32)
@@ -93,7 +82,7 @@ def _ended(
         total *= tl.load(row_scales + row)[None, :]
     if bias is not None:
         # Masked where rows are not clamped, so that neighbours are read together.
-        own = tl.load(bias + row, mask=column < out, other=0.0) if scales is None else tl.load(bias + row)
+        own = tl.load(bias + row, mask=held, other=0.0) if scales is None else tl.load(bias + row)
         total += own.to(tl.float32)[None, :]
     return total
 
@@ -200,9 +189,9 @@ def grouped_kernel(
         x_tile += BLOCK_K
         value_tile += BLOCK_K
         gate_tile += BLOCK_K
-    total = _ended(total, x_scales, scales, row_scales, bias, from_row, place, opened, column, out, GROUP, TURNED)
+    total = _ended(total, x_scales, scales, row_scales, bias, from_row, place, opened, column < out, GROUP, TURNED)
     if GATED:
-        gate = _ended(gate, x_scales, scales, row_scales, bias, from_row, gate_place, own, column, out, GROUP, TURNED)
+        gate = _ended(gate, x_scales, scales, row_scales, bias, from_row, gate_place, own, column < out, GROUP, TURNED)
         total = gated_by(total, gate, alpha, limit, CLAMPED)
     target = result + row.to(tl.int64)[:, None] * out + column[None, :]
     tl.store(target, total.to(result.dtype.element_ty), mask=(row < end)[:, None] & (column < out)[None, :])

@@ -34,10 +34,14 @@ def _quantize_cost(x: Tensor, dtype: torch.dtype, per_row: bool, *, workload: Wo
 
 
 def _quantize_meta(x: Tensor, dtype: torch.dtype, per_row: bool) -> Quantized:
+    return _empty(x, dtype, per_row, torch.device("meta"))
+
+
+def _empty(x: Tensor, dtype: torch.dtype, per_row: bool, device: torch.device) -> Quantized:
+    """Memory for the results of `quantize`."""
     (rows, columns), scales = x.shape, x.shape if per_row else (1, 1)
-    values = x.new_empty((rows, columns), dtype=dtype, device="meta")
-    turned = x.new_empty((columns, padded(rows)), dtype=dtype, device="meta")
-    row_scale, column_scale = (x.new_empty((count, 1), dtype=torch.float32, device="meta") for count in scales)
+    values, turned = (torch.empty(size, dtype=dtype, device=device) for size in (x.shape, (columns, padded(rows))))
+    row_scale, column_scale = (torch.empty(count, 1, dtype=torch.float32, device=device) for count in scales)
     return values, turned, row_scale, column_scale
 
 
@@ -157,9 +161,7 @@ def _triton(x: Tensor, dtype: torch.dtype, per_row: bool) -> Quantized:
     rows, columns = x.shape
     counts = (rows, columns) if per_row else (1, 1)
     of_rows, of_columns = torch.zeros(sum(counts), dtype=torch.float32, device=x.device).split(counts)
-    row_scale, column_scale = (torch.empty(count, 1, dtype=torch.float32, device=x.device) for count in counts)
-    values = torch.empty(rows, columns, dtype=dtype, device=x.device)
-    turned = torch.empty(columns, padded(rows), dtype=dtype, device=x.device)
+    values, turned, row_scale, column_scale = _empty(x, dtype, per_row, x.device)
     grid = (ceil_div(padded(rows), _TILE), ceil_div(columns, _TILE))
     known = {"PER_ROW": per_row, "TILE": _TILE, "num_warps": _WARPS}
     largest_kernel[grid](x, of_rows, of_columns, rows, columns, x.stride(0), **known)
