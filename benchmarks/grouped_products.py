@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_lines import GpuLines, gpu_arguments
-from strata.kernels.moe.grouped import choose_tile, grouped_product
-from strata.kernels.moe.held_order import held_order
+from strata.kernels.moe.grouped import grouped_product
+from strata.kernels.moe.grouped_tiles import choose_tile
+from strata.kernels.moe.local_order import local_order
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
 
@@ -52,7 +53,7 @@ def measure(shape: str, tokens: int, gated: bool) -> dict[str, object]:
     inputs, out = (hidden, 2 * width) if gated else (width, hidden)
     layers = [torch.randn(count, out, inputs, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
     chosen = [torch.rand(tokens, count, device="cuda").topk(per_token).indices for _ in range(CALLS)]
-    orders = [held_order(one, 0, count) for one in chosen]
+    orders = [local_order(one, 0, count) for one in chosen]
     x = torch.randn(tokens if gated else tokens * per_token, inputs, device="cuda", dtype=torch.bfloat16)
     rows = x[orders[0].source // per_token] if gated else x
 
@@ -68,7 +69,8 @@ def measure(shape: str, tokens: int, gated: bool) -> dict[str, object]:
     took = microseconds([partial(ours, call) for call in range(CALLS)])
     beside = microseconds([partial(library, call) for call in range(CALLS)])
     hit = statistics.mean(len(one.unique()) for one in chosen)
-    tile = choose_tile(tokens * per_token, count, inputs, torch.bfloat16, gated=gated)
+    tile = choose_tile(tokens * per_token, layers[0], gated=gated)
+    assert tile is not None
     return {
         "shape": shape,
         "product": "gate" if gated else "down",

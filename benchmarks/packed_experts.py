@@ -28,12 +28,11 @@ from strata.hardware.roofline import Workload, floor
 from strata.hardware.specs import recognize
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.moe.calls import ExpertsCall
-from strata.kernels.moe.experts import experts
-from strata.kernels.moe.held_order import held_order
-from strata.kernels.moe.packed_experts import CHOICES, CONVERTED, ROUNDED
-from strata.kernels.moe.packed_few_tokens import GATE, SUM, ChoicePart, by_packed_choices
-from strata.kernels.moe.packed_grouped import PackedTile, choose_tile, fitting, group_of, packed_grouped_product
-from strata.kernels.moe.rounded_grouped import rounded_takes
+from strata.kernels.moe.experts import CHOICES, CONVERTED, ROUNDED, experts
+from strata.kernels.moe.few_tokens import QUANTIZED_TILES, ChoiceTile, by_choices
+from strata.kernels.moe.grouped import grouped_product
+from strata.kernels.moe.grouped_tiles import GroupedTile, choose_tile, fitting, group_of, reads_quantized
+from strata.kernels.moe.local_order import local_order
 from strata.kernels.quant.packed import PackedWeight, Scheme, pack
 from strata.kernels.quant.schemes import SCHEMES
 from strata.models.config import config_from_dict
@@ -87,7 +86,7 @@ def measure(shape: str, scheme_name: str, tokens: int, every_tile: bool) -> Iter
     rule = bound.choose(*arguments)
     for run in bound.candidates:
         # The rule of how many rows are rounded aside, all that could run.
-        can_round = run.name == ROUNDED and rounded_takes(x.dtype, first[0]) and rounded_takes(x.dtype, first[1])
+        can_round = run.name == ROUNDED and all(reads_quantized(x, one) for one in first)
         if run.name not in (rule.name, CONVERTED) and not can_round:
             continue
         eight = _IN_8_BITS[scheme.values] if run.name == ROUNDED else "bfloat16"
@@ -107,25 +106,25 @@ def measure(shape: str, scheme_name: str, tokens: int, every_tile: bool) -> Iter
             "tflops": round(cost.flops / us / 1e6, 1),
         }
     for parts in choice_parts(per_token) if every_tile and rule.name == CHOICES else ():
-        us = took([partial(by_packed_choices, ExpertsCall(x, weights, chosen, *one), parts) for one in layers], guess)
+        us = took([partial(by_choices, ExpertsCall(x, weights, chosen, *one), parts) for one in layers], guess)
         yield about | {
             "part": "choices",
             "tile": [part._asdict() for part in parts],
-            "is_rule": parts == (GATE, SUM),
+            "is_rule": parts == QUANTIZED_TILES,
             "us": round(us, 2),
             "weights_gb_per_s": round(cost.weights / us / 1e3),
         }
-    order, rows = held_order(chosen, 0, count), tokens * per_token
+    order, rows = local_order(chosen, 0, count), tokens * per_token
     inner = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
 
-    def multiply(part: str, layer: tuple[PackedWeight, PackedWeight], tile: PackedTile) -> Tensor:
+    def multiply(part: str, layer: tuple[PackedWeight, PackedWeight], tile: GroupedTile) -> Tensor:
         if part == "down":
-            return packed_grouped_product(inner, layer[1], order.ends, tile=tile)
+            return grouped_product(inner, layer[1], order.ends, tile=tile)
         fetched: dict[str, Any] = {"source": order.source, "per_token": per_token, "gated": True}
-        return packed_grouped_product(x, layer[0], order.ends, **fetched, tile=tile)
+        return grouped_product(x, layer[0], order.ends, **fetched, tile=tile)
 
     for part, weight in zip(("gate", "down"), first, strict=True):
-        chosen_tile = choose_tile(rows, count, weight, gated=part == "gate")
+        chosen_tile = choose_tile(rows, weight, gated=part == "gate")
         assert chosen_tile is not None
         hit = chosen.unique().numel() * weight.nbytes / count
         for tile in {chosen_tile: None, **dict.fromkeys(tiles(weight, rows, part == "gate") if every_tile else ())}:
@@ -139,18 +138,19 @@ def measure(shape: str, scheme_name: str, tokens: int, every_tile: bool) -> Iter
             }
 
 
-def choice_parts(per_token: int) -> Iterator[tuple[ChoicePart, ChoicePart]]:
+def choice_parts(per_token: int) -> Iterator[tuple[ChoiceTile, ChoiceTile]]:
     """Of either launch those whose sums fit in registers, the other as in the rule."""
+    of_gate, of_sum = QUANTIZED_TILES
     for columns, width, warps in product((2, 4, 8), (512, 1024, 2048), (4, 8)):
         if 8 <= columns * width // (32 * warps) <= 64:
-            yield ChoicePart(columns, width, warps), SUM
+            yield ChoiceTile(columns, width, warps), of_sum
     for columns, width, warps in product((1, 2, 4), (128, 256, 512), (4, 8)):
         each = columns * next_power_of_2(per_token) * width // (32 * warps)
-        if (columns, width, warps) != SUM and 8 <= each <= 64:
-            yield GATE, ChoicePart(columns, width, warps)
+        if (columns, width, warps) != of_sum and 8 <= each <= 64:
+            yield of_gate, ChoiceTile(columns, width, warps)
 
 
-def tiles(weight: PackedWeight, rows: int, gated: bool) -> Iterator[PackedTile]:
+def tiles(weight: PackedWeight, rows: int, gated: bool) -> Iterator[GroupedTile]:
     """Those that are neither far too high nor far too low for so many rows of an expert."""
     each, group = rows / weight.shape[0], group_of(weight)
     for height, columns, width, warps, stages, steps in (
@@ -163,7 +163,7 @@ def tiles(weight: PackedWeight, rows: int, gated: bool) -> Iterator[PackedTile]:
     ):
         whole = not group or group % width == 0 or (weight.kind == "e2m1" and width % group == 0)
         if whole and height / 4 <= max(4, each) and each <= 8 * height:
-            yield fitting(PackedTile(height, columns, width, warps, stages, steps), weight, gated=gated)
+            yield fitting(GroupedTile(height, columns, width, warps, stages, steps), weight, gated=gated)
 
 
 def main() -> None:

@@ -55,10 +55,9 @@ from strata.kernels.loss.loss_grad import cross_entropy_gradients
 from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall
 from strata.kernels.moe.combine import combine
 from strata.kernels.moe.count import count_choices
-from strata.kernels.moe.counting_order import counting_order
 from strata.kernels.moe.few_tokens import by_choices
 from strata.kernels.moe.grouped import grouped_product
-from strata.kernels.moe.held_order import held_order
+from strata.kernels.moe.local_order import local_order, sort_choices
 from strata.kernels.moe.route import SOFTMAX, Choice, route
 from strata.kernels.norm import norm_grad  # noqa: F401  registers what is run
 from strata.kernels.norm.norm import add_rms_norm, launch_norm, rms_norm
@@ -372,8 +371,9 @@ def _products() -> Iterator[Call]:
     chosen, turns = torch.randint(6, (70, 2)), torch.randint(8, (6, 4), dtype=torch.int32)
     yield own(count_choices, chosen, torch.arange(70, dtype=torch.int32) - 1, torch.zeros(2, 6, dtype=torch.int64), 1)
     for placement in (None, turns):
-        yield f"held_order {_shapes((chosen, placement))}", partial(held_order, chosen, 2, 3, placement)
-        yield f"counting_order {_shapes((chosen, placement))}", partial(counting_order, chosen, 2, 3, placement, None)
+        yield f"local_order {_shapes((chosen, placement))}", partial(local_order, chosen, 2, 3, placement)
+        counted = partial(sort_choices, chosen, 2, 3, placement, None, counting=True)
+        yield f"counted order {_shapes((chosen, placement))}", counted
 
 
 def _training(rows: int, width: int) -> Iterator[Call]:

@@ -16,9 +16,8 @@ from strata.kernels.linear.rounded_linear import by_tiles
 from strata.kernels.linear.skinny import SkinnyProduct, multiply
 from strata.kernels.linear.skinny_tiles import SkinnyTile
 from strata.kernels.moe.calls import ExpertsCall
-from strata.kernels.moe.packed_few_tokens import by_packed_choices
-from strata.kernels.moe.packed_grouped import packed_grouped_product
-from strata.kernels.moe.rounded_grouped import rounded_grouped_product
+from strata.kernels.moe.few_tokens import by_choices
+from strata.kernels.moe.grouped import grouped_product
 from strata.kernels.norm.rounded_norm import add_rms_norm_round
 from strata.kernels.op import Operation
 from strata.kernels.quant.dequantize import dequantize
@@ -50,13 +49,14 @@ def packed_calls(out: int, width: int) -> Iterator[tuple[str, Callable[[], objec
         given = values, torch.rand(ROWS, 1), pack(randn(out, width), SCHEMES["int8"]), None, torch.bfloat16
         yield f"split_product {tile}", partial(split_product, *given, tile)
     experts, ends = pack(randn(3, out, width), SCHEMES["int4"]), torch.tensor([0, 33, ROWS], dtype=torch.int32)
-    yield "packed_grouped_product", partial(packed_grouped_product, randn(ROWS, width), experts, ends)
-    in_8_bits = values, torch.rand(ROWS, 1), pack(randn(3, out, width), SCHEMES["int8"]), ends, torch.bfloat16
-    yield "rounded_grouped_product", partial(rounded_grouped_product, *in_8_bits)
+    yield "packed grouped_product", partial(grouped_product, randn(ROWS, width), experts, ends)
+    in_8_bits = {"x_scales": torch.rand(ROWS, 1), "dtype": torch.bfloat16}
+    rounded = values, pack(randn(3, out, width), SCHEMES["int8"]), ends
+    yield "grouped_product in 8 bits", partial(grouped_product, *rounded, **in_8_bits)
     for name in ("fp8", "int8"):
         gate_up, down = pack(randn(5, 2 * out, width), SCHEMES[name]), pack(randn(5, width, out), SCHEMES[name])
         given = randn(1, width), torch.rand(1, 3), torch.tensor([[4, -1, 0]]), gate_up, down
-        yield f"by_packed_choices {name}", partial(by_packed_choices, ExpertsCall(*given))
+        yield f"by_choices {name}", partial(by_choices, ExpertsCall(*given))
     pruned = randn(out, width)
     pruned.view(out, -1, 4)[..., 1:3] = 0
     yield "expand", partial(expand_on_device, pack(pruned, SPARSITIES["2:4"]))

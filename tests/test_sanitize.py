@@ -16,13 +16,13 @@ pytest.importorskip("triton")
 from triton import JITFunction
 
 from benchmarks import sanitize
-from strata.kernels.moe import held_order
+from strata.kernels.moe import local_order
 
 
 @pytest.fixture
 def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JITFunction, "run", lambda *args, **options: None)
-    monkeypatch.setattr(held_order, "implementations_for", lambda device: "cuda")
+    monkeypatch.setattr(local_order, "implementations_for", lambda device: "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     shared = {"shared_memory_per_block_optin": 227 << 10}
     properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132, major=9, minor=0, **shared)

@@ -86,7 +86,7 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("quantize", "largest_kernel", "round_rows", "expand_kernel", "round_parts", "widen_parts"),
     ),
     ("optimizer", ("adamw", "muon")),
-    ("experts", ("combine", "grouped_kernel", "held_order", "count_choices", "route_kernel", "choice_")),
+    ("experts", ("combine", "grouped_kernel", "local_order", "count_choices", "route_kernel", "choice_")),
 )
 OTHER = "other"
 

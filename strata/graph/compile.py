@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from strata.graph.capture import operation_of
-from strata.kernels.moe.biased_experts import biased_experts
-from strata.kernels.moe.experts import experts
+from strata.kernels.moe.experts import biased_experts, experts
 from strata.kernels.op import has_packed
 from strata.kernels.state.groups import of_group
 

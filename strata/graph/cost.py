@@ -19,9 +19,7 @@ from strata.graph.reads import Read, Reads
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.times import Attends
 from strata.kernels.device_limits import DeviceLimits, as_if_on
-from strata.kernels.moe.biased_experts import biased_experts, expert_bytes
-from strata.kernels.moe.experts import expected_experts
-from strata.kernels.moe.held import held_experts
+from strata.kernels.moe.experts import biased_experts, expected_experts, expert_bytes, local_experts
 from strata.kernels.op import ATEN, OPERATIONS, Operation
 from strata.kernels.quant.packed import PackedWeight, Scheme, multiplied_in
 from strata.kernels.state.groups import of_group
@@ -261,7 +259,7 @@ def step_costs(graph: fx.GraphModule, argument: Callable[[int, int], Any]) -> St
         sent.update(token=grown.sent - cost.sent, row=2 * cost.sent - grown.sent)
         if one.operation.mixture:
             (_, _, chosen, gate_up, down, *others), rows = one.args, len(two.args[2])
-            count = others[1] if one.operation is held_experts else len(down)
+            count = others[1] if one.operation is local_experts else len(down)
             sources = len(chosen)  # ranks that bring tokens, of which each has one here
             biases = others[:2] if one.operation is biased_experts else ()
             size = expert_bytes(gate_up, down, *biases)

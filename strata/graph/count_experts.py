@@ -6,10 +6,9 @@ from torch import Tensor, fx
 
 from strata.graph.capture import operation_of
 from strata.kernels.moe.count import count_choices
-from strata.kernels.moe.experts import experts
-from strata.kernels.moe.held import held_experts
+from strata.kernels.moe.experts import experts, local_experts
 
-# The arguments that say which experts tokens go to, and of `held_experts` which rows are padding.
+# The arguments that say which experts tokens go to, and of `local_experts` which rows are padding.
 _CHOSEN, _SLOT_MAPPING = 2, 8
 
 
@@ -21,7 +20,7 @@ def count_experts(graph: fx.GraphModule, totals: Tensor) -> fx.GraphModule:
     (`leave_out_padding`). A graph without mixtures stays as it is. Where only some rows are wanted of the last layer
     (`gather_after_attention`), only theirs are counted there.
     """
-    mixtures = [node for node in graph.graph.nodes if operation_of(node) in (experts, held_experts)]
+    mixtures = [node for node in graph.graph.nodes if operation_of(node) in (experts, local_experts)]
     if not mixtures:
         return graph
     name = "expert_totals"

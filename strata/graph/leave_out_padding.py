@@ -7,18 +7,18 @@ from torch import fx
 from strata.comm.experts.rows import dispatch_rows
 from strata.comm.operations import Along
 from strata.graph.capture import operation_of
-from strata.kernels.moe.held import held_experts
+from strata.kernels.moe.experts import local_experts
 
-_BEFORE = 7  # arguments of `held_experts` in front of the placement, which may be missing
+_BEFORE = 7  # arguments of `local_experts` in front of the placement, which may be missing
 
 
 def leave_out_padding(graph: fx.GraphModule, along: Along) -> fx.GraphModule:
-    """Let every `held_experts` know which rows of which rank are padding, in a captured graph that is not bound; in
+    """Let every `local_experts` know which rows of which rank are padding, in a captured graph that is not bound; in
     place, returns `graph`.
 
     The graph's argument is a Batch with pages, whose slot mapping tells: it travels once, for all layers.
     """
-    mixtures = [node for node in graph.graph.nodes if operation_of(node) is held_experts]
+    mixtures = [node for node in graph.graph.nodes if operation_of(node) is local_experts]
     if not mixtures:
         return graph
     batch = next(node for node in graph.graph.nodes if node.op == "placeholder")

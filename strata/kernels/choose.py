@@ -41,6 +41,7 @@ def first_fitting(
 class Thresholds:
     """Where one kernel takes over from another on a device.
 
+    local_choices: of more choices, those of other ranks too, a rank's experts are multiplied by the library.
     choice_tokens: of up to so many tokens each reads the weights of its experts by itself. converted_rows: of up to so
     many rows an expert packed weights become floats where their scheme rounds activations, of more both are multiplied
     in 8 bits. library_rows: of more rows an expert, what leads out of experts is the library's product. sorted_choices:
@@ -49,6 +50,7 @@ class Thresholds:
     more rows a product is in 8 bits where the weight's scheme rounds activations; others multiply them as they are.
     """
 
+    local_choices: int
     choice_tokens: int
     converted_rows: int
     library_rows: int

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.wide_linear import wide_linear
-from strata.kernels.moe.biased_experts import biased_experts
-from strata.kernels.moe.experts import experts
+from strata.kernels.moe.experts import biased_experts, experts
 from strata.kernels.moe.route import route
 from strata.models.config import ModelConfig
 from strata.models.expert_config import ExpertsConfig

@@ -44,7 +44,7 @@ APART = {"route", "experts", "combine", "newest_tokens", "gather_tables", "virtu
 APART |= {
     "best_of_parts",
     "count_choices",
-    "held_experts",
+    "local_experts",
     "sliced_linear",
     "vocabulary_embedding",
     "finish_all_reduce",

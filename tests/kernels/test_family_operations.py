@@ -17,7 +17,7 @@ from strata.kernels.activation.clamped_swiglu import Clamp, clamped_swiglu
 from strata.kernels.activation.gelu_mul import gelu_mul
 from strata.kernels.activation.scale import scale, softcap
 from strata.kernels.activation.sigmoid_gate import sigmoid_gate
-from strata.kernels.moe.biased_experts import biased_experts, by_library
+from strata.kernels.moe.experts import biased_experts, by_library
 from strata.kernels.norm.divided_norm import divided_rms_norm, mean_square
 from strata.kernels.norm.wide_norm import wide_rms_norm
 from strata.kernels.op import Operation

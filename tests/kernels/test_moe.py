@@ -9,8 +9,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.moe import experts as moe_experts
+from strata.kernels.moe.by_expert import give_back, take_rows
 from strata.kernels.moe.combine import combine, summed
-from strata.kernels.moe.experts import experts, give_back, grouped, take_rows
+from strata.kernels.moe.experts import by_library, experts
 from strata.kernels.moe.order import Order
 from strata.kernels.moe.route import route
 
@@ -73,7 +74,7 @@ def test_a_token_may_have_fewer_experts_and_none(tokens: int, per_token: int, wa
 
 
 @pytest.mark.parametrize(
-    "run", [experts.reference, experts.bind("cpu", differentiable=True), experts.of_arguments(grouped)]
+    "run", [experts.reference, experts.bind("cpu", differentiable=True), experts.of_arguments(by_library)]
 )
 @pytest.mark.parametrize("per_token", [1, 3])
 def test_gradients_with_fewer_experts(run: object, per_token: int) -> None:
@@ -89,7 +90,7 @@ def test_gradients_with_fewer_experts(run: object, per_token: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "run", [experts.reference, experts.bind("cpu", differentiable=True), experts.of_arguments(grouped)]
+    "run", [experts.reference, experts.bind("cpu", differentiable=True), experts.of_arguments(by_library)]
 )
 @pytest.mark.parametrize(("per_token", "weighted"), [(3, True), (1, True), (1, False)])
 def test_gradients_are_those_of_the_twin_and_zero_for_an_expert_without_tokens(
@@ -234,7 +235,13 @@ def test_cuda_has_a_way_that_asks_the_host_for_nothing(
     assert chosen.name == "triton tiles"
 
     def product(
-        x: Tensor, weight: Tensor, ends: Tensor, source: Tensor | None = None, per_token: int = 1, gated: bool = False
+        x: Tensor,
+        weight: Tensor,
+        ends: Tensor,
+        source: Tensor | None = None,
+        per_token: int = 1,
+        gated: bool = False,
+        **without: None,
     ) -> Tensor:
         assert (ends.dtype, ends.shape) == (torch.int32, weight.shape[:1])
         assert x.shape[1] == weight.shape[2]

@@ -17,7 +17,7 @@ from strata.graph import fuse_attention, fuse_products, fuse_rounding  # noqa: F
 from strata.graph.ranks import divide_keys  # noqa: F401
 from strata.kernels.activation.clamped_swiglu import Clamp
 from strata.kernels.linear import fp8, sliced  # noqa: F401
-from strata.kernels.moe import count, held  # noqa: F401
+from strata.kernels.moe import count, experts  # noqa: F401
 from strata.kernels.norm import divided_norm  # noqa: F401
 from strata.kernels.op import OPERATIONS
 from strata.kernels.quant.packed import pack
@@ -80,7 +80,7 @@ ROWWISE: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "count_choices": ((CHOSEN, torch.arange(ROWS).int()), (torch.zeros(1, 4, dtype=torch.int64), 0)),
     "absorb_queries": ((some(ROWS, 4, 10),), (some(4 * (6 + 5), 7), 5)),
     "expand_values": ((some(ROWS, 4, 7),), (some(4 * (6 + 5), 7), 5)),
-    "held_experts": ((X, some(ROWS, 2), CHOSEN), (some(2, 8, WIDTH), some(2, WIDTH, 4), 1, 4)),
+    "local_experts": ((X, some(ROWS, 2), CHOSEN), (some(2, 8, WIDTH), some(2, WIDTH, 4), 1, 4)),
 }
 
 

@@ -49,7 +49,7 @@ def test_each_rank_has_the_logits_of_its_own_tokens(name: str, size: int, determ
     assert config.experts is not None
     layers = sum(config.experts.layers)
     # Once for all layers, and for the rows that are left behind the last attention, which rows are padding.
-    assert (counts["dispatch_rows"], counts["combine_rows"], counts["held_experts"]) == (layers + 2, layers, layers)
+    assert (counts["dispatch_rows"], counts["combine_rows"], counts["local_experts"]) == (layers + 2, layers, layers)
     assert counts["all_reduce"] == counts["all_gather"] == 0
     assert graphs[0].part is None
     # Pools keep what the steps before wrote, so each run has its own.
@@ -84,7 +84,7 @@ def test_what_a_rank_computes_and_sends() -> None:
     (whole,) = {node.cost for node in node_costs(alone, on_meta(4, 1)[0], workload) if node.operation == "experts"}
     row = config.hidden_size * 4
     assert (costs["dispatch_rows"].sent, costs["combine_rows"].sent) == (4 * row, 4 * row)
-    assert costs["held_experts"].flops == pytest.approx(whole.flops, abs=1)
+    assert costs["local_experts"].flops == pytest.approx(whole.flops, abs=1)
     # Costs of steps by tokens: the expected bytes of experts are those of eight tokens on a half of them.
     mixtures = step_costs(gather_after_attention(own), on_meta).mixtures
     ((wanted, *_), *_) = step_costs(gather_after_attention(alone), on_meta).mixtures

@@ -98,7 +98,7 @@ def test_each_rank_has_the_logits_of_its_own_tokens(name: str, size: int, redund
     graphs = graphs_of(model, config, size, redundant, counts=[True] * size)
     layers, counts = sum(config.experts.layers), operation_counts(exchanged_of(graphs)[0])
     # Behind the last attention rows go to all, with what is padding; to be counted choices go to all, too.
-    expected = {"send_rows": layers - 1, "return_rows": layers - 1, "held_experts": 1, "combine_rows": 1}
+    expected = {"send_rows": layers - 1, "return_rows": layers - 1, "local_experts": 1, "combine_rows": 1}
     expected["dispatch_rows"] = 2 + layers * counted
     assert {name: counts[name] for name in expected} == expected
 

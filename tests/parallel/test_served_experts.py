@@ -81,7 +81,7 @@ def test_ranks_with_different_experts_have_the_logits_of_one(name: str, size: in
     graphs: list[fx.GraphModule] = [step_program(own, "cpu", deterministic, shard=part).logits for part, own in parts]
     counts = operation_counts(graphs[0])
     layers = sum(config.experts.layers) if config.experts is not None else 0
-    assert (counts["experts"], counts["held_experts"]) == (0, layers)
+    assert (counts["experts"], counts["local_experts"]) == (0, layers)
     found = steps_of(
         [part.config for part, _ in parts], config.vocab_size, lambda given: run_in_lockstep(graphs, given)
     )
@@ -189,7 +189,7 @@ def test_a_rank_costs_its_share_of_the_experts(size: int) -> None:
         node.cost
         for own in graphs
         for node in node_costs(own, on_meta(5, 1)[0], workload)
-        if node.operation == "held_experts"
+        if node.operation == "local_experts"
     ]
     assert len(shares) == size
     assert sum(share.flops for share in shares) == pytest.approx(alone.flops, abs=size)
@@ -219,4 +219,4 @@ def test_a_bound_graph_runs_a_part_in_place_of_the_whole() -> None:
     graph = shard(capture(own), part.placements, part.axes["tp"], 1, part.slots)
     nodes = [node for node in graph.graph.nodes if node.name.startswith("experts")]
     assert [tuple(node.args[5:]) for node in nodes] == [(3, 6)] * 2
-    assert operation_counts(bind(graph, "cpu", axes=part.axes))["held_experts"] == 2
+    assert operation_counts(bind(graph, "cpu", axes=part.axes))["local_experts"] == 2

@@ -15,7 +15,7 @@ from strata.kernels.activation.gelu_mul import gelu_mul
 from strata.kernels.activation.scale import scale, softcap, times
 from strata.kernels.activation.sigmoid_gate import sigmoid_gate
 from strata.kernels.linear.wide_linear import wide_linear
-from strata.kernels.moe.biased_experts import biased_experts
+from strata.kernels.moe.experts import biased_experts
 from strata.kernels.norm.divided_norm import divided_rms_norm, mean_square
 from strata.kernels.norm.wide_norm import wide_rms_norm
 from strata.kernels.rotary.partial_rope import partial_rope

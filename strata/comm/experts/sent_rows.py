@@ -19,8 +19,8 @@ from strata.comm.experts.rows import combine_rows, dispatch_rows
 from strata.comm.mesh import Axis
 from strata.comm.operations import Along, live
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.moe.experts import take_rows
-from strata.kernels.moe.held_order import held_numbers, held_order, order_kernels
+from strata.kernels.moe.by_expert import take_rows
+from strata.kernels.moe.local_order import local_numbers, local_order, order_kernels
 from strata.kernels.moe.order import Order
 from strata.kernels.op import ATEN, NCCL, operation
 
@@ -50,7 +50,7 @@ def journey(ranks_of: Tensor, axis: Axis) -> Journey:
     # [ranks, 2]: rows that go to each rank, and products of a row and an expert that it is to make of them.
     counts = torch.stack([goes.sum(0), lies.sum((0, 1))], 1)
     pending = collectives.start_all_to_all(counts, axis)
-    order = held_order(torch.where(goes, ranks, -1), 0, axis.size)
+    order = local_order(torch.where(goes, ranks, -1), 0, axis.size)
     sent, received, products = torch.cat([counts[:, :1], pending.wait()], 1).t().tolist()
     return Journey(order.with_rows(sum(sent)), sent, received, sum(products))
 
@@ -159,10 +159,10 @@ def send_rows(
 
     x: [tokens, hidden], weights and chosen: [tokens, per_token], of this rank alone; chosen of experts. index: of this
     rank. slots: for experts, of all ranks together, of which each has those of `slot_span`. placement, slot_mapping: as
-    `held_experts` has them, by the token's place among the rank's own; padding goes nowhere.
+    `local_experts` has them, by the token's place among the rank's own; padding goes nowhere.
     """
     axis = live(along)
-    numbers = held_numbers(chosen, 0, slots, placement, slot_mapping).int()
+    numbers = local_numbers(chosen, 0, slots, placement, slot_mapping).int()
     # The rank whose span has a slot; -1 of -1.
     ranks_of = torch.div((numbers + 1) * axis.size - 1, slots, rounding_mode="floor")
     known = journey(ranks_of, axis)

@@ -11,8 +11,7 @@ from torch import fx
 
 from strata.graph.capture import capture, capture_head, operation_of
 from strata.graph.quantize import weights_of_products
-from strata.kernels.moe.experts import experts
-from strata.kernels.moe.held import held_experts
+from strata.kernels.moe.experts import experts, local_experts
 from strata.kernels.op import Operation
 from strata.kernels.quant.packed import TWO_OF_FOUR, PackedWeight, Scheme
 from strata.kernels.quant.schemes import scheme_of, sparsity_of
@@ -85,7 +84,7 @@ class Packing:
             schemes = packed_there(checkpoint, candidates, complete, layers)
         operations = _multiplied(graph, schemes)
         if shard is not None and shard.slots is not None:
-            operations = tuple(held_experts if one is experts else one for one in operations)
+            operations = tuple(local_experts if one is experts else one for one in operations)
         name = given if format is None else format.scheme
         planned = meta_weights(model, complete, shard, schemes, checkpoint, dtype)
         return Packing(schemes, planned, operations, name or "")
@@ -97,7 +96,7 @@ class Packing:
             # On a GPU the reference would unpack a weight in every call, and some wait for the device.
             found = any(kind != "cuda" or candidate.name != "reference" for candidate in candidates)
             sparse = any(weight.kind == TWO_OF_FOUR for weight in self.planned.values())
-            if not found or (kind == "cuda" and sparse and operation in (experts, held_experts)):
+            if not found or (kind == "cuda" and sparse and operation in (experts, local_experts)):
                 how = "deterministic " if deterministic else ""
                 raise ValueError(
                     f"weights packed as {self.name}: {operation.name} has no {how}kernel for them on {kind} yet; take "

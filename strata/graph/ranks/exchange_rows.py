@@ -13,8 +13,7 @@ from strata.comm.operations import Along
 from strata.graph.capture import operation_of
 from strata.kernels.moe.combine import combine
 from strata.kernels.moe.count import count_choices
-from strata.kernels.moe.experts import experts
-from strata.kernels.moe.held import held_experts
+from strata.kernels.moe.experts import experts, local_experts
 
 
 def exchange_rows(graph: fx.GraphModule, along: Along, index: int, *, counted: bool) -> fx.GraphModule:
@@ -25,7 +24,7 @@ def exchange_rows(graph: fx.GraphModule, along: Along, index: int, *, counted: b
     left it, for a step of many tokens that is launched: the host waits for the device in each mixture. counted: some
     rank counts the choices of all (`count_experts`), so they travel to all.
 
-        dispatch_rows, router, held_experts, combine_rows  ->  router, send_rows, experts, return_rows, combine
+        dispatch_rows, router, local_experts, combine_rows  ->  router, send_rows, experts, return_rows, combine
 
     The few rows behind the last attention go to all ranks as before. Sums are those of the ranks in their order, as
     before, rounded once.
@@ -34,7 +33,7 @@ def exchange_rows(graph: fx.GraphModule, along: Along, index: int, *, counted: b
     _, rows = (node for node in nodes if node.op == "placeholder")
     many = nodes[: min(map(nodes.index, rows.users), default=len(nodes))]
     for node in many:
-        if operation_of(node) is held_experts:
+        if operation_of(node) is local_experts:
             _exchange(node, along, index, counted=counted)
     # Which rows of others are padding nobody asks any more, unless they are counted.
     for node in list(graph.graph.nodes):

@@ -13,8 +13,7 @@ from strata.comm.operations import Along, all_reduce
 from strata.comm.placement import ExpertSlots, Placement
 from strata.graph.capture import operation_of
 from strata.kernels.linear.embedding import embedding, vocabulary_embedding
-from strata.kernels.moe.biased_experts import biased_experts
-from strata.kernels.moe.held import held_experts
+from strata.kernels.moe.experts import biased_experts, local_experts
 from strata.kernels.norm.divided_norm import divided_rms_norm, mean_square
 from strata.kernels.norm.wide_norm import wide_rms_norm
 from strata.kernels.op import Operation
@@ -37,7 +36,7 @@ def shard(
     graph: captured from the rank's own model and not rewritten by a pass yet. placements: of every parameter that it
     fetches, by name. slots: where this rank's experts are among those of all ranks; None: each rank has a part of every
     expert. turns: [layers, experts, period] int32 on the device that runs the graph, of each layer the `placement` of
-    `held_experts`, read anew in every call; None: each slot has the expert of its number. own_tokens: each rank has
+    `local_experts`, read anew in every call; None: each slot has the expert of its number. own_tokens: each rank has
     tokens of its own, as many as the others, and all else than experts whole.
 
     - After a product with a ROW weight, and after what EXPERT weights make: an all-reduce. The bias of the product is
@@ -99,7 +98,7 @@ def _shard_node(
     elif Placement.EXPERT in read:
         if ranks.slots is not None:
             turns = () if ranks.turns is None else (_table(graph, node, ranks.turns),)
-            node.target, node.args = held_experts, (*node.args, *ranks.slots, *turns)
+            node.target, node.args = local_experts, (*node.args, *ranks.slots, *turns)
         if ranks.own_tokens:
             _dispatch(node, ranks.along)
             _follow(node, combine_rows, ranks.along)

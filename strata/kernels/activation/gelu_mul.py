@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.blocks import in_whole_vectors
-from strata.kernels.compile_case import CompileCase, by_type
-from strata.kernels.grid_sizes import ceil_div
+from strata.kernels.activation.silu_mul import implement_by_rows
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import jit, tl
 
 
 def _cost(gate: Tensor, up: Tensor, *, workload: Workload) -> Cost:
@@ -37,9 +35,6 @@ def _blocks(gate: Tensor, up: Tensor) -> Tensor:
     return in_whole_vectors(gate, lambda block: block.copy_(F.gelu(block, approximate="tanh"))).mul_(up)
 
 
-_COLUMNS = 1024
-
-
 @jit
 def gelu_mul_kernel(gate, up, result, gate_stride, up_stride, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -54,27 +49,4 @@ def gelu_mul_kernel(gate, up, result, gate_stride, up_stride, width, BLOCK: tl.c
     tl.store(result + row * width + column, (gelu * value).to(opening.dtype), mask=held)
 
 
-def _triton(gate: Tensor, up: Tensor) -> Tensor:
-    result = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    width = gate.shape[-1]
-    rows, others = gate.reshape(-1, width), up.reshape(-1, width)
-    if result.numel():
-        gelu_mul_kernel[(rows.shape[0], ceil_div(width, _COLUMNS))](
-            rows, others, result, rows.stride(0), others.stride(0), width, BLOCK=_COLUMNS, num_warps=4
-        )
-    return result
-
-
-if HAS_TRITON:
-    gelu_mul.implement(
-        "triton",
-        "cuda",
-        invariant=True,
-        supports=lambda gate, up: gate.dtype != torch.float64,
-        kernels=(gelu_mul_kernel,),
-    )(_triton)
-
-
-def compile_cases() -> list[CompileCase]:
-    signature = by_type({"*bf16:16": "gate up result", "i32:16": "gate_stride up_stride width"})
-    return [CompileCase("gelu_mul", gelu_mul_kernel, signature, {"BLOCK": _COLUMNS}, 4, 2)]
+implement_by_rows(gelu_mul, gelu_mul_kernel)

@@ -9,15 +9,12 @@ import torch
 from torch import Tensor
 
 from strata.kernels.activation.silu_mul import rounded_silu, silu_mul
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.fused import Run, fused
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.quant.round_rows import (
     can_round,
     empty_rounded,
     round_rows,
-    rounding_case,
-    rounding_cases,
     rounding_constants,
     rounding_tile,
     store_rounded,
@@ -26,14 +23,12 @@ from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 
 @fused(rowwise=True)
-def silu_mul_round(
-    run: Run, gate: Tensor, up: Tensor, kind: str, columns: int, static: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """`round_rows` of `silu_mul`: gate and up [rows, width] of one dtype -> values and scales.
+def silu_mul_round(run: Run, gate: Tensor, up: Tensor, *rounding: Any) -> tuple[Tensor, Tensor]:
+    """`round_rows` of `silu_mul`: gate and up [rows, width] of one dtype, kind, columns -> values and scales.
 
     The product is rounded to the dtype before it is rounded to 8 bits, so results have the bits of the two operations.
     """
-    values, scales = run(round_rows, run(silu_mul, gate, up), kind, columns, static)
+    values, scales = run(round_rows, run(silu_mul, gate, up), *rounding)
     return values, scales
 
 
@@ -72,21 +67,10 @@ def _triton(gate: Tensor, up: Tensor, kind: str, columns: int, static: float | N
     values, scales = empty_rounded(gate.shape, kind, columns, gate.device)
     tile, warps = rounding_tile(width, columns)
     if rows:
-        rounded_silu_mul_kernel[(ceil_div(rows, tile["ROWS"]), ceil_div(width, tile["COLUMNS"]))](
-            gate,
-            up,
-            values,
-            scales,
-            rows,
-            gate.stride(0),
-            up.stride(0),
-            width,
-            scales.shape[1],
-            static,
-            **rounding_constants(kind, columns),
-            **tile,
-            num_warps=warps,
-        )
+        sizes = (rows, gate.stride(0), up.stride(0), width, scales.shape[1])
+        known = rounding_constants(kind, columns) | tile
+        grid = (ceil_div(rows, tile["ROWS"]), ceil_div(width, tile["COLUMNS"]))
+        rounded_silu_mul_kernel[grid](gate, up, values, scales, *sizes, static, **known, num_warps=warps)
     return values, scales
 
 
@@ -97,40 +81,20 @@ def _fits(gate: Tensor, up: Tensor, kind: str, columns: int, static: float | Non
     return alike and gate.dtype != torch.float64 and whole and can_round(gate, kind, columns)
 
 
-_silu_mul, _round = silu_mul.bind("cuda", deterministic=True), round_rows.bind("cuda", deterministic=True)
+def _kernels_of_both(gate: Tensor, up: Tensor, *rounding: Any) -> tuple[Any, ...]:
+    return silu_mul.bind("cuda").launches(gate, up) + round_rows.bind("cuda").launches(gate, *rounding)
 
 
-def _one_after_the_other(
-    gate: Tensor, up: Tensor, kind: str, columns: int, static: float | None = None
-) -> tuple[Tensor, Tensor]:
-    values, scales = _round(_silu_mul(gate, up), kind, columns, static)
-    return values, scales
-
-
-def _kernels_of_both(gate: Tensor, up: Tensor, kind: str, columns: int, static: float | None = None) -> tuple[Any, ...]:
-    return _silu_mul.launches(gate, up) + _round.launches(gate, kind, columns, static)
-
-
-def _gated_bytes(gate: Tensor, up: Tensor, kind: str, columns: int, static: float | None = None) -> int:
+def _gated_bytes(gate: Tensor, up: Tensor, *rounding: Any) -> int:
     return gate.numel() * gate.element_size()
 
 
 if HAS_TRITON:
-    silu_mul_round.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(rounded_silu_mul_kernel,))(
-        _triton
-    )
+    kernels = (rounded_silu_mul_kernel,)
+    silu_mul_round.implement("triton", "cuda", invariant=True, supports=_fits, kernels=kernels)(_triton)
     # Of rows that are too long for a program.
-    silu_mul_round.implement(
+    both = silu_mul_round.implement(
         "silu_mul, round_rows", "cuda", invariant=True, kernels=_kernels_of_both, scratch=_gated_bytes
-    )(_one_after_the_other)
-
-
-def compile_cases() -> list[CompileCase]:
-    given = dict.fromkeys(("gate", "up"), "*bf16:16") | dict.fromkeys(("gate_stride", "up_stride", "width"), "i32:16")
-    given |= {"scales": "*fp32:16", "rows": "i32", "groups": "i32"}
-    cases = []
-    for case in rounding_cases():
-        tile, warps = rounding_tile(14336, case[2])
-        signature, constants, title = rounding_case(case, given, tile)
-        cases.append(CompileCase(f"silu_mul {title}", rounded_silu_mul_kernel, signature, constants, warps, 2))
-    return cases
+    )
+    assert silu_mul_round.parts is not None
+    both(silu_mul_round.parts)

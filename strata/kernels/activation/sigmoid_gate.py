@@ -7,7 +7,6 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.blocks import in_whole_vectors
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
@@ -51,32 +50,16 @@ def sigmoid_gate_kernel(
 _MOST_COLUMNS = 1024
 
 
-def _tile(width: int) -> tuple[int, int]:
-    """Columns of a program, and its warps."""
-    block: int = min(next_power_of_2(width), _MOST_COLUMNS)
-    return block, max(1, block // 256)
-
-
 def _triton(x: Tensor, gate: Tensor) -> Tensor:
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not result.numel():
         return result
     rows, gates = (one if one.dim() == 3 else one[:, None] for one in (x, gate))
-    block, warps = _tile(x.shape[-1])
-    sigmoid_gate_kernel[(*rows.shape[:2], ceil_div(x.shape[-1], block))](
-        rows,
-        gates,
-        result,
-        rows.shape[1],
-        x.shape[-1],
-        rows.stride(0),
-        rows.stride(1),
-        gates.stride(0),
-        gates.stride(1),
-        SHARED=gate.shape[-1] < x.shape[-1],
-        BLOCK=block,
-        num_warps=warps,
-    )
+    block = min(next_power_of_2(x.shape[-1]), _MOST_COLUMNS)
+    warps = max(1, block // 256)
+    sizes = (rows.shape[1], x.shape[-1], *rows.stride()[:2], *gates.stride()[:2])
+    known = {"SHARED": gate.shape[-1] < x.shape[-1], "BLOCK": block, "num_warps": warps}
+    sigmoid_gate_kernel[(*rows.shape[:2], ceil_div(x.shape[-1], block))](rows, gates, result, *sizes, **known)
     return result
 
 
@@ -91,17 +74,3 @@ sigmoid_gate.implement("blocks", "cpu", invariant=True)(_blocks)
 if HAS_TRITON:
     sigmoid_gate.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(sigmoid_gate_kernel,))(_triton)
 sigmoid_gate.implement("torch", "cuda", invariant=True, differentiable=True)(sigmoid_gate.reference)
-
-
-def compile_cases() -> list[CompileCase]:
-    """Qwen3-Next's heads, and its shared expert."""
-    strides = "groups width x_row x_group gate_row gate_group"
-    heads = by_type({"*bf16:16": "x gate result", "i32:16": strides})
-    shared = by_type(
-        {"*bf16:16": "x gate result", "i32": "groups gate_row gate_group", "i32:16": "width x_row x_group"}
-    )
-    return [
-        CompileCase(f"sigmoid_gate {width}", sigmoid_gate_kernel, one, {"SHARED": is_shared, "BLOCK": block}, warps, 2)
-        for width, one, is_shared in ((256, heads, False), (2048, shared, True))
-        for block, warps in (_tile(width),)
-    ]

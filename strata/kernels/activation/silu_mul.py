@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +11,8 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.blocks import in_whole_vectors
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import ceil_div
-from strata.kernels.op import operation
+from strata.kernels.op import Operation, operation
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
 
@@ -61,27 +61,26 @@ def silu_mul_kernel(gate, up, result, gate_stride, up_stride, width, BLOCK: tl.c
     tl.store(result + row * width + column, (silu * value).to(opening.dtype), mask=held)
 
 
-def _triton(gate: Tensor, up: Tensor) -> Tensor:
+def by_rows(kernel: Any, gate: Tensor, up: Tensor) -> Tensor:
+    """What a kernel of a gated activation makes of gate and up, a program for some columns of a row."""
     result = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     width = gate.shape[-1]
     rows, others = gate.reshape(-1, width), up.reshape(-1, width)
     if result.numel():
-        silu_mul_kernel[(rows.shape[0], ceil_div(width, _COLUMNS))](
-            rows, others, result, rows.stride(0), others.stride(0), width, BLOCK=_COLUMNS, num_warps=4
-        )
+        sizes = (rows.stride(0), others.stride(0), width)
+        kernel[(len(rows), ceil_div(width, _COLUMNS))](rows, others, result, *sizes, BLOCK=_COLUMNS, num_warps=4)
     return result
 
 
-if HAS_TRITON:
-    silu_mul.implement(
-        "triton",
-        "cuda",
-        invariant=True,
-        supports=lambda gate, up: gate.dtype != torch.float64,
-        kernels=(silu_mul_kernel,),
-    )(_triton)
+def implement_by_rows(operation: Operation, kernel: Any) -> None:
+    """Register the kernel of a gated activation."""
+
+    def supports(gate: Tensor, up: Tensor) -> bool:
+        return gate.dtype != torch.float64
+
+    if HAS_TRITON:
+        run = partial(by_rows, kernel)
+        operation.implement("triton", "cuda", invariant=True, supports=supports, kernels=(kernel,))(run)
 
 
-def compile_cases() -> list[CompileCase]:
-    signature = by_type({"*bf16:16": "gate up result", "i32:16": "gate_stride up_stride width"})
-    return [CompileCase("silu_mul", silu_mul_kernel, signature, {"BLOCK": _COLUMNS}, 4, 2)]
+implement_by_rows(silu_mul, silu_mul_kernel)

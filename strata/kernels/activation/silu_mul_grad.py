@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strata.kernels.activation.silu_mul import silu_mul
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.linear.fp8 import linear_fp8, linear_silu_mul_fp8
 from strata.kernels.linear.silu_mul import linear_silu_mul
@@ -39,30 +38,19 @@ def silu_mul_backward_kernel(
 
 
 _COLUMNS = 1024
-_WARPS = 4
 
 
-def _backward(upstream: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+def silu_mul_gradients(upstream: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     """The gradients of gate and up [rows, width], side by side: [rows, 2 * width]."""
     rows, width = gate.shape
     upstream = upstream.contiguous()
     both = torch.empty((rows, 2 * width), dtype=gate.dtype, device=gate.device)
     of_gate, of_up = both.chunk(2, -1)
     if both.numel():
-        silu_mul_backward_kernel[(rows, ceil_div(width, _COLUMNS))](
-            upstream,
-            gate,
-            up,
-            of_gate,
-            of_up,
-            upstream.stride(0),
-            gate.stride(0),
-            up.stride(0),
-            both.stride(0),
-            width,
-            BLOCK=_COLUMNS,
-            num_warps=_WARPS,
-        )
+        tensors = (upstream, gate, up, of_gate, of_up)
+        strides = [one.stride(0) for one in (upstream, gate, up, both)]
+        grid = (rows, ceil_div(width, _COLUMNS))
+        silu_mul_backward_kernel[grid](*tensors, *strides, width, BLOCK=_COLUMNS, num_warps=4)
     return both
 
 
@@ -76,7 +64,7 @@ class _SiluMul(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = (half.reshape(-1, half.shape[-1]) for half in ctx.saved_tensors)
         shape = upstream[0].shape
-        of_gate, of_up = _backward(upstream[0].reshape(-1, shape[-1]), gate, up).chunk(2, -1)
+        of_gate, of_up = silu_mul_gradients(upstream[0].reshape(-1, shape[-1]), gate, up).chunk(2, -1)
         return of_gate.reshape(shape), of_up.reshape(shape)
 
 
@@ -92,7 +80,7 @@ class _SiluMulOfHalves(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Tensor:
         gate, up = ctx.saved_tensors[0].chunk(2, -1)
-        return _backward(upstream[0], gate, up)
+        return silu_mul_gradients(upstream[0], gate, up)
 
 
 def silu_mul_of_halves(product: Tensor) -> Tensor:
@@ -126,9 +114,3 @@ if HAS_TRITON:
     )
     def _differentiable_fp8_product(x: Tensor, weight: Tensor, bias: Tensor | None, per_row: bool) -> Tensor:
         return silu_mul_of_halves(linear_fp8(x, weight, bias, per_row))
-
-
-def compile_cases() -> list[CompileCase]:
-    strides = "given_stride gate_stride up_stride result_stride width"
-    signature = by_type({"*bf16:16": "upstream gate up of_gate of_up", "i32:16": strides})
-    return [CompileCase("backward of silu_mul", silu_mul_backward_kernel, signature, {"BLOCK": _COLUMNS}, _WARPS, 2)]

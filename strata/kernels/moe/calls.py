@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -10,7 +10,6 @@ from strata.kernels.activation.clamped_swiglu import Clamp
 from strata.kernels.quant.packed import PackedWeight
 
 Weight = TypeVar("Weight", Tensor, PackedWeight)
-Biases = tuple[Tensor | None, Tensor | None]
 
 
 class ExpertsCall(NamedTuple, Generic[Weight]):
@@ -28,14 +27,6 @@ class ExpertsCall(NamedTuple, Generic[Weight]):
     gate_up: Weight
     down: Weight
     filled: int | None = None
-
-    @property
-    def biases(self) -> Biases:
-        return None, None
-
-    @property
-    def bounds(self) -> Clamp | None:
-        return None
 
 
 class BiasedExpertsCall(NamedTuple, Generic[Weight]):
@@ -56,18 +47,9 @@ class BiasedExpertsCall(NamedTuple, Generic[Weight]):
     clamp: Clamp
     adds_down_bias: bool = True
 
-    @property
-    def biases(self) -> tuple[Tensor, Tensor | None]:
-        """Of gate and up, and of down if it is added."""
-        return self.gate_up_bias, self.down_bias if self.adds_down_bias else None
 
-    @property
-    def bounds(self) -> Clamp | None:
-        return self.clamp
-
-
-class HeldExpertsCall(NamedTuple, Generic[Weight]):
-    """The operands of `held_experts`.
+class LocalExpertsCall(NamedTuple, Generic[Weight]):
+    """The operands of `local_experts`.
 
     x, weights and chosen as for `experts`: all tokens and all their choices, which every rank has. gate_up, down: of
     the experts in the slots [first, first + held) of the `slots` that all ranks have together.
@@ -86,14 +68,17 @@ class HeldExpertsCall(NamedTuple, Generic[Weight]):
     placement: Tensor | None = None
     slot_mapping: Tensor | None = None
 
-    @property
-    def biases(self) -> Biases:
-        return None, None
-
-    @property
-    def bounds(self) -> Clamp | None:
-        return None
-
 
 # Any of them: the first five operands are those of all.
-AnyExpertsCall = ExpertsCall[Weight] | BiasedExpertsCall[Weight] | HeldExpertsCall[Weight]
+AnyExpertsCall = ExpertsCall[Weight] | BiasedExpertsCall[Weight] | LocalExpertsCall[Weight]
+
+
+def biases_of(call: AnyExpertsCall[Any]) -> tuple[Tensor | None, Tensor | None]:
+    """Of gate and up, and of down if it is added; None: there is none."""
+    if not isinstance(call, BiasedExpertsCall):
+        return None, None
+    return call.gate_up_bias, call.down_bias if call.adds_down_bias else None
+
+
+def clamp_of(call: AnyExpertsCall[Any]) -> Clamp | None:
+    return call.clamp if isinstance(call, BiasedExpertsCall) else None

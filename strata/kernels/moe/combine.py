@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.device_limits import stands_in
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
@@ -141,7 +140,6 @@ def combine_backward_kernel(
 
 
 _BLOCK = 1024
-_WARPS = 4
 
 
 def _triton(rows: Tensor, source: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
@@ -156,19 +154,19 @@ def weighted_sums(rows: Tensor, inverse: Tensor, weights: Tensor | None, *, full
     (tokens, per_token), hidden = inverse.shape, rows.shape[1]
     out = torch.empty((tokens, hidden), dtype=rows.dtype, device=rows.device)
     if out.numel():
-        combine_kernel[(tokens, ceil_div(hidden, _BLOCK))](
-            rows,
-            inverse,
-            weights,
-            out,
-            hidden,
-            K=per_token,
-            WEIGHTED=weights is not None,
-            FULL=full,
-            BLOCK=_BLOCK,
-            num_warps=_WARPS,
-        )
+        known = {"K": per_token, "WEIGHTED": weights is not None, "FULL": full, "BLOCK": _BLOCK}
+        combine_kernel[(tokens, ceil_div(hidden, _BLOCK))](rows, inverse, weights, out, hidden, **known, num_warps=4)
     return out
+
+
+def gradients(upstream: Tensor, rows: Tensor, inverse: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Of `combine` with weights, on CUDA: of rows and of weights."""
+    upstream, of_rows, of_weights = upstream.contiguous(), torch.empty_like(rows), torch.empty_like(weights)
+    if slots := inverse.numel():
+        known = {"K": inverse.shape[1], "FULL": len(rows) == slots, "BLOCK": _BLOCK}
+        tensors = (upstream, rows, inverse, weights, of_rows, of_weights)
+        combine_backward_kernel[(slots,)](*tensors, rows.shape[1], **known, num_warps=4)
+    return of_rows, of_weights
 
 
 class _Combine(torch.autograd.Function):
@@ -179,22 +177,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, Tensor]:
-        rows, inverse, weights = ctx.saved_tensors
-        upstream, of_rows, of_weights = grads[0].contiguous(), torch.empty_like(rows), torch.empty_like(weights)
-        if inverse.numel():
-            combine_backward_kernel[(inverse.numel(),)](
-                upstream,
-                rows,
-                inverse,
-                weights,
-                of_rows,
-                of_weights,
-                rows.shape[1],
-                K=inverse.shape[1],
-                FULL=len(rows) == inverse.numel(),
-                BLOCK=_BLOCK,
-                num_warps=_WARPS,
-            )
+        of_rows, of_weights = gradients(grads[0], *ctx.saved_tensors)
         return of_rows, None, None, of_weights
 
 
@@ -212,27 +195,3 @@ def _weighted_fits(rows: Tensor, source: Tensor, inverse: Tensor, weights: Tenso
 if HAS_TRITON:
     combine.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(combine_kernel,))(_triton)
     combine.implement("triton with gradients", "cuda", differentiable=True, supports=_weighted_fits)(_Combine.apply)
-
-
-def compile_cases() -> list[CompileCase]:
-    rows = dict.fromkeys(("rows", "out", "upstream", "of_rows"), "*bf16:16")
-    signature = rows | {"inverse": "*i64:16", "weights": "*fp32:16", "of_weights": "*fp32:16", "hidden": "i32:16"}
-    kernels: tuple[tuple[str, Any, dict[str, object]], ...] = (
-        ("weighted sum", combine_kernel, {"WEIGHTED": True}),
-        ("sum", combine_kernel, {"WEIGHTED": False}),
-        ("backward of the weighted sum", combine_backward_kernel, {}),
-    )
-    vectors = ("ld.global.v4.b32", "st.global.v4.b32")
-    return [
-        CompileCase(
-            f"{name} of {'' if full else 'up to '}8 rows",
-            kernel,
-            signature,
-            {"K": 8, "BLOCK": _BLOCK, "FULL": full} | more,
-            _WARPS,
-            2,
-            must_contain=vectors,
-        )
-        for name, kernel, more in kernels
-        for full in (True, False)
-    ]

@@ -7,7 +7,6 @@ from functools import partial
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
@@ -57,8 +56,3 @@ def _triton(chosen: Tensor, slot_mapping: Tensor, totals: Tensor, layer: int) ->
 
 if HAS_TRITON:
     count_choices.implement("triton", "cuda", invariant=True, kernels=(count_choices_kernel,))(_triton)
-
-
-def compile_cases() -> list[CompileCase]:
-    signature = {"chosen": "*i64:16", "slot_mapping": "*i32", "totals": "*i64", "choices": "i32", "per_token": "i32"}
-    return [CompileCase("counts of chosen experts", count_choices_kernel, signature, {"BLOCK": _BLOCK}, 4, 2)]

@@ -1,7 +1,8 @@
-"""Expert MLPs of a mixture (Shazeer et al. 2017): tokens are sorted by expert, and each expert multiplies its own."""
+"""Expert MLPs of a mixture (Shazeer et al. 2017): tokens are sorted by expert, and each expert multiplies its own.
 
-# The apply of an autograd function is untyped in torch.
-# mypy: disable-error-code="no-any-return, no-untyped-call"
+Those of gpt-oss (OpenAI 2025) have biases and an activation within bounds. With expert parallelism where every rank has
+all tokens, a rank computes its own experts' part of the weighted sum.
+"""
 
 from __future__ import annotations
 
@@ -13,32 +14,60 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.activation.clamped_swiglu import clamped_swiglu
 from strata.kernels.activation.silu_mul import silu_mul, silu_mul_kernel
 from strata.kernels.choose import thresholds
 from strata.kernels.linear.linear import linear
+from strata.kernels.linear.packed.few_rows import ordered
 from strata.kernels.linear.packed.frozen import frozen_call
-from strata.kernels.moe.calls import AnyExpertsCall, ExpertsCall
-from strata.kernels.moe.combine import combine, combine_kernel, permuted
-from strata.kernels.moe.few_tokens import CHOICE_KERNELS, by_choices
-from strata.kernels.moe.grouped import grouped_kernel, grouped_product
-from strata.kernels.moe.held_order import held_order, order_kernels
+from strata.kernels.moe.by_expert import by_expert, give_back, take_rows
+from strata.kernels.moe.calls import (
+    AnyExpertsCall,
+    BiasedExpertsCall,
+    ExpertsCall,
+    LocalExpertsCall,
+    biases_of,
+    clamp_of,
+)
+from strata.kernels.moe.combine import combine_kernel, weighted_sums
+from strata.kernels.moe.few_tokens import CHOICE_KERNELS, by_choices, streams
+from strata.kernels.moe.grouped import grouped_product
+from strata.kernels.moe.grouped_kernels import grouped_kernel, quantized_grouped_kernel
+from strata.kernels.moe.grouped_tiles import reads, reads_quantized
+from strata.kernels.moe.local_order import local_order, order_kernels
 from strata.kernels.moe.order import Order
-from strata.kernels.moe.packed_experts import CHOICES, FROZEN, WAYS
-from strata.kernels.moe.packed_few_tokens import PACKED_CHOICE_KERNELS, by_packed_choices, packed_choices_take
-from strata.kernels.op import ATEN, has_packed, operation
-from strata.kernels.quant.packed import PackedWeight, each_expert
+from strata.kernels.op import ATEN, Operation, has_packed, operation
+from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.quant.round_rows import round_rows, round_rows_kernel
 from strata.kernels.triton_import import HAS_TRITON
 
+# Of packed weights; what the last does, `frozen_call` tells.
+CHOICES, ROUNDED, CONVERTED, FROZEN = "packed, choices", "packed, rounded", "packed, tiles", "of frozen weights"
 
-def _cost(call: ExpertsCall[Any], *, workload: Workload) -> Cost:
-    x, weights, chosen, gate_up, down, filled = call
+_round = round_rows.bind("cuda")
+
+
+def _cost(call: AnyExpertsCall[Any], *, workload: Workload) -> Cost:
+    x, weights, chosen, gate_up, down = call[:5]
     count, hidden, width = down.shape
-    rows = chosen.numel() if filled is None else filled
-    # Three products, the activation's five operations, and the weighted sum.
-    flops = 6 * rows * width * hidden + 5 * rows * width + (0 if weights is None else 2 * rows * hidden)
-    used = round(expected_experts(len(chosen), rows, count) * (gate_up.nbytes + down.nbytes) / count)
-    read = x.nbytes + (0 if weights is None else weights.nbytes) + chosen.nbytes + used
+    rows, slots, where = chosen.numel(), count, 0
+    if isinstance(call, LocalExpertsCall):  # choices fall evenly on all slots
+        slots, where = call.slots, 0 if call.placement is None else rows * call.placement.itemsize
+    elif isinstance(call, ExpertsCall) and call.filled is not None:
+        rows = call.filled
+    biases = [bias for bias in biases_of(call) if bias is not None]
+    # Three products with their biases, the activation's operations, and the weighted sum.
+    each = 6 * width * hidden + sum(bias.shape[1] for bias in biases) + (5 if clamp_of(call) is None else 11) * width
+    flops = round(rows * count / slots * (each + (0 if weights is None else 2 * hidden)))
+    expert = expert_bytes(gate_up, down, *biases)
+    used = round(expected_experts(len(chosen), rows, slots) * count / slots * expert)
+    read = x.nbytes + (0 if weights is None else weights.nbytes) + chosen.nbytes + where + used
     return Cost(flops, read, x.nbytes, used)
+
+
+def expert_bytes(*stacked: Tensor | PackedWeight) -> int:
+    """Of one expert, in tensors of all."""
+    return sum(one.nbytes // one.shape[0] for one in stacked)
 
 
 def expected_experts(tokens: int, rows: int, count: int) -> float:
@@ -58,66 +87,66 @@ def experts(call: ExpertsCall[Any]) -> Tensor:
     Returns [tokens, hidden] in x's dtype; the sum is of the dtype of the weights. An expert without a token has a
     gradient of zeros.
     """
-    return _by_expert(call, linear.reference, silu_mul.reference)
+    return by_expert(call, linear.reference, silu_mul.reference, clamped_swiglu.reference)
 
 
-def take_rows(x: Tensor, order: Order) -> Tensor:
-    """x [tokens, hidden] -> in each slot the row of its token, [rows, hidden]; gradients are added in fixed order."""
-    if len(order.source) == len(order.inverse) and order.inverse.shape[1] == 1:
-        return permuted(x, order.source, order.inverse.flatten())
-    return _TakeRows.apply(x, order.source, order.inverse)
+@operation(_cost, operands=BiasedExpertsCall, rowwise=True, packable=(3, 4), mixture=True)
+def biased_experts(call: BiasedExpertsCall[Any]) -> Tensor:
+    """For each token the sum over its experts e of `weight * (down[e](clamped_swiglu(gate[e](x), up[e](x))))`.
 
-
-def give_back(rows: Tensor, order: Order, weights: Tensor | None) -> Tensor:
-    """rows [slots, hidden] and weights [tokens, per_token] -> weighted sums [tokens, hidden] in the dtype of rows.
-
-    weights: None if a token has one row, which it gets back as it is; otherwise that is a ValueError.
+    Returns [tokens, hidden] in x's dtype; the sum is of the dtype of the weights.
     """
-    if weights is None:
-        per_token = order.inverse.shape[1]
-        if per_token != 1:
-            raise ValueError(f"tokens with {per_token} experts each need weights: None is for one of weight 1")
-        return permuted(rows, order.inverse.flatten(), order.source)
-    return combine(rows, order.source, order.inverse, weights)
+    return by_expert(call, linear.reference, silu_mul.reference, clamped_swiglu.reference)
 
 
-class _TakeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(source, inverse)
-        return x.index_select(0, source // inverse.shape[1])
+# Of copies, which rank computes a row follows from the row's place; the sum over the ranks is rowwise all the same.
+@operation(_cost, operands=LocalExpertsCall, rowwise=True, packable=(3, 4), mixture=True)
+def local_experts(call: LocalExpertsCall[Any]) -> Tensor:
+    """A rank's part of `experts`: the sum over those of a token's experts that this rank computes; zeros for none.
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return combine(grads[0].contiguous(), *ctx.saved_tensors, None), None, None
-
-
-def _by_expert(
-    call: ExpertsCall[Any], product: Callable[..., Tensor], activation: Callable[[Tensor, Tensor], Tensor]
-) -> Tensor:
-    """One product after another. Waits for the device, which has to tell how many rows each expert has."""
-    x, weights, chosen, gate_up, down, filled = call
-    order = Order.of(chosen, down.shape[0], empty=filled is not None).with_rows(filled)
-    ends = order.ends.tolist()
-    rows = take_rows(x, order).split([end - start for start, end in zip([0, *ends], ends, strict=False)])
-    parts = []
-    # Experts without rows too: every parameter takes part, so each has a gradient.
-    for own, into, out_of in zip(rows, each_expert(gate_up), each_expert(down), strict=True):
-        gate, up = product(own, into).chunk(2, -1)
-        parts.append(product(activation(gate, up), out_of))
-    return give_back(torch.cat(parts), order, weights)
+    The sum over all ranks is what `experts` gives. How many choices are this rank's stays on the device. Returns
+    [tokens, hidden] in x's dtype.
+    """
+    return by_expert(call, linear.reference, silu_mul.reference, clamped_swiglu.reference)
 
 
-experts.implement("an expert at a time", "cpu", differentiable=True)(experts.definition)
+def order_of(call: AnyExpertsCall[Any]) -> Order:
+    """Of the rows that are multiplied here. Nothing waits for the device."""
+    count = call.down.shape[0]
+    if isinstance(call, LocalExpertsCall):
+        return local_order(call.chosen, call.first, count, call.placement, call.slot_mapping)
+    order = local_order(call.chosen, 0, count)
+    return order.with_rows(call.filled) if isinstance(call, ExpertsCall) else order
 
 
-@experts.implement("fixed tiles", "cpu", invariant=True)
-def _fixed(call: ExpertsCall[Any]) -> Tensor:
-    product = linear.bind("cpu", deterministic=True, packed=has_packed(call))
-    return _by_expert(call, product, silu_mul.bind("cpu", deterministic=True))
+def _sums(call: AnyExpertsCall[Any], rows: Tensor, order: Order) -> Tensor:
+    if isinstance(call, LocalExpertsCall):  # rows behind the last end are unwritten, and nobody reads them
+        return weighted_sums(rows, order.inverse, call.weights, full=False)
+    return give_back(rows, order, call.weights)
 
 
-experts.implement("fixed tiles, unpacked", "cpu", invariant=True, packed=True)(_fixed)
+def _takes(reader: Callable[[Tensor, Any], bool], call: AnyExpertsCall[Any]) -> bool:
+    """Whether kernels read the operands of a call. reader: whether they read rows and a weight."""
+    x, weights, chosen, gate_up, down = call[:5]
+    biases = call[5:7] if isinstance(call, BiasedExpertsCall) else ()
+    summed = weights is None or (weights.dtype == torch.float32 and weights.is_contiguous())
+    return (
+        summed
+        and chosen.is_contiguous()
+        and all(bias.is_contiguous() for bias in biases)
+        and reader(x, gate_up)
+        and reader(x, down)  # what lies between the products is contiguous
+    )
+
+
+def choices_take(call: AnyExpertsCall[Any]) -> bool:
+    """Whether there are so few tokens that each reads its experts' weights by itself."""
+    return 0 < len(call.chosen) <= thresholds(call.x.device).choice_tokens and _takes(streams, call)
+
+
+def _rounded_take(call: AnyExpertsCall[PackedWeight]) -> bool:
+    many = call.chosen.numel() > thresholds(call.x.device).converted_rows * call.down.shape[0]
+    return many and _takes(reads_quantized, call)
 
 
 def library_takes(x: Tensor, *matrices: Tensor) -> bool:
@@ -128,129 +157,148 @@ def library_takes(x: Tensor, *matrices: Tensor) -> bool:
     return x.dtype == torch.bfloat16 and capable and aligned and all(matrix.is_contiguous() for matrix in matrices)
 
 
-def ours_take(x: Tensor, *matrices: Tensor) -> bool:
-    """Whether kernels of our own do."""
-    kinds = {x.dtype, *(matrix.dtype for matrix in matrices)}
-    known = len(kinds) == 1 and kinds <= {torch.bfloat16, torch.float16, torch.float32}
-    return known and x.stride(-1) == 1 and all(matrix.is_contiguous() for matrix in matrices)
-
-
-def choices_take(call: AnyExpertsCall[Tensor], *biases: Tensor) -> bool:
-    """Whether there are so few tokens that each reads its experts' weights by itself."""
-    x, weights, chosen, gate_up, down = call[:5]
-    wide = weights is None or (weights.dtype == torch.float32 and weights.is_contiguous())
-    few = 0 < len(chosen) <= thresholds(x.device).choice_tokens
-    return few and wide and chosen.is_contiguous() and ours_take(x, gate_up, down, *biases)
-
-
-def _tiles_support(call: ExpertsCall[Tensor]) -> bool:
-    return ours_take(call.x, call.gate_up, call.down)
-
-
-def library_supports(call: AnyExpertsCall[Tensor]) -> bool:
+def _library_takes(call: AnyExpertsCall[Tensor]) -> bool:
     return library_takes(call.x, call.gate_up, call.down)
 
 
-def library_is_faster(x: Tensor, rows: int, down: Tensor) -> bool:
-    """For the product of so many rows of all experts by what leads out of them."""
-    return rows > thresholds(x.device).library_rows * len(down) and library_takes(x, down)
+def _is_long(call: LocalExpertsCall[Tensor]) -> bool:
+    """What the library takes, of so many choices that the rows of others, which are copied all the same, cost less than
+    its larger tiles save."""
+    many = call.chosen.numel() > thresholds(call.x.device).local_choices
+    return many and _library_takes(call) and _takes(reads, call)
 
 
-def _tile_kernels(call: ExpertsCall[Tensor]) -> tuple[Any, ...]:
-    last = ATEN if library_is_faster(call.x, call.chosen.numel(), call.down) else grouped_kernel
-    return *order_kernels(call.chosen), grouped_kernel, last, combine_kernel
+def library_is_faster(call: AnyExpertsCall[Tensor]) -> bool:
+    """For the product by what leads out of the experts."""
+    x, chosen, down = call.x, call.chosen, call.down
+    alone = isinstance(call, ExpertsCall) and isinstance(down, Tensor)
+    return alone and chosen.numel() > thresholds(x.device).library_rows * len(down) and library_takes(x, down)
 
 
-def tile_kernels(call: AnyExpertsCall[Tensor]) -> tuple[Any, ...]:
-    return *order_kernels(call.chosen), grouped_kernel, grouped_kernel, combine_kernel
+def by_tiles(call: AnyExpertsCall[Any], *, rounded: bool = False) -> Tensor:
+    """A product that fetches the rows, adds biases and applies the gate, and one that follows, of the library's if it
+    is faster; neither does anything for what other ranks compute. rounded: of rows in 8 bits."""
+    x, _, chosen, gate_up, down = call[:5]
+    if chosen.numel() == 0:
+        return torch.zeros_like(x)
+    order, (first, last) = order_of(call), biases_of(call)
+    fetched: dict[str, Any] = {"source": order.source, "per_token": chosen.shape[1], "gated": True}
+    rows = _product(x, gate_up, order, rounded, bias=first, clamp=clamp_of(call), **fetched)
+    if library_is_faster(call):
+        rows = torch._grouped_mm(rows, down.transpose(1, 2), offs=order.ends)
+    else:
+        rows = _product(rows, down, order, rounded, bias=last)
+    return _sums(call, rows, order)
 
 
-def library_kernels(call: AnyExpertsCall[Tensor]) -> tuple[Any, ...]:
-    return *order_kernels(call.chosen), ATEN, silu_mul_kernel, ATEN, combine_kernel
+def _product(x: Tensor, weight: Tensor | PackedWeight, order: Order, rounded: bool, **more: Any) -> Tensor:
+    if isinstance(weight, Tensor):
+        return grouped_product(x, weight, order.ends, **more)
+    rows = ordered(x, weight)
+    if not rounded:
+        return grouped_product(rows, weight, order.ends, **more)
+    values, scales = _round(rows, weight.kind, weight.columns, weight.input_scale)
+    return grouped_product(values, weight, order.ends, x_scales=scales, dtype=x.dtype, **more)
 
 
-def tiles_scratch(call: AnyExpertsCall[Tensor]) -> int:
+def by_library(call: AnyExpertsCall[Tensor]) -> Tensor:
+    """The library's products over all experts; how many rows each has stays on the device."""
+    x, _, chosen, gate_up, down = call[:5]
+    order, (first, last), clamp = order_of(call), biases_of(call), clamp_of(call)
+    rows = torch._grouped_mm(take_rows(x, order), gate_up.transpose(1, 2), offs=order.ends)
+    if first is not None:
+        expert = chosen.flatten().index_select(0, order.source)
+        rows = rows + first.index_select(0, expert)
+    gate, up = rows.chunk(2, -1)
+    inner: Tensor = silu_mul(gate, up) if clamp is None else clamped_swiglu(gate, up, clamp)
+    rows = torch._grouped_mm(inner, down.transpose(1, 2), offs=order.ends)
+    return _sums(call, rows if last is None else rows + last.index_select(0, expert), order)
+
+
+def _kernels(*each: Any) -> Callable[[AnyExpertsCall[Any]], tuple[Any, ...]]:
+    """each: what either product by our kernels launches, behind what orders columns."""
+
+    def of(call: AnyExpertsCall[Any]) -> tuple[Any, ...]:
+        first, last = ((*[ATEN] * (getattr(one, "order", None) is not None), *each) for one in call[3:5])
+        return *order_kernels(call.chosen), *first, *((ATEN,) if library_is_faster(call) else last), combine_kernel
+
+    return of
+
+
+def _library_kernels(call: AnyExpertsCall[Tensor]) -> tuple[Any, ...]:
+    activation = (silu_mul_kernel, ATEN) if clamp_of(call) is None else ()
+    return *order_kernels(call.chosen), ATEN, *activation, combine_kernel
+
+
+def _tiles_scratch(call: AnyExpertsCall[Any]) -> int:
     """Bytes of the order of rows, of what is gated and of what comes out of it, beside the sums."""
     x, _, chosen, _, down = call[:5]
-    order = 16 * chosen.numel() + 4 * len(down)
-    inner, outer = (chosen.numel() * columns * x.element_size() for columns in (down.shape[2], down.shape[1]))
-    return order + outer + max(0, inner - x.nbytes)
+    count, hidden, width = down.shape
+    inner, outer = (chosen.numel() * columns * x.element_size() for columns in (width, hidden))
+    return int(16 * chosen.numel() + 4 * count + outer + max(0, inner - x.nbytes))
 
 
-def choices_scratch(call: AnyExpertsCall[Any]) -> int:
+def _rounded_scratch(call: AnyExpertsCall[PackedWeight]) -> int:
+    """As `_tiles_scratch`, and rows in 8 bits with their scales, of x and of what is gated, which stay as long."""
+    x, _, chosen, gate_up, down = call[:5]
+    of_x, of_inner = (
+        columns + 4 * (-(-columns // weight.columns) if weight.columns else 1)
+        for columns, weight in ((x.shape[1], gate_up), (down.shape[2], down))
+    )
+    return _tiles_scratch(call) + len(chosen) * of_x + chosen.numel() * of_inner
+
+
+def _choices_scratch(call: AnyExpertsCall[Any]) -> int:
     """Of what is gated, of each token's choices."""
     return int(call.chosen.numel() * call.down.shape[2] * call.x.element_size())
 
 
-def library_scratch(call: AnyExpertsCall[Tensor]) -> int:
+def _library_scratch(call: AnyExpertsCall[Tensor]) -> int:
     """Of rows in their order, gates and ups, these gated, and what comes out of them, beside the sums."""
     x, _, chosen, _, down = call[:5]
     order, each = 16 * chosen.numel() + 4 * len(down), chosen.numel() * x.element_size()
-    return order + each * (2 * down.shape[1] + 3 * down.shape[2]) - x.nbytes
+    return int(order + each * (2 * down.shape[1] + 3 * down.shape[2]) - x.nbytes)
 
 
-def by_tiles(call: ExpertsCall[Tensor]) -> Tensor:
-    """A product that fetches the rows and applies the gate, and one that follows, of the library's if it is faster."""
-    x, weights, chosen, gate_up, down, filled = call
-    order = held_order(chosen, 0, len(down)).with_rows(filled)
-    rows = grouped_product(x, gate_up, order.ends, source=order.source, per_token=chosen.shape[1], gated=True)
-    if library_is_faster(x, chosen.numel(), down):
-        rows = torch._grouped_mm(rows, down.transpose(1, 2), offs=order.ends)
-    else:
-        rows = grouped_product(rows, down, order.ends)
-    return give_back(rows, order, weights)
+def _in_place(call: AnyExpertsCall[Any]) -> bool:
+    """Which rank rounds a part of the sum may not depend on where in the batch a token stands."""
+    return not isinstance(call, LocalExpertsCall) or call.placement is None or call.placement.shape[1] == 1
 
 
-if HAS_TRITON:
-    experts.implement("triton choices", "cuda", supports=choices_take, kernels=CHOICE_KERNELS, scratch=choices_scratch)(
-        by_choices
-    )
-    experts.implement("triton tiles", "cuda", supports=_tiles_support, kernels=_tile_kernels, scratch=tiles_scratch)(
-        by_tiles
-    )
+def _fixed(call: AnyExpertsCall[Any]) -> Tensor:
+    product = linear.bind("cpu", deterministic=True, packed=has_packed(call))
+    return by_expert(call, product, *(one.bind("cpu", deterministic=True) for one in (silu_mul, clamped_swiglu)))
 
 
-@experts.implement(
-    "grouped",
-    "cuda",
-    differentiable=True,
-    supports=library_supports,
-    kernels=library_kernels,
-    scratch=library_scratch,
-)
-def grouped(call: ExpertsCall[Tensor]) -> Tensor:
-    """One product of the library over all experts; how many rows each has stays on the device."""
-    x, weights, chosen, gate_up, down, filled = call
-    order = held_order(chosen, 0, len(down)).with_rows(filled)
-    rows = take_rows(x, order)
-    gate, up = torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=order.ends).chunk(2, -1)
-    rows = torch._grouped_mm(silu_mul(gate, up), down.transpose(1, 2), offs=order.ends)
-    return give_back(rows, order, weights)
+def _implement(operation: Operation, *, is_part: bool) -> None:
+    """is_part: of a rank's own experts, which have no gradients, and of few choices no kernels of their own."""
+
+    def frozen(call: AnyExpertsCall[PackedWeight]) -> Tensor:
+        return frozen_call(operation.bind(call.x.device.type, differentiable=not is_part), *call)
+
+    operation.implement("an expert at a time", "cpu", differentiable=not is_part)(operation.definition)
+    operation.implement("fixed tiles", "cpu", invariant=True, supports=_in_place)(_fixed)
+    operation.implement("fixed tiles, unpacked", "cpu", invariant=True, supports=_in_place, packed=True)(_fixed)
+    library: dict[str, Any] = {"kernels": _library_kernels, "scratch": _library_scratch}
+    choices: dict[str, Any] = {"supports": choices_take, "kernels": CHOICE_KERNELS, "scratch": _choices_scratch}
+    tiles: dict[str, Any] = {"supports": partial(_takes, reads), "scratch": _tiles_scratch}
+    if HAS_TRITON and is_part:
+        operation.implement("grouped", "cuda", supports=_is_long, **library)(by_library)
+    elif HAS_TRITON:
+        operation.implement("triton choices", "cuda", **choices)(by_choices)
+        operation.implement(CHOICES, "cuda", packed=True, **choices)(by_choices)
+    if HAS_TRITON:
+        operation.implement("triton tiles", "cuda", kernels=_kernels(grouped_kernel), **tiles)(by_tiles)
+        kernels = _kernels(round_rows_kernel, grouped_kernel)
+        rounded: dict[str, Any] = {"supports": _rounded_take, "kernels": kernels, "scratch": _rounded_scratch}
+        operation.implement(ROUNDED, "cuda", packed=True, **rounded)(partial(by_tiles, rounded=True))
+        kernels = _kernels(quantized_grouped_kernel)
+        operation.implement(CONVERTED, "cuda", packed=True, kernels=kernels, **tiles)(by_tiles)
+    if not is_part:
+        operation.implement("grouped", "cuda", differentiable=True, supports=_library_takes, **library)(by_library)
+        operation.implement(FROZEN, "cpu", differentiable=True, packed=True)(frozen)
+    operation.implement(FROZEN, "cuda", differentiable=not is_part, packed=True)(frozen)
 
 
-def _packed(rows_of: Callable[..., Tensor], call: ExpertsCall[PackedWeight]) -> Tensor:
-    if call.chosen.numel() == 0:
-        return torch.zeros_like(call.x)
-    order = held_order(call.chosen, 0, call.down.shape[0]).with_rows(call.filled)
-    return give_back(rows_of(call, order), order, call.weights)
-
-
-if HAS_TRITON:
-    experts.implement(
-        CHOICES,
-        "cuda",
-        supports=packed_choices_take,
-        kernels=PACKED_CHOICE_KERNELS,
-        packed=True,
-        scratch=choices_scratch,
-    )(by_packed_choices)
-for _way in WAYS:
-    experts.implement(
-        _way.name, "cuda", supports=_way.supports, kernels=_way.kernels, packed=True, scratch=_way.scratch
-    )(partial(_packed, _way.rows))
-
-
-@experts.implement(FROZEN, "cpu", differentiable=True, packed=True)
-@experts.implement(FROZEN, "cuda", differentiable=True, packed=True)
-def _frozen(call: ExpertsCall[PackedWeight]) -> Tensor:
-    return frozen_call(experts.bind(call.x.device.type, differentiable=True), *call)
+for _operation in (experts, biased_experts, local_experts):
+    _implement(_operation, is_part=_operation is local_experts)

@@ -2,21 +2,25 @@
 
 The first multiplies a token by gate and up of one of its experts a program, the second adds up what all of a token's
 experts make of that. Both stream weights past the CUDA cores, which keeps more of them coming than tiles of one row do.
+Weights of 8 bits with scales of rows become float32 in registers; scales multiply sums, and x is not rounded.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
-from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall
+from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall, biases_of, clamp_of
 from strata.kernels.moe.grouped import NO_CLAMP
+from strata.kernels.moe.grouped_kernels import gated_by
+from strata.kernels.moe.grouped_tiles import reads
+from strata.kernels.quant.dequantize import E4M3_CAPABILITY, unpack_wide, wide_scale
+from strata.kernels.quant.packed import PackedWeight
 from strata.kernels.triton_import import gdc_launch_dependents, gdc_wait, jit, tl
 
 
@@ -24,6 +28,7 @@ from strata.kernels.triton_import import gdc_launch_dependents, gdc_wait, jit, t
 def choice_gate_kernel(
     x,
     gate_up,
+    scales,
     bias,
     chosen,
     inner,
@@ -33,14 +38,16 @@ def choice_gate_kernel(
     per_token,
     alpha,
     limit,
+    KIND: tl.constexpr,
     CLAMPED: tl.constexpr,
-    BIASED: tl.constexpr,
     WHOLE_K: tl.constexpr,
     EARLY: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Programs [choices * (out / BLOCK_N)]: columns of what one expert makes of one token."""
+    """Programs [choices * (out / BLOCK_N)]: columns of what one expert makes of one token. scales [experts, 2 * out] of
+    values of a KIND in 8 bits; bias likewise; or None."""
+    ASSEMBLY: tl.constexpr = x.dtype.element_ty == tl.bfloat16
     columns = tl.cdiv(out, BLOCK_N)
     choice = tl.program_id(0) // columns
     column = tl.program_id(0) % columns * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -55,6 +62,11 @@ def choice_gate_kernel(
     beside = tl.cast(out, tl.int64) * width  # from a row of the gate to that of up
     weight = gate_up + expert * 2 * beside + tl.minimum(column, out - 1).to(tl.int64)[:, None] * width + k[None, :]
     row = x + tl.cast(choice // per_token, tl.int64) * x_stride + k
+    if scales is not None:
+        # Asked for long before they are wanted.
+        scales += expert * 2 * out + column
+        gate_scale = tl.load(scales, mask=held, other=0.0)
+        up_scale = tl.load(scales + out, mask=held, other=0.0)
     gate = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     for at in range(0, width, BLOCK_K):
@@ -68,20 +80,19 @@ def choice_gate_kernel(
             of_up = tl.load(weight + beside + at, mask=there[None, :], other=0.0, eviction_policy="evict_first")
             value = tl.load(row + at, mask=there, other=0.0)
         value = value.to(tl.float32)[None, :]
-        gate += of_gate.to(tl.float32) * value
-        up += of_up.to(tl.float32) * value
-    opening, opened = tl.sum(gate, 1), tl.sum(up, 1)
-    if BIASED:
+        gate += unpack_wide(of_gate, KIND, ASSEMBLY) * value
+        up += unpack_wide(of_up, KIND, ASSEMBLY) * value
+    opening = tl.sum(gate, 1)
+    if scales is not None:
+        opening *= wide_scale(gate_scale)
+    opened = tl.sum(up, 1)
+    if scales is not None:
+        opened *= wide_scale(up_scale)
+    if bias is not None:
         bias += expert * 2 * out + column
         opening += tl.load(bias, mask=held, other=0.0).to(tl.float32)
         opened += tl.load(bias + out, mask=held, other=0.0).to(tl.float32)
-    if CLAMPED:
-        # By comparisons, which let NaN through.
-        opening = tl.where(opening > limit, limit, opening)
-        opened = tl.where(opened > limit, limit, tl.where(opened < -limit, -limit, opened))
-        opened = (opened + 1) * opening / (1 + tl.exp(-alpha * opening))
-    else:
-        opened *= opening / (1 + tl.exp(-opening))
+    opened = gated_by(opened, opening, alpha, limit, CLAMPED)
     target = inner + tl.cast(choice, tl.int64) * out + column
     tl.store(target, opened.to(inner.dtype.element_ty), mask=held)
 
@@ -90,15 +101,15 @@ def choice_gate_kernel(
 def choice_sum_kernel(
     inner,
     down,
+    scales,
     bias,
     weights,
     chosen,
     result,
     hidden,
     width,
+    KIND: tl.constexpr,
     K: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    BIASED: tl.constexpr,
     WHOLE_K: tl.constexpr,
     EARLY: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -106,7 +117,8 @@ def choice_sum_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """Programs [tokens * (hidden / BLOCK_N)]: columns of a token's sum. SLOTS: a power of two, at least the K experts
-    of a token, whose rows of down are read side by side."""
+    of a token, whose rows of down are read side by side. scales, bias [experts, hidden], weights: or None."""
+    ASSEMBLY: tl.constexpr = inner.dtype.element_ty == tl.bfloat16
     columns = tl.cdiv(hidden, BLOCK_N)
     token = tl.program_id(0) // columns
     first = tl.program_id(0) % columns * BLOCK_N
@@ -119,17 +131,22 @@ def choice_sum_kernel(
     choice = tl.cast(token, tl.int64) * K + slot
     expert = tl.load(chosen + choice, mask=slot < K, other=-1).to(tl.int64)
     there = (expert >= 0) & (column < hidden)
-    matrix = down + (tl.maximum(expert, 0) * hidden + tl.minimum(column, hidden - 1)) * width
+    place = tl.maximum(expert, 0) * hidden + tl.minimum(column, hidden - 1)
+    if scales is not None:
+        scale = tl.load(scales + place, mask=there, other=0.0)
+    matrix = down + place * width
     total = tl.zeros((BLOCK_N * SLOTS, BLOCK_K), dtype=tl.float32)
     for at in range(0, width, BLOCK_K):
         held = there[:, None] if WHOLE_K else there[:, None] & (k < width - at)[None, :]
         of_down = tl.load(matrix[:, None] + at + k[None, :], mask=held, other=0.0, eviction_policy="evict_first")
         value = tl.load(inner + choice[:, None] * width + at + k[None, :], mask=held, other=0.0)
-        total += of_down.to(tl.float32) * value.to(tl.float32)
+        total += unpack_wide(of_down, KIND, ASSEMBLY) * value.to(tl.float32)
     product = tl.sum(total, 1)
-    if BIASED:
-        product += tl.load(bias + tl.maximum(expert, 0) * hidden + column, mask=there, other=0.0).to(tl.float32)
-    if WEIGHTED:
+    if scales is not None:
+        product *= wide_scale(scale)
+    if bias is not None:
+        product += tl.load(bias + place, mask=there, other=0.0).to(tl.float32)
+    if weights is not None:
         product *= tl.load(weights + choice, mask=there, other=0.0)
     product = tl.sum(tl.reshape(product, (BLOCK_N, SLOTS)), 1)
     column = first + tl.arange(0, BLOCK_N)
@@ -137,93 +154,75 @@ def choice_sum_kernel(
     tl.store(target, product.to(result.dtype.element_ty), mask=column < hidden)
 
 
-# Columns, elements of k that a program holds at a time, and warps.
-_GATE, _SUM = (8, 512, 4), (2, 128, 4)
+class ChoiceTile(NamedTuple):
+    """What a program of either launch makes at a time: columns of the result, by `width` columns of the weight."""
+
+    columns: int
+    width: int
+    warps: int
 
 
-def by_choices(call: ExpertsCall[Tensor] | BiasedExpertsCall[Tensor]) -> Tensor:
-    """As `experts`, or `biased_experts`.
+# Of gate and up, and of down. Of 8 bits as many bytes of a row, and of gate and up half as many rows: registers of four
+# programs a processor, whose loads under way are as many bytes as two of eight rows have.
+FLOAT_TILES = ChoiceTile(8, 512, 4), ChoiceTile(2, 128, 4)
+QUANTIZED_TILES = ChoiceTile(4, 1024, 4), ChoiceTile(2, 256, 4)
 
-    All contiguous, but for rows of x whose elements are side by side; weights float32.
+
+def streams(x: Tensor, weight: Tensor | PackedWeight) -> bool:
+    """Whether the kernels read a weight of all experts, of tokens like x."""
+    if isinstance(weight, Tensor):
+        return reads(x, weight)
+    alone = weight.zeros is None and weight.row_scales is None and weight.order is None
+    return (
+        alone
+        and weight.kind in ("e4m3", "int8")
+        and weight.scales.shape[1:] == (weight.shape[1], 1)
+        and weight.values.is_contiguous()
+        and weight.scales.is_contiguous()
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.stride(-1) == 1
+        and (weight.kind != "e4m3" or DeviceLimits.of(weight.device).capability >= E4M3_CAPABILITY)
+    )
+
+
+def by_choices(
+    call: ExpertsCall[Any] | BiasedExpertsCall[Any], tiles: tuple[ChoiceTile, ChoiceTile] | None = None
+) -> Tensor:
+    """As `experts`, or `biased_experts`, with weights that the kernels read (`streams`).
+
+    All contiguous, but for rows of x whose elements are side by side; weights float32. tiles: None for those of the
+    rule.
     """
     x, weights, chosen, gate_up, down = call[:5]
     (tokens, per_token), (_, hidden, width) = chosen.shape, down.shape
     inner = torch.empty((tokens * per_token, width), dtype=x.dtype, device=x.device)
     result = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
-    early = DeviceLimits.of(x.device).capability >= (9, 0)
-    clamp, (first, last) = call.bounds, call.biases
-    alpha, limit = clamp or NO_CLAMP
-    columns, block, warps = _GATE
     if not result.numel():
         return result
-    choice_gate_kernel[(tokens * per_token * ceil_div(width, columns),)](
-        x,
-        gate_up,
-        gate_up if first is None else first,
-        chosen,
-        inner,
-        width,
-        hidden,
-        x.stride(0),
-        per_token,
-        float(alpha),
-        float(limit),
-        CLAMPED=clamp is not None,
-        BIASED=first is not None,
-        WHOLE_K=hidden % block == 0,
-        EARLY=early,
-        BLOCK_N=columns,
-        BLOCK_K=block,
-        num_warps=warps,
-        launch_pdl=early,
-    )
-    columns, block, warps = _SUM
-    choice_sum_kernel[(tokens * ceil_div(hidden, columns),)](
-        inner,
-        down,
-        down if last is None else last,
-        down if weights is None else weights,
-        chosen,
-        result,
-        hidden,
-        width,
-        K=per_token,
-        WEIGHTED=weights is not None,
-        BIASED=last is not None,
-        WHOLE_K=width % block == 0,
-        EARLY=early,
-        SLOTS=next_power_of_2(per_token),
-        BLOCK_N=columns,
-        BLOCK_K=block,
-        num_warps=warps,
-        launch_pdl=early,
-    )
+    (first, last), clamp, early = biases_of(call), clamp_of(call), DeviceLimits.of(x.device).capability >= (9, 0)
+    alpha, limit = map(float, clamp or NO_CLAMP)
+    of_gate, of_sum = tiles or (FLOAT_TILES if isinstance(down, Tensor) else QUANTIZED_TILES)
+    matrices, known = _stored(gate_up, hidden, of_gate, early)
+    tensors: tuple[Tensor | None, ...] = (x, *matrices, first, chosen, inner)
+    grid = (tokens * per_token * ceil_div(width, of_gate.columns),)
+    sizes = (width, hidden, x.stride(0), per_token)
+    choice_gate_kernel[grid](*tensors, *sizes, alpha, limit, CLAMPED=clamp is not None, **known)
+    matrices, known = _stored(down, width, of_sum, early)
+    tensors = (inner, *matrices, last, weights, chosen, result)
+    grid = (tokens * ceil_div(hidden, of_sum.columns),)
+    choice_sum_kernel[grid](*tensors, hidden, width, K=per_token, SLOTS=next_power_of_2(per_token), **known)
     return result
 
 
+def _stored(
+    weight: Tensor | PackedWeight, width: int, part: ChoiceTile, early: bool
+) -> tuple[tuple[Tensor, Tensor | None], dict[str, Any]]:
+    """Values and scales of a weight, and what a launch that reads it is compiled for."""
+    known = {"WHOLE_K": width % part.width == 0, "BLOCK_N": part.columns, "BLOCK_K": part.width, "EARLY": early}
+    known |= {"num_warps": part.warps, "launch_pdl": early}
+    if isinstance(weight, Tensor):
+        return (weight, None), known | {"KIND": ""}
+    return (weight.values, weight.scales), known | {"KIND": weight.kind}
+
+
 CHOICE_KERNELS: tuple[Any, ...] = (choice_gate_kernel, choice_sum_kernel)
-
-
-def compile_cases() -> list[CompileCase]:
-    cases = []
-    for kind, size, clamped in (("bf16", 2048, False), ("bf16", 2880, True), ("fp32", 100, False)):
-        by_16 = "i32" if size % 16 else "i32:16"
-        floats = dict.fromkeys(("x", "gate_up", "bias", "inner", "down", "result"), f"*{kind}:16")
-        signature = floats | {"chosen": "*i64:16", "weights": "*fp32:16", "per_token": "i32"}
-        signature |= dict.fromkeys(("out", "width", "hidden", "x_stride"), by_16) | {"alpha": "fp32", "limit": "fp32"}
-        for kernel, (columns, block, warps), more in (
-            (choice_gate_kernel, _GATE, {"CLAMPED": clamped}),
-            (choice_sum_kernel, _SUM, {"K": 6, "SLOTS": 8, "WEIGHTED": True}),
-        ):
-            constants = {"BIASED": clamped, "WHOLE_K": size % block == 0, "EARLY": True} | more
-            constants |= {"BLOCK_N": columns, "BLOCK_K": block}
-            names = set(kernel.arg_names) - set(constants)
-            own = {name: one for name, one in signature.items() if name in names}
-            name = f"{kernel.__name__} {kind} of {size}{' in bounds' if clamped else ''}"
-            must = (
-                ("griddepcontrol.wait",)
-                if size == 100
-                else ("griddepcontrol.wait", "evict_first.L2::cache_hint.v4.b32")
-            )
-            cases.append(CompileCase(name, kernel, own, constants, warps, 2, must))
-    return cases

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from functools import reduce
 from operator import add
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.blocks import in_whole_vectors
 from strata.kernels.grid_sizes import next_power_of_2
-from strata.kernels.moe.route_triton import MOST_EXPERTS, MOST_PER_TOKEN, route_kernel, routed
+from strata.kernels.moe.route_triton import MOST_EXPERTS, MOST_PER_TOKEN, TAKEN, route_kernel
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON
 
@@ -136,17 +136,18 @@ def in_one_launch(
     logits: Tensor, bias: Tensor | None, per_token: int, normalized: bool, choice: Choice = SOFTMAX
 ) -> tuple[Tensor, Tensor]:
     """By a kernel of our own; of equal scores the expert of the lower number comes first."""
-    return routed(
-        logits,
-        bias,
-        per_token,
-        normalized,
-        sigmoid=choice.scoring == "sigmoid",
-        groups=choice.groups,
-        kept=choice.kept,
-        top2=choice.group_score == "top2",
-        scale=choice.scale,
-    )
+    tokens, count = logits.shape
+    weights = torch.empty((tokens, per_token), dtype=torch.float32, device=logits.device)
+    chosen = torch.empty((tokens, per_token), dtype=torch.int64, device=logits.device)
+    groups = choice.groups
+    known: dict[str, Any] = {"COUNT": count, "K": per_token, "NORMALIZED": normalized, "TAKEN": TAKEN}
+    known |= {"SIGMOID": choice.scoring == "sigmoid", "GROUPS": groups, "KEPT": choice.kept}
+    known |= {"TOP2": choice.group_score == "top2", "SLOTS": next_power_of_2(per_token)}
+    known |= {"PADDED": next_power_of_2(groups), "WIDTH": next_power_of_2(count // groups)}
+    if tokens:
+        stride, scale = logits.stride(0), float(choice.scale)
+        route_kernel[(tokens,)](logits, bias, weights, chosen, stride, scale, **known, num_warps=1)
+    return weights, chosen
 
 
 route.implement("torch", "cpu", differentiable=True)(route.reference)

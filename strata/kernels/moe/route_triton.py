@@ -8,18 +8,12 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-from torch import Tensor
-
-from strata.kernels.compile_case import CompileCase
-from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.triton_import import jit, tl
 
 # More of either would not stay in the registers of a warp.
 MOST_EXPERTS, MOST_PER_TOKEN = 1024, 16
 # Below the keys of all floats: of what is no expert, and of one that has been taken.
-_TAKEN = -(2**31)
-_CONSTANTS: dict[str, object] = {"TAKEN": _TAKEN}
+TAKEN = -(2**31)
 
 
 @jit
@@ -121,57 +115,3 @@ def route_kernel(
         values /= total + (1e-20 if SIGMOID else 0.0)
     tl.store(weights + token * K + slot, values * scale, mask=slot < K)
     tl.store(chosen + token * K + slot, numbers.to(tl.int64), mask=slot < K)
-
-
-def _constants(
-    count: int, per_token: int, normalized: bool, sigmoid: bool, groups: int, kept: int, top2: bool
-) -> dict[str, object]:
-    return _CONSTANTS | {
-        "COUNT": count,
-        "K": per_token,
-        "NORMALIZED": normalized,
-        "SIGMOID": sigmoid,
-        "GROUPS": groups,
-        "KEPT": kept,
-        "TOP2": top2,
-        "PADDED": next_power_of_2(groups),
-        "WIDTH": next_power_of_2(count // groups),
-        "SLOTS": next_power_of_2(per_token),
-    }
-
-
-def routed(
-    logits: Tensor,
-    bias: Tensor | None,
-    per_token: int,
-    normalized: bool,
-    *,
-    sigmoid: bool,
-    groups: int,
-    kept: int,
-    top2: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """As `route`. Of at most MOST_EXPERTS and MOST_PER_TOKEN, rows of elements side by side, and a contiguous bias."""
-    tokens, count = logits.shape
-    weights = torch.empty((tokens, per_token), dtype=torch.float32, device=logits.device)
-    chosen = torch.empty((tokens, per_token), dtype=torch.int64, device=logits.device)
-    if tokens:
-        constants = _constants(count, per_token, normalized, sigmoid, groups, kept, top2)
-        route_kernel[(tokens,)](logits, bias, weights, chosen, logits.stride(0), float(scale), **constants, num_warps=1)
-    return weights, chosen
-
-
-def compile_cases() -> list[CompileCase]:
-    cases = []
-    for name, kind, biased, constants in (
-        ("softmax of 128 experts", "bf16", False, _constants(128, 8, True, False, 1, 1, False)),
-        ("softmax of 6 groups of 10 experts", "fp16", False, _constants(60, 6, False, False, 6, 3, False)),
-        ("sigmoids of 8 groups of 32 experts", "fp32", True, _constants(256, 8, True, True, 8, 4, True)),
-        ("softmax of 1,024 experts", "bf16", True, _constants(1024, 16, True, False, 1, 1, False)),
-    ):
-        signature = {"logits": f"*{kind}", "weights": "*fp32", "chosen": "*i64", "stride": "i32", "scale": "fp32"}
-        known = constants if biased else constants | {"bias": None}
-        signature |= {"bias": "*fp32"} if biased else {}
-        cases.append(CompileCase(f"route, {name}", route_kernel, signature, known, 1, 2, ("redux.sync",)))
-    return cases

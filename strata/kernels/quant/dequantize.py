@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.quant.packed import TWO_OF_FOUR, PackedWeight, dense
@@ -272,23 +271,12 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     out, width = weight.shape
     result = torch.empty((out, width), dtype=dtype, device=weight.values.device)
     if result.numel():
-        dequantize_kernel[ceil_div(out, _BLOCK_N), ceil_div(width, _BLOCK_K)](
-            weight.values,
-            weight.scales,
-            weight.zeros,
-            weight.row_scales,
-            result,
-            out,
-            width,
-            weight.values.stride(0),
-            weight.scales.stride(0),
-            KIND=weight.kind,
-            ROW_GROUP=weight.rows,
-            GROUP=weight.columns if weight.columns < width else 0,
-            BLOCK_N=_BLOCK_N,
-            BLOCK_K=_BLOCK_K,
-            num_warps=_WARPS,
-        )
+        tensors = (weight.values, weight.scales, weight.zeros, weight.row_scales, result)
+        sizes = (out, width, weight.values.stride(0), weight.scales.stride(0))
+        group = weight.columns if weight.columns < width else 0
+        known = {"KIND": weight.kind, "ROW_GROUP": weight.rows, "GROUP": group}
+        grid = (ceil_div(out, _BLOCK_N), ceil_div(width, _BLOCK_K))
+        dequantize_kernel[grid](*tensors, *sizes, **known, BLOCK_N=_BLOCK_N, BLOCK_K=_BLOCK_K, num_warps=_WARPS)
     return result
 
 
@@ -318,11 +306,3 @@ def floats(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
         return placed
     # Column j of the values belongs to column order[j] of the weight.
     return torch.empty_like(placed).index_copy_(-1, weight.order.long(), placed)
-
-
-def compile_cases() -> list[CompileCase]:
-    signature = {"values": "*u8:16", "scales": "*bf16:16", "zeros": "*u8:16", "result": "*bf16:16"}
-    signature |= dict.fromkeys(("out", "width", "value_stride"), "i32:16") | {"scale_stride": "i32"}
-    constants = {"KIND": "int4", "ROW_GROUP": 1, "GROUP": 128, "BLOCK_N": _BLOCK_N, "BLOCK_K": _BLOCK_K}
-    constants |= {"row_scales": None}
-    return [CompileCase("int4 to bf16", dequantize_kernel, signature, constants, _WARPS, 2)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.quant.packed import TWO_OF_FOUR, PackedWeight
 from strata.kernels.quant.two_of_four import BYTE_COLUMNS
@@ -23,12 +22,7 @@ def _four_columns(pair, code, kind: tl.constexpr):
     b = tl.where(one == 1, first, tl.where(other == 1, second, zero))
     c = tl.where(one == 2, first, tl.where(other == 2, second, zero))
     d = tl.where(other == 3, second, zero)
-    return (
-        a.to(kind, bitcast=True),
-        b.to(kind, bitcast=True),
-        c.to(kind, bitcast=True),
-        d.to(kind, bitcast=True),
-    )
+    return (a.to(kind, bitcast=True), b.to(kind, bitcast=True), c.to(kind, bitcast=True), d.to(kind, bitcast=True))
 
 
 @jit
@@ -41,15 +35,7 @@ def eight_columns(values, places, kind: tl.constexpr):
 
 @jit
 def expand_kernel(
-    values,
-    places,
-    result,
-    out,
-    eights,
-    value_stride,
-    place_stride,
-    BLOCK_N: tl.constexpr,
-    BLOCK_EIGHTS: tl.constexpr,
+    values, places, result, out, eights, value_stride, place_stride, BLOCK_N: tl.constexpr, BLOCK_EIGHTS: tl.constexpr
 ):
     """Programs [rows / BLOCK_N, eights of columns / BLOCK_EIGHTS]; strides in eights of columns."""
     row = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
@@ -75,18 +61,10 @@ def expand_on_device(weight: PackedWeight) -> Tensor:
     result = torch.empty((out, width), dtype=weight.values.dtype, device=weight.device)
     if result.numel():
         values, eights = weight.values.view(torch.int64), width // BYTE_COLUMNS
-        expand_kernel[ceil_div(out, _BLOCK_N), ceil_div(eights, _BLOCK_EIGHTS)](
-            values,
-            weight.scales,
-            result,
-            out,
-            eights,
-            values.stride(0),
-            weight.scales.stride(0),
-            BLOCK_N=_BLOCK_N,
-            BLOCK_EIGHTS=_BLOCK_EIGHTS,
-            num_warps=_WARPS,
-        )
+        sizes = (out, eights, values.stride(0), weight.scales.stride(0))
+        known = {"BLOCK_N": _BLOCK_N, "BLOCK_EIGHTS": _BLOCK_EIGHTS, "num_warps": _WARPS}
+        grid = (ceil_div(out, _BLOCK_N), ceil_div(eights, _BLOCK_EIGHTS))
+        expand_kernel[grid](values, weight.scales, result, *sizes, **known)
     return result
 
 
@@ -102,10 +80,3 @@ def can_expand(weight: PackedWeight) -> bool:
         and values.stride(0) % 4 == 0
         and values.data_ptr() % 8 == 0
     )
-
-
-def compile_cases() -> list[CompileCase]:
-    signature = {"values": "*i64:16", "places": "*u8:16", "result": "*bf16:16"}
-    signature |= dict.fromkeys(("out", "eights", "value_stride", "place_stride"), "i32:16")
-    constants = {"BLOCK_N": _BLOCK_N, "BLOCK_EIGHTS": _BLOCK_EIGHTS}
-    return [CompileCase("2:4 to bf16", expand_kernel, signature, constants, _WARPS, 2)]

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
 from strata.kernels.quant.packed import E5M2, PackedWeight, Scheme
@@ -35,10 +34,14 @@ def _quantize_cost(x: Tensor, dtype: torch.dtype, per_row: bool, *, workload: Wo
 
 
 def _quantize_meta(x: Tensor, dtype: torch.dtype, per_row: bool) -> Quantized:
+    return _empty(x, dtype, per_row, torch.device("meta"))
+
+
+def _empty(x: Tensor, dtype: torch.dtype, per_row: bool, device: torch.device) -> Quantized:
+    """Memory for the results of `quantize`."""
     (rows, columns), scales = x.shape, x.shape if per_row else (1, 1)
-    values = x.new_empty((rows, columns), dtype=dtype, device="meta")
-    turned = x.new_empty((columns, padded(rows)), dtype=dtype, device="meta")
-    row_scale, column_scale = (x.new_empty((count, 1), dtype=torch.float32, device="meta") for count in scales)
+    values, turned = (torch.empty(size, dtype=dtype, device=device) for size in (x.shape, (columns, padded(rows))))
+    row_scale, column_scale = (torch.empty(count, 1, dtype=torch.float32, device=device) for count in scales)
     return values, turned, row_scale, column_scale
 
 
@@ -158,31 +161,13 @@ def _triton(x: Tensor, dtype: torch.dtype, per_row: bool) -> Quantized:
     rows, columns = x.shape
     counts = (rows, columns) if per_row else (1, 1)
     of_rows, of_columns = torch.zeros(sum(counts), dtype=torch.float32, device=x.device).split(counts)
-    row_scale, column_scale = (torch.empty(count, 1, dtype=torch.float32, device=x.device) for count in counts)
-    values = torch.empty(rows, columns, dtype=dtype, device=x.device)
-    turned = torch.empty(columns, padded(rows), dtype=dtype, device=x.device)
+    values, turned, row_scale, column_scale = _empty(x, dtype, per_row, x.device)
     grid = (ceil_div(padded(rows), _TILE), ceil_div(columns, _TILE))
-    largest_kernel[grid](
-        x, of_rows, of_columns, rows, columns, x.stride(0), PER_ROW=per_row, TILE=_TILE, num_warps=_WARPS
-    )
-    quantize_kernel[grid](
-        x,
-        values,
-        turned,
-        of_rows,
-        of_columns,
-        row_scale,
-        column_scale,
-        rows,
-        columns,
-        x.stride(0),
-        turned.stride(0),
-        MOST=torch.finfo(dtype).max,
-        LEAST=LEAST,
-        PER_ROW=per_row,
-        TILE=_TILE,
-        num_warps=_WARPS,
-    )
+    known = {"PER_ROW": per_row, "TILE": _TILE, "num_warps": _WARPS}
+    largest_kernel[grid](x, of_rows, of_columns, rows, columns, x.stride(0), **known)
+    tensors = (x, values, turned, of_rows, of_columns, row_scale, column_scale)
+    sizes = (rows, columns, x.stride(0), turned.stride(0))
+    quantize_kernel[grid](*tensors, *sizes, MOST=torch.finfo(dtype).max, LEAST=LEAST, **known)
     return values, turned, row_scale, column_scale if per_row else row_scale
 
 
@@ -222,16 +207,8 @@ def library_product(
     out: Tensor | None = None,
 ) -> Tensor:
     """`scaled_product` by the library, plus a bias [columns] of `dtype`; written to `out`, if that is given."""
-    return torch._scaled_mm(
-        a,
-        b.t(),
-        scale_a=a_scale,
-        scale_b=b_scale.t(),
-        bias=bias,
-        out_dtype=dtype,
-        use_fast_accum=fast,
-        out=out,
-    )
+    scales = {"scale_a": a_scale, "scale_b": b_scale.t()}
+    return torch._scaled_mm(a, b.t(), **scales, bias=bias, out_dtype=dtype, use_fast_accum=fast, out=out)
 
 
 scaled_product.implement("cublas", "cuda")(library_product)
@@ -252,28 +229,3 @@ def put_product(memory: Tensor, a: PackedWeight, b: PackedWeight, dtype: torch.d
         library_product(a.values, a.scales, b.values, b.scales, memory.dtype, False, out=memory)
     else:
         memory.copy_(multiply(a, b, dtype, False))
-
-
-def compile_cases() -> list[CompileCase]:
-    sizes = {"rows": "i32", "columns": "i32:16", "stride": "i32:16"}
-    tops = dict.fromkeys(("of_rows", "of_columns"), "*fp32")
-    cases = []
-    for per_row in (False, True):
-        name = "rows" if per_row else "a matrix"
-        constants = {"PER_ROW": per_row, "TILE": _TILE}
-        signature = {"x": "*bf16:16", **tops, **sizes}
-        cases.append(CompileCase(f"largest of {name}", largest_kernel, signature, constants, _WARPS, 2))
-        for kind, most in (("fp8e4nv", 448.0), ("fp8e5", 57344.0)):
-            signature = {"x": "*bf16:16", "values": f"*{kind}:16", "turned": f"*{kind}:16", **tops}
-            signature |= {"row_scale": "*fp32:16", "column_scale": "*fp32:16", **sizes, "turned_stride": "i32:16"}
-            cases.append(
-                CompileCase(
-                    f"{kind} by {name}",
-                    quantize_kernel,
-                    signature,
-                    constants | {"MOST": most, "LEAST": LEAST},
-                    _WARPS,
-                    2,
-                )
-            )
-    return cases

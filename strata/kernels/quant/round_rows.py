@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
 from strata.kernels.quant.packed import LARGEST, LEAST_SCALE, Scheme, pack_values, rounded, scales_of_rows, spread
@@ -176,20 +175,10 @@ def _triton(x: Tensor, kind: str, columns: int, static: float | None = None) -> 
     tile, warps = rounding_tile(width, columns)
     once = columns > 0 or width <= tile["COLUMNS"]
     if rows:
-        round_rows_kernel[(ceil_div(rows, tile["ROWS"]), ceil_div(width, tile["COLUMNS"]) if once else 1)](
-            x,
-            values,
-            scales,
-            rows,
-            width,
-            x.stride(0),
-            scales.shape[1],
-            static,
-            **rounding_constants(kind, columns),
-            **tile,
-            ONCE=once,
-            num_warps=warps,
-        )
+        sizes = (rows, width, x.stride(0), scales.shape[1])
+        known = rounding_constants(kind, columns) | tile | {"ONCE": once, "num_warps": warps}
+        grid = (ceil_div(rows, tile["ROWS"]), ceil_div(width, tile["COLUMNS"]) if once else 1)
+        round_rows_kernel[grid](x, values, scales, *sizes, static, **known)
     return values, scales
 
 
@@ -222,17 +211,3 @@ def rounding_case(
     found = {**signature, "values": f"*{stored}:16", **({"static": "fp32"} if static else {})}
     fixed = {**constants, **rounding_constants(kind, group), **({} if static else {"static": None})}
     return found, fixed, f"to {kind} by {group}" + ", static" * static
-
-
-def compile_cases() -> list[CompileCase]:
-    signature = {"x": "*bf16:16", "scales": "*fp32:16", "rows": "i32", "groups": "i32"}
-    signature |= dict.fromkeys(("width", "x_stride"), "i32:16")
-    cases = []
-    for case in rounding_cases():
-        group = case[2]
-        for width in (14336, 28672):
-            tile, warps = rounding_tile(width, group)
-            once = group > 0 or width <= tile["COLUMNS"]
-            given, constants, title = rounding_case(case, signature, tile | {"ONCE": once})
-            cases.append(CompileCase(f"rows of {width} {title}", round_rows_kernel, given, constants, warps, 2))
-    return cases

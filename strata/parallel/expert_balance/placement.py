@@ -75,7 +75,7 @@ def rebalanced(current: Numbers, placed: Numbers, loads: Sequence[float] | Loads
 
 
 def turns(placement: Numbers, experts: int, period: int = PERIOD) -> NDArray[np.int32]:
-    """[experts, period] the slot that computes expert e for token t at [e, t % period], as `held_experts` takes it.
+    """[experts, period] the slot that computes expert e for token t at [e, t % period], as `local_experts` takes it.
 
     The copies of an expert take turns, and experts begin with different ones, so that few tokens are spread too.
     """

@@ -162,7 +162,7 @@ def test_experts_that_move_between_ranks(elsewhere: Callable[..., Any], tmp_path
     stay = kernel_names(elsewhere(derived, str(tmp_path), options))
     options |= {"enable_eplb": True, "num_redundant_experts": 2}
     move = kernel_names(elsewhere(derived, str(tmp_path), options))
-    assert {"held_order_kernel", "grouped_kernel", "combine_kernel"} <= stay
+    assert {"local_order_kernel", "grouped_kernel", "combine_kernel"} <= stay
     assert move == stay | {"count_choices_kernel"}
     assert elsewhere(served_beyond, str(tmp_path), options, 900) == []
 
@@ -172,7 +172,7 @@ def test_ranks_with_sequences_of_their_own(elsewhere: Callable[..., Any], tmp_pa
     options = DUMMY | {"max_model_len": 3000, "max_num_seqs": 8, "max_num_batched_tokens": 3000}
     options |= {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_dp_attention": True}
     found = kernel_names(elsewhere(derived, str(tmp_path), options))
-    assert {"held_order_kernel", "grouped_kernel", "combine_kernel", "filter_bounds_kernel"} <= found
+    assert {"local_order_kernel", "grouped_kernel", "combine_kernel", "filter_bounds_kernel"} <= found
     assert {"gather_rows_kernel", "one_shot_kernel"} <= found
     assert not any("in_part" in name for name in found), "each rank has the logits of all ids"
     # Among sixteen ranks rows of a step that is launched go to their experts' ranks alone, and come back as sums.

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from strata.kernels.activation.clamped_swiglu import Clamp
 from strata.kernels.linear.wide_linear import wide_linear
-from strata.kernels.moe.biased_experts import biased_experts
 from strata.kernels.moe.calls import ExpertsCall
 from strata.kernels.moe.combine import combine, summed
-from strata.kernels.moe.experts import by_tiles, experts, grouped
+from strata.kernels.moe.experts import biased_experts, by_library, by_tiles, experts
 from strata.kernels.moe.route import route
 
 pytestmark = pytest.mark.gpu
@@ -44,7 +43,7 @@ def test_grouped_products_are_near_float64(tokens: int) -> None:
     # No random slope: the gradient of a weight is then a sum of 256 terms that may all but cancel.
     slope = experts.reference(*exact).to(torch.bfloat16)
     found, wanted = (
-        with_gradients(experts.of_arguments(grouped), given, slope),
+        with_gradients(experts.of_arguments(by_library), given, slope),
         with_gradients(experts.reference, exact, slope),
     )
     assert len(found) == 5
@@ -63,7 +62,7 @@ def test_grouped_products_of_tokens_with_fewer_experts(tokens: int) -> None:
     filled = int(kept.sum())
     exact = [one.double() if one.is_floating_point() else one for one in given]
     slope = experts.reference(*exact, filled).to(torch.bfloat16)
-    found = with_gradients(lambda *each: grouped(ExpertsCall(*each, filled)), given, slope)
+    found = with_gradients(lambda *each: by_library(ExpertsCall(*each, filled)), given, slope)
     wanted = with_gradients(lambda *each: experts.reference(*each, filled), exact, slope)
     for mine, other in zip(found, wanted, strict=True):
         assert (mine.double() - other).norm() <= 0.01 * other.norm()
@@ -177,7 +176,7 @@ def test_other_floats_than_bfloat16_are_recorded(dtype: torch.dtype) -> None:
 def test_a_rank_may_get_rows_for_none_of_its_experts() -> None:
     x, weights, chosen, gate_up, down = inputs(5)
     given = [x, weights, torch.full_like(chosen, -1), gate_up, down]
-    found = with_gradients(lambda *each: grouped(ExpertsCall(*each, 0)), given, torch.ones_like(x))
+    found = with_gradients(lambda *each: by_library(ExpertsCall(*each, 0)), given, torch.ones_like(x))
     assert len(found) == 5
     assert not any(one.any() for one in found)
 

@@ -178,7 +178,7 @@ def rounding_where_rows_are_made() -> None:
         (wide,) = launch_norm(total, weight, 1e-5, offset=1.0)
         found = launch_norm(total, weight, 1e-5, offset=1.0, **rounding)
         identical(found, (*many_rows._round(wide, kind, columns, static), wide))
-        gated = many_rows._round(silu_mul._triton(gate, up), kind, columns, static)
+        gated = many_rows._round(silu_mul.by_rows(silu_mul.silu_mul_kernel, gate, up), kind, columns, static)
         identical(rounded_silu_mul._triton(gate, up, kind, columns, static), gated)
 
 

@@ -11,13 +11,13 @@ import torch
 from strata.kernels.activation.clamped_swiglu import Clamp, clamped_swiglu
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
-from strata.kernels.moe import few_tokens as few_tokens_file
-from strata.kernels.moe import grouped, held_order
-from strata.kernels.moe.biased_experts import biased_experts
+from strata.kernels.moe import local_order
 from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall
-from strata.kernels.moe.experts import experts
-from strata.kernels.moe.few_tokens import by_choices
-from strata.kernels.moe.held_order import held_numbers
+from strata.kernels.moe.experts import biased_experts, experts
+from strata.kernels.moe.few_tokens import ChoiceTile, by_choices
+from strata.kernels.moe.grouped import grouped_product
+from strata.kernels.moe.grouped_tiles import GroupedTile
+from strata.kernels.moe.local_order import local_numbers
 from strata.kernels.moe.order import Order
 from strata.kernels.moe.route import SOFTMAX, in_one_launch, route
 from tests.kernels.interpreter import prepare_interpreter
@@ -38,9 +38,9 @@ def routes() -> None:
 def orders() -> None:
     """As sorted by torch, of few choices and of many."""
     placement, mapping = torch.randint(20, (16, 6), dtype=torch.int32), torch.randint(-1, 2, (50,), dtype=torch.int32)
-    held_order.implementations_for = lambda device: "cuda"  # type: ignore[assignment]
+    local_order.implementations_for = lambda device: "cuda"  # type: ignore[assignment]
     for counts in (False, True):
-        held_order.sorts_by_counting = lambda chosen, counts=counts: counts  # type: ignore[assignment,misc]
+        local_order.sorts_by_counting = lambda chosen, counts=counts: counts  # type: ignore[assignment,misc]
         for tokens, first, held, *tables in (
             (50, 0, 16),
             (50, 3, 9, None, mapping),
@@ -48,8 +48,8 @@ def orders() -> None:
             (0, 0, 16),
         ):
             chosen = torch.randint(-1 if not tables else 0, 16, (tokens, 3), dtype=torch.int32)
-            numbers = held_numbers(chosen, first, held, *(tables or [None]))
-            found, wanted = held_order.held_order(chosen, first, held, *tables), Order.of(numbers, held, empty=True)
+            numbers = local_numbers(chosen, first, held, *(tables or [None]))
+            found, wanted = local_order.local_order(chosen, first, held, *tables), Order.of(numbers, held, empty=True)
             for mine, other in zip(astuple(found), astuple(wanted), strict=True):
                 assert mine.dtype == other.dtype
                 assert torch.equal(mine, other)
@@ -70,11 +70,9 @@ def products(turned: bool) -> None:
             gate, up = given.chunk(2, -1)
             wanted = silu_mul(gate, up) if clamp is None else clamped_swiglu(gate, up, clamp)
             fetched = {"source": order.source, "per_token": per_token, "gated": True, "clamp": clamp}
-            tile = grouped.GroupedTile(16, 16, 32, 4, 2, turned)
-            with mock.patch.object(grouped, "choose_tile", return_value=tile):
-                more = {} if clamp is None else {"bias": bias}
-                found = grouped.grouped_product(x, weight, order.ends, **fetched, **more)
-                plain = grouped.grouped_product(own, weight, order.ends, **more)
+            more = {"tile": GroupedTile(16, 16, 32, 4, 2, turned)} | ({} if clamp is None else {"bias": bias})
+            found = grouped_product(x, weight, order.ends, **fetched, **more)
+            plain = grouped_product(own, weight, order.ends, **more)
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5, equal_nan=True)
             torch.testing.assert_close(plain, given, rtol=1e-4, atol=1e-5, equal_nan=True)
 
@@ -88,20 +86,21 @@ def few_tokens() -> None:
         biases, clamp = (torch.randn(count, 2 * width), torch.randn(count, hidden)), Clamp(1.702, 1.0)
         wanted = biased_experts.reference(x, weights, chosen, gate_up, down, *biases, clamp)
         close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5, equal_nan=True)
-        close(by_choices(BiasedExpertsCall(x, weights, chosen, gate_up, down, *biases, clamp)), wanted)
+        by_parts = partial(by_choices, tiles=(ChoiceTile(8, 16, 4), ChoiceTile(8, 16, 4)))
+        close(by_parts(BiasedExpertsCall(x, weights, chosen, gate_up, down, *biases, clamp)), wanted)
         wanted = biased_experts.reference(x, weights, chosen, gate_up, down, *biases, clamp, False)
-        close(by_choices(BiasedExpertsCall(x, weights, chosen, gate_up, down, *biases, clamp, False)), wanted)
+        close(by_parts(BiasedExpertsCall(x, weights, chosen, gate_up, down, *biases, clamp, False)), wanted)
         broken = x.clone()
         broken[-1, 0] = torch.nan
         wanted = biased_experts.reference(broken, weights, chosen, gate_up, down, *biases, clamp)
-        close(by_choices(BiasedExpertsCall(broken, weights, chosen, gate_up, down, *biases, clamp)), wanted)
+        close(by_parts(BiasedExpertsCall(broken, weights, chosen, gate_up, down, *biases, clamp)), wanted)
         chosen[0, -1] = -1
         rest = tokens * per_token - 1
         wanted = experts.reference(x, weights, chosen, gate_up, down, rest)
-        close(by_choices(ExpertsCall(x, weights, chosen, gate_up, down)), wanted)
+        close(by_parts(ExpertsCall(x, weights, chosen, gate_up, down)), wanted)
         if per_token == 1:
             wanted = experts.reference(x, None, chosen, gate_up, down, rest)
-            close(by_choices(ExpertsCall(x, None, chosen, gate_up, down)), wanted)
+            close(by_parts(ExpertsCall(x, None, chosen, gate_up, down)), wanted)
 
 
 if __name__ == "__main__":
@@ -115,8 +114,7 @@ if __name__ == "__main__":
         for turned in (False, True):
             products(turned)
         packed_products()
-        with mock.patch.multiple(few_tokens_file, _GATE=(8, 16, 4), _SUM=(8, 16, 4)):
-            few_tokens()
+        few_tokens()
     assert_routed(in_one_launch, distinct(3, 64, torch.float16, "cpu"), None, 6, True, SOFTMAX)
     assert_ties_go_to_the_lower_number(in_one_launch, "cpu")
     for name in ("odd", "V2", "odd groups"):

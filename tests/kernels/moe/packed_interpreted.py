@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from strata.kernels.activation.clamped_swiglu import Clamp, clamped_swiglu
-from strata.kernels.moe.biased_experts import biased_experts
 from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall
-from strata.kernels.moe.experts import experts
-from strata.kernels.moe.grouped import GroupedTile
+from strata.kernels.moe.experts import biased_experts, experts
+from strata.kernels.moe.few_tokens import ChoiceTile, by_choices
+from strata.kernels.moe.grouped import grouped_product
+from strata.kernels.moe.grouped_tiles import GroupedTile
 from strata.kernels.moe.order import Order
-from strata.kernels.moe.packed_few_tokens import ChoicePart, by_packed_choices
-from strata.kernels.moe.packed_grouped import PackedTile, packed_grouped_product
-from strata.kernels.moe.rounded_grouped import rounded_grouped_product
 from strata.kernels.quant.packed import PackedWeight, Scheme, dense, pack, spread
 from strata.kernels.quant.round_rows import round_rows
 
@@ -47,12 +45,12 @@ def products(weight: PackedWeight, step: int) -> None:
     x[0, 1] = torch.nan
     own, expert = x[order.source // PER_TOKEN], expert[order.source]
     exact = torch.einsum("rk,rok->ro", own, dense(weight)[expert])
-    tile = PackedTile(8, 32, step, 2, 2, steps=2 if width > 80 else 1)
+    tile = GroupedTile(8, 32, step, 2, 2, steps=2 if width > 80 else 1)
     if width == 80:  # neither fetched nor gated
-        close(packed_grouped_product(own, weight, order.ends, tile=tile), exact)
+        close(grouped_product(own, weight, order.ends, tile=tile), exact)
     fetched = {"source": order.source, "per_token": PER_TOKEN, "gated": True, "bias": bias, "clamp": CLAMP}
     gate, up = (exact + bias[expert]).chunk(2, -1)
-    close(packed_grouped_product(x, weight, order.ends, **fetched, tile=tile), clamped_swiglu(gate, up, CLAMP))
+    close(grouped_product(x, weight, order.ends, **fetched, tile=tile), clamped_swiglu(gate, up, CLAMP))
 
 
 # Activations likewise, a step of 128 columns; of widths that it divides or does not.
@@ -74,16 +72,17 @@ def rounded(weight: PackedWeight, turned: bool) -> None:
     tile = GroupedTile(16, 32, 128, 4, 2, turned)
     if weight.columns == 0:
         rows = values[order.source // PER_TOKEN], scales[order.source // PER_TOKEN]
-        close(rounded_grouped_product(*rows, weight, order.ends, torch.float32, tile=tile), exact)
+        close(grouped_product(rows[0], weight, order.ends, x_scales=rows[1], dtype=torch.float32, tile=tile), exact)
     fetched = {"source": order.source, "per_token": PER_TOKEN, "gated": True, "bias": bias, "clamp": CLAMP}
     gate, up = (exact + bias[expert]).chunk(2, -1)
-    found = rounded_grouped_product(values, scales, weight, order.ends, torch.float32, **fetched, tile=tile)
+    fetched |= {"x_scales": scales, "dtype": torch.float32}
+    found = grouped_product(values, weight, order.ends, **fetched, tile=tile)
     close(found, clamped_swiglu(gate, up, CLAMP))
 
 
 def few_tokens(scheme: Scheme, tokens: int, per_token: int, hidden: int, width: int) -> None:
     """Of a token without one of its experts and of one that is NaN, too."""
-    count, parts = per_token + 2, (ChoicePart(8, 16, 4), ChoicePart(4, 16, 4))
+    count, parts = per_token + 2, (ChoiceTile(8, 16, 4), ChoiceTile(4, 16, 4))
     chosen = torch.rand(tokens, count).argsort(1)[:, :per_token].contiguous()
     x, weights = torch.randn(tokens, hidden), torch.rand(tokens, per_token)
     gate_up, down = (pack(torch.randn(count, *size) / 8, scheme) for size in ((2 * width, hidden), (hidden, width)))
@@ -91,11 +90,11 @@ def few_tokens(scheme: Scheme, tokens: int, per_token: int, hidden: int, width: 
     biases = torch.randn(count, 2 * width), torch.randn(count, hidden)
     x[-1, 0] = torch.nan if tokens > 1 else 0.0
     wanted = biased_experts.reference(x, weights, *given, *biases, CLAMP)
-    close(by_packed_choices(BiasedExpertsCall(x, weights, chosen, gate_up, down, *biases, CLAMP), parts), wanted)
+    close(by_choices(BiasedExpertsCall(x, weights, chosen, gate_up, down, *biases, CLAMP), parts), wanted)
     chosen[0, -1] = -1
     for factors in (weights, *(None,) * (per_token == 1)):
         wanted = experts.reference(x, factors, *given, tokens * per_token - 1)
-        close(by_packed_choices(ExpertsCall(x, factors, chosen, gate_up, down), parts), wanted)
+        close(by_choices(ExpertsCall(x, factors, chosen, gate_up, down), parts), wanted)
 
 
 def close(found: Tensor, wanted: Tensor) -> None:

@@ -11,10 +11,7 @@ from strata.engine.startup.packing import Packing
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.clamped_swiglu import Clamp
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits, as_if_on
-from strata.kernels.moe.biased_experts import biased_experts
-from strata.kernels.moe.experts import experts
-from strata.kernels.moe.held import held_experts
-from strata.kernels.moe.packed_experts import CHOICES, CONVERTED, FROZEN, ROUNDED
+from strata.kernels.moe.experts import CHOICES, CONVERTED, FROZEN, ROUNDED, biased_experts, experts, local_experts
 from strata.kernels.quant import dequantize
 from strata.kernels.quant.packed import PackedWeight, Scheme, pack, unpacked_values
 from strata.kernels.quant.schemes import SCHEMES
@@ -51,7 +48,7 @@ def test_each_scheme_has_kernels_for_all_three_operations(name: str) -> None:
         biases = [as_if_on(HOPPER, torch.empty(COUNT, size, device="meta")) for size in (2 * WIDTH, HIDDEN)]
         assert experts.bind("cuda", packed=True).choose(*given).name == way
         assert biased_experts.bind("cuda", packed=True).choose(*given, *biases, Clamp(1.7, 7.0)).name == way
-        held = held_experts.bind("cuda", packed=True).choose(*given, 0, COUNT)
+        held = local_experts.bind("cuda", packed=True).choose(*given, 0, COUNT)
         assert held.name == (CONVERTED if way == CHOICES else way)
 
 
@@ -88,19 +85,19 @@ def test_experts_as_wide_as_a_group_have_kernels(name: str, width: int) -> None:
 def test_launches_are_told() -> None:
     pytest.importorskip("triton")
     given = placed(SCHEMES["int4"], 4, HOPPER)
-    ordered = ("held_order_kernel", "packed_grouped_kernel", "packed_grouped_kernel", "combine_kernel")
+    ordered = ("local_order_kernel", "quantized_grouped_kernel", "quantized_grouped_kernel", "combine_kernel")
     assert experts.bind("cuda", packed=True).launches(*given) == ordered
     alone = experts.bind("cuda", packed=True).launches(*placed(SCHEMES["fp8"], 1, HOPPER))
-    assert alone == ("packed_choice_gate_kernel", "packed_choice_sum_kernel")
+    assert alone == ("choice_gate_kernel", "choice_sum_kernel")
     in_8_bits = experts.bind("cuda", packed=True).launches(*placed(SCHEMES["fp8"], 64, HOPPER))
-    assert in_8_bits == (ordered[0], *("round_rows_kernel", "rounded_grouped_kernel") * 2, ordered[3])
+    assert in_8_bits == (ordered[0], *("round_rows_kernel", "grouped_kernel") * 2, ordered[3])
     order = as_if_on(HOPPER, torch.empty(WIDTH, dtype=torch.int32, device="meta"))
     given[4] = given[4]._replace(order=order)
     assert experts.bind("cuda", packed=True).launches(*given) == (*ordered[:2], "(ATen)", *ordered[2:])
 
 
 def test_a_start_on_a_gpu_takes_packed_experts_but_deterministic_ones() -> None:
-    packing = Packing({}, {}, (experts, biased_experts, held_experts), "mxfp4")
+    packing = Packing({}, {}, (experts, biased_experts, local_experts), "mxfp4")
     packing.check_kernels("cuda", deterministic=False)
     with pytest.raises(ValueError, match="packed as mxfp4: experts has no deterministic kernel for them on cuda yet"):
         packing.check_kernels("cuda", deterministic=True)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strata.kernels.moe.experts import experts as whole_experts
-from strata.kernels.moe.held import held_experts
+from strata.kernels.moe.experts import local_experts
 from strata.parallel.expert_balance.placement import PERIOD, place_experts, rank_loads, rebalanced, turns
 
 
@@ -156,7 +156,7 @@ def test_ranks_add_up_to_the_whole() -> None:
     gate_up, down = torch.randn(6, 16, 16), torch.randn(6, 16, 8)
     total = torch.zeros_like(x)
     for rank, own in enumerate(torch.from_numpy(placement).view(ranks, -1)):
-        total += held_experts(x, weights, chosen, gate_up[own], down[own], 2 * rank, slots, table)
+        total += local_experts(x, weights, chosen, gate_up[own], down[own], 2 * rank, slots, table)
     torch.testing.assert_close(total, whole_experts(x, weights, chosen, gate_up, down), rtol=1e-5, atol=1e-4)
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from strata.kernels.linear.fp8 import linear_fp8, linear_silu_mul_fp8
 from strata.kernels.linear.linear import linear
-from strata.kernels.moe.experts import experts, grouped
+from strata.kernels.moe.experts import by_library, experts
 from strata.kernels.op import Implementation
 from strata.models.config import ModelConfig
 from strata.models.layers import CausalLM
@@ -181,7 +181,7 @@ def assert_same_gradients(ways: dict[str, Trained]) -> None:
 @pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
 def test_experts_multiply_again_only_what_is_not_kept(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """Through the grouped products of a GPU, which a CPU computes as well: two a layer, with two gradients each."""
-    only = Implementation("grouped", grouped, "cpu", differentiable=True)
+    only = Implementation("grouped", by_library, "cpu", differentiable=True)
     monkeypatch.setattr(experts, "implementations", [only])
     monkeypatch.setattr(experts, "_bound", {})
     config = config_of(family, **EVEN, **({"moe_intermediate_size": 24} if family == "qwen3-moe" else {}))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from strata.kernels.choose import MEASURED, thresholds_of
-from strata.kernels.moe.held_order import held_numbers, held_order
+from strata.kernels.moe.local_order import local_numbers, local_order
 from strata.kernels.moe.order import Order
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
@@ -23,8 +23,8 @@ def choices(tokens: int, per_token: int, count: int, dtype: torch.dtype = torch.
 
 
 def assert_sorted(chosen: Tensor, first: int, held: int, *tables: Any) -> None:
-    found = held_order(chosen, first, held, *tables)
-    wanted = Order.of(held_numbers(chosen, first, held, *(tables or [None])), held, empty=True)
+    found = local_order(chosen, first, held, *tables)
+    wanted = Order.of(local_numbers(chosen, first, held, *(tables or [None])), held, empty=True)
     for mine, other in zip(astuple(found), astuple(wanted), strict=True):
         assert mine.dtype == other.dtype
         assert torch.equal(mine, other)
@@ -60,15 +60,15 @@ def test_choices_of_a_rank(tokens: int, placed: bool, padded: bool) -> None:
 @pytest.mark.parametrize("tokens", [33, 3000])
 def test_a_recorded_order_follows_its_choices(tokens: int) -> None:
     chosen = choices(tokens, 8, 64)
-    held_order(chosen, 0, 64)
+    local_order(chosen, 0, 64)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        held_order(chosen, 0, 64)
+        local_order(chosen, 0, 64)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = held_order(chosen, 0, 64)
+        found = local_order(chosen, 0, 64)
     for shift in (0, 1, 5):
         chosen.copy_((chosen + shift) % 64)
         graph.replay()

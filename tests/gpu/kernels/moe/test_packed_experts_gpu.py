@@ -12,16 +12,12 @@ from torch import Tensor
 
 from strata.hardware.replay import time_replayed
 from strata.kernels.activation.clamped_swiglu import Clamp
-from strata.kernels.moe.biased_experts import biased_experts
 from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall
-from strata.kernels.moe.experts import experts
-from strata.kernels.moe.held import held_experts
+from strata.kernels.moe.experts import CHOICES, CONVERTED, FROZEN, ROUNDED, biased_experts, experts, local_experts
+from strata.kernels.moe.few_tokens import QUANTIZED_TILES, ChoiceTile, by_choices
+from strata.kernels.moe.grouped import grouped_product
+from strata.kernels.moe.grouped_tiles import GroupedTile, choose_tile, fitting
 from strata.kernels.moe.order import Order
-from strata.kernels.moe.packed_experts import CHOICES, CONVERTED, FROZEN, ROUNDED
-from strata.kernels.moe.packed_few_tokens import GATE, SUM, ChoicePart, by_packed_choices
-from strata.kernels.moe.packed_grouped import PackedTile, choose_tile, fitting, packed_grouped_product
-from strata.kernels.moe.rounded_grouped import choose_tile as rounded_tile
-from strata.kernels.moe.rounded_grouped import rounded_grouped_product
 from strata.kernels.quant.packed import PackedWeight, Scheme, dense, pack, spread
 from strata.kernels.quant.round_rows import round_rows
 from strata.kernels.quant.schemes import SCHEMES
@@ -72,10 +68,10 @@ def assert_near(result: Tensor, exact: Tensor) -> None:
     torch.testing.assert_close(result.double(), exact, rtol=rtol, atol=1e-4 * exact.abs().max().item())
 
 
-def tiles(weight: PackedWeight, gated: bool) -> list[PackedTile]:
+def tiles(weight: PackedWeight, gated: bool) -> list[GroupedTile]:
     """Those of the rule for any number of rows."""
     count = weight.shape[0]
-    found = (choose_tile(each * count, count, weight, gated=gated) for each in (1, 8, 20, 40, 200))
+    found = (choose_tile(each * count, weight, gated=gated) for each in (1, 8, 20, 40, 200))
     return [fitting(tile, weight, gated=gated) for tile in found if tile is not None]
 
 
@@ -97,13 +93,13 @@ def test_products_in_every_tile(name: str, out: int, width: int) -> None:
         ]
     )
     for tile in tiles(weight, gated=False):
-        assert_near(packed_grouped_product(rows, weight, order.ends, bias=bias, tile=tile), exact)
+        assert_near(grouped_product(rows, weight, order.ends, bias=bias, tile=tile), exact)
     gate, up = exact.chunk(2, -1)
     gate, up = gate.clamp(max=CLAMP.limit), up.clamp(-CLAMP.limit, CLAMP.limit)
     clamped = (up + 1) * gate * torch.sigmoid(CLAMP.alpha * gate)
     fetched: dict[str, Any] = {"source": order.source, "per_token": per_token, "gated": True, "bias": bias}
     for tile in tiles(weight, gated=True):
-        assert_near(packed_grouped_product(x, weight, order.ends, **fetched, clamp=CLAMP, tile=tile), clamped)
+        assert_near(grouped_product(x, weight, order.ends, **fetched, clamp=CLAMP, tile=tile), clamped)
 
 
 @pytest.mark.parametrize(
@@ -136,10 +132,10 @@ def test_products_in_8_bits_in_every_tile(name: str, out: int, width: int) -> No
     fetched: dict[str, Any] = {"source": order.source, "per_token": per_token, "gated": True, "clamp": CLAMP}
     for each in (4, 20, 40, 200):
         for gated in (False, True):
-            tile = rounded_tile(each * count, count, weight.columns > 0, gated=gated)
-            rows = (values, scales) if gated else (values[token], scales[token])
-            more: dict[str, Any] = fetched if gated else {}
-            found = rounded_grouped_product(*rows, weight, order.ends, torch.bfloat16, bias=bias, tile=tile, **more)
+            tile = choose_tile(each * count, weight, gated=gated, rounded=True)
+            x, own = (values, scales) if gated else (values[token], scales[token])
+            more: dict[str, Any] = {"x_scales": own, "dtype": torch.bfloat16} | (fetched if gated else {})
+            found = grouped_product(x, weight, order.ends, bias=bias, tile=tile, **more)
             wanted = clamped if gated else exact
             assert found.isfinite().all()
             assert (found.double() - wanted).norm() <= bound * wanted.norm(), tile
@@ -217,22 +213,22 @@ def test_rows_are_rounded_with_a_scale_that_was_found_ahead() -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8", "int8"])
-@pytest.mark.parametrize("parts", [(GATE, SUM), (ChoicePart(8, 512, 4), ChoicePart(4, 128, 8))])
+@pytest.mark.parametrize("parts", [QUANTIZED_TILES, (ChoiceTile(8, 512, 4), ChoiceTile(4, 128, 8))])
 @pytest.mark.parametrize(
     ("tokens", "per_token", "hidden", "width"), [(1, 8, 2048, 768), (1, 4, 2880, 1441), (3, 3, 99, 41)]
 )
 def test_choices(
-    name: str, parts: tuple[ChoicePart, ChoicePart], tokens: int, per_token: int, hidden: int, width: int
+    name: str, parts: tuple[ChoiceTile, ChoiceTile], tokens: int, per_token: int, hidden: int, width: int
 ) -> None:
     """Of sizes that blocks divide or do not, with bounds and biases, and where a token lacks an expert."""
     count, bound = 16, BOUNDS[CHOICES]
     arguments = given(name, tokens, count, per_token, hidden, width)
     biases = draw(count, 2 * width) / 4, draw(count, hidden) / 4
-    found = by_packed_choices(BiasedExpertsCall(*arguments, *biases, CLAMP), parts)
+    found = by_choices(BiasedExpertsCall(*arguments, *biases, CLAMP), parts)
     exact = biased_experts.reference(*in_float64([*arguments, *biases]), CLAMP)
     assert (found.double() - exact).norm() <= bound * exact.norm()
     arguments[2][0, -1] = -1
-    found = by_packed_choices(ExpertsCall(*arguments), parts)
+    found = by_choices(ExpertsCall(*arguments), parts)
     exact = experts.reference(*in_float64(arguments), tokens * per_token - 1)
     assert (found.double() - exact).norm() <= bound * exact.norm()
 
@@ -271,7 +267,7 @@ def test_a_ranks_part(name: str, tokens: int) -> None:
     mapping = torch.zeros(tokens, dtype=torch.int32, device="cuda")
     mapping[-1] = -1
     arguments += [first, count, None, mapping]
-    assert_right(held_experts, arguments, way(name, tokens, 2, held))
+    assert_right(local_experts, arguments, way(name, tokens, 2, held))
 
 
 def test_what_no_kernel_reads_is_served_in_floats() -> None:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from strata.kernels.choose import MEASURED, thresholds_of
-from strata.kernels.moe.calls import HeldExpertsCall
+from strata.kernels.moe.calls import LocalExpertsCall
 from strata.kernels.moe.count import count_choices
-from strata.kernels.moe.held import grouped_held, held_by_tiles, held_experts
-from strata.kernels.moe.held_order import held_numbers, held_order
+from strata.kernels.moe.experts import by_library, by_tiles, local_experts
+from strata.kernels.moe.local_order import local_numbers, local_order
 
 pytestmark = pytest.mark.gpu
 
@@ -48,7 +48,7 @@ def part(given: list[Tensor], first: int, held: int, placement: Tensor | None) -
 
 def near_float64(run: Callable[..., Tensor], given: list[Tensor | int], bound: float) -> None:
     exact = [one.double() if isinstance(one, Tensor) and one.is_floating_point() else one for one in given]
-    found, wanted = run(HeldExpertsCall(*given)), held_experts.reference(*exact)
+    found, wanted = run(LocalExpertsCall(*given)), local_experts.reference(*exact)
     assert found.dtype == given[0].dtype
     assert torch.equal(found.any(1) | ~found.isfinite().all(1), wanted.any(1))
     assert (found.double() - wanted).norm() <= bound * wanted.norm()
@@ -65,7 +65,7 @@ BOUNDS = {torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 1e-5}
 def test_tiles_are_near_float64(placed: bool, tokens: int, hidden: int, width: int, dtype: torch.dtype) -> None:
     given = inputs(tokens, 4, dtype, hidden, width)
     for first, held in ((0, 4), (3, 9), (15, 1)) if not placed else ((0, 7), (13, 7)):
-        near_float64(held_by_tiles, part(given, first, held, table() if placed else None), BOUNDS[dtype])
+        near_float64(by_tiles, part(given, first, held, table() if placed else None), BOUNDS[dtype])
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -74,7 +74,7 @@ def test_tiles_are_near_float64(placed: bool, tokens: int, hidden: int, width: i
 def test_the_library_is_near_float64(placed: bool, tokens: int) -> None:
     given = inputs(tokens, 4, torch.bfloat16, 256, 128)
     for first, held in ((0, 4), (3, 9)) if not placed else ((0, 7), (13, 7)):
-        near_float64(grouped_held, part(given, first, held, table() if placed else None), 1e-2)
+        near_float64(by_library, part(given, first, held, table() if placed else None), 1e-2)
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -87,7 +87,7 @@ def test_choices_are_sorted_by_expert(tokens: int, placed: bool, padded: bool) -
     for first, held in ((0, 16), (3, 9), (15, 1)):
         placement = table() if placed else None
         mapping = torch.randint(-1, 2, (tokens,), device="cuda", dtype=torch.int32) if padded else None
-        order, numbers = (make(chosen, first, held, placement, mapping) for make in (held_order, held_numbers))
+        order, numbers = (make(chosen, first, held, placement, mapping) for make in (local_order, local_numbers))
         wanted = torch.cat([(numbers.flatten() == number).nonzero().flatten() for number in range(held)])
         counts = torch.stack([(numbers == number).sum() for number in range(held)])
         assert torch.equal(order.ends, counts.cumsum(0).int())
@@ -101,15 +101,15 @@ def test_nobody_chose_an_expert_of_this_rank() -> None:
     given = inputs(33, 4, torch.bfloat16, 256, 128)
     given[2] = given[2] % 8
     own = part(given, 12, 4, None)
-    for run in (held_by_tiles, grouped_held):
-        assert not run(HeldExpertsCall(*own)).any()
+    for run in (by_tiles, by_library):
+        assert not run(LocalExpertsCall(*own)).any()
 
 
 @pytest.mark.parametrize(("dtype", "tokens"), [(torch.bfloat16, 33), (torch.float16, 3000), (torch.bfloat16, 3000)])
 def test_a_recorded_part_follows_its_inputs(dtype: torch.dtype, tokens: int) -> None:
     given = inputs(tokens, 4, dtype, 256, 128)
     own = part(given, 13, 7, table())
-    bound = held_experts.bind("cuda")
+    bound = local_experts.bind("cuda")
     with torch.inference_mode():
         bound(*own)
         torch.cuda.set_sync_debug_mode("error")
@@ -125,7 +125,7 @@ def test_a_recorded_part_follows_its_inputs(dtype: torch.dtype, tokens: int) -> 
             given[2].copy_((given[2] + shift) % COUNT)
             graph.replay()
             exact = [one.double() if isinstance(one, Tensor) and one.is_floating_point() else one for one in own]
-            wanted = held_experts.reference(*exact)
+            wanted = local_experts.reference(*exact)
             assert (found.double() - wanted).norm() <= 1e-2 * wanted.norm()
 
 

@@ -14,15 +14,15 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.choose import MEASURED, thresholds_of
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
 from strata.kernels.moe import combine as moe_combine
-from strata.kernels.moe import counting_order, held, held_order
+from strata.kernels.moe import experts as moe_experts
 from strata.kernels.moe import grouped as moe_grouped
-from strata.kernels.moe.experts import experts
-from strata.kernels.moe.held import grouped_held, held_by_tiles, held_experts
-from strata.kernels.moe.held_order import held_numbers
+from strata.kernels.moe import local_order
+from strata.kernels.moe.experts import by_library, by_tiles, experts, local_experts
+from strata.kernels.moe.local_order import local_numbers
 
 COUNT, HIDDEN, WIDTH = 7, 16, 8
-WAYS = {"reference": held_experts.reference, "cpu": held_experts.bind("cpu")}
-INVARIANT = held_experts.bind("cpu", deterministic=True)
+WAYS = {"reference": local_experts.reference, "cpu": local_experts.bind("cpu")}
+INVARIANT = local_experts.bind("cpu", deterministic=True)
 
 
 def inputs(tokens: int, per_token: int, only: int | None = None) -> list[Tensor]:
@@ -97,15 +97,15 @@ def test_padding_goes_to_no_expert(way: str) -> None:
     found = run(*given, 0, COUNT, None, mapping)
     assert not found[~there].any()
     torch.testing.assert_close(found[there], experts.reference(*given)[there], rtol=1e-5, atol=1e-4)
-    numbers = held_numbers(torch.tensor([[2, 0], [5, 2]]), 0, 3, None, torch.tensor([4, -1]))
+    numbers = local_numbers(torch.tensor([[2, 0], [5, 2]]), 0, 3, None, torch.tensor([4, -1]))
     assert numbers.tolist() == [[2, 0], [-1, -1]]
 
 
 def test_numbers_of_experts_here_and_elsewhere() -> None:
     chosen = torch.tensor([[2, 0], [5, 2], [2, 6]])
-    assert held_numbers(chosen, 2, 3, None).tolist() == [[0, -1], [-1, 0], [0, -1]]
+    assert local_numbers(chosen, 2, 3, None).tolist() == [[0, -1], [-1, 0], [0, -1]]
     # Slots of the tokens: 1 and 0, 8 and 4, 7 and 9.
-    assert held_numbers(chosen, 3, 5, table_of(6)).tolist() == [[-1, -1], [-1, 1], [4, -1]]
+    assert local_numbers(chosen, 3, 5, table_of(6)).tolist() == [[-1, -1], [-1, 1], [4, -1]]
     assert chosen.tolist() == [[2, 0], [5, 2], [2, 6]]
 
 
@@ -116,7 +116,7 @@ def test_deterministic_mode_takes_no_copies_that_tokens_share_by_their_place() -
         alone = [one[row : row + 1] for one in given[:3]]
         part = INVARIANT(*alone, *(one[2:5] for one in given[3:]), 2, COUNT)
         assert torch.equal(part, whole[row : row + 1])
-    with pytest.raises(NotImplementedError, match="held_experts"):
+    with pytest.raises(NotImplementedError, match="local_experts"):
         INVARIANT(*given, 0, COUNT, table_of(6))
 
 
@@ -130,15 +130,15 @@ def test_costs_are_those_counted_by_hand() -> None:
     used = round(3 * (1 - (5 / 7) ** 6) * 768)
     step = Workload((6,), (6,))
     moved = 6 * 16 * 2
-    found = held_experts.cost(x, weights, chosen, gate_up[:3], down[:3], 0, COUNT, workload=step)
+    found = local_experts.cost(x, weights, chosen, gate_up[:3], down[:3], 0, COUNT, workload=step)
     assert found == Cost(flops, moved + 48 + 96 + used, moved, used)
     # Ten slots, of which it has 3; each choice looks its slot up.
     flops, used = round(3.6 * (6 * 16 * 8 + 40 + 32)), round(3 * (1 - 0.8**6) * 768)
-    found = held_experts.cost(x, weights, chosen, gate_up[:3], down[:3], 0, 10, table_of(6), workload=step)
+    found = local_experts.cost(x, weights, chosen, gate_up[:3], down[:3], 0, 10, table_of(6), workload=step)
     assert found == Cost(flops, moved + 48 + 96 + 48 + used, moved, used)
-    assert held_experts.meta(x, weights, chosen, gate_up[:3], down[:3], 0, COUNT).shape == (6, 16)
+    assert local_experts.meta(x, weights, chosen, gate_up[:3], down[:3], 0, COUNT).shape == (6, 16)
     # All of them on one rank cost what they cost without ranks.
-    whole = held_experts.cost(x, weights, chosen, gate_up, down, 0, COUNT, workload=step)
+    whole = local_experts.cost(x, weights, chosen, gate_up, down, 0, COUNT, workload=step)
     assert whole == experts.cost(x, weights, chosen, gate_up, down, workload=step)
 
 
@@ -152,12 +152,12 @@ def test_cuda_asks_the_host_for_nothing(
     x, weights, chosen, gate_up, down = inputs(tokens, 2)
     given = [x.to(dtype), weights, chosen, gate_up[:3].to(dtype), down[:3].to(dtype), 0, 10 if placed else COUNT]
     given += [table_of(6)] if placed else []
-    run = held_experts.bind("cuda").choose(*given)
+    run = local_experts.bind("cuda").choose(*given)
     is_long = chosen.numel() > thresholds_of(MEASURED).sorted_choices
-    assert run.name == ("grouped" if is_long and dtype == torch.bfloat16 else "triton")
-    launched = run.launches(*held_experts.given(*given))
-    assert ("held_order_kernel" in launched) != is_long
-    assert ("held_order_sums_kernel" in launched) == is_long
+    assert run.name == ("grouped" if is_long and dtype == torch.bfloat16 else "triton tiles")
+    launched = run.launches(*local_experts.given(*given))
+    assert ("local_order_kernel" in launched) != is_long
+    assert ("local_order_sums_kernel" in launched) == is_long
 
     class Launched:
         """Stands for a kernel, which writes into what it was given."""
@@ -167,18 +167,18 @@ def test_cuda_asks_the_host_for_nothing(
             return lambda *args, **constants: None
 
     for module, kernel in (
-        (held_order, "held_order_kernel"),
-        (counting_order, "held_order_counts_kernel"),
-        (counting_order, "held_order_sums_kernel"),
-        (counting_order, "held_order_places_kernel"),
+        (local_order, "local_order_kernel"),
+        (local_order, "local_order_counts_kernel"),
+        (local_order, "local_order_sums_kernel"),
+        (local_order, "local_order_places_kernel"),
         (moe_grouped, "grouped_kernel"),
     ):
         monkeypatch.setattr(module, kernel, Launched())
-    monkeypatch.setattr(held_order, "implementations_for", lambda device: "cuda")
+    monkeypatch.setattr(local_order, "implementations_for", lambda device: "cuda")
     monkeypatch.setattr(moe_combine, "combine_kernel", Launched())
     monkeypatch.setattr(DeviceLimits, "of", lambda device: DeviceLimits("any", (9, 0), SHARED_BYTES, 132))
-    monkeypatch.setattr(held, "silu_mul", torch.mul)
+    monkeypatch.setattr(moe_experts, "silu_mul", torch.mul)
     with FakeTensorMode() as mode, torch.inference_mode():
         fake = [mode.from_tensor(one) if isinstance(one, Tensor) else one for one in given]
-        assert run.run(*held_experts.given(*fake)).shape == (tokens, HIDDEN)
-    assert run.run in (grouped_held, held_by_tiles)
+        assert run.run(*local_experts.given(*fake)).shape == (tokens, HIDDEN)
+    assert run.run in (by_library, by_tiles)
