@@ -15,7 +15,7 @@ from torch import Tensor
 from strata.kernels.attention.virtual_sequences import QUERIES, VIRTUAL
 from strata.kernels.device_limits import DeviceLimits
 
-# Block tables packed one behind the other, on Hopper as in what was measured.
+# That this was measured with, on Hopper.
 _LEAST_CUDNN = 91002
 _CAPABILITY = 9
 HEAD_DIMS = (64, 128)
@@ -101,7 +101,9 @@ def _handle(device: torch.device) -> Any:
     import cudnn
 
     if cudnn.backend_version() < _LEAST_CUDNN:
-        raise RuntimeError(f"cuDNN {cudnn.backend_version()} knows no packed block tables; {_LEAST_CUDNN} does")
+        raise RuntimeError(
+            f"cuDNN {cudnn.backend_version()} is older than {_LEAST_CUDNN}, with which this was measured"
+        )
     with torch.cuda.device(device):
         return cudnn.create_handle()
 

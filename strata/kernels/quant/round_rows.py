@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -190,24 +189,3 @@ def can_round(x: Tensor, kind: str, columns: int, static: float | None = None) -
 
 if HAS_TRITON:
     round_rows.implement("triton", "cuda", invariant=True, supports=can_round, kernels=(round_rows_kernel,))(_triton)
-
-
-def rounding_cases() -> list[tuple[str, str, int, bool]]:
-    """Of a kernel that ends in `store_rounded`: the type of values as Triton writes it, kind, columns, and whether the
-    scale is static."""
-    return [
-        ("i8", "int8", 0, False),
-        ("fp8e4nv", "e4m3", 0, False),
-        ("fp8e4nv", "e4m3", 0, True),
-        ("fp8e4nv", "e4m3", 128, False),
-    ]
-
-
-def rounding_case(
-    case: tuple[str, str, int, bool], signature: Mapping[str, str], constants: Mapping[str, Any]
-) -> tuple[dict[str, str], dict[str, Any], str]:
-    """What a kernel of that case is compiled for, beside this, and the end of its title."""
-    stored, kind, group, static = case
-    found = {**signature, "values": f"*{stored}:16", **({"static": "fp32"} if static else {})}
-    fixed = {**constants, **rounding_constants(kind, group), **({} if static else {"static": None})}
-    return found, fixed, f"to {kind} by {group}" + ", static" * static

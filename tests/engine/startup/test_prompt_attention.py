@@ -14,7 +14,7 @@ import torch
 from strata.cache.pool import KVPool, PoolShape
 from strata.engine.engine_config import library_limit
 from strata.engine.startup.library import has_library_plan, library_scales, without_library
-from strata.kernels.attention.cudnn_plan import Packed, Pages, PlanShape
+from strata.kernels.attention.cudnn_plan import PlanShape
 from strata.kernels.device_limits import DeviceLimits
 from strata.models.config import config_from_dict
 from strata.models.families import build
@@ -85,10 +85,10 @@ def test_plans_are_made_for_the_scales_of_the_model(monkeypatch: pytest.MonkeyPa
             module.spec = module.spec._replace(scale=0.25 * (1 + module.spec.layer))
     scales = library_scales(model)
     assert scales == {0.25, 0.75}
-    made: list[tuple[float, Pages | Packed]] = []
+    made: list[tuple[float, int, int, int]] = []
 
     def plan(shape: PlanShape, _: torch.device) -> None:
-        made.append((shape.scale, shape.source))
+        made.append((shape.scale, shape.key_row, shape.value_row, shape.longest))
         if len(made) == 4:
             raise RuntimeError("no such plan\nin detail")
 
@@ -96,9 +96,9 @@ def test_plans_are_made_for_the_scales_of_the_model(monkeypatch: pytest.MonkeyPa
     pool = KVPool(PoolShape(1, 16, 8, 128, torch.bfloat16), 2, torch.device("cpu"))
     told: list[str] = []
     assert not has_library_plan(CONFIG, scales, pool, 4096, True, told.append)
-    pages, packed = Pages(2, 16, 256), Packed(24 * 128, 32 * 128)
-    assert made == [(0.25, pages), (0.25, packed), (0.75, pages), (0.75, packed)]
+    fresh, gathered = (24 * 128, 24 * 128 + 8 * 128, 8192), (8 * 128, 8 * 128, 4096)
+    assert made == [(0.25, *fresh), (0.25, *gathered), (0.75, *fresh), (0.75, *gathered)]
     made.clear()
     assert has_library_plan(CONFIG, scales, pool, 4096, False, told.append)
-    assert made == [(0.25, pages), (0.75, pages)]
+    assert made == [(0.25, *gathered), (0.75, *gathered)]
     assert told == ["steps attend for prompts without cuDNN: no such plan"]
