@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from strata.kernels.attention.varlen_triton import Tile, head_pad, join_sink, key_slots, widened
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.triton_import import jit, tl
 
@@ -379,58 +378,6 @@ def decode_tile(head_dim: int, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:
         return Tile(32, 16, 8, 2)
     return Tile(64, 64, 4, 5) if head_dim <= 128 else Tile(64, 32, 8, 5)
-
-
-def compile_cases() -> list[CompileCase]:
-    bf16, fp32 = torch.bfloat16, torch.float32
-    return [
-        *_cases(bf16, head_dim=128, group=4, page_size=16, window=0),
-        *_cases(bf16, head_dim=256, group=8, page_size=16, window=0),
-        *_cases(bf16, head_dim=80, group=7, page_size=16, window=4096),
-        *_cases(bf16, head_dim=64, group=4, page_size=0, window=0)[:1],
-        *_cases(fp32, head_dim=128, group=4, page_size=16, window=0),
-        *_cases(bf16, head_dim=64, group=8, page_size=16, window=128, sinks=True),
-        *_cases(bf16, head_dim=128, group=4, page_size=16, window=0, rounded=True),
-    ]
-
-
-def _cases(
-    dtype: torch.dtype,
-    head_dim: int,
-    group: int,
-    page_size: int,
-    window: int,
-    sinks: bool = False,
-    rounded: bool = False,
-) -> list[CompileCase]:
-    kind = "fp32" if dtype == torch.float32 else "bf16"
-    types = dict.fromkeys(("q", "k", "v", "out", "sinks"), f"*{kind}:16")
-    types |= dict.fromkeys(("maxima", "weights", "results"), "*fp32:16") | {"counters": "*i32:16"}
-    types |= dict.fromkeys(("offsets", "lengths", "tables"), "*i32")
-    types |= dict.fromkeys(("sequences", "table_stride"), "i32")
-    types |= dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32:16") | {"scale": "fp32"}
-    constants: dict[str, object] = {
-        "GROUP": group,
-        "PAGE_SIZE": page_size,
-        "SINKS": sinks,
-        **shape_constants(head_dim, window),
-    }
-    if rounded:
-        types |= dict.fromkeys(("k", "v"), "*fp8e4nv:16") | dict.fromkeys(("k_exponents", "v_exponents"), "*u8:16")
-    else:
-        constants |= {"k_exponents": None, "v_exponents": None}
-    instructions = () if dtype == torch.float32 else ("wgmma.mma_async", "cp.async")
-    cases = []
-    for name, kernel, tile, own in (
-        ("prefill", fixed_prefill_kernel, prefill_tile(head_dim, dtype), {}),
-        ("decode", fixed_decode_kernel, decode_tile(head_dim, dtype), join_constants(group)),
-    ):
-        name = f"fixed {name} {kind} head_dim {head_dim} group {group} page_size {page_size} window {window}"
-        name += " sinks" * sinks + " fp8" * rounded
-        signature = {argument: types[argument] for argument in kernel.arg_names if argument in types}
-        own = {**constants, **own, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
-        cases.append(CompileCase(name, kernel, signature, own, tile.warps, tile.stages, instructions))
-    return cases
 
 
 def shape_constants(head_dim: int, window: int) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from functools import partial
 import torch
 
 from strata.kernels.attention.query_tiles import sequence_of_tile
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.state.rounded_triton import exponent_at, powers_of
 from strata.kernels.triton_import import jit, tl
@@ -260,67 +259,3 @@ def head_pad(head_dim: int) -> int:
     """The columns of a tile: a power of two, and at least the 16 that a matrix instruction sums over."""
     padded: int = max(16, next_power_of_2(head_dim))
     return padded
-
-
-def compile_cases() -> list[CompileCase]:
-    bf16, fp32 = torch.bfloat16, torch.float32
-    return [
-        _case(bf16, head_dim=128, group=4, page_size=16, window=0),
-        _case(bf16, head_dim=128, group=2, page_size=16, window=0, bounded=True),
-        _case(bf16, head_dim=128, group=4, page_size=16, window=0, bounded=True),
-        _case(bf16, head_dim=128, group=7, page_size=16, window=4096),
-        _case(bf16, head_dim=64, group=7, page_size=16, window=0),
-        _case(bf16, head_dim=256, group=8, page_size=16, window=0),
-        _case(bf16, head_dim=80, group=7, page_size=0, window=4096),
-        _case(fp32, head_dim=128, group=4, page_size=16, window=0),
-        _case(bf16, head_dim=64, group=8, page_size=16, window=128, bounded=True, sinks=True),
-        _case(bf16, head_dim=128, group=4, page_size=16, window=0, bounded=True, rounded=True),
-        _case(bf16, head_dim=128, group=8, page_size=16, window=0, bounded=True, ranks=2),
-    ]
-
-
-def _case(
-    dtype: torch.dtype,
-    head_dim: int,
-    group: int,
-    page_size: int,
-    window: int,
-    bounded: bool = False,
-    sinks: bool = False,
-    rounded: bool = False,
-    ranks: int = 1,
-) -> CompileCase:
-    kind = "fp32" if dtype == torch.float32 else "bf16"
-    signature = dict.fromkeys(("q", "k", "v", "out", "sinks"), f"*{kind}:16")
-    signature |= dict.fromkeys(("starts", "offsets", "bounds", "lengths", "tables"), "*i32")
-    signature |= dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32:16")
-    signature |= dict.fromkeys(("table_stride", "sequences"), "i32") | {"scale": "fp32"}
-    tile = mixed_tile(head_dim, dtype, page_size)
-    constants: dict[str, object] = {
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "HEAD_PAD": head_pad(head_dim),
-        "PAGE_SIZE": page_size,
-        "WINDOW": window,
-        "BOUNDED": bounded,
-        "SINKS": sinks,
-        "BLOCK_M": tile.rows,
-        "BLOCK_N": tile.keys,
-        "RANKS": ranks,
-    }
-    if ranks > 1:
-        signature |= {"out": "*fp32:16", "sums": "*fp32:16", "rank": "i32"}
-    else:
-        constants |= {"sums": None, "rank": 0}
-    if rounded:
-        signature |= dict.fromkeys(("k", "v"), "*fp8e4nv:16") | dict.fromkeys(("k_exponents", "v_exponents"), "*u8:16")
-    else:
-        constants |= {"k_exponents": None, "v_exponents": None}
-    name = f"attention {kind} head_dim {head_dim} group {group} page_size {page_size} window {window}"
-    name += " bounded" * bounded + " sinks" * sinks + " fp8" * rounded + f" of {ranks} ranks" * (ranks > 1)
-    must = () if dtype == torch.float32 else ("wgmma.mma_async",)
-    # Under the cap it depends on the group how much spills; what was measured spills 56 bytes.
-    spilled = 0 if tile.registers is None else 96
-    return CompileCase(
-        name, attention_kernel, signature, constants, tile.warps, tile.stages, must, tile.registers, spilled
-    )

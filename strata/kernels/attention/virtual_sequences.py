@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
@@ -232,20 +231,3 @@ def _triton(offsets: Tensor, lengths: Tensor, bounds: Tensor, tables: Tensor, ro
 
 if HAS_TRITON:
     virtual_sequences.implement("triton", "cuda", invariant=True, kernels=(virtual_sequences_kernel,))(_triton)
-
-
-def compile_cases() -> list[CompileCase]:
-    names = {"*i32": "offsets lengths bounds", "*i32:16": "tables result", "i32": "sequences most_pages"}
-    signature = by_type(names | {"i32:16": "query_row result_row key_row value_row"})
-    constants = {"WIDTH": _WIDTH, "QUERIES": QUERIES, "PAGE_SIZE": 16, "KEY_BLOCK": KEY_BLOCK}
-    return [
-        CompileCase(
-            f"virtual sequences of {most}{', fresh' * fresh}",
-            virtual_sequences_kernel,
-            signature,
-            {**constants, "FRESH": fresh, "SEQUENCES": most},
-            4,
-            3,
-        )
-        for most, fresh in ((32, False), (512, False), (32, True))
-    ]

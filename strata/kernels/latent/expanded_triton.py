@@ -12,7 +12,6 @@ from functools import partial
 import torch
 
 from strata.kernels.attention.query_tiles import sequence_of_tile
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.latent.forms import Dims
 from strata.kernels.triton_import import jit, tl
@@ -174,24 +173,3 @@ def expanded_constants(dims: Dims, tile: ExpandedTile) -> dict[str, int]:
     sizes = {"NOPE": dims.nope, "ROPE": dims.rope, "VALUE": dims.value}
     padded = {f"{name}_PAD": max(16, next_power_of_2(size)) for name, size in sizes.items()}
     return {**sizes, **padded, "BLOCK_M": tile.queries, "BLOCK_N": tile.keys}
-
-
-def compile_cases() -> list[CompileCase]:
-    return [expanded_case(expanded_tile(torch.bfloat16), bounded=bounded) for bounded in (False, True)]
-
-
-def expanded_case(tile: ExpandedTile, *, bounded: bool) -> CompileCase:
-    """Of DeepSeek's heads."""
-    signature = by_type(
-        {
-            "*bf16:16": "q made rows out",
-            "*i32": "starts offsets bounds lengths",
-            "i32": "sequences",
-            "fp32": "scale",
-            "i32:16": "rank q_token q_head made_token row_token out_token out_head",
-        }
-    )
-    fixed = {**expanded_constants(Dims(16, 128, 64, 512, 128), tile), "BOUNDED": bounded}
-    name = f"latent prompts expanded bf16 {tile.queries}x{tile.keys}" + " bounded" * bounded
-    must = ("wgmma.mma_async",)
-    return CompileCase(name, expanded_prompt_kernel, signature, fixed, tile.warps, tile.stages, must, tile.registers)

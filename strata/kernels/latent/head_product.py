@@ -7,7 +7,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.triton_import import jit, tl
 
@@ -71,17 +70,3 @@ def head_product(x: Tensor, weight: Tensor) -> Tensor:
             num_stages=_STAGES,
         )
     return result
-
-
-def compile_cases() -> list[CompileCase]:
-    found = []
-    for kind in ("bf16", "fp32"):
-        signature = by_type(
-            {
-                f"*{kind}:16": "x weight result",
-                "i32": "tokens",
-                "i32:16": "out width x_token x_head weight_head weight_out weight_width",
-            }
-        )
-        found.append(CompileCase(f"head_product {kind}", head_product_kernel, signature, _TILE, _WARPS, _STAGES))
-    return found

@@ -9,11 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-
 from strata.kernels.attention.query_tiles import sequence_of_tile
-from strata.kernels.compile_case import CompileCase, by_type
-from strata.kernels.latent.tiles import Tile, constants, decode_tile, prompt_tile
 from strata.kernels.triton_import import jit, tl
 
 
@@ -298,81 +294,3 @@ def latent_join_kernel(
         tl.store(sums + sequence * HEADS + head, (maximum + tl.log2(weight)) * 0.6931471805599453)
     result = result / tl.where(weight == 0.0, 1.0, weight)
     tl.store(out + sequence * out_token + head * out_head + column, result.to(out.dtype.element_ty), mask=column < RANK)
-
-
-def compile_cases() -> list[CompileCase]:
-    bf16, fp32 = torch.bfloat16, torch.float32
-    found = [_prompt_case(bf16, 16), _prompt_case(bf16, 128, bounded=True), _prompt_case(fp32, 16)]
-    found += [_decode_case(bf16, 16, sequences) for sequences in (1, 64)]
-    found += [_decode_case(bf16, 128, 64), _decode_case(fp32, 16, 64)]
-    found += [_prompt_case(bf16, 16, bounded=True, continued=True)]
-    found += [_prompt_case(bf16, 128, bounded=True, key_ranks=8), _decode_case(bf16, 128, 64, key_ranks=8)]
-    signature = by_type(
-        {"*fp32:16": "results scales", "*bf16:16": "out", "*i32": "lengths", "i32": "splits least_rows"}
-    )
-    signature |= by_type({"i32:16": "out_token out_head"})
-    tile = decode_tile(16, 512, bf16, 64, 8192)
-    fixed = {"HEADS": 16, "RANK": 512, "RANK_PAD": 512, "BLOCK_N": tile.rows}
-    for key_ranks in (1, 8):
-        types, own = _of_key_ranks(key_ranks)
-        name = "latent join" + f" of {key_ranks} ranks" * (key_ranks > 1)
-        found.append(CompileCase(name, latent_join_kernel, signature | types, fixed | own, 4, 2))
-    return found
-
-
-def _of_key_ranks(key_ranks: int) -> tuple[dict[str, str], dict[str, object]]:
-    """What is said of a kernel whose rows so many ranks divide: types and constants."""
-    if key_ranks == 1:
-        return {}, {"sums": None, "key_rank": 0, "KEY_RANKS": 1}
-    return {"out": "*fp32:16", "sums": "*fp32:16", "key_rank": "i32"}, {"KEY_RANKS": key_ranks}
-
-
-def _signature(kind: str) -> dict[str, str]:
-    return by_type(
-        {
-            f"*{kind}:16": "latent q rows",
-            "*i32": "lengths tables",
-            "i32:16": "nope latent_token latent_head q_token q_head",
-            "i32": "table_stride",
-            "fp32": "scale",
-        }
-    )
-
-
-def _kind(dtype: torch.dtype) -> tuple[str, tuple[str, ...]]:
-    return ("fp32", ()) if dtype == torch.float32 else ("bf16", ("mma",))
-
-
-def _prompt_case(
-    dtype: torch.dtype, heads: int, bounded: bool = False, key_ranks: int = 1, continued: bool = False
-) -> CompileCase:
-    kind, must = _kind(dtype)
-    tile = prompt_tile(heads, 512, dtype)
-    signature = _signature(kind) | {"out": f"*{kind}:16", "sequences": "i32"}
-    signature |= dict.fromkeys(("starts", "offsets", "bounds"), "*i32")
-    signature |= dict.fromkeys(("out_token", "out_head"), "i32:16")
-    types, divided = _of_key_ranks(key_ranks)
-    own = {**constants(heads, 512, 64, 16, tile), "BOUNDED": bounded, "BLOCK_M": tile.queries, **divided}
-    own["CONTINUED"] = continued
-    name = f"latent prompts {kind} {heads} heads" + f" of {key_ranks} ranks" * (key_ranks > 1)
-    name += " continued" * continued
-    return _case(name, latent_prompt_kernel, signature | types, own, tile, must)
-
-
-def _decode_case(dtype: torch.dtype, heads: int, sequences: int, key_ranks: int = 1) -> CompileCase:
-    kind, must = _kind(dtype)
-    tile = decode_tile(heads, 512, dtype, sequences, 8192)
-    signature = _signature(kind) | dict.fromkeys(("results", "scales"), "*fp32:16") | {"least_rows": "i32"}
-    types, divided = _of_key_ranks(key_ranks)
-    for argument in ("out", "sums"):  # what joins the splits has these
-        types.pop(argument, None)
-        divided.pop(argument, None)
-    own = {**constants(heads, 512, 64, 16, tile), **divided}
-    name = f"latent decode {kind} {heads} heads of {sequences}" + f" of {key_ranks} ranks" * (key_ranks > 1)
-    return _case(name, latent_decode_kernel, signature | types, own, tile, must)
-
-
-def _case(
-    name: str, kernel: object, signature: dict[str, str], own: dict[str, object], tile: Tile, must: tuple[str, ...]
-) -> CompileCase:
-    return CompileCase(name, kernel, signature, own, tile.warps, tile.stages, must)

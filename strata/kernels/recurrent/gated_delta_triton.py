@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.recurrent.calls import GatedDeltaCall
 from strata.kernels.recurrent.sequences import STATE
@@ -265,24 +264,3 @@ def launch(call: GatedDeltaCall, chunks: bool) -> Tensor:
         num_warps=4,
     )
     return result
-
-
-def compile_cases() -> list[CompileCase]:
-    """Heads of 128 by 128, as Qwen3-Next has."""
-    signature = by_type(
-        {
-            "*bf16:16": "q k v a b dt_bias a_log result",
-            "*fp32:16": "states",
-            "*i32": "slots offsets positions",
-            "i32:16": "heads key_dim value_dim q_stride k_stride v_stride a_stride b_stride",
-            "i32": "shared keeps",
-            "fp32": "eps factor",
-        }
-    )
-    any_rows = signature | by_type({"*bf16": "q k v a b", "i32": "q_stride k_stride v_stride a_stride b_stride"})
-    steps = _tile(128, 128, False)
-    chunks = {**_tile(128, 128, True), "CHUNK": _CHUNK, "PRECISION": "tf32"}
-    return [
-        CompileCase("gated_delta", gated_delta_kernel, any_rows, steps, 4, 2),
-        CompileCase("gated_delta in chunks", gated_delta_chunks_kernel, signature, chunks, 4, 2, ("mma",)),
-    ]

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.blocks import in_whole_vectors
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
@@ -132,24 +131,3 @@ if HAS_TRITON:
         _triton
     )
 gated_rms_norm.implement("torch", "cuda", differentiable=True)(gated_rms_norm.reference)
-
-
-def compile_cases() -> list[CompileCase]:
-    signature = by_type(
-        {
-            "*bf16:16": "x gate weight result",
-            "i32:16": "groups size x_row x_group gate_row gate_group weight_group",
-            "fp32": "eps",
-        }
-    )
-    return [
-        CompileCase(
-            f"gated_rms_norm of {size}",
-            gated_rms_norm_kernel,
-            signature,
-            {"GATE_FIRST": size > 128, "BLOCK": next_power_of_2(size)},
-            _warps(size),
-            2,
-        )
-        for size in (128, 1024, 8192)
-    ]

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.blocks import in_whole_vectors
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
 from strata.kernels.recurrent.sequences import (
@@ -257,19 +256,3 @@ def _kernels(
 if HAS_TRITON:
     short_convolution.implement("triton", "cuda", invariant=True, supports=_fits, kernels=_kernels)(_triton)
 short_convolution.implement("torch", "cuda", differentiable=True)(_torch)
-
-
-def compile_cases() -> list[CompileCase]:
-    signature = by_type(
-        {
-            "*bf16:16": "x weight bias tails result",
-            "*i32": "slots offsets positions",
-            "i32:16": "channels token_stride",
-        }
-    )
-    flags = {"WIDTH": 4, "HAS_BIAS": True, "KEEPS": True, "SILU": True, **_TILE}
-    tail = {"WIDTH": 4, "BLOCK": _TILE["BLOCK"]}
-    return [
-        CompileCase("short_convolution", short_convolution_kernel, signature, flags, _WARPS, 2),
-        CompileCase("short_convolution's tail", tail_kernel, signature, tail, _WARPS, 2),
-    ]

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.recurrent.calls import StateSpaceCall
 from strata.kernels.recurrent.sequences import STATE
@@ -244,24 +243,3 @@ def launch(call: StateSpaceCall, chunks: bool) -> Tensor:
         num_warps=4,
     )
     return result
-
-
-def compile_cases() -> list[CompileCase]:
-    """Heads of 64 with a state of 128, as Mamba-2 and its hybrids have."""
-    signature = by_type(
-        {
-            "*bf16:16": "x dt b c dt_bias a_log skip result",
-            "*fp32:16": "states",
-            "*i32": "slots offsets positions",
-            "i32:16": "heads head_dim state_size shared x_stride dt_stride b_stride c_stride",
-            "i32": "keeps",
-            "fp32": "least most",
-        }
-    )
-    any_rows = signature | by_type({"*bf16": "x dt b c", "i32": "x_stride dt_stride b_stride c_stride"})
-    steps = _tile(64, 128, False)
-    chunks = {**_tile(64, 128, True), "CHUNK": _CHUNK, "PRECISION": "tf32"}
-    return [
-        CompileCase("state_space", state_space_kernel, any_rows, steps, 4, 2),
-        CompileCase("state_space in chunks", state_space_chunks_kernel, signature, chunks, 4, 2, ("mma",)),
-    ]

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
 from strata.kernels.rotary.rope import rope, rotate
@@ -95,10 +94,3 @@ def _fits(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
 if HAS_TRITON:
     partial_rope.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(partial_rope_kernel,))(_triton)
 partial_rope.implement("torch", "cuda", invariant=True, differentiable=True)(partial_rope.reference)
-
-
-def compile_cases() -> list[CompileCase]:
-    """A quarter of Qwen3-Next's heads."""
-    sizes = {"i32": "heads", "i32:16": "kept half token_stride head_stride"}
-    signature = by_type({"*bf16:16": "x result", "*fp32:16": "cos sin", **sizes})
-    return [CompileCase("partial_rope", partial_rope_kernel, signature, _tile(16, 192, 32), 4, 2)]

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
@@ -141,13 +140,3 @@ if HAS_TRITON:
     rope.implement(
         "triton", "cuda", invariant=True, supports=lambda x, *_: x.dtype != torch.float64, kernels=(rope_kernel,)
     )(_triton)
-
-
-def compile_cases() -> list[CompileCase]:
-    angles = by_type({"*i32": "positions", "*fp32:16": "table cos sin", "i32:16": "half"})
-    sizes = {"i32": "heads", "i32:16": "half token_stride head_stride"}
-    signature = by_type({"*bf16:16": "x result", "*fp32:16": "cos sin", **sizes})
-    return [
-        CompileCase("rope angles", rope_angles_kernel, angles, {"HALF": 64}, 1, 2),
-        CompileCase("rope", rope_kernel, signature, dict(_tile(32, 64)), 4, 2),
-    ]

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
 from strata.kernels.rotary.rope import rope, rotate
@@ -124,14 +123,3 @@ def _fits(x: Tensor, cos: Tensor, sin: Tensor, paired: bool) -> bool:
 if HAS_TRITON:
     tail_rope.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(tail_rope_kernel,))(_triton)
 tail_rope.implement("torch", "cuda", differentiable=True)(tail_rope.reference)
-
-
-def compile_cases() -> list[CompileCase]:
-    sizes = {"i32": "heads", "i32:16": "kept half token_stride head_stride"}
-    signature = by_type({"*bf16:16": "x result", "*fp32:16": "cos sin", **sizes})
-    return [
-        CompileCase(
-            f"tail_rope paired {paired}", tail_rope_kernel, signature, {"PAIRED": paired, **_tile(16, 128, 32)}, 4, 2
-        )
-        for paired in (False, True)
-    ]

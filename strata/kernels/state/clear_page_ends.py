@@ -11,7 +11,6 @@ from functools import partial
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
@@ -109,15 +108,3 @@ if HAS_TRITON:
     clear_page_ends.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(clear_page_ends_kernel,))(
         _triton
     )
-
-
-def compile_cases() -> list[CompileCase]:
-    names = {
-        "*bf16:16": "keys values",
-        "*i32:16": "tables",
-        "*i32": "lengths bounds",
-        "i32": "sequences most_pages pages",
-    }
-    signature = by_type(names | {"i32:16": "row"})
-    constants = {"PAGE_SIZE": 16, "BLOCK": _BLOCK}
-    return [CompileCase("clear page ends", clear_page_ends_kernel, signature, constants, 4, 3)]

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
@@ -94,10 +93,3 @@ def _triton(
 
 if HAS_TRITON:
     gather_tables.implement("triton", "cuda", invariant=True, kernels=(gather_tables_kernel,))(_triton)
-
-
-def compile_cases() -> list[CompileCase]:
-    signature = {"tables": "*i32:16", **dict.fromkeys(("rows", "offsets", "lengths", "slot_mapping"), "*i32")}
-    signature |= {"result": "*i32:16", "most_pages": "i32"}
-    constants = {"PAGE_SIZE": 16, "BLOCK": _BLOCK}
-    return [CompileCase("gather tables", gather_tables_kernel, signature, constants, 4, 2)]

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
 from strata.kernels.state.paged import PagedKV
@@ -158,10 +157,3 @@ def _kernels(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[A
 
 if HAS_TRITON:
     kv_write.implement("triton", "cuda", invariant=True, kernels=_kernels)(_triton)
-
-
-def compile_cases() -> list[CompileCase]:
-    signature = dict.fromkeys(("k", "v", "keys", "values"), "*bf16:16") | {"slots": "*i32", "tokens": "i32"}
-    signature |= dict.fromkeys(("k_token", "k_head", "v_token", "v_head"), "i32:16") | {"heads": "i32"}
-    constants = {"HEAD_DIM": 128, **token_tile(1024)}
-    return [CompileCase("kv_write", kv_write_kernel, signature, constants, TILE_WARPS, 2)]

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.norm.norm import inverse_rms, rms_norm, scaled
 from strata.kernels.op import operation
@@ -177,17 +176,3 @@ if HAS_TRITON:
     latent_write.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(latent_write_kernel,))(_triton)
 for _device in ("cpu", "cuda"):
     latent_write.implement("torch", _device, differentiable=True, supports=_without_pages)(latent_write.definition)
-
-
-def compile_cases() -> list[CompileCase]:
-    signature = by_type(
-        {
-            "*bf16:16": "product weight result rows",
-            "*fp32:16": "cos sin",
-            "*i32": "slots",
-            "i32:16": "rank half product_stride",
-            "fp32": "eps",
-        }
-    )
-    constants = {"PAIRED": True, "PAGES": True, "RANK": 512, "HALF": 32}
-    return [CompileCase("latent_write", latent_write_kernel, signature, constants, _WARPS, 2)]

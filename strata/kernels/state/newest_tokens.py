@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
@@ -53,8 +52,3 @@ def _triton(tokens: Tensor, sources: Tensor, newest: Tensor) -> Tensor:
 
 if HAS_TRITON:
     newest_tokens.implement("triton", "cuda", invariant=True, kernels=(newest_tokens_kernel,))(_triton)
-
-
-def compile_cases() -> list[CompileCase]:
-    signature = {"tokens": "*i32", "sources": "*i32", "newest": "*i32:16", "result": "*i32:16", "count": "i32"}
-    return [CompileCase("newest tokens", newest_tokens_kernel, signature, {"BLOCK": _BLOCK}, 4, 2)]

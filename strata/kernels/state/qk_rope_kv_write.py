@@ -10,7 +10,6 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.spec import HeadsSpec
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.fused import Run, fused
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.norm.norm import inverse_rms, rms_norm, scaled
@@ -241,17 +240,3 @@ def _kernels(call: HeadsCall) -> tuple[Any, ...]:
 
 if HAS_TRITON:
     qk_rope_kv_write.implement("triton", "cuda", invariant=True, supports=_fits, kernels=_kernels)(_triton)
-
-
-def compile_cases() -> list[CompileCase]:
-    pointers = ("product", "q_weight", "k_weight", "rotated", "keys", "values")
-    signature = dict.fromkeys(pointers, "*bf16:16") | dict.fromkeys(("cos", "sin"), "*fp32:16") | {"slots": "*i32"}
-    signature |= dict.fromkeys(("heads", "kv_heads"), "i32") | {"eps": "fp32"}
-    signature |= dict.fromkeys(("head_dim", "token_stride"), "i32:16")
-    cases = []
-    for head_dim in (64, 80, 128, 256):
-        for norm in (False, True):
-            constants = {"HEAD_DIM": head_dim, "NORM": norm, "PAGES": True, **_tile(head_dim)}
-            name = f"qk{'_norm' if norm else ''}_rope_kv_write of {head_dim}"
-            cases.append(CompileCase(name, qk_rope_kv_write_kernel, signature, constants, _WARPS, 2))
-    return cases

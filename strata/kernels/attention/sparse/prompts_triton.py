@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-
 from strata.kernels.attention.sparse.choice_triton import sequence_of
-from strata.kernels.attention.varlen_triton import Tile, attend_block, head_pad, join_sink, mixed_tile
-from strata.kernels.compile_case import CompileCase, by_type
+from strata.kernels.attention.varlen_triton import Tile, attend_block, join_sink
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.triton_import import jit, tl
 
@@ -111,46 +108,3 @@ def block_sparse_attention_kernel(
 def tile_queries(tile: Tile, group: int, block: int) -> int:
     """Queries of a tile: a part of a block of them."""
     return min(block, tile.rows // next_power_of_2(group))
-
-
-def compile_cases() -> list[CompileCase]:
-    bf16, fp32 = torch.bfloat16, torch.float32
-    return [
-        _case(bf16, 4, 128, 16),
-        _case(bf16, 7, 64, 16, sinks=True),
-        _case(fp32, 4, 128, 16),
-    ]
-
-
-def _case(dtype: torch.dtype, group: int, head_dim: int, page_size: int, sinks: bool = False) -> CompileCase:
-    kind = "fp32" if dtype == torch.float32 else "bf16"
-    signature = by_type({f"*{kind}:16": "q k v out sinks", "*i32:16": "kept counts"})
-    signature |= by_type({"*i32": "starts offsets lengths tables", "i32:16": "q_stride", "fp32": "scale"})
-    signature |= by_type({"i32": "sequences table_stride blocks lists"})
-    tile = mixed_tile(head_dim, dtype, page_size)
-    constants: dict[str, object] = {
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "HEAD_PAD": head_pad(head_dim),
-        "PAGE_SIZE": page_size,
-        "SINKS": sinks,
-        "BLOCK": 128,
-        "TILE_QUERIES": tile_queries(tile, group, 128),
-        "BLOCK_M": tile.rows,
-        "BLOCK_N": tile.keys,
-    }
-    name = f"block sparse {kind} head_dim {head_dim} group {group} page_size {page_size}" + " sinks" * sinks
-    must = () if dtype == torch.float32 else ("wgmma.mma_async",)
-    # As of `attention_kernel`, and some more outside of its loops.
-    spilled = 0 if tile.registers is None else 144
-    return CompileCase(
-        name,
-        block_sparse_attention_kernel,
-        signature,
-        constants,
-        tile.warps,
-        tile.stages,
-        must,
-        tile.registers,
-        spilled,
-    )
