@@ -11,7 +11,7 @@ from functools import partial
 
 from strata.kernels.attention.decode_join import divided_keys, join_splits
 from strata.kernels.attention.decode_rounded import attend_rounded, in_range, joined_columns, load_rounded
-from strata.kernels.attention.varlen_triton import join_sink
+from strata.kernels.attention.softmax_triton import join_sink
 from strata.kernels.norm.norm import inverse_rms, scaled
 from strata.kernels.state.rounded_triton import powers_of, round_rows
 from strata.kernels.triton_import import gdc_launch_dependents, gdc_wait, jit, tl

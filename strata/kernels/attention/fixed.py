@@ -12,19 +12,11 @@ import torch
 from torch import Tensor
 
 from strata.kernels.attention import cuda as attention_cuda
-from strata.kernels.attention.fixed_triton import (
-    PART_KEYS,
-    PARTS,
-    decode_tile,
-    fixed_decode_kernel,
-    fixed_prefill_kernel,
-    join_constants,
-    part_at,
-    prefill_tile,
-    shape_constants,
-)
-from strata.kernels.attention.spec import AttentionCall, AttentionSpec
-from strata.kernels.attention.varlen_triton import LOG2_E
+from strata.kernels.attention.fixed_triton import fixed_decode_kernel
+from strata.kernels.attention.softmax_triton import PART_KEYS, PARTS, part_at
+from strata.kernels.attention.spec import AttentionCall, AttentionSpec, Sequences
+from strata.kernels.attention.varlen_triton import LOG2_E, attention_kernel, head_pad, invariant_tile
+from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.split_counters import MOST_COUNTERS, split_counters
 from strata.kernels.state.paged import PagedKV
 
@@ -37,7 +29,7 @@ def supports(call: AttentionCall) -> bool:
 def kernels(call: AttentionCall) -> tuple[Any, ...]:
     batch, pages = call.batch, call.batch.pages
     decodes = 0 if pages is None else _decodes(batch.offsets.shape[0] - 1, batch.longest, pages, call.k.shape[1])
-    return (fixed_decode_kernel,) * (decodes > 0) + (fixed_prefill_kernel,) * (decodes < len(call.q))
+    return (fixed_decode_kernel,) * (decodes > 0) + (attention_kernel,) * (decodes < len(call.q))
 
 
 def attend(call: AttentionCall) -> Tensor:
@@ -53,7 +45,8 @@ def attend(call: AttentionCall) -> Tensor:
             _decode(out[:decodes], q[:decodes], offsets[: decodes + 1], held, spec, sinks)
         pages = pages.sequences(decodes, sequences)
     if decodes < len(q):
-        _prefill(out[decodes:], q[decodes:], k, v, offsets[decodes:], pages, spec, sinks)
+        others = Sequences(offsets[decodes:], batch.longest, pages)
+        attention_cuda.prefill(out, q, k, v, others.offsets, others, spec, sinks=sinks, invariant=True)
     return out
 
 
@@ -73,55 +66,6 @@ def scratch_bytes(sequences: int, most_keys: int, heads: int, head_dim: int) -> 
     return 4 * sequences * _parts(most_keys) * heads * (head_dim + 2)
 
 
-def _prefill(
-    out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    pages: PagedKV | None,
-    spec: AttentionSpec,
-    sinks: Tensor | None,
-) -> None:
-    tokens, heads, head_dim = q.shape
-    kv_heads = k.shape[1]
-    if pages is None:
-        lengths, tables, table_stride, page_size = offsets, offsets, 0, 0
-        k_stride, v_stride = k.stride(0), v.stride(0)
-        exponents: tuple[Tensor | None, Tensor | None] = (None, None)
-    else:
-        k, v, lengths, tables = pages.keys[spec.layer], pages.values[spec.layer], pages.lengths, pages.tables
-        table_stride, page_size, exponents = tables.stride(0), pages.page_size, pages.exponents(spec.layer)
-        k_stride = v_stride = kv_heads * head_dim
-    sequences, group = offsets.shape[0] - 1, heads // kv_heads
-    tile = prefill_tile(head_dim, q.dtype)
-    fixed_prefill_kernel[(kv_heads, tokens // (tile.rows // group) + sequences)](
-        q,
-        k,
-        v,
-        *exponents,
-        out,
-        offsets,
-        lengths,
-        tables,
-        q if sinks is None else sinks,
-        sequences,
-        spec.scale * LOG2_E,
-        q.stride(0),
-        k_stride,
-        v_stride,
-        table_stride,
-        GROUP=group,
-        PAGE_SIZE=page_size,
-        SINKS=sinks is not None,
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.keys,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **shape_constants(head_dim, spec.window or 0),
-    )
-
-
 def _decode(out: Tensor, q: Tensor, offsets: Tensor, pages: PagedKV, spec: AttentionSpec, sinks: Tensor | None) -> None:
     sequences, heads, head_dim = q.shape
     keys, values, tables = pages.keys[spec.layer], pages.values[spec.layer], pages.tables
@@ -129,7 +73,7 @@ def _decode(out: Tensor, q: Tensor, offsets: Tensor, pages: PagedKV, spec: Atten
     parts = _parts(tables.shape[1] * pages.page_size)
     scores = torch.empty((2, sequences, parts, heads), dtype=torch.float32, device=q.device)
     results = torch.empty((sequences, parts, heads, head_dim), dtype=torch.float32, device=q.device)
-    tile = decode_tile(head_dim, q.dtype)
+    tile = invariant_tile(head_dim, q.dtype, decode=True)
     fixed_decode_kernel[(kv_heads, parts, sequences)](
         q,
         keys,
@@ -143,19 +87,23 @@ def _decode(out: Tensor, q: Tensor, offsets: Tensor, pages: PagedKV, spec: Atten
         offsets,
         pages.lengths,
         tables,
-        q if sinks is None else sinks,
+        sinks,
         spec.scale * LOG2_E,
         q.stride(0),
         kv_heads * head_dim,
         kv_heads * head_dim,
         tables.stride(0),
         GROUP=heads // kv_heads,
+        HEAD_DIM=head_dim,
+        HEAD_PAD=head_pad(head_dim),
         PAGE_SIZE=pages.page_size,
-        SINKS=sinks is not None,
+        WINDOW=spec.window or 0,
+        PART_KEYS=PART_KEYS,
+        PARTS=PARTS,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.keys,
+        JOIN_ROWS=next_power_of_2(heads // kv_heads),
+        UNROLL=4,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **shape_constants(head_dim, spec.window or 0),
-        **join_constants(heads // kv_heads),
     )

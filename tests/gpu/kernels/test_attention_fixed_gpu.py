@@ -10,7 +10,7 @@ from torch import Tensor
 
 from strata.kernels.attention import fixed as attention_fixed
 from strata.kernels.attention.batch_parts import BatchParts
-from strata.kernels.attention.fixed_triton import PART_KEYS, PARTS
+from strata.kernels.attention.softmax_triton import PART_KEYS, PARTS
 from strata.kernels.attention.spec import AttentionCall, AttentionSpec, Sequences
 from strata.kernels.split_counters import split_counters
 from strata.kernels.state.paged import PagedKV

@@ -9,7 +9,8 @@ pytest.importorskip("triton")
 
 from strata.kernels.attention import fixed as attention_fixed
 from strata.kernels.attention.batch_parts import BatchParts
-from strata.kernels.attention.fixed_triton import PART_KEYS, PARTS, decode_tile, part_at, part_start, prefill_tile
+from strata.kernels.attention.softmax_triton import PART_KEYS, PARTS, part_at, part_start
+from strata.kernels.attention.varlen_triton import invariant_tile
 from strata.kernels.split_counters import MOST_COUNTERS
 from strata.kernels.state.paged import PagedKV
 
@@ -45,7 +46,7 @@ def test_long_sequences_have_few_parts() -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 192, 256])
 def test_prefill_and_decoding_take_the_same_blocks_of_keys(head_dim: int, dtype: torch.dtype) -> None:
-    prefill, decode = prefill_tile(head_dim, dtype), decode_tile(head_dim, dtype)
+    prefill, decode = (invariant_tile(head_dim, dtype, decode=decode) for decode in (False, True))
     assert prefill.keys == decode.keys
     assert PART_KEYS % decode.keys == 0, "a block lies in one part"
     if dtype == torch.float32 or head_dim > 128:

@@ -9,12 +9,11 @@ import torch
 
 from strata.kernels.attention import cuda, decode_cuda, fixed
 from strata.kernels.attention.decode_triton import decode_attention_kernel
-from strata.kernels.attention.fixed_triton import fixed_decode_kernel, fixed_prefill_kernel
+from strata.kernels.attention.fixed_triton import fixed_decode_kernel
 from strata.kernels.attention.sparse import decodes_cuda, prompts_cuda
 from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.attention.sparse.choice_triton import pooled_scores_kernel
 from strata.kernels.attention.sparse.page_choice import PageChoice
-from strata.kernels.attention.sparse.prompts_triton import block_sparse_attention_kernel
 from strata.kernels.attention.spec import AttentionCall, AttentionSpec, Sequences, SparseCall
 from strata.kernels.attention.varlen_triton import attention_kernel
 from strata.kernels.attention.virtual_sequences import Rows, virtual_sequences
@@ -109,11 +108,13 @@ def invariant(
     pools: torch.dtype | None = None,
 ) -> list[CompileCase]:  # fmt: skip
     must = () if dtype == FP32 else ("wgmma.mma_async", "cp.async")
-    name = f"{dtype} head_dim {head_dim} group {group} page_size {page_size} window {window} pools {pools}"
+    name = (
+        f"batch-invariant {dtype} head_dim {head_dim} group {group} page_size {page_size} window {window} pools {pools}"
+    )
     found = []
     for longest in (1000, 1) if page_size else (1000,):
         call = call_of(dtype, group, head_dim, page_size, window, sinks, pools, longest=longest)
-        kernels = {fixed_prefill_kernel: must, fixed_decode_kernel: must}
+        kernels = {attention_kernel: must, fixed_decode_kernel: must}
         found += noted(name + " sinks" * sinks, lambda call=call: fixed.attend(call), kernels)
     return found
 
@@ -125,8 +126,8 @@ def sparse_prompts(
     step = batch._replace(pages=pages(dtype, head_dim, page_size, 3, keys))
     call = SparseCall(q, k, v, step, spec, BlockChoice(0.9, 1001), of_sinks)
     must = () if dtype == FP32 else ("wgmma.mma_async",)
-    name = f"{dtype} head_dim {head_dim} group {group} page_size {page_size} keys {keys}" + " sinks" * sinks
-    kernels = {pooled_scores_kernel: must, block_sparse_attention_kernel: must}
+    name = f"of blocks {dtype} head_dim {head_dim} group {group} page_size {page_size} keys {keys}" + " sinks" * sinks
+    kernels = {pooled_scores_kernel: must, attention_kernel: must}
     # As of `attention_kernel`, and some more outside of its loops.
     return noted(name, lambda: prompts_cuda.attend(call), kernels, 144 if head_dim in (64, 128) else 0)
 

@@ -6,22 +6,9 @@ from functools import partial
 
 import torch
 
+from strata.kernels.attention.query_tiles import sequence_of_tile
 from strata.kernels.attention.varlen_triton import Tile
 from strata.kernels.triton_import import jit, tl
-
-
-@jit
-def sequence_of(tile, starts, sequences, TILE: tl.constexpr):
-    """Whose tile it is, of rows in tiles of TILE: sequence s begins with tile starts[s] // TILE + s."""
-    sequence = 0
-    beyond = sequences
-    while beyond - sequence > 1:
-        middle = (sequence + beyond) // 2
-        if tl.load(starts + middle) // TILE + middle <= tile:
-            sequence = middle
-        else:
-            beyond = middle
-    return sequence
 
 
 @jit
@@ -66,7 +53,7 @@ def pooled_scores_kernel(
     tile = tl.program_id(2)
     TILE_ROWS: tl.constexpr = ROWS // GROUP
     TILE_QUERIES: tl.constexpr = TILE_ROWS * STRIDE
-    sequence = sequence_of(tile, starts, sequences, TILE_QUERIES)
+    sequence = sequence_of_tile(tile, starts, 0, sequences, 0, TILE_QUERIES)
     first = tl.load(starts + sequence)
     new = tl.load(offsets + sequence + 1) - first
     query_start = (tile - first // TILE_QUERIES - sequence) * TILE_QUERIES
@@ -147,7 +134,7 @@ def kept_blocks_kernel(
     """
     at = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
-    sequence = sequence_of(at, starts, sequences, BLOCK)
+    sequence = sequence_of_tile(at, starts, 0, sequences, 0, BLOCK)
     first = tl.load(starts + sequence)
     new = tl.load(offsets + sequence + 1) - first
     query_start = (at - first // BLOCK - sequence) * BLOCK
