@@ -140,10 +140,7 @@ def decode_attention_kernel(
     least_keys,
     sums,
     rank,
-    FUSED: tl.constexpr,
-    NORM: tl.constexpr,
     EARLY: tl.constexpr,
-    SINKS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     ROWS: tl.constexpr,
@@ -163,8 +160,9 @@ def decode_attention_kernel(
 
     Splits come last, so that those which short sequences do not use are behind the others and take no turns of theirs.
 
-    Row s of `product` belongs to sequence s. FUSED: it holds queries, keys and values side by side, and the program
-    with the last position writes the new key and value. Otherwise it holds queries, and the pages hold all keys.
+    Row s of `product` belongs to sequence s. With cos and sin it holds queries, keys and values side by side, and the
+    program with the last position writes the new key and value; q_weight and k_weight may be None. Otherwise it holds
+    queries, and the pages hold all keys. sinks: [heads] or None.
     EARLY: launched before the kernel ahead has ended, which may have written the product and no more.
     least_keys: of a split, a multiple of BLOCK_N.
     width: HEAD_DIM, where a division has to round as that of `rms_norm`.
@@ -176,6 +174,8 @@ def decode_attention_kernel(
     sums: [sequences, heads] float32, takes the logarithm of each sum of exponentials; None: nobody wants it. RANKS: so
     many divide the keys of a sequence, and the pages here hold those of number `rank` (`KeptKeys`); not FUSED then.
     """
+    FUSED: tl.constexpr = cos is not None
+    NORM: tl.constexpr = q_weight is not None
     kv_head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -301,7 +301,7 @@ def decode_attention_kernel(
                 )  # fmt: skip
     if FUSED and is_last:
         result += tl.exp2(new_score - maximum)[:, None] * new_value.to(tl.float32)
-    if SINKS and split == 0:  # once a sequence
+    if sinks is not None and split == 0:  # once a sequence
         member = tl.arange(0, ROWS)
         maximum, weight, result = join_sink(maximum, weight, result, sinks, kv_head * GROUP + member, member < GROUP)
     result = result / tl.where(weight == 0.0, 1.0, weight)[:, None]
