@@ -75,9 +75,7 @@ from strata.kernels.recurrent.gated_norm import gated_rms_norm
 from strata.kernels.recurrent.short_convolution import short_convolution
 from strata.kernels.recurrent.state_space import state_space
 from strata.kernels.rotary import rope_grad  # noqa: F401  registers what is run
-from strata.kernels.rotary.partial_rope import partial_rope
-from strata.kernels.rotary.rope import rope, rope_angles
-from strata.kernels.rotary.tail_rope import tail_rope
+from strata.kernels.rotary.rope import partial_rope, rope, rope_angles, tail_rope
 from strata.kernels.sampling.bitmask import WORD, apply_bitmask
 from strata.kernels.sampling.filters import filter_bounds
 from strata.kernels.sampling.part_logprobs import exponential_sums

@@ -13,7 +13,7 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.norm.norm import inverse_rms, rms_norm, scaled
 from strata.kernels.op import operation
-from strata.kernels.rotary.tail_rope import rotated_tail, turned
+from strata.kernels.rotary.rope import rotated_pairs, turned
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
@@ -120,7 +120,7 @@ def latent_write_kernel(
     angle = token * (2 * half) + half + pair
     c = tl.load(cos + angle, mask=pair < half, other=0.0)
     s = tl.load(sin + angle, mask=pair < half, other=0.0)
-    first, second = rotated_tail(product + rank, c, s, pair, half, pair < half, PAIRED)
+    first, second = rotated_pairs(product + rank, c, s, pair, half, pair < half, PAIRED)
     first, second = first.to(values.dtype), second.to(values.dtype)
     result += token * width
     tl.store(result + column, latent, mask=column < rank)

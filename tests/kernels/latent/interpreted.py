@@ -12,8 +12,7 @@ from strata.kernels.latent import cuda, divided_cuda, expanded_cuda, tiles
 from strata.kernels.latent.attention import latent_attention
 from strata.kernels.latent.divided import kept_latent_attention
 from strata.kernels.latent.forms import Dims, LatentCall
-from strata.kernels.rotary.rope import rope_angles
-from strata.kernels.rotary.tail_rope import tail_rope
+from strata.kernels.rotary.rope import rope_angles, tail_rope
 from strata.kernels.state.latent_write import latent_write
 
 from ..interpreter import prepare_interpreter

@@ -9,9 +9,7 @@ import torch
 from strata.kernels.attention.spec import HeadsSpec
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.rotary import rope_grad
-from strata.kernels.rotary.partial_rope import partial_rope
-from strata.kernels.rotary.rope import rope, rope_angles
-from strata.kernels.rotary.tail_rope import tail_rope
+from strata.kernels.rotary.rope import partial_rope, rope, rope_angles, tail_rope
 from strata.kernels.state.clear_page_ends import clear_page_ends
 from strata.kernels.state.gather_tables import gather_tables
 from strata.kernels.state.kv_write import kv_write
