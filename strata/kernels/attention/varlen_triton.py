@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from strata.kernels.attention.query_tiles import sequence_of_tile
+from strata.kernels.attention.query_tiles import queries_of_tile, with_queries
 from strata.kernels.attention.softmax_triton import attend_block, join_parts, join_sink, no_keys, part_at, part_start
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.triton_import import jit, tl
@@ -79,21 +79,12 @@ def attention_kernel(
     kv_head = tl.program_id(0)
     # The tiles that see most keys come last in a sequence and start first.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    lowest_sequence = 0
-    beyond = sequences
-    skipped = 0
+    low, beyond, skipped = with_queries(starts, bounds, sequences)
     if PARTS > 0:
         skipped = tl.load(starts)
-    if bounds is not None:
-        lowest_sequence = tl.load(bounds)
-        beyond = tl.load(bounds + 1)
-        skipped = tl.load(starts + lowest_sequence)
-        if tile >= (tl.load(offsets + beyond) - skipped) // TILE_QUERIES + beyond - lowest_sequence:
-            return
-    sequence = sequence_of_tile(tile, starts, lowest_sequence, beyond, skipped, TILE_QUERIES)
-    first = tl.load(starts + sequence)
-    new = tl.load(offsets + sequence + 1) - first
-    query_start = (tile - (first - skipped) // TILE_QUERIES - (sequence - lowest_sequence)) * TILE_QUERIES
+    if bounds is not None and tile >= (tl.load(offsets + beyond) - skipped) // TILE_QUERIES + beyond - low:
+        return
+    sequence, first, new, query_start = queries_of_tile(tile, starts, offsets, low, beyond, skipped, TILE_QUERIES)
     if query_start >= new:
         return
     total = new if PAGE_SIZE == 0 else tl.load(lengths + sequence)

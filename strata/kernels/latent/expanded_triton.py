@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from strata.kernels.attention.query_tiles import sequence_of_tile
+from strata.kernels.attention.query_tiles import queries_of_tile, with_queries
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.latent.forms import Dims
 from strata.kernels.triton_import import jit, tl
@@ -86,7 +86,6 @@ def expanded_prompt_kernel(
     ROPE_PAD: tl.constexpr,
     VALUE: tl.constexpr,
     VALUE_PAD: tl.constexpr,
-    BOUNDED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -94,25 +93,16 @@ def expanded_prompt_kernel(
 
     Of sequence s the queries in rows [starts[s], offsets[s + 1]), if these are all of its tokens, lengths[s]; with
     length 0, that of padding, their results are zeros, and with more tokens than these the program ends at once.
-    BOUNDED: only sequences [bounds[0], bounds[1]) have queries. made: [tokens, heads, NOPE + VALUE], a head's keys and
-    then its values; rows: [tokens, rank + ROPE], of latents and the end of all heads' keys.
+    bounds: only sequences [bounds[0], bounds[1]) have queries; None: any may. made: [tokens, heads, NOPE + VALUE], a
+    head's keys and then its values; rows: [tokens, rank + ROPE], of latents and the end of all heads' keys.
     """
     head = tl.program_id(0).to(tl.int64)
     # The tiles that see most keys come last in a sequence and start first.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    lowest_sequence = 0
-    beyond = sequences
-    skipped = 0
-    if BOUNDED:
-        lowest_sequence = tl.load(bounds)
-        beyond = tl.load(bounds + 1)
-        skipped = tl.load(starts + lowest_sequence)
-        if tile >= (tl.load(offsets + beyond) - skipped) // BLOCK_M + beyond - lowest_sequence:
-            return
-    sequence = sequence_of_tile(tile, starts, lowest_sequence, beyond, skipped, BLOCK_M)
-    first = tl.load(starts + sequence)
-    new = tl.load(offsets + sequence + 1) - first
-    query_start = (tile - (first - skipped) // BLOCK_M - (sequence - lowest_sequence)) * BLOCK_M
+    low, beyond, skipped = with_queries(starts, bounds, sequences)
+    if bounds is not None and tile >= (tl.load(offsets + beyond) - skipped) // BLOCK_M + beyond - low:
+        return
+    sequence, first, new, query_start = queries_of_tile(tile, starts, offsets, low, beyond, skipped, BLOCK_M)
     length = tl.load(lengths + sequence)
     if query_start >= new or length > new:
         return

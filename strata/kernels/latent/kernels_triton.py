@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from strata.kernels.attention.query_tiles import sequence_of_tile
+from strata.kernels.attention.query_tiles import queries_of_tile, with_queries
 from strata.kernels.triton_import import jit, tl
 
 
@@ -99,7 +99,6 @@ def latent_prompt_kernel(
     ROPE: tl.constexpr,
     ROPE_PAD: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    BOUNDED: tl.constexpr,
     CONTINUED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -108,9 +107,9 @@ def latent_prompt_kernel(
     """Programs [blocks of heads * (tokens // TILE_QUERIES + sequences)], those of a tile side by side: neighbouring
     queries of one sequence. In one dimension, because others have 65,535 at most.
 
-    Of sequence s the queries in rows [starts[s], offsets[s + 1]), the last of its tokens. BOUNDED: only sequences
-    [bounds[0], bounds[1]) have any. CONTINUED: only sequences with tokens in front of these are run. latent: the
-    queries in the space of the latent; out: the weighted sums of latents.
+    Of sequence s the queries in rows [starts[s], offsets[s + 1]), the last of its tokens. bounds: only sequences
+    [bounds[0], bounds[1]) have any; None: any may. CONTINUED: only sequences with tokens in front of these are run.
+    latent: the queries in the space of the latent; out: the weighted sums of latents.
     A query's sum goes over blocks that begin at multiples of BLOCK_N, so its bits depend on its sequence alone.
     sums: [tokens, HEADS] float32, takes the logarithm of each query's sum of exponentials; None: nobody wants it.
     KEY_RANKS: so many divide the rows of a sequence, and the pages here hold those of number `key_rank` (`KeptKeys`).
@@ -119,19 +118,10 @@ def latent_prompt_kernel(
     HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // HEAD_BLOCKS
     TILE_QUERIES: tl.constexpr = BLOCK_M // BLOCK_HEADS
-    lowest_sequence = 0
-    beyond = sequences
-    skipped = 0
-    if BOUNDED:
-        lowest_sequence = tl.load(bounds)
-        beyond = tl.load(bounds + 1)
-        skipped = tl.load(starts + lowest_sequence)
-        if tile >= (tl.load(offsets + beyond) - skipped) // TILE_QUERIES + beyond - lowest_sequence:
-            return
-    sequence = sequence_of_tile(tile, starts, lowest_sequence, beyond, skipped, TILE_QUERIES)
-    first = tl.load(starts + sequence)
-    new = tl.load(offsets + sequence + 1) - first
-    query_start = (tile - (first - skipped) // TILE_QUERIES - (sequence - lowest_sequence)) * TILE_QUERIES
+    low, beyond, skipped = with_queries(starts, bounds, sequences)
+    if bounds is not None and tile >= (tl.load(offsets + beyond) - skipped) // TILE_QUERIES + beyond - low:
+        return
+    sequence, first, new, query_start = queries_of_tile(tile, starts, offsets, low, beyond, skipped, TILE_QUERIES)
     if query_start >= new:
         return
     total = tl.load(lengths + sequence)

@@ -163,24 +163,22 @@ def rope_kernel(
     IS_TAIL, in front of them; None: all are rotated."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    source = x + token * token_stride + head * head_stride
-    target = result + (token * heads + head) * (2 * half if kept is None else 2 * half + kept)
-    if kept is not None:
-        column = tl.arange(0, KEPT)[None, :]
-        stays = (head < heads) & (column < kept)
-        place = column if IS_TAIL else 2 * half + column
-        tl.store(target + place, tl.load(source + place, mask=stays, other=0.0), mask=stays)
-    if IS_TAIL:
-        source += kept
-        target += kept
     pair = tl.arange(0, HALF)[None, :]
     angle = token * (2 * half) + half + pair
     c = tl.load(cos + angle, mask=pair < half, other=0.0)
     s = tl.load(sin + angle, mask=pair < half, other=0.0)
     held = (head < heads) & (pair < half)
-    first, second = rotated_pairs(source, c, s, pair, half, held, PAIRED)
-    tl.store(target + pair, first.to(result.dtype.element_ty), mask=held)
-    tl.store(target + half + pair, second.to(result.dtype.element_ty), mask=held)
+    source = x + token * token_stride + head * head_stride
+    first, second = rotated_pairs(source + kept if IS_TAIL else source, c, s, pair, half, held, PAIRED)
+    target = result + (token * heads + head) * (2 * half if kept is None else 2 * half + kept)
+    turned = (target + kept if IS_TAIL else target) + pair
+    tl.store(turned, first.to(result.dtype.element_ty), mask=held)
+    tl.store(turned + half, second.to(result.dtype.element_ty), mask=held)
+    if kept is not None:
+        column = tl.arange(0, KEPT)[None, :]
+        stays = (head < heads) & (column < kept)
+        place = column if IS_TAIL else 2 * half + column
+        tl.store(target + place, tl.load(source + place, mask=stays, other=0.0), mask=stays)
 
 
 def _triton(x: Tensor, cos: Tensor, sin: Tensor, paired: bool | None = None) -> Tensor:

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from strata.kernels.attention.query_tiles import sequence_of_tile
+from strata.kernels.attention.query_tiles import queries_of_tile
 from strata.kernels.attention.varlen_triton import Tile
 from strata.kernels.triton_import import jit, tl
 
@@ -53,10 +53,7 @@ def pooled_scores_kernel(
     tile = tl.program_id(2)
     TILE_ROWS: tl.constexpr = ROWS // GROUP
     TILE_QUERIES: tl.constexpr = TILE_ROWS * STRIDE
-    sequence = sequence_of_tile(tile, starts, 0, sequences, 0, TILE_QUERIES)
-    first = tl.load(starts + sequence)
-    new = tl.load(offsets + sequence + 1) - first
-    query_start = (tile - first // TILE_QUERIES - sequence) * TILE_QUERIES
+    sequence, first, new, query_start = queries_of_tile(tile, starts, offsets, 0, sequences, 0, TILE_QUERIES)
     if query_start >= new:
         return
     total = tl.load(lengths + sequence)
@@ -134,10 +131,7 @@ def kept_blocks_kernel(
     """
     at = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
-    sequence = sequence_of_tile(at, starts, 0, sequences, 0, BLOCK)
-    first = tl.load(starts + sequence)
-    new = tl.load(offsets + sequence + 1) - first
-    query_start = (at - first // BLOCK - sequence) * BLOCK
+    sequence, first, new, query_start = queries_of_tile(at, starts, offsets, 0, sequences, 0, BLOCK)
     if query_start >= new:
         return
     total = tl.load(lengths + sequence)
