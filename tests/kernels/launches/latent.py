@@ -7,7 +7,7 @@ import torch
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.spec import AttentionSpec, Sequences
 from strata.kernels.compile_case import CompileCase
-from strata.kernels.latent import cuda, divided_cuda, expanded_cuda
+from strata.kernels.latent import cuda, expanded_cuda
 from strata.kernels.latent.expanded_triton import expanded_prompt_kernel
 from strata.kernels.latent.forms import KeptLatentCall, LatentCall
 from strata.kernels.latent.kernels_triton import latent_decode_kernel, latent_prompt_kernel
@@ -49,7 +49,7 @@ def divided(heads: int, longest: int) -> list[CompileCase]:
     q, row = empty(64, heads, RANK + ROPE), empty(64, RANK + ROPE)
     call = KeptLatentCall(q, row, batch_of(64, longest, BF16, longest > 1), SPEC, KeptKeys(8, 0), RANK)
     must = {latent_prompt_kernel: ("mma",), latent_decode_kernel: ("mma",)}
-    return noted(f"{heads} heads of 8 ranks, longest {longest}", lambda: divided_cuda.attend(call), must)
+    return noted(f"{heads} heads of 8 ranks, longest {longest}", lambda: cuda.attend_kept(call), must)
 
 
 def compile_cases() -> list[CompileCase]:
