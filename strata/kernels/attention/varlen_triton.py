@@ -192,6 +192,10 @@ class Tile:
     stages: int
     registers: int | None = None
 
+    @property
+    def options(self) -> dict[str, int]:
+        return {"BLOCK_M": self.rows, "BLOCK_N": self.keys, "num_warps": self.warps, "num_stages": self.stages}
+
 
 def mixed_tile(head_dim: int, dtype: torch.dtype, page_size: int) -> Tile:
     """page_size: 0 for keys and values that are packed."""

@@ -208,17 +208,8 @@ def _triton(offsets: Tensor, lengths: Tensor, bounds: Tensor, tables: Tensor, ro
     sequences = len(lengths)
     result = torch.empty((_FIELDS, _WIDTH), dtype=torch.int32, device=offsets.device)
     virtual_sequences_kernel[(1,)](
-        offsets,
-        lengths,
-        bounds,
-        tables,
-        result,
-        sequences,
-        tables.shape[1],
-        rows.queries,
-        rows.result,
-        rows.key_row,
-        rows.values or 0,
+        *(offsets, lengths, bounds, tables, result, sequences, tables.shape[1]),
+        *(rows.queries, rows.result, rows.key_row, rows.values or 0),
         WIDTH=_WIDTH,
         QUERIES=QUERIES,
         PAGE_SIZE=page_size,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from strata.kernels.attention.spec import AttentionSpec, PackedBatch
+from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.latent.forms import Dims, KeptLatentCall, LatentCall, by_head
 from strata.kernels.latent.head_product import head_product, head_product_kernel
 from strata.kernels.latent.kernels_triton import latent_decode_kernel, latent_join_kernel, latent_prompt_kernel
@@ -187,46 +188,15 @@ def decode(
     tile = tile or decode_tile(dims.heads, dims.rank, q.dtype, sequences, tables.shape[1] * pages.page_size)
     results = torch.empty((sequences, tile.splits, dims.heads, dims.rank), dtype=torch.float32, device=q.device)
     scales = torch.empty((sequences, tile.splits, dims.heads), dtype=torch.float32, device=q.device)
-    latent_decode_kernel[(-(-dims.heads // tile.heads), sequences, tile.splits)](
-        latent,
-        q,
-        pages.keys[spec.layer],
-        results,
-        scales,
-        lengths,
-        tables,
-        spec.scale * log2(e),
-        dims.nope,
-        latent.stride(0),
-        latent.stride(1),
-        q.stride(0),
-        q.stride(1),
-        tables.stride(0),
-        tile.split,
-        kept.rank,
-        KEY_RANKS=kept.ranks,
-        **constants(dims.heads, dims.rank, dims.rope, pages.page_size, tile),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-    padded = constants(dims.heads, dims.rank, dims.rope, pages.page_size, tile)["RANK_PAD"]
+    queries = spec.scale * log2(e), dims.nope, *latent.stride()[:2], *q.stride()[:2]
+    shape = {**constants(dims, pages.page_size, tile), "KEY_RANKS": kept.ranks}
+    grid = ceil_div(dims.heads, tile.heads), sequences, tile.splits
+    tensors = latent, q, pages.keys[spec.layer], results, scales, lengths, tables
+    latent_decode_kernel[grid](*tensors, *queries, tables.stride(0), tile.split, kept.rank, **shape, **tile.options)
+    joined = {name: shape[name] for name in ("KEY_RANKS", "HEADS", "RANK", "RANK_PAD", "BLOCK_N")}
+    splits = tile.splits, tile.split, *out.stride()[:2]
     latent_join_kernel[(dims.heads, sequences)](
-        results,
-        scales,
-        out,
-        lengths,
-        tile.splits,
-        tile.split,
-        out.stride(0),
-        out.stride(1),
-        sums,
-        kept.rank,
-        KEY_RANKS=kept.ranks,
-        HEADS=dims.heads,
-        RANK=dims.rank,
-        RANK_PAD=padded,
-        BLOCK_N=tile.rows,
-        num_warps=4,
+        results, scales, out, lengths, *splits, sums, kept.rank, **joined, num_warps=4
     )
 
 
@@ -253,32 +223,11 @@ def prompts(
         return
     tile = prompt_tile(dims.heads, dims.rank, q.dtype)
     tiles = tokens // (tile.queries // tile.heads) + sequences
-    latent_prompt_kernel[(-(-dims.heads // tile.heads) * tiles,)](
-        latent,
-        q,
-        pages.keys[spec.layer],
-        out,
-        starts,
-        batch.offsets,
-        bounds,
-        pages.lengths,
-        pages.tables,
-        sequences,
-        spec.scale * log2(e),
-        dims.nope,
-        latent.stride(0),
-        latent.stride(1),
-        q.stride(0),
-        q.stride(1),
-        pages.tables.stride(0),
-        out.stride(0),
-        out.stride(1),
-        sums,
-        kept.rank,
-        KEY_RANKS=kept.ranks,
-        CONTINUED=continued,
-        BLOCK_M=tile.queries,
-        **constants(dims.heads, dims.rank, dims.rope, pages.page_size, tile),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+    tensors = latent, q, pages.keys[spec.layer], out, starts, batch.offsets, bounds, pages.lengths, pages.tables
+    queries = sequences, spec.scale * log2(e), dims.nope, *latent.stride()[:2], *q.stride()[:2]
+    places = pages.tables.stride(0), *out.stride()[:2]
+    own = {"KEY_RANKS": kept.ranks, "CONTINUED": continued, "BLOCK_M": tile.queries}
+    shape = constants(dims, pages.page_size, tile)
+    latent_prompt_kernel[(ceil_div(dims.heads, tile.heads) * tiles,)](
+        *tensors, *queries, *places, sums, kept.rank, **own, **shape, **tile.options
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
+from strata.kernels.latent.forms import Dims
 
 _PROCESSORS = 132
 # A program needs much of a multiprocessor's memory, so more than two for each find no place.
@@ -32,6 +33,10 @@ class Tile:
     stages: int
     split: int = 0
     splits: int = 1
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.warps, "num_stages": self.stages}
 
 
 def prompt_tile(heads: int, rank: int, dtype: torch.dtype) -> Tile:
@@ -57,14 +62,14 @@ def decode_tile(heads: int, rank: int, dtype: torch.dtype, sequences: int, most:
     return Tile(together, together, 64, 4, 3 if programs * splits <= _PROCESSORS else 2, _SPLIT_ROWS, splits)
 
 
-def constants(heads: int, rank: int, rope: int, page_size: int, tile: Tile) -> dict[str, int]:
+def constants(dims: Dims, page_size: int, tile: Tile) -> dict[str, int]:
     """What the kernels of prompts and of decodes have in common."""
     return {
-        "HEADS": heads,
-        "RANK": rank,
-        "RANK_PAD": max(16, next_power_of_2(rank)),
-        "ROPE": rope,
-        "ROPE_PAD": max(16, next_power_of_2(rope)),
+        "HEADS": dims.heads,
+        "RANK": dims.rank,
+        "RANK_PAD": max(16, next_power_of_2(dims.rank)),
+        "ROPE": dims.rope,
+        "ROPE_PAD": max(16, next_power_of_2(dims.rope)),
         "PAGE_SIZE": page_size,
         "BLOCK_HEADS": tile.heads,
         "BLOCK_N": tile.rows,

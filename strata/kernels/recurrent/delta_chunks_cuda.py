@@ -22,7 +22,7 @@ from strata.kernels.recurrent.delta_chunks_triton import (
     gated_delta_states_kernel,
 )
 from strata.kernels.recurrent.gated_delta_triton import LENGTH_EPS
-from strata.kernels.recurrent.sequences import STATE
+from strata.kernels.recurrent.sequences import kept_states
 
 KERNELS = (gated_delta_solve_kernel, gated_delta_states_kernel, gated_delta_results_kernel)
 # Chunks of 16, one after another and from which nothing is handed on, are for prompts with fewer tokens than this, and
@@ -103,10 +103,7 @@ def launch(call: GatedDeltaCall, tiles: Tiles = TILES) -> Tensor:
     result = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if not result.numel():
         return result
-    states = batch.states
-    kept, slots = v.new_empty(0, dtype=torch.float32), batch.offsets  # no row is touched where nothing is kept
-    if states is not None:
-        kept, slots = states.tensors[layer][STATE], states.slots
+    kept, slots = kept_states(batch, layer, v)
     sequences, shared = batch.offsets.shape[0] - 1, heads // key_heads
     sizes = _Sizes.of(v.shape[0], sequences, heads, key_dim, value_dim)
     programs, keys, values = sizes.programs, sizes.key_dim, sizes.value_dim
@@ -116,25 +113,8 @@ def launch(call: GatedDeltaCall, tiles: Tiles = TILES) -> Tensor:
     padded: dict[str, Any] = {"CHUNK": CHUNK, "PRECISION": "ieee" if v.dtype == torch.float32 else "tf32"}
     padded["KEY_DIM"] = keys
     gated_delta_solve_kernel[(programs,)](
-        k,
-        a,
-        b,
-        dt_bias,
-        a_log,
-        batch.offsets,
-        inverses,
-        decays,
-        weights,
-        reads,
-        lefts,
-        sequences,
-        heads,
-        key_dim,
-        shared,
-        k.stride(0),
-        a.stride(0),
-        b.stride(0),
-        LENGTH_EPS,
+        *(k, a, b, dt_bias, a_log, batch.offsets, inverses, decays, weights, reads, lefts),
+        *(sequences, heads, key_dim, shared, k.stride(0), a.stride(0), b.stride(0), LENGTH_EPS),
         **padded,
         HALVES=v.dtype == torch.bfloat16,
         num_warps=tiles.solve_warps,
@@ -142,47 +122,15 @@ def launch(call: GatedDeltaCall, tiles: Tiles = TILES) -> Tensor:
     padded["VALUE_DIM"] = values
     own = _options(tiles.states, values)
     gated_delta_states_kernel[(ceil_div(value_dim, own["COLUMNS"]), heads, sequences)](
-        k,
-        v,
-        inverses,
-        decays,
-        reads,
-        lefts,
-        puts,
-        begins,
-        kept,
-        slots,
-        batch.offsets,
-        batch.positions,
-        heads,
-        key_dim,
-        value_dim,
-        shared,
-        k.stride(0),
-        v.stride(0),
-        int(states is not None),
+        *(k, v, inverses, decays, reads, lefts, puts, begins, kept, slots, batch.offsets, batch.positions),
+        *(heads, key_dim, value_dim, shared, k.stride(0), v.stride(0), int(batch.states is not None)),
         **padded,
         **own,
     )
     own = _options(tiles.results, values)
     gated_delta_results_kernel[(programs * (values // own["COLUMNS"]),)](
-        q,
-        k,
-        puts,
-        decays,
-        weights,
-        begins,
-        batch.offsets,
-        result,
-        sequences,
-        heads,
-        key_dim,
-        value_dim,
-        shared,
-        q.stride(0),
-        k.stride(0),
-        LENGTH_EPS,
-        key_dim**-0.5,
+        *(q, k, puts, decays, weights, begins, batch.offsets, result),
+        *(sequences, heads, key_dim, value_dim, shared, q.stride(0), k.stride(0), LENGTH_EPS, key_dim**-0.5),
         **padded,
         **own,
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.recurrent.calls import GatedDeltaCall
-from strata.kernels.recurrent.sequences import STATE
+from strata.kernels.recurrent.sequences import STATE, kept_states
 from strata.kernels.triton_import import jit, tl
 
 # Added to the squares of a query or key before the root, as in flash-linear-attention and transformers.
@@ -221,45 +221,22 @@ def takes_chunks(call: GatedDeltaCall) -> bool:
 
 
 def launch(call: GatedDeltaCall, chunks: bool) -> Tensor:
-    q, k, v, a, b, dt_bias, a_log, batch, layer = call
-    key_heads, key_dim = k.shape[1:]
+    v, batch = call.v, call.batch
+    key_heads, key_dim = call.k.shape[1:]
     heads, value_dim = v.shape[1:]
     result = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if not result.numel():
         return result
-    states = batch.states
-    kept, slots = v.new_empty(0, dtype=torch.float32), batch.offsets  # no row is touched where nothing is kept
-    if states is not None:
-        kept, slots = states.tensors[layer][STATE], states.slots
+    kept, slots = kept_states(batch, call.layer, v)
     tile: dict[str, Any] = _tile(key_dim, value_dim, chunks)
     grid = (batch.offsets.shape[0] - 1, heads, ceil_div(value_dim, tile["COLUMNS"]))
     if chunks:
         tile |= {"CHUNK": _CHUNK, "PRECISION": "ieee" if v.dtype == torch.float32 else "tf32"}
     (gated_delta_chunks_kernel if chunks else gated_delta_kernel)[grid](
-        q,
-        k,
-        v,
-        a,
-        b,
-        dt_bias,
-        a_log,
-        kept,
-        slots,
-        batch.offsets,
-        batch.positions,
-        result,
-        heads,
-        key_dim,
-        value_dim,
-        heads // key_heads,
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
-        a.stride(0),
-        b.stride(0),
-        LENGTH_EPS,
-        key_dim**-0.5,
-        int(states is not None),
+        *call[:7],
+        *(kept, slots, batch.offsets, batch.positions, result),
+        *(heads, key_dim, value_dim, heads // key_heads, *(one.stride(0) for one in call[:5])),
+        *(LENGTH_EPS, key_dim**-0.5, int(batch.states is not None)),
         **tile,
         num_warps=4,
     )

@@ -101,16 +101,7 @@ def _triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float, size: int, gate
     # Rows and groups with a stride each: parts of a wider product, or heads of tokens.
     rows, gates = (one if one.dim() == 3 else one.flatten(0, -2).unflatten(-1, (-1, size)) for one in (x, gate))
     gated_rms_norm_kernel[tuple(rows.shape[:2])](
-        rows,
-        gates,
-        weight,
-        result,
-        rows.shape[1],
-        size,
-        rows.stride(0),
-        rows.stride(1),
-        gates.stride(0),
-        gates.stride(1),
+        *(rows, gates, weight, result, rows.shape[1], size, *rows.stride()[:2], *gates.stride()[:2]),
         0 if x.dim() == 3 else size,
         eps,
         GATE_FIRST=gate_first,

@@ -139,7 +139,6 @@ def short_convolution_kernel(
     channels,
     token_stride,
     WIDTH: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     KEEPS: tl.constexpr,
     SILU: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -162,7 +161,7 @@ def short_convolution_kernel(
             is_new = (tl.load(positions + start) == 0).to(tl.int32)
             slot = tl.load(slots + sequence).to(tl.int64)
         begins = tl.zeros([BLOCK], tl.float32)
-        if HAS_BIAS:
+        if bias is not None:
             begins = tl.load(bias + column, mask=held, other=0.0).to(tl.float32)
         for at in range(first, tl.minimum(first + TOKENS, end)):
             total = begins
@@ -210,36 +209,16 @@ def _triton(x: Tensor, weight: Tensor, bias: Tensor | None, batch: RecurrentBatc
     tails, slots = (batch.states.tensors[layer][TAIL], batch.states.slots) if batch.states is not None else (x, x)
     width, blocks = weight.shape[-1], ceil_div(channels, _TILE["BLOCK"])
     short_convolution_kernel[(sequences, ceil_div(batch.longest, _TILE["TOKENS"]), blocks)](
-        x,
-        weight,
-        x if bias is None else bias,
-        tails,
-        slots,
-        batch.offsets,
-        batch.positions,
-        result,
-        channels,
-        x.stride(0),
+        *(x, weight, bias, tails, slots, batch.offsets, batch.positions, result, channels, x.stride(0)),
         WIDTH=width,
-        HAS_BIAS=bias is not None,
         KEEPS=keeps,
         SILU=silu,
         **_TILE,
         num_warps=_WARPS,
     )
     if keeps:
-        tail_kernel[(sequences, blocks)](
-            x,
-            tails,
-            slots,
-            batch.offsets,
-            batch.positions,
-            channels,
-            x.stride(0),
-            WIDTH=width,
-            BLOCK=_TILE["BLOCK"],
-            num_warps=_WARPS,
-        )
+        given = x, tails, slots, batch.offsets, batch.positions, channels, x.stride(0)
+        tail_kernel[(sequences, blocks)](*given, WIDTH=width, BLOCK=_TILE["BLOCK"], num_warps=_WARPS)
     return result
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.recurrent.calls import StateSpaceCall
-from strata.kernels.recurrent.sequences import STATE
+from strata.kernels.recurrent.sequences import STATE, kept_states
 from strata.kernels.triton_import import jit, tl
 
 
@@ -201,44 +201,22 @@ def takes_chunks(call: StateSpaceCall) -> bool:
 
 
 def launch(call: StateSpaceCall, chunks: bool) -> Tensor:
-    x, dt, b, c, dt_bias, a_log, skip, batch, spec = call
+    x, batch, spec = call.x, call.batch, call.spec
     tokens, heads, head_dim = x.shape
-    groups, state_size = b.shape[1:]
+    groups, state_size = call.b.shape[1:]
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not tokens:
         return result
-    states = batch.states
-    kept, slots = x.new_empty(0, dtype=torch.float32), batch.offsets  # no row is touched where nothing is kept
-    if states is not None:
-        kept, slots = states.tensors[spec.layer][STATE], states.slots
+    kept, slots = kept_states(batch, spec.layer, x)
     tile: dict[str, Any] = _tile(head_dim, state_size, chunks)
     grid = (batch.offsets.shape[0] - 1, heads, ceil_div(head_dim, tile["COLUMNS"]))
     if chunks:
         tile |= {"CHUNK": _CHUNK, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32"}
     (state_space_chunks_kernel if chunks else state_space_kernel)[grid](
-        x,
-        dt,
-        b,
-        c,
-        dt_bias,
-        a_log,
-        skip,
-        kept,
-        slots,
-        batch.offsets,
-        batch.positions,
-        result,
-        heads,
-        head_dim,
-        state_size,
-        heads // groups,
-        x.stride(0),
-        dt.stride(0),
-        b.stride(0),
-        c.stride(0),
-        spec.least,
-        spec.most,
-        int(states is not None),
+        *call[:7],
+        *(kept, slots, batch.offsets, batch.positions, result),
+        *(heads, head_dim, state_size, heads // groups, *(one.stride(0) for one in call[:4])),
+        *(spec.least, spec.most, int(batch.states is not None)),
         **tile,
         num_warps=4,
     )

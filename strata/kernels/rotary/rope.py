@@ -191,15 +191,7 @@ def _triton(x: Tensor, cos: Tensor, sin: Tensor, paired: bool | None = None) -> 
         columns, pairs = next_power_of_2(max(1, kept)), next_power_of_2(half)
         together = min(next_power_of_2(heads), max(1, 2048 // max(columns, pairs)))
         rope_kernel[(tokens, ceil_div(heads, together))](
-            x,
-            cos,
-            sin,
-            result,
-            heads,
-            kept or None,
-            half,
-            x.stride(0),
-            x.stride(1),
+            *(x, cos, sin, result, heads, kept or None, half, *x.stride()[:2]),
             IS_TAIL=paired is not None and kept > 0,
             PAIRED=bool(paired),
             HEADS=together,

@@ -93,14 +93,7 @@ def _launch(product: Tensor, parts: tuple[Tensor, ...], cos: Tensor, sin: Tensor
         kv_heads, half = k.shape[1], head_dim // 2
         tile = _tile(heads + 2 * kv_heads, half)
         rotate_heads_kernel[(tokens,)](
-            product,
-            *parts,
-            cos,
-            sin,
-            heads,
-            kv_heads,
-            half,
-            product.stride(0),
+            *(product, *parts, cos, sin, heads, kv_heads, half, product.stride(0)),
             BACKWARD=backward,
             **tile,
             num_warps=_WARPS,

@@ -85,15 +85,7 @@ def clear_page_ends_kernel(
 def _triton(keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, bounds: Tensor, most: int) -> Tensor:
     layers, pages, page_size, kv_heads, head_dim = keys.shape
     clear_page_ends_kernel[(layers, most)](
-        keys,
-        values,
-        tables,
-        lengths,
-        bounds,
-        len(lengths),
-        tables.shape[1],
-        pages,
-        kv_heads * head_dim,
+        *(keys, values, tables, lengths, bounds, len(lengths), tables.shape[1], pages, kv_heads * head_dim),
         PAGE_SIZE=page_size,
         BLOCK=_BLOCK,
     )

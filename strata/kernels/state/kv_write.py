@@ -133,17 +133,8 @@ def _triton(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Te
     if tokens:
         tile = token_tile(heads * head_dim)
         kv_write_kernel[(ceil_div(tokens, tile["TOKENS"]),)](
-            k,
-            v,
-            pages.keys[layer],
-            pages.values[layer],
-            pages.slot_mapping,
-            tokens,
-            k.stride(0),
-            k.stride(1),
-            v.stride(0),
-            v.stride(1),
-            heads,
+            *(k, v, pages.keys[layer], pages.values[layer], pages.slot_mapping),
+            *(tokens, *k.stride()[:2], *v.stride()[:2], heads),
             HEAD_DIM=head_dim,
             **tile,
             num_warps=TILE_WARPS,

@@ -104,7 +104,6 @@ def latent_write_kernel(
     product_stride,
     eps,
     PAIRED: tl.constexpr,
-    PAGES: tl.constexpr,
     RANK: tl.constexpr,
     HALF: tl.constexpr,
 ):
@@ -126,7 +125,7 @@ def latent_write_kernel(
     tl.store(result + column, latent, mask=column < rank)
     tl.store(result + rank + pair, first, mask=pair < half)
     tl.store(result + rank + half + pair, second, mask=pair < half)
-    if PAGES:
+    if rows is not None:
         slot = tl.load(slots + token).to(tl.int64)
         rows += slot * width
         tl.store(rows + column, latent, mask=(column < rank) & (slot >= 0))
@@ -143,19 +142,10 @@ def _triton(call: LatentWriteCall) -> Tensor:
     rank, half = weight.shape[0], cos.shape[-1] // 2
     if result.numel():
         latent_write_kernel[(product.shape[0],)](
-            product,
-            weight,
-            cos,
-            sin,
-            result,
-            result if pages is None else pages.keys[layer],
-            result if pages is None else pages.slot_mapping,
-            rank,
-            half,
-            product.stride(0),
-            eps,
+            *(product, weight, cos, sin, result),
+            *((None, None) if pages is None else (pages.keys[layer], pages.slot_mapping)),
+            *(rank, half, product.stride(0), eps),
             PAIRED=paired,
-            PAGES=pages is not None,
             RANK=next_power_of_2(rank),
             HALF=next_power_of_2(half),
             num_warps=_WARPS,

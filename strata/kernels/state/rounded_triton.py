@@ -129,19 +129,8 @@ def write_rounded(k: Tensor, v: Tensor, pages: PagedKV, layer: int) -> tuple[Ten
         width = next_power_of_2(head_dim)
         rows = min(next_power_of_2(heads), max(1, _TILE_ELEMENTS // width))
         rounded_write_kernel[(tokens, -(-heads // rows), 2)](
-            k,
-            v,
-            pages.keys[layer],
-            pages.values[layer],
-            pages.key_exponents[layer],
-            pages.value_exponents[layer],
-            pages.slot_mapping,
-            held,
-            k.stride(0),
-            k.stride(1),
-            v.stride(0),
-            v.stride(1),
-            heads,
+            *(k, v, pages.keys[layer], pages.values[layer], *pages.exponents(layer), pages.slot_mapping, held),
+            *(*k.stride()[:2], *v.stride()[:2], heads),
             HEAD_DIM=head_dim,
             PAGE_SIZE=pages.page_size,
             **rounding_constants(pages.keys[layer].dtype),

@@ -94,20 +94,9 @@ def choose(
     queries = tile.rows // group * stride
     grid = (ceil_div(blocks * block // stride, tile.keys), kv_heads, tokens // queries + sequences)
     pooled_scores_kernel[grid](
-        q,
-        pages.keys[spec.layer],
-        logs,
-        starts,
-        batch.offsets,
-        pages.lengths,
-        pages.tables,
-        sequences,
-        spec.scale * LOG2_E / stride,
-        q.stride(0),
-        pages.tables.stride(0),
-        rows,
-        blocks,
-        choice.least_keys,
+        *(q, pages.keys[spec.layer], logs, starts, batch.offsets, pages.lengths, pages.tables),
+        *(sequences, spec.scale * LOG2_E / stride, q.stride(0), pages.tables.stride(0)),
+        *(rows, blocks, choice.least_keys),
         GROUP=group,
         HEAD_DIM=head_dim,
         HEAD_PAD=head_pad(head_dim),
@@ -123,17 +112,8 @@ def choose(
     kept = torch.empty((kv_heads, lists, blocks), dtype=torch.int32, device=q.device)
     counts = torch.zeros((kv_heads, lists), dtype=torch.int32, device=q.device)
     kept_blocks_kernel[(lists, kv_heads)](
-        logs,
-        kept,
-        counts,
-        starts,
-        batch.offsets,
-        pages.lengths,
-        sequences,
-        rows,
-        blocks,
-        choice.share,
-        choice.least_keys,
+        *(logs, kept, counts, starts, batch.offsets, pages.lengths),
+        *(sequences, rows, blocks, choice.share, choice.least_keys),
         GROUP=group,
         STRIDE=stride,
         BLOCK=block,
