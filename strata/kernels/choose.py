@@ -45,7 +45,8 @@ class Thresholds:
     many rows an expert packed weights become floats where their scheme rounds activations, of more both are multiplied
     in 8 bits. library_rows: of more rows an expert, what leads out of experts is the library's product. sorted_choices:
     up to so many choices are sorted by expert in one launch. gated_rows: of so many rows or more a product with gating
-    is ours whole. linear_rows: of more rows a product that the library has, too, is the library's.
+    is ours whole. linear_rows: of more rows a product that the library has, too, is the library's. chunked_tokens: with
+    so many new tokens of a sequence or more a recurrence goes chunk after chunk.
     """
 
     choice_tokens: int
@@ -54,6 +55,7 @@ class Thresholds:
     sorted_choices: int
     gated_rows: int
     linear_rows: int
+    chunked_tokens: int
 
 
 class _Row(msgspec.Struct, forbid_unknown_fields=True):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strata.kernels.choose import thresholds
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.recurrent.calls import GatedDeltaCall
 from strata.kernels.recurrent.sequences import STATE, kept_states
@@ -194,8 +195,6 @@ def gated_delta_chunks_kernel(
         tl.store(kept, state, mask=both & (keeps != 0))
 
 
-# Fewer new tokens than this of the longest sequence go through the recurrence.
-_SHORTEST_CHUNKED = 16
 _CHUNK = 16  # with more, the system and the state do not fit into registers
 
 
@@ -217,7 +216,7 @@ def supports(call: GatedDeltaCall) -> bool:
 
 def takes_chunks(call: GatedDeltaCall) -> bool:
     """As `supports`, where a sequence is long enough."""
-    return call.batch.longest >= _SHORTEST_CHUNKED and supports(call)
+    return call.batch.longest >= thresholds(call.v.device).chunked_tokens and supports(call)
 
 
 def launch(call: GatedDeltaCall, chunks: bool) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strata.kernels.choose import thresholds
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.recurrent.calls import StateSpaceCall
 from strata.kernels.recurrent.sequences import STATE, kept_states
@@ -174,8 +175,6 @@ def state_space_chunks_kernel(
         tl.store(kept, state, mask=both & (keeps != 0))
 
 
-# Fewer new tokens than this of the longest sequence go through the recurrence.
-_SHORTEST_CHUNKED = 16
 _CHUNK = 32
 
 
@@ -197,7 +196,7 @@ def supports(call: StateSpaceCall) -> bool:
 
 def takes_chunks(call: StateSpaceCall) -> bool:
     """As `supports`, where a sequence is long enough."""
-    return call.batch.longest >= _SHORTEST_CHUNKED and supports(call)
+    return call.batch.longest >= thresholds(call.x.device).chunked_tokens and supports(call)
 
 
 def launch(call: StateSpaceCall, chunks: bool) -> Tensor:

@@ -40,19 +40,20 @@ def kv_write(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[T
     """
     if pages is None:
         return k, v
-    kept = pages.slot_mapping >= 0
-    slots = pages.slot_mapping[kept].long()
     if pages.is_rounded:
-        return _write_rounded(k, v, pages, layer, kept, slots)
-    for new, pool in ((k, pages.keys[layer]), (v, pages.values[layer])):
-        pool.flatten(0, 1)[slots] = new[kept].to(pool.dtype)
+        return _write_rounded(k, v, pages, layer)
+    index, new = pages.index, (k, v)
+    if index is None:
+        kept = pages.slot_mapping >= 0
+        index, new = pages.slot_mapping[kept].long(), (k[kept], v[kept])
+    for one, pool in zip(new, (pages.keys[layer], pages.values[layer]), strict=True):
+        pool.flatten(0, 1).index_copy_(0, index, one.to(pool.dtype))
     return k, v
 
 
-def _write_rounded(
-    k: Tensor, v: Tensor, pages: PagedKV, layer: int, kept: Tensor, slots: Tensor
-) -> tuple[Tensor, Tensor]:
-    held = []
+def _write_rounded(k: Tensor, v: Tensor, pages: PagedKV, layer: int) -> tuple[Tensor, Tensor]:
+    kept, held = pages.slot_mapping >= 0, []
+    slots = pages.slot_mapping[kept].long()
     pools = (k, pages.keys, pages.key_exponents), (v, pages.values, pages.value_exponents)
     for new, pool, exponents in pools:
         values, powers = round_rows(new, pool[layer].dtype)
@@ -62,20 +63,7 @@ def _write_rounded(
     return held[0], held[1]
 
 
-@kv_write.implement("index_copy", "cpu", invariant=True)
-def _index_copy(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Tensor, Tensor]:
-    if pages is None:
-        return k, v
-    if pages.is_rounded:
-        return kv_write.reference(k, v, pages, layer)  # type: ignore[no-any-return]
-    index = pages.index
-    if index is None:
-        if bool((pages.slot_mapping < 0).any()):
-            return kv_write.reference(k, v, pages, layer)  # type: ignore[no-any-return]
-        index = pages.slot_mapping.long()
-    pages.keys[layer].flatten(0, 1).index_copy_(0, index, k)
-    pages.values[layer].flatten(0, 1).index_copy_(0, index, v)
-    return k, v
+kv_write.implement("index_copy", "cpu", invariant=True)(kv_write.reference)
 
 
 # What stands in a step's buffer begins at any address.

@@ -3,6 +3,7 @@ section 2.1)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -53,17 +54,23 @@ def latent_write(call: LatentWriteCall) -> Tensor:
 
     Returns the rows, like `product`.
     """
+    return _written(call, rms_norm.reference)
+
+
+def _written(call: LatentWriteCall, norm: Callable[..., Tensor]) -> Tensor:
     product, weight, eps, cos, sin, pages, layer, paired = call
-    row = _finished(product, rms_norm.reference(product[:, : weight.shape[0]], weight, eps), cos, sin, paired)
-    if pages is not None:
-        kept = pages.slot_mapping >= 0
-        pool = pages.keys[layer]
-        pool.flatten(0, 1)[pages.slot_mapping[kept].long()] = row[kept, None].to(pool.dtype)
+    rank = weight.shape[0]
+    latent, key = norm(product[:, :rank], weight, eps), turned(product[:, None, rank:], cos, sin, paired)[:, 0]
+    row = torch.cat((latent, key), -1)
+    if pages is None:
+        return row
+    index, kept = pages.index, row
+    if index is None:
+        held = pages.slot_mapping >= 0
+        index, kept = pages.slot_mapping[held].long(), row[held]
+    pool = pages.keys[layer]
+    pool.flatten(0, 1).index_copy_(0, index, kept[:, None].to(pool.dtype))
     return row
-
-
-def _finished(product: Tensor, latent: Tensor, cos: Tensor, sin: Tensor, paired: bool) -> Tensor:
-    return torch.cat((latent, turned(product[:, None, latent.shape[1] :], cos, sin, paired)[:, 0]), -1)
 
 
 def _without_pages(call: LatentWriteCall) -> bool:
@@ -71,22 +78,7 @@ def _without_pages(call: LatentWriteCall) -> bool:
 
 
 _norm = rms_norm.bind("cpu", deterministic=True).candidates[0].run
-
-
-@latent_write.implement("index_copy", "cpu", invariant=True)
-def _torch(call: LatentWriteCall) -> Tensor:
-    product, weight, eps, cos, sin, pages, layer, paired = call
-    row = _finished(product, _norm(product[:, : weight.shape[0]], weight, eps), cos, sin, paired)
-    if pages is None:
-        return row
-    index = pages.index
-    kept = row
-    if index is None:
-        held = pages.slot_mapping >= 0
-        index, kept = pages.slot_mapping[held].long(), row[held]
-    pool = pages.keys[layer]
-    pool.flatten(0, 1).index_copy_(0, index, kept[:, None].to(pool.dtype))
-    return row
+latent_write.implement("index_copy", "cpu", invariant=True)(partial(_written, norm=_norm))
 
 
 # What stands in a step's buffer begins at any address.
