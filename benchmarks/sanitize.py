@@ -83,10 +83,9 @@ from strata.kernels.sampling.parts import best_in_part, best_of_parts
 from strata.kernels.sampling.sampling import gumbel_sample, token_logprobs
 from strata.kernels.state.clear_page_ends import clear_page_ends
 from strata.kernels.state.fixed import FixedStates
-from strata.kernels.state.gather_tables import gather_tables
+from strata.kernels.state.gather_tables import gather_tables, newest_tokens
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.latent_write import latent_write
-from strata.kernels.state.newest_tokens import newest_tokens
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
 from strata.models.batch import Batch

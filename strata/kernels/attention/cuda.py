@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
-from strata.kernels.attention.softmax_triton import PART_KEYS, PARTS
+from strata.kernels.attention.softmax_triton import SEGMENT_KEYS, SEGMENTS
 from strata.kernels.attention.spec import AttentionCall, AttentionOperands, AttentionSpec, PackedBatch
 from strata.kernels.attention.varlen_triton import LOG2_E, attention_kernel, head_pad, invariant_tile, mixed_tile
 from strata.kernels.device_limits import DeviceLimits
@@ -89,7 +89,7 @@ def attend(call: AttentionCall) -> Tensor:
     return out
 
 
-class KeptBlocks(NamedTuple):
+class SeenBlocks(NamedTuple):
     """Which blocks of keys blocks of queries see, of so many tokens each: kept [kv_heads, lists, blocks], counts
     [kv_heads, lists] int32."""
 
@@ -110,7 +110,7 @@ def prefill(
     sinks: Tensor | None = None,
     sums: Tensor | None = None,
     kept: KeptKeys = ALL_KEYS,
-    blocks: KeptBlocks | None = None,
+    blocks: SeenBlocks | None = None,
     invariant: bool = False,
 ) -> None:
     """One launch for sequences of any lengths, into out [tokens, heads, head_dim].
@@ -157,8 +157,8 @@ def prefill(
         TILE_QUERIES=queries,
         RANKS=kept.ranks,
         BLOCK=0 if blocks is None else blocks.tokens,
-        PART_KEYS=PART_KEYS,
-        PARTS=PARTS if invariant else 0,
+        SEGMENT_KEYS=SEGMENT_KEYS,
+        SEGMENTS=SEGMENTS if invariant else 0,
         **tile.options,
         maxnreg=tile.registers if capped else None,
     )

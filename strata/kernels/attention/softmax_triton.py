@@ -1,6 +1,6 @@
 """The inner loop of attention: a block of keys joins the softmax of a tile of queries (FlashAttention-2, Dao 2023).
 
-Of batch-invariant attention the keys of a sequence are divided into parts at fixed positions, each with a softmax of
+Of batch-invariant attention the keys of a sequence are divided into segments at fixed positions, each with a softmax of
 its own, which are joined one by one, from the first on.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 from strata.kernels.state.rounded_triton import exponent_at, powers_of
 from strata.kernels.triton_import import jit, tl
 
-# Keys of a part, and after how many parts their size doubles; see `part_start`.
-PART_KEYS = 256
-PARTS = 16
+# Keys of a segment, and after how many segments their size doubles; see `segment_start`.
+SEGMENT_KEYS = 256
+SEGMENTS = 16
 
 
 @jit
@@ -118,28 +118,28 @@ def no_keys(ROWS: tl.constexpr, HEAD_PAD: tl.constexpr):
 
 
 @jit
-def part_start(part, PART_KEYS: tl.constexpr, PARTS: tl.constexpr):
-    """Position of the first key of a part.
+def segment_start(part, SEGMENT_KEYS: tl.constexpr, SEGMENTS: tl.constexpr):
+    """Position of the first key of a segment.
 
-    Parts have PART_KEYS keys up to position 2 * PARTS * PART_KEYS, twice as many up to twice that position, and so on,
-    as floating-point numbers are spaced: a long sequence has few parts, and the last are a small share of it.
+    Segments have SEGMENT_KEYS keys up to position 2 * SEGMENTS * SEGMENT_KEYS, twice as many up to twice that position,
+    and so on, as floating-point numbers are spaced: a long sequence has few, and the last are a small share of it.
     """
-    doublings = max(part // PARTS - 1, 0)
-    return (part - doublings * PARTS) * PART_KEYS << doublings
+    doublings = max(part // SEGMENTS - 1, 0)
+    return (part - doublings * SEGMENTS) * SEGMENT_KEYS << doublings
 
 
 @jit
-def part_at(position, PART_KEYS: tl.constexpr, PARTS: tl.constexpr):
-    """The part that a position lies in."""
+def segment_at(position, SEGMENT_KEYS: tl.constexpr, SEGMENTS: tl.constexpr):
+    """The segment that a position lies in."""
     doublings = 0
-    while (position // PART_KEYS) >> doublings >= 2 * PARTS:
+    while (position // SEGMENT_KEYS) >> doublings >= 2 * SEGMENTS:
         doublings += 1
-    return ((position // PART_KEYS) >> doublings) + doublings * PARTS
+    return ((position // SEGMENT_KEYS) >> doublings) + doublings * SEGMENTS
 
 
 @jit
-def join_parts(maximum, weight, result, part_maximum, part_weight, part_result):
-    """The softmax of some parts and the part after them. One that a row sees nothing of changes nothing."""
+def join_segments(maximum, weight, result, part_maximum, part_weight, part_result):
+    """The softmax of some segments and the one after them. One that a row sees nothing of changes nothing."""
     largest = tl.maximum(maximum, part_maximum)
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     shrink = tl.exp2(maximum - shift)

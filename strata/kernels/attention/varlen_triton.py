@@ -1,7 +1,7 @@
 """The Triton kernel of attention for sequences with any numbers of new tokens.
 
 Keys are packed or in pages, all are seen or chosen blocks alone, and there is one softmax or, batch-invariant, one for
-each part. The query heads that share a KV head are rows of one tile.
+each segment. The query heads that share a KV head are rows of one tile.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ from functools import partial
 import torch
 
 from strata.kernels.attention.query_tiles import queries_of_tile, with_queries
-from strata.kernels.attention.softmax_triton import attend_block, join_parts, join_sink, no_keys, part_at, part_start
+from strata.kernels.attention.softmax_triton import (
+    attend_block,
+    join_segments,
+    join_sink,
+    no_keys,
+    segment_at,
+    segment_start,
+)
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.triton_import import jit, tl
 
@@ -60,8 +67,8 @@ def attention_kernel(
     BLOCK_N: tl.constexpr,
     RANKS: tl.constexpr = 1,
     BLOCK: tl.constexpr = 0,
-    PART_KEYS: tl.constexpr = 0,
-    PARTS: tl.constexpr = 0,
+    SEGMENT_KEYS: tl.constexpr = 0,
+    SEGMENTS: tl.constexpr = 0,
 ):
     """Programs [kv_heads, tokens // TILE_QUERIES + sequences]: a tile of queries of one sequence each.
 
@@ -73,14 +80,14 @@ def attention_kernel(
     hold those of number `rank` (`KeptKeys`); then there is no window.
     BLOCK: keys of a block of which only some are seen, 0: all are. kept [kv_heads, lists, blocks] and counts [kv_heads,
     lists]: of `kept_blocks_kernel`, for blocks of queries of which tiles are parts.
-    PARTS: of `part_start`, batch-invariant attention; 0: one softmax over all keys. The first sequence's queries begin
-    the tiles then, whatever starts[0] is.
+    SEGMENTS: of `segment_start`, batch-invariant attention; 0: one softmax over all keys. The first sequence's queries
+    begin the tiles then, whatever starts[0] is.
     """
     kv_head = tl.program_id(0)
     # The tiles that see most keys come last in a sequence and start first.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     low, beyond, skipped = with_queries(starts, bounds, sequences)
-    if PARTS > 0:
+    if SEGMENTS > 0:
         skipped = tl.load(starts)
     if bounds is not None and tile >= (tl.load(offsets + beyond) - skipped) // TILE_QUERIES + beyond - low:
         return
@@ -117,10 +124,10 @@ def attention_kernel(
     table = tables + sequence * table_stride
 
     maximum, weight, result = no_keys(BLOCK_M, HEAD_PAD)
-    if PARTS > 0:
+    if SEGMENTS > 0:
         joined_maximum, joined_weight, joined_result = no_keys(BLOCK_M, HEAD_PAD)
-        part = part_at(start, PART_KEYS, PARTS)
-        part_end = part_start(part + 1, PART_KEYS, PARTS)
+        part = segment_at(start, SEGMENT_KEYS, SEGMENTS)
+        part_end = segment_start(part + 1, SEGMENT_KEYS, SEGMENTS)
     if BLOCK > 0:
         own = kv_head.to(tl.int64) * lists + first // BLOCK + sequence + query_start // BLOCK
         listed = kept + own * blocks
@@ -145,30 +152,30 @@ def attention_kernel(
         for block in range(0, whole, BLOCK_N):
             maximum, weight, result = attend_block(
                 queries, at, maximum, weight, result, block, total, k, v, k_exponents, v_exponents, first, table,
-                scale, k_stride, v_stride, False, WINDOW, HEAD_DIM, HEAD_PAD, PAGE_SIZE, BLOCK_N, PARTS > 0,
+                scale, k_stride, v_stride, False, WINDOW, HEAD_DIM, HEAD_PAD, PAGE_SIZE, BLOCK_N, SEGMENTS > 0,
             )  # fmt: skip
-            if PARTS > 0 and block + BLOCK_N == part_end:
-                joined_maximum, joined_weight, joined_result = join_parts(
+            if SEGMENTS > 0 and block + BLOCK_N == part_end:
+                joined_maximum, joined_weight, joined_result = join_segments(
                     joined_maximum, joined_weight, joined_result, maximum, weight, result
                 )
                 maximum, weight, result = no_keys(BLOCK_M, HEAD_PAD)
                 part += 1
-                part_end = part_start(part + 1, PART_KEYS, PARTS)
+                part_end = segment_start(part + 1, SEGMENT_KEYS, SEGMENTS)
         start = tl.maximum(whole, 0)
     for block in range(start, end, BLOCK_N):
         maximum, weight, result = attend_block(
             queries, at, maximum, weight, result, block, total, k, v, k_exponents, v_exponents, first, table,
-            scale, k_stride, v_stride, True, WINDOW, HEAD_DIM, HEAD_PAD, PAGE_SIZE, BLOCK_N, PARTS > 0,
+            scale, k_stride, v_stride, True, WINDOW, HEAD_DIM, HEAD_PAD, PAGE_SIZE, BLOCK_N, SEGMENTS > 0,
         )  # fmt: skip
-        if PARTS > 0 and block + BLOCK_N == part_end:
-            joined_maximum, joined_weight, joined_result = join_parts(
+        if SEGMENTS > 0 and block + BLOCK_N == part_end:
+            joined_maximum, joined_weight, joined_result = join_segments(
                 joined_maximum, joined_weight, joined_result, maximum, weight, result
             )
             maximum, weight, result = no_keys(BLOCK_M, HEAD_PAD)
             part += 1
-            part_end = part_start(part + 1, PART_KEYS, PARTS)
-    if PARTS > 0:
-        maximum, weight, result = join_parts(joined_maximum, joined_weight, joined_result, maximum, weight, result)
+            part_end = segment_start(part + 1, SEGMENT_KEYS, SEGMENTS)
+    if SEGMENTS > 0:
+        maximum, weight, result = join_segments(joined_maximum, joined_weight, joined_result, maximum, weight, result)
     if sinks is not None:
         maximum, weight, result = join_sink(maximum, weight, result, sinks, head, held)
     result = result / tl.where(weight == 0.0, 1.0, weight)[:, None]

@@ -14,7 +14,7 @@ from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.latent.forms import Dims, KeptLatentCall, LatentCall, by_head
 from strata.kernels.latent.head_product import head_product, head_product_kernel
 from strata.kernels.latent.kernels_triton import latent_decode_kernel, latent_join_kernel, latent_prompt_kernel
-from strata.kernels.latent.tiles import Tile, constants, decode_tile, prompt_tile
+from strata.kernels.latent.tiles import LatentTile, constants, decode_tile, prompt_tile
 from strata.kernels.op import CUBLAS
 from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
 from strata.kernels.state.paged import PagedKV
@@ -22,7 +22,7 @@ from strata.kernels.state.paged import PagedKV
 FIXED_KERNELS = (head_product_kernel, latent_prompt_kernel, head_product_kernel)
 
 
-class Division(NamedTuple):
+class LatentStep(NamedTuple):
     """How kernels share the sequences of a step: the first get the programs of a decode, of which those for prompts
     find no rows, and queries of the others are in tiles.
 
@@ -37,17 +37,17 @@ class Division(NamedTuple):
     begin: bool = False
 
     @staticmethod
-    def of(q: Tensor, batch: PackedBatch) -> Division:
+    def of(q: Tensor, batch: PackedBatch) -> LatentStep:
         pages = batch.pages
         assert pages is not None
         sequences, parts = pages.tables.shape[0], pages.parts
         if batch.longest == 1 and q.shape[0] == sequences:
-            return Division(sequences, pages.lengths, None)
+            return LatentStep(sequences, pages.lengths, None)
         if parts is None or sequences > q.shape[0]:  # one may go without a token
-            return Division(0, pages.lengths, batch.offsets)
+            return LatentStep(0, pages.lengths, batch.offsets)
         count = sequences if parts.decodes is None else parts.decodes
         begin = parts.begin and parts.decodes is not None
-        return Division(count, parts.decode_lengths[:count], parts.starts, parts.bounds, begin)
+        return LatentStep(count, parts.decode_lengths[:count], parts.starts, parts.bounds, begin)
 
     def kernels(self, prompts: bool = True) -> tuple[Any, ...]:
         """What `absorbed` launches, with prompts or without."""
@@ -75,7 +75,7 @@ def supports(call: LatentCall) -> bool:
 
 
 def kernels(call: LatentCall) -> tuple[Any, ...]:
-    return (CUBLAS, *Division.of(call.q, call.batch).kernels(), CUBLAS)
+    return (CUBLAS, *LatentStep.of(call.q, call.batch).kernels(), CUBLAS)
 
 
 def scratch_bytes(sequences: int, most: int, heads: int, rank: int, dtype: torch.dtype) -> int:
@@ -94,7 +94,7 @@ def scratch(call: LatentCall) -> int:
     q, dims = call.q, call.dims
     both = 2 * q.shape[0] * dims.heads * dims.rank * q.element_size()
     result = q.shape[0] * dims.heads * dims.value * q.element_size()
-    return both + max(0, splits_bytes(Division.of(q, call.batch).decodes, q, call.pages, dims.rank) - result)
+    return both + max(0, splits_bytes(LatentStep.of(q, call.batch).decodes, q, call.pages, dims.rank) - result)
 
 
 def attend(call: LatentCall) -> Tensor:
@@ -103,7 +103,7 @@ def attend(call: LatentCall) -> Tensor:
     keys, values = by_head(weight, call.dims)
     latent = torch.bmm(q[..., : call.dims.nope].transpose(0, 1), keys).transpose(0, 1)
     out = torch.empty_strided(latent.shape, latent.stride(), dtype=q.dtype, device=q.device)
-    absorbed(out, latent, q, batch, spec, call.dims, Division.of(q, batch))
+    absorbed(out, latent, q, batch, spec, call.dims, LatentStep.of(q, batch))
     return torch.bmm(out.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
 
 
@@ -118,27 +118,27 @@ def attend_fixed(call: LatentCall) -> Tensor:
     return head_product(out, values)
 
 
-def kept_supports(call: KeptLatentCall) -> bool:
+def dcp_supports(call: KeptLatentCall) -> bool:
     return reads_rows(call.q, call.row, call.rank, call.batch, call.spec)
 
 
-def kept_kernels(call: KeptLatentCall) -> tuple[Any, ...]:
-    return Division.of(call.q, call.batch).kernels()
+def dcp_kernels(call: KeptLatentCall) -> tuple[Any, ...]:
+    return LatentStep.of(call.q, call.batch).kernels()
 
 
-def kept_scratch(call: KeptLatentCall) -> int:
+def dcp_scratch(call: KeptLatentCall) -> int:
     """What the splits of decodes wait in."""
-    return splits_bytes(Division.of(call.q, call.batch).decodes, call.q, call.pages, call.rank)
+    return splits_bytes(LatentStep.of(call.q, call.batch).decodes, call.q, call.pages, call.rank)
 
 
-def attend_kept(call: KeptLatentCall) -> tuple[Tensor, Tensor]:
+def attend_dcp(call: KeptLatentCall) -> tuple[Tensor, Tensor]:
     """`attend` to the rows that a rank keeps, with the sums of exponentials."""
     q, row, batch, spec, kept, rank = call
     # What has a position stands behind the rest of a query.
     dims = Dims(q.shape[1], rank, row.shape[1] - rank, rank, rank)
     mixed = torch.empty((*q.shape[:2], rank), dtype=torch.float32, device=q.device)
     sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    absorbed(mixed, q, q, batch, spec, dims, Division.of(q, batch), sums, kept)
+    absorbed(mixed, q, q, batch, spec, dims, LatentStep.of(q, batch), sums, kept)
     return mixed, sums
 
 
@@ -149,7 +149,7 @@ def absorbed(
     batch: PackedBatch,
     spec: AttentionSpec,
     dims: Dims,
-    division: Division,
+    split: LatentStep,
     sums: Tensor | None = None,
     kept: KeptKeys = ALL_KEYS,
     *,
@@ -158,9 +158,9 @@ def absorbed(
     """`decode` and `prompts` of a step's sequences, whichever it has."""
     pages = batch.pages
     assert pages is not None
-    decode(out, latent, q, pages, division.lengths[: division.decodes], spec, dims, sums, kept)
-    if division.starts is not None and not (continued and division.begin):
-        where = division.starts, division.bounds
+    decode(out, latent, q, pages, split.lengths[: split.decodes], spec, dims, sums, kept)
+    if split.starts is not None and not (continued and split.begin):
+        where = split.starts, split.bounds
         prompts(out, latent, q, batch, pages, spec, dims, *where, sums, kept, continued=continued)
 
 
@@ -174,7 +174,7 @@ def decode(
     dims: Dims,
     sums: Tensor | None = None,
     kept: KeptKeys = ALL_KEYS,
-    tile: Tile | None = None,
+    tile: LatentTile | None = None,
 ) -> None:
     """Of the first sequences, of which each decodes or has length 0, the weighted sums of latents, into out [tokens,
     heads, rank]; latent, of any strides in the first `rank` columns, and q, behind `nope` columns: queries.

@@ -126,8 +126,8 @@ if HAS_TRITON:
     kept_latent_attention.implement(
         "triton",
         "cuda",
-        supports=latent_cuda.kept_supports,
-        kernels=latent_cuda.kept_kernels,
-        scratch=latent_cuda.kept_scratch,
-    )(latent_cuda.attend_kept)
+        supports=latent_cuda.dcp_supports,
+        kernels=latent_cuda.dcp_kernels,
+        scratch=latent_cuda.dcp_scratch,
+    )(latent_cuda.attend_dcp)
 gathered_latent_attention = over_gathered(latent_attention)

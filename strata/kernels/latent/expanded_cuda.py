@@ -16,15 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strata.kernels.attention.spec import AttentionSpec, PackedBatch
+from strata.kernels.attention.varlen_triton import Tile
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.latent import cuda as latent_cuda
-from strata.kernels.latent.cuda import Division, absorbed
-from strata.kernels.latent.expanded_triton import (
-    ExpandedTile,
-    expanded_constants,
-    expanded_prompt_kernel,
-    expanded_tile,
-)
+from strata.kernels.latent.cuda import LatentStep, absorbed
+from strata.kernels.latent.expanded_triton import expanded_constants, expanded_prompt_kernel, expanded_tile
 from strata.kernels.latent.forms import Dims, LatentCall, by_head
 from strata.kernels.op import CUBLAS
 from strata.kernels.state.paged import PagedKV
@@ -35,7 +31,7 @@ def supports(call: LatentCall) -> bool:
     q, row, dims = call.q, call.row, call.dims
     return (
         latent_cuda.supports(call)
-        and Division.of(q, call.batch).starts is not None
+        and LatentStep.of(q, call.batch).starts is not None
         and (dims.nope, dims.rope, dims.value) == (128, 64, 128)
         and q.dtype in (torch.bfloat16, torch.float16)
         and row.stride(-1) == 1
@@ -43,33 +39,33 @@ def supports(call: LatentCall) -> bool:
 
 
 def kernels(call: LatentCall) -> tuple[Any, ...]:
-    division = Division.of(call.q, call.batch)
-    found = division.kernels(prompts=not division.begin)
+    split = LatentStep.of(call.q, call.batch)
+    found = split.kernels(prompts=not split.begin)
     return (*((CUBLAS, *found, CUBLAS) if found else ()), CUBLAS, expanded_prompt_kernel)
 
 
 def scratch(call: LatentCall) -> int:
     """One after the other: what absorbed sequences need, and the keys and values of all heads."""
-    q, dims, division = call.q, call.dims, Division.of(call.q, call.batch)
-    tokens = division.decodes if division.begin else q.shape[0]
+    q, dims, split = call.q, call.dims, LatentStep.of(call.q, call.batch)
+    tokens = split.decodes if split.begin else q.shape[0]
     queries = 2 * tokens * dims.heads * dims.rank * q.element_size()
-    splits = latent_cuda.splits_bytes(division.decodes, q, call.pages, dims.rank)
+    splits = latent_cuda.splits_bytes(split.decodes, q, call.pages, dims.rank)
     return max(queries + splits, q.shape[0] * call.weight.shape[0] * q.element_size())
 
 
 def attend(call: LatentCall) -> Tensor:
     """What is absorbed comes first, and may leave anything in the rows of prompts that begin: these come last."""
     q, row, weight, batch, spec = call
-    dims, pages, division = call.dims, call.pages, Division.of(q, batch)
-    assert division.starts is not None
+    dims, pages, split = call.dims, call.pages, LatentStep.of(q, batch)
+    assert split.starts is not None
     result = torch.empty((q.shape[0], dims.heads, dims.value), dtype=q.dtype, device=q.device)
-    _absorbed(result[: division.decodes] if division.begin else result, call, division)
+    _absorbed(result[: split.decodes] if split.begin else result, call, split)
     made = F.linear(row[:, : dims.rank], weight)
-    expanded_prompts(result, q, made, row, batch, pages, spec, dims, division.starts, division.bounds)
+    expanded_prompts(result, q, made, row, batch, pages, spec, dims, split.starts, split.bounds)
     return result
 
 
-def _absorbed(result: Tensor, call: LatentCall, division: Division) -> None:
+def _absorbed(result: Tensor, call: LatentCall, split: LatentStep) -> None:
     """Decodes and prompts with tokens from before the step, into result [tokens, heads, value] of the first rows."""
     if not len(result):
         return
@@ -77,7 +73,7 @@ def _absorbed(result: Tensor, call: LatentCall, division: Division) -> None:
     keys, values = by_head(call.weight, dims)
     latent = torch.bmm(q[..., : dims.nope].transpose(0, 1), keys).transpose(0, 1)
     mixed = torch.empty_strided(latent.shape, latent.stride(), dtype=q.dtype, device=q.device)
-    absorbed(mixed, latent, q, call.batch, call.spec, dims, division, continued=True)
+    absorbed(mixed, latent, q, call.batch, call.spec, dims, split, continued=True)
     torch.bmm(mixed.transpose(0, 1), values.transpose(1, 2), out=result.transpose(0, 1))
 
 
@@ -92,7 +88,7 @@ def expanded_prompts(
     dims: Dims,
     starts: Tensor,
     bounds: Tensor | None,
-    tile: ExpandedTile | None = None,
+    tile: Tile | None = None,
 ) -> None:
     """Of sequences all of whose tokens are in the batch, the results into their rows of out [tokens, heads, value]; of
     those with length 0 zeros. The other rows stay as they are.
@@ -106,12 +102,11 @@ def expanded_prompts(
     tile = tile or expanded_tile(q.dtype)
     # Before Hopper operands of products take registers too: under a cap hundreds of bytes would spill.
     capped = DeviceLimits.of(q.device).capability >= (9, 0) if tile.registers else False
-    expanded_prompt_kernel[(dims.heads, tokens // tile.queries + sequences)](
+    expanded_prompt_kernel[(dims.heads, tokens // tile.rows + sequences)](
         *(q, made, row, out, starts, batch.offsets, bounds, pages.lengths),
         *(sequences, spec.scale * log2(e), dims.rank),
         *(*q.stride()[:2], made.stride(0), row.stride(0), *out.stride()[:2]),
-        **expanded_constants(dims, tile),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        **expanded_constants(dims),
+        **tile.options,
         maxnreg=tile.registers if capped else None,
     )

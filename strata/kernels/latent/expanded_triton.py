@@ -6,12 +6,12 @@ keys have of their own, and of the end of all heads' keys, which is read where t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from strata.kernels.attention.query_tiles import queries_of_tile, with_queries
+from strata.kernels.attention.varlen_triton import Tile
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.latent.forms import Dims
 from strata.kernels.triton_import import jit, tl
@@ -137,29 +137,12 @@ def expanded_prompt_kernel(
     tl.store(target, result.to(out.dtype.element_ty), mask=held[:, None] & (column < VALUE))
 
 
-@dataclass(frozen=True)
-class ExpandedTile:
-    """queries: of a program; keys: of a block; warps and stages of the pipeline.
-
-    registers: the most that a thread may have, None: as many as the compiler takes.
-    """
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-    registers: int | None = None
-
-
-def expanded_tile(dtype: torch.dtype) -> ExpandedTile:
+def expanded_tile(dtype: torch.dtype) -> Tile:
     """By what a Hopper multiprocessor holds; others were not timed yet (`benchmarks.latent.prompts --tiles`)."""
-    if dtype == torch.float32:
-        return ExpandedTile(32, 16, 8, 1)
-    return ExpandedTile(128, 64, 8, 2)
+    return Tile(32, 16, 8, 1) if dtype == torch.float32 else Tile(128, 64, 8, 2)
 
 
-def expanded_constants(dims: Dims, tile: ExpandedTile) -> dict[str, int]:
+def expanded_constants(dims: Dims) -> dict[str, int]:
     """A matrix instruction sums over 16 columns at least."""
     sizes = {"NOPE": dims.nope, "ROPE": dims.rope, "VALUE": dims.value}
-    padded = {f"{name}_PAD": max(16, next_power_of_2(size)) for name, size in sizes.items()}
-    return {**sizes, **padded, "BLOCK_M": tile.queries, "BLOCK_N": tile.keys}
+    return sizes | {f"{name}_PAD": max(16, next_power_of_2(size)) for name, size in sizes.items()}

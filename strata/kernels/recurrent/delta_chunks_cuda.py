@@ -22,7 +22,7 @@ from strata.kernels.recurrent.delta_chunks_triton import (
     gated_delta_states_kernel,
 )
 from strata.kernels.recurrent.gated_delta_triton import LENGTH_EPS
-from strata.kernels.recurrent.sequences import kept_states
+from strata.kernels.recurrent.sequences import states_and_slots
 
 KERNELS = (gated_delta_solve_kernel, gated_delta_states_kernel, gated_delta_results_kernel)
 # Chunks of 16, one after another and from which nothing is handed on, are for prompts with fewer tokens than this, and
@@ -33,7 +33,7 @@ _SHORTEST, _PER_SEQUENCE = 64, 2
 
 
 @dataclass(frozen=True)
-class Tile:
+class ColumnTile:
     """columns: of a head's values that a program has. stages: loads in flight, where there is a loop."""
 
     columns: int
@@ -42,15 +42,15 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Tiles:
+class DeltaTiles:
     """Of the three kernels."""
 
     solve_warps: int = 4
-    states: Tile = Tile(64)
-    results: Tile = Tile(128)
+    states: ColumnTile = ColumnTile(64)
+    results: ColumnTile = ColumnTile(128)
 
 
-TILES = Tiles()
+TILES = DeltaTiles()
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,14 @@ def scratch_bytes(tokens: int, sequences: int, heads: int, key_dim: int, value_d
     return _Sizes.of(tokens, min(sequences, tokens // _PER_SEQUENCE), heads, key_dim, value_dim).nbytes(dtype)
 
 
-def launch(call: GatedDeltaCall, tiles: Tiles = TILES) -> Tensor:
+def launch(call: GatedDeltaCall, tiles: DeltaTiles = TILES) -> Tensor:
     q, k, v, a, b, dt_bias, a_log, batch, layer = call
     key_heads, key_dim = k.shape[1:]
     heads, value_dim = v.shape[1:]
     result = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if not result.numel():
         return result
-    kept, slots = kept_states(batch, layer, v)
+    kept, slots = states_and_slots(batch, layer, v)
     sequences, shared = batch.offsets.shape[0] - 1, heads // key_heads
     sizes = _Sizes.of(v.shape[0], sequences, heads, key_dim, value_dim)
     programs, keys, values = sizes.programs, sizes.key_dim, sizes.value_dim
@@ -137,5 +137,5 @@ def launch(call: GatedDeltaCall, tiles: Tiles = TILES) -> Tensor:
     return result
 
 
-def _options(tile: Tile, most: int) -> dict[str, int]:
+def _options(tile: ColumnTile, most: int) -> dict[str, int]:
     return {"COLUMNS": min(tile.columns, most), "num_warps": tile.warps, "num_stages": tile.stages}

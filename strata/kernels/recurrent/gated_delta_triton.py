@@ -15,7 +15,7 @@ from torch import Tensor
 from strata.kernels.choose import thresholds
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.recurrent.calls import GatedDeltaCall
-from strata.kernels.recurrent.sequences import STATE, kept_states
+from strata.kernels.recurrent.sequences import STATE, states_and_slots
 from strata.kernels.triton_import import jit, tl
 
 # Added to the squares of a query or key before the root, as in flash-linear-attention and transformers.
@@ -226,7 +226,7 @@ def launch(call: GatedDeltaCall, chunks: bool) -> Tensor:
     result = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if not result.numel():
         return result
-    kept, slots = kept_states(batch, call.layer, v)
+    kept, slots = states_and_slots(batch, call.layer, v)
     tile: dict[str, Any] = _tile(key_dim, value_dim, chunks)
     grid = (batch.offsets.shape[0] - 1, heads, ceil_div(value_dim, tile["COLUMNS"]))
     if chunks:

@@ -61,7 +61,7 @@ def keep_states(batch: RecurrentBatch, layer: int, place: int, last: Tensor) -> 
     pool.index_copy_(0, slots, chosen)
 
 
-def kept_states(batch: RecurrentBatch, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def states_and_slots(batch: RecurrentBatch, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """The states of recurrences and the rows of a batch's sequences in them, for kernels; where nothing is kept, they
     touch none of what stands for these."""
     if batch.states is None:

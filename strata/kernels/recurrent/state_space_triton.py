@@ -16,7 +16,7 @@ from torch import Tensor
 from strata.kernels.choose import thresholds
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.recurrent.calls import StateSpaceCall
-from strata.kernels.recurrent.sequences import STATE, kept_states
+from strata.kernels.recurrent.sequences import STATE, states_and_slots
 from strata.kernels.triton_import import jit, tl
 
 
@@ -206,7 +206,7 @@ def launch(call: StateSpaceCall, chunks: bool) -> Tensor:
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not tokens:
         return result
-    kept, slots = kept_states(batch, spec.layer, x)
+    kept, slots = states_and_slots(batch, spec.layer, x)
     tile: dict[str, Any] = _tile(head_dim, state_size, chunks)
     grid = (batch.offsets.shape[0] - 1, heads, ceil_div(head_dim, tile["COLUMNS"]))
     if chunks:

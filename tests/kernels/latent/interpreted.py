@@ -42,7 +42,7 @@ def check(call: Call) -> None:
     expanded = [expanded_cuda.attend] if call[3].longest > 1 else []
     for attend in (cuda.attend, cuda.attend_fixed, *expanded):
         assert (attend(LatentCall(*call)) - exact).abs().max() < 2e-5
-    by_kernels = kept_latent_attention.of_arguments(cuda.attend_kept)
+    by_kernels = kept_latent_attention.of_arguments(cuda.attend_dcp)
     for ranks in (1, 2, 3):
         assert (by_ranks(call, ranks, by_kernels) - exact).abs().max() < 2e-5
 

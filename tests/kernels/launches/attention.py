@@ -9,7 +9,6 @@ import torch
 
 from strata.kernels.attention import cuda, decode_cuda, fixed
 from strata.kernels.attention.decode_triton import decode_attention_kernel
-from strata.kernels.attention.fixed_triton import fixed_decode_kernel
 from strata.kernels.attention.sparse import decodes_cuda, prompts_cuda
 from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.attention.sparse.choice_triton import pooled_scores_kernel
@@ -114,7 +113,7 @@ def invariant(
     found = []
     for longest in (1000, 1) if page_size else (1000,):
         call = call_of(dtype, group, head_dim, page_size, window, sinks, pools, longest=longest)
-        kernels = {attention_kernel: must, fixed_decode_kernel: must}
+        kernels = {attention_kernel: must, fixed.fixed_decode_kernel: must}
         found += noted(name + " sinks" * sinks, lambda call=call: fixed.attend(call), kernels)
     return found
 

@@ -49,7 +49,7 @@ def divided(heads: int, longest: int) -> list[CompileCase]:
     q, row = empty(64, heads, RANK + ROPE), empty(64, RANK + ROPE)
     call = KeptLatentCall(q, row, batch_of(64, longest, BF16, longest > 1), SPEC, KeptKeys(8, 0), RANK)
     must = {latent_prompt_kernel: ("mma",), latent_decode_kernel: ("mma",)}
-    return noted(f"{heads} heads of 8 ranks, longest {longest}", lambda: cuda.attend_kept(call), must)
+    return noted(f"{heads} heads of 8 ranks, longest {longest}", lambda: cuda.attend_dcp(call), must)
 
 
 def compile_cases() -> list[CompileCase]:

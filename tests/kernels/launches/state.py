@@ -11,10 +11,9 @@ from strata.kernels.compile_case import CompileCase
 from strata.kernels.rotary import rope_grad
 from strata.kernels.rotary.rope import partial_rope, rope, rope_angles, tail_rope
 from strata.kernels.state.clear_page_ends import clear_page_ends
-from strata.kernels.state.gather_tables import gather_tables
+from strata.kernels.state.gather_tables import gather_tables, newest_tokens
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.latent_write import latent_write
-from strata.kernels.state.newest_tokens import newest_tokens
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
 
 from .attention import pages

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from strata.kernels.attention import cuda as attention_cuda
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
-from strata.kernels.attention.cuda import KeptBlocks
+from strata.kernels.attention.cuda import SeenBlocks
 from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.attention.sparse.choice_triton import (
     choice_warps,
@@ -72,7 +72,7 @@ def attend(call: SparseCall[BlockChoice]) -> Tensor:
         queries, heads, head_dim = q[rows].flatten(1), q.shape[1], q.shape[2]
         decode_attention_cuda.decode(queries, heads, head_dim, decodes, spec, out=out[rows], sinks=sinks)
     if len(q) > count:
-        blocks = KeptBlocks(*choose(q, k.shape[1], starts, batch, spec, choice), choice.block)
+        blocks = SeenBlocks(*choose(q, k.shape[1], starts, batch, spec, choice), choice.block)
         attention_cuda.prefill(out, q, k, v, starts, batch, spec, sinks=sinks, blocks=blocks)
     return out
 
