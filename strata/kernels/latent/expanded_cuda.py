@@ -57,11 +57,11 @@ def attend(call: LatentCall) -> Tensor:
     """What is absorbed comes first, and may leave anything in the rows of prompts that begin: these come last."""
     q, row, weight, batch, spec = call
     dims, pages, split = call.dims, call.pages, LatentStep.of(q, batch)
-    assert split.starts is not None
     result = torch.empty((q.shape[0], dims.heads, dims.value), dtype=q.dtype, device=q.device)
     _absorbed(result[: split.decodes] if split.begin else result, call, split)
     made = F.linear(row[:, : dims.rank], weight)
-    expanded_prompts(result, q, made, row, batch, pages, spec, dims, split.starts, split.bounds)
+    starts = batch.offsets if split.starts is None else split.starts
+    expanded_prompts(result, q, made, row, batch, pages, spec, dims, starts, split.bounds)
     return result
 
 
