@@ -27,12 +27,19 @@ def _slots(table, start, end, page_stride, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.
 
 
 @jit
-def _places(table, start, end, page_stride, token_stride, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the tokens at positions [start, start + BLOCK_N), or the exponents of their rows, lie in the pools; past
-    `end` the last one again."""
+def _offsets(table, start, end, token_stride, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the tokens at positions [start, start + BLOCK_N) lie in the pools; past `end` the last one again."""
     position = tl.maximum(tl.minimum(start + tl.arange(0, BLOCK_N), end - 1), 0)
     page = tl.load(table + position // PAGE_SIZE).to(tl.int64)
-    return page * page_stride + position % PAGE_SIZE * token_stride
+    return page * (PAGE_SIZE * token_stride) + position % PAGE_SIZE * token_stride
+
+
+@jit
+def _marks(table, start, end, page_stride, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """As `_offsets`, where the exponents of the rows lie."""
+    position = tl.maximum(tl.minimum(start + tl.arange(0, BLOCK_N), end - 1), 0)
+    page = tl.load(table + position // PAGE_SIZE).to(tl.int64)
+    return page * page_stride + position % PAGE_SIZE
 
 
 @jit
@@ -188,7 +195,7 @@ def decode_attention_kernel(
     table = tables + (sequence * kv_heads + kv_head if OF_HEADS else sequence) * table_stride
     token_stride = kv_heads * HEAD_DIM
     # Earlier steps have written these keys: they are on their way before the kernel ahead has ended.
-    offsets = _places(table, start, end, PAGE_SIZE * token_stride, token_stride, PAGE_SIZE, BLOCK_N)
+    offsets = _offsets(table, start, end, token_stride, PAGE_SIZE, BLOCK_N)
     page_stride = kv_heads * PAGE_SIZE
     if k_exponents is not None:
         k_exponents += kv_head * PAGE_SIZE
@@ -279,17 +286,15 @@ def decode_attention_kernel(
             result = joined_columns(quarters, unit, ROWS, HEAD_DIM)
         else:
             if k_exponents is not None:
-                marks = _places(table, start, end, page_stride, 1, PAGE_SIZE, BLOCK_N)
+                marks = _marks(table, start, end, page_stride, PAGE_SIZE, BLOCK_N)
             for block in range(start, end, BLOCK_N):
                 block_keys, block_values = _load_block(keys, values, offsets, HEAD_DIM, HEAD_PAD)
                 if k_exponents is not None:
                     block_keys = _widened(block_keys, tl.load(k_exponents + marks), queries.dtype)
                     block_values = _widened(block_values, tl.load(v_exponents + marks), queries.dtype)
-                    marks = _places(table, block + BLOCK_N, end, page_stride, 1, PAGE_SIZE, BLOCK_N)
+                    marks = _marks(table, block + BLOCK_N, end, page_stride, PAGE_SIZE, BLOCK_N)
                 # Looked up a block ahead: loads that wait for a lookup could not be pipelined.
-                offsets = _places(
-                    table, block + BLOCK_N, end, PAGE_SIZE * token_stride, token_stride, PAGE_SIZE, BLOCK_N
-                )
+                offsets = _offsets(table, block + BLOCK_N, end, token_stride, PAGE_SIZE, BLOCK_N)
                 maximum, weight, result = _attend(
                     queries, maximum, weight, result, block_keys, block_values,
                     block, end, lowest, scale, WINDOW, BLOCK_N,
