@@ -73,19 +73,16 @@ from strata.kernels.recurrent.gated_norm import gated_rms_norm
 from strata.kernels.recurrent.short_convolution import short_convolution
 from strata.kernels.recurrent.state_space import state_space
 from strata.kernels.rotary import rope_grad  # noqa: F401  registers what is run
-from strata.kernels.rotary.partial_rope import partial_rope
-from strata.kernels.rotary.rope import rope, rope_angles
-from strata.kernels.rotary.tail_rope import tail_rope
+from strata.kernels.rotary.rope import partial_rope, rope, rope_angles, tail_rope
 from strata.kernels.sampling.bitmask import WORD, apply_bitmask
 from strata.kernels.sampling.filters import filter_bounds
 from strata.kernels.sampling.part_logprobs import exponential_sums
 from strata.kernels.sampling.parts import best_in_part, best_of_parts
 from strata.kernels.sampling.sampling import gumbel_sample, token_logprobs
 from strata.kernels.state.fixed import FixedStates
-from strata.kernels.state.gather_tables import gather_tables
+from strata.kernels.state.gather_tables import gather_tables, newest_tokens
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.latent_write import latent_write
-from strata.kernels.state.newest_tokens import newest_tokens
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
 from strata.models.batch import Batch

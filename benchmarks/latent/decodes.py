@@ -24,7 +24,7 @@ from strata.hardware.replay import copies_beyond_l2, time_replayed
 from strata.kernels.attention.spec import AttentionSpec
 from strata.kernels.latent import cuda
 from strata.kernels.latent.forms import Dims
-from strata.kernels.latent.tiles import Tile, decode_tile
+from strata.kernels.latent.tiles import LatentTile, decode_tile
 from strata.kernels.state.paged import PagedKV
 
 DIMS, PAGE = Dims(heads=16, nope=128, rope=64, rank=512, value=128), 16
@@ -43,7 +43,7 @@ def pages_of(sequences: int, tokens: int) -> PagedKV:
     return PagedKV((rows,), (), tables, lengths, tables[:, -1] * PAGE + (tokens - 1) % PAGE)
 
 
-def others(rule: Tile, tokens: int) -> Iterator[Tile]:
+def others(rule: LatentTile, tokens: int) -> Iterator[LatentTile]:
     """Tiles beside that of the rule."""
     for rows, warps, stages, split, splits in product(
         (16, 32, 64), (4, 8), (1, 2, 3, 4), (128, 256), (1, 2, 4, 8, 16, 32, 64)

@@ -28,9 +28,10 @@ from strata.hardware.roofline import Workload
 from strata.hardware.specs import recognize
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.spec import AttentionSpec, Sequences
+from strata.kernels.attention.varlen_triton import Tile
 from strata.kernels.latent.attention import ABSORBED, PROMPTS_EXPANDED, latent_attention
 from strata.kernels.latent.expanded_cuda import expanded_prompts
-from strata.kernels.latent.expanded_triton import ExpandedTile, expanded_tile
+from strata.kernels.latent.expanded_triton import expanded_tile
 from strata.kernels.latent.forms import Dims, visible
 from strata.kernels.state.paged import PagedKV
 
@@ -115,7 +116,7 @@ def tiles(prompts: int, tokens: int) -> Iterator[dict[str, object]]:
         parts, out = batch.pages.parts, torch.empty_like(q[..., : DIMS.value], memory_format=torch.contiguous_format)
         made = F.linear(row[:, : DIMS.rank], weight)
         given.append((out, q, made, row, batch, batch.pages, spec, DIMS, parts.starts, parts.bounds))
-    for tile in dict.fromkeys((rule, *(ExpandedTile(*one) for one in TILES))):
+    for tile in dict.fromkeys((rule, *(Tile(*one) for one in TILES))):
         seconds = time_replayed([partial(expanded_prompts, *one, tile) for one in given]).seconds
         found: dict[str, object] = {"prompts": prompts, "tokens": tokens, "form": "kernel", "is_rule": tile == rule}
         found |= {"us": round(seconds * 1e6, 1), "tflops": round(flops / seconds / 1e12, 1)}

@@ -38,7 +38,6 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             "attention",
             "fixed_decode",
-            "fixed_prefill",
             "latent_prompt",
             "expanded_prompt",
             "latent_decode",

@@ -48,6 +48,7 @@ class Thresholds:
     up to so many choices are sorted by expert in one launch. gated_rows: of so many rows or more a product with gating
     is ours whole. linear_rows: of more rows a product that the library has, too, is the library's. quantized_rows: of
     more rows a product is in 8 bits where the weight's scheme rounds activations; others multiply them as they are.
+    chunked_tokens: with so many new tokens of a sequence or more a recurrence goes chunk after chunk.
     """
 
     local_choices: int
@@ -58,6 +59,7 @@ class Thresholds:
     gated_rows: int
     linear_rows: int
     quantized_rows: int
+    chunked_tokens: int
 
 
 class _Row(msgspec.Struct, forbid_unknown_fields=True):

@@ -23,8 +23,7 @@ from strata.kernels.norm.wide_norm import wide_rms_norm
 from strata.kernels.op import Operation
 from strata.kernels.recurrent.deinterleave import deinterleave
 from strata.kernels.recurrent.divided_gated_norm import divided_gated_rms_norm, gated_mean_square
-from strata.kernels.rotary.partial_rope import partial_rope
-from strata.kernels.rotary.rope import rope_angles
+from strata.kernels.rotary.rope import partial_rope, rope_angles
 
 from .test_invariance import ROWS, assert_rows_stand_alone
 

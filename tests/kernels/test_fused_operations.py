@@ -15,13 +15,13 @@ from strata.kernels.compile_case import CompileCase
 from strata.kernels.norm.norm import add_rms_norm, rms_norm, row_tile
 from strata.kernels.op import Operation
 from strata.kernels.rotary.rope import rope, rope_angles
-from strata.kernels.state import qk_rope_kv_write as qk_file
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
 from tests.kernels.compiled_for import compile_for
 from tests.kernels.launches.norm import ROWS, norm
 from tests.kernels.launches.noted import empty
+from tests.kernels.launches.state import finished_heads
 
 DTYPES = [torch.float32, torch.bfloat16]
 EVERY_WAY = [{}, {"deterministic": True}, {"differentiable": True}]
@@ -201,7 +201,7 @@ def test_fused_kernels_sum_a_row_like_rms_norm(width: int, aligned: bool, tmp_pa
     (rounded,) = norm("sum to int8", width, residual=residual, rounding=("int8", 0, None))
     assert summation(rounded, width, aligned) == expected
     if width <= 256:
-        heads = next(case for case in qk_file.compile_cases() if case.constants["NORM"])
+        (heads,) = finished_heads(width, norm=True)
         assert summation(heads, width, aligned) == expected
 
 

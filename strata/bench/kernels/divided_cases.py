@@ -16,9 +16,13 @@ from strata.hardware.roofline import Workload
 from strata.kernels.attention.divided.gathered import gathered_attention, kept_rows
 from strata.kernels.attention.divided.kept import kept_attention
 from strata.kernels.attention.spec import AttentionSpec, Sequences
-from strata.kernels.latent.divided import absorb_queries, expand_values, kept_latent_attention
+from strata.kernels.latent.divided import (
+    absorb_queries,
+    expand_values,
+    gathered_latent_attention,
+    kept_latent_attention,
+)
 from strata.kernels.latent.forms import Dims
-from strata.kernels.latent.gathered import gathered_latent_attention
 from strata.kernels.op import Operation
 from strata.kernels.state.kept_keys import KeptKeys
 from strata.models.config import ModelConfig

@@ -18,8 +18,7 @@ from strata.kernels.linear.wide_linear import wide_linear
 from strata.kernels.moe.experts import biased_experts
 from strata.kernels.norm.divided_norm import divided_rms_norm, mean_square
 from strata.kernels.norm.wide_norm import wide_rms_norm
-from strata.kernels.rotary.partial_rope import partial_rope
-from strata.kernels.rotary.tail_rope import tail_rope
+from strata.kernels.rotary.rope import partial_rope, tail_rope
 from strata.models.config import ModelConfig
 
 # Experts that a router scores, ranks that divide a norm's row, and the largest logit, as families have them.

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.engine.sampler import DrawInputs, draw_ids
 from strata.kernels.attention.virtual_sequences import Rows, virtual_sequences
-from strata.kernels.state.gather_tables import gather_tables
-from strata.kernels.state.newest_tokens import newest_tokens
+from strata.kernels.state.gather_tables import gather_tables, newest_tokens
 
 
 class StepInputs(NamedTuple):

@@ -17,8 +17,12 @@ from strata.kernels.attention.attention import attention
 from strata.kernels.attention.divided.gathered import gathered_attention, kept_rows
 from strata.kernels.attention.divided.kept import kept_attention
 from strata.kernels.latent.attention import latent_attention
-from strata.kernels.latent.divided import absorb_queries, expand_values, kept_latent_attention
-from strata.kernels.latent.gathered import gathered_latent_attention
+from strata.kernels.latent.divided import (
+    absorb_queries,
+    expand_values,
+    gathered_latent_attention,
+    kept_latent_attention,
+)
 from strata.kernels.state.kept_keys import KeptKeys
 
 

@@ -5,15 +5,17 @@ Grids follow from shapes alone, so that a step can be recorded in a CUDA graph.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
+from strata.kernels.attention.softmax_triton import SEGMENT_KEYS, SEGMENTS
 from strata.kernels.attention.spec import AttentionCall, AttentionOperands, AttentionSpec, PackedBatch
-from strata.kernels.attention.varlen_triton import LOG2_E, attention_kernel, head_pad, mixed_tile
+from strata.kernels.attention.varlen_triton import LOG2_E, attention_kernel, head_pad, invariant_tile, mixed_tile
 from strata.kernels.device_limits import DeviceLimits
+from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
 
 
@@ -87,6 +89,15 @@ def attend(call: AttentionCall) -> Tensor:
     return out
 
 
+class SeenBlocks(NamedTuple):
+    """Which blocks of keys blocks of queries see, of so many tokens each: kept [kv_heads, lists, blocks], counts
+    [kv_heads, lists] int32."""
+
+    kept: Tensor
+    counts: Tensor
+    tokens: int
+
+
 def prefill(
     out: Tensor,
     q: Tensor,
@@ -99,13 +110,16 @@ def prefill(
     sinks: Tensor | None = None,
     sums: Tensor | None = None,
     kept: KeptKeys = ALL_KEYS,
+    blocks: SeenBlocks | None = None,
+    invariant: bool = False,
 ) -> None:
     """One launch for sequences of any lengths, into out [tokens, heads, head_dim].
 
     starts: [sequences] int32, from which row of the batch on each sequence's queries are run; `batch.offsets` for all
     rows, and without pages. bounds: [2] int32, sequences from the first to below the second have such rows; None: any
     may. The other rows of `out` stay as they are. sums: [tokens, heads] float32, takes the logarithms of the sums of
-    exponentials. kept: which keys of a sequence the pages hold.
+    exponentials. kept: which keys of a sequence the pages hold. blocks: None: all keys are seen. invariant: the bits of
+    a row are those of `fixed_decode_kernel`, too.
     """
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -122,40 +136,29 @@ def prefill(
         table_stride, page_size, exponents = tables.stride(0), pages.page_size, pages.exponents(spec.layer)
         k_stride = v_stride = kv_heads * head_dim
     group = heads // kv_heads
-    tile = mixed_tile(head_dim, q.dtype, page_size)
+    tile = invariant_tile(head_dim, q.dtype, decode=False) if invariant else mixed_tile(head_dim, q.dtype, page_size)
+    queries = tile.rows // group
+    if blocks is not None:  # a tile is a part of a block
+        queries = min(blocks.tokens, tile.rows // next_power_of_2(group))
     # Before Hopper operands of products take registers too: under the cap hundreds of bytes would spill.
     capped = DeviceLimits.of(q.device).capability >= (9, 0)
-    attention_kernel[(kv_heads, tokens // (tile.rows // group) + sequences)](
-        q,
-        k,
-        v,
-        *exponents,
-        out,
-        starts,
-        offsets,
-        starts if bounds is None else bounds,
-        lengths,
-        tables,
-        q if sinks is None else sinks,
-        sequences,
-        spec.scale * LOG2_E,
-        q.stride(0),
-        k_stride,
-        v_stride,
-        table_stride,
-        sums,
-        kept.rank,
+    attention_kernel[(kv_heads, tokens // queries + sequences)](
+        *(q, k, v, *exponents, out),
+        *((None, None) if blocks is None else blocks[:2]),
+        *(starts, offsets, bounds, lengths, tables, sinks),
+        *(sequences, spec.scale * LOG2_E, q.stride(0), k_stride, v_stride, table_stride),
+        *((None, None) if blocks is None else (blocks.kept.shape[2], blocks.kept.shape[1])),
+        *(sums, kept.rank),
         GROUP=group,
         HEAD_DIM=head_dim,
         HEAD_PAD=head_pad(head_dim),
         PAGE_SIZE=page_size,
         WINDOW=spec.window or 0,
-        BOUNDED=bounds is not None,
-        SINKS=sinks is not None,
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.keys,
+        TILE_QUERIES=queries,
         RANKS=kept.ranks,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        BLOCK=0 if blocks is None else blocks.tokens,
+        SEGMENT_KEYS=SEGMENT_KEYS,
+        SEGMENTS=SEGMENTS if invariant else 0,
+        **tile.options,
         maxnreg=tile.registers if capped else None,
     )

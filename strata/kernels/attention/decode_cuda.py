@@ -35,11 +35,11 @@ def fits(pages: PagedKV, heads: int, kv_heads: int, head_dim: int) -> bool:
 class Unfinished:
     """What is to be done to queries and keys before attention: the arguments of `qk_rope_kv_write` by their names."""
 
-    q_weight: Tensor | None
-    k_weight: Tensor | None
-    eps: float
-    cos: Tensor
-    sin: Tensor
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
+    eps: float = 0.0
+    cos: Tensor | None = None
+    sin: Tensor | None = None
 
 
 def scratch_bytes(
@@ -114,39 +114,16 @@ def decode(
         tile = _tile(product, heads, head_dim, kv_heads, pages, sequences, tables.shape[-1])
     results = torch.empty((sequences, tile.splits, heads, head_dim), dtype=torch.float32, device=product.device)
     scales = torch.empty((sequences, tile.splits, heads), dtype=torch.float32, device=product.device)
-    todo = unfinished or Unfinished(None, None, 0.0, product, product)
+    todo = unfinished or Unfinished()
     early = tile.early and unfinished is not None and DeviceLimits.of(product.device).capability >= (9, 0)
     constants = shape_constants(group, head_dim, tile)
     window = spec.window or 0
     decode_attention_kernel[(kv_heads, sequences, tile.splits)](
-        product,
-        keys,
-        values,
-        *pages.exponents(spec.layer),
-        out,
-        results,
-        scales,
-        split_counters(product.device),
-        pages.lengths,
-        pages.slot_mapping,
-        tables,
-        todo.cos,
-        todo.sin,
-        product if todo.q_weight is None else todo.q_weight,
-        product if todo.k_weight is None else todo.k_weight,
-        product if sinks is None else sinks,
-        todo.eps,
-        spec.scale * log2(e),
-        head_dim,
-        product.stride(0),
-        tables.stride(-2),
-        tile.split,
-        sums,
-        kept.rank,
-        FUSED=unfinished is not None,
-        NORM=todo.q_weight is not None,
+        *(product, keys, values, *pages.exponents(spec.layer), out, results, scales, split_counters(product.device)),
+        *(pages.lengths, pages.slot_mapping, tables, todo.cos, todo.sin, todo.q_weight, todo.k_weight, sinks),
+        *(todo.eps, spec.scale * log2(e), head_dim, product.stride(0), tables.stride(-2), tile.split),
+        *(sums, kept.rank),
         EARLY=early,
-        SINKS=sinks is not None,
         PAGE_SIZE=pages.page_size,
         WINDOW=window,
         OF_HEADS=tables.dim() == 3,
@@ -160,14 +137,7 @@ def decode(
     if tile.has_kernel_behind:
         behind = DeviceLimits.of(product.device).capability >= (9, 0)
         join_decodes_kernel[(heads, sequences)](
-            results,
-            scales,
-            out,
-            sums,
-            pages.lengths,
-            kept.rank,
-            tile.split,
-            tile.splits,
+            *(results, scales, out, sums, pages.lengths, kept.rank, tile.split, tile.splits),
             HEAD_DIM=head_dim,
             HEAD_PAD=constants["HEAD_PAD"],
             WINDOW=window,

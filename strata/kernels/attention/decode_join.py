@@ -10,8 +10,6 @@ from functools import partial
 from typing import Any
 
 from strata.kernels.attention.decode_tile import MOST_SPLITS
-from strata.kernels.compile_case import CompileCase
-from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.triton_import import gdc_launch_dependents, gdc_wait, jit, tl
 
 
@@ -118,32 +116,6 @@ def join_decodes_kernel(
     tl.store(out + place * HEAD_DIM + columns, joined.to(out.dtype.element_ty), mask=held)
     if sums is not None:
         tl.store(sums + place, (largest + tl.log2(weight)) * 0.6931471805599453)
-
-
-def compile_cases() -> list[CompileCase]:
-    """Of short heads, of long ones with the sums, and of one of several ranks."""
-    cases = []
-    for head_dim, ranks, kind in ((128, 1, "bf16"), (80, 1, "fp16"), (256, 4, "fp32")):
-        types = dict.fromkeys(("results", "scales"), "*fp32:16") | {"out": f"*{kind}:16", "lengths": "*i32"}
-        types |= dict.fromkeys(("least_keys", "splits"), "i32")
-        own = join_constants(head_dim)
-        warps = own.pop("num_warps")
-        constants: dict[str, object] = own | {
-            "HEAD_DIM": head_dim,
-            "HEAD_PAD": next_power_of_2(head_dim),
-            "WINDOW": 0,
-            "BLOCK_N": 64,
-            "RANKS": ranks,
-            "EARLY": ranks == 1,
-        }
-        if ranks > 1:
-            types |= {"sums": "*fp32:16", "rank": "i32"}
-        else:
-            constants |= {"sums": None, "rank": 0}
-        follow = ("griddepcontrol.wait", "griddepcontrol.launch_dependents") if ranks == 1 else ()
-        name = f"join decodes {kind} head_dim {head_dim} of {ranks} ranks"
-        cases.append(CompileCase(name, join_decodes_kernel, types, constants, warps, 1, follow))
-    return cases
 
 
 def join_constants(head_dim: int) -> dict[str, Any]:

@@ -7,18 +7,13 @@ head are rows of one tile.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
-
-import torch
 
 from strata.kernels.attention.decode_join import divided_keys, join_splits
 from strata.kernels.attention.decode_rounded import attend_rounded, in_range, joined_columns, load_rounded
-from strata.kernels.attention.decode_tile import decode_tile, shape_constants
-from strata.kernels.attention.varlen_triton import join_sink
-from strata.kernels.compile_case import CompileCase
+from strata.kernels.attention.softmax_triton import join_sink
 from strata.kernels.norm.norm import inverse_rms, scaled
-from strata.kernels.state.rounded_triton import powers_of, round_rows, rounding_constants
+from strata.kernels.state.rounded_triton import powers_of, round_rows
 from strata.kernels.triton_import import gdc_launch_dependents, gdc_wait, jit, tl
 
 
@@ -145,10 +140,7 @@ def decode_attention_kernel(
     least_keys,
     sums,
     rank,
-    FUSED: tl.constexpr,
-    NORM: tl.constexpr,
     EARLY: tl.constexpr,
-    SINKS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     ROWS: tl.constexpr,
@@ -168,8 +160,9 @@ def decode_attention_kernel(
 
     Splits come last, so that those which short sequences do not use are behind the others and take no turns of theirs.
 
-    Row s of `product` belongs to sequence s. FUSED: it holds queries, keys and values side by side, and the program
-    with the last position writes the new key and value. Otherwise it holds queries, and the pages hold all keys.
+    Row s of `product` belongs to sequence s. With cos and sin it holds queries, keys and values side by side, and the
+    program with the last position writes the new key and value; q_weight and k_weight may be None. Otherwise it holds
+    queries, and the pages hold all keys. sinks: [heads] or None.
     EARLY: launched before the kernel ahead has ended, which may have written the product and no more.
     least_keys: of a split, a multiple of BLOCK_N.
     width: HEAD_DIM, where a division has to round as that of `rms_norm`.
@@ -181,6 +174,8 @@ def decode_attention_kernel(
     sums: [sequences, heads] float32, takes the logarithm of each sum of exponentials; None: nobody wants it. RANKS: so
     many divide the keys of a sequence, and the pages here hold those of number `rank` (`KeptKeys`); not FUSED then.
     """
+    FUSED: tl.constexpr = cos is not None
+    NORM: tl.constexpr = q_weight is not None
     kv_head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -306,7 +301,7 @@ def decode_attention_kernel(
                 )  # fmt: skip
     if FUSED and is_last:
         result += tl.exp2(new_score - maximum)[:, None] * new_value.to(tl.float32)
-    if SINKS and split == 0:  # once a sequence
+    if sinks is not None and split == 0:  # once a sequence
         member = tl.arange(0, ROWS)
         maximum, weight, result = join_sink(maximum, weight, result, sinks, kv_head * GROUP + member, member < GROUP)
     result = result / tl.where(weight == 0.0, 1.0, weight)[:, None]
@@ -339,84 +334,3 @@ def decode_attention_kernel(
                 mask = (joined_member < GROUP)[:, None] & (columns < HEAD_DIM)
                 tl.store(out + head[:, None] * HEAD_DIM + columns, joined.to(out.dtype.element_ty), mask=mask)
                 tl.store(counter, 0)
-
-
-def compile_cases() -> list[CompileCase]:
-    bf16, fp32 = torch.bfloat16, torch.float32
-    return [
-        _case(bf16, 4, 128, 16, None, 1, norm=False),
-        _case(bf16, 2, 128, 16, None, 64, norm=True),
-        _case(bf16, 7, 80, 8, 4096, 8, norm=False),
-        _case(bf16, 16, 64, 1, None, 64, norm=True),
-        _case(bf16, 32, 256, 64, None, 64, norm=True),
-        _case(bf16, 4, 128, 16, None, 64),
-        _case(bf16, 7, 80, 16, 4096, 1),
-        _case(fp32, 4, 128, 16, None, 64),
-        _case(bf16, 8, 64, 16, 128, 1, norm=False, sinks=True),
-        _case(bf16, 4, 128, 16, None, 32, of_heads=True),
-        _case(bf16, 16, 128, 16, None, 8, ranks=4),
-        _case(bf16, 4, 128, 16, None, 64, norm=True, rounded=torch.float8_e4m3fn),
-        _case(bf16, 4, 128, 16, None, 128, rounded=torch.int8),
-        # Of one warp, whose heads are normalized before the loop: they spill once, not for each key.
-        replace(_case(bf16, 4, 128, 16, None, 128, norm=True, rounded=torch.float8_e4m3fn), spilled_bytes=96),
-        _case(bf16, 7, 80, 16, None, 8, norm=True, rounded=torch.float8_e4m3fn),
-        _case(torch.float16, 4, 128, 16, None, 128, norm=True, rounded=torch.int8),
-    ]
-
-
-def _case(
-    dtype: torch.dtype,
-    group: int,
-    head_dim: int,
-    page_size: int,
-    window: int | None,
-    sequences: int,
-    norm: bool | None = None,
-    sinks: bool = False,
-    rounded: torch.dtype | None = None,
-    of_heads: bool = False,
-    ranks: int = 1,
-) -> CompileCase:
-    """norm: of the fused kernel, None for the one that finds all keys in the pages."""
-    kind = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    fused = norm is not None
-    types = dict.fromkeys(
-        ("product", "keys", "values", "out", "cos", "sin", "q_weight", "k_weight", "sinks"), f"*{kind}:16"
-    )
-    if fused:
-        types |= dict.fromkeys(("cos", "sin"), "*fp32:16")
-    types |= dict.fromkeys(("results", "scales"), "*fp32:16") | {"counters": "*i32:16"}
-    types |= dict.fromkeys(("lengths", "slots", "tables"), "*i32") | dict.fromkeys(("eps", "scale"), "fp32")
-    types |= dict.fromkeys(("width", "product_stride"), "i32:16") | dict.fromkeys(("table_stride", "least_keys"), "i32")
-    tile = decode_tile(8 * group, 8, head_dim, dtype, sequences, 4096, rounded=rounded is not None)
-    flags = {"FUSED": fused, "NORM": bool(norm), "EARLY": fused, "SINKS": sinks, "OF_HEADS": of_heads}
-    constants: dict[str, object] = {
-        **flags,
-        "PAGE_SIZE": page_size,
-        "WINDOW": window or 0,
-        **shape_constants(group, head_dim, tile),
-    }
-    constants["RANKS"] = ranks
-    if ranks > 1:
-        types |= {"out": "*fp32:16", "sums": "*fp32:16", "rank": "i32"}
-    else:
-        constants |= {"sums": None, "rank": 0}
-    if rounded is None:
-        constants |= {"k_exponents": None, "v_exponents": None}
-    else:
-        pools = "*i8:16" if rounded == torch.int8 else "*fp8e4nv:16"
-        types |= dict.fromkeys(("keys", "values"), pools) | dict.fromkeys(("k_exponents", "v_exponents"), "*u8:16")
-        constants |= rounding_constants(rounded)
-    sizes = f"head_dim {head_dim} group {group} page_size {page_size} window {window} sequences {sequences}"
-    multiply = () if dtype == torch.float32 else ("mma.sync", "cp.async.cg")
-    follow = ("griddepcontrol.wait", "griddepcontrol.launch_dependents") if fused else ()
-    joins = () if tile.apart else ("atom.global.gpu.acq_rel.add", "ld.global.cg")
-    must = (*joins, *multiply, *follow)
-    name = (
-        f"decode {kind} {sizes} norm {norm}"
-        + " sinks" * sinks
-        + (f" pools {rounded}" if rounded else "")
-        + " tables of heads" * of_heads
-        + f" of {ranks} ranks" * (ranks > 1)
-    )
-    return CompileCase(name, decode_attention_kernel, types, constants, tile.warps, tile.stages, must)

@@ -12,7 +12,6 @@ from functools import partial
 from torch import Tensor
 
 from strata.kernels.attention.virtual_sequences import KEY_BLOCK, MAX_PROMPTS, VirtualSequences, gathered_keys
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.triton_import import jit, tl
 
@@ -116,26 +115,3 @@ def reference(pages: PagedKV, layer: int, virtual: VirtualSequences, longest: in
 
 def _columns(row: int) -> int:
     return min(_MAX_COLUMNS, 1 << (row - 1).bit_length())
-
-
-def compile_cases() -> list[CompileCase]:
-    signature = by_type(
-        {
-            "*bf16:16": "keys values out_keys out_values",
-            "*i32:16": "tables ends sequences",
-            "*i32": "lengths",
-            "i32": "most_pages",
-        }
-    )
-    constants = {"PAGE_SIZE": 16, "KEY_BLOCK": KEY_BLOCK, "PIECE": _PIECE, "PROMPTS": MAX_PROMPTS}
-    return [
-        CompileCase(
-            f"keys of prompts, {row} elements a token",
-            gather_prompt_keys_kernel,
-            signature,
-            constants | {"ROW": row, "COLUMNS": _columns(row)},
-            _WARPS,
-            3,
-        )
-        for row in (128, 192, 1024, 4096)
-    ]

@@ -1,7 +1,7 @@
 """The Triton kernel of attention for sequences with any numbers of new tokens.
 
-The softmax is computed in one pass (FlashAttention-2, Dao 2023), and the query heads that share a KV head are rows of
-one tile.
+Keys are packed or in pages, all are seen or chosen blocks alone, and there is one softmax or, batch-invariant, one for
+each segment. The query heads that share a KV head are rows of one tile.
 """
 
 from __future__ import annotations
@@ -11,108 +11,27 @@ from functools import partial
 
 import torch
 
-from strata.kernels.attention.query_tiles import sequence_of_tile
-from strata.kernels.compile_case import CompileCase
+from strata.kernels.attention.query_tiles import queries_of_tile, with_queries
+from strata.kernels.attention.softmax_triton import (
+    attend_block,
+    join_segments,
+    join_sink,
+    no_keys,
+    segment_at,
+    segment_start,
+)
 from strata.kernels.grid_sizes import next_power_of_2
-from strata.kernels.state.rounded_triton import exponent_at, powers_of
 from strata.kernels.triton_import import jit, tl
 
 LOG2_E = 1.4426950408889634
 
 
-@jit
-def join_sink(maximum, weight, result, sinks, head, held):
-    """The softmax of queries [rows] once the sink of each one's head, a score without a value, is part of it.
-
-    maximum, weight [rows] and result [rows, HEAD_PAD] float32, the maximum in powers of two. The arithmetic is written
-    as one `fma`, because compilers may round otherwise in another kernel.
-    """
-    score = tl.load(sinks + head, mask=held, other=0.0).to(tl.float32) * 1.4426950408889634
-    largest = tl.maximum(maximum, score)
-    shrink = tl.exp2(maximum - largest)
-    return largest, tl.fma(weight, shrink, tl.exp2(score - largest)), result * shrink[:, None]
-
-
-@jit
-def key_slots(positions, held, first, table, PAGE_SIZE: tl.constexpr):
-    """Where the keys at `positions` lie, in tokens from the start of k and v; PAGE_SIZE 0: packed, from `first` on."""
-    if PAGE_SIZE == 0:
-        return (first + positions).to(tl.int64)
-    page = tl.load(table + positions // PAGE_SIZE, mask=held, other=0).to(tl.int64)
-    return page * PAGE_SIZE + positions % PAGE_SIZE
-
-
-@jit
-def widened(rows, exponents, slots, held, kind: tl.constexpr, PAGE_SIZE: tl.constexpr, AS_COLUMNS: tl.constexpr):
-    """Keys [HEAD_PAD, rows] (AS_COLUMNS) or values [rows, HEAD_PAD] in 8 bits as what they stand for, exactly; zeros
-    where not held. exponents: from the first page's of this head on."""
-    powers = powers_of(tl.load(exponents + exponent_at(slots, 0, tl.num_programs(0), PAGE_SIZE), mask=held, other=127))
-    powers = powers[None, :] if AS_COLUMNS else powers[:, None]
-    return (rows.to(tl.float32) * powers).to(kind)
-
-
-@jit
-def attend_block(
-    queries,
-    at,
-    maximum,
-    weight,
-    result,
-    start,
-    total,
-    k,
-    v,
-    k_exponents,
-    v_exponents,
-    first,
-    table,
-    scale,
-    k_stride,
-    v_stride,
-    MASKED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """One block of keys [start, start + BLOCK_N) joins the running softmax of a tile of queries.
-
-    queries [rows, HEAD_PAD]; at [rows]: position of each; maximum, weight [rows] and result [rows, HEAD_PAD] float32:
-    the largest score so far (in powers of two), the sum of the weights, the weighted sum of the values. A block of
-    which a row sees nothing leaves the row's state as it is, bit for bit.
-    """
-    positions = start + tl.arange(0, BLOCK_N)
-    columns = tl.arange(0, HEAD_PAD)
-    held = positions < total
-    slots = key_slots(positions, held, first, table, PAGE_SIZE)
-    k_mask = (columns < HEAD_DIM)[:, None]
-    v_mask = (columns < HEAD_DIM)[None, :]
-    if MASKED:
-        k_mask = k_mask & held[None, :]
-        v_mask = v_mask & held[:, None]
-    keys = tl.load(k + slots[None, :] * k_stride + columns[:, None], mask=k_mask, other=0.0)
-    values = tl.load(v + slots[:, None] * v_stride + columns[None, :], mask=v_mask, other=0.0)
-    if k_exponents is not None:
-        keys = widened(keys, k_exponents, slots, held, queries.dtype, PAGE_SIZE, True)
-        values = widened(values, v_exponents, slots, held, queries.dtype, PAGE_SIZE, False)
-    scores = tl.dot(queries, keys, input_precision="ieee") * scale
-    if MASKED:
-        visible = positions[None, :] <= at[:, None]
-        if WINDOW > 0:
-            visible = visible & (positions[None, :] > at[:, None] - WINDOW)
-        scores = tl.where(visible, scores, float("-inf"))
-    largest = tl.maximum(maximum, tl.max(scores, 1))
-    # A row that has seen nothing yet has the maximum -inf, and -inf minus itself is not a number.
-    shift = tl.where(largest == float("-inf"), 0.0, largest) if MASKED else largest
-    weights = tl.exp2(scores - shift[:, None])
-    shrink = tl.exp2(maximum - shift)
-    weight = weight * shrink + tl.sum(weights, 1)
-    result = tl.dot(weights.to(values.dtype), values, result * shrink[:, None], input_precision="ieee")
-    return largest, weight, result
-
-
-@partial(jit, unspecialized=("starts", "offsets", "bounds", "lengths", "tables", "sequences", "table_stride", "rank"))
+@partial(
+    jit,
+    unspecialized=(
+        "starts", "offsets", "bounds", "lengths", "tables", "sequences", "table_stride", "blocks", "lists", "rank"
+    ),
+)  # fmt: skip
 def attention_kernel(
     q,
     k,
@@ -120,6 +39,8 @@ def attention_kernel(
     k_exponents,
     v_exponents,
     out,
+    kept,
+    counts,
     starts,
     offsets,
     bounds,
@@ -132,6 +53,8 @@ def attention_kernel(
     k_stride,
     v_stride,
     table_stride,
+    blocks,
+    lists,
     sums,
     rank,
     GROUP: tl.constexpr,
@@ -139,38 +62,36 @@ def attention_kernel(
     HEAD_PAD: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    SINKS: tl.constexpr,
+    TILE_QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     RANKS: tl.constexpr = 1,
+    BLOCK: tl.constexpr = 0,
+    SEGMENT_KEYS: tl.constexpr = 0,
+    SEGMENTS: tl.constexpr = 0,
 ):
-    """Programs [kv_heads, tokens // (BLOCK_M // GROUP) + sequences]: a tile of queries of one sequence each.
+    """Programs [kv_heads, tokens // TILE_QUERIES + sequences]: a tile of queries of one sequence each.
 
-    Of sequence s the queries in rows [starts[s], offsets[s + 1]), the last of its tokens. BOUNDED: only sequences
-    [bounds[0], bounds[1]) have any; the programs of the others end at once. PAGE_SIZE 0: k and v are packed like q from
-    starts on, and lengths and tables are not read. SINKS: otherwise `sinks` is not read. k_exponents, v_exponents:
+    Of sequence s the queries in rows [starts[s], offsets[s + 1]), the last of its tokens. bounds: only sequences
+    [bounds[0], bounds[1]) have any, and the programs of the others end at once; None: any may. PAGE_SIZE 0: k and v are
+    packed like q from starts on, and lengths and tables are not read. sinks: [heads] or None. k_exponents, v_exponents:
     [pages, kv_heads, PAGE_SIZE] of pools in 8 bits, or None. sums: [tokens, heads] float32, takes the logarithm of each
     query's sum of exponentials; None: nobody wants it. RANKS: so many divide the keys of a sequence, and the pages here
     hold those of number `rank` (`KeptKeys`); then there is no window.
+    BLOCK: keys of a block of which only some are seen, 0: all are. kept [kv_heads, lists, blocks] and counts [kv_heads,
+    lists]: of `kept_blocks_kernel`, for blocks of queries of which tiles are parts.
+    SEGMENTS: of `segment_start`, batch-invariant attention; 0: one softmax over all keys. The first sequence's queries
+    begin the tiles then, whatever starts[0] is.
     """
     kv_head = tl.program_id(0)
     # The tiles that see most keys come last in a sequence and start first.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    TILE_QUERIES: tl.constexpr = BLOCK_M // GROUP
-    lowest_sequence = 0
-    beyond = sequences
-    skipped = 0
-    if BOUNDED:
-        lowest_sequence = tl.load(bounds)
-        beyond = tl.load(bounds + 1)
-        skipped = tl.load(starts + lowest_sequence)
-        if tile >= (tl.load(offsets + beyond) - skipped) // TILE_QUERIES + beyond - lowest_sequence:
-            return
-    sequence = sequence_of_tile(tile, starts, lowest_sequence, beyond, skipped, TILE_QUERIES)
-    first = tl.load(starts + sequence)
-    new = tl.load(offsets + sequence + 1) - first
-    query_start = (tile - (first - skipped) // TILE_QUERIES - (sequence - lowest_sequence)) * TILE_QUERIES
+    low, beyond, skipped = with_queries(starts, bounds, sequences)
+    if SEGMENTS > 0:
+        skipped = tl.load(starts)
+    if bounds is not None and tile >= (tl.load(offsets + beyond) - skipped) // TILE_QUERIES + beyond - low:
+        return
+    sequence, first, new, query_start = queries_of_tile(tile, starts, offsets, low, beyond, skipped, TILE_QUERIES)
     if query_start >= new:
         return
     total = new if PAGE_SIZE == 0 else tl.load(lengths + sequence)
@@ -202,24 +123,60 @@ def attention_kernel(
         v_exponents += kv_head * PAGE_SIZE
     table = tables + sequence * table_stride
 
-    maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    weight = tl.zeros((BLOCK_M,), tl.float32)
-    result = tl.zeros((BLOCK_M, HEAD_PAD), tl.float32)
-    if WINDOW == 0:
+    maximum, weight, result = no_keys(BLOCK_M, HEAD_PAD)
+    if SEGMENTS > 0:
+        joined_maximum, joined_weight, joined_result = no_keys(BLOCK_M, HEAD_PAD)
+        part = segment_at(start, SEGMENT_KEYS, SEGMENTS)
+        part_end = segment_start(part + 1, SEGMENT_KEYS, SEGMENTS)
+    if BLOCK > 0:
+        own = kv_head.to(tl.int64) * lists + first // BLOCK + sequence + query_start // BLOCK
+        listed = kept + own * blocks
+        # From the first block that not all rows see whole on all are kept, to the last that a query of the list sees.
+        partly = (lowest + 1) // BLOCK
+        list_end = tl.minimum(query_start // BLOCK * BLOCK + BLOCK, new)
+        whole = tl.load(counts + own) - ((total - new + list_end - 1) // BLOCK - partly + 1)
+        PER: tl.constexpr = BLOCK // BLOCK_N
+        block = tl.load(listed) * BLOCK
+        for piece in range(whole * PER):
+            here = block + piece % PER * BLOCK_N
+            # Looked up a piece ahead: loads that wait for a lookup could not be pipelined.
+            block = tl.load(listed + tl.minimum((piece + 1) // PER, blocks - 1)) * BLOCK
+            maximum, weight, result = attend_block(
+                queries, at, maximum, weight, result, here, total, k, v, k_exponents, v_exponents,
+                first, table, scale, k_stride, v_stride, False, WINDOW, HEAD_DIM, HEAD_PAD, PAGE_SIZE, BLOCK_N, False,
+            )  # fmt: skip
+        start = partly * BLOCK
+    elif WINDOW == 0:
         # Blocks that every row sees whole need no mask.
         whole = (lowest + 1) // BLOCK_N * BLOCK_N
         for block in range(0, whole, BLOCK_N):
             maximum, weight, result = attend_block(
-                queries, at, maximum, weight, result, block, total, k, v, k_exponents, v_exponents,
-                first, table, scale, k_stride, v_stride, False, WINDOW, HEAD_DIM, HEAD_PAD, PAGE_SIZE, BLOCK_N,
+                queries, at, maximum, weight, result, block, total, k, v, k_exponents, v_exponents, first, table,
+                scale, k_stride, v_stride, False, WINDOW, HEAD_DIM, HEAD_PAD, PAGE_SIZE, BLOCK_N, SEGMENTS > 0,
             )  # fmt: skip
+            if SEGMENTS > 0 and block + BLOCK_N == part_end:
+                joined_maximum, joined_weight, joined_result = join_segments(
+                    joined_maximum, joined_weight, joined_result, maximum, weight, result
+                )
+                maximum, weight, result = no_keys(BLOCK_M, HEAD_PAD)
+                part += 1
+                part_end = segment_start(part + 1, SEGMENT_KEYS, SEGMENTS)
         start = tl.maximum(whole, 0)
     for block in range(start, end, BLOCK_N):
         maximum, weight, result = attend_block(
-            queries, at, maximum, weight, result, block, total, k, v, k_exponents, v_exponents,
-            first, table, scale, k_stride, v_stride, True, WINDOW, HEAD_DIM, HEAD_PAD, PAGE_SIZE, BLOCK_N,
+            queries, at, maximum, weight, result, block, total, k, v, k_exponents, v_exponents, first, table,
+            scale, k_stride, v_stride, True, WINDOW, HEAD_DIM, HEAD_PAD, PAGE_SIZE, BLOCK_N, SEGMENTS > 0,
         )  # fmt: skip
-    if SINKS:
+        if SEGMENTS > 0 and block + BLOCK_N == part_end:
+            joined_maximum, joined_weight, joined_result = join_segments(
+                joined_maximum, joined_weight, joined_result, maximum, weight, result
+            )
+            maximum, weight, result = no_keys(BLOCK_M, HEAD_PAD)
+            part += 1
+            part_end = segment_start(part + 1, SEGMENT_KEYS, SEGMENTS)
+    if SEGMENTS > 0:
+        maximum, weight, result = join_segments(joined_maximum, joined_weight, joined_result, maximum, weight, result)
+    if sinks is not None:
         maximum, weight, result = join_sink(maximum, weight, result, sinks, head, held)
     result = result / tl.where(weight == 0.0, 1.0, weight)[:, None]
     HEADS = tl.num_programs(0) * GROUP
@@ -242,6 +199,10 @@ class Tile:
     stages: int
     registers: int | None = None
 
+    @property
+    def options(self) -> dict[str, int]:
+        return {"BLOCK_M": self.rows, "BLOCK_N": self.keys, "num_warps": self.warps, "num_stages": self.stages}
+
 
 def mixed_tile(head_dim: int, dtype: torch.dtype, page_size: int) -> Tile:
     """page_size: 0 for keys and values that are packed."""
@@ -256,71 +217,18 @@ def mixed_tile(head_dim: int, dtype: torch.dtype, page_size: int) -> Tile:
     return Tile(128, 64, 8, 3, 128 if both_fit else None)
 
 
+def invariant_tile(head_dim: int, dtype: torch.dtype, *, decode: bool) -> Tile:
+    """Of batch-invariant attention. A decode has at least the 64 rows of one wgmma instruction, few of which hold
+    queries: it takes less time than the keys. A prompt has twice as many where registers allow: two groups of warps
+    that run what a decode's one group runs."""
+    if dtype == torch.float32:
+        return Tile(32, 16, 8, 2)
+    if head_dim > 128:
+        return Tile(64, 32, 8, 5)
+    return Tile(64, 64, 4, 5) if decode else Tile(128, 64, 8, 5)
+
+
 def head_pad(head_dim: int) -> int:
     """The columns of a tile: a power of two, and at least the 16 that a matrix instruction sums over."""
     padded: int = max(16, next_power_of_2(head_dim))
     return padded
-
-
-def compile_cases() -> list[CompileCase]:
-    bf16, fp32 = torch.bfloat16, torch.float32
-    return [
-        _case(bf16, head_dim=128, group=4, page_size=16, window=0),
-        _case(bf16, head_dim=128, group=2, page_size=16, window=0, bounded=True),
-        _case(bf16, head_dim=128, group=4, page_size=16, window=0, bounded=True),
-        _case(bf16, head_dim=128, group=7, page_size=16, window=4096),
-        _case(bf16, head_dim=64, group=7, page_size=16, window=0),
-        _case(bf16, head_dim=256, group=8, page_size=16, window=0),
-        _case(bf16, head_dim=80, group=7, page_size=0, window=4096),
-        _case(fp32, head_dim=128, group=4, page_size=16, window=0),
-        _case(bf16, head_dim=64, group=8, page_size=16, window=128, bounded=True, sinks=True),
-        _case(bf16, head_dim=128, group=4, page_size=16, window=0, bounded=True, rounded=True),
-        _case(bf16, head_dim=128, group=8, page_size=16, window=0, bounded=True, ranks=2),
-    ]
-
-
-def _case(
-    dtype: torch.dtype,
-    head_dim: int,
-    group: int,
-    page_size: int,
-    window: int,
-    bounded: bool = False,
-    sinks: bool = False,
-    rounded: bool = False,
-    ranks: int = 1,
-) -> CompileCase:
-    kind = "fp32" if dtype == torch.float32 else "bf16"
-    signature = dict.fromkeys(("q", "k", "v", "out", "sinks"), f"*{kind}:16")
-    signature |= dict.fromkeys(("starts", "offsets", "bounds", "lengths", "tables"), "*i32")
-    signature |= dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32:16")
-    signature |= dict.fromkeys(("table_stride", "sequences"), "i32") | {"scale": "fp32"}
-    tile = mixed_tile(head_dim, dtype, page_size)
-    constants: dict[str, object] = {
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "HEAD_PAD": head_pad(head_dim),
-        "PAGE_SIZE": page_size,
-        "WINDOW": window,
-        "BOUNDED": bounded,
-        "SINKS": sinks,
-        "BLOCK_M": tile.rows,
-        "BLOCK_N": tile.keys,
-        "RANKS": ranks,
-    }
-    if ranks > 1:
-        signature |= {"out": "*fp32:16", "sums": "*fp32:16", "rank": "i32"}
-    else:
-        constants |= {"sums": None, "rank": 0}
-    if rounded:
-        signature |= dict.fromkeys(("k", "v"), "*fp8e4nv:16") | dict.fromkeys(("k_exponents", "v_exponents"), "*u8:16")
-    else:
-        constants |= {"k_exponents": None, "v_exponents": None}
-    name = f"attention {kind} head_dim {head_dim} group {group} page_size {page_size} window {window}"
-    name += " bounded" * bounded + " sinks" * sinks + " fp8" * rounded + f" of {ranks} ranks" * (ranks > 1)
-    must = () if dtype == torch.float32 else ("wgmma.mma_async",)
-    # Under the cap it depends on the group how much spills; what was measured spills 56 bytes.
-    spilled = 0 if tile.registers is None else 96
-    return CompileCase(
-        name, attention_kernel, signature, constants, tile.warps, tile.stages, must, tile.registers, spilled
-    )

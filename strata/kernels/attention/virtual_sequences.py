@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
@@ -214,15 +213,8 @@ def divide_on_device(offsets: Tensor, lengths: Tensor, bounds: Tensor, rows: Row
     sequences = len(lengths)
     result = torch.empty((_FIELDS, _WIDTH), dtype=torch.int32, device=offsets.device)
     virtual_sequences_kernel[(1,)](
-        offsets,
-        lengths,
-        bounds,
-        result,
-        sequences,
-        rows.queries,
-        rows.result,
-        rows.keys,
-        rows.values,
+        *(offsets, lengths, bounds, result, sequences),
+        *(rows.queries, rows.result, rows.keys, rows.values),
         WIDTH=_WIDTH,
         QUERIES=QUERIES,
         KEY_BLOCK=KEY_BLOCK,
@@ -234,20 +226,3 @@ def divide_on_device(offsets: Tensor, lengths: Tensor, bounds: Tensor, rows: Row
 
 if HAS_TRITON:
     virtual_sequences.implement("triton", "cuda", invariant=True, kernels=(virtual_sequences_kernel,))(divide_on_device)
-
-
-def compile_cases() -> list[CompileCase]:
-    names = {"*i32": "offsets lengths bounds", "*i32:16": "result", "i32": "sequences"}
-    signature = by_type(names | {"i32:16": "query_row result_row key_row value_row"})
-    constants = {"WIDTH": _WIDTH, "QUERIES": QUERIES, "KEY_BLOCK": KEY_BLOCK}
-    return [
-        CompileCase(
-            f"virtual sequences of {most}{', fresh' * fresh}",
-            virtual_sequences_kernel,
-            signature,
-            {**constants, "FRESH": fresh, "SEQUENCES": most},
-            4,
-            3,
-        )
-        for most, fresh in ((32, False), (512, False), (32, True))
-    ]

@@ -4,17 +4,17 @@ be recorded in a CUDA graph, and which sequences are prompts only the device kno
 from __future__ import annotations
 
 from math import e, log2
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.spec import AttentionSpec, PackedBatch
-from strata.kernels.latent.forms import Dims, LatentCall, by_head
+from strata.kernels.grid_sizes import ceil_div
+from strata.kernels.latent.forms import Dims, KeptLatentCall, LatentCall, by_head
 from strata.kernels.latent.head_product import head_product, head_product_kernel
 from strata.kernels.latent.kernels_triton import latent_decode_kernel, latent_join_kernel, latent_prompt_kernel
-from strata.kernels.latent.tiles import Tile, constants, decode_tile, prompt_tile
+from strata.kernels.latent.tiles import LatentTile, constants, decode_tile, prompt_tile
 from strata.kernels.op import CUBLAS
 from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
 from strata.kernels.state.paged import PagedKV
@@ -22,30 +22,60 @@ from strata.kernels.state.paged import PagedKV
 FIXED_KERNELS = (head_product_kernel, latent_prompt_kernel, head_product_kernel)
 
 
-def supports(call: LatentCall) -> bool:
-    """Registers hold 512 columns of a tile's results."""
-    q, row, weight, batch, spec = call
+class LatentStep(NamedTuple):
+    """How kernels share the sequences of a step: the first get the programs of a decode, of which those for prompts
+    find no rows, and queries of the others are in tiles.
+
+    decodes: how many those are, of `lengths`. starts, bounds: as for `prompts`; starts None: all decode.
+    begin: the host knows that the prompts have no tokens from before the step.
+    """
+
+    decodes: int
+    lengths: Tensor
+    starts: Tensor | None
+    bounds: Tensor | None = None
+    begin: bool = False
+
+    @staticmethod
+    def of(q: Tensor, batch: PackedBatch) -> LatentStep:
+        pages = batch.pages
+        assert pages is not None
+        sequences, parts = pages.tables.shape[0], pages.parts
+        if batch.longest == 1 and q.shape[0] == sequences:
+            return LatentStep(sequences, pages.lengths, None)
+        if parts is None or sequences > q.shape[0]:  # one may go without a token
+            return LatentStep(0, pages.lengths, batch.offsets)
+        count = sequences if parts.decodes is None else parts.decodes
+        begin = parts.begin and parts.decodes is not None
+        return LatentStep(count, parts.decode_lengths[:count], parts.starts, parts.bounds, begin)
+
+    def kernels(self, prompts: bool = True) -> tuple[Any, ...]:
+        """What `absorbed` launches, with prompts or without."""
+        decode = (latent_decode_kernel, latent_join_kernel) * (self.decodes > 0)
+        return (*decode, latent_prompt_kernel) if self.starts is not None and prompts else decode
+
+
+def reads_rows(q: Tensor, row: Tensor, rank: int, batch: PackedBatch, spec: AttentionSpec) -> bool:
+    """Whether kernels take such queries and pages: registers hold 512 columns of a tile's results."""
     pages = batch.pages
     return (
         pages is not None
         and q.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and pages.keys[spec.layer].dtype == q.dtype
         and pages.keys[spec.layer].is_contiguous()
-        and weight.shape[1] <= 512
-        and row.shape[1] - weight.shape[1] <= 64
+        and rank <= 512
+        and row.shape[1] - rank <= 64
         and q.stride(-1) == 1
-        and weight.is_contiguous()
     )
 
 
+def supports(call: LatentCall) -> bool:
+    q, row, weight, batch, spec = call
+    return weight.is_contiguous() and reads_rows(q, row, weight.shape[1], batch, spec)
+
+
 def kernels(call: LatentCall) -> tuple[Any, ...]:
-    q, pages = call.q, call.pages
-    decode = (latent_decode_kernel, latent_join_kernel)
-    if all_decode(q, call.batch):
-        return (CUBLAS, *decode, CUBLAS)
-    parts = parts_of(q, pages)
-    some = parts is not None and may_decode(pages, parts) > 0
-    return (CUBLAS, *(decode * some), latent_prompt_kernel, CUBLAS)
+    return (CUBLAS, *LatentStep.of(call.q, call.batch).kernels(), CUBLAS)
 
 
 def scratch_bytes(sequences: int, most: int, heads: int, rank: int, dtype: torch.dtype) -> int:
@@ -53,33 +83,27 @@ def scratch_bytes(sequences: int, most: int, heads: int, rank: int, dtype: torch
     return 4 * sequences * decode_tile(heads, rank, dtype, sequences, most).splits * heads * (rank + 1)
 
 
+def splits_bytes(decodes: int, q: Tensor, pages: PagedKV, rank: int) -> int:
+    """The same of the first sequences of a step."""
+    most = pages.tables.shape[1] * pages.page_size
+    return scratch_bytes(decodes, most, q.shape[1], rank, q.dtype) if decodes else 0
+
+
 def scratch(call: LatentCall) -> int:
     """Queries and what they find in the space of the latents, and what the splits of decodes wait in."""
-    q, batch, dims, pages = call.q, call.batch, call.dims, call.pages
-    parts = parts_of(q, pages)
-    decodes = q.shape[0] if all_decode(q, batch) else 0 if parts is None else may_decode(pages, parts)
+    q, dims = call.q, call.dims
     both = 2 * q.shape[0] * dims.heads * dims.rank * q.element_size()
     result = q.shape[0] * dims.heads * dims.value * q.element_size()
-    most = pages.tables.shape[1] * pages.page_size
-    splits = scratch_bytes(decodes, most, dims.heads, dims.rank, q.dtype) if decodes else 0
-    return both + max(0, splits - result)
+    return both + max(0, splits_bytes(LatentStep.of(q, call.batch).decodes, q, call.pages, dims.rank) - result)
 
 
 def attend(call: LatentCall) -> Tensor:
     """Decodes, which are the first sequences of a batch, have their rows divided; a tile has queries of the others."""
     q, _, weight, batch, spec = call
-    dims, pages = call.dims, call.pages
-    keys, values = by_head(weight, dims)
-    latent = torch.bmm(q[..., : dims.nope].transpose(0, 1), keys).transpose(0, 1)
+    keys, values = by_head(weight, call.dims)
+    latent = torch.bmm(q[..., : call.dims.nope].transpose(0, 1), keys).transpose(0, 1)
     out = torch.empty_strided(latent.shape, latent.stride(), dtype=q.dtype, device=q.device)
-    parts = parts_of(q, pages)
-    if all_decode(q, batch):
-        decode(out, latent, q, pages, pages.lengths, spec, dims)
-    elif parts is None:
-        prompts(out, latent, q, batch, pages, spec, dims, batch.offsets, None)
-    else:
-        decode(out, latent, q, pages, parts.decode_lengths[: may_decode(pages, parts)], spec, dims)
-        prompts(out, latent, q, batch, pages, spec, dims, parts.starts, parts.bounds)
+    absorbed(out, latent, q, batch, spec, call.dims, LatentStep.of(q, batch))
     return torch.bmm(out.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
 
 
@@ -94,18 +118,50 @@ def attend_fixed(call: LatentCall) -> Tensor:
     return head_product(out, values)
 
 
-def all_decode(q: Tensor, batch: PackedBatch) -> bool:
-    return batch.longest == 1 and batch.pages is not None and q.shape[0] == batch.pages.tables.shape[0]
+def dcp_supports(call: KeptLatentCall) -> bool:
+    return reads_rows(call.q, call.row, call.rank, call.batch, call.spec)
 
 
-def parts_of(q: Tensor, pages: PagedKV) -> BatchParts | None:
-    """Which of the sequences decode, if each of them has a token."""
-    return pages.parts if pages.tables.shape[0] <= q.shape[0] else None
+def dcp_kernels(call: KeptLatentCall) -> tuple[Any, ...]:
+    return LatentStep.of(call.q, call.batch).kernels()
 
 
-def may_decode(pages: PagedKV, parts: BatchParts) -> int:
-    """How many sequences, the first of the batch, get the programs of a decode; those of prompts find no rows."""
-    return pages.tables.shape[0] if parts.decodes is None else parts.decodes
+def dcp_scratch(call: KeptLatentCall) -> int:
+    """What the splits of decodes wait in."""
+    return splits_bytes(LatentStep.of(call.q, call.batch).decodes, call.q, call.pages, call.rank)
+
+
+def attend_dcp(call: KeptLatentCall) -> tuple[Tensor, Tensor]:
+    """`attend` to the rows that a rank keeps, with the sums of exponentials."""
+    q, row, batch, spec, kept, rank = call
+    # What has a position stands behind the rest of a query.
+    dims = Dims(q.shape[1], rank, row.shape[1] - rank, rank, rank)
+    mixed = torch.empty((*q.shape[:2], rank), dtype=torch.float32, device=q.device)
+    sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    absorbed(mixed, q, q, batch, spec, dims, LatentStep.of(q, batch), sums, kept)
+    return mixed, sums
+
+
+def absorbed(
+    out: Tensor,
+    latent: Tensor,
+    q: Tensor,
+    batch: PackedBatch,
+    spec: AttentionSpec,
+    dims: Dims,
+    split: LatentStep,
+    sums: Tensor | None = None,
+    kept: KeptKeys = ALL_KEYS,
+    *,
+    continued: bool = False,
+) -> None:
+    """`decode` and `prompts` of a step's sequences, whichever it has."""
+    pages = batch.pages
+    assert pages is not None
+    decode(out, latent, q, pages, split.lengths[: split.decodes], spec, dims, sums, kept)
+    if split.starts is not None and not (continued and split.begin):
+        where = split.starts, split.bounds
+        prompts(out, latent, q, batch, pages, spec, dims, *where, sums, kept, continued=continued)
 
 
 def decode(
@@ -118,7 +174,7 @@ def decode(
     dims: Dims,
     sums: Tensor | None = None,
     kept: KeptKeys = ALL_KEYS,
-    tile: Tile | None = None,
+    tile: LatentTile | None = None,
 ) -> None:
     """Of the first sequences, of which each decodes or has length 0, the weighted sums of latents, into out [tokens,
     heads, rank]; latent, of any strides in the first `rank` columns, and q, behind `nope` columns: queries.
@@ -132,46 +188,15 @@ def decode(
     tile = tile or decode_tile(dims.heads, dims.rank, q.dtype, sequences, tables.shape[1] * pages.page_size)
     results = torch.empty((sequences, tile.splits, dims.heads, dims.rank), dtype=torch.float32, device=q.device)
     scales = torch.empty((sequences, tile.splits, dims.heads), dtype=torch.float32, device=q.device)
-    latent_decode_kernel[(-(-dims.heads // tile.heads), sequences, tile.splits)](
-        latent,
-        q,
-        pages.keys[spec.layer],
-        results,
-        scales,
-        lengths,
-        tables,
-        spec.scale * log2(e),
-        dims.nope,
-        latent.stride(0),
-        latent.stride(1),
-        q.stride(0),
-        q.stride(1),
-        tables.stride(0),
-        tile.split,
-        kept.rank,
-        KEY_RANKS=kept.ranks,
-        **constants(dims.heads, dims.rank, dims.rope, pages.page_size, tile),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-    padded = constants(dims.heads, dims.rank, dims.rope, pages.page_size, tile)["RANK_PAD"]
+    queries = spec.scale * log2(e), dims.nope, *latent.stride()[:2], *q.stride()[:2]
+    shape = {**constants(dims, pages.page_size, tile), "KEY_RANKS": kept.ranks}
+    grid = ceil_div(dims.heads, tile.heads), sequences, tile.splits
+    tensors = latent, q, pages.keys[spec.layer], results, scales, lengths, tables
+    latent_decode_kernel[grid](*tensors, *queries, tables.stride(0), tile.split, kept.rank, **shape, **tile.options)
+    joined = {name: shape[name] for name in ("KEY_RANKS", "HEADS", "RANK", "RANK_PAD", "BLOCK_N")}
+    splits = tile.splits, tile.split, *out.stride()[:2]
     latent_join_kernel[(dims.heads, sequences)](
-        results,
-        scales,
-        out,
-        lengths,
-        tile.splits,
-        tile.split,
-        out.stride(0),
-        out.stride(1),
-        sums,
-        kept.rank,
-        KEY_RANKS=kept.ranks,
-        HEADS=dims.heads,
-        RANK=dims.rank,
-        RANK_PAD=padded,
-        BLOCK_N=tile.rows,
-        num_warps=4,
+        results, scales, out, lengths, *splits, sums, kept.rank, **joined, num_warps=4
     )
 
 
@@ -198,33 +223,11 @@ def prompts(
         return
     tile = prompt_tile(dims.heads, dims.rank, q.dtype)
     tiles = tokens // (tile.queries // tile.heads) + sequences
-    latent_prompt_kernel[(-(-dims.heads // tile.heads) * tiles,)](
-        latent,
-        q,
-        pages.keys[spec.layer],
-        out,
-        starts,
-        batch.offsets,
-        starts if bounds is None else bounds,
-        pages.lengths,
-        pages.tables,
-        sequences,
-        spec.scale * log2(e),
-        dims.nope,
-        latent.stride(0),
-        latent.stride(1),
-        q.stride(0),
-        q.stride(1),
-        pages.tables.stride(0),
-        out.stride(0),
-        out.stride(1),
-        sums,
-        kept.rank,
-        KEY_RANKS=kept.ranks,
-        BOUNDED=bounds is not None,
-        CONTINUED=continued,
-        BLOCK_M=tile.queries,
-        **constants(dims.heads, dims.rank, dims.rope, pages.page_size, tile),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+    tensors = latent, q, pages.keys[spec.layer], out, starts, batch.offsets, bounds, pages.lengths, pages.tables
+    queries = sequences, spec.scale * log2(e), dims.nope, *latent.stride()[:2], *q.stride()[:2]
+    places = pages.tables.stride(0), *out.stride()[:2]
+    own = {"KEY_RANKS": kept.ranks, "CONTINUED": continued, "BLOCK_M": tile.queries}
+    shape = constants(dims, pages.page_size, tile)
+    latent_prompt_kernel[(ceil_div(dims.heads, tile.heads) * tiles,)](
+        *tensors, *queries, *places, sums, kept.rank, **own, **shape, **tile.options
     )

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.divided import kept_cpu
+from strata.kernels.attention.divided.gathered import over_gathered
 from strata.kernels.attention.divided.kept import kept_attention, pairs_and_keys
 from strata.kernels.attention.spec import KeptCall, Sequences
-from strata.kernels.latent import divided_cuda
+from strata.kernels.latent import cuda as latent_cuda
+from strata.kernels.latent.attention import latent_attention
 from strata.kernels.latent.forms import KeptLatentCall
 from strata.kernels.op import ATEN, CUBLAS, operation
 from strata.kernels.triton_import import HAS_TRITON
@@ -122,5 +124,10 @@ def _on_cpu(call: KeptLatentCall) -> tuple[Tensor, Tensor]:
 kept_latent_attention.implement("by sequence", "cpu", supports=_cpu_supports)(_on_cpu)
 if HAS_TRITON:
     kept_latent_attention.implement(
-        "triton", "cuda", supports=divided_cuda.supports, kernels=divided_cuda.kernels, scratch=divided_cuda.scratch
-    )(divided_cuda.attend)
+        "triton",
+        "cuda",
+        supports=latent_cuda.dcp_supports,
+        kernels=latent_cuda.dcp_kernels,
+        scratch=latent_cuda.dcp_scratch,
+    )(latent_cuda.attend_dcp)
+gathered_latent_attention = over_gathered(latent_attention)

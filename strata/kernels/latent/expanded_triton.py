@@ -6,13 +6,12 @@ keys have of their own, and of the end of all heads' keys, which is read where t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from strata.kernels.attention.query_tiles import sequence_of_tile
-from strata.kernels.compile_case import CompileCase, by_type
+from strata.kernels.attention.query_tiles import queries_of_tile, with_queries
+from strata.kernels.attention.varlen_triton import Tile
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.latent.forms import Dims
 from strata.kernels.triton_import import jit, tl
@@ -87,7 +86,6 @@ def expanded_prompt_kernel(
     ROPE_PAD: tl.constexpr,
     VALUE: tl.constexpr,
     VALUE_PAD: tl.constexpr,
-    BOUNDED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -95,25 +93,16 @@ def expanded_prompt_kernel(
 
     Of sequence s the queries in rows [starts[s], offsets[s + 1]), if these are all of its tokens, lengths[s]; with
     length 0, that of padding, their results are zeros, and with more tokens than these the program ends at once.
-    BOUNDED: only sequences [bounds[0], bounds[1]) have queries. made: [tokens, heads, NOPE + VALUE], a head's keys and
-    then its values; rows: [tokens, rank + ROPE], of latents and the end of all heads' keys.
+    bounds: only sequences [bounds[0], bounds[1]) have queries; None: any may. made: [tokens, heads, NOPE + VALUE], a
+    head's keys and then its values; rows: [tokens, rank + ROPE], of latents and the end of all heads' keys.
     """
     head = tl.program_id(0).to(tl.int64)
     # The tiles that see most keys come last in a sequence and start first.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    lowest_sequence = 0
-    beyond = sequences
-    skipped = 0
-    if BOUNDED:
-        lowest_sequence = tl.load(bounds)
-        beyond = tl.load(bounds + 1)
-        skipped = tl.load(starts + lowest_sequence)
-        if tile >= (tl.load(offsets + beyond) - skipped) // BLOCK_M + beyond - lowest_sequence:
-            return
-    sequence = sequence_of_tile(tile, starts, lowest_sequence, beyond, skipped, BLOCK_M)
-    first = tl.load(starts + sequence)
-    new = tl.load(offsets + sequence + 1) - first
-    query_start = (tile - (first - skipped) // BLOCK_M - (sequence - lowest_sequence)) * BLOCK_M
+    low, beyond, skipped = with_queries(starts, bounds, sequences)
+    if bounds is not None and tile >= (tl.load(offsets + beyond) - skipped) // BLOCK_M + beyond - low:
+        return
+    sequence, first, new, query_start = queries_of_tile(tile, starts, offsets, low, beyond, skipped, BLOCK_M)
     length = tl.load(lengths + sequence)
     if query_start >= new or length > new:
         return
@@ -148,50 +137,12 @@ def expanded_prompt_kernel(
     tl.store(target, result.to(out.dtype.element_ty), mask=held[:, None] & (column < VALUE))
 
 
-@dataclass(frozen=True)
-class ExpandedTile:
-    """queries: of a program; keys: of a block; warps and stages of the pipeline.
-
-    registers: the most that a thread may have, None: as many as the compiler takes.
-    """
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-    registers: int | None = None
-
-
-def expanded_tile(dtype: torch.dtype) -> ExpandedTile:
+def expanded_tile(dtype: torch.dtype) -> Tile:
     """By what a Hopper multiprocessor holds; others were not timed yet (`benchmarks.latent.prompts --tiles`)."""
-    if dtype == torch.float32:
-        return ExpandedTile(32, 16, 8, 1)
-    return ExpandedTile(128, 64, 8, 2)
+    return Tile(32, 16, 8, 1) if dtype == torch.float32 else Tile(128, 64, 8, 2)
 
 
-def expanded_constants(dims: Dims, tile: ExpandedTile) -> dict[str, int]:
+def expanded_constants(dims: Dims) -> dict[str, int]:
     """A matrix instruction sums over 16 columns at least."""
     sizes = {"NOPE": dims.nope, "ROPE": dims.rope, "VALUE": dims.value}
-    padded = {f"{name}_PAD": max(16, next_power_of_2(size)) for name, size in sizes.items()}
-    return {**sizes, **padded, "BLOCK_M": tile.queries, "BLOCK_N": tile.keys}
-
-
-def compile_cases() -> list[CompileCase]:
-    return [expanded_case(expanded_tile(torch.bfloat16), bounded=bounded) for bounded in (False, True)]
-
-
-def expanded_case(tile: ExpandedTile, *, bounded: bool) -> CompileCase:
-    """Of DeepSeek's heads."""
-    signature = by_type(
-        {
-            "*bf16:16": "q made rows out",
-            "*i32": "starts offsets bounds lengths",
-            "i32": "sequences",
-            "fp32": "scale",
-            "i32:16": "rank q_token q_head made_token row_token out_token out_head",
-        }
-    )
-    fixed = {**expanded_constants(Dims(16, 128, 64, 512, 128), tile), "BOUNDED": bounded}
-    name = f"latent prompts expanded bf16 {tile.queries}x{tile.keys}" + " bounded" * bounded
-    must = ("wgmma.mma_async",)
-    return CompileCase(name, expanded_prompt_kernel, signature, fixed, tile.warps, tile.stages, must, tile.registers)
+    return sizes | {f"{name}_PAD": max(16, next_power_of_2(size)) for name, size in sizes.items()}

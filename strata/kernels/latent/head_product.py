@@ -7,7 +7,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.triton_import import jit, tl
 
@@ -48,7 +47,7 @@ def head_product_kernel(
     tl.store(target, total.to(result.dtype.element_ty), mask=(row < tokens) & (column < out))
 
 
-_TILE, _WARPS, _STAGES = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32}, 4, 3
+_TILE, _OPTIONS = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32}, {"num_warps": 4, "num_stages": 3}
 
 
 def head_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -57,31 +56,6 @@ def head_product(x: Tensor, weight: Tensor) -> Tensor:
     result = torch.empty((tokens, heads, out), dtype=x.dtype, device=x.device)
     if result.numel():
         head_product_kernel[(ceil_div(tokens, _TILE["BLOCK_M"]), ceil_div(out, _TILE["BLOCK_N"]), heads)](
-            x,
-            weight,
-            result,
-            tokens,
-            out,
-            width,
-            x.stride(0),
-            x.stride(1),
-            *weight.stride(),
-            **_TILE,
-            num_warps=_WARPS,
-            num_stages=_STAGES,
+            x, weight, result, tokens, out, width, *x.stride()[:2], *weight.stride(), **_TILE, **_OPTIONS
         )
     return result
-
-
-def compile_cases() -> list[CompileCase]:
-    found = []
-    for kind in ("bf16", "fp32"):
-        signature = by_type(
-            {
-                f"*{kind}:16": "x weight result",
-                "i32": "tokens",
-                "i32:16": "out width x_token x_head weight_head weight_out weight_width",
-            }
-        )
-        found.append(CompileCase(f"head_product {kind}", head_product_kernel, signature, _TILE, _WARPS, _STAGES))
-    return found

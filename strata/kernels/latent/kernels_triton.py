@@ -9,11 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-
-from strata.kernels.attention.query_tiles import sequence_of_tile
-from strata.kernels.compile_case import CompileCase, by_type
-from strata.kernels.latent.tiles import Tile, constants, decode_tile, prompt_tile
+from strata.kernels.attention.query_tiles import queries_of_tile, with_queries
 from strata.kernels.triton_import import jit, tl
 
 
@@ -103,7 +99,6 @@ def latent_prompt_kernel(
     ROPE: tl.constexpr,
     ROPE_PAD: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    BOUNDED: tl.constexpr,
     CONTINUED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -112,9 +107,9 @@ def latent_prompt_kernel(
     """Programs [blocks of heads * (tokens // TILE_QUERIES + sequences)], those of a tile side by side: neighbouring
     queries of one sequence. In one dimension, because others have 65,535 at most.
 
-    Of sequence s the queries in rows [starts[s], offsets[s + 1]), the last of its tokens. BOUNDED: only sequences
-    [bounds[0], bounds[1]) have any. CONTINUED: only sequences with tokens in front of these are run. latent: the
-    queries in the space of the latent; out: the weighted sums of latents.
+    Of sequence s the queries in rows [starts[s], offsets[s + 1]), the last of its tokens. bounds: only sequences
+    [bounds[0], bounds[1]) have any; None: any may. CONTINUED: only sequences with tokens in front of these are run.
+    latent: the queries in the space of the latent; out: the weighted sums of latents.
     A query's sum goes over blocks that begin at multiples of BLOCK_N, so its bits depend on its sequence alone.
     sums: [tokens, HEADS] float32, takes the logarithm of each query's sum of exponentials; None: nobody wants it.
     KEY_RANKS: so many divide the rows of a sequence, and the pages here hold those of number `key_rank` (`KeptKeys`).
@@ -123,19 +118,10 @@ def latent_prompt_kernel(
     HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // HEAD_BLOCKS
     TILE_QUERIES: tl.constexpr = BLOCK_M // BLOCK_HEADS
-    lowest_sequence = 0
-    beyond = sequences
-    skipped = 0
-    if BOUNDED:
-        lowest_sequence = tl.load(bounds)
-        beyond = tl.load(bounds + 1)
-        skipped = tl.load(starts + lowest_sequence)
-        if tile >= (tl.load(offsets + beyond) - skipped) // TILE_QUERIES + beyond - lowest_sequence:
-            return
-    sequence = sequence_of_tile(tile, starts, lowest_sequence, beyond, skipped, TILE_QUERIES)
-    first = tl.load(starts + sequence)
-    new = tl.load(offsets + sequence + 1) - first
-    query_start = (tile - (first - skipped) // TILE_QUERIES - (sequence - lowest_sequence)) * TILE_QUERIES
+    low, beyond, skipped = with_queries(starts, bounds, sequences)
+    if bounds is not None and tile >= (tl.load(offsets + beyond) - skipped) // TILE_QUERIES + beyond - low:
+        return
+    sequence, first, new, query_start = queries_of_tile(tile, starts, offsets, low, beyond, skipped, TILE_QUERIES)
     if query_start >= new:
         return
     total = tl.load(lengths + sequence)
@@ -298,81 +284,3 @@ def latent_join_kernel(
         tl.store(sums + sequence * HEADS + head, (maximum + tl.log2(weight)) * 0.6931471805599453)
     result = result / tl.where(weight == 0.0, 1.0, weight)
     tl.store(out + sequence * out_token + head * out_head + column, result.to(out.dtype.element_ty), mask=column < RANK)
-
-
-def compile_cases() -> list[CompileCase]:
-    bf16, fp32 = torch.bfloat16, torch.float32
-    found = [_prompt_case(bf16, 16), _prompt_case(bf16, 128, bounded=True), _prompt_case(fp32, 16)]
-    found += [_decode_case(bf16, 16, sequences) for sequences in (1, 64)]
-    found += [_decode_case(bf16, 128, 64), _decode_case(fp32, 16, 64)]
-    found += [_prompt_case(bf16, 16, bounded=True, continued=True)]
-    found += [_prompt_case(bf16, 128, bounded=True, key_ranks=8), _decode_case(bf16, 128, 64, key_ranks=8)]
-    signature = by_type(
-        {"*fp32:16": "results scales", "*bf16:16": "out", "*i32": "lengths", "i32": "splits least_rows"}
-    )
-    signature |= by_type({"i32:16": "out_token out_head"})
-    tile = decode_tile(16, 512, bf16, 64, 8192)
-    fixed = {"HEADS": 16, "RANK": 512, "RANK_PAD": 512, "BLOCK_N": tile.rows}
-    for key_ranks in (1, 8):
-        types, own = _of_key_ranks(key_ranks)
-        name = "latent join" + f" of {key_ranks} ranks" * (key_ranks > 1)
-        found.append(CompileCase(name, latent_join_kernel, signature | types, fixed | own, 4, 2))
-    return found
-
-
-def _of_key_ranks(key_ranks: int) -> tuple[dict[str, str], dict[str, object]]:
-    """What is said of a kernel whose rows so many ranks divide: types and constants."""
-    if key_ranks == 1:
-        return {}, {"sums": None, "key_rank": 0, "KEY_RANKS": 1}
-    return {"out": "*fp32:16", "sums": "*fp32:16", "key_rank": "i32"}, {"KEY_RANKS": key_ranks}
-
-
-def _signature(kind: str) -> dict[str, str]:
-    return by_type(
-        {
-            f"*{kind}:16": "latent q rows",
-            "*i32": "lengths tables",
-            "i32:16": "nope latent_token latent_head q_token q_head",
-            "i32": "table_stride",
-            "fp32": "scale",
-        }
-    )
-
-
-def _kind(dtype: torch.dtype) -> tuple[str, tuple[str, ...]]:
-    return ("fp32", ()) if dtype == torch.float32 else ("bf16", ("mma",))
-
-
-def _prompt_case(
-    dtype: torch.dtype, heads: int, bounded: bool = False, key_ranks: int = 1, continued: bool = False
-) -> CompileCase:
-    kind, must = _kind(dtype)
-    tile = prompt_tile(heads, 512, dtype)
-    signature = _signature(kind) | {"out": f"*{kind}:16", "sequences": "i32"}
-    signature |= dict.fromkeys(("starts", "offsets", "bounds"), "*i32")
-    signature |= dict.fromkeys(("out_token", "out_head"), "i32:16")
-    types, divided = _of_key_ranks(key_ranks)
-    own = {**constants(heads, 512, 64, 16, tile), "BOUNDED": bounded, "BLOCK_M": tile.queries, **divided}
-    own["CONTINUED"] = continued
-    name = f"latent prompts {kind} {heads} heads" + f" of {key_ranks} ranks" * (key_ranks > 1)
-    name += " continued" * continued
-    return _case(name, latent_prompt_kernel, signature | types, own, tile, must)
-
-
-def _decode_case(dtype: torch.dtype, heads: int, sequences: int, key_ranks: int = 1) -> CompileCase:
-    kind, must = _kind(dtype)
-    tile = decode_tile(heads, 512, dtype, sequences, 8192)
-    signature = _signature(kind) | dict.fromkeys(("results", "scales"), "*fp32:16") | {"least_rows": "i32"}
-    types, divided = _of_key_ranks(key_ranks)
-    for argument in ("out", "sums"):  # what joins the splits has these
-        types.pop(argument, None)
-        divided.pop(argument, None)
-    own = {**constants(heads, 512, 64, 16, tile), **divided}
-    name = f"latent decode {kind} {heads} heads of {sequences}" + f" of {key_ranks} ranks" * (key_ranks > 1)
-    return _case(name, latent_decode_kernel, signature | types, own, tile, must)
-
-
-def _case(
-    name: str, kernel: object, signature: dict[str, str], own: dict[str, object], tile: Tile, must: tuple[str, ...]
-) -> CompileCase:
-    return CompileCase(name, kernel, signature, own, tile.warps, tile.stages, must)

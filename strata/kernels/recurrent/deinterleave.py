@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
@@ -87,13 +86,3 @@ deinterleave.implement("torch", "cpu", invariant=True, differentiable=True)(dein
 if HAS_TRITON:
     deinterleave.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(deinterleave_kernel,))(_triton)
 deinterleave.implement("torch", "cuda", invariant=True, differentiable=True)(deinterleave.reference)
-
-
-def compile_cases() -> list[CompileCase]:
-    """Qwen3-Next's products, of 16 key heads with two heads each: of a merged one, gates stand behind the others."""
-    signature = by_type({"*bf16:16": "x result", "i32:16": "token_stride group_stride groups"})
-    gates = by_type({"*bf16:16": "x result", "i32:16": "token_stride groups", "i32": "group_stride"})
-    return [
-        CompileCase("deinterleave", deinterleave_kernel, signature, _constants((128, 128, 256, 256)), 1, 2),
-        CompileCase("deinterleave of gates", deinterleave_kernel, gates, _constants((2, 2)), 1, 2),
-    ]

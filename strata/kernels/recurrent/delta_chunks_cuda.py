@@ -22,7 +22,7 @@ from strata.kernels.recurrent.delta_chunks_triton import (
     gated_delta_states_kernel,
 )
 from strata.kernels.recurrent.gated_delta_triton import LENGTH_EPS
-from strata.kernels.recurrent.sequences import STATE
+from strata.kernels.recurrent.sequences import states_and_slots
 
 KERNELS = (gated_delta_solve_kernel, gated_delta_states_kernel, gated_delta_results_kernel)
 # Chunks of 16, one after another and from which nothing is handed on, are for prompts with fewer tokens than this, and
@@ -33,7 +33,7 @@ _SHORTEST, _PER_SEQUENCE = 64, 2
 
 
 @dataclass(frozen=True)
-class Tile:
+class ColumnTile:
     """columns: of a head's values that a program has. stages: loads in flight, where there is a loop."""
 
     columns: int
@@ -42,15 +42,15 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Tiles:
+class DeltaTiles:
     """Of the three kernels."""
 
     solve_warps: int = 4
-    states: Tile = Tile(64)
-    results: Tile = Tile(128)
+    states: ColumnTile = ColumnTile(64)
+    results: ColumnTile = ColumnTile(128)
 
 
-TILES = Tiles()
+TILES = DeltaTiles()
 
 
 @dataclass(frozen=True)
@@ -96,17 +96,14 @@ def scratch_bytes(tokens: int, sequences: int, heads: int, key_dim: int, value_d
     return _Sizes.of(tokens, min(sequences, tokens // _PER_SEQUENCE), heads, key_dim, value_dim).nbytes(dtype)
 
 
-def launch(call: GatedDeltaCall, tiles: Tiles = TILES) -> Tensor:
+def launch(call: GatedDeltaCall, tiles: DeltaTiles = TILES) -> Tensor:
     q, k, v, a, b, dt_bias, a_log, batch, layer = call
     key_heads, key_dim = k.shape[1:]
     heads, value_dim = v.shape[1:]
     result = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if not result.numel():
         return result
-    states = batch.states
-    kept, slots = v.new_empty(0, dtype=torch.float32), batch.offsets  # no row is touched where nothing is kept
-    if states is not None:
-        kept, slots = states.tensors[layer][STATE], states.slots
+    kept, slots = states_and_slots(batch, layer, v)
     sequences, shared = batch.offsets.shape[0] - 1, heads // key_heads
     sizes = _Sizes.of(v.shape[0], sequences, heads, key_dim, value_dim)
     programs, keys, values = sizes.programs, sizes.key_dim, sizes.value_dim
@@ -116,25 +113,8 @@ def launch(call: GatedDeltaCall, tiles: Tiles = TILES) -> Tensor:
     padded: dict[str, Any] = {"CHUNK": CHUNK, "PRECISION": "ieee" if v.dtype == torch.float32 else "tf32"}
     padded["KEY_DIM"] = keys
     gated_delta_solve_kernel[(programs,)](
-        k,
-        a,
-        b,
-        dt_bias,
-        a_log,
-        batch.offsets,
-        inverses,
-        decays,
-        weights,
-        reads,
-        lefts,
-        sequences,
-        heads,
-        key_dim,
-        shared,
-        k.stride(0),
-        a.stride(0),
-        b.stride(0),
-        LENGTH_EPS,
+        *(k, a, b, dt_bias, a_log, batch.offsets, inverses, decays, weights, reads, lefts),
+        *(sequences, heads, key_dim, shared, k.stride(0), a.stride(0), b.stride(0), LENGTH_EPS),
         **padded,
         HALVES=v.dtype == torch.bfloat16,
         num_warps=tiles.solve_warps,
@@ -142,52 +122,20 @@ def launch(call: GatedDeltaCall, tiles: Tiles = TILES) -> Tensor:
     padded["VALUE_DIM"] = values
     own = _options(tiles.states, values)
     gated_delta_states_kernel[(ceil_div(value_dim, own["COLUMNS"]), heads, sequences)](
-        k,
-        v,
-        inverses,
-        decays,
-        reads,
-        lefts,
-        puts,
-        begins,
-        kept,
-        slots,
-        batch.offsets,
-        batch.positions,
-        heads,
-        key_dim,
-        value_dim,
-        shared,
-        k.stride(0),
-        v.stride(0),
-        int(states is not None),
+        *(k, v, inverses, decays, reads, lefts, puts, begins, kept, slots, batch.offsets, batch.positions),
+        *(heads, key_dim, value_dim, shared, k.stride(0), v.stride(0), int(batch.states is not None)),
         **padded,
         **own,
     )
     own = _options(tiles.results, values)
     gated_delta_results_kernel[(programs * (values // own["COLUMNS"]),)](
-        q,
-        k,
-        puts,
-        decays,
-        weights,
-        begins,
-        batch.offsets,
-        result,
-        sequences,
-        heads,
-        key_dim,
-        value_dim,
-        shared,
-        q.stride(0),
-        k.stride(0),
-        LENGTH_EPS,
-        key_dim**-0.5,
+        *(q, k, puts, decays, weights, begins, batch.offsets, result),
+        *(sequences, heads, key_dim, value_dim, shared, q.stride(0), k.stride(0), LENGTH_EPS, key_dim**-0.5),
         **padded,
         **own,
     )
     return result
 
 
-def _options(tile: Tile, most: int) -> dict[str, int]:
+def _options(tile: ColumnTile, most: int) -> dict[str, int]:
     return {"COLUMNS": min(tile.columns, most), "num_warps": tile.warps, "num_stages": tile.stages}

@@ -33,10 +33,8 @@ the next chunks is on its way meanwhile.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from strata.kernels.attention.query_tiles import sequence_of_tile
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.recurrent.gated_delta_triton import decay_of
 from strata.kernels.triton_import import jit, tl
 
@@ -274,29 +272,3 @@ def gated_delta_results_kernel(
     found = tl.dot(scores, tl.trans(put), found, input_precision=PRECISION)
     target = result + (first * heads + head) * value_dim + row * heads * value_dim + column[None, :]
     tl.store(target, found.to(result.dtype.element_ty), mask=exists & (column < value_dim)[None, :])
-
-
-def compile_cases() -> list[CompileCase]:
-    """Heads of 128 by 128, as Qwen3-Next has."""
-    signature = by_type(
-        {
-            "*bf16:16": "q k v a b dt_bias a_log inverses puts begins result",
-            "*fp32:16": "decays weights reads lefts states",
-            "*i32": "slots offsets positions",
-            "i32:16": "heads key_dim value_dim q_stride k_stride v_stride a_stride b_stride",
-            "i32": "sequences shared keeps",
-            "fp32": "eps factor",
-        }
-    )
-    padded = {"KEY_DIM": 128, "VALUE_DIM": 128, "CHUNK": CHUNK, "PRECISION": "tf32"}
-    kernels: list[tuple[str, Any, dict[str, object], int]] = [
-        ("solve", gated_delta_solve_kernel, {"HALVES": True}, 3),
-        ("states", gated_delta_states_kernel, {"COLUMNS": 64}, 3),
-        ("results", gated_delta_results_kernel, {"COLUMNS": 128}, 3),
-    ]
-    found = []
-    for name, kernel, own, stages in kernels:
-        types = {one: kind for one, kind in signature.items() if one in kernel.arg_names}
-        constants = {one: value for one, value in (padded | own).items() if one in kernel.arg_names}
-        found.append(CompileCase(f"gated_delta {name}", kernel, types, constants, 4, stages, ("wgmma",)))
-    return found

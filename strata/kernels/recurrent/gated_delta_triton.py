@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.kernels.compile_case import CompileCase, by_type
+from strata.kernels.choose import thresholds
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.recurrent.calls import GatedDeltaCall
-from strata.kernels.recurrent.sequences import STATE
+from strata.kernels.recurrent.sequences import STATE, states_and_slots
 from strata.kernels.triton_import import jit, tl
 
 # Added to the squares of a query or key before the root, as in flash-linear-attention and transformers.
@@ -195,8 +195,6 @@ def gated_delta_chunks_kernel(
         tl.store(kept, state, mask=both & (keeps != 0))
 
 
-# Fewer new tokens than this of the longest sequence go through the recurrence.
-_SHORTEST_CHUNKED = 16
 _CHUNK = 16  # with more, the system and the state do not fit into registers
 
 
@@ -218,71 +216,27 @@ def supports(call: GatedDeltaCall) -> bool:
 
 def takes_chunks(call: GatedDeltaCall) -> bool:
     """As `supports`, where a sequence is long enough."""
-    return call.batch.longest >= _SHORTEST_CHUNKED and supports(call)
+    return call.batch.longest >= thresholds(call.v.device).chunked_tokens and supports(call)
 
 
 def launch(call: GatedDeltaCall, chunks: bool) -> Tensor:
-    q, k, v, a, b, dt_bias, a_log, batch, layer = call
-    key_heads, key_dim = k.shape[1:]
+    v, batch = call.v, call.batch
+    key_heads, key_dim = call.k.shape[1:]
     heads, value_dim = v.shape[1:]
     result = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if not result.numel():
         return result
-    states = batch.states
-    kept, slots = v.new_empty(0, dtype=torch.float32), batch.offsets  # no row is touched where nothing is kept
-    if states is not None:
-        kept, slots = states.tensors[layer][STATE], states.slots
+    kept, slots = states_and_slots(batch, call.layer, v)
     tile: dict[str, Any] = _tile(key_dim, value_dim, chunks)
     grid = (batch.offsets.shape[0] - 1, heads, ceil_div(value_dim, tile["COLUMNS"]))
     if chunks:
         tile |= {"CHUNK": _CHUNK, "PRECISION": "ieee" if v.dtype == torch.float32 else "tf32"}
     (gated_delta_chunks_kernel if chunks else gated_delta_kernel)[grid](
-        q,
-        k,
-        v,
-        a,
-        b,
-        dt_bias,
-        a_log,
-        kept,
-        slots,
-        batch.offsets,
-        batch.positions,
-        result,
-        heads,
-        key_dim,
-        value_dim,
-        heads // key_heads,
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
-        a.stride(0),
-        b.stride(0),
-        LENGTH_EPS,
-        key_dim**-0.5,
-        int(states is not None),
+        *call[:7],
+        *(kept, slots, batch.offsets, batch.positions, result),
+        *(heads, key_dim, value_dim, heads // key_heads, *(one.stride(0) for one in call[:5])),
+        *(LENGTH_EPS, key_dim**-0.5, int(batch.states is not None)),
         **tile,
         num_warps=4,
     )
     return result
-
-
-def compile_cases() -> list[CompileCase]:
-    """Heads of 128 by 128, as Qwen3-Next has."""
-    signature = by_type(
-        {
-            "*bf16:16": "q k v a b dt_bias a_log result",
-            "*fp32:16": "states",
-            "*i32": "slots offsets positions",
-            "i32:16": "heads key_dim value_dim q_stride k_stride v_stride a_stride b_stride",
-            "i32": "shared keeps",
-            "fp32": "eps factor",
-        }
-    )
-    any_rows = signature | by_type({"*bf16": "q k v a b", "i32": "q_stride k_stride v_stride a_stride b_stride"})
-    steps = _tile(128, 128, False)
-    chunks = {**_tile(128, 128, True), "CHUNK": _CHUNK, "PRECISION": "tf32"}
-    return [
-        CompileCase("gated_delta", gated_delta_kernel, any_rows, steps, 4, 2),
-        CompileCase("gated_delta in chunks", gated_delta_chunks_kernel, signature, chunks, 4, 2, ("mma",)),
-    ]

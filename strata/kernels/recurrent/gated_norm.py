@@ -10,7 +10,6 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.blocks import in_whole_vectors
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
@@ -102,16 +101,7 @@ def _triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float, size: int, gate
     # Rows and groups with a stride each: parts of a wider product, or heads of tokens.
     rows, gates = (one if one.dim() == 3 else one.flatten(0, -2).unflatten(-1, (-1, size)) for one in (x, gate))
     gated_rms_norm_kernel[tuple(rows.shape[:2])](
-        rows,
-        gates,
-        weight,
-        result,
-        rows.shape[1],
-        size,
-        rows.stride(0),
-        rows.stride(1),
-        gates.stride(0),
-        gates.stride(1),
+        *(rows, gates, weight, result, rows.shape[1], size, *rows.stride()[:2], *gates.stride()[:2]),
         0 if x.dim() == 3 else size,
         eps,
         GATE_FIRST=gate_first,
@@ -132,24 +122,3 @@ if HAS_TRITON:
         _triton
     )
 gated_rms_norm.implement("torch", "cuda", differentiable=True)(gated_rms_norm.reference)
-
-
-def compile_cases() -> list[CompileCase]:
-    signature = by_type(
-        {
-            "*bf16:16": "x gate weight result",
-            "i32:16": "groups size x_row x_group gate_row gate_group weight_group",
-            "fp32": "eps",
-        }
-    )
-    return [
-        CompileCase(
-            f"gated_rms_norm of {size}",
-            gated_rms_norm_kernel,
-            signature,
-            {"GATE_FIRST": size > 128, "BLOCK": next_power_of_2(size)},
-            _warps(size),
-            2,
-        )
-        for size in (128, 1024, 8192)
-    ]

@@ -61,6 +61,14 @@ def keep_states(batch: RecurrentBatch, layer: int, place: int, last: Tensor) -> 
     pool.index_copy_(0, slots, chosen)
 
 
+def states_and_slots(batch: RecurrentBatch, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The states of recurrences and the rows of a batch's sequences in them, for kernels; where nothing is kept, they
+    touch none of what stands for these."""
+    if batch.states is None:
+        return like.new_empty(0, dtype=torch.float32), batch.offsets
+    return batch.states.tensors[layer][STATE], batch.states.slots
+
+
 def is_fresh(batch: RecurrentBatch) -> Tensor:
     """[sequences] whether each begins here; unspecified for one without tokens."""
     if not batch.positions.shape[0]:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.blocks import in_whole_vectors
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
 from strata.kernels.recurrent.sequences import (
@@ -140,7 +139,6 @@ def short_convolution_kernel(
     channels,
     token_stride,
     WIDTH: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     KEEPS: tl.constexpr,
     SILU: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -163,7 +161,7 @@ def short_convolution_kernel(
             is_new = (tl.load(positions + start) == 0).to(tl.int32)
             slot = tl.load(slots + sequence).to(tl.int64)
         begins = tl.zeros([BLOCK], tl.float32)
-        if HAS_BIAS:
+        if bias is not None:
             begins = tl.load(bias + column, mask=held, other=0.0).to(tl.float32)
         for at in range(first, tl.minimum(first + TOKENS, end)):
             total = begins
@@ -211,36 +209,16 @@ def _triton(x: Tensor, weight: Tensor, bias: Tensor | None, batch: RecurrentBatc
     tails, slots = (batch.states.tensors[layer][TAIL], batch.states.slots) if batch.states is not None else (x, x)
     width, blocks = weight.shape[-1], ceil_div(channels, _TILE["BLOCK"])
     short_convolution_kernel[(sequences, ceil_div(batch.longest, _TILE["TOKENS"]), blocks)](
-        x,
-        weight,
-        x if bias is None else bias,
-        tails,
-        slots,
-        batch.offsets,
-        batch.positions,
-        result,
-        channels,
-        x.stride(0),
+        *(x, weight, bias, tails, slots, batch.offsets, batch.positions, result, channels, x.stride(0)),
         WIDTH=width,
-        HAS_BIAS=bias is not None,
         KEEPS=keeps,
         SILU=silu,
         **_TILE,
         num_warps=_WARPS,
     )
     if keeps:
-        tail_kernel[(sequences, blocks)](
-            x,
-            tails,
-            slots,
-            batch.offsets,
-            batch.positions,
-            channels,
-            x.stride(0),
-            WIDTH=width,
-            BLOCK=_TILE["BLOCK"],
-            num_warps=_WARPS,
-        )
+        given = x, tails, slots, batch.offsets, batch.positions, channels, x.stride(0)
+        tail_kernel[(sequences, blocks)](*given, WIDTH=width, BLOCK=_TILE["BLOCK"], num_warps=_WARPS)
     return result
 
 
@@ -257,19 +235,3 @@ def _kernels(
 if HAS_TRITON:
     short_convolution.implement("triton", "cuda", invariant=True, supports=_fits, kernels=_kernels)(_triton)
 short_convolution.implement("torch", "cuda", differentiable=True)(_torch)
-
-
-def compile_cases() -> list[CompileCase]:
-    signature = by_type(
-        {
-            "*bf16:16": "x weight bias tails result",
-            "*i32": "slots offsets positions",
-            "i32:16": "channels token_stride",
-        }
-    )
-    flags = {"WIDTH": 4, "HAS_BIAS": True, "KEEPS": True, "SILU": True, **_TILE}
-    tail = {"WIDTH": 4, "BLOCK": _TILE["BLOCK"]}
-    return [
-        CompileCase("short_convolution", short_convolution_kernel, signature, flags, _WARPS, 2),
-        CompileCase("short_convolution's tail", tail_kernel, signature, tail, _WARPS, 2),
-    ]

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.kernels.compile_case import CompileCase, by_type
+from strata.kernels.choose import thresholds
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.recurrent.calls import StateSpaceCall
-from strata.kernels.recurrent.sequences import STATE
+from strata.kernels.recurrent.sequences import STATE, states_and_slots
 from strata.kernels.triton_import import jit, tl
 
 
@@ -175,8 +175,6 @@ def state_space_chunks_kernel(
         tl.store(kept, state, mask=both & (keeps != 0))
 
 
-# Fewer new tokens than this of the longest sequence go through the recurrence.
-_SHORTEST_CHUNKED = 16
 _CHUNK = 32
 
 
@@ -198,70 +196,27 @@ def supports(call: StateSpaceCall) -> bool:
 
 def takes_chunks(call: StateSpaceCall) -> bool:
     """As `supports`, where a sequence is long enough."""
-    return call.batch.longest >= _SHORTEST_CHUNKED and supports(call)
+    return call.batch.longest >= thresholds(call.x.device).chunked_tokens and supports(call)
 
 
 def launch(call: StateSpaceCall, chunks: bool) -> Tensor:
-    x, dt, b, c, dt_bias, a_log, skip, batch, spec = call
+    x, batch, spec = call.x, call.batch, call.spec
     tokens, heads, head_dim = x.shape
-    groups, state_size = b.shape[1:]
+    groups, state_size = call.b.shape[1:]
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not tokens:
         return result
-    states = batch.states
-    kept, slots = x.new_empty(0, dtype=torch.float32), batch.offsets  # no row is touched where nothing is kept
-    if states is not None:
-        kept, slots = states.tensors[spec.layer][STATE], states.slots
+    kept, slots = states_and_slots(batch, spec.layer, x)
     tile: dict[str, Any] = _tile(head_dim, state_size, chunks)
     grid = (batch.offsets.shape[0] - 1, heads, ceil_div(head_dim, tile["COLUMNS"]))
     if chunks:
         tile |= {"CHUNK": _CHUNK, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32"}
     (state_space_chunks_kernel if chunks else state_space_kernel)[grid](
-        x,
-        dt,
-        b,
-        c,
-        dt_bias,
-        a_log,
-        skip,
-        kept,
-        slots,
-        batch.offsets,
-        batch.positions,
-        result,
-        heads,
-        head_dim,
-        state_size,
-        heads // groups,
-        x.stride(0),
-        dt.stride(0),
-        b.stride(0),
-        c.stride(0),
-        spec.least,
-        spec.most,
-        int(states is not None),
+        *call[:7],
+        *(kept, slots, batch.offsets, batch.positions, result),
+        *(heads, head_dim, state_size, heads // groups, *(one.stride(0) for one in call[:4])),
+        *(spec.least, spec.most, int(batch.states is not None)),
         **tile,
         num_warps=4,
     )
     return result
-
-
-def compile_cases() -> list[CompileCase]:
-    """Heads of 64 with a state of 128, as Mamba-2 and its hybrids have."""
-    signature = by_type(
-        {
-            "*bf16:16": "x dt b c dt_bias a_log skip result",
-            "*fp32:16": "states",
-            "*i32": "slots offsets positions",
-            "i32:16": "heads head_dim state_size shared x_stride dt_stride b_stride c_stride",
-            "i32": "keeps",
-            "fp32": "least most",
-        }
-    )
-    any_rows = signature | by_type({"*bf16": "x dt b c", "i32": "x_stride dt_stride b_stride c_stride"})
-    steps = _tile(64, 128, False)
-    chunks = {**_tile(64, 128, True), "CHUNK": _CHUNK, "PRECISION": "tf32"}
-    return [
-        CompileCase("state_space", state_space_kernel, any_rows, steps, 4, 2),
-        CompileCase("state_space in chunks", state_space_chunks_kernel, signature, chunks, 4, 2, ("mma",)),
-    ]

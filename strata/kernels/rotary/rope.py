@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
@@ -42,9 +41,10 @@ def rope_angles(positions: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
 rope_angles.implement("torch", "cpu", invariant=True)(rope_angles.reference)
 
 
-def _cost(x: Tensor, cos: Tensor, sin: Tensor, *, workload: Workload) -> Cost:
+def _cost(x: Tensor, cos: Tensor, sin: Tensor, *_: bool, workload: Workload) -> Cost:
     # A rotation of a pair is four products and two sums. Half of the cosines and sines repeat the other half.
-    return Cost(flops=3 * x.numel(), read=x.nbytes + (cos.nbytes + sin.nbytes) // 2, written=x.nbytes)
+    rotated = x.numel() // x.shape[-1] * cos.shape[-1]
+    return Cost(flops=3 * rotated, read=x.nbytes + (cos.nbytes + sin.nbytes) // 2, written=x.nbytes)
 
 
 @operation(_cost, rowwise=True, backward=_cost)  # the gradient is rotated back
@@ -63,6 +63,42 @@ def _torch(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     # The reference with fewer temporaries. Each product and sum is rounded once, so no bit depends on the shape.
     wide = x if x.dtype == cos.dtype else x.to(torch.promote_types(x.dtype, cos.dtype))
     return wide.roll(x.shape[-1] // 2, -1).mul_(sin).add_(wide * cos).to(x.dtype)
+
+
+@operation(_cost, rowwise=True)
+def partial_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rope` of the first dimensions of each head, as many as the angles have; the others stay (GPT-NeoX, Black et al.
+    2022).
+
+    x [tokens, heads, head_dim], cos and sin [tokens, 1, dims] of `rope_angles`, dims <= head_dim -> like x.
+    """
+    dims = cos.shape[-1]
+    return torch.cat((rope.reference(x[..., :dims], cos, sin), x[..., dims:]), -1)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, paired: bool) -> Tensor:
+    """`rope` of heads [tokens, heads, dims]. paired: elements 2i and 2i + 1 are the coordinates of rotation i; they
+    become elements i and i + dims / 2."""
+    halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if paired else x
+    found: Tensor = rope.reference(halves, cos, sin)
+    return found
+
+
+@operation(_cost, rowwise=True, backward=_cost)
+def tail_rope(x: Tensor, cos: Tensor, sin: Tensor, paired: bool) -> Tensor:
+    """Rotate the last dimensions of each head, as many as the angles have; those in front stay (DeepSeek-V2).
+
+    x [tokens, heads, head_dim], cos and sin [tokens, 1, dims] of `rope_angles`, dims <= head_dim -> like x. paired:
+    neighbours are the coordinates of a rotation, and the first ones of all come to stand in front of the second ones
+    (`rope_interleave` of transformers' DeepSeek-V3): scores of queries and keys that both went through here are those
+    of pairs left in place. Otherwise as `rope`.
+    """
+    kept = x.shape[-1] - cos.shape[-1]
+    return torch.cat((x[..., :kept], turned(x[..., kept:], cos, sin, paired)), -1)
+
+
+for _operation in (partial_rope, tail_rope):
+    _operation.implement("torch", "cpu", invariant=True, differentiable=True)(_operation.reference)
 
 
 # What stands in a step's buffer begins at any address.
@@ -97,37 +133,77 @@ def rotate(first, second, cos, sin):
 
 
 @jit
-def rope_kernel(x, cos, sin, result, heads, half, token_stride, head_stride, HEADS: tl.constexpr, HALF: tl.constexpr):
+def rotated_pairs(x, cos, sin, pair, half, held, PAIRED: tl.constexpr):
+    """Both coordinates of the rotations `pair`, of 2 * half elements from x on; cos, sin: of the second half's angles.
+    Float32."""
+    step = 2 if PAIRED else 1
+    first = tl.load(x + pair * step, mask=held, other=0.0).to(tl.float32)
+    second = tl.load(x + (pair * 2 + 1 if PAIRED else pair + half), mask=held, other=0.0).to(tl.float32)
+    return rotate(first, second, cos, sin)
+
+
+@jit
+def rope_kernel(
+    x,
+    cos,
+    sin,
+    result,
+    heads,
+    kept,
+    half,
+    token_stride,
+    head_stride,
+    IS_TAIL: tl.constexpr,
+    PAIRED: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEPT: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Programs [tokens, heads / HEADS]. kept: dimensions that stay, behind the 2 * half that are rotated or, if
+    IS_TAIL, in front of them; None: all are rotated."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    column = tl.arange(0, HALF)[None, :]
-    angle = token * (2 * half) + half + column
-    c = tl.load(cos + angle, mask=column < half, other=0.0)
-    s = tl.load(sin + angle, mask=column < half, other=0.0)
-    held = (head < heads) & (column < half)
-    source = x + token * token_stride + head * head_stride + column
-    first = tl.load(source, mask=held, other=0.0).to(tl.float32)
-    second = tl.load(source + half, mask=held, other=0.0).to(tl.float32)
-    first, second = rotate(first, second, c, s)
-    target = result + (token * heads + head) * (2 * half) + column
-    tl.store(target, first.to(result.dtype.element_ty), mask=held)
-    tl.store(target + half, second.to(result.dtype.element_ty), mask=held)
+    pair = tl.arange(0, HALF)[None, :]
+    angle = token * (2 * half) + half + pair
+    c = tl.load(cos + angle, mask=pair < half, other=0.0)
+    s = tl.load(sin + angle, mask=pair < half, other=0.0)
+    held = (head < heads) & (pair < half)
+    source = x + token * token_stride + head * head_stride
+    first, second = rotated_pairs(source + kept if IS_TAIL else source, c, s, pair, half, held, PAIRED)
+    target = result + (token * heads + head) * (2 * half if kept is None else 2 * half + kept)
+    turned = (target + kept if IS_TAIL else target) + pair
+    tl.store(turned, first.to(result.dtype.element_ty), mask=held)
+    tl.store(turned + half, second.to(result.dtype.element_ty), mask=held)
+    if kept is not None:
+        column = tl.arange(0, KEPT)[None, :]
+        stays = (head < heads) & (column < kept)
+        place = column if IS_TAIL else 2 * half + column
+        tl.store(target + place, tl.load(source + place, mask=stays, other=0.0), mask=stays)
 
 
-def _triton(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _triton(x: Tensor, cos: Tensor, sin: Tensor, paired: bool | None = None) -> Tensor:
+    """paired: of `tail_rope`; None: what is rotated stands in front."""
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tokens, heads, head_dim = x.shape
+    half = cos.shape[-1] // 2
+    kept = head_dim - 2 * half
     if result.numel():
-        tile = _tile(heads, head_dim // 2)
-        rope_kernel[(tokens, ceil_div(heads, tile["HEADS"]))](
-            x, cos, sin, result, heads, head_dim // 2, x.stride(0), x.stride(1), **tile, num_warps=4
+        columns, pairs = next_power_of_2(max(1, kept)), next_power_of_2(half)
+        together = min(next_power_of_2(heads), max(1, 2048 // max(columns, pairs)))
+        rope_kernel[(tokens, ceil_div(heads, together))](
+            *(x, cos, sin, result, heads, kept or None, half, *x.stride()[:2]),
+            IS_TAIL=paired is not None and kept > 0,
+            PAIRED=bool(paired),
+            HEADS=together,
+            KEPT=columns,
+            HALF=pairs,
+            num_warps=4,
         )
     return result
 
 
-def _tile(heads: int, half: int) -> dict[str, int]:
-    columns: int = next_power_of_2(half)
-    return {"HEADS": min(next_power_of_2(heads), max(1, 2048 // columns)), "HALF": columns}
+def _fits(x: Tensor, *_: object) -> bool:
+    return x.dtype != torch.float64 and x.stride(-1) == 1
 
 
 if HAS_TRITON:
@@ -138,16 +214,7 @@ if HAS_TRITON:
         supports=lambda _, table: table.dtype == torch.float32,
         kernels=(rope_angles_kernel,),
     )(_angles_triton)
-    rope.implement(
-        "triton", "cuda", invariant=True, supports=lambda x, *_: x.dtype != torch.float64, kernels=(rope_kernel,)
-    )(_triton)
-
-
-def compile_cases() -> list[CompileCase]:
-    angles = by_type({"*i32": "positions", "*fp32:16": "table cos sin", "i32:16": "half"})
-    sizes = {"i32": "heads", "i32:16": "half token_stride head_stride"}
-    signature = by_type({"*bf16:16": "x result", "*fp32:16": "cos sin", **sizes})
-    return [
-        CompileCase("rope angles", rope_angles_kernel, angles, {"HALF": 64}, 1, 2),
-        CompileCase("rope", rope_kernel, signature, dict(_tile(32, 64)), 4, 2),
-    ]
+    for _operation in (rope, partial_rope, tail_rope):
+        _operation.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(rope_kernel,))(_triton)
+partial_rope.implement("torch", "cuda", invariant=True, differentiable=True)(partial_rope.reference)
+tail_rope.implement("torch", "cuda", differentiable=True)(tail_rope.reference)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.plain_tensor import all_plain
 from strata.kernels.rotary.rope import rope, rotate
@@ -94,14 +93,7 @@ def _launch(product: Tensor, parts: tuple[Tensor, ...], cos: Tensor, sin: Tensor
         kv_heads, half = k.shape[1], head_dim // 2
         tile = _tile(heads + 2 * kv_heads, half)
         rotate_heads_kernel[(tokens,)](
-            product,
-            *parts,
-            cos,
-            sin,
-            heads,
-            kv_heads,
-            half,
-            product.stride(0),
+            *(product, *parts, cos, sin, heads, kv_heads, half, product.stride(0)),
             BACKWARD=backward,
             **tile,
             num_warps=_WARPS,
@@ -160,20 +152,3 @@ if HAS_TRITON:
     @qk_rope_kv_write.implement("triton with gradients", "cuda", differentiable=True, supports=_fits)
     def _differentiable_heads(call: HeadsCall) -> tuple[Tensor, Tensor, Tensor]:
         return _Heads.apply(call.product, call.spec.heads, call.spec.kv_heads, call.cos, call.sin)  # type: ignore[no-any-return]
-
-
-def compile_cases() -> list[CompileCase]:
-    signature = dict.fromkeys(("product", "q", "k", "v"), "*bf16:16") | dict.fromkeys(("cos", "sin"), "*fp32:16")
-    signature |= dict.fromkeys(("heads", "kv_heads"), "i32") | dict.fromkeys(("half", "token_stride"), "i32:16")
-    return [
-        CompileCase(
-            f"rotation of heads of {2 * half}{' back' if backward else ''}",
-            rotate_heads_kernel,
-            signature,
-            {"BACKWARD": backward, **_tile(48, half)},
-            _WARPS,
-            2,
-        )
-        for half in (32, 64)
-        for backward in (False, True)
-    ]

@@ -1,4 +1,5 @@
-"""The block tables that a recorded step reads: gathered where they lie, once each last token's page is entered."""
+"""What a captured step reads that only the device knows: block tables, gathered where they lie once each last token's
+page is entered, and the ids that an earlier step drew."""
 
 from __future__ import annotations
 
@@ -8,7 +9,6 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
@@ -96,8 +96,42 @@ if HAS_TRITON:
     gather_tables.implement("triton", "cuda", invariant=True, kernels=(gather_tables_kernel,))(_triton)
 
 
-def compile_cases() -> list[CompileCase]:
-    signature = {"tables": "*i32:16", **dict.fromkeys(("rows", "offsets", "lengths", "slot_mapping"), "*i32")}
-    signature |= {"result": "*i32:16", "most_pages": "i32"}
-    constants = {"PAGE_SIZE": 16, "BLOCK": _BLOCK}
-    return [CompileCase("gather tables", gather_tables_kernel, signature, constants, 4, 2)]
+def _ids_cost(tokens: Tensor, sources: Tensor, newest: Tensor, *, workload: Workload) -> Cost:
+    return Cost(flops=0, read=tokens.nbytes + sources.nbytes + tokens.nbytes, written=tokens.nbytes)
+
+
+@operation(_ids_cost)
+def newest_tokens(tokens: Tensor, sources: Tensor, newest: Tensor) -> Tensor:
+    """The id at `newest[source]` where a source is not negative, else the token: all int32, [tokens] -> [tokens].
+
+    newest [slots] holds `NO_ID` where nothing could be drawn: that sequence has ended, and reads id 0.
+    """
+    return torch.where(sources >= 0, newest[sources.clamp(min=0)].clamp(min=0), tokens)
+
+
+newest_tokens.implement("torch", "cpu", invariant=True)(newest_tokens.reference)
+
+_IDS = 256
+
+
+# The inputs of a step are views of one buffer, at any address.
+@partial(jit, unspecialized=("tokens", "sources", "count"))
+def newest_tokens_kernel(tokens, sources, newest, result, count, BLOCK: tl.constexpr):
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    held = offset < count
+    source = tl.load(sources + offset, mask=held, other=-1)
+    drawn = tl.load(newest + source, mask=source >= 0, other=0)
+    token = tl.load(tokens + offset, mask=held & (source < 0), other=0)
+    tl.store(result + offset, tl.where(source >= 0, tl.maximum(drawn, 0), token), mask=held)
+
+
+def _newest_triton(tokens: Tensor, sources: Tensor, newest: Tensor) -> Tensor:
+    result = tokens.new_empty(tokens.shape)
+    count = tokens.numel()
+    if count:
+        newest_tokens_kernel[(ceil_div(count, _IDS),)](tokens, sources, newest, result, count, BLOCK=_IDS)
+    return result
+
+
+if HAS_TRITON:
+    newest_tokens.implement("triton", "cuda", invariant=True, kernels=(newest_tokens_kernel,))(_newest_triton)

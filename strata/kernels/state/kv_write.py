@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
 from strata.kernels.state.paged import PagedKV
@@ -41,19 +40,20 @@ def kv_write(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[T
     """
     if pages is None:
         return k, v
-    kept = pages.slot_mapping >= 0
-    slots = pages.slot_mapping[kept].long()
     if pages.is_rounded:
-        return _write_rounded(k, v, pages, layer, kept, slots)
-    for new, pool in ((k, pages.keys[layer]), (v, pages.values[layer])):
-        pool.flatten(0, 1)[slots] = new[kept].to(pool.dtype)
+        return _write_rounded(k, v, pages, layer)
+    index, new = pages.index, (k, v)
+    if index is None:
+        kept = pages.slot_mapping >= 0
+        index, new = pages.slot_mapping[kept].long(), (k[kept], v[kept])
+    for one, pool in zip(new, (pages.keys[layer], pages.values[layer]), strict=True):
+        pool.flatten(0, 1).index_copy_(0, index, one.to(pool.dtype))
     return k, v
 
 
-def _write_rounded(
-    k: Tensor, v: Tensor, pages: PagedKV, layer: int, kept: Tensor, slots: Tensor
-) -> tuple[Tensor, Tensor]:
-    held = []
+def _write_rounded(k: Tensor, v: Tensor, pages: PagedKV, layer: int) -> tuple[Tensor, Tensor]:
+    kept, held = pages.slot_mapping >= 0, []
+    slots = pages.slot_mapping[kept].long()
     pools = (k, pages.keys, pages.key_exponents), (v, pages.values, pages.value_exponents)
     for new, pool, exponents in pools:
         values, powers = round_rows(new, pool[layer].dtype)
@@ -63,20 +63,7 @@ def _write_rounded(
     return held[0], held[1]
 
 
-@kv_write.implement("index_copy", "cpu", invariant=True)
-def _index_copy(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Tensor, Tensor]:
-    if pages is None:
-        return k, v
-    if pages.is_rounded:
-        return kv_write.reference(k, v, pages, layer)  # type: ignore[no-any-return]
-    index = pages.index
-    if index is None:
-        if bool((pages.slot_mapping < 0).any()):
-            return kv_write.reference(k, v, pages, layer)  # type: ignore[no-any-return]
-        index = pages.slot_mapping.long()
-    pages.keys[layer].flatten(0, 1).index_copy_(0, index, k)
-    pages.values[layer].flatten(0, 1).index_copy_(0, index, v)
-    return k, v
+kv_write.implement("index_copy", "cpu", invariant=True)(kv_write.reference)
 
 
 # What stands in a step's buffer begins at any address.
@@ -134,17 +121,8 @@ def _triton(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[Te
     if tokens:
         tile = token_tile(heads * head_dim)
         kv_write_kernel[(ceil_div(tokens, tile["TOKENS"]),)](
-            k,
-            v,
-            pages.keys[layer],
-            pages.values[layer],
-            pages.slot_mapping,
-            tokens,
-            k.stride(0),
-            k.stride(1),
-            v.stride(0),
-            v.stride(1),
-            heads,
+            *(k, v, pages.keys[layer], pages.values[layer], pages.slot_mapping),
+            *(tokens, *k.stride()[:2], *v.stride()[:2], heads),
             HEAD_DIM=head_dim,
             **tile,
             num_warps=TILE_WARPS,
@@ -158,10 +136,3 @@ def _kernels(k: Tensor, v: Tensor, pages: PagedKV | None, layer: int) -> tuple[A
 
 if HAS_TRITON:
     kv_write.implement("triton", "cuda", invariant=True, kernels=_kernels)(_triton)
-
-
-def compile_cases() -> list[CompileCase]:
-    signature = dict.fromkeys(("k", "v", "keys", "values"), "*bf16:16") | {"slots": "*i32", "tokens": "i32"}
-    signature |= dict.fromkeys(("k_token", "k_head", "v_token", "v_head"), "i32:16") | {"heads": "i32"}
-    constants = {"HEAD_DIM": 128, **token_tile(1024)}
-    return [CompileCase("kv_write", kv_write_kernel, signature, constants, TILE_WARPS, 2)]

@@ -3,6 +3,7 @@ section 2.1)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -10,11 +11,10 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.norm.norm import inverse_rms, rms_norm, scaled
 from strata.kernels.op import operation
-from strata.kernels.rotary.tail_rope import rotated_tail, turned
+from strata.kernels.rotary.rope import rotated_pairs, turned
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.triton_import import HAS_TRITON, jit, tl
 
@@ -54,17 +54,23 @@ def latent_write(call: LatentWriteCall) -> Tensor:
 
     Returns the rows, like `product`.
     """
+    return _written(call, rms_norm.reference)
+
+
+def _written(call: LatentWriteCall, norm: Callable[..., Tensor]) -> Tensor:
     product, weight, eps, cos, sin, pages, layer, paired = call
-    row = _finished(product, rms_norm.reference(product[:, : weight.shape[0]], weight, eps), cos, sin, paired)
-    if pages is not None:
-        kept = pages.slot_mapping >= 0
-        pool = pages.keys[layer]
-        pool.flatten(0, 1)[pages.slot_mapping[kept].long()] = row[kept, None].to(pool.dtype)
+    rank = weight.shape[0]
+    latent, key = norm(product[:, :rank], weight, eps), turned(product[:, None, rank:], cos, sin, paired)[:, 0]
+    row = torch.cat((latent, key), -1)
+    if pages is None:
+        return row
+    index, kept = pages.index, row
+    if index is None:
+        held = pages.slot_mapping >= 0
+        index, kept = pages.slot_mapping[held].long(), row[held]
+    pool = pages.keys[layer]
+    pool.flatten(0, 1).index_copy_(0, index, kept[:, None].to(pool.dtype))
     return row
-
-
-def _finished(product: Tensor, latent: Tensor, cos: Tensor, sin: Tensor, paired: bool) -> Tensor:
-    return torch.cat((latent, turned(product[:, None, latent.shape[1] :], cos, sin, paired)[:, 0]), -1)
 
 
 def _without_pages(call: LatentWriteCall) -> bool:
@@ -72,22 +78,7 @@ def _without_pages(call: LatentWriteCall) -> bool:
 
 
 _norm = rms_norm.bind("cpu", deterministic=True).candidates[0].run
-
-
-@latent_write.implement("index_copy", "cpu", invariant=True)
-def _torch(call: LatentWriteCall) -> Tensor:
-    product, weight, eps, cos, sin, pages, layer, paired = call
-    row = _finished(product, _norm(product[:, : weight.shape[0]], weight, eps), cos, sin, paired)
-    if pages is None:
-        return row
-    index = pages.index
-    kept = row
-    if index is None:
-        held = pages.slot_mapping >= 0
-        index, kept = pages.slot_mapping[held].long(), row[held]
-    pool = pages.keys[layer]
-    pool.flatten(0, 1).index_copy_(0, index, kept[:, None].to(pool.dtype))
-    return row
+latent_write.implement("index_copy", "cpu", invariant=True)(partial(_written, norm=_norm))
 
 
 # What stands in a step's buffer begins at any address.
@@ -105,7 +96,6 @@ def latent_write_kernel(
     product_stride,
     eps,
     PAIRED: tl.constexpr,
-    PAGES: tl.constexpr,
     RANK: tl.constexpr,
     HALF: tl.constexpr,
 ):
@@ -121,13 +111,13 @@ def latent_write_kernel(
     angle = token * (2 * half) + half + pair
     c = tl.load(cos + angle, mask=pair < half, other=0.0)
     s = tl.load(sin + angle, mask=pair < half, other=0.0)
-    first, second = rotated_tail(product + rank, c, s, pair, half, pair < half, PAIRED)
+    first, second = rotated_pairs(product + rank, c, s, pair, half, pair < half, PAIRED)
     first, second = first.to(values.dtype), second.to(values.dtype)
     result += token * width
     tl.store(result + column, latent, mask=column < rank)
     tl.store(result + rank + pair, first, mask=pair < half)
     tl.store(result + rank + half + pair, second, mask=pair < half)
-    if PAGES:
+    if rows is not None:
         slot = tl.load(slots + token).to(tl.int64)
         rows += slot * width
         tl.store(rows + column, latent, mask=(column < rank) & (slot >= 0))
@@ -144,19 +134,10 @@ def _triton(call: LatentWriteCall) -> Tensor:
     rank, half = weight.shape[0], cos.shape[-1] // 2
     if result.numel():
         latent_write_kernel[(product.shape[0],)](
-            product,
-            weight,
-            cos,
-            sin,
-            result,
-            result if pages is None else pages.keys[layer],
-            result if pages is None else pages.slot_mapping,
-            rank,
-            half,
-            product.stride(0),
-            eps,
+            *(product, weight, cos, sin, result),
+            *((None, None) if pages is None else (pages.keys[layer], pages.slot_mapping)),
+            *(rank, half, product.stride(0), eps),
             PAIRED=paired,
-            PAGES=pages is not None,
             RANK=next_power_of_2(rank),
             HALF=next_power_of_2(half),
             num_warps=_WARPS,
@@ -177,17 +158,3 @@ if HAS_TRITON:
     latent_write.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(latent_write_kernel,))(_triton)
 for _device in ("cpu", "cuda"):
     latent_write.implement("torch", _device, differentiable=True, supports=_without_pages)(latent_write.definition)
-
-
-def compile_cases() -> list[CompileCase]:
-    signature = by_type(
-        {
-            "*bf16:16": "product weight result rows",
-            "*fp32:16": "cos sin",
-            "*i32": "slots",
-            "i32:16": "rank half product_stride",
-            "fp32": "eps",
-        }
-    )
-    constants = {"PAIRED": True, "PAGES": True, "RANK": 512, "HALF": 32}
-    return [CompileCase("latent_write", latent_write_kernel, signature, constants, _WARPS, 2)]

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.spec import HeadsSpec
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.fused import Run, fused
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.norm.norm import inverse_rms, rms_norm, scaled
@@ -135,8 +134,6 @@ def qk_rope_kv_write_kernel(
     token_stride,
     eps,
     HEAD_DIM: tl.constexpr,
-    NORM: tl.constexpr,
-    PAGES: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -155,7 +152,7 @@ def qk_rope_kv_write_kernel(
     product += token * token_stride
     given = tl.load(product + offset, mask=held, other=0.0)
     row = given
-    if NORM:
+    if q_weight is not None:
         scale = inverse_rms(given, head_dim, eps)
         row = scaled(given, scale, _weights(q_weight, k_weight, head < heads, column, within))
     wide = row.to(tl.float32)
@@ -165,7 +162,7 @@ def qk_rope_kv_write_kernel(
     else:
         partner = (column + HALF) % HEAD_DIM
         row = tl.load(product + head * head_dim + partner, mask=held, other=0.0)
-        if NORM:
+        if q_weight is not None:
             row = scaled(row, scale, _weights(q_weight, k_weight, head < heads, partner, within))
         other = row.to(tl.float32)
     # Both halves of the cosines and sines are alike but for the sign of the sines, so only the second is read.
@@ -174,7 +171,7 @@ def qk_rope_kv_write_kernel(
     s = tl.load(sin + angle, mask=within, other=0.0)
     turned = tl.fma(wide, c, other * tl.where(column < HALF, -s, s)).to(given.dtype)
     tl.store(rotated + token * last_key * head_dim + offset, turned, mask=held & (head < last_key))
-    if PAGES:
+    if keys is not None:
         slot = tl.load(slots + token).to(tl.int64)
         stored = held & (head >= heads) & (slot >= 0)
         keys += (slot * kv_heads - heads) * head_dim
@@ -198,34 +195,21 @@ def _triton(call: HeadsCall) -> tuple[Tensor, Tensor, Tensor]:
     heads, kv_heads = spec.heads, spec.kv_heads
     tokens, head_dim = product.shape[0], cos.shape[-1]
     rotated = torch.empty((tokens, heads + kv_heads, head_dim), dtype=product.dtype, device=product.device)
-    is_rounded = pages is not None and pages.is_rounded
-    writes = pages is not None and not is_rounded
+    into: tuple[Tensor | None, ...] = (None, None, None)
+    if pages is not None and not pages.is_rounded:
+        into = pages.keys[spec.layer], pages.values[spec.layer], pages.slot_mapping
     if tokens:
         tile = _tile(head_dim)
         qk_rope_kv_write_kernel[(tokens, ceil_div(heads + 2 * kv_heads, tile["ROWS"]))](
-            product,
-            product if q_weight is None else q_weight,
-            product if k_weight is None else k_weight,
-            cos,
-            sin,
-            rotated,
-            pages.keys[spec.layer] if pages is not None and writes else product,
-            pages.values[spec.layer] if pages is not None and writes else product,
-            pages.slot_mapping if pages is not None and writes else product,
-            heads,
-            kv_heads,
-            head_dim,
-            product.stride(0),
-            spec.eps,
+            *(product, q_weight, k_weight, cos, sin, rotated, *into),
+            *(heads, kv_heads, head_dim, product.stride(0), spec.eps),
             HEAD_DIM=head_dim,
-            NORM=q_weight is not None,
-            PAGES=writes,
             **tile,
             num_warps=_WARPS,
         )
     q, k = rotated.split_with_sizes((heads, kv_heads), 1)
     v = product.unflatten(-1, (-1, head_dim)).narrow(1, heads + kv_heads, kv_heads)
-    if pages is not None and is_rounded:
+    if pages is not None and pages.is_rounded:
         k, v = write_rounded(k, v, pages, spec.layer)
     return q, k, v
 
@@ -241,17 +225,3 @@ def _kernels(call: HeadsCall) -> tuple[Any, ...]:
 
 if HAS_TRITON:
     qk_rope_kv_write.implement("triton", "cuda", invariant=True, supports=_fits, kernels=_kernels)(_triton)
-
-
-def compile_cases() -> list[CompileCase]:
-    pointers = ("product", "q_weight", "k_weight", "rotated", "keys", "values")
-    signature = dict.fromkeys(pointers, "*bf16:16") | dict.fromkeys(("cos", "sin"), "*fp32:16") | {"slots": "*i32"}
-    signature |= dict.fromkeys(("heads", "kv_heads"), "i32") | {"eps": "fp32"}
-    signature |= dict.fromkeys(("head_dim", "token_stride"), "i32:16")
-    cases = []
-    for head_dim in (64, 80, 128, 256):
-        for norm in (False, True):
-            constants = {"HEAD_DIM": head_dim, "NORM": norm, "PAGES": True, **_tile(head_dim)}
-            name = f"qk{'_norm' if norm else ''}_rope_kv_write of {head_dim}"
-            cases.append(CompileCase(name, qk_rope_kv_write_kernel, signature, constants, _WARPS, 2))
-    return cases

@@ -10,7 +10,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.rounded_rows import LARGEST
@@ -130,19 +129,8 @@ def write_rounded(k: Tensor, v: Tensor, pages: PagedKV, layer: int) -> tuple[Ten
         width = next_power_of_2(head_dim)
         rows = min(next_power_of_2(heads), max(1, _TILE_ELEMENTS // width))
         rounded_write_kernel[(tokens, -(-heads // rows), 2)](
-            k,
-            v,
-            pages.keys[layer],
-            pages.values[layer],
-            pages.key_exponents[layer],
-            pages.value_exponents[layer],
-            pages.slot_mapping,
-            held,
-            k.stride(0),
-            k.stride(1),
-            v.stride(0),
-            v.stride(1),
-            heads,
+            *(k, v, pages.keys[layer], pages.values[layer], *pages.exponents(layer), pages.slot_mapping, held),
+            *(*k.stride()[:2], *v.stride()[:2], heads),
             HEAD_DIM=head_dim,
             PAGE_SIZE=pages.page_size,
             **rounding_constants(pages.keys[layer].dtype),
@@ -151,17 +139,3 @@ def write_rounded(k: Tensor, v: Tensor, pages: PagedKV, layer: int) -> tuple[Ten
             num_warps=_WARPS,
         )
     return held[0], held[1]
-
-
-def compile_cases() -> list[CompileCase]:
-    cases = []
-    for kind, dtype, name in (("fp8e4nv", torch.float8_e4m3fn, "fp8"), ("i8", torch.int8, "int8")):
-        signature = dict.fromkeys(("k", "v", "held"), "*bf16:16") | dict.fromkeys(("keys", "values"), f"*{kind}:16")
-        signature |= dict.fromkeys(("key_exponents", "value_exponents"), "*u8:16") | {
-            "slots": "*i32",
-            "kv_heads": "i32",
-        }
-        signature |= dict.fromkeys(("k_token", "k_head", "v_token", "v_head"), "i32:16")
-        constants = {"HEAD_DIM": 128, "PAGE_SIZE": 16, **rounding_constants(dtype), "ROWS": 8, "WIDTH": 128}
-        cases.append(CompileCase(f"write of rows in {name}", rounded_write_kernel, signature, constants, _WARPS, 2))
-    return cases

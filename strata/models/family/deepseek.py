@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from strata.kernels.attention.spec import AttentionSpec
 from strata.kernels.latent.attention import latent_attention
-from strata.kernels.rotary.tail_rope import tail_rope
+from strata.kernels.rotary.rope import tail_rope
 from strata.kernels.state.latent_write import latent_write
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from strata.kernels.attention import fixed as attention_fixed
 from strata.kernels.attention.batch_parts import BatchParts
-from strata.kernels.attention.fixed_triton import PART_KEYS, PARTS
+from strata.kernels.attention.softmax_triton import SEGMENT_KEYS, SEGMENTS
 from strata.kernels.attention.spec import AttentionCall, AttentionSpec, Sequences
 from strata.kernels.split_counters import split_counters
 from strata.kernels.state.paged import PagedKV
@@ -50,8 +50,8 @@ def assert_same(found: Tensor, wanted: Tensor, message: str) -> None:
 
 @pytest.mark.parametrize(SHAPES, CONFIGURATIONS)
 def test_decoding_has_the_bits_of_prefill_at_the_edges_of_parts(heads, kv_heads, head_dim, dtype, window):
-    doubling = 2 * PARTS * PART_KEYS
-    edges = [PART_KEYS, 2 * PART_KEYS, 5 * PART_KEYS, doubling, doubling + 2 * PART_KEYS]
+    doubling = 2 * SEGMENTS * SEGMENT_KEYS
+    edges = [SEGMENT_KEYS, 2 * SEGMENT_KEYS, 5 * SEGMENT_KEYS, doubling, doubling + 2 * SEGMENT_KEYS]
     totals = [1, 2, 17, 63, 64, 65, *(edge + near for edge in edges for near in (-1, 0, 1, 40))]
     case = Case([max(totals)], heads, kv_heads, head_dim, dtype)
     whole = attend(case.packed(), case.spec(window))

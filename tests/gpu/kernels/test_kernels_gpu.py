@@ -17,8 +17,7 @@ from strata.kernels.linear.sliced import sliced_linear
 from strata.kernels.loss.loss import linear_cross_entropy
 from strata.kernels.norm.norm import rms_norm
 from strata.kernels.pairwise import pairwise_sum
-from strata.kernels.rotary.partial_rope import partial_rope
-from strata.kernels.rotary.rope import rope, rope_angles
+from strata.kernels.rotary.rope import partial_rope, rope, rope_angles
 from strata.kernels.sampling.sampling import gumbel_noise, gumbel_sample, logprobs, token_logprobs
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.paged import PagedKV

@@ -9,7 +9,8 @@ pytest.importorskip("triton")
 
 from strata.kernels.attention import fixed as attention_fixed
 from strata.kernels.attention.batch_parts import BatchParts
-from strata.kernels.attention.fixed_triton import PART_KEYS, PARTS, decode_tile, part_at, part_start, prefill_tile
+from strata.kernels.attention.softmax_triton import SEGMENT_KEYS, SEGMENTS, segment_at, segment_start
+from strata.kernels.attention.varlen_triton import invariant_tile
 from strata.kernels.split_counters import MOST_COUNTERS
 from strata.kernels.state.paged import PagedKV
 
@@ -18,7 +19,7 @@ TYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 def starts(until: int) -> list[int]:
     """Where parts begin, counted one by one: the size doubles whenever the position has."""
-    found, size, doubles_at = [0], PART_KEYS, 2 * PARTS * PART_KEYS
+    found, size, doubles_at = [0], SEGMENT_KEYS, 2 * SEGMENTS * SEGMENT_KEYS
     while found[-1] < until:
         if found[-1] == doubles_at:
             size, doubles_at = 2 * size, 2 * doubles_at
@@ -28,26 +29,26 @@ def starts(until: int) -> list[int]:
 
 def test_parts_cover_every_position_once() -> None:
     expected = starts(1 << 20)
-    assert [part_start.fn(part, PART_KEYS, PARTS) for part in range(len(expected))] == expected
+    assert [segment_start.fn(part, SEGMENT_KEYS, SEGMENTS) for part in range(len(expected))] == expected
     for part, start in enumerate(expected[:-1]):
         for position in (start, start + 1, expected[part + 1] - 1):
-            assert part_at.fn(position, PART_KEYS, PARTS) == part
+            assert segment_at.fn(position, SEGMENT_KEYS, SEGMENTS) == part
 
 
 def test_long_sequences_have_few_parts() -> None:
-    assert part_at.fn(131072 - 1, PART_KEYS, PARTS) < 128
+    assert segment_at.fn(131072 - 1, SEGMENT_KEYS, SEGMENTS) < 128
     for position in (1 << 14, 1 << 17, 1 << 20):
-        part = part_at.fn(position, PART_KEYS, PARTS)
-        size = part_start.fn(part + 1, PART_KEYS, PARTS) - part_start.fn(part, PART_KEYS, PARTS)
-        assert size * PARTS <= position, "the last part is a small share"
+        part = segment_at.fn(position, SEGMENT_KEYS, SEGMENTS)
+        size = segment_start.fn(part + 1, SEGMENT_KEYS, SEGMENTS) - segment_start.fn(part, SEGMENT_KEYS, SEGMENTS)
+        assert size * SEGMENTS <= position, "the last part is a small share"
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 192, 256])
 def test_prefill_and_decoding_take_the_same_blocks_of_keys(head_dim: int, dtype: torch.dtype) -> None:
-    prefill, decode = prefill_tile(head_dim, dtype), decode_tile(head_dim, dtype)
+    prefill, decode = (invariant_tile(head_dim, dtype, decode=decode) for decode in (False, True))
     assert prefill.keys == decode.keys
-    assert PART_KEYS % decode.keys == 0, "a block lies in one part"
+    assert SEGMENT_KEYS % decode.keys == 0, "a block lies in one part"
     if dtype == torch.float32 or head_dim > 128:
         assert prefill == decode
     else:  # 64 rows for each group of four warps: one instruction, whatever the tile

@@ -8,12 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from strata.kernels.latent import cuda, divided_cuda, expanded_cuda, tiles
+from strata.kernels.latent import cuda, expanded_cuda, tiles
 from strata.kernels.latent.attention import latent_attention
 from strata.kernels.latent.divided import kept_latent_attention
 from strata.kernels.latent.forms import Dims, LatentCall
-from strata.kernels.rotary.rope import rope_angles
-from strata.kernels.rotary.tail_rope import tail_rope
+from strata.kernels.rotary.rope import rope_angles, tail_rope
 from strata.kernels.state.latent_write import latent_write
 
 from ..interpreter import prepare_interpreter
@@ -42,7 +41,7 @@ def check(call: Call) -> None:
     exact = exactly(call)
     for attend in (cuda.attend, cuda.attend_fixed, expanded_cuda.attend):
         assert (attend(LatentCall(*call)) - exact).abs().max() < 2e-5
-    by_kernels = kept_latent_attention.of_arguments(divided_cuda.attend)
+    by_kernels = kept_latent_attention.of_arguments(cuda.attend_dcp)
     for ranks in (1, 2, 3):
         assert (by_ranks(call, ranks, by_kernels) - exact).abs().max() < 2e-5
 

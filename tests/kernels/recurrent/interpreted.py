@@ -24,7 +24,7 @@ from strata.kernels.recurrent import (
     state_space_triton,
 )
 from strata.kernels.recurrent.calls import GatedDeltaCall, StateSpaceCall, StateSpaceSpec
-from strata.kernels.rotary import partial_rope
+from strata.kernels.rotary import rope as rope_file
 from strata.kernels.rotary.rope import rope_angles
 from strata.kernels.state.fixed import FixedStates
 from strata.models.batch import Batch
@@ -150,8 +150,8 @@ def rotation(heads: int, dims: int, kept: int) -> float:
     torch.manual_seed(1)
     x = torch.randn(7, heads, 2 * (dims + kept))[..., : dims + kept]
     given = x, *rope_angles.reference(torch.arange(7, 0, -1, dtype=torch.int32), torch.randn(9, dims))
-    assert partial_rope._fits(*given)
-    return (partial_rope._triton(*given) - partial_rope.partial_rope.reference(*given)).abs().max().item()
+    assert rope_file._fits(*given)
+    return (rope_file._triton(*given) - rope_file.partial_rope.reference(*given)).abs().max().item()
 
 
 def main() -> None:

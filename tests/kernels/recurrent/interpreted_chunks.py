@@ -14,20 +14,22 @@ from torch import Tensor
 
 from strata.kernels.recurrent import delta_chunks_cuda
 from strata.kernels.recurrent.calls import GatedDeltaCall
-from strata.kernels.recurrent.delta_chunks_cuda import Tile, Tiles
+from strata.kernels.recurrent.delta_chunks_cuda import ColumnTile, DeltaTiles
 from strata.kernels.recurrent.gated_delta import gated_delta
 from strata.kernels.state.fixed import FixedStates
 from tests.kernels.interpreter import prepare_interpreter
 from tests.kernels.recurrent.steps import HERE, in_pieces, pool, step
 
 # Columns of states and results are divided among programs.
-NARROW = Tiles(4, Tile(16), Tile(16))
+NARROW = DeltaTiles(4, ColumnTile(16), ColumnTile(16))
 
 
 class Layer:
     """Rows of so many tokens, parts of one wider product each, and the weights of heads."""
 
-    def __init__(self, tokens: int, key_heads: int, heads: int, key_dim: int, value_dim: int, tiles: Tiles) -> None:
+    def __init__(
+        self, tokens: int, key_heads: int, heads: int, key_dim: int, value_dim: int, tiles: DeltaTiles
+    ) -> None:
         self.shape, self.tiles = (heads, key_dim, value_dim), tiles
         sizes = [key_heads * key_dim, key_heads * key_dim, heads * value_dim, 3]
         q, k, v, _ = torch.randn(tokens, sum(sizes)).split(sizes, 1)
@@ -52,13 +54,13 @@ def states_of(layer: Layer, slots: list[int], fresh: list[int], dtype: torch.dty
     return FixedStates(((torch.empty(0), kept),), torch.tensor(slots, dtype=torch.int32))
 
 
-def whole(lengths: list[int], *sizes: int, tiles: Tiles = delta_chunks_cuda.TILES) -> float:
+def whole(lengths: list[int], *sizes: int, tiles: DeltaTiles = delta_chunks_cuda.TILES) -> float:
     layer = Layer(sum(lengths), *sizes, tiles)
     batch = step(lengths)
     return (layer.run(*layer.rows, *layer.weights, batch, 0) - layer.oracle(batch, layer.rows)).abs().max().item()
 
 
-def kept(lengths: list[int], starts: list[int], *sizes: int, tiles: Tiles = delta_chunks_cuda.TILES) -> float:
+def kept(lengths: list[int], starts: list[int], *sizes: int, tiles: DeltaTiles = delta_chunks_cuda.TILES) -> float:
     """Results, and the states behind them; of sequences that begin, go on or stand still."""
     layer = Layer(sum(lengths), *sizes, tiles)
     slots, fresh = list(range(len(lengths)))[::-1], [i for i, start in enumerate(starts) if not start]

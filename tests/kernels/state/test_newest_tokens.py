@@ -6,7 +6,7 @@ import torch
 
 from strata.hardware.roofline import Workload
 from strata.kernels.sampling.sampling import NO_ID
-from strata.kernels.state.newest_tokens import newest_tokens
+from strata.kernels.state.gather_tables import newest_tokens
 
 
 def _ids(*values: int) -> torch.Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.attention import attention
-from strata.kernels.attention.spec import AttentionCall, AttentionSpec, PackedBatch, Sequences
-from strata.kernels.op import ATEN, operation
+from strata.kernels.attention.spec import AttentionSpec, PackedBatch, Sequences
+from strata.kernels.op import ATEN, Operation, operation
 from strata.kernels.state.kept_keys import KeptKeys
 from strata.kernels.state.paged import PagedKV
 
@@ -65,18 +65,10 @@ def whole_pages(batch: PackedBatch, gathered: Tensor, kept: KeptKeys) -> Sequenc
     return Sequences(batch.offsets, batch.longest, whole)
 
 
-def as_one_layer(spec: AttentionSpec) -> AttentionSpec:
-    return spec._replace(layer=0)
-
-
-def copied_cost(gathered: Tensor) -> Cost:
-    """Of `whole_pages`."""
-    return Cost(read=gathered.nbytes, written=gathered.nbytes)
-
-
 class GatheredCall(NamedTuple):
-    """The operands of `gathered_attention`, as those of `attention`. gathered: [ranks * pages, 2, page_size, kv_heads,
-    head_dim], `kept_rows` of each rank; `pages.lengths` are those of whole sequences."""
+    """The operands of attention to gathered keys: those of `attention`, or of `latent_attention` in the place of whose
+    row and weight k and v stand here. gathered: [ranks * pages, tensors, page_size, kv_heads, head_dim], `kept_rows` of
+    each rank; `pages.lengths` are those of whole sequences."""
 
     q: Tensor
     k: Tensor
@@ -87,42 +79,39 @@ class GatheredCall(NamedTuple):
     kept: KeptKeys
 
     @property
-    def whole(self) -> AttentionCall:
-        """The call of `attention` over pages of all tokens."""
-        batch = whole_pages(self.batch, self.gathered, self.kept)
-        return AttentionCall(self.q, self.k, self.v, batch, as_one_layer(self.spec))
+    def whole(self) -> tuple[Any, ...]:
+        """The operands of attention over pages of all tokens, of one layer."""
+        return *self[:3], whole_pages(self.batch, self.gathered, self.kept), self.spec._replace(layer=0)
 
 
-def _cost(call: GatheredCall, *, workload: Workload) -> Cost:
-    own: Cost = attention.cost(*call[:5], workload=workload)
-    return own + copied_cost(call.gathered)
+def over_gathered(attend: Operation) -> Operation:
+    """The operation `gathered_...`: an attention to the keys, or rows, of all ranks."""
+
+    def cost(call: GatheredCall, *, workload: Workload) -> Cost:
+        copied = call.gathered.nbytes
+        own: Cost = attend.cost(*call[:5], workload=workload)
+        return own + Cost(read=copied, written=copied)
+
+    def reference(call: GatheredCall) -> Any:
+        return attend.reference(*call.whole)
+
+    def kernels(call: GatheredCall) -> tuple[Any, ...]:
+        return (ATEN, *attend.bind("cuda").launches(*call.whole))
+
+    def scratch(call: GatheredCall) -> int:
+        """The whole pages, and what attention to them needs."""
+        return call.gathered.nbytes + attend.bind("cuda").scratch(*call.whole)
+
+    def on(device: str) -> Callable[[GatheredCall], Any]:
+        bound = attend.bind(device)
+        return lambda call: bound(*call.whole)
+
+    reference.__name__ = f"gathered_{attend.name}"
+    reference.__doc__ = f"`{attend.name}` to the keys of all ranks."
+    made = operation(cost, operands=GatheredCall, meta=lambda call: attend.meta(*call[:5]), reads_state=True)(reference)
+    made.implement("composed", "cpu")(on("cpu"))
+    made.implement("composed", "cuda", kernels=kernels, scratch=scratch)(on("cuda"))
+    return made
 
 
-@operation(_cost, operands=GatheredCall, reads_state=True)
-def gathered_attention(call: GatheredCall) -> Tensor:
-    """`attention` to the keys of all ranks."""
-    result: Tensor = attention.reference(*call.whole)
-    return result
-
-
-def _by(device: str) -> Callable[..., Tensor]:
-    attend = attention.bind(device)
-
-    def run(call: GatheredCall) -> Tensor:
-        result: Tensor = attend(*call.whole)
-        return result
-
-    return run
-
-
-def _kernels(call: GatheredCall) -> tuple[Any, ...]:
-    return (ATEN, *attention.bind("cuda").launches(*call.whole))
-
-
-def _scratch(call: GatheredCall) -> int:
-    """The whole pages, and what attention to them needs."""
-    return call.gathered.nbytes + attention.bind("cuda").scratch(*call.whole)
-
-
-gathered_attention.implement("composed", "cpu")(_by("cpu"))
-gathered_attention.implement("composed", "cuda", kernels=_kernels, scratch=_scratch)(_by("cuda"))
+gathered_attention = over_gathered(attention)

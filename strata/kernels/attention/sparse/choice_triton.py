@@ -6,23 +6,9 @@ from functools import partial
 
 import torch
 
-from strata.kernels.attention.varlen_triton import Tile, head_pad
-from strata.kernels.compile_case import CompileCase, by_type
+from strata.kernels.attention.query_tiles import queries_of_tile
+from strata.kernels.attention.varlen_triton import Tile
 from strata.kernels.triton_import import jit, tl
-
-
-@jit
-def sequence_of(tile, starts, sequences, TILE: tl.constexpr):
-    """Whose tile it is, of rows in tiles of TILE: sequence s begins with tile starts[s] // TILE + s."""
-    sequence = 0
-    beyond = sequences
-    while beyond - sequence > 1:
-        middle = (sequence + beyond) // 2
-        if tl.load(starts + middle) // TILE + middle <= tile:
-            sequence = middle
-        else:
-            beyond = middle
-    return sequence
 
 
 @jit
@@ -67,10 +53,7 @@ def pooled_scores_kernel(
     tile = tl.program_id(2)
     TILE_ROWS: tl.constexpr = ROWS // GROUP
     TILE_QUERIES: tl.constexpr = TILE_ROWS * STRIDE
-    sequence = sequence_of(tile, starts, sequences, TILE_QUERIES)
-    first = tl.load(starts + sequence)
-    new = tl.load(offsets + sequence + 1) - first
-    query_start = (tile - first // TILE_QUERIES - sequence) * TILE_QUERIES
+    sequence, first, new, query_start = queries_of_tile(tile, starts, offsets, 0, sequences, 0, TILE_QUERIES)
     if query_start >= new:
         return
     total = tl.load(lengths + sequence)
@@ -148,10 +131,7 @@ def kept_blocks_kernel(
     """
     at = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
-    sequence = sequence_of(at, starts, sequences, BLOCK)
-    first = tl.load(starts + sequence)
-    new = tl.load(offsets + sequence + 1) - first
-    query_start = (at - first // BLOCK - sequence) * BLOCK
+    sequence, first, new, query_start = queries_of_tile(at, starts, offsets, 0, sequences, 0, BLOCK)
     if query_start >= new:
         return
     total = tl.load(lengths + sequence)
@@ -209,40 +189,3 @@ def choice_warps(padded_blocks: int) -> int:
     """Of a program that chooses among so many blocks, which it has in registers: so many that none spills, whichever
     Triton compiles it."""
     return 4 if padded_blocks < 512 else 8 if padded_blocks < 4096 else 16
-
-
-def compile_cases() -> list[CompileCase]:
-    cases = []
-    bf16, fp32 = torch.bfloat16, torch.float32
-    for dtype, group, head_dim, page_size in (
-        (bf16, 4, 128, 16),
-        (bf16, 7, 80, 8),
-        (bf16, 16, 256, 16),
-        (fp32, 4, 128, 16),
-    ):
-        kind, tile = "fp32" if dtype == fp32 else "bf16", pooled_tile(head_dim, dtype)
-        signature = dict.fromkeys(("q", "k"), f"*{kind}:16")
-        signature |= by_type({"*fp32:16": "logs", "*i32": "starts offsets lengths tables"})
-        signature |= by_type({"i32": "sequences table_stride rows blocks least_keys", "i32:16": "q_stride"})
-        signature |= {"scale": "fp32"}
-        constants: dict[str, object] = {
-            "GROUP": group,
-            "HEAD_DIM": head_dim,
-            "HEAD_PAD": head_pad(head_dim),
-            "PAGE_SIZE": page_size,
-            "STRIDE": 16,
-            "BLOCK": 128,
-            "ROWS": tile.rows,
-            "COLUMNS": tile.keys,
-        }
-        name = f"pooled scores {kind} head_dim {head_dim} group {group} page_size {page_size}"
-        must = () if dtype == fp32 else ("wgmma.mma_async",)
-        cases.append(CompileCase(name, pooled_scores_kernel, signature, constants, tile.warps, tile.stages, must))
-    for blocks in (512, 1024, 4096, 8192):
-        signature = by_type({"*fp32:16": "logs", "*i32:16": "kept counts", "*i32": "starts offsets lengths"})
-        signature |= by_type({"i32": "sequences rows blocks least_keys", "fp32": "share"})
-        constants = {"GROUP": 4, "STRIDE": 16, "BLOCK": 128, "LOCAL": 2, "BLOCKS": blocks}
-        cases.append(
-            CompileCase(f"kept blocks of {blocks}", kept_blocks_kernel, signature, constants, choice_warps(blocks), 2)
-        )
-    return cases

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,10 +11,10 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.sparse import decodes_cuda
+from strata.kernels.attention.sparse.by_sequence import by_sequence, over_chosen
 from strata.kernels.attention.sparse.page_choice import PageChoice, chosen_pages, page_scores, write_bounds
-from strata.kernels.attention.spec import AttentionSpec, Sequences, SparseCall
+from strata.kernels.attention.spec import SparseCall
 from strata.kernels.op import operation
-from strata.kernels.state.paged import PagedKV
 from strata.kernels.triton_import import HAS_TRITON
 
 
@@ -46,56 +46,29 @@ def page_sparse_attention(call: SparseCall[PageChoice]) -> Tensor:
 
 
 def _attend(call: SparseCall[PageChoice], whole: Callable[..., Tensor]) -> Tensor:
-    """whole: `attention`, for sequences that see all keys."""
-    q, k, v, batch, spec, choice, sinks = call
-    pages = batch.pages
-    if pages is None:
-        return whole(*call.whole)
-    write_bounds(pages, batch.offsets, spec.layer)
-    out = torch.empty_like(q)
-    lengths = pages.lengths.tolist()
-    for sequence, (first, last) in enumerate(pairwise(batch.offsets.tolist())):
-        own, given = pages.sequences(sequence, sequence + 1), (q[first:last], k[first:last], v[first:last])
-        if last - first != 1 or lengths[sequence] <= choice.pages * pages.page_size:
-            offsets = batch.offsets[sequence : sequence + 2] - first
-            out[first:last] = whole(*given, Sequences(offsets, last - first, own), spec, sinks)
-        else:
-            out[first:last] = _decode(*given, own, lengths[sequence], spec, choice, sinks)
-    return out
+    if call.batch.pages is not None:
+        write_bounds(call.batch.pages, call.batch.offsets, call.spec.layer)
+    return by_sequence(call, whole, _decode)
 
 
-def _decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pages: PagedKV,
-    total: int,
-    spec: AttentionSpec,
-    choice: PageChoice,
-    sinks: Tensor | None,
-) -> Tensor:
-    """One token of one sequence: to each KV head that is a sequence of the chosen pages."""
-    out, size, group = torch.empty_like(q), pages.page_size, q.shape[1] // k.shape[1]
-    table = pages.tables[0, : -(-total // size)].long()
+def _decode(call: SparseCall[PageChoice], total: int) -> Tensor | None:
+    """One token of one sequence, over the pages that each KV head has chosen."""
+    q, k, pages, count = call.q, call.k, call.batch.pages, call.choice.pages
+    assert pages is not None
+    size, group = pages.page_size, q.shape[1] // k.shape[1]
+    if len(q) != 1 or total <= count * size:
+        return None
+    out, table = torch.empty_like(q), pages.tables[0, : -(-total // size)].long()
     precision = torch.promote_types(q.dtype, torch.float32)
-    length = torch.tensor([choice.pages * size - (-total % size)])
     for kv_head in range(k.shape[1]):
-        own, members = slice(kv_head, kv_head + 1), slice(kv_head * group, (kv_head + 1) * group)
-        bounds = pages.bounds[spec.layer][table][:, :, kv_head].to(precision)
-        used = chosen_pages(page_scores(q[0, members].to(precision) * spec.scale, bounds), choice.pages)
-        pools = [(pool[spec.layer][:, :, own],) for pool in (pages.keys, pages.values)]
-        seen = PagedKV(pools[0], pools[1], table[used][None], length, pages.slot_mapping)
-        part = Sequences(torch.tensor([0, 1]), 1, seen)
-        given = (q[:, members], k[:, own], v[:, own], part, spec._replace(layer=0))
-        out[:, members] = attention.reference(*given, None if sinks is None else sinks[members])
+        members = slice(kv_head * group, (kv_head + 1) * group)
+        bounds = pages.bounds[call.spec.layer][table][:, :, kv_head].to(precision)
+        used = chosen_pages(page_scores(q[0, members].to(precision) * call.spec.scale, bounds), count)
+        out[:, members] = over_chosen(call, kv_head, slice(0, 1), table[used], count * size - (-total % size))
     return out
 
 
-@page_sparse_attention.implement("pages", "cpu")
-def _on_cpu(call: SparseCall[PageChoice]) -> Tensor:
-    return _attend(call, attention.bind("cpu"))
-
-
+page_sparse_attention.implement("pages", "cpu")(partial(_attend, whole=attention.bind("cpu")))
 if HAS_TRITON:
     page_sparse_attention.implement("triton", "cuda", supports=decodes_cuda.supports, kernels=decodes_cuda.kernels)(
         decodes_cuda.attend

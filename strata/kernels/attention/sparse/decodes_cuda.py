@@ -85,14 +85,8 @@ def write_bounds(pages: PagedKV, offsets: Tensor, tokens: int, layer: int) -> No
     keys, size, sequences = pages.keys[layer], pages.page_size, offsets.shape[0] - 1
     kv_heads, head_dim = keys.shape[2:]
     page_bounds_kernel[(tokens // size + 2 * sequences, kv_heads)](
-        keys,
-        pages.bounds[layer],
-        offsets,
-        pages.lengths,
-        pages.tables,
-        sequences,
-        pages.tables.stride(0),
-        kv_heads,
+        *(keys, pages.bounds[layer], offsets, pages.lengths, pages.tables),
+        *(sequences, pages.tables.stride(0), kv_heads),
         HEAD_DIM=head_dim,
         HEAD_PAD=head_pad(head_dim),
         PAGE_SIZE=size,
@@ -123,15 +117,8 @@ def choose(q: Tensor, pages: PagedKV, spec: AttentionSpec, choice: PageChoice) -
     seen = torch.empty(sequences, dtype=torch.int32, device=q.device)
     programs = min(ceil_div(most, SCORED_PAGES), ceil_div(_SCORE_PROGRAMS, sequences * kv_heads))
     page_scores_kernel[(programs, kv_heads, sequences)](
-        q,
-        pages.bounds[spec.layer],
-        scores,
-        pages.lengths,
-        tables,
-        q.stride(0),
-        tables.stride(0),
-        most,
-        choice.pages * size,
+        *(q, pages.bounds[spec.layer], scores, pages.lengths, tables),
+        *(q.stride(0), tables.stride(0), most, choice.pages * size),
         GROUP=heads // kv_heads,
         HEAD_DIM=head_dim,
         HEAD_PAD=head_pad(head_dim),
@@ -141,13 +128,7 @@ def choose(q: Tensor, pages: PagedKV, spec: AttentionSpec, choice: PageChoice) -
     )
     places = max(_LEAST_PLACES, next_power_of_2(most))
     chosen_pages_kernel[(kv_heads, sequences)](
-        scores,
-        chosen,
-        seen,
-        pages.lengths,
-        tables,
-        tables.stride(0),
-        most,
+        *(scores, chosen, seen, pages.lengths, tables, tables.stride(0), most),
         COUNT=choice.pages,
         PAGE_SIZE=size,
         PLACES=places,

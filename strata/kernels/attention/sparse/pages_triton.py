@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.triton_import import jit, tl
 
 
@@ -164,20 +163,3 @@ BOUNDS_WARPS, SCORES_WARPS = 2, 4
 def choice_warps(places: int) -> int:
     """Of a program that chooses among so many pages, whose scores it has in registers."""
     return min(16, max(4, places // 512))
-
-
-def compile_cases() -> list[CompileCase]:
-    indices = {"*i32": "offsets lengths tables", "i32": "sequences table_stride kv_heads"}
-    shape: dict[str, object] = {"HEAD_DIM": 128, "HEAD_PAD": 128, "PAGE_SIZE": 16}
-    bounds = by_type({"*bf16:16": "keys bounds", **indices})
-    scores = by_type({"*bf16:16": "q bounds", "*fp32:16": "scores", "*i32": "lengths tables", "i32:16": "q_stride"})
-    scores |= by_type({"i32": "table_stride most kept_keys"})
-    chosen = by_type({"*fp32:16": "scores", "*i32:16": "chosen seen", "*i32": "lengths tables"})
-    chosen |= by_type({"i32": "table_stride most"})
-    sizes: dict[str, object] = {"COUNT": 128, "PAGE_SIZE": 16, "PLACES": 8192}
-    scored = {"GROUP": 4, "PAGES": SCORED_PAGES, **shape}
-    return [
-        CompileCase("page bounds", page_bounds_kernel, bounds, shape, BOUNDS_WARPS, 2),
-        CompileCase("page scores", page_scores_kernel, scores, scored, SCORES_WARPS, 2),
-        CompileCase("chosen pages of 8192", chosen_pages_kernel, chosen, sizes, choice_warps(8192), 2),
-    ]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from strata.kernels.attention import cuda as attention_cuda
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
+from strata.kernels.attention.cuda import SeenBlocks
 from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.attention.sparse.choice_triton import (
     choice_warps,
@@ -20,10 +21,8 @@ from strata.kernels.attention.sparse.choice_triton import (
     pooled_scores_kernel,
     pooled_tile,
 )
-from strata.kernels.attention.sparse.prompts_triton import block_sparse_attention_kernel, tile_queries
 from strata.kernels.attention.spec import AttentionSpec, PackedBatch, SparseCall
-from strata.kernels.attention.varlen_triton import LOG2_E, head_pad, mixed_tile
-from strata.kernels.device_limits import DeviceLimits
+from strata.kernels.attention.varlen_triton import LOG2_E, attention_kernel, head_pad
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.state.paged import PagedKV
 
@@ -44,7 +43,7 @@ def supports(call: SparseCall[BlockChoice]) -> bool:
 
 def kernels(call: SparseCall[BlockChoice]) -> tuple[Any, ...]:
     assert call.batch.pages is not None
-    prompts = (pooled_scores_kernel, kept_blocks_kernel, block_sparse_attention_kernel)
+    prompts = (pooled_scores_kernel, kept_blocks_kernel, attention_kernel)
     return (*attention_cuda.decode_kernels(call.whole, _decodes(call.batch.pages)), *prompts)
 
 
@@ -60,7 +59,7 @@ def scratch_bytes(tokens: int, most_keys: int, heads: int, kv_heads: int, choice
 
 
 def attend(call: SparseCall[BlockChoice]) -> Tensor:
-    q, k, _, batch, spec, choice, sinks = call
+    q, k, v, batch, spec, choice, sinks = call
     pages = batch.pages
     assert pages is not None
     parts, count, starts = pages.parts, _decodes(pages), batch.offsets
@@ -73,8 +72,8 @@ def attend(call: SparseCall[BlockChoice]) -> Tensor:
         queries, heads, head_dim = q[rows].flatten(1), q.shape[1], q.shape[2]
         decode_attention_cuda.decode(queries, heads, head_dim, decodes, spec, out=out[rows], sinks=sinks)
     if len(q) > count:
-        kept, counts = choose(q, k.shape[1], starts, batch, spec, choice)
-        _prompts(out, q, starts, batch, spec, choice, kept, counts, sinks)
+        blocks = SeenBlocks(*choose(q, k.shape[1], starts, batch, spec, choice), choice.block)
+        attention_cuda.prefill(out, q, k, v, starts, batch, spec, sinks=sinks, blocks=blocks)
     return out
 
 
@@ -95,20 +94,9 @@ def choose(
     queries = tile.rows // group * stride
     grid = (ceil_div(blocks * block // stride, tile.keys), kv_heads, tokens // queries + sequences)
     pooled_scores_kernel[grid](
-        q,
-        pages.keys[spec.layer],
-        logs,
-        starts,
-        batch.offsets,
-        pages.lengths,
-        pages.tables,
-        sequences,
-        spec.scale * LOG2_E / stride,
-        q.stride(0),
-        pages.tables.stride(0),
-        rows,
-        blocks,
-        choice.least_keys,
+        *(q, pages.keys[spec.layer], logs, starts, batch.offsets, pages.lengths, pages.tables),
+        *(sequences, spec.scale * LOG2_E / stride, q.stride(0), pages.tables.stride(0)),
+        *(rows, blocks, choice.least_keys),
         GROUP=group,
         HEAD_DIM=head_dim,
         HEAD_PAD=head_pad(head_dim),
@@ -124,17 +112,8 @@ def choose(
     kept = torch.empty((kv_heads, lists, blocks), dtype=torch.int32, device=q.device)
     counts = torch.zeros((kv_heads, lists), dtype=torch.int32, device=q.device)
     kept_blocks_kernel[(lists, kv_heads)](
-        logs,
-        kept,
-        counts,
-        starts,
-        batch.offsets,
-        pages.lengths,
-        sequences,
-        rows,
-        blocks,
-        choice.share,
-        choice.least_keys,
+        *(logs, kept, counts, starts, batch.offsets, pages.lengths),
+        *(sequences, rows, blocks, choice.share, choice.least_keys),
         GROUP=group,
         STRIDE=stride,
         BLOCK=block,
@@ -143,55 +122,3 @@ def choose(
         num_warps=choice_warps(padded),
     )
     return kept, counts
-
-
-def _prompts(
-    out: Tensor,
-    q: Tensor,
-    starts: Tensor,
-    batch: PackedBatch,
-    spec: AttentionSpec,
-    choice: BlockChoice,
-    kept: Tensor,
-    counts: Tensor,
-    sinks: Tensor | None,
-) -> None:
-    pages = batch.pages
-    assert pages is not None
-    (tokens, heads, head_dim), sequences = q.shape, batch.offsets.shape[0] - 1
-    kv_heads, lists, blocks = kept.shape
-    group = heads // kv_heads
-    tile = mixed_tile(head_dim, q.dtype, pages.page_size)
-    queries = tile_queries(tile, group, choice.block)
-    capped = DeviceLimits.of(q.device).capability >= (9, 0)  # as in `attention_cuda.prefill`
-    block_sparse_attention_kernel[(kv_heads, tokens // queries + sequences)](
-        q,
-        pages.keys[spec.layer],
-        pages.values[spec.layer],
-        out,
-        kept,
-        counts,
-        starts,
-        batch.offsets,
-        pages.lengths,
-        pages.tables,
-        q if sinks is None else sinks,
-        sequences,
-        spec.scale * LOG2_E,
-        q.stride(0),
-        pages.tables.stride(0),
-        blocks,
-        lists,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        HEAD_PAD=head_pad(head_dim),
-        PAGE_SIZE=pages.page_size,
-        SINKS=sinks is not None,
-        BLOCK=choice.block,
-        TILE_QUERIES=queries,
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.keys,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        maxnreg=tile.registers if capped else None,
-    )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from strata.graph.cudagraph import non_owning_view
-from strata.kernels.state.newest_tokens import newest_tokens
+from strata.kernels.state.gather_tables import newest_tokens
 
 pytestmark = pytest.mark.gpu
 
