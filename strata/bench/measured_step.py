@@ -23,7 +23,7 @@ from strata.engine.program.program import StepProgram
 from strata.engine.program.source import Target
 from strata.engine.runner import Runner
 from strata.engine.steps.runner_config import RunnerConfig
-from strata.graph.cost import work_of
+from strata.graph.walk import work_of
 from strata.hardware.replay import time_replayed
 from strata.hardware.roofline import Workload
 from strata.kernels.device_limits import DeviceLimits, implementations_for

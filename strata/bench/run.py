@@ -18,8 +18,8 @@ from strata.hardware.specs import recognize
 from strata.models.folder import folder_or_shape
 
 if TYPE_CHECKING:
+    from strata.cost.step_costs import StepCosts
     from strata.engine.llm import LLM
-    from strata.graph.cost import StepCosts
 
 # Where memory is short. The engine's own advice names options that `strata bench` does not have.
 _ADVICE = "take a smaller model, a --dtype of fewer bytes, or a machine with more memory"

@@ -9,16 +9,17 @@ from strata.cache.pool import PoolShape
 from strata.cache.state_pool import StateShape, meta_states
 from strata.cache.tables import BufferShape
 from strata.comm.mesh import Axis
+from strata.cost.step_costs import StepCosts, step_costs
+from strata.cost.step_floor import StepFloor
+from strata.cost.step_times import LINK, MESSAGE_SECONDS, DivisionTimes, StepTimes
 from strata.engine.engine_config import EngineConfig
 from strata.engine.program.program import StepProgram
 from strata.engine.program.sizes import LIBRARY_KEYS
 from strata.engine.ranks.token_division import TokenDivision
 from strata.engine.scheduling.room import StepTarget
-from strata.engine.scheduling.step_times import LINK, MESSAGE_SECONDS, DivisionTimes, StepTimes
-from strata.engine.watch.step_floor import StepFloor
 from strata.engine.watch.step_shares import StepShares
 from strata.graph.buffers import CUDA_BLOCK, BufferPlan, buffer_plan
-from strata.graph.cost import StepCosts, meta_indices, meta_pages, step_costs
+from strata.graph.walk import meta_indices, meta_pages
 from strata.hardware.figures import Device
 from strata.hardware.links import Link, link_of
 from strata.hardware.probe.device import device_of

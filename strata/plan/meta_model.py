@@ -12,6 +12,9 @@ from torch import fx
 from strata.cache.state_pool import meta_states
 from strata.cache.tables import BufferShape
 from strata.comm.mesh import Axis
+from strata.cost.attention_times import Attends, Prompts
+from strata.cost.nodes import NodeCost, node_costs
+from strata.cost.step_costs import StepCosts
 from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.plan import Chunk, Draw, PlanArrays, StepPlan
 from strata.engine.program.inputs import DivisionInputs, DrawStep, StepInputs
@@ -24,11 +27,10 @@ from strata.engine.step_cost import least_costs, token_division
 from strata.files.json_object import read_existing_object
 from strata.graph.buffers import CUDA_BLOCK, BufferPlan, buffer_plan
 from strata.graph.capture import capture, capture_head
-from strata.graph.cost import NodeCost, StepCosts, meta_indices, meta_pages, node_costs
+from strata.graph.walk import meta_indices, meta_pages
 from strata.hardware.figures import Device
 from strata.hardware.roofline import Workload
 from strata.kernels.attention.batch_parts import BatchParts
-from strata.kernels.attention.times import Attends, Prompts
 from strata.kernels.attention.virtual_sequences import Rows, VirtualSequences, fresh_rows
 from strata.kernels.device_limits import DeviceLimits, implementations_for
 from strata.models.batch import Batch

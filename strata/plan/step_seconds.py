@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from strata.cache.pages import SharedKeys
 from strata.cache.tables import BufferShape
+from strata.cost.evidence import evidence_of
+from strata.cost.predict import StepPredictor
 from strata.engine.program.program import StepChoice
-from strata.graph.predict import StepPredictor
-from strata.hardware.evidence import evidence_of
 from strata.hardware.figures import Device
 from strata.hardware.links import Link, link_of
 from strata.hardware.prediction import Prediction

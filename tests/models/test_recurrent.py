@@ -15,11 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from strata.cache.pool import PoolShape
 from strata.cache.state_pool import StateShape
+from strata.cost.nodes import node_costs
 from strata.engine.step_cost import least_costs
 from strata.graph.bind import bind
 from strata.graph.capture import capture
-from strata.graph.cost import meta_indices, node_costs
 from strata.graph.gather import gather_after_attention
+from strata.graph.walk import meta_indices
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.kernels.state.fixed import FixedStates

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from strata.comm.symmetric import imagined
-from strata.engine.watch.step_floor import StepFloor
-from strata.graph.cost import StepCosts, total
+from strata.cost.nodes import total
+from strata.cost.step_costs import StepCosts
+from strata.cost.step_floor import StepFloor
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.models.config import ModelConfig, config_from_dict

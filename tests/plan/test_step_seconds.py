@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from strata.graph.predict import HOST_SECONDS
+from strata.cost.predict import HOST_SECONDS
 from strata.hardware.figures import Device, Figure
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device

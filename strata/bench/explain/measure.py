@@ -21,7 +21,8 @@ from strata.bench.served.client import Load, ServedEngine
 from strata.bench.step_observers import StepMarks, observed, recorded_work
 from strata.bench.trace import OTHER, kind_of, read_trace
 from strata.bench.workloads import InferenceTest
-from strata.graph.cost import NodeCost, operation_counts
+from strata.cost.nodes import NodeCost
+from strata.graph.walk import operation_counts
 from strata.hardware.nvml import open_nvml
 from strata.hardware.telemetry import Summary, TelemetrySampler
 from strata.plan.explain.explanation import StepWork

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from strata.cache.block_tables import BlockTables
 from strata.cache.tables import BufferShape, Share, StepBuffer
+from strata.cost.step_times import StepTimes
 from strata.engine.plan import PlanArrays
-from strata.engine.scheduling.step_times import StepTimes
 
 CONTEXT_AXIS = "cp"
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
+from strata.cost.step_times import LAYER_SECONDS, MEMORY, PRODUCTS
 from strata.engine.engine_config import MAX_NUM_SEQS, EngineConfig
-from strata.engine.scheduling.step_times import LAYER_SECONDS, MEMORY, PRODUCTS
 from strata.engine.startup.memory import RankPart, RankPlace, divided_memory, listed_memory, rank_part
 from strata.hardware.figures import Device
 from strata.hardware.specs import recognize

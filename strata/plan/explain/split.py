@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from strata.graph.cost import NodeCost
+from strata.cost.nodes import NodeCost
 from strata.hardware.roofline import floor
 from strata.plan.explain.explanation import OperationTime, StepWork
 from strata.plan.explain.measurement import MeasuredStep, Measurement, recomputed

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from strata.comm.symmetric import imagined
+from strata.cost.nodes import NodeCost
 from strata.engine.ranks.token_division import CONTEXT_AXIS
-from strata.graph.cost import NodeCost
 from strata.hardware.prediction import ORIGINS, Prediction
 from strata.hardware.roofline import Floor, Workload
 from strata.kernels.quant.packed import multiplied_in

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from strata.comm.all_reduce_times import AllReduceTimes
-from strata.engine.scheduling.step_times import MEMORY, PRODUCTS
-from strata.graph.predict import StepPredictor
-from strata.hardware.evidence import evidence_of
+from strata.cost.all_reduce_times import AllReduceTimes
+from strata.cost.evidence import evidence_of
+from strata.cost.predict import StepPredictor
+from strata.cost.step_times import MEMORY, PRODUCTS
 from strata.hardware.figures import Device
 from strata.hardware.links import LINKS, Link, link_of
 from strata.hardware.prediction import Call

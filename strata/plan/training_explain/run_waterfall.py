@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from strata.cost.nodes import node_costs
 from strata.graph.capture import capture
-from strata.graph.cost import meta_indices, node_costs
+from strata.graph.walk import meta_indices
 from strata.hardware.roofline import Workload
 from strata.models.batch import Batch
 from strata.models.families import build

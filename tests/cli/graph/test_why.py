@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from strata.graph.cost import NodeCost
-from strata.graph.drawing.why import Why, why
+from strata.cost.drawing.why import Why, why
+from strata.cost.nodes import NodeCost
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.kernels import tuned

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from strata.graph.cost import operation_counts
+from strata.graph.walk import operation_counts
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.kernels.linear.packed.few_rows import MOST_ROUNDED_ROWS

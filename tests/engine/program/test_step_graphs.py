@@ -12,8 +12,8 @@ import torch
 
 import strata
 from strata.comm.symmetric import imagined
+from strata.cost.nodes import total
 from strata.engine.program.variants import fused_products_pay
-from strata.graph.cost import total
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.parallel.serving_shard import TENSOR_AXIS, RankShard

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata.cache.pool import PoolShape
-from strata.engine.scheduling.step_times import DivisionTimes, StepTimes
+from strata.cost.step_costs import StepCosts
+from strata.cost.step_times import DivisionTimes, StepTimes
 from strata.engine.step_cost import step_times
-from strata.graph.cost import StepCosts
 from strata.hardware.links import Link, link_of
 from strata.hardware.roofline import Cost, Workload
 from strata.hardware.specs import device

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from strata.cache.pages import SharedKeys
+from strata.cost.step_costs import StepCosts
+from strata.cost.step_floor import StepFloor
+from strata.cost.step_times import DivisionTimes, StepTimes
 from strata.engine.loop import StepTiming
 from strata.engine.plan import Chunk, Draw, StepPlan
 from strata.engine.scheduling.held import Held
-from strata.engine.scheduling.step_times import DivisionTimes, StepTimes
 from strata.engine.watch.request_times import StepSeconds
-from strata.engine.watch.step_floor import StepFloor
 from strata.engine.watch.step_shares import StepLook, StepShares
 from strata.engine.watch.step_window import Standings, StepWindow
 from strata.engine.watch.verdict import FINDINGS, Shares, standing
-from strata.graph.cost import StepCosts
 from strata.hardware.roofline import Floor, Workload, floor
 from strata.hardware.specs import device
 from strata.plan.meta_model import find_config, meta_model

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from strata.graph.predict import HOST_SECONDS
+from strata.cost.predict import HOST_SECONDS
 from strata.hardware.roofline import Workload
 from strata.hardware.roofline import floor as roofline_floor
 from strata.models.folder import folder_or_shape

@@ -11,7 +11,7 @@ from strata.hardware.links import HIDDEN, Link
 from strata.hardware.roofline import Cost, Workload
 
 if TYPE_CHECKING:
-    from strata.graph.cost import StepCosts
+    from strata.cost.step_costs import StepCosts
 
 # What kernels reach of the peaks that a device's maker states, as measured on an H200: 700 and 420 of 989 TFLOP/s, 3.6
 # of 4.8 TB/s. A layer takes longer than that by so much, because its eight kernels begin and end.

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from strata.cost.aiconfigurator import data_folder, imported_efficiencies
+from strata.cost.efficiency import EfficiencyTable
+from strata.cost.loan import Loan
 from strata.hardware import measured
-from strata.hardware.aiconfigurator import data_folder, imported_efficiencies
-from strata.hardware.efficiency import EfficiencyTable
 from strata.hardware.figures import Device
-from strata.hardware.loan import Loan
 from strata.hardware.prediction import Call
 from strata.hardware.probe.device import device_of, probed_calls
 from strata.hardware.probe.report import kept, newest

@@ -12,8 +12,9 @@ from typing import Any
 from rich.table import Table
 from torch import fx
 
-from strata.graph.cost import NodeCost, node_costs, placed_arguments, walk
-from strata.graph.draw import duration
+from strata.cost.draw import duration
+from strata.cost.nodes import NodeCost, node_costs
+from strata.graph.walk import placed_arguments, walk
 from strata.hardware.roofline import Workload
 from strata.kernels import tuned
 from strata.kernels.device_limits import DeviceLimits
