@@ -37,10 +37,9 @@ def html_page(plan: ServingPlan) -> str:
         lines = element("ul", *(element("li", one) for one in plan.refused))
         rows = _rows("in fewer bits", plan.packed) if plan.packed else Markup("")
         parts.append(section("In fewer bits", "Options of the command stand last. They change answers.", rows, lines))
-    if plan.found.blocked or plan.lacking():
-        lines = element("ul", *(element("li", one) for one in plan.lacking()))
-        rows = _rows("lacking", plan.found.blocked) if plan.found.blocked else Markup("")
-        parts.append(section("Not in Strata yet", "What it lacks stands last.", rows, lines))
+    if plan.found.blocked:
+        rows = _rows("lacking", plan.found.blocked)
+        parts.append(section("Not in Strata yet", "What it lacks stands last.", rows))
     sources = element("ul", *(element("li", one) for one in plan.sources))
     parts.append(section("Where the prediction comes from", "", sources))
     return document("How to serve it", title, subtitle, *parts)

@@ -26,13 +26,12 @@ from strata.plan.step_seconds import StepSeconds
 
 @dataclass(frozen=True)
 class PredictedEngine:
-    """shape: for the scheduler. prices: of steps. ledger: of the memory of its first rank. kv_bytes: of a token's keys
-    and values, on all ranks. sources: of what was measured of the device, in words."""
+    """shape: for the scheduler. prices: of steps. ledger: of the memory of its first rank. sources: of what was
+    measured of the device, in words."""
 
     shape: EngineShape
     prices: PredictedPrices
     ledger: Ledger
-    kv_bytes: int
     sources: tuple[str, ...]
 
 
@@ -66,6 +65,5 @@ def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -
     if sizes.states is not None or any(group.window is not None for group in sizes.groups):
         snapshots = None if sizes.states is None else ledger.snapshots
         shape = replace(shape, groups=sizes.groups, group_pages=ledger.group_pages, snapshots=snapshots)
-    kv_bytes = sum(group.shape.page_bytes for group in sizes.groups) // sizes.pool.page_tokens * asked.ranks
     prices = PredictedPrices(times, times.copy_seconds(ledger.state_bytes))
-    return PredictedEngine(shape, prices, ledger, kv_bytes, times.sources)
+    return PredictedEngine(shape, prices, ledger, times.sources)
