@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,27 +90,32 @@ def node_costs(
     known.
     """
     found, reads = [], Reads()
-    for called in walk(graph, argument):
-        node, operation, args, result = called
+    sizes = {name: one.numel() for name, one in graph.named_parameters(remove_duplicate=False)}
+    known: dict[Hashable, tuple[Any, ...]] = {}
+    for node, operation, args, result, alike in walk(graph, argument, shares=True):
         read = reads.look(node, args, works=operation is not None)
         if operation is None:
             continue
         first = result[0] if isinstance(result, tuple) else result
-        implementation, kernels = ("", ()) if limits is None else _run_by(node, args, limits)
+        if alike not in known:
+            ran = ("", ()) if limits is None else _run_by(node, args, limits)
+            backward = operation.backward_cost(*args, workload=workload) if gradients else Cost()
+            known[alike] = operation.cost(*args, workload=workload), *ran, backward
+        cost, implementation, kernels, backward = known[alike]
         found.append(
             NodeCost(
                 node.name,
                 operation.name,
                 node.meta["layer"],
                 node.meta["module"],
-                operation.cost(*args, workload=workload),
+                cost,
                 tuple(first.shape),
-                _parameter_sizes(graph, node),
+                {name: sizes[name] for one in node.all_input_nodes for name in one.meta.get("parameters", ())},
                 implementation,
                 kernels,
                 _weight_shape(node, operation, args),
                 *_packed_as(args),
-                operation.backward_cost(*args, workload=workload) if gradients else Cost(),
+                backward,
                 reads=tuple(one for one in read if one.kind != "cache" or _attends(operation)),
             )
         )
@@ -163,8 +168,3 @@ def _is_weight(argument: Any) -> bool:
     if isinstance(argument, PackedWeight):
         return True
     return isinstance(argument, fx.Node) and bool(argument.meta.get("parameters"))
-
-
-def _parameter_sizes(graph: fx.GraphModule, node: fx.Node) -> dict[str, int]:
-    names = [name for argument in node.all_input_nodes for name in argument.meta.get("parameters", ())]
-    return {name: graph.get_parameter(name).numel() for name in names}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -22,26 +22,34 @@ from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.torch_functions import TORCH_FUNCTIONS
 
+# Values that are what they say.
+_PLAIN = (int, float, str, torch.dtype, type(None))
 # They only change how the same memory is looked at.
 _VIEWS = {getattr, operator.getitem, "split_with_sizes", "narrow", "unflatten", "flatten", row_part, of_group}
 
 
 class Called(NamedTuple):
-    """A node that calls something, what it computes (see `work_of`), and what it was called with and returned."""
+    """A node that calls something, what it computes (see `work_of`), and what it was called with and returned.
+
+    alike: the same of nodes that do the same work with values of the same shapes; None of a view.
+    """
 
     node: fx.Node
     operation: Operation | None
     args: tuple[Any, ...]
     result: Any
+    alike: Hashable = None
 
 
-def walk(graph: fx.GraphModule, argument: Any) -> Iterator[Called]:
+def walk(graph: fx.GraphModule, argument: Any, *, shares: bool = False) -> Iterator[Called]:
     """Run a captured graph (merged and bound or not) on shapes.
 
-    argument: what it is called with, its tensors on the meta device; a plain tuple holds several. Raises
+    argument: what it is called with, its tensors on the meta device; a plain tuple holds several. shares: nodes
+    that are alike, as those of most layers are, return the same value, so that it is made once. Raises
     NotImplementedError, naming it, for a function whose cost is not known.
     """
     values: dict[fx.Node, Any] = {}
+    made: dict[Hashable, Any] = {}
     given = iter(argument if type(argument) is tuple else (argument,))
     for node in graph.graph.nodes:
         if node.op == "placeholder":
@@ -51,9 +59,13 @@ def walk(graph: fx.GraphModule, argument: Any) -> Iterator[Called]:
             values[node] = value.to("meta") if isinstance(value, Tensor) else value
         elif node.op != "output":
             args = fx.map_arg(node.args, values.__getitem__)
-            target, operation = node.target, work_of(node)
+            target, operation, alike = node.target, work_of(node), None
             if operation is not None:
-                values[node] = operation.meta(*args)
+                if shares:
+                    alike = id(operation), *map(_shape_of, args)
+                    if alike not in made:
+                        made[alike] = operation.meta(*args)
+                values[node] = made[alike] if shares else operation.meta(*args)
             elif target in _VIEWS:
                 view = getattr(Tensor, target) if isinstance(target, str) else target
                 values[node] = view(*args)
@@ -62,7 +74,18 @@ def walk(graph: fx.GraphModule, argument: Any) -> Iterator[Called]:
                 raise NotImplementedError(
                     f"the cost of {name!r} (in {node.meta['module'] or 'the model'}) is not known"
                 )
-            yield Called(node, operation, args, values[node])
+            yield Called(node, operation, args, values[node], alike)
+
+
+def _shape_of(value: Any) -> Hashable:
+    """What tells arguments on the meta device apart: of objects that hold tensors, which object it is."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, PackedWeight):
+        return value.scheme, *((name, _shape_of(tensor)) for name, tensor in value.tensors.items())
+    if isinstance(value, tuple | list):
+        return type(value), *map(_shape_of, value)
+    return (type(value), value) if isinstance(value, _PLAIN) else id(value)
 
 
 def work_of(node: fx.Node) -> Operation | None:

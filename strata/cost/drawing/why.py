@@ -74,7 +74,7 @@ def why(
     by its kernels. Raises ValueError, with the names there are, if there is none.
     """
     costs = {node.name: node for node in node_costs(graph, argument, workload, limits)}
-    for node, operation, args, _ in walk(graph, argument):
+    for node, operation, args, *_ in walk(graph, argument):
         bound = node.meta.get("bound")
         if operation is None or bound is None or asked not in _names(costs[node.name]):
             continue
