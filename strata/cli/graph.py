@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from strata.cost.drawing.why import Why
     from strata.cost.nodes import NodeCost
     from strata.cost.predict import StepPredictor
+    from strata.cost.step_model import StepNodes
+    from strata.engine.program.meta_model import MetaModel
     from strata.graph.buffers import BufferPlan
-    from strata.plan.meta_model import MetaModel, StepNodes
 
 # Beyond these, sizes of tensors no longer fit into 64 bits, or lengths of sequences into the memory.
 _MAX_TOKENS, _MAX_SEQUENCES = 10**8, 10**5
@@ -408,7 +409,7 @@ class PricedStep:
 def price(model: MetaModel, workload: Workload, spec: Device) -> PricedStep:
     """Cost every node of a step that samples one row a sequence."""
     from strata.cost.nodes import total
-    from strata.plan.step_seconds import StepSeconds
+    from strata.cost.step_model import StepSeconds
 
     times, step = StepSeconds(model, spec), model.step(workload)
     whole = floor(total(step.model).least, times.device, times.dtype, times.link)

@@ -18,11 +18,11 @@ import pytest
 from strata.bench.predictions.cases import PredictionCase, cases
 from strata.bench.predictions.errors import ErrorSummary
 from strata.cost import attention_times
+from strata.cost.step_model import StepSeconds
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.kernels.attention.decode_tile import DecodeTile, decode_tile
 from strata.plan.meta_model import find_config, meta_model
-from strata.plan.step_seconds import StepSeconds
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 BUDGET = 8192  # tokens of a step

@@ -10,12 +10,11 @@ import torch
 
 from strata.bench.run import Setup
 from strata.bench.workloads import InferenceTest
+from strata.cost.step_model import StepSeconds, dtype_name
 from strata.engine.engine_config import device_of
 from strata.parallel.serving_shard import RankShard
 from strata.plan.explain.ceilings import processor_device, steps_on_gpu, steps_on_processor
 from strata.plan.explain.measurement import EngineFacts
-from strata.plan.meta_model import dtype_name
-from strata.plan.step_seconds import StepSeconds
 
 if TYPE_CHECKING:
     from strata.engine.llm import LLM

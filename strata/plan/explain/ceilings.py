@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from strata.cost.step_model import StepSeconds
 from strata.engine.engine_config import MAX_NUM_SEQS
 from strata.hardware.figures import Device
 from strata.hardware.machine import cpu_name, processor
@@ -20,7 +21,6 @@ from strata.hardware.specs import DEVICES, recognize
 from strata.models.config import DTYPES, ModelConfig
 from strata.parallel.serving_shard import RankShard
 from strata.plan.meta_model import meta_model
-from strata.plan.step_seconds import StepSeconds
 
 # The name of this machine's, whichever it is.
 PROCESSOR = "cpu"

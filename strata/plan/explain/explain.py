@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from strata.cost.step_model import StepSeconds
 from strata.plan.explain.explanation import Explanation, Peaks, StepTime, Subject
 from strata.plan.explain.findings import Finding, RuleInput, findings
 from strata.plan.explain.measurement import EngineFacts, MeasuredStep, Measurement
 from strata.plan.explain.split import NameOf, operation_name
 from strata.plan.explain.waterfalls import Explained, of_latency, of_run, of_tail
 from strata.plan.explain.what_if import WhatIf
-from strata.plan.step_seconds import StepSeconds
 from strata.plan.waterfall import Part, Remedy, Verdict
 from strata.text.counted import counted
 

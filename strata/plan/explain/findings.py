@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from strata.cost.step_model import StepSeconds
 from strata.plan.explain.explanation import OperationTime
 from strata.plan.explain.measurement import Measurement, shared_prefix_tokens
 from strata.plan.explain.split import LAUNCHES, PROMPTS, TAKEN, split_steps
 from strata.plan.explain.waterfalls import QUEUEING, TOKENIZATION, Explained
 from strata.plan.explain.what_if import WhatIf
-from strata.plan.step_seconds import StepSeconds
 from strata.plan.waterfall import Cause, Layer, Remedy
 from strata.text.counted import counted
 

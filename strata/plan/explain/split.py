@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from strata.cost.nodes import NodeCost
+from strata.cost.step_model import StepNodes, StepSeconds
 from strata.hardware.roofline import floor
 from strata.plan.explain.explanation import OperationTime, StepWork
 from strata.plan.explain.measurement import MeasuredStep, Measurement, recomputed
-from strata.plan.meta_model import StepNodes
-from strata.plan.step_seconds import StepSeconds
 from strata.plan.waterfall import Cause, Part
 
 BOUNDS: Mapping[str, Cause] = {"compute": "compute", "memory": "memory", "communication": "communication"}

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from strata.cost.step_model import dtype_name
 from strata.engine.ledger import GIB
 from strata.hardware.figures import Device
 from strata.hardware.prediction import ORIGINS
 from strata.kernels.quant.packed import multiplied_in
 from strata.models.shapes import SHAPES
 from strata.models.weights import resolve_dtype
-from strata.plan.meta_model import dtype_name, find_config
+from strata.plan.meta_model import find_config
 from strata.plan.search.batching import LoadPoint
 from strata.plan.search.choice import ServingChoice, command, layer_product_flops, request_flops
 from strata.plan.search.layer_prices import StepPrice

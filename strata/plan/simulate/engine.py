@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from strata.comm.symmetric import imagined
+from strata.cost.step_model import StepSeconds
 from strata.engine.engine_config import EngineConfig
 from strata.engine.ledger import Ledger
 from strata.engine.scheduling.config import SchedulerConfig
@@ -21,7 +22,6 @@ from strata.parallel.serving_shard import TENSOR_AXIS
 from strata.plan.meta_model import engine_model
 from strata.plan.simulate.prices import PredictedPrices
 from strata.plan.simulate.replica import EngineShape
-from strata.plan.step_seconds import StepSeconds
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -
     target = None
     if asked.tpot_target_ms is not None:
         recorded = model.program.sizes.mixed_tokens
-        found = step_times(model.program, sizes.pool, device.product, max(recorded, default=0), sizes.states)
+        found = step_times(model, device.product, max(recorded, default=0))
         target = step_target(asked, found, recorded, sizes.recorded)
     scheduler = SchedulerConfig(asked.max_sequences, sizes.max_tokens, sizes.max_length, asked.seed or 0, target)
     shape = EngineShape(scheduler, ledger.pages, ledger.page_size, asked.enable_prefix_caching)

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from strata.cache.pool import PoolShape
 from strata.cost.step_costs import StepCosts
 from strata.cost.step_times import DivisionTimes, StepTimes
+from strata.engine.program.meta_model import MetaModel
 from strata.engine.step_cost import step_times
 from strata.hardware.links import Link, link_of
 from strata.hardware.roofline import Cost, Workload
 from strata.hardware.specs import device
 from strata.parallel.serving_shard import RankShard
-from strata.plan.meta_model import MetaModel, find_config, meta_model
+from strata.plan.meta_model import find_config, meta_model
 
 MS = 1e-3
 BY_HAND = StepTimes(step=1, weights=10, product=0.5, token=0.25, sequence=2, key=0.125, pair=0.0625)
@@ -176,7 +177,7 @@ def of(name: str, ranks: int = 1) -> StepTimes:
     recorded = {"0.6B": 5632}.get(name, 2048)
     model = model_of(name, ranks)
     overlapped = model.program.min_rows("overlapped_logits")
-    return StepTimes.of(model.step_costs(), device("h200"), "bfloat16", recorded, link, overlapped)
+    return StepTimes.of(model.step_costs, device("h200"), "bfloat16", recorded, link, overlapped)
 
 
 @pytest.mark.parametrize(
@@ -206,9 +207,8 @@ def test_attention_to_a_long_prefix_makes_chunks_short() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_engine_predicts_by_its_own_graphs_where_the_device_is_known(ranks: int) -> None:
-    graphs = model_of("0.6B", ranks).program
-    shape = PoolShape(28, 16, 8 // ranks, 128, torch.bfloat16)
-    assert step_times(graphs, shape, "NVIDIA H200", 5632) == of("0.6B", ranks)
-    assert step_times(graphs, shape, "NVIDIA T1000", 2048) is None
-    doubles = PoolShape(28, 16, 8 // ranks, 128, torch.float64)
-    assert step_times(graphs, doubles, "NVIDIA H200", 2048) is None
+    model = model_of("0.6B", ranks)
+    assert step_times(model, "NVIDIA H200", 5632) == of("0.6B", ranks)
+    assert step_times(model, "NVIDIA T1000", 2048) is None
+    doubles = model.of_sizes(pool=PoolShape(28, 16, 8 // ranks, 128, torch.float64))
+    assert step_times(doubles, "NVIDIA H200", 2048) is None

@@ -28,7 +28,7 @@ H200 = device("h200")
 
 @pytest.fixture(scope="module")
 def costs() -> StepCosts:
-    return meta_model(find_config("0.6B"), H200, torch.bfloat16).step_costs()
+    return meta_model(find_config("0.6B"), H200, torch.bfloat16).step_costs
 
 
 def plan(decodes: list[int], prompts: list[tuple[int, int]]) -> StepPlan:
