@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from strata.cost.attention_times import Attends
-from strata.cost.evidence import evidence_of
+from strata.cost.evidence import attainable, evidence_of
 from strata.cost.nodes import NodeCost
 from strata.cost.predict import StepPredictor
 from strata.cost.step_costs import StepCosts
@@ -109,8 +109,9 @@ class StepSeconds:
         alone = model.ranks == 1 and not model.splits_tokens
         self.link: Link | None = None if alone else link_of(self.device)
         table = tuned.read(self.device.product)
+        is_known = found.calls or table or model.limits is None
         predictor = StepPredictor.of(
-            self.device,
+            self.device if is_known else attainable(self.device),
             self.dtype,
             table,
             found.calls,
@@ -134,15 +135,23 @@ class StepSeconds:
         octave apart, and lie on the line between them."""
         if self.model.splits_tokens:
             return self.predict(workload).seconds
+        return max(self._parts(workload))
+
+    def on_device(self, workload: Workload) -> float:
+        """The same without waiting for the host."""
+        return self._parts(workload)[0]
+
+    def _parts(self, workload: Workload) -> tuple[float, float]:
+        """Seconds of the device, and of the host's launches."""
         choice = self.model.choose(workload)
         attention, size = self._attention(workload, choice), choice.size
         if size is not None:
-            key = _Kind(size, 1 in workload.new)
-            return self._base(key, workload).nodes + attention
+            base = self._base(_Kind(size, 1 in workload.new), workload)
+            return base.nodes + attention, base.launches
         (low, below), (high, above) = ((tokens, self._eager(workload, tokens)) for tokens in self._grid(workload))
         share = 0.0 if high == low else (workload.tokens - low) / (high - low)
         nodes = below.nodes + share * (above.nodes - below.nodes)
-        return max(nodes + attention, below.launches)
+        return nodes + attention, below.launches
 
     def saved(self, distinct: int, repeated: int) -> float:
         """Seconds that the decodes of a step take less because they share keys: of those that several read, `distinct`

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from strata.cache.tables import BufferShape
 from strata.comm.mesh import Axis
+from strata.cost.linear import linear
 from strata.cost.step_floor import StepFloor
-from strata.cost.step_model import dtype_name
+from strata.cost.step_model import StepSeconds, dtype_name
 from strata.cost.step_times import LINK, MESSAGE_SECONDS, DivisionTimes, StepTimes
 from strata.engine.engine_config import EngineConfig
 from strata.engine.program.meta_model import MetaModel
@@ -33,12 +34,12 @@ def step_times(model: MetaModel, product: str, recorded: int) -> StepTimes | Non
     device = recognize(product)
     if device is None:
         return None
-    costs, program = model.step_costs, model.program
+    program = replace(model.program, division=None)
+    overlapped = program.min_rows("overlapped_logits") if program.sends_by_copies else 0
     try:
-        overlapped = program.min_rows("overlapped_logits") if program.sends_by_copies else 0
-        link = _link(device) if costs.messages else None
-        return StepTimes.of(costs, device, dtype_name(model.dtype), recorded, link, overlapped)
-    except ValueError:  # no peak is recorded for the dtype
+        exact = StepSeconds(replace(model, program=program), device)
+        return linear(exact, model.sizes.max_tokens, model.sizes.max_sequences, recorded, overlapped)
+    except ValueError:  # no peak is recorded for the dtype, or no link
         return None
 
 

@@ -105,7 +105,7 @@ class TokenDivision:
         others += times.key * float(step.ends.sum()) + times.pair * pairs
         division = replace(times.division, recorded=tokens if recorded else 0)
         of_most = others * tokens / step.tokens
-        return division.total(times, tokens, of_most) < times.undivided(step.tokens, others)
+        return division.total(times, tokens, of_most) < times.undivided(step.tokens, others + times.prompts)
 
     def largest(self, max_tokens: int, max_sequences: int) -> BufferShape:
         """No share of a step of so many tokens and sequences needs more."""
