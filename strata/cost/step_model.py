@@ -15,7 +15,7 @@ from strata.cost.nodes import NodeCost
 from strata.cost.predict import StepPredictor
 from strata.cost.step_costs import StepCosts
 from strata.hardware.figures import Device
-from strata.hardware.links import Link, link_of
+from strata.hardware.links import LINKS, Link, link_of
 from strata.hardware.prediction import Prediction
 from strata.hardware.roofline import Cost, Floor, Workload, floor
 from strata.kernels import tuned
@@ -99,15 +99,17 @@ class StepSeconds:
     steps can be asked for.
     """
 
-    def __init__(self, model: CostedProgram, device: Device) -> None:
-        """Raises ValueError for a device without a peak for the model's dtype."""
+    def __init__(self, model: CostedProgram, device: Device, *, needs_link: bool = True) -> None:
+        """Raises ValueError for a device without a peak for the model's dtype, and for ranks without a known link,
+        whose messages take no time if it is not needed."""
         found = evidence_of(device)
         self.model = model
         self.device = found.device
         self.sources = found.sources
         self.dtype = dtype_name(model.dtype)
         alone = model.ranks == 1 and not model.splits_tokens
-        self.link: Link | None = None if alone else link_of(self.device)
+        has_link = needs_link or self.device.key in LINKS or self.device.known("link") is not None
+        self.link: Link | None = None if alone or not has_link else link_of(self.device)
         table = tuned.read(self.device.product)
         is_known = found.calls or table or model.limits is None
         predictor = StepPredictor.of(

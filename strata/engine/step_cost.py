@@ -37,9 +37,9 @@ def step_times(model: MetaModel, product: str, recorded: int) -> StepTimes | Non
     program = replace(model.program, division=None)
     overlapped = program.min_rows("overlapped_logits") if program.sends_by_copies else 0
     try:
-        exact = StepSeconds(replace(model, program=program), device)
+        exact = StepSeconds(replace(model, program=program), device, needs_link=False)
         return linear(exact, model.sizes.max_tokens, model.sizes.max_sequences, recorded, overlapped)
-    except ValueError:  # no peak is recorded for the dtype, or no link
+    except ValueError:  # no peak is recorded for the dtype
         return None
 
 

@@ -48,8 +48,8 @@ from strata.parallel.serving_shard import TENSOR_AXIS
 class Executor:
     """What runs plans, and what it was made of.
 
-    weights: those of `model`, which may change between steps. pool_shape: of the KV pages of all layers, which `groups`
-    divides. states: of layers that keep fixed ones. recorded: steps that replay CUDA graphs, and counts of those that
+    weights: those of `model`, which may change between steps. costed: its program on shapes. groups: of layers by
+    what they keep. recorded: steps that replay CUDA graphs, and counts of those that
     do not; None if none is to. own_kernels: the device runs them. kernels_are_ready: all variants of them have been
     compiled. experts: of this rank, where those of a mixture may move between ranks.
     """

@@ -168,3 +168,13 @@ def test_nothing_is_predicted_where_the_device_or_its_peak_is_not_known() -> Non
     assert step_times(model, "NVIDIA T1000", 2048) is None
     doubles = model.of_sizes(pool=PoolShape(28, 16, 8, 128, torch.float64))
     assert step_times(doubles, "NVIDIA H200", 2048) is None
+
+
+def test_messages_over_a_link_that_is_not_known_take_no_time() -> None:
+    config, card = find_config("0.6B").with_layers((0, 1)), device("rtx4090")
+    shard = RankShard.of(config, 2, 0)
+    two = step_times(meta_model(config, card, shard=shard), card.product, 8192)
+    one = step_times(meta_model(config, card), card.product, 8192)
+    assert one is not None
+    assert two is not None
+    assert two.total(4096, two.chunk(0, 4096)) < one.total(4096, one.chunk(0, 4096))
