@@ -34,10 +34,11 @@ def step_times(model: MetaModel, product: str, recorded: int) -> StepTimes | Non
     device = recognize(product)
     if device is None:
         return None
-    program = replace(model.program, division=None)
+    program = model.program
+    undivided = replace(model, program=replace(program, division=None)) if model.splits_tokens else model
     overlapped = program.min_rows("overlapped_logits") if program.sends_by_copies else 0
     try:
-        exact = StepSeconds(replace(model, program=program), device, needs_link=False)
+        exact = StepSeconds(undivided, device, needs_link=False)
         return linear(exact, model.sizes.max_tokens, model.sizes.max_sequences, recorded, overlapped)
     except ValueError:  # no peak is recorded for the dtype
         return None
