@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu_lines import GpuLines, gpu_arguments
 from strata.bench.measured_step import repeated
 from strata.bench.run import Setup, device_name, engine
+from strata.cost.step_model import StepSeconds
 from strata.engine.llm import LLM
 from strata.engine.plan import Chunk, Draw, NewSequence, StepPlan
 from strata.engine.runner import Runner
@@ -28,7 +29,6 @@ from strata.hardware.roofline import Workload
 from strata.hardware.specs import recognize
 from strata.models import weights
 from strata.plan.meta_model import meta_model
-from strata.plan.step_seconds import StepSeconds
 
 # Kernels by a part of their names, in this order.
 PARTS = (

@@ -39,13 +39,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"kernels", "files"},
     "parallel": {"comm", "models", "kernels"},
     "graph": {"hardware", "kernels", "comm"},
+    "cost": {"hardware", "kernels", "comm", "graph"},
     "cache": {"models", "kernels"},
-    "engine": {"cache", "graph", "parallel", "models", "text", "files", "comm", "kernels", "hardware"},
+    "engine": {"cache", "graph", "cost", "parallel", "models", "text", "files", "comm", "kernels", "hardware"},
     "serve": {"engine", "text", "files"},
-    "train": {"models", "parallel", "graph", "text", "files", "comm", "kernels", "hardware"},
-    "rl": {"engine", "train", "cache", "graph", "parallel", "models", "text", "files", "comm", "kernels", "hardware"},
-    "plan": {"hardware", "models", "parallel", "graph", "cache", "engine", "train", "text", "files", "comm", "kernels"},
+    "train": {"models", "parallel", "graph", "cost", "text", "files", "comm", "kernels", "hardware"},
 }
+MAY_IMPORT["rl"] = MAY_IMPORT["engine"] | MAY_IMPORT["train"] | {"engine", "train"}
+MAY_IMPORT["plan"] = MAY_IMPORT["rl"]
 MAY_IMPORT["bench"] = {*MAY_IMPORT}
 ALL_FLOORS = {*MAY_IMPORT, "cli"}
 MAX_LINES = 450

@@ -30,13 +30,13 @@ from strata.bench.explain.measure import BenchWorkload, measure, measured_steps
 from strata.bench.explain.predicted_steps import ideal_seconds, in_requested_dtype, predicted
 from strata.bench.result import provenance
 from strata.bench.run import Setup, engine
+from strata.cost.step_model import StepSeconds
 from strata.engine.llm import LLM
 from strata.hardware.machine import cpu_name
 from strata.models.shapes import SHAPES
 from strata.plan.explain.explain import explain
 from strata.plan.explain.explanation import Explanation
 from strata.plan.explain.measurement import MeasuredStep, Measurement
-from strata.plan.step_seconds import StepSeconds
 
 NEAR = 0.25  # of the actual gain
 # KV pages of each engine: several share a device, of which one alone would take nearly all; 7 GiB of 0.6B.

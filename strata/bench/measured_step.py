@@ -17,18 +17,19 @@ from torch import Tensor, fx
 from strata.cache.groups import pools
 from strata.cache.state_pool import StatePool
 from strata.cache.tables import BufferShape
+from strata.cost.step_model import dtype_name
 from strata.engine.engine_config import EngineConfig, EngineSizes
 from strata.engine.plan import Chunk, Draw, NewSequence, StepPlan, WindowEntries
+from strata.engine.program.meta_model import MetaModel
 from strata.engine.program.program import StepProgram
 from strata.engine.program.source import Target
 from strata.engine.runner import Runner
 from strata.engine.steps.runner_config import RunnerConfig
-from strata.graph.cost import work_of
+from strata.graph.walk import work_of
 from strata.hardware.replay import time_replayed
 from strata.hardware.roofline import Workload
 from strata.kernels.device_limits import DeviceLimits, implementations_for
 from strata.models import weights
-from strata.plan.meta_model import MetaModel, dtype_name
 
 _REPEATS = 7
 # For so long a step is repeated on a CPU: of seven short ones each may meet another process.

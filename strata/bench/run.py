@@ -18,8 +18,8 @@ from strata.hardware.specs import recognize
 from strata.models.folder import folder_or_shape
 
 if TYPE_CHECKING:
+    from strata.cost.step_costs import StepCosts
     from strata.engine.llm import LLM
-    from strata.graph.cost import StepCosts
 
 # Where memory is short. The engine's own advice names options that `strata bench` does not have.
 _ADVICE = "take a smaller model, a --dtype of fewer bytes, or a machine with more memory"
@@ -180,9 +180,10 @@ class CostsOn:
 
 def costs_on(setup: Setup, product: str) -> CostsOn | None:
     """By the cost of the model's graph; None if the device is no GPU of the database."""
+    from strata.cost.step_model import dtype_name
     from strata.models.config import DTYPES
     from strata.parallel.serving_shard import RankShard
-    from strata.plan.meta_model import dtype_name, find_config, meta_model
+    from strata.plan.meta_model import find_config, meta_model
 
     device = recognize(product)
     if device is None or device.cuda is None:
@@ -194,7 +195,7 @@ def costs_on(setup: Setup, product: str) -> CostsOn | None:
     dtype = DTYPES.get(setup.dtype)
     options = {name: getattr(setup, name) for name in ("deterministic", "quantization", "sparsity", "passes")}
     model = meta_model(config, device, dtype, shard, folder=setup.checkpoint, **options)
-    return CostsOn(model.step_costs(), device, dtype_name(model.dtype), link)
+    return CostsOn(model.step_costs, device, dtype_name(model.dtype), link)
 
 
 def device_name(llm: LLM) -> str:

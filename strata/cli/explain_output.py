@@ -65,7 +65,7 @@ def draw(found: Explanation) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from strata.graph.draw import duration
+    from strata.cost.draw import duration
     from strata.plan.report.page import ROUNDING
 
     # Ids of requests and paths of models are a user's: brackets in them are no markup.
@@ -104,7 +104,7 @@ def _operations(found: Sequence[OperationTime]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from strata.graph.draw import duration, quantity
+    from strata.cost.draw import duration, quantity
 
     table = Table(title="operations", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("")

@@ -22,13 +22,14 @@ from strata.text.counted import counted
 
 if TYPE_CHECKING:
     from strata.bench.measured_step import MeasuredNodes, Part
+    from strata.cost.draw import Row
+    from strata.cost.drawing.why import Why
+    from strata.cost.nodes import NodeCost
+    from strata.cost.predict import StepPredictor
+    from strata.cost.step_model import StepNodes
+    from strata.engine.program.meta_model import MetaModel
     from strata.graph.buffers import BufferPlan
-    from strata.graph.cost import NodeCost
-    from strata.graph.draw import Row
-    from strata.graph.drawing.why import Why
-    from strata.graph.predict import StepPredictor
     from strata.kernels.compiling.launched import LaunchedKernel
-    from strata.plan.meta_model import MetaModel, StepNodes
 
 # Beyond these, sizes of tensors no longer fit into 64 bits, or lengths of sequences into the memory.
 _MAX_TOKENS, _MAX_SEQUENCES = 10**8, 10**5
@@ -252,7 +253,7 @@ class PricedStep:
 
     @property
     def rows(self) -> dict[str, list[Row]]:
-        from strata.graph.draw import rows_by
+        from strata.cost.draw import rows_by
 
         model = self.step.model
         first = next(index for index, node in enumerate(model) if node.layer is not None)
@@ -287,8 +288,8 @@ class PricedStep:
         }
 
     def why(self, model: MetaModel, asked: str) -> Why:
-        """See `strata.graph.drawing.why.why`. Raises ValueError, too, for steps of which no kernels are known."""
-        from strata.graph.drawing.why import why
+        """See `strata.cost.drawing.why.why`. Raises ValueError, too, for steps of which no kernels are known."""
+        from strata.cost.drawing.why import why
         from strata.kernels import tuned
 
         if model.limits is None or self.buffers is None:
@@ -301,7 +302,7 @@ class PricedStep:
 
     def totals(self) -> dict[str, Any]:
         """Counts, bytes and seconds of the whole step."""
-        from strata.graph.cost import parameter_count, total
+        from strata.cost.nodes import parameter_count, total
 
         cost = total(self.nodes)
         return {
@@ -334,10 +335,10 @@ class PricedStep:
 
     def drawing(self, title: str, captured: list[NodeCost]) -> str:
         """An SVG of it beside the nodes of the model before the passes."""
-        from strata.graph.draw import duration
-        from strata.graph.drawing.boxes import boxes
-        from strata.graph.drawing.correspondence import correspondence
-        from strata.graph.drawing.page import Drawing
+        from strata.cost.draw import duration
+        from strata.cost.drawing.boxes import boxes
+        from strata.cost.drawing.correspondence import correspondence
+        from strata.cost.drawing.page import Drawing
 
         took = None if self.measured is None else self.measured.of("model")
         before = boxes(captured, self.device, self.dtype, self.link)
@@ -353,7 +354,7 @@ class PricedStep:
 
     def draw(self, title: str) -> None:
         from strata.bench.load.report import report_console
-        from strata.graph.draw import counts_table, duration, quantity, table
+        from strata.cost.draw import counts_table, duration, quantity, table
 
         console, totals, rows = report_console(), self.totals(), self.rows
         whole = totals["step_floor_s"]
@@ -368,7 +369,7 @@ class PricedStep:
             console.print(f"{counted(len(self.step.kernels), 'kernel')} with inputs and sampling")
         console.print(counts_table(self.captured, self.run))
         if self.launched is not None:
-            from strata.graph.drawing.why import occupancy_table
+            from strata.cost.drawing.why import occupancy_table
 
             tables.append(occupancy_table(self.launched))
         for one in tables:
@@ -405,7 +406,7 @@ class PricedStep:
 
     @property
     def _measured_note(self) -> str:
-        from strata.graph.draw import duration, share
+        from strata.cost.draw import duration, share
 
         assert self.measured is not None
         found = self.measured
@@ -419,7 +420,7 @@ class PricedStep:
 
     def _rates(self) -> list[tuple[str, Figure]]:
         """The ceilings that floors are made of, in words."""
-        from strata.graph.draw import quantity
+        from strata.cost.draw import quantity
 
         found = []
         for figure in (self.device.ceiling("compute", self.dtype), self.device.ceiling("bandwidth")):
@@ -432,8 +433,8 @@ class PricedStep:
 
 def price(model: MetaModel, workload: Workload, spec: Device) -> PricedStep:
     """Cost every node of a step that samples one row a sequence."""
-    from strata.graph.cost import total
-    from strata.plan.step_seconds import StepSeconds
+    from strata.cost.nodes import total
+    from strata.cost.step_model import StepSeconds
 
     times, step = StepSeconds(model, spec), model.step(workload)
     whole = floor(total(step.model).least, times.device, times.dtype, times.link)

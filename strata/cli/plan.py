@@ -51,9 +51,6 @@ def plan(
     sequence: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 8192,
     precision: Annotated[str, typer.Option(help="Of its layers: bf16, fp8-tensor, fp8-row.")] = "bf16",
     out: Annotated[Path | None, typer.Option(help="Write the run file of the training there.")] = None,
-    acceptance: Annotated[
-        float | None, typer.Option(min=0, max=0.99, help="Share of right guesses, to see what speculation would give.")
-    ] = None,
     svg: Annotated[
         Path | None, typer.Option(help="Draw tokens a second a device against those of a user (.svg).")
     ] = None,
@@ -73,7 +70,7 @@ def plan(
     in_bits = {"quantization": quantization, "kv-cache-dtype": None if kv_cache_dtype == "auto" else kv_cache_dtype}
     if batch_tokens is not None:
         serving = {"input-len": input_len, "output-len": output_len, "trace": trace, "ttft": ttft, "tpot": tpot}
-        serving |= {"cached": cached or None, "acceptance": acceptance, "svg": svg, "html": html}
+        serving |= {"cached": cached or None, "svg": svg, "html": html}
         if given := [f"--{name}" for name, value in {**serving, **in_bits}.items() if value is not None]:
             raise ValueError(f"{', '.join(given)}: for serving alone; leave out --train, or this")
         on = (device_to_plan(hardware), gpus, batch_tokens, sequence, gpus_per_host, network * GIGA, precision)
@@ -108,7 +105,7 @@ def plan(
     objectives = Objectives(*(None if value is None else value / 1e3 for value in (ttft, tpot)))
     file = folder_shape_or_file(model)
     asked, way, spec = Precision(quantization, kv_cache_dtype), network * GIGA, device_to_plan(hardware)
-    found = serving_plan(model, file, spec, gpus, traffic, objectives, gpus_per_host, way, price, acceptance, asked)
+    found = serving_plan(model, file, spec, gpus, traffic, objectives, gpus_per_host, way, price, asked)
     if svg is not None:
         svg.write_text(frontier_svg(found), encoding="utf-8")
     if html is not None:
@@ -215,10 +212,6 @@ def draw_plan(found: ServingPlan) -> None:
         print(_named("refused", line))
     if found.blocked:
         console.print(table("\nNot in Strata yet", found.blocked, _LACKS))
-    elif found.lacking():
-        console.print("\nNot in Strata yet", style="italic")
-    for line in found.lacking():
-        console.print(line, soft_wrap=True)
     console.print("analytic: share of a step's time that no measurement of the device tells", style="dim")
     for source in found.sources:
         console.print(f"from {source}", style="dim", soft_wrap=True)

@@ -57,10 +57,6 @@ def simulate(
         list[str] | None,
         typer.Option(help="ENGINE@SECONDS:DOWN: it ends then and serves again after DOWN (19) seconds; repeatable."),
     ] = None,
-    prefill_engines: Annotated[
-        int,
-        typer.Option(min=0, help="So many engines compute prompts alone and the others decode: not served yet."),
-    ] = 0,
     hardware: options.Hardware = "h200",
     device: options.HardwareBefore = None,
     data_parallel_size: Annotated[
@@ -100,11 +96,9 @@ def simulate(
     from strata.bench.load.simulated import SimulatedServer, simulate_loads
     from strata.bench.result import writable
     from strata.engine.engine_config import EngineConfig
-    from strata.hardware.links import link_of
     from strata.plan.meta_model import find_config
     from strata.plan.simulate.engine import predicted_engine
     from strata.plan.simulate.fleet import Fleet, FleetConfig
-    from strata.plan.simulate.handover import Handover
     from strata.plan.simulate.host import SERVER
     from strata.plan.simulate.request import SimulatedRequest
     from strata.plan.simulate.timeline import draw_timeline
@@ -153,11 +147,7 @@ def simulate(
     )
     failures = tuple(_failure(one) for one in fail or ())
     engine = predicted_engine(asked, config, spec)
-    handover = None
-    if prefill_engines:
-        link = link_of(spec)
-        handover = Handover(prefill_engines, link.start + link.latency, engine.kv_bytes, link.bandwidth)
-    whole = FleetConfig(engine.shape, data_parallel_size, None, failures, handover)
+    whole = FleetConfig(engine.shape, data_parallel_size, None, failures)
 
     def make(requests: Sequence[SimulatedRequest], concurrency: int | None, trees: bool) -> Fleet:
         shape = dataclasses.replace(engine.shape, caches=trees)
@@ -167,7 +157,7 @@ def simulate(
 
     longest_sequence = engine.shape.scheduler.max_length
     engines = data_parallel_size, tensor_parallel_size, longest_sequence, enable_prefix_caching, make
-    served = SimulatedServer(model, hardware, *engines, prefill_engines, failures)
+    served = SimulatedServer(model, hardware, *engines, failures)
     console, results = report_console(), []
     for result in simulate_loads(served, load):
         results.append(result)

@@ -209,12 +209,11 @@ def _step_shares(executor: Executor, device: torch.device) -> StepShares:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     times, program = None, executor.program
     if executor.own_kernels:
-        recorded = max(program.sizes.mixed_tokens, default=0)
-        times = step_times(program, executor.pool_shape, name, recorded, executor.states)
+        times = step_times(executor.costed, name, max(program.sizes.mixed_tokens, default=0))
         division = program.division
         if times is not None and division is not None and division.times is not None:
             times = replace(times, division=division.times.division)
-    return step_shares(program, executor.pool_shape, name, times, executor.states)
+    return step_shares(executor.costed, name, times)
 
 
 def _default_params(defaults: GenerationDefaults) -> SamplingParams:

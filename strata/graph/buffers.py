@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from strata.graph.cost import Called, placed_arguments, walk
+from strata.graph.walk import Called, placed_arguments, walk
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.fused import storage_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# Something measured: kind, dtype, shape, seconds (see `strata.hardware.efficiency.KINDS`).
+# Something measured: kind, dtype, shape, seconds (see `strata.cost.efficiency.KINDS`).
 Call = tuple[str, str, tuple[int, ...], float]
 # From the surest to the least sure.
 ORIGINS = ("measured", "interpolated", "analytic")

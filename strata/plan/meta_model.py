@@ -1,45 +1,27 @@
-"""A model named on the command line, on the meta device: its config, its graphs and its batches, without weights."""
+"""A model named on the command line, on the meta device: its config and its graphs, without weights."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
 
-from strata.cache.block_tables import table_pages
-from strata.cache.state_pool import meta_states
-from strata.cache.tables import BufferShape
 from strata.comm.mesh import Axis
+from strata.cost.step_model import dtype_name
 from strata.engine.engine_config import EngineConfig, EngineSizes
-from strata.engine.plan import Chunk, Draw, PlanArrays, StepPlan
-from strata.engine.program.inputs import DivisionInputs, DrawStep, StepInputs
-from strata.engine.program.program import StepChoice, StepProgram
-from strata.engine.program.shape import StepShape
+from strata.engine.program.meta_model import MetaModel
+from strata.engine.program.program import StepProgram
 from strata.engine.program.source import Target
-from strata.engine.recorded_steps import fresh_rows_of, gathered_rows_of
-from strata.engine.sampler import DrawInputs
-from strata.engine.step_cost import least_costs, token_division
+from strata.engine.step_cost import token_division
 from strata.files.json_object import read_existing_object
-from strata.graph.buffers import CUDA_BLOCK, BufferPlan, buffer_plan
-from strata.graph.capture import capture, capture_head
-from strata.graph.cost import NodeCost, StepCosts, meta_indices, meta_pages, node_costs
 from strata.hardware.figures import Device
-from strata.hardware.roofline import Workload
-from strata.kernels.attention.batch_parts import BatchParts
-from strata.kernels.attention.times import Attends, Prompts
-from strata.kernels.attention.virtual_sequences import Rows, VirtualSequences, fresh_rows, keys_in_blocks
 from strata.kernels.device_limits import DeviceLimits, implementations_for
-from strata.models.batch import Batch
 from strata.models.config import ModelConfig, config_from_dict, read_config
 from strata.models.families import build
 from strata.models.shapes import SHAPES
 from strata.parallel.serving_shard import RankShard
-
-# Operations that attend over pages of keys and values.
-_ATTENTIONS = ("attention", "decode_attention")
 
 
 def find_config(model: str) -> ModelConfig:
@@ -56,220 +38,6 @@ def find_config(model: str) -> ModelConfig:
         )
     values = read_existing_object(path)
     return config_from_dict(values, str(path))
-
-
-@dataclass(frozen=True)
-class StepNodes:
-    """What the nodes of one step cost, and what runs them.
-
-    graph: the name of the variant that computes the logits. inputs, model, draw: in the order in which they run.
-    recorded: whether the engine replays them from a CUDA graph. timed: all of them with what they
-    do at the size to which the step is padded, but for attention, to which padding brings no keys.
-    """
-
-    graph: str
-    inputs: list[NodeCost]
-    model: list[NodeCost]
-    draw: list[NodeCost]
-    recorded: bool
-    timed: list[NodeCost]
-
-    @property
-    def kernels(self) -> list[str]:
-        """The kernels of the step in order: those of Strata by name, a library's by the library."""
-        return [kernel for node in (*self.inputs, *self.model, *self.draw) for kernel in node.kernels]
-
-
-@dataclass(frozen=True)
-class MetaModel:
-    """A model without weights: the step program that an engine runs on a device that need not be here, and what its
-    steps are called with. config: of a rank its own. limits: None of a CPU. shard: of the rank whose share it is, where
-    several divide a model. deterministic: other kernels attend."""
-
-    config: ModelConfig
-    limits: DeviceLimits | None
-    program: StepProgram
-    sizes: EngineSizes
-    shard: RankShard | None = None
-    deterministic: bool = False
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.sizes.pool.dtype
-
-    def of_sizes(self, **changed: Any) -> MetaModel:
-        """The same graphs in an engine of other sizes, by the names of `EngineSizes`."""
-        sizes = replace(self.sizes, **changed)
-        return replace(self, sizes=sizes, program=self.program.replaying(sizes.recorded, sizes.prompt_keys))
-
-    def over_pages(self, rounded: torch.dtype | None) -> MetaModel:
-        """The same graphs over pages that keep keys and values in 8 bits; None: in the model's dtype."""
-        return self.of_sizes(pool=replace(self.sizes.pool, rounded=rounded))
-
-    def choose(self, workload: Workload) -> StepChoice:
-        """What a step runs that samples a row of each sequence, those of one token first."""
-        new, total, program = workload.new, workload.total, self.program
-        count, decodes = len(new), _decodes(workload)
-        if program.asks_sequences:
-            return program.choose(StepShape.of(PlanArrays(_plan(workload))))
-        behind = max((end - own for own, end in zip(new[decodes:], total[decodes:], strict=True)), default=0)
-        fresh = fresh_rows(new) if new == total else None
-        size = workload.tokens, count, count, count - decodes
-        keys = keys_in_blocks(total[decodes:])
-        return program.choose(StepShape(*size, decodes == count, fresh=fresh, behind=behind, prompt_keys=keys))
-
-    def _batch(self, workload: Workload, choice: StepChoice) -> Batch:
-        """What the graphs are called with in a step of that workload, one-token sequences first."""
-        shape, size = self.sizes.pool, choice.size
-        pages = meta_pages(
-            workload,
-            layers=shape.layers,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            dtype=shape.dtype,
-            page_size=shape.page_size,
-            rounded=shape.rounded,
-            kept=shape.kept,
-        )
-        if size is not None or choice.library:  # with as many pages as a sequence can have
-            most = table_pages(self.sizes.max_length, shape.page_tokens)
-            pages = replace(pages, tables=meta_indices(len(workload.new), most))
-        if max(workload.new) > 1 and workload.tokens < 1 << 31:  # as many as the device can count
-            indices = meta_indices(4, 1), meta_indices(2, 1), meta_indices(2, 1)
-            virtual = VirtualSequences(*indices, self._rows(choice)) if choice.library else None
-            decodes = _decodes(workload) if size is None else (0 if size.fresh else None)
-            begin = decodes is not None and workload.new[decodes:] == workload.total[decodes:]
-            parts = BatchParts(pages.lengths, pages.lengths, meta_indices(2), decodes, virtual, begin)
-            pages = replace(pages, parts=parts)
-        tokens = meta_indices(workload.tokens)
-        sequences = len(workload.new)
-        states = meta_states(self.sizes.states, sequences)
-        return Batch(tokens, tokens, meta_indices(sequences + 1), max(workload.new), pages, states=states)
-
-    def attends(self, workload: Workload, choice: StepChoice) -> Attends | None:
-        """What runs the attention of a step over pages; None where it is not known."""
-        known = self.limits is not None and not self.deterministic and self.dtype.itemsize == 2
-        if not known or self.config.latent is not None or not workload.tokens:
-            return None
-        kind: Prompts | None = None
-        size, sequences = choice.size, len(workload.new) if choice.size is None else choice.size.sequences
-        if max(workload.new) > 1:
-            kind = "pages" if choice.library else "tiles"
-            if size is None:
-                sequences = _decodes(workload)
-            elif size.fresh:
-                kind = "fresh"
-        config = self.config
-        return Attends(
-            config.num_heads, config.num_kv_heads, config.head_dim, self.dtype, sequences, config.longest, kind
-        )
-
-    def step(self, workload: Workload) -> StepNodes:
-        """A step that samples a row of each sequence: with filters if one rank recorded it, else without, as most are.
-
-        Its nodes cost what its own tokens do, and run the kernels of the size to which a recorded step is padded. Of a
-        step whose tokens ranks divide, they are those of the first rank's share, and its padding. How long a recorded
-        step takes follows from the size to which it is padded (`StepNodes.timed`).
-        """
-        choice, program = self.choose(workload), self.program
-        if choice.shape.share is not None:
-            return self._share(len(workload.new), choice)
-        size = choice.size
-        inputs = program.inputs(choice, missing=1 in workload.new)
-        draw = program.draw if size is None or program.part is not None else program.draw_filtered
-        steps = [(self._arguments(workload, len(workload.new), choice), workload)]
-        if size is not None:
-            filled = _padded(workload, size)
-            steps.append((self._arguments(filled, size.draws, choice), filled))
-
-        timed: list[NodeCost] = []
-        attends = self.attends(workload, choice)
-
-        def nodes(part: int) -> list[NodeCost]:
-            graph = (inputs, choice.variant.graph, draw)[part]
-            costed, *padded = (
-                [_attending(node, attends) for node in node_costs(graph, given[part], work, self.limits)]
-                for given, work in steps
-            )
-            ran = padded[0] if padded else costed
-            timed.extend(
-                replace(by, cost=node.cost) if node.cost.cached else by for node, by in zip(costed, ran, strict=True)
-            )
-            return [
-                replace(node, implementation=by.implementation, kernels=by.kernels)
-                for node, by in zip(costed, ran, strict=True)
-            ]
-
-        made, ran = nodes(0), nodes(1)
-        drawn = nodes(2) if program.head is not None else []
-        return StepNodes(choice.variant.name, made, ran, drawn, size is not None, timed)
-
-    def buffers(self, workload: Workload) -> BufferPlan | None:
-        """Of the graph of `called`; None where ranks divide a step's tokens."""
-        block = 1 if self.limits is None else CUDA_BLOCK
-        if self.choose(workload).shape.share is not None:
-            return None
-        return buffer_plan(*self.called(workload), self.limits, block)
-
-    def called(self, workload: Workload) -> tuple[fx.GraphModule, Any]:
-        """The graph that computes the logits of such a step, and what it is called with, padded if it is recorded."""
-        choice = self.choose(workload)
-        size = choice.size
-        filled = (workload, len(workload.new)) if size is None else (_padded(workload, size), size.draws)
-        return choice.variant.graph, self._arguments(*filled, choice)[1]
-
-    def captured(self, workload: Workload) -> list[NodeCost]:
-        """What the nodes of the model cost in that step before any pass, those of the head of a row a sequence."""
-        with torch.device("meta"):
-            model = build(self.config).to(self.dtype)
-        hidden = torch.empty(len(workload.new), self.config.hidden_size, dtype=self.dtype, device="meta")
-        batch = self._batch(workload, self.choose(workload)._replace(size=None, library=False))
-        return [*node_costs(capture(model), batch, workload), *node_costs(capture_head(model), hidden, workload)]
-
-    def _share(self, draws: int, choice: StepChoice) -> StepNodes:
-        """A rank's share of a step that samples so many rows."""
-        program, size, share = self.program, choice.size, choice.shape.share
-        assert share is not None
-        rows = share.rows if size is None else size.tokens
-        padding = (rows - share.tokens,) * (rows > share.tokens)
-        workload = Workload((*share.counts.tolist(), *padding), (*share.ends.tolist(), *padding))
-        inputs = program.inputs(choice, missing=1 in workload.new)
-
-        def nodes(drawn: int) -> list[list[NodeCost]]:
-            made, (batch, *chosen), draw = self._arguments(workload, drawn, choice)
-            pages = replace(batch.pages, slot_mapping=meta_indices(rows * len(share.shares)))
-            model = choice.variant.graph, (replace(batch, pages=pages), *chosen)
-            given = (inputs, made), model, (program.draw, draw)
-            return [node_costs(graph, one, workload, self.limits) for graph, one in given]
-
-        read, ran, drawn = nodes(draws)
-        padded = nodes(draws if size is None else size.draws)
-        name = choice.variant.name
-        return StepNodes(name, read, ran, drawn, size is not None, [node for part in padded for node in part])
-
-    def _rows(self, choice: StepChoice) -> Rows:
-        is_fresh = choice.size is not None and choice.size.fresh
-        return (fresh_rows_of if is_fresh else gathered_rows_of)(self.config.num_heads, self.sizes.pool)
-
-    def _arguments(self, workload: Workload, draws: int, choice: StepChoice) -> tuple[Any, ...]:
-        """What the graphs of a step are called with: inputs; logits, of so many rows; draw."""
-        batch, rows = self._batch(workload, choice), meta_indices(draws)
-        assert batch.pages is not None
-        tables = StepInputs(
-            batch.pages.tables, meta_indices(len(workload.new)), batch.offsets, batch.pages.lengths,
-            batch.pages.slot_mapping, batch.pages.page_size, batch.tokens, batch.tokens, rows,
-        )  # fmt: skip
-        floats = rows.new_empty(rows.shape, dtype=torch.float32)
-        sampled = DrawInputs(floats, rows.new_empty(rows.shape, dtype=torch.int64), rows, rows, floats, floats)
-        logits = torch.empty(draws, self.config.vocab_size, dtype=self.dtype, device="meta")
-        inputs: StepInputs | DivisionInputs = tables
-        if choice.library:
-            inputs = DivisionInputs(tables, meta_indices(2), self._rows(choice))
-        return inputs, (batch, *(rows for _ in choice.variant.inputs)), DrawStep(logits, sampled, rows, rows)
-
-    def step_costs(self) -> StepCosts:
-        """The least that steps of this model cost."""
-        return least_costs(self.program, self.sizes.pool, self.sizes.states)
 
 
 def meta_model(
@@ -314,11 +82,10 @@ def engine_model(
         packed=sizes.packing.planned,
     )
     program = StepProgram.of(model, asked, target, sizes)
-    if context is not None and limits is not None:
-        tokens = sizes.recorded_tokens, sizes.divided_tokens
-        division = token_division(program, sizes.pool, context, "cuda", limits.product, *tokens)
-        program = replace(program, division=division)
-    return MetaModel(own, limits, program, sizes, shard, asked.deterministic)
+    made = MetaModel(own, limits, program, sizes, shard, asked.deterministic)
+    if context is None or limits is None:
+        return made
+    return replace(made, program=replace(program, division=token_division(made, context, "cuda", limits.product)))
 
 
 def _asked(
@@ -343,33 +110,3 @@ def _asked(
     if context is not None:
         given["prefill_context_parallel_size"] = context.size
     return EngineConfig(str(folder or config.architecture), **given)
-
-
-def _plan(workload: Workload) -> StepPlan:
-    """A step that samples a row of each sequence."""
-    chunks = tuple(
-        Chunk(slot, slot, total - new, new, (Draw(slot, slot),), 0, ())
-        for slot, (new, total) in enumerate(zip(workload.new, workload.total, strict=True))
-    )
-    return StepPlan((), (), chunks, (), workload.tokens)
-
-
-def _attending(node: NodeCost, attends: Attends | None) -> NodeCost:
-    return replace(node, attends=attends) if node.operation in _ATTENTIONS else node
-
-
-def _decodes(workload: Workload) -> int:
-    """The sequences of one token that come first."""
-    return next((at for at, new in enumerate(workload.new) if new > 1), len(workload.new))
-
-
-def _padded(workload: Workload, size: BufferShape) -> Workload:
-    """A step with the padding of its recorded size, as the engine gives it to sequences of length 0."""
-    spare, tokens = size.sequences - len(workload.new), size.tokens - workload.tokens
-    more = (1,) * spare if size.tokens == size.sequences else (tokens, *(0,) * (spare - 1))
-    return Workload(workload.new + more, workload.total + more)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name under which the device database lists a dtype."""
-    return str(dtype).removeprefix("torch.")

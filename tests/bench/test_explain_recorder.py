@@ -15,11 +15,11 @@ from strata.bench.load.request_sets import EvenLengths
 from strata.bench.run import Setup
 from strata.bench.served.client import random_load
 from strata.bench.workloads import InferenceTest, random_prompts
+from strata.cost.step_model import StepSeconds
 from strata.plan.explain.measurement import Measurement
 from strata.plan.explain.split import split_steps
 from strata.plan.explain.waterfalls import of_latency
 from strata.plan.meta_model import meta_model
-from strata.plan.step_seconds import StepSeconds
 from tests.plan.explain.runs import DEVICE
 
 TEST = InferenceTest("small", random_prompts(3, 20), (5, 3, 4), temperature=0.0)

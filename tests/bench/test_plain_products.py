@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from strata.bench.explain.plain_products import product_here, unpacked_products
+from strata.cost.step_model import StepSeconds
 from strata.models.folder import folder_or_shape
 from strata.plan.explain.measurement import MeasuredStep, StepChunk
 from strata.plan.meta_model import find_config, meta_model
-from strata.plan.step_seconds import StepSeconds
 from tests.plan.explain.runs import DEVICE
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCABULARY = 256, 704, 8, 2, 32, 5, 4096

@@ -74,17 +74,15 @@ def test_it_is_said_where_predictions_come_from(trace: Path, tmp_path: Path, mon
     assert "nothing was measured of b200: all times are analytic" in unknown
 
 
-def test_failures_and_engines_for_prompts_alone_are_told(trace: Path) -> None:
+def test_failures_are_told(trace: Path) -> None:
     replayed = ("--dataset", str(trace), "--replay", "--data-parallel-size", "2")
     found = simulate("0.6B", *replayed, "--fail", "1@0.5:0.2", "--fail", "0@50")
     assert found.exit_code == 0, found.output
     (line,) = (one for one in found.stdout.splitlines() if one.startswith("simulated: "))
     words = "; engine 1 ends at 0.5 s for 0.2 s; engine 0 ends at 50 s for 19 s, behind the load; "
     assert line.startswith(f"simulated: 2 x h200{words}")
-    found = simulate("0.6B", *replayed, "--prefill-engines", "1")
-    assert "simulated: 2 x h200, of which 1 for prompts alone (Strata does not serve so yet)" in found.stdout
     values = json.loads(simulate("0.6B", *replayed, "--fail", "0@50", "--json").stdout)
-    assert (values["prefill_engines"], values["failures"]) == (0, [{"replica": 0, "at": 50.0, "down": 19.0}])
+    assert values["failures"] == [{"replica": 0, "at": 50.0, "down": 19.0}]
 
 
 def test_saturation_counts_what_was_completed() -> None:
@@ -109,7 +107,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is refused does not depend on what steps take."""
     shape = EngineShape(SchedulerConfig(256, 8192, 40960), 4000, 16, caches=True)
     prices: Any = None
-    made = engine.PredictedEngine(shape, prices, prices, 114688, ())
+    made = engine.PredictedEngine(shape, prices, prices, ())
     monkeypatch.setattr(engine, "predicted_engine", lambda *_: made)
 
 
@@ -129,7 +127,6 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--fail", "soon"), "give ENGINE@SECONDS or ENGINE@SECONDS:DOWN"),
         (("--fail", "0@1.2.3"), "give ENGINE@SECONDS or ENGINE@SECONDS:DOWN"),
         (("--fail", "3@1"), "engine 3 fails, but engines count from 0 to 0"),
-        (("--prefill-engines", "1"), "at least one other to decode"),
         (("--input-len", "50000"), "max_model_len is 40960"),
         (("--input-len", "1000000000000"), "max_model_len is 40960: lower --input-len or --output-len"),
         (("--dataset", "lognormal", "--longest", "1000000000000"), "max_model_len is 40960: lower --longest"),

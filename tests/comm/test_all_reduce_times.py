@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from strata.comm.all_reduce_times import ALGORITHMS, AllReduceTimes
 from strata.comm.cost import CollectiveCost, flagged_cost, one_shot_cost, tree_cost, two_shot_cost
+from strata.cost.all_reduce_times import ALGORITHMS, AllReduceTimes
 from strata.hardware import measured
 from strata.hardware.prediction import Call, Prediction
 

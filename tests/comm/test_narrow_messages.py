@@ -16,9 +16,9 @@ from strata.comm.mesh import Mesh
 from strata.comm.operations import Along
 from strata.engine.engine_config import EngineConfig
 from strata.engine.program.program import StepProgram
-from strata.graph.cost import operation_counts
 from strata.graph.ranks.hierarchical_sums import ACROSS_AXIS, INSIDE_AXIS
 from strata.graph.ranks.narrow_messages import NARROW_TOKENS, narrow_messages
+from strata.graph.walk import operation_counts
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.kernels.collective.rounded_parts import round_parts, sum_parts, widen_parts

@@ -13,9 +13,9 @@ from strata.comm import symmetric
 from strata.comm.launch import World
 from strata.comm.mesh import Axis, Mesh
 from strata.comm.operations import Along, all_gather, all_reduce, all_to_all, reduce_scatter
+from strata.cost.nodes import node_costs
 from strata.graph.bind import bind
 from strata.graph.capture import capture, operation_of
-from strata.graph.cost import node_costs
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.linear.linear import linear
 from tests.parallel.ranks import run_ranks

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from strata.cache.pool import PoolShape
 from strata.engine.ledger import activation_bytes
+from strata.engine.program.meta_model import MetaModel
 from strata.engine.startup.packing import Packing
-from strata.engine.step_cost import planned_buffers
 from strata.graph.bind import bind
 from strata.graph.buffers import CUDA_BLOCK, buffer_plan
 from strata.graph.capture import capture
@@ -24,7 +23,7 @@ from strata.hardware.specs import device
 from strata.models.config import config_from_dict
 from strata.models.families import FAMILIES, build
 from strata.models.shapes import SHAPES
-from strata.plan.meta_model import MetaModel, find_config, meta_model
+from strata.plan.meta_model import find_config, meta_model
 from tests.dummies import randomize
 from tests.engine.program.programs import step_program
 from tests.live_bytes import LiveBytes, tensors_of
@@ -138,7 +137,7 @@ def test_what_kernels_on_an_h200_allocate_is_what_was_planned(shape: str, quanti
 def test_the_largest_step_of_an_engine() -> None:
     """A prompt of 8B: gate and up, what comes of both, the residual and the angles of rotation."""
     model = meta_model(find_config("8B").with_layers((0, 1, 2)), device("h200"))
-    plan = planned_buffers(model.program, PoolShape.of(model.config, 16, model.dtype), None, 2048, 16, model.limits)
+    plan = model.planned_buffers(2048, 16)
     width, hidden, angles = 14336, 4096, 2 * 128 * 4
     assert plan.peak == 2048 * (2 * (2 * width + width + 2 * hidden) + angles)
     assert plan.scratch[plan.peak_place] == 2048 * 2 * 2 * width
@@ -151,7 +150,6 @@ def test_weights_that_products_turn_into_floats_are_in_the_ledger() -> None:
         packing = Packing.of("int4", build(config))
     assert packing.largest_in_floats(torch.bfloat16) == 2 * 2 * 14336 * 4096
     model = meta_model(config, device("h200"), quantization="int4")
-    shape = PoolShape.of(config, 16, model.dtype)
-    plan = planned_buffers(model.program, shape, None, 2048, 16, model.limits)
+    plan = model.planned_buffers(2048, 16)
     set_aside = activation_bytes(config, 2048, 16, model.dtype) + packing.largest_in_floats(model.dtype)
     assert activation_bytes(config, 2048, 16, model.dtype) < plan.peak < set_aside

@@ -10,9 +10,9 @@ import torch
 from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose
-from strata.graph.cost import operation_counts
 from strata.graph.fuse import fuse
 from strata.graph.merge import merge
+from strata.graph.walk import operation_counts
 from strata.models.config import config_from_dict
 from strata.models.families import build
 from tests.models.batches import packed, random_sequences

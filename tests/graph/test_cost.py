@@ -10,13 +10,15 @@ from rich.console import Console
 from torch import Tensor, fx, nn
 
 from strata.comm.operations import Along, all_gather, all_reduce
+from strata.cost.draw import duration, quantity, rows_by, table
+from strata.cost.nodes import node_costs, parameter_count, total
+from strata.cost.step_costs import step_costs
 from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose
-from strata.graph.cost import meta_indices, meta_pages, node_costs, parameter_count, step_costs, total
-from strata.graph.draw import duration, quantity, rows_by, table
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
+from strata.graph.walk import meta_indices, meta_pages
 from strata.hardware.links import link_of
 from strata.hardware.roofline import Workload, floor
 from strata.hardware.specs import device

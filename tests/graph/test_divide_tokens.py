@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from strata.comm.operations import Along
+from strata.cost.nodes import node_costs, total
 from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head, operation_of
 from strata.graph.compose import compose
-from strata.graph.cost import node_costs, total
 from strata.graph.fuse import fuse, fuse_gated_products
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge

@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from strata.cost.nodes import node_costs
 from strata.graph.capture import capture
-from strata.graph.cost import node_costs, operation_counts
 from strata.graph.fold import fold, fold_norm_weights
 from strata.graph.merge import merge
 from strata.graph.passes import ALL_PASSES
+from strata.graph.walk import operation_counts
 from strata.hardware.roofline import Workload
 from strata.kernels.norm.norm import rms_norm
 

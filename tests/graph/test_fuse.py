@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from strata.cost.nodes import node_costs, total
 from strata.graph.bind import bind
 from strata.graph.capture import capture
-from strata.graph.cost import meta_indices, meta_pages, node_costs, operation_counts, total
 from strata.graph.fuse import fuse
 from strata.graph.merge import merge
+from strata.graph.walk import meta_indices, meta_pages, operation_counts
 from strata.hardware.roofline import Workload
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.linear.embedding import embedding

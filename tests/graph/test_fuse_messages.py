@@ -10,15 +10,16 @@ from torch import fx
 from strata.comm.mesh import Axis
 from strata.comm.operations import Along
 from strata.comm.reduced_norm import all_reduce_add_rms_norm, linear_all_reduce_add_rms_norm
+from strata.cost.nodes import node_costs, total
 from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head, operation_of
 from strata.graph.compose import compose
-from strata.graph.cost import node_costs, operation_counts, total
 from strata.graph.fuse import fuse
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
 from strata.graph.ranks.fuse_messages import fuse_messages
 from strata.graph.ranks.fuse_sent_products import fuse_sent_products
+from strata.graph.walk import operation_counts
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.norm.norm import add_rms_norm
 from strata.kernels.quant.packed import pack

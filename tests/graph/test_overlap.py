@@ -12,16 +12,17 @@ from torch import Tensor, fx
 from strata.comm.mesh import Axis
 from strata.comm.operations import Along, all_reduce
 from strata.comm.under_way import finish_all_reduce, start_all_reduce
+from strata.cost.nodes import node_costs, total
 from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head, operation_of
 from strata.graph.compose import compose
-from strata.graph.cost import meta_indices, node_costs, operation_counts, total
 from strata.graph.fuse import fuse, fuse_gated_products
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
 from strata.graph.ranks.fuse_messages import fuse_messages
 from strata.graph.ranks.overlap import overlap
 from strata.graph.ranks.row_parts import AT_HALF, PARTS, RowDivision, most_rows, row_part
+from strata.graph.walk import meta_indices, operation_counts
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.linear.linear import linear
 from strata.kernels.op import Operation

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from strata.engine.engine_config import EngineConfig
-from strata.graph.cost import operation_counts
 from strata.graph.passes import PASSES, listing, passes_of
+from strata.graph.walk import operation_counts
 from strata.hardware.specs import device
 from strata.models.config import config_from_dict
 from strata.models.families import build

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from strata.graph.cost import NodeCost
-from strata.graph.predict import HOST_SECONDS, StepPredictor
+from strata.cost.attention_times import TIMES as ATTENTION_TIMES
+from strata.cost.loan import Loan
+from strata.cost.nodes import NodeCost
+from strata.cost.packed_times import TIMES
+from strata.cost.predict import HOST_SECONDS, StepPredictor
 from strata.hardware.figures import Device, Figure, Source, promised
 from strata.hardware.links import HIDDEN, Link
-from strata.hardware.loan import Loan
 from strata.hardware.prediction import Prediction
 from strata.hardware.roofline import Cost, Workload
 from strata.hardware.specs import device
 from strata.kernels import tuned
-from strata.kernels.attention.times import TIMES as ATTENTION_TIMES
-from strata.kernels.quant.packed_times import TIMES
 from strata.kernels.quant.schemes import SCHEMES
 from strata.kernels.tuned import Choice, Key, Table
 

@@ -11,13 +11,14 @@ from torch import Tensor, fx, nn
 
 from strata.comm.operations import Along
 from strata.comm.placement import Placement
+from strata.cost.nodes import node_costs
 from strata.graph.capture import capture, capture_head, operation_of
 from strata.graph.compose import compose
-from strata.graph.cost import node_costs, operation_counts
 from strata.graph.fuse import fuse
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
 from strata.graph.ranks.shard import shard
+from strata.graph.walk import operation_counts
 from strata.hardware.roofline import Workload
 from strata.kernels.linear.linear import linear
 from strata.kernels.norm.norm import rms_norm

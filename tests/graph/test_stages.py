@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from strata.comm.operations import Along
+from strata.cost.nodes import node_costs
 from strata.graph.capture import capture, operation_of
-from strata.graph.cost import node_costs, operation_counts
 from strata.graph.fuse import fuse
 from strata.graph.merge import merge
 from strata.graph.ranks.stages import exchange, stage
+from strata.graph.walk import operation_counts
 from strata.hardware.roofline import Workload
 from strata.kernels.state.paged import PagedKV
 from strata.models.batch import Batch

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from strata.hardware import aiconfigurator
-from strata.hardware.aiconfigurator import data_folder, imported_efficiencies
+from strata.cost import aiconfigurator
+from strata.cost.aiconfigurator import data_folder, imported_efficiencies
 from strata.hardware.prediction import Prediction
 from strata.hardware.specs import device
 

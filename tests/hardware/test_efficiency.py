@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.hardware.efficiency import KINDS, EfficiencyTable, attention_cost, product_cost
+from strata.cost.efficiency import KINDS, EfficiencyTable, attention_cost, product_cost
 from strata.hardware.figures import Device, Source, promised
 from strata.hardware.prediction import ORIGINS, Prediction
 from strata.hardware.roofline import Cost

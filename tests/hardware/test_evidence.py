@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from strata.hardware.evidence import evidence_of
+from strata.cost.evidence import evidence_of
 from strata.hardware.prediction import Prediction
 from strata.hardware.probe.report import file_of, keep
 from strata.hardware.specs import device

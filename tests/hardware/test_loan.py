@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from strata.cli.main import app
+from strata.cost.loan import Loan
 from strata.hardware.figures import Cuda
-from strata.hardware.loan import Loan
 from strata.hardware.measured import write
 from strata.hardware.prediction import Call
 from strata.hardware.specs import device

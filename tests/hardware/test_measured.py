@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from strata.hardware.efficiency import KINDS, EfficiencyTable
+from strata.cost.efficiency import KINDS, EfficiencyTable
 from strata.hardware.measured import path_of, read, write
 from strata.hardware.prediction import Call, FittedTimes
 from strata.hardware.specs import device

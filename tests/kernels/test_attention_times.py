@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from strata.cost.attention_times import Attends, AttentionTimes, GroupTimes
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.attention.times import Attends, AttentionTimes, GroupTimes
 
 # Sixteen heads over eight of keys, each of 128: 4,096 bytes of keys and values a token.
 ATTENDS = Attends(16, 8, 128, torch.bfloat16, 2, 40_000, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from strata.cache.pool import PoolShape
 from strata.cache.state_pool import StateShape
-from strata.engine.step_cost import least_costs
+from strata.cost.nodes import node_costs
 from strata.graph.bind import bind
 from strata.graph.capture import capture
-from strata.graph.cost import meta_indices, node_costs
 from strata.graph.gather import gather_after_attention
+from strata.graph.walk import meta_indices
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.kernels.state.fixed import FixedStates
@@ -268,8 +267,8 @@ def test_steps_are_priced_with_the_states_that_they_move(opened: Opened) -> None
     states = StateShape.of(FAMILIES[opened.config.architecture].states(opened.config), torch.float32)
     assert states is not None
     assert sum(node.cost.cached for node in nodes) == (3 + 2) * states.row_bytes
-    keys = least_costs(model.program, PoolShape.of(opened.config, 16, torch.float32), None).step(workload, 3)
-    assert model.step_costs().step(workload, 3).cached - keys.cached == (3 + 2) * states.row_bytes
+    keys = replace(model.step_costs, recurrences=()).step(workload, 3)
+    assert model.step_costs.step(workload, 3).cached - keys.cached == (3 + 2) * states.row_bytes
 
 
 def test_training_says_what_its_ranks_cannot_do(opened: Opened) -> None:

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from strata.cost.nodes import node_costs
+from strata.cost.step_costs import step_costs
 from strata.graph.capture import capture
-from strata.graph.cost import node_costs, operation_counts, step_costs
 from strata.graph.gather import gather_after_attention
 from strata.graph.ranks.shard import shard
+from strata.graph.walk import operation_counts
 from strata.hardware.roofline import Workload
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig

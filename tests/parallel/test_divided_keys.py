@@ -14,12 +14,13 @@ from torch import Tensor
 from strata.comm.launch import World
 from strata.comm.mesh import Mesh
 from strata.comm.operations import Along
+from strata.cost.nodes import node_costs, total
 from strata.engine.ranks.expert_balance import expert_tables
 from strata.engine.ranks.key_gathers import KeyGathers
 from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.graph.capture import capture
-from strata.graph.cost import node_costs, operation_counts, total
 from strata.graph.ranks.divide_keys import KeyDivision, divide_keys
+from strata.graph.walk import operation_counts
 from strata.hardware.roofline import Workload
 from strata.kernels.state.kept_keys import ALL_KEYS, ELSEWHERE, KeptKeys
 from strata.models.config import ModelConfig

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from strata.engine.program.program import StepProgram
 from strata.engine.program.source import MovingExperts
 from strata.graph.capture import operation_of
-from strata.graph.cost import operation_counts
+from strata.graph.walk import operation_counts
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig
 from strata.models.layers import CausalLM

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, fx
 
-from strata.graph.cost import operation_counts
+from strata.graph.walk import operation_counts
 from strata.models.config import ModelConfig, config_from_dict
 from strata.models.experts import stored_parameters
 from strata.models.families import FAMILIES

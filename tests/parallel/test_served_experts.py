@@ -14,13 +14,15 @@ from torch import Tensor, fx
 
 from strata.comm.launch import World
 from strata.comm.mesh import Mesh
+from strata.cost.nodes import node_costs
+from strata.cost.step_costs import step_costs
 from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose
-from strata.graph.cost import node_costs, operation_counts, step_costs
 from strata.graph.gather import gather_after_attention
 from strata.graph.ranks.shard import shard
+from strata.graph.walk import operation_counts
 from strata.hardware.roofline import Workload
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig

@@ -17,7 +17,6 @@ from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head, operation_of
 from strata.graph.compose import compose
-from strata.graph.cost import operation_counts
 from strata.graph.fuse import fuse, fuse_gated_products
 from strata.graph.fuse_attention import fuse_decode_attention
 from strata.graph.fuse_products import fuse_products
@@ -27,6 +26,7 @@ from strata.graph.ranks.fuse_messages import fuse_messages
 from strata.graph.ranks.fuse_sent_products import fuse_sent_products
 from strata.graph.ranks.overlap import SLOTS
 from strata.graph.ranks.shard import shard
+from strata.graph.walk import operation_counts
 from strata.models.config import ModelConfig
 from strata.parallel.serving_shard import RankShard
 from tests.engine.program.programs import replayed, step_program

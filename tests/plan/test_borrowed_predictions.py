@@ -17,12 +17,12 @@ import pytest
 
 from strata.bench.predictions.cases import cases
 from strata.bench.predictions.errors import ErrorSummary
+from strata.cost.step_model import StepSeconds
 from strata.hardware.probe.report import file_of
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.kernels.attention import decode_tile as decode_tile_module
 from strata.plan.meta_model import find_config, meta_model
-from strata.plan.step_seconds import StepSeconds
 from tests.plan.test_step_predictions import is_fitted, steps
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from strata.comm.symmetric import imagined
-from strata.engine.watch.step_floor import StepFloor
-from strata.graph.cost import StepCosts, total
+from strata.cost.nodes import total
+from strata.cost.step_costs import StepCosts
+from strata.cost.step_floor import StepFloor
+from strata.cost.step_model import StepSeconds
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.models.config import ModelConfig, config_from_dict
 from strata.parallel.serving_shard import RankShard
 from strata.plan.meta_model import find_config, meta_model
-from strata.plan.step_seconds import StepSeconds
 from tests.models.gpt_oss_checkpoints import GPT_OSS_CONFIGS
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 
@@ -26,7 +27,7 @@ RECURRENT_NODES, ATTENTIONS = ("state_space", "short_convolution"), ("attention"
 
 @pytest.fixture(scope="module")
 def costs() -> StepCosts:
-    return meta_model(find_config("30B-A3B"), device("h200")).step_costs()
+    return meta_model(find_config("30B-A3B"), device("h200")).step_costs
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -102,11 +103,11 @@ def test_decodes_read_and_write_their_fixed_states_however_long_they_are() -> No
         step = model.step(Workload((1,) * 5, (length,) * 5))
         assert sum(node.cost.cached for node in step.model) == 5 * 2 * row
     one, more = (
-        StepFloor.of(model.step_costs(), device("h200"), "bfloat16").of_step(count, count, keys, keys)
+        StepFloor.of(model.step_costs, device("h200"), "bfloat16").of_step(count, count, keys, keys)
         for count, keys in ((1, 9), (8, 9000))
     )
     bandwidth = device("h200").ceiling("bandwidth").value
-    assert more.memory - one.memory == pytest.approx(7 * (2 * row + model.step_costs().token_weights) / bandwidth)
+    assert more.memory - one.memory == pytest.approx(7 * (2 * row + model.step_costs.token_weights) / bandwidth)
 
 
 def test_prompts_of_a_hybrid_cost_what_their_tokens_and_states_do() -> None:
@@ -123,7 +124,7 @@ def test_prompts_of_a_hybrid_cost_what_their_tokens_and_states_do() -> None:
     assert {one.cost.cached for one in convolutions} == {(2 + 3) * tail}
     assert {one.cost.flops for one in spaces} == {13 * heads * (5 * head_dim * state_size + 3 * head_dim + 6)}
     assert {one.cost.flops for one in convolutions} == {13 * channels * (2 * 4 + 4)}
-    costs = model.step_costs()
+    costs = model.step_costs
     assert [layers for _, layers in costs.recurrences] == [2, 2]
     found = sorted((cost(workload) for cost, _ in costs.recurrences), key=lambda one: one.flops)
     assert found == [convolutions[0].cost, spaces[0].cost]
@@ -151,7 +152,7 @@ def test_prompts_of_a_hybrid_cost_what_their_tokens_and_states_do() -> None:
 def test_parameters_that_attentions_and_recurrences_read_count_once(config: ModelConfig) -> None:
     model = meta_model(config, device("h200"), torch.bfloat16)
     workload = Workload((1, 1), (30, 40))
-    assert total(model.step(workload).model).weights == model.step_costs().step(workload, 2).weights
+    assert total(model.step(workload).model).weights == model.step_costs.step(workload, 2).weights
 
 
 def test_a_step_that_ranks_divide_is_recorded_and_takes_little_more_than_its_part() -> None:

@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from strata.comm.network import Network
+from strata.cost.efficiency import product_cost
+from strata.cost.nodes import NodeCost, node_costs
+from strata.cost.step_costs import StepCosts, step_costs
 from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose
-from strata.graph.cost import NodeCost, StepCosts, meta_indices, meta_pages, node_costs, step_costs
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
-from strata.hardware.efficiency import product_cost
+from strata.graph.walk import meta_indices, meta_pages
 from strata.hardware.links import Link
 from strata.hardware.roofline import Cost, Workload, floor
 from strata.hardware.specs import device

@@ -17,12 +17,12 @@ import pytest
 
 from strata.bench.predictions.cases import PredictionCase, cases
 from strata.bench.predictions.errors import ErrorSummary
+from strata.cost import attention_times
+from strata.cost.step_model import StepSeconds
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
-from strata.kernels.attention import times
 from strata.kernels.attention.decode_tile import DecodeTile, decode_tile
 from strata.plan.meta_model import find_config, meta_model
-from strata.plan.step_seconds import StepSeconds
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 BUDGET = 8192  # tokens of a step
@@ -117,7 +117,7 @@ def test_groups_of_four_heads_are_about_as_well_predicted(monkeypatch: pytest.Mo
     def as_it_was(*shape: Any, some: bool) -> DecodeTile:
         return decode_tile(*shape)
 
-    monkeypatch.setattr(times, "decode_tile", as_it_was)
+    monkeypatch.setattr(attention_times, "decode_tile", as_it_was)
     lines = held_out(measured("h200_predictions_larger.jsonl", "8B"))
     decodes = ErrorSummary.of(errors_of("8B", [line for line in lines if line["kind"] == "decode"])["decode"])
     assert decodes.count >= 15

@@ -7,13 +7,13 @@ import random
 import pytest
 import torch
 
-from strata.graph.predict import HOST_SECONDS
+from strata.cost.predict import HOST_SECONDS
+from strata.cost.step_model import StepSeconds
 from strata.hardware.figures import Device, Figure
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.models.folder import folder_or_shape
 from strata.plan.meta_model import find_config, meta_model
-from strata.plan.step_seconds import StepSeconds
 
 
 @pytest.fixture(scope="module")

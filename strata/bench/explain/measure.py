@@ -21,7 +21,10 @@ from strata.bench.served.client import Load, ServedEngine
 from strata.bench.step_observers import StepMarks, observed, recorded_work
 from strata.bench.trace import OTHER, kind_of, read_trace
 from strata.bench.workloads import InferenceTest
-from strata.graph.cost import NodeCost, operation_counts
+from strata.cost.nodes import NodeCost
+from strata.cost.step_model import StepSeconds, dtype_name
+from strata.engine.program.meta_model import MetaModel
+from strata.graph.walk import operation_counts
 from strata.hardware.nvml import open_nvml
 from strata.hardware.telemetry import Summary, TelemetrySampler
 from strata.plan.explain.explanation import StepWork
@@ -33,8 +36,6 @@ from strata.plan.explain.measurement import (
     Measurement,
     TracedOperations,
 )
-from strata.plan.meta_model import dtype_name
-from strata.plan.step_seconds import StepSeconds
 
 if TYPE_CHECKING:
     from strata.engine.llm import LLM
@@ -192,6 +193,8 @@ def facts(llm: LLM, options: Mapping[str, Any], times: StepSeconds) -> EngineFac
     """How an engine is set up. options: that it was asked for."""
     engine = llm.engine
     config, ledger = engine.loop.scheduler.config, engine.ledger
+    planned = times.model
+    assert isinstance(planned, MetaModel)
     dtype = dtype_name(next(engine.model.parameters()).dtype)
     asked = str(options.get("dtype", "auto"))
     return EngineFacts(
@@ -206,7 +209,7 @@ def facts(llm: LLM, options: Mapping[str, Any], times: StepSeconds) -> EngineFac
         bool(options.get("enable_prefix_caching", True)),
         math.prod(int(options.get(name, 1)) for name in ("tensor_parallel_size", "pipeline_parallel_size")),
         operation_counts(engine.program.logits),
-        operation_counts(times.model.program.logits),
+        operation_counts(planned.program.logits),
     )
 
 

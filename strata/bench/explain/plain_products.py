@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from strata.cost.step_model import StepSeconds
 from strata.kernels.linear.linear import linear
 from strata.plan.explain.explanation import StepWork
 from strata.plan.explain.measurement import MeasuredStep, UnpackedProducts
 from strata.plan.explain.split import middle_step
-from strata.plan.step_seconds import StepSeconds
 
 # Calls of a product, of which the median counts.
 _CALLS = 5

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from strata.bench.run import Setup
 from strata.bench.workloads import InferenceTest
+from strata.cost.step_model import StepSeconds, dtype_name
 from strata.engine.engine_config import device_of
 from strata.hardware.figures import Device
 from strata.models.config import DTYPES
 from strata.parallel.serving_shard import RankShard
 from strata.plan.explain.ceilings import PROCESSOR, device_here
 from strata.plan.explain.measurement import EngineFacts
-from strata.plan.meta_model import dtype_name, meta_model
-from strata.plan.step_seconds import StepSeconds
+from strata.plan.meta_model import meta_model
 
 if TYPE_CHECKING:
     from strata.engine.llm import LLM

@@ -106,7 +106,8 @@ def _parts(q: Tensor, offsets: Tensor, pages: PagedKV) -> BatchParts:
     """One prompt, divided for cuDNN where the engine would."""
     bounds, virtual = torch.tensor([0, 1], dtype=torch.int32), None
     if q.is_cuda and why_no_plan(DeviceLimits.of(q.device), q.dtype, q.shape[2], PAGE_SIZE) is None:
-        rows = Rows(q.stride(0), q.stride(0), *[pages.keys[0].stride(1)] * 2)
+        row = pages.keys[0].stride(1)
+        rows = Rows(q.stride(0), q.stride(0), row, row)
         division = virtual_sequences(offsets, pages.lengths, bounds, rows)
         virtual = as_virtual_sequences(division, rows)
     return BatchParts(torch.zeros_like(pages.lengths), offsets[:1], bounds, 0, virtual)

@@ -31,8 +31,8 @@ _IDS = range(1, 50_000)
 @dataclass(frozen=True)
 class SimulatedResult(LoadResult):
     """As of a server, and of what: the device, how many engines of how many ranks each; preemptions of all engines, the
-    share of prompt tokens found in their prefix caches (None: none were looked up), and `timeline`. prefill_engines: as
-    many compute prompts alone. failures: of engines, as they were asked for."""
+    share of prompt tokens found in their prefix caches (None: none were looked up), and `timeline`. failures: of
+    engines, as they were asked for."""
 
     device: str
     engines: int
@@ -40,7 +40,6 @@ class SimulatedResult(LoadResult):
     preemptions: int
     prefix_hits: float | None
     timeline: tuple[Moment, ...]
-    prefill_engines: int
     failures: tuple[Failure, ...]
 
     def values(self) -> dict[str, Any]:
@@ -50,8 +49,6 @@ class SimulatedResult(LoadResult):
         """The same, and of what it is a simulation."""
         ranks = f" of {self.tensor_parallel_size} ranks" if self.tensor_parallel_size > 1 else ""
         words = f"simulated: {self.engines} x {self.device}{ranks}"
-        if self.prefill_engines:
-            words += f", of which {self.prefill_engines} for prompts alone (Strata does not serve so yet)"
         for one in self.failures:
             late = one.at >= self.figures.seconds
             words += f"; engine {one.replica} ends at {one.at:g} s for {one.down:g} s" + ", behind the load" * late
@@ -65,8 +62,8 @@ class SimulatedResult(LoadResult):
 @dataclass(frozen=True)
 class SimulatedServer:
     """What is simulated. make: a server with its engines, for requests, of which at most so many are under way; the
-    flag says whether to keep prefix trees, which cost memory. caches: whether its engines have any. prefill_engines,
-    failures: see `SimulatedResult`."""
+    flag says whether to keep prefix trees, which cost memory. caches: whether its engines have any. failures:
+    see `SimulatedResult`."""
 
     model: str
     device: str
@@ -75,7 +72,6 @@ class SimulatedServer:
     max_model_len: int
     caches: bool
     make: Callable[[Sequence[SimulatedRequest], int | None, bool], Fleet]
-    prefill_engines: int = 0
     failures: tuple[Failure, ...] = ()
 
 
@@ -117,7 +113,6 @@ def simulate_loads(served: SimulatedServer, config: LoadConfig) -> Iterator[Simu
             preemptions=sum(one.preemptions for one in counted),
             prefix_hits=sum(one.prefix_hits for one in counted) / queries if queries else None,
             timeline=tuple(fleet.timeline.moments),
-            prefill_engines=served.prefill_engines,
             failures=served.failures,
         )
         return fleet, result

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from strata.bench.explain.measure import BenchWorkload, facts, measured_steps
 from strata.bench.predictions.errors import StepError, step_errors
 from strata.bench.workloads import InferenceTest, random_prompts
-from strata.plan.step_seconds import StepSeconds
+from strata.cost.step_model import StepSeconds
 from strata.text.counted import counted
 
 if TYPE_CHECKING:

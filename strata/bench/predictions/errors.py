@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from strata.cost.step_model import StepSeconds
 from strata.hardware.prediction import ORIGINS
 from strata.hardware.roofline import Workload
 from strata.plan.explain.measurement import MeasuredStep
-from strata.plan.step_seconds import StepSeconds
 
 # What a device waits between two steps where the host is ahead; longer, and the step stands for itself.
 _BETWEEN = 200e-6

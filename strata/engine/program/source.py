@@ -19,7 +19,6 @@ from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.graph.bind import NO_AXES, bind
 from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose, copied
-from strata.graph.cost import operation_counts
 from strata.graph.count_experts import count_experts
 from strata.graph.fold import Folded, fold
 from strata.graph.fuse import fuse, fuse_gated_products
@@ -36,6 +35,7 @@ from strata.graph.ranks.shard import shard as shard_graph
 from strata.graph.ranks.slice_products import slice_products
 from strata.graph.ranks.stages import capture_stage, exchange, take_rows
 from strata.graph.sparsify_attention import select_pages, sparsify_attention
+from strata.graph.walk import operation_counts
 from strata.hardware.figures import Device
 from strata.kernels import tuned
 from strata.kernels.attention.sparse.block_choice import BlockChoice

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from strata.cache.block_tables import BlockTables
 from strata.cache.tables import BufferShape, Share, StepBuffer
+from strata.cost.step_times import StepTimes
 from strata.engine.plan import PlanArrays
-from strata.engine.scheduling.step_times import StepTimes
 from strata.kernels.attention.virtual_sequences import keys_in_blocks
 
 CONTEXT_AXIS = "cp"
@@ -106,7 +106,7 @@ class TokenDivision:
         others += times.key * float(step.ends.sum()) + times.pair * pairs
         division = replace(times.division, recorded=tokens if recorded else 0)
         of_most = others * tokens / step.tokens
-        return division.total(times, tokens, of_most) < times.undivided(step.tokens, others)
+        return division.total(times, tokens, of_most) < times.undivided(step.tokens, others + times.prompts)
 
     def largest(self, max_tokens: int, max_sequences: int) -> BufferShape:
         """No share of a step of so many tokens and sequences needs more."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from strata.engine.scheduling.step_times import StepTimes
+from strata.cost.step_times import StepTimes
 
 # What a server aims at unless it is told, in ms. Steps with decodes of 20: streams get 50 tokens a second, faster than
 # anyone reads, and prompts still fill most of a step (8B reads its weights in 4 ms). And prompts that are read within

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from strata.cache.groups import PageGroup, pools
-from strata.cache.pool import PoolShape
-from strata.cache.state_pool import StatePool, StateShape
+from strata.cache.state_pool import StatePool
 from strata.comm.mesh import Axis
 from strata.comm.peer_copies import with_peer_copies
 from strata.engine.embeddings.pooling import Pooler
 from strata.engine.engine_config import EngineConfig, EngineSizes, library_limit
 from strata.engine.faults import memory_explained
 from strata.engine.ledger import GIB, Ledger
+from strata.engine.program.meta_model import MetaModel
 from strata.engine.program.program import StepProgram
 from strata.engine.program.source import Target
 from strata.engine.ranks.expert_balance import RankExperts
@@ -32,7 +32,7 @@ from strata.engine.startup.library import has_library_plan, library_scales, with
 from strata.engine.startup.memory import RankPlace, overlapped_bytes, rank_memory, rank_part
 from strata.engine.startup.sequences import with_sequences
 from strata.engine.startup.sparse_attention import attention_choice
-from strata.engine.step_cost import planned_buffers, token_division
+from strata.engine.step_cost import token_division
 from strata.engine.steps.runner_config import RunnerConfig, planned_windows
 from strata.graph.buffers import BufferPlan
 from strata.graph.ranks.overlap import SLOTS
@@ -48,8 +48,8 @@ from strata.parallel.serving_shard import TENSOR_AXIS
 class Executor:
     """What runs plans, and what it was made of.
 
-    weights: those of `model`, which may change between steps. pool_shape: of the KV pages of all layers, which `groups`
-    divides. states: of layers that keep fixed ones. recorded: steps that replay CUDA graphs, and counts of those that
+    weights: those of `model`, which may change between steps. costed: its program on shapes. groups: of layers by
+    what they keep. recorded: steps that replay CUDA graphs, and counts of those that
     do not; None if none is to. own_kernels: the device runs them. kernels_are_ready: all variants of them have been
     compiled. experts: of this rank, where those of a mixture may move between ranks.
     """
@@ -60,9 +60,8 @@ class Executor:
     pooler: Pooler
     recorded: RecordedSteps | None
     ledger: Ledger
-    pool_shape: PoolShape
+    costed: MetaModel
     groups: tuple[PageGroup, ...]
-    states: StateShape | None
     max_tokens: int
     max_sequences: int
     max_length: int
@@ -148,7 +147,8 @@ def build_executor(
         program = StepProgram.of(model, asked, target, sizes)
         store.folded = program.folded
         largest = sizes.max_tokens, min(asked.max_sequences, sizes.max_tokens)
-        planned = planned_buffers(program, pool_shape, sizes.states, *largest, limits)
+        costed = MetaModel(own, limits, program, sizes, shard, asked.deterministic)
+        planned = costed.planned_buffers(*largest)
         ledger = replace(ledger, planned=planned.peak)
         details(planned_line(planned, ledger, sizes.max_tokens))
     with clock.phase("KV pages"), memory_explained("allocating the KV pages", ledger):
@@ -158,8 +158,7 @@ def build_executor(
     windows, heads = planned_windows(own, first), own.num_heads
     if context is not None and context.size > 1:
         product = DeviceLimits.of(device).product if own_kernels else None
-        tokens = sizes.recorded_tokens, sizes.divided_tokens
-        division = token_division(program, pool_shape, context, device.type, product, *tokens)
+        division = token_division(costed, context, device.type, product)
         program = replace(program, division=division.agreed(rank.least))
     stages = asked.pipeline_parallel_size
     runner_config = RunnerConfig(
@@ -202,9 +201,8 @@ def build_executor(
         pooler=Pooler(program.whole_prompts.forward, sizes.max_tokens, max_length, config.vocab_size, device, ledger),
         recorded=recorded,
         ledger=ledger,
-        pool_shape=pool_shape,
+        costed=replace(costed, program=runner.program),
         groups=sizes.groups,
-        states=sizes.states,
         max_tokens=sizes.max_tokens,
         max_sequences=asked.max_sequences,
         max_length=max_length,

@@ -6,14 +6,16 @@ from dataclasses import replace
 
 import torch
 
+from strata.cost.evidence import MEMORY, PRODUCTS
 from strata.engine.engine_config import MAX_NUM_SEQS, EngineConfig
-from strata.engine.scheduling.step_times import LAYER_SECONDS, MEMORY, PRODUCTS
 from strata.engine.startup.memory import RankPart, RankPlace, divided_memory, listed_memory, rank_part
 from strata.hardware.figures import Device
 from strata.hardware.specs import recognize
 from strata.kernels.device_limits import DeviceLimits
 from strata.models.config import ModelConfig
 
+# What a layer's eight kernels take longer than their work, because they begin and end.
+_LAYER_SECONDS = 35e-6
 # Tokens that each of them has on average: served prompts and answers are often shorter.
 _TOKENS = 448
 # Twice as many are chosen as long as that makes a step's tokens a second so much more.
@@ -63,7 +65,7 @@ def _gain(part: RankPart, device: Device, count: int) -> float:
     memory = device.ceiling("bandwidth", measured=False).value * MEMORY
     products = device.ceiling("compute", "bfloat16", measured=False).value * PRODUCTS
     each = 2 * sizes.parameters / products + (_TOKENS * token + 2 * state) / memory
-    step = part.config.num_layers * LAYER_SECONDS
+    step = part.config.num_layers * _LAYER_SECONDS
     return (step + count * each) / (step / 2 + count * each)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from strata.cost.step_floor import StepFloor
+from strata.cost.step_times import StepTimes
 from strata.engine.plan import RankPlans, StepPlan
-from strata.engine.scheduling.step_times import StepTimes
-from strata.engine.watch.step_floor import StepFloor
 from strata.hardware.roofline import Floor
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from strata.hardware.efficiency import EfficiencyTable
 from strata.hardware.figures import Device, Figure
 from strata.hardware.prediction import Call
 from strata.hardware.probe.ceiling import Ceiling
@@ -38,12 +37,6 @@ def device_of(report: ProbeReport) -> Device:
     names = {(one.quantity, one.dtype) for one in measured}
     kept = tuple(one for one in known.figures if not one.measured or (one.quantity, one.dtype) not in names)
     return Device(known.key, known.product, kept + measured, known.cuda, known.price_per_hour)
-
-
-def efficiencies(report: ProbeReport) -> EfficiencyTable:
-    """Utilization by shape from the report's products and prompts, by all threads of a CPU."""
-    calls = probed_calls(report).values()
-    return EfficiencyTable.of(device_of(report), (call for of_one in calls for call in of_one))
 
 
 def probed_calls(report: ProbeReport) -> dict[str, list[Call]]:

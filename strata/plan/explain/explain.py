@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from strata.cost.step_model import StepSeconds
 from strata.engine.watch.verdict import Remedy
 from strata.plan.explain.explanation import Explanation, Peaks, StepTime, Subject
 from strata.plan.explain.findings import RuleInput, findings
@@ -14,7 +15,6 @@ from strata.plan.explain.split import NameOf, operation_name
 from strata.plan.explain.verdict import Finding, ranked, verdict
 from strata.plan.explain.waterfalls import of_latency, of_run, of_tail
 from strata.plan.explain.what_if import WhatIf
-from strata.plan.step_seconds import StepSeconds
 from strata.text.counted import counted
 
 # Findings that a probe tries.

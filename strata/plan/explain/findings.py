@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from strata.cost.step_model import StepSeconds
 from strata.engine.watch.verdict import Cause, Remedy
 from strata.plan.explain.explanation import Explained
 from strata.plan.explain.measurement import Measurement, shared_prefix_tokens
@@ -14,7 +15,6 @@ from strata.plan.explain.split import LAUNCHES, PROMPTS, TAKEN, split_steps
 from strata.plan.explain.verdict import Finding, ranked
 from strata.plan.explain.waterfalls import QUEUEING, TOKENIZATION
 from strata.plan.explain.what_if import WhatIf
-from strata.plan.step_seconds import StepSeconds
 from strata.text.counted import counted
 
 # A tokenizer that is none of the bottleneck takes so long for a token, in seconds: what the tokenizers library does.

@@ -8,13 +8,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from strata.cost.nodes import NodeCost
+from strata.cost.step_model import StepNodes, StepSeconds
 from strata.engine.watch.verdict import Cause, Layer
-from strata.graph.cost import NodeCost
 from strata.hardware.roofline import floor
 from strata.plan.explain.explanation import OperationTime, Part, StepWork
 from strata.plan.explain.measurement import MeasuredStep, Measurement, recomputed
-from strata.plan.meta_model import StepNodes
-from strata.plan.step_seconds import StepSeconds
 
 BOUNDS: Mapping[str, Cause] = {"compute": "compute", "memory": "memory", "communication": "communication"}
 # Operations whose part of all is smaller are one part together.

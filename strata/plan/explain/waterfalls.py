@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
+from strata.cost.step_model import StepSeconds
 from strata.plan.explain.explanation import Explained, Part
 from strata.plan.explain.measurement import MeasuredStep, Measurement
 from strata.plan.explain.split import TAKEN, NameOf, StepSplit, operation_name, split_steps
 from strata.plan.explain.step_fit import StepFit
-from strata.plan.step_seconds import StepSeconds
 
 TOKENIZATION = "tokenization"
 BETWEEN = "host between steps"

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from strata.comm.symmetric import imagined
+from strata.cost.nodes import NodeCost
+from strata.cost.step_model import StepNodes
+from strata.engine.program.meta_model import MetaModel
 from strata.engine.ranks.token_division import CONTEXT_AXIS
-from strata.graph.cost import NodeCost
 from strata.hardware.prediction import ORIGINS, Prediction
 from strata.hardware.roofline import Floor, Workload
 from strata.kernels.quant.packed import multiplied_in
@@ -22,7 +24,7 @@ from strata.models.config import ModelConfig
 from strata.models.families import build
 from strata.models.weights import weight_bytes
 from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
-from strata.plan.meta_model import MetaModel, StepNodes, meta_model
+from strata.plan.meta_model import meta_model
 from strata.plan.search.layout import ServingLayout
 from strata.plan.search.machine import Machine
 from strata.plan.search.precision import AS_CHECKPOINT, Precision

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from strata.comm.all_reduce_times import AllReduceTimes
-from strata.engine.scheduling.step_times import MEMORY, PRODUCTS
-from strata.graph.predict import StepPredictor
-from strata.hardware.evidence import evidence_of
+from strata.cost.all_reduce_times import AllReduceTimes
+from strata.cost.evidence import MEMORY, PRODUCTS, STAND_IN, attainable, evidence_of
+from strata.cost.predict import StepPredictor
 from strata.hardware.figures import Device
 from strata.hardware.links import LINKS, Link, link_of
 from strata.hardware.prediction import Call
 from strata.hardware.specs import check_planned, device
 from strata.kernels import tuned
 
-# Whose kernels are looked at for a device that runs none of Strata's own, and whose launches and messages stand in
-# where a device's were not measured.
-STAND_IN = "h200"
 # A message from host to host; NCCL counts 2.7 to 9.6 us for InfiniBand (src/graph/tuning.cc, 2026).
 _NETWORK_LATENCY = 5e-6
 
@@ -50,7 +46,7 @@ class Machine:
         found = evidence_of(listed)
         known, sources = found.device, list(found.sources)
         if not found.calls and not table:
-            known = _attainable(known)
+            known = attainable(known)
             sources.append(
                 f"stated efficiency, {PRODUCTS:.0%} of the peak and {MEMORY:.0%} of the bandwidth, as kernels reach "
                 "on an H200: nothing was measured of this device"
@@ -85,19 +81,3 @@ class Machine:
         link = self.link(ranks)
         measured = self.sums if ranks <= self.per_host else ()
         return replace(self.predictor, link=link, sums=AllReduceTimes.of(measured, link.latency), ranks=ranks)
-
-
-def _attainable(known: Device) -> Device:
-    """With what kernels reach on an H200 as ceilings, and its times for what small kernels and steps take beside."""
-    shares = {"compute": PRODUCTS, "bandwidth": MEMORY}
-    best = [
-        replace(figure, value=figure.value * shares[figure.quantity], measured=True, source="stated efficiency")
-        for figure in known.figures
-        if figure.quantity in shares and not figure.sparse and not figure.measured
-    ]
-    stand_in = device(STAND_IN)
-    overheads = [figure for name in ("kernel", "step") if (figure := stand_in.known(name)) is not None]
-    missing = [figure for figure in overheads if known.known(figure.quantity) is None]
-    measured = {(figure.quantity, figure.dtype) for figure in known.figures if figure.measured}
-    best = [figure for figure in best if (figure.quantity, figure.dtype) not in measured]
-    return replace(known, figures=(*known.figures, *best, *missing))

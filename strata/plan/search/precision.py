@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
+from strata.cost.nodes import NodeCost
 from strata.engine.engine_config import KV_DTYPES, EngineConfig
 from strata.engine.startup.packing import Packing
-from strata.graph.cost import NodeCost
 from strata.hardware.roofline import Cost
 from strata.kernels.quant.packed import Scheme, pack
 from strata.kernels.quant.schemes import scheme_of

@@ -8,21 +8,20 @@ from typing import Any
 
 import torch
 
+from strata.cost.step_model import dtype_name
 from strata.engine.ledger import GIB
 from strata.hardware.figures import Device
 from strata.hardware.prediction import ORIGINS
 from strata.kernels.quant.packed import multiplied_in
 from strata.models.shapes import SHAPES
 from strata.models.weights import resolve_dtype
-from strata.plan.meta_model import dtype_name, find_config
+from strata.plan.meta_model import find_config
 from strata.plan.search.batching import LoadPoint
 from strata.plan.search.choice import ServingChoice, command, layer_product_flops, request_flops
 from strata.plan.search.layer_prices import StepPrice
 from strata.plan.search.machine import Machine
-from strata.plan.search.pools import Pools, best_pools
 from strata.plan.search.precision import AS_CHECKPOINT, Precision, stored_scheme
 from strata.plan.search.search import Question, Search, SearchResult
-from strata.plan.search.speculation import Speculation, best_speculation
 from strata.plan.search.traffic import Objectives, Traffic
 from strata.text.counted import counted
 
@@ -33,9 +32,8 @@ _SHOWN = 8
 @dataclass(frozen=True)
 class ServingPlan:
     """found: by the search. decode, mixed: steps of the best, of its decodes and with prompts beside them. price: of a
-    device an hour, None if it is not known. model_file: what the model was found as. pools, speculation: what Strata
-    lacks beside precisions and devices; None if there is none, or the user told no acceptance. at_rate: of the best's
-    engines at the rate of a trace; None without one, and if it is more than they serve.
+    device an hour, None if it is not known. model_file: what the model was found as. at_rate: of the best's engines at
+    the rate of a trace; None without one, and if it is more than they serve.
     """
 
     question: Question
@@ -44,8 +42,6 @@ class ServingPlan:
     mixed: StepPrice
     price: float | None
     model_file: str
-    pools: Pools | None
-    speculation: Speculation | None
     at_rate: LoadPoint | None
 
     @property
@@ -200,10 +196,6 @@ class ServingPlan:
         found.append(("predicted", shares))
         return found
 
-    def lacking(self) -> list[str]:
-        """What else Strata does not do yet, and what it would give."""
-        return [one.line for one in (self.pools, self.speculation) if one is not None]
-
     def to_dict(self) -> dict[str, Any]:
         asked, best = self.question, self.best
         objectives = asked.objectives
@@ -231,8 +223,6 @@ class ServingPlan:
             "trace_ttft_ms": None if self.at_rate is None else self.at_rate.ttft * 1e3,
             "trace_waiting_ms": None if self.at_rate is None else self.at_rate.waiting * 1e3,
             "trace_tpot_ms": None if self.at_rate is None or best.output <= 1 else self.at_rate.tpot * 1e3,
-            "pools_not_in_strata_yet": None if self.pools is None else self.pools.to_dict(),
-            "speculation_not_in_strata_yet": None if self.speculation is None else self.speculation.to_dict(),
             "sources": list(self.sources),
         }
 
@@ -247,14 +237,13 @@ def serving_plan(
     per_host: int,
     network: float,
     price: float | None,
-    acceptance: float | None = None,
     precision: Precision = AS_CHECKPOINT,
 ) -> ServingPlan:
     """Search, and price the steps of the best.
 
-    model: as it was named, model_file: where it was found. network: bytes/s. acceptance: of a guess of speculation,
-    None: without. precision: of the best. Raises ValueError for whatever cannot be:
-    a device without figures, requests that are longer than the model's, no room, objectives that nothing meets.
+    model: as it was named, model_file: where it was found. network: bytes/s. precision: of the best. Raises
+    ValueError for whatever cannot be: a device without figures, requests that are longer than the model's, no room,
+    objectives that nothing meets.
     """
     config = find_config(model_file)
     if traffic.longest > config.longest and not config.rope.grows:
@@ -273,7 +262,5 @@ def serving_plan(
     own = best.point.decoding / layout.stages / (layout.tensor if layout.own_tokens else 1)
     table, decodes = search.table(layout, best.settings.precision), max(1, round(own))
     decode, mixed = table.price(decodes, 0), table.price(decodes, max(2, round(best.point.chunk)))
-    pools = best_pools(search, [one for one, fits in search.fitting() if fits == precision])
-    speculation = None if acceptance is None else best_speculation(search, best, acceptance)
     at_rate = None if traffic.rate is None else search.at_rate(best, traffic.rate)
-    return ServingPlan(question, found, decode, mixed, price, model_file, pools, speculation, at_rate)
+    return ServingPlan(question, found, decode, mixed, price, model_file, at_rate)

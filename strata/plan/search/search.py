@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -16,7 +16,6 @@ from strata.engine.scheduling.room import SERVER_TPOT_MS
 from strata.models.config import ModelConfig
 from strata.plan.search.batching import Batching, LoadPoint, at_concurrency, at_rate
 from strata.plan.search.choice import ServingChoice, Settings
-from strata.plan.search.floors import Matrices, below_floors, min_step
 from strata.plan.search.layer_prices import LayerPrices
 from strata.plan.search.layout import ServingLayout, layouts
 from strata.plan.search.machine import Machine
@@ -81,7 +80,6 @@ class Search:
 
     def run(self) -> SearchResult:
         """Raises ValueError if the model fits on no layout of the devices, or none is quick enough."""
-        self._check_sizes()
         fitting = self.fitting()
         self._check_floors(fitting)
         seen = [choice for layout, precision in fitting for choice in self.choices(layout, precision)]
@@ -210,37 +208,13 @@ class Search:
             self._anchors[whole] = Anchors(prices, question.traffic, allowed, decodes)
         return self._anchors[whole]
 
-    def _check_sizes(self) -> None:
-        """Raises ValueError for objectives that no layout meets whatever runs it, which takes no graphs to know."""
-        question = self.question
-        pairs = [(layout, one) for layout in self._layouts(question.devices) for one in self.precisions]
-        matrices = Matrices.of(question.config)
-
-        def least(tokens: int) -> Iterator[tuple[float, Precision]]:
-            dtype, machine = question.dtype, question.machine
-            return ((min_step(matrices, dtype, machine, layout, one, tokens), one) for layout, one in pairs)
-
-        self._refuse(least)
-
     def _check_floors(self, fitting: list[tuple[ServingLayout, Precision]]) -> None:
         """Raises ValueError for objectives below the floor of a prompt, or of a token alone, on every layout."""
-
-        def least(tokens: int) -> Iterator[tuple[float, Precision]]:
-            step = (1, 0) if tokens == 1 else (0, tokens)
-            return ((self.table(layout, one).price(*step).bounds.seconds, one) for layout, one in fitting)
-
-        self._refuse(least)
-
-    def _refuse(self, least: Callable[[int], Iterator[tuple[float, Precision]]]) -> None:
-        """Raises ValueError for objectives below a floor. least: seconds of a step of so many tokens of a sequence, on
-        each layout in each precision."""
-        question, wanted = self.question, self.question.objectives
-        tokens = {"ttft": self._prompt, "tpot": 1}
-        floors = {
-            name: min(least(count), key=itemgetter(0))
-            for name, count in tokens.items()
-            if getattr(wanted, name) is not None
-        }
+        question, wanted, steps = self.question, self.question.objectives, {"ttft": (0, self._prompt), "tpot": (1, 0)}
+        floors: dict[str, tuple[float, Precision]] = {}
+        for name in (name for name in steps if getattr(wanted, name) is not None):
+            each = ((self.table(layout, one).price(*steps[name]).bounds.seconds, one) for layout, one in fitting)
+            floors[name] = min(each, key=itemgetter(0))
         where = f"{question.model} on {question.devices} x {question.machine.listed.key}"
         if (below := below_floors(wanted, floors, where)) is not None:
             raise ValueError(below)
@@ -356,6 +330,24 @@ def rank(choice: ServingChoice) -> tuple[int, float, int]:
     """What comes first is better: more tokens a second, and of those within half a percent the quickest request."""
     whole = choice.point.ttft + (choice.output - 1) * choice.point.tpot
     return -round(math.log(choice.tokens) / _ALIKE), whole, choice.settings.layout.ranks
+
+
+def below_floors(objectives: Objectives, floors: Mapping[str, tuple[float, Precision]], where: str) -> str | None:
+    """Which objectives nothing can meet, and what could, in words; None if none is below its floor. floors: seconds
+    and the precision that they are of, by the names of `Objectives`."""
+    wanted = {"ttft": objectives.ttft, "tpot": objectives.tpot}
+    below = [
+        (name, asked, *floors[name]) for name, asked in wanted.items() if asked is not None and asked < floors[name][0]
+    ]
+    if not below:
+        return None
+    asked = " and ".join(f"--{name} {value * 1e3:g}" for name, value, *_ in below)
+    least = " and ".join(f"{floor * 1e3:.3g} ms ({precision.name})" for *_, floor, precision in below)
+    are, floor = ("are", "floors") if len(below) > 1 else ("is", "floor")
+    return (
+        f"{asked} {are} below the {floor} of {where}, {least}: the devices read weights, compute and send no "
+        "faster; ask for more than that"
+    )
 
 
 def too_slow(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from strata.comm.symmetric import imagined
+from strata.cost.step_model import StepSeconds
 from strata.engine.engine_config import EngineConfig
 from strata.engine.ledger import Ledger
 from strata.engine.scheduling.config import SchedulerConfig
@@ -21,18 +22,16 @@ from strata.parallel.serving_shard import TENSOR_AXIS
 from strata.plan.meta_model import engine_model
 from strata.plan.simulate.prices import PredictedPrices
 from strata.plan.simulate.replica import EngineShape
-from strata.plan.step_seconds import StepSeconds
 
 
 @dataclass(frozen=True)
 class PredictedEngine:
-    """shape: for the scheduler. prices: of steps. ledger: of the memory of its first rank. kv_bytes: of a token's keys
-    and values, on all ranks. sources: of what was measured of the device, in words."""
+    """shape: for the scheduler. prices: of steps. ledger: of the memory of its first rank. sources: of what was
+    measured of the device, in words."""
 
     shape: EngineShape
     prices: PredictedPrices
     ledger: Ledger
-    kv_bytes: int
     sources: tuple[str, ...]
 
 
@@ -59,13 +58,12 @@ def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -
     target = None
     if asked.tpot_target_ms is not None:
         recorded = model.program.sizes.mixed_tokens
-        found = step_times(model.program, sizes.pool, device.product, max(recorded, default=0), sizes.states)
+        found = step_times(model, device.product, max(recorded, default=0))
         target = step_target(asked, found, recorded, sizes.recorded)
     scheduler = SchedulerConfig(asked.max_sequences, sizes.max_tokens, sizes.max_length, asked.seed or 0, target)
     shape = EngineShape(scheduler, ledger.pages, ledger.page_size, asked.enable_prefix_caching)
     if sizes.states is not None or any(group.window is not None for group in sizes.groups):
         snapshots = None if sizes.states is None else ledger.snapshots
         shape = replace(shape, groups=sizes.groups, group_pages=ledger.group_pages, snapshots=snapshots)
-    kv_bytes = sum(group.shape.page_bytes for group in sizes.groups) // sizes.pool.page_tokens * asked.ranks
     prices = PredictedPrices(times, times.copy_seconds(ledger.state_bytes))
-    return PredictedEngine(shape, prices, ledger, kv_bytes, times.sources)
+    return PredictedEngine(shape, prices, ledger, times.sources)

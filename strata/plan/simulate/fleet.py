@@ -14,11 +14,10 @@ from strata.engine.request import Request
 from strata.engine.routing.router import NoReplica, Route, Router
 from strata.engine.scheduling.scheduler import Scheduler
 from strata.engine.startup.clock import collector_off
-from strata.plan.simulate.handover import Handover, received_prices, received_shape
 from strata.plan.simulate.host import HostTimes
 from strata.plan.simulate.prices import StepPrices
 from strata.plan.simulate.replica import EngineShape, Replica, ReplicaJob
-from strata.plan.simulate.request import Outcomes, SimulatedRequest, blank_prompt, check_order, exactly
+from strata.plan.simulate.request import Outcomes, SimulatedRequest, check_order, exactly
 from strata.plan.simulate.timeline import SimulatedTimeline
 
 # How soon a server notices that an engine has ended, as measured (docs/faults.md).
@@ -36,15 +35,13 @@ class Failure:
 
 @dataclass(frozen=True)
 class FleetConfig:
-    """replicas: engines of `shape`. max_concurrency: most requests under way, None for no bound. handover: how the
-    first of the engines, which compute prompts alone, hand sequences to the others; None: all do both. in_runs: see
-    `Replica`."""
+    """replicas: engines of `shape`. max_concurrency: most requests under way, None for no bound. in_runs: as `Replica`
+    has it."""
 
     shape: EngineShape
     replicas: int
     max_concurrency: int | None = None
     failures: tuple[Failure, ...] = ()
-    handover: Handover | None = None
     in_runs: bool = True
 
     def __post_init__(self) -> None:
@@ -59,15 +56,6 @@ class FleetConfig:
                 raise ValueError(
                     f"engine {after.replica} fails at {after.at:g} s, but is down from {before.at:g} to {back:g} s"
                 )
-        if self.handover is not None and not 0 < self.handover.prefill < self.replicas:
-            raise ValueError(
-                f"{self.handover.prefill} of {self.replicas} engines compute prompts alone: at least one has to, and "
-                "at least one other to decode"
-            )
-        if self.handover is not None and self.shape.groups:
-            raise ValueError("engines that hand sequences on are simulated without windows and fixed states of layers")
-        if self.handover is not None and self.failures:
-            raise ValueError("engines that hand sequences on are simulated without failures")
 
 
 class Fleet:
@@ -85,11 +73,9 @@ class Fleet:
         self.outcomes = Outcomes(requests)
         self.timeline = SimulatedTimeline(config.replicas, config.replicas * config.shape.num_pages)
         self._config, self._prices, self._host, self._requests = config, prices, host, requests
-        self._prefill = 0 if config.handover is None else config.handover.prefill
         self._replicas = [self._engine(number) for number in range(config.replicas)]
         room = config.shape.num_pages * config.shape.page_size
-        self._router = Router([room] * (self._prefill or config.replicas))
-        self._decoders = Router([room] * (config.replicas - self._prefill)) if self._prefill else None
+        self._router = Router([room] * config.replicas)
         self._routes: dict[int, Route] = {}
         self._due = [math.inf] * config.replicas  # as which the next round of each is in the queue
         self._events: list[tuple[float, int, int, int]] = []  # time, order, kind, engine or request
@@ -152,8 +138,6 @@ class Fleet:
                 self._router.begun(self._routes[number])
         elif kind == _ENDED:
             self._end(number)
-        elif kind == _HANDED:
-            self._hand_over(number)
         elif kind == _FAIL:
             self._fail(self._config.failures[number])
         elif kind == _RECOVER:
@@ -171,15 +155,9 @@ class Fleet:
             self._give_up(number, str(error))
             return
         self._routes[number] = route
-        output = 1 if self._prefill else request.output_tokens
-        self._submit(route.replica, ReplicaJob(number, self._request(number, request.prompt, output)))
-
-    def _submit(self, engine: int, job: ReplicaJob) -> None:
-        self._replicas[engine].receive(self._now, job)
-        self._follow(engine)
-
-    def _request(self, number: int, prompt: tuple[int, ...], output: int) -> Request:
-        return Request(str(number), prompt, exactly(output), 0, self._requests[number].due)
+        engine_request = Request(str(number), request.prompt, exactly(request.output_tokens), 0, request.due)
+        self._replicas[route.replica].receive(self._now, ReplicaJob(number, engine_request))
+        self._follow(route.replica)
 
     def _told(self, job: ReplicaJob, heard: float, is_last: bool) -> None:
         """See `Told`."""
@@ -192,33 +170,8 @@ class Fleet:
             outcomes.last[number] = heard
             self._later(heard, _ENDED, number)
 
-    def _told_of_prompt(self, job: ReplicaJob, heard: float, is_last: bool) -> None:
-        """An engine that computes prompts alone has the first id of a request."""
-        handover, request = self._config.handover, self._requests[job.number]
-        assert handover is not None
-        self.outcomes.first[job.number] = heard
-        if request.output_tokens == 1:
-            self.outcomes.last[job.number] = heard
-            self._later(heard, _ENDED, job.number)
-        else:
-            self._later(heard + handover.seconds(len(request.prompt)), _HANDED, job.number)
-
-    def _hand_over(self, number: int) -> None:
-        """The keys and values of a prompt have come to the engines that decode."""
-        assert self._decoders is not None
-        self._router.ended(self._routes.pop(number))
-        prompt = blank_prompt(len(self._requests[number].prompt) + 1)
-        route = self._routes[number] = self._decoders.route(prompt, caches=False)
-        self._decoders.begun(route)
-        output = self._requests[number].output_tokens - 1
-        first = self.outcomes.first[number]
-        job = ReplicaJob(number, self._request(number, prompt, output), first, first)
-        self._submit(self._prefill + route.replica, job)
-
     def _end(self, number: int) -> None:
-        route = self._routes.pop(number)
-        has_decoded = self._decoders is not None and self._requests[number].output_tokens > 1
-        (self._decoders if has_decoded and self._decoders is not None else self._router).ended(route)
+        self._router.ended(self._routes.pop(number))
         self._leave()
 
     def _give_up(self, number: int, why: str) -> None:
@@ -249,13 +202,9 @@ class Fleet:
                 self._later(self._now + NOTICED_SECONDS, _NOTICED, job.number)
 
     def _engine(self, number: int) -> Replica:
-        shape, prices, told = self._config.shape, self._prices, self._told
-        if self._prefill and number < self._prefill:
-            told = self._told_of_prompt
-        elif self._prefill:
-            shape, prices = received_shape(shape), received_prices(prices)
+        shape, intervals = self._config.shape, self.outcomes.intervals
         shape = replace(shape, scheduler=replace(shape.scheduler, seed=number))
-        return Replica(shape, prices, self._host, self.outcomes.intervals, told, in_runs=self._config.in_runs)
+        return Replica(shape, self._prices, self._host, intervals, self._told, in_runs=self._config.in_runs)
 
     def _follow(self, engine: int) -> None:
         """An engine has done something: when is it due again, and how does it stand."""
@@ -276,4 +225,4 @@ class Fleet:
         heappush(self._events, (time, next(self._order), kind, number))
 
 
-_ROUND, _ARRIVE, _NOTICED, _BEGUN, _ENDED, _HANDED, _FAIL, _RECOVER = range(8)
+_ROUND, _ARRIVE, _NOTICED, _BEGUN, _ENDED, _FAIL, _RECOVER = range(7)

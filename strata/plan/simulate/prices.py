@@ -7,9 +7,9 @@ from collections.abc import Hashable
 from typing import NamedTuple, Protocol
 
 from strata.cache.pages import NONE_SHARED, SharedKeys
+from strata.cost.step_model import StepSeconds
 from strata.engine.plan import StepPlan
 from strata.hardware.roofline import Workload
-from strata.plan.step_seconds import StepSeconds
 
 # How finely lengths are told apart: an octave in so many parts, between which decode steps lie on a line.
 _PARTS = 8
@@ -91,7 +91,7 @@ class PredictedPrices:
 
     def _saved(self, shared: SharedKeys, size: Hashable | None) -> float:
         """Seconds, of a step that is recorded as `size`. One that the host launches kernel by kernel waits for it."""
-        return 0.0 if size is None else self._times.saved(shared)
+        return 0.0 if size is None else self._times.saved(shared.distinct, shared.repeated)
 
     def _unshared(self, sequences: int, keys: int) -> Line:
         """Where every sequence has keys of its own."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from strata.hardware.evidence import evidence_of
+from strata.cost.evidence import evidence_of
 from strata.hardware.figures import Device
 from strata.hardware.machine import cpu_name, processor
 from strata.hardware.specs import recognize

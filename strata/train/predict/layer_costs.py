@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from strata.cost.nodes import NodeCost, node_costs
 from strata.graph.capture import capture
-from strata.graph.cost import NodeCost, meta_indices, node_costs
 from strata.graph.fuse import fuse
 from strata.graph.merge import merge
+from strata.graph.walk import meta_indices
 from strata.hardware.roofline import Cost, Workload
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig

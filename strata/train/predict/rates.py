@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strata.comm.network import Network
+from strata.cost.training_rates import TRAINING_RATES
 from strata.hardware.figures import Device
 from strata.hardware.links import link_of
 from strata.hardware.prediction import ORIGINS
 from strata.hardware.specs import DEVICES
-from strata.hardware.training_rates import TRAINING_RATES
 from strata.train.predict.step_shape import TrainShape
 
 # Without a network of its own a run's ranks all lie in one machine.

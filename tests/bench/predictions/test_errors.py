@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 from strata.bench.predictions.cases import PredictionCase, cases
 from strata.bench.predictions.errors import ErrorSummary, StepError, step_errors
 from strata.cli.main import app
+from strata.cost.step_model import StepSeconds
 from strata.hardware.specs import device
 from strata.plan.explain.measurement import MeasuredStep, StepChunk
 from strata.plan.meta_model import find_config, meta_model
-from strata.plan.step_seconds import StepSeconds
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from strata.plan.meta_model import MetaModel, meta_model
+from strata.engine.program.meta_model import MetaModel
+from strata.plan.meta_model import meta_model
 from tests.cli.graph.shown import LLAMA_405B
 
 

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from strata.graph.drawing.correspondence import correspondence
+from strata.cost.drawing.correspondence import correspondence
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.models.config import config_from_dict

@@ -6,12 +6,13 @@ import pytest
 
 pytest.importorskip("triton")
 
-from strata.graph.cost import NodeCost
-from strata.graph.drawing.why import Why, why
+from strata.cost.drawing.why import Why, why
+from strata.cost.nodes import NodeCost
+from strata.engine.program.meta_model import MetaModel
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.kernels import tuned
-from strata.plan.meta_model import MetaModel, find_config, meta_model
+from strata.plan.meta_model import find_config, meta_model
 from tests.cli.graph.shown import run
 
 H200 = device("h200")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from strata.graph.cost import operation_counts
+from strata.engine.program.meta_model import MetaModel
+from strata.graph.walk import operation_counts
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.kernels.choose import MEASURED, thresholds_of
-from strata.plan.meta_model import MetaModel, find_config, meta_model
+from strata.plan.meta_model import find_config, meta_model
 from tests.engine.program.programs import decode, graph_of, replayed
 
 pytest.importorskip("triton")

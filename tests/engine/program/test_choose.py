@@ -12,6 +12,7 @@ import pytest
 from strata.cache.tables import BufferShape
 from strata.comm.symmetric import imagined
 from strata.engine.plan import Chunk, Draw, PlanArrays, StepPlan
+from strata.engine.program.meta_model import MetaModel
 from strata.engine.program.shape import StepShape
 from strata.engine.program.sizes import LIBRARY_KEYS, LIBRARY_TOKENS
 from strata.engine.ranks.step_room import StepRoom
@@ -19,7 +20,7 @@ from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.kernels.attention.virtual_sequences import fresh_rows
 from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
-from strata.plan.meta_model import MetaModel, find_config, meta_model
+from strata.plan.meta_model import find_config, meta_model
 
 pytest.importorskip("triton")
 

@@ -12,12 +12,13 @@ import torch
 
 import strata
 from strata.comm.symmetric import imagined
+from strata.cost.nodes import total
+from strata.engine.program.meta_model import MetaModel
 from strata.engine.program.variants import fused_products_pay
-from strata.graph.cost import total
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.parallel.serving_shard import TENSOR_AXIS, RankShard
-from strata.plan.meta_model import MetaModel, find_config, meta_model
+from strata.plan.meta_model import find_config, meta_model
 from tests.engine.program.programs import graph_of
 
 pytest.importorskip("triton")
@@ -281,12 +282,12 @@ def test_deterministic_steps_run_invariant_kernels_alone() -> None:
 
 @pytest.mark.parametrize("workload", [decodes(200), Workload((1, 1, 300), (900, 7, 300)), Workload((2048,), (2048,))])
 def test_a_step_costs_what_its_nodes_cost(workload: Workload, model: MetaModel) -> None:
-    assert total(model.step(workload).model).least == model.step_costs().step(workload, len(workload.new))
+    assert total(model.step(workload).model).least == model.step_costs.step(workload, len(workload.new))
 
 
 def test_a_step_of_fused_products_costs_as_much_but_for_the_scales_of_norms(model: MetaModel) -> None:
     workload = decodes(32)
-    fused, plain = total(model.step(workload).model).least, model.step_costs().step(workload, 32)
+    fused, plain = total(model.step(workload).model).least, model.step_costs.step(workload, 32)
     assert (fused.weights, fused.cached, fused.bytes) == (plain.weights, plain.cached, plain.bytes)
     assert fused.flops == pytest.approx(plain.flops, rel=1e-3)
 

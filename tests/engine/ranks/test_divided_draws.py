@@ -16,7 +16,7 @@ from strata.engine.grammars.structured_outputs import StructuredOutputsParams
 from strata.engine.program.program import StepProgram
 from strata.engine.program.source import Target
 from strata.engine.startup import executor
-from strata.graph.cost import operation_counts
+from strata.graph.walk import operation_counts
 from strata.models import weights
 from strata.parallel.serving_shard import RankShard
 from tests.engine.program.test_recorded_steps import OPTIONS, Replayed, ids, recording

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from strata.cost.step_times import DivisionTimes, StepTimes
 from strata.engine.plan import Chunk, Draw, PlanArrays, StepPlan
 from strata.engine.ranks.token_division import TokenDivision, pieces_of
-from strata.engine.scheduling.step_times import DivisionTimes, StepTimes
 
 CASES: list[Any] = [[8192], [1, 1, 1, 700, 9, 4000], [1] * 40 + [64, 65, 8000], [511] * 8, [1023, 1024, 5]]
 

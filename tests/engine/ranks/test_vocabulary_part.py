@@ -14,12 +14,13 @@ from torch import Tensor, fx
 
 from strata.comm.launch import World
 from strata.comm.mesh import Mesh
+from strata.cost.nodes import node_costs
 from strata.engine.program.inputs import DrawStep
 from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.engine.request import Request, Sequence, new_sequence
 from strata.engine.sampler import DrawInputs, DrawRow, LogprobTensors, Sampler
 from strata.engine.sampling_params import SamplingParams
-from strata.graph.cost import node_costs, operation_counts
+from strata.graph.walk import operation_counts
 from strata.hardware.roofline import Workload
 from strata.kernels.sampling.sampling import NO_ID, logprobs
 from tests.engine.program.programs import graph_of, step_program

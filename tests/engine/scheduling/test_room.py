@@ -10,10 +10,10 @@ import pytest
 
 from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
+from strata.cost.step_times import DivisionTimes, StepTimes
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.room import LEAST_TOKENS, InLine, PromptRoom, StepTarget
 from strata.engine.scheduling.scheduler import Scheduler
-from strata.engine.scheduling.step_times import DivisionTimes, StepTimes
 from tests.engine.scheduling.plans import request, step
 
 MS = 1e-3

@@ -16,6 +16,7 @@ from strata.cache.pages import PageAllocator
 from strata.cache.prefix import PrefixTree
 from strata.cache.snapshots import Snapshots
 from strata.cache.window_pages import WindowPages
+from strata.cost.step_times import StepTimes
 from strata.engine.given.segments import Content, positions
 from strata.engine.plan import NOTHING, StepPlan, Tags
 from strata.engine.request import Request, Sequence
@@ -24,7 +25,6 @@ from strata.engine.scheduling import room
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.room import StepTarget
 from strata.engine.scheduling.scheduler import Scheduler
-from strata.engine.scheduling.step_times import StepTimes
 from tests.engine.scheduling.shelf import Carrier, Shelf
 from tests.engine.scheduling.state_device import StateDevice
 from tests.engine.scheduling.window_device import WindowDevice

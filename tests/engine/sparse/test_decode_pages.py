@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from strata import LLM, SamplingParams
-from strata.graph.cost import operation_counts
+from strata.graph.walk import operation_counts
 from tests.models.checkpoints import FAMILY_CONFIGS, make_checkpoint
 
 CONFIGS = dict(FAMILY_CONFIGS)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from strata.graph.capture import capture
-from strata.graph.cost import operation_counts
 from strata.graph.ranks.stages import stage
 from strata.graph.sparsify_attention import select_pages, sparsify_attention
+from strata.graph.walk import operation_counts
 from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.attention.sparse.page_choice import PageChoice
 from strata.kernels.attention.sparse.prompts import block_sparse_attention

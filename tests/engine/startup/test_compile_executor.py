@@ -14,7 +14,7 @@ from strata.engine.engine_config import EngineConfig
 from strata.engine.program import program as program_module
 from strata.engine.startup import executor as executor_module
 from strata.graph.compile import compiled
-from strata.graph.cost import operation_counts
+from strata.graph.walk import operation_counts
 from strata.models.config import config_from_dict
 from strata.models.families import build
 from strata.models.folder import BUILTIN_FOLDER

@@ -9,16 +9,18 @@ import pytest
 import torch
 
 from strata.cache.pages import SharedKeys
+from strata.cost.step_costs import StepCosts
+from strata.cost.step_floor import StepFloor
+from strata.cost.step_times import DivisionTimes, StepTimes
 from strata.engine.loop import StepTiming
 from strata.engine.plan import Chunk, Draw, StepPlan
+from strata.engine.program.meta_model import MetaModel
 from strata.engine.scheduling.held import Held
-from strata.engine.scheduling.step_times import DivisionTimes, StepTimes
+from strata.engine.step_cost import step_times
 from strata.engine.watch.request_times import StepSeconds
-from strata.engine.watch.step_floor import StepFloor
 from strata.engine.watch.step_shares import StepLook, StepShares
 from strata.engine.watch.step_window import Standings, StepWindow
 from strata.engine.watch.verdict import FINDINGS, Shares, standing
-from strata.graph.cost import StepCosts
 from strata.hardware.roofline import Floor, Workload, floor
 from strata.hardware.specs import device
 from strata.plan.meta_model import find_config, meta_model
@@ -27,8 +29,20 @@ H200 = device("h200")
 
 
 @pytest.fixture(scope="module")
-def costs() -> StepCosts:
-    return meta_model(find_config("0.6B"), H200, torch.bfloat16).step_costs()
+def model() -> MetaModel:
+    return meta_model(find_config("0.6B"), H200, torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def costs(model: MetaModel) -> StepCosts:
+    return model.step_costs
+
+
+@pytest.fixture(scope="module")
+def times(model: MetaModel) -> StepTimes:
+    found = step_times(model, H200.product, 8192)
+    assert found is not None
+    return found
 
 
 def plan(decodes: list[int], prompts: list[tuple[int, int]]) -> StepPlan:
@@ -43,12 +57,12 @@ STEPS = [([0], []), ([500, 4000, 77], []), ([], [(0, 2048)]), ([900] * 64, [(0, 
 
 @pytest.mark.parametrize(("decodes", "prompts"), STEPS)
 def test_the_floor_of_a_step_is_that_of_the_roofline(
-    costs: StepCosts, decodes: list[int], prompts: list[tuple[int, int]]
+    costs: StepCosts, times: StepTimes, decodes: list[int], prompts: list[tuple[int, int]]
 ) -> None:
     new = (1,) * len(decodes) + tuple(count for _, count in prompts)
     total = tuple(start + 1 for start in decodes) + tuple(start + count for start, count in prompts)
     wanted = floor(costs.step(Workload(new, total), len(new)), H200, "bfloat16")
-    shares = StepShares(StepTimes.of(costs, H200, "bfloat16", 8192), StepFloor.of(costs, H200, "bfloat16"))
+    shares = StepShares(times, StepFloor.of(costs, H200, "bfloat16"))
     look = shares.look(plan(decodes, prompts))
     assert look.floor is not None
     assert look.floor.compute == pytest.approx(wanted.compute, rel=1e-6)
@@ -70,8 +84,7 @@ def test_keys_that_sequences_share_are_read_once_at_least(costs: StepCosts) -> N
     assert own.compute == less.compute
 
 
-def test_the_share_of_prompts_is_what_the_step_would_be_shorter_without(costs: StepCosts) -> None:
-    times = StepTimes.of(costs, H200, "bfloat16", 8192)
+def test_the_share_of_prompts_is_what_the_step_would_be_shorter_without(times: StepTimes) -> None:
     shares = StepShares(times)
     mixed, alone = shares.look(plan([900] * 64, [(0, 512)])), shares.look(plan([900] * 64, []))
     assert mixed.predicted is not None
@@ -81,8 +94,7 @@ def test_the_share_of_prompts_is_what_the_step_would_be_shorter_without(costs: S
     assert StepShares().look(plan([9] * 3, [(0, 9)])).prompts == pytest.approx(9 / 12)
 
 
-def test_ranks_divide_no_step_of_decodes_alone(costs: StepCosts) -> None:
-    times = StepTimes.of(costs, H200, "bfloat16", 8192)
+def test_ranks_divide_no_step_of_decodes_alone(times: StepTimes) -> None:
     division = DivisionTimes(2, 256, 1e-6, 0.0, 8192)
     one, two = StepShares(times), StepShares(replace(times, division=division))
     decodes, mixed = plan([900] * 512, []), plan([900] * 512, [(0, 2048)])

@@ -6,15 +6,16 @@ import pytest
 import torch
 from torch import fx, nn
 
+from strata.cost.nodes import node_costs, total
 from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose
-from strata.graph.cost import node_costs, operation_counts, total
 from strata.graph.fuse import fuse, fuse_gated_products
 from strata.graph.fuse_rounding import fuse_rounding
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
 from strata.graph.quantize import quantize, weights_of_products
+from strata.graph.walk import operation_counts
 from strata.hardware.roofline import Workload
 from strata.kernels.quant.packed import PackedWeight, pack
 from strata.kernels.quant.schemes import SCHEMES

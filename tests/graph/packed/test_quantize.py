@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from strata.cost.nodes import node_costs
 from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head
-from strata.graph.cost import node_costs, operation_counts
 from strata.graph.fuse import fuse, fuse_gated_products
 from strata.graph.merge import merge
 from strata.graph.quantize import quantize, weights_of_products
+from strata.graph.walk import operation_counts
 from strata.hardware.roofline import Workload
 from strata.kernels.quant.packed import PackedWeight, dense, pack, round_activations, with_own_rows
 from strata.kernels.quant.schemes import SCHEMES

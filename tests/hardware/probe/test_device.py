@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from strata.cost.efficiency import EfficiencyTable
 from strata.hardware.machine import Processor
 from strata.hardware.prediction import Prediction
 from strata.hardware.probe.ceiling import Ceiling
-from strata.hardware.probe.device import device_of, efficiencies
+from strata.hardware.probe.device import device_of, probed_calls
 from strata.hardware.probe.report import ProbeReport
 from strata.hardware.specs import device
 
@@ -49,7 +50,7 @@ def test_a_device_that_is_not_in_the_database_is_what_was_measured() -> None:
 
 
 def test_utilization_is_of_what_is_promised() -> None:
-    known = efficiencies(REPORT)
+    known = _efficiencies(REPORT)
     exact = known.predict("product", "bfloat16", (8192, 8192, 8192))
     assert exact == Prediction(pytest.approx(2 * 8192**3 / 7e14), "measured")
     larger = known.predict("product", "bfloat16", (16384, 8192, 8192))
@@ -60,5 +61,10 @@ def test_of_a_cpu_all_threads_count() -> None:
     products = [Ceiling("product", 1e11, 1e-3, "float32", (512, 512, 512), count) for count in (16, 1)]
     copies = [Ceiling("copy", 1e11, 1e-3, shape=(1 << 28,), count=16)]
     slow = replace(products[1], seconds=1e-2)
-    found = efficiencies(replace(REPORT, product="a CPU", ceilings=(*copies, products[0], slow)))
+    found = _efficiencies(replace(REPORT, product="a CPU", ceilings=(*copies, products[0], slow)))
     assert found.predict("product", "float32", (512, 512, 512)) == Prediction(pytest.approx(1e-3), "measured")
+
+
+def _efficiencies(report: ProbeReport) -> EfficiencyTable:
+    calls = probed_calls(report).values()
+    return EfficiencyTable.of(device_of(report), (call for of_one in calls for call in of_one))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from strata.bench.predictions.cases import PredictionCase
+from strata.cost.packed_times import TIMES, PackedTimes
 from strata.kernels.quant.packed import Scheme
-from strata.kernels.quant.packed_times import TIMES, PackedTimes
 from strata.kernels.quant.schemes import SCHEMES
 from tests.plan.test_step_predictions import steps
 

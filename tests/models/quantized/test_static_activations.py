@@ -15,11 +15,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from strata.engine.startup.packing import Packing
 from strata.graph.bind import bind
 from strata.graph.capture import capture
-from strata.graph.cost import operation_counts
 from strata.graph.fuse import fuse
 from strata.graph.fuse_rounding import fuse_rounding
 from strata.graph.merge import merge
 from strata.graph.quantize import quantize, weights_of_products
+from strata.graph.walk import operation_counts
 from strata.kernels.quant.packed import PackedWeight, join, joinable, pack
 from strata.kernels.quant.round_rows import round_rows
 from strata.kernels.quant.schemes import SCHEMES

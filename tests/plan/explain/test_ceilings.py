@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from strata.hardware.evidence import evidence_of
+from strata.cost.evidence import evidence_of
 from strata.hardware.machine import cpu_name, processor
 from strata.hardware.probe.ceiling import Ceiling
 from strata.hardware.probe.cpu import CpuSizes

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from strata.graph.predict import HOST_SECONDS
+from strata.cost.predict import HOST_SECONDS
+from strata.cost.step_model import StepSeconds
 from strata.hardware.roofline import Workload
 from strata.hardware.roofline import floor as roofline_floor
 from strata.models.folder import folder_or_shape
@@ -20,7 +21,6 @@ from strata.plan.explain.step_fit import StepFit
 from strata.plan.explain.waterfalls import of_tail
 from strata.plan.explain.what_if import WhatIf
 from strata.plan.meta_model import find_config, meta_model
-from strata.plan.step_seconds import StepSeconds
 from tests.plan.explain.runs import BETWEEN, DEVICE, FACTS, FIGURES, law, requests, run, wall
 
 EVEN = requests(*((100, 24) for _ in range(16)))

@@ -1,4 +1,4 @@
-"""The frontier, its picture and page, and what Strata lacks: pools and speculation."""
+"""The frontier, its picture and page, and what Strata lacks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from strata.plan.search.layout import ServingLayout
 from strata.plan.search.page import html_page
 from strata.plan.search.precision import AS_CHECKPOINT, IN_FEWER_BITS, Precision
 from strata.plan.search.report import ServingPlan, serving_plan
-from strata.plan.search.speculation import accepted
 from strata.plan.search.traffic import Objectives, Traffic
 
 
@@ -39,7 +38,7 @@ def plan() -> ServingPlan:
         patched.setattr(report_module, "find_config", lambda _: shallow)
         objectives = Objectives(tpot=0.02)
         traffic = replace(Traffic.of(1000, 200), rate=5.0)
-        return serving_plan("<1B>", "1B", device("h200"), 4, traffic, objectives, 2, 50e9, 2.0, acceptance=0.8)
+        return serving_plan("<1B>", "1B", device("h200"), 4, traffic, objectives, 2, 50e9, 2.0)
 
 
 def dominates(one: ServingChoice, other: ServingChoice) -> bool:
@@ -134,14 +133,6 @@ def test_what_strata_lacks_is_apart(plan: ServingPlan) -> None:
     assert not any(one.blocked for one in plan.found.others)
 
 
-def test_pools_and_guesses_are_told_as_what_strata_lacks(plan: ServingPlan, capsys: pytest.CaptureFixture[str]) -> None:
-    for blocked in (plan.found.blocked[:1], ()):
-        draw_plan(replace(plan, found=replace(plan.found, blocked=blocked)))
-        told = capsys.readouterr().out
-        heading, pools = told.index("Not in Strata yet"), told.index("prompts and answers on engines of their own")
-        assert heading < pools < told.index("speculation, ")
-
-
 def test_the_load_is_told_as_the_closed_loop_that_it_is(plan: ServingPlan) -> None:
     """Its rate is what comes out, not arrivals at random, which would wait for a place as well."""
     under_way = plan.best.point.concurrency * plan.best.replicas
@@ -189,27 +180,6 @@ def test_a_folder_stands_in_the_command_and_for_sizes_alone_what_is_to_be_put_th
         assert told.command[:3] == ["strata", "serve", shown]
         assert "--load-format" not in told.command
         assert told.remark.startswith(f"{shown}: ") == (shown != "mine")
-
-
-def test_pools_are_no_quicker_than_either_of_them(plan: ServingPlan) -> None:
-    pools = plan.pools
-    assert pools is not None
-    assert pools.devices <= 4
-    assert pools.tpot <= 0.02
-    _, count = pools.answers
-    assert pools.requests <= count * pools.sequences / (199 * pools.tpot) * (1 + 1e-9)
-    assert pools.tokens == pytest.approx(pools.requests * 200)
-
-
-def test_speculation_by_the_formula(plan: ServingPlan) -> None:
-    assert accepted(0.5, 2) == 1.75  # 1 + 1/2 + 1/4
-    assert accepted(0.8, 3) == pytest.approx((1 - 0.8**4) / (1 - 0.8))
-    assert accepted(0.0, 5) == 1.0
-    guessed = plan.speculation
-    assert guessed is not None
-    assert guessed.point.tpot < plan.best.point.tpot or guessed.tokens > plan.best.tokens
-    # No more than if all tokens of a verification came in the time of one.
-    assert guessed.tokens <= plan.best.tokens * accepted(0.8, guessed.guesses)
 
 
 def test_a_trace_of_few_requests_is_served_sooner(plan: ServingPlan) -> None:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from strata.comm.symmetric import imagined
+from strata.cost.step_model import StepSeconds
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.models.folder import BUILTIN_FOLDER
@@ -23,7 +24,6 @@ from strata.plan.search.machine import Machine
 from strata.plan.search.precision import AS_CHECKPOINT, IN_FEWER_BITS, Precision, stored_scheme
 from strata.plan.search.report import ServingPlan, serving_plan
 from strata.plan.search.traffic import Objectives, Traffic
-from strata.plan.step_seconds import StepSeconds
 
 H200 = device("h200")
 STEPS = {

@@ -329,11 +329,11 @@ def test_fixed_states_have_the_memory_that_the_engine_gives_them(name: str, mach
 
 @pytest.mark.usefixtures("few_settings")
 def test_answers_of_one_token_have_no_time_after_it(tmp_path: Path) -> None:
-    """Neither at the rate of a trace nor by guesses, of which nothing follows the first token."""
+    """Nor at the rate of a trace."""
     trace = tmp_path / "trace.jsonl"
     rows = ({"timestamp": 100.0 * at, "input_length": 300, "output_length": 1} for at in range(9))
     trace.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    asked = ["plan", "0.6B", "--trace", str(trace), "--acceptance", "0.6"]
+    asked = ["plan", "0.6B", "--trace", str(trace)]
     shown = RUNNER.invoke(app, asked)
     assert shown.exit_code == 0, shown.exception
     assert "10.00 requests a second" in shown.stdout
@@ -341,7 +341,6 @@ def test_answers_of_one_token_have_no_time_after_it(tmp_path: Path) -> None:
     found = json.loads(RUNNER.invoke(app, [*asked, "--json"]).stdout)
     assert found["trace_ttft_ms"] > 0
     assert found["trace_tpot_ms"] is None
-    assert found["speculation_not_in_strata_yet"] is None
 
 
 @pytest.mark.usefixtures("few_settings")

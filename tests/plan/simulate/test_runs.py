@@ -12,7 +12,6 @@ from strata.cache.pages import NONE_SHARED, SharedKeys
 from strata.engine.plan import StepPlan
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.plan.simulate.fleet import NOTICED_SECONDS, Failure, Fleet, FleetConfig
-from strata.plan.simulate.handover import Handover
 from strata.plan.simulate.host import SERVER, HostTimes
 from strata.plan.simulate.prices import Line
 from strata.plan.simulate.replica import EngineShape
@@ -78,7 +77,6 @@ CASES: dict[str, dict[str, Any]] = {
     "a bound on requests": {"max_concurrency": 9, "replicas": 1},
     "shared prefixes": {"caches": True, "pages": 300},
     "an engine that fails": {"failures": (Failure(1, 1.0, 2.0),)},
-    "pools": {"handover": Handover(1, 1e-3, 131072, 50e9)},
 }
 
 
@@ -92,7 +90,7 @@ def test_rounds_at_once_are_what_they_are_one_by_one(case: dict[str, Any]) -> No
     assert runs.outcomes.faults == single.outcomes.faults
     assert [one.statistics for one in runs.schedulers] == [one.statistics for one in single.schedulers]
     assert decisions(few) <= decisions(all_plans)
-    if case.get("host") is SLOW_HOST or "handover" in case:  # prompts alone are priced as plans
+    if case.get("host") is SLOW_HOST:
         assert len(few.plans) == len(all_plans.plans)
     else:
         assert len(few.plans) < 0.6 * len(all_plans.plans)

@@ -12,6 +12,7 @@ import pytest
 
 from strata.cache.pages import NONE_SHARED, PageAllocator, SharedKeys
 from strata.cache.prefix import PrefixTree
+from strata.cost.step_model import StepSeconds
 from strata.engine.plan import Chunk, Draw, StepPlan
 from strata.engine.request import Request
 from strata.engine.scheduling.config import SchedulerConfig
@@ -23,7 +24,6 @@ from strata.plan.simulate.host import SERVER
 from strata.plan.simulate.prices import PredictedPrices
 from strata.plan.simulate.replica import EngineShape
 from strata.plan.simulate.request import SimulatedRequest, exactly
-from strata.plan.step_seconds import StepSeconds
 
 PAGE = 16
 # Of 0.6B, all layers: 8 heads of 128 keys and as many values, in 2 bytes.
@@ -168,7 +168,7 @@ def test_what_the_cache_does_not_hold_comes_from_memory(times: StepSeconds) -> N
 def test_where_nothing_is_known_of_the_cache_nothing_is_saved(times: StepSeconds) -> None:
     spec = device("h200")
     unknown = replace(spec, figures=tuple(one for one in spec.figures if one.quantity != "l2"))
-    assert StepSeconds(times.model, unknown).saved(SharedKeys(1024, 1024)) == 0
+    assert StepSeconds(times.model, unknown).saved(1024, 1024) == 0
 
 
 def test_a_load_with_a_shared_prefix_decodes_faster(times: StepSeconds) -> None:

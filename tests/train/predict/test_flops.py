@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from strata.cost.nodes import NodeCost, node_costs
 from strata.graph.capture import capture, capture_head
-from strata.graph.cost import NodeCost, meta_indices, node_costs
+from strata.graph.walk import meta_indices
 from strata.hardware.roofline import Workload
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig, config_from_dict

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from strata.cost.training_rates import TRAINING_RATES
 from strata.hardware.specs import device
-from strata.hardware.training_rates import TRAINING_RATES
 from strata.models.config import config_from_dict
 from strata.models.shapes import SHAPES
 from strata.parallel.layout import Layout

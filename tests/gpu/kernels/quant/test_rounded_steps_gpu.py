@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from strata.graph.cost import operation_counts
+from strata.graph.walk import operation_counts
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.quant.packed import pack
 from strata.kernels.quant.schemes import SCHEMES

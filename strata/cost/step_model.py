@@ -1,22 +1,25 @@
-"""How long the steps of a model take on a device, by the graphs that run them and all that was measured there."""
+"""How long the steps of a program take on a device, by the graphs that run them and all that was measured there."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from strata.cache.pages import SharedKeys
-from strata.cache.tables import BufferShape
-from strata.engine.program.program import StepChoice
-from strata.graph.predict import StepPredictor
-from strata.hardware.evidence import evidence_of
+import torch
+
+from strata.cost.attention_times import Attends
+from strata.cost.evidence import attainable, evidence_of
+from strata.cost.nodes import NodeCost
+from strata.cost.predict import StepPredictor
+from strata.cost.step_costs import StepCosts
 from strata.hardware.figures import Device
-from strata.hardware.links import Link, link_of
+from strata.hardware.links import LINKS, Link, link_of
 from strata.hardware.prediction import Prediction
 from strata.hardware.roofline import Cost, Floor, Workload, floor
 from strata.kernels import tuned
-from strata.plan.meta_model import MetaModel, dtype_name
+from strata.kernels.device_limits import DeviceLimits
 
 # One token behind so many others that windows are full.
 _REACH = 1 << 30
@@ -25,13 +28,58 @@ _NEAR, _FAR = Workload((1,), (_REACH,)), Workload((1,), (2 * _REACH,))
 _STEPS_OF_OCTAVE = 3
 
 
-class _Kind(NamedTuple):
-    """Steps that take as long outside attention. size: as recorded. has_decodes: some sequences have one token."""
+@dataclass(frozen=True)
+class StepNodes:
+    """What the nodes of one step cost, and what runs them.
 
-    size: BufferShape | None
-    tokens: int
-    sequences: int
+    graph: the name of the variant that computes the logits. inputs, model, draw: in the order in which they run.
+    recorded: whether the engine replays them from a CUDA graph. timed: all of them with what they
+    do at the size to which the step is padded, but for attention, to which padding brings no keys.
+    """
+
+    graph: str
+    inputs: list[NodeCost]
+    model: list[NodeCost]
+    draw: list[NodeCost]
+    recorded: bool
+    timed: list[NodeCost]
+
+    @property
+    def kernels(self) -> list[str]:
+        """The kernels of the step in order: those of Strata by name, a library's by the library."""
+        return [kernel for node in (*self.inputs, *self.model, *self.draw) for kernel in node.kernels]
+
+
+class CostedProgram(Protocol):
+    """What the steps of a program run, and what their nodes cost (see `strata.engine.program.meta_model.MetaModel`).
+
+    dtype: of the model. limits: of the device; None of a processor. ranks: that divide matrices. splits_tokens: ranks
+    divide those of steps.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def limits(self) -> DeviceLimits | None: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def splits_tokens(self) -> bool: ...
+    @property
+    def step_costs(self) -> StepCosts: ...
+    def choose(self, workload: Workload) -> Any: ...
+    def step(self, workload: Workload) -> StepNodes: ...
+    def attends(self, workload: Workload, choice: Any) -> Attends | None: ...
+
+
+class _Kind(NamedTuple):
+    """Steps that take as long outside attention. size: as recorded, by which all follows; None: by tokens and
+    sequences. has_decodes: some sequences have one token."""
+
+    size: Hashable | None
     has_decodes: bool
+    tokens: int = 0
+    sequences: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,30 +99,32 @@ class StepSeconds:
     steps can be asked for.
     """
 
-    def __init__(self, model: MetaModel, device: Device) -> None:
-        """Raises ValueError for a device without a peak for the model's dtype."""
+    def __init__(self, model: CostedProgram, device: Device, *, needs_link: bool = True) -> None:
+        """Raises ValueError for a device without a peak for the model's dtype, and for ranks without a known link,
+        whose messages take no time if it is not needed."""
         found = evidence_of(device)
         self.model = model
         self.device = found.device
         self.sources = found.sources
         self.dtype = dtype_name(model.dtype)
-        alone = model.shard is None and model.program.division is None
-        self.link: Link | None = None if alone else link_of(self.device)
-        ranks = 1 if model.shard is None else model.shard.size
+        alone = model.ranks == 1 and not model.splits_tokens
+        has_link = needs_link or self.device.key in LINKS or self.device.known("link") is not None
+        self.link: Link | None = None if alone or not has_link else link_of(self.device)
         table = tuned.read(self.device.product)
+        is_known = found.calls or table or model.limits is None
         predictor = StepPredictor.of(
-            self.device,
+            self.device if is_known else attainable(self.device),
             self.dtype,
             table,
             found.calls,
             self.link,
-            ranks=ranks,
+            ranks=model.ranks,
             products=found.products,
             loan=found.loan,
         )
         # What launches beside a GPU was measured there; a processor runs what it would launch.
         self.predictor = predictor if model.limits is not None else replace(predictor, launch=0.0)
-        self.costs = model.step_costs()
+        self.costs = model.step_costs
         self._bases: dict[_Kind, _Base] = {}
 
     def predict(self, workload: Workload) -> Prediction:
@@ -85,26 +135,35 @@ class StepSeconds:
     def seconds(self, workload: Workload) -> float:
         """The same, within rounding of what it keeps: steps that no graph holds are asked for at sizes an eighth of an
         octave apart, and lie on the line between them."""
-        if self.model.program.division is not None:
+        if self.model.splits_tokens:
             return self.predict(workload).seconds
+        return max(self._parts(workload))
+
+    def on_device(self, workload: Workload) -> float:
+        """The same without waiting for the host."""
+        return self._parts(workload)[0]
+
+    def _parts(self, workload: Workload) -> tuple[float, float]:
+        """Seconds of the device, and of the host's launches."""
         choice = self.model.choose(workload)
         attention, size = self._attention(workload, choice), choice.size
         if size is not None:
-            key = _Kind(size, size.tokens, size.sequences, 1 in workload.new)
-            return self._base(key, workload).nodes + attention
+            base = self._base(_Kind(size, 1 in workload.new), workload)
+            return base.nodes + attention, base.launches
         (low, below), (high, above) = ((tokens, self._eager(workload, tokens)) for tokens in self._grid(workload))
         share = 0.0 if high == low else (workload.tokens - low) / (high - low)
         nodes = below.nodes + share * (above.nodes - below.nodes)
-        return max(nodes + attention, below.launches)
+        return nodes + attention, below.launches
 
-    def saved(self, shared: SharedKeys) -> float:
-        """Seconds that the decodes of a step take less because they share keys. Nothing of layers whose attention is
-        not priced by its programs, of windows, and on devices of whose L2 cache nothing is known."""
+    def saved(self, distinct: int, repeated: int) -> float:
+        """Seconds that the decodes of a step take less because they share keys: of those that several read, `distinct`
+        are read once at least, and `repeated` beyond that. Nothing of layers whose attention is not priced by its
+        programs, of windows, and on devices of whose L2 cache nothing is known."""
         times, cache = self.predictor.attention_times, self.device.known("l2")
-        if times is None or cache is None or not shared.repeated:
+        if times is None or cache is None or not repeated:
             return 0.0
         return sum(
-            layers * times.saved(shared.distinct * nbytes, shared.repeated * nbytes, cache.value)
+            layers * times.saved(distinct * nbytes, repeated * nbytes, cache.value)
             for nbytes, layers in self._key_bytes
         )
 
@@ -139,7 +198,7 @@ class StepSeconds:
                 found.append((nbytes, layers))
         return found
 
-    def _attention(self, workload: Workload, choice: StepChoice) -> float:
+    def _attention(self, workload: Workload, choice: Any) -> float:
         attends = self.model.attends(workload, choice)
         costs, predictor = self.costs, self.predictor
         attention = sum(
@@ -161,7 +220,7 @@ class StepSeconds:
 
     def _eager(self, workload: Workload, tokens: int) -> _Base:
         resized = _resized(workload, tokens)
-        return self._base(_Kind(None, tokens, len(resized.new), 1 in resized.new), resized)
+        return self._base(_Kind(None, 1 in resized.new, tokens, len(resized.new)), resized)
 
     def _base(self, kind: _Kind, workload: Workload) -> _Base:
         """Of all steps of the kind that `workload` is one of."""
@@ -185,3 +244,8 @@ def _resized(workload: Workload, tokens: int) -> Workload:
     each, more = divmod(tokens - decodes, prompts)
     new = (1,) * decodes + (each + 1,) * more + (each,) * (prompts - more)
     return Workload(new, new)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name under which the device database lists a dtype."""
+    return str(dtype).removeprefix("torch.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strata.graph.cost import StepCosts
+from strata.cost.step_costs import StepCosts
 from strata.hardware.figures import Device
 from strata.hardware.links import Link
 from strata.hardware.roofline import Cost, Floor, Workload

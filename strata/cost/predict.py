@@ -9,19 +9,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from strata.comm.all_reduce_times import AllReduceTimes
-from strata.graph.cost import NodeCost
-from strata.hardware.efficiency import KINDS, EfficiencyTable
+from strata.cost import packed_times
+from strata.cost.all_reduce_times import AllReduceTimes
+from strata.cost.attention_times import TIMES, Attends, AttentionTimes
+from strata.cost.efficiency import KINDS, EfficiencyTable
+from strata.cost.loan import Loan
+from strata.cost.nodes import NodeCost
+from strata.cost.packed_times import PackedTimes
 from strata.hardware.figures import Device
 from strata.hardware.links import HIDDEN, Link
-from strata.hardware.loan import Loan
 from strata.hardware.prediction import ORIGINS, Call, FittedTimes, Prediction
 from strata.hardware.roofline import Cost, Workload, floor
 from strata.kernels import tuned
-from strata.kernels.attention.times import TIMES, Attends, AttentionTimes
-from strata.kernels.quant import packed_times
 from strata.kernels.quant.packed import Scheme, multiplied_in
-from strata.kernels.quant.packed_times import PackedTimes
 
 # What stands for a product of which nothing was measured: the same product without what is fused with it.
 _PLAIN = "linear"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from strata.graph.draw import duration, quantity
-from strata.graph.drawing.boxes import Box
-from strata.graph.drawing.layer import Column, draw_layer, rows_of, told
-from strata.graph.drawing.svg import BOUNDS, Svg, bound_class, edge
+from strata.cost.draw import duration, quantity
+from strata.cost.drawing.boxes import Box
+from strata.cost.drawing.layer import Column, draw_layer, rows_of, told
+from strata.cost.drawing.svg import BOUNDS, Svg, bound_class, edge
 
 _WIDTH, _MARGIN = 1000, 20
 _STRIP = 34

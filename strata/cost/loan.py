@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from strata.cost.efficiency import KINDS, promised_floor
 from strata.hardware import measured
-from strata.hardware.efficiency import KINDS, promised_floor
 from strata.hardware.figures import Device, Figure
 from strata.hardware.prediction import Call
 from strata.hardware.specs import DEVICES

@@ -1,24 +1,11 @@
-"""How long a step will take, told from what it runs, so that prompts make no step too long for those who decode."""
+"""How long a step will take, told from what it runs, so that prompts make no step too long for those who decode: the
+linear form of `strata.cost.step_model`, without torch."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from strata.hardware.figures import Device
-from strata.hardware.links import HIDDEN, Link
-from strata.hardware.roofline import Cost, Workload
-
-if TYPE_CHECKING:
-    from strata.graph.cost import StepCosts
-
-# What kernels reach of the peaks that a device's maker states, as measured on an H200: 700 and 420 of 989 TFLOP/s, 3.6
-# of 4.8 TB/s. A layer takes longer than that by so much, because its eight kernels begin and end.
-PRODUCTS, ATTENTION, MEMORY = 0.71, 0.42, 0.75
-LAYER_SECONDS = 35e-6
-# What the host takes to launch a layer of a step that no CUDA graph holds: 15 to 43 ms for 28 layers beside an H200.
-LAUNCH_SECONDS = 1e-3
 # What a message between ranks takes longer than its way over the link, because its kernel begins and meets the others;
 # and what large ones reach of the link's bandwidth: 3.5 us for 64 KiB in a CUDA graph, 245 us for 64 MiB by NCCL
 # between two H200.
@@ -61,7 +48,7 @@ class DivisionTimes:
     def _part(self, whole: StepTimes) -> StepTimes:
         """Of a rank's part of the step, by the tokens of the whole. Nothing is sent beside products there."""
         return StepTimes(
-            step=whole.step + self.message,
+            step=whole.step + whole.prompts + self.message,
             weights=whole.weights,
             product=whole.product / self.ranks,
             token=whole.token / self.ranks + self._sent,
@@ -79,8 +66,8 @@ class StepTimes:
 
         step + max(weights, product * tokens) + token * tokens + sequence * sequences + key * keys + pair * pairs
 
-    less `hidden` * tokens if there are `overlapped` or more and that is not 0; or `launch`, if that is longer and there
-    are more than `recorded` tokens.
+    and `prompts`, if it has any; less `hidden` * tokens if there are `overlapped` or more and that is not 0; or
+    `launch`, if that is longer and there are more than `recorded` tokens.
 
     keys: tokens of the sequences once the step has run, whose keys and values it reads. pairs: of queries and keys, of
     prompts alone, since decoding takes the time to read the keys. All of these seven are positive.
@@ -90,7 +77,7 @@ class StepTimes:
     window. sequence: its sampled row, and the keys of a window.
     recorded: tokens of the largest step with prompts that is replayed. launch: of larger ones, by the host, beside the
     device. overlapped: tokens from which messages travel beside products. hidden: of a token's part of them.
-    division: of steps that ranks divide where that takes less time.
+    division: of steps that ranks divide where that takes less time. prompts: of a step that has some, however long.
     """
 
     step: float
@@ -105,50 +92,7 @@ class StepTimes:
     overlapped: int = 0
     hidden: float = 0.0
     division: DivisionTimes | None = None
-
-    @classmethod
-    def of(
-        cls,
-        costs: StepCosts,
-        device: Device,
-        dtype: str,
-        recorded: int = 0,
-        link: Link | None = None,
-        overlapped: int = 0,
-    ) -> StepTimes:
-        """Predicted from a model's costs, or those of one rank of several, whose messages go over `link` one after the
-        other; they take no time without it. overlapped: tokens of the steps from which on copy engines send them beside
-        products, 0: never.
-
-        Raises ValueError if the peak of the device is not known for `dtype`.
-        """
-        compute = device.ceiling("compute", dtype, measured=False).value
-        memory = device.ceiling("bandwidth", measured=False).value * MEMORY
-        linear, bounded = Cost(), Cost()  # attention of one token, by each key before it and whatever is before it
-        layers = 0
-        for attention, count in costs.states:
-            near, far = attention(_NEAR), attention(_FAR)
-            for _ in range(count):
-                linear, bounded = linear + (far - near), bounded + (near + near - far)
-            layers += count
-        message = 0.0 if link is None else link.latency + MESSAGE_SECONDS
-        sent = 0.0 if link is None else 1 / (link.bandwidth * LINK)
-        experts = sum(read(_MANY) * count for read, _, count in costs.mixtures)
-        return cls(
-            step=layers * LAYER_SECONDS + costs.messages * message,
-            weights=(costs.weights + experts) / memory,
-            product=costs.token_flops / (compute * PRODUCTS),
-            token=(costs.token_weights + costs.token_traffic) / memory
-            + costs.token_sent * sent
-            + bounded.flops / (compute * ATTENTION),
-            sequence=costs.row_flops / (compute * PRODUCTS) + costs.row_sent * sent + bounded.cached / memory,
-            key=linear.cached / _REACH / memory,
-            pair=linear.flops / _REACH / (compute * ATTENTION),
-            recorded=recorded,
-            launch=layers * LAUNCH_SECONDS,
-            overlapped=overlapped,
-            hidden=HIDDEN * costs.token_sent * sent if overlapped else 0.0,
-        )
+    prompts: float = 0.0
 
     def decodes(self, sequences: int, keys: int) -> float:
         """Seconds of sequences with a token each, beside weights and products."""
@@ -166,11 +110,11 @@ class StepTimes:
 
     def overhead(self, decodes: int, others: float) -> float:
         """Seconds of a step with so many decodes, which take `others`, that serve no prompt beside them."""
-        return self.step + self.product * decodes + others
+        return self.step + self.prompts + self.product * decodes + others
 
     def total(self, tokens: int, others: float) -> float:
         """Seconds of a step with prompts, of so many tokens that take `others` beside weights and products."""
-        undivided = self.undivided(tokens, others)
+        undivided = self.undivided(tokens, others + self.prompts)
         return undivided if self.division is None else min(undivided, self.division.total(self, tokens, others))
 
     def undivided(self, tokens: int, others: float) -> float:
@@ -193,17 +137,11 @@ class StepTimes:
         return 0 < self.overlapped <= tokens
 
     def _longest(self, seconds: float, tokens: int, others: float, start: int, hidden: float) -> int:
-        left = seconds - self.step - others - self.sequence - self.key * start + hidden * tokens
+        left = seconds - self.step - self.prompts - others - self.sequence - self.key * start + hidden * tokens
         linear = self.token + self.key + self.pair * (start + 0.5) - hidden
         by_weights = _root(self.pair / 2, linear, left - self.weights)
         by_products = _root(self.pair / 2, linear + self.product, left - self.product * tokens)
         return int(min(by_weights, by_products))
-
-
-# One token behind so many others that the attention of every layer without a window grows with them alone.
-_REACH = 1 << 40
-_NEAR, _FAR = Workload((1,), (_REACH,)), Workload((1,), (2 * _REACH,))
-_MANY = 1 << 20  # tokens that need every expert
 
 
 def _root(square: float, linear: float, bound: float) -> float:

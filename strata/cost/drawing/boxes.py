@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from strata.graph.cost import NodeCost
-from strata.graph.draw import duration, quantity, share
+from strata.cost.draw import duration, quantity, share
+from strata.cost.nodes import NodeCost
 from strata.graph.reads import Read
 from strata.hardware.figures import Device
 from strata.hardware.links import Link

@@ -7,15 +7,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from strata.cost.aiconfigurator import data_folder, imported_efficiencies
+from strata.cost.efficiency import EfficiencyTable
+from strata.cost.loan import Loan
 from strata.hardware import measured
-from strata.hardware.aiconfigurator import data_folder, imported_efficiencies
-from strata.hardware.efficiency import EfficiencyTable
 from strata.hardware.figures import Device
-from strata.hardware.loan import Loan
 from strata.hardware.prediction import Call
 from strata.hardware.probe.device import device_of, probed_calls
 from strata.hardware.probe.report import kept, newest
+from strata.hardware.specs import device as listed_device
 
+# Whose kernels are looked at for a device that runs none of Strata's own, and whose launches and messages stand in
+# where a device's were not measured.
+STAND_IN = "h200"
+# What kernels reach of the peaks that a device's maker states, as measured on an H200: 700 of 989 TFLOP/s, 3.6 of 4.8
+# TB/s.
+PRODUCTS, MEMORY = 0.71, 0.75
 PRODUCT = "linear"  # the operation whose calls are products alone
 
 
@@ -71,3 +78,19 @@ def _imported(device: Device, folder: Path | None) -> EfficiencyTable | None:
         return imported_efficiencies(device, folder)
     except ValueError:
         return None
+
+
+def attainable(known: Device) -> Device:
+    """With what kernels reach on an H200 as ceilings, and its times for what small kernels and steps take beside."""
+    shares = {"compute": PRODUCTS, "bandwidth": MEMORY}
+    best = [
+        replace(figure, value=figure.value * shares[figure.quantity], measured=True, source="stated efficiency")
+        for figure in known.figures
+        if figure.quantity in shares and not figure.sparse and not figure.measured
+    ]
+    stand_in = listed_device(STAND_IN)
+    overheads = [figure for name in ("kernel", "step") if (figure := stand_in.known(name)) is not None]
+    missing = [figure for figure in overheads if known.known(figure.quantity) is None]
+    measured = {(figure.quantity, figure.dtype) for figure in known.figures if figure.measured}
+    best = [figure for figure in best if (figure.quantity, figure.dtype) not in measured]
+    return replace(known, figures=(*known.figures, *best, *missing))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from strata.graph.cost import NodeCost
+from strata.cost.nodes import NodeCost
 
 
 def correspondence(captured: Sequence[NodeCost], run: Sequence[NodeCost]) -> list[int]:

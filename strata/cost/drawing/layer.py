@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from strata.graph.draw import quantity
-from strata.graph.drawing.boxes import Box
-from strata.graph.drawing.svg import Svg, bound_class, edge
+from strata.cost.draw import quantity
+from strata.cost.drawing.boxes import Box
+from strata.cost.drawing.svg import Svg, bound_class, edge
 
 _BOX, _GAP, _BETWEEN = 36, 12, 22
 _KERNEL = 52  # the least height of what runs: its name, what runs it, and figures

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strata.hardware.efficiency import UtilizationColumn
+from strata.cost.efficiency import UtilizationColumn
 from strata.hardware.figures import TERA, Device
 
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from torch import fx
 
-from strata.graph.cost import NodeCost, node_costs, placed_arguments, walk
-from strata.graph.draw import duration
+from strata.cost.draw import duration
+from strata.cost.nodes import NodeCost, node_costs
+from strata.graph.walk import placed_arguments, walk
 from strata.hardware.roofline import Workload
 from strata.kernels import tuned
 from strata.kernels.device_limits import DeviceLimits
@@ -77,7 +78,7 @@ def why(
     by its kernels. Raises ValueError, with the names there are, if there is none.
     """
     costs = {node.name: node for node in node_costs(graph, argument, workload, limits)}
-    for node, operation, args, _ in walk(graph, argument):
+    for node, operation, args, *_ in walk(graph, argument):
         bound = node.meta.get("bound")
         if operation is None or bound is None or asked not in _names(costs[node.name]):
             continue

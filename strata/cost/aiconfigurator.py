@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from strata.hardware.efficiency import EfficiencyTable
+from strata.cost.efficiency import EfficiencyTable
 from strata.hardware.figures import Device
 from strata.hardware.prediction import Call
 

@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from strata.graph.cost import NodeCost, parameter_count, total
+from strata.cost.nodes import NodeCost, parameter_count, total
 from strata.hardware.figures import Device
 from strata.hardware.links import Link
 from strata.hardware.roofline import Cost, floor

@@ -1,0 +1,75 @@
+"""The linear form of a program's step times, for whoever asks of every step: fitted to the exact one on a few steps."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata.cost.step_model import StepSeconds
+from strata.cost.step_times import LINK, StepTimes
+from strata.hardware.links import HIDDEN
+from strata.hardware.roofline import Workload
+
+# What the host takes to launch a layer of a step that no CUDA graph holds: 15 to 43 ms for 28 layers beside an H200.
+_LAUNCH_SECONDS = 1e-3
+# Of the fitted steps: tokens of their decodes with those before, and what prompts have behind them.
+_DECODED, _BEHIND = (256, 1024, 4096), (0, 2048, 8192)
+_MOST_SEQUENCES, _BESIDE = 128, 32
+_LEAST = 1e-12  # seconds: no coefficient is 0
+_MANY = 1 << 20  # tokens that need every expert
+
+
+def linear(model: StepSeconds, tokens: int, sequences: int, recorded: int = 0, overlapped: int = 0) -> StepTimes:
+    """Of an engine with at most so many tokens and sequences in a step. recorded, overlapped: see `StepTimes`.
+
+    Least squares of relative errors with coefficients that are not negative (Lawson and Hanson 1974); which of weights
+    and products a step waits for follows from its floor. Steps of five sizes are priced.
+    """
+    costs, compute = model.costs, model.predictor.rate()
+    hidden = 0.0
+    if overlapped and model.link is not None:
+        hidden = HIDDEN * costs.token_sent / (model.link.bandwidth * LINK)
+    steps = _steps(tokens, min(sequences, _MOST_SEQUENCES))
+    bandwidth = model.device.ceiling("bandwidth").value
+    weights = costs.weights + sum(read(_MANY) * layers for read, _, layers in costs.mixtures)
+    knee = weights / bandwidth * compute / costs.token_flops
+    seconds = np.array([model.on_device(one) + hidden * one.tokens * (0 < overlapped <= one.tokens) for one in steps])
+    rows = np.array([_row(one, knee) for one in steps]) / seconds[:, None]
+    *found, prompts = (max(float(one), _LEAST) for one in _least_squares(rows))
+    step, wait, product, token, sequence, key, pair = found
+    launch = _LAUNCH_SECONDS * sum(layers for _, layers in costs.states)
+    return StepTimes(
+        step, wait, product, token, sequence, key, pair, recorded, launch, overlapped, hidden, prompts=prompts
+    )
+
+
+def _steps(tokens: int, sequences: int) -> list[Workload]:
+    """Decodes alone, prompts beside some, and a prompt alone."""
+    counts = (max(1, sequences // 8), sequences)
+    found = [Workload((1,) * count, (keys,) * count) for count in counts for keys in _DECODED]
+    for size in (max(4, tokens // 8), max(4, tokens)):
+        beside = min(_BESIDE, sequences, size // 2)
+        prompt = size - beside
+        found += [Workload((1,) * beside + (prompt,), (1024,) * beside + (start + prompt,)) for start in _BEHIND]
+    alone = max(2, tokens // 2)
+    return [*found, Workload((alone,), (alone,))]
+
+
+def _row(step: Workload, knee: float) -> list[float]:
+    """What each coefficient is multiplied by, in the order of `StepTimes`, `prompts` last."""
+    prompts = [(new, total) for new, total in zip(step.new, step.total, strict=True) if new > 1]
+    pairs = sum(new * (total - (new - 1) / 2) for new, total in prompts)
+    is_short = step.tokens < knee
+    waits = (1.0, 0.0) if is_short else (0.0, float(step.tokens))
+    return [1.0, *waits, step.tokens, len(step.new), sum(step.total), pairs, float(bool(prompts))]
+
+
+def _least_squares(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The coefficients, none negative, with which each row comes nearest to 1."""
+    used, found = list(range(rows.shape[1])), np.zeros(rows.shape[1])
+    while True:
+        each = np.linalg.lstsq(rows[:, used], np.ones(len(rows)), rcond=None)[0]
+        if (each >= 0).all():
+            found[used] = each
+            return found
+        used.pop(int(np.argmin(each * rows[:, used].max(axis=0))))

@@ -1,0 +1,63 @@
+"""The linear form that the scheduler asks, against the exact model of the same program."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from strata.cost.linear import linear
+from strata.cost.step_model import StepSeconds
+from strata.cost.step_times import StepTimes
+from strata.hardware.roofline import Workload
+from strata.hardware.specs import device
+from strata.plan.meta_model import find_config, meta_model
+
+H200 = device("h200")
+Step = tuple[int, int, tuple[tuple[int, int], ...]]
+"""Decodes, tokens of each with those before, and prompts: the first token and how many."""
+# None of them is one that is fitted.
+DECODES: list[Step] = [(count, keys, ()) for count in (4, 32, 64, 200) for keys in (300, 1500, 3000)]
+MIXED: list[Step] = [
+    (count, keys, ((start, size - count),))
+    for count in (8, 64)
+    for keys in (500, 2000)
+    for size in (512, 2048)
+    for start in (0, 1024, 4096)
+]
+PROMPTS: list[Step] = [(64, 800, ((0, 448),) * count) for count in (1, 2, 4)]
+
+
+def predicted(times: StepTimes, step: Step) -> float:
+    decodes, keys, prompts = step
+    others = times.decodes(decodes, decodes * keys) + sum(times.chunk(*prompt) for prompt in prompts)
+    tokens = decodes + sum(count for _, count in prompts)
+    return times.total(tokens, others) if prompts else times.undivided(tokens, others)
+
+
+@pytest.mark.parametrize(
+    ("name", "median", "nine_tenths"),
+    [("0.6B", 0.10, 0.20), ("8B", 0.05, 0.10), ("30B-A3B", 0.16, 0.27), ("gpt-oss-20b", 0.05, 0.10)],
+)
+def test_steps_that_were_not_fitted_are_near_the_exact_model(name: str, median: float, nine_tenths: float) -> None:
+    model = meta_model(find_config(name), H200)
+    exact = StepSeconds(model, H200)
+    times = linear(exact, model.sizes.max_tokens, model.sizes.max_sequences, recorded=8192)
+    errors = []
+    for step in (*DECODES, *MIXED, *PROMPTS):
+        decodes, keys, prompts = step
+        new, behind = tuple(count for _, count in prompts), tuple(start + count for start, count in prompts)
+        took = exact.on_device(Workload((1,) * decodes + new, (keys,) * decodes + behind))
+        errors.append(abs(predicted(times, step) / took - 1))
+    assert np.quantile(errors, 0.5) < median
+    assert np.quantile(errors, 0.9) < nine_tenths
+
+
+def test_an_engine_of_few_tokens_and_one_sequence_has_times_too() -> None:
+    model = meta_model(find_config("0.6B").with_layers((0, 1)), H200)
+    exact = StepSeconds(model, H200)
+    times = linear(exact, tokens=16, sequences=1, recorded=16)
+    for step in ((1, 256, ()), (1, 1024, ((0, 15),))):
+        decodes, keys, prompts = step
+        new = tuple(count for _, count in prompts)
+        took = exact.on_device(Workload((1,) * decodes + new, (keys,) * decodes + new))
+        assert predicted(times, step) == pytest.approx(took, rel=0.2)
