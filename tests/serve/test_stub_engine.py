@@ -38,35 +38,29 @@ async def read(stream: Stream) -> list[tuple[float, Delta]]:
     return [(time.monotonic(), delta) async for deltas in stream for delta in deltas]
 
 
-def test_tokens_come_at_its_pace_and_as_many_as_were_asked_for(address: str) -> None:
-    async def scenario() -> None:
-        client = await EngineClient.connect(address, timeout=120)
-        start = time.monotonic()
-        told = await read(client.submit(Add("a", [1, 2], SamplingParams(max_tokens=11, n=2))))
-        await client.close()
-        for index in (0, 1):
-            own = [(at, delta) for at, delta in told if delta.index == index]
-            assert sum(len(delta.tokens) for _, delta in own) == 11
-            assert [delta.finish_reason for _, delta in own] == [None] * (len(own) - 1) + ["length"]
-            assert {token for _, delta in own for token in delta.tokens} <= {5, 6}
-            assert own[0][1].scheduled is not None
-        assert told[-1][0] - start > 9 * INTERVAL, "the first token waits for no step, the ten others do"
-
-    asyncio.run(scenario())
+async def test_tokens_come_at_its_pace_and_as_many_as_were_asked_for(address: str) -> None:
+    client = await EngineClient.connect(address, timeout=120)
+    start = time.monotonic()
+    told = await read(client.submit(Add("a", [1, 2], SamplingParams(max_tokens=11, n=2))))
+    await client.close()
+    for index in (0, 1):
+        own = [(at, delta) for at, delta in told if delta.index == index]
+        assert sum(len(delta.tokens) for _, delta in own) == 11
+        assert [delta.finish_reason for _, delta in own] == [None] * (len(own) - 1) + ["length"]
+        assert {token for _, delta in own for token in delta.tokens} <= {5, 6}
+        assert own[0][1].scheduled is not None
+    assert told[-1][0] - start > 9 * INTERVAL, "the first token waits for no step, the ten others do"
 
 
-def test_what_is_aborted_or_finished_gets_no_more(address: str) -> None:
-    async def scenario() -> None:
-        client = await EngineClient.connect(address, timeout=120)
-        stream = client.submit(Add("a", [1], SamplingParams(max_tokens=1000, n=2)))
-        await anext(stream)
-        client.finish("a", 1, "stop")
-        while client.statistics.running != 1:
-            assert {delta.index for delta in await anext(stream)} == {0}
-        await stream.aclose()
-        async with asyncio.timeout(60):
-            while client.statistics.running:
-                await asyncio.sleep(0.05)
-        await client.close()
-
-    asyncio.run(scenario())
+async def test_what_is_aborted_or_finished_gets_no_more(address: str) -> None:
+    client = await EngineClient.connect(address, timeout=120)
+    stream = client.submit(Add("a", [1], SamplingParams(max_tokens=1000, n=2)))
+    await anext(stream)
+    client.finish("a", 1, "stop")
+    while client.statistics.running != 1:
+        assert {delta.index for delta in await anext(stream)} == {0}
+    await stream.aclose()
+    async with asyncio.timeout(60):
+        while client.statistics.running:
+            await asyncio.sleep(0.05)
+    await client.close()

@@ -8,37 +8,31 @@ import time
 from strata.serve.http.limits import LoopShare
 
 
-def test_a_caller_rests_longer_than_it_works_and_others_do_not_wait_for_it() -> None:
-    async def scenario() -> None:
-        share = LoopShare()
-        done: list[str] = []
+async def test_a_caller_rests_longer_than_it_works_and_others_do_not_wait_for_it() -> None:
+    share = LoopShare()
+    done: list[str] = []
 
-        async def work(caller: str) -> None:
-            async with share.time_slice(caller):
-                time.sleep(0.02)
-                done.append(caller)
+    async def work(caller: str) -> None:
+        async with share.time_slice(caller):
+            time.sleep(0.02)
+            done.append(caller)
 
-        start = time.monotonic()
-        busy = [asyncio.create_task(work("a")) for _ in range(5)]
-        await asyncio.sleep(0)
-        await work("b")
-        assert done.count("a") <= 1
-        await asyncio.gather(*busy)
-        assert time.monotonic() - start >= 5 * 0.02 + 4 * 0.08
-
-    asyncio.run(scenario())
+    start = time.monotonic()
+    busy = [asyncio.create_task(work("a")) for _ in range(5)]
+    await asyncio.sleep(0)
+    await work("b")
+    assert done.count("a") <= 1
+    await asyncio.gather(*busy)
+    assert time.monotonic() - start >= 5 * 0.02 + 4 * 0.08
 
 
-def test_work_that_fails_or_is_cancelled_keeps_nobody_waiting() -> None:
-    async def scenario() -> None:
-        share = LoopShare()
-        for error in (ValueError, asyncio.CancelledError):
-            try:
-                async with share.time_slice("a"):
-                    raise error
-            except (ValueError, asyncio.CancelledError):
-                pass
-        async with asyncio.timeout(10), share.time_slice("a"):
+async def test_work_that_fails_or_is_cancelled_keeps_nobody_waiting() -> None:
+    share = LoopShare()
+    for error in (ValueError, asyncio.CancelledError):
+        try:
+            async with share.time_slice("a"):
+                raise error
+        except (ValueError, asyncio.CancelledError):
             pass
-
-    asyncio.run(scenario())
+    async with asyncio.timeout(10), share.time_slice("a"):
+        pass

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -56,18 +56,14 @@ async def connected(
         await client.close()
 
 
-def play(scenario: Coroutine[object, object, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 180))
-
-
 def add(max_tokens: int, id: str = "a") -> Add:
     return Add(id, [1, 2, 3], SamplingParams(max_tokens=max_tokens))
 
 
-def test_all_that_wait_are_told_and_the_engine_is_killed(
+async def test_all_that_wait_are_told_and_the_engine_is_killed(
     address: str, stub: subprocess.Popen[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario() -> None:
+    with caplog.at_level(logging.ERROR, "strata.serve"):
         async with connected(address, SILENCE) as client:
             stream = client.submit(add(100_000))
             await anext(stream)
@@ -82,80 +78,64 @@ def test_all_that_wait_are_told_and_the_engine_is_killed(
                 await vector
             assert not client.alive
             assert stub.wait(60) == -signal.SIGKILL
-
-    with caplog.at_level(logging.ERROR, "strata.serve"):
-        play(scenario())
     assert [record.getMessage() for record in caplog.records] == [
         "the engine is taken for dead and killed: it has requests and said nothing for 1 s"
     ]
 
 
-def test_a_process_without_requests_learns_why_another_killed_the_engine(
+async def test_a_process_without_requests_learns_why_another_killed_the_engine(
     address: str, stub: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     """It would hear of the signal alone, which is most often one of a lack of memory."""
-
-    async def scenario() -> None:
-        ends = EngineEnds(tmp_path)
-        async with connected(address, SILENCE, ends) as client, connected(address, SILENCE, ends) as idle:
-            stream = client.submit(add(100_000))
-            await anext(stream)
-            stub.send_signal(signal.SIGSTOP)
-            assert await idle.wait_dead() == await client.wait_dead() == "it has requests and said nothing for 1 s"
-            ends.tell(stub.pid, "the engine process was killed by SIGKILL")  # as its parent does
-            assert await ends.find(stub.pid) == await client.wait_dead()
-            await stream.aclose()
-
-    play(scenario())
+    ends = EngineEnds(tmp_path)
+    async with connected(address, SILENCE, ends) as client, connected(address, SILENCE, ends) as idle:
+        stream = client.submit(add(100_000))
+        await anext(stream)
+        stub.send_signal(signal.SIGSTOP)
+        assert await idle.wait_dead() == await client.wait_dead() == "it has requests and said nothing for 1 s"
+        ends.tell(stub.pid, "the engine process was killed by SIGKILL")  # as its parent does
+        assert await ends.find(stub.pid) == await client.wait_dead()
+        await stream.aclose()
 
 
-def test_time_without_requests_does_not_count(address: str, stub: subprocess.Popen[bytes]) -> None:
-    async def scenario() -> None:
-        silence = 2.5  # far more than this and the stub may be late
-        async with connected(address, silence) as client:
-            assert len([one async for one in client.submit(add(1))]) == 1  # sets the clock going
-            stub.send_signal(signal.SIGSTOP)
-            await asyncio.sleep(silence - 0.5)
-            waiting = client.submit(add(1, "b"))  # soon after which the clock strikes
-            await asyncio.sleep(1)
-            assert client.alive
-            stub.send_signal(signal.SIGCONT)
-            assert len([one async for one in waiting]) == 1
-            stub.send_signal(signal.SIGSTOP)
-            await asyncio.sleep(1.5 * silence)
-            assert client.alive
-            stub.send_signal(signal.SIGCONT)
-
-    play(scenario())
+async def test_time_without_requests_does_not_count(address: str, stub: subprocess.Popen[bytes]) -> None:
+    silence = 2.5  # far more than this and the stub may be late
+    async with connected(address, silence) as client:
+        assert len([one async for one in client.submit(add(1))]) == 1  # sets the clock going
+        stub.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(silence - 0.5)
+        waiting = client.submit(add(1, "b"))  # soon after which the clock strikes
+        await asyncio.sleep(1)
+        assert client.alive
+        stub.send_signal(signal.SIGCONT)
+        assert len([one async for one in waiting]) == 1
+        stub.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(1.5 * silence)
+        assert client.alive
+        stub.send_signal(signal.SIGCONT)
 
 
-def test_an_engine_that_talks_and_a_program_that_was_busy_are_no_silence(
+async def test_an_engine_that_talks_and_a_program_that_was_busy_are_no_silence(
     address: str, stub: subprocess.Popen[bytes]
 ) -> None:
-    async def scenario() -> None:
-        async with connected(address, SILENCE) as client:
-            count, start = 0, time.monotonic()
-            async for deltas in client.submit(add(300)):
-                count += sum(len(delta.tokens) for delta in deltas)
-                if count < 5:
-                    time.sleep(2 * SILENCE)  # the program hears nothing, but could
-            assert count == 300
-            assert time.monotonic() - start > 2 * SILENCE
-
-    play(scenario())
+    async with connected(address, SILENCE) as client:
+        count, start = 0, time.monotonic()
+        async for deltas in client.submit(add(300)):
+            count += sum(len(delta.tokens) for delta in deltas)
+            if count < 5:
+                time.sleep(2 * SILENCE)  # the program hears nothing, but could
+        assert count == 300
+        assert time.monotonic() - start > 2 * SILENCE
 
 
-def test_without_a_bound_nothing_is_killed(address: str, stub: subprocess.Popen[bytes]) -> None:
-    async def scenario() -> None:
-        async with connected(address, 0.0) as client:
-            stream = client.submit(add(3))
-            stub.send_signal(signal.SIGSTOP)
-            await asyncio.sleep(1)
-            assert client.alive
-            stub.send_signal(signal.SIGCONT)
-            assert sum(len(delta.tokens) for deltas in [one async for one in stream] for delta in deltas) == 3
-
-    play(scenario())
+async def test_without_a_bound_nothing_is_killed(address: str, stub: subprocess.Popen[bytes]) -> None:
+    async with connected(address, 0.0) as client:
+        stream = client.submit(add(3))
+        stub.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(1)
+        assert client.alive
+        stub.send_signal(signal.SIGCONT)
+        assert sum(len(delta.tokens) for deltas in [one async for one in stream] for delta in deltas) == 3
 
 
 def eventually(condition: Callable[[], bool]) -> None:
