@@ -20,7 +20,7 @@ from strata.models.family.qwen3_moe import Qwen3MoE
 from strata.models.folder import BUILTIN_FOLDER
 from strata.models.layers import CausalLM, Linear
 from strata.models.weights import load
-from tests.engine.ranks.test_mixture import CONFIG as MIXTURE
+from tests.engine.ranks.layouts import CONFIG as MIXTURE
 from tests.models.batches import packed
 
 OPTIONS: dict[str, Any] = {

@@ -21,7 +21,7 @@ from strata.models.pruned.settings import Pruning
 from strata.models.save import save
 from strata.models.weights import WeightStore, load, packed_bytes
 from tests.dummies import randomize
-from tests.engine.ranks.test_mixture import CONFIG as MIXTURE
+from tests.engine.ranks.layouts import CONFIG as MIXTURE
 from tests.models.checkpoints import FAMILY_CONFIGS
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 from tests.parallel.shards import shard_of

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from strata import LLM, SamplingParams
-
-from .test_mixture import CONFIG, OPTIONS
+from tests.engine.ranks.layouts import CONFIG
 
 # So wide that half a row less there and back is worth it from 1,025 tokens of a rank on, and else as small as can be.
 WIDE: dict[str, Any] = CONFIG | {
@@ -25,8 +24,17 @@ WIDE: dict[str, Any] = CONFIG | {
     "vocab_size": 97,
     "max_position_embeddings": 2048,
 }
-SIZES: dict[str, Any] = OPTIONS | {"num_pages": 160, "max_num_batched_tokens": 1200, "max_num_seqs": 4}
-SIZES |= {"enable_prefix_caching": False}
+SIZES: dict[str, Any] = {
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "device": "cpu",
+    "num_pages": 160,
+    "max_num_batched_tokens": 1200,
+    "max_num_seqs": 4,
+    "enable_prefix_caching": False,
+    "seed": 0,
+    "verbose": False,
+}
 RANKED: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_dp_attention": True}
 # Two fill a step of one rank each, one is shorter, and one takes a step that is too short.
 PROMPTS = [[(step * place + 3) % 97 for place in range(length)] for step, length in ((5, 1190), (7, 1100), (11, 300))]

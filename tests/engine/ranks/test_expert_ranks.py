@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,12 @@ import torch
 
 from strata import LLM, SamplingParams
 from strata.engine.build import build_engine
-from strata.engine.engine_config import EngineConfig, EngineSizes
+from strata.engine.engine_config import EngineConfig
+from strata.engine.program.program import StepChoice, StepProgram
+from strata.engine.program.shape import StepShape
 from strata.engine.ranks.expert_balance import ExpertBalance, RankExperts
-from strata.engine.ranks.rank import share_of
-from strata.hardware.specs import device
-from strata.kernels.device_limits import DeviceLimits
-from strata.models.config import config_from_dict
 from strata.models.experts import Experts
 from strata.models.save import save
-from strata.models.shapes import SHAPES
 from strata.models.weights import load
 from strata.parallel.expert_balance.placement import rank_loads
 from tests.parallel.models import random_model
@@ -110,6 +106,32 @@ def test_ranks_with_different_experts_answer_as_one_also_while_they_move(folder:
     assert ranks.experts.tables.totals.sum() % 3 == 0  # each token goes to three
 
 
+def test_ranks_that_divide_prompts_and_experts_that_move_answer_as_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = OPTIONS | {"max_num_batched_tokens": 48}
+    wanted = ids(LLM(folder, **options))
+    ranked: dict[str, Any] = {"tensor_parallel_size": 2, "prefill_context_parallel_size": 2}
+    moving: dict[str, Any] = {"enable_eplb": True, "num_redundant_experts": 2, "eplb_step_interval": 15}
+    llm = LLM(folder, enable_expert_parallel=True, **ranked, **moving, **options)
+    divided, choose = [], StepProgram.choose
+
+    def noting(program: StepProgram, shape: StepShape) -> StepChoice:
+        choice = choose(program, shape)
+        divided.append(choice.shape.share is not None)
+        return choice
+
+    monkeypatch.setattr(StepProgram, "choose", noting)
+    assert ids(llm) == wanted
+    ranks = llm.engine.ranks
+    assert ranks is not None
+    assert ranks.experts is not None
+    assert not any(np.array_equal(ranks.experts.slots(layer), np.arange(10) % 8) for layer in ranks.experts.layers)
+    assert any(divided)
+    assert llm.engine.loop.scheduler.statistics.preemptions > 0
+    ranks.check_ids()
+
+
 def test_counts_since_the_last_reading_decide(folder: Path) -> None:
     """One rank, which has all experts: what is decided and when, without ranks that follow."""
     config = divisible_config("mixtral", num_local_experts=4)
@@ -135,37 +157,6 @@ def test_counts_since_the_last_reading_decide(folder: Path) -> None:
         "experts: the heaviest rank of a layer bore 2.00 times the mean, and 1.00 times by the placement from now on; "
         "1 of 1 layers changed"
     ]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"enable_eplb": True}, "needs enable_expert_parallel=True and a tensor_parallel_size over 1"),
-        ({"num_redundant_experts": 2}, "is room for copies, which enable_eplb=True makes"),
-        ({"num_redundant_experts": -1}, "must be an integer of at least 0, got -1"),
-        ({"eplb_step_interval": 0}, "eplb_step_interval must be an integer of at least 1, got 0"),
-        (
-            {"enable_eplb": True, "enable_expert_parallel": True, "tensor_parallel_size": 2, "deterministic": True},
-            "its bits depend on what else runs",
-        ),
-    ],
-)
-def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        EngineConfig("8B", **options)
-
-
-@pytest.mark.parametrize("tensor", [2, 4])
-def test_ranks_with_an_expert_more_record_the_same_sizes_of_steps(tensor: int) -> None:
-    """What one rank sends in a recorded step has the length that the others take."""
-    whole, limits = config_from_dict(SHAPES["30B-A3B"], "30B-A3B"), DeviceLimits.listed(device("h200"))
-    assert whole.experts is not None
-    config = replace(whole, experts=replace(whole.experts, count=5))
-    asked = EngineConfig("30B-A3B", tensor_parallel_size=tensor, enable_expert_parallel=True, deterministic=True)
-    shards = [share_of(asked, config, rank) for rank in range(tensor)]
-    sizes = [EngineSizes.of(asked, one.config, torch.device("cuda"), limits, one) for one in shards]
-    assert len({one.weight_bytes for one in sizes}) == 2
-    assert all(one.recorded == sizes[0].recorded for one in sizes)
 
 
 def test_room_that_ranks_cannot_share(folder: Path) -> None:

@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 
 from strata import LLM, SamplingParams
-from strata.engine.engine_config import EngineConfig
 from strata.engine.program.program import StepChoice, StepProgram
 from strata.engine.program.shape import StepShape
-from strata.engine.startup.kept_states import check_states
 from strata.graph.ranks.narrow_messages import NARROW_TOKENS
-from tests.parallel.models import config_of
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "enable_prefix_caching": False, "verbose": False}
 
@@ -44,21 +41,3 @@ def test_answers_stay_nearly_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert two.engine.ranks is not None
     two.engine.ranks.check_ids()
     assert sum(one.token_ids == other.token_ids for one, other in zip(wanted, found, strict=True)) >= 8
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"message_dtype": "fp4"}, "message_dtype 'fp4' is unknown; use auto, fp8, fp8_e4m3"),
-        ({}, "message_dtype='fp8' rounds what ranks add up, and tensor_parallel_size=1 adds up nothing; leave it out"),
-    ],
-)
-def test_where_nothing_can_be_rounded_it_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        EngineConfig("8B", **({"message_dtype": "fp8"} | options))
-
-
-def test_columns_that_ranks_cannot_divide_are_refused_before_weights_are_read() -> None:
-    asked = EngineConfig("8B", tensor_parallel_size=7, message_dtype="fp8")
-    with pytest.raises(ValueError, match="tensor_parallel_size=7 does not divide hidden_size = 24"):
-        check_states(asked, config_of("llama"))

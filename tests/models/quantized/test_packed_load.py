@@ -19,7 +19,7 @@ from strata.models.save import save
 from strata.models.weights import WeightStore, load, packed_bytes
 from strata.parallel.serving_shard import RankShard
 from tests.dummies import randomize
-from tests.engine.ranks.test_mixture import CONFIG as MIXTURE
+from tests.engine.ranks.layouts import CONFIG as MIXTURE
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 from tests.parallel.models import random_model
 from tests.parallel.shards import shard_of

@@ -29,7 +29,7 @@ from strata.models.families import build
 from strata.models.layers import CausalLM
 from strata.models.weights import WeightStore
 from strata.parallel.serving_shard import RankShard
-from tests.engine.ranks.test_mixture import CONFIG as MIXTURE
+from tests.engine.ranks.layouts import CONFIG as MIXTURE
 from tests.graph.tiny import LAYERS, Tiny
 from tests.graph.tiny import packed as packed_tiny
 from tests.models.batches import packed as packed_batch
