@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -97,12 +98,13 @@ class Layout:
     pages: tuple[int, int] = (48, 48)
     weights: tuple[float, float] = (0.0, 1.0)
     kv: tuple[float, float] = (0.0, 1.0)
-    close: float = 1e-5
+    close: float = 2e-5
 
     def options(self, folder: Path) -> dict[str, Any]:
         return OPTIONS | {"num_pages": self.pages[0]} | dict(self.model(folder))
 
     def over_ranks(self, options: Mapping[str, Any]) -> LLM:
+        gc.collect()  # a process is in one group of ranks at a time
         return LLM(**{**options, "num_pages": self.pages[1], **self.ranked})
 
 
@@ -112,7 +114,7 @@ KEYS = {"decode_context_parallel_size": 2}
 HALF = (0.499, 0.501)
 LAYOUTS: dict[str, Layout] = {
     # Of the prompts, long chunks are computed in two halves, short ones whole.
-    "tensor": Layout({**TENSOR, "overlap_tokens": 24}, weights=(0.4, 0.6), kv=HALF, close=1e-4),
+    "tensor": Layout({**TENSOR, "overlap_tokens": 24}, weights=(0.4, 0.6), kv=HALF, close=5e-5),
     "stages": Layout(STAGES, weights=(0.4, 0.75), kv=(0.3, 0.7)),
     "prefill context": Layout({"prefill_context_parallel_size": 2}, weights=(1.0, 1.0), kv=(1.0, 1.0)),
     "attention dp": Layout({**TENSOR, **EXPERTS, **ATTENTION_DP}, dummy(CONFIG, speaks=True), (80, 20), (0.4, 0.99)),

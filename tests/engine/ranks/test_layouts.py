@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -59,8 +58,6 @@ def two(layout: Layout, options: dict[str, Any]) -> Iterator[LLM]:
     llm = layout.over_ranks(options)
     yield llm
     assert_same_ids(llm)
-    del llm
-    gc.collect()  # a process is in one group of ranks at a time
 
 
 def of(*names: str) -> pytest.MarkDecorator:
