@@ -14,12 +14,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from strata import LLM, SamplingParams
+from strata.engine.embeddings.pooling import Pooled, PoolRequest
 from strata.engine.engine_config import EngineConfig
 from strata.engine.faults import EngineFault
-from strata.engine.ranks import followers, world
+from strata.engine.plan import StepPlan
+from strata.engine.ranks import followers, ranked_runner, world
 from strata.engine.ranks.followers import Followers
+from strata.engine.ranks.ranked_runner import RankedPooler, RankedRunner
+from strata.engine.runner import Launched
+from tests.engine.ranks.layouts import (
+    LONG_LAYOUTS,
+    SHORT_LAYOUTS,
+    Layout,
+    assert_alike,
+    assert_same_ids,
+    greedy,
+    prompt,
+)
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_pages": 64, "max_model_len": 512, "verbose": False}
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -195,3 +209,92 @@ if __name__ == "__main__":
     while any(alive(pid) for pid in pids) and time.monotonic() < until:
         time.sleep(0.02)
     assert not any(alive(pid) for pid in pids)
+
+
+class Never:
+    """An event that does not come."""
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        pytest.fail("rank 0 waits inside the driver")
+
+
+class Lost:
+    """Followers of which one is lost once they have been asked a few times."""
+
+    asked, stages = 0, 1
+
+    def send(self, message: object) -> int:
+        return 0
+
+    def forget_steps(self, before: int) -> None:
+        pass
+
+    def check(self) -> None:
+        self.asked += 1
+        if self.asked > 3:
+            raise EngineFault("rank 1 of 2 has ended")
+
+
+def test_vectors_under_way_end_with_a_rank() -> None:
+    event: Any = Never()
+    pooler: Any = SimpleNamespace(launch=lambda requests: Pooled(torch.zeros(1, 4), event))
+    followers: Any = Lost()
+    pooled = RankedPooler(pooler, followers).launch([PoolRequest([1], "last")])
+    assert not pooled.ended
+    with pytest.raises(EngineFault, match="rank 1 of 2 has ended"):
+        pooled.wait()
+
+
+def test_a_step_under_way_ends_with_a_rank() -> None:
+    event: Any = Never()
+    runner: Any = SimpleNamespace(launch=lambda plan: Launched(plan, torch.zeros(1), event))
+    followers: Any = Lost()
+    step: Any = RankedRunner(runner, followers, None, None).launch(StepPlan((), (), (), (), 0))
+    assert not step.ended
+    with pytest.raises(EngineFault, match="rank 1 of 2 has ended"):
+        step.wait()
+
+
+def test_a_handler_of_ctrl_c_that_is_not_pythons_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a program in C that has Python in it."""
+
+    def handle(number: int, handler: object) -> None:
+        if handler is None:
+            raise TypeError("signal handler must be signal.SIG_IGN, signal.SIG_DFL, or a callable object")
+
+    theirs = SimpleNamespace(SIGINT=signal.SIGINT, getsignal=lambda number: None, signal=handle)
+    monkeypatch.setattr(ranked_runner, "signal", theirs)
+    runner: Any = SimpleNamespace(settle=lambda: None)
+    followers: Any = Lost()
+    RankedRunner(runner, followers, None, None).settle()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *(pytest.param(layout, id=name) for name, layout in SHORT_LAYOUTS.items()),
+        *(pytest.param(layout, id=name, marks=pytest.mark.long) for name, layout in LONG_LAYOUTS.items()),
+    ],
+)
+def test_ranks_answer_as_one_and_one_that_is_killed_is_named(layout: Layout, tmp_path: Path) -> None:
+    options = layout.options(tmp_path)
+    one, several = LLM(**options), layout.over_ranks(options)
+    # The last one is the first and more: it is found at the end of what they share.
+    for prompts in ([prompt(130), prompt(5, 3), prompt(61, 11)], [prompt(130) + prompt(20, 13)]):
+        assert_alike(one, several, prompts, greedy(12))
+    assert several.engine.loop.scheduler.statistics.prefix_hits >= 48
+    if one.engine.ledger.states:
+        assert 0.4 < several.engine.ledger.states / one.engine.ledger.states < 0.7
+    assert_same_ids(several)
+    assert several.engine.ranks is not None
+    others = several.engine.ranks.processes
+    count, killed = len(others) + 1, max(others)
+    assert list(others) == [*range(1, count)]
+    threading.Timer(0.1, os.kill, (others[killed], signal.SIGKILL)).start()
+    cause = rf"rank {killed} of {count} \((stage 1, )?{re.escape(f'process {others[killed]}')}\) was killed by SIGKILL"
+    with pytest.raises(EngineFault, match=cause):
+        several.generate([prompt(130), prompt(5, 3), prompt(61, 11)] * 20, greedy(64), use_tqdm=False)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in others.values())

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
+from strata.serve.processes.launch import engine_devices
 from tests.serve.running import ENGINE, Running, command_line, is_alive, running, wait_for
 
 
@@ -118,3 +121,85 @@ def test_several_api_processes_share_the_replicas() -> None:
         assert {one.json()["choices"][0]["text"] for one in answers if one.status_code == 200} == {expected}
         await_restarts(server, 1)
         assert answer(server) == expected
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """The device files of a machine with four GPUs."""
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+def _visible(found: list[dict[str, str]]) -> list[str]:
+    return [one["CUDA_VISIBLE_DEVICES"] for one in found]
+
+
+def test_each_engine_has_gpus_of_its_own(files: Path) -> None:
+    assert _visible(engine_devices(4, 1, "auto", {}, files)) == ["0", "1", "2", "3"]
+    assert _visible(engine_devices(2, 2, "cuda", {}, files)) == ["0,1", "2,3"]
+
+
+def test_only_gpus_that_are_shown_are_given(files: Path) -> None:
+    shown = {"CUDA_VISIBLE_DEVICES": "3, GPU-abc"}
+    assert _visible(engine_devices(2, 1, "auto", shown, files)) == ["3", "GPU-abc"]
+
+
+@pytest.mark.parametrize(("engines", "device"), [(1, "auto"), (1, "cuda:1"), (2, "cpu")])
+def test_one_engine_or_a_cpu_needs_nothing(files: Path, engines: int, device: str) -> None:
+    assert engine_devices(engines, 1, device, {}, files) == [{}] * engines
+
+
+def test_a_machine_without_gpus_serves_from_its_cpu_unless_gpus_are_asked_for(tmp_path: Path) -> None:
+    assert engine_devices(2, 1, "auto", {}, tmp_path) == [{}, {}]
+    with pytest.raises(ValueError, match="needs 2 GPUs, and there are 0"):
+        engine_devices(2, 1, "cuda", {}, tmp_path)
+
+
+def test_too_few_gpus_and_one_gpu_for_all_are_refused(files: Path) -> None:
+    with pytest.raises(ValueError, match="data_parallel_size=3 with 2 ranks each needs 6 GPUs, and there are 4"):
+        engine_devices(3, 2, "auto", {}, files)
+    with pytest.raises(ValueError, match="'cuda:0' is one GPU"):
+        engine_devices(2, 1, "cuda:0", {}, files)
+
+
+FOLLOWER = b"strata.engine.ranks.follower"
+
+
+def follower(server: Running) -> int:
+    found: int = wait_for(lambda: next((one for one in server.children() if FOLLOWER in command_line(one)), 0))
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone() -> str:
+    """What one rank answers."""
+    with running("--dtype", "float32") as server:
+        return answer(server)
+
+
+def test_a_rank_that_is_lost_ends_the_requests_and_the_engine_is_replaced(alone: str) -> None:
+    with running("--tensor-parallel-size", "2", "--dtype", "float32") as server:
+        assert answer(server) == alone
+        for losses, lose in enumerate((follower, Running.engine), 1):
+            engine, other = server.engine(), follower(server)
+            with server.stream(max_tokens=1000) as events:
+                next(events)
+                os.kill(lose(server), signal.SIGKILL)
+                last = list(events)[-1]
+            assert last["error"]["code"] == "engine_dead"
+            if lose is Running.engine:
+                assert "the engine process was killed by SIGKILL" in last["error"]["message"]
+            wait_for(lambda: server.status("/health") == 503, server.output)
+            wait_for(lambda: server.status("/ready") == 200, server.output)
+            assert answer(server) == alone
+            wait_for(lambda gone=(engine, other): not any(map(is_alive, gone)))
+            assert server.metric("strata_engine_restarts_total") == losses
+            if lose is follower:
+                assert f"rank 1 of 2 (process {other}) was killed by SIGKILL" in last["error"]["message"]
+                assert f"rank 1 of 2 (process {other}) was killed by SIGKILL" in server.output()
+        children = server.children()
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
+        wait_for(lambda: not any(map(is_alive, children)))
+        assert not server.folder.exists()

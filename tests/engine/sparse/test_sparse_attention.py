@@ -6,11 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from strata import LLM, SamplingParams
 from strata.engine.engine_config import EngineConfig
 from strata.engine.startup.sparse_attention import attention_choice, choice_bytes
+from strata.graph.capture import capture
+from strata.graph.cost import operation_counts
+from strata.graph.ranks.stages import stage
+from strata.graph.sparsify_attention import select_pages, sparsify_attention
+from strata.kernels.attention.sparse.block_choice import BlockChoice
+from strata.kernels.attention.sparse.page_choice import PageChoice
+from strata.kernels.attention.sparse.prompts import block_sparse_attention
 from strata.models.config import config_from_dict
+from strata.models.families import build
 from tests.engine.program.programs import graph_of
 from tests.models.checkpoints import FAMILY_CONFIGS, make_checkpoint
 
@@ -113,3 +122,98 @@ def test_a_stage_may_have_no_such_layer(options: dict[str, Any]) -> None:
     assert stage.windows[0] is not None
     assert choice_bytes(asked, stage, 64, 1024) > 0
     assert attention_choice(asked, config, "cpu") is not None
+
+
+PROMPTS = [[(7 * at * at + 3) % 80 for at in range(length)] + [length] for length in (5, 30, 47)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of a model whose layers all see all keys, and one in which every other does."""
+    made, at = {}, tmp_path_factory.mktemp("pages")
+    for name, found in (("all", "llama-llama3"), ("windows", "gemma3-local-global")):
+        config = CONFIGS[found] | {"num_hidden_layers": 4}
+        if "layer_types" in config:
+            config["layer_types"] = ["sliding_attention", "full_attention"] * 2
+        made[name] = make_checkpoint(at / name, config)
+    return made
+
+
+def choosing(folder: Path, **options: Any) -> LLM:
+    sizes = {"num_pages": 400, "max_num_seqs": 8, "page_size": 4, "dtype": "float32"}
+    return LLM(folder, device="cpu", skip_tokenizer_init=True, verbose=False, **(sizes | options))
+
+
+def generated(llm: LLM, together: bool = True) -> list[list[list[int]]]:
+    """Samples that fork; the second round finds what the first has left."""
+    params = SamplingParams(n=2, temperature=0.8, seed=1, max_tokens=8, ignore_eos=True)
+    asked = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    calls = [asked] if together else [[one] for one in asked]
+    outputs = [one for _ in range(2) for call in calls for one in llm.generate(call, params, use_tqdm=False)]
+    return [[output.token_ids for output in one.outputs] for one in outputs]
+
+
+def test_cuts_prefixes_and_forks_change_no_id_and_all_pages_are_all_keys(folders: dict[str, Path]) -> None:
+    folder = folders["windows"]
+    dense = generated(choosing(folder))
+    assert generated(choosing(folder, decode_pages=30)) == dense
+    few = generated(choosing(folder, decode_pages=3, enable_prefix_caching=False))
+    # Alone, so that no chunk of a prompt is a single token, which would attend as a decode does.
+    cut = choosing(folder, decode_pages=3, max_num_batched_tokens=20)
+    assert generated(cut, together=False) == few
+    assert cut.engine.loop.scheduler.statistics.prefix_hits > 0
+    assert few != dense
+
+
+@pytest.mark.parametrize("name", ["all", "windows"])
+def test_layers_and_bytes(folders: dict[str, Path], name: str) -> None:
+    plain, chosen = (choosing(folders[name], decode_pages=pages) for pages in (None, 3))
+    counts = operation_counts(chosen.engine.program.logits)
+    windows = chosen.engine.config.windows
+    assert counts["page_sparse_attention"] == windows[2:].count(None)
+    assert counts["attention"] == len(windows) - counts["page_sparse_attention"]
+    # Of 4 tokens a page keeps 4 keys, 4 values, and two bounds.
+    assert 4 * chosen.engine.ledger.page_bytes == 5 * plain.engine.ledger.page_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decode_pages": 1}, "decode_pages must be an integer of at least 2, or None to attend to all, got 1"),
+    ],
+)
+def test_what_cannot_be_is_refused_decode_pages(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        choosing(Path("nowhere"), **({"decode_pages": 8, "page_size": 16} | options))
+
+
+CHOICE = BlockChoice(0.9, 100)
+
+
+@pytest.mark.parametrize("config", [config for _, config in FAMILY_CONFIGS], ids=[n for n, _ in FAMILY_CONFIGS])
+def test_node_counts_of_every_family(config: dict[str, object]) -> None:
+    read = config_from_dict(config)
+    with torch.device("meta"):
+        graph = capture(build(read))
+    before = operation_counts(graph)
+    assert sparsify_attention(graph, CHOICE) is graph
+    counts, windows = operation_counts(graph), [w for w, own in zip(read.windows, read.attends, strict=True) if own]
+    found = counts.pop("block_sparse_attention", 0)
+    assert found == (0 if read.latent is not None else windows.count(None))
+    assert counts.pop("attention", 0) == before.pop("attention", 0) - found
+    assert counts == before
+    graph.graph.lint()
+    for node in graph.graph.nodes:
+        if node.target is block_sparse_attention:
+            assert node.args[4].window is None
+            assert node.args[5] == CHOICE
+            assert node.meta["layer"] == node.args[4].layer
+
+
+@pytest.mark.parametrize(("first", "dense"), [(0, 2), (1, 1), (2, 0)])
+def test_the_first_two_layers_are_those_of_the_model_not_of_its_stages(first: int, dense: int) -> None:
+    with torch.device("meta"):
+        model = build(config_from_dict(dict(FAMILY_CONFIGS)["llama-llama3"] | {"num_hidden_layers": 4}))
+    counts = operation_counts(select_pages(stage(capture(model), first, 4, model), PageChoice(8)))
+    assert counts["attention"] == dense
+    assert counts["page_sparse_attention"] == 4 - first - dense
