@@ -11,17 +11,23 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import strata.kernels
+from strata.bench.explain.plain_products import product_here, unpacked_products
 from strata.bench.kernels import attention_cases
 from strata.bench.kernels.case import Case
 from strata.bench.kernels.cases import cases
+from strata.bench.kernels.products import products
+from strata.bench.needs_gpu import require_gpu, why_no_processor
 from strata.kernels.op import OPERATIONS
 from strata.models.config import ModelConfig, config_from_dict
+from strata.models.folder import folder_or_shape
 from strata.models.shapes import SHAPES
-from strata.plan.meta_model import find_config
+from strata.plan.explain.measurement import MeasuredStep, StepChunk
+from strata.plan.meta_model import find_config, meta_model
+from strata.plan.step_seconds import StepSeconds
+from tests.plan.explain.runs import DEVICE
 
 pytest.importorskip("triton")
 
-from strata.bench.kernels.products import products
 
 TRAINING = {
     "linear_cross_entropy",
@@ -128,3 +134,63 @@ def test_the_library_attends_over_the_same_keys() -> None:
     with sdpa_kernel(SDPBackend.MATH):
         found = attention_cases._dense(*arguments)
     torch.testing.assert_close(found[:, :, 0], wanted, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "has_gpu", "refused"),
+    [
+        ("8B", "auto", False, True),
+        ("8B", "auto", True, False),
+        ("8B", "cpu", False, False),
+        ("0.6B", "auto", False, False),
+        ("30B-A3B", "auto", False, True),
+    ],
+)
+def test_large_models_need_a_gpu_where_nobody_named_a_device(
+    model: str, device: str, has_gpu: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    config = find_config(model)
+    assert (why_no_processor(config, device) is not None) == refused
+    if refused:
+        with pytest.raises(ValueError, match=f"{model}: it needs a GPU, and .* billion parameters take hours; "):
+            require_gpu(model, config, device)
+
+
+HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCABULARY = 256, 704, 8, 2, 32, 5, 4096
+LAYER = HIDDEN * (2 * HEADS + 2 * KV_HEADS) * HEAD_DIM + 3 * HIDDEN * INNER
+
+
+def step(sequences: int, tokens: int) -> MeasuredStep:
+    return MeasuredStep(0.0, 1.0, tuple(StepChunk(one, 0, tokens, 1) for one in range(sequences)))
+
+
+def of(quantization: str | None) -> StepSeconds:
+    config = find_config(folder_or_shape("builtin"))
+    return StepSeconds(meta_model(config, None, torch.bfloat16, quantization=quantization), DEVICE)
+
+
+def test_every_product_of_every_step_counts() -> None:
+    """A product takes as many seconds as it multiplies. The last layer's rows behind attention, and the head's, are
+    those that are drawn from."""
+    steps = (step(2, 30), step(2, 1), step(2, 1), step(2, 1))
+    found = unpacked_products(steps, of("int4"), lambda rows, out, width: float(rows * out * width), asked=True)
+    assert found is not None
+    kept = HIDDEN * (HEADS + 2 * KV_HEADS) * HEAD_DIM  # q, k and v of the last layer, of all its tokens
+    tokens, drawn = 2 * 30 + 3 * 2, 4 * 2
+    wanted = tokens * ((LAYERS - 1) * LAYER + kept) + drawn * (LAYER - kept + VOCABULARY * HIDDEN)
+    assert (found.values, found.operation, found.asked) == ("int4", "linear", True)
+    assert found.plain == wanted
+
+
+def test_plain_weights_are_not_unpacked() -> None:
+    def nobody(*_: int) -> float:
+        raise AssertionError("no product has to be measured")
+
+    assert unpacked_products((step(1, 1),), of(None), nobody, asked=False) is None
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_product_is_measured_as_it_runs_here(deterministic: bool) -> None:
+    seconds = product_here(torch.bfloat16, deterministic)
+    assert 0 < seconds(1, 16, 16) < seconds(64, 1024, 512)

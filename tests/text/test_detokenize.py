@@ -1,5 +1,7 @@
 """Streaming text: joined it is the decode of all tokens up to a stop string, and nothing shown is taken back."""
 
+from __future__ import annotations
+
 import json
 
 import pytest
@@ -8,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from strata.text.counted import counted
 from strata.text.detokenize import IncrementalDetokenizer
 from strata.text.special_tokens import SpecialTokens
 from strata.text.tokenizer import Tokenizer
@@ -183,3 +186,19 @@ def test_stop_strings_do_not_count_within_min_tokens():
     short = IncrementalDetokenizer(tokenizer, [], ("x",), min_tokens=9)
     assert append_all(short, ids) + short.finish() == "axbxc"
     assert short.stopped is None
+
+
+@pytest.mark.parametrize(
+    ("number", "nouns", "words"),
+    [
+        (1, ("token",), "1 token"),
+        (0, ("token",), "0 tokens"),
+        (1234, ("token",), "1,234 tokens"),
+        (1.2, ("token",), "1 token"),  # as it is shown
+        (1.7, ("token",), "2 tokens"),
+        (1, ("prefix", "prefixes"), "1 prefix"),
+        (2, ("prefix", "prefixes"), "2 prefixes"),
+    ],
+)
+def test_the_noun_has_the_number_that_is_shown(number: float, nouns: tuple[str, ...], words: str) -> None:
+    assert counted(number, *nouns) == words
