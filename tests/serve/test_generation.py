@@ -161,11 +161,3 @@ def test_a_dead_engine(serve_script: ServeScript) -> None:
             answer = server.client.get(path)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
         assert server.client.post("/v1/completions", json={"prompt": "Hi"}).status_code == 503
-
-
-def test_models(serve_script: ServeScript) -> None:
-    with serve_script([]) as server:
-        (model,) = server.client.get("/v1/models").json()["data"]
-        assert (model["id"], model["object"], model["max_model_len"]) == (NAME, "model", 1024)
-        assert abs(model["created"] - time.time()) < 60
-        assert server.client.get(f"/v1/models/{NAME}").json() == model

@@ -92,13 +92,6 @@ def test_an_output_may_take_all_forms_that_a_schema_leaves_open(writer: Writer) 
     assert {writer.write(grammar, seed) for seed in range(100)} == {'"a"', '"b"', "true", "false", "null"}
 
 
-def test_any_object_is_an_object(writer: Writer) -> None:
-    grammar = response_grammar({"type": "json_object"})
-    assert grammar is not None
-    for seed in range(20):
-        assert isinstance(json.loads(writer.write(grammar, seed)), dict)
-
-
 def test_there_are_no_blanks_but_those_that_separate(writer: Writer) -> None:
     """Even if a model likes nothing better."""
     schema = {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 9}, "minItems": 3, "maxItems": 3}
@@ -181,11 +174,6 @@ def test_an_answer_in_json_beside_calls_may_begin_as_they_do(tokenizer: Tokenize
         assert takes(any_object, text), text
     one = Grammar.either(asked({"properties": {"name": {"type": "string"}}, "type": "object"}), calls)
     assert [takes(one, text) for text in ('{"name": "x"}', call, '{"a": 1}')] == [True, True, False]
-
-
-def test_text_needs_no_grammar() -> None:
-    assert response_grammar(None) is None
-    assert response_grammar({"type": "text"}) is None
 
 
 @pytest.mark.parametrize("strict", [{}, {"strict": None}, {"strict": True}, {"strict": False}])
@@ -323,11 +311,6 @@ async def test_many_formats_of_strings_are_no_long_schema() -> None:
     schema = {"type": "object", "properties": {f"p{number}": {"format": "uri"} for number in range(100)}}
     async with grammar_checker() as checker:
         await checker.check(asked(schema), admission())
-
-
-def test_unsupported_keywords_are_named() -> None:
-    wrong = what_is_wrong(asked({"type": "object", "properties": {"a": {"uniqueItems": True, "contains": {}}}}).text)
-    assert wrong == "these keywords of JSON Schema cannot be enforced: contains, uniqueItems"
 
 
 def test_random_schemas_pass_the_check_that_they_pass_in_the_engine() -> None:

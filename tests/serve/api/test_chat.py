@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from typing import Any
 
 import pytest
@@ -17,18 +15,6 @@ from tests.serve.scripted import events
 QUESTIONS = ["What is 47 + 38?", "Reverse the word 'planet'.", "Sort these numbers: 42, 7, 93, 18, 65"]
 SUM = [{"role": "user", "content": QUESTIONS[0]}]
 STORY = [{"role": "user", "content": "Tell me a story."}]
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
-            "required": ["city", "days"],
-            "additionalProperties": False,
-        },
-    },
-}
 
 
 def chat(live: LiveServer, messages: list[dict[str, Any]] = SUM, **fields: Any) -> Any:
@@ -75,37 +61,6 @@ def test_fields_not_given_are_as_the_model_has_them(live: LiveServer) -> None:
     assert content(chat(live)).endswith("Answer: 85")
 
 
-def test_the_model_may_be_named(live: LiveServer) -> None:
-    assert chat(live, model="builtin", max_tokens=1)["model"] == "builtin"
-    assert chat(live, model=None, max_tokens=1)["model"] == "builtin"
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
-        [{"role": "user", "content": [{"type": "text", "text": "What is"}, {"type": "text", "text": "47 + 38?"}]}],
-        [{"role": "user", "content": "What is\n47 + 38?", "name": None}],
-    ],
-)
-def test_parts_of_text_are_joined_by_line_breaks(live: LiveServer, llm: LLM, asked: list[dict[str, Any]]) -> None:
-    expected = llm.chat_prompt([{"role": "user", "content": "What is\n47 + 38?"}])["prompt_token_ids"]
-    assert chat(live, asked, return_token_ids=True, max_tokens=1)["prompt_token_ids"] == expected
-
-
-def test_roles(live: LiveServer, llm: LLM) -> None:
-    """A developer is to chat templates what a system is, and an assistant may have refused."""
-    asked = [
-        {"role": "developer", "content": "Be brief."},
-        {"role": "user", "content": "Hello"},
-        {"role": "assistant", "content": None, "refusal": "No."},
-        {"role": "user", "content": "Why?"},
-    ]
-    shown = [{**message, "content": message["content"] or "No."} for message in asked]
-    shown[0]["role"] = "system"
-    expected = llm.chat_prompt(shown)["prompt_token_ids"]
-    assert chat(live, asked, return_token_ids=True, max_tokens=1)["prompt_token_ids"] == expected
-
-
 def test_the_final_message_is_written_on(live: LiveServer) -> None:
     begun = [*SUM, {"role": "assistant", "content": "ones: 7 + 8 = 15, write 5,"}]
     reply = chat(live, begun, continue_final_message=True)
@@ -141,12 +96,6 @@ def test_log_probabilities_are_those_of_llm(live: LiveServer, llm: LLM) -> None:
     assert [entry["token"] for entry in streamed] == [entry["token"] for entry in whole]
 
 
-def test_logprobs_without_top_logprobs(live: LiveServer) -> None:
-    told = chat(live, logprobs=True, max_tokens=3)["choices"][0]["logprobs"]["content"]
-    assert [entry["top_logprobs"] for entry in told] == [[], [], []]
-    assert all(math.isfinite(entry["logprob"]) for entry in told)
-
-
 def test_several_samples(live: LiveServer) -> None:
     fields = {"n": 3, "temperature": 1.5, "seed": 7, "max_tokens": 24}
     reply = chat(live, STORY, **fields)
@@ -155,12 +104,6 @@ def test_several_samples(live: LiveServer) -> None:
     chunks = stream(live, STORY, **fields)
     assert [joined(chunks, index) for index in range(3)] == texts
     assert reply["usage"]["completion_tokens"] <= 72
-
-
-def test_a_seed_repeats_itself(live: LiveServer) -> None:
-    fields = {"temperature": 1.5, "max_tokens": 20}
-    assert content(chat(live, STORY, seed=5, **fields)) == content(chat(live, STORY, seed=5, **fields))
-    assert len({content(chat(live, STORY, seed=seed, **fields)) for seed in range(4)}) > 1
 
 
 def test_stop_strings(live: LiveServer) -> None:
@@ -214,20 +157,6 @@ def test_penalties_and_filters_reach_the_engine(live: LiveServer, llm: LLM) -> N
     assert expected != content(chat(live))
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"temperature": 5e-324},
-        {"temperature": 1e-40, "n": 2},
-        {"temperature": 1.0, "top_p": 5e-324},
-        {"temperature": 1.0, "min_p": 1.0},
-    ],
-)
-def test_extreme_values_leave_the_likeliest_token(live: LiveServer, fields: dict[str, Any]) -> None:
-    """In float32 the logits divided by such numbers are infinite, and such a sum of probabilities is none."""
-    assert content(chat(live, **fields)) == content(chat(live, temperature=0))
-
-
 def test_special_tokens_are_shown_on_request(live: LiveServer) -> None:
     assert content(chat(live, skip_special_tokens=False, include_stop_str_in_output=True)).endswith("85<|end|>")
 
@@ -237,70 +166,3 @@ def test_a_prefix_is_cached_for_the_next_request(live: LiveServer) -> None:
     first, second = (chat(live, asked, max_tokens=1)["usage"] for _ in range(2))
     assert first["prompt_tokens_details"]["cached_tokens"] == 0
     assert second["prompt_tokens_details"]["cached_tokens"] >= 64
-
-
-def test_inert_fields_are_taken(live: LiveServer) -> None:
-    fields = {
-        "user": "u",
-        "metadata": {"a": "b"},
-        "store": True,
-        "service_tier": "auto",
-        "safety_identifier": "s",
-        "prompt_cache_key": "k",
-        "prompt_cache_retention": "24h",
-        "modalities": ["text"],
-        "verbosity": "medium",
-        "parallel_tool_calls": True,
-        "priority": 3,
-        "response_format": {"type": "text"},
-        "tool_choice": "none",
-    }
-    assert content(chat(live, **fields)) == content(chat(live))
-
-
-def test_a_json_schema_is_followed(live: LiveServer) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"sum": {"type": "integer"}, "sure": {"type": "boolean"}},
-        "required": ["sum", "sure"],
-        "additionalProperties": False,
-    }
-    asked = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
-    for seed in range(3):
-        text = content(chat(live, response_format=asked, temperature=1.0, seed=seed, max_tokens=600))
-        value = json.loads(text)
-        assert set(value) == {"sum", "sure"}
-        assert isinstance(value["sum"], int)
-        assert isinstance(value["sure"], bool)
-
-
-def test_a_forced_call(live: LiveServer) -> None:
-    named = {"type": "function", "function": {"name": "get_weather"}}
-    for choice in ("required", named):
-        fields = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 200}
-        reply = chat(live, **fields)["choices"][0]
-        assert reply["finish_reason"] == "tool_calls"
-        assert reply["message"]["content"] is None
-        (call,) = reply["message"]["tool_calls"]
-        assert call["function"]["name"] == "get_weather"
-        arguments = json.loads(call["function"]["arguments"])
-        assert arguments["city"] in ("Oslo", "Rome")
-        assert 1 <= arguments["days"] <= 9
-        parts = [
-            part
-            for chunk in stream(live, **fields)
-            for one in chunk["choices"]
-            for part in one["delta"].get("tool_calls", ())
-        ]
-        assert parts[0]["function"] == {"name": "get_weather", "arguments": ""}
-        assert parts[0]["type"] == "function"
-        assert parts[0]["id"]
-        assert json.loads("".join(part["function"]["arguments"] for part in parts)) == arguments
-
-
-def test_an_invalid_schema_is_a_400(live: LiveServer) -> None:
-    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
-    body = {"messages": SUM, "response_format": asked}
-    response = live.client.post("/v1/chat/completions", json=body)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"].startswith("response_format")
