@@ -22,60 +22,28 @@ from strata.engine.sampling_params import RANGES, SamplingParams
 from strata.serve.schema.chat import ChatRequest
 from strata.text.tokenizer import Tokenizer
 
-WRONG = [
-    ("n", 0),
-    ("n", 17),
-    ("n", 1.0),
-    ("n", True),
-    ("temperature", -0.1),
-    ("temperature", math.nan),
-    ("temperature", math.inf),
-    ("temperature", "hot"),
-    ("temperature", 2.01),
-    ("temperature", 10**400),
-    ("top_p", -0.01),
-    ("top_p", 1.01),
-    ("top_p", math.nan),
-    ("top_k", -2),
-    ("top_k", 1.5),
-    ("top_k", 2**31),
-    ("min_p", -0.01),
-    ("min_p", 1.01),
-    ("repetition_penalty", 0.0),
-    ("repetition_penalty", 0.009),
-    ("repetition_penalty", 100.1),
-    ("repetition_penalty", math.inf),
-    ("presence_penalty", 2.01),
-    ("frequency_penalty", -2.01),
-    ("logit_bias", [1, 2]),
-    ("logit_bias", {"1": 1.0}),
-    ("logit_bias", {-1: 1.0}),
-    ("logit_bias", {1: 100.5}),
-    ("logit_bias", {1: math.nan}),
-    ("seed", 2**63),
-    ("seed", -(2**63) - 1),
-    ("max_tokens", 2**31),
-    ("min_tokens", 2**31),
-    ("seed", 0.5),
-    ("stop", ""),
-    ("stop", ["ok", ""]),
-    ("stop", ["ok", 3]),
-    ("stop", 3),
-    ("stop_token_ids", [-1]),
-    ("stop_token_ids", ["a"]),
-    ("stop_token_ids", 7),
-    ("max_tokens", 0),
-    ("max_tokens", -1),
-    ("max_tokens", 2.0),
-    ("min_tokens", -1),
-    ("bad_words", "damn"),
-    ("bad_words", [""]),
-    ("logprobs", -1),
-    ("logprobs", 21),
-    ("prompt_logprobs", 21),
-    ("ignore_eos", 1),
-    ("detokenize", None),
-]
+WRONG_VALUES: dict[str, list[Any]] = {
+    "n": [0, 17, 1.0, True],
+    "temperature": [-0.1, math.nan, math.inf, "hot", 2.01, 10**400],
+    "top_p": [-0.01, 1.01, math.nan],
+    "top_k": [-2, 1.5, 2**31],
+    "min_p": [-0.01, 1.01],
+    "repetition_penalty": [0.0, 0.009, 100.1, math.inf],
+    "presence_penalty": [2.01],
+    "frequency_penalty": [-2.01],
+    "logit_bias": [[1, 2], {"1": 1.0}, {-1: 1.0}, {1: 100.5}, {1: math.nan}],
+    "seed": [2**63, -(2**63) - 1, 0.5],
+    "max_tokens": [2**31, 0, -1, 2.0],
+    "min_tokens": [2**31, -1],
+    "stop": ["", ["ok", ""], ["ok", 3], 3],
+    "stop_token_ids": [[-1], ["a"], 7],
+    "bad_words": ["damn", [""]],
+    "logprobs": [-1, 21],
+    "prompt_logprobs": [21],
+    "ignore_eos": [1],
+    "detokenize": [None],
+}
+WRONG = [(name, value) for name, values in WRONG_VALUES.items() for value in values]
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
@@ -85,27 +53,22 @@ def test_value_out_of_range_is_one_line_that_names_it(name, value):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("n", 16),
-        ("temperature", 0),
-        ("top_p", 1e-6),
-        ("temperature", 2),
-        ("top_k", -1),
-        ("top_k", 2**31 - 1),
-        ("top_k", 0),
-        ("min_p", 1),
-        ("presence_penalty", -2),
-        ("logit_bias", {0: -100, 5: 100.0}),
-        ("seed", -(2**63)),
-        ("max_tokens", None),
-        ("max_tokens", 1),
-        ("logprobs", 0),
-        ("logprobs", 20),
-        ("stop", []),
-    ],
-)
+EDGES: dict[str, list[Any]] = {
+    "n": [16],
+    "temperature": [0, 2],
+    "top_p": [1e-6],
+    "top_k": [-1, 2**31 - 1, 0],
+    "min_p": [1],
+    "presence_penalty": [-2],
+    "logit_bias": [{0: -100, 5: 100.0}],
+    "seed": [-(2**63)],
+    "max_tokens": [None, 1],
+    "logprobs": [0, 20],
+    "stop": [[]],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in EDGES.items() for value in values])
 def test_value_at_the_edge_of_its_range_is_kept(name, value):
     assert getattr(SamplingParams(**{name: value}), name) == value
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +24,7 @@ import zmq
 from strata import LLM, SamplingParams
 from strata.engine.process.messages import Add, Delta, Embed, FromEngine, Hello, Step, TokenLogprobs
 from strata.engine.process.worker import main
-from strata.engine.samples import Sample
-from strata.serve.client import EngineClient, EngineGone, EngineRefused, Stream
+from strata.serve.client import EngineClient, EngineGone, Stream
 from tests.engine.process.worker_process import BUILTIN, WorkerProcess
 
 PROMPTS = ["Once upon a time", "The capital of", "def main():", "2 + 2 ="]
@@ -125,35 +124,6 @@ def agrees(told: TokenLogprobs, expected: Any) -> bool:
     )
 
 
-async def test_clients_share_the_engine_and_not_their_names(worker: WorkerProcess, llm: LLM) -> None:
-    want = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    async with using(worker) as client:
-        others = [await EngineClient.connect(worker.address, timeout=60) for _ in PROMPTS[1:]]
-        clients = [client, *others]
-        streams = [
-            one.submit(Add("same", output.prompt_token_ids, GREEDY)) for one, output in zip(clients, want, strict=True)
-        ]
-        for deltas, output in zip(await asyncio.gather(*map(whole, streams)), want, strict=True):
-            assert deltas[0].tokens == output.outputs[0].token_ids
-        for other in others:
-            await other.close()
-
-
-async def test_a_stop_string_ends_a_sample_where_the_offline_api_ends_it(worker: WorkerProcess, llm: LLM) -> None:
-    free = llm.generate(PROMPTS[0], replace(LONG, max_tokens=40), use_tqdm=False)[0].outputs[0].text
-    params = replace(LONG, stop=free[30:34])
-    (want,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
-    async with using(worker) as client:
-        sample, text = Sample.of(params, want.prompt_token_ids, llm.get_tokenizer()), ""
-        async for (delta,) in client.submit(Add("a", want.prompt_token_ids, params)):
-            text += sample.append(delta.tokens, delta.finish_reason, delta.stop_reason)
-            if isinstance(sample.stop_reason, str):
-                client.finish("a", 0, sample.stop_reason)
-        assert text == want.outputs[0].text
-        assert (sample.finish_reason, sample.stop_reason) == ("stop", params.stop)
-        await until(lambda: client.statistics.kv_usage == 0)
-
-
 @pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
 async def test_an_abort_frees_the_pages_long_before_the_request_would_end(worker: WorkerProcess, phase: str) -> None:
     async with using(worker) as client:
@@ -225,26 +195,6 @@ async def test_frames_that_are_no_messages_do_no_harm(worker: WorkerProcess) -> 
             0
         ].finish_reason == "length"
         context.destroy(linger=0)
-
-
-async def test_what_can_never_run_is_refused(worker: WorkerProcess) -> None:
-    async with using(worker) as client:
-        with pytest.raises(EngineRefused, match="max_model_len is 1024"):
-            await anext(client.submit(Add("a", [5] * 1024, GREEDY)))
-        with pytest.raises(EngineRefused, match="out of range"):
-            await client.embed(Embed("e", [4096]))
-        assert (await whole(client.submit(Add("a", [5], GREEDY))))[0].tokens
-
-
-async def test_embeddings_are_those_of_the_offline_api(worker: WorkerProcess, llm: LLM) -> None:
-    want = llm.embed(PROMPTS, pooling="mean", use_tqdm=False)
-    async with using(worker) as client:
-        stream = client.submit(Add("a", [5, 6], LONG))
-        got: list[Awaitable[list[float]]] = [
-            client.embed(Embed(f"{i}", output.prompt_token_ids, "mean")) for i, output in enumerate(want)
-        ]
-        assert await asyncio.gather(*got) == [output.outputs.embedding for output in want]
-        await stream.aclose()
 
 
 async def test_it_tells_how_it_stands_while_nothing_happens(worker: WorkerProcess) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from strata.engine.plan import StepPlan
-from strata.engine.request import Request, Sequence, Update
+from strata.engine.request import Request, Sequence
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling.plans import finish, request, scheduler, shares, step
@@ -61,15 +61,6 @@ class TestSamples:
         list(finish(of))
         assert [len(sequence.outputs) for sequence in sequences] == [4, 4, 4]
         assert sequences[2].cached_tokens == 8
-
-    def test_samples_outlive_the_first_one(self) -> None:
-        of = scheduler(budget=4)
-        sequences = of.add(request("a", 9, n=2, max_tokens=4))
-        step(of)
-        of.finish(sequences[0], "error")
-        list(finish(of))
-        assert len(sequences[1].outputs) == 4
-        of.check()
 
 
 class TestPrefix:
@@ -155,34 +146,9 @@ class TestPrefix:
             assert step(of).tokens == 20  # type: ignore[union-attr]
             assert second.cached_tokens == 0
 
-    def test_cached_pages_give_way_to_running_sequences(self) -> None:
-        of = scheduler(pages=10, page_size=4)
-        for id in "abcde":
-            (sequence,) = of.add(request(id, 20, max_tokens=20))
-            list(finish(of))
-            assert sequence.preemptions == 0
-            of.check()
-
 
 class TestFailure:
     """A negative id is a draw from logits that are no distribution."""
-
-    def test_it_ends_the_request_and_no_other(self) -> None:
-        of = scheduler(page_size=4)
-        broken = of.add(request("a", 9, n=2, max_tokens=4))
-        (healthy,) = of.add(request("b", 9, arrival=1.0, max_tokens=4))
-        plan = of.schedule()
-        assert plan is not None
-        updates = of.complete(plan, [7, -1, 7])
-        assert updates == [
-            Update(broken[0], [7], None),
-            Update(healthy, [7], None),
-            Update(broken[1], [], "error"),
-            Update(broken[0], [], "error"),
-        ]
-        of.check()
-        list(finish(of))
-        assert (healthy.finish_reason, len(healthy.outputs)) == ("length", 4)
 
     def test_what_only_it_has_read_is_not_found_again_but_what_was_verified_is(self) -> None:
         of = scheduler(page_size=4)
@@ -212,41 +178,6 @@ class TestFailure:
             cached.append(sequence.cached_tokens)
             of.complete(plan, [-1])
         assert cached == [12, 12, 0]
-        of.check()
-
-    def test_who_shares_the_prompt_in_the_next_step_goes_on(self) -> None:
-        of = scheduler(page_size=4)
-        of.add(request("a", range(100, 113), max_tokens=4))
-        (sharer,) = of.add(request("b", [*range(100, 112), 5, 5], arrival=1.0, max_tokens=4))
-        first, second = of.schedule(), of.schedule()
-        assert first is not None
-        assert second is not None
-        assert sharer.cached_tokens == 12
-        of.complete(first, [-1])
-        of.complete(second, [7, 7])
-        of.check()
-        list(finish(of))
-        assert len(sharer.outputs) == 4
-        (later,) = of.add(request("c", range(100, 113), max_tokens=1))
-        step(of)
-        assert later.cached_tokens == 12, "a draw that gave an id has read these pages"
-
-    def test_a_sequence_that_was_preempted_meanwhile_fails_too(self) -> None:
-        of = scheduler(pages=9, page_size=4)
-        (old,) = of.add(request("a", 14, max_tokens=8))
-        (young,) = of.add(request("b", 14, arrival=1.0, max_tokens=6))
-        outstanding = of.schedule()
-        while not young.preemptions:
-            plan, outstanding = outstanding, of.schedule()
-            assert plan is not None
-            assert outstanding is not None
-            ids = [-1 if draw.sequence == young.id and young.preemptions else 7 for draw in plan.draws]
-            of.complete(plan, ids)
-        assert young.finish_reason == "error"
-        of.check()
-        of.complete(outstanding, [7] * len(outstanding.draws))
-        list(finish(of))
-        assert (old.finish_reason, len(old.outputs)) == ("length", 8)
         of.check()
 
 

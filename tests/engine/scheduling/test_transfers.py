@@ -96,18 +96,6 @@ def test_what_is_lost_is_computed() -> None:
     assert sequence.cached_tokens == 0
 
 
-def test_a_request_that_ends_meanwhile_leaves_them_to_others() -> None:
-    of, _ = shelved(13)
-    of.add(request("a", 13))
-    plan = planned(of)
-    of.abort("a")
-    of.check()
-    assert not of.has_work
-    of.complete(plan, [], arrived(of, plan))
-    of.add(request("also", 13))
-    assert shares(of, planned(of)) == [("also", 12, 1)]
-
-
 def test_nothing_comes_for_who_computes_all_or_has_other_tags_or_finds_no_room() -> None:
     of, _ = shelved(13)
     of.add(request("a", 13, prompt_logprobs=0))
