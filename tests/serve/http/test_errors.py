@@ -52,43 +52,43 @@ def each(values: dict[str, list[Any]]) -> list[Case]:
     return [({name: value}, name) for name, several in values.items() for value in several]
 
 
-BOTH: list[Case] = [
-    *each(
-        {
-            "n": [0, 17, "2", True, 1.0],
-            "max_tokens": [0, -1, HUGE, 1025],
-            "temperature": [-0.1, 2.1, "1", True],
-            "top_p": [-0.1, 1.5],
-            "top_k": [-2, 1.5],
-            "min_p": [1.01],
-            "repetition_penalty": [0, 1e-30],
-            "presence_penalty": [2.5],
-            "frequency_penalty": [-3],
-            "seed": [2**63, "x"],
-            "stop": ["", ["a", ""], ["a"] * 17, "a" * 257, {"a": 1}],
-            "stop_token_ids": [[4096]],
-            "logit_bias": [{"4096": 1}, [1]],
-            "bad_words": ["a"],
-            "ignore_eos": [1],
-            "priority": [10**6],
-            "stream": ["true"],
-            "stream_options": [{"include_usage": True}],
-            "user": [5],
-            "model": [5],
-            "unheard_of": [1],
-            "structured_outputs": [
-                {},
-                {"json_object": False},
-                {"regex": "a", "choice": ["a"]},
-                {"regex": "("},
-                {"json": "{"},
-                {"grammar": "root ::= ("},
-                {"grammar": "x" * 17000},
-            ],
-            "guided_json": [{"type": "text"}],
-            "guided_whitespace_pattern": [" "],
-        }
-    ),
+BOTH: list[Case] = each(
+    {
+        "n": [0, 17, "2", True, 1.0],
+        "max_tokens": [0, -1, HUGE, 1025],
+        "temperature": [-0.1, 2.1, "1", True],
+        "top_p": [-0.1, 1.5],
+        "top_k": [-2, 1.5],
+        "min_p": [1.01],
+        "repetition_penalty": [0, 1e-30],
+        "presence_penalty": [2.5],
+        "frequency_penalty": [-3],
+        "seed": [2**63, "x"],
+        "stop": ["", ["a", ""], ["a"] * 17, "a" * 257, {"a": 1}],
+        "stop_token_ids": [[4096]],
+        "logit_bias": [{"4096": 1}, [1]],
+        "bad_words": ["a"],
+        "ignore_eos": [1],
+        "priority": [10**6],
+        "stream": ["true"],
+        "stream_options": [{"include_usage": True}],
+        "user": [5],
+        "model": [5],
+        "unheard_of": [1],
+        "structured_outputs": [
+            {},
+            {"json_object": False},
+            {"regex": "a", "choice": ["a"]},
+            {"regex": "("},
+            {"json": "{"},
+            {"grammar": "root ::= ("},
+            {"grammar": "x" * 17000},
+        ],
+        "guided_json": [{"type": "text"}],
+        "guided_whitespace_pattern": [" "],
+    }
+)
+BOTH += [
     ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
     ({"logit_bias": {"x": 1}}, "logit_bias.x"),
     ({"logit_bias": {"x": {}}}, "logit_bias.x"),
@@ -126,10 +126,11 @@ CHAT: list[Case] = each(
         "web_search_options": [{}],
         "moderation": [{"model": "x"}],
         "service_tier": ["flex"],
-        "chat_template": ["{{1 }}"],
+        "chat_template": ["{{ 1 }}"],
         "chat_template_kwargs": [[]],
     }
-) + [
+)
+CHAT += [
     ({"messages": ["Hi"]}, "messages[0]"),
     ({"messages": [{"content": "Hi"}]}, "messages[0].role"),
     ({"messages": [{"role": "function", "content": "Hi", "name": "f"}]}, "messages[0].role"),
@@ -154,20 +155,20 @@ CHAT: list[Case] = each(
     ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
     ({"metadata": {"a": 5}}, "metadata.a"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
-    ({"chat_template_kwargs": {"chat_template": "{{1 }}"}}, "chat_template_kwargs.chat_template"),
+    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs.chat_template"),
 ]
 
-COMPLETIONS: list[Case] = [
-    *each(
-        {
-            "prompt": [None, [], [[]], [1, "a"], [True], {"a": 1}, ["a"] * 129, [4096]],
-            "logprobs": [21, True],
-            "echo": ["yes"],
-            "best_of": [2],
-            "suffix": ["end"],
-            "messages": [[USER]],
-        }
-    ),
+COMPLETIONS: list[Case] = each(
+    {
+        "prompt": [None, [], [[]], [1, "a"], [True], {"a": 1}, ["a"] * 129, [4096]],
+        "logprobs": [21, True],
+        "echo": ["yes"],
+        "best_of": [2],
+        "suffix": ["end"],
+        "messages": [[USER]],
+    }
+)
+COMPLETIONS += [
     ({"prompt": "", "add_special_tokens": False}, "prompt"),
     ({"prompt": "a", "prompt_token_ids": [5]}, "prompt"),
     ({"prompt": [5] * 1024}, None),
