@@ -24,7 +24,7 @@ from strata.parallel.serving_shard import RankShard, rank_config
 
 from .batches import packed, random_sequences
 from .checkpoints import FAMILY_CONFIGS, load_oracle, make_checkpoint
-from .test_part import expected_slice
+from .test_save import expected_slice
 
 VALUES = dict(FAMILY_CONFIGS)["gpt-oss-yarn"]
 DIVISIBLE = VALUES | {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}

@@ -182,7 +182,7 @@ def test_layers_and_bytes(folders: dict[str, Path], name: str) -> None:
         ({"decode_pages": 1}, "decode_pages must be an integer of at least 2, or None to attend to all, got 1"),
     ],
 )
-def test_what_cannot_be_is_refused_decode_pages(options: dict[str, Any], message: str) -> None:
+def test_options_of_decode_pages_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         choosing(Path("nowhere"), **({"decode_pages": 8, "page_size": 16} | options))
 

@@ -190,7 +190,7 @@ def test_keys_that_are_null_or_that_the_template_reads_are_taken(folder: Path, t
         assert read(reading, {"messages": marked(4, colour="red ")})[0][1].endswith("red dog<|end|>")
 
 
-DATA_PREVIEW_TURNS = [
+SHOWN_TURNS = [
     {"role": "user", "content": "quick?"},
     {"role": "assistant", "content": "brown fox", "weight": 0},
     {"role": "user", "content": "lazy [bold]?"},
@@ -217,7 +217,7 @@ def learned(text: str) -> list[str]:
 
 @pytest.fixture
 def chats(tmp_path: Path) -> Path:
-    return lines(tmp_path / "chats.jsonl", [{"messages": DATA_PREVIEW_TURNS}] * 5)
+    return lines(tmp_path / "chats.jsonl", [{"messages": SHOWN_TURNS}] * 5)
 
 
 def test_learned_tokens_are_marked_and_the_text_is_whole(folder: Path, chats: Path) -> None:
@@ -247,7 +247,7 @@ def test_preferences_and_rows_that_are_left_out_say_what_they_are(folder: Path, 
     text = shown([pairs], folder)
     assert [one.removesuffix("<|end|>") for one in learned(text)] == ["brown fox", "no"]
     assert text.index("chosen") < text.index("brown fox") < text.index("rejected") < text.index("{+no")
-    silent = lines(tmp_path / "silent.jsonl", [{"messages": DATA_PREVIEW_TURNS[:2]}, {"messages": DATA_PREVIEW_TURNS}])
+    silent = lines(tmp_path / "silent.jsonl", [{"messages": SHOWN_TURNS[:2]}, {"messages": SHOWN_TURNS}])
     assert "left out" in shown([silent], folder, rows=1)
     assert "left out" in shown([pairs], folder, longest=2)
     assert "left out" not in shown([pairs], folder)
@@ -293,9 +293,7 @@ def test_the_command_writes_nothing(folder: Path, chats: Path, tmp_path: Path, m
 
 
 def test_what_is_wrong_is_told_as_without_a_preview(folder: Path, chats: Path, tmp_path: Path) -> None:
-    wrong = lines(
-        tmp_path / "wrong.jsonl", [{"messages": [DATA_PREVIEW_TURNS[0], DATA_PREVIEW_TURNS[1] | {"weight": 3}]}]
-    )
+    wrong = lines(tmp_path / "wrong.jsonl", [{"messages": [SHOWN_TURNS[0], SHOWN_TURNS[1] | {"weight": 3}]}])
     for arguments, message in (
         ([str(wrong), "--preview"], "wrong.jsonl, line 1: messages[1]: weight = 3 is not supported"),
         ([str(chats)], "--out"),

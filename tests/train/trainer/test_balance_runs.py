@@ -250,14 +250,14 @@ def test_a_bias_is_no_parameter_of_a_model_in_training(start: Path) -> None:
     assert torch.equal(router.selection_bias, bias_of(start))  # type: ignore[arg-type]
 
 
-ALONE_of_recurrent_runs = World(0, 0, 1, torch.device("cpu"), None)
+RECURRENT_ALONE = World(0, 0, 1, torch.device("cpu"), None)
 
 
 @pytest.mark.parametrize("name", ["mamba2", "granite-hybrid-experts", "qwen3-next"])
 def test_losses_fall(name: str, files: Files, tmp_path: Path) -> None:
     table = files.table(tmp_path / "out", run={"steps": 8, "checkpoint_every": 8})
     table["model"] = {key: value for key, value in RECURRENT_CONFIGS[name].items() if key != "vocab_size"}
-    Trainer(read_train_config(write_toml(tmp_path / "run.toml", table)), ALONE_of_recurrent_runs).train()
+    Trainer(read_train_config(write_toml(tmp_path / "run.toml", table)), RECURRENT_ALONE).train()
     losses = [line["loss"] for line in log_of(tmp_path / "out")]
     assert losses[-1] < losses[0] - 0.2
     assert losses == sorted(losses, reverse=True)
