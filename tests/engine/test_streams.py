@@ -235,10 +235,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_pages": 60, "max_num_batched_tokens": 32}
 
 
-def ids_of(
-    llm_of_interrupted: LLM, prompt: dict[str, list[int]] = PROMPT, params: SamplingParams = GREEDY
-) -> list[int]:
-    return llm_of_interrupted.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
+def ids_of(cleared: LLM, prompt: dict[str, list[int]] = PROMPT, params: SamplingParams = GREEDY) -> list[int]:
+    return cleared.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
 
 
 @pytest.fixture(scope="module")
@@ -252,16 +250,16 @@ def shared(folder: Path) -> LLM:
 
 
 @pytest.fixture(params=[False, True], ids=["in turn", "ahead"])
-def llm_of_interrupted(shared: LLM, request: pytest.FixtureRequest) -> LLM:
+def cleared(shared: LLM, request: pytest.FixtureRequest) -> LLM:
     """Nothing is cached in it."""
     shared.engine.loop._run_ahead = request.param
     shared.engine.loop.scheduler.reset()
     return shared
 
 
-def assert_nothing_is_left_of_interrupted(llm_of_interrupted: LLM) -> None:
-    of, allocator = llm_of_interrupted.engine.loop.scheduler, llm_of_interrupted.engine.pages
-    assert llm_of_interrupted.engine.loop.idle
+def assert_all_is_free(cleared: LLM) -> None:
+    of, allocator = cleared.engine.loop.scheduler, cleared.engine.pages
+    assert cleared.engine.loop.idle
     of.check()
     assert of.running == of.waiting == 0
     assert allocator.free + allocator.idle == allocator.num_pages
@@ -293,16 +291,16 @@ def raising(owner: Any, name: str, call: int, error: type[BaseException], after:
 @pytest.mark.parametrize("where", ["schedule", "complete", "launch", "wait", "append"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_a_prompt_answers_rightly_after_a_step_that_came_to_nothing(
-    llm_of_interrupted: LLM, expected: list[int], where: str, call: int, after: bool, error: type[BaseException]
+    cleared: LLM, expected: list[int], where: str, call: int, after: bool, error: type[BaseException]
 ) -> None:
-    steps = llm_of_interrupted.engine.loop
+    steps = cleared.engine.loop
     owner = {"launch": steps._runner, "wait": Launched, "append": Collector}.get(where, steps.scheduler)
     with raising(owner, where, call, error, after), pytest.raises(error, match="stop here"):
-        ids_of(llm_of_interrupted)
-    assert_nothing_is_left_of_interrupted(llm_of_interrupted)
-    assert ids_of(llm_of_interrupted) == expected
-    assert ids_of(llm_of_interrupted) == expected
-    assert_nothing_is_left_of_interrupted(llm_of_interrupted)
+        ids_of(cleared)
+    assert_all_is_free(cleared)
+    assert ids_of(cleared) == expected
+    assert ids_of(cleared) == expected
+    assert_all_is_free(cleared)
 
 
 Trace = Callable[[FrameType, str, Any], Any]
@@ -362,57 +360,53 @@ def test_an_interrupt_at_any_line_of_scheduler_and_loop_leaves_a_usable_engine(
         with suppress(KeyboardInterrupt), tracing(interrupting(code, line)):
             run()
         assert ids_of(shared, params=one) == expected[:1], f"after an interrupt at {code.co_qualname}, line {line}"
-        assert_nothing_is_left_of_interrupted(shared)
+        assert_all_is_free(shared)
 
 
-def test_a_draw_under_a_grammar_that_came_to_nothing_leaves_the_masks_usable(llm_of_interrupted: LLM) -> None:
+def test_a_draw_under_a_grammar_that_came_to_nothing_leaves_the_masks_usable(cleared: LLM) -> None:
     asked = SamplingParams(temperature=0, max_tokens=8, structured_outputs=StructuredOutputsParams(regex="[a-z]{3,6}"))
-    want = ids_of(llm_of_interrupted, params=asked)
+    want = ids_of(cleared, params=asked)
     for call in (1, 3):
         with (
-            raising(llm_of_interrupted.engine.loop._runner, "draw", call, KeyboardInterrupt, False),
+            raising(cleared.engine.loop._runner, "draw", call, KeyboardInterrupt, False),
             suppress(KeyboardInterrupt),
         ):
-            ids_of(llm_of_interrupted, params=asked)
-        assert_nothing_is_left_of_interrupted(llm_of_interrupted)
-        assert ids_of(llm_of_interrupted, params=asked) == want
+            ids_of(cleared, params=asked)
+        assert_all_is_free(cleared)
+        assert ids_of(cleared, params=asked) == want
 
 
-def test_leaving_a_stream_between_two_steps_leaves_nothing_uncomputed(
-    llm_of_interrupted: LLM, expected: list[int]
-) -> None:
-    stream = llm_of_interrupted.stream(PROMPT, GREEDY)
+def test_leaving_a_stream_between_two_steps_leaves_nothing_uncomputed(cleared: LLM, expected: list[int]) -> None:
+    stream = cleared.stream(PROMPT, GREEDY)
     next(stream)
     with pytest.raises(KeyboardInterrupt):
         stream.throw(KeyboardInterrupt)  # type: ignore[attr-defined]
-    assert_nothing_is_left_of_interrupted(llm_of_interrupted)
-    assert ids_of(llm_of_interrupted) == expected
+    assert_all_is_free(cleared)
+    assert ids_of(cleared) == expected
 
 
-def test_a_stream_whose_leaving_is_interrupted_ends_before_the_next_step(
-    llm_of_interrupted: LLM, expected: list[int]
-) -> None:
-    stream = llm_of_interrupted.stream(OTHER, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+def test_a_stream_whose_leaving_is_interrupted_ends_before_the_next_step(cleared: LLM, expected: list[int]) -> None:
+    stream = cleared.stream(OTHER, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
     next(stream)
     with (
-        raising(llm_of_interrupted.engine.loop, "abort", 1, KeyboardInterrupt, False),
+        raising(cleared.engine.loop, "abort", 1, KeyboardInterrupt, False),
         pytest.raises(KeyboardInterrupt),
     ):
         stream.close()  # type: ignore[attr-defined]
-    with raising(llm_of_interrupted.engine.loop, "step", 30, AssertionError, False):
-        assert ids_of(llm_of_interrupted) == expected
-    assert_nothing_is_left_of_interrupted(llm_of_interrupted)
+    with raising(cleared.engine.loop, "step", 30, AssertionError, False):
+        assert ids_of(cleared) == expected
+    assert_all_is_free(cleared)
 
 
-def test_who_did_not_step_learns_that_its_request_has_ended(llm_of_interrupted: LLM, expected: list[int]) -> None:
-    stream = llm_of_interrupted.stream(PROMPT, GREEDY)
+def test_who_did_not_step_learns_that_its_request_has_ended(cleared: LLM, expected: list[int]) -> None:
+    stream = cleared.stream(PROMPT, GREEDY)
     next(stream)
     with (
-        raising(llm_of_interrupted.engine.loop._runner, "launch", 1, KeyboardInterrupt, False),
+        raising(cleared.engine.loop._runner, "launch", 1, KeyboardInterrupt, False),
         pytest.raises(KeyboardInterrupt),
     ):
-        ids_of(llm_of_interrupted, OTHER)
+        ids_of(cleared, OTHER)
     with pytest.raises(RuntimeError, match="ended unfinished"):
         next(stream)
-    assert ids_of(llm_of_interrupted) == expected
-    assert_nothing_is_left_of_interrupted(llm_of_interrupted)
+    assert ids_of(cleared) == expected
+    assert_all_is_free(cleared)

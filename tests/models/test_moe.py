@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from batches import HandPaged
 from safetensors.torch import load_file, save_file
 from torch import Tensor, fx
 from transformers import AutoConfig
@@ -21,7 +20,7 @@ from strata.models.layers import MLP, CausalLM
 from strata.models.save import save
 from strata.models.weights import load
 
-from .batches import packed, random_sequences
+from .batches import HandPaged, packed, random_sequences
 from .checkpoints import FAMILY_CONFIGS, load_oracle, make_checkpoint
 from .sparse_models import SPARSE_CONFIGS, pair
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from made import INPUT_SCALE, Layout, rounded_statically
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -31,7 +30,7 @@ from tests.dummies import randomize
 from tests.models.batches import packed, random_sequences
 from tests.models.checkpoints import make_checkpoint
 
-from .made import LAYOUTS, make, read
+from .made import INPUT_SCALE, LAYOUTS, Layout, make, read, rounded_statically
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
