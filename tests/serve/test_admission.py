@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import httpx
@@ -19,10 +17,9 @@ from strata.serve.http.limits import AdmittedRequest, Caller, Limits
 from strata.serve.settings import ServeSettings
 from strata.text.chat_template import Rendering
 from strata.text.spelled_tokens import ChatText
-from tests.serve.scripted import EOS, Scripted, delta
+from tests.serve.scripted import EOS, Scripted, Serve, delta
 from tests.serve.test_generation import series
 
-Serve = Callable[..., AbstractContextManager[Scripted]]
 DONE = [[delta(0, [EOS], "stop")]]
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}

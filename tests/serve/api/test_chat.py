@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ from strata.serve.schema.chat_reply import ChatCompletion as ChatCompletionSchem
 from strata.serve.schema.completions import Completion as CompletionSchema
 from strata.text.tokenizer import Tokenizer
 from tests.serve.live import LiveServer
-from tests.serve.scripted import EOS, Scripted, delta, events
+from tests.serve.scripted import EOS, Serve, delta, events
 
 QUESTIONS = ["What is 47 + 38?", "Reverse the word 'planet'.", "Sort these numbers: 42, 7, 93, 18, 65"]
 SUM = [{"role": "user", "content": QUESTIONS[0]}]
@@ -175,9 +173,6 @@ def test_a_prefix_is_cached_for_the_next_request(live: LiveServer) -> None:
     assert second["prompt_tokens_details"]["cached_tokens"] >= 64
 
 
-ServeScript = Callable[..., AbstractContextManager[Scripted]]
-
-
 @pytest.fixture(scope="module")
 def words(tokenizer: Tokenizer) -> list[int]:
     """ " red", " blue", " the": a token each."""
@@ -193,7 +188,7 @@ def choices(stream: list[Any], index: int = 0) -> list[Any]:
     return [choice for chunk in stream[:-1] for choice in chunk["choices"] if choice["index"] == index]
 
 
-def test_the_events_of_a_chat(serve_script: ServeScript, words: list[int]) -> None:
+def test_the_events_of_a_chat(serve_script: Serve, words: list[int]) -> None:
     script = [[delta(0, words[:1])], [delta(0, words[1:])], [delta(0, [EOS], "stop")]]
     with serve_script(script) as server:
         stream = server.stream_chat()
@@ -210,7 +205,7 @@ def test_the_events_of_a_chat(serve_script: ServeScript, words: list[int]) -> No
         ChatCompletionChunk.model_validate(chunk, strict=True)
 
 
-def test_the_events_of_a_completion(serve_script: ServeScript, words: list[int]) -> None:
+def test_the_events_of_a_completion(serve_script: Serve, words: list[int]) -> None:
     with serve_script([[delta(0, words[:1])], [delta(0, words[1:], "length")]]) as server:
         stream = server.stream_completion()
     assert [(choice["text"], choice["finish_reason"]) for choice in choices(stream)] == [
@@ -223,7 +218,7 @@ def test_the_events_of_a_completion(serve_script: ServeScript, words: list[int])
         CompletionSchema.model_validate(chunk)
 
 
-def test_a_stream_says_so_in_its_headers(serve_script: ServeScript, words: list[int]) -> None:
+def test_a_stream_says_so_in_its_headers(serve_script: Serve, words: list[int]) -> None:
     with serve_script([[delta(0, words, "length")]]) as server:
         response = server.client.post("/v1/completions", json={"prompt": "Hi", "stream": True})
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -232,7 +227,7 @@ def test_a_stream_says_so_in_its_headers(serve_script: ServeScript, words: list[
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
-def test_usage_comes_last_and_is_null_before(serve_script: ServeScript, words: list[int], kind: str) -> None:
+def test_usage_comes_last_and_is_null_before(serve_script: Serve, words: list[int], kind: str) -> None:
     script = [[delta(0, words[:1], scheduled=0.0, cached_tokens=1)], [delta(0, words[1:], "length")]]
     with serve_script(script) as server:
         ask = server.stream_chat if kind == "chat" else server.stream_completion
@@ -249,7 +244,7 @@ def test_usage_comes_last_and_is_null_before(serve_script: ServeScript, words: l
     }
 
 
-def test_several_samples_side_by_side(serve_script: ServeScript, words: list[int]) -> None:
+def test_several_samples_side_by_side(serve_script: Serve, words: list[int]) -> None:
     script = [
         [delta(1, words[:1]), delta(0, words[1:2])],
         [delta(1, words[2:], "length"), delta(2, words[:1])],
@@ -268,7 +263,7 @@ def test_several_samples_side_by_side(serve_script: ServeScript, words: list[int
         assert [choice["finish_reason"] for choice in own] == [None] * (len(own) - 1) + [reason]
 
 
-def test_a_character_of_several_tokens_comes_whole(serve_script: ServeScript, tokenizer: Tokenizer) -> None:
+def test_a_character_of_several_tokens_comes_whole(serve_script: Serve, tokenizer: Tokenizer) -> None:
     text = "a🙂é"
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert len(ids) > len(text)
@@ -280,14 +275,14 @@ def test_a_character_of_several_tokens_comes_whole(serve_script: ServeScript, to
     assert [one for one in shown if one] == list(text)
 
 
-def test_half_a_character_at_the_end_is_shown_as_such(serve_script: ServeScript, tokenizer: Tokenizer) -> None:
+def test_half_a_character_at_the_end_is_shown_as_such(serve_script: Serve, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("🙂", add_special_tokens=False)[:-1]
     with serve_script([[delta(0, ids, "length")]]) as server:
         assert choices(server.stream_completion())[-1]["text"] == "�"
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, " red blu"), (True, " red blue th")])
-def test_a_stop_string_across_tokens(serve_script: ServeScript, words: list[int], include: bool, text: str) -> None:
+def test_a_stop_string_across_tokens(serve_script: Serve, words: list[int], include: bool, text: str) -> None:
     """The tokens after it, and what might have been its beginning, are never shown."""
     script = [[delta(0, words[:1])], [delta(0, words[1:2])], [delta(0, [*words[2:], *words])]]
     with serve_script(script) as server:
@@ -298,14 +293,14 @@ def test_a_stop_string_across_tokens(serve_script: ServeScript, words: list[int]
     assert (own[-1]["finish_reason"], own[-1]["stop_reason"]) == ("stop", "e th")
 
 
-def test_what_might_begin_a_stop_string_is_held_back(serve_script: ServeScript, words: list[int]) -> None:
+def test_what_might_begin_a_stop_string_is_held_back(serve_script: Serve, words: list[int]) -> None:
     script = [[delta(0, words[:1])], [delta(0, words[1:2])], [delta(0, [EOS], "stop")]]
     with serve_script(script) as server:
         shown = [choice["text"] for choice in choices(server.stream_completion(stop="red blue the"))]
     assert shown == [" ", "red blue"]
 
 
-def test_log_probabilities_wait_for_the_text_of_their_token(serve_script: ServeScript, tokenizer: Tokenizer) -> None:
+def test_log_probabilities_wait_for_the_text_of_their_token(serve_script: Serve, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("🙂", add_special_tokens=False)
     assert len(ids) > 1
     entries = [TokenLogprobs(id, -0.5, 1, [], []) for id in ids]
@@ -328,7 +323,7 @@ def test_log_probabilities_wait_for_the_text_of_their_token(serve_script: ServeS
     ],
 )
 def test_a_fault_half_way_is_told_in_the_stream(
-    serve_script: ServeScript, words: list[int], kind: str, fault: Any, code: str, type: str
+    serve_script: Serve, words: list[int], kind: str, fault: Any, code: str, type: str
 ) -> None:
     with serve_script([[delta(0, words[:1])], fault]) as server:
         stream = server.stream_chat() if kind == "chat" else server.stream_completion()
@@ -345,7 +340,7 @@ def test_a_fault_half_way_is_told_in_the_stream(
 
 
 @pytest.mark.parametrize(("fault", "status"), [(EngineGone("it was killed"), 503), (RuntimeError("secret"), 500)])
-def test_a_fault_before_the_first_token_has_a_status(serve_script: ServeScript, fault: Exception, status: int) -> None:
+def test_a_fault_before_the_first_token_has_a_status(serve_script: Serve, fault: Exception, status: int) -> None:
     with serve_script([fault]) as server:
         response = server.client.post("/v1/completions", json={"prompt": "Hi", "stream": True})
         assert response.status_code == status
@@ -353,7 +348,7 @@ def test_a_fault_before_the_first_token_has_a_status(serve_script: ServeScript, 
         assert server.state.limits.in_flight == 0
 
 
-def test_the_deadline_ends_a_stream_with_an_error(serve_script: ServeScript, words: list[int]) -> None:
+def test_the_deadline_ends_a_stream_with_an_error(serve_script: Serve, words: list[int]) -> None:
     with serve_script([[delta(0, words[:1])]], hangs=True, settings={"request_timeout": 1.0}) as server:
         stream = server.stream_completion()
         assert server.engine.streams[0].closed
@@ -362,7 +357,7 @@ def test_the_deadline_ends_a_stream_with_an_error(serve_script: ServeScript, wor
     assert stream[-1]["error"]["code"] == "timeout"
 
 
-def test_the_deadline_before_the_first_token_is_a_408(serve_script: ServeScript) -> None:
+def test_the_deadline_before_the_first_token_is_a_408(serve_script: Serve) -> None:
     with serve_script([], hangs=True, settings={"request_timeout": 0.1}) as server:
         for stream in (False, True):
             response = server.client.post("/v1/completions", json={"prompt": "Hi", "stream": stream})
@@ -370,7 +365,7 @@ def test_the_deadline_before_the_first_token_is_a_408(serve_script: ServeScript)
             assert response.json()["error"]["type"] == "timeout_error"
 
 
-def test_several_prompts_share_one_stream(serve_script: ServeScript, words: list[int]) -> None:
+def test_several_prompts_share_one_stream(serve_script: Serve, words: list[int]) -> None:
     script = [[delta(0, words[:1]), delta(1, words[1:2])], [delta(0, words[2:], "length"), delta(1, [EOS], "stop")]]
     with serve_script(script) as server:
         stream = server.stream_completion(prompt=["a", "b"], n=2, echo=True)
@@ -379,7 +374,7 @@ def test_several_prompts_share_one_stream(serve_script: ServeScript, words: list
     assert texts == ["a red the", "a blue", "b red the", "b blue"]
 
 
-def test_token_ids_are_told_on_request(serve_script: ServeScript, words: list[int]) -> None:
+def test_token_ids_are_told_on_request(serve_script: Serve, words: list[int]) -> None:
     script = [[delta(0, words[:1])], [delta(0, words[1:], "length")]]
     with serve_script(script) as server:
         chat = server.stream_chat(return_token_ids=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from strata.serve.schema.completions import Completion
 from strata.serve.schema.completions import Completion as CompletionSchema
 from strata.text.tokenizer import Tokenizer
 from tests.serve.live import LiveServer
-from tests.serve.scripted import EOS, Scripted, delta, events, scripted_server
+from tests.serve.scripted import EOS, Serve, delta, events, scripted_server
 
 PROMPT = "<|user|>What is 47 + 38?<|end|><|assistant|>"
 REVERSE = "<|user|>Reverse the word 'planet'.<|end|><|assistant|>"
@@ -130,8 +129,6 @@ def test_a_prompt_that_fills_the_model(live: LiveServer) -> None:
         "prompt_tokens_details": {"cached_tokens": 0},
     }
 
-
-Serve = Callable[..., AbstractContextManager[Scripted]]
 
 TEXT = "<|user|>a😀é 東京!<|end|><|assistant|>Grüße 🦜"
 

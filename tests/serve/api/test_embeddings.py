@@ -6,8 +6,6 @@ import asyncio
 import base64
 import re
 import struct
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -16,9 +14,7 @@ from strata.engine.process.messages import Embed
 from strata.serve.client import EngineGone, EngineRefused
 from strata.text.tokenizer import Tokenizer
 from tests.serve.conftest import BUILTIN
-from tests.serve.scripted import Scripted
-
-Serve = Callable[..., AbstractContextManager[Scripted]]
+from tests.serve.scripted import Scripted, Serve
 
 
 class Embedder:

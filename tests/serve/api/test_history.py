@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ from strata.engine.process.messages import TokenLogprobs
 from strata.serve.schema.chat import ChatRequest
 from strata.serve.schema.messages import as_sent
 from strata.text.tokenizer import Tokenizer
-from tests.serve.scripted import EOS, Scripted, delta, scripted_server
-
-Serve = Callable[..., AbstractContextManager[Scripted]]
+from tests.serve.scripted import EOS, Scripted, Serve, delta, scripted_server
 
 # As litellm, langchain, pydantic-ai, OpenRouter, vLLM and OpenAI's own client send them.
 FOREIGN: dict[str, Any] = {
@@ -157,8 +154,6 @@ def test_a_raw_prompt_is_as_it_is_written(serve_script: Serve, tokenizer: Tokeni
     assert specials(tokenizer, added.prompt) == ["<|end|>", "<|assistant|>", "<|end|>", "<|system|>"]
 
 
-ServeScript = Callable[..., AbstractContextManager[Scripted]]
-
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("one", "two")]
 CALLS = '<tool_call>\n{"name": "one", "arguments": {"a": "é🙂"}}\n</tool_call>\n' * 2
 THOUGHT = "<think>\nHm, 4 < 5.\n</think>\n\n"
@@ -198,7 +193,7 @@ def functions(message: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("parallel", [True, False])
-def test_calls(serve_script: ServeScript, tokenizer: Tokenizer, parallel: bool) -> None:
+def test_calls(serve_script: Serve, tokenizer: Tokenizer, parallel: bool) -> None:
     with serve_script(script(tokenizer, "Let me see. " + CALLS), settings={"tool_format": "hermes"}) as server:
         whole, streamed = both(server, tools=TOOLS, parallel_tool_calls=parallel)
     expected = [("one", {"a": "é🙂"})] * (2 if parallel else 1)
@@ -208,19 +203,19 @@ def test_calls(serve_script: ServeScript, tokenizer: Tokenizer, parallel: bool) 
     assert len({call["id"] for call in whole["tool_calls"]}) == len(expected)
 
 
-def test_a_call_alone_has_no_content(serve_script: ServeScript, tokenizer: Tokenizer) -> None:
+def test_a_call_alone_has_no_content(serve_script: Serve, tokenizer: Tokenizer) -> None:
     with serve_script(script(tokenizer, CALLS), settings={"tool_format": "hermes"}) as server:
         whole, _ = both(server, tools=TOOLS)
     assert whole["content"] is None
 
 
-def test_a_call_that_was_cut_is_no_tool_calls(serve_script: ServeScript, tokenizer: Tokenizer) -> None:
+def test_a_call_that_was_cut_is_no_tool_calls(serve_script: Serve, tokenizer: Tokenizer) -> None:
     with serve_script(script(tokenizer, CALLS, "length"), settings={"tool_format": "hermes"}) as server:
         whole, streamed = both(server, tools=TOOLS)
     assert whole["finish_reason"] == streamed["finish_reason"] == "length"
 
 
-def test_without_tools_a_call_is_text(serve_script: ServeScript, tokenizer: Tokenizer) -> None:
+def test_without_tools_a_call_is_text(serve_script: Serve, tokenizer: Tokenizer) -> None:
     with serve_script(script(tokenizer, CALLS), settings={"tool_format": "hermes"}) as server:
         for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
             whole, streamed = both(server, **fields)
@@ -228,7 +223,7 @@ def test_without_tools_a_call_is_text(serve_script: ServeScript, tokenizer: Toke
             assert whole["finish_reason"] == "stop"
 
 
-def test_reasoning(serve_script: ServeScript, tokenizer: Tokenizer) -> None:
+def test_reasoning(serve_script: Serve, tokenizer: Tokenizer) -> None:
     with serve_script(script(tokenizer, THOUGHT + "Yes."), settings={"reasoning": True}) as server:
         whole, streamed = both(server)
     for message in (whole, streamed):
@@ -236,14 +231,14 @@ def test_reasoning(serve_script: ServeScript, tokenizer: Tokenizer) -> None:
         assert message["finish_reason"] == "stop"
 
 
-def test_reasoning_is_content_where_it_is_not_split_off(serve_script: ServeScript, tokenizer: Tokenizer) -> None:
+def test_reasoning_is_content_where_it_is_not_split_off(serve_script: Serve, tokenizer: Tokenizer) -> None:
     with serve_script(script(tokenizer, THOUGHT + "Yes.")) as server:
         whole, streamed = both(server)
     assert whole["content"] == streamed["content"] == THOUGHT + "Yes."
     assert "reasoning_content" not in whole
 
 
-def test_reasoning_before_calls(serve_script: ServeScript, tokenizer: Tokenizer) -> None:
+def test_reasoning_before_calls(serve_script: Serve, tokenizer: Tokenizer) -> None:
     settings = {"reasoning": True, "tool_format": "hermes"}
     with serve_script(script(tokenizer, THOUGHT + CALLS), settings=settings) as server:
         whole, streamed = both(server, tools=TOOLS)
@@ -253,7 +248,7 @@ def test_reasoning_before_calls(serve_script: ServeScript, tokenizer: Tokenizer)
         assert message["finish_reason"] == "tool_calls"
 
 
-def test_log_probabilities_of_a_call_are_all_told(serve_script: ServeScript, tokenizer: Tokenizer) -> None:
+def test_log_probabilities_of_a_call_are_all_told(serve_script: Serve, tokenizer: Tokenizer) -> None:
     """Those of tokens that show nothing, such as the tags, go with the next chunk."""
     ids = tokenizer.encode(CALLS, add_special_tokens=False)
     entries = [delta(0, [id], logprobs=[TokenLogprobs(id, -1.0, 1, [], [])]) for id in ids]

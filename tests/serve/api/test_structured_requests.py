@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -18,7 +17,7 @@ from strata.serve.http.keys import KeyHash
 from strata.text.tokenizer import Tokenizer
 from tests.serve.conftest import BUILTIN
 from tests.serve.live import LiveServer
-from tests.serve.scripted import NAME, Scripted, delta, scripted_server
+from tests.serve.scripted import NAME, Scripted, Serve, delta, scripted_server
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 GBNF = 'root ::= greeting " " name\ngreeting ::= "hello" | "bye"\nname ::= [A-Z] [a-z]*\n'
@@ -224,8 +223,6 @@ def test_templates_see_the_effort_and_the_variables() -> None:
         assert tokenizer.decode(tokens) == "none given; maybe"
 
 
-ServeScript = Callable[..., AbstractContextManager[Scripted]]
-
 SUM: Any = [{"role": "user", "content": "What is 47 + 38?"}]
 
 
@@ -243,7 +240,7 @@ def client_of(server: Scripted, *, api_key: str = "none", max_retries: int = 0) 
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_bad_requests(serve_script: ServeScript, fields: Any, param: str, code: str, stream: bool) -> None:
+def test_bad_requests(serve_script: Serve, fields: Any, param: str, code: str, stream: bool) -> None:
     with serve_script([]) as server, pytest.raises(openai.BadRequestError) as caught:
         client_of(server).chat.completions.create(messages=SUM, model=NAME, stream=stream, **fields)
     error = caught.value
@@ -251,13 +248,13 @@ def test_bad_requests(serve_script: ServeScript, fields: Any, param: str, code: 
     assert error.request_id
 
 
-def test_unknown_model(serve_script: ServeScript) -> None:
+def test_unknown_model(serve_script: Serve) -> None:
     with serve_script([]) as server, pytest.raises(openai.NotFoundError) as caught:
         client_of(server).chat.completions.create(messages=SUM, model="gpt-5")
     assert caught.value.code == "model_not_found"
 
 
-def test_keys(serve_script: ServeScript) -> None:
+def test_keys(serve_script: Serve) -> None:
     with serve_script([[delta(0, [], "stop")]], keys=[KeyHash.of("alice", "sk-alice")]) as server:
         wrong, right = (client_of(server, api_key=key) for key in ("sk-bob", "sk-alice"))
         with pytest.raises(openai.AuthenticationError) as caught:
@@ -267,14 +264,14 @@ def test_keys(serve_script: ServeScript) -> None:
         assert server.engine.added[0].salt
 
 
-def test_too_large(serve_script: ServeScript) -> None:
+def test_too_large(serve_script: Serve) -> None:
     with serve_script([], settings={"body_limit": 1000}) as server:
         with pytest.raises(openai.APIStatusError) as caught:
             client_of(server).completions.create(prompt="x" * 2000, model=NAME)
         assert caught.value.status_code == 413
 
 
-def test_it_comes_again_after_the_time_it_is_told(serve_script: ServeScript) -> None:
+def test_it_comes_again_after_the_time_it_is_told(serve_script: Serve) -> None:
     with serve_script([[delta(0, [], "stop")]], settings={"requests_per_minute": 60}) as server:
         impatient = client_of(server)
 
@@ -295,7 +292,7 @@ def test_it_comes_again_after_the_time_it_is_told(serve_script: ServeScript) -> 
         assert 0.9 * seconds < took < 30
 
 
-def test_a_dead_engine(serve_script: ServeScript) -> None:
+def test_a_dead_engine(serve_script: Serve) -> None:
     with serve_script([]) as server:
         server.engine.alive = False
         with pytest.raises(openai.InternalServerError) as caught:
@@ -303,7 +300,7 @@ def test_a_dead_engine(serve_script: ServeScript) -> None:
         assert (caught.value.status_code, caught.value.code) == (503, "engine_dead")
 
 
-def test_a_fault_half_way_through_a_stream(serve_script: ServeScript) -> None:
+def test_a_fault_half_way_through_a_stream(serve_script: Serve) -> None:
     with serve_script([[delta(0, [5, 6])], RuntimeError("secret")]) as server:
         stream = client_of(server).chat.completions.create(messages=SUM, model=NAME, stream=True)
         with pytest.raises(openai.APIError) as caught:
@@ -311,7 +308,7 @@ def test_a_fault_half_way_through_a_stream(serve_script: ServeScript) -> None:
         assert caught.value.code == "internal_error"
 
 
-def test_a_request_that_took_too_long_is_not_sent_again(serve_script: ServeScript) -> None:
+def test_a_request_that_took_too_long_is_not_sent_again(serve_script: Serve) -> None:
     with serve_script([], hangs=True, settings={"request_timeout": 0.1}) as server:
         with pytest.raises(openai.APIStatusError) as caught:
             client_of(server, max_retries=2).completions.create(prompt="x", model=NAME)

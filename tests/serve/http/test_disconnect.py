@@ -7,7 +7,6 @@ import json
 import socket
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import httpx
@@ -18,7 +17,7 @@ from starlette.types import Message
 from strata.serve.http.limits import LoopShare
 from strata.serve.http.sse import run_until_disconnect
 from tests.serve.live import LiveServer
-from tests.serve.scripted import Scripted
+from tests.serve.scripted import Serve
 
 LONG: dict[str, Any] = {"ignore_eos": True, "max_tokens": 900, "prompt": "47 + 38"}
 
@@ -90,7 +89,7 @@ def test_a_stream_given_up_half_way(live: LiveServer) -> None:
 
 
 def test_a_failed_request_of_several_prompts_ends_the_others(
-    serve_script: Callable[..., AbstractContextManager[Scripted]],
+    serve_script: Serve,
 ) -> None:
     """All or none: the second has a token a digit, too many for the model, so the first is aborted."""
     with serve_script([], hangs=True) as server:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from strata.serve.http.direct_routes import DirectRoutes
 from strata.serve.schema.chat import ChatRequest
 from strata.serve.settings import ServeSettings
 from strata.serve.state import ServerState
-from tests.serve.scripted import Scripted, delta
+from tests.serve.scripted import Serve, delta
 
 
 async def _never() -> ServerState:
@@ -108,7 +107,7 @@ REQUESTS = {
 }
 
 
-def answers(serve_script: Callable[..., AbstractContextManager[Scripted]], method: str = "POST") -> dict[str, object]:
+def answers(serve_script: Serve, method: str = "POST") -> dict[str, object]:
     """What the application answers to each request, without what differs by chance."""
     with serve_script([[delta(0, [40], "length")]]) as scripted:
         client: TestClient = scripted.client
@@ -135,9 +134,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("method", ["POST", "GET", "PUT"])
-def test_answers_are_those_of_fastapi(
-    serve_script: Callable[..., AbstractContextManager[Scripted]], without: Callable[[], None], method: str
-) -> None:
+def test_answers_are_those_of_fastapi(serve_script: Serve, without: Callable[[], None], method: str) -> None:
     direct = answers(serve_script, method)
     without()
     assert direct == answers(serve_script, method)

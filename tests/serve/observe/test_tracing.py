@@ -10,8 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import combinations
 from pathlib import Path
@@ -26,7 +24,7 @@ from strata.engine.process.messages import Statistics
 from strata.serve.observe.metrics import Metrics, RequestRecord
 from strata.serve.observe.tracing import RequestTracer, make_tracer
 from tests.serve.live import LiveServer
-from tests.serve.scripted import EOS, Scripted, delta, events
+from tests.serve.scripted import EOS, Serve, delta, events
 
 
 def test_without_an_endpoint_nothing_is_traced() -> None:
@@ -179,7 +177,6 @@ def test_panels_have_units_and_do_not_overlap() -> None:
     assert not any(overlap(one, other) for one, other in combinations(places, 2))
 
 
-ServeScript = Callable[..., AbstractContextManager[Scripted]]
 CHAT = {"messages": [{"role": "user", "content": "What is 47 + 38?"}], "temperature": 0}
 LONG = {"prompt": "Once upon a time", "ignore_eos": True, "max_tokens": 700}
 
@@ -266,7 +263,7 @@ def test_an_unknown_request_and_a_field_that_is_none(live: LiveServer) -> None:
     assert refused.json()["error"]["param"] == "ledger"
 
 
-def test_of_a_server_without_ledgers(serve_script: ServeScript) -> None:
+def test_of_a_server_without_ledgers(serve_script: Serve) -> None:
     with serve_script([[delta(0, [EOS], "stop")]]) as server:
         answer = server.complete(ledger=True)
         assert answer["ledger"]["generations"] == []
