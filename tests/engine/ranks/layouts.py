@@ -117,11 +117,11 @@ SHORT_LAYOUTS: dict[str, Layout] = {
     "recurrent": Layout(TENSOR, dummy(RECURRENT_CONFIGS["granite-hybrid-experts"] | {"intermediate_size": 32})),
     "delta rule": Layout(TENSOR, dummy(RECURRENT_CONFIGS["qwen3-next"] | {"intermediate_size": 32})),
     "four": Layout(FOUR),
-    "attention dp of four": Layout({**FOUR, **EXPERTS, **ATTENTION_DP}, MIXED),
     "decode context of four": Layout({**FOUR, **KEYS}, saved("qwen3-biases-tied", num_key_value_heads=2), (144, 72)),
     "stages of experts": Layout({**TENSOR, **STAGES, **EXPERTS}, MIXED),
 }
 LONG_LAYOUTS: dict[str, Layout] = {
+    "attention dp of four": Layout({**FOUR, **EXPERTS, **ATTENTION_DP}, MIXED),
     "stages of two": Layout({**TENSOR, **STAGES}),
     "decode context along all": Layout(
         {**FOUR, "decode_context_parallel_size": 4}, saved("llama-biases-tied", num_key_value_heads=1), (144, 36)

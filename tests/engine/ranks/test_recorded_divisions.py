@@ -89,7 +89,9 @@ def of_engine(axis: Axis, model: str, library: bool, most: int) -> dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("ranks", "cases"), [(2, [(False, 48), (True, 48), (True, 32)]), (3, [(True, 32)])], ids=["2 ranks", "3 ranks"]
+    ("ranks", "cases"),
+    [(2, [(False, 48), (True, 48), (True, 32)]), pytest.param(3, [(True, 32)], marks=pytest.mark.long)],
+    ids=["2 ranks", "3 ranks"],
 )
 def test_shares_draw_what_one_rank_draws(
     ranks: int, cases: list[tuple[bool, int]], folder: Path, tmp_path: Path
