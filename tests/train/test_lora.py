@@ -57,9 +57,9 @@ def model(folder: Path) -> CausalLM:
     return load(folder, "cpu", torch.float32)[0]
 
 
-def filled(model: CausalLM) -> dict[str, nn.Parameter]:
+def filled(model: CausalLM, config: LoraConfig = CONFIG) -> dict[str, nn.Parameter]:
     """Adapters with values, as after some training."""
-    adapters = add_lora(model, CONFIG, seed=4)
+    adapters = add_lora(model, config, seed=4)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for weight in adapters.values():

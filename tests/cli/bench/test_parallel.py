@@ -22,6 +22,7 @@ from strata.bench.parallel.plan import BenchMachine
 from strata.bench.parallel.record import read
 from strata.cli.bench.comm import comm, parse_sizes
 from strata.cli.main import app
+from tests.serve.running import is_alive
 
 
 def bench(saved: Path, *more: str) -> Result:
@@ -103,9 +104,9 @@ def test_what_hangs_or_fails_is_a_line(tmp_path: Path) -> None:
     assert run_limited(["sh", "-c", f"sleep 60 & echo $! > '{noted}'; wait"], 1.5) == "no end within 1.5 s"
     pid = int(noted.read_text())
     deadline = time.monotonic() + 60
-    while _runs(pid) and time.monotonic() < deadline:
+    while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not _runs(pid)
+    assert not is_alive(pid)
     ended = "import sys; print('{}'); print('words\\nstrata: error: too small', file=sys.stderr); sys.exit(3)"
     assert run_limited([sys.executable, "-c", ended], 60) == "exit code 3: too small"
     assert run_limited([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], 60) == "killed by SIGKILL: "
@@ -128,14 +129,7 @@ def test_one_that_is_told_to_end_ends_what_it_measures(tmp_path: Path, number: s
         assert started.wait(60) == 128 + number
     finally:
         started.kill()
-    assert not _runs(int(noted.read_text()))
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    assert not is_alive(int(noted.read_text()))
 
 
 @pytest.mark.parametrize(

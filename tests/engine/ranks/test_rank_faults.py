@@ -34,18 +34,11 @@ from tests.engine.ranks.layouts import (
     greedy,
     prompt,
 )
+from tests.serve.running import is_alive
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_pages": 64, "max_model_len": 512, "verbose": False}
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-
-
-def alive(pid: int) -> bool:
-    """Whether there is such a process that has not ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def others(llm: LLM) -> dict[int, int]:
@@ -68,7 +61,7 @@ def test_a_rank_that_stops_is_named_and_another_engine_can_start(monkeypatch: py
     with pytest.raises(EngineFault, match=cause):
         llm.generate([[1, 2, 3]] * 40, LONG, use_tqdm=False)
     assert time.monotonic() - began[0] < 30
-    assert not alive(pids[1])
+    assert not is_alive(pids[1])
     with pytest.raises(EngineFault, match=cause):  # from now on
         llm.generate([[1]], LONG, use_tqdm=False)
     with pytest.raises(EngineFault, match=cause):
@@ -80,7 +73,7 @@ def test_a_rank_that_stops_is_named_and_another_engine_can_start(monkeypatch: py
     before = time.monotonic()
     del again
     assert time.monotonic() - before < 30
-    assert not any(alive(pid) for pid in pids.values())
+    assert not any(is_alive(pid) for pid in pids.values())
 
 
 def test_ranks_that_were_stopped_together_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +126,7 @@ def test_an_error_of_rank_0_in_a_step_ends_all(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(llm.engine.ranks._runner, "launch", lambda plan: 1 / 0)
     with pytest.raises(EngineFault, match="rank 0 of 2 has failed: ZeroDivisionError"):
         llm.generate([[1, 2]], LONG, use_tqdm=False)
-    assert not any(alive(pid) for pid in pids.values())
+    assert not any(is_alive(pid) for pid in pids.values())
 
 
 # Run by a follower before its own program: once it has begun to say that it lives, a library holds Python's lock.
@@ -175,7 +168,7 @@ def test_an_error_of_what_watches_the_ranks_ends_them(monkeypatch: pytest.Monkey
     try:
         with pytest.raises(EngineFault, match="can no longer watch the others: ValueError"):
             ranks.least(0)
-        assert not any(alive(pid) for pid in ranks.processes.values())
+        assert not any(is_alive(pid) for pid in ranks.processes.values())
     finally:
         ranks.stop()
 
@@ -187,7 +180,7 @@ def test_an_engine_that_is_collected_by_the_thread_that_watches_its_ranks_ends(
     ranks = Followers(EngineConfig(str(tmp_path / "nothing"), tensor_parallel_size=2, device="cpu"), lambda line: None)
     ranks._watching.join(60)
     assert not ranks._watching.is_alive()
-    assert not any(alive(pid) for pid in ranks.processes.values())
+    assert not any(is_alive(pid) for pid in ranks.processes.values())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends children with their parent on Linux alone")
@@ -206,9 +199,9 @@ if __name__ == "__main__":
         assert len(pids) == 1
         process.kill()
     until = time.monotonic() + 60
-    while any(alive(pid) for pid in pids) and time.monotonic() < until:
+    while any(is_alive(pid) for pid in pids) and time.monotonic() < until:
         time.sleep(0.02)
-    assert not any(alive(pid) for pid in pids)
+    assert not any(is_alive(pid) for pid in pids)
 
 
 class Never:
