@@ -54,7 +54,7 @@ def each(values: dict[str, list[Any]]) -> list[Case]:
 
 BOTH: list[Case] = each(
     {
-        "n": [0, 17, "2", True, 1.0],
+        "n": [0, 17, 10**9, "2", True, 1.0],
         "max_tokens": [0, -1, HUGE, 1025],
         "temperature": [-0.1, 2.1, "1", True],
         "top_p": [-0.1, 1.5],
@@ -169,6 +169,9 @@ COMPLETIONS: list[Case] = each(
     }
 )
 COMPLETIONS += [
+    ({"prompt": [2**31]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"prompt": "", "add_special_tokens": False}, "prompt"),
     ({"prompt": "a", "prompt_token_ids": [5]}, "prompt"),
     ({"prompt": [5] * 1024}, None),
@@ -202,6 +205,9 @@ def test_completions_refuse(server: Scripted, fields: dict[str, Any], param: str
         b"",
         b"{",
         b"[]",
+        b"\x00",
+        b"[" * 1_000_000,
+        b'{"prompt": ' + b'{"a": ' * 100_000 + b"1" + b"}" * 100_000 + b"}",
         b'"messages"',
         b"null",
         b'{"temperature": NaN}',

@@ -101,11 +101,6 @@ def test_every_route_but_health_and_ready_needs_a_right_key(server: Running) -> 
                 assert fault(response, 401)["code"] == "invalid_api_key", (method, path)
 
 
-def test_a_right_key_gets_through_everywhere(server: Running) -> None:
-    for method, path in CALLS:
-        assert server.http.request(method, path).status_code != 401
-
-
 def test_callers_share_no_cached_prefix(server: Running) -> None:
     prompt = list(range(100, 164))
 
@@ -144,58 +139,6 @@ def test_bodies_and_headers_are_bounded(server: Running) -> None:
     fault(server.http.get("/v1/models?" + "x" * 20_000), 431)
     fault(server.http.get("/v1/models", headers={f"x-{number}": "x" for number in range(120)}), 431)
     assert_serves(server)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"[" * 1_000_000,
-        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        b'{"prompt": ' + b'{"a": ' * 100_000 + b"1" + b"}" * 100_000 + b"}",
-        b'{"prompt": "\xff"}',
-        b'{"prompt": "\\ud800"}',
-        b'{"prompt": "x", "temperature": 1e999}',
-        b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
-        b"\x00",
-        b"",
-        b"null",
-    ],
-)
-def test_json_that_is_deep_or_broken_is_refused_at_once(server: Running, body: bytes) -> None:
-    start = time.monotonic()
-    response = server.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
-    fault(response, 400)
-    assert time.monotonic() - start < 30
-    assert_serves(server)
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"n": 17}, "n"),
-        ({"n": 10**9}, "n"),
-        ({"logprobs": 21}, "logprobs"),
-        ({"prompt_logprobs": 21}, "prompt_logprobs"),
-        ({"prompt_logprobs": -1}, "prompt_logprobs"),
-        ({"max_tokens": 10**12}, "max_tokens"),
-        ({"prompt": [2**31]}, "prompt"),
-        ({"prompt": [-1]}, "prompt"),
-        ({"prompt": []}, "prompt"),
-        ({"logit_bias": {"1": 101}}, "logit_bias"),
-        ({"chat_template": "{{ 1 }}"}, "chat_template"),
-        ({"no_such_field": 1}, "no_such_field"),
-    ],
-)
-def test_what_is_over_its_cap_or_unknown_is_refused_by_name(
-    server: Running, fields: dict[str, Any], param: str
-) -> None:
-    error = fault(server.complete(**fields), 400)
-    assert (error["param"] or "").startswith(param) or param in error["message"]
-
-
-def test_top_logprobs_are_capped(server: Running) -> None:
-    body = {"model": "builtin", "messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 21}
-    assert fault(server.http.post("/v1/chat/completions", json=body), 400)["param"] == "top_logprobs"
 
 
 # ---- grammars, templates, links ----
