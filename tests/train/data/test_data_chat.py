@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from codecs import BOM_UTF8
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,7 @@ from strata.train.data.encoding import Document, encode_chat
 from strata.train.data.records import encode_record, kind_of
 from strata.train.data.shards import TokenDataset
 from strata.train.data.tokenize import tokenize
-
-TURNS = [
-    {"role": "system", "content": "the box"},
-    {"role": "user", "content": "quick?"},
-    {"role": "assistant", "content": "brown fox"},
-    {"role": "user", "content": "lazy?"},
-    {"role": "assistant", "content": "dog"},
-]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Iterator[Tokenizer]:
-    with Tokenizer.load(folder) as loaded:
-        yield loaded
+from tests.train.data.test_data_records import TURNS
 
 
 def wanted(tokenizer: Tokenizer, document: Document) -> str:
@@ -183,24 +169,6 @@ def test_a_system_message_beside_a_conversation_is_read_unless_that_has_one(
     whole = encode_record(tokenizer, "chat", {"messages": [SYSTEM, *turns]})
     assert same(encode_record(tokenizer, "chat", {"system": "the box", fields[0]: turns}), whole)
     assert same(encode_record(tokenizer, "chat", {"system": "dog", fields[0]: [SYSTEM, *turns]}), whole)
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (ROW | {"output": None}, "the record has the fields instruction, input; accepted are: instruction, output"),
-        (ROW | {"output": 5}, "'output' must be a text, got 5"),
-        (ROW | {"instruction": 0, "input": "a"}, "'instruction' must be a text, got 0"),
-        (ROW | {"instruction": ""}, "'instruction' and 'input' are empty"),
-        (ROW | {"input": 4}, "'input' must be a text, got 4"),
-        (ROW | {"history": [["one"]]}, r"history\[0\] must be a prompt and its response, two texts, got \['one'\]"),
-        (ROW | {"history": "one"}, "'history' must be a list of prompts with their responses, got 'one'"),
-        (ROW | {"kto_tag": False}, "'kto_tag'"),
-    ],
-)
-def test_rows_that_cannot_be_used(tokenizer: Tokenizer, row: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        encode_record(tokenizer, kind_of(row), row)
 
 
 ROWS = [

@@ -6,7 +6,6 @@ import io
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +19,10 @@ from strata.cli.main import app
 from strata.text.tokenizer import Tokenizer
 from strata.train.data.calibration import file_samples
 from strata.train.data.preview import preview
-from strata.train.data.records import encode_record, kind_of
 from strata.train.data.tokenize import tokenize
+from tests.train.data.test_data_records import TURNS, read
 
-TURNS = [
-    {"role": "system", "content": "the box"},
-    {"role": "user", "content": "quick?"},
-    {"role": "assistant", "content": "brown fox"},
-    {"role": "user", "content": "lazy?"},
-    {"role": "assistant", "content": "dog"},
-]
 ROLES = {"system": "system", "user": "human", "assistant": "gpt"}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Iterator[Tokenizer]:
-    with Tokenizer.load(folder) as loaded:
-        yield loaded
 
 
 def marked(at: int, **marks: Any) -> list[dict[str, Any]]:
@@ -49,17 +35,6 @@ def shared(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {"from": ROLES[turn["role"]], "value": turn["content"]}
         | {key: value for key, value in turn.items() if key not in ("role", "content")}
         for turn in turns
-    ]
-
-
-def read(tokenizer: Tokenizer, record: dict[str, Any]) -> list[tuple[str, str]]:
-    """Of each document its whole text and what of it is learned."""
-    return [
-        (
-            tokenizer.decode(one.tokens.tolist(), skip_special_tokens=False),
-            tokenizer.decode(one.tokens[one.loss_mask].tolist(), skip_special_tokens=False),
-        )
-        for one in encode_record(tokenizer, kind_of(record), record)
     ]
 
 
