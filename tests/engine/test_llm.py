@@ -323,11 +323,8 @@ def test_integers_of_numpy_and_what_is_none_are_taken(engine: Engine) -> None:
     llm, ids = engine(dtype="float32"), [5, 6, 7]
     (expected,) = ids_of(llm, [ids], GREEDY)
     numbers = [*np.array(ids)]
-    for prompt in (
-        numbers,
-        {"prompt_token_ids": numbers},
-        {"prompt": None, "prompt_token_ids": ids, "cache_salt": None},
-    ):
+    with_nothing = {"prompt": None, "prompt_token_ids": ids, "cache_salt": None}
+    for prompt in (numbers, {"prompt_token_ids": numbers}, with_nothing):
         done = llm.generate(prompt, GREEDY, use_tqdm=False, priority=[np.int64(1)], lora_request=None)
         assert done[0].outputs[0].token_ids == expected
         assert {type(one) for one in done[0].prompt_token_ids} == {int}

@@ -44,13 +44,25 @@ def assert_nothing_is_left(server: Running, children: list[int]) -> None:
 # ---- the command line ----
 
 
-def test_a_port_in_use_is_one_line_before_the_model_loads() -> None:
+@pytest.fixture
+def port() -> Iterator[str]:
+    """One that somebody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        status, output, _ = refusal("--port", str(port))
+        yield str(other.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (("--port", "PORT"), "strata: error: 127.0.0.1:PORT .*--port"),
+        (("--port", "0", "--allowed-origins", "*"), r"strata: error: .*--allowed-origins \*"),
+        (("--port", "0", "--max-model-len", "5000"), "strata: error: .*--max-model-len 5000"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments: tuple[str, ...], what: str, port: str) -> None:
+    status, output, _ = refusal(*(one.replace("PORT", port) for one in arguments))
     assert status == 1
-    assert output.startswith(f"strata: error: 127.0.0.1:{port} ")
-    assert "--port" in output
+    assert re.match(what.replace("PORT", port), output)
     assert output.count("\n") == 1
 
 
@@ -59,8 +71,7 @@ def test_metrics_cannot_have_the_port_of_all_else() -> None:
         port = str(other.getsockname()[1])
     status, output, _ = refusal("--port", port, "--metrics-port", port)
     assert status == 1
-    assert output.startswith(f"strata: error: 127.0.0.1:{port} ")
-    assert "choose another --metrics-port" in output
+    assert re.match(f"strata: error: 127.0.0.1:{port} .*choose another --metrics-port", output)
     assert output.count("\n") == 1
 
 
@@ -77,21 +88,6 @@ def test_a_key_on_the_command_line_is_refused_and_not_repeated() -> None:
     assert status == 2
     assert "--api-key-file" in output
     assert "sk-secret" not in output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "what"),
-    [
-        (("--allowed-origins", "*"), "--allowed-origins *"),
-        (("--max-model-len", "5000"), "--max-model-len 5000"),
-    ],
-)
-def test_bad_arguments_are_one_line(arguments: tuple[str, ...], what: str) -> None:
-    status, output, _ = refusal("--port", "0", *arguments)
-    assert status == 1
-    assert output.startswith("strata: error: ")
-    assert what in output
-    assert output.count("\n") == 1
 
 
 @pytest.fixture
