@@ -40,7 +40,8 @@ def test_one_and_two_ranks_of_the_built_in_model(tmp_path: Path) -> None:
     assert all(0 < one["results"][0]["value"] <= one["seconds"] for one in lines)
     assert "times one rank" in done.output
     again = bench(saved, "--tests", "T0")
-    assert f"{saved} has 2 of 2 measurements" in again.output
+    # Lines are broken where a long folder needs it.
+    assert "".join(f"{saved} has 2 of 2 measurements".split()) in "".join(again.output.split())
     assert len(saved.read_text().splitlines()) == 2
 
 
