@@ -1,4 +1,4 @@
-"""The benchmarks' workloads and floors against figures that were computed elsewhere."""
+"""The benchmarks' workloads, sessions of agents among them, and floors against figures computed elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The calls of `strata bench kernels` without a GPU: they are valid, large enough to tell a bandwidth, and complete."""
+"""The calls of `strata bench kernels` and the search for algorithms, without a GPU: valid, large enough, complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the time of a served load went, from steps and deliveries that were laid out by hand or drawn."""
+"""Where the time of a served load went, from steps and deliveries laid out by hand or drawn; the logs of its steps."""
 
 from __future__ import annotations
 

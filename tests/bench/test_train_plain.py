@@ -1,4 +1,4 @@
-"""`strata bench train` and the script in plain PyTorch that it is compared with train the same model, on the CPU."""
+"""`strata bench train` beside the script in plain PyTorch on the CPU: one model, one workload, speed over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of a list: order, what is left out or ended, what is done before; and whether the list's commands are there."""
+"""Runs of a list in their order, what is left out, ended or done before; measured loads and their predictions."""
 
 from __future__ import annotations
 

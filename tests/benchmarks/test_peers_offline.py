@@ -1,4 +1,4 @@
-"""T1 to T4 on both engines: the requests are the workloads', turns alternate, lines are those of `strata bench`."""
+"""T1 to T4 on both engines in turns: the requests are the workloads'; tables show what was measured side by side."""
 
 from __future__ import annotations
 

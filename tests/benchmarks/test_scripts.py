@@ -1,4 +1,4 @@
-"""Every script of `benchmarks/` finds what it imports; the pictures are drawn from the lines that they are of."""
+"""The scripts of `benchmarks/`: each finds what it imports, says what it lacks, and keeps what it measured."""
 
 from __future__ import annotations
 

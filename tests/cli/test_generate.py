@@ -1,4 +1,4 @@
-"""The commands as a person runs them, on the built-in model."""
+"""`strata generate` and `strata chat` as a person uses them, on the built-in model."""
 
 from __future__ import annotations
 

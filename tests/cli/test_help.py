@@ -1,4 +1,4 @@
-"""`--help`, `--version`, and what is said of a word that is nearly a command."""
+"""`--help`, `--version`, words that are nearly a command; the threads of a command; `strata probe`."""
 
 from __future__ import annotations
 

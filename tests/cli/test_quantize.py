@@ -1,4 +1,4 @@
-"""`strata quantize`: a checkpoint is written, and bad input is one line."""
+"""`strata quantize` and `prune`: a checkpoint is written, and bad input is one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`strata data` as it is typed: its messages, and Ctrl-C."""
+"""`strata data` as it is typed, with Ctrl-C; what a terminal shows of training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every family through the paged engine: greedy tokens equal to transformers', with chunked prefill and prefix hits."""
+"""Answers of the engine: every family's greedy tokens are transformers', over long positions, in pages apart, bit for
+bit in any company, and by seeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running out of memory: what is said, and what an engine is good for afterwards."""
+"""What goes wrong under an engine: memory that ends, and logits that are NaN, which end one request alone."""
 
 from __future__ import annotations
 

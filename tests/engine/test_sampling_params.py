@@ -1,4 +1,4 @@
-"""The parameters of a request: vLLM's defaults, and one clear line for each value out of range."""
+"""Parameters of a request: vLLM's defaults, a line for each value out of range, extremes, and how samples end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps whose inputs leave the host late, as on a GPU that is behind: no step computes on another's."""
+"""Steps whose inputs leave the host late or are replayed, and engines that are simulated: no step takes another's."""
 
 from __future__ import annotations
 

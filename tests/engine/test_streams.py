@@ -1,4 +1,4 @@
-"""Several callers of one LLM at once: each gets all that its requests bring, whoever runs the steps."""
+"""Callers of one LLM at once, stages in a pipeline, and interrupts at any moment: nothing is lost or found uncomputed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families with experts against transformers: config, logits, gradients; and through pages and the graph."""
+"""Families with experts against transformers: config, logits, gradients, the balancing loss; in pages and the graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs as they are published: fields that say what is done anyway are taken, and other values of them refused."""
+"""Published configs: fields that say what is done anyway are taken, others refused; what names a model folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families with recurrent layers: they agree with transformers over long sequences, and with themselves in pieces."""
+"""Families with recurrent layers, Qwen3-Next among them, agree with transformers, and with themselves in pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a sequence may be by config.json, and the angles of positions beyond max_position_embeddings."""
+"""How long a sequence may be, angles beyond max_position_embeddings, and families with latents."""
 
 from __future__ import annotations
 

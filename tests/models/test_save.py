@@ -1,4 +1,4 @@
-"""Saving: the layout of Hugging Face, whole or not at all."""
+"""Saving in the layout of Hugging Face, whole or not at all; and loading the part of a model that a rank has."""
 
 from __future__ import annotations
 

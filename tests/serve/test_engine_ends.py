@@ -1,4 +1,4 @@
-"""How engines have ended, in files: what cannot be written or read holds nobody up."""
+"""How engines have ended, in files; the engine without a model that benchmarks stand on; the event loop."""
 
 from __future__ import annotations
 

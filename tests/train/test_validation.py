@@ -1,4 +1,4 @@
-"""What a run is measured by: which samples are held out, that each counts once, the lowest loss, and when to stop."""
+"""What a run is measured by: held-out samples, each once, the lowest loss, when to stop; times of steps; rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `strata eval` tells of a roughly rounded model, against transformers; how text is read; what it refuses."""
+"""`strata eval`: a roughly rounded model against transformers, how text is read, what it refuses; intervals of shares."""
 
 from __future__ import annotations
 

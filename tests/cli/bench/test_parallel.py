@@ -1,4 +1,4 @@
-"""`strata bench parallel`: a line as each measurement ends, what fails costs a line, and the next call goes on."""
+"""`strata bench parallel` and `comm`: a line as each measurement ends, what fails costs a line, the next call goes on."""
 
 from __future__ import annotations
 

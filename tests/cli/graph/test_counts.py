@@ -1,4 +1,4 @@
-"""`strata graph` agrees with counts made by hand from the published sizes of the models."""
+"""`strata graph` agrees with counts made by hand from published sizes, of whole models and of one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`strata graph --draw` shows every operation, before and after the passes."""
+"""`strata graph`: drawings before and after the passes, measured steps, and why a kernel was taken."""
 
 from __future__ import annotations
 

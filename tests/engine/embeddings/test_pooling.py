@@ -1,4 +1,4 @@
-"""Vectors of prompts, against the hidden states that transformers computes for each prompt alone."""
+"""Vectors of prompts against transformers' hidden states; how embeddings and generations share an engine's time."""
 
 from __future__ import annotations
 

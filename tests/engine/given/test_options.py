@@ -1,4 +1,4 @@
-"""Prompts as segments, options by name and ids of one step: what an engine is given."""
+"""What an engine is given: options by name, and prompts as segments whose positions are ids or content."""
 
 from __future__ import annotations
 

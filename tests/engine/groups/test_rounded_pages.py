@@ -1,4 +1,4 @@
-"""Pages in 8 bits: the same ids however a prompt was cut, found, preempted or forked; and half of the memory."""
+"""Pages in 8 bits and pages of latents: the same ids however a prompt was cut, found, preempted or forked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with windows keep them in pools of their own: the same ids as with all tokens kept, in the windows' memory."""
+"""Pools of windows and states of fixed size: the ids of an engine that keeps all tokens, in less memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine serves checkpoints of the hubs that are packed, from their packed weights."""
+"""Engines serve packed checkpoints of the hubs, and weights of which two in four are zeros."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a step program chooses: of random engines and steps the smallest CUDA graph that holds them, by a plain search,
-and the variant that is for them; the planner, which has no plan of a step, chooses the same."""
+"""What a step program chooses of random engines and steps: the smallest CUDA graph that holds them, by a plain search,
+and the variant that is for them, as the planner does, which has no plan of a step; and the sizes there are."""
 
 from __future__ import annotations
 

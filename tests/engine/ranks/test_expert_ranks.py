@@ -1,4 +1,4 @@
-"""An engine whose ranks have different experts answers as one of one rank does, also while experts move."""
+"""Ranks with different experts, exchanged rows, messages in 8 bits or deterministic: they answer as one rank does."""
 
 from __future__ import annotations
 

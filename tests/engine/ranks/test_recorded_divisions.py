@@ -1,4 +1,5 @@
-"""Recorded steps whose tokens ranks divide, over gloo, where a recording is a function that is called again."""
+"""Recorded steps of ranks that divide tokens, keys or the vocabulary, over gloo, where a recording is a function that
+is called again."""
 
 from __future__ import annotations
 

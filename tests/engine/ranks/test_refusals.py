@@ -1,4 +1,4 @@
-"""What cannot be divided among ranks is refused before anything starts, with what to give instead."""
+"""Before ranks start: what cannot be divided is refused with what to give instead, and all reserve the same sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens of a step each rank runs: all of them once, as many as the others, and as many pairs with keys."""
+"""What ranks divide: the tokens of a step, each once, and the vocabulary, of which they draw what one rank draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replica gets a request."""
+"""Which replica gets a request, and what is known of the prefixes that each has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans for the stages of a pipeline, of which several are under way at once."""
+"""Plans for the stages of a pipeline, and for ranks with sequences of their own."""
 
 from __future__ import annotations
 

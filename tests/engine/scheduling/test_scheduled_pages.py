@@ -1,4 +1,5 @@
-"""What the scheduler promises of pages: samples and prefixes that share them, what failures and preemption take."""
+"""What the scheduler promises of pages: samples and prefixes that share them, what failures and preemption take, and
+pages that come from elsewhere."""
 
 from __future__ import annotations
 

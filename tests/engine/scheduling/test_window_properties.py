@@ -1,5 +1,5 @@
-"""Random loads on layers of several kinds at once: no page leaks or is given back too early, and memory ends with the
-window."""
+"""Random loads on layers of several kinds, on states, transfers and drafts: no page leaks or is given back too early,
+and memory ends with the window."""
 
 from __future__ import annotations
 

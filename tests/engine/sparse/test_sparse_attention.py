@@ -1,4 +1,4 @@
-"""Long prompts that attend to blocks of their keys, in the engine: which do, what stays the same, what is refused."""
+"""Prompts and decodes that attend to blocks of their keys: which do, what stays the same, what is refused."""
 
 from __future__ import annotations
 

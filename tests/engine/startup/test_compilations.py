@@ -1,4 +1,4 @@
-"""What is counted when something compiles after an engine is ready, and that engines of one process count apart."""
+"""What is counted when something compiles after an engine is ready; `torch.compile` as an executor to compare with."""
 
 from __future__ import annotations
 

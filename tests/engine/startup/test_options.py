@@ -1,4 +1,5 @@
-"""Options of a kind or a size that no engine has are refused by name, before anything is loaded."""
+"""Options that no engine has are refused by name before anything is loaded; how many sequences an engine runs; what a
+start imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where cuDNN cannot attend for prompts, the engine says why in a line and goes on without it."""
+"""Where cuDNN cannot attend for prompts, the engine says why and goes on; planned splits; requests before the first."""
 
 from __future__ import annotations
 

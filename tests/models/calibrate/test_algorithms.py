@@ -1,4 +1,4 @@
-"""GPTQ, AWQ, SmoothQuant and the search of scales, each against another way to the same numbers."""
+"""GPTQ, AWQ, SmoothQuant, the search of scales and what is folded, each against another way to the same numbers."""
 
 from __future__ import annotations
 

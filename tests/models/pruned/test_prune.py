@@ -1,4 +1,5 @@
-"""Pruned checkpoints: what is in them, that others read them, what is counted, and what interruptions change."""
+"""Pruned checkpoints and the algorithms that choose: what is in them, that others read them, what interruptions
+change."""
 
 from __future__ import annotations
 

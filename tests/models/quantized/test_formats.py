@@ -1,4 +1,4 @@
-"""Packed checkpoints of the hubs stand for the weights that their layouts say, and run as those."""
+"""Packed checkpoints of the hubs stand for what their layouts say, run as those, and are refused where they do not."""
 
 from __future__ import annotations
 

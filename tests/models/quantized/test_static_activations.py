@@ -1,4 +1,4 @@
-"""Checkpoints with one scale for what a product multiplies (static): rounded as they ask for it."""
+"""Checkpoints with one scale for what a product multiplies are rounded as they ask; packed weights in parts."""
 
 from __future__ import annotations
 

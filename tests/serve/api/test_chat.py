@@ -1,4 +1,4 @@
-"""Chat completions of the built-in model through HTTP: as `LLM` answers in this process, and as each field asks."""
+"""Chats through HTTP as `LLM` answers in this process, and streams event by event, also when something fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Completions of the built-in model through HTTP: as `LLM` completes in this process, and as each field asks."""
+"""Completions through HTTP as `LLM` completes in this process; prompts that are echoed, with their log-probabilities."""
 
 from __future__ import annotations
 

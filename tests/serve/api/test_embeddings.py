@@ -1,4 +1,4 @@
-"""/v1/embeddings: every form of input, both encodings, both poolings, and what is refused."""
+"""/v1/embeddings, /tokenize and /detokenize: every form of input, both encodings, and what is refused."""
 
 from __future__ import annotations
 

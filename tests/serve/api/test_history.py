@@ -1,4 +1,4 @@
-"""What clients send back of earlier turns, as their libraries and other servers have filled it in."""
+"""Earlier turns as clients send them back, forged ones among them; calls and reasoning as replies have them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a whole answer has to be, in OpenAI's words and vLLM's, alone and beside tools."""
+"""What an answer has to be, in OpenAI's words and vLLM's; settings that ask for nothing; errors as OpenAI's client has
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All pages in Chromium: the security policy, no network, the API reference, colours, narrow windows."""
+"""All pages in Chromium: the security policy, no network, the API reference, colours, narrow windows, phones."""
 
 from __future__ import annotations
 

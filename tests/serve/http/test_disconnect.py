@@ -1,4 +1,4 @@
-"""Clients that leave: whatever their request was at, the engine ends it and has its pages back."""
+"""Clients that leave: whatever their request was at, it ends and its pages come back; work shares the loop."""
 
 from __future__ import annotations
 

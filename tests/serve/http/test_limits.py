@@ -1,4 +1,4 @@
-"""Limits on a clock of the test's own: nothing here sleeps."""
+"""Limits on a clock of the test's own, where nothing sleeps; and the keys whose limits they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document: complete, and with all that it refers to."""
+"""The OpenAPI document is complete, and routes that are called directly answer as FastAPI's do."""
 
 from __future__ import annotations
 

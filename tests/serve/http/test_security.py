@@ -1,4 +1,4 @@
-"""A running server with keys, asked by those who should get nothing, too much, or too deep."""
+"""What nobody may do to a server: keys, secrets in logs, hostile input, and attacks while another chats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces: spans with the request's own times, under the caller's span; one clear error without OpenTelemetry."""
+"""Traces with the request's own times, the dashboard's queries, and the ledger that a reply tells of its time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server of two engines: requests are divided among them, and go on when one is lost."""
+"""Engines of one server: several, each with its GPUs, over ranks, lost or hung; requests go on or are told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools with the built-in model: OpenAI's client, a plain `strata serve`, a call, then the answer from its result."""
+"""Tools with the built-in model through a plain `strata serve`; and what is reasoning in a reply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several engines behind one client, each of which says exactly what a test wants."""
+"""Several engines behind one client, each of which says what a test wants; and which of them drains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints written under one layout and read under others, bit by bit, and their export."""
+"""Checkpoints written under one layout and read under others, bit by bit, their export, and ranges of flat parts."""
 
 from __future__ import annotations
 

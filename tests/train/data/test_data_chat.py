@@ -1,4 +1,4 @@
-"""Which tokens of a chat are learned: what generation would write, seen after what generation would see."""
+"""Which tokens of a chat are learned: what generation would write; rows and arrays as LLaMA-Factory has them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Marks of turns, as OpenAI's, axolotl's and ms-swift's formats have them: a marked turn is read and not learned."""
+"""Turns that are marked as not learned, as other trainers mark them; and previews of what is learned."""
 
 from __future__ import annotations
 

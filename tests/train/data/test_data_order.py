@@ -1,4 +1,4 @@
-"""Which samples a step has: a function of seed and place, whatever the ranks and wherever the run was stopped."""
+"""Which samples a step has, whatever the ranks and wherever the run was stopped; and that they are read ahead."""
 
 from __future__ import annotations
 

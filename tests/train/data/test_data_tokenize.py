@@ -1,4 +1,4 @@
-"""Files become shards: formats, several processes, stopped and damaged runs, bad input."""
+"""Files become shards: formats, several processes, stopped and damaged runs, bad input, long texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the guard of a run decides from its losses and norms."""
+"""What watches a run: its losses and norms, ranks that hang, and ranks that are slow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AdamW and Muon under every way of dividing parameters against one process: three steps with clipping in float64."""
+"""AdamW and Muon under every way of dividing parameters against one process; which rank has which matrix."""
 
 from __future__ import annotations
 

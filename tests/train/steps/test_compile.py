@@ -1,4 +1,4 @@
-"""The graph that trains against the modules, and what its backward pass computes again, on the CPU."""
+"""The graph that trains against the modules, what its backward pass computes again, and steps that balance experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exercises as tokenized data: every document once, the right tokens counted, whoever writes them."""
+"""The exercises as tokenized data: every document once, the right tokens counted; and how replies are scored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exercises are right, and no held-out problem is in any training text."""
+"""The exercises and the calls of tools in them are right, and no held-out problem is in any training text."""
 
 from __future__ import annotations
 

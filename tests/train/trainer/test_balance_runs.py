@@ -1,4 +1,4 @@
-"""Whole runs of models with experts: they learn, are resumed on other layouts, and leave a model that loads."""
+"""Whole runs of models with experts or recurrent layers, and the recipes of examples/: they learn and are resumed."""
 
 from __future__ import annotations
 

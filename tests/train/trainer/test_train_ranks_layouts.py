@@ -1,4 +1,4 @@
-"""Whole runs over two ranks of every layout against one process: the same samples, the same losses, resumed or not."""
+"""Whole runs over two ranks of every layout against one process; what does not fit is said once, by every rank."""
 
 from __future__ import annotations
 
