@@ -1,4 +1,4 @@
-"""Callers of one LLM at once, stages in a pipeline, and interrupts at any moment: nothing is lost or found uncomputed."""
+"""Callers of one LLM at once, stages in a pipeline, and interrupts at any moment: nothing is lost or uncomputed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Requests are let in, or not, before anything costly is done for them; what they cost is counted whatever they get; turns
-at helpers."""
+"""Requests are let in, or not, before anything costly is done for them; what they cost is counted whatever they get;
+turns at helpers."""
 
 from __future__ import annotations
 

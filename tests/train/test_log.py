@@ -1,5 +1,5 @@
-"""The log of a run: what a resumed run drops, TensorBoard's files as its own reader sees them, Weights & Biases through a
-stand-in for the package, what is missing, full disks, the picture; and the profile of its steps."""
+"""The log of a run: what a resumed run drops, TensorBoard's files as its own reader sees them, Weights & Biases through
+a stand-in for the package, what is missing, full disks, the picture; and the profile of its steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`strata eval`: a roughly rounded model against transformers, how text is read, what it refuses; intervals of shares."""
+"""`strata eval`: a roughly rounded model against transformers, how text is read, what it refuses; widths of shares."""
 
 from __future__ import annotations
 

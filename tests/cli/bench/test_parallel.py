@@ -1,4 +1,4 @@
-"""`strata bench parallel` and `comm`: a line as each measurement ends, what fails costs a line, the next call goes on."""
+"""`strata bench parallel` and `comm`: a line as each measurement ends or fails, and the next call goes on."""
 
 from __future__ import annotations
 

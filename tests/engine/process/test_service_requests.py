@@ -1,4 +1,4 @@
-"""Requests of a service that are no plain text: those that fail, embeddings, grammars; and the wire that brings them."""
+"""Requests of a service that are no plain text: those that fail, embeddings, grammars; and the wire to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Completions through HTTP as `LLM` completes in this process; prompts that are echoed, with their log-probabilities."""
+"""Completions through HTTP as `LLM` completes in this process; echoed prompts with their log-probabilities."""
 
 from __future__ import annotations
 

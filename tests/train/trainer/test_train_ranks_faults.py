@@ -1,4 +1,4 @@
-"""`strata train` over ranks that are killed or stopped: it goes on, and ends as if nothing had been.
+"""`strata train` over ranks that are killed or stopped goes on and ends as if nothing had been; training teaches.
 
 Short by default; STRATA_FULL_FAULTS=1 also kills a long run at moments that may lie in starting and resuming.
 """
