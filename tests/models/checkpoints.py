@@ -47,13 +47,13 @@ ALIKE_CONFIGS: list[tuple[str, Config]] = [
         rope_scaling={"type": "linear", "factor": 3.0}, tie_word_embeddings=True, pretraining_tp=1,
     )),
     ("llama-dynamic", _llama(
-        **sizes(101, 36, 50, 3, 3, None), max_position_embeddings=96, rope_parameters={"rope_type": "dynamic", "factor":
-        2.5, "rope_theta": 20000.0}, dtype="float32",
+        **sizes(101, 36, 50, 3, 3, None), max_position_embeddings=96, rope_parameters={"rope_type": "dynamic",
+        "factor": 2.5, "rope_theta": 20000.0}, dtype="float32",
     )),
     ("llama-yarn", _llama(
-        **sizes(77, 48, 64, 2, 6, 3), max_position_embeddings=256, rope_parameters={"rope_type": "yarn", "rope_theta":
-        10000.0, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0, "beta_slow": 2.0, "mscale":
-        1.0, "mscale_all_dim": 0.7, "truncate": False},
+        **sizes(77, 48, 64, 2, 6, 3), max_position_embeddings=256, rope_parameters={"rope_type": "yarn",
+        "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0,
+        "beta_slow": 2.0, "mscale": 1.0, "mscale_all_dim": 0.7, "truncate": False},
     )),
     ("mistral-window", _mistral(
         **sizes(131, 44, 61, 2, 6, 2), head_dim=24, max_position_embeddings=512, sliding_window=5, rope_theta=1000000.0,
@@ -61,8 +61,8 @@ ALIKE_CONFIGS: list[tuple[str, Config]] = [
     )),
     ("mistral-yarn", _mistral(
         **sizes(99, 56, 80, 2, 7, 1), head_dim=None, max_position_embeddings=256, sliding_window=None,
-        rope_parameters={"rope_type": "yarn", "factor": 2.0, "rope_theta": 5000.0, "original_max_position_embeddings":
-        128, "attention_factor": 1.1},
+        rope_parameters={"rope_type": "yarn", "factor": 2.0, "rope_theta": 5000.0,
+        "original_max_position_embeddings": 128, "attention_factor": 1.1},
     )),
     ("mistral-window-linear-tied", _mistral(
         **sizes(83, 32, 40, 3, 4, 4), max_position_embeddings=64, sliding_window=9, rope_scaling={"rope_type": "linear",
@@ -78,8 +78,8 @@ ALIKE_CONFIGS: list[tuple[str, Config]] = [
     )),
     ("qwen2-layer-types-dynamic", _qwen2(
         **sizes(107, 48, 66, 3, 4, 1), max_position_embeddings=128, use_sliding_window=True, sliding_window=7,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"], rope_parameters={"rope_type":
-        "dynamic", "rope_theta": 10000.0, "factor": 2.0}, dtype="float32",
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}, dtype="float32",
     )),
     ("qwen3-tied", _qwen3(
         **sizes(151, 40, 56, 2, 4, 2), head_dim=32, max_position_embeddings=128, rope_theta=1000000.0,

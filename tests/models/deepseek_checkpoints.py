@@ -41,8 +41,9 @@ DEEPSEEK_CONFIGS: list[tuple[str, Config]] = [
     ("deepseek-v3-groups-yarn", _deepseek(
         3, **sizes(101, 56, 75, 3, 7, 7), **_latent(20, 24, 10, 6, 14), num_nextn_predict_layers=0,
         max_position_embeddings=256, n_routed_experts=12, num_experts_per_tok=3, moe_intermediate_size=12,
-        n_shared_experts=2, n_group=4, topk_group=2, first_k_dense_replace=1, rms_norm_eps=1e-3, rope_scaling={"type":
-        "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "mscale": 1.0, "mscale_all_dim": 0.5},
+        n_shared_experts=2, n_group=4, topk_group=2, first_k_dense_replace=1, rms_norm_eps=1e-3,
+        rope_scaling={"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "mscale": 1.0,
+        "mscale_all_dim": 0.5},
     )),
     ("deepseek-v3-halves-biases", _deepseek(
         3, **sizes(97, 36, 50, 2, 6, 6), **_latent(None, 16, 8, 4, 12), max_position_embeddings=128,
@@ -59,8 +60,8 @@ THIRD_CONFIGS: list[tuple[str, Config]] = [
     ("deepseek-v2-odd-linear", _deepseek(
         2, **sizes(83, 40, 46, 2, 5, 5), **_latent(18, 14, 10, 8, 7), max_position_embeddings=128, n_routed_experts=5,
         num_experts_per_tok=4, moe_intermediate_size=8, n_shared_experts=3, topk_method="greedy",
-        routed_scaling_factor=0.7, first_k_dense_replace=0, rope_parameters={"rope_type": "linear", "rope_theta":
-        20000.0, "factor": 2.0},
+        routed_scaling_factor=0.7, first_k_dense_replace=0, rope_parameters={"rope_type": "linear",
+        "rope_theta": 20000.0, "factor": 2.0},
     )),
     # A group of each two experts, all of them kept; one dense layer behind which one is sparse.
     ("deepseek-v3-pairs-linear", _deepseek(

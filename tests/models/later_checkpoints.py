@@ -61,8 +61,8 @@ LATER_CONFIGS: list[tuple[str, Config]] = [
     )),
     ("smollm3-yarn", _smollm3(
         **sizes(83, 48, 66, 4, 4, 4), max_position_embeddings=256, layer_types=["full_attention"] * 4,
-        rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings":
-        64}, pad_token_id=3, bos_token_id=1, eos_token_id=2, dtype="float32",
+        rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+        "original_max_position_embeddings": 64}, pad_token_id=3, bos_token_id=1, eos_token_id=2, dtype="float32",
     )),
     ("olmo2-odd", _olmo2(
         **sizes(101, 56, 74, 2, 7, 1), max_position_embeddings=128, rms_norm_eps=1e-6, rope_theta=500000.0,
@@ -83,8 +83,8 @@ LATER_CONFIGS: list[tuple[str, Config]] = [
     # Every sequence of two tokens is longer than the original length.
     ("phi3-longrope-long", _phi3(
         **sizes(97, 40, 50, 3, 5, None), max_position_embeddings=128, original_max_position_embeddings=1,
-        rope_scaling={"type": "longrope", "attention_factor": 1.2, "short_factor": [1.0, 1.0, 1.0, 1.0], "long_factor":
-        [1.0, 1.5, 2.0, 7.5]}, torch_dtype="float32",
+        rope_scaling={"type": "longrope", "attention_factor": 1.2, "short_factor": [1.0, 1.0, 1.0, 1.0],
+        "long_factor": [1.0, 1.5, 2.0, 7.5]}, torch_dtype="float32",
     )),
     ("phi3-longrope-short-partial-tied", _phi3(
         **sizes(83, 48, 66, 2, 6, 3), max_position_embeddings=128, original_max_position_embeddings=128,
@@ -98,9 +98,9 @@ LATER_CONFIGS: list[tuple[str, Config]] = [
     )),
     ("olmo3-layer-types-bases", _olmo3(
         **sizes(97, 36, 50, 3, 6, 2), max_position_embeddings=128, attention_bias=True, sliding_window=6,
-        layer_types=["full_attention", "sliding_attention", "sliding_attention"], rope_parameters={"full_attention":
-        {"rope_type": "linear", "rope_theta": 20000.0, "factor": 2.0}, "sliding_attention": {"rope_type": "default",
-        "rope_theta": 5000.0}},
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        rope_parameters={"full_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 2.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}},
     )),
     ("olmo3-no-windows-tied", _olmo3(
         **sizes(83, 48, 66, 2, 4, None), layer_types=["full_attention"] * 2, max_position_embeddings=128,
@@ -108,8 +108,9 @@ LATER_CONFIGS: list[tuple[str, Config]] = [
     )),
     ("gemma3-local-global", _gemma3(
         **sizes(101, 42, 75, 4, 7, 1), max_position_embeddings=128, sliding_window=7, sliding_window_pattern=2,
-        query_pre_attn_scalar=24, rope_theta=1000000.0, rope_local_base_freq=5000.0, rope_scaling={"rope_type":
-        "linear", "factor": 8.0}, attn_logit_softcapping=None, final_logit_softcapping=None, torch_dtype="float32",
+        query_pre_attn_scalar=24, rope_theta=1000000.0, rope_local_base_freq=5000.0,
+        rope_scaling={"rope_type": "linear", "factor": 8.0}, attn_logit_softcapping=None, final_logit_softcapping=None,
+        torch_dtype="float32",
     )),
     ("gemma3-softcap-untied-biases", _gemma3(
         **sizes(97, 36, 50, 3, 6, 2), max_position_embeddings=128, attention_bias=True, sliding_window=5,
@@ -118,8 +119,8 @@ LATER_CONFIGS: list[tuple[str, Config]] = [
     )),
     ("gemma3-bases", _gemma3(
         **sizes(83, 48, 66, 2, 4, 4), max_position_embeddings=256, sliding_window=16, sliding_window_pattern=6,
-        rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 20000.0}, "sliding_attention":
-        {"rope_type": "default", "rope_theta": 3000.0}},
+        rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 20000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0}},
     )),
     ("glm4-moe-groups", _glm4_moe(
         **sizes(101, 56, 75, 3, 7, 1), head_dim=16, max_position_embeddings=128, attention_bias=True, use_qk_norm=True,

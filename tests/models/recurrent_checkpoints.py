@@ -91,8 +91,8 @@ RECURRENT_CONFIGS |= {
         mlp_only_layers=[2], intermediate_size=23, num_attention_heads=3, num_key_value_heads=1, head_dim=20,
         linear_num_key_heads=1, linear_key_head_dim=6, linear_num_value_heads=3, linear_value_head_dim=14,
         linear_conv_kernel_dim=3, num_experts=5, moe_intermediate_size=12, shared_expert_intermediate_size=7,
-        norm_topk_prob=False, attention_bias=True, rms_norm_eps=1e-2, rope_parameters={"rope_type": "linear", "factor":
-        2.0, "rope_theta": 5000.0, "partial_rotary_factor": 0.5}, tie_word_embeddings=True,
+        norm_topk_prob=False, attention_bias=True, rms_norm_eps=1e-2, rope_parameters={"rope_type": "linear",
+        "factor": 2.0, "rope_theta": 5000.0, "partial_rotary_factor": 0.5}, tie_word_embeddings=True,
     ),
     "qwen3-next-recurrent-only": _qwen3_next(
         53, 20, 1, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1, linear_num_key_heads=3,

@@ -20,14 +20,15 @@ from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 from tests.parallel.models import random_model
 from tests.parallel.shards import divisible_config
 
+# Of five experts two ranks have three and two.
 # fmt: off
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 64,
     "moe_intermediate_size": 32, "num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True,
-    "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 513, "max_position_embeddings": 256, "rms_norm_eps":
-    1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "float32",
-    "attention_bias": False,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 513, "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu",
+    "torch_dtype": "float32", "attention_bias": False,
 }
 # fmt: on
 # Short steps: prompts are computed in chunks.
