@@ -248,7 +248,7 @@ def test_json_is_what_is_kept(small: Path, capsys: pytest.CaptureFixture[str]) -
     assert printed["gpus"] == []
 
 
-def test_a_table(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_probe_is_a_table(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     probe("cpu", 60, as_json=False)
     printed = capsys.readouterr().out
     assert "32x32x32" in printed
@@ -323,6 +323,6 @@ def test_a_short_probe_does_not_replace_a_longer_one(
     assert kept(file) == short
 
 
-def test_bad_input() -> None:
+def test_bad_input_of_a_probe() -> None:
     with pytest.raises(ValueError, match="'tpu' is unknown; give auto, cpu or cuda"):
         probe("tpu", 60, as_json=False)

@@ -250,7 +250,7 @@ def test_a_conversation_goes_on_behind_what_was_generated(states_folder: Path) -
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_preemption(states_folder: Path, caching: bool) -> None:
+def test_preemption_restores_states(states_folder: Path, caching: bool) -> None:
     llm = stateful(states_folder, num_pages=18, enable_prefix_caching=caching)
     check(llm, prompts(), n=2, outputs=32)
     statistics = llm.engine.loop.scheduler.statistics
@@ -266,7 +266,7 @@ def test_ranks_that_divide_layers_or_prompts_are_refused_before_weights_are_read
 
 
 @pytest.mark.parametrize("name", ["mamba2", "granite-hybrid", "granite-hybrid-experts", "qwen3-next"])
-def test_families(name: str, tmp_path: Path) -> None:
+def test_families_with_states(name: str, tmp_path: Path) -> None:
     states_folder = make_checkpoint(tmp_path / name, RECURRENT_CONFIGS[name])
     llm = stateful(states_folder, load_format="auto", max_model_len=256, num_pages=24)
     check(llm, prompts(), n=2)
@@ -276,7 +276,7 @@ def test_families(name: str, tmp_path: Path) -> None:
     assert statistics.prefix_hits > 0
 
 
-def test_recorded_steps(states_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_steps_read_the_rows_of_states(states_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A recording, here replayed without a GPU, reads the rows of its sequences from device memory, as it does all that
     changes; padding leaves the states of sequences alone."""
     graphs = Replayed()

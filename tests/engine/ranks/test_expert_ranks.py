@@ -220,7 +220,7 @@ def logprobs(llm: LLM, prompts: list[list[int]]) -> list[list[dict[int, float]]]
     ]
 
 
-def test_ranks_answer_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_exchange_rows_answer_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps(WIDE))
     wanted = logprobs(LLM(tmp_path, **SIZES), WIDE_PROMPTS)
     llm = LLM(tmp_path, **RANKED, **SIZES)
@@ -262,7 +262,7 @@ def sums(number: int) -> str:
     return "\n".join(f"{one} + {other} = {one + other}" for one, other in given)[:-2]
 
 
-def test_answers_stay_nearly_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_by_messages_in_8_bits_stay_nearly_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, params = [sums(number) for number in range(10)], SamplingParams(temperature=0, max_tokens=4, logprobs=1)
     one = LLM("builtin", **BUILTIN_OPTIONS)
     two = LLM("builtin", tensor_parallel_size=2, message_dtype="fp8", **BUILTIN_OPTIONS)

@@ -160,7 +160,7 @@ def same(silent: Scripted, path: str, body: dict[str, Any], fields: dict[str, An
         {"guided_decoding_backend": "xgrammar"},
     ],
 )
-def test_of_chats(silent: Scripted, fields: dict[str, Any]) -> None:
+def test_settings_of_chats_that_ask_for_nothing(silent: Scripted, fields: dict[str, Any]) -> None:
     same(
         silent,
         "/v1/chat/completions",
@@ -180,12 +180,12 @@ def test_of_chats(silent: Scripted, fields: dict[str, Any]) -> None:
         {"text": {"verbosity": "low"}},
     ],
 )
-def test_of_responses(silent: Scripted, fields: dict[str, Any]) -> None:
+def test_settings_of_responses_that_ask_for_nothing(silent: Scripted, fields: dict[str, Any]) -> None:
     same(silent, "/v1/responses", {"input": "Hi", "store": False}, fields)
 
 
 @pytest.mark.parametrize("fields", [{"suffix": ""}, {"suffix": None}, {"best_of": 1}])
-def test_of_completions(silent: Scripted, fields: dict[str, Any]) -> None:
+def test_settings_of_completions_that_ask_for_nothing(silent: Scripted, fields: dict[str, Any]) -> None:
     same(silent, "/v1/completions", {"prompt": "Hi"}, fields)
 
 

@@ -287,7 +287,7 @@ def test_what_is_wrong_is_told_as_without_a_preview(folder: Path, chats: Path, t
         (["{0}/file/a"], "file/a: Not a directory; choose another folder"),
     ],
 )
-def test_what_it_cannot_use_is_a_message(
+def test_what_toy_data_cannot_use_is_a_message(
     arguments: list[str],
     message: str,
     tmp_path: Path,

@@ -254,7 +254,7 @@ RECURRENT_ALONE = World(0, 0, 1, torch.device("cpu"), None)
 
 
 @pytest.mark.parametrize("name", ["mamba2", "granite-hybrid-experts", "qwen3-next"])
-def test_losses_fall(name: str, files: Files, tmp_path: Path) -> None:
+def test_losses_of_recurrent_layers_fall(name: str, files: Files, tmp_path: Path) -> None:
     table = files.table(tmp_path / "out", run={"steps": 8, "checkpoint_every": 8})
     table["model"] = {key: value for key, value in RECURRENT_CONFIGS[name].items() if key != "vocab_size"}
     Trainer(read_train_config(write_toml(tmp_path / "run.toml", table)), RECURRENT_ALONE).train()
