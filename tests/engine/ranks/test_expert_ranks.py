@@ -14,8 +14,6 @@ import torch
 from strata import LLM, SamplingParams
 from strata.engine.build import build_engine
 from strata.engine.engine_config import EngineConfig
-from strata.engine.program.program import StepChoice, StepProgram
-from strata.engine.program.shape import StepShape
 from strata.engine.ranks.expert_balance import ExpertBalance, RankExperts
 from strata.graph.ranks.narrow_messages import NARROW_TOKENS
 from strata.models.experts import Experts
@@ -110,27 +108,19 @@ def test_ranks_with_different_experts_answer_as_one_also_while_they_move(folder:
 
 
 def test_ranks_that_divide_prompts_and_experts_that_move_answer_as_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, ran: list[tuple[str, int, bool]]
 ) -> None:
     options = OPTIONS | {"max_num_batched_tokens": 48}
     wanted = ids(LLM(folder, **options))
     ranked: dict[str, Any] = {"tensor_parallel_size": 2, "prefill_context_parallel_size": 2}
     moving: dict[str, Any] = {"enable_eplb": True, "num_redundant_experts": 2, "eplb_step_interval": 15}
     llm = LLM(folder, enable_expert_parallel=True, **ranked, **moving, **options)
-    divided, choose = [], StepProgram.choose
-
-    def noting(program: StepProgram, shape: StepShape) -> StepChoice:
-        choice = choose(program, shape)
-        divided.append(choice.shape.share is not None)
-        return choice
-
-    monkeypatch.setattr(StepProgram, "choose", noting)
     assert ids(llm) == wanted
     ranks = llm.engine.ranks
     assert ranks is not None
     assert ranks.experts is not None
     assert not any(np.array_equal(ranks.experts.slots(layer), np.arange(10) % 8) for layer in ranks.experts.layers)
-    assert any(divided)
+    assert any(divided for _, _, divided in ran)
     assert llm.engine.loop.scheduler.statistics.preemptions > 0
     ranks.check_ids()
 
@@ -262,24 +252,17 @@ def sums(number: int) -> str:
     return "\n".join(f"{one} + {other} = {one + other}" for one, other in given)[:-2]
 
 
-def test_answers_by_messages_in_8_bits_stay_nearly_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_by_messages_in_8_bits_stay_nearly_the_same(ran: list[tuple[str, int, bool]]) -> None:
     prompts, params = [sums(number) for number in range(10)], SamplingParams(temperature=0, max_tokens=4, logprobs=1)
     one = LLM("builtin", **BUILTIN_OPTIONS)
     two = LLM("builtin", tensor_parallel_size=2, message_dtype="fp8", **BUILTIN_OPTIONS)
-    choose, ran = StepProgram.choose, []
-
-    def noted(program: StepProgram, shape: StepShape) -> StepChoice:
-        choice = choose(program, shape)
-        ran.append((shape.tokens >= NARROW_TOKENS, choice.variant.name == "narrow_logits"))
-        return choice
-
-    monkeypatch.setattr(StepProgram, "choose", noted)
     wanted, found = (
         [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)] for llm in (one, two)
     )
     # Of the one rank's large steps none; of the two ranks' all, and no others.
-    assert {(True, False), (True, True)} <= set(ran)
-    assert (False, True) not in ran
+    found_in = {(tokens >= NARROW_TOKENS, name == "narrow_logits") for name, tokens, _ in ran}
+    assert {(True, False), (True, True)} <= found_in
+    assert (False, True) not in found_in
     assert two.engine.ranks is not None
     two.engine.ranks.check_ids()
     assert sum(one.token_ids == other.token_ids for one, other in zip(wanted, found, strict=True)) >= 8
@@ -291,19 +274,14 @@ def bits(llm: LLM, prompts: list[list[int]], place: int, tokens: int, logprobs: 
     return [{id: entry.logprob for id, entry in each.items()} for each in found]
 
 
-def test_ranks_that_divide_prompts_have_the_bits_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_divide_prompts_have_the_bits_of_one(tmp_path: Path, ran: list[tuple[str, int, bool]]) -> None:
     layout = LAYOUTS["prefill context"]
     options = layout.options(tmp_path) | {"deterministic": True}
     one, two = LLM(**options), layout.over_ranks(options)
-    alone, choices, choose = bits(one, [prompt(130)], 0, 2, 5), [], StepProgram.choose
-
-    def noting(*given: object) -> StepChoice:
-        choices.append(choose(*given))  # type: ignore[arg-type]
-        return choices[-1]
-
-    monkeypatch.setattr(StepProgram, "choose", noting)
+    alone = bits(one, [prompt(130)], 0, 2, 5)
+    ran.clear()
     assert bits(two, [prompt(130)], 0, 2, 5) == alone
-    assert choices[0].shape.share is not None
+    assert ran[0][2], "the first step was to be divided"
 
 
 def test_bits_depend_on_no_rank_and_on_nothing_else_that_runs(tmp_path: Path) -> None:

@@ -14,8 +14,6 @@ import torch
 
 from strata import LLM, SamplingParams
 from strata.engine.grammars.structured_outputs import StructuredOutputsParams
-from strata.engine.program.program import StepChoice, StepProgram
-from strata.engine.program.shape import StepShape
 from strata.engine.scheduling.rank_schedulers import RankPages
 from tests.engine.ranks.layouts import (
     LAYOUTS,
@@ -62,21 +60,6 @@ def two(layout: Layout, options: dict[str, Any]) -> Iterator[LLM]:
 
 def of(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("layout", names, indirect=True)
-
-
-@pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, bool]]:
-    """Of each step that rank 0 runs over ranks, its variant, its tokens, and whether the rank runs a share of them."""
-    noted: list[tuple[str, int, bool]] = []
-    choose = StepProgram.choose
-
-    def noting(program: StepProgram, shape: StepShape) -> StepChoice:
-        choice = choose(program, shape)
-        noted.append((choice.variant.name, shape.tokens, choice.shape.share is not None))
-        return choice
-
-    monkeypatch.setattr(StepProgram, "choose", noting)
-    return noted
 
 
 def statistics(llm: LLM) -> Any:
