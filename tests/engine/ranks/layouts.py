@@ -142,7 +142,9 @@ def ids(outputs: list[RequestOutput]) -> list[list[int]]:
     return [sample.token_ids for output in outputs for sample in output.outputs]
 
 
-def assert_alike(one: LLM, several: LLM, prompts: list[list[int]], params: SamplingParams) -> None:
+def assert_alike(
+    one: LLM, several: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+) -> None:
     expected, found = (llm.generate(prompts, params, use_tqdm=False) for llm in (one, several))
     assert ids(found) == ids(expected)
 

@@ -83,18 +83,16 @@ def test_sequences_are_preempted(one: LLM, two: LLM) -> None:
     assert statistics(two).preemptions > before
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
+def test_sampling_is_alike(one: LLM, two: LLM) -> None:
+    """By seeds, filters, penalties and bias, beside each other."""
+    kinds: list[dict[str, Any]] = [
         {"temperature": 1.0},
         {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "n": 3},
         {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3},
         {"temperature": 0.0, "logit_bias": {5: 4.0, 9: -3.0}, "min_tokens": 8, "stop_token_ids": [1]},
-    ],
-    ids=["seed", "filters", "penalties", "bias"],
-)
-def test_sampling_is_alike(one: LLM, two: LLM, sampling: dict[str, Any]) -> None:
-    assert_alike(one, two, [prompt(20), prompt(31, 5), prompt(9, 3)], SamplingParams(seed=5, max_tokens=24, **sampling))
+    ]
+    params = [SamplingParams(seed=5, max_tokens=24, **kind) for kind in kinds for _ in range(3)]
+    assert_alike(one, two, [prompt(20), prompt(31, 5), prompt(9, 3)] * 4, params)
 
 
 def test_log_probabilities_are_alike(layout: Layout, one: LLM, two: LLM) -> None:
