@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import os
 import signal
 import sys
@@ -61,6 +63,17 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     yield
     if len(sys.modules) > item.config.stash[_MODULES] + 100:
         _leave_out_imports(item.config)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Tests that are coroutines run in a loop of their own: that of the fixture `loop_factory`, if there is one."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    values = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    with asyncio.Runner(loop_factory=pyfuncitem.funcargs.get("loop_factory")) as runner:
+        runner.run(asyncio.wait_for(pyfuncitem.obj(**values), 240))
+    return True
 
 
 def _leave_out_imports(config: pytest.Config) -> None:

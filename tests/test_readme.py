@@ -25,7 +25,7 @@ from strata.engine.engine_config import EngineConfig
 from strata.hardware.probe import cpu
 from strata.models.folder import BUILTIN_FOLDER
 from strata.plan.search import search, step_table
-from tests.cli.test_probe import SMALL
+from tests.cli.test_help import SMALL
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
-
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +9,6 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from strata.bench import workloads
-from strata.bench.result import HostGap
 from strata.bench.run import Setup, call, started
 from strata.bench.trace import (
     KINDS,
@@ -20,13 +16,11 @@ from strata.bench.trace import (
     OTHER,
     DeviceInterval,
     GapSplit,
-    TraceTime,
     busy_of_steps,
     kind_of,
     merged,
     read_trace,
 )
-from strata.cli.bench.gaps import GapReport
 from strata.cli.bench.inference import bench
 from strata.engine.plan import StepPlan
 
@@ -195,25 +189,6 @@ def test_own_kernels_have_their_kind() -> None:
         assert kind == wanted, f"{case.kernel.fn.__name__} of {file}.py"
         assert kind != OTHER, f"strata/bench/trace.py names no kind for {case.kernel.fn.__name__} of {file}.py"
     assert set(KIND_OF_FILE.values()) <= {kind for kind, _ in KINDS}
-
-
-def test_report_says_what_it_found() -> None:
-    traced = read_trace(WORK, MARKS)
-    slow = TraceTime(10.2, 8.5, 0.4, traced.steps, traced.kernels_per_step, traced.kinds)
-    split = GapSplit(10.0, 6.0, 8.5, 1.2, 0.3)
-    report = GapReport("T1", "8B", "bf16", split, HostGap(3e-6, 12e-6), slow, "NVIDIA H200")
-    said = report.text()
-    rows = {line[:20].strip(): line[20:].split() for line in said.splitlines()}
-    assert rows["wall"] == ["10.000", "s", "100.0%", "10.200", "s", "100.0%"]
-    assert rows["floor"][:3] == ["6.000", "s", "60.0%"]
-    assert rows["kernels over floor"][:3] == ["2.500", "s", "25.0%"]
-    assert rows["launch gaps"] == ["1.200", "s", "12.0%", "1.300", "s", "12.7%"]
-    assert "largest: kernels over floor; host gap 3.0 us a step (p99 12.0)" in said
-    assert "idle: 16.7% of the trace by its own clock, 15.0% of the call without the profiler" in said
-    values = json.loads(json.dumps(report.values()))
-    assert values["split"] == asdict(split)
-    assert (values["test"], values["largest"], values["host_gap"]["median"]) == ("T1", "kernels over floor", 3e-6)
-    assert {"commit", "command", "date", "device", "torch", "triton"} <= set(values)
 
 
 def test_without_a_gpu_it_says_so() -> None:

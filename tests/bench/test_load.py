@@ -15,7 +15,7 @@ import pytest
 
 from strata.bench.load.answer import Answer, AnswerFault, EventParser
 from strata.bench.load.arrivals import LEAST_RATE, Rate, arrival_times, parse_rates, saturation_rate
-from strata.bench.load.measures import Distribution, figures, parse_objectives, percentile
+from strata.bench.load.measures import figures, parse_objectives, percentile
 from strata.bench.load.request_sets import (
     Ask,
     EvenLengths,
@@ -111,11 +111,6 @@ def test_saturation_of_requests_that_end_together_is_that_of_whole_rounds(concur
     """All that are under way end at once, every two seconds, however many are left over for the last round."""
     ends = [2.0 * (1 + number // concurrency) for number in range(requests)]
     assert saturation_rate(ends, concurrency) == pytest.approx(concurrency / 2)
-
-
-def test_saturation_of_requests_that_end_one_by_one_is_their_rate() -> None:
-    ends = [3.0 + number / 7 for number in range(100)]
-    assert saturation_rate(ends, concurrency=8) == pytest.approx(7)
 
 
 # What is asked
@@ -239,13 +234,6 @@ STREAM = (
 EVENTS = [b"one", b"two\nthree", "fünf".encode(), b"[DONE]"]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 1000])
-def test_events_are_the_same_however_the_bytes_are_split(size: int) -> None:
-    parser = EventParser()
-    parts = [STREAM[start : start + size] for start in range(0, len(STREAM), size)]
-    assert [event for part in parts for event in parser.append(part)] == EVENTS
-
-
 def test_events_are_the_same_in_random_frames() -> None:
     draw = random.Random(0)
     for _ in range(200):
@@ -278,13 +266,6 @@ def test_only_text_counts_as_the_first_token() -> None:
 def test_percentiles_are_numpys(values: list[float]) -> None:
     for share in (0.0, 0.5, 0.9, 0.99, 1.0):
         assert percentile(sorted(values), share) == pytest.approx(numpy.percentile(values, 100 * share))
-
-
-def test_percentiles_by_hand() -> None:
-    assert Distribution.of([0.001, 0.002, 0.003, 0.004, 0.010]) == Distribution(
-        mean=pytest.approx(4.0), p50=pytest.approx(3.0), p90=pytest.approx(7.6), p99=pytest.approx(9.76)
-    )
-    assert Distribution.of([]) is None
 
 
 def test_figures_by_hand() -> None:

@@ -18,16 +18,14 @@ from strata.bench.load import sweep
 from strata.bench.load.arrivals import load_seeds
 from strata.bench.load.request_sets import EvenLengths
 from strata.bench.load.send import LoadRequest, RequestOutcome, send_all
-from strata.bench.result import HostGap
 from strata.bench.run import Setup
 from strata.bench.run import engine as make_engine
 from strata.bench.served.client import ClientRequest, Load, ServedEngine, delivery_times, random_load
-from strata.bench.served.measure import LENGTHS, ServedTest, numbered, served_gaps
+from strata.bench.served.measure import ServedTest, numbered, served_gaps
 from strata.bench.served.report import ServedGaps
 from strata.bench.served.step_logs import HostStepLog
-from strata.bench.served.timeline import LatencySplit, ServedStep, StepKind, split_requests, split_wall
+from strata.bench.served.timeline import ServedStep, split_requests, split_wall
 from strata.bench.step_observers import observed
-from strata.bench.trace import GapSplit
 from strata.cli.main import app
 from strata.engine.llm import LLM
 from strata.engine.process.messages import Delta, Fault, FromEngine, Refused, Statistics, Step
@@ -218,27 +216,6 @@ def test_it_is_a_line_of_json(found: list[ServedGaps]) -> None:
     assert values[0]["split"] == asdict(found[0].split)
     assert values[0]["ttft_ms"]["parts"] == found[0].ttft.parts
     assert (values[0]["test"], values[0]["requests"], values[0]["seed"]) == ("T5", 5, 0)
-
-
-def test_report_says_what_it_found() -> None:
-    split = GapSplit(wall=8.0, floor=3.0, busy=6.0, launch=0.5, host=1.5)
-    latency = LatencySplit(6.0, 9.0, {"queueing until launched": {"mean": 2.0, "p50": 1.5, "p99": 4.0}})
-    kinds = {"with prompts": StepKind(1200, 6.5, 3.0, 6.0, 0.004, 8.25, 520.0)}
-    report = ServedGaps(
-        "T5", "0.6B", "bf16", LENGTHS.words, 110.0, 500, 0, 10.0, 2.0, split, HostGap(2e-6, 5e-5), kinds, latency, None,
-        None, "NVIDIA H200",
-    )  # fmt: skip
-    said = report.text()
-    rows = {line[:28].strip(): line[28:].split() for line in said.splitlines()}
-    assert said.startswith("T5 0.6B bf16: 500 requests, 110 requests/s, prompts of 512 and answers of 128 tokens; NV")
-    assert rows["wall"] == ["10.000", "s", "100.0%"]
-    assert rows["idle, no request"] == ["2.000", "s", "20.0%"]
-    assert rows["floor of the steps"] == ["3.000", "s", "30.0%"]
-    assert rows["kernels over floor"] == ["3.000", "s", "30.0%"]
-    assert rows["host gaps"] == ["1.500", "s", "15.0%"]
-    assert rows["with prompts"] == ["1,200", "6.500", "3.000", "6.000", "4.000", "8.25", "520"]
-    assert rows["queueing until launched"] == ["2.000", "1.500", "4.000"]
-    assert "largest: kernels over floor; host gap 2.0 us a step (p99 50.0)" in said
 
 
 def refused(*options: str) -> str:

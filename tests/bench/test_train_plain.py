@@ -1,8 +1,11 @@
-"""`strata bench train` and the script in plain PyTorch that it is compared with train the same model, on the CPU."""
+"""`strata bench train` beside the script in plain PyTorch on the CPU: one model, one workload, speed over ranks."""
 
 from __future__ import annotations
 
 import json
+import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -12,13 +15,18 @@ import pytest
 import torch
 
 from benchmarks import optimizer_step, train_plain
+from strata.bench.trace import covered
 from strata.bench.training import speed as train_speed
-from strata.bench.training.speed import SEED, TrainingTest, measure
-from strata.bench.training.workload import learning_rate
+from strata.bench.training import workload as train_workload
+from strata.bench.training.speed import SEED, TrainingTest, measure, work_of
+from strata.bench.training.workload import TrainingWork, learning_rate, synthetic_batch, synthetic_tokens
+from strata.hardware.specs import device
 from strata.models.config import config_from_dict
 from strata.models.families import build
 from strata.models.initialize import dummy_values
 from strata.models.shapes import SHAPES
+from strata.parallel.layout import Layout, read_layout
+from strata.plan.meta_model import find_config
 
 SMALL = train_plain.Shape(vocabulary=600, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=16, inner=48)
 FIELDS: dict[str, Any] = SHAPES["1B"] | {
@@ -118,3 +126,116 @@ def test_without_a_gpu_a_script_says_so(script: ModuleType, monkeypatch: pytest.
 def test_losses_that_cannot_be_read_are_named_before_the_run(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"--against .*ours\.json cannot be read"):
         train_plain.read_losses(tmp_path / "ours.json")
+
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 600,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+
+
+def test_two_ranks_report_once(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(TINY))
+    arguments = ["--shape", str(config), "--batch", "2", "--sequence", "16", "--steps", "2", "--repeat", "2"]
+    arguments += ["--ranks", "2", "--layout", "shard=2,zero=2,micro_batches=2", "--device", "cpu", "--json"]
+    command = [sys.executable, "-m", "strata", "bench", "train", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    values = json.loads(line)
+    assert (values["test"], values["ranks"], values["unit"]) == ("train", 2, "tok/s")
+    assert values["value"] > 0
+    assert len(values["all"]) == 2
+    assert values["layout"]["zero"] == 2
+    assert 6 < values["loss_first"] < 7  # log(600) is 6.4
+
+
+def test_a_layout_is_read_strictly() -> None:
+    wanted = Layout(pp=4, micro_batches=8, schedule="zero-bubble", sequence_parallel=True, tp=2, context="ulysses")
+    text = "pp=4,micro_batches=8,schedule=zero-bubble,sequence_parallel=true,tp=2,context=ulysses"
+    assert read_layout(text) == wanted
+    assert read_layout("") == Layout()
+    for text, message in (
+        ("shards=2", "'shards' is unknown; known are pp, dp, shard"),
+        ("shard=two", "shard = 'two' must be a whole number"),
+        ("sequence_parallel=1", "sequence_parallel = '1' must be true or false"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_layout(text)
+
+
+def test_work_of_a_rank() -> None:
+    """T7, and the mixture of experts on 8 ranks: active parameters of Qwen3-30B-A3B, 3.3 billion with the embedding."""
+    test = TrainingTest("8B", 2, 8192)
+    work = work_of(test, find_config("8B"), Layout(shard=8, zero=2))
+    assert work.tokens == 16384
+    assert work.weights == 8_030_261_248 - 128256 * 4096
+    assert work.parameters == 8_030_261_248 // 8
+    # The peer's 9,925 tokens a second are 52 % of 989 TFLOP/s.
+    assert 9925 * work.flops_per_token / 989e12 == pytest.approx(0.517, abs=1e-3)
+    sparse = work_of(test, find_config("30B-A3B"), Layout(shard=8, ep=8, zero=2))
+    assert sparse.weights + 151936 * 2048 == pytest.approx(3.35e9, rel=0.01)
+    assert work_of(test, find_config("8B"), Layout(pp=4, micro_batches=8)).tokens == 8 * 16384 // 4
+
+
+def test_covered_time_counts_overlaps_once() -> None:
+    assert covered([]) == 0
+    assert covered([(5, 9), (0, 3), (2, 4), (6, 7)]) == 8
+
+
+def test_tokens_are_those_of_the_plain_script() -> None:
+    for step in (0, 7):
+        tokens, targets = synthetic_tokens(step, 2, 300, 128256)
+        others = train_plain.tokens_of(step, 2, 300, 128256)
+        assert torch.equal(tokens, others[0].flatten())
+        assert torch.equal(targets, others[1].flatten())
+    assert not torch.equal(tokens, synthetic_tokens(8, 2, 300, 128256)[0])
+
+
+def test_batch_holds_these_tokens_in_equal_sequences() -> None:
+    packed = synthetic_batch(7, 2, 300, 128256)
+    batch, rows, targets = packed.to(torch.device("cpu"))
+    tokens, wanted = synthetic_tokens(7, 2, 300, 128256)
+    assert torch.equal(batch.tokens, tokens.int())
+    assert torch.equal(targets, wanted)
+    assert rows.tolist() == list(range(600))
+    assert batch.positions.tolist() == [*range(300), *range(300)]
+    assert batch.offsets.tolist() == [0, 300, 600]
+
+
+def test_nine_tokens_in_ten_follow_from_the_one_before() -> None:
+    tokens, targets = synthetic_tokens(3, 4, 5000, 1000)
+    assert len(tokens.unique()) == train_workload.CYCLE
+    pairs = torch.stack([tokens, targets]).unique(dim=1, return_counts=True)[1]
+    likely = pairs.sort(descending=True).values[: train_workload.CYCLE].sum() / len(tokens)
+    assert likely == pytest.approx(0.9, abs=0.01)
+
+
+def test_rates_are_those_of_the_plain_script() -> None:
+    assert learning_rate(0) == pytest.approx(1e-5 / 20)
+    assert learning_rate(19) == learning_rate(500) == pytest.approx(1e-5)
+
+
+def test_flops_and_floor_by_hand() -> None:
+    config = find_config("1B")
+    with torch.device("meta"):
+        model = build(config)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert parameters == 1_498_482_688
+    work = TrainingWork(config, 16384, 8192, parameters - 128256 * 2048, parameters)
+    assert work.flops_per_token == 6 * 1_235_814_400 + 6 * 16 * 2048 * 8192
+    seconds = 16384 * work.flops_per_token / 800e12 + 28 * parameters / 4.28e12
+    assert math.isclose(work.floor(device("h200"), "bf16"), seconds)
+    layers = 1_235_814_400 - 128256 * 2048
+    saved = 16384 * 6 * layers * (1 / 800e12 - 1 / 1470e12)
+    assert math.isclose(work.floor(device("h200"), "fp8-row"), seconds - saved)
+    # The figure of the peers: 54,138 tokens a second are 49.41 % of 989 TFLOP/s.
+    assert 54138.2 * work.flops_per_token / 989e12 == pytest.approx(0.4941, abs=1e-4)

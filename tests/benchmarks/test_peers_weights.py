@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 import shutil
@@ -161,25 +160,6 @@ def test_a_disk_without_room_is_refused_before_anything_is_made(
         run(monkeypatch, "--model", "V2-Lite", "--out", str(folder))
     assert asked == [tmp_path]
     assert not folder.parent.exists()
-
-
-def test_a_disk_that_fills_up_is_told_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
-
-    monkeypatch.setattr("strata.models.save.save_file", full)
-    with pytest.raises(SystemExit, match="No space left on device"):
-        run(monkeypatch, "--model", "V2-Lite", "--out", str(tmp_path / "model"))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(weights, "STEP", 100_000)
-    run(monkeypatch, "--model", "V2-Lite", "--out", str(tmp_path / "model"))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"V2-Lite: random weights made on cpu, into {tmp_path / 'model'}"
-    assert len(lines) > 4
-    assert all(re.fullmatch(r"  \d+\.\d of \d+\.\d GiB after \d+ s", line) for line in lines[1:-1])
 
 
 def test_an_engine_loads_the_folder(folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

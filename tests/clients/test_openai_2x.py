@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 INSTALLED = ROOT / "tests" / "clients" / "openai2"
-SUITE = ("tests/serve/api/test_openai_client.py", "tests/serve/api/test_openai_errors.py")
+SUITE = ("tests/serve/api/test_openai_client.py", "tests/serve/api/test_structured_requests.py")
 
 
 @pytest.mark.skipif(not INSTALLED.exists(), reason="version 2 of OpenAI's client is not installed: make clients")

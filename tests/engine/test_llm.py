@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import random
 from collections import UserList
 from collections.abc import Callable
@@ -69,28 +68,6 @@ def test_running_ahead_gives_the_same(engine: Engine, folder: Path) -> None:
     assert ids_of(llm, asked, params) == want
 
 
-def test_prefix_hits_change_nothing(folder: Path) -> None:
-    llm = LLM(folder, device="cpu", dtype="float32", num_pages=200)
-    asked = prompts(6)
-    first = ids_of(llm, asked, GREEDY)
-    outputs = llm.generate(asked, GREEDY, use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in outputs] == first
-    assert sum(output.num_cached_tokens for output in outputs) > 100
-
-
-def test_stop_string_and_reason(engine: Engine) -> None:
-    llm = engine(dtype="float32")
-    free = llm.generate("the quick", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), use_tqdm=False)[0]
-    text = free.outputs[0].text
-    assert len(text) > 12
-    stop = text[5:8]
-    cut = llm.generate("the quick", SamplingParams(temperature=0, max_tokens=40, stop=stop), use_tqdm=False)[0].outputs[
-        0
-    ]
-    assert cut.text == text[: text.index(stop)]
-    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
-
-
 def test_stop_token_ids_and_min_tokens(engine: Engine) -> None:
     llm = engine(dtype="float32")
     free = ids_of(llm, prompts(1), GREEDY)[0]
@@ -112,16 +89,6 @@ def test_n_samples_share_a_prompt(engine: Engine) -> None:
     assert len({tuple(sample.token_ids) for sample in output.outputs}) > 1
     again = llm.generate(prompts(5), [params, *[GREEDY] * 4], use_tqdm=False)[0]
     assert [s.token_ids for s in again.outputs] == [s.token_ids for s in output.outputs]
-
-
-def test_seed_is_independent_of_the_batch(engine: Engine) -> None:
-    llm = engine(dtype="float32")
-    seeded = SamplingParams(temperature=0.8, top_p=0.9, top_k=50, seed=11, max_tokens=16, ignore_eos=True)
-    alone = ids_of(llm, prompts(1), seeded)[0]
-    crowd = ids_of(llm, prompts(9), [seeded] + [SamplingParams(temperature=1.0, max_tokens=20)] * 8)[0]
-    assert crowd == alone
-    other = ids_of(llm, prompts(1), SamplingParams(temperature=0.8, seed=12, max_tokens=16, ignore_eos=True))[0]
-    assert other != alone
 
 
 def test_logprobs_equal_transformers(engine: Engine, reference: LlamaForCausalLM) -> None:
@@ -188,35 +155,12 @@ def test_penalties_follow_the_formula(engine: Engine, reference: LlamaForCausalL
     assert ids_of(llm, prompts(1), params)[0] == tokens[len(prompt) :]
 
 
-def test_stream_shows_growing_text_and_leaves_nothing(engine: Engine) -> None:
-    llm = engine(dtype="float32")
-    params = SamplingParams(temperature=0, max_tokens=15, ignore_eos=True)
-    whole = llm.generate("the quick", params, use_tqdm=False)[0].outputs[0].text
-    shown = [output.outputs[0].text for output in llm.stream("the quick", params)]
-    assert shown[-1] == whole
-    assert all(after.startswith(before) for before, after in itertools.pairwise(shown))
-    stream = llm.stream("the quick", params)
-    next(stream)
-    stream.close()
-    assert llm.engine.loop.idle
-    llm.engine.loop.scheduler.check()
-
-
 def test_metrics_tell_when_things_happened(engine: Engine) -> None:
     metrics = engine(dtype="float32").generate(prompts(2), GREEDY, use_tqdm=False)[1].metrics
     assert metrics is not None
     assert metrics.first_token_time is not None
     assert metrics.finished_time is not None
     assert metrics.arrival_time <= metrics.first_token_time <= metrics.finished_time
-
-
-def test_chat_uses_the_template(engine: Engine) -> None:
-    llm = engine(dtype="float32")
-    output = llm.chat([{"role": "user", "content": "fox"}], GREEDY, use_tqdm=False)[0]
-    assert output.prompt == "<|user|>fox<|end|><|assistant|>"
-    assert output.prompt_token_ids[0] == llm.get_tokenizer().id("<|user|>")
-    two = llm.chat([[{"role": "user", "content": "fox"}], [{"role": "user", "content": "dog"}]], GREEDY, use_tqdm=False)
-    assert two[0].outputs[0].token_ids == output.outputs[0].token_ids
 
 
 ONE = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
@@ -379,11 +323,8 @@ def test_integers_of_numpy_and_what_is_none_are_taken(engine: Engine) -> None:
     llm, ids = engine(dtype="float32"), [5, 6, 7]
     (expected,) = ids_of(llm, [ids], GREEDY)
     numbers = [*np.array(ids)]
-    for prompt in (
-        numbers,
-        {"prompt_token_ids": numbers},
-        {"prompt": None, "prompt_token_ids": ids, "cache_salt": None},
-    ):
+    with_nothing = {"prompt": None, "prompt_token_ids": ids, "cache_salt": None}
+    for prompt in (numbers, {"prompt_token_ids": numbers}, with_nothing):
         done = llm.generate(prompt, GREEDY, use_tqdm=False, priority=[np.int64(1)], lora_request=None)
         assert done[0].outputs[0].token_ids == expected
         assert {type(one) for one in done[0].prompt_token_ids} == {int}
@@ -402,12 +343,6 @@ def test_priorities_that_are_none_are_refused_and_disturb_nothing(engine: Engine
         llm.generate(prompts(2), GREEDY, use_tqdm=False, priority=priority)
     assert llm.engine.loop.idle
     assert len(ids_of(llm, prompts(1), GREEDY)[0]) == 24
-
-
-def test_a_sequence_that_cannot_fit_the_pool_is_refused(folder: Path) -> None:
-    llm = LLM(folder, device="cpu", num_pages=4)
-    with pytest.raises(ValueError, match="KV pages"):
-        llm.generate({"prompt_token_ids": [1] * 60}, SamplingParams(max_tokens=100), use_tqdm=False)
 
 
 @pytest.mark.parametrize(
@@ -429,11 +364,6 @@ def test_a_sequence_that_cannot_fit_the_pool_is_refused(folder: Path) -> None:
 def test_bad_options_are_refused(folder: Path, options, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         LLM(folder, **{"device": "cpu", **options})
-
-
-def test_missing_folder(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="does not exist"):
-        LLM(tmp_path / "nothing")
 
 
 def test_what_a_start_says_is_neither_wrapped_nor_read_as_markup(

@@ -1,6 +1,7 @@
 """generation_config.json: what becomes a sampling default, and that wrong values are named."""
 
 import json
+from typing import Any
 
 import pytest
 from transformers import GenerationConfig
@@ -55,31 +56,25 @@ def test_file_silent_on_sampling_leaves_it_to_the_engine(tmp_path):
     assert read.eos_ids == (2,)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("temperature", "0.6"),
-        ("temperature", -1),
-        ("top_p", 1.5),
-        ("top_p", 0),
-        ("top_k", 2.5),
-        ("top_k", -2),
-        ("min_p", 2),
-        ("repetition_penalty", 0),
-        ("do_sample", "yes"),
-        ("max_new_tokens", 0),
-        ("min_new_tokens", -1),
-        ("presence_penalty", 2.5),
-        ("frequency_penalty", "1"),
-        ("stop_strings", ["a", ""]),
-        ("bad_words_ids", [3]),
-        ("bad_words_ids", [[]]),
-        ("suppress_tokens", 3),
-        ("suppress_tokens", [True]),
-        ("eos_token_id", "</s>"),
-        ("eos_token_id", [1, None]),
-    ],
-)
+WRONG: dict[str, list[Any]] = {
+    "temperature": ["0.6", -1],
+    "top_p": [1.5, 0],
+    "top_k": [2.5, -2],
+    "min_p": [2],
+    "repetition_penalty": [0],
+    "do_sample": ["yes"],
+    "max_new_tokens": [0],
+    "min_new_tokens": [-1],
+    "presence_penalty": [2.5],
+    "frequency_penalty": ["1"],
+    "stop_strings": [["a", ""]],
+    "bad_words_ids": [[3], [[]]],
+    "suppress_tokens": [3, [True]],
+    "eos_token_id": ["</s>", [1, None]],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
 def test_wrong_value_is_named_with_its_file(tmp_path, name, value):
     with pytest.raises(ValueError, match=rf"generation_config\.json.*{name}"):
         read_generation_config(write(tmp_path, {name: value}))
@@ -107,33 +102,16 @@ def test_penalties_that_only_vllm_knows_are_read(tmp_path):
     assert read.sampling == {"presence_penalty": 1.5, "frequency_penalty": -0.5}
 
 
+# fmt: off
 CHANGES_OUTPUT = {
-    "begin_suppress_tokens": [3],
-    "constraints": [1],
-    "diversity_penalty": 0.5,
-    "dola_layers": "high",
-    "encoder_no_repeat_ngram_size": 2,
-    "encoder_repetition_penalty": 1.2,
-    "epsilon_cutoff": 3e-4,
-    "eta_cutoff": 1e-3,
-    "exponential_decay_length_penalty": [5, 1.1],
-    "force_words_ids": [[3]],
-    "forced_bos_token_id": 3,
-    "forced_eos_token_id": 3,
-    "guidance_scale": 1.5,
-    "max_time": 2.0,
-    "min_length": 9,
-    "no_repeat_ngram_size": 3,
-    "num_beam_groups": 2,
-    "num_beams": 4,
-    "num_return_sequences": 2,
-    "penalty_alpha": 0.6,
-    "sequence_bias": [[[3], -1.0]],
-    "token_healing": True,
-    "top_h": 0.4,
-    "typical_p": 0.9,
-    "watermarking_config": {"bias": 2.0},
+    "begin_suppress_tokens": [3], "constraints": [1], "diversity_penalty": 0.5, "dola_layers": "high",
+    "encoder_no_repeat_ngram_size": 2, "encoder_repetition_penalty": 1.2, "epsilon_cutoff": 3e-4, "eta_cutoff": 1e-3,
+    "exponential_decay_length_penalty": [5, 1.1], "force_words_ids": [[3]], "forced_bos_token_id": 3,
+    "forced_eos_token_id": 3, "guidance_scale": 1.5, "max_time": 2.0, "min_length": 9, "no_repeat_ngram_size": 3,
+    "num_beam_groups": 2, "num_beams": 4, "num_return_sequences": 2, "penalty_alpha": 0.6, "sequence_bias": [[[3],
+    -1.0]], "token_healing": True, "top_h": 0.4, "typical_p": 0.9, "watermarking_config": {"bias": 2.0},
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("name", CHANGES_OUTPUT)

@@ -111,13 +111,36 @@ def test_a_damaged_index(folder: Path, tmp_path: Path, damage: Callable[[dict[st
     refused(tmp_path / "sharded", message)
 
 
-def test_no_weights(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    refused(folder, r"neither model\.safetensors nor model\.safetensors\.index\.json")
+def rewriting(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], Any]:
+    return lambda folder: rewrite(folder, change)
 
 
-def test_no_folder() -> None:
-    refused(Path("/nowhere/model"), "'/nowhere/model' does not exist; give a folder")
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+            r"neither model\.safetensors nor model\.safetensors\.index\.json",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors").open("ab").write(b"more"),
+            r"model\.safetensors is truncated or corrupt",
+        ),
+        (lambda folder: write_raw(folder / "model.safetensors", {}), "lacks tensors.*model.embed_tokens.weight"),
+        (
+            rewriting(lambda tensors: [tensors.pop(NORM), tensors.pop("model.layers.1.mlp.up_proj.bias")]),
+            r"lacks tensors.*model\.layers\.1\.mlp\.up_proj\.bias, model\.norm\.weight$",
+        ),
+        (
+            rewriting(lambda tensors: tensors.update({"model.layers.2.self_attn.q_proj.weight": torch.ones(40, 40)})),
+            r"does not call for: model\.layers\.2\.self_attn\.q_proj\.weight",
+        ),
+        (rewriting(lambda tensors: tensors.update({NORM: torch.ones(41)})), rf"{NORM} is \[41\], expected \[40\]"),
+    ],
+)
+def test_a_damaged_folder(folder: Path, damage: Callable[[Path], Any], message: str) -> None:
+    damage(folder)
+    refused(folder, message)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 8, 40, -1, -4])
@@ -125,12 +148,6 @@ def test_a_truncated_file(folder: Path, keep: int) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
     refused(folder, r"model\.safetensors is truncated or corrupt.*copy it again")
-
-
-def test_a_longer_file(folder: Path) -> None:
-    with (folder / "model.safetensors").open("ab") as stream:
-        stream.write(b"more")
-    refused(folder, "truncated or corrupt")
 
 
 F32 = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
@@ -190,26 +207,6 @@ def test_a_large_file_is_refused_from_its_header(tmp_path: Path) -> None:
     began = time.perf_counter()
     refused(tmp_path, "lacks tensors.*model.layers.0.*and 28 more")
     assert time.perf_counter() - began < 5
-
-
-def test_no_tensors(folder: Path) -> None:
-    write_raw(folder / "model.safetensors", {})
-    refused(folder, "lacks tensors.*model.embed_tokens.weight")
-
-
-def test_missing_tensors(folder: Path) -> None:
-    rewrite(folder, lambda tensors: [tensors.pop(NORM), tensors.pop("model.layers.1.mlp.up_proj.bias")])
-    refused(folder, r"lacks tensors.*model\.layers\.1\.mlp\.up_proj\.bias, model\.norm\.weight$")
-
-
-def test_unexpected_tensors(folder: Path) -> None:
-    rewrite(folder, lambda tensors: tensors.update({"model.layers.2.self_attn.q_proj.weight": torch.ones(40, 40)}))
-    refused(folder, r"does not call for: model\.layers\.2\.self_attn\.q_proj\.weight")
-
-
-def test_misshapen_tensors(folder: Path) -> None:
-    rewrite(folder, lambda tensors: tensors.update({NORM: torch.ones(41)}))
-    refused(folder, rf"{NORM} is \[41\], expected \[40\]")
 
 
 def test_frequencies_of_old_checkpoints_are_ignored(folder: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from starlette.testclient import TestClient
@@ -151,6 +151,10 @@ class Scripted:
         response = self.client.post(path, json=body)
         assert response.status_code == 200, response.text
         return response.json()
+
+
+Serve = Callable[..., AbstractContextManager[Scripted]]
+"""`scripted_server` over the built-in model's tokenizer, as the fixture `serve_script` has it."""
 
 
 def events(text: str) -> list[Any]:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 
 from strata.engine.sampling_params import SamplingParams
 from strata.serve.http.keys import KeyHash
-from tests.serve.scripted import EOS, NAME, Scripted, delta
+from tests.serve.scripted import EOS, NAME, Scripted, Serve, delta
 
-ServeScript = Callable[..., AbstractContextManager[Scripted]]
 DONE = [[delta(0, [5, 6]), delta(1, [7])], [delta(0, [EOS], "stop"), delta(1, [8], "length")]]
 
 
@@ -27,7 +24,7 @@ def series(server: Scripted) -> dict[str, float]:
     return {name: float(value) for name, value in pairs}
 
 
-def test_fields_over_the_defaults_of_the_model(serve_script: ServeScript) -> None:
+def test_fields_over_the_defaults_of_the_model(serve_script: Serve) -> None:
     defaults = SamplingParams(temperature=0.6, top_p=0.8, top_k=40, repetition_penalty=1.1, max_tokens=5)
     with serve_script([[delta(0, [EOS], "stop")]], defaults=defaults) as server:
         server.chat(top_p=0.9, stop="x", seed=4, logit_bias={"7": -1}, logprobs=True, top_logprobs=3)
@@ -39,7 +36,7 @@ def test_fields_over_the_defaults_of_the_model(serve_script: ServeScript) -> Non
     assert (completion.top_p, completion.logprobs, completion.prompt_logprobs) == (0.8, None, None)
 
 
-def test_bad_words_as_they_begin_a_text_and_follow_a_space(serve_script: ServeScript, tokenizer: Any) -> None:
+def test_bad_words_as_they_begin_a_text_and_follow_a_space(serve_script: Serve, tokenizer: Any) -> None:
     with serve_script([[delta(0, [EOS], "stop")]]) as server:
         server.complete(bad_words=["red"])
         expected = [tokenizer.encode(text, add_special_tokens=False) for text in ("red", " red")]
@@ -47,7 +44,7 @@ def test_bad_words_as_they_begin_a_text_and_follow_a_space(serve_script: ServeSc
 
 
 def test_many_bad_words_are_tokenized_once_and_off_the_loop(
-    serve_script: ServeScript, monkeypatch: pytest.MonkeyPatch
+    serve_script: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[int] = []
     with serve_script([[delta(0, [EOS], "stop")]]) as server:
@@ -69,7 +66,7 @@ def test_many_bad_words_are_tokenized_once_and_off_the_loop(
         assert threads[-1] != loops
 
 
-def test_each_key_has_its_salt_and_its_own_limits(serve_script: ServeScript) -> None:
+def test_each_key_has_its_salt_and_its_own_limits(serve_script: Serve) -> None:
     keys = [KeyHash.of("alice", "sk-a"), KeyHash.of("bob", "sk-b")]
     with serve_script([[delta(0, [EOS], "stop")]], keys=keys, settings={"requests_per_minute": 1}) as server:
         answers = [
@@ -84,7 +81,7 @@ def test_each_key_has_its_salt_and_its_own_limits(serve_script: ServeScript) -> 
     assert len(set(salts)) == 2
 
 
-def test_a_finished_request_is_settled_and_counted(serve_script: ServeScript) -> None:
+def test_a_finished_request_is_settled_and_counted(serve_script: Serve) -> None:
     script = [[delta(0, [5, 6], scheduled=time.monotonic(), cached_tokens=1), delta(1, [7])], DONE[1]]
     with serve_script(script, settings={"tokens_per_minute": 1000}) as server:
         server.complete(n=2, max_tokens=400)
@@ -101,7 +98,7 @@ def test_a_finished_request_is_settled_and_counted(serve_script: ServeScript) ->
     assert told["strata_aborts_total"] == 0
 
 
-def test_more_than_may_wait_is_told_to_come_again(serve_script: ServeScript) -> None:
+def test_more_than_may_wait_is_told_to_come_again(serve_script: Serve) -> None:
     """The engine runs 64 sequences at once, and one more may wait."""
     with serve_script([], hangs=True, settings={"max_queue": 1, "request_timeout": 3.0}) as server:
         bodies = [{"prompt": "a", "n": 16}] * 4 + [{"prompt": "a"}]
@@ -124,7 +121,7 @@ def test_more_than_may_wait_is_told_to_come_again(serve_script: ServeScript) -> 
     assert int(refused.headers["retry-after"]) >= 1
 
 
-def test_a_lead_of_the_engine_past_a_stop_string_is_not_charged(serve_script: ServeScript, tokenizer: Any) -> None:
+def test_a_lead_of_the_engine_past_a_stop_string_is_not_charged(serve_script: Serve, tokenizer: Any) -> None:
     ids = tokenizer.encode(" red blue the", add_special_tokens=False)
     with serve_script([[delta(0, ids)]]) as server:
         reply = server.complete(stop="blue", return_token_ids=True)
@@ -133,7 +130,7 @@ def test_a_lead_of_the_engine_past_a_stop_string_is_not_charged(serve_script: Se
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/v1/models", f"/v1/models/{NAME}", "/metrics", "/"])
-def test_what_a_server_says_of_itself(serve_script: ServeScript, path: str) -> None:
+def test_what_a_server_says_of_itself(serve_script: Serve, path: str) -> None:
     with serve_script([]) as server:
         assert server.client.get(path).status_code == 200
         head = server.client.head(path)
@@ -143,7 +140,7 @@ def test_what_a_server_says_of_itself(serve_script: ServeScript, path: str) -> N
         assert server.client.head("/ready").status_code == 503
 
 
-def test_a_server_that_drains(serve_script: ServeScript) -> None:
+def test_a_server_that_drains(serve_script: Serve) -> None:
     with serve_script([]) as server:
         server.state.draining = True
         assert server.client.get("/health").status_code == 200
@@ -154,18 +151,10 @@ def test_a_server_that_drains(serve_script: ServeScript) -> None:
         assert series(server)['strata_rejects_total{reason="draining"}'] == 1  # asking for /ready is none
 
 
-def test_a_dead_engine(serve_script: ServeScript) -> None:
+def test_a_dead_engine(serve_script: Serve) -> None:
     with serve_script([]) as server:
         server.engine.alive = False
         for path in ("/health", "/ready"):
             answer = server.client.get(path)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
         assert server.client.post("/v1/completions", json={"prompt": "Hi"}).status_code == 503
-
-
-def test_models(serve_script: ServeScript) -> None:
-    with serve_script([]) as server:
-        (model,) = server.client.get("/v1/models").json()["data"]
-        assert (model["id"], model["object"], model["max_model_len"]) == (NAME, "model", 1024)
-        assert abs(model["created"] - time.time()) < 60
-        assert server.client.get(f"/v1/models/{NAME}").json() == model

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 from urllib.parse import urljoin
@@ -14,7 +13,7 @@ import pytest
 from starlette.testclient import TestClient
 
 import strata.serve
-from tests.serve.scripted import Scripted
+from tests.serve.scripted import Serve
 
 FOLDER = Path(strata.serve.__file__).parent / "page"
 PAGES = ["/", "/live", "/docs"]
@@ -28,7 +27,7 @@ LICENCES = {
 
 
 @pytest.fixture
-def client(serve_script: Callable[..., AbstractContextManager[Scripted]]) -> Iterator[TestClient]:
+def client(serve_script: Serve) -> Iterator[TestClient]:
     with serve_script([]) as server:
         yield server.client
 

@@ -10,8 +10,8 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,7 @@ from strata.serve.client import EngineGone
 from strata.serve.run_batch import answer_all, engine_process, post
 from strata.text.tokenizer import Tokenizer
 from tests.serve.running import PATIENCE, descendants, is_alive, wait_for
-from tests.serve.scripted import EOS, Scripted, delta
-
-Serve = Callable[..., AbstractContextManager[Scripted]]
+from tests.serve.scripted import EOS, Scripted, Serve, delta
 
 
 def line(custom_id: str, url: str = "/v1/completions", **body: Any) -> str:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+from contextlib import asynccontextmanager
 from math import ceil
 
 import pytest
@@ -17,25 +18,22 @@ ECHO = "{{ messages[0].content }}"
 SLOW = "{% for a in range(99999) %}{% endfor %}{% for a in range(99999) %}{% endfor %}" * 6
 
 
-@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def run(request):
-    """Runs `task(renderer)`; afterwards no process of the renderer is left."""
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"], autouse=True)
+def loop_factory(request):
+    return request.param
 
-    def run(task, deadline=10.0):
-        async def whole():
-            renderer = AsyncTemplateRenderer(deadline)
-            try:
-                await task(renderer)
-            finally:
-                process = renderer._worker._process
-                renderer.close()
-                renderer.close()
-                assert process is None or process.wait(60) == -signal.SIGKILL
 
-        with asyncio.Runner(loop_factory=request.param) as runner:
-            runner.run(whole())
-
-    return run
+@asynccontextmanager
+async def using(deadline=10.0):
+    """A renderer, of which no process is left afterwards."""
+    renderer = AsyncTemplateRenderer(deadline)
+    try:
+        yield renderer
+    finally:
+        process = renderer._worker._process
+        renderer.close()
+        renderer.close()
+        assert process is None or process.wait(60) == -signal.SIGKILL
 
 
 class TextRendering(Rendering):
@@ -51,8 +49,8 @@ def pid_of(renderer):
     return renderer._worker._process.pid
 
 
-def test_many_at_once_get_their_own_answers_in_order(run):
-    async def task(renderer):
+async def test_many_at_once_get_their_own_answers_in_order():
+    async with using() as renderer:
         ended = []
 
         async def one(number):
@@ -64,11 +62,9 @@ def test_many_at_once_get_their_own_answers_in_order(run):
         assert texts == [f"{number} " * (number % 7) * 300 for number in range(500)]
         assert ended == list(range(500))
 
-    run(task)
 
-
-def test_only_what_is_too_slow_fails_and_what_waits_behind_it_is_rendered(run):
-    async def task(renderer):
+async def test_only_what_is_too_slow_fails_and_what_waits_behind_it_is_rendered():
+    async with using(deadline=0.5) as renderer:
         await renderer.render(rendering("warm"))
         first = pid_of(renderer)
         start = time.monotonic()
@@ -88,11 +84,9 @@ def test_only_what_is_too_slow_fails_and_what_waits_behind_it_is_rendered(run):
             assert str(error) == "the model's chat template failed: it ran longer than 0.5 s"
         assert pid_of(renderer) != first
 
-    run(task, deadline=0.5)
 
-
-def test_time_spent_behind_others_does_not_count(run):
-    async def task(renderer):
+async def test_time_spent_behind_others_does_not_count():
+    async with using(deadline=1.5) as renderer:
         shortest = 1.5
         for _ in range(5):
             start = time.monotonic()
@@ -103,22 +97,18 @@ def test_time_spent_behind_others_does_not_count(run):
         await asyncio.gather(*(renderer.render(rendering(SLOW)) for _ in range(many)))
         assert time.monotonic() - start > 1.5
 
-    run(task, deadline=1.5)
 
-
-def test_an_answer_that_came_while_the_loop_was_busy_is_in_time(run):
-    async def task(renderer):
+async def test_an_answer_that_came_while_the_loop_was_busy_is_in_time():
+    async with using(deadline=1.0) as renderer:
         await renderer.render(rendering("warm"))
         asked = asyncio.create_task(renderer.render(rendering(ECHO, "there")))
         await asyncio.sleep(0)
         time.sleep(1.5)
         assert await asked == "there"
 
-    run(task, deadline=1.0)
 
-
-def test_a_worker_that_is_killed_while_it_renders_fails_that_and_nothing_else(run):
-    async def task(renderer):
+async def test_a_worker_that_is_killed_while_it_renders_fails_that_and_nothing_else():
+    async with using() as renderer:
         await renderer.render(rendering("warm"))
         at, *behind = (
             asyncio.create_task(renderer.render(rendering(template, "behind"))) for template in (ENDLESS, ECHO, ECHO)
@@ -129,11 +119,9 @@ def test_a_worker_that_is_killed_while_it_renders_fails_that_and_nothing_else(ru
             await at
         assert await asyncio.gather(*behind) == ["behind", "behind"]
 
-    run(task)
 
-
-def test_a_worker_that_is_killed_at_rest_fails_nothing(run):
-    async def task(renderer):
+async def test_a_worker_that_is_killed_at_rest_fails_nothing():
+    async with using() as renderer:
         await renderer.render(rendering("warm"))
         for pause in (0.1, 0.0):  # until the program has noticed, and not at all
             os.kill(pid_of(renderer), signal.SIGKILL)
@@ -141,11 +129,9 @@ def test_a_worker_that_is_killed_at_rest_fails_nothing(run):
             await asyncio.sleep(pause)
             assert await renderer.render(rendering(ECHO, "again")) == "again"
 
-    run(task)
 
-
-def test_cancelled_ones_leave_the_others_their_answers(run):
-    async def task(renderer):
+async def test_cancelled_ones_leave_the_others_their_answers():
+    async with using() as renderer:
         await renderer.render(rendering("warm"))
         os.kill(pid_of(renderer), signal.SIGSTOP)
         tasks = [
@@ -162,13 +148,10 @@ def test_cancelled_ones_leave_the_others_their_answers(run):
             else:
                 assert text == "x" * 30_000 + str(number)
 
-    run(task)
 
-
-def test_two_megabytes_pass_both_ways_while_the_loop_goes_on(run):
+async def test_two_megabytes_pass_both_ways_while_the_loop_goes_on():
     content = "ü" * 1_000_000  # in JSON six bytes each
-
-    async def task(renderer):
+    async with using() as renderer:
         await renderer.render(rendering("warm"))
         start = time.perf_counter()
         os.kill(pid_of(renderer), signal.SIGSTOP)  # so that the pipe is full for a while
@@ -178,11 +161,9 @@ def test_two_megabytes_pass_both_ways_while_the_loop_goes_on(run):
         assert await asyncio.wait_for(asked, 60) == content
         assert time.perf_counter() - start >= 1.5
 
-    run(task)
 
-
-def test_a_fault_of_the_template_and_a_chat_that_is_no_json_are_told(run):
-    async def task(renderer):
+async def test_a_fault_of_the_template_and_a_chat_that_is_no_json_are_told():
+    async with using() as renderer:
         with pytest.raises(ValueError, match="chat template failed: not so"):
             await renderer.render(rendering("{{ raise_exception('not so') }}"))
         strange = {"role": "user", "content": "x", "name": object()}
@@ -190,11 +171,9 @@ def test_a_fault_of_the_template_and_a_chat_that_is_no_json_are_told(run):
             await renderer.render(TextRendering.of_chat(ECHO, [strange], special_tokens={}))
         assert await renderer.render(rendering(ECHO)) == "Hello"
 
-    run(task)
 
-
-def test_what_waits_at_the_end_is_told(run):
-    async def task(renderer):
+async def test_what_waits_at_the_end_is_told():
+    async with using() as renderer:
         await renderer.render(rendering("warm"))
         asked = [asyncio.create_task(renderer.render(rendering(template))) for template in (ENDLESS, ECHO)]
         await asyncio.sleep(0.05)
@@ -204,13 +183,9 @@ def test_what_waits_at_the_end_is_told(run):
                 await one
         assert await renderer.render(rendering(ECHO)) == "Hello"
 
-    run(task)
 
-
-def test_a_worker_that_cannot_start_is_told_to_all(run, monkeypatch):
-    async def task(renderer):
+async def test_a_worker_that_cannot_start_is_told_to_all(monkeypatch):
+    async with using() as renderer:
         monkeypatch.setattr(renderer._worker, "_module", "strata.no_such_module")
         found = await asyncio.gather(*(renderer.render(rendering(ECHO)) for _ in range(3)), return_exceptions=True)
         assert all(isinstance(one, RuntimeError) and "did not start" in str(one) for one in found)
-
-    run(task)

@@ -1,16 +1,18 @@
 """Streaming text: joined it is the decode of all tokens up to a stop string, and nothing shown is taken back."""
 
-import json
+from __future__ import annotations
 
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from strata.text.counted import counted
 from strata.text.detokenize import IncrementalDetokenizer
 from strata.text.special_tokens import SpecialTokens
 from strata.text.tokenizer import Tokenizer
+from tests.text.backends import byte_fallback, byte_level
 
 CORPUS = [
     "The cat sat on the mat, and the dog sat by the door. Stop here.\n\nUser: what now?",
@@ -19,36 +21,14 @@ CORPUS = [
 ]
 
 
-def byte_level() -> Tokenizer:
-    """Like GPT-2, Llama 3 and Qwen: any token may hold a part of a character."""
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["<|end|>", "<|été|>"]
-    backend.train_from_iterator(
-        CORPUS,
-        trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=special, show_progress=False),
-    )
+def wrapped(backend: tokenizers.Tokenizer) -> Tokenizer:
+    return Tokenizer(backend, SpecialTokens({}, (), ()), {})
+
+
+def with_tool_call() -> Tokenizer:
+    backend = byte_level(CORPUS, 400, ["<|end|>", "<|été|>"])
     backend.add_tokens([tokenizers.AddedToken("<tool call>", normalized=False)])
-    return Tokenizer(backend, SpecialTokens({}, (), ()), {})
-
-
-def byte_fallback() -> Tokenizer:
-    """Like Llama 2 and Mistral: words with a leading ▁, and runs of byte tokens for unknown characters."""
-    backend = tokenizers.Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    backend.train_from_iterator(
-        CORPUS[:1], trainers.BpeTrainer(vocab_size=360, special_tokens=special, show_progress=False)
-    )
-    state = json.loads(backend.to_str())
-    state["added_tokens"] = state["added_tokens"][:3]  # bytes are ordinary tokens
-    backend = tokenizers.Tokenizer.from_str(json.dumps(state))
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return Tokenizer(backend, SpecialTokens({}, (), ()), {})
+    return wrapped(backend)
 
 
 def metaspace() -> Tokenizer:
@@ -58,10 +38,14 @@ def metaspace() -> Tokenizer:
     backend.train_from_iterator(
         CORPUS, trainers.BpeTrainer(vocab_size=200, special_tokens=["<unk>", "</s>"], show_progress=False)
     )
-    return Tokenizer(backend, SpecialTokens({}, (), ()), {})
+    return wrapped(backend)
 
 
-TOKENIZERS = {"byte_level": byte_level(), "byte_fallback": byte_fallback(), "metaspace": metaspace()}
+TOKENIZERS = {
+    "byte_level": with_tool_call(),
+    "byte_fallback": wrapped(byte_fallback(CORPUS[:1], 360)),
+    "metaspace": metaspace(),
+}
 each_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS.keys())
 
 TEXTS = st.text(max_size=40) | st.text(alphabet="ab cé日😀👩‍\u0301\n<0x>Stop", max_size=40)
@@ -183,3 +167,19 @@ def test_stop_strings_do_not_count_within_min_tokens():
     short = IncrementalDetokenizer(tokenizer, [], ("x",), min_tokens=9)
     assert append_all(short, ids) + short.finish() == "axbxc"
     assert short.stopped is None
+
+
+@pytest.mark.parametrize(
+    ("number", "nouns", "words"),
+    [
+        (1, ("token",), "1 token"),
+        (0, ("token",), "0 tokens"),
+        (1234, ("token",), "1,234 tokens"),
+        (1.2, ("token",), "1 token"),  # as it is shown
+        (1.7, ("token",), "2 tokens"),
+        (1, ("prefix", "prefixes"), "1 prefix"),
+        (2, ("prefix", "prefixes"), "2 prefixes"),
+    ],
+)
+def test_the_noun_has_the_number_that_is_shown(number: float, nouns: tuple[str, ...], words: str) -> None:
+    assert counted(number, *nouns) == words

@@ -9,11 +9,12 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import strata
 from strata.text.tokenizer import Tokenizer, max_characters_per_token
+from tests.text import backends
 
 BUILTIN = Path(strata.__file__).parent / "models" / "builtin"
 
@@ -32,32 +33,11 @@ TEMPLATE = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{
 
 
 def byte_level() -> tokenizers.Tokenizer:
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["<s>", "</s>", "<|im_end|>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=330, initial_alphabet=alphabet, special_tokens=special, show_progress=False
-    )
-    backend.train_from_iterator(CORPUS, trainer)
-    return backend
+    return backends.byte_level(CORPUS, 330, ["<s>", "</s>", "<|im_end|>"])
 
 
 def byte_fallback() -> tokenizers.Tokenizer:
-    backend = tokenizers.Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    backend.train_from_iterator(
-        CORPUS[:1], trainers.BpeTrainer(vocab_size=330, special_tokens=special, show_progress=False)
-    )
-    state = json.loads(backend.to_str())
-    state["added_tokens"] = state["added_tokens"][:3]  # bytes are ordinary tokens
-    backend = tokenizers.Tokenizer.from_str(json.dumps(state))
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return backend
+    return backends.byte_fallback(CORPUS[:1], 330)
 
 
 def write(folder, backend, config=None, **files):

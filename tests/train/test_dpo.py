@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from strata.comm import collectives
+from strata.comm.launch import World
+from strata.files.toml_tables import read_table
 from strata.models.config import read_config
 from strata.models.layers import CausalLM
 from strata.models.weights import load
 from strata.parallel.data_parallel import all_ranks
 from strata.parallel.layout import Layout
+from strata.train.config import TrainConfig
 from strata.train.data.encoding import Document, Encoded
 from strata.train.data.loader import DataPosition, Loader, Step
 from strata.train.data.mixture import Mixture
 from strata.train.data.once import OnceLoader
-from strata.train.data.pack import Samples, pack
+from strata.train.data.pack import PackedBatch, Samples, pack
 from strata.train.data.shards import TokenDataset
 from strata.train.data.tokenize import tokenize
 from strata.train.dpo import DpoConfig, DpoObjective, Reference, dpo_loss, weights_digest
@@ -28,7 +34,10 @@ from strata.train.optimizer.config import OptimizerConfig
 from strata.train.steps.make import make_step, values_of
 from strata.train.steps.objective import Objective
 from strata.train.steps.parallel_step import ParallelStep
+from strata.train.trainer import Trainer
+from tests.parallel.ranks import run_ranks
 from tests.train.plain_losses import ALONE, loss_of_pack
+from tests.train.tiny_run import Table, write_files
 
 CONFIG = DpoConfig(beta=0.3, label_smoothing=0.1)
 
@@ -152,3 +161,49 @@ def test_label_smoothing_and_settings() -> None:
         DpoConfig(beta=0.0)
     with pytest.raises(ValueError, match=r"must lie in \[0, 0\.5\)"):
         DpoConfig(label_smoothing=0.5)
+
+
+def events(world: World, folder: Path, table: Table, alone: Table) -> list[str]:
+    """What this rank does until the first step could begin: "pass" of the model, "wait" for the other ranks; and how
+    it begins again from what the first beginning has left. One rank then begins a run of its own.
+    """
+    found: list[str] = []
+    logprobs, wait = ParallelStep.logprobs, collectives.Pending.wait
+
+    def noted_logprobs(self: ParallelStep, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+        found.extend(["pass"] * len(batches))
+        return logprobs(self, batches)
+
+    def noted_wait(self: collectives.Pending) -> torch.Tensor:
+        found.extend(["wait"] * len(self.works))
+        return wait(self)
+
+    ParallelStep.logprobs, collectives.Pending.wait = noted_logprobs, noted_wait
+    config = read_table(TrainConfig, table)
+    Trainer(config, world)
+    found.append("again")
+    Trainer(config, world)
+    told = found.copy()
+    if world.is_main:
+        Trainer(read_table(TrainConfig, alone), World(0, 0, 1, world.device, None))
+    return told
+
+
+def test_ranks_share_the_reference_and_meet_after_every_batch(tmp_path: Path) -> None:
+    files = write_files(tmp_path / "files")
+    data = {"sources": [{"folder": str(files.pairs)}]}
+    table = files.tuning(tmp_path / "three", data=data, dpo={"beta": 0.3}, parallel={"dp": 3})
+    table["data"]["packs_per_step"] = 3
+    alone = files.tuning(tmp_path / "one", data=data, dpo={"beta": 0.3})
+    ranks = run_ranks(events, 3, tmp_path, table=table, alone=alone)
+    passes = []
+    for found in ranks:
+        first, again = " ".join(found).split("again")
+        assert "pass pass" not in first, "one batch between two meetings is the longest that another rank waits"
+        assert "pass" not in again
+        passes.append(first.count("pass"))
+    assert max(passes) - min(passes) <= 1
+    one, three = (load_file(tmp_path / name / "reference.safetensors") for name in ("one", "three"))
+    assert sum(passes) > 6
+    assert one.keys() == three.keys()
+    assert all(torch.equal(three[key], values) and len(values) == 100 for key, values in one.items())

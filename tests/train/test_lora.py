@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from strata.files.toml_tables import read_table
+from strata.hardware.specs import device
 from strata.models.batch import Batch
-from strata.models.config import read_config
+from strata.models.config import config_from_dict, read_config
 from strata.models.layers import CausalLM, Linear
 from strata.models.weights import load
 from strata.parallel.layout import Layout
+from strata.plan.training.task import TrainingTask
 from strata.train.adapters.lora import (
     PROJECTIONS,
     LoraConfig,
@@ -26,10 +31,15 @@ from strata.train.adapters.lora import (
     merge_lora,
     save_adapter,
 )
+from strata.train.config import TrainConfig
 from strata.train.data.encoding import Encoded
 from strata.train.data.pack import pack
 from strata.train.optimizer.config import OptimizerConfig
+from strata.train.phases import NO_PHASES
+from strata.train.stepper import Setting, make_stepper
 from strata.train.steps.make import Adapters, make_step, stored
+from tests.models.checkpoints import FAMILY_CONFIGS
+from tests.train.conftest import SMALL
 from tests.train.plain_losses import ALONE, loss_of_pack
 from tests.train.predict.saved_bytes import saved_bytes
 
@@ -47,9 +57,9 @@ def model(folder: Path) -> CausalLM:
     return load(folder, "cpu", torch.float32)[0]
 
 
-def filled(model: CausalLM) -> dict[str, nn.Parameter]:
+def filled(model: CausalLM, config: LoraConfig = CONFIG) -> dict[str, nn.Parameter]:
     """Adapters with values, as after some training."""
-    adapters = add_lora(model, CONFIG, seed=4)
+    adapters = add_lora(model, config, seed=4)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for weight in adapters.values():
@@ -194,3 +204,29 @@ def test_adapters_beside_each_other_keep_their_input_once(model: CausalLM) -> No
         add_lora(other, LoraConfig(rank=3, projections=names), seed=4)
         kept[len(names)] = saved_bytes(lambda other=other: other(batch()), other)
     assert kept[3] - kept[1] == 3 * 2 * 12 * 3 * 4  # layers, adapters more, tokens, rank, bytes
+
+
+CONFIGS = dict(FAMILY_CONFIGS)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("gemma3-softcap-untied-biases", "final_logit_softcapping = 3.0"),
+    ],
+)
+def test_neither_a_plan_nor_adapters_nor_preferences_train_them(name: str, said: str, tmp_path: Path) -> None:
+    model = config_from_dict(CONFIGS[name], "model")
+    with pytest.raises(ValueError, match=said):
+        TrainingTask(model, device("h200"), 1, 64, 64)
+    start: Any = SimpleNamespace(config=model)
+    unread: Any = None
+    mesh: Any = SimpleNamespace(world=SimpleNamespace(device=torch.device("cpu")))
+    table = {name: value for name, value in SMALL.items() if name != "model"}
+    table |= {"start": {"model": "folder"}, "data": SMALL["data"] | {"sources": [{"folder": "text"}]}}
+    table |= {"run": SMALL["run"] | {"out": str(tmp_path)}}
+    for tuned in ({}, {"lora": {"rank": 2, "alpha": 4.0}}, {"dpo": {}}):
+        config = read_table(TrainConfig, table | tuned)
+        setting = Setting(config, start, Layout(), mesh, unread, tmp_path, NO_PHASES, lambda: None, "none", print)
+        with pytest.raises(ValueError, match=said):
+            make_stepper(setting)

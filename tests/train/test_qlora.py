@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from strata.kernels.linear.linear import linear
 from strata.kernels.quant.packed import PackedWeight, dense, pack
@@ -39,6 +39,7 @@ from tests.models.checkpoints import FAMILY_CONFIGS
 from tests.train.conftest import Tune, log
 from tests.train.plain_losses import ALONE, frozen, loss_of_pack
 from tests.train.predict.saved_bytes import saved_bytes
+from tests.train.test_lora import filled
 
 CPU = torch.device("cpu")
 # Not all of what is packed, so that packed weights without adapters are among the rest.
@@ -68,16 +69,6 @@ def twin_of(model: CausalLM, folder: Path) -> CausalLM:
     return twin
 
 
-def filled(model: CausalLM) -> dict[str, nn.Parameter]:
-    """Adapters with values, as after some training."""
-    adapters = add_lora(model, LORA, seed=4)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for weight in adapters.values():
-            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.1)
-    return adapters
-
-
 @pytest.mark.parametrize("scheme", ["int4", "fp8", "mxfp4"])
 def test_gradients_and_losses_are_those_of_the_floats(scheme: str, folder: Path) -> None:
     model = frozen(folder, scheme)
@@ -90,7 +81,7 @@ def test_gradients_and_losses_are_those_of_the_floats(scheme: str, folder: Path)
     twin = twin_of(model, folder)
     seen = []
     for one in (model, twin):
-        adapters = filled(one)
+        adapters = filled(one, LORA)
         total = loss_of_pack(one, documents())
         total.backward()
         found = {name: weight.grad for name, weight in adapters.items()}
@@ -127,7 +118,7 @@ def test_nothing_is_kept_in_floats(folder: Path) -> None:
     assert left == {name for name, _ in twin.named_parameters()} - sizes.keys()
     kept = []
     for one in (model, twin):
-        filled(one)
+        filled(one, LORA)
         kept.append(saved_bytes(lambda one=one: loss_of_pack(one, documents()), one))
     assert kept[0] == kept[1]
 
@@ -178,7 +169,7 @@ def test_folders_of_the_hubs_train_as_they_are(name: str, tmp_path: Path) -> Non
     model, found = frozen(tmp_path, None), []
     assert len(packed_of(model)) == 7
     for one in (model, twin):
-        adapters = filled(one)
+        adapters = filled(one, LORA)
         total = loss_of_pack(one, documents())
         total.backward()
         found.append([weight.grad for weight in adapters.values()])

@@ -1,20 +1,34 @@
-"""What a run is measured by: which samples are held out, that each counts once, the lowest loss, and when to stop."""
+"""What a run is measured by: held-out samples, each once, the lowest loss, when to stop; times of steps; rates."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import get_scheduler
 
-from strata.train.config import ValidationConfig
+from strata.files.toml_tables import read_table
+from strata.models.config import config_from_dict
+from strata.parallel.layout import Layout
+from strata.train.config import TrainConfig, ValidationConfig
 from strata.train.data.loader import DataPosition, Loader
 from strata.train.data.mixture import DatasetReader, Mixture
 from strata.train.data.once import OnceLoader
 from strata.train.data.shards import TokenDataset
+from strata.train.faults import stragglers
+from strata.train.log import step_times
+from strata.train.log.description import DESCRIPTION, RunDescription, read_description
+from strata.train.log.step_times import TIMES, TrainingStepTimes, open_times
+from strata.train.optimizer.config import learning_rate
 from strata.train.phases import NO_PHASES
+from strata.train.predict.flops import document_flops
 from strata.train.validation import Validation, ValidationProgress
+from tests.train.conftest import SMALL
+from tests.train.test_meter import Time, step_of
 
 
 def documents(dataset: TokenDataset) -> list[bytes]:
@@ -141,3 +155,145 @@ def test_what_was_found_survives_a_checkpoint_and_other_data_begins_anew(exercis
     assert not other.restore(first.state())
     assert other.progress == ValidationProgress()
     assert other.restore(None), "a checkpoint of a run without validation"
+
+
+MODEL = config_from_dict(SMALL["model"] | {"vocab_size": 600}, "model")
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    made = Time()
+    for module in (step_times, stragglers):
+        monkeypatch.setattr(module, "time", made)
+    return made
+
+
+def test_phases_add_up_to_the_interval_and_work_is_counted(time: Time) -> None:
+    times = TrainingStepTimes(MODEL, 2, torch.device("cpu"))
+    time.now += 50  # before the first step
+    times.restart()
+    for lengths in ((30, 70), (100,)):
+        for phase, seconds in (("data", 0.5), ("passes", 2.0), ("update", 0.25), ("log", 0.125)):
+            times.at(phase)
+            if phase == "passes":
+                times.begin()
+            time.now += seconds
+            if phase == "update":
+                times.end(step_of(*lengths, utilisation=1.0))
+    values = times.take()
+    assert values["phases"] == {"data": 1.0, "passes": 4.0, "update": 0.5, "log": 0.25}
+    assert values["seconds"] == pytest.approx(5.75)
+    assert values["device"] == pytest.approx(4.5)
+    assert (values["steps"], values["tokens"], values["sequences"], values["packs"]) == (2, 200, 6, 4)
+    wanted = document_flops(MODEL, [30, 70], 98) + document_flops(MODEL, [100], 99)
+    assert [values[name] for name in ("products", "attention", "head")] == [
+        2 * wanted.products,
+        2 * wanted.attention,
+        2 * wanted.head,
+    ]
+    # The next interval knows nothing of it, and goes on in the phase that was under way.
+    time.now += 1
+    times.at("checkpoint")
+    time.now += 3
+    values = times.take()
+    assert values["phases"] == {"log": 1.0, "checkpoint": 3.0}
+    assert (values["steps"], values["device"], values["products"], values["seconds"]) == (0, 0, 0, 4.0)
+
+
+def test_a_resumed_run_drops_the_times_of_steps_that_it_repeats(tmp_path: Path) -> None:
+    for first in (0, 10):
+        with open_times(tmp_path, first, rank=0, warn=pytest.fail) as sink:
+            for step in (first + 10, first + 20):
+                sink.write(step, {"begun": first})
+    lines = [json.loads(line) for line in (tmp_path / TIMES).read_text().splitlines()]
+    assert [(line["step"], line["begun"]) for line in lines] == [(10, 0), (20, 10), (30, 10)]
+    with open_times(tmp_path / "other", 0, rank=1, warn=pytest.fail) as sink:
+        sink.write(1, {})
+    assert not (tmp_path / "other").exists()
+
+
+def described(folder: Path) -> RunDescription:
+    table = SMALL | {"start": {"tokenizer": "builtin"}, "data": SMALL["data"] | {"sources": [{"folder": "text"}]}}
+    table = table | {"run": SMALL["run"] | {"out": str(folder)}}
+    layout = Layout(pp=2, shard=2, zero=2, micro_batches=4)
+    return RunDescription(read_table(TrainConfig, table), MODEL, layout, "mlp", "NVIDIA H200", "cuda", 8)
+
+
+def test_a_description_is_read_as_it_was_written(tmp_path: Path) -> None:
+    made = described(tmp_path)
+    made.write(tmp_path)
+    assert read_description(tmp_path) == made
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [("more", 1, "'more' is unknown"), ("layout", {"tp": "2"}, "tp"), ("config", {}, "'run' is missing")],
+)
+def test_other_files_are_refused_with_their_name(key: str, value: object, named: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no run\.json"):
+        read_description(tmp_path)
+    described(tmp_path).write(tmp_path)
+    path = tmp_path / DESCRIPTION
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(ValueError, match=named) as raised:
+        read_description(tmp_path)
+    assert str(path) in str(raised.value)
+
+
+def test_ten_steps_by_hand() -> None:
+    rates = [learning_rate(step, peak=1.0, steps=10, warmup=4, decay=5) for step in range(10)]
+    assert rates == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_without_warmup_or_decay() -> None:
+    assert [learning_rate(step, peak=3.0, steps=3, warmup=0, decay=0) for step in range(3)] == [3.0, 3.0, 3.0]
+
+
+def test_longer_stable_phase_leaves_the_beginning_alone() -> None:
+    short = [learning_rate(step, peak=1.0, steps=20, warmup=3, decay=5) for step in range(15)]
+    assert short == [learning_rate(step, peak=1.0, steps=40, warmup=3, decay=5) for step in range(15)]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "theirs", "theirs_options"),
+    [
+        ("cosine", {}, "cosine", {}),
+        ("cosine", {"min_lr_factor": 0.1}, "cosine_with_min_lr", {"min_lr_rate": 0.1}),
+        ("linear", {}, "linear", {}),
+        ("constant", {}, "constant_with_warmup", {}),
+        (
+            "warmup_stable_decay",
+            {"decay": 5},
+            "warmup_stable_decay",
+            {"num_decay_steps": 5, "decay_type": "linear"},
+        ),
+    ],
+)
+def test_schedules_are_those_of_transformers(
+    name: str, options: dict[str, Any], theirs: str, theirs_options: dict[str, Any]
+) -> None:
+    """Whose warm-up begins with a rate of 0: it is a step behind."""
+    steps, warmup = 20, 4
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
+    scheduler = get_scheduler(theirs, optimizer, warmup, steps, theirs_options)
+    wanted = []
+    for _ in range(steps):
+        wanted.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    found = [learning_rate(step, peak=3e-4, steps=steps, warmup=warmup, name=name, **options) for step in range(steps)]
+    assert found[: warmup - 1] == pytest.approx(wanted[1:warmup])
+    assert found[warmup - 1 :] == pytest.approx([3e-4, *wanted[warmup:]])
+
+
+def test_what_falls_ends_at_a_share_of_the_peak() -> None:
+    """Not in the warm-up, which begins at 0 in any case."""
+    rates = [learning_rate(step, peak=2.0, steps=6, warmup=2, decay=2, min_lr_factor=0.5) for step in range(7)]
+    assert rates == pytest.approx([1.0, 2.0, 2.0, 2.0, 2.0, 1.5, 1.0])
+    rates = [learning_rate(step, peak=2.0, steps=6, warmup=2, name="linear", min_lr_factor=0.5) for step in range(7)]
+    assert rates == pytest.approx([1.0, 2.0, 2.0, 1.75, 1.5, 1.25, 1.0])
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear"])
+def test_a_run_may_be_nothing_but_warm_up(name: str) -> None:
+    assert [learning_rate(step, peak=1.0, steps=2, warmup=2, name=name) for step in range(2)] == [0.5, 1.0]

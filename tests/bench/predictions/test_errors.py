@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from typer.testing import CliRunner
 
-from strata.bench.predictions.cases import PredictionCase, cases
+from strata.bench.predictions.cases import cases
 from strata.bench.predictions.errors import ErrorSummary, StepError, step_errors
 from strata.cli.main import app
 from strata.cost.step_model import StepSeconds
@@ -59,23 +57,6 @@ def test_errors_are_shares_of_what_was_measured() -> None:
     assert found.signed == pytest.approx(0.04)
     with pytest.raises(ValueError, match="nothing was measured"):
         ErrorSummary.of([])
-
-
-def test_it_begins_with_how_many_cases_there_are_and_that_nothing_was_measured(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where no probe was kept
-    monkeypatch.setattr(
-        "strata.bench.predictions.cases.cases",
-        lambda: [PredictionCase("two", ((2, 5, 3),)), PredictionCase("long", ((1, 9999, 9),))],
-    )
-    result = CliRunner().invoke(
-        app, ["bench", "predictions", "--models", "builtin", "--device", "cpu", "--repeat", "1"]
-    )
-    assert result.exit_code == 0, result.output
-    first = next(line for line in result.output.splitlines() if line.startswith("builtin") and "case" in line)
-    assert "1 case, each run 2 times; no calls were measured on this device, so predictions are analytic" in first
-    assert "builtin  decode  2 sequences, 2 tokens" in result.output
 
 
 def test_a_name_that_is_no_model_is_told_before_any_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Pages in 8 bits: the same ids however a prompt was cut, found, preempted or forked; and half of the memory."""
+"""Pages in 8 bits and pages of latents: the same ids however a prompt was cut, found, preempted or forked."""
 
 from __future__ import annotations
 
@@ -94,3 +94,69 @@ def test_what_has_no_such_pages_is_refused(family: str, said: str, tmp_path: Pat
     name = next(name for name in configs if name.startswith(family))
     with pytest.raises(ValueError, match=f"{said}: leave it out"):
         engine(make_checkpoint(tmp_path, configs[name]))
+
+
+CONFIG = dict(FAMILY_CONFIGS)["deepseek-v3-groups-yarn"]
+OPTIONS = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True}
+
+
+@pytest.fixture(scope="module")
+def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("latents"), CONFIG)
+
+
+def ids(llm: LLM) -> list[list[int]]:
+    shared = [(11 * place) % 100 for place in range(37)]
+    prompts = [shared[: 5 + number * 3] + [number] * (number % 5 * 9) for number in range(8)]
+    params = [
+        SamplingParams(n=3 if number % 3 == 0 else 1, temperature=0.8, seed=number, max_tokens=18, ignore_eos=True)
+        for number in range(len(prompts))
+    ]
+    found = []
+    for _ in range(2):  # the second time with cached prefixes
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        found += [sample.token_ids for output in outputs for sample in output.outputs]
+    return found
+
+
+def test_forks_preemption_and_prefixes_find_their_rows(latents: Path) -> None:
+    wanted = ids(LLM(latents, num_pages=300, **OPTIONS))
+    tight = LLM(latents, num_pages=14, max_num_batched_tokens=40, **OPTIONS)
+    assert ids(tight) == wanted
+    counted = tight.engine.loop.scheduler.statistics
+    assert counted.preemptions > 0
+    assert counted.prefix_hits > 0
+
+
+def test_a_page_holds_one_row_a_token(latents: Path) -> None:
+    llm = LLM(latents, num_pages=20, **OPTIONS)
+    row = 4 * (CONFIG["kv_lora_rank"] + CONFIG["qk_rope_head_dim"])
+    pool = llm.engine.loop._runner.pool
+    assert pool.shape.page_bytes == CONFIG["num_hidden_layers"] * 16 * row
+    assert pool.all_values is pool.all_keys
+    assert pool.all_keys.nbytes == 20 * pool.shape.page_bytes
+    pool.all_keys.normal_()
+    before = pool.all_keys.clone()
+    pool.copy_pages([(3, 7), (5, 2)])
+    before[:, [7, 2]] = before[:, [3, 5]]
+    assert pool.all_keys.equal(before)
+
+
+def test_bits_do_not_depend_on_company_chunks_or_cached_prefixes(latents: Path) -> None:
+    prompt = [(7 * place) % 101 for place in range(45)]
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True)
+    others = [[number] * (3 + 11 * number) for number in range(4)]
+
+    def signature(llm: LLM, asked: list[list[int]]) -> list[float]:
+        outputs = llm.generate([{"prompt_token_ids": one} for one in asked], params, use_tqdm=False)
+        entries = outputs[asked.index(prompt)].outputs[0].logprobs
+        assert entries is not None
+        return [entry.logprob for each in entries for entry in each.values()]
+
+    def made(**more: int) -> LLM:
+        return LLM(latents, num_pages=100, deterministic=True, seed=0, **OPTIONS, **more)
+
+    alone = signature(made(), [prompt])
+    crowded = made(max_num_batched_tokens=17)
+    assert signature(crowded, [*others, prompt]) == alone
+    assert signature(crowded, [prompt, others[0]]) == alone  # with its prefix cached

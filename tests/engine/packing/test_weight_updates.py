@@ -32,7 +32,7 @@ from tests.live_bytes import LiveBytes
 from tests.models.batches import packed, random_sequences
 from tests.models.quantized.made import LAYOUTS
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
-from tests.models.test_part import CountedReader
+from tests.models.test_save import CountedReader
 from tests.parallel.models import BIASED_CONFIGS, CONFIGS, WHOLE_CONFIGS, config_of, random_model
 
 from .test_packed_checkpoints import LLAMA, written

@@ -314,23 +314,11 @@ class TestBadRequests:
         desk.run()
         assert desk.told[A] == [Fault("the client speaks protocol 99, the engine 1")]
 
-    def test_what_nobody_expected_is_told_to_its_client_alone(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-        desk = Desk(llm, A)
-
-        def fails(*_: object) -> None:
-            raise KeyError("surprise")
-
-        with monkeypatch.context() as patched:
-            patched.setattr(llm.engine.loop, "add", fails)
-            desk.say(A, Add("a", [1], GREEDY))
-        assert "surprise" in desk.of(A, Refused)[0].message
-        assert "Traceback" in desk.logged[0]
-        desk.say(A, Add("a", [5, 6, 7], GREEDY))
-        desk.run()
-        assert desk.ids(A) == generated(llm, [5, 6, 7], GREEDY)[0]
-
-    def test_a_request_that_the_scheduler_cannot_take_leaves_the_others(
-        self, llm: LLM, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(
+        "what", ["strata.engine.loop.EngineLoop.add", "strata.engine.scheduling.scheduler.Sequence"]
+    )
+    def test_what_nobody_expected_is_told_to_its_client_alone(
+        self, llm: LLM, monkeypatch: pytest.MonkeyPatch, what: str
     ) -> None:
         desk = Desk(llm, A, B)
         desk.say(B, Add("b", [5, 6, 7], GREEDY))
@@ -340,11 +328,13 @@ class TestBadRequests:
             raise KeyError("surprise")
 
         with monkeypatch.context() as patched:
-            patched.setattr("strata.engine.scheduling.scheduler.Sequence", fails)
+            patched.setattr(what, fails)
             desk.say(A, Add("a", [1], GREEDY))
         assert "surprise" in desk.of(A, Refused)[0].message
+        assert "Traceback" in desk.logged[0]
+        desk.say(A, Add("a", [5, 6, 7], GREEDY))
         desk.run()
-        assert desk.ids(B, "b") == generated(llm, [5, 6, 7], GREEDY)[0]
+        assert desk.ids(A) == desk.ids(B, "b") == generated(llm, [5, 6, 7], GREEDY)[0]
 
     def test_a_fault_of_the_engine_is_not_the_clients(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         desk = Desk(llm, A, B)

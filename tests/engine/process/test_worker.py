@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +24,7 @@ import zmq
 from strata import LLM, SamplingParams
 from strata.engine.process.messages import Add, Delta, Embed, FromEngine, Hello, Step, TokenLogprobs
 from strata.engine.process.worker import main
-from strata.engine.samples import Sample
-from strata.serve.client import EngineClient, EngineGone, EngineRefused, Stream
+from strata.serve.client import EngineClient, EngineGone, Stream
 from tests.engine.process.worker_process import BUILTIN, WorkerProcess
 
 PROMPTS = ["Once upon a time", "The capital of", "def main():", "2 + 2 ="]
@@ -50,19 +50,15 @@ def llm() -> LLM:
     return LLM(BUILTIN, device="cpu", **OPTIONS)
 
 
-def play(worker: WorkerProcess, scenario: Callable[[EngineClient], Coroutine[Any, Any, None]]) -> None:
-    """Run a scenario with a client of its own, and see that the engine is as free afterwards as before."""
-
-    async def run() -> None:
-        client = await EngineClient.connect(worker.address, timeout=180)
-        try:
-            async with asyncio.timeout(240):
-                await scenario(client)
-                await until(lambda: client.statistics.kv_usage == 0)
-        finally:
-            await client.close()
-
-    asyncio.run(run())
+@asynccontextmanager
+async def using(worker: WorkerProcess) -> AsyncIterator[EngineClient]:
+    """A client of its own; the engine is as free afterwards as before."""
+    client = await EngineClient.connect(worker.address, timeout=180)
+    try:
+        yield client
+        await until(lambda: client.statistics.kv_usage == 0)
+    finally:
+        await client.close()
     assert worker.process.poll() is None
 
 
@@ -86,7 +82,7 @@ async def whole(stream: Stream) -> dict[int, Delta]:
     return joined
 
 
-def test_tokens_are_those_of_the_offline_api(worker: WorkerProcess, llm: LLM) -> None:
+async def test_tokens_are_those_of_the_offline_api(worker: WorkerProcess, llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
     params = [
         GREEDY,
@@ -95,8 +91,7 @@ def test_tokens_are_those_of_the_offline_api(worker: WorkerProcess, llm: LLM) ->
         replace(GREEDY, bad_words=["a"], repetition_penalty=1.3),
     ]
     want = llm.generate(PROMPTS, params, use_tqdm=False)
-
-    async def scenario(client: EngineClient) -> None:
+    async with using(worker) as client:
         assert client.ready.vocab_size == 4096
         words = [
             [tokenizer.encode(text, add_special_tokens=False) for text in ("a", " a")] if p.bad_words else []
@@ -122,8 +117,6 @@ def test_tokens_are_those_of_the_offline_api(worker: WorkerProcess, llm: LLM) ->
         assert len(streams[1].prompt_logprobs) == len(prompt_expected) - 1
         assert all(map(agrees, streams[1].prompt_logprobs, prompt_expected[1:]))
 
-    play(worker, scenario)
-
 
 def agrees(told: TokenLogprobs, expected: Any) -> bool:
     return all(expected[id].logprob == value for id, value in zip(told.top_ids, told.top_logprobs, strict=True)) and (
@@ -131,44 +124,9 @@ def agrees(told: TokenLogprobs, expected: Any) -> bool:
     )
 
 
-def test_clients_share_the_engine_and_not_their_names(worker: WorkerProcess, llm: LLM) -> None:
-    want = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-
-    async def scenario(client: EngineClient) -> None:
-        others = [await EngineClient.connect(worker.address, timeout=60) for _ in PROMPTS[1:]]
-        clients = [client, *others]
-        streams = [
-            one.submit(Add("same", output.prompt_token_ids, GREEDY)) for one, output in zip(clients, want, strict=True)
-        ]
-        for deltas, output in zip(await asyncio.gather(*map(whole, streams)), want, strict=True):
-            assert deltas[0].tokens == output.outputs[0].token_ids
-        for other in others:
-            await other.close()
-
-    play(worker, scenario)
-
-
-def test_a_stop_string_ends_a_sample_where_the_offline_api_ends_it(worker: WorkerProcess, llm: LLM) -> None:
-    free = llm.generate(PROMPTS[0], replace(LONG, max_tokens=40), use_tqdm=False)[0].outputs[0].text
-    params = replace(LONG, stop=free[30:34])
-    (want,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
-
-    async def scenario(client: EngineClient) -> None:
-        sample, text = Sample.of(params, want.prompt_token_ids, llm.get_tokenizer()), ""
-        async for (delta,) in client.submit(Add("a", want.prompt_token_ids, params)):
-            text += sample.append(delta.tokens, delta.finish_reason, delta.stop_reason)
-            if isinstance(sample.stop_reason, str):
-                client.finish("a", 0, sample.stop_reason)
-        assert text == want.outputs[0].text
-        assert (sample.finish_reason, sample.stop_reason) == ("stop", params.stop)
-        await until(lambda: client.statistics.kv_usage == 0)
-
-    play(worker, scenario)
-
-
 @pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
-def test_an_abort_frees_the_pages_long_before_the_request_would_end(worker: WorkerProcess, phase: str) -> None:
-    async def scenario(client: EngineClient) -> None:
+async def test_an_abort_frees_the_pages_long_before_the_request_would_end(worker: WorkerProcess, phase: str) -> None:
+    async with using(worker) as client:
         if phase == "prefill":  # 15 steps
             streams = [client.submit(Add("long", list(range(100, 1000)), replace(LONG, max_tokens=50)))]
             await until(lambda: client.statistics.running == 1)
@@ -186,11 +144,9 @@ def test_an_abort_frees_the_pages_long_before_the_request_would_end(worker: Work
         await until(lambda: client.statistics.running == client.statistics.kv_usage == 0)
         assert client.statistics.steps - steps < 450  # of 900
 
-    play(worker, scenario)
 
-
-def test_a_client_that_vanishes_leaves_nothing_behind(worker: WorkerProcess) -> None:
-    async def scenario(client: EngineClient) -> None:
+async def test_a_client_that_vanishes_leaves_nothing_behind(worker: WorkerProcess) -> None:
+    async with using(worker) as client:
         context = zmq.Context()
         socket = context.socket(zmq.DEALER)
         socket.connect(worker.address)
@@ -202,11 +158,9 @@ def test_a_client_that_vanishes_leaves_nothing_behind(worker: WorkerProcess) -> 
         await until(lambda: client.statistics.running + client.statistics.waiting == 0)
         assert client.statistics.steps - steps < 600  # of 900
 
-    play(worker, scenario)
 
-
-def test_a_client_that_does_not_read_delays_nobody_and_loses_nothing(worker: WorkerProcess) -> None:
-    async def scenario(client: EngineClient) -> None:
+async def test_a_client_that_does_not_read_delays_nobody_and_loses_nothing(worker: WorkerProcess) -> None:
+    async with using(worker) as client:
         context = zmq.Context()
         socket = context.socket(zmq.DEALER)
         socket.set_hwm(1)
@@ -227,11 +181,9 @@ def test_a_client_that_does_not_read_delays_nobody_and_loses_nothing(worker: Wor
         assert tokens == told[0].tokens
         context.destroy(linger=0)
 
-    play(worker, scenario)
 
-
-def test_frames_that_are_no_messages_do_no_harm(worker: WorkerProcess) -> None:
-    async def scenario(client: EngineClient) -> None:
+async def test_frames_that_are_no_messages_do_no_harm(worker: WorkerProcess) -> None:
+    async with using(worker) as client:
         context = zmq.Context()
         socket = context.socket(zmq.DEALER)
         socket.connect(worker.address)
@@ -244,45 +196,16 @@ def test_frames_that_are_no_messages_do_no_harm(worker: WorkerProcess) -> None:
         ].finish_reason == "length"
         context.destroy(linger=0)
 
-    play(worker, scenario)
 
-
-def test_what_can_never_run_is_refused(worker: WorkerProcess) -> None:
-    async def scenario(client: EngineClient) -> None:
-        with pytest.raises(EngineRefused, match="max_model_len is 1024"):
-            await anext(client.submit(Add("a", [5] * 1024, GREEDY)))
-        with pytest.raises(EngineRefused, match="out of range"):
-            await client.embed(Embed("e", [4096]))
-        assert (await whole(client.submit(Add("a", [5], GREEDY))))[0].tokens
-
-    play(worker, scenario)
-
-
-def test_embeddings_are_those_of_the_offline_api(worker: WorkerProcess, llm: LLM) -> None:
-    want = llm.embed(PROMPTS, pooling="mean", use_tqdm=False)
-
-    async def scenario(client: EngineClient) -> None:
-        stream = client.submit(Add("a", [5, 6], LONG))
-        got: list[Awaitable[list[float]]] = [
-            client.embed(Embed(f"{i}", output.prompt_token_ids, "mean")) for i, output in enumerate(want)
-        ]
-        assert await asyncio.gather(*got) == [output.outputs.embedding for output in want]
-        await stream.aclose()
-
-    play(worker, scenario)
-
-
-def test_it_tells_how_it_stands_while_nothing_happens(worker: WorkerProcess) -> None:
-    async def scenario(client: EngineClient) -> None:
+async def test_it_tells_how_it_stands_while_nothing_happens(worker: WorkerProcess) -> None:
+    async with using(worker) as client:
         for _ in range(2):
             before = client.statistics
             await until(lambda before=before: client.statistics is not before, 10)  # type: ignore[misc]
 
-    play(worker, scenario)
 
-
-def test_many_clients_that_leave_at_random(worker: WorkerProcess) -> None:
-    """Requests begin and are dropped at all moments; `play` sees that all pages come back, `check` that books agree."""
+async def test_many_clients_that_leave_at_random(worker: WorkerProcess) -> None:
+    """Requests begin and are dropped at all moments; all pages come back, and `check` sees that books agree."""
 
     async def one(client: EngineClient, number: int) -> None:
         for turn in range(4):
@@ -294,43 +217,35 @@ def test_many_clients_that_leave_at_random(worker: WorkerProcess) -> None:
             await asyncio.sleep(0.003 * (number % 5))
             await stream.aclose()
 
-    async def scenario(client: EngineClient) -> None:
+    async with using(worker) as client:
         await asyncio.gather(*(one(client, number) for number in range(24)))
-
-    play(worker, scenario)
 
 
 class TestTheEnd:
     @pytest.mark.parametrize("how", ["SIGTERM", "end of standard input", "SIGKILL"])
-    def test_is_heard_at_once(self, tmp_path: Path, how: str) -> None:
+    async def test_is_heard_at_once(self, tmp_path: Path, how: str) -> None:
         with WorkerProcess(tmp_path / "engine", num_pages=100) as worker:
-
-            async def scenario() -> None:
-                client = await EngineClient.connect(worker.address, timeout=180)
-                stream = client.submit(Add("a", [5, 6], LONG))
-                await anext(stream)
-                assert worker.process.stdin is not None
-                worker.process.stdin.write(b"what a parent says here is not heard")
-                worker.process.stdin.flush()
-                worker.process.send_signal(signal.SIGINT)  # Ctrl-C is for the parent to answer
-                await anext(stream)
-                if how == "end of standard input":
-                    worker.process.stdin.close()
-                else:
-                    worker.process.send_signal(getattr(signal, how))
-                reason = await asyncio.wait_for(client.wait_dead(), 30)
-                assert reason == (
-                    "the engine process has ended" if how == "SIGKILL" else "the engine has been told to end"
-                )
-                with pytest.raises(EngineGone, match=reason):
-                    await whole(stream)
-                await client.close()
-
-            asyncio.run(scenario())
+            client = await EngineClient.connect(worker.address, timeout=180)
+            stream = client.submit(Add("a", [5, 6], LONG))
+            await anext(stream)
+            assert worker.process.stdin is not None
+            worker.process.stdin.write(b"what a parent says here is not heard")
+            worker.process.stdin.flush()
+            worker.process.send_signal(signal.SIGINT)  # Ctrl-C is for the parent to answer
+            await anext(stream)
+            if how == "end of standard input":
+                worker.process.stdin.close()
+            else:
+                worker.process.send_signal(getattr(signal, how))
+            reason = await asyncio.wait_for(client.wait_dead(), 30)
+            assert reason == ("the engine process has ended" if how == "SIGKILL" else "the engine has been told to end")
+            with pytest.raises(EngineGone, match=reason):
+                await whole(stream)
+            await client.close()
             assert worker.ended(60) == (-signal.SIGKILL if how == "SIGKILL" else 0)
 
     @pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells a child of its parent's death on Linux only")
-    def test_comes_with_the_parents(self, tmp_path: Path) -> None:
+    async def test_comes_with_the_parents(self, tmp_path: Path) -> None:
         """The parent is killed, so it can tell nobody; what the engine reads from stays open."""
         config = {"address": f"ipc://{tmp_path}/engine.sock", "model": str(BUILTIN), "device": "cpu", "num_pages": 100}
         tmp_path.chmod(0o700)
@@ -345,14 +260,10 @@ class TestTheEnd:
         parent = subprocess.Popen([sys.executable, "-c", start], stdin=reading, stdout=subprocess.PIPE, text=True)
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
-
-        async def scenario() -> None:
-            client = await EngineClient.connect(config["address"], timeout=180)
-            parent.kill()
-            await asyncio.wait_for(client.wait_dead(), 60)
-            await client.close()
-
-        asyncio.run(scenario())
+        client = await EngineClient.connect(config["address"], timeout=180)
+        parent.kill()
+        await asyncio.wait_for(client.wait_dead(), 60)
+        await client.close()
         parent.wait()
         deadline = time.monotonic() + 60
         while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
@@ -369,7 +280,7 @@ class TestTheEnd:
             ("KeyError('bug')", "bug"),
         ],
     )
-    def test_of_an_engine_that_breaks_down_is_told_to_all(self, tmp_path: Path, error: str, told: str) -> None:
+    async def test_of_an_engine_that_breaks_down_is_told_to_all(self, tmp_path: Path, error: str, told: str) -> None:
         script = (
             "import sys\n"
             "from strata.engine import loop\n"
@@ -383,17 +294,13 @@ class TestTheEnd:
             "sys.exit(worker.main())\n"
         )
         with WorkerProcess(tmp_path / "engine", script=script, num_pages=100, max_num_batched_tokens=512) as worker:
-
-            async def scenario() -> None:
-                clients = [await EngineClient.connect(worker.address, timeout=180) for _ in range(2)]
-                streams = [client.submit(Add("a", [5, 6], LONG)) for client in clients]
-                for client, stream in zip(clients, streams, strict=True):
-                    with pytest.raises(EngineGone, match=told) as caught:
-                        await whole(stream)
-                    assert "\n" not in str(caught.value)
-                    await client.close()
-
-            asyncio.run(scenario())
+            clients = [await EngineClient.connect(worker.address, timeout=180) for _ in range(2)]
+            streams = [client.submit(Add("a", [5, 6], LONG)) for client in clients]
+            for client, stream in zip(clients, streams, strict=True):
+                with pytest.raises(EngineGone, match=told) as caught:
+                    await whole(stream)
+                assert "\n" not in str(caught.value)
+                await client.close()
             assert worker.ended(60) == 1
             (line,) = [line for line in worker.errors if line.startswith("strata: error: ")]
             assert told in line

@@ -1,9 +1,9 @@
-"""An engine whose ranks have different experts answers as one of one rank does, also while experts move."""
+"""Ranks with different experts, exchanged rows, messages in 8 bits or deterministic: they answer as one rank does."""
 
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,14 @@ import torch
 
 from strata import LLM, SamplingParams
 from strata.engine.build import build_engine
-from strata.engine.engine_config import EngineConfig, EngineSizes
+from strata.engine.engine_config import EngineConfig
 from strata.engine.ranks.expert_balance import ExpertBalance, RankExperts
-from strata.engine.ranks.rank import share_of
-from strata.hardware.specs import device
-from strata.kernels.device_limits import DeviceLimits
-from strata.models.config import config_from_dict
+from strata.graph.ranks.narrow_messages import NARROW_TOKENS
 from strata.models.experts import Experts
 from strata.models.save import save
-from strata.models.shapes import SHAPES
 from strata.models.weights import load
 from strata.parallel.expert_balance.placement import rank_loads
+from tests.engine.ranks.layouts import CONFIG, LAYOUTS, prompt
 from tests.parallel.models import random_model
 from tests.parallel.shards import divisible_config, shard_of
 
@@ -110,6 +107,24 @@ def test_ranks_with_different_experts_answer_as_one_also_while_they_move(folder:
     assert ranks.experts.tables.totals.sum() % 3 == 0  # each token goes to three
 
 
+def test_ranks_that_divide_prompts_and_experts_that_move_answer_as_one(
+    folder: Path, ran: list[tuple[str, int, bool]]
+) -> None:
+    options = OPTIONS | {"max_num_batched_tokens": 48}
+    wanted = ids(LLM(folder, **options))
+    ranked: dict[str, Any] = {"tensor_parallel_size": 2, "prefill_context_parallel_size": 2}
+    moving: dict[str, Any] = {"enable_eplb": True, "num_redundant_experts": 2, "eplb_step_interval": 15}
+    llm = LLM(folder, enable_expert_parallel=True, **ranked, **moving, **options)
+    assert ids(llm) == wanted
+    ranks = llm.engine.ranks
+    assert ranks is not None
+    assert ranks.experts is not None
+    assert not any(np.array_equal(ranks.experts.slots(layer), np.arange(10) % 8) for layer in ranks.experts.layers)
+    assert any(divided for _, _, divided in ran)
+    assert llm.engine.loop.scheduler.statistics.preemptions > 0
+    ranks.check_ids()
+
+
 def test_counts_since_the_last_reading_decide(folder: Path) -> None:
     """One rank, which has all experts: what is decided and when, without ranks that follow."""
     config = divisible_config("mixtral", num_local_experts=4)
@@ -137,37 +152,6 @@ def test_counts_since_the_last_reading_decide(folder: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"enable_eplb": True}, "needs enable_expert_parallel=True and a tensor_parallel_size over 1"),
-        ({"num_redundant_experts": 2}, "is room for copies, which enable_eplb=True makes"),
-        ({"num_redundant_experts": -1}, "must be an integer of at least 0, got -1"),
-        ({"eplb_step_interval": 0}, "eplb_step_interval must be an integer of at least 1, got 0"),
-        (
-            {"enable_eplb": True, "enable_expert_parallel": True, "tensor_parallel_size": 2, "deterministic": True},
-            "its bits depend on what else runs",
-        ),
-    ],
-)
-def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        EngineConfig("8B", **options)
-
-
-@pytest.mark.parametrize("tensor", [2, 4])
-def test_ranks_with_an_expert_more_record_the_same_sizes_of_steps(tensor: int) -> None:
-    """What one rank sends in a recorded step has the length that the others take."""
-    whole, limits = config_from_dict(SHAPES["30B-A3B"], "30B-A3B"), DeviceLimits.listed(device("h200"))
-    assert whole.experts is not None
-    config = replace(whole, experts=replace(whole.experts, count=5))
-    asked = EngineConfig("30B-A3B", tensor_parallel_size=tensor, enable_expert_parallel=True, deterministic=True)
-    shards = [share_of(asked, config, rank) for rank in range(tensor)]
-    sizes = [EngineSizes.of(asked, one.config, torch.device("cuda"), limits, one) for one in shards]
-    assert len({one.weight_bytes for one in sizes}) == 2
-    assert all(one.recorded == sizes[0].recorded for one in sizes)
-
-
 def test_room_that_ranks_cannot_share(folder: Path) -> None:
     ranked: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True}
     with pytest.raises(ValueError, match="num_redundant_experts=1 with 8 experts on 2 ranks"):
@@ -186,3 +170,125 @@ def test_one_rank_takes_the_option_of_experts_as_vllm_does_and_says_that_it_does
     assert graphs[0] == graphs[1]
     said = "enable_expert_parallel=True has no effect with tensor_parallel_size=1: one rank has all experts"
     assert [said in lines for lines in told] == [False, True]
+
+
+# So wide that half a row less there and back is worth it from 1,025 tokens of a rank on, and else as small as can be.
+WIDE: dict[str, Any] = CONFIG | {
+    "hidden_size": 16384,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "moe_intermediate_size": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 1,
+    "norm_topk_prob": False,
+    "vocab_size": 97,
+    "max_position_embeddings": 2048,
+}
+SIZES: dict[str, Any] = {
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "device": "cpu",
+    "num_pages": 160,
+    "max_num_batched_tokens": 1200,
+    "max_num_seqs": 4,
+    "enable_prefix_caching": False,
+    "seed": 0,
+    "verbose": False,
+}
+RANKED: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_dp_attention": True}
+# Two fill a step of one rank each, one is shorter, and one takes a step that is too short.
+WIDE_PROMPTS = [
+    [(step * place + 3) % 97 for place in range(length)] for step, length in ((5, 1190), (7, 1100), (11, 300))
+]
+
+
+def logprobs(llm: LLM, prompts: list[list[int]]) -> list[list[dict[int, float]]]:
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=3)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [
+        [{id: one.logprob for id, one in each.items()} for each in out.outputs[0].logprobs or ()] for out in outputs
+    ]
+
+
+def test_ranks_that_exchange_rows_answer_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(WIDE))
+    wanted = logprobs(LLM(tmp_path, **SIZES), WIDE_PROMPTS)
+    llm = LLM(tmp_path, **RANKED, **SIZES)
+    variant = llm.engine.program.variant("exchanged_logits")
+    assert variant is not None
+    assert 1024 < variant.least < 1050
+    ran: list[int] = []
+    forward = variant.graph.forward
+
+    def noted(batch: Any, rows: torch.Tensor) -> Any:
+        ran.append(len(batch.tokens))
+        return forward(batch, rows)
+
+    monkeypatch.setattr(variant.graph, "forward", noted)
+    # Together, then one alone, beside which the other rank has padding.
+    for prompts, expected in ((WIDE_PROMPTS, wanted), (WIDE_PROMPTS[:1], wanted[:1])):
+        ran.clear()
+        found = logprobs(llm, prompts)
+        assert ran
+        assert min(ran) >= variant.least
+        for one, other in zip(found, expected, strict=True):
+            for mine, theirs in zip(one, other, strict=True):
+                assert mine == pytest.approx(theirs, abs=1e-4)
+    assert llm.engine.ranks is not None
+    llm.engine.ranks.check_ids()
+
+
+BUILTIN_OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "enable_prefix_caching": False,
+    "verbose": False,
+}
+
+
+def sums(number: int) -> str:
+    """Additions, the last one without its result."""
+    given = [((number * 7 + row * 13) % 90 + 3, (number * 11 + row * 5) % 90 + 2) for row in range(13)]
+    return "\n".join(f"{one} + {other} = {one + other}" for one, other in given)[:-2]
+
+
+def test_answers_by_messages_in_8_bits_stay_nearly_the_same(ran: list[tuple[str, int, bool]]) -> None:
+    prompts, params = [sums(number) for number in range(10)], SamplingParams(temperature=0, max_tokens=4, logprobs=1)
+    one = LLM("builtin", **BUILTIN_OPTIONS)
+    two = LLM("builtin", tensor_parallel_size=2, message_dtype="fp8", **BUILTIN_OPTIONS)
+    wanted, found = (
+        [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)] for llm in (one, two)
+    )
+    # Of the one rank's large steps none; of the two ranks' all, and no others.
+    found_in = {(tokens >= NARROW_TOKENS, name == "narrow_logits") for name, tokens, _ in ran}
+    assert {(True, False), (True, True)} <= found_in
+    assert (False, True) not in found_in
+    assert two.engine.ranks is not None
+    two.engine.ranks.check_ids()
+    assert sum(one.token_ids == other.token_ids for one, other in zip(wanted, found, strict=True)) >= 8
+
+
+def bits(llm: LLM, prompts: list[list[int]], place: int, tokens: int, logprobs: int) -> list[dict[int, float]]:
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=logprobs)
+    found = llm.generate(prompts, params, use_tqdm=False)[place].outputs[0].logprobs or []
+    return [{id: entry.logprob for id, entry in each.items()} for each in found]
+
+
+def test_ranks_that_divide_prompts_have_the_bits_of_one(tmp_path: Path, ran: list[tuple[str, int, bool]]) -> None:
+    layout = LAYOUTS["prefill context"]
+    options = layout.options(tmp_path) | {"deterministic": True}
+    one, two = LLM(**options), layout.over_ranks(options)
+    alone = bits(one, [prompt(130)], 0, 2, 5)
+    ran.clear()
+    assert bits(two, [prompt(130)], 0, 2, 5) == alone
+    assert ran[0][2], "the first step was to be divided"
+
+
+def test_bits_depend_on_no_rank_and_on_nothing_else_that_runs(tmp_path: Path) -> None:
+    layout = LAYOUTS["attention dp"]
+    llm = layout.over_ranks(layout.options(tmp_path) | {"deterministic": True, "enable_prefix_caching": False})
+    asked, *others = [[(step * place + 3) % 300 for place in range(60 + 9 * step)] for step in range(5, 11)]
+    alone = bits(llm, [asked], 0, 12, 2)
+    assert len(alone) == 12
+    for place in (0, 1, 4):
+        assert bits(llm, [*others[:place], asked, *others[place:]], place, 12, 2) == alone

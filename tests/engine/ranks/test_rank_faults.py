@@ -14,24 +14,31 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from strata import LLM, SamplingParams
+from strata.engine.embeddings.pooling import Pooled, PoolRequest
 from strata.engine.engine_config import EngineConfig
 from strata.engine.faults import EngineFault
-from strata.engine.ranks import followers, world
+from strata.engine.plan import StepPlan
+from strata.engine.ranks import followers, ranked_runner, world
 from strata.engine.ranks.followers import Followers
+from strata.engine.ranks.ranked_runner import RankedPooler, RankedRunner
+from strata.engine.runner import Launched
+from tests.engine.ranks.layouts import (
+    LONG_LAYOUTS,
+    SHORT_LAYOUTS,
+    Layout,
+    assert_alike,
+    assert_same_ids,
+    greedy,
+    prompt,
+)
+from tests.serve.running import is_alive
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_pages": 64, "max_model_len": 512, "verbose": False}
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-
-
-def alive(pid: int) -> bool:
-    """Whether there is such a process that has not ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def others(llm: LLM) -> dict[int, int]:
@@ -54,7 +61,7 @@ def test_a_rank_that_stops_is_named_and_another_engine_can_start(monkeypatch: py
     with pytest.raises(EngineFault, match=cause):
         llm.generate([[1, 2, 3]] * 40, LONG, use_tqdm=False)
     assert time.monotonic() - began[0] < 30
-    assert not alive(pids[1])
+    assert not is_alive(pids[1])
     with pytest.raises(EngineFault, match=cause):  # from now on
         llm.generate([[1]], LONG, use_tqdm=False)
     with pytest.raises(EngineFault, match=cause):
@@ -66,7 +73,7 @@ def test_a_rank_that_stops_is_named_and_another_engine_can_start(monkeypatch: py
     before = time.monotonic()
     del again
     assert time.monotonic() - before < 30
-    assert not any(alive(pid) for pid in pids.values())
+    assert not any(is_alive(pid) for pid in pids.values())
 
 
 def test_ranks_that_were_stopped_together_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +126,7 @@ def test_an_error_of_rank_0_in_a_step_ends_all(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(llm.engine.ranks._runner, "launch", lambda plan: 1 / 0)
     with pytest.raises(EngineFault, match="rank 0 of 2 has failed: ZeroDivisionError"):
         llm.generate([[1, 2]], LONG, use_tqdm=False)
-    assert not any(alive(pid) for pid in pids.values())
+    assert not any(is_alive(pid) for pid in pids.values())
 
 
 # Run by a follower before its own program: once it has begun to say that it lives, a library holds Python's lock.
@@ -161,7 +168,7 @@ def test_an_error_of_what_watches_the_ranks_ends_them(monkeypatch: pytest.Monkey
     try:
         with pytest.raises(EngineFault, match="can no longer watch the others: ValueError"):
             ranks.least(0)
-        assert not any(alive(pid) for pid in ranks.processes.values())
+        assert not any(is_alive(pid) for pid in ranks.processes.values())
     finally:
         ranks.stop()
 
@@ -173,7 +180,7 @@ def test_an_engine_that_is_collected_by_the_thread_that_watches_its_ranks_ends(
     ranks = Followers(EngineConfig(str(tmp_path / "nothing"), tensor_parallel_size=2, device="cpu"), lambda line: None)
     ranks._watching.join(60)
     assert not ranks._watching.is_alive()
-    assert not any(alive(pid) for pid in ranks.processes.values())
+    assert not any(is_alive(pid) for pid in ranks.processes.values())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends children with their parent on Linux alone")
@@ -192,45 +199,95 @@ if __name__ == "__main__":
         assert len(pids) == 1
         process.kill()
     until = time.monotonic() + 60
-    while any(alive(pid) for pid in pids) and time.monotonic() < until:
+    while any(is_alive(pid) for pid in pids) and time.monotonic() < until:
         time.sleep(0.02)
-    assert not any(alive(pid) for pid in pids)
+    assert not any(is_alive(pid) for pid in pids)
+
+
+class Never:
+    """An event that does not come."""
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        pytest.fail("rank 0 waits inside the driver")
+
+
+class Lost:
+    """Followers of which one is lost once they have been asked a few times."""
+
+    asked, stages = 0, 1
+
+    def send(self, message: object) -> int:
+        return 0
+
+    def forget_steps(self, before: int) -> None:
+        pass
+
+    def check(self) -> None:
+        self.asked += 1
+        if self.asked > 3:
+            raise EngineFault("rank 1 of 2 has ended")
+
+
+def test_vectors_under_way_end_with_a_rank() -> None:
+    event: Any = Never()
+    pooler: Any = SimpleNamespace(launch=lambda requests: Pooled(torch.zeros(1, 4), event))
+    followers: Any = Lost()
+    pooled = RankedPooler(pooler, followers).launch([PoolRequest([1], "last")])
+    assert not pooled.ended
+    with pytest.raises(EngineFault, match="rank 1 of 2 has ended"):
+        pooled.wait()
+
+
+def test_a_step_under_way_ends_with_a_rank() -> None:
+    event: Any = Never()
+    runner: Any = SimpleNamespace(launch=lambda plan: Launched(plan, torch.zeros(1), event))
+    followers: Any = Lost()
+    step: Any = RankedRunner(runner, followers, None, None).launch(StepPlan((), (), (), (), 0))
+    assert not step.ended
+    with pytest.raises(EngineFault, match="rank 1 of 2 has ended"):
+        step.wait()
+
+
+def test_a_handler_of_ctrl_c_that_is_not_pythons_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a program in C that has Python in it."""
+
+    def handle(number: int, handler: object) -> None:
+        if handler is None:
+            raise TypeError("signal handler must be signal.SIG_IGN, signal.SIG_DFL, or a callable object")
+
+    theirs = SimpleNamespace(SIGINT=signal.SIGINT, getsignal=lambda number: None, signal=handle)
+    monkeypatch.setattr(ranked_runner, "signal", theirs)
+    runner: Any = SimpleNamespace(settle=lambda: None)
+    followers: Any = Lost()
+    RankedRunner(runner, followers, None, None).settle()
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "layout",
     [
-        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer of at least 1, got 0"),
-        ({"tensor_parallel_size": 1.5}, "tensor_parallel_size must be an integer"),
-        ({"prefill_context_parallel_size": 0}, "prefill_context_parallel_size must be an integer of at least 1, got 0"),
-        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide the 8 attention heads"),
+        *(pytest.param(layout, id=name) for name, layout in SHORT_LAYOUTS.items()),
+        *(pytest.param(layout, id=name, marks=pytest.mark.long) for name, layout in LONG_LAYOUTS.items()),
     ],
 )
-def test_what_cannot_be_divided_is_said(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LLM(**OPTIONS | options)
-
-
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of them, as far as one can see."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-
-
-@pytest.mark.usefixtures("gpus")
-def test_more_ranks_than_gpus_are_refused() -> None:
-    with pytest.raises(ValueError, match="tensor_parallel_size=4 needs 4 GPUs, and torch sees 2"):
-        LLM(tensor_parallel_size=4, device="auto")
-    both = "prefill_context_parallel_size=2 and tensor_parallel_size=2 needs 4 GPUs, and torch sees 2"
-    with pytest.raises(ValueError, match=both):
-        LLM(prefill_context_parallel_size=2, tensor_parallel_size=2, device="auto")
-    with pytest.raises(ValueError, match=r"device 'cuda:1' is one GPU.*CUDA_VISIBLE_DEVICES"):
-        LLM(tensor_parallel_size=2, device="cuda:1")
-    assert EngineConfig("8B", tensor_parallel_size=2).resolve_device(1).index == 1
-
-
-def test_without_a_port_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world, "_HOST", "192.0.2.1")  # of no machine
-    with pytest.raises(ValueError, match=r"no port of 192\.0\.2\.1 can be listened on"):
-        LLM(tensor_parallel_size=2, **OPTIONS)
+def test_ranks_answer_as_one_and_one_that_is_killed_is_named(layout: Layout, tmp_path: Path) -> None:
+    options = layout.options(tmp_path)
+    one, several = LLM(**options), layout.over_ranks(options)
+    # The last one is the first and more: it is found at the end of what they share.
+    for prompts in ([prompt(130), prompt(5, 3), prompt(61, 11)], [prompt(130) + prompt(20, 13)]):
+        assert_alike(one, several, prompts, greedy(12))
+    assert several.engine.loop.scheduler.statistics.prefix_hits >= 48
+    if one.engine.ledger.states:
+        assert 0.4 < several.engine.ledger.states / one.engine.ledger.states < 0.7
+    assert_same_ids(several)
+    assert several.engine.ranks is not None
+    others = several.engine.ranks.processes
+    count, killed = len(others) + 1, max(others)
+    assert list(others) == [*range(1, count)]
+    threading.Timer(0.1, os.kill, (others[killed], signal.SIGKILL)).start()
+    cause = rf"rank {killed} of {count} \((stage 1, )?{re.escape(f'process {others[killed]}')}\) was killed by SIGKILL"
+    with pytest.raises(EngineFault, match=cause):
+        several.generate([prompt(130), prompt(5, 3), prompt(61, 11)] * 20, greedy(64), use_tqdm=False)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in others.values())

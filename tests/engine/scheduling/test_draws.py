@@ -26,8 +26,6 @@ from tests.engine.simulated import (
     SimulatedRunner,
     SimulatedStep,
     linear,
-    load,
-    simulate,
     uncrowded,
 )
 
@@ -100,22 +98,6 @@ class TestRows:
 
 
 class TestAcceptance:
-    def test_what_is_rejected_never_was(self) -> None:
-        of = scheduler(draws=4)
-        sequence = running(of)
-        first = planned(of)
-        assert spans(first) == [(6, 4, 4)]
-        second = planned(of)  # as if all were accepted
-        assert spans(second) == [(10, 4, 4)]
-        assert (sequence.pending, sequence.drafted, sequence.computed) == (8, 6, 14)
-        assert of.complete(first, [11, 12, REJECTED, REJECTED]) == [Update(sequence, [11, 12], None)]
-        assert (sequence.tokens[-3:], sequence.pending, sequence.drafted) == ([7, 11, 12], 4, 3)
-        assert of.complete(second, [13, REJECTED, REJECTED, REJECTED]) == [Update(sequence, [13], None)]
-        assert (sequence.tokens[-2:], sequence.pending, sequence.drafted) == ([12, 13], 0, 0)
-        pages = list(sequence.pages)
-        assert spans(planned(of)) == [(9, 4, 4)]
-        assert sequence.pages == pages, "its pages serve again"
-
     def test_who_may_need_no_page_waits_to_know_instead_of_taking_one(self) -> None:
         of = scheduler(draws=2, pages=5)
         sequences = [of.add(request(name, 6, arrival=at, max_tokens=6))[0] for name, at in (("a", 0.0), ("b", 1.0))]
@@ -128,13 +110,6 @@ class TestAcceptance:
         assert spans(planned(of)) == [(7, 1, 1), (9, 2, 2)]
         assert [sequence.preemptions for sequence in sequences] == [0, 0]
 
-    def test_an_end_among_the_accepted_cuts_the_rest(self) -> None:
-        of = scheduler(draws=4)
-        sequence = running(of)
-        assert of.complete(planned(of), [7, 0, 7, REJECTED]) == [Update(sequence, [7, 0], "stop")]
-        of.check()
-        assert not of.has_work
-
     def test_a_row_without_an_id_ends_the_request(self) -> None:
         of = scheduler(draws=4)
         sequence = running(of)
@@ -142,20 +117,6 @@ class TestAcceptance:
         assert updates == [Update(sequence, [7], None), Update(sequence, [], "error")]
         of.check()
         assert not of.has_work
-
-    def test_no_page_that_a_draft_has_filled_is_found(self) -> None:
-        of = scheduler(draws=5)
-        sequence = running(of, prompt=5)
-        plan = planned(of)
-        assert spans(plan) == [(5, 5, 5)]
-        of.complete(plan, [7, 8, REJECTED, REJECTED, REJECTED])
-        known = tuple(sequence.tokens)
-        assert len(known) == 8
-        of.abort("a")
-        of.check()
-        (other,) = of.add(Request("b", (*known, 9, 9, 9), SamplingParams()))
-        planned(of)
-        assert other.cached_tokens == 4, "the second page has a row that was never computed for the ids accepted"
 
 
 class TestFixedStates:
@@ -192,17 +153,6 @@ class TestFixedStates:
         of = scheduler(draws=3, snapshots=Snapshots(9, 0, 4))
         running(of)
         assert spans(planned(of)) == [(6, 1, 1)]
-
-
-@pytest.mark.parametrize("run_ahead", [False, True])
-@pytest.mark.parametrize("draws", [2, 4])
-def test_requests_get_the_same_ids_in_fewer_steps(run_ahead: bool, draws: int) -> None:
-    requests = load(200)
-    found, plain = (simulate(requests, pages=60, run_ahead=run_ahead, draws=most) for most in (draws, 1))
-    for sample in found.samples:
-        outputs, reason, stop = uncrowded(sample.request, sample.index, LONGEST)
-        assert (sample.outputs, sample.finish_reason, sample.stop_reason) == (outputs, reason, stop)
-    assert len(found.runner.steps) < 0.9 * len(plain.runner.steps)
 
 
 class _Scored(SimulatedRunner):

@@ -1,14 +1,20 @@
-"""What the scheduler promises of pages: samples and prefixes that share them, what failures and preemption take."""
+"""What the scheduler promises of pages: samples and prefixes that share them, what failures and preemption take, and
+pages that come from elsewhere."""
 
 from __future__ import annotations
 
 import pytest
 
-from strata.engine.plan import StepPlan
-from strata.engine.request import Request, Sequence, Update
+from strata.cache.pages import PageAllocator
+from strata.cache.prefix import PrefixTree
+from strata.engine.plan import NOTHING, StepPlan, TransferEnd
+from strata.engine.request import Request, Sequence
 from strata.engine.sampling_params import SamplingParams
+from strata.engine.scheduling.config import SchedulerConfig
+from strata.engine.scheduling.held import Held
 from strata.engine.scheduling.scheduler import Scheduler
-from tests.engine.scheduling.plans import finish, request, scheduler, shares, step
+from tests.engine.scheduling.plans import NamingScheduler, finish, request, scheduler, shares, step
+from tests.engine.scheduling.shelf import Shelf
 
 
 class TestSamples:
@@ -61,15 +67,6 @@ class TestSamples:
         list(finish(of))
         assert [len(sequence.outputs) for sequence in sequences] == [4, 4, 4]
         assert sequences[2].cached_tokens == 8
-
-    def test_samples_outlive_the_first_one(self) -> None:
-        of = scheduler(budget=4)
-        sequences = of.add(request("a", 9, n=2, max_tokens=4))
-        step(of)
-        of.finish(sequences[0], "error")
-        list(finish(of))
-        assert len(sequences[1].outputs) == 4
-        of.check()
 
 
 class TestPrefix:
@@ -155,34 +152,9 @@ class TestPrefix:
             assert step(of).tokens == 20  # type: ignore[union-attr]
             assert second.cached_tokens == 0
 
-    def test_cached_pages_give_way_to_running_sequences(self) -> None:
-        of = scheduler(pages=10, page_size=4)
-        for id in "abcde":
-            (sequence,) = of.add(request(id, 20, max_tokens=20))
-            list(finish(of))
-            assert sequence.preemptions == 0
-            of.check()
-
 
 class TestFailure:
     """A negative id is a draw from logits that are no distribution."""
-
-    def test_it_ends_the_request_and_no_other(self) -> None:
-        of = scheduler(page_size=4)
-        broken = of.add(request("a", 9, n=2, max_tokens=4))
-        (healthy,) = of.add(request("b", 9, arrival=1.0, max_tokens=4))
-        plan = of.schedule()
-        assert plan is not None
-        updates = of.complete(plan, [7, -1, 7])
-        assert updates == [
-            Update(broken[0], [7], None),
-            Update(healthy, [7], None),
-            Update(broken[1], [], "error"),
-            Update(broken[0], [], "error"),
-        ]
-        of.check()
-        list(finish(of))
-        assert (healthy.finish_reason, len(healthy.outputs)) == ("length", 4)
 
     def test_what_only_it_has_read_is_not_found_again_but_what_was_verified_is(self) -> None:
         of = scheduler(page_size=4)
@@ -212,41 +184,6 @@ class TestFailure:
             cached.append(sequence.cached_tokens)
             of.complete(plan, [-1])
         assert cached == [12, 12, 0]
-        of.check()
-
-    def test_who_shares_the_prompt_in_the_next_step_goes_on(self) -> None:
-        of = scheduler(page_size=4)
-        of.add(request("a", range(100, 113), max_tokens=4))
-        (sharer,) = of.add(request("b", [*range(100, 112), 5, 5], arrival=1.0, max_tokens=4))
-        first, second = of.schedule(), of.schedule()
-        assert first is not None
-        assert second is not None
-        assert sharer.cached_tokens == 12
-        of.complete(first, [-1])
-        of.complete(second, [7, 7])
-        of.check()
-        list(finish(of))
-        assert len(sharer.outputs) == 4
-        (later,) = of.add(request("c", range(100, 113), max_tokens=1))
-        step(of)
-        assert later.cached_tokens == 12, "a draw that gave an id has read these pages"
-
-    def test_a_sequence_that_was_preempted_meanwhile_fails_too(self) -> None:
-        of = scheduler(pages=9, page_size=4)
-        (old,) = of.add(request("a", 14, max_tokens=8))
-        (young,) = of.add(request("b", 14, arrival=1.0, max_tokens=6))
-        outstanding = of.schedule()
-        while not young.preemptions:
-            plan, outstanding = outstanding, of.schedule()
-            assert plan is not None
-            assert outstanding is not None
-            ids = [-1 if draw.sequence == young.id and young.preemptions else 7 for draw in plan.draws]
-            of.complete(plan, ids)
-        assert young.finish_reason == "error"
-        of.check()
-        of.complete(outstanding, [7] * len(outstanding.draws))
-        list(finish(of))
-        assert (old.finish_reason, len(old.outputs)) == ("length", 8)
         of.check()
 
 
@@ -286,3 +223,125 @@ class TestPreemption:
             assert first in [share[0] for share in shares(of, plan)]
             done += [of.names[chunk.sequence] for chunk in plan.chunks if of.sequence(chunk.sequence) is None]
         assert done == [str(place) for place in range(12)]
+
+
+PAGES = 40
+
+
+def shelved(prompt: int, budget: int = 64, slots: int = 4) -> tuple[NamingScheduler, Shelf]:
+    """A scheduler, and the full pages of a request "a" with so long a prompt elsewhere."""
+    allocator, shelf = PageAllocator(PAGES, 4), Shelf(4, PAGES)
+    shelf.put(request("a", prompt).prompt, "")
+    of = NamingScheduler(SchedulerConfig(slots, budget, 100), allocator, PrefixTree(allocator), (), None, shelf)
+    return of, shelf
+
+
+def planned(of: NamingScheduler) -> StepPlan:
+    plan = of.schedule()
+    of.check()
+    assert plan is not None
+    return plan
+
+
+def arrived(of: NamingScheduler, plan: StepPlan, whole: bool = True) -> list[TransferEnd]:
+    return [TransferEnd(target, whole) for source, target in plan.copies if source >= PAGES]
+
+
+def test_it_begins_behind_what_has_come() -> None:
+    of, _ = shelved(13)
+    (sequence,) = of.add(request("a", 13))
+    plan = planned(of)
+    assert [source for source, _ in plan.copies] == [PAGES, PAGES + 1, PAGES + 2]
+    assert (plan.chunks, plan.tokens) == ((), 0), "nothing can run, so the step waits for them"
+    assert of.take_held() == (Held("prefix"),)
+    assert of.schedule() is None, "one that waits is enough"
+    of.complete(plan, [], arrived(of, plan))
+    assert shares(of, planned(of)) == [("a", 12, 1)]
+    assert (sequence.cached_tokens, of.statistics.prefix_hits) == (12, 12)
+
+
+def test_others_go_on_meanwhile_however_long_they_are() -> None:
+    of, _ = shelved(13, budget=8)
+    of.add(request("a", 13))
+    of.add(request("b", 20, arrival=1.0))
+    of.add(request("c", 3, arrival=2.0))
+    loading = planned(of)
+    assert shares(of, loading) == [("b", 0, 8)]
+    of.complete(loading, [])
+    assert shares(of, step(of)) == [("b", 8, 8)]
+    assert shares(of, step(of)) == [("b", 16, 4), ("c", 0, 3)]
+    plan = planned(of)
+    of.complete(plan, [7, 7], arrived(of, loading))
+    assert shares(of, planned(of)) == [("b", 21, 1), ("c", 4, 1), ("a", 12, 1)]
+
+
+def test_a_request_that_comes_meanwhile_does_not_wait() -> None:
+    of, _ = shelved(13)
+    of.add(request("a", 13))
+    waits = planned(of)
+    of.add(request("b", 5, arrival=1.0))
+    plan = planned(of)
+    assert shares(of, plan) == [("b", 0, 5)]
+    of.complete(waits, [])  # none has come in time
+    of.complete(plan, [7])
+    assert shares(of, planned(of)) == [("b", 5, 1)]
+
+
+def test_one_transfer_serves_all_who_begin_with_it() -> None:
+    of, _ = shelved(13)
+    of.add(request("a", 13))
+    of.add(request("also", 13, arrival=1.0))
+    plan = planned(of)
+    assert len(plan.copies) == 3
+    of.complete(plan, [], arrived(of, plan)[:2])
+    plan = planned(of)
+    assert (plan.chunks, plan.copies) == ((), ()), "not all have come"
+    of.complete(plan, [], [TransferEnd(2)])
+    assert sorted(shares(of, planned(of))) == [("a", 12, 1), ("also", 12, 1)]
+
+
+def test_what_is_lost_is_computed() -> None:
+    of, shelf = shelved(13)
+    (sequence,) = of.add(request("a", 13))
+    plan = planned(of)
+    first, *others = arrived(of, plan)
+    of.complete(plan, [], [first._replace(whole=False), *others])
+    assert len(shelf.pages) == 2
+    assert shares(of, planned(of)) == [("a", 0, 13)]
+    assert sequence.cached_tokens == 0
+
+
+def test_nothing_comes_for_who_computes_all_or_has_other_tags_or_finds_no_room() -> None:
+    of, _ = shelved(13)
+    of.add(request("a", 13, prompt_logprobs=0))
+    assert shares(of, step(of)) == [("a", 0, 13)]
+    of, _ = shelved(80)
+    of.add(request("b", 90, max_tokens=3))
+    step(of)
+    of.add(request("a", 80, arrival=1.0))
+    plan = planned(of)
+    assert not plan.copies, "its pages are taken only once there are enough for all of it"
+    assert of.take_held() == (Held("pages"),)
+
+
+def test_pages_that_only_the_tree_keeps_make_room() -> None:
+    of, _ = shelved(13)
+    for name in "bc":
+        of.add(request(name, 76, max_tokens=1))
+        list(finish(of))
+    of.add(request("a", 13))
+    plan = planned(of)
+    assert len(plan.copies) == 3
+    of.complete(plan, [], arrived(of, plan))
+    assert shares(of, planned(of)) == [("a", 12, 1)]
+
+
+def test_a_reset_forgets_what_is_under_way() -> None:
+    of, _ = shelved(13)
+    of.add(request("a", 13))
+    planned(of)
+    of.reset()
+    of.check()
+    of.complete(NOTHING, [])
+    of.add(request("b", 13))
+    assert shares(of, planned(of)) == [("b", 0, 13)]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.engine.request import MAX_AHEAD, Request, Status, Update, seconds_ahead
+from strata.engine.request import MAX_AHEAD, Request, Update, seconds_ahead
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.scheduling.config import SchedulerConfig
 from tests.engine.scheduling.plans import finish, request, scheduler, shares, step
@@ -29,12 +29,6 @@ class TestAdmission:
         with pytest.raises(ValueError, match=message):
             of.add(request("a", prompt, max_tokens=max_tokens))
         assert not of.has_work
-
-    def test_what_just_fits_runs_to_its_end(self) -> None:
-        of = scheduler(pages=10)
-        (sequence,) = of.add(request("a", 30, max_tokens=11))  # 40 tokens are read, the 41st is not
-        assert len(list(finish(of))) == 11
-        assert (len(sequence.outputs), sequence.finish_reason, sequence.preemptions) == (11, "length", 0)
 
     def test_an_id_in_use_is_refused_and_free_again_later(self) -> None:
         of = scheduler()
@@ -178,59 +172,6 @@ class TestRunAhead:
         assert reasons == [None, "length"]
         assert not of.has_work
 
-    def test_what_was_planned_beyond_an_end_is_dropped(self) -> None:
-        of = scheduler()
-        (sequence,) = of.add(request("a", 5, max_tokens=9))
-        first, second = of.schedule(), of.schedule()
-        assert first is not None
-        assert second is not None
-        assert of.complete(first, [0]) == [Update(sequence, [0], "stop")]
-        of.check()
-        assert of.complete(second, [7]) == []
-        assert sequence.outputs == [0]
-
-    def test_a_preempted_sequence_keeps_the_id_that_is_under_way(self) -> None:
-        of = scheduler(pages=7, page_size=2, caching=False)
-        (old,) = of.add(request("a", 6, max_tokens=9))
-        (young,) = of.add(request("b", 5, arrival=1.0, max_tokens=9))
-        first = of.schedule()
-        assert first is not None
-        assert len(first.draws) == 2
-        second = of.schedule()  # "a" gets the last page, "b" has room
-        assert second is not None
-        of.complete(first, [7, 8])
-        third = of.schedule()  # "b" needs a page and there is none
-        assert third is not None
-        assert shares(of, third) == [("a", 7, 1)]
-        assert (young.status, young.pending, young.preemptions) == (Status.WAITING, 1, 1)
-        of.complete(second, [7, 9])
-        assert young.outputs == [8, 9]
-        of.complete(third, [7])
-        list(finish(of))
-        assert len(young.outputs) == len(old.outputs) == 9
-        of.check()
-
-    def test_a_sequence_is_not_admitted_again_while_an_id_is_under_way(self) -> None:
-        # "b" loses a copy of a page that "a" holds in the tree, so there is room for it again as soon as it is out.
-        of = scheduler(pages=6, page_size=4)
-        of.add(request("a", [*range(100, 108), 7], max_tokens=8))
-        (young,) = of.add(request("b", range(100, 104), arrival=1.0, max_tokens=8))
-        plan = of.schedule()
-        for _ in range(4):
-            before, plan = plan, of.schedule()
-            assert before is not None
-            of.complete(before, [7, 7])
-        assert (young.status, young.preemptions) == (Status.RUNNING, 0)
-        after = of.schedule()
-        assert shares(of, after) == [("a", 13, 1)]
-        assert (young.status, young.pending, young.preemptions) == (Status.WAITING, 1, 1)
-        assert plan is not None
-        assert after is not None
-        of.complete(plan, [7, 7])
-        of.complete(after, [7])
-        list(finish(of))
-        assert len(young.outputs) == 8
-
     def test_only_bad_words_of_several_ids_need_known_ids(self) -> None:
         of = scheduler()
         single = Request("a", (5, 6), SamplingParams(), bad_words=((3,),))
@@ -288,12 +229,6 @@ class TestEnds:
         assert (len(sequence.outputs), sequence.finish_reason, sequence.stop_reason) == expected
         of.check()
 
-    def test_max_model_len_ends_a_sequence(self) -> None:
-        of = scheduler(longest=8)
-        (sequence,) = of.add(request("a", 5, max_tokens=None))
-        list(finish(of))
-        assert (len(sequence.outputs), sequence.finish_reason) == (3, "length")
-
     def test_a_stop_string_overrides_the_length(self) -> None:
         of = scheduler()
         (sequence,) = of.add(request("a", 5, max_tokens=1))
@@ -308,26 +243,6 @@ class TestEnds:
         assert plan is not None
         with pytest.raises(ValueError, match="zip"):
             of.complete(plan, [])
-
-    @pytest.mark.parametrize("steps", range(5))
-    @pytest.mark.parametrize("planned", [0, 1])
-    def test_abort_at_any_moment_leaves_nothing(self, steps: int, planned: int) -> None:
-        of = scheduler(budget=4, slots=2)
-        aborted = of.add(request("a", 9, max_tokens=5, n=3))
-        (other,) = of.add(request("b", 9, arrival=1.0, max_tokens=5))
-        for _ in range(steps):
-            step(of)
-        plans = [of.schedule() for _ in range(planned)]
-        assert of.abort("a") == aborted
-        assert of.abort("a") == of.abort("unknown") == []
-        of.check()
-        for plan in plans:
-            if plan is not None:
-                updates = of.complete(plan, [7] * len(plan.draws))
-                assert all(update.sequence is other for update in updates)
-        list(finish(of))
-        assert len(other.outputs) == 5
-        of.check()
 
 
 def test_tokens_that_wait_are_those_of_the_queue_and_of_chunks_to_come() -> None:

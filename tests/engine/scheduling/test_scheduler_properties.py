@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import pytest
@@ -153,34 +154,38 @@ class Engine:
                 return
 
 
+def of_loads(**own: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Sizes of an engine, with those that a kind of load has of its own."""
+    common: dict[str, st.SearchStrategy[Any]] = {
+        "page_size": st.sampled_from([1, 2, 3, 4, 8]),
+        "tokens": st.integers(12, 80),
+        "all_tokens": st.just(True),
+        "slots": st.integers(1, 6),
+        "budget": st.integers(1, 40),
+        "caching": st.booleans(),
+        "ahead": st.booleans(),
+        "drafting": DRAFTING,
+    }
+    return st.fixed_dictionaries(common | own)
+
+
 class Load(RuleBasedStateMachine):
     """Requests come, go and are aborted while steps run; whatever happens, each stream is the uncrowded one."""
 
-    @initialize(
-        page_size=st.sampled_from([1, 2, 3, 4, 8]),
-        tokens=st.integers(12, 80),
-        slots=st.integers(1, 6),
-        budget=st.integers(1, 40),
-        caching=st.booleans(),
-        ahead=st.booleans(),
-        times=st.sampled_from([None, None, *TIMES]),
-        drafting=DRAFTING,
-    )
-    def start(
-        self,
-        page_size: int,
-        tokens: int,
-        slots: int,
-        budget: int,
-        caching: bool,
-        ahead: bool,
-        times: StepTimes | None,
-        drafting: tuple[int, float],
-    ) -> None:
-        self.longest = 48
-        target = None if times is None else StepTarget(0.020, times)
-        config = SchedulerConfig(slots, budget, self.longest, target=target, draws=drafting[0])
-        self.engine = Engine(max(1, tokens // page_size), page_size, config, caching, ahead, right=drafting[1])
+    longest = 48
+
+    @initialize(given=of_loads(times=st.sampled_from([None, None, *TIMES])))
+    def start(self, given: dict[str, Any]) -> None:
+        self.begin(given)
+
+    def begin(self, given: dict[str, Any], **kinds: Any) -> None:
+        """kinds: pages of windows, snapshots or a shelf, as `Engine` takes them."""
+        draws, right = given["drafting"]
+        target = StepTarget(0.020, given["times"]) if given.get("times") else None
+        config = SchedulerConfig(given["slots"], given["budget"], self.longest, target=target, draws=draws)
+        size = given["page_size"]
+        pages = max(1, given["tokens"] // size) if given["all_tokens"] else 1000
+        self.engine = Engine(pages, size, config, given["caching"], given["ahead"], right=right, **kinds)
         self.sequences: list[Sequence] = []
         self.aborted: set[str] = set()
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from strata import LLM, SamplingParams
-from tests.engine.test_families import greedy
+from tests.engine.test_answers import greedy
 from tests.models.checkpoints import FAMILY_CONFIGS, load_oracle, make_checkpoint
 from tests.models.sparse_models import SPARSE_CONFIGS
 

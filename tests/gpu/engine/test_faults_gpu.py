@@ -12,7 +12,7 @@ import torch
 
 from strata import LLM, SamplingParams
 from strata.engine.faults import EngineFault
-from tests.engine.test_failed_requests import NAN_TOKEN, PREFIX, assert_failed, break_embedding, poison, run
+from tests.engine.test_faults import NAN_TOKEN, PREFIX, assert_failed, break_embedding, poison, run
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 EACH_WAY = {

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from strata import LLM, SamplingParams
-from tests.engine.ranks.test_mixture import CONFIG
+from tests.engine.ranks.layouts import CONFIG
 from tests.gpu.ranks import require_gpus
 
 pytestmark = pytest.mark.gpu

@@ -1,34 +1,25 @@
-"""Chat completions of the built-in model through HTTP: as `LLM` answers in this process, and as each field asks."""
+"""Chats through HTTP as `LLM` answers in this process, and streams event by event, also when something fails."""
 
 from __future__ import annotations
 
-import json
-import math
 from typing import Any
 
 import pytest
-from openai.types.chat import ChatCompletion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from strata import LLM, SamplingParams
+from strata.engine.process.messages import TokenLogprobs
+from strata.serve.client import EngineGone
+from strata.serve.schema.chat_reply import ChatChunk
 from strata.serve.schema.chat_reply import ChatCompletion as ChatCompletionSchema
+from strata.serve.schema.completions import Completion as CompletionSchema
+from strata.text.tokenizer import Tokenizer
 from tests.serve.live import LiveServer
-from tests.serve.scripted import events
+from tests.serve.scripted import EOS, Serve, delta, events
 
 QUESTIONS = ["What is 47 + 38?", "Reverse the word 'planet'.", "Sort these numbers: 42, 7, 93, 18, 65"]
 SUM = [{"role": "user", "content": QUESTIONS[0]}]
 STORY = [{"role": "user", "content": "Tell me a story."}]
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
-            "required": ["city", "days"],
-            "additionalProperties": False,
-        },
-    },
-}
 
 
 def chat(live: LiveServer, messages: list[dict[str, Any]] = SUM, **fields: Any) -> Any:
@@ -75,37 +66,6 @@ def test_fields_not_given_are_as_the_model_has_them(live: LiveServer) -> None:
     assert content(chat(live)).endswith("Answer: 85")
 
 
-def test_the_model_may_be_named(live: LiveServer) -> None:
-    assert chat(live, model="builtin", max_tokens=1)["model"] == "builtin"
-    assert chat(live, model=None, max_tokens=1)["model"] == "builtin"
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
-        [{"role": "user", "content": [{"type": "text", "text": "What is"}, {"type": "text", "text": "47 + 38?"}]}],
-        [{"role": "user", "content": "What is\n47 + 38?", "name": None}],
-    ],
-)
-def test_parts_of_text_are_joined_by_line_breaks(live: LiveServer, llm: LLM, asked: list[dict[str, Any]]) -> None:
-    expected = llm.chat_prompt([{"role": "user", "content": "What is\n47 + 38?"}])["prompt_token_ids"]
-    assert chat(live, asked, return_token_ids=True, max_tokens=1)["prompt_token_ids"] == expected
-
-
-def test_roles(live: LiveServer, llm: LLM) -> None:
-    """A developer is to chat templates what a system is, and an assistant may have refused."""
-    asked = [
-        {"role": "developer", "content": "Be brief."},
-        {"role": "user", "content": "Hello"},
-        {"role": "assistant", "content": None, "refusal": "No."},
-        {"role": "user", "content": "Why?"},
-    ]
-    shown = [{**message, "content": message["content"] or "No."} for message in asked]
-    shown[0]["role"] = "system"
-    expected = llm.chat_prompt(shown)["prompt_token_ids"]
-    assert chat(live, asked, return_token_ids=True, max_tokens=1)["prompt_token_ids"] == expected
-
-
 def test_the_final_message_is_written_on(live: LiveServer) -> None:
     begun = [*SUM, {"role": "assistant", "content": "ones: 7 + 8 = 15, write 5,"}]
     reply = chat(live, begun, continue_final_message=True)
@@ -141,12 +101,6 @@ def test_log_probabilities_are_those_of_llm(live: LiveServer, llm: LLM) -> None:
     assert [entry["token"] for entry in streamed] == [entry["token"] for entry in whole]
 
 
-def test_logprobs_without_top_logprobs(live: LiveServer) -> None:
-    told = chat(live, logprobs=True, max_tokens=3)["choices"][0]["logprobs"]["content"]
-    assert [entry["top_logprobs"] for entry in told] == [[], [], []]
-    assert all(math.isfinite(entry["logprob"]) for entry in told)
-
-
 def test_several_samples(live: LiveServer) -> None:
     fields = {"n": 3, "temperature": 1.5, "seed": 7, "max_tokens": 24}
     reply = chat(live, STORY, **fields)
@@ -155,12 +109,6 @@ def test_several_samples(live: LiveServer) -> None:
     chunks = stream(live, STORY, **fields)
     assert [joined(chunks, index) for index in range(3)] == texts
     assert reply["usage"]["completion_tokens"] <= 72
-
-
-def test_a_seed_repeats_itself(live: LiveServer) -> None:
-    fields = {"temperature": 1.5, "max_tokens": 20}
-    assert content(chat(live, STORY, seed=5, **fields)) == content(chat(live, STORY, seed=5, **fields))
-    assert len({content(chat(live, STORY, seed=seed, **fields)) for seed in range(4)}) > 1
 
 
 def test_stop_strings(live: LiveServer) -> None:
@@ -214,20 +162,6 @@ def test_penalties_and_filters_reach_the_engine(live: LiveServer, llm: LLM) -> N
     assert expected != content(chat(live))
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"temperature": 5e-324},
-        {"temperature": 1e-40, "n": 2},
-        {"temperature": 1.0, "top_p": 5e-324},
-        {"temperature": 1.0, "min_p": 1.0},
-    ],
-)
-def test_extreme_values_leave_the_likeliest_token(live: LiveServer, fields: dict[str, Any]) -> None:
-    """In float32 the logits divided by such numbers are infinite, and such a sum of probabilities is none."""
-    assert content(chat(live, **fields)) == content(chat(live, temperature=0))
-
-
 def test_special_tokens_are_shown_on_request(live: LiveServer) -> None:
     assert content(chat(live, skip_special_tokens=False, include_stop_str_in_output=True)).endswith("85<|end|>")
 
@@ -239,68 +173,214 @@ def test_a_prefix_is_cached_for_the_next_request(live: LiveServer) -> None:
     assert second["prompt_tokens_details"]["cached_tokens"] >= 64
 
 
-def test_inert_fields_are_taken(live: LiveServer) -> None:
-    fields = {
-        "user": "u",
-        "metadata": {"a": "b"},
-        "store": True,
-        "service_tier": "auto",
-        "safety_identifier": "s",
-        "prompt_cache_key": "k",
-        "prompt_cache_retention": "24h",
-        "modalities": ["text"],
-        "verbosity": "medium",
-        "parallel_tool_calls": True,
-        "priority": 3,
-        "response_format": {"type": "text"},
-        "tool_choice": "none",
+@pytest.fixture(scope="module")
+def words(tokenizer: Tokenizer) -> list[int]:
+    """ " red", " blue", " the": a token each."""
+    ids = [tokenizer.encode(word, add_special_tokens=False) for word in (" red", " blue", " the")]
+    assert all(len(one) == 1 for one in ids)
+    return [one[0] for one in ids]
+
+
+def choices(stream: list[Any], index: int = 0) -> list[Any]:
+    """The choices of that index in all chunks, with the fields that never change checked and left out."""
+    assert stream[-1] == "[DONE]"
+    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in stream[:-1]}) == 1
+    return [choice for chunk in stream[:-1] for choice in chunk["choices"] if choice["index"] == index]
+
+
+def test_the_events_of_a_chat(serve_script: Serve, words: list[int]) -> None:
+    script = [[delta(0, words[:1])], [delta(0, words[1:])], [delta(0, [EOS], "stop")]]
+    with serve_script(script) as server:
+        stream = server.stream_chat()
+    assert [(choice["delta"], choice["finish_reason"]) for choice in choices(stream)] == [
+        ({"role": "assistant", "content": ""}, None),
+        ({"content": " red"}, None),
+        ({"content": " blue the"}, None),
+        ({}, "stop"),
+    ]
+    for chunk in stream[:-1]:
+        assert "usage" not in chunk
+        assert chunk["object"] == "chat.completion.chunk"
+        ChatChunk.model_validate(chunk)
+        ChatCompletionChunk.model_validate(chunk, strict=True)
+
+
+def test_the_events_of_a_completion(serve_script: Serve, words: list[int]) -> None:
+    with serve_script([[delta(0, words[:1])], [delta(0, words[1:], "length")]]) as server:
+        stream = server.stream_completion()
+    assert [(choice["text"], choice["finish_reason"]) for choice in choices(stream)] == [
+        (" red", None),
+        (" blue the", "length"),
+    ]
+    for chunk in stream[:-1]:
+        assert "usage" not in chunk
+        assert chunk["object"] == "text_completion"
+        CompletionSchema.model_validate(chunk)
+
+
+def test_a_stream_says_so_in_its_headers(serve_script: Serve, words: list[int]) -> None:
+    with serve_script([[delta(0, words, "length")]]) as server:
+        response = server.client.post("/v1/completions", json={"prompt": "Hi", "stream": True})
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.headers["cache-control"] == "no-cache"
+    assert "content-length" not in response.headers
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+def test_usage_comes_last_and_is_null_before(serve_script: Serve, words: list[int], kind: str) -> None:
+    script = [[delta(0, words[:1], scheduled=0.0, cached_tokens=1)], [delta(0, words[1:], "length")]]
+    with serve_script(script) as server:
+        ask = server.stream_chat if kind == "chat" else server.stream_completion
+        *chunks, usage, done = ask(stream_options={"include_usage": True})
+        prompt = len(server.engine.added[0].prompt)
+    assert done == "[DONE]"
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert usage["choices"] == []
+    assert usage["usage"] == {
+        "prompt_tokens": prompt,
+        "completion_tokens": 3,
+        "total_tokens": prompt + 3,
+        "prompt_tokens_details": {"cached_tokens": 1},
     }
-    assert content(chat(live, **fields)) == content(chat(live))
 
 
-def test_a_json_schema_is_followed(live: LiveServer) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"sum": {"type": "integer"}, "sure": {"type": "boolean"}},
-        "required": ["sum", "sure"],
-        "additionalProperties": False,
+def test_several_samples_side_by_side(serve_script: Serve, words: list[int]) -> None:
+    script = [
+        [delta(1, words[:1]), delta(0, words[1:2])],
+        [delta(1, words[2:], "length"), delta(2, words[:1])],
+        [delta(0, [EOS], "stop"), delta(2, words[1:2], "length")],
+    ]
+    with serve_script(script) as server:
+        stream = server.stream_chat(n=3)
+    assert [chunk["choices"][0]["index"] for chunk in stream[:3]] == [0, 1, 2]
+    texts = {
+        index: "".join(choice["delta"].get("content", "") for choice in choices(stream, index)) for index in range(3)
     }
-    asked = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
-    for seed in range(3):
-        text = content(chat(live, response_format=asked, temperature=1.0, seed=seed, max_tokens=600))
-        value = json.loads(text)
-        assert set(value) == {"sum", "sure"}
-        assert isinstance(value["sum"], int)
-        assert isinstance(value["sure"], bool)
+    assert texts == {0: " blue", 1: " red the", 2: " red blue"}
+    for index, reason in enumerate(["stop", "length", "length"]):
+        own = choices(stream, index)
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        assert [choice["finish_reason"] for choice in own] == [None] * (len(own) - 1) + [reason]
 
 
-def test_a_forced_call(live: LiveServer) -> None:
-    named = {"type": "function", "function": {"name": "get_weather"}}
-    for choice in ("required", named):
-        fields = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 200}
-        reply = chat(live, **fields)["choices"][0]
-        assert reply["finish_reason"] == "tool_calls"
-        assert reply["message"]["content"] is None
-        (call,) = reply["message"]["tool_calls"]
-        assert call["function"]["name"] == "get_weather"
-        arguments = json.loads(call["function"]["arguments"])
-        assert arguments["city"] in ("Oslo", "Rome")
-        assert 1 <= arguments["days"] <= 9
-        parts = [
-            part
-            for chunk in stream(live, **fields)
-            for one in chunk["choices"]
-            for part in one["delta"].get("tool_calls", ())
-        ]
-        assert parts[0]["function"] == {"name": "get_weather", "arguments": ""}
-        assert parts[0]["type"] == "function"
-        assert parts[0]["id"]
-        assert json.loads("".join(part["function"]["arguments"] for part in parts)) == arguments
+def test_a_character_of_several_tokens_comes_whole(serve_script: Serve, tokenizer: Tokenizer) -> None:
+    text = "a🙂é"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert len(ids) > len(text)
+    with serve_script([[delta(0, [id])] for id in ids] + [[delta(0, [], "length")]]) as server:
+        stream = server.stream_completion()
+    shown = [choice["text"] for choice in choices(stream)]
+    assert "".join(shown) == text
+    assert "�" not in "".join(shown)
+    assert [one for one in shown if one] == list(text)
 
 
-def test_an_invalid_schema_is_a_400(live: LiveServer) -> None:
-    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
-    body = {"messages": SUM, "response_format": asked}
-    response = live.client.post("/v1/chat/completions", json=body)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"].startswith("response_format")
+def test_half_a_character_at_the_end_is_shown_as_such(serve_script: Serve, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("🙂", add_special_tokens=False)[:-1]
+    with serve_script([[delta(0, ids, "length")]]) as server:
+        assert choices(server.stream_completion())[-1]["text"] == "�"
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, " red blu"), (True, " red blue th")])
+def test_a_stop_string_across_tokens(serve_script: Serve, words: list[int], include: bool, text: str) -> None:
+    """The tokens after it, and what might have been its beginning, are never shown."""
+    script = [[delta(0, words[:1])], [delta(0, words[1:2])], [delta(0, [*words[2:], *words])]]
+    with serve_script(script) as server:
+        stream = server.stream_completion(stop=["never", "e th"], include_stop_str_in_output=include)
+        assert server.engine.finished == [(0, "e th")]
+    own = choices(stream)
+    assert "".join(choice["text"] for choice in own) == text
+    assert (own[-1]["finish_reason"], own[-1]["stop_reason"]) == ("stop", "e th")
+
+
+def test_what_might_begin_a_stop_string_is_held_back(serve_script: Serve, words: list[int]) -> None:
+    script = [[delta(0, words[:1])], [delta(0, words[1:2])], [delta(0, [EOS], "stop")]]
+    with serve_script(script) as server:
+        shown = [choice["text"] for choice in choices(server.stream_completion(stop="red blue the"))]
+    assert shown == [" ", "red blue"]
+
+
+def test_log_probabilities_wait_for_the_text_of_their_token(serve_script: Serve, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("🙂", add_special_tokens=False)
+    assert len(ids) > 1
+    entries = [TokenLogprobs(id, -0.5, 1, [], []) for id in ids]
+    script = [[delta(0, [id], logprobs=[entry])] for id, entry in zip(ids, entries, strict=True)]
+    with serve_script([*script, [delta(0, [], "length", logprobs=[])]]) as server:
+        stream = server.stream_chat(logprobs=True)
+    shown = [choice for choice in choices(stream) if choice["delta"].get("content")]
+    assert len(shown) == 1
+    told = shown[0]["logprobs"]["content"]
+    assert bytes(byte for one in told for byte in one["bytes"]).decode() == "🙂"
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+@pytest.mark.parametrize(
+    ("fault", "code", "type"),
+    [
+        (EngineGone("it was killed"), "engine_dead", "service_unavailable_error"),
+        ([delta(0, [], "error", error="the logits hold NaN")], "generation_failed", "server_error"),
+        (RuntimeError("secret"), "internal_error", "server_error"),
+    ],
+)
+def test_a_fault_half_way_is_told_in_the_stream(
+    serve_script: Serve, words: list[int], kind: str, fault: Any, code: str, type: str
+) -> None:
+    with serve_script([[delta(0, words[:1])], fault]) as server:
+        stream = server.stream_chat() if kind == "chat" else server.stream_completion()
+        assert server.engine.streams[0].closed
+        assert server.state.limits.in_flight == 0
+        metrics = server.client.get("/metrics").text
+    assert 'finished_reason="error",model_name="scripted"} 1.0' in metrics
+    assert 'strata_aborts_total{model_name="scripted"} 0.0' in metrics
+    assert set(stream[-1]) == {"error"}
+    error = stream[-1]["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["code"], error["type"]) == (code, type)
+    assert "secret" not in error["message"]
+
+
+@pytest.mark.parametrize(("fault", "status"), [(EngineGone("it was killed"), 503), (RuntimeError("secret"), 500)])
+def test_a_fault_before_the_first_token_has_a_status(serve_script: Serve, fault: Exception, status: int) -> None:
+    with serve_script([fault]) as server:
+        response = server.client.post("/v1/completions", json={"prompt": "Hi", "stream": True})
+        assert response.status_code == status
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+        assert server.state.limits.in_flight == 0
+
+
+def test_the_deadline_ends_a_stream_with_an_error(serve_script: Serve, words: list[int]) -> None:
+    with serve_script([[delta(0, words[:1])]], hangs=True, settings={"request_timeout": 1.0}) as server:
+        stream = server.stream_completion()
+        assert server.engine.streams[0].closed
+        assert server.state.limits.in_flight == 0
+    assert stream[0]["choices"][0]["text"] == " red"
+    assert stream[-1]["error"]["code"] == "timeout"
+
+
+def test_the_deadline_before_the_first_token_is_a_408(serve_script: Serve) -> None:
+    with serve_script([], hangs=True, settings={"request_timeout": 0.1}) as server:
+        for stream in (False, True):
+            response = server.client.post("/v1/completions", json={"prompt": "Hi", "stream": stream})
+            assert response.status_code == 408
+            assert response.json()["error"]["type"] == "timeout_error"
+
+
+def test_several_prompts_share_one_stream(serve_script: Serve, words: list[int]) -> None:
+    script = [[delta(0, words[:1]), delta(1, words[1:2])], [delta(0, words[2:], "length"), delta(1, [EOS], "stop")]]
+    with serve_script(script) as server:
+        stream = server.stream_completion(prompt=["a", "b"], n=2, echo=True)
+        assert len(server.engine.added) == 2
+    texts = ["".join(choice["text"] for choice in choices(stream, index)) for index in range(4)]
+    assert texts == ["a red the", "a blue", "b red the", "b blue"]
+
+
+def test_token_ids_are_told_on_request(serve_script: Serve, words: list[int]) -> None:
+    script = [[delta(0, words[:1])], [delta(0, words[1:], "length")]]
+    with serve_script(script) as server:
+        chat = server.stream_chat(return_token_ids=True)
+        completion = server.stream_completion(return_token_ids=True)
+        prompts = [add.prompt for add in server.engine.added]
+    for stream in (chat, completion):
+        assert [id for choice in choices(stream) for id in choice["token_ids"]] == words
+    assert [chunk.get("prompt_token_ids") for chunk in chat[:-1]] == [prompts[0], None, None, None]
+    assert [choice.get("prompt_token_ids") for choice in choices(completion)] == [prompts[1], None]

@@ -1,17 +1,22 @@
-"""Completions of the built-in model through HTTP: as `LLM` completes in this process, and as each field asks."""
+"""Completions through HTTP as `LLM` completes in this process; echoed prompts with their log-probabilities."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from openai.types import Completion
 
 from strata import LLM, SamplingParams
+from strata.engine.process.messages import TokenLogprobs
+from strata.serve.api.completion_choice import echo_of
+from strata.serve.api.prompts import Prompt
+from strata.serve.schema.completions import Completion
 from strata.serve.schema.completions import Completion as CompletionSchema
 from strata.text.tokenizer import Tokenizer
 from tests.serve.live import LiveServer
-from tests.serve.scripted import events
+from tests.serve.scripted import EOS, Serve, delta, events, scripted_server
 
 PROMPT = "<|user|>What is 47 + 38?<|end|><|assistant|>"
 REVERSE = "<|user|>Reverse the word 'planet'.<|end|><|assistant|>"
@@ -51,10 +56,6 @@ def test_the_completion_is_that_of_llm(live: LiveServer, llm: LLM) -> None:
     assert texts(reply) == [expected.outputs[0].text]
     assert reply["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
     assert joined(stream(live, max_tokens=60), 0) == expected.outputs[0].text
-
-
-def test_sixteen_tokens_unless_asked_otherwise(live: LiveServer) -> None:
-    assert complete(live)["usage"]["completion_tokens"] == 16
 
 
 def test_each_kind_of_prompt(live: LiveServer, tokenizer: Tokenizer) -> None:
@@ -119,11 +120,6 @@ def test_no_log_probabilities_unless_asked(live: LiveServer) -> None:
     assert [len(top) for top in zero["top_logprobs"]] == [1, 1]
 
 
-def test_openai_spelled_out_nulls_and_ones(live: LiveServer) -> None:
-    reply = complete(live, max_tokens=2, best_of=1, suffix="", logprobs=None, echo=False, user="u", stream=False)
-    assert reply["object"] == "text_completion"
-
-
 def test_a_prompt_that_fills_the_model(live: LiveServer) -> None:
     reply = complete(live, [6] * 1023, max_tokens=1)
     assert reply["usage"] == {
@@ -132,3 +128,128 @@ def test_a_prompt_that_fills_the_model(live: LiveServer) -> None:
         "total_tokens": 1024,
         "prompt_tokens_details": {"cached_tokens": 0},
     }
+
+
+TEXT = "<|user|>a😀é 東京!<|end|><|assistant|>Grüße 🦜"
+
+
+def entries(ids: Sequence[int]) -> list[TokenLogprobs]:
+    return [TokenLogprobs(id, -0.5, 1, [id, 5], [-0.5, -1.5]) for id in ids]
+
+
+def served(serve_script: Serve, tokenizer: Tokenizer, prompt: Sequence[int], output: Sequence[int], n: int = 1) -> Any:
+    script = [[delta(index, [*output, EOS], "stop", logprobs=entries([*output, EOS])) for index in range(n)]]
+    return serve_script(script, prompt_logprobs=entries(prompt[1:]))
+
+
+def places(text: str, pieces: Sequence[bytes]) -> list[int]:
+    """Where each piece of a text's UTF-8 begins: how many characters have ended before it."""
+    ends = [len(text[: number + 1].encode()) for number in range(len(text))]
+    starts = [sum(map(len, pieces[:number])) for number in range(len(pieces))]
+    return [sum(end <= start for end in ends) for start in starts]
+
+
+def test_offsets_count_the_characters_before_a_token(serve_script: Serve, tokenizer: Tokenizer) -> None:
+    """Also where a character is several tokens, and where the text spells special tokens."""
+    prompt = tokenizer.encode(TEXT, add_special_tokens=False)
+    output = tokenizer.encode(" 🦜🦜 ß.", add_special_tokens=False)
+    pieces = [tokenizer.token_bytes(id) for id in (*prompt, *output)]
+    assert any(len(piece.decode(errors="ignore").encode()) < len(piece) for piece in pieces), "a split character"
+    wanted = places(TEXT + " 🦜🦜 ß.", pieces)
+    with served(serve_script, tokenizer, prompt, output) as server:
+        reply = server.complete(prompt=TEXT, add_special_tokens=False, echo=True, logprobs=1)
+        told = reply["choices"][0]["logprobs"]
+        assert reply["choices"][0]["text"] == TEXT + " 🦜🦜 ß."
+        assert told["text_offset"] == [*wanted, len(TEXT + " 🦜🦜 ß.")]
+        chunks = server.stream_completion(prompt=TEXT, add_special_tokens=False, echo=True, logprobs=1)
+        parts = [one["choices"][0]["logprobs"] for one in chunks[:-1]]
+        assert [offset for part in parts if part for offset in part["text_offset"]] == told["text_offset"]
+        alone = server.complete(prompt=TEXT, add_special_tokens=False, logprobs=1)["choices"][0]["logprobs"]
+        assert alone["text_offset"] == [offset - len(TEXT) for offset in told["text_offset"][len(prompt) :]]
+
+
+def test_offsets_of_a_prompt_of_ids_leave_out_what_its_text_does(serve_script: Serve, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode(TEXT)
+    shown = tokenizer.decode(prompt)
+    assert "<|user|>" not in shown
+    special = tokenizer.special_ids
+    wanted = places(shown, [b"" if id in special else tokenizer.token_bytes(id) for id in prompt])
+    with served(serve_script, tokenizer, prompt, []) as server:
+        told = server.complete(prompt=prompt, echo=True, logprobs=0)["choices"][0]["logprobs"]
+        assert told["text_offset"][: len(prompt)] == wanted
+
+
+def test_the_prompt_is_worked_out_once_for_all_samples(
+    serve_script: Serve, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = tokenizer.encode(TEXT)
+    calls = 0
+
+    def counting(id: int) -> bytes:
+        nonlocal calls
+        calls += 1
+        return Tokenizer.token_bytes(tokenizer, id)
+
+    monkeypatch.setattr(tokenizer, "token_bytes", counting)
+    counts, choices = [], []
+    for n in (1, 16):
+        with served(serve_script, tokenizer, prompt, [], n) as server:
+            calls = 0
+            reply = server.complete(prompt=TEXT, echo=True, logprobs=1, n=n)
+            Completion.model_validate(reply)
+            counts.append(calls - n * 10)  # the samples' own
+            choices.append(reply["choices"])
+    assert counts[1] <= counts[0] + 10
+    assert [{**choice, "index": 0} for choice in choices[1]] == choices[0] * 16
+
+
+def test_an_answer_that_would_repeat_too_much_is_refused(tokenizer: Tokenizer) -> None:
+    with scripted_server(tokenizer, [[delta(0, [], "stop")]]) as server:
+        fields = {"prompt": [[5] * 1000] * 8, "n": 16, "logprobs": 20, "echo": True, "max_tokens": 1}
+        answer = server.client.post("/v1/completions", json=fields)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (400, "echo", "answer_too_large")
+        assert "about 82 MB" in error["message"]
+        assert server.engine.added == []
+
+
+def test_others_get_turns_while_a_long_prompt_is_written(tokenizer: Tokenizer) -> None:
+    ids = [5] * 20_000
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def write() -> None:
+        beside = asyncio.ensure_future(others())
+        part = await echo_of(Prompt("", ids), entries(ids[1:]), tokenizer)
+        beside.cancel()
+        assert part.logprobs is not None
+        assert part.logprobs.text_offset.count(b",") == len(ids) - 1
+
+    asyncio.run(write())
+    assert turns > 50
+
+
+def test_no_tokens_score_the_prompt(serve_script: Serve, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode(TEXT)
+    with served(serve_script, tokenizer, prompt, [], n=2) as server:
+        whole = server.complete(prompt=TEXT, echo=True, logprobs=1, max_tokens=1, n=2)
+        reply = server.complete(prompt=TEXT, echo=True, logprobs=1, max_tokens=0, n=2, return_token_ids=True)
+        Completion.model_validate(reply)
+        for choice, scored in zip(whole["choices"], reply["choices"], strict=True):
+            assert scored["text"] == TEXT
+            assert scored["finish_reason"] == "length"
+            assert scored["token_ids"] == []
+            assert scored["logprobs"] == {name: some[: len(prompt)] for name, some in choice["logprobs"].items()}
+        assert reply["usage"]["completion_tokens"] == 0
+        assert reply["usage"]["total_tokens"] == len(prompt)
+        last = server.stream_completion(prompt=TEXT, echo=True, max_tokens=0, n=2)[-2]
+        assert last["choices"][0]["finish_reason"] == "length"
+        assert [add.params.max_tokens for add in server.engine.added] == [1, 1, 1]
+        refused = server.client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 0})
+        assert refused.status_code == 400
+        assert "needs echo" in refused.json()["error"]["message"]

@@ -157,13 +157,6 @@ class TestChat:
         ) as stream:
             assert isinstance(stream.get_final_completion().choices[0].message.parsed, Answer)
 
-    def test_a_json_object(self, client: OpenAI) -> None:
-        reply = client.chat.completions.create(
-            messages=SUM, model=MODEL, response_format={"type": "json_object"}, max_tokens=300, temperature=1.0, seed=1
-        )
-        if reply.choices[0].finish_reason == "stop":
-            assert isinstance(json.loads(reply.choices[0].message.content or ""), dict)
-
     @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
     def test_tools(self, client: OpenAI, choice: Any) -> None:
         fields: Any = {"messages": SUM, "model": MODEL, "tools": [WEATHER], "tool_choice": choice, "max_tokens": 200}
@@ -233,10 +226,6 @@ class TestCompletions:
         assert len(counts) == len(chunks)
         assert counts == sorted(counts)
         assert chunks[-1].choices == []
-
-    def test_token_ids(self, client: OpenAI) -> None:
-        assert client.completions.create(model=MODEL, prompt=[5, 6, 7], max_tokens=1).choices
-        assert len(client.completions.create(model=MODEL, prompt=[[5, 6], [7]], max_tokens=1).choices) == 2
 
 
 class TestOthers:

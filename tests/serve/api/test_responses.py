@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import httpx2
@@ -19,9 +18,7 @@ from strata.serve.client import EngineGone
 from strata.serve.schema.responses_reply import ResponseObject, ResponseStreamEvent
 from strata.text.tokenizer import Tokenizer
 from tests.serve.conftest import BUILTIN
-from tests.serve.scripted import EOS, Scripted, delta
-
-Serve = Callable[..., AbstractContextManager[Scripted]]
+from tests.serve.scripted import EOS, Scripted, Serve, delta
 
 ADD = {
     "type": "function",

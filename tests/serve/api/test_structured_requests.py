@@ -1,18 +1,24 @@
-"""What a whole answer has to be, in OpenAI's words and vLLM's, alone and beside tools."""
+"""What an answer has to be, in OpenAI's words and vLLM's; settings that ask for nothing; errors as OpenAI's client has
+them."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import pytest
 from llguidance import LLMatcher
+from openai import OpenAI
 
 from strata.serve.grammar_worker import TOKENIZER
+from strata.serve.http.keys import KeyHash
 from strata.text.tokenizer import Tokenizer
+from tests.serve.conftest import BUILTIN
 from tests.serve.live import LiveServer
-from tests.serve.scripted import Scripted, delta, scripted_server
+from tests.serve.scripted import NAME, Scripted, Serve, delta, scripted_server
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 GBNF = 'root ::= greeting " " name\ngreeting ::= "hello" | "bye"\nname ::= [A-Z] [a-z]*\n'
@@ -120,3 +126,192 @@ def test_a_form_that_is_whole_before_min_tokens_is_the_requests_own_fault(live: 
     answer = live.client.post("/v1/completions", json=asked)
     assert answer.status_code == 400, answer.text
     assert "shorter than min_tokens" in answer.json()["error"]["message"]
+
+
+EFFORT = "{{ reasoning_effort | default('none given') }}; {{ enable_thinking | default('not said') }}"
+
+
+@pytest.fixture(scope="module")
+def silent(tokenizer: Tokenizer) -> Iterator[Scripted]:
+    with scripted_server(tokenizer, [[delta(0, [], "stop")]]) as silent:
+        yield silent
+
+
+def same(silent: Scripted, path: str, body: dict[str, Any], fields: dict[str, Any]) -> None:
+    for one in (body, {**body, **fields}):
+        answer = silent.client.post(path, json=one)
+        assert answer.status_code == 200, answer.text
+    without, with_fields = silent.engine.added
+    silent.engine.added.clear()
+    assert (without.prompt, without.params, without.grammar) == (
+        with_fields.prompt,
+        with_fields.params,
+        with_fields.grammar,
+    )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"reasoning_effort": effort} for effort in ("none", "minimal", "low", "medium", "high", "xhigh")),
+        *({"verbosity": much} for much in ("low", "medium", "high")),
+        {"chat_template_kwargs": {}},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"guided_decoding_backend": "xgrammar"},
+    ],
+)
+def test_settings_of_chats_that_ask_for_nothing(silent: Scripted, fields: dict[str, Any]) -> None:
+    same(
+        silent,
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "Hi"}]},
+        fields,
+    )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reasoning": {}},
+        {"reasoning": {"effort": "low", "summary": "auto"}},
+        {"reasoning": {"effort": None, "generate_summary": None}},
+        {"include": []},
+        {"include": ["reasoning.encrypted_content"]},
+        {"text": {"verbosity": "low"}},
+    ],
+)
+def test_settings_of_responses_that_ask_for_nothing(silent: Scripted, fields: dict[str, Any]) -> None:
+    same(silent, "/v1/responses", {"input": "Hi", "store": False}, fields)
+
+
+@pytest.mark.parametrize("fields", [{"suffix": ""}, {"suffix": None}, {"best_of": 1}])
+def test_settings_of_completions_that_ask_for_nothing(silent: Scripted, fields: dict[str, Any]) -> None:
+    same(silent, "/v1/completions", {"prompt": "Hi"}, fields)
+
+
+def test_no_top_p_is_the_likeliest_token(silent: Scripted) -> None:
+    silent.complete(top_p=0)
+    assert silent.engine.added.pop().params.top_p <= 1e-6
+
+
+def test_what_was_asked_for_is_repeated(silent: Scripted) -> None:
+    reasoning = {"effort": "low", "summary": "auto"}
+    answer = silent.client.post("/v1/responses", json={"input": "Hi", "reasoning": reasoning}).json()
+    assert answer["reasoning"] == reasoning
+    silent.engine.added.clear()
+
+
+def test_templates_see_the_effort_and_the_variables() -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    with (
+        Tokenizer.load(BUILTIN, chat_template=EFFORT) as tokenizer,
+        scripted_server(tokenizer, [[delta(0, [], "stop")]]) as silent,
+    ):
+
+        def prompt(path: str, **fields: Any) -> str:
+            answer = silent.client.post(path, json=fields)
+            assert answer.status_code == 200, answer.text
+            return tokenizer.decode(silent.engine.added[-1].prompt)
+
+        chat, responses = "/v1/chat/completions", "/v1/responses"
+        assert prompt(chat, messages=messages) == "none given; not said"
+        assert prompt(chat, messages=messages, reasoning_effort="low") == "low; not said"
+        variables = {"enable_thinking": True, "reasoning_effort": "high"}
+        assert prompt(chat, messages=messages, chat_template_kwargs=variables) == "high; True"
+        assert prompt(responses, input="Hi", reasoning={"effort": "minimal"}) == "minimal; not said"
+        asked = {"messages": messages, "chat_template_kwargs": {"enable_thinking": "maybe", "self": 1}}
+        tokens = silent.client.post("/tokenize", json=asked).json()["tokens"]
+        assert tokenizer.decode(tokens) == "none given; maybe"
+
+
+SUM: Any = [{"role": "user", "content": "What is 47 + 38?"}]
+
+
+def client_of(server: Scripted, *, api_key: str = "none", max_retries: int = 0) -> OpenAI:
+    return OpenAI(base_url="http://127.0.0.1/v1", api_key=api_key, max_retries=max_retries, http_client=server.client)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"temperature": 5}, "temperature", "invalid_value"),
+        ({"audio": {"voice": "v", "format": "mp3"}}, "audio", "unsupported_parameter"),
+        ({"extra_body": {"foo": 1}}, "foo", "unknown_parameter"),
+        ({"max_tokens": 5000}, "max_tokens", "context_length_exceeded"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_requests(serve_script: Serve, fields: Any, param: str, code: str, stream: bool) -> None:
+    with serve_script([]) as server, pytest.raises(openai.BadRequestError) as caught:
+        client_of(server).chat.completions.create(messages=SUM, model=NAME, stream=stream, **fields)
+    error = caught.value
+    assert (error.param, error.code, error.type) == (param, code, "invalid_request_error")
+    assert error.request_id
+
+
+def test_unknown_model(serve_script: Serve) -> None:
+    with serve_script([]) as server, pytest.raises(openai.NotFoundError) as caught:
+        client_of(server).chat.completions.create(messages=SUM, model="gpt-5")
+    assert caught.value.code == "model_not_found"
+
+
+def test_keys(serve_script: Serve) -> None:
+    with serve_script([[delta(0, [], "stop")]], keys=[KeyHash.of("alice", "sk-alice")]) as server:
+        wrong, right = (client_of(server, api_key=key) for key in ("sk-bob", "sk-alice"))
+        with pytest.raises(openai.AuthenticationError) as caught:
+            wrong.chat.completions.create(messages=SUM, model=NAME)
+        assert caught.value.code == "invalid_api_key"
+        assert right.chat.completions.create(messages=SUM, model=NAME).choices
+        assert server.engine.added[0].salt
+
+
+def test_too_large(serve_script: Serve) -> None:
+    with serve_script([], settings={"body_limit": 1000}) as server:
+        with pytest.raises(openai.APIStatusError) as caught:
+            client_of(server).completions.create(prompt="x" * 2000, model=NAME)
+        assert caught.value.status_code == 413
+
+
+def test_it_comes_again_after_the_time_it_is_told(serve_script: Serve) -> None:
+    with serve_script([[delta(0, [], "stop")]], settings={"requests_per_minute": 60}) as server:
+        impatient = client_of(server)
+
+        def flood() -> None:
+            for _ in range(1000):
+                impatient.completions.create(prompt="x", model=NAME)
+
+        with pytest.raises(openai.RateLimitError) as caught:
+            flood()
+        assert 60 <= len(server.engine.added) < 1000
+        seconds = int(caught.value.response.headers["retry-after"])
+        assert seconds == 1
+        patient, took = client_of(server, max_retries=2), 0.0
+        while took < 0.5:  # a second may have passed since, and then one is let in at once
+            start = time.monotonic()
+            assert patient.completions.create(prompt="x", model=NAME).choices
+            took = time.monotonic() - start
+        assert 0.9 * seconds < took < 30
+
+
+def test_a_dead_engine(serve_script: Serve) -> None:
+    with serve_script([]) as server:
+        server.engine.alive = False
+        with pytest.raises(openai.InternalServerError) as caught:
+            client_of(server).completions.create(prompt="x", model=NAME)
+        assert (caught.value.status_code, caught.value.code) == (503, "engine_dead")
+
+
+def test_a_fault_half_way_through_a_stream(serve_script: Serve) -> None:
+    with serve_script([[delta(0, [5, 6])], RuntimeError("secret")]) as server:
+        stream = client_of(server).chat.completions.create(messages=SUM, model=NAME, stream=True)
+        with pytest.raises(openai.APIError) as caught:
+            list(stream)
+        assert caught.value.code == "internal_error"
+
+
+def test_a_request_that_took_too_long_is_not_sent_again(serve_script: Serve) -> None:
+    with serve_script([], hangs=True, settings={"request_timeout": 0.1}) as server:
+        with pytest.raises(openai.APIStatusError) as caught:
+            client_of(server, max_retries=2).completions.create(prompt="x", model=NAME)
+        assert (caught.value.status_code, caught.value.code) == (408, "timeout")
+        assert len(server.engine.added) == 1

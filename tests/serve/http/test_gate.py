@@ -363,17 +363,14 @@ def test_while_it_drains_only_health_and_metrics_are_answered() -> None:
         assert server.ask(method="GET", path=path).status == 200
 
 
-def test_draining_waits_for_requests_under_way() -> None:
-    async def scenario() -> None:
-        drain = Drain()
-        assert await drain.wait(0)
-        with drain.request():
-            assert not await drain.wait(0.01)
-            waiting = asyncio.create_task(drain.wait(10))
-            await asyncio.sleep(0)
-        assert await waiting
-
-    asyncio.run(scenario())
+async def test_draining_waits_for_requests_under_way() -> None:
+    drain = Drain()
+    assert await drain.wait(0)
+    with drain.request():
+        assert not await drain.wait(0.01)
+        waiting = asyncio.create_task(drain.wait(10))
+        await asyncio.sleep(0)
+    assert await waiting
 
 
 @pytest.mark.parametrize(

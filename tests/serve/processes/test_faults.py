@@ -13,8 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 
-from tests.serve.running import LONG, QUESTION, Running, is_alive, running, wait_for
+from strata.serve.api.tokens_route import DetokenizeRequest, TokenizeRequest
+from strata.serve.http.validation import explain_fault
+from strata.serve.schema.base import MAX_FIELDS, RequestModel
+from strata.serve.schema.chat import ChatRequest
+from strata.serve.schema.completions import CompletionRequest
+from strata.serve.schema.embeddings import EmbeddingRequest
+from strata.serve.schema.responses import ResponsesRequest
+from tests.serve.running import LONG, Running, is_alive, running, wait_for
 
 IDLE = (0, 0, 0)
 # Its prefill is of hundreds of steps, in which is heard that its client leaves.
@@ -214,13 +223,45 @@ def test_a_request_that_takes_too_long_is_ended(bounded: Running) -> None:
     assert 'strata_rejects_total{model_name="builtin",reason="deadline"} 2.0' in bounded.http.get("/metrics").text
 
 
-def test_each_key_has_its_own_bounds(bounded: Running) -> None:
-    bob = {"Authorization": "Bearer sk-b"}
-    asked = {**QUESTION, "max_tokens": 1}
-    start = time.monotonic()
-    statuses = [bounded.http.post("/v1/completions", json=asked, headers=bob).status_code for _ in range(5)]
-    assert statuses == [200, 200, 200, 200, 429]
-    refused = bounded.http.post("/v1/completions", json=asked, headers=bob)
-    assert refused.json()["error"]["code"] == "requests_per_minute"
-    assert 15 - (time.monotonic() - start) <= int(refused.headers["retry-after"]) <= 15
-    assert bounded.complete(max_tokens=1).status_code == 200
+MANY = 2000
+USER = [{"role": "user", "content": "Hi"}]
+NUMBERED = {f"x{number}": 1 for number in range(MANY)}
+NOTHING = [0] * MANY
+
+BODIES: dict[str, tuple[type[RequestModel], dict[str, Any]]] = {
+    "messages": (ChatRequest, {"messages": NOTHING}),
+    "messages without a role": (ChatRequest, {"messages": [{}] * MANY}),
+    "parts": (ChatRequest, {"messages": [{"role": "user", "content": NOTHING}]}),
+    "calls": (ChatRequest, {"messages": [{"role": "assistant", "tool_calls": NOTHING}]}),
+    "biases": (ChatRequest, {"messages": USER, "logit_bias": NUMBERED}),
+    "metadata": (ChatRequest, {"messages": USER, "metadata": NUMBERED}),
+    "fields": (ChatRequest, {"messages": USER, **NUMBERED}),
+    "fields of a tool": (ChatRequest, {"messages": USER, "tools": [{"type": "function", **NUMBERED}]}),
+    "ids of a prompt": (CompletionRequest, {"prompt": [1, *NUMBERED]}),
+    "prompts": (CompletionRequest, {"prompt": [[]] * MANY}),
+    "inputs": (EmbeddingRequest, {"input": [1, *NUMBERED]}),
+    "lists of ids": (EmbeddingRequest, {"input": [[1, *NUMBERED]]}),
+    "items": (ResponsesRequest, {"input": NOTHING}),
+    "include": (ResponsesRequest, {"input": "Hi", "include": NOTHING}),
+    "messages to tokenize": (TokenizeRequest, {"messages": NOTHING}),
+    "ids to detokenize": (DetokenizeRequest, {"tokens": list(NUMBERED)}),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_body_full_of_faults_has_few(name: str) -> None:
+    model, body = BODIES[name]
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(body)
+    assert caught.value.error_count() <= 3
+
+
+def test_too_many_fields_are_told_as_that() -> None:
+    tool = {"type": "function", "function": {"name": "f", **NUMBERED}}
+    for body, param in ((NUMBERED, None), ({"messages": USER, "tools": [tool]}, "tools[0].function")):
+        with pytest.raises(ValidationError) as caught:
+            ChatRequest.model_validate(body)
+        faults = [{**fault, "loc": ("body", *fault["loc"])} for fault in caught.value.errors()]
+        message, named, _ = explain_fault(RequestValidationError(faults, body=body))
+        assert named == param
+        assert message.startswith(f"{param or 'the body'} must have at most {MAX_FIELDS} fields")

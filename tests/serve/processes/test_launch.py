@@ -12,13 +12,11 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from typer.main import get_command
 
-from strata import LLM
 from strata.cli.serve import command
 from strata.engine.engine_config import EngineConfig
 from strata.serve.processes.launch import bind, greeting
@@ -46,13 +44,25 @@ def assert_nothing_is_left(server: Running, children: list[int]) -> None:
 # ---- the command line ----
 
 
-def test_a_port_in_use_is_one_line_before_the_model_loads() -> None:
+@pytest.fixture
+def port() -> Iterator[str]:
+    """One that somebody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        status, output, _ = refusal("--port", str(port))
+        yield str(other.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (("--port", "PORT"), "strata: error: 127.0.0.1:PORT .*--port"),
+        (("--port", "0", "--allowed-origins", "*"), r"strata: error: .*--allowed-origins \*"),
+        (("--port", "0", "--max-model-len", "5000"), "strata: error: .*--max-model-len 5000"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments: tuple[str, ...], what: str, port: str) -> None:
+    status, output, _ = refusal(*(one.replace("PORT", port) for one in arguments))
     assert status == 1
-    assert output.startswith(f"strata: error: 127.0.0.1:{port} ")
-    assert "--port" in output
+    assert re.match(what.replace("PORT", port), output)
     assert output.count("\n") == 1
 
 
@@ -61,8 +71,7 @@ def test_metrics_cannot_have_the_port_of_all_else() -> None:
         port = str(other.getsockname()[1])
     status, output, _ = refusal("--port", port, "--metrics-port", port)
     assert status == 1
-    assert output.startswith(f"strata: error: 127.0.0.1:{port} ")
-    assert "choose another --metrics-port" in output
+    assert re.match(f"strata: error: 127.0.0.1:{port} .*choose another --metrics-port", output)
     assert output.count("\n") == 1
 
 
@@ -79,21 +88,6 @@ def test_a_key_on_the_command_line_is_refused_and_not_repeated() -> None:
     assert status == 2
     assert "--api-key-file" in output
     assert "sk-secret" not in output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "what"),
-    [
-        (("--allowed-origins", "*"), "--allowed-origins *"),
-        (("--max-model-len", "5000"), "--max-model-len 5000"),
-    ],
-)
-def test_bad_arguments_are_one_line(arguments: tuple[str, ...], what: str) -> None:
-    status, output, _ = refusal("--port", "0", *arguments)
-    assert status == 1
-    assert output.startswith("strata: error: ")
-    assert what in output
-    assert output.count("\n") == 1
 
 
 @pytest.fixture
@@ -157,15 +151,16 @@ def test_the_built_in_model_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked[0] == asked[1]
 
 
-def test_an_address_of_another_machine_is_a_wrong_host_and_no_wrong_port() -> None:
-    with pytest.raises(ValueError, match=r"--host 192\.0\.2\.1 is no address of this machine") as refused:
-        bind("192.0.2.1", 0)
-    assert "--port" not in str(refused.value)
-
-
-def test_what_is_no_host_is_named() -> None:
-    with pytest.raises(ValueError, match=r"^--host not a host cannot be used: [^\n]+$"):
-        bind("not a host", 0)
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        ("192.0.2.1", r"^--host 192\.0\.2\.1 is no address of this machine(?!.*--port)"),
+        ("not a host", r"^--host not a host cannot be used: [^\n]+$"),
+    ],
+)
+def test_a_wrong_host_is_named_and_no_port(host: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        bind(host, 0)
 
 
 def test_memory_that_is_not_there_is_told_with_the_remedy_and_the_ledger() -> None:
@@ -312,19 +307,14 @@ def test_a_killed_launcher_leaves_no_process_behind() -> None:
 
 
 def test_sigterm_while_the_model_loads_ends_it() -> None:
-    status, output, seconds = _signalled_while_loading()
-    assert status == 0
-    assert "Strata serves" not in output
-    assert seconds < 60
-
-
-def _signalled_while_loading() -> tuple[int, str, float]:
     process = serve("--port", "0")
     wait_for(lambda: descendants(process.pid))
     start = time.monotonic()
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=PATIENCE)
-    return process.returncode, output, time.monotonic() - start
+    assert process.returncode == 0
+    assert "Strata serves" not in output
+    assert time.monotonic() - start < 60
 
 
 @pytest.mark.parametrize("api_processes", [1, 2])
@@ -399,55 +389,13 @@ def copied(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _change_config(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def truncate_shard(folder: Path) -> str:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:100_000])
-    return "model.safetensors"
-
-
-def lose_index_key(folder: Path) -> str:
-    names = ["model.embed_tokens.weight", "model.norm.weight"]
-    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
-    index = {"weight_map": dict.fromkeys(names, "model-1.safetensors")}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return "does not list"
-
-
-def change_shape(folder: Path) -> str:
-    _change_config(folder, intermediate_size=706)
-    return "706"
-
-
-def change_architecture(folder: Path) -> str:
-    _change_config(folder, architectures=["MambaForCausalLM"])
-    return "LlamaForCausalLM"
-
-
-def lose_tokenizer(folder: Path) -> str:
-    (folder / "tokenizer.json").unlink()
-    return "tokenizer.json"
-
-
 def test_a_folder_that_cannot_be_served_is_one_line_and_soon(copied: Path) -> None:
-    what = truncate_shard(copied)
+    weights = copied / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
     status, output, seconds = refusal(str(copied), "--port", "0")
     assert status == 1
     errors = [line for line in output.splitlines() if line.startswith("strata: error: ")]
     assert len(errors) == 1
-    assert what in errors[0]
+    assert "model.safetensors" in errors[0]
     assert "Traceback" not in output
     assert seconds < 30
-
-
-@pytest.mark.parametrize("breaking", [lose_index_key, change_shape, change_architecture, lose_tokenizer])
-def test_what_a_folder_lacks_is_said_in_one_line(copied: Path, breaking: Any) -> None:
-    """By the engine, which a server's process says as it is."""
-    what = breaking(copied)
-    with pytest.raises(ValueError, match=what) as refused:
-        LLM(copied, device="cpu")
-    assert "\n" not in str(refused.value)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ from strata.text.messages import tools_for_template
 from strata.text.tokenizer import Tokenizer
 from strata.train.tasks.vocabulary import CHAT_TEMPLATE
 from tests.serve.conftest import BUILTIN
-from tests.serve.scripted import EOS, Scripted, delta, scripted_server
+from tests.serve.scripted import EOS, Serve, delta, scripted_server
 
 FORMATS = ("hermes", "llama3")
 HERMES_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}\n</tool_call>'
@@ -331,9 +330,7 @@ def test_tools_that_cannot_be_used_are_refused(
     assert caught.value.param is not None
 
 
-def test_a_chat_that_wants_one_call_gets_one(
-    serve_script: Callable[..., AbstractContextManager[Scripted]], tokenizer: Tokenizer
-) -> None:
+def test_a_chat_that_wants_one_call_gets_one(serve_script: Serve, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(HERMES_CALL * 2, add_special_tokens=False)
     tool = {"type": "function", "function": {"name": "add"}}
     with serve_script([[delta(0, [*ids, EOS], "stop")]], settings={"tool_format": "hermes"}) as served:

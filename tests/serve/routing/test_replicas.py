@@ -1,9 +1,10 @@
-"""Several engines behind one client, each of which says exactly what a test wants."""
+"""Several engines behind one client, each of which says what a test wants; and which of them drains."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -27,52 +28,45 @@ from strata.engine.routing.router import Standing
 from strata.engine.sampling_params import SamplingParams
 from strata.serve.client import EngineClient, EngineGone
 from strata.serve.routing import replicas as module
-from strata.serve.routing.drains import LastReplica
+from strata.serve.routing.drains import LastReplica, ReplicaDrains
 from strata.serve.routing.replicas import Replicas
 from tests.serve.test_client import READY, ScriptedEngine
 
 DOCUMENT = [7] * (8 * BLOCK_TOKENS)  # saves as much as two samples weigh
 
-Scenario = Callable[[list[ScriptedEngine], Replicas], Awaitable[None]]
 
-
-def play(folder: Path, scenario: Scenario, count: int = 2) -> None:
-    """Run a scenario with so many engines, all ready."""
-
-    async def run() -> None:
-        addresses = [f"ipc://{folder}/engine-{number}.sock" for number in range(count)]
-        engines = [ScriptedEngine(address) for address in addresses]
-        connecting = asyncio.create_task(Replicas.connect(addresses))
+@asynccontextmanager
+async def engines_of(folder: Path, count: int = 2) -> AsyncIterator[tuple[list[ScriptedEngine], Replicas]]:
+    """So many engines, all ready, and their replicas."""
+    addresses = [f"ipc://{folder}/engine-{number}.sock" for number in range(count)]
+    engines = [ScriptedEngine(address) for address in addresses]
+    connecting = asyncio.create_task(Replicas.connect(addresses))
+    for engine in engines:
+        assert await engine.heard() == Hello()
+        await engine.say(READY)
+    replicas = await connecting
+    try:
+        yield engines, replicas
+    finally:
+        await replicas.close()
         for engine in engines:
-            assert await engine.heard() == Hello()
-            await engine.say(READY)
-        replicas = await connecting
-        try:
-            await scenario(engines, replicas)
-        finally:
-            await replicas.close()
-            for engine in engines:
-                engine.close()
-
-    asyncio.run(asyncio.wait_for(run(), 120))
+            engine.close()
 
 
 def add(id: str, prompt: list[int], **params: int) -> Add:
     return Add(id, prompt, SamplingParams(**params))  # type: ignore[arg-type]  # by name
 
 
-def test_replicas_are_one_engine_of_the_sum_of_their_sizes(tmp_path: Path) -> None:
-    async def scenario(_: list[ScriptedEngine], replicas: Replicas) -> None:
+async def test_replicas_are_one_engine_of_the_sum_of_their_sizes(tmp_path: Path) -> None:
+    async with engines_of(tmp_path) as (_, replicas):
         assert replicas.ready.max_sequences == 2 * READY.max_sequences
         assert replicas.ready.num_pages == 2 * READY.num_pages
         assert replicas.ready.max_model_len == READY.max_model_len
         assert replicas.alive
 
-    play(tmp_path, scenario)
 
-
-def test_requests_go_to_different_engines_and_those_of_a_prefix_to_one(tmp_path: Path) -> None:
-    async def scenario(engines: list[ScriptedEngine], replicas: Replicas) -> None:
+async def test_requests_go_to_different_engines_and_those_of_a_prefix_to_one(tmp_path: Path) -> None:
+    async with engines_of(tmp_path) as (engines, replicas):
         first, other = replicas.submit(add("a", [*DOCUMENT, 1])), replicas.submit(add("b", [2]))
         assert await engines[0].heard() == add("a", [*DOCUMENT, 1])
         assert await engines[1].heard() == add("b", [2])
@@ -85,13 +79,10 @@ def test_requests_go_to_different_engines_and_those_of_a_prefix_to_one(tmp_path:
             replicas.submit(add(f"c{number}", [*DOCUMENT, number]))
             assert isinstance(await engines[0 if number < 2 else 1].heard(), Add)
 
-    play(tmp_path, scenario)
 
-
-def test_prompts_of_other_processes_that_wait_in_an_engine_are_its_load(tmp_path: Path) -> None:
+async def test_prompts_of_other_processes_that_wait_in_an_engine_are_its_load(tmp_path: Path) -> None:
     """As many sequences in both, of longer prompts in the first."""
-
-    async def scenario(engines: list[ScriptedEngine], replicas: Replicas) -> None:
+    async with engines_of(tmp_path) as (engines, replicas):
         for engine, tokens in zip(engines, (9000, 100), strict=True):
             await engine.say(Step([], Statistics(waiting=3, waiting_tokens=tokens)))
         for number in range(4):
@@ -101,11 +92,9 @@ def test_prompts_of_other_processes_that_wait_in_an_engine_are_its_load(tmp_path
         await engines[0].say(Fault("ended"))
         assert [told.waiting_tokens for told in replicas.each_statistics] == [0, 100]
 
-    play(tmp_path, scenario)
 
-
-def test_a_request_that_had_nothing_yet_is_answered_by_another_replica(tmp_path: Path) -> None:
-    async def scenario(engines: list[ScriptedEngine], replicas: Replicas) -> None:
+async def test_a_request_that_had_nothing_yet_is_answered_by_another_replica(tmp_path: Path) -> None:
+    async with engines_of(tmp_path) as (engines, replicas):
         stream = replicas.submit(add("a", [1, 2]))
         reading = asyncio.create_task(anext(stream))
         assert await engines[0].heard() == add("a", [1, 2])
@@ -120,11 +109,9 @@ def test_a_request_that_had_nothing_yet_is_answered_by_another_replica(tmp_path:
         assert replicas.alive
         assert replicas.router.under_way(1) == 0
 
-    play(tmp_path, scenario)
 
-
-def test_an_answer_that_has_begun_ends_with_its_replica(tmp_path: Path) -> None:
-    async def scenario(engines: list[ScriptedEngine], replicas: Replicas) -> None:
+async def test_an_answer_that_has_begun_ends_with_its_replica(tmp_path: Path) -> None:
+    async with engines_of(tmp_path) as (engines, replicas):
         stream = replicas.submit(add("a", [1, 2]))
         await engines[0].heard()
         await engines[0].tell(Delta("a", 0, [5]))
@@ -135,11 +122,9 @@ def test_an_answer_that_has_begun_ends_with_its_replica(tmp_path: Path) -> None:
         assert engines[1].heard_nothing()
         assert replicas.router.under_way(0) == 0
 
-    play(tmp_path, scenario)
 
-
-def test_a_request_whose_time_is_over_is_not_sent_anew(tmp_path: Path) -> None:
-    async def scenario(engines: list[ScriptedEngine], replicas: Replicas) -> None:
+async def test_a_request_whose_time_is_over_is_not_sent_anew(tmp_path: Path) -> None:
+    async with engines_of(tmp_path) as (engines, replicas):
         stream = replicas.submit(add("a", [1, 2]))
         await engines[0].heard()
         stream.expire()
@@ -148,11 +133,9 @@ def test_a_request_whose_time_is_over_is_not_sent_anew(tmp_path: Path) -> None:
             await anext(stream)
         assert engines[1].heard_nothing()
 
-    play(tmp_path, scenario)
 
-
-def test_a_request_ends_no_third_engine(tmp_path: Path) -> None:
-    async def scenario(engines: list[ScriptedEngine], replicas: Replicas) -> None:
+async def test_a_request_ends_no_third_engine(tmp_path: Path) -> None:
+    async with engines_of(tmp_path, count=3) as (engines, replicas):
         stream = replicas.submit(add("a", [1, 2]))
         reading = asyncio.create_task(anext(stream))
         for engine in engines[:2]:
@@ -164,11 +147,9 @@ def test_a_request_ends_no_third_engine(tmp_path: Path) -> None:
         replicas.submit(add("b", [3]))
         assert await engines[2].heard() == add("b", [3])
 
-    play(tmp_path, scenario, count=3)
 
-
-def test_a_new_engine_takes_the_place_of_one_that_has_ended(tmp_path: Path) -> None:
-    async def scenario(engines: list[ScriptedEngine], replicas: Replicas) -> None:
+async def test_a_new_engine_takes_the_place_of_one_that_has_ended(tmp_path: Path) -> None:
+    async with engines_of(tmp_path) as (engines, replicas):
         for engine in engines:
             await engine.say(Fault("ended"))
         assert not replicas.alive
@@ -185,11 +166,9 @@ def test_a_new_engine_takes_the_place_of_one_that_has_ended(tmp_path: Path) -> N
         assert await another.heard() == add("a", [1])
         another.close()
 
-    play(tmp_path, scenario)
 
-
-def test_a_reader_that_leaves_aborts_its_request_where_it_is(tmp_path: Path) -> None:
-    async def scenario(engines: list[ScriptedEngine], replicas: Replicas) -> None:
+async def test_a_reader_that_leaves_aborts_its_request_where_it_is(tmp_path: Path) -> None:
+    async with engines_of(tmp_path) as (engines, replicas):
         stream = replicas.submit(add("a", [1]))
         await engines[0].heard()
         with pytest.raises(ValueError, match="in use"):
@@ -199,11 +178,9 @@ def test_a_reader_that_leaves_aborts_its_request_where_it_is(tmp_path: Path) -> 
         await stream.aclose()
         assert replicas.router.load(0) == 0
 
-    play(tmp_path, scenario)
 
-
-def test_a_vector_comes_from_another_replica_when_the_first_is_lost(tmp_path: Path) -> None:
-    async def scenario(engines: list[ScriptedEngine], replicas: Replicas) -> None:
+async def test_a_vector_comes_from_another_replica_when_the_first_is_lost(tmp_path: Path) -> None:
+    async with engines_of(tmp_path) as (engines, replicas):
         asked = Embed("a", [1, 2])
         embedding = asyncio.create_task(replicas.embed(asked))
         assert await engines[0].heard() == asked
@@ -213,15 +190,12 @@ def test_a_vector_comes_from_another_replica_when_the_first_is_lost(tmp_path: Pa
         assert await embedding == [1.0, 0.0]
         assert replicas.router.load(1) == 0
 
-    play(tmp_path, scenario)
 
-
-def test_a_drained_replica_finishes_what_it_has_and_gets_no_more(
+async def test_a_drained_replica_finishes_what_it_has_and_gets_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_SETTLED_SECONDS", 0.0)
-
-    async def scenario(engines: list[ScriptedEngine], replicas: Replicas) -> None:
+    async with engines_of(tmp_path) as (engines, replicas):
         stream = replicas.submit(add("a", [*DOCUMENT, 1]))
         await engines[0].heard()
         replicas.drain(0)
@@ -246,13 +220,10 @@ def test_a_drained_replica_finishes_what_it_has_and_gets_no_more(
         replicas.submit(add("d", [3]))
         assert await engines[0].heard() == add("d", [3])
 
-    play(tmp_path, scenario)
 
-
-def test_ledgers_are_those_of_the_engines_that_answer(tmp_path: Path) -> None:
+async def test_ledgers_are_those_of_the_engines_that_answer(tmp_path: Path) -> None:
     """The other one ends while it is asked."""
-
-    async def scenario(engines: list[ScriptedEngine], replicas: Replicas) -> None:
+    async with engines_of(tmp_path) as (engines, replicas):
         asking = asyncio.create_task(replicas.ledgers("a"))
         asked = [await engine.heard() for engine in engines]
         await engines[0].say(Fault("out of memory"))
@@ -263,13 +234,10 @@ def test_ledgers_are_those_of_the_engines_that_answer(tmp_path: Path) -> None:
         with pytest.raises(EngineGone, match="no engine"):
             await replicas.ledgers("a")
 
-    play(tmp_path, scenario)
 
-
-def test_a_request_asks_the_engine_that_has_it_for_its_ledger(tmp_path: Path) -> None:
+async def test_a_request_asks_the_engine_that_has_it_for_its_ledger(tmp_path: Path) -> None:
     """The other one hears nothing of it, so it may be silent."""
-
-    async def scenario(engines: list[ScriptedEngine], replicas: Replicas) -> None:
+    async with engines_of(tmp_path) as (engines, replicas):
         stream = replicas.submit(add("a", [1]))
         assert isinstance(await engines[0].heard(), Add)
         await engines[0].tell(Delta("a", 0, [5], "length"))
@@ -283,4 +251,25 @@ def test_a_request_asks_the_engine_that_has_it_for_its_ledger(tmp_path: Path) ->
         replicas.submit(add("b", [2]))
         assert await engines[1].heard() == add("b", [2])
 
-    play(tmp_path, scenario)
+
+def test_all_processes_see_it_and_one_that_starts_again_too(tmp_path: Path) -> None:
+    first, second = ReplicaDrains(3, tmp_path), ReplicaDrains(3, tmp_path)
+    first.drain(1, others=[0, 2])
+    assert [second.drains(replica) for replica in range(3)] == [False, True, False]
+    assert [ReplicaDrains(3, tmp_path).drains(replica) for replica in range(3)] == [False, True, False]
+    second.resume(1)
+    assert not first.drains(1)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_last_that_takes_requests_is_not_drained(tmp_path: Path, shared: bool) -> None:
+    drains = ReplicaDrains(3, tmp_path if shared else None)
+    drains.drain(0, others=[1, 2])
+    drains.drain(1, others=[0, 2])
+    with pytest.raises(LastReplica, match="replica 2 is the last that takes requests: resume another one first"):
+        drains.drain(2, others=[0, 1])
+    drains.resume(0)
+    drains.drain(2, others=[0, 1])
+    with pytest.raises(LastReplica, match="replica 0"):
+        drains.drain(0, others=[])  # the others have ended
+    assert [drains.drains(replica) for replica in range(3)] == [False, True, True]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ SYSTEM = {"role": "system", "content": "the box"}
 ASKS, ANSWERS = {"role": "user", "content": "quick?"}, {"role": "assistant", "content": "brown fox"}
 OTHER = {"role": "assistant", "content": "lazy dog"}
 TURNS = [SYSTEM, ASKS, ANSWERS, {"role": "user", "content": "lazy?"}, {"role": "assistant", "content": "dog"}]
+ALPACA = {"instruction": "quick?", "input": "", "output": "brown fox"}
 SHARED = [
     {"from": "system", "value": "the box"},
     {"from": "human", "value": "quick?"},
@@ -26,12 +26,6 @@ SHARED = [
     {"from": "human", "value": "lazy?"},
     {"from": "gpt", "value": "dog"},
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Iterator[Tokenizer]:
-    with Tokenizer.load(folder) as loaded:
-        yield loaded
 
 
 def documents(tokenizer: Tokenizer, record: dict[str, Any]) -> list[Document]:
@@ -272,6 +266,14 @@ def test_parquet_has_no_more_fields_in_an_object_than_were_given(folder: Path, t
         ({"chosen": [ASKS], "rejected": [ASKS]}, "no assistant turn"),
         ({"messages": TURNS, "tools": "["}, "'tools' is not JSON"),
         ({"messages": TURNS, "tools": {"name": "a"}}, "'tools' must be a list of functions"),
+        (ALPACA | {"output": None}, "the record has the fields instruction, input; accepted are: instruction, output"),
+        (ALPACA | {"output": 5}, "'output' must be a text, got 5"),
+        (ALPACA | {"instruction": 0, "input": "a"}, "'instruction' must be a text, got 0"),
+        (ALPACA | {"instruction": ""}, "'instruction' and 'input' are empty"),
+        (ALPACA | {"input": 4}, "'input' must be a text, got 4"),
+        (ALPACA | {"history": [["one"]]}, r"history\[0\] must be a prompt and its response, two texts, got \['one'\]"),
+        (ALPACA | {"history": "one"}, "'history' must be a list of prompts with their responses, got 'one'"),
+        (ALPACA | {"kto_tag": False}, "'kto_tag'"),
         (
             {"question": "a"},
             "the record has the fields question; accepted are: instruction, output; messages; chosen, ",

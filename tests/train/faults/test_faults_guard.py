@@ -1,18 +1,35 @@
-"""What the guard of a run decides from its losses and norms."""
+"""What watches a run: its losses and norms, ranks that hang, and ranks that are slow."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
 from statistics import median
+from typing import Any
 
+import msgspec
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from strata.comm.launch import World
+from strata.comm.mesh import Axis, Mesh
+from strata.comm.observer import CollectiveCall
 from strata.train.faults.config import FaultsConfig
 from strata.train.faults.guard import LossGuard, StepVerdict, VerdictKind
+from strata.train.faults.hang import HUNG, HangWatch
+from strata.train.faults.hang_diagnosis import Heartbeat, diagnose
+from strata.train.faults.stragglers import ComputeClock, Stragglers
+from tests.parallel.ranks import run_ranks
+from tests.train.fault_ranks import HANG_SECONDS
 
 WINDOW = 16
 ROLLBACK = FaultsConfig(spike="rollback", spike_window=WINDOW, max_spikes=1, max_skipped=2)
@@ -165,3 +182,199 @@ def test_every_sample_is_trained_on_or_left_out_once(run: list[tuple[float, floa
 def test_wrong_values_are_refused(field: str, value: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FaultsConfig(**{field: value})  # type: ignore[arg-type]
+
+
+SHARD = (0, 1, 2, 3)
+NOW = 1000.0
+
+
+def calls(axis: str, ranks: tuple[int, ...], count: int) -> tuple[CollectiveCall, ...]:
+    return tuple(
+        CollectiveCall("all_gather" if number % 2 else "reduce_scatter", axis, ranks, number, 64)
+        for number in range(1, count + 1)
+    )
+
+
+def beat(
+    rank: int, step: int, phase: str, *lines: tuple[CollectiveCall, ...], waits: CollectiveCall | None = None
+) -> Heartbeat:
+    last = tuple(line[-1] for line in lines if line)
+    recent = tuple(call for line in lines for call in line)
+    return Heartbeat(rank, step, phase, 2.0, NOW, True, waits, last, recent)
+
+
+def test_the_rank_that_never_entered_a_collective_is_blamed() -> None:
+    entered = calls("shard", SHARD, 8)
+    beats = [beat(rank, 41, "reduce", entered, waits=entered[7]) for rank in SHARD]
+    beats[3] = beat(3, 41, "backward", entered[:7])
+    assert diagnose(beats, NOW, 1.0) == (
+        "rank 3 is at step 41, backward, and never entered reduce_scatter 8 of 'shard' (64 bytes) "
+        "that ranks 0-2 wait in"
+    )
+
+
+def test_of_two_axes_the_rank_that_waits_for_nobody_is_blamed() -> None:
+    """Rank 3 stops; rank 2 waits for it along tp, and so never comes to where 0 and 1 wait along dp."""
+    first, second = calls("tp", (2, 3), 5), calls("tp", (0, 1), 6)
+    along = {0: calls("dp", (0, 2), 2), 1: calls("dp", (1, 3), 2)}
+    beats = [
+        beat(0, 7, "reduce", second, along[0], waits=along[0][1]),
+        beat(1, 7, "reduce", second, along[1], waits=along[1][1]),
+        beat(2, 7, "forward", first, along[0][:1], waits=first[4]),
+        beat(3, 7, "forward", first[:4], along[1][:1]),
+    ]
+    assert diagnose(beats, NOW, 1.0).startswith("rank 3 is at step 7, forward, and never entered ")
+
+
+def test_ranks_that_are_no_longer_heard_of_are_blamed() -> None:
+    entered = calls("shard", SHARD, 2)
+    beats: list[Heartbeat | None] = [beat(rank, 3, "reduce", entered, waits=entered[1]) for rank in SHARD]
+    beats[1] = replace(beat(1, 3, "data", entered[:1]), hangs=False, time=NOW - 7)
+    assert diagnose(beats, NOW, 1.0) == (
+        "rank 1 last wrote a heartbeat 7 s ago, at step 3, data: frozen, or its machine is out of reach; "
+        "ranks 0, 2-3 wait in reduce_scatter 2 of 'shard' (64 bytes)"
+    )
+    beats[1] = None
+    assert diagnose(beats, NOW, 1.0).startswith("rank 1 never wrote a heartbeat; ranks 0, 2-3 wait in ")
+
+
+def test_without_a_missing_collective_the_rank_in_none_or_behind_is_blamed() -> None:
+    entered = calls("shard", (0, 1), 3)
+    waiting = beat(0, 9, "update", entered, waits=entered[2])
+    assert diagnose([waiting, beat(1, 9, "checkpoint", entered)], NOW, 1.0) == (
+        "rank 1 is at step 9, checkpoint, in no collective; rank 0 waits in all_gather 3 of 'shard' (64 bytes)"
+    )
+    assert diagnose([beat(0, 9, "data"), beat(1, 8, "log")], NOW, 1.0) == (
+        "rank 1 is at step 8, log; the others are at step 9"
+    )
+    assert diagnose([beat(rank, 9, "update", entered) for rank in (0, 1)], NOW, 1.0) == (
+        "ranks 0-1 are at step 9, update, and all have entered the same collectives, up to all_gather 3 of 'shard' "
+        "(64 bytes): if no rank computes, a device or the network stands still"
+    )
+
+
+def test_heartbeats_are_json() -> None:
+    entered = calls("shard", SHARD, 3)
+    for one in (beat(1, 2, "data"), beat(1, 2, "reduce", entered, waits=entered[2])):
+        assert msgspec.json.decode(msgspec.json.encode(one), type=Heartbeat) == one
+
+
+def run(name: str, folder: Path) -> tuple[int, str]:
+    """Exit code and standard error of three ranks."""
+    command = [sys.executable, "-m", "tests.train.fault_ranks", "launch", "3", "0", name, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stderr
+
+
+def pause_of(folder: Path) -> float:
+    """Seconds from the last progress of any rank to the report."""
+    report = json.loads(next(folder.glob("hang-*.json")).read_text())
+    return report["time"] - max(one["time"] - one["seconds"] for one in report["ranks"])
+
+
+def test_a_rank_that_stops_in_a_backward_pass_is_named_with_its_collective(tmp_path: Path) -> None:
+    code, said = run("sleeps", tmp_path)
+    assert code == HUNG
+    (line,) = [line for line in said.splitlines() if "no progress" in line]
+    assert line.startswith(
+        f"strata: no progress for {HANG_SECONDS:g} s: rank 1 is at step 5, backward, and never entered reduce_scatter "
+    ), said
+    assert "of 'shard'" in line
+    assert "that ranks 0, 2 wait in" in line
+    assert f"failed with exit code {HUNG}" in said
+    folder = tmp_path / "faults"
+    assert HANG_SECONDS <= pause_of(folder) < 1.5 * HANG_SECONDS
+    assert "in stop" in (folder / "rank-001.txt").read_text()  # the function that sleeps
+    assert "in wait" in (folder / "rank-000.txt").read_text()
+    for rank in range(3):
+        noted = msgspec.json.decode((folder / f"rank-{rank:03}.json").read_bytes(), type=Heartbeat)
+        assert (noted.rank, noted.step, noted.hangs) == (rank, 5, True)
+
+
+def test_a_frozen_rank_is_named_by_one_that_lives(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    code, said = run("freezes", tmp_path)
+    assert code == HUNG
+    (line,) = [line for line in said.splitlines() if "no progress" in line]
+    assert "rank 0 last wrote a heartbeat" in line
+    assert "at step 3, data: frozen" in line
+    assert "ranks 1-2 wait in all_reduce 3 of 'dp' (16 bytes)" in line
+    assert time.monotonic() - begun < 200  # in which three ranks import torch
+
+
+@pytest.mark.parametrize("seconds", [0.5, -1.0])
+def test_a_time_too_short_to_tell_is_refused(seconds: float) -> None:
+    with pytest.raises(ValueError, match=rf"faults.hang_seconds = {seconds} must be at least 1, or 0"):
+        FaultsConfig(hang_seconds=seconds)
+
+
+CONFIG = FaultsConfig(straggler_share=0.1, straggler_intervals=2)
+
+
+def test_a_rank_is_slow_after_several_intervals_in_a_row() -> None:
+    stragglers = Stragglers(CONFIG, Axis("dp", 4, 0, (0, 1, 2, 3), None))
+    first = stragglers.judge([1.0, 1.0, 1.3, 1.05], 2.0)
+    assert (first.rank, first.seconds, first.median, first.slow, first.line) == (2, 1.3, 1.025, (), "")
+    assert first.share == pytest.approx(0.275 / 2)
+    second = stragglers.judge([1.0, 1.0, 1.2, 1.0], 2.0)
+    assert second.slow == (2,)
+    assert second.line == "slower than the median of 1000.0 ms a step for 2 intervals: rank 2 1200.0 ms (+20%)"
+    assert stragglers.judge([1.0, 1.0, 1.0, 1.0], 2.0).slow == ()
+    assert stragglers.judge([1.0, 1.0, 1.2, 1.0], 2.0).slow == ()
+
+
+def test_one_process_is_never_slow() -> None:
+    alone = Stragglers(CONFIG, Mesh.of(World(0, 0, 1, torch.device("cpu"), None), {}).axis("dp"))
+    assert [alone.report([2.0, 3.0, 9.0], 9.0).slow for _ in range(4)] == [()] * 4
+
+
+def test_what_is_recorded_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA answers no question about an event that was recorded into a graph."""
+
+    class Event:
+        def __init__(self, **_: object) -> None:
+            assert not torch.cuda.is_current_stream_capturing()
+
+        def record(self) -> None: ...
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, _: object) -> float:
+            return 2000.0
+
+    clock = ComputeClock(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    for captures in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=captures: now)
+        clock.begin()
+        clock.end()
+    assert clock.take() == [2.0]
+
+
+def three(world: World, folder: Path) -> dict[str, Any]:
+    """Rank 1 computes longer in two intervals of three steps; and what a watch counts of the exchanges."""
+    with HangWatch(world, folder / "faults", 60.0) as watch:
+        axis = Mesh.of(watch.world, {"dp": world.size}).axis("dp")
+        clock, stragglers = ComputeClock(world.device), Stragglers(CONFIG, axis)
+        lines = []
+        for interval in range(2):
+            for step in range(3):
+                watch.at(3 * interval + step + 1, "forward")
+                clock.begin()
+                time.sleep(0.24 if world.rank == 1 else 0.06)
+                clock.end()
+            found = stragglers.report(clock.take(), 0.2)
+            lines.append([found.rank, list(found.slow), found.line])
+        call = watch.started("all_gather", axis.name, axis.ranks, 8)
+        return {"lines": lines, "left": clock.take(), "next": [call.axis, call.number]}
+
+
+def test_ranks_exchange_what_they_measured(tmp_path: Path) -> None:
+    ranks = run_ranks(three, 3, tmp_path)
+    for one in ranks:
+        assert one == ranks[0]
+        (slowest, none, _), (_, slow, line) = one["lines"]
+        assert (slowest, none, slow) == (1, [], [1])
+        assert re.search(r": rank 1 \d+\.\d ms \(\+\d+%\)$", line), line  # a sleep may take longer
+        assert one["left"] == []
+        assert one["next"] == ["dp", 3]
+    assert not (tmp_path / "faults" / "reporting").exists()

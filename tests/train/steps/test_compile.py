@@ -1,8 +1,9 @@
-"""The graph that trains against the modules, and what its backward pass computes again, on the CPU."""
+"""The graph that trains against the modules, what its backward pass computes again, and steps that balance experts."""
 
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,16 +13,22 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from strata.comm.launch import World
 from strata.kernels.linear.fp8 import linear_fp8, linear_silu_mul_fp8
 from strata.kernels.linear.linear import linear
 from strata.kernels.moe.experts import by_library, experts
 from strata.kernels.op import Implementation
 from strata.models.config import ModelConfig
 from strata.models.layers import CausalLM
+from strata.parallel.layout import Layout
 from strata.train.compile import TrainingGraph
 from strata.train.recompute import RECOMPUTE_OF_MODULES, recompute_modules
 from strata.train.steps.one_device import OneDeviceGradients
+from tests.largest import largest
 from tests.parallel.models import config_of, random_batch, random_model
+from tests.parallel.ranks import run_ranks
+from tests.train.balance_ranks import balanced, errors_of, worst
+from tests.train.step_ranks import packs_of, rate_of
 
 FAMILIES = ("llama", "llama-biases-tied", "qwen3-biases-tied", "mixtral", "qwen3-moe")
 # Sizes that 8-bit products and the grouped products of a GPU take.
@@ -234,3 +241,83 @@ def test_layers_of_sizes_that_eight_bits_do_not_fit_stay_as_they_are() -> None:
     graph = TrainingGraph(random_model(config, torch.float32), "fp8-tensor")._graph
     called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
     assert (called.count(linear), called.count(linear_fp8), called.count(linear_silu_mul_fp8)) == (2, 4, 2)
+
+
+ALONE = World(0, 0, 1, torch.device("cpu"), None)
+
+LAYOUTS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    ("mixtral", "loss", {"dp": 2}, {}),
+    ("qwen3-moe", "bias", {"dp": 2}, {}),
+    ("qwen3-moe", "loss", {"shard": 2, "zero": 2}, {"recompute": "operations"}),
+    ("mixtral", "loss", {"shard": 2, "zero": 3}, {"recompute": "layers"}),
+    ("mixtral", "loss", {"tp": 2, "sequence_parallel": True}, {"recompute": "mlp"}),
+    ("qwen3-moe", "bias", {"shard": 2, "ep": 2, "zero": 3}, {"recompute": "mlp"}),
+    ("qwen3-moe", "loss", {"shard": 2, "ep": 2, "zero": 1}, {}),
+    ("qwen3-moe", "bias", {"shard": 2, "ep": 2, "zero": 3}, {"recompute": "layers"}),
+    ("mixtral", "loss", {"tp": 2}, {}),
+    # 13 to 15 tokens: the second rank has a row of padding.
+    ("qwen3-moe", "loss", {"tp": 2, "sequence_parallel": True}, {}),
+    ("mixtral", "bias", {"tp": 2, "sequence_parallel": True}, {}),
+    ("qwen3-moe", "loss", {"cp": 2}, {}),
+    ("mixtral", "bias", {"cp": 2, "zero": 1}, {}),
+    ("mixtral", "loss", {"pp": 2, "micro_batches": 2}, {"recompute": "layers"}),
+    ("qwen3-moe", "bias", {"pp": 2, "micro_batches": 2}, {}),
+    ("glm4-moe", "bias", {"shard": 2, "zero": 2}, {}),
+    ("deepseek-v3", "bias", {"shard": 2, "ep": 2, "zero": 3}, {"recompute": "layers"}),
+    ("deepseek-v3", "bias", {"pp": 2, "micro_batches": 2}, {}),
+]
+
+
+def test_layouts_equal_one_process(tmp_path: Path) -> None:
+    ranks = run_ranks(worst, 2, tmp_path, layouts=LAYOUTS)
+    for one, *found in zip(LAYOUTS, *ranks, strict=True):
+        assert largest(error for _, error in found) < 1e-9, (one, found)
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "recompute"),
+    [
+        *(
+            (family, method, recompute)
+            for family, method in (("mixtral", "loss"), ("qwen3-moe", "loss"), ("qwen3-moe", "bias"))
+            for recompute in ("none", "operations", "mlp", "layers")
+        ),
+        ("deepseek-v3", "bias", "none"),
+        ("deepseek-v3", "bias", "mlp"),
+    ],
+)
+def test_the_graph_of_one_device_equals_plain_pytorch(family: str, method: str, recompute: str) -> None:
+    errors = errors_of(ALONE, family, method, Layout(), recompute=recompute)
+    assert largest(errors.values()) < 1e-9, errors
+
+
+def test_balancing_acts_from_the_second_step_on() -> None:
+    """And not at all by "none", which still says how busy experts are."""
+    steps = {method: balanced(ALONE, "mixtral", method, Layout())[:2] for method in ("none", "loss", "bias")}
+    for index in range(3):
+        found = {method: step(packs_of(config, index, 0), rate_of(index)) for method, (step, config) in steps.items()}
+        for method in ("loss", "bias"):
+            assert found[method].norm.equal(found["none"].norm) == (index == 0), (method, index)
+    assert found["none"].metrics.keys() == {"counted", "balance_loss", "busiest_expert"}
+
+
+@pytest.mark.parametrize("method", ["loss", "bias"])
+def test_a_step_that_is_not_finite_leaves_the_state_as_it_is(method: str) -> None:
+    step, config, _, _ = balanced(ALONE, "mixtral", method, Layout())
+    step(packs_of(config, 0, 0), rate_of(0))
+    before = {
+        piece.kind: piece.tensor.clone() for piece in step.state_shards() if piece.name == "model.layers.0.mlp.gate"
+    }
+    assert len(before) == 1
+    weight = step._passes._model.model.norm.weight  # type: ignore[attr-defined]
+    handle = weight.register_hook(lambda gradient: gradient * float("inf"))
+    assert not step(packs_of(config, 1, 0), rate_of(1)).norm.isfinite()
+    handle.remove()
+
+    def is_same() -> bool:
+        now = {piece.kind: piece.tensor for piece in step.state_shards() if piece.name == "model.layers.0.mlp.gate"}
+        return all(torch.equal(now[kind], tensor) for kind, tensor in before.items())
+
+    assert is_same()
+    step(packs_of(config, 2, 0), rate_of(2))
+    assert not is_same()

@@ -1,7 +1,9 @@
-"""Whole runs of models with experts: they learn, are resumed on other layouts, and leave a model that loads."""
+"""Whole runs of models with experts or recurrent layers, and the recipes of examples/: they learn and are resumed."""
 
 from __future__ import annotations
 
+import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +11,30 @@ import pytest
 import torch
 import typer
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from strata.cli.train import train as command
+from strata.cli.train_estimate import estimate_text
+from strata.comm.launch import World
 from strata.files.toml_tables import read_table
+from strata.models.balance import routers
+from strata.models.config import config_from_dict
+from strata.models.families import build
+from strata.models.initialize import initialize
+from strata.models.save import save
 from strata.models.weights import load
-from strata.train.config import TrainConfig
+from strata.text.tokenizer import Tokenizer
+from strata.train.config import TrainConfig, read_train_config
 from strata.train.finish import save_model
+from strata.train.start import fresh_config
 from strata.train.trainer import Trainer
+from tests.models.batches import packed
+from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 from tests.parallel.ranks import run_ranks
 from tests.train.conftest import cut_off, log
-from tests.train.tiny_run import EXPERTS, LLAMA, Files, Table, write_files, write_toml
+from tests.train.tiny_run import EXPERTS, LLAMA, Files, Table, log_of, write_files, write_toml
 from tests.train.train_ranks import ALONE, train_each
 
 MIXTRAL: Table = LLAMA | {
@@ -136,3 +150,146 @@ def test_tuning_leaves_routers_alone(files: Files, tmp_path: Path) -> None:
     table = files.tuning(tmp_path / "run", lora={"rank": 2}, balance={"method": "none"})
     with pytest.raises(ValueError, match=r"\[lora\] and \[dpo\] leave experts"):
         read_table(TrainConfig, table)
+
+
+V3: Table = LLAMA | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_key_value_heads": 4,
+    "head_dim": None,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 10,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "tie_word_embeddings": False,
+}
+NAME = "model.layers.1.mlp.gate.e_score_correction_bias"
+RATE = 0.0078125  # a power of two, so that what a bias has moved is a whole number of it
+
+
+@pytest.fixture(scope="module")
+def start(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of DeepSeek-V3 in bfloat16 whose biases are float32, as they are published."""
+    with Tokenizer.load(files.tokenizer) as tokenizer:
+        config = fresh_config({key: value for key, value in V3.items() if value is not None}, tokenizer)
+    model = build(config)
+    initialize(model, seed=5)
+    model.get_parameter(NAME).copy_(torch.tensor([0.5, -0.25, 0.125, 0.0]) + 2**-15)
+    folder = tmp_path_factory.mktemp("start") / "model"
+    save(model.to(torch.bfloat16), config, folder, files.tokenizer)
+    return folder
+
+
+def config_of(files: Files, start: Path, out: Path, **sections: Any) -> TrainConfig:
+    table = files.tuning(out, **{"start": {"tokenizer": None, "model": str(start)}} | sections)
+    return read_table(TrainConfig, table)
+
+
+def bias_of(folder: Path) -> Tensor:
+    return load_file(folder / "model.safetensors")[NAME]
+
+
+def test_biases_move_by_counts_and_stand_in_the_model(files: Files, start: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    balance = {"method": "bias", "rate": RATE}
+    through, cut = (config_of(files, start, tmp_path / name, balance=balance) for name in ("through", "cut"))
+    run = Trainer(through, ALONE, warn=said.append)
+    run.train()
+    cut_off(Trainer(cut, ALONE), 2)
+    Trainer(cut, ALONE, resume=True).train()
+    assert log(tmp_path / "cut") == log(tmp_path / "through")
+    assert not said
+    assert "balance_loss" not in log(tmp_path / "through")[0]
+    folder = save_model(run)
+    before, after = bias_of(start), bias_of(folder)
+    moved = (after - before) / RATE
+    assert moved.abs().max() > 0
+    assert torch.equal(moved, moved.round().clamp(-3, 3))
+    stored = load_file(tmp_path / "through/checkpoints/step-00000003/rank-00000.safetensors")
+    assert torch.equal(stored["selection_bias/model.layers.1.mlp.gate"], after)
+    assert not any(name.endswith("e_score_correction_bias") for name in stored)
+    names = {one["torch_dtype"] for one in (json.loads((at / "config.json").read_text()) for at in (start, folder))}
+    assert names == {"bfloat16"}
+    ours, _ = load(folder, dtype="float32")
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    tokens = [5, 9, 3, 7, 11]
+    with torch.no_grad():
+        error = ours.head(ours(packed([tokens]))) - theirs(torch.tensor([tokens])).logits[0]
+    assert error.abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("tuned", [{"dpo": {}}, {"lora": {"rank": 2}}])
+def test_tuning_leaves_biases_as_they_are(tuned: Table, files: Files, start: Path, tmp_path: Path) -> None:
+    data = {"sources": [{"folder": str(files.pairs)}]} if "dpo" in tuned else {}
+    config = config_of(files, start, tmp_path / "run", data=data, run={"steps": 1, "checkpoint_every": 1}, **tuned)
+    run = Trainer(config, ALONE)
+    run.train()
+    folder = save_model(run)
+    assert torch.equal(bias_of(folder), bias_of(start))
+    changed, was = (load_file(one / "model.safetensors") for one in (folder, start))
+    assert any(not torch.equal(changed[name], was[name]) for name in was)
+
+
+def test_the_balancing_loss_is_refused(files: Files, start: Path, tmp_path: Path) -> None:
+    config = config_of(files, start, tmp_path / "run", balance={"method": "loss"})
+    with pytest.raises(ValueError, match=r"DeepseekV3ForCausalLM scores each expert by itself; use 'bias'"):
+        Trainer(config, ALONE)
+
+
+def test_a_bias_is_no_parameter_of_a_model_in_training(start: Path) -> None:
+    model, _ = load(start)
+    (router,) = routers(model).values()
+    router.hold_bias()
+    assert NAME not in dict(model.named_parameters())
+    assert torch.equal(router.selection_bias, bias_of(start))  # type: ignore[arg-type]
+
+
+RECURRENT_ALONE = World(0, 0, 1, torch.device("cpu"), None)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "granite-hybrid-experts", "qwen3-next"])
+def test_losses_of_recurrent_layers_fall(name: str, files: Files, tmp_path: Path) -> None:
+    table = files.table(tmp_path / "out", run={"steps": 8, "checkpoint_every": 8})
+    table["model"] = {key: value for key, value in RECURRENT_CONFIGS[name].items() if key != "vocab_size"}
+    Trainer(read_train_config(write_toml(tmp_path / "run.toml", table)), RECURRENT_ALONE).train()
+    losses = [line["loss"] for line in log_of(tmp_path / "out")]
+    assert losses[-1] < losses[0] - 0.2
+    assert losses == sorted(losses, reverse=True)
+
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+@pytest.mark.parametrize(("name", "billions", "head_dim"), [("1b", 1.498, 64), ("8b", 8.030, 128)])
+def test_the_large_shapes(name: str, billions: float, head_dim: int) -> None:
+    """Llama 3's, whose vocabulary has 128,256 tokens; two sequences of the longest kind fill a pack."""
+    recipe = tomllib.loads((EXAMPLES / f"{name}.toml").read_text())
+    config = config_from_dict(recipe["model"], "model")
+    with torch.device("meta"):
+        model = build(config)
+    assert sum(weight.numel() for weight in model.parameters()) / 1e9 == pytest.approx(billions, abs=5e-4)
+    assert config.head_dim == head_dim
+    assert recipe["data"]["tokens_per_pack"] == 2 * config.max_length
+    ranks = recipe.get("parallel", {}).get("shard", 1)
+    assert recipe["data"]["packs_per_step"] == ranks
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
+def test_an_estimate_needs_no_file_but_the_recipe(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = read_train_config(path)
+    lines = estimate_text(run, "h200", run.parallel.ranks if run.parallel else 1).splitlines()
+    assert sum(line.startswith("* recompute") for line in lines) == 1
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
+def test_the_commands_of_a_recipe_are_as_the_command_line_has_them(path: Path) -> None:
+    commands = [line[1:].split() for line in path.read_text().splitlines() if line.startswith("#     strata")]
+    assert ["strata", "train", f"examples/{path.name}"] in [words[:3] for words in commands]
+    assert all(words[2] == "--model" for words in commands if words[1] == "chat")
