@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -15,8 +11,9 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.divided.kept import kept_attention
 from strata.kernels.attention.spec import AttentionSpec
 from strata.kernels.state.kept_keys import KeptKeys
-from tests.kernels.attention.kept_case import LENGTHS, NEW, batch_of
-from tests.kernels.attention.test_attention import Case, by_query
+from tests.kernels.attention.cases import KEPT_LENGTHS as LENGTHS
+from tests.kernels.attention.cases import KEPT_NEW as NEW
+from tests.kernels.attention.cases import Case, kept_batch
 
 SPEC = AttentionSpec(0, 0.3)
 
@@ -32,25 +29,20 @@ def test_every_query_of_a_mixed_batch(implementation: str, ranks: int) -> None:
     found = []
     for rank in range(ranks):
         kept = KeptKeys(ranks, rank)
-        found.append(run(*batch_of(case, NEW, kept), SPEC, kept))
+        found.append(run(*kept_batch(case, NEW, kept), SPEC, kept))
         assert not bool(found[-1][0].isnan().any())
     mixed, sums = (torch.stack(parts) for parts in zip(*found, strict=True))
-    result, row = joined(mixed, sums), 0
-    for sequence, (total, new) in enumerate(zip(LENGTHS, NEW, strict=True)):
-        for position in range(total - new, total):
-            torch.testing.assert_close(
-                result[row].double(), by_query(case, sequence, position, 0.3, None), rtol=1e-5, atol=1e-5
-            )
-            # Who keeps no key up to here has found nothing.
-            for rank in range(ranks):
-                assert bool((sums[rank, row] == -torch.inf).all()) == (position < rank)
-                assert position >= rank or not mixed[rank, row].any()
-            row += 1
+    torch.testing.assert_close(joined(mixed, sums).double(), case.wanted(NEW, 0.3), rtol=1e-5, atol=1e-5)
+    # Who keeps no key up to a query's position has found nothing.
+    position = torch.cat([torch.arange(total - new, total) for total, new in zip(LENGTHS, NEW, strict=True)])
+    for rank in range(ranks):
+        assert torch.equal((sums[rank] == -torch.inf).all(1), position < rank)
+        assert not mixed[rank, position < rank].any()
 
 
 def test_bfloat16_by_the_library_is_near_the_reference() -> None:
     case, kept = Case.random(LENGTHS, heads=4, kv_heads=1, head_dim=32, dtype=torch.bfloat16), KeptKeys(2, 1)
-    given = *batch_of(case, NEW, kept), SPEC, kept
+    given = *kept_batch(case, NEW, kept), SPEC, kept
     for found, wanted in zip(kept_attention(*given), kept_attention.reference(*given), strict=True):
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
@@ -58,7 +50,7 @@ def test_bfloat16_by_the_library_is_near_the_reference() -> None:
 
 def test_rows_of_padding_are_finite() -> None:
     case, kept = Case.random([7, 3], heads=2, kv_heads=1, head_dim=16), KeptKeys(2, 0)
-    q, k, v, batch = batch_of(case, [1, 1], kept)
+    q, k, v, batch = kept_batch(case, [1, 1], kept)
     batch.pages.lengths[1] = 0
     mixed, sums = kept_attention(q, k, v, batch, SPEC, kept)
     assert bool(mixed.isfinite().all())
@@ -68,7 +60,7 @@ def test_rows_of_padding_are_finite() -> None:
 def test_costs_by_hand() -> None:
     """A decode of 5 tokens, of which rank 1 of 2 keeps 2; and a chunk of positions 2 and 3, which see 1 and 2 there."""
     case, kept = Case.random([5, 4], heads=4, kv_heads=2, head_dim=16, dtype=torch.bfloat16), KeptKeys(2, 1)
-    cost = kept_attention.cost(*batch_of(case, [1, 2], kept), SPEC, kept, workload=Workload((1, 2), (5, 4)))
+    cost = kept_attention.cost(*kept_batch(case, [1, 2], kept), SPEC, kept, workload=Workload((1, 2), (5, 4)))
     keys, written = 2 * (2 + 2) * 2 * 16 * 2, 3 * 4 * (16 + 1) * 4
     assert cost == Cost(4 * 4 * 16 * (2 + 1 + 2), 3 * 4 * 16 * 2 + keys, written, cached=keys)
     mixed, sums = torch.empty(3, 4, 16, device="meta"), torch.empty(3, 4, device="meta")
@@ -77,12 +69,3 @@ def test_costs_by_hand() -> None:
     cost = join_heads.cost(mixed, Along("dcp", 2), sums, torch.bfloat16, workload=Workload((3,), (3,)))
     assert (cost.messages, cost.sent) == (1, 3 * 2 * 17 * 4)
     assert cost.written == 2 * 3 * 4 * 17 * 4 + 3 * 2 * 16 * 2
-
-
-def test_triton_kernels_equal_the_reference_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "tests.kernels.attention.interpreted_kept"]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == "equal\n"
