@@ -27,7 +27,7 @@ from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.state.clear_page_ends import clear_page_ends
 from strata.kernels.state.paged import PagedKV
 from tests.gpu.kernels.test_attention_mixed_gpu import PAGE, STEPS, arguments, as_recorded, assert_close, exact, padded
-from tests.kernels.attention.divisions import Step, random_fresh, random_step, tensors
+from tests.kernels.attention.test_query_chunks import Step, random_fresh, random_step, tensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned", "_library")]
 

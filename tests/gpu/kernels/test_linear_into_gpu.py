@@ -9,7 +9,7 @@ from torch import Tensor
 from strata.kernels.activation import silu_mul_grad as activation_grad  # noqa: F401  registers what is tested
 from strata.kernels.linear.fp8 import linear_fp8, linear_fp8_into
 from strata.kernels.linear.into import linear_into, linear_silu_mul_into
-from tests.kernels.linear.test_linear_into import Target, plain_gated, plain_linear
+from tests.kernels.test_training_operations import Target, plain_gated, plain_linear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 

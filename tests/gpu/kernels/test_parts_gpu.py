@@ -11,7 +11,7 @@ from strata.kernels.sampling.bitmask import apply_bitmask
 from strata.kernels.sampling.part_logprobs import exponential_sums
 from strata.kernels.sampling.parts import best_in_part, best_of_parts
 from strata.kernels.sampling.sampling import NO_ID, gumbel_sample, logprobs
-from tests.kernels.sampling.divided import cuts, drawn, told
+from tests.kernels.sampling.test_parts import cuts, drawn, told
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 

@@ -1,18 +1,26 @@
-"""Routing and experts against plain twins, in every way they run on a CPU, and their cost against hand counts."""
+"""Routing, experts and counts of choices against plain twins, by hand and as transformers has them; their costs."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from transformers import DeepseekV2Config, Glm4MoeConfig
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.linear.wide_linear import wide_linear
 from strata.kernels.moe import experts as moe_experts
 from strata.kernels.moe.combine import combine, summed
+from strata.kernels.moe.count import count_choices
 from strata.kernels.moe.experts import experts, give_back, grouped, take_rows
 from strata.kernels.moe.order import Order
-from strata.kernels.moe.route import route
+from strata.kernels.moe.route import Choice, route
+from strata.kernels.state.kept_keys import ELSEWHERE
 
 WAYS = [{}, {"deterministic": True}, {"differentiable": True}]
 STEP = Workload((6,), (6,))
@@ -276,3 +284,101 @@ def test_costs_are_those_counted_by_hand() -> None:
     logits = torch.randn(6, 5, dtype=torch.bfloat16)
     assert route.cost(logits, None, 2, True, workload=STEP) == Cost(6 * 5 * 4 + 6 * 2 * 2, 60, 6 * 2 * 12)
     assert [one.dtype for one in route.meta(logits, None, 2, True)] == [torch.float32, torch.int64]
+
+
+def test_sigmoids_of_the_best_two_groups_by_hand() -> None:
+    """Three groups of two; the bias lets the last group win and is not in the weights."""
+    logits = torch.tensor([[3.0, 0.0, 1.0, 0.5, -1.0, -1.0]])
+    bias = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.7, 0.7])
+    s = [1 / (1 + 2.718281828**-x) for x in logits[0].tolist()]
+    # Groups: s0 + s1 = 1.45, s2 + s3 = 1.35, s4 + s5 + 1.4 = 1.94: the second is left out.
+    weights, chosen = route(logits, bias, 3, True, Choice("sigmoid", 3, 2, "top2", 2.5))
+    assert sorted(chosen[0].tolist()) == [0, 4, 5]
+    total = s[0] + s[4] + s[5]
+    wanted = [2.5 * s[expert] / total for expert in chosen[0].tolist()]
+    torch.testing.assert_close(weights[0], torch.tensor(wanted))
+
+
+def test_groups_by_their_best_expert_by_hand() -> None:
+    """The second and fourth best expert stand in a group that is left out."""
+    logits = torch.tensor([[4.0, 0.0, 3.0, 2.9, 2.0, 1.0]])
+    _, chosen = route(logits, None, 2, False, Choice(groups=3, kept=1))
+    assert chosen.tolist() == [[0, 1]]
+    weights, chosen = route(logits, None, 3, False, Choice(groups=2, kept=1, scale=16.0))
+    assert chosen.tolist() == [[0, 2, 1]]
+    torch.testing.assert_close(weights[0], 16 * logits[0].softmax(-1)[[0, 2, 1]])
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize(("groups", "kept"), [(1, 1), (4, 2)])
+def test_sigmoids_are_routed_as_transformers_does(groups: int, kept: int, normalized: bool) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 16, "n_routed_experts": 12, "num_experts_per_tok": 3, "n_group": groups}
+    config = Glm4MoeConfig(**sizes, topk_group=kept, norm_topk_prob=normalized, routed_scaling_factor=2.5)
+    router = Glm4MoeTopkRouter(config)
+    torch.nn.init.normal_(router.weight)
+    torch.nn.init.normal_(router.e_score_correction_bias, std=0.3)
+    logits, weights, chosen = router(torch.randn(40, 16))
+    choice = Choice("sigmoid", groups, kept, "top2", 2.5)
+    assert_alike(route(logits, router.e_score_correction_bias, 3, normalized, choice), (weights, chosen), 12)
+
+
+def test_groups_of_softmaxes_are_routed_as_transformers_does() -> None:
+    sizes: dict[str, Any] = {"hidden_size": 16, "n_routed_experts": 12, "num_experts_per_tok": 3, "n_group": 4}
+    config = DeepseekV2Config(
+        **sizes, num_attention_heads=4, topk_group=2, topk_method="group_limited_greedy", routed_scaling_factor=16.0
+    )
+    router = DeepseekV2TopkRouter(config)
+    torch.nn.init.normal_(router.weight)
+    logits, weights, chosen = router(torch.randn(40, 16))
+    assert_alike(route(logits, None, 3, False, Choice("softmax", 4, 2, "max", 16.0)), (weights, chosen), 12)
+
+
+def assert_alike(ours: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...], count: int) -> None:
+    """The weight of every expert, in whatever order a token's are told."""
+    found, wanted = (torch.zeros(40, count).scatter(-1, chosen, weights) for weights, chosen in (ours, theirs))
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_a_sigmoid_of_nothing_is_no_division_by_zero() -> None:
+    weights, _ = route(torch.full((1, 4), -200.0), None, 2, True, Choice("sigmoid"))
+    assert weights.isfinite().all()
+
+
+def test_scores_are_float32_whatever_the_inputs_are() -> None:
+    x, weight = torch.randn(5, 64).bfloat16(), torch.randn(6, 64).bfloat16()
+    wanted = (x.double() @ weight.double().T).float()
+    for run in (wide_linear, wide_linear.bind("cpu", deterministic=True)):
+        torch.testing.assert_close(run(x, weight), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_choices_of_a_layer_are_added_and_padding_is_not() -> None:
+    chosen = torch.tensor([[2, 0], [2, 1], [0, 3], [2, 3]])
+    slot_mapping = torch.tensor([7, 9, -1, 4], dtype=torch.int32)
+    totals = torch.arange(8).view(2, 4)
+    for run in (count_choices.reference, count_choices.bind("cpu"), count_choices.bind("cpu", deterministic=True)):
+        found = run(chosen, slot_mapping, totals, 1)
+        assert found is chosen
+    assert totals.tolist() == [[0, 1, 2, 3], [4 + 3, 5 + 3, 6 + 9, 7 + 3]]
+
+
+def test_tokens_that_other_ranks_keep_are_counted_as_those_kept_here() -> None:
+    """All ranks compute all tokens, and each has to know how often an expert is chosen, whoever keeps their keys."""
+    slot_mapping = torch.tensor([ELSEWHERE, 3, -1, ELSEWHERE], dtype=torch.int32)
+    for run in (count_choices.reference, count_choices.bind("cpu")):
+        totals = torch.zeros(1, 4, dtype=torch.int64)
+        run(torch.tensor([[0, 1], [0, 2], [0, 1], [0, 3]]), slot_mapping, totals, 0)
+        assert totals.tolist() == [[3, 1, 1, 1]]
+
+
+def test_no_tokens_add_nothing() -> None:
+    totals = torch.zeros(1, 4, dtype=torch.int64)
+    count_choices(torch.empty(0, 2, dtype=torch.int64), torch.empty(0, dtype=torch.int32), totals, 0)
+    assert not totals.any()
+
+
+def test_cost() -> None:
+    chosen, slot_mapping = torch.zeros(6, 2, dtype=torch.int64), torch.zeros(6, dtype=torch.int32)
+    totals = torch.zeros(3, 8, dtype=torch.int64)
+    cost = count_choices.cost(chosen, slot_mapping, totals, 0, workload=Workload((6,), (6,)))
+    assert cost == Cost(12, 96 + 24 + 96, 96)
+    assert count_choices.meta(chosen, slot_mapping, totals, 0).shape == (6, 2)

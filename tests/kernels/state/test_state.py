@@ -1,4 +1,4 @@
-"""Pools in 8 bits: what rows become, and that everything that reads pages reads what they stand for."""
+"""What a step reads and writes beside its activations: pages in 8 bits, page ends, block tables, ids on the device."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ import torch
 from torch import Tensor
 
 from strata.cache.pool import KVPool, PoolShape
+from strata.hardware.roofline import Workload
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.spec import AttentionSpec, Sequences
+from strata.kernels.sampling.sampling import NO_ID
+from strata.kernels.state.clear_page_ends import clear_page_ends
+from strata.kernels.state.gather_tables import gather_tables
 from strata.kernels.state.kv_write import kv_write
+from strata.kernels.state.newest_tokens import newest_tokens
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.rounded_rows import round_rows, widen_rows
+from tests.kernels.attention.test_query_chunks import Step, tensors
 
 KINDS = [torch.float8_e4m3fn, torch.int8]
 HEADS, KV_HEADS, DIM, PAGE_SIZE = 6, 2, 16, 4
@@ -135,3 +141,70 @@ def _page(pages: PagedKV, number: int) -> Tensor:
 
 def test_a_page_has_a_byte_for_each_value_and_head() -> None:
     assert PoolShape(3, 16, 8, 128, torch.bfloat16, rounded=torch.int8).page_bytes == 2 * 3 * 16 * 8 * 129
+
+
+def test_only_the_slots_behind_prompts_are_cleared() -> None:
+    page_size = 16
+    step = Step((5, 0, 3, 16, 0), (1, 1, 20, 16, 31), 2)
+    given = tensors(step, 8, 100, 8, page_size)
+    keys, values = (torch.full((3, 40, page_size, 2, 4), torch.nan) for _ in range(2))
+    found = clear_page_ends(keys, values, given["tables"], given["lengths"], given["bounds"], 16)
+    assert found is given["tables"]
+    cleared = torch.zeros(40, page_size, dtype=torch.bool)
+    page = 0
+    for sequence, total in enumerate(step.totals):
+        page += -(-total // page_size)
+        if sequence >= step.decodes and total % page_size:
+            cleared[page - 1, total % page_size :] = True
+    for pool in (keys, values):
+        assert not pool[:, cleared].any()
+        assert pool[:, ~cleared].isnan().all()
+
+
+def _int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def test_a_new_page_is_read_now_and_kept_and_padding_enters_nothing() -> None:
+    tables = torch.tensor([[5, 2, 0], [7, 0, 0], [9, 1, 4], [0, 0, 0]], dtype=torch.int32)
+    # Sequence 1 begins its second page, which is page 8 of the pool; sequence 2 goes on in its third.
+    rows, offsets, lengths = _int32(2, 1, 3), _int32(0, 1, 2, 3), _int32(10, 5, 0)
+    found = gather_tables(tables, rows, offsets, lengths, _int32(4 * 4 + 1, 8 * 4, -1), 4)
+    assert found.tolist() == [[9, 1, 4], [7, 8, 0], [0, 0, 0]]
+    assert tables.tolist() == [[5, 2, 0], [7, 8, 0], [9, 1, 4], [0, 0, 0]]
+    assert found.dtype == torch.int32
+
+
+def test_of_several_tokens_the_last_has_its_page_entered() -> None:
+    tables = torch.tensor([[3, 0, 0], [6, 7, 0]], dtype=torch.int32)
+    # Tokens 4 to 8 of one sequence, then one token of length 0 to which all padding belongs.
+    slots = _int32(5 * 4, 5 * 4 + 1, 5 * 4 + 2, 5 * 4 + 3, 9 * 4, -1, -1)
+    found = gather_tables(tables, _int32(0, 1), _int32(0, 5, 7), _int32(9, 0), slots, 4)
+    assert found.tolist() == [[3, 0, 9], [6, 7, 0]]
+
+
+def test_cost_counts_four_numbers_a_sequence_and_each_page_twice() -> None:
+    tables = torch.empty((9, 100), dtype=torch.int32, device="meta")
+    row = torch.empty(2, dtype=torch.int32, device="meta")
+    cost = gather_tables.cost(tables, row, row, row, row, 16, workload=Workload((1, 1), (33, 16)))
+    assert (cost.flops, cost.read, cost.written) == (0, 4 * 8 + 4 * (3 + 1), 4 * (3 + 1))
+
+
+def _ids(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def test_a_source_wins_over_the_token_and_a_missing_id_reads_zero() -> None:
+    newest = _ids(70, 71, NO_ID, 73)
+    read = newest_tokens(_ids(5, 6, 7, 8, 9), _ids(-1, 3, 0, 2, -1), newest)
+    assert read.tolist() == [5, 73, 70, 0, 9]
+    assert read.dtype == torch.int32
+    assert newest.tolist() == [70, 71, NO_ID, 73]
+
+
+def test_cost_counts_three_reads_and_a_write_of_four_bytes_a_token() -> None:
+    tokens = torch.empty(10, dtype=torch.int32, device="meta")
+    cost = newest_tokens.cost(
+        tokens, tokens, torch.empty(300, dtype=torch.int32, device="meta"), workload=Workload((10,), (10,))
+    )
+    assert (cost.flops, cost.read, cost.written) == (0, 120, 40)
