@@ -149,7 +149,7 @@ def test_windows_hide_keys_and_other_costs_are_not_of_attention() -> None:
     assert ATTENTION.seconds(Cost(flops=1, cached=576 * 2 * 7999), decode, ATTENDS) is None  # latents
 
 
-RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "h200_precision.jsonl"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200_precision.jsonl"
 H200 = TIMES["NVIDIA H200"]
 SIZES = {
     "8B": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},

@@ -15,6 +15,7 @@ from strata.kernels.attention.spec import AttentionCall, AttentionSpec, Sequence
 from strata.kernels.split_counters import split_counters
 from strata.kernels.state.paged import PagedKV
 from tests.gpu.kernels.test_attention_gpu import TOLERANCE, Case, cumulative
+from tests.gpu.tensors import captured
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
@@ -133,10 +134,7 @@ def test_padding_rows_are_zero():
 def test_decoding_replays_in_a_cuda_graph():
     case = Case([5000, 31, 1400], 8, 2, 128, torch.bfloat16)
     arguments = q, _, _, batch = case.batch([1, 1, 1], width=400)
-    attend(arguments, case.spec())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attend(arguments, case.spec())
+    graph, out = captured(lambda: attend(arguments, case.spec()))
     for totals in ([130, 31, 256], [4999, 1, 257], [5000, 31, 1400]):
         batch.pages.lengths.copy_(torch.tensor(totals))
         q.copy_(torch.stack([case.q[s][n - 1] for s, n in enumerate(totals)]))

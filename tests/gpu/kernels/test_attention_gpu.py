@@ -9,6 +9,7 @@ from torch import Tensor
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.spec import AttentionSpec, Sequences
 from strata.kernels.state.paged import PagedKV
+from tests.gpu.tensors import captured
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
@@ -162,10 +163,7 @@ def test_decode_replays_in_a_cuda_graph(deterministic):
     case = Case([900, 31, 257], 8, 2, 64, torch.bfloat16)
     run = attention.bind("cuda", deterministic=deterministic)
     q, k, v, batch = case.batch([1, 1, 1], width=64)
-    run(q, k, v, batch, case.spec())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run(q, k, v, batch, case.spec())
+    graph, out = captured(lambda: run(q, k, v, batch, case.spec()))
     shorter = [130, 31, 256]  # the same pages with other lengths, as a replay meets them
     batch.pages.lengths.copy_(torch.tensor(shorter))
     q.copy_(torch.stack([case.q[s][n - 1] for s, n in enumerate(shorter)]))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from strata.kernels.attention.partial import Part, partial_attention, partial_attention_gradients
 from strata.kernels.op import Operation
+from tests.gpu.tensors import draw
 
 pytestmark = pytest.mark.gpu
 
@@ -36,10 +37,6 @@ EVEN: list[Case] = [
     ([1000, 1000, 1000], [333, 333, 333], False),
 ]
 HEADS = [(8, 2, 128), (4, 4, 64), (4, 1, 64)]
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, device="cuda").bfloat16()
 
 
 def part_of(queries: list[int], keys: list[int], causal: bool) -> Part:

@@ -31,15 +31,12 @@ from strata.train.optimizer.config import OptimizerConfig
 from strata.train.settings import deterministic
 from strata.train.steps.make import fresh, make_step
 from strata.train.steps.parallel_step import ParallelStep
+from tests.gpu.tensors import draw
 from tests.train.step_ranks import pack_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
 DTYPES = [torch.bfloat16, torch.float32]
-
-
-def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(*shape, device="cuda").to(dtype)
 
 
 def check(operation: Operation, implementation: str, *args: Any, narrow: float = 8e-3) -> None:

@@ -25,6 +25,7 @@ from strata.kernels.moe.rounded_grouped import rounded_grouped_product
 from strata.kernels.quant.packed import PackedWeight, Scheme, dense, pack, spread
 from strata.kernels.quant.round_rows import round_rows
 from strata.kernels.quant.schemes import SCHEMES
+from tests.gpu.tensors import assert_near, draw
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
@@ -38,10 +39,6 @@ OTHERS = {
 }
 ALL = dict(SCHEMES) | OTHERS
 CLAMP = Clamp(1.702, 7.0)
-
-
-def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(*shape, device="cuda").to(dtype)
 
 
 def draw_weight(count: int, out: int, width: int, scheme: Scheme) -> PackedWeight:
@@ -63,13 +60,6 @@ def uneven(tokens: int, count: int, per_token: int) -> Tensor:
     logits = torch.randn(tokens, count, device="cuda")
     logits[:, -1], logits[: tokens // 2, 0] = -100, 100
     return logits.topk(per_token).indices
-
-
-def assert_near(result: Tensor, exact: Tensor) -> None:
-    """One rounding to the dtype, beside what sums in float32 lose."""
-    assert result.isfinite().all()
-    rtol = 0.55 * torch.finfo(result.dtype).eps
-    torch.testing.assert_close(result.double(), exact, rtol=rtol, atol=1e-4 * exact.abs().max().item())
 
 
 def tiles(weight: PackedWeight, gated: bool) -> list[PackedTile]:

@@ -32,6 +32,7 @@ from strata.kernels.quant.packed import PackedWeight, Scheme, dense, pack, round
 from strata.kernels.quant.round_rows import round_rows
 from strata.kernels.quant.schemes import SCHEMES
 from strata.kernels.split_counters import split_counters
+from tests.gpu.tensors import assert_near, draw
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
@@ -48,10 +49,6 @@ OTHERS = {
 ALL = dict(SCHEMES) | OTHERS
 
 
-def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(*shape, device="cuda").to(dtype)
-
-
 def draw_weight(out: int, width: int, scheme: Scheme) -> PackedWeight:
     weight = torch.randn(out, width, device="cuda") * torch.randn(out, 1, device="cuda").exp() * width**-0.5
     return pack(weight, scheme)
@@ -65,13 +62,6 @@ def odd(weight: PackedWeight, zeros: torch.dtype = torch.uint8) -> PackedWeight:
 
 def exact_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     return F.linear(x.double(), dense(weight).double(), None if bias is None else bias.double())
-
-
-def assert_near(result: Tensor, exact: Tensor) -> None:
-    """One rounding to the dtype, beside what sums in float32 lose."""
-    assert result.isfinite().all()
-    rtol = 0.55 * torch.finfo(result.dtype).eps
-    torch.testing.assert_close(result.double(), exact, rtol=rtol, atol=1e-4 * exact.abs().max().item())
 
 
 def limits() -> DeviceLimits:

@@ -34,15 +34,12 @@ from strata.kernels.split_counters import split_counters
 from strata.models.folder import BUILTIN_FOLDER
 from strata.models.pruned.prune import prune
 from strata.models.pruned.settings import Pruning
+from tests.gpu.tensors import assert_near, draw, exact_linear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
 EPS = 1e-5
 HALVES = (torch.bfloat16, torch.float16)
-
-
-def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(*shape, device="cuda").to(dtype)
 
 
 def draw_sparse(out: int, width: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, PackedWeight]:
@@ -51,17 +48,6 @@ def draw_sparse(out: int, width: int, dtype: torch.dtype = torch.bfloat16) -> tu
     weight = weight.masked_fill(least_two_of_four(weight.abs()), 0.0)
     weight[:, : width // 8].masked_fill_(torch.rand(out, width // 8, device="cuda") < 0.5, 0.0)
     return weight, pack(weight, SPARSITIES["2:4"])
-
-
-def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-
-
-def assert_near(result: Tensor, exact: Tensor) -> None:
-    """One rounding to the dtype, beside what sums in float32 lose."""
-    assert result.isfinite().all()
-    rtol = 0.55 * torch.finfo(result.dtype).eps
-    torch.testing.assert_close(result.double(), exact, rtol=rtol, atol=1e-4 * exact.abs().max().item())
 
 
 def tiles(rows: int, weight: PackedWeight) -> list[SkinnyTile]:

@@ -1,28 +1,47 @@
-"""Products that write the float32 gradient of a bfloat16 weight, against float64, and in 8 bits against the layer."""
+"""Gated products of many rows, and those that write the float32 gradient of a bfloat16 weight, against float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from strata.kernels.activation import silu_mul_grad as activation_grad  # noqa: F401  registers what is tested
+from strata.kernels.choose import MEASURED, thresholds_of
 from strata.kernels.linear.fp8 import linear_fp8, linear_fp8_into
 from strata.kernels.linear.into import linear_into, linear_silu_mul_into
+from strata.kernels.linear.silu_mul import linear_silu_mul
+from tests.gpu.tensors import assert_near, draw, exact_linear
 from tests.kernels.test_training_operations import Target, plain_gated, plain_linear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
+ROWS = thresholds_of(MEASURED).gated_rows
 
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, device="cuda").bfloat16()
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [ROWS, ROWS + 77])
+@pytest.mark.parametrize("inner", [8, 136, 520])
+def test_against_float64(dtype: torch.dtype, rows: int, inner: int) -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs the copy engine of a Hopper device")
+    x = draw(rows, 640, dtype=dtype)[:, 32 : 32 + 600]
+    weight, bias = draw(2 * inner, 600, dtype=dtype).div_(600**0.5), draw(2 * inner, dtype=dtype)
+    for given in (None, bias):
+        chosen = linear_silu_mul.bind("cuda").choose(x, weight, given)
+        assert chosen.name == "triton"
+        result = chosen.run(x, weight, given)
+        gate, up = exact_linear(x, weight, given).chunk(2, 1)
+        expected = F.silu(gate) * up
+        assert_near(result, expected, 5e-5)
 
 
 def target_of(weight: Tensor, adds: bool) -> Target:
     return Target(weight.float(), torch.randn(weight.shape, device="cuda") if adds else None)
 
 
-def assert_near(found: Tensor | None, exact: Tensor, tolerance: float) -> None:
+def assert_within(found: Tensor | None, exact: Tensor, tolerance: float) -> None:
     assert found is not None
     assert (found.double() - exact).norm() <= tolerance * exact.norm()
 
@@ -43,12 +62,12 @@ def test_gradients_against_float64(rows: int, width: int, out: int, with_bias: b
     wanted = plain(exact[0], exact[1], exact[2] if with_bias else None)
     wanted.backward(slope.double())
     assert weight.grad is None
-    assert_near(result, wanted.detach(), 1e-2)
+    assert_within(result, wanted.detach(), 1e-2)
     # Where nothing is rounded on the way, float32 sums show.
-    assert_near(target.gradient, exact[1].grad + held, 1e-2 if gated else 1e-5)
-    assert_near(x.grad, exact[0].grad, 1e-2)
+    assert_within(target.gradient, exact[1].grad + held, 1e-2 if gated else 1e-5)
+    assert_within(x.grad, exact[0].grad, 1e-2)
     if with_bias:
-        assert_near(bias.grad, exact[2].grad, 1e-2)
+        assert_within(bias.grad, exact[2].grad, 1e-2)
 
 
 @pytest.mark.parametrize("adds", [False, True])
@@ -63,4 +82,4 @@ def test_gradients_in_eight_bits(rows: int, width: int, out: int, per_row: bool,
     linear_fp8_into(x, weight, None, per_row, target).backward(slope)
     assert weight.grad is None
     # The layer's gradient is rounded to bfloat16, this one need not be.
-    assert_near(target.gradient, (held + wanted).double(), 4e-3)
+    assert_within(target.gradient, (held + wanted).double(), 4e-3)
