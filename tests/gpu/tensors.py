@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from strata.hardware.replay import time_replayed
+
 Found = TypeVar("Found")
 
 
@@ -50,3 +52,34 @@ def no_waiting() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def assert_within(found: Tensor | None, exact: Tensor, tolerance: float) -> None:
+    """Of norms."""
+    assert found is not None
+    assert found.isfinite().all()
+    exact = exact.to(found.device, torch.float64)
+    assert (found.double() - exact).norm() <= tolerance * exact.norm()
+
+
+def assert_replays_have_the_bits_of(run: Callable[[], Tensor], wanted: Tensor, repeats: int, message: object) -> None:
+    """Launched, and as the last of many replays of one recording leaves it."""
+    results: list[Tensor] = []
+    time_replayed([lambda: results.append(run())], repeats=repeats)
+    for result in (results[0], results[-1]):
+        assert torch.equal(result, wanted), message
+
+
+def assert_a_chain_waits(run: Callable[..., Tensor], x: Tensor, layers: Sequence[tuple[Any, ...]]) -> None:
+    """Launches of which each reads what the one before wrote, and may begin before that has ended. What poisons their
+    results has to be undone: kernels would stand between the launches."""
+
+    def chain(wait: bool = False) -> Tensor:
+        last = x
+        for layer in layers:
+            last = run(last, *layer)
+            if wait:
+                torch.cuda.synchronize()
+        return last
+
+    assert_replays_have_the_bits_of(chain, chain(wait=True), 20, "read too soon")

@@ -12,7 +12,7 @@ from strata.kernels.choose import MEASURED, thresholds_of
 from strata.kernels.linear.fp8 import linear_fp8, linear_fp8_into
 from strata.kernels.linear.into import linear_into, linear_silu_mul_into
 from strata.kernels.linear.silu_mul import linear_silu_mul
-from tests.gpu.tensors import assert_near, draw, exact_linear
+from tests.gpu.tensors import assert_near, assert_within, draw, exact_linear
 from tests.kernels.test_training_operations import Target, plain_gated, plain_linear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
@@ -39,11 +39,6 @@ def test_against_float64(dtype: torch.dtype, rows: int, inner: int) -> None:
 
 def target_of(weight: Tensor, adds: bool) -> Target:
     return Target(weight.float(), torch.randn(weight.shape, device="cuda") if adds else None)
-
-
-def assert_within(found: Tensor | None, exact: Tensor, tolerance: float) -> None:
-    assert found is not None
-    assert (found.double() - exact).norm() <= tolerance * exact.norm()
 
 
 @pytest.mark.parametrize("adds", [False, True])

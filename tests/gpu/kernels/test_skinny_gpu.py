@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strata.hardware.replay import time_replayed
 from strata.kernels.choose import thresholds
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.linear.linear import linear
@@ -23,7 +23,7 @@ from strata.kernels.linear.tile_choice import chosen_tile
 from strata.kernels.linear.tile_rule import expected_tile
 from strata.kernels.split_counters import split_counters
 from strata.kernels.tuned import row_bucket
-from tests.gpu.tensors import assert_near, draw, exact_linear
+from tests.gpu.tensors import assert_near, assert_replays_have_the_bits_of, draw, exact_linear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
@@ -109,18 +109,16 @@ def test_a_chain_of_early_launches_in_a_graph_reads_what_the_launch_before_wrote
         for found in candidates("linear", rows, 2048, 2048):
             late = replace(found, early=False)
             for tile in variants("linear", found):
-                plain, early = x, []
+                plain = x
                 for weight in weights:
                     plain = skinny_linear(plain, weight, None, late)
 
-                def chain(x: torch.Tensor = x, tile: SkinnyTile = tile, into: list[torch.Tensor] = early) -> None:
+                def chain(last: torch.Tensor = x, tile: SkinnyTile = tile) -> torch.Tensor:
                     for weight in weights:
-                        x = skinny_linear(x, weight, None, tile)
-                    into.append(x)
+                        last = skinny_linear(last, weight, None, tile)
+                    return last
 
-                time_replayed([chain], repeats=20)
-                for result in (early[0], early[-1]):  # run eagerly, and as the last replay left it
-                    assert torch.equal(result, plain), f"{tile} read too soon"
+                assert_replays_have_the_bits_of(chain, plain, 20, f"{tile} read too soon")
     assert not split_counters(x.device).any()
 
 
@@ -324,15 +322,9 @@ def test_early_launches_in_a_graph_read_what_the_launch_before_wrote(
             def late(operation: str, x: Tensor, weight: Tensor, at: int = at) -> SkinnyTile:
                 return replace(tile(operation, x, weight, at, 0), early=False)
 
-            results: list[Tensor] = []
-
-            def chain(choose: Choose = early, into: list[Tensor] = results) -> None:
-                into.append(run_layers(x, weights, choose))
-
-            time_replayed([chain], repeats=10)
             plain = run_layers(x, weights, late)
-            for result in (results[0], results[-1]):  # run eagerly, and as the last replay left it
-                assert torch.equal(result, plain), f"candidate {at}, variant {variant} read too soon"
+            message = f"candidate {at}, variant {variant} read too soon"
+            assert_replays_have_the_bits_of(partial(run_layers, x, weights, early), plain, 10, message)
     assert not split_counters(x.device).any()
 
 

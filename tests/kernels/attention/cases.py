@@ -41,9 +41,8 @@ class Case:
         device, totals = self.q[0].device, [len(q) for q in self.q] if totals is None else totals
         pages = [-(-total // page_size) for total in totals]
         count = sum(pages) + 3
-        order = torch.arange(count)
-        if not consecutive:
-            order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(seed) if device.type == "cpu" else None
+        order = torch.arange(count) if consecutive else torch.randperm(count, generator=generator)
         order = order.int().to(device)
         pool = torch.full((count, page_size, *self.k[0].shape[1:]), torch.nan).to(self.k[0])
         keys, values = [[pool.clone() for _ in range(layers)] for _ in range(2)]
@@ -68,9 +67,12 @@ class Case:
         lengths = [len(x) for x in self.q]
         return q, k, v, Sequences(cumulative(lengths, q.device), max(lengths))
 
-    def wanted(self, new, scale, window=None, sinks=None, totals=None) -> Tensor:
+    def spec(self, window=None) -> AttentionSpec:
+        return AttentionSpec(0, self.q[0].shape[-1] ** -0.5, window)
+
+    def wanted(self, new, window=None, totals=None, sinks=None, scale=None) -> Tensor:
         """In float64, the queries of `batch`: a softmax over the keys that each sees, and over its head's sink."""
-        out, device = [], self.q[0].device
+        out, device, scale = [], self.q[0].device, self.spec().scale if scale is None else scale
         totals = [len(q) for q in self.q] if totals is None else totals
         for s, (n, total) in enumerate(zip(new, totals, strict=True)):
             group = self.q[s].shape[1] // self.k[s].shape[1]
@@ -146,7 +148,3 @@ def copied(pages: PagedKV) -> PagedKV:
     """With pools of their own."""
     keys, values = (tuple(pool.clone() for pool in pools) for pools in (pages.keys, pages.values))
     return replace(pages, keys=keys, values=values)
-
-
-def spec_of(head_dim: int, window: int | None = None) -> AttentionSpec:
-    return AttentionSpec(0, head_dim**-0.5, window)

@@ -33,7 +33,7 @@ def test_every_query_of_every_path(heads, kv_heads, head_dim, window, sinks):
         (case.batch(NEW, layers=2), 1, NEW, ("reference", "tiled", "fixed tiles")),
         (case.packed(), 0, LENGTHS, ("reference", "packed", "fixed tiles")),
     ):
-        wanted = case.wanted(new, 0.3, window, sinks)
+        wanted = case.wanted(new, window, sinks=sinks, scale=0.3)
         for name in names:
             out = run[name](*arguments, AttentionSpec(layer, 0.3, window), sinks)
             torch.testing.assert_close(out.double(), wanted, rtol=0, atol=2e-6, msg=name)

@@ -152,7 +152,7 @@ def test_every_query_of_a_mixed_batch(implementation: str, ranks: int) -> None:
         found.append(run(*kept_batch(case, NEW, kept), SPEC, kept))
         assert not bool(found[-1][0].isnan().any())
     mixed, sums = (torch.stack(parts) for parts in zip(*found, strict=True))
-    torch.testing.assert_close(joined(mixed, sums).double(), case.wanted(NEW, 0.3), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(joined(mixed, sums).double(), case.wanted(NEW, scale=0.3), rtol=1e-5, atol=1e-5)
     # Who keeps no key up to a query's position has found nothing.
     position = torch.cat([torch.arange(total - new, total) for total, new in zip(LENGTHS, NEW, strict=True)])
     for rank in range(ranks):
