@@ -1,13 +1,14 @@
-"""The device database against what its figures follow from: units times clocks, lanes times rates, and each other."""
+"""The device database against what its figures follow from and each other, and the table of the docs against it."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from strata.hardware.figures import QUANTITIES, Source, promised
+from strata.hardware.figures import MIB, QUANTITIES, Device, Source, promised
 from strata.hardware.specs import DEVICES, check_planned, device, device_to_plan, recognize
 
 ACCELERATORS = [one for one in DEVICES.values() if one.dtypes()]
@@ -227,3 +228,29 @@ def test_what_a_source_says_in_its_units() -> None:
     assert (memory.value, cache.value, host.value, host.direction) == (80e9, 52_428_800, 32e9, "each")
     assert (dense.value, dense.sparse, doubled.value, doubled.sparse) == (100e12, False, 200e12, True)
     assert {one.url for one in (memory, cache, host, dense, doubled)} == {"https://example.com"}
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "hardware.md"
+
+
+def said(device: Device, quantity: str, unit: float, dtype: str | None = None) -> str:
+    """A figure with at most four digits, a dash where none is known."""
+    figure = device.known(quantity, dtype, measured=False) or device.known(quantity, dtype)
+    return "-" if figure is None else f"{float(f'{figure.value / unit:.4g}'):g}"
+
+
+def row(device: Device) -> str:
+    rates = " / ".join(said(device, "compute", 1e12, dtype) for dtype in ("bfloat16", "float8", "int8", "float4"))
+    others = [
+        said(device, quantity, unit)
+        for quantity, unit in (
+            ("memory", 1e9), ("bandwidth", 1e12), ("l2", MIB), ("l3", MIB), ("link", 1e9), ("host", 1e9), ("power", 1),
+        )
+    ]  # fmt: skip
+    return f"| {' | '.join([f'`{device.key}`', rates, *others])} |"
+
+
+def test_the_documented_table_is_the_database() -> None:
+    lines = DOCUMENT.read_text(encoding="utf-8").splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("| device |")) + 2
+    assert lines[first : lines.index("", first)] == [row(device) for device in DEVICES.values()]
