@@ -20,8 +20,8 @@ from tests.graph.lockstep import run_in_lockstep
 from tests.models.batches import HandPaged, random_sequences
 
 from .models import random_model
-from .shards import divisible_config, shard_of
-from .test_served_experts import CLOSE, MIXTURES, config_for, largest_error, on_meta
+from .shards import divisible_config, largest_error, model_of, shard_of
+from .test_served_experts import CLOSE, MIXTURES, config_for, on_meta
 
 
 def own_steps(config: ModelConfig, index: int) -> list[tuple[Batch, Tensor]]:
@@ -41,7 +41,7 @@ def own_steps(config: ModelConfig, index: int) -> list[tuple[Batch, Tensor]]:
 @pytest.mark.parametrize("name", MIXTURES)
 def test_each_rank_has_the_logits_of_its_own_tokens(name: str, size: int, deterministic: bool) -> None:
     config = config_for(name)
-    model = random_model(config, torch.float32).requires_grad_(False)
+    model = model_of(config)
     alone = step_program(model, "cpu", deterministic).logits
     parts = [shard_of(model, config, size, index, expert_parallel=True, own_tokens=True) for index in range(size)]
     graphs = [step_program(own, "cpu", deterministic, shard=part) for part, own in parts]

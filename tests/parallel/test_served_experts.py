@@ -14,7 +14,6 @@ from torch import Tensor, fx
 
 from strata.comm.launch import World
 from strata.comm.mesh import Mesh
-from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose
@@ -32,13 +31,23 @@ from strata.parallel.expert_balance.placement import PERIOD
 from strata.parallel.expert_balance.placement import turns as expert_turns
 from strata.parallel.serving_shard import RankShard, rank_config
 from tests.engine.program.programs import step_program
-from tests.graph.lockstep import run_in_lockstep
 from tests.largest import largest
-from tests.models.batches import HandPaged, random_sequences
+from tests.models.batches import HandPaged
 
 from .models import random_model
 from .ranks import run_ranks
-from .shards import divisible_config, joined, shard_of
+from .shards import (
+    divisible_config,
+    error_of_part,
+    follow,
+    joined,
+    largest_error,
+    model_of,
+    programs_of,
+    prompts_and_decodes,
+    shard_of,
+    together,
+)
 
 MIXTURES = ("mixtral", "qwen3-moe")
 CLOSE = 1e-5
@@ -50,23 +59,9 @@ def config_for(name: str, **changes: Any) -> ModelConfig:
     return divisible_config(name, **(counts | changes))
 
 
-def steps_of(configs: Sequence[ModelConfig], vocabulary: int, run: Any) -> list[list[Tensor]]:
-    """The logits of a prompt with the beginning of another, of the rest with a decode, and of decodes, by rank."""
-    first, second = random_sequences(vocabulary, (9, 7))
+def logits_of(graphs: Sequence[fx.GraphModule], configs: Sequence[ModelConfig]) -> list[list[Tensor]]:
     caches = [HandPaged(config, 3, 16) for config in configs]
-    steps: list[list[Tensor]] = [[] for _ in configs]
-    for chunks in ({0: first, 1: second[:3]}, {1: second[3:], 0: [5]}, {0: [7], 1: [0]}):
-        count = sum(map(len, chunks.values()))
-        rows = torch.arange(count, dtype=torch.int32)[-2:]
-        batches = [cache.next_batch(chunks) for cache in caches]
-        for own, result in zip(steps, run([(batch, rows) for batch in batches]), strict=True):
-            own.append(result)
-    return steps
-
-
-def largest_error(found: list[Tensor], wanted: list[Tensor]) -> float:
-    pairs = zip(found, wanted, strict=True)
-    return largest(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
+    return follow(caches, prompts_and_decodes(61), together(graphs))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -74,17 +69,13 @@ def largest_error(found: list[Tensor], wanted: list[Tensor]) -> float:
 @pytest.mark.parametrize("name", MIXTURES)
 def test_ranks_with_different_experts_have_the_logits_of_one(name: str, size: int, deterministic: bool) -> None:
     config = config_for(name)
-    model = random_model(config, torch.float32).requires_grad_(False)
-    graph = step_program(model, "cpu", deterministic).logits
-    (wanted,) = steps_of([config], config.vocab_size, lambda given: [graph(*given[0])])
-    parts = [shard_of(model, config, size, index, expert_parallel=True) for index in range(size)]
-    graphs: list[fx.GraphModule] = [step_program(own, "cpu", deterministic, shard=part).logits for part, own in parts]
-    counts = operation_counts(graphs[0])
+    model = model_of(config)
+    (wanted,) = logits_of([step_program(model, "cpu", deterministic).logits], [config])
+    parts, programs = programs_of(model, config, size, deterministic, expert_parallel=True)
+    counts = operation_counts(programs[0].logits)
     layers = sum(config.experts.layers) if config.experts is not None else 0
     assert (counts["experts"], counts["held_experts"]) == (0, layers)
-    found = steps_of(
-        [part.config for part, _ in parts], config.vocab_size, lambda given: run_in_lockstep(graphs, given)
-    )
+    found = logits_of([one.logits for one in programs], [part.config for part in parts])
     assert largest_error(joined(found, config.vocab_size), wanted) < CLOSE
 
 
@@ -93,15 +84,11 @@ def over_gloo(world: World, folder: Path) -> float:
     errors = []
     for name in MIXTURES:
         config = config_for(name)
-        model = random_model(config, torch.float32).requires_grad_(False)
-        one = step_program(model, "cpu", deterministic=False).logits
+        model = model_of(config)
         part, own = shard_of(model, config, world.size, world.rank, axis, expert_parallel=True)
-        mine = step_program(own, "cpu", deterministic=False, shard=part).logits
-        (wanted,) = steps_of([config], config.vocab_size, lambda given, one=one: [one(*given[0])])
-        (found,) = steps_of([part.config], config.vocab_size, lambda given, mine=mine: [mine(*given[0])])
-        held = VocabularyPart.of(part)
-        expected = [logits[:, held.first : held.first + held.count] for logits in wanted]
-        errors.append(largest_error(list(map(held.own, found)), expected))
+        (wanted,) = logits_of([step_program(model, "cpu").logits], [config])
+        (found,) = logits_of([step_program(own, "cpu", shard=part).logits], [part.config])
+        errors.append(error_of_part(part, found, wanted))
     return largest(errors)
 
 
@@ -138,9 +125,9 @@ def test_a_rank_loads_its_own_experts_whole(name: str, size: int, load_format: s
 def test_copies_take_turns_and_the_logits_stay(size: int, redundant: int) -> None:
     """Of six experts, the first have copies; tables that change between calls are read anew."""
     config = config_for("mixtral")
-    model = random_model(config, torch.float32).requires_grad_(False)
-    graph = bind(compose(capture(model), capture_head(model)), "cpu")
-    (wanted,) = steps_of([config], 61, lambda given: [graph(batch) for batch, _ in given])
+    model = model_of(config)
+    graph = bind(gather_after_attention(compose(capture(model), capture_head(model))), "cpu")
+    (wanted,) = logits_of([graph], [config])
     parts = [shard_of(model, config, size, index, expert_parallel=True, redundant=redundant) for index in range(size)]
     placement = np.arange(6 + redundant) % 6
     assert sum((part.config.experts.held for part, _ in parts), ()) == tuple(placement.tolist())
@@ -151,11 +138,11 @@ def test_copies_take_turns_and_the_logits_stay(size: int, redundant: int) -> Non
             shard(one, part.placements, part.axes["tp"], part.index, part.slots, turns)
             for one in (capture(own), capture_head(own))
         ]
-        graphs.append(bind(compose(*halves), "cpu", axes=part.axes))
+        graphs.append(bind(gather_after_attention(compose(*halves)), "cpu", axes=part.axes))
     configs = [part.config for part, _ in parts]
     for table in (expert_turns(placement, 6), np.flip(expert_turns(placement, 6), 1).copy()):
         turns.copy_(torch.from_numpy(table))
-        found = steps_of(configs, 61, lambda given: run_in_lockstep(graphs, [(batch,) for batch, _ in given]))
+        found = logits_of(graphs, configs)
         assert largest_error(joined(found, 61), wanted) < CLOSE
 
 
