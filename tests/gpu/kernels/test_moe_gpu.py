@@ -19,9 +19,12 @@ from strata.kernels.moe.experts import by_tiles, experts, grouped
 from strata.kernels.moe.held import grouped_held, held_by_tiles, held_experts
 from strata.kernels.moe.held_order import held_numbers, held_order
 from strata.kernels.moe.route import route
-from tests.gpu.tensors import captured, no_waiting, widened
+from tests.gpu.tensors import assert_within, captured, no_waiting, widened
 
 pytestmark = pytest.mark.gpu
+
+BOUNDS = {torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 1e-5}
+of_any_dtype = pytest.mark.parametrize(("dtype", "bound"), BOUNDS.items(), ids=str)
 
 
 def inputs(tokens: int, count: int = 8, hidden: int = 256, width: int = 128) -> list[Tensor]:
@@ -78,9 +81,7 @@ def test_grouped_products_of_tokens_with_fewer_experts(tokens: int) -> None:
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(
-    ("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 1e-2), (torch.float32, 1e-5)], ids=str
-)
+@of_any_dtype
 @pytest.mark.parametrize(("count", "hidden", "width"), [(8, 256, 128), (5, 100, 37), (128, 512, 192), (1, 64, 64)])
 @pytest.mark.parametrize("tokens", [0, 1, 3, 64, 129, 1000])
 def test_products_in_tiles_are_near_float64(
@@ -101,13 +102,11 @@ def test_products_in_tiles_are_near_float64(
         exact = widened(given)
         found, wanted = by_tiles(ExpertsCall(*given)), experts.reference(*exact)
         assert found.dtype == dtype
-        assert (found.double() - wanted).norm() <= bound * wanted.norm()
+        assert_within(found, wanted, bound)
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(
-    ("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 1e-2), (torch.float32, 1e-5)], ids=str
-)
+@of_any_dtype
 @pytest.mark.parametrize(
     ("count", "per_token", "hidden", "width"), [(9, 8, 2048, 768), (7, 6, 100, 37), (5, 1, 64, 24)]
 )
@@ -127,13 +126,11 @@ def test_experts_of_a_token_are_near_float64(
         exact = widened(given)
         assert run.choose(*given).name == "triton choices"
         found, wanted = run(*given), experts.reference(*exact)
-        assert (found.double() - wanted).norm() <= bound * wanted.norm()
+        assert_within(found, wanted, bound)
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(
-    ("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 1e-2), (torch.float32, 1e-5)], ids=str
-)
+@of_any_dtype
 @pytest.mark.parametrize("tokens", [1, 40, 100, 700])
 def test_biased_products_of_our_own_are_near_float64(tokens: int, dtype: torch.dtype, bound: float) -> None:
     count, hidden, width = 7, 192, 144
@@ -147,7 +144,7 @@ def test_biased_products_of_our_own_are_near_float64(tokens: int, dtype: torch.d
     assert run.choose(*given).name == ("triton choices" if tokens == 1 else "triton tiles")
     for adds in (True, False):
         found, wanted = run(*given, adds), biased_experts.reference(*exact, adds)
-        assert (found.double() - wanted).norm() <= bound * wanted.norm()
+        assert_within(found, wanted, bound)
     given[0][-1, 3] = torch.nan
     assert run(*given).isnan().all(1).tolist() == [False] * (tokens - 1) + [True]
 
@@ -158,7 +155,7 @@ def test_scores_in_float32_are_near_float64(tokens: int, dtype: torch.dtype) -> 
     x, weight = torch.randn(tokens, 512, device="cuda", dtype=dtype), torch.randn(60, 512, device="cuda", dtype=dtype)
     found, wanted = wide_linear.bind("cuda")(x, weight), x.double() @ weight.double().t()
     assert found.dtype == torch.float32
-    assert (found - wanted).norm() <= 1e-5 * wanted.norm()
+    assert_within(found, wanted, 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -175,7 +172,7 @@ def test_other_floats_than_bfloat16_are_recorded(dtype: torch.dtype) -> None:
             graph.replay()
             exact = widened(given)
             wanted = experts.reference(*exact)
-            assert (found.double() - wanted).norm() <= 2e-3 * wanted.norm()
+            assert_within(found, wanted, 2e-3)
 
 
 def test_a_rank_may_get_rows_for_none_of_its_experts() -> None:
@@ -223,7 +220,7 @@ def test_rows_are_added_up_as_in_float64(
         found = with_gradients(run, given, slope)
         wanted = with_gradients(run, [one.double() for one in given], slope)
         for mine, other in zip(found, wanted, strict=True):
-            assert (mine.double() - other).norm() <= tolerance * other.norm()
+            assert_within(mine, other, tolerance)
 
 
 def test_nothing_waits_for_the_device() -> None:
@@ -275,10 +272,7 @@ def near_float64(run: Callable[..., Tensor], given: list[Tensor | int], bound: f
     found, wanted = run(HeldExpertsCall(*given)), held_experts.reference(*exact)
     assert found.dtype == given[0].dtype
     assert torch.equal(found.any(1) | ~found.isfinite().all(1), wanted.any(1))
-    assert (found.double() - wanted).norm() <= bound * wanted.norm()
-
-
-BOUNDS = {torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 1e-5}
+    assert_within(found, wanted, bound)
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -345,7 +339,7 @@ def test_a_recorded_part_follows_its_inputs(dtype: torch.dtype, tokens: int) -> 
             graph.replay()
             exact = widened(own)
             wanted = held_experts.reference(*exact)
-            assert (found.double() - wanted).norm() <= 1e-2 * wanted.norm()
+            assert_within(found, wanted, 1e-2)
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 5000])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -47,8 +48,10 @@ def with_gaps(given: list[Tensor]) -> list[Tensor | int]:
 
 
 def places(tokens: int, slots: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Where so many rows lie, in random order, and in which slot of which token each is; the first token has none."""
-    source = (slots + torch.randperm((tokens - 1) * slots))[:rows]
+    """Where so many rows lie, in random order, and in which slot of which token each is; unless all slots have one, the
+    first token has none."""
+    first = 0 if rows == tokens * slots else slots
+    source = (first + torch.randperm(tokens * slots - first))[:rows]
     return source, torch.full((tokens * slots,), -1).scatter(0, source, torch.arange(rows)).view(tokens, slots)
 
 
@@ -66,57 +69,35 @@ def twin(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tens
     return torch.stack(rows) if rows else torch.zeros_like(x)
 
 
+@pytest.mark.parametrize("gaps", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("tokens", "per_token"), [(1, 1), (6, 2), (33, 4), (0, 2)])
-def test_experts_are_the_weighted_sum(tokens: int, per_token: int, way: dict) -> None:
-    given = inputs(tokens, per_token)
-    torch.testing.assert_close(experts.bind("cpu", **way)(*given), twin(*given), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("tokens", "per_token"), [(1, 1), (7, 3), (33, 4), (0, 2)])
-def test_a_token_may_have_fewer_experts_and_none(tokens: int, per_token: int, way: dict) -> None:
-    given = with_gaps(inputs(tokens, per_token))
+@pytest.mark.parametrize(("tokens", "per_token"), [(1, 1), (6, 2), (7, 3), (33, 4), (0, 2)])
+def test_experts_are_the_weighted_sum(tokens: int, per_token: int, way: dict, gaps: bool) -> None:
+    given = with_gaps(inputs(tokens, per_token)) if gaps else inputs(tokens, per_token)
     torch.testing.assert_close(experts.bind("cpu", **way)(*given), twin(*given), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
     "run", [experts.reference, experts.bind("cpu", differentiable=True), experts.of_arguments(grouped)]
 )
-@pytest.mark.parametrize("per_token", [1, 3])
-def test_gradients_with_fewer_experts(run: object, per_token: int) -> None:
-    given, slope = with_gaps(inputs(7, per_token)), torch.randn(7, 16)
-    found, wanted = [], []
-    for call, into in ((run, found), (twin, wanted)):
-        leaves = [one.clone().requires_grad_(one.is_floating_point()) for one in given[:-1]]
-        assert callable(call)
-        (call(*leaves, given[-1]) * slope).sum().backward()
-        into += [leaf.grad for leaf in leaves if leaf.requires_grad]
-    for mine, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize(
-    "run", [experts.reference, experts.bind("cpu", differentiable=True), experts.of_arguments(grouped)]
+    ("per_token", "weighted", "gaps"),
+    [(3, True, False), (1, True, False), (1, False, False), (3, True, True), (1, True, True)],
 )
-@pytest.mark.parametrize(("per_token", "weighted"), [(3, True), (1, True), (1, False)])
 def test_gradients_are_those_of_the_twin_and_zero_for_an_expert_without_tokens(
-    run: object, per_token: int, weighted: bool
+    run: Callable[..., Tensor], per_token: int, weighted: bool, gaps: bool
 ) -> None:
-    x, weights, *others = inputs(7, per_token)
+    x, weights, *others = with_gaps(inputs(7, per_token)) if gaps else inputs(7, per_token)
     given = [x, weights if weighted else torch.ones(7, 1), *others]
-    places = [0, 1, 3, 4] if weighted else [0, 3, 4]
-    slope = torch.randn(7, 16)
-    found, wanted = [], []
-    for call, into in ((run, found), (twin, wanted)):
-        leaves = [one.clone().requires_grad_(one.is_floating_point()) for one in given]
-        assert callable(call)
+    slope, grads = torch.randn(7, 16), []
+    for call in (run, twin):
+        leaves = [one.clone().requires_grad_(one.is_floating_point()) for one in given[:5]]
         scales = leaves[1] if weighted or call is twin else None
-        (call(leaves[0], scales, *leaves[2:]) * slope).sum().backward()
-        into += [leaves[place].grad for place in places]
-    for mine, other in zip(found, wanted, strict=True):
+        (call(leaves[0], scales, *leaves[2:], *given[5:]) * slope).sum().backward()
+        grads.append([leaves[place].grad for place in (0, *([1] if weighted else []), 3, 4)])
+    for mine, other in zip(*grads, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
-    assert not found[-2][-1].any()
+    assert not grads[0][-2][-1].any()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -127,25 +108,9 @@ def test_without_weights_a_token_has_one_expert(way: dict) -> None:
 
 
 @pytest.mark.parametrize("weighted", [True, False])
-def test_rows_of_a_token_are_added_up_wherever_they_lie(weighted: bool) -> None:
-    rows, weights, place = torch.randn(12, 5, dtype=torch.float64), torch.rand(4, 3).double(), torch.randperm(12)
-    source, place = place.argsort(), place.view(4, 3)
-    leaves = (rows, weights) if weighted else (rows,)
-
-    def run(rows: Tensor, weights: Tensor | None = None) -> Tensor:
-        return combine(rows, source, place, weights)
-
-    found = run(*leaves)
-    for token in range(4):
-        scales = weights[token] if weighted else torch.ones(3)
-        wanted = sum(scale * rows[at] for scale, at in zip(scales, place[token], strict=True))
-        torch.testing.assert_close(found[token], wanted)
-    assert torch.autograd.gradcheck(run, [leaf.requires_grad_() for leaf in leaves])
-
-
-@pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize(("tokens", "slots", "rows"), [(5, 3, 7), (4, 1, 3), (3, 7, 0), (1, 4, 0)])
-def test_slots_without_a_row_add_nothing(tokens: int, slots: int, rows: int, weighted: bool) -> None:
+@pytest.mark.parametrize(("tokens", "slots", "rows"), [(4, 3, 12), (5, 3, 7), (4, 1, 3), (3, 7, 0), (1, 4, 0)])
+def test_rows_of_a_token_are_added_up_wherever_they_lie(tokens: int, slots: int, rows: int, weighted: bool) -> None:
+    """Slots without a row add nothing."""
     source, place = places(tokens, slots, rows)
     given, weights = torch.randn(rows, 5, dtype=torch.float64), torch.rand(tokens, slots).double()
     leaves = (given, weights) if weighted else (given,)
