@@ -84,15 +84,15 @@ def test_listed_devices_are_what_their_kernels_are_compiled_for() -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """In the place of the package's tables."""
     monkeypatch.setattr(choose, "_FOLDER", tmp_path)
     monkeypatch.setattr(choose, "thresholds_of", thresholds_of.__wrapped__)
     return tmp_path
 
 
-def write(folder: Path, product: str, rows: list[dict[str, object]]) -> None:
-    (folder / f"{product}.json").write_text(json.dumps({"device": product, "thresholds": rows}))
+def write(tables: Path, product: str, rows: list[dict[str, object]]) -> None:
+    (tables / f"{product}.json").write_text(json.dumps({"device": product, "thresholds": rows}))
 
 
 def test_a_device_without_a_table_has_those_that_were_measured() -> None:
@@ -100,12 +100,12 @@ def test_a_device_without_a_table_has_those_that_were_measured() -> None:
         assert thresholds(DeviceLimits.listed(device(name))) == thresholds_of(MEASURED)
 
 
-def test_a_table_has_every_row_with_its_measurement(folder: Path) -> None:
+def test_a_table_has_every_row_with_its_measurement(tables: Path) -> None:
     values = {name: place + 5 for place, name in enumerate(asdict(thresholds_of(MEASURED)))}
     rows: list[dict[str, object]] = [{"name": name, "value": value, "measured": "x"} for name, value in values.items()]
-    write(folder, "own", rows)
+    write(tables, "own", rows)
     assert asdict(choose.thresholds_of("own")) == values
     for wrong in (rows[1:], [*rows, rows[0]], [rows[0] | {"measured": ""}, *rows[1:]], [{"name": "other"}]):
-        write(folder, "own", wrong)
+        write(tables, "own", wrong)
         with pytest.raises(ValueError, match=r"own\.json"):
             choose.thresholds_of("own")
