@@ -134,7 +134,7 @@ def test_what_is_sent_has_the_bits_of_what_is_stored(ranks: int, tmp_path: Path)
         assert found == {"symmetric": True, "products": [], "replays": [0, 0]}
 
 
-ROWS, WIDTH, ROUNDS, ROUNDS_REPLAYED = 2048, 4096, 6, 50  # sums whose few digits bfloat16 holds
+ROWS, WIDTH, ROUNDS, STEP_REPLAYS = 2048, 4096, 6, 50  # sums whose few digits bfloat16 holds
 
 
 def steps(axis: Axis, parts: list[Tensor], weight: Tensor) -> list[Tensor]:
@@ -188,7 +188,7 @@ def wrong_of(axis: Axis, device: torch.device) -> list[str]:
         graph.capture_begin()
         results = steps(axis, parts, weight)
         graph.capture_end()
-        for step in range(ROUNDS_REPLAYED):
+        for step in range(STEP_REPLAYS):
             wanted = fill(step)
             graph.replay()
             check("replay", step, results, wanted)

@@ -249,7 +249,7 @@ def test_attention_of_a_model_without_rotation_stays() -> None:
     torch.testing.assert_close(graph(batch), Tiny.forward(model, batch))
 
 
-PRODUCTS_WIDTH, INNER = 12, 8
+PRODUCT_WIDTH, INNER = 12, 8
 
 
 class Products(nn.Module):
@@ -258,10 +258,10 @@ class Products(nn.Module):
     def __init__(self, compute: Callable[..., Tensor]) -> None:
         super().__init__()
         for name in ("first", "second"):
-            setattr(self, name, nn.Parameter(torch.randn(PRODUCTS_WIDTH, PRODUCTS_WIDTH)))
-        self.gates = nn.Parameter(torch.randn(2 * INNER, PRODUCTS_WIDTH))
-        self.bias = nn.Parameter(torch.randn(PRODUCTS_WIDTH))
-        self.scale = nn.Parameter(torch.rand(PRODUCTS_WIDTH) + 0.5)
+            setattr(self, name, nn.Parameter(torch.randn(PRODUCT_WIDTH, PRODUCT_WIDTH)))
+        self.gates = nn.Parameter(torch.randn(2 * INNER, PRODUCT_WIDTH))
+        self.bias = nn.Parameter(torch.randn(PRODUCT_WIDTH))
+        self.scale = nn.Parameter(torch.rand(PRODUCT_WIDTH) + 0.5)
         self.compute = compute
         self.requires_grad_(False)
 
@@ -271,7 +271,7 @@ class Products(nn.Module):
 
 def check_products(compute: Callable[..., Tensor], **counts: int) -> None:
     torch.manual_seed(3)
-    model, x = Products(compute), torch.randn(5, PRODUCTS_WIDTH)
+    model, x = Products(compute), torch.randn(5, PRODUCT_WIDTH)
     expected = model(x)
     graph = fuse_products(capture(model))
     found = operation_counts(graph)

@@ -264,17 +264,17 @@ def test_without_copy_engines_no_rows_are_divided_by_default() -> None:
     assert graphs_of("70B", 4).variant("overlapped_logits") is None
 
 
-OF_LAYERS, WIDTH, WIDE, IDS, QKV, OF_HEADS = 3, 64, 96, 200, 128, 64
+SMALL_LAYERS, SMALL_HIDDEN, SMALL_INNER, SMALL_VOCABULARY, QKV, SMALL_HEADS = 3, 64, 96, 200, 128, 64
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "hidden_size": WIDTH,
-    "intermediate_size": WIDE,
-    "num_hidden_layers": OF_LAYERS,
+    "hidden_size": SMALL_HIDDEN,
+    "intermediate_size": SMALL_INNER,
+    "num_hidden_layers": SMALL_LAYERS,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "vocab_size": IDS,
+    "vocab_size": SMALL_VOCABULARY,
     "max_position_embeddings": 128,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
@@ -282,7 +282,7 @@ CONFIG = {
 }
 
 
-def graph_of_config() -> fx.GraphModule:
+def small_graph() -> fx.GraphModule:
     with torch.device("meta"):
         model: nn.Module = build(config_from_dict(CONFIG)).to(torch.bfloat16)
     return fuse(merge(compose(capture(model), capture_head(model))))
@@ -293,29 +293,29 @@ def key(operation: str, out: int, width: int, rows: int = 1) -> Key:
 
 
 APART = {
-    key("linear", QKV, WIDTH): 1,
-    key("linear", WIDTH, OF_HEADS): 1,
-    key("linear", 2 * WIDE, WIDTH): 1,
-    key("linear", WIDTH, WIDE): 1,
+    key("linear", QKV, SMALL_HIDDEN): 1,
+    key("linear", SMALL_HIDDEN, SMALL_HEADS): 1,
+    key("linear", 2 * SMALL_INNER, SMALL_HIDDEN): 1,
+    key("linear", SMALL_HIDDEN, SMALL_INNER): 1,
 }
 FUSED = {
-    key("scaled_linear", QKV, WIDTH): 1,
-    key("linear_add", WIDTH, OF_HEADS): 1,
-    key("scaled_linear_silu_mul", 2 * WIDE, WIDTH): 1,
-    key("linear_add", WIDTH, WIDE): 1,
+    key("scaled_linear", QKV, SMALL_HIDDEN): 1,
+    key("linear_add", SMALL_HIDDEN, SMALL_HEADS): 1,
+    key("scaled_linear_silu_mul", 2 * SMALL_INNER, SMALL_HIDDEN): 1,
+    key("linear_add", SMALL_HIDDEN, SMALL_INNER): 1,
 }
 
 
 @pytest.mark.parametrize("bound", [False, True])
 def test_products_of_a_layer(bound: bool) -> None:
-    for made, counts, between in ((graph_of_config(), APART, 3), (fuse_products(graph_of_config()), FUSED, 0)):
+    for made, counts, between in ((small_graph(), APART, 3), (fuse_products(small_graph()), FUSED, 0)):
         products = products_of(bind(made, "cpu") if bound else made)
         assert dict(products.counts) == counts
         assert products.between == between
 
 
 def test_seconds_are_those_of_the_next_larger_number_of_rows() -> None:
-    products = products_of(graph_of_config())
+    products = products_of(small_graph())
     table = {
         key(product.operation, product.out, product.width, rows): Choice("cublas", {}, seconds, seconds)
         for product in APART
@@ -326,12 +326,12 @@ def test_seconds_are_those_of_the_next_larger_number_of_rows() -> None:
     assert measured_seconds(products, 65, table) == pytest.approx(2 * count, abs=1e-3)
     assert measured_seconds(products, 65, table) != 2 * count, "norms take time too"
     assert measured_seconds(products, 129, table) is None
-    del table[key("linear", QKV, WIDTH, 64)]
+    del table[key("linear", QKV, SMALL_HIDDEN, 64)]
     assert measured_seconds(products, 64, table) is None
 
 
 def test_products_that_are_sent_are_those_of_their_tiles_alone() -> None:
-    made = with_messages(graph_of_config(), Along("tp", 2))
+    made = with_messages(small_graph(), Along("tp", 2))
     wanted = products_of(fuse_messages(made))
     assert products_of(fuse_sent_products(made)) == wanted
     assert dict(wanted.counts) == APART

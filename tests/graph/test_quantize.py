@@ -27,6 +27,7 @@ from tests.dummies import randomize
 from tests.models.batches import packed, random_sequences
 from tests.models.checkpoints import ALIKE_CONFIGS, FAMILY_CONFIGS
 
+from .families import CONFIGS
 from .tiny import HIDDEN, INNER, LAYERS, Linear, Tiny
 from .tiny import packed as packed_tiny
 
@@ -146,9 +147,6 @@ def test_what_is_no_product_is_refused() -> None:
         quantize(capture(model), {"layers.0.q_proj.weight": weight})
 
 
-OF_FAMILIES = dict(FAMILY_CONFIGS)
-
-
 def multiplies(weight: PackedWeight) -> bool:
     return bool(weight.activations) and weight.order is None
 
@@ -164,7 +162,7 @@ def packed_graph(
 
 
 def family(name: str) -> nn.Module:
-    model = build(config_from_dict(OF_FAMILIES[name], name)).requires_grad_(False)
+    model = build(config_from_dict(CONFIGS[name], name)).requires_grad_(False)
     randomize(model, 0)
     return model
 
@@ -196,9 +194,9 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OF_FAMILIES)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_node_counts_of_every_family(name: str) -> None:
-    layers = OF_FAMILIES[name]["num_hidden_layers"]
+    layers = CONFIGS[name]["num_hidden_layers"]
     graph = packed_graph(family(name), "int8")
     products = operation_counts(graph)["linear"]
     fuse_rounding(graph, torch.float32, multiplies)
@@ -237,7 +235,7 @@ def test_llama_has_no_other_operations() -> None:
 def test_fused_graphs_have_the_bits_of_the_others(name: str, scheme: str) -> None:
     """In bfloat16, whose roundings both have in the same places."""
     model = family(name).bfloat16()
-    batch = packed(random_sequences(OF_FAMILIES[name]["vocab_size"], (9, 4, 1)))
+    batch = packed(random_sequences(CONFIGS[name]["vocab_size"], (9, 4, 1)))
     graph = packed_graph(model, scheme)
     # The references of both: on a CPU the library's norms are others.
     wanted = bind(fuse_gated_products(packed_graph(model, scheme)), "reference")(batch)

@@ -183,7 +183,7 @@ def test_gradients(heads, kv_heads, head_dim, dtype, name, window):
 
 
 # heads, kv_heads, head_dim, dtype, window: every line is a compilation of both kernels.
-OF_FIXED = [
+DETERMINISTIC_CONFIGURATIONS = [
     (32, 8, 128, torch.bfloat16, None),
     (16, 8, 128, torch.bfloat16, 300),
     (8, 2, 64, torch.bfloat16, None),
@@ -212,7 +212,7 @@ def assert_same(found: Tensor, wanted: Tensor, message: str) -> None:
     assert not differ, f"{message}: other bits in rows {differ[:10]}"
 
 
-@pytest.mark.parametrize(SHAPES, OF_FIXED)
+@pytest.mark.parametrize(SHAPES, DETERMINISTIC_CONFIGURATIONS)
 def test_decoding_has_the_bits_of_prefill_at_the_edges_of_parts(heads, kv_heads, head_dim, dtype, window):
     doubling = 2 * PARTS * PART_KEYS
     edges = [PART_KEYS, 2 * PART_KEYS, 5 * PART_KEYS, doubling, doubling + 2 * PART_KEYS]
@@ -229,7 +229,7 @@ def test_decoding_has_the_bits_of_prefill_at_the_edges_of_parts(heads, kv_heads,
     assert not split_counters(found.device).any()
 
 
-@pytest.mark.parametrize(SHAPES, OF_FIXED)
+@pytest.mark.parametrize(SHAPES, DETERMINISTIC_CONFIGURATIONS)
 def test_a_mixed_step_has_the_bits_of_its_sequences_alone(heads, kv_heads, head_dim, dtype, window):
     lengths = [900, 1, 270, 3, 600, 129, 1100]
     new = [1, 1, 1, 1, 77, 5, 1100]

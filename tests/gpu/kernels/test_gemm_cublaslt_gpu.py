@@ -139,7 +139,7 @@ def test_another_stream() -> None:
     assert_same_rows(result, together * 2, "powers of two change no bits but the exponent's")
 
 
-MEASURED_NAME = "cublaslt measured"
+MEASURED_IMPLEMENTATION = "cublaslt measured"
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +165,7 @@ def test_every_entry_in_and_outside_a_cuda_graph(entries: dict[tuple[int, int], 
         weight = draw(out, width)
         for key in keys:
             x, other = draw(key.rows, width), draw(key.rows, width)
-            assert bound.choose(x, weight, None).name == MEASURED_NAME, key
+            assert bound.choose(x, weight, None).name == MEASURED_IMPLEMENTATION, key
             assert_near(bound(x, weight, None), exact_product(x, weight), 5e-5)
             graph, result = captured(partial(bound, x, weight, None))
             x.copy_(other)
@@ -179,7 +179,7 @@ def test_every_number_of_rows_that_steps_are_recorded_for(entries: dict[tuple[in
         weight, x = draw(out, width), draw(1024, width)
         exact = exact_product(x, weight)
         for rows in (*range(64, 256, 16), *range(256, 1025, 32), 65, 97, 201, 333, 1023):
-            if bound.choose(x[:rows], weight, None).name == MEASURED_NAME:
+            if bound.choose(x[:rows], weight, None).name == MEASURED_IMPLEMENTATION:
                 assert_near(bound(x[:rows], weight, None), exact[:rows], 5e-5)
                 served += 1
     assert served > len(entries)

@@ -247,7 +247,7 @@ def table() -> Tensor:
     return torch.tensor(rows, dtype=torch.int32, device="cuda")
 
 
-def inputs_of_ranks(tokens: int, per_token: int, dtype: torch.dtype, hidden: int, width: int) -> list[Tensor]:
+def rank_inputs(tokens: int, per_token: int, dtype: torch.dtype, hidden: int, width: int) -> list[Tensor]:
     chosen = torch.rand(tokens, COUNT, device="cuda").argsort(1)[:, :per_token].contiguous()
     shapes = ((tokens, hidden), (COUNT, 2 * width, hidden), (COUNT, hidden, width))
     x, gate_up, down = (torch.randn(shape, device="cuda") for shape in shapes)
@@ -281,7 +281,7 @@ def near_float64(run: Callable[..., Tensor], given: list[Tensor | int], bound: f
 @pytest.mark.parametrize("tokens", [0, 1, 3, 64, 129, 1000, 3000])
 @pytest.mark.parametrize("placed", [False, True])
 def test_tiles_are_near_float64(placed: bool, tokens: int, hidden: int, width: int, dtype: torch.dtype) -> None:
-    given = inputs_of_ranks(tokens, 4, dtype, hidden, width)
+    given = rank_inputs(tokens, 4, dtype, hidden, width)
     for first, held in ((0, 4), (3, 9), (15, 1)) if not placed else ((0, 7), (13, 7)):
         near_float64(held_by_tiles, part(given, first, held, table() if placed else None), BOUNDS[dtype])
 
@@ -290,7 +290,7 @@ def test_tiles_are_near_float64(placed: bool, tokens: int, hidden: int, width: i
 @pytest.mark.parametrize("tokens", [1, 64, 3000])
 @pytest.mark.parametrize("placed", [False, True])
 def test_the_library_is_near_float64(placed: bool, tokens: int) -> None:
-    given = inputs_of_ranks(tokens, 4, torch.bfloat16, 256, 128)
+    given = rank_inputs(tokens, 4, torch.bfloat16, 256, 128)
     for first, held in ((0, 4), (3, 9)) if not placed else ((0, 7), (13, 7)):
         near_float64(grouped_held, part(given, first, held, table() if placed else None), 1e-2)
 
@@ -316,7 +316,7 @@ def test_choices_are_sorted_by_expert(tokens: int, placed: bool, padded: bool) -
 
 
 def test_nobody_chose_an_expert_of_this_rank() -> None:
-    given = inputs_of_ranks(33, 4, torch.bfloat16, 256, 128)
+    given = rank_inputs(33, 4, torch.bfloat16, 256, 128)
     given[2] = given[2] % 8
     own = part(given, 12, 4, None)
     for run in (held_by_tiles, grouped_held):
@@ -325,7 +325,7 @@ def test_nobody_chose_an_expert_of_this_rank() -> None:
 
 @pytest.mark.parametrize(("dtype", "tokens"), [(torch.bfloat16, 33), (torch.float16, 3000), (torch.bfloat16, 3000)])
 def test_a_recorded_part_follows_its_inputs(dtype: torch.dtype, tokens: int) -> None:
-    given = inputs_of_ranks(tokens, 4, dtype, 256, 128)
+    given = rank_inputs(tokens, 4, dtype, 256, 128)
     own = part(given, 13, 7, table())
     bound = held_experts.bind("cuda")
     with torch.inference_mode():

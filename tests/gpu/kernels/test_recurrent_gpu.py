@@ -139,7 +139,7 @@ def test_gates_are_near_float64(dtype: torch.dtype) -> None:
 
 # Of the largest number, and of the root of the mean square: with all that is multiplied rounded to bfloat16, a result
 # once more, random rows are 9e-3 and 5e-3 from float64 (the roundings, done by hand).
-OF_CHUNKS = (1.5e-2, 8e-3)
+CHUNK_TOLERANCE = (1.5e-2, 8e-3)
 # Keys that come again and again overwrite what they put there a moment ago: 2.3e-2 and 1.3e-2.
 REPEATED = (5e-2, 2.5e-2)
 # Key heads, heads and their dimensions.
@@ -177,7 +177,7 @@ def in_chunks(rows: Sequence[Tensor], weights: Sequence[Tensor], batch: Batch) -
     return bound(*given, batch, 0)
 
 
-def is_near(found: Tensor, wanted: Tensor, tolerance: tuple[float, float] = OF_CHUNKS) -> bool:
+def is_near(found: Tensor, wanted: Tensor, tolerance: tuple[float, float] = CHUNK_TOLERANCE) -> bool:
     error = found.cpu() - wanted
     largest = error.abs().max() <= tolerance[0] * wanted.abs().max()
     return bool(largest & (error.square().mean() <= tolerance[1] ** 2 * wanted.square().mean()))

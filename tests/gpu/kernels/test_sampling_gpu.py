@@ -119,7 +119,7 @@ def test_filtered_draws_are_those_of_the_cpu() -> None:
     assert (ids.cpu() == want).float().mean() > 0.97
 
 
-def draws_of() -> tuple[torch.Tensor, ...]:
+def draw_inputs() -> tuple[torch.Tensor, ...]:
     temperatures = torch.rand(ROWS, device="cuda") * 2 * (torch.arange(ROWS, device="cuda") % 3 > 0)
     seeds = torch.randint(-(2**63), 2**63 - 1, (ROWS,), device="cuda")
     return temperatures, seeds, torch.randint(0, 10000, (ROWS,), device="cuda", dtype=torch.int32)
@@ -131,7 +131,7 @@ def draws_of() -> tuple[torch.Tensor, ...]:
 def test_parts_draw_the_ids_of_one_rank(parts: int, vocab: int, dtype: torch.dtype) -> None:
     # Rounded, so that equal logits stand in several parts.
     logits = (torch.randn(ROWS, vocab + 3, device="cuda") * 3).round().to(dtype)[:, 1 : vocab + 1]
-    given = draws_of()
+    given = draw_inputs()
     assert torch.equal(drawn(logits, parts, *given), gumbel_sample(logits, *given))
     random = torch.randn(ROWS, vocab, device="cuda").to(dtype)
     assert torch.equal(drawn(random, parts, *given), gumbel_sample(random, *given))

@@ -44,7 +44,8 @@ class Case:
         generator = torch.Generator().manual_seed(seed) if device.type == "cpu" else None
         order = torch.arange(count) if consecutive else torch.randperm(count, generator=generator)
         order = order.int().to(device)
-        pool = torch.full((count, page_size, *self.k[0].shape[1:]), torch.nan).to(self.k[0])
+        shape, kind = (count, page_size, *self.k[0].shape[1:]), {"dtype": self.k[0].dtype, "device": device}
+        pool = torch.full(shape, torch.nan, **kind)
         keys, values = [[pool.clone() for _ in range(layers)] for _ in range(2)]
         tables = order[-1].repeat(len(totals), max(*pages, width))
         slots, at = [], 0
