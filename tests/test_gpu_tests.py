@@ -15,11 +15,11 @@ def test_files_about_kernels_share_and_engines_do_not() -> None:
     single, together = gpu_tests.jobs(FILES, 1, 6)
     shared = {file.stem.removeprefix("test_").removesuffix("_gpu") for file in single[0].files}
     assert single[0].workers == 6
-    assert {"attention", "attention_fixed", "kernels", "moe", "sampling", "fused", "gemm_cublaslt"} <= shared
-    alone = {"engine", "faults", "gaps", "invariance", "long_prompts", "models", "replay", "service", "train"}
+    assert {"attention", "kernels", "moe", "sampling", "fused", "gemm_cublaslt"} <= shared
+    alone = {"engine", "faults", "gaps", "invariance", "long_prompts", "models", "probe", "service", "train"}
     assert not alone & shared
     assert all(len(job.files) == job.workers == 1 for job in [*single[1:], *together])
-    several = {"context", "optimizer", "parallel", "pipeline", "steps"}
+    several = {"parallel", "sent_rows", "steps", "under_way"}
     assert several <= {job.files[0].stem.removeprefix("test_").removesuffix("_gpu") for job in together}
     assert sorted(file for job in single + together for file in job.files) == FILES
 

@@ -15,7 +15,7 @@ from strata.comm import collectives as c
 from strata.comm.exchange import all_gather_json
 from strata.comm.launch import World
 from strata.comm.mesh import AXES, Mesh
-from tests.parallel.ranks import run_ranks
+from tests.parallel.ranks import run_each, run_ranks
 
 SENT = [[1, 0, 2, 3], [2, 2, 0, 1], [0, 1, 1, 4], [3, 1, 0, 2]]  # rows from rank i to rank j
 
@@ -89,8 +89,13 @@ def collectives(world: World, folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_values_and_gradients_equal_one_process(tmp_path: Path) -> None:
-    for rank in run_ranks(collectives, 4, tmp_path):
+@pytest.fixture(scope="module")
+def of_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    return run_each([asked_in_any_order, collectives, plain, axes], 4, tmp_path_factory.mktemp("four"))
+
+
+def test_values_and_gradients_equal_one_process(of_four: dict[str, list[Any]]) -> None:
+    for rank in of_four["collectives"]:
         for name in NAMES:
             value, gradient = rank[name]
             assert value < 1e-12, name
@@ -121,9 +126,9 @@ def one_process_is_the_identity() -> None:
             assert apart(name, x, axis) is x, name
 
 
-def test_plain_collectives_and_json(tmp_path: Path) -> None:
+def test_plain_collectives_and_json(of_four: dict[str, list[Any]]) -> None:
     one_process_is_the_identity()
-    for rank in run_ranks(plain, 4, tmp_path):
+    for rank in of_four["plain"]:
         assert rank["gather"]
         assert rank["max"]
         assert rank["reduce_scatter"]
@@ -148,8 +153,8 @@ def axes(world: World, folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_axes_are_the_ranks_that_row_major_order_gives(tmp_path: Path) -> None:
-    for rank, found in enumerate(run_ranks(axes, 4, tmp_path)):
+def test_axes_are_the_ranks_that_row_major_order_gives(of_four: dict[str, list[Any]]) -> None:
+    for rank, found in enumerate(of_four["axes"]):
         first = found["{'dp': 2, 'tp': 2}"]
         assert first["tp"] == [[0, 1], [2, 3]][rank // 2]
         assert first["dp"] == first["dp*shard*cp"] == [[0, 2], [1, 3]][rank % 2]
@@ -197,9 +202,9 @@ def asked_in_any_order(world: World, folder: Path) -> list[list[int]]:
     return [c.start_all_gather(torch.tensor([world.rank]), axis).wait().tolist() for axis in axes]
 
 
-def test_groups_do_not_depend_on_who_asks_for_an_axis_when(tmp_path: Path) -> None:
+def test_groups_do_not_depend_on_who_asks_for_an_axis_when(of_four: dict[str, list[Any]]) -> None:
     """Stages of a pipeline differ in what they need; then comes a second mesh."""
-    for rank, found in enumerate(run_ranks(asked_in_any_order, 4, tmp_path)):
+    for rank, found in enumerate(of_four["asked_in_any_order"]):
         pair = [[0, 1], [2, 3]][rank // 2]
         assert found == [[[0, 2], [1, 3]][rank % 2], pair, pair]
 

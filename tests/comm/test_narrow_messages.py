@@ -31,7 +31,7 @@ from tests.models.batches import packed, random_sequences
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 from tests.parallel.models import random_model
 from tests.parallel.ranks import run_ranks
-from tests.parallel.shards import divisible_config, joined, shard_of
+from tests.parallel.shards import divisible_config, joined, model_of, shard_of
 
 
 def summed(parts: list[Tensor]) -> list[Tensor]:
@@ -76,7 +76,7 @@ def test_what_is_not_finite_is_not_hidden() -> None:
 
 def graphs_of(name: str, size: int) -> tuple[StepProgram, list[StepProgram], int]:
     config = divisible_config(name, hidden_size=64)
-    model = random_model(config, torch.float32).requires_grad_(False)
+    model = model_of(config)
     made = [
         step_program(own, "cpu", deterministic=False, shard=part, message_dtype="fp8")
         for part, own in (shard_of(model, config, size, index) for index in range(size))

@@ -60,8 +60,8 @@ def errors(name: str, kv_heads: int | None, size: int, dtype: torch.dtype, devic
     def there(arguments: Any) -> list[tuple[Any, ...]]:
         return [pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), one) for one in arguments]
 
-    (wanted,) = steps_of([whole], [alone], lambda given: [whole(*there(given)[0])], config.vocab_size)
-    found = steps_of(graphs, caches, lambda given: run_in_lockstep(graphs, there(given)), config.vocab_size)
+    (wanted,) = steps_of([alone], lambda given: [whole(*there(given)[0])], config.vocab_size)
+    found = steps_of(caches, lambda given: run_in_lockstep(graphs, there(given)), config.vocab_size)
     pairs = zip(of_all_ids(found, config.vocab_size), wanted, strict=True)
     return [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs if len(b)]
 

@@ -1,4 +1,4 @@
-"""Shards of a served model on one GPU, side by side: logits against one rank's, and bits in deterministic mode."""
+"""Shards of a served model on one GPU, side by side, also of tokens: logits of one rank, bits where they are fixed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from strata.comm.operations import Along
 from strata.engine.program.program import StepProgram
 from strata.models.config import ModelConfig, config_from_dict
 from strata.models.families import build
 from strata.models.layers import CausalLM
 from tests.dummies import randomize
-from tests.engine.program.programs import decode, replayed, step_program
+from tests.engine.program.programs import decode, graph_of, replayed, step_program
 from tests.graph.lockstep import run_in_lockstep
+from tests.graph.test_divide_tokens import DRAWN, ROWS, batch_of, int32
+from tests.graph.test_divide_tokens import STEPS as DIVIDED_STEPS
 from tests.models.batches import HandPaged, packed, random_sequences
 from tests.parallel.shards import joined, shard_of
 
@@ -126,3 +129,47 @@ def test_deterministic_logits_do_not_depend_on_the_number_of_ranks(name: str, dt
         found = steps_of(model, config, size, deterministic=True)
         shares = [float((one != other).float().mean()) for one, other in zip(found, wanted, strict=True)]
         assert shares == [0.0] * len(STEPS), (size, shares)
+
+
+pytestmark = pytest.mark.gpu
+
+
+# Experts have no deterministic kernels on CUDA: such an engine is refused.
+CASES = [
+    (name, dtype, deterministic)
+    for name, dtype in [*((name, torch.float32) for name in FAMILIES), ("qwen3", torch.bfloat16)]
+    for deterministic in (False, True)
+    if not (deterministic and name == "qwen3-moe")
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "deterministic"), CASES)
+def test_ranks_that_divide_tokens_have_the_logits_of_one(name: str, dtype: torch.dtype, deterministic: bool) -> None:
+    model, config = model_of(name, dtype)
+    graphs = step_program(model.cuda(), "cuda", deterministic, target={"context": Along("cp", 2)})
+    assert graphs.variant("divided") is not None
+    caches = [HandPaged(config, 2, 16, page_size=16, dtype=dtype) for _ in range(3)]
+    for cache in caches:
+        cache.keys = tuple(pool.zero_().cuda() for pool in cache.keys)
+        cache.values = tuple(pool.zero_().cuda() for pool in cache.values)
+    whole, *parts = caches
+    tokens = random_sequences(config.vocab_size, (10, 10))
+
+    def on_gpu(*given: object) -> tuple[object, ...]:
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.cuda(), given)  # type: ignore[no-any-return]
+
+    batches = (
+        whole.next_batch({0: tokens[0][:9], 1: tokens[1][:4]}),
+        whole.next_batch({0: tokens[0][9:], 1: tokens[1][4:]}),
+    )
+    wanted = [graphs.logits(*on_gpu(batch, int32(at))) for batch, at in zip(batches, ([8, 12], [0, 6]), strict=True)]
+    for shares, rows, expected, (own_rows, chosen) in zip(DIVIDED_STEPS, ROWS, wanted, DRAWN, strict=True):
+        arguments = [
+            on_gpu(batch_of(shares, index, rows, cache, tokens), int32(own), int32(chosen))
+            for index, (cache, own) in enumerate(zip(parts, own_rows, strict=True))
+        ]
+        for found in run_in_lockstep([graph_of(graphs, "divided")] * 2, arguments):
+            if deterministic:
+                assert torch.equal(found, expected)
+            error = (found.float() - expected.float()).norm() / expected.float().norm()
+            assert float(error) < (3e-2 if dtype == torch.bfloat16 else 1e-4)

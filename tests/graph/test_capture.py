@@ -1,13 +1,18 @@
-"""One graph for every batch; nodes know where they come from; bound graphs run."""
+"""One graph for every batch, whose nodes know where they come from; code made once; patterns fit what they say."""
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head
+from strata.graph.deferred import DeferredGraph
+from strata.graph.match import Call, Hole, find, match
 from strata.graph.merge import merge
 from strata.hardware.roofline import Cost
 from strata.kernels.linear.linear import linear
@@ -127,3 +132,120 @@ def test_missing_invariant_implementation_is_named() -> None:
 
     with pytest.raises(NotImplementedError, match="writes has no batch-invariant implementation for cpu"):
         bind(capture(Writes()), "cpu", deterministic=True)
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
+    """The graphs whose code has been made, in order."""
+    found: list[fx.GraphModule] = []
+    real = fx.GraphModule.recompile
+
+    def recompile(self: fx.GraphModule) -> object:
+        found.append(self)
+        return real(self)
+
+    monkeypatch.setattr(fx.GraphModule, "recompile", recompile)
+    return found
+
+
+def make_product(graph: fx.GraphModule) -> None:
+    for node in graph.graph.nodes:
+        if node.op == "call_function":
+            node.target = operator.mul
+    graph.recompile()
+
+
+def test_a_call_runs_the_graph_as_it_is(made: list[fx.GraphModule]) -> None:
+    graph, x = capture(Doubled()), torch.tensor(3.0)
+    assert made == []
+    assert graph(x) == graph.forward(x) == 6
+    assert made == [graph]
+    make_product(graph)
+    make_product(graph)
+    assert made == [graph]
+    assert graph.forward(x) == graph(x) == 9
+    assert made == [graph, graph]
+
+
+def test_graphs_are_apart() -> None:
+    first, second, x = capture(Doubled()), capture(Doubled()), torch.tensor(5.0)
+    make_product(second)
+    assert (first(x), second(x)) == (10, 25)
+    assert "x * x" in second.code
+    assert "x + x" in first.code
+
+
+def test_a_bound_graph_is_ready(made: list[fx.GraphModule]) -> None:
+    graph = bind(capture(Doubled()), "cpu")
+    assert isinstance(graph, DeferredGraph)
+    assert made == [graph]
+    graph(torch.ones(1))
+    assert made == [graph]
+
+
+def traced(function: Any) -> fx.GraphModule:
+    class Module(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Any:
+            return function(x, y)
+
+    return fx.symbolic_trace(Module())
+
+
+def ends(function: Any, pattern: Call) -> list[dict[str, Any]]:
+    return list(find(traced(function), pattern))
+
+
+SQUARE = Call(operator.mul, (Hole("a"), Hole("a")))
+
+
+def test_a_name_stands_for_one_node() -> None:
+    found = ends(lambda x, y: (x * x) + (x * y) + (y * y), SQUARE)
+    assert [one["a"].name for one in found] == ["x", "y"]
+
+
+def test_a_name_stands_for_one_value() -> None:
+    pattern = Call("narrow", (Call("narrow", (Hole("x"), 0, 0, Hole("size"))), 0, 0, Hole("size")), "end")
+    assert ends(lambda x, y: x.narrow(0, 0, 4).narrow(0, 0, 2), pattern) == []
+    (found,) = ends(lambda x, y: x.narrow(0, 0, 4).narrow(0, 0, 4), pattern)
+    assert found["size"] == 4
+    assert found["end"].args[0] is not found["x"]
+
+
+def test_values_must_be_equal_and_of_one_type() -> None:
+    pattern = Call("unflatten", (Hole("x"), -1, (-1, 8)))
+    assert len(ends(lambda x, y: x.unflatten(-1, (-1, 8)), pattern)) == 1
+    for other in ((-1, 4), (-1, 8, 1), 8, (-1, 8.0)):
+        assert ends(lambda x, y, other=other: x.unflatten(-1, other), pattern) == []
+
+
+def test_a_call_has_no_other_arguments() -> None:
+    pattern = Call("softmax", (Hole("x"), -1))
+    assert len(ends(lambda x, y: x.softmax(-1), pattern)) == 1
+    assert ends(lambda x, y: x.softmax(-1, dtype=torch.float64), pattern) == []
+    assert ends(lambda x, y: x.softmax(-1, torch.float64), pattern) == []
+
+
+def test_read_once_refuses_a_second_reader() -> None:
+    pattern = Call(operator.neg, (Call(operator.mul, (Hole("a"), Hole("b")), read_once=True),))
+
+    def second_reader(x: Tensor, y: Tensor) -> Any:
+        product = x * y
+        return operator.neg(product), product
+
+    assert len(ends(lambda x, y: operator.neg(x * y), pattern)) == 1
+    assert ends(second_reader, pattern) == []
+
+
+def test_what_is_known_before_must_hold() -> None:
+    graph = traced(lambda x, y: x * x)
+    x, y, product, _ = graph.graph.nodes
+    assert match(SQUARE, product, {"a": x}) == {"a": x}
+    assert match(SQUARE, product, {"a": y}) is None
+    known = {"b": y}
+    assert match(SQUARE, product, known) == {"a": x, "b": y}
+    assert known == {"b": y}

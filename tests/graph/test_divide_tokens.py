@@ -22,18 +22,14 @@ from strata.hardware.roofline import Workload
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.paged import PagedKV
 from strata.models.batch import Batch
-from strata.models.config import ModelConfig, config_from_dict
-from strata.models.families import build
 from strata.models.layers import CausalLM
 from tests.models.batches import HandPaged, random_sequences
 from tests.models.checkpoints import FAMILY_CONFIGS
 
+from .families import families, model_of
 from .lockstep import run_in_lockstep
 from .tiny import Tiny
 
-families = pytest.mark.parametrize(
-    "config", [config for _, config in FAMILY_CONFIGS], ids=[n for n, _ in FAMILY_CONFIGS]
-)
 # Of each rank and step: sequence, first and end of its new tokens. The second sequence has four tokens before the
 # second step, and the first rank a padding row in each.
 STEPS = (
@@ -45,14 +41,6 @@ ROWS = 7, 4
 # rank, then in row 0 of the second.
 DRAWN = (([3, 0], [0, 6]), [0, 3]), (([0, 2], [0, 0]), [2, 1])
 AXES = {"cp": Along("cp", 2)}
-
-
-def model_of(config: dict[str, Any]) -> tuple[CausalLM, ModelConfig]:
-    read = config_from_dict(config)
-    model = build(read).requires_grad_(False)
-    for name, parameter in model.named_parameters():
-        parameter.normal_(0, 0.2).add_(1.0 if "norm" in name else 0.0)
-    return model, read
 
 
 def graph_of(model: CausalLM, *, fused: bool) -> fx.GraphModule:

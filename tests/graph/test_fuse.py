@@ -1,137 +1,34 @@
-"""Fused graphs have fewer nodes and the same results, for every family; what does not fit stays as it was."""
+"""What the passes fuse: norms of sums, writes of rotated keys, attention of decodes, products with norms and gates."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from strata.cost.nodes import node_costs, total
 from strata.graph.bind import bind
 from strata.graph.capture import capture
-from strata.graph.fuse import fuse
+from strata.graph.fuse import fuse, fuse_gated_products
+from strata.graph.fuse_attention import fuse_decode_attention
+from strata.graph.fuse_products import fuse_products
 from strata.graph.merge import merge
-from strata.graph.walk import meta_indices, meta_pages, operation_counts
-from strata.hardware.roofline import Workload
+from strata.graph.walk import operation_counts
 from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.attention.attention import attention
 from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.linear import linear
-from strata.kernels.norm.norm import rms_norm
+from strata.kernels.norm.norm import add_rms_norm, rms_norm
 from strata.kernels.rotary.rope import rope, rope_angles
 from strata.kernels.state.kv_write import kv_write
+from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
 from strata.models.batch import Batch
-from strata.models.config import ModelConfig, config_from_dict
-from strata.models.families import build
-from tests.models.batches import HandPaged, packed, random_sequences
-from tests.models.checkpoints import ALIKE_CONFIGS, FAMILY_CONFIGS
 
+from .families import fused, meta_model_of
 from .tiny import VOCABULARY, Tiny
 from .tiny import packed as tiny_batch
-
-families = pytest.mark.parametrize(
-    "config", [config for _, config in FAMILY_CONFIGS], ids=[n for n, _ in FAMILY_CONFIGS]
-)
-
-
-def model_of(config: dict[str, Any]) -> tuple[nn.Module, ModelConfig]:
-    read = config_from_dict(config)
-    model = build(read).requires_grad_(False)
-    for name, parameter in model.named_parameters():
-        parameter.normal_(0, 0.2).add_(1.0 if "norm" in name else 0.0)
-    return model, read
-
-
-@pytest.mark.parametrize("config", [config for _, config in ALIKE_CONFIGS], ids=[n for n, _ in ALIKE_CONFIGS])
-def test_node_counts_of_every_family(config: dict[str, Any]) -> None:
-    with torch.device("meta"):
-        model = build(config_from_dict(config))
-    layers, qwen3 = config["num_hidden_layers"], config["model_type"] == "qwen3"
-    graph = merge(capture(model))
-    before = operation_counts(graph)
-    assert sum(before.values()) == (15 if qwen3 else 13) * layers + 3
-    fused = operation_counts(fuse(graph))
-    assert fused == {
-        "embedding": 1, "rope_angles": 1, "rms_norm": 1, "linear": 4 * layers, "qk_rope_kv_write": layers,
-        "attention": layers, "silu_mul": layers, "add_rms_norm": 2 * layers,
-    }  # fmt: skip
-    nodes = [node.name for node in graph.graph.nodes]
-    graph.graph.lint()
-    assert [node.name for node in fuse(graph).graph.nodes] == nodes
-
-
-def bound(model: nn.Module, deterministic: bool) -> tuple[fx.GraphModule, fx.GraphModule]:
-    plain, fused = merge(capture(model)), fuse(merge(capture(model)))
-    return bind(plain, "cpu", deterministic), bind(fused, "cpu", deterministic)
-
-
-def assert_same(fused: Tensor, plain: Tensor, exact: bool) -> None:
-    assert plain.isfinite().all()
-    torch.testing.assert_close(fused, plain, rtol=0, atol=0 if exact else 1e-6)
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-@families
-def test_fused_graph_computes_the_same(config: dict[str, Any], deterministic: bool) -> None:
-    model, read = model_of(config)
-    plain, fused = bound(model, deterministic)
-    lengths = (1, 2, 9, 17, 30)
-    for count in (1, 2, 5):
-        batch = packed(random_sequences(read.vocab_size, lengths[:count], seed=count))
-        assert_same(fused(batch), plain(batch), deterministic)
-    caches = [HandPaged(read, 2, 24) for _ in range(2)]
-    first, second = random_sequences(read.vocab_size, (20, 12))
-    for chunks in ({0: first[:7], 1: second[:1]}, {0: first[7:19]}, {1: second[1:12], 0: first[19:]}):
-        of_plain, of_fused = (cache.next_batch(chunks) for cache in caches)
-        assert_same(fused(of_fused), plain(of_plain), deterministic)
-    for one, other in zip(*((*cache.keys, *cache.values) for cache in caches), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0 if deterministic else 1e-6, equal_nan=True)
-
-
-def test_bf16_has_the_same_bits() -> None:
-    torch.manual_seed(0)
-    model, read = model_of(dict(FAMILY_CONFIGS)["qwen3-tied"])
-    plain, fused = bound(model.bfloat16(), True)
-    batch = packed(random_sequences(read.vocab_size, (5, 11)))
-    assert torch.equal(fused(batch), plain(batch))
-
-
-def test_nodes_are_named_after_what_they_were() -> None:
-    def named(config: str) -> list[tuple[str, int | None]]:
-        with torch.device("meta"):
-            graph = fuse(merge(capture(build(config_from_dict(dict(FAMILY_CONFIGS)[config])))))
-        nodes = [node.meta for node in graph.graph.nodes if node.op == "call_function"]
-        return [(meta["module"], meta["layer"]) for meta in nodes if "+" in meta["module"]]
-
-    assert named("llama-yarn") == [
-        ("model.layers.0.self_attn.rope+kv_write", 0),
-        ("model.layers.0.post_attention_layernorm+add", 0),
-        ("model.layers.1.input_layernorm+add", 1),
-        ("model.layers.1.self_attn.rope+kv_write", 1),
-        ("model.layers.1.post_attention_layernorm+add", 1),
-        ("model.norm+add", None),
-    ]
-    assert ("model.layers.1.self_attn.q_norm+k_norm+rope+kv_write", 1) in named("qwen3-linear")
-
-
-@pytest.mark.parametrize("family", ["llama-yarn", "qwen3-linear"])
-def test_fusion_saves_bytes_and_no_work(family: str) -> None:
-    config = config_from_dict(dict(FAMILY_CONFIGS)[family])
-    with torch.device("meta"):
-        graph = merge(capture(build(config)))
-    workload, sizes = Workload((3,), (3,)), {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
-    pages = meta_pages(workload, layers=config.num_layers, dtype=torch.float32, **sizes)
-    batch = Batch(meta_indices(3), meta_indices(3), meta_indices(2), 3, pages)
-    before = total(node_costs(graph, batch, workload))
-    after = total(node_costs(fuse(graph), batch, workload))
-    assert (after.flops, after.weights) == (before.flops, before.weights)
-    sums, rotated = config.hidden_size, (config.num_heads + config.num_kv_heads) * config.head_dim
-    # Each sum is read again by its norm; rotated keys by the write; normalized heads are written and read.
-    saved = 2 * sums + config.num_kv_heads * config.head_dim + (2 * rotated if family == "qwen3-linear" else 0)
-    # The angles are read once for queries and keys, not twice: half of cosines and sines is counted.
-    assert before.bytes - after.bytes == 3 * 4 * config.num_layers * (saved + config.head_dim)
 
 
 def test_a_model_without_rotation_keeps_its_writes() -> None:
@@ -286,3 +183,216 @@ def test_a_sum_with_several_readers_is_kept() -> None:
     assert operation_counts(graph)["add_rms_norm"] == 1
     assert operation_counts(graph)["rms_norm"] == 1
     torch.testing.assert_close(graph(batch), model(batch))
+
+
+def another_reader(index: int) -> Callable[[fx.Graph, fx.Node, fx.Node], None]:
+    def insert(graph: fx.Graph, written: fx.Node, attended: fx.Node) -> None:
+        result = next(user for user in written.users if user.args[1] == index)
+        graph.call_function(operator.add, (result, result))
+
+    return insert
+
+
+def another_result(graph: fx.Graph, written: fx.Node, attended: fx.Node) -> None:
+    graph.call_function(operator.getitem, (written, 1))
+
+
+def pages_read_between(graph: fx.Graph, written: fx.Node, attended: fx.Node) -> None:
+    graph.call_function(getattr, (written.args[5], "keys"))
+
+
+def state_read_between(graph: fx.Graph, written: fx.Node, attended: fx.Node) -> None:
+    graph.call_function(attention, (written.args[0], *attended.args[1:]))
+
+
+def other_layer(graph: fx.Graph, written: fx.Node, attended: fx.Node) -> None:
+    *given, spec = attended.args
+    attended.args = (*given, spec._replace(layer=spec.layer + 1))
+
+
+def other_keys(graph: fx.Graph, written: fx.Node, attended: fx.Node) -> None:
+    q, k, v, *rest = attended.args
+    attended.args = (q, v, k, *rest)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(another_reader(index) for index in range(3)),
+        another_result,
+        pages_read_between,
+        state_read_between,
+        other_layer,
+        other_keys,
+    ],
+)
+def test_what_others_read_stays(change: Callable[[fx.Graph, fx.Node, fx.Node], None]) -> None:
+    model, config = meta_model_of("llama-yarn")
+    graph = fused(model)
+    written = graph.graph.find_nodes(op="call_function", target=qk_rope_kv_write)[0]
+    attended = graph.graph.find_nodes(op="call_function", target=attention)[0]
+    with graph.graph.inserting_before(attended):
+        change(graph.graph, written, attended)
+    for node in graph.graph.nodes:
+        node.meta.setdefault("module", "")
+        node.meta.setdefault("layer", None)
+    counts = operation_counts(fuse_decode_attention(graph))
+    assert (counts["decode_attention"], counts["qk_rope_kv_write"]) == (config.num_layers - 1, 1)
+
+
+def test_attention_of_a_model_without_rotation_stays() -> None:
+    model = Tiny()
+    graph = fuse_decode_attention(fuse(merge(capture(model))))
+    counts = operation_counts(graph)
+    assert (counts["kv_write"], counts["attention"], counts["decode_attention"]) == (2, 2, 0)
+    batch = tiny_batch(4, 3)
+    torch.testing.assert_close(graph(batch), Tiny.forward(model, batch))
+
+
+PRODUCT_WIDTH, INNER = 12, 8
+
+
+class Products(nn.Module):
+    """Products, a norm of their sum, and what `compute` makes of them."""
+
+    def __init__(self, compute: Callable[..., Tensor]) -> None:
+        super().__init__()
+        for name in ("first", "second"):
+            setattr(self, name, nn.Parameter(torch.randn(PRODUCT_WIDTH, PRODUCT_WIDTH)))
+        self.gates = nn.Parameter(torch.randn(2 * INNER, PRODUCT_WIDTH))
+        self.bias = nn.Parameter(torch.randn(PRODUCT_WIDTH))
+        self.scale = nn.Parameter(torch.rand(PRODUCT_WIDTH) + 0.5)
+        self.compute = compute
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(self, x)
+
+
+def check_products(compute: Callable[..., Tensor], **counts: int) -> None:
+    torch.manual_seed(3)
+    model, x = Products(compute), torch.randn(5, PRODUCT_WIDTH)
+    expected = model(x)
+    graph = fuse_products(capture(model))
+    found = operation_counts(graph)
+    assert {name: found[name] for name in counts} == counts
+    torch.testing.assert_close(bind(graph, "cpu")(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def normed_sum(self: Products, x: Tensor, product: Tensor) -> tuple[Tensor, Tensor]:
+    return add_rms_norm(x, product, self.scale, 1e-5)
+
+
+def one_reader(self, x):
+    return linear(normed_sum(self, x, linear(x, self.first))[1], self.second, self.bias)
+
+
+def two_readers_and_the_sum(self, x):
+    summed, y = normed_sum(self, x, linear(x, self.first, self.bias))
+    return linear(y, self.second, None) + linear(y, self.first, self.bias) + summed
+
+
+def product_first(self, x):
+    summed, y = add_rms_norm(linear(x, self.first, None), x, self.scale, 1e-5)
+    return linear(y, self.second, None) + summed
+
+
+def two_products(self, x):
+    return linear(normed_sum(self, linear(x, self.first), linear(x, self.second))[1], self.first)
+
+
+@pytest.mark.parametrize(
+    ("compute", "left", "readers"),
+    [(one_reader, 0, 1), (two_readers_and_the_sum, 0, 2), (product_first, 0, 1), (two_products, 1, 1)],
+)
+def test_norms_of_sums_with_a_product_are_fused(compute: Callable[..., Tensor], left: int, readers: int) -> None:
+    check_products(compute, linear_add=1, scaled_linear=readers, linear=left, add_rms_norm=0)
+
+
+def normed_read_elsewhere(self, x):
+    _, y = normed_sum(self, x, linear(x, self.first))
+    return linear(y, self.second) + y
+
+
+def product_read_elsewhere(self, x):
+    product = linear(x, self.first)
+    return linear(normed_sum(self, x, product)[1], self.second) + product
+
+
+def no_product(self, x):
+    return linear(normed_sum(self, x, x + x)[1], self.second)
+
+
+def nothing_reads_the_norm(self, x):
+    return normed_sum(self, x, linear(x, self.first))[0]
+
+
+def normed_is_a_weight(self, x):
+    _, y = normed_sum(self, x, linear(x, self.first))
+    return linear(x, y)
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [normed_read_elsewhere, product_read_elsewhere, no_product, nothing_reads_the_norm, normed_is_a_weight],
+)
+def test_other_norms_stay(compute: Callable[..., Tensor]) -> None:
+    check_products(compute, linear_add=0, scaled_linear=0, add_rms_norm=1)
+
+
+def test_float16_keeps_its_norms() -> None:
+    graph = fuse_products(capture(Products(one_reader).half()))
+    assert operation_counts(graph)["linear_add"] == 0
+
+
+def halves(self: Products, x: Tensor, sizes: list[int]) -> list[Tensor]:
+    _, y = normed_sum(self, x, linear(x, self.first))
+    return linear(y, self.gates).split_with_sizes(sizes, -1)
+
+
+def gated_halves(self, x):
+    parts = halves(self, x, [INNER, INNER])
+    return silu_mul(parts[0], parts[1])
+
+
+def gate_and_up_exchanged(self, x):
+    parts = halves(self, x, [INNER, INNER])
+    return silu_mul(parts[1], parts[0])
+
+
+def gate_read_elsewhere(self, x):
+    parts = halves(self, x, [INNER, INNER])
+    gate = parts[0]
+    return silu_mul(gate, parts[1]) + gate
+
+
+def two_of_three_parts(self, x):
+    parts = halves(self, x, [4, 4, 8])
+    return silu_mul(parts[0], parts[1])
+
+
+@pytest.mark.parametrize(
+    ("compute", "fused"),
+    [(gated_halves, 1), (gate_and_up_exchanged, 0), (gate_read_elsewhere, 0), (two_of_three_parts, 0)],
+)
+def test_only_whole_halves_are_gated(compute: Callable[..., Tensor], fused: int) -> None:
+    check_products(compute, scaled_linear_silu_mul=fused, silu_mul=1 - fused, scaled_linear=1 - fused)
+
+
+def test_there_is_no_deterministic_implementation() -> None:
+    graph = fuse_products(capture(Products(one_reader)))
+    with pytest.raises(NotImplementedError, match="linear_add"):
+        bind(graph, "cpu", deterministic=True)
+
+
+def test_a_gate_that_others_read_is_not_in_the_product() -> None:
+    class Read(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Tiny().layers[0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            gate = self.layer.gate_proj(x)
+            return silu_mul(gate, self.layer.up_proj(x)) + gate
+
+    assert "linear_silu_mul" not in operation_counts(fuse_gated_products(merge(capture(Read()))))

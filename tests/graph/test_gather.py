@@ -1,7 +1,8 @@
-"""Rows gathered at the last attention come out as they do when all tokens are computed, for every family."""
+"""What is left out behind the last attention, and the choices of experts that are counted."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,41 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from strata.graph.bind import bind
-from strata.graph.capture import capture, operation_of
-from strata.graph.fuse import fuse, fuse_gated_products
+from strata.graph.capture import capture, capture_head, operation_of
+from strata.graph.compose import compose
+from strata.graph.count_experts import count_experts
+from strata.graph.fuse import fuse
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
 from strata.kernels.attention.attention import attention
-from strata.models.config import config_from_dict
-from strata.models.families import build
-from tests.models.batches import packed, random_sequences
-from tests.models.checkpoints import FAMILY_CONFIGS
+from strata.models.batch import Batch
+from strata.models.config import ModelConfig
+from strata.models.experts import ExpertRouter
+from strata.models.layers import CausalLM
+from tests.models.batches import HandPaged
+from tests.parallel.models import config_of, random_model
 
 from .tiny import Tiny
-from .tiny import packed as tiny_batch
-
-families = pytest.mark.parametrize(
-    "config", [config for _, config in FAMILY_CONFIGS], ids=[n for n, _ in FAMILY_CONFIGS]
-)
-
-
-@families
-@pytest.mark.parametrize("fused", [False, True])
-def test_rows_are_those_of_the_whole_graph(config: dict[str, Any], fused: bool) -> None:
-    read = config_from_dict(config)
-    model = build(read).requires_grad_(False)
-    for name, parameter in model.named_parameters():
-        parameter.normal_(0, 0.2).add_(1.0 if "norm" in name else 0.0)
-    whole, some = merge(capture(model)), merge(capture(model))
-    if fused:
-        fuse_gated_products(fuse(some))
-    gather_after_attention(some)
-    batch = packed(random_sequences(read.vocab_size, (5, 1, 9)))
-    expected = bind(whole, "cpu")(batch)
-    bind(some, "cpu")
-    for rows in ([4, 5, 14], [0], [7, 7, 2], []):
-        index = torch.tensor(rows, dtype=torch.int32)
-        torch.testing.assert_close(some(batch, index), expected[index.long()], rtol=0, atol=1e-5)
 
 
 def test_the_gather_stands_at_the_last_attention() -> None:
@@ -74,27 +55,58 @@ def test_a_graph_without_attention_is_refused() -> None:
         gather_after_attention(capture(Tiny(), "head"))
 
 
-def test_gated_products() -> None:
-    model = Tiny()
-    plain, fused = merge(capture(model)), fuse_gated_products(merge(capture(model)))
-    batch = tiny_batch(5, 3)
-    names = [node.target.name for node in fused.graph.nodes if operation_of(node) is not None]
-    assert names.count("linear_silu_mul") == 2
-    assert "silu_mul" not in names
-    torch.testing.assert_close(bind(fused, "cpu")(batch), bind(plain, "cpu")(batch), rtol=0, atol=1e-6)
+def a_model() -> tuple[CausalLM, ModelConfig]:
+    """Of two layers, the last with eight experts, three a token."""
+    config = config_of("qwen3-moe")
+    return random_model(config, torch.float32).requires_grad_(False), config
 
 
-def test_a_product_that_others_read_is_not_gated() -> None:
-    class Read(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = Tiny().layers[0]
+def a_batch(config: ModelConfig) -> Batch:
+    return HandPaged(config, 2, 16).next_batch({0: [3, 5, 9, 60], 1: [7, 1]})
 
-        def forward(self, x: Tensor) -> Tensor:
-            from strata.kernels.activation.silu_mul import silu_mul
 
-            gate = self.layer.gate_proj(x)
-            return silu_mul(gate, self.layer.up_proj(x)) + gate
+def choices(model: CausalLM, batch: Batch) -> Tensor:
+    """What the model's own router chooses, [tokens, per_token]."""
+    found = []
+    routers = [module for module in model.modules() if isinstance(module, ExpertRouter)]
+    hooks = [router.register_forward_hook(lambda _, __, result: found.append(result[1])) for router in routers]
+    model(batch)
+    for hook in hooks:
+        hook.remove()
+    (chosen,) = found
+    return chosen
 
-    graph = fuse_gated_products(merge(capture(Read())))
-    assert all(getattr(node.target, "name", "") != "linear_silu_mul" for node in graph.graph.nodes)
+
+def test_tokens_are_counted_and_results_stay() -> None:
+    model, config = a_model()
+    totals = torch.zeros(2, 8, dtype=torch.int64)
+    plain = bind(fuse(merge(compose(capture(model), capture_head(model)))), "cpu")
+    wanted, chosen = plain(a_batch(config)), choices(model, a_batch(config))
+    graph = bind(fuse(merge(count_experts(compose(capture(model), capture_head(model)), totals))), "cpu")
+    assert torch.equal(graph(a_batch(config)), wanted)
+    assert totals.tolist() == [[0] * 8, chosen.flatten().bincount(minlength=8).tolist()]
+    # Padding writes no keys and values; it is as little counted.
+    batch = a_batch(config)
+    assert batch.pages is not None
+    places = batch.pages.slot_mapping.clone()
+    places[2:] = -1
+    graph(replace(batch, pages=replace(batch.pages, slot_mapping=places, index=None)))
+    more = chosen[:2].flatten().bincount(minlength=8)
+    assert torch.equal(totals[1], chosen.flatten().bincount(minlength=8) + more)
+
+
+def test_of_rows_that_are_left_out_nothing_is_counted() -> None:
+    model, config = a_model()
+    totals = torch.zeros(2, 8, dtype=torch.int64)
+    chosen = choices(model, a_batch(config))
+    counting = count_experts(compose(capture(model), capture_head(model)), totals)
+    rows = torch.tensor([3, 5], dtype=torch.int32)
+    bind(gather_after_attention(fuse(merge(counting))), "cpu")(a_batch(config), rows)
+    assert torch.equal(totals[1], chosen[rows.long()].flatten().bincount(minlength=8))
+
+
+def test_a_graph_without_mixtures_stays() -> None:
+    config = config_of("llama")
+    graph = capture(random_model(config, torch.float32))
+    before = [node.name for node in graph.graph.nodes]
+    assert [node.name for node in count_experts(graph, torch.zeros(2, 8, dtype=torch.int64)).graph.nodes] == before

@@ -1,8 +1,9 @@
-"""Predicted times: exact where something was measured, between it elsewhere, by hand count; and their origin."""
+"""Predicted times: exact where something was measured, between it elsewhere, by hand count; by a start and a rate."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 
 from strata.cost.efficiency import KINDS, EfficiencyTable, attention_cost, product_cost
 from strata.hardware.figures import Device, Source, promised
-from strata.hardware.prediction import ORIGINS, Prediction
+from strata.hardware.measured import path_of, read, write
+from strata.hardware.prediction import ORIGINS, Call, FittedTimes, Prediction
 from strata.hardware.roofline import Cost
+from strata.hardware.specs import device
 
 # 100 TFLOP/s and 1 TB/s.
 DEVICE = Device(
@@ -169,3 +172,76 @@ def test_decode_attention_by_sequences_and_bytes_of_each() -> None:
     # Two heads of 64 over 3 keys, in bf16, four queries each: 2 * 2 FLOPs for each of 4 * 2 * 64 * 3.
     assert KINDS["decode"].cost("bfloat16", (1, 4, 2 * 2 * 64 * 3 * 2)).flops == 4 * 4 * 2 * 64 * 3
     assert set(KINDS) == {"product", "attention", "prompt", "decode", "traffic"}
+
+
+def test_a_line_is_found_and_says_how_sure_it_is() -> None:
+    fitted = FittedTimes.of((work, 3e-6 + 2e-9 * work) for work in (1e3, 1e4, 1e5))
+    assert fitted is not None
+    assert (fitted.start, fitted.each) == (pytest.approx(3e-6), pytest.approx(2e-9))
+    assert fitted.predict(5e4) == Prediction(pytest.approx(103e-6), "interpolated")
+    assert fitted.predict(1e6) == Prediction(pytest.approx(2.003e-3), "analytic")
+    assert fitted.predict(1).origin == "analytic"
+
+
+def test_errors_count_by_their_share_of_the_time() -> None:
+    """A small call is as important as one a thousand times as long."""
+    fitted = FittedTimes.of([(1e3, 10e-6), (1e3, 12e-6), (1e6, 2e-3)])
+    assert fitted is not None
+    assert 10e-6 < fitted.predict(1e3).seconds < 12e-6
+
+
+def test_no_call_takes_less_than_no_time() -> None:
+    fitted = FittedTimes.of([(1.0, 1.0), (2.0, 4.0)])
+    assert fitted is not None
+    assert fitted.start == 0
+    # Relative errors of each * 1 against 1, and of each * 2 against 4, are least at 1.2.
+    assert fitted.each == pytest.approx(1.2)
+
+
+def test_calls_of_one_size_tell_no_rate() -> None:
+    assert FittedTimes.of([(1.0, 1.0), (1.0, 2.0)]) is None
+    assert FittedTimes.of([]) is None
+
+
+def test_calls_are_read_back(tmp_path: Path) -> None:
+    decodes: list[Call] = [("decode", "bfloat16", (4, 2, 1000), 2e-6), ("decode", "bfloat16", (1, 2, 1000), 1e-6)]
+    norms: list[Call] = [("traffic", "bfloat16", (1000,), 1e-6)]
+    path = write("NVIDIA H200", "a benchmark", {"rms_norm": norms, "attention": decodes}, tmp_path)
+    assert path == path_of("NVIDIA H200", tmp_path) == tmp_path / "nvidia_h200.json"
+    assert read("NVIDIA H200", tmp_path) == {"attention": sorted(decodes), "rms_norm": norms}
+    assert read("another", tmp_path) == {}
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"calls": [["product", "bfloat16", [1], 1.0]]}', '{"other": []}'])
+def test_other_files_are_refused_by_name(tmp_path: Path, text: str) -> None:
+    path_of("a", tmp_path).write_text(text)
+    with pytest.raises(ValueError, match=r"a\.json is no file of measured calls .*; make it anew"):
+        read("a", tmp_path)
+
+
+def test_decode_attention_of_the_h200() -> None:
+    calls = read("NVIDIA H200")["decode_attention"]
+    table = EfficiencyTable.of(device("h200"), calls)
+    for kind, dtype, shape, seconds in calls:
+        assert table.predict(kind, dtype, shape).seconds == pytest.approx(seconds)
+        # None is above the promised bandwidth, and none takes more than 40 us beyond 4 TB/s.
+        nbytes = shape[0] * shape[2]
+        assert nbytes / 4.8e12 < seconds < nbytes / 4e12 + 40e-6
+
+
+def test_prompts_of_the_h200_are_predicted_by_the_others_within_a_twentieth() -> None:
+    calls = [
+        (KINDS[kind].cost(dtype, shape).flops, took) for kind, dtype, shape, took in read("NVIDIA H200")["attention"]
+    ]
+    for left_out in calls:
+        fitted = FittedTimes.of(call for call in calls if call is not left_out)
+        assert fitted is not None
+        assert fitted.predict(left_out[0]).seconds == pytest.approx(left_out[1], rel=0.05)
+
+
+def test_whatever_else_was_measured_of_the_h200_is_beyond_its_roofline() -> None:
+    for operation, calls in read("NVIDIA H200").items():
+        table = EfficiencyTable.of(device("h200"), calls)
+        assert table.columns or operation == "all_reduce"  # over a link, not memory
+        for column in (column for of_kind in table.columns.values() for column in of_kind.values()):
+            assert all(0 < utilization < 1 for _, utilization in column.points)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from strata.hardware.machine import cpu_name, numa_node, processor
+from strata.hardware.replay import Timing
 
 
 def write(path: Path, text: str) -> None:
@@ -43,3 +46,11 @@ def test_the_node_of_a_gpu(tmp_path: Path) -> None:
     assert numa_node("0000:1B:00.0", tmp_path) == 1
     assert numa_node("0000:3c:00.0", tmp_path) is None
     assert numa_node("0000:ff:00.0", tmp_path) is None
+
+
+def test_the_median_counts_whatever_single_runs_took() -> None:
+    assert Timing((2.0, 100.0, 1.0)).seconds == 2.0
+
+
+def test_median_of_an_even_number_lies_between() -> None:
+    assert Timing((1.0, 4.0, 2.0, 100.0)).seconds == pytest.approx(3.0)

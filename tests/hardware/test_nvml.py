@@ -1,4 +1,4 @@
-"""What is made of a driver's answers: units, reasons, and None for what it does not tell."""
+"""What is made of a driver's answers: units, reasons, None for what it does not tell, and the memory of GPUs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from strata.hardware.dcgm import FieldValue, activity_reader
+from strata.hardware.gpu_memory import GpuMemories, GpuMemory, visible_devices
 from strata.hardware.nvml import Nvml, NvmlDevice, open_nvml
 from strata.hardware.telemetry import Summary, TelemetryReading, TelemetrySampler
 
@@ -100,73 +100,51 @@ def test_summaries() -> None:
     assert Summary.of([]) == Summary(None, None, None, ())
 
 
-class Dcgm:
-    """DCGM as ctypes loads it, of two GPUs whose fields are ready; or one that refuses a call, by its name."""
-
-    def __init__(self, refuses: str = "") -> None:
-        self.refuses, self.calls = refuses, list[str]()
-        # dcgmFieldValue_v1: 24 bytes in front of a union of 4,096.
-        assert (ctypes.sizeof(FieldValue), FieldValue.value.offset, FieldValue.status.offset) == (4120, 24, 8)
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*given: Any) -> int:
-            self.calls.append(name)
-            if name == self.refuses:
-                return -26
-            if name == "dcgmGetAllDevices":
-                given[1][0], given[1][1], given[2]._obj.value = 0, 1, 2
-            if name == "dcgmGetLatestValuesForFields":
-                _, number, fields, count, values = given
-                for field, value in zip(fields, values, strict=True):
-                    value.field, value.status = field, 0 if field != 1003 else -7
-                    if field == 54:
-                        value.value.text = f"GPU-{number}".encode()
-                    else:
-                        value.value.real = {1002: 0.75, 1003: 0.5, 1004: 0.25, 1005: 140737488355328.0}[field]
-                assert count == len(fields) == 5
-            return 0
-
-        return call
+GIB = 1 << 30
 
 
-def rated(uuid: bytes) -> NvmlDevice:
-    class Rates:
-        def nvmlDeviceGetUUID(self, _: Any, text: Any, length: Any) -> int:
-            text.value = uuid
-            return 0
+class FakeLibrary:
+    """Two GPUs; the second has the UUID GPU-two. A handle is the number of the GPU from 1."""
 
-        def nvmlDeviceGetUtilizationRates(self, _: Any, told: Any) -> int:
-            told._obj.gpu, told._obj.memory = 90, 40
-            return 0
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
+        count._obj.value = 2
+        return 0
 
-    return NvmlDevice(Rates(), ctypes.c_void_p(1))
+    def nvmlDeviceGetHandleByIndex_v2(self, index: ctypes.c_uint, handle: Any) -> int:
+        handle._obj.value = index.value + 1
+        return int(index.value > 1)
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:
+        handle._obj.value = 2
+        return int(uuid != b"GPU-two")
+
+    def nvmlDeviceGetMemoryInfo(self, handle: ctypes.c_void_p, memory: Any) -> int:
+        memory._obj.total, memory._obj.used = 140 * GIB, (handle.value or 0) * GIB
+        return 0
 
 
-def test_activity_is_dcgms_where_it_is_there() -> None:
-    library = Dcgm()
-    with activity_reader(rated(b"GPU-1"), lambda _: library) as read:
-        # A field that is not told, or blank, is left out.
-        assert read() == {"SMs active": 0.75, "tensor cores active": 0.25}
-        assert "dcgmStopEmbedded" not in library.calls
-    assert library.calls[-1] == "dcgmStopEmbedded"
+class SilentLibrary(FakeLibrary):
+    def nvmlDeviceGetMemoryInfo(self, handle: ctypes.c_void_p, memory: Any) -> int:
+        return 3
+
+
+FIRST, SECOND = GpuMemory(140 * GIB, GIB), GpuMemory(140 * GIB, 2 * GIB)
 
 
 @pytest.mark.parametrize(
-    "library",
-    [None, *map(Dcgm, ("dcgmInit", "dcgmStartEmbedded", "dcgmWatchFields", "dcgmGetLatestValuesForFields"))],
-    ids=lambda one: getattr(one, "refuses", "none"),
+    ("visible", "expected"),
+    [
+        (None, [FIRST, SECOND]),
+        ("1,0", [SECOND, FIRST]),
+        ("GPU-two", [SECOND]),
+        ("", []),
+        ("0, 7", [FIRST]),  # CUDA does not see a GPU that is not there, either
+    ],
 )
-def test_activity_is_nvmls_else(library: Dcgm | None) -> None:
-    def load(name: str) -> Any:
-        if library is None:
-            raise OSError(name)
-        return library
+def test_gpus_that_a_process_may_use(visible: str | None, expected: list[GpuMemory]) -> None:
+    assert GpuMemories(visible_devices(Nvml(FakeLibrary()), visible)).read() == expected
 
-    with activity_reader(rated(b"GPU-1"), load) as read:
-        assert read() == {"kernels running": 0.9, "memory in use": 0.4}
-    with activity_reader(rated(b"GPU-7"), lambda _: Dcgm()) as read:  # one that DCGM does not see
-        assert read() == {"kernels running": 0.9, "memory in use": 0.4}
-    with activity_reader(None, load) as read:
-        assert read() == {}
-    if library is not None and library.refuses not in ("dcgmInit", "dcgmStartEmbedded"):
-        assert library.calls[-1] == "dcgmStopEmbedded"
+
+def test_what_is_not_told_of_one_is_told_of_none() -> None:
+    assert GpuMemories(visible_devices(Nvml(SilentLibrary()), None)).read() == []
+    assert GpuMemories([]).read() == []

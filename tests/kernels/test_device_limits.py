@@ -1,9 +1,11 @@
-"""Which devices run the own kernels, by their properties, and that the references can stand in for all of them."""
+"""Which devices run the own kernels, by their properties and tables; the references can stand in for all of them."""
 
 from __future__ import annotations
 
+import json
 import random
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ from strata.graph.capture import capture, capture_head
 from strata.graph.fuse import fuse
 from strata.graph.merge import merge
 from strata.hardware.specs import device
+from strata.kernels import choose
+from strata.kernels.choose import MEASURED, thresholds, thresholds_of
 from strata.kernels.device_limits import DeviceLimits, implementations_for, why_not
 from strata.kernels.op import OPERATIONS
 
@@ -77,3 +81,31 @@ def test_listed_devices_are_what_their_kernels_are_compiled_for() -> None:
     assert DeviceLimits.listed(device("h200")) == H200
     with pytest.raises(ValueError, match=r"TPU v5e runs no CUDA kernels.*give a GPU of NVIDIA's, such as h200"):
         DeviceLimits.listed(device("tpu-v5e"))
+
+
+@pytest.fixture
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In the place of the package's tables."""
+    monkeypatch.setattr(choose, "_FOLDER", tmp_path)
+    monkeypatch.setattr(choose, "thresholds_of", thresholds_of.__wrapped__)
+    return tmp_path
+
+
+def write(tables: Path, product: str, rows: list[dict[str, object]]) -> None:
+    (tables / f"{product}.json").write_text(json.dumps({"device": product, "thresholds": rows}))
+
+
+def test_a_device_without_a_table_has_those_that_were_measured() -> None:
+    for name in ("h100", "h200"):
+        assert thresholds(DeviceLimits.listed(device(name))) == thresholds_of(MEASURED)
+
+
+def test_a_table_has_every_row_with_its_measurement(tables: Path) -> None:
+    values = {name: place + 5 for place, name in enumerate(asdict(thresholds_of(MEASURED)))}
+    rows: list[dict[str, object]] = [{"name": name, "value": value, "measured": "x"} for name, value in values.items()]
+    write(tables, "own", rows)
+    assert asdict(choose.thresholds_of("own")) == values
+    for wrong in (rows[1:], [*rows, rows[0]], [rows[0] | {"measured": ""}, *rows[1:]], [{"name": "other"}]):
+        write(tables, "own", wrong)
+        with pytest.raises(ValueError, match=r"own\.json"):
+            choose.thresholds_of("own")

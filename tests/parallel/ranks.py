@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import cycle, islice
 from multiprocessing.context import ForkServerProcess
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+
+from strata.comm.launch import World
 
 # Ranks are forks of a process that has imported what most of them need: that is two to four seconds of each.
 _STARTER = multiprocessing.get_context("forkserver")
@@ -84,6 +86,17 @@ def run_ranks(
             process.kill()
             process.join()
     return [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(world)]
+
+
+def run_each(functions: Sequence[Callable[..., Any]], world: int, folder: Path) -> dict[str, list[Any]]:
+    """What each of these returns on the ranks, all in one start of them, by name."""
+    named = [(one.__module__, one.__name__) for one in functions]
+    found = run_ranks(one_after_another, world, folder, functions=named)
+    return {name: [rank[name] for rank in found] for _, name in named}
+
+
+def one_after_another(world: World, folder: Path, functions: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    return {name: getattr(importlib.import_module(module), name)(world, folder) for module, name in functions}
 
 
 def _wait(processes: list[ForkServerProcess], folder: Path, timeout: float) -> None:

@@ -17,7 +17,6 @@ from strata.comm.operations import Along
 from strata.cost.nodes import node_costs, total
 from strata.engine.ranks.expert_balance import expert_tables
 from strata.engine.ranks.key_gathers import KeyGathers
-from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.graph.capture import capture
 from strata.graph.ranks.divide_keys import KeyDivision, divide_keys
 from strata.graph.walk import operation_counts
@@ -30,8 +29,18 @@ from tests.largest import largest
 from tests.models.batches import HandPaged, packed, random_sequences
 from tests.parallel.models import random_model
 from tests.parallel.ranks import run_ranks
-from tests.parallel.shards import divisible_config, joined, shard_of
-from tests.parallel.test_sharded_steps import alone, relative, together
+from tests.parallel.shards import (
+    Run,
+    divisible_config,
+    error_of_part,
+    follow,
+    joined,
+    model_of,
+    programs_of,
+    relative,
+    shard_of,
+    together,
+)
 
 CLOSE = 1e-5
 # Family, KV heads, ranks, and how many divide the keys of one.
@@ -61,27 +70,22 @@ class KeptPaged(HandPaged):
         return super().slot(row, place) if rank == self.kept.rank else ELSEWHERE
 
 
-def steps_of(graphs: Sequence[Any], caches: Sequence[HandPaged], run: Any, vocabulary: int) -> list[list[Tensor]]:
+def steps_of(caches: Sequence[HandPaged], run: Run, vocabulary: int) -> list[list[Tensor]]:
     """Of each rank, the logits of prompts, chunks beside decodes, and decodes; the first of one token alone."""
     first, second, third = random_sequences(vocabulary, (19, 13, 1))
-    found: list[list[Tensor]] = [[] for _ in caches]
-    for chunks, rows in (
+    steps = [
         ({0: first[:11], 1: second[:2], 2: third}, [10, 12, 13]),
         ({2: [9], 1: second[2:], 0: first[11:]}, [0, 11, 19]),
         ({0: [7], 2: [60], 1: [0]}, [0, 1, 2]),
         ({1: [31]}, [0]),
         ({1: [5], 0: [3, 8, 2]}, []),
-    ):
-        wanted = torch.tensor(rows, dtype=torch.int32)
-        results = run([(cache.next_batch(chunks), wanted) for cache in caches])
-        for own, result in zip(found, results, strict=True):
-            own.append(result)
-    return found
+    ]
+    return follow(caches, steps, run)
 
 
 def whole_logits(model: Any, config: ModelConfig) -> list[Tensor]:
     graph = step_program(model, "cpu", deterministic=False).logits
-    return steps_of([graph], [HandPaged(config, 3, 24)], alone(graph), config.vocab_size)[0]
+    return steps_of([HandPaged(config, 3, 24)], together([graph]), config.vocab_size)[0]
 
 
 @pytest.mark.parametrize(("name", "kv_heads", "size", "key_ranks"), CASES)
@@ -96,17 +100,16 @@ def test_ranks_have_the_logits_of_one(
     if size == 3:
         sizes |= {"num_attention_heads": 6, "intermediate_size": 48}
     config = divisible_config(name, **sizes)
-    model = random_model(config, torch.float32).requires_grad_(False)
-    parts = [shard_of(model, config, size, index, key_ranks=key_ranks) for index in range(size)]
-    graphs = [graph_of(step_program(own, "cpu", deterministic=False, shard=part), way) for part, own in parts]
-    caches = [KeptPaged(part.config, 3, 24, part.kept, page_size) for part, _ in parts]
-    found = steps_of(graphs, caches, together(graphs), config.vocab_size)
+    model = model_of(config)
+    parts, programs = programs_of(model, config, size, key_ranks=key_ranks)
+    caches = [KeptPaged(part.config, 3, 24, part.kept, page_size) for part in parts]
+    found = steps_of(caches, together([graph_of(one, way) for one in programs]), config.vocab_size)
     wanted = whole_logits(model, config)
     for step, expected in zip(joined(found, config.vocab_size), wanted, strict=True):
         assert step.shape == expected.shape
         assert not len(step) or relative(step, expected) < CLOSE
     # What was not kept was not written either.
-    for cache, (part, _) in zip(caches, parts, strict=True):
+    for cache, part in zip(caches, parts, strict=True):
         for pool in (*cache.keys, *cache.values):
             written = int(pool.flatten(0, 1)[:, 0, 0].isfinite().sum())
             assert written == sum(part.kept.count(length) for length in cache.lengths)
@@ -116,7 +119,7 @@ def test_ranks_have_the_logits_of_one(
 def test_all_choices_of_experts_are_counted_on_each_rank(way: str) -> None:
     """Rank 0 places experts by what it has counted, also of tokens whose keys another rank keeps."""
     config = divisible_config("qwen3-moe", num_key_value_heads=1)
-    model = random_model(config, torch.float32).requires_grad_(False)
+    model = model_of(config)
     counted = []
     for key_ranks in (1, 2):
         parts = [shard_of(model, config, 2, index, key_ranks=key_ranks, expert_parallel=True) for index in range(2)]
@@ -127,7 +130,7 @@ def test_all_choices_of_experts_are_counted_on_each_rank(way: str) -> None:
         ]
         graphs = [graph_of(one, way if key_ranks > 1 else "logits") for one in made]
         caches = [KeptPaged(part.config, 3, 24, part.kept, 2) for part, _ in parts]
-        steps_of(graphs, caches, together(graphs), config.vocab_size)
+        steps_of(caches, together(graphs), config.vocab_size)
         counted += [one.totals.tolist() for one in held]
     assert sum(counted[0][-1]) > 0
     assert all(one == counted[0] for one in counted)
@@ -142,14 +145,12 @@ def over_gloo(world: World, folder: Path, key_ranks: int) -> float:
     first = world.rank // key_ranks * key_ranks
     assert axes["dcp"].ranks == tuple(range(first, first + key_ranks))
     config = divisible_config("llama", num_key_value_heads=1)
-    model = random_model(config, torch.float32).requires_grad_(False)
+    model = model_of(config)
     part, own = shard_of(model, config, world.size, world.rank, axes["tp"], key_ranks=key_ranks)
     part.axes["dcp"] = axes["dcp"]
     graph = step_program(own, "cpu", deterministic=False, shard=part).logits
-    (found,) = steps_of([graph], [KeptPaged(part.config, 3, 24, part.kept, 2)], alone(graph), config.vocab_size)
-    held = VocabularyPart.of(part)
-    expected = [logits[:, held.first : held.first + held.count] for logits in whole_logits(model, config)]
-    return max(relative(held.own(one), wanted) for one, wanted in zip(found, expected, strict=True) if len(one))
+    (found,) = steps_of([KeptPaged(part.config, 3, 24, part.kept, 2)], together([graph]), config.vocab_size)
+    return error_of_part(part, found, whole_logits(model, config))
 
 
 def test_ranks_over_gloo_have_the_logits_of_one(tmp_path: Path) -> None:
@@ -159,9 +160,9 @@ def test_ranks_over_gloo_have_the_logits_of_one(tmp_path: Path) -> None:
 def test_prompts_without_pages_are_not_divided() -> None:
     """Those whose vectors are asked for stand whole on every rank."""
     config = divisible_config("llama", num_key_value_heads=1)
-    model = random_model(config, torch.float32).requires_grad_(False)
-    parts = [shard_of(model, config, 2, index, key_ranks=2) for index in range(2)]
-    graphs = [step_program(own, "cpu", deterministic=False, shard=part).whole_prompts for part, own in parts]
+    model = model_of(config)
+    _, programs = programs_of(model, config, 2, key_ranks=2)
+    graphs = [one.whole_prompts for one in programs]
     batch = packed(random_sequences(config.vocab_size, (9, 4)))
     wanted = step_program(model, "cpu", deterministic=False).hidden(batch)
     for found in together(graphs)([(batch,), (batch,)]):
@@ -171,7 +172,7 @@ def test_prompts_without_pages_are_not_divided() -> None:
 def test_messages_and_cached_bytes_by_hand() -> None:
     """Two decodes of 8 and 5 tokens on rank 1 of 2, which keeps 4 and 2 of them, 4 heads of 4 elements each."""
     config = divisible_config("llama", num_key_value_heads=1)
-    part, own = shard_of(random_model(config, torch.float32).requires_grad_(False), config, 2, 1, key_ranks=2)
+    part, own = shard_of(model_of(config), config, 2, 1, key_ranks=2)
     graph = step_program(own, "cpu", deterministic=False, shard=part).logits
     counts = operation_counts(graph)
     assert counts["all_gather"] == counts["kept_attention"] == counts["join_heads"] == config.num_layers == 2
@@ -193,7 +194,7 @@ def test_messages_and_cached_bytes_by_hand() -> None:
 def test_a_chunk_gathers_keys_once_a_layer() -> None:
     """Of 5 and 9 tokens in pages of 2 * 2, of which the tables have 3 each: keys and values of 4 float32 in each."""
     config = divisible_config("llama", num_key_value_heads=1)
-    part, own = shard_of(random_model(config, torch.float32).requires_grad_(False), config, 2, 1, key_ranks=2)
+    part, own = shard_of(model_of(config), config, 2, 1, key_ranks=2)
     graph = graph_of(step_program(own, shard=part), "gathered_logits")
     assert graph is not None
     counts = operation_counts(graph)
@@ -283,7 +284,7 @@ def test_other_attention_is_refused(name: str) -> None:
 
 def test_a_step_sends_twice_a_layer_more() -> None:
     config = divisible_config("llama", num_key_value_heads=1)
-    model = random_model(config, torch.float32).requires_grad_(False)
+    model = model_of(config)
     messages = []
     for key_ranks in (1, 2):
         part, own = shard_of(model, config, 2, 0, key_ranks=key_ranks)

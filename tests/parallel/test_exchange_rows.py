@@ -20,9 +20,8 @@ from tests.engine.program.programs import graph_of, launched, replayed, step_pro
 from tests.graph.lockstep import run_in_lockstep
 from tests.models.batches import HandPaged, random_sequences
 
-from .models import random_model
-from .shards import shard_of
-from .test_served_experts import CLOSE, MIXTURES, config_for, largest_error
+from .shards import largest_error, model_of, shard_of
+from .test_served_experts import CLOSE, MIXTURES, config_for
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +74,7 @@ def graphs_of(
 def mixture_of_eight(name: str) -> tuple[CausalLM, ModelConfig]:
     changes = {"num_local_experts": 8} if name == "mixtral" else {"num_experts": 8, "mlp_only_layers": []}
     config = config_for(name, **changes)
-    return random_model(config, torch.float32).requires_grad_(False), config
+    return model_of(config), config
 
 
 def exchanged_of(graphs: Sequence[StepProgram]) -> list[fx.GraphModule]:

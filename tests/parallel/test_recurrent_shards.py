@@ -20,11 +20,9 @@ from strata.models.state import FixedState
 from strata.models.weights import load
 from strata.parallel.serving_shard import RankShard, rank_config
 from tests.engine.program.programs import replayed, step_program
-from tests.graph.lockstep import run_in_lockstep
-from tests.models.batches import random_sequences
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS, HandStates
 from tests.parallel.models import random_model
-from tests.parallel.shards import joined, shard_of
+from tests.parallel.shards import follow, joined, largest_error, model_of, programs_of, prompts_and_decodes, together
 
 CHANGES: dict[str, dict[str, Any]] = {
     "mamba2-wide-heads": {},
@@ -40,21 +38,9 @@ def recurrent_config(name: str, **more: Any) -> ModelConfig:
     return config_from_dict(RECURRENT_CONFIGS[name] | CHANGES[name] | more)
 
 
-def steps(graphs: Sequence[fx.GraphModule], configs: Sequence[ModelConfig], vocabulary: int) -> list[list[Tensor]]:
-    """Logits, one list a rank: two prompts, one in two chunks, then decodes."""
-    first, second = random_sequences(vocabulary, (9, 6))
-    kept = [HandStates(config, 3) for config in configs]
-    found: list[list[Tensor]] = [[] for _ in configs]
-    for chunks, wanted in (
-        ({0: first, 1: second[:2]}, [8, 10]),
-        ({1: second[2:], 0: [5]}, [3, 4]),
-        ({1: [7], 0: [9]}, [0, 1]),
-    ):
-        rows = torch.tensor(wanted, dtype=torch.int32)
-        results = run_in_lockstep(graphs, [(states.next_batch(chunks), rows) for states in kept])
-        for own, result in zip(found, results, strict=True):
-            own.append(result)
-    return found
+def logits_of(graphs: Sequence[fx.GraphModule], configs: Sequence[ModelConfig], vocabulary: int) -> list[list[Tensor]]:
+    caches = [HandStates(config, 3) for config in configs]
+    return follow(caches, prompts_and_decodes(vocabulary), together(graphs))
 
 
 @pytest.mark.parametrize(
@@ -68,19 +54,14 @@ def steps(graphs: Sequence[fx.GraphModule], configs: Sequence[ModelConfig], voca
 )
 def test_steps_of_all_ranks_have_the_logits_of_one(name: str, size: int, options: dict[str, Any]) -> None:
     config = recurrent_config(name)
-    model = random_model(config, torch.float32).requires_grad_(False)
-    alone = step_program(model, "cpu", deterministic=False).logits
-    (wanted,) = steps([alone], [config], config.vocab_size)
-    shards, models = zip(*(shard_of(model, config, size, index, **options) for index in range(size)), strict=True)
-    made = [
-        step_program(own, "cpu", False, shard=one, overlap_tokens=2) for one, own in zip(shards, models, strict=True)
-    ]
+    model = model_of(config)
+    (wanted,) = logits_of([step_program(model, "cpu").logits], [config], config.vocab_size)
+    shards, made = programs_of(model, config, size, overlap=2, **options)
     graphs = [one.logits for one in made]
     configs = [one.config for one in shards]
     for each in (graphs, [replayed(one, 2) for one in made]):  # whose messages travel beside products
-        found = joined(steps(each, configs, config.vocab_size), config.vocab_size)
-        for one, other in zip(found, wanted, strict=True):
-            assert (one - other).abs().max() < 2e-5 * other.abs().max()
+        found = joined(logits_of(each, configs, config.vocab_size), config.vocab_size)
+        assert largest_error(found, wanted) < 2e-5
     assert bool(operation_counts(graphs[0])["divided_gated_rms_norm"]) is (name in SHARED)
     for rank in shards:
         whole, own = (

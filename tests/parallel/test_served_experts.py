@@ -1,4 +1,4 @@
-"""Serving a mixture with different experts on each rank: what ranks load and hold, and that they make the whole."""
+"""Serving a mixture over ranks, with tokens of all or of their own: what each loads and holds; they make the whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from strata.comm.launch import World
 from strata.comm.mesh import Mesh
 from strata.cost.nodes import node_costs
 from strata.cost.step_costs import step_costs
-from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose
@@ -40,7 +39,18 @@ from tests.models.batches import HandPaged, random_sequences
 
 from .models import random_model
 from .ranks import run_ranks
-from .shards import divisible_config, joined, shard_of
+from .shards import (
+    divisible_config,
+    error_of_part,
+    follow,
+    joined,
+    largest_error,
+    model_of,
+    programs_of,
+    prompts_and_decodes,
+    shard_of,
+    together,
+)
 
 MIXTURES = ("mixtral", "qwen3-moe")
 CLOSE = 1e-5
@@ -52,23 +62,9 @@ def config_for(name: str, **changes: Any) -> ModelConfig:
     return divisible_config(name, **(counts | changes))
 
 
-def steps_of(configs: Sequence[ModelConfig], vocabulary: int, run: Any) -> list[list[Tensor]]:
-    """The logits of a prompt with the beginning of another, of the rest with a decode, and of decodes, by rank."""
-    first, second = random_sequences(vocabulary, (9, 7))
+def logits_of(graphs: Sequence[fx.GraphModule], configs: Sequence[ModelConfig]) -> list[list[Tensor]]:
     caches = [HandPaged(config, 3, 16) for config in configs]
-    steps: list[list[Tensor]] = [[] for _ in configs]
-    for chunks in ({0: first, 1: second[:3]}, {1: second[3:], 0: [5]}, {0: [7], 1: [0]}):
-        count = sum(map(len, chunks.values()))
-        rows = torch.arange(count, dtype=torch.int32)[-2:]
-        batches = [cache.next_batch(chunks) for cache in caches]
-        for own, result in zip(steps, run([(batch, rows) for batch in batches]), strict=True):
-            own.append(result)
-    return steps
-
-
-def largest_error(found: list[Tensor], wanted: list[Tensor]) -> float:
-    pairs = zip(found, wanted, strict=True)
-    return largest(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
+    return follow(caches, prompts_and_decodes(61), together(graphs))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -76,17 +72,13 @@ def largest_error(found: list[Tensor], wanted: list[Tensor]) -> float:
 @pytest.mark.parametrize("name", MIXTURES)
 def test_ranks_with_different_experts_have_the_logits_of_one(name: str, size: int, deterministic: bool) -> None:
     config = config_for(name)
-    model = random_model(config, torch.float32).requires_grad_(False)
-    graph = step_program(model, "cpu", deterministic).logits
-    (wanted,) = steps_of([config], config.vocab_size, lambda given: [graph(*given[0])])
-    parts = [shard_of(model, config, size, index, expert_parallel=True) for index in range(size)]
-    graphs: list[fx.GraphModule] = [step_program(own, "cpu", deterministic, shard=part).logits for part, own in parts]
-    counts = operation_counts(graphs[0])
+    model = model_of(config)
+    (wanted,) = logits_of([step_program(model, "cpu", deterministic).logits], [config])
+    parts, programs = programs_of(model, config, size, deterministic, expert_parallel=True)
+    counts = operation_counts(programs[0].logits)
     layers = sum(config.experts.layers) if config.experts is not None else 0
     assert (counts["experts"], counts["local_experts"]) == (0, layers)
-    found = steps_of(
-        [part.config for part, _ in parts], config.vocab_size, lambda given: run_in_lockstep(graphs, given)
-    )
+    found = logits_of([one.logits for one in programs], [part.config for part in parts])
     assert largest_error(joined(found, config.vocab_size), wanted) < CLOSE
 
 
@@ -95,15 +87,11 @@ def over_gloo(world: World, folder: Path) -> float:
     errors = []
     for name in MIXTURES:
         config = config_for(name)
-        model = random_model(config, torch.float32).requires_grad_(False)
-        one = step_program(model, "cpu", deterministic=False).logits
+        model = model_of(config)
         part, own = shard_of(model, config, world.size, world.rank, axis, expert_parallel=True)
-        mine = step_program(own, "cpu", deterministic=False, shard=part).logits
-        (wanted,) = steps_of([config], config.vocab_size, lambda given, one=one: [one(*given[0])])
-        (found,) = steps_of([part.config], config.vocab_size, lambda given, mine=mine: [mine(*given[0])])
-        held = VocabularyPart.of(part)
-        expected = [logits[:, held.first : held.first + held.count] for logits in wanted]
-        errors.append(largest_error(list(map(held.own, found)), expected))
+        (wanted,) = logits_of([step_program(model, "cpu").logits], [config])
+        (found,) = logits_of([step_program(own, "cpu", shard=part).logits], [part.config])
+        errors.append(error_of_part(part, found, wanted))
     return largest(errors)
 
 
@@ -140,9 +128,9 @@ def test_a_rank_loads_its_own_experts_whole(name: str, size: int, load_format: s
 def test_copies_take_turns_and_the_logits_stay(size: int, redundant: int) -> None:
     """Of six experts, the first have copies; tables that change between calls are read anew."""
     config = config_for("mixtral")
-    model = random_model(config, torch.float32).requires_grad_(False)
-    graph = bind(compose(capture(model), capture_head(model)), "cpu")
-    (wanted,) = steps_of([config], 61, lambda given: [graph(batch) for batch, _ in given])
+    model = model_of(config)
+    graph = bind(gather_after_attention(compose(capture(model), capture_head(model))), "cpu")
+    (wanted,) = logits_of([graph], [config])
     parts = [shard_of(model, config, size, index, expert_parallel=True, redundant=redundant) for index in range(size)]
     placement = np.arange(6 + redundant) % 6
     assert sum((part.config.experts.held for part, _ in parts), ()) == tuple(placement.tolist())
@@ -153,11 +141,11 @@ def test_copies_take_turns_and_the_logits_stay(size: int, redundant: int) -> Non
             shard(one, part.placements, part.axes["tp"], part.index, part.slots, turns)
             for one in (capture(own), capture_head(own))
         ]
-        graphs.append(bind(compose(*halves), "cpu", axes=part.axes))
+        graphs.append(bind(gather_after_attention(compose(*halves)), "cpu", axes=part.axes))
     configs = [part.config for part, _ in parts]
     for table in (expert_turns(placement, 6), np.flip(expert_turns(placement, 6), 1).copy()):
         turns.copy_(torch.from_numpy(table))
-        found = steps_of(configs, 61, lambda given: run_in_lockstep(graphs, [(batch,) for batch, _ in given]))
+        found = logits_of(graphs, configs)
         assert largest_error(joined(found, 61), wanted) < CLOSE
 
 
@@ -222,3 +210,82 @@ def test_a_bound_graph_runs_a_part_in_place_of_the_whole() -> None:
     nodes = [node for node in graph.graph.nodes if node.name.startswith("experts")]
     assert [tuple(node.args[5:]) for node in nodes] == [(3, 6)] * 2
     assert operation_counts(bind(graph, "cpu", axes=part.axes))["local_experts"] == 2
+
+
+def own_steps(config: ModelConfig, index: int) -> list[tuple[Batch, Tensor]]:
+    """Three steps of a rank's own sequences: a prompt and a part of one, the rest and a decode, decodes. All ranks run
+    as many tokens, of which two are sampled, in chunks of their own lengths."""
+    first, second = random_sequences(config.vocab_size, (9 - index, 7 + index), seed=index)
+    cache = HandPaged(config, 3, 16)
+    batches = []
+    for chunks in ({0: first, 1: second[: 3 + index]}, {1: second[3 + index :], 0: [5]}, {0: [7 + index], 1: [0]}):
+        count = sum(map(len, chunks.values()))
+        batches.append((cache.next_batch(chunks), torch.arange(count, dtype=torch.int32)[-2:]))
+    return batches
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_each_rank_has_the_logits_of_its_own_tokens(name: str, size: int, deterministic: bool) -> None:
+    config = config_for(name)
+    model = model_of(config)
+    alone = step_program(model, "cpu", deterministic).logits
+    parts = [shard_of(model, config, size, index, expert_parallel=True, own_tokens=True) for index in range(size)]
+    graphs = [step_program(own, "cpu", deterministic, shard=part) for part, own in parts]
+    counts = operation_counts(graphs[0].logits)
+    assert config.experts is not None
+    layers = sum(config.experts.layers)
+    # Once for all layers, and for the rows that are left behind the last attention, which rows are padding.
+    assert (counts["dispatch_rows"], counts["combine_rows"], counts["local_experts"]) == (layers + 2, layers, layers)
+    assert counts["all_reduce"] == counts["all_gather"] == 0
+    assert graphs[0].part is None
+    # Pools keep what the steps before wrote, so each run has its own.
+    wanted = [[alone(*given) for given in own_steps(config, index)] for index in range(size)]
+    steps = zip(*(own_steps(part.config, part.index) for part, _ in parts), strict=True)
+    found = [run_in_lockstep([one.logits for one in graphs], given) for given in steps]
+    for index in range(size):
+        assert largest_error([step[index] for step in found], wanted[index]) < CLOSE
+
+
+def test_a_rank_holds_all_but_experts_whole() -> None:
+    config = config_for("qwen3-moe")
+    model = random_model(config, torch.float32)
+    part, own = shard_of(model, config, 2, 1, expert_parallel=True, own_tokens=True)
+    whole = dict(model.named_parameters())
+    for name, value in own.named_parameters():
+        expected = whole[name][3:] if ".experts." in name else whole[name]
+        assert torch.equal(value, expected), name
+    assert part.config.num_heads == config.num_heads
+    assert part.config.vocab_size == config.vocab_size
+
+
+def test_what_a_rank_computes_and_sends() -> None:
+    """Of a step of four tokens and a row on each of two ranks: experts see eight, and half of their choices."""
+    config = config_for("qwen3-moe", num_experts=8, mlp_only_layers=[])
+    with torch.device("meta"):
+        part = RankShard.of(config, 2, 0, expert_parallel=True, own_tokens=True)
+        alone, own = capture(build(config)), capture(build(part.config))
+    own = shard(own, part.placements, part.axes["tp"], 0, part.slots, own_tokens=True)  # type: ignore[arg-type]
+    workload = Workload((1,) * 4, (1,) * 4)
+    costs = {node.operation: node.cost for node in node_costs(own, on_meta(4, 1)[0], workload)}
+    (whole,) = {node.cost for node in node_costs(alone, on_meta(4, 1)[0], workload) if node.operation == "experts"}
+    row = config.hidden_size * 4
+    assert (costs["dispatch_rows"].sent, costs["combine_rows"].sent) == (4 * row, 4 * row)
+    assert costs["local_experts"].flops == pytest.approx(whole.flops, abs=1)
+    # Costs of steps by tokens: the expected bytes of experts are those of eight tokens on a half of them.
+    mixtures = step_costs(gather_after_attention(own), on_meta).mixtures
+    ((wanted, *_), *_) = step_costs(gather_after_attention(alone), on_meta).mixtures
+    assert [of_rows for _, of_rows, _ in mixtures] == [False, True]
+    for read, _, _ in mixtures:
+        assert read(4) == pytest.approx(wanted(8) / 2, abs=1)
+
+
+def test_what_cannot_be_served_with_own_tokens() -> None:
+    with pytest.raises(ValueError, match=r"enable_dp_attention=True needs a mixture .* data_parallel_size instead"):
+        rank_config(divisible_config("llama"), 2, 0, expert_parallel=True, own_tokens=True)
+    with pytest.raises(ValueError, match=r"enable_dp_attention=True .* needs enable_expert_parallel=True"):
+        rank_config(config_for("mixtral"), 2, 0, own_tokens=True)
+    few = config_for("mixtral", num_local_experts=3)
+    with pytest.raises(ValueError, match=r"=4 is more than the 3 experts, of which .*; this model takes 1, 2, 3"):
+        rank_config(few, 4, 0, expert_parallel=True, own_tokens=True)

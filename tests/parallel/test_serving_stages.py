@@ -29,7 +29,7 @@ from tests.graph.lockstep import run_in_lockstep
 from tests.models.batches import HandPaged, random_sequences
 from tests.parallel.models import random_model
 from tests.parallel.ranks import run_ranks
-from tests.parallel.shards import FAMILIES, divisible_config, shard_of
+from tests.parallel.shards import FAMILIES, divisible_config, model_of, shard_of
 
 
 def config_of(name: str) -> ModelConfig:
@@ -73,7 +73,7 @@ def run(graphs: Sequence[fx.GraphModule], arguments: Sequence[tuple[Any, ...]]) 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_stages_have_the_logits_of_the_whole_model(name: str, size: int, stages: int) -> None:
     config = config_of(name)
-    model = random_model(config, torch.float32).requires_grad_(False)
+    model = model_of(config)
     shards, models = zip(*(shard_of(model, config, size, index) for index in range(size)), strict=True)
     graphs = [whole_graph(own, part) for part, own in zip(shards, models, strict=True)]
     caches = caches_of(shards)
@@ -156,7 +156,7 @@ def over_gloo(world: World, folder: Path) -> bool:
     axis = Mesh.of(world, {"pp": world.size}).axis("pp")
     along = Along("pp", world.size)
     config = config_of("qwen3-biases-tied")
-    model = random_model(config, torch.float32).requires_grad_(False)
+    model = model_of(config)
     part = RankShard.of(config, 1, 0, stages=world.size, stage=world.rank)
     (own,) = copies_of([model], [part])
     graph = exchange(stage_graph(part, own), along, part.stage, config.hidden_size, torch.float32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import Tensor, fx, nn
 from strata.comm.launch import World
 from strata.comm.mesh import Mesh
 from strata.comm.under_way import finish_all_reduce, start_all_reduce
-from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head, operation_of
 from strata.graph.compose import compose
@@ -30,14 +29,25 @@ from strata.graph.walk import operation_counts
 from strata.models.config import ModelConfig
 from strata.parallel.serving_shard import RankShard
 from tests.engine.program.programs import replayed, step_program
-from tests.graph.lockstep import run_in_lockstep
 from tests.largest import largest
-from tests.models.batches import HandPaged, random_sequences
-from tests.parallel.models import random_model
+from tests.models.batches import HandPaged
 from tests.parallel.ranks import run_ranks
-from tests.parallel.shards import FAMILIES, PRE_NORM, RANKS, divisible_config, joined, shard_of
+from tests.parallel.shards import (
+    FAMILIES,
+    PRE_NORM,
+    RANKS,
+    divisible_config,
+    error_of_part,
+    follow,
+    joined,
+    largest_error,
+    model_of,
+    programs_of,
+    prompts_and_decodes,
+    shard_of,
+    together,
+)
 
-Run = Callable[[Sequence[tuple[Any, ...]]], list[Tensor]]  # each rank's arguments -> each rank's result
 CLOSE = 1e-5
 # More ranks divide what two do into smaller parts: seen of a dense model, one with biases, and mixtures.
 BY_MORE = ("llama", "qwen3-biases-tied", "gpt-oss", "deepseek-v3")
@@ -50,47 +60,17 @@ def kv_heads_of(size: int) -> dict[str, int]:
     return {"num_key_value_heads": 2} if size == 4 else {}
 
 
-def relative(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).abs().max() / wanted.abs().max())
-
-
-def follow(
-    configs: Sequence[ModelConfig],
+def logits_of(
     vocabulary: int,
-    prompts: Run,
-    decodes: Run,
+    graphs: Sequence[fx.GraphModule],
+    configs: Sequence[ModelConfig],
+    decodes: Sequence[fx.GraphModule] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> list[list[Tensor]]:
-    """The logits of some steps over pages, one list a rank: two prompts, one of them in two chunks, then decodes."""
-    first, second, third = random_sequences(vocabulary, (9, 6, 4))
+    """Of each rank. decodes: other graphs, for decode steps."""
     caches = [HandPaged(config, 3, 16, dtype=dtype) for config in configs]
-    rows = torch.tensor([3, 8], dtype=torch.int32)
-    steps: list[list[Tensor]] = [[] for _ in configs]
-    for run, chunks, wanted in (
-        (prompts, {0: first, 1: second[:2]}, rows),
-        (prompts, {1: second[2:], 2: third, 0: [5]}, rows),
-        (decodes, {0: [7], 2: [60], 1: [0]}, None),
-        (decodes, {1: [31]}, None),
-    ):
-        batches = [cache.next_batch(chunks) for cache in caches]
-        results = run([(batch,) if wanted is None else (batch, wanted) for batch in batches])
-        for own, result in zip(steps, results, strict=True):
-            own.append(result)
-    return steps
-
-
-def alone(graph: fx.GraphModule) -> Run:
-    return lambda arguments: [graph(*arguments[0])]
-
-
-def together(graphs: Sequence[fx.GraphModule]) -> Run:
-    return lambda arguments: run_in_lockstep(graphs, arguments)
-
-
-def of_all_rows(run: Run) -> Run:
-    """For graphs of any step, which are told the rows: those of a decode step are all."""
-    everything = torch.tensor([0, 1, 2], dtype=torch.int32)
-    return lambda arguments: run([(batch, everything[: len(batch.tokens)]) for (batch,) in arguments])
+    run = None if decodes is None else together(decodes)
+    return follow(caches, prompts_and_decodes(vocabulary), together(graphs), run)
 
 
 @pytest.mark.parametrize(
@@ -99,44 +79,36 @@ def of_all_rows(run: Run) -> Run:
 def test_steps_of_all_ranks_have_the_logits_of_one(name: str, size: int, deterministic: bool) -> None:
     """Prompts, chunks and decodes by the graphs that an engine on a CPU runs."""
     config = divisible_config(name, **kv_heads_of(size))
-    model = random_model(config, torch.float32).requires_grad_(False)
-    graph = step_program(model, "cpu", deterministic).logits
-    (wanted,) = follow([config], config.vocab_size, alone(graph), of_all_rows(alone(graph)))
-    shards, models = zip(*(shard_of(model, config, size, index) for index in range(size)), strict=True)
-    graphs = [
-        step_program(own, "cpu", deterministic, shard=part).logits for part, own in zip(shards, models, strict=True)
-    ]
-    ranks = together(graphs)
-    found = follow([part.config for part in shards], config.vocab_size, ranks, of_all_rows(ranks))
-    assert largest(map(relative, joined(found, config.vocab_size), wanted)) < CLOSE
+    model, vocabulary = model_of(config), config.vocab_size
+    (wanted,) = logits_of(vocabulary, [step_program(model, "cpu", deterministic).logits], [config])
+    parts, programs = programs_of(model, config, size, deterministic)
+    found = logits_of(vocabulary, [one.logits for one in programs], [part.config for part in parts])
+    assert largest_error(joined(found, vocabulary), wanted) < CLOSE
 
 
 @pytest.mark.parametrize(("name", "size"), FEW_SIZES)
 def test_steps_whose_messages_travel_beside_products_have_the_logits_of_one(name: str, size: int) -> None:
     config = divisible_config(name, **kv_heads_of(size))
-    model = random_model(config, torch.float32).requires_grad_(False)
-    graph = replayed(step_program(model, "cpu"), 100)
-    (wanted,) = follow([config], config.vocab_size, alone(graph), of_all_rows(alone(graph)))
-    shards, models = zip(*(shard_of(model, config, size, index) for index in range(size)), strict=True)
+    model, vocabulary = model_of(config), config.vocab_size
+    (wanted,) = logits_of(vocabulary, [replayed(step_program(model, "cpu"), 100)], [config])
+    parts, programs = programs_of(model, config, size, overlap=2)
     graphs = []
-    for part, own in zip(shards, models, strict=True):
-        every = step_program(own, "cpu", deterministic=False, shard=part, overlap_tokens=2)
+    for every in programs:
         assert replayed(every, 1) is every.logits
         graphs.append(replayed(every, 2))
         # All but the two behind the last attention, of each half.
         sums = 4 if name.startswith("olmo") else 2  # of a layer: queries' and keys' squares, too
         assert operation_counts(graphs[-1])["start_all_reduce"] == 2 * (sums * config.num_layers - 1)
-    ranks = together(graphs)
-    found = follow([part.config for part in shards], config.vocab_size, ranks, of_all_rows(ranks))
-    assert largest(map(relative, joined(found, config.vocab_size), wanted)) < CLOSE
+    found = logits_of(vocabulary, graphs, [part.config for part in parts])
+    assert largest_error(joined(found, vocabulary), wanted) < CLOSE
 
 
 @pytest.mark.parametrize("layers", [2, 3, 6])
 def test_messages_travel_to_slots_that_were_read(layers: int) -> None:
     """One step after another: since the last message of a slot was finished, another has been begun and finished."""
     config = divisible_config("llama", num_hidden_layers=layers)
-    part, own = shard_of(random_model(config, torch.float32).requires_grad_(False), config, 2, 0)
-    nodes = list(replayed(step_program(own, shard=part, overlap_tokens=1), 1).graph.nodes)
+    _, programs = programs_of(model_of(config), config, 2, overlap=1)
+    nodes = list(replayed(programs[0], 1).graph.nodes)
     begun: dict[tuple[int, fx.Node], int] = {}
     finished: dict[tuple[int, fx.Node], int] = {}
     last: dict[int, tuple[int, fx.Node]] = {}
@@ -162,14 +134,11 @@ def test_deterministic_logits_do_not_depend_on_the_number_of_ranks(name: str, dt
     """Bit for bit, for a rank of one too: widths are summed in eight slices, pairwise, wherever the slices are."""
     widths = {"hidden_size": 128, "intermediate_size": 512, "head_dim": 64, "vocab_size": 512}
     config = divisible_config(name, **widths)
-    model = random_model(config, dtype).requires_grad_(False)
-    found = {}
+    model, found = model_of(config, dtype), {}
     for size in (1, *RANKS):
-        shards, models = zip(*(shard_of(model, config, size, index) for index in range(size)), strict=True)
-        graphs = [step_program(own, "cpu", True, shard=part).logits for part, own in zip(shards, models, strict=True)]
-        run = together(graphs)
-        parts = follow([part.config for part in shards], config.vocab_size, run, of_all_rows(run), dtype)
-        found[size] = joined(parts, config.vocab_size)
+        parts, programs = programs_of(model, config, size, True)
+        graphs, configs = [one.logits for one in programs], [part.config for part in parts]
+        found[size] = joined(logits_of(config.vocab_size, graphs, configs, dtype=dtype), config.vocab_size)
     for size in RANKS:
         assert all(map(torch.equal, found[size], found[1])), size
 
@@ -191,7 +160,7 @@ def whole_graph(model: nn.Module, part: RankShard | None) -> fx.GraphModule:
 def test_the_graphs_of_a_gpu_have_the_logits_of_one_rank_too(name: str, size: int) -> None:
     """With the decode graphs of many sequences and of few."""
     config = divisible_config(name, **kv_heads_of(size))
-    model = random_model(config, torch.float32).requires_grad_(False)
+    model = model_of(config)
 
     def made(own: nn.Module, part: RankShard | None) -> list[fx.GraphModule]:
         prompts = gather_after_attention(fuse_gated_products(fuse_messages(fuse(merge(whole_graph(own, part))))))
@@ -203,17 +172,16 @@ def test_the_graphs_of_a_gpu_have_the_logits_of_one_rank_too(name: str, size: in
     parts = [shard_of(model, config, size, index) for index in range(size)]
     prompts_of_ranks, *decodes_of_ranks = zip(*(made(own, part) for part, own in parts), strict=True)
     for one, several in zip(decodes, decodes_of_ranks, strict=True):
-        (wanted,) = follow([config], config.vocab_size, alone(prompts), alone(one))
-        configs = [part.config for part, _ in parts]
-        found = follow(configs, config.vocab_size, together(prompts_of_ranks), together(several))
-        assert largest(map(relative, joined(found, config.vocab_size), wanted)) < CLOSE
+        (wanted,) = logits_of(config.vocab_size, [prompts], [config], [one])
+        found = logits_of(config.vocab_size, prompts_of_ranks, [part.config for part, _ in parts], several)
+        assert largest_error(joined(found, config.vocab_size), wanted) < CLOSE
 
 
 @pytest.mark.parametrize("name", PRE_NORM)
 def test_passes_fuse_a_ranks_graph_as_they_fuse_the_whole(name: str) -> None:
     """Norms take up the additions before them, attention what leads to it, and nothing is computed twice."""
     config = divisible_config(name)
-    model = random_model(config, torch.float32).requires_grad_(False)
+    model = model_of(config)
     whole = operation_counts(decode_graph(model, None))
     part, own = shard_of(model, config, 2, 1)
     graph = decode_graph(own, part)
@@ -243,16 +211,13 @@ def over_gloo(world: World, folder: Path) -> float:
     errors: list[float] = []
     for name in FAMILIES:
         config = divisible_config(name, **kv_heads_of(world.size))
-        model = random_model(config, torch.float32).requires_grad_(False)
-        one = alone(step_program(model, "cpu", deterministic=False).logits)
+        model = model_of(config)
+        (wanted,) = logits_of(config.vocab_size, [step_program(model, "cpu").logits], [config])
         part, own = shard_of(model, config, world.size, world.rank, axis)
         for deterministic in (False, True):
-            mine = alone(step_program(own, "cpu", deterministic, shard=part).logits)
-            (wanted,) = follow([config], config.vocab_size, one, of_all_rows(one))
-            (found,) = follow([part.config], config.vocab_size, mine, of_all_rows(mine))
-            held = VocabularyPart.of(part)
-            expected = [logits[:, held.first : held.first + held.count] for logits in wanted]
-            errors += map(relative, map(held.own, found), expected)
+            mine = step_program(own, "cpu", deterministic, shard=part).logits
+            (found,) = logits_of(config.vocab_size, [mine], [part.config])
+            errors.append(error_of_part(part, found, wanted))
     return largest(errors)
 
 

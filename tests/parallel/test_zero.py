@@ -1,4 +1,4 @@
-"""Data parallelism in buckets against one process: five steps of AdamW with clipping and two micro-batches, float64."""
+"""Layouts against one process: five steps of AdamW with clipping and micro-batches, float64; and what zero sends."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from strata.comm import collectives
 from strata.comm.launch import World
 from strata.kernels.attention.attention import attention
+from strata.kernels.loss.loss import linear_cross_entropy
 from strata.kernels.op import Implementation
 from strata.models.batch import Batch
 from strata.models.families import build
@@ -30,43 +31,72 @@ from tests.parallel.models import (
     random_batch,
     random_model,
 )
-from tests.parallel.ranks import relative_error, run_ranks
+from tests.parallel.ranks import relative_error, run_each, run_ranks
 from tests.parallel.steps import CLIP, steps_of_ranks
 
+# Of FSDP where zero is 3.
 LAYOUTS = {
     2: [
         ("llama", Layout(dp=2)),
         ("llama-biases-tied", Layout(shard=2, zero=1)),
         ("qwen3-biases-tied", Layout(shard=2, zero=2)),
         ("qwen3-next", Layout(shard=2, zero=2)),
+        ("llama", Layout(shard=2, zero=3)),
+        ("qwen3-biases-tied", Layout(shard=2, zero=3)),
+        ("qwen3-next", Layout(shard=2, ep=2, zero=3)),
     ],
     4: [
         ("qwen3-biases-tied", Layout(dp=4)),
         ("llama-biases-tied", Layout(shard=4, zero=1)),
         ("mistral", Layout(shard=4, zero=2)),
+        ("llama-biases-tied", Layout(shard=4, zero=3)),
         ("qwen2", Layout(dp=2, shard=2, zero=1)),
         ("llama", Layout(dp=2, shard=2, zero=2)),
+        ("qwen2", Layout(dp=2, shard=2, zero=3)),
         ("llama-biases-tied", Layout(dp=2, tp=2)),
         ("qwen3-biases-tied", Layout(shard=2, tp=2, zero=1)),
         ("qwen3-biases-tied", Layout(shard=2, tp=2, zero=1, sequence_parallel=True)),
         ("llama-biases-tied", Layout(shard=2, tp=2, zero=2, sequence_parallel=True)),
+        ("llama", Layout(shard=2, tp=2, zero=3)),
+        ("qwen3-biases-tied", Layout(shard=2, tp=2, zero=3, sequence_parallel=True)),
+        ("llama", Layout(shard=2, cp=2, zero=2)),
+        ("qwen3-biases-tied", Layout(cp=2, tp=2, context="ulysses", sequence_parallel=True)),
+        ("mistral", Layout(shard=2, cp=2, zero=3)),
+        ("qwen3-moe", Layout(shard=4, ep=2, zero=2)),
+        ("mixtral", Layout(shard=2, cp=2, ep=4, zero=1)),
+        ("qwen3-moe", Layout(shard=2, ep=2, tp=2, zero=2, sequence_parallel=True)),
+        ("mixtral", Layout(cp=2, ep=2, tp=2)),
+        ("qwen3-moe", Layout(shard=4, ep=2, zero=3)),
+        ("mixtral", Layout(dp=2, shard=2, ep=2, zero=3)),
     ],
 }
 
 
-def all_layouts(world: World, folder: Path) -> list[Any]:
+def layouts(world: World, folder: Path) -> list[Any]:
     return [steps_of_ranks(world, config_of(name), layout) for name, layout in LAYOUTS[world.size]]
 
 
-@pytest.mark.parametrize("world", LAYOUTS)
-def test_five_steps_equal_one_process(world: int, tmp_path: Path) -> None:
-    ranks = run_ranks(all_layouts, world, tmp_path)
-    for (name, layout), *found in zip(LAYOUTS[world], *ranks, strict=True):
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    return run_each([layouts, details, narrow_and_filled], 2, tmp_path_factory.mktemp("two"))
+
+
+def check_five_steps(ranks: list[Any]) -> None:
+    """Against one process."""
+    for (name, layout), *found in zip(LAYOUTS[len(ranks)], *ranks, strict=True):
         assert largest(one["worst"][1] for one in found) < 1e-9, (name, layout, found)
         assert found[0]["smallest norm"] > 2 * CLIP
-        if layout.zero and layout.tp == 1:
+        if layout.zero in (1, 2) and layout.tp == layout.cp == layout.ep == 1:
             whole = sum(parameter.numel() for parameter in random_model(config_of(name)).parameters())
             assert sum(one["elements"] for one in found) == whole * layout.dp
+
+
+def test_five_steps_of_two_ranks(of_two: dict[str, list[Any]]) -> None:
+    check_five_steps(of_two["layouts"])
+
+
+def test_five_steps_of_four_ranks(tmp_path: Path) -> None:
+    check_five_steps(run_ranks(layouts, 4, tmp_path, timeout=300))
 
 
 CONFIG = config_of("llama")
@@ -235,8 +265,8 @@ def details(world: World, folder: Path) -> dict[str, Any]:
     return {name: value for check in checks for name, value in check(world).items()}
 
 
-def test_messages_merging_rounding_and_filling(tmp_path: Path) -> None:
-    for found in run_ranks(details, 2, tmp_path):
+def test_messages_merging_rounding_and_filling(of_two: dict[str, list[Any]]) -> None:
+    for found in of_two["details"]:
         # Embedding, two layers, norm and head, each sent before the backward pass that announced it has ended.
         assert found["messages of zero 1"] == [0, 5]
         assert found["messages of zero 2"] == [5, 10]
@@ -330,3 +360,53 @@ def test_values_of_another_model_are_refused(alone: World) -> None:
     values["lm_head.weight"] = values["lm_head.weight"][:, :5]
     with pytest.raises(ValueError, match=r"parameter lm_head\.weight has the shape \[61, 5\]"):
         fill_masters(parallel, Layout(), mesh, values.items())
+
+
+TIED = config_of("qwen3-biases-tied")
+
+
+def narrow_and_filled(world: World, folder: Path) -> dict[str, Any]:
+    """Mixed precision, and a model that begins on the meta device."""
+    batch, targets = random_batch(TIED, [7, 5])
+    layout = Layout(shard=world.size, zero=3)
+    source = random_model(TIED, torch.float32)
+    with torch.device("meta"):
+        model = build(TIED)
+    mesh = layout.mesh(world)
+    parallel = parallelize(model, TIED, layout, mesh, compute_dtype=torch.bfloat16)
+    fill_masters(parallel, layout, mesh, source.named_parameters())
+    parallel.gradients.sync_weights()
+    narrow = random_model(TIED, torch.float32).to(torch.bfloat16)
+    entered: list[torch.dtype] = []
+    model.model.layers[1].register_forward_pre_hook(lambda _, inputs: entered.extend(x.dtype for x in inputs[2:]))
+    hidden, wanted = model(batch), narrow(batch)
+    losses = [linear_cross_entropy(h, head_weight(m), targets).sum() for h, m in ((hidden, model), (wanted, narrow))]
+    (losses[0] / world.size).backward()  # all ranks see the same tokens, each with its share of the loss
+    losses[1].backward()
+    parallel.gradients.accumulate()
+    parallel.gradients.reduce()
+    layer = model.get_parameter("model.layers.1.mlp.up_proj.weight")
+    return {
+        "angles": sorted(map(str, entered)),
+        # Gathered weights lie at other addresses, on which the bits of a product may depend.
+        "hidden": relative_error(hidden.float(), wanted.float()),
+        "loss": relative_error(*losses),
+        "divided": layer.to_local().numel() < layer.numel(),
+        "dtypes": sorted({str(part.master.grad.dtype) for part in parallel.gradients.shards}),
+        "norm": abs(float(parallel.gradients.norm() / global_norm_of(narrow)) - 1),
+    }
+
+
+def global_norm_of(model: torch.nn.Module) -> torch.Tensor:
+    gradients = [parameter.grad.float().flatten() for parameter in model.parameters()]
+    return torch.cat(gradients).norm()
+
+
+def test_bfloat16_computes_as_one_process_does_and_keeps_float32_masters(of_two: dict[str, list[Any]]) -> None:
+    for found in of_two["narrow_and_filled"]:
+        assert found["angles"] == ["torch.float32"] * 2
+        assert found["hidden"] < 2e-2
+        assert found["loss"] < 2e-2
+        assert found["divided"]
+        assert found["dtypes"] == ["torch.float32"]
+        assert found["norm"] < 1e-2

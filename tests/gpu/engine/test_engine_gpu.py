@@ -1,8 +1,9 @@
-"""The engine on CUDA: graphs, running ahead, preemption, deterministic mode; against transformers and itself."""
+"""The engine on CUDA: graphs, running ahead, preemption, grammars, fixed bits; against transformers and itself."""
 
 from __future__ import annotations
 
 import gc
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from strata import LLM, SamplingParams
+from strata import LLM, SamplingParams, StructuredOutputsParams
+from strata.engine.outputs import RequestOutput
 from tests.engine.test_answers import greedy
 from tests.models.checkpoints import FAMILY_CONFIGS, load_oracle, make_checkpoint
 from tests.models.sparse_models import SPARSE_CONFIGS
@@ -26,10 +28,18 @@ def prompts(vocabulary: int, count: int, longest: int, seed: int = 0) -> list[li
     return [shared + own if index % 2 else own for index, own in enumerate(made)]
 
 
-def ids_of(llm: LLM, asked: list[list[int]], params: Any) -> list[list[int]]:
+def run(llm: LLM, asked: list[list[int]], params: Any) -> list[RequestOutput]:
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in asked], params, use_tqdm=False)
     llm.engine.loop.scheduler.check()
-    return [output.outputs[0].token_ids for output in outputs]
+    return outputs
+
+
+def samples_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [sample.token_ids for output in outputs for sample in output.outputs]
+
+
+def ids_of(llm: LLM, asked: list[list[int]], params: Any) -> list[list[int]]:
+    return samples_of(run(llm, asked, params))
 
 
 @pytest.mark.parametrize(("name", "config"), FEW + SPARSE, ids=[name for name, _ in FEW + SPARSE])
@@ -146,3 +156,63 @@ def test_memory_stays_within_the_ledger_beside_what_others_use(deterministic: bo
     # What PyTorch keeps in pieces that nothing fits is in no estimate.
     assert total - torch.cuda.mem_get_info()[0] <= share * total + (1 << 30)
     del others
+
+
+pytestmark = pytest.mark.gpu
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "yes", None]}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["a", "n"],
+    "additionalProperties": False,
+}
+
+
+def constrained(**options: Any) -> SamplingParams:
+    output = StructuredOutputsParams(json=SCHEMA)
+    return SamplingParams(**{"max_tokens": 100, "seed": 4, **options}, structured_outputs=output)
+
+
+def assert_follow(outputs: list[RequestOutput]) -> None:
+    for output in outputs:
+        for sample in output.outputs:
+            assert sample.finish_reason == "stop", output.error
+            found = json.loads(sample.text)
+            assert found["a"] in ("x", "yes", None)
+            assert 0 <= found["n"] <= 99
+
+
+def test_constrained_tokens_are_the_cpu_tokens(folder: Path) -> None:
+    asked = prompts(307, 10, 60)
+    params = [
+        constrained(temperature=0),
+        SamplingParams(temperature=0.9, seed=1, max_tokens=16, ignore_eos=True),
+        constrained(temperature=0.8, top_k=9, top_p=0.8),
+        SamplingParams(temperature=0, max_tokens=16, repetition_penalty=1.3, ignore_eos=True),
+        constrained(temperature=0.8, logprobs=3, frequency_penalty=0.5),
+    ] * 2
+    options: dict[str, Any] = {"dtype": "float32", "num_pages": 200, "max_num_seqs": 16, "max_num_batched_tokens": 40}
+    found = run(LLM(folder, **options), asked, params)
+    assert samples_of(found) == samples_of(run(LLM(folder, device="cpu", **options), asked, params))
+    assert_follow(found[::5] + found[2::5] + found[4::5])
+
+
+def test_free_requests_beside_constrained_ones_keep_their_bits(folder: Path) -> None:
+    llm = LLM(folder, dtype="bfloat16", deterministic=True, num_pages=400, max_num_seqs=64)
+    asked = prompts(307, 24, 90, seed=2)
+    free = [SamplingParams(temperature=0.8, seed=n, max_tokens=40, ignore_eos=True) for n in range(12)]
+    mixed = [one for pair in zip(free, [constrained(seed=n) for n in range(12)], strict=True) for one in pair]
+    outputs = run(llm, asked, mixed)
+    assert samples_of(outputs[::2]) == samples_of(run(llm, asked[::2], free))
+    assert_follow(outputs[1::2])
+
+
+def test_samples_and_preemption(folder: Path) -> None:
+    options: dict[str, Any] = {"dtype": "float32", "deterministic": True, "max_num_seqs": 32}
+    asked = prompts(307, 12, 60, seed=3)
+    params = [constrained(n=2, seed=n) for n in range(12)]
+    want = run(LLM(folder, num_pages=400, **options), asked, params)
+    tight = LLM(folder, num_pages=20, max_num_batched_tokens=40, **options)
+    assert samples_of(run(tight, asked, params)) == samples_of(want)
+    assert tight.engine.loop.scheduler.statistics.preemptions > 0
+    assert_follow(want)

@@ -13,6 +13,7 @@ import torch
 from strata import LLM, SamplingParams
 from strata.engine.faults import EngineFault
 from tests.engine.test_faults import NAN_TOKEN, PREFIX, assert_failed, break_embedding, poison, run
+from tests.gpu.tensors import no_waiting
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 EACH_WAY = {
@@ -92,11 +93,8 @@ def test_no_step_waits_for_the_device(folder: Path) -> None:
     ]
     prompts = [{"prompt_token_ids": [*PREFIX[:10], index, *range(3 * index)]} for index in range(len(params))]
     llm.generate(prompts, params, use_tqdm=False)  # compiles what it needs
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         outputs = llm.generate(prompts, params, use_tqdm=False)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(output.error is None for output in outputs)
 
 

@@ -31,7 +31,8 @@ from strata.kernels.attention.virtual_sequences import (
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.state.paged import PagedKV
 from tests.gpu.kernels.test_attention_mixed_gpu import PAGE, STEPS, arguments, as_recorded, assert_close, exact, padded
-from tests.kernels.attention.divisions import Step, random_fresh, random_step, tensors
+from tests.gpu.tensors import captured
+from tests.kernels.attention.test_query_chunks import Step, random_fresh, random_step, tensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned", "_library")]
 
@@ -106,10 +107,7 @@ def test_one_recording_serves_any_batches() -> None:
     pages = replace(batch.pages, keys=(keys,), values=(values,), tables=tables, lengths=lengths, parts=parts)
     q, k = rotated.split((heads, kv_heads), 1)
     own = (q, k, k, batch._replace(offsets=offsets, longest=TOKENS, pages=pages), spec)
-    attention_mixed.attend(AttentionCall(*divided(own)))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = attention_mixed.attend(AttentionCall(*divided(own)))
+    graph, found = captured(lambda: attention_mixed.attend(AttentionCall(*divided(own))))
     draw = random.Random(torch.initial_seed())
     for number in range(25):
         step = random_step(draw, 14, TOKENS) if number else Step((), (), 0)
@@ -240,10 +238,7 @@ def test_vectors_that_lie_otherwise_are_read_from_pages() -> None:
 
 def test_one_recording_serves_any_fresh_prompts() -> None:
     step = FreshStep(MAX_TOKENS, (16, 8, 128))
-    attention_mixed.attend(AttentionCall(*step.arguments()))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = attention_mixed.attend(AttentionCall(*step.arguments()))
+    graph, found = captured(lambda: attention_mixed.attend(AttentionCall(*step.arguments())))
     draw = random.Random(torch.initial_seed())
     for number in range(20):
         new = random_fresh(draw, MAX_PROMPTS, MAX_TOKENS) if number else (MAX_TOKENS,)

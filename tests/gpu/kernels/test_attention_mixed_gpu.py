@@ -15,6 +15,7 @@ from strata.kernels.attention.attention import attention
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.spec import AttentionCall, AttentionSpec, Sequences
 from strata.kernels.state.paged import PagedKV
+from tests.gpu.tensors import captured
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
@@ -171,10 +172,7 @@ def test_one_recording_serves_other_lengths() -> None:
     parts = BatchParts(decode_lengths, starts, bounds)
     pages = replace(batch.pages, keys=(keys,), values=(values,), tables=tables, lengths=lengths, parts=parts)
     own = (q, k, v, batch._replace(offsets=offsets, longest=300, pages=pages), spec)
-    attention_mixed.attend(AttentionCall(*own))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = attention_mixed.attend(AttentionCall(*own))
+    graph, found = captured(lambda: attention_mixed.attend(AttentionCall(*own)))
     for given in cases:
         count = len(given[3].pages.lengths)
         for mine, other in ((keys, given[3].pages.keys[0]), (values, given[3].pages.values[0])):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product as every
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from strata.kernels.attention.attention import attention
 from strata.kernels.attention.decode import decode_attention
 from strata.kernels.attention.decode_cuda import Unfinished, decode
 from strata.kernels.attention.decode_tile import DecodeTile
@@ -16,6 +18,7 @@ from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, Sequences
 from strata.kernels.split_counters import split_counters
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
+from tests.kernels.attention.cases import copied, decode_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
@@ -39,37 +42,15 @@ class Step:
         normed: bool = False,
         width: int = 1,
     ) -> None:
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(*shape, device="cuda").to(dtype)
-
-        def index(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device="cuda")
-
         self.shape, self.scale, self.window = (heads, kv_heads), head_dim**-0.5, window
-        sequences = len(lengths)
-        # Rows of a wider tensor, as a merged product with something beside it would be.
-        self.product = draw(sequences, (heads + 2 * kv_heads) * head_dim + 64)[:, 64:]
-        self.weights = [draw(head_dim).abs() + 0.5 if normed else None for _ in "qk"]
-        angle = torch.rand(sequences, 1, head_dim // 2, device="cuda") * 6.3
+        options = {"page_size": page_size, "width": width, "layers": 1, "device": "cuda", "beside": 64}
+        given, self.pages = decode_step(lengths, heads, kv_heads, head_dim, normed, dtype, **options)
+        self.product, *weights, _, _, batch, _ = given
+        self.weights = [None if weight is None else weight.abs() + 0.5 for weight in weights]
+        angle = torch.rand(len(lengths), 1, head_dim // 2, device="cuda") * 6.3
         self.cos = torch.cat((angle.cos(), angle.cos()), -1)
         self.sin = torch.cat((-angle.sin(), angle.sin()), -1)
-        self.offsets = index(list(range(sequences + 1)))
-        needed = [-(-length // page_size) for length in lengths]
-        order = torch.randperm(sum(needed) + 2, device="cuda").int()
-        # What no sequence has written is NaN, also where tables lead past the end of their sequence.
-        pools = [
-            torch.full((len(order), page_size, kv_heads, head_dim), torch.nan, device="cuda").to(dtype) for _ in "kv"
-        ]
-        tables = order[-1].repeat(sequences, max(*needed, width))
-        slots, at = [], 0
-        for row, (count, length) in enumerate(zip(needed, lengths, strict=True)):
-            tables[row, :count] = order[at : at + count]
-            at += count
-            places = (tables[row, :count, None] * page_size + torch.arange(page_size, device="cuda")).flatten().long()
-            slots.append(int(places[length - 1]) if length else -1)
-            for pool in pools:
-                pool.flatten(0, 1)[places[: max(0, length - 1)]] = draw(max(0, length - 1), kv_heads, head_dim)
-        self.pages = PagedKV((pools[0],), (pools[1],), tables, index(lengths), index(slots))
+        self.offsets = batch.offsets
 
     def finishing(self, pages: PagedKV) -> tuple[Any, ...]:
         """The arguments of `qk_rope_kv_write`."""
@@ -97,25 +78,19 @@ class Step:
         heads, head_dim = self.shape[0], self.cos.shape[-1]
         return decode(self.product, heads, head_dim, self.pages, self.spec(), unfinished, tile)
 
+    def exact(self, queries: Tensor, pages: PagedKV) -> Tensor:
+        """In float64, over plain pages; of padding rows anything."""
+        nothing = queries.new_zeros(1, self.shape[1], queries.shape[2]).double()
+        double = replace(pages, keys=(pages.keys[0].double(),), values=(pages.values[0].double(),))
+        step = Sequences(self.offsets, 1, double)
+        found: Tensor = attention.reference(queries.double(), nothing, nothing, step, self.spec())
+        return found
+
     def wanted(self) -> tuple[Tensor, PagedKV]:
-        """In float64 from the queries and the pages that `qk_rope_kv_write` leaves; NaN for padding rows."""
-        keys, values = (tuple(pool.clone() for pool in pools) for pools in (self.pages.keys, self.pages.values))
-        pages = PagedKV(keys, values, self.pages.tables, self.pages.lengths, self.pages.slot_mapping)
-        queries = qk_rope_kv_write.bind("cuda", deterministic=True)(*self.finishing(pages))[0].double()
-        out = torch.full_like(queries, torch.nan)
-        for row, length in enumerate(pages.lengths.tolist()):
-            if length:
-                positions = torch.arange(0 if self.window is None else max(0, length - self.window), length)
-                positions = positions.cuda()
-                page = pages.tables[row, positions // pages.page_size].long()
-                group = self.shape[0] // self.shape[1]
-                k, v = (
-                    pool[0][page, positions % pages.page_size].double().repeat_interleave(group, 1)
-                    for pool in (pages.keys, pages.values)
-                )
-                weights = (torch.einsum("hd,khd->hk", queries[row], k) * self.scale).softmax(-1)
-                out[row] = torch.einsum("hk,khd->hd", weights, v)
-        return out, pages
+        """In float64 from the queries and the pages that `qk_rope_kv_write` leaves."""
+        pages = copied(self.pages)
+        queries = qk_rope_kv_write.bind("cuda", deterministic=True)(*self.finishing(pages))[0]
+        return self.exact(queries, pages), pages
 
     def check(self, *tiles: DecodeTile) -> None:
         wanted, pages = self.wanted()

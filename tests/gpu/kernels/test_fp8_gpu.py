@@ -11,6 +11,7 @@ from torch import Tensor
 from strata.kernels.activation import silu_mul_grad as activation_grad  # noqa: F401  registers what is tested
 from strata.kernels.linear.fp8 import linear_fp8, linear_silu_mul_fp8
 from strata.kernels.quant.fp8 import quantize, scaled_product
+from tests.gpu.tensors import assert_within
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
@@ -19,11 +20,6 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 def draw(*shape: int) -> Tensor:
     return (torch.randn(*shape) * torch.exp(torch.randn(*shape))).bfloat16().cuda()
-
-
-def assert_near(found: Tensor, exact: Tensor, tolerance: float) -> None:
-    assert found.isfinite().all()
-    assert (found.double().cpu() - exact.double().cpu()).norm() <= tolerance * exact.double().cpu().norm()
 
 
 @pytest.mark.parametrize("per_row", [False, True])
@@ -58,7 +54,7 @@ def test_products(sizes: tuple[int, int, int], per_row: bool, fast: bool) -> Non
     )
     args = (a[0], a[2], b[0], b[2])
     exact = (a[0].double() * a[2]) @ (b[0].double() * b[2]).t()
-    assert_near(scaled_product(*args, torch.bfloat16, fast), exact, 2e-2 if fast else 4e-3)
+    assert_within(scaled_product(*args, torch.bfloat16, fast), exact, 2e-2 if fast else 4e-3)
 
 
 LAYERS: dict[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]] = {
@@ -93,4 +89,4 @@ def test_layers_follow_the_reference(tokens: int, per_row: bool) -> None:
         for found, wanted, unrounded in zip(on_gpu, on_cpu, exact, strict=True):
             assert found.dtype == torch.bfloat16
             lost = (wanted.double() - unrounded.cpu()).norm() / wanted.double().norm()
-            assert_near(found, wanted, lost.item())
+            assert_within(found, wanted, lost.item())

@@ -22,15 +22,12 @@ from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig, config_from_dict
 from strata.models.families import build
+from tests.gpu.tensors import draw
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 PAGE = 16
-
-
-def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(*shape, device="cuda").to(dtype)
 
 
 def run(operation: Operation, *arguments: Any) -> Any:

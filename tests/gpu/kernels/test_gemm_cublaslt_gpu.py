@@ -1,13 +1,20 @@
-"""Products by cuBLASLt: right, and the same bits for a row in any company, on the layers of real models."""
+"""Products by cuBLASLt: right, and the same bits for a row in any company; and by the algorithms that were measured."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from strata.kernels import tuned
+from strata.kernels.linear import cublaslt
 from strata.kernels.linear.cublaslt import IMPLEMENTATION
 from strata.kernels.linear.linear import linear
+from strata.kernels.linear.measured_algorithms import MeasuredAlgorithm
+from strata.kernels.tuned import Key
+from tests.gpu.tensors import assert_near, captured, draw
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
@@ -37,10 +44,6 @@ COUNTS += [513, 700, 1000, 1023, 1024, 1025, 1536, 2047, 2048, 3000, 4095, 4096,
 def hopper() -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("products by cuBLASLt are for Hopper GPUs")
-
-
-def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(*shape, device="cuda").to(dtype)
 
 
 def weight_of(layer: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -117,10 +120,7 @@ def test_no_rows() -> None:
 def test_a_cuda_graph_replays_it() -> None:
     weight, bias = weight_of("1.5B qkv"), draw(2048)
     x = draw(17, 1536)
-    run(x, weight, bias)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = run(x, weight, bias)
+    graph, result = captured(lambda: run(x, weight, bias))
     other = draw(17, 1536)
     x.copy_(other)
     graph.replay()
@@ -137,3 +137,56 @@ def test_another_stream() -> None:
         result = run(x, weight)
     torch.cuda.current_stream().wait_stream(stream)
     assert_same_rows(result, together * 2, "powers of two change no bits but the exponent's")
+
+
+MEASURED_IMPLEMENTATION = "cublaslt measured"
+
+
+@pytest.fixture(scope="module")
+def entries() -> dict[tuple[int, int], list[Key]]:
+    """The entries of the table that this device's library can use, by weight."""
+    found: dict[tuple[int, int], list[Key]] = {}
+    for key, choice in tuned.read(torch.cuda.get_device_name()).items():
+        known = choice.implementation == cublaslt.IMPLEMENTATION
+        if known and MeasuredAlgorithm(**choice.parameters).version == cublaslt.version():
+            found.setdefault((key.out, key.width), []).append(key)
+    if not found:
+        pytest.skip("no algorithms for this device and library")
+    return found
+
+
+def exact_product(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.cat([x.double() @ part.double().t() for part in weight.split(16384)], 1)
+
+
+def test_every_entry_in_and_outside_a_cuda_graph(entries: dict[tuple[int, int], list[Key]]) -> None:
+    bound = linear.bind("cuda")
+    for (out, width), keys in entries.items():
+        weight = draw(out, width)
+        for key in keys:
+            x, other = draw(key.rows, width), draw(key.rows, width)
+            assert bound.choose(x, weight, None).name == MEASURED_IMPLEMENTATION, key
+            assert_near(bound(x, weight, None), exact_product(x, weight), 5e-5)
+            graph, result = captured(partial(bound, x, weight, None))
+            x.copy_(other)
+            graph.replay()
+            assert_near(result, exact_product(other, weight), 5e-5)
+
+
+def test_every_number_of_rows_that_steps_are_recorded_for(entries: dict[tuple[int, int], list[Key]]) -> None:
+    bound, served = linear.bind("cuda"), 0
+    for (out, width), _ in entries.items():
+        weight, x = draw(out, width), draw(1024, width)
+        exact = exact_product(x, weight)
+        for rows in (*range(64, 256, 16), *range(256, 1025, 32), 65, 97, 201, 333, 1023):
+            if bound.choose(x[:rows], weight, None).name == MEASURED_IMPLEMENTATION:
+                assert_near(bound(x[:rows], weight, None), exact[:rows], 5e-5)
+                served += 1
+    assert served > len(entries)
+
+
+def test_deterministic_mode_and_training_keep_theirs(entries: dict[tuple[int, int], list[Key]]) -> None:
+    for (out, width), keys in entries.items():
+        x, weight = draw(keys[0].rows, width), draw(out, width)
+        assert linear.bind("cuda", deterministic=True).choose(x, weight, None).name == cublaslt.IMPLEMENTATION
+        assert linear.bind("cuda", differentiable=True).choose(x, weight, None).name == "cublas"

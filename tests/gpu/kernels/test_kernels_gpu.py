@@ -21,6 +21,7 @@ from strata.kernels.rotary.rope import partial_rope, rope, rope_angles
 from strata.kernels.sampling.sampling import gumbel_noise, gumbel_sample, logprobs, token_logprobs
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.paged import PagedKV
+from tests.gpu.tensors import draw
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
@@ -33,10 +34,6 @@ TILES = {
     "128x128": gemm_fixed._MIDDLE,
     "128x256": gemm_fixed._LARGE,
 }
-
-
-def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.randn(*shape, device="cuda").to(dtype)
 
 
 def strided(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1,22 +1,17 @@
-"""Optimizers on a GPU: many shards in a launch, state that streams from the host, bfloat16 products, and layouts."""
+"""Optimizers on a GPU: many shards in a launch, state that streams from the host, and bfloat16 products."""
 
 from __future__ import annotations
-
-import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from strata.comm.launch import World, join_world
+from strata.comm.launch import World
 from strata.comm.mesh import Mesh
 from strata.comm.placement import Placement
 from strata.graph.cudagraph import CudaGraphs
 from strata.kernels.optimizer.muon import muon_momentum, muon_update
 from strata.parallel.data_parallel import ParameterShard
-from strata.parallel.layout import Layout
 from strata.parallel.tensor import TensorSharding
 from strata.train.optimizer.adamw import AdamW
 from strata.train.optimizer.clip import clip_scale
@@ -24,8 +19,6 @@ from strata.train.optimizer.config import OptimizerConfig
 from strata.train.optimizer.make import make_optimizer
 from strata.train.optimizer.orthogonalize import orthogonalize
 from strata.train.optimizer.sharded_optimizer import ShardedOptimizer
-from tests.gpu.ranks import found_by_ranks
-from tests.train.optimizer.test_optimizer_layouts import steps_against_one_process
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -187,38 +180,3 @@ def test_orthogonalized_in_bfloat16(shape: tuple[int, int, int]) -> None:
     sizes = torch.linalg.svdvals(found)
     assert sizes.min() > 0.6
     assert sizes.max() < 1.3
-
-
-LAYOUTS = {
-    2: [
-        ("llama-biases-tied", Layout(dp=2), "muon"),
-        ("qwen3-biases-tied", Layout(shard=2, zero=1), "muon"),
-        ("llama", Layout(shard=2, zero=3), "muon"),
-        ("llama-biases-tied", Layout(tp=2), "muon"),
-        ("mixtral", Layout(shard=2, ep=2, zero=2), "muon"),
-        ("llama", Layout(shard=2, zero=2), "adamw"),
-    ],
-    4: [
-        ("llama", Layout(dp=2, shard=2, zero=1), "muon"),
-        ("qwen3-biases-tied", Layout(shard=2, tp=2, zero=2, sequence_parallel=True), "muon"),
-        ("qwen3-moe", Layout(shard=4, ep=2, zero=3), "muon"),
-    ],
-}
-
-
-@pytest.mark.parametrize("ranks", LAYOUTS)
-def test_three_steps_equal_one_gpu(ranks: int, tmp_path: Path) -> None:
-    for found in found_by_ranks(__name__, ranks, tmp_path, timeout=300):
-        for (name, layout, optimizer), one in zip(LAYOUTS[ranks], found, strict=True):
-            assert one["worst"][1] < 1e-9, (name, layout, optimizer, one)
-
-
-def main() -> None:
-    """One rank."""
-    with join_world("cuda", timeout_seconds=120) as world:
-        found = [steps_against_one_process(world, *one) for one in LAYOUTS[world.size]]
-        (Path(sys.argv[1]) / f"{world.rank}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from strata.comm.launch import World, join_world
+from strata.comm.launch import World
 from strata.models.config import config_from_dict
 from strata.parallel.layout import Layout
 from strata.train.optimizer.config import OptimizerConfig
@@ -79,7 +77,7 @@ def recorded(world: World, precision: str, recompute: str, *, records: bool, tie
     return {"steps": found, "recorded": step._recorded is not None}
 
 
-def of_rank(world: World) -> dict[str, Any]:
+def layouts_and_recordings(world: World) -> dict[str, Any]:
     worst = []
     for family, layout in LAYOUTS[world.size]:
         errors = errors_of(world, family, layout)
@@ -101,7 +99,7 @@ def of_rank(world: World) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_layouts_and_recordings(ranks: int, tmp_path: Path) -> None:
-    for found in found_by_ranks(__name__, ranks, tmp_path, timeout=400):
+    for found in found_by_ranks(layouts_and_recordings, ranks, tmp_path, timeout=400):
         for (family, layout), (name, error) in zip(LAYOUTS[ranks], found["worst"], strict=True):
             assert error < 1e-4, (family, layout, name, error)
         for replayed, launched in found["pairs"]:
@@ -112,14 +110,3 @@ def test_layouts_and_recordings(ranks: int, tmp_path: Path) -> None:
             # Gradients are further apart than losses once cuDNN has added them up in another order.
             torch.testing.assert_close(steps[:, 1], others[:, 1], rtol=3e-2, atol=0)
             assert steps[-1, 0] < 0.95 * steps[0, 0]
-
-
-def main() -> None:
-    """One rank."""
-    with join_world("cuda", timeout_seconds=120) as world:
-        found = of_rank(world)
-        (Path(sys.argv[1]) / f"{world.rank}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

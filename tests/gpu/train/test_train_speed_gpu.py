@@ -31,15 +31,12 @@ from strata.train.optimizer.config import OptimizerConfig
 from strata.train.settings import deterministic
 from strata.train.steps.make import fresh, make_step
 from strata.train.steps.parallel_step import ParallelStep
+from tests.gpu.tensors import assert_within, draw
 from tests.train.step_ranks import pack_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
 DTYPES = [torch.bfloat16, torch.float32]
-
-
-def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(*shape, device="cuda").to(dtype)
 
 
 def check(operation: Operation, implementation: str, *args: Any, narrow: float = 8e-3) -> None:
@@ -57,11 +54,11 @@ def check(operation: Operation, implementation: str, *args: Any, narrow: float =
     torch.autograd.backward(exact, [one.double() for one in upstream])
     tolerance = narrow if results[0].dtype == torch.bfloat16 else 3e-5
     for found, wanted in zip(results, exact, strict=True):
-        assert_near(found, wanted, tolerance)
+        assert_within(found, wanted, tolerance)
     for found, wanted in zip(leaves, exact_leaves, strict=True):
         if isinstance(found, Tensor) and found.requires_grad:
             assert found.grad.dtype == found.dtype
-            assert_near(found.grad, wanted.grad, tolerance)
+            assert_within(found.grad, wanted.grad, tolerance)
 
 
 def _leaf(argument: Any, dtype: torch.dtype | None = None) -> Any:
@@ -73,11 +70,6 @@ def _leaf(argument: Any, dtype: torch.dtype | None = None) -> Any:
 
 def _tuple(result: Any) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
-
-
-def assert_near(found: Tensor, exact: Tensor, tolerance: float) -> None:
-    assert found.isfinite().all()
-    assert (found.double() - exact).norm() <= tolerance * exact.norm()
 
 
 def wanting(tensor: Tensor) -> Tensor:
@@ -99,7 +91,7 @@ def test_a_norm_whose_sum_nobody_reads() -> None:
     normed.backward(upstream)
     wide = (x.detach() + residual.detach()).double().requires_grad_()
     rms_norm.reference(wide, weight.detach().double(), 1e-5).backward(upstream.double())
-    assert_near(x.grad, wide.grad, 8e-3)
+    assert_within(x.grad, wide.grad, 8e-3)
     assert torch.equal(x.grad, residual.grad)
 
 
@@ -184,7 +176,7 @@ def test_loss_with_gradients(tokens: int, vocabulary: int, index: torch.dtype) -
         torch.testing.assert_close(found[0].double(), exact[0], rtol=5e-3, atol=1e-6)
         for mine, wanted in zip(found[1:], exact[1:], strict=True):
             assert mine.dtype == torch.bfloat16
-            assert_near(mine, wanted, 2e-2)
+            assert_within(mine, wanted, 2e-2)
         assert not found[1][1::5].any()
         for adds in (False, True):
             memory = torch.randn(vocabulary, 64, device="cuda")
@@ -192,7 +184,7 @@ def test_loss_with_gradients(tokens: int, vocabulary: int, index: torch.dtype) -
             _, of_hidden, of_weight = cross_entropy_gradients(*args, (memory, adds))
             assert of_weight is memory
             assert torch.equal(of_hidden, found[1])
-            assert_near(memory, exact[2] + held, 2e-2)
+            assert_within(memory, exact[2] + held, 2e-2)
 
 
 @pytest.mark.parametrize(("tokens", "vocabulary"), [(700, 50), (9000, 128256), (0, 100)])
@@ -212,7 +204,7 @@ def test_summed_loss(tokens: int, vocabulary: int) -> None:
     torch.testing.assert_close(loss.detach().double(), exact.detach(), rtol=5e-3, atol=1e-6)
     for mine, other in zip((hidden, weight), wide, strict=True):
         assert mine.grad.dtype == torch.bfloat16
-        assert_near(mine.grad, other.grad, 2e-2)
+        assert_within(mine.grad, other.grad, 2e-2)
 
 
 def test_loss_of_logits_far_apart() -> None:

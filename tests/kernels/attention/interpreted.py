@@ -1,155 +1,240 @@
-"""The Triton kernels of attention with sinks in Triton's interpreter, against the reference: run by `test_sinks`."""
+"""The Triton kernels of attention in Triton's interpreter, against the references: run by `test_interpreted`."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
 
 from strata.cache.pool import PoolShape
+from strata.comm.join_heads import joined
 from strata.engine.recorded_steps import fresh_rows_of
 from strata.kernels.attention import cuda, decode_cuda, fixed
 from strata.kernels.attention.attention import attention
+from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.decode import decode_attention
 from strata.kernels.attention.decode_tile import DecodeTile
+from strata.kernels.attention.divided import kept_cuda
+from strata.kernels.attention.divided.kept import kept_attention
 from strata.kernels.attention.prompt_keys import gather_prompt_keys, reference
-from strata.kernels.attention.spec import AttentionCall, AttentionSpec
+from strata.kernels.attention.sparse import decodes_cuda, prompts_cuda
+from strata.kernels.attention.sparse.decodes import page_sparse_attention
+from strata.kernels.attention.sparse.prompts import block_sparse_attention
+from strata.kernels.attention.spec import AttentionCall, AttentionSpec, KeptCall, SparseCall
+from strata.kernels.attention.varlen_triton import Tile
 from strata.kernels.attention.virtual_sequences import (
     KEY_BLOCK,
     as_virtual_sequences,
     divide_on_device,
     virtual_sequences,
 )
-from strata.kernels.device_limits import DeviceLimits
+from strata.kernels.collective.joined_heads import join_packed, pack_heads
+from strata.kernels.state.kept_keys import KeptKeys
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.rounded_triton import write_rounded
-from tests.kernels.attention.divisions import random_step
-from tests.kernels.attention.test_attention import Case
-from tests.kernels.attention.test_decode_attention import copied, step
+from tests.kernels.attention.cases import KEPT_LENGTHS, KEPT_NEW, Case, copied, decode_step, kept_batch
 from tests.kernels.attention.test_prompt_keys import LONGEST, ROWS, pages_of
-from tests.kernels.interpreter import prepare_interpreter
+from tests.kernels.attention.test_query_chunks import random_step
+from tests.kernels.attention.test_sparse import BLOCKS, PAGES, SINKS, SPEC, with_bounds
 
-SINKS = torch.tensor([0.0, 30.0, -30.0, 2.0])
-NEAR = {"rtol": 1e-5, "atol": 1e-5}
+OWN_SINKS = torch.tensor([0.0, 30.0, -30.0, 2.0])
+NEAR = {"rtol": 1e-5, "atol": 1e-5, "equal_nan": True}
 
 
-def _same(found: Tensor, wanted: Tensor) -> None:
+def near(found: Any, wanted: Any) -> None:
     torch.testing.assert_close(found, wanted, **NEAR)
 
 
-def prompts_and_mixed_steps() -> None:
-    case = Case.random([20, 1, 9], heads=4, kv_heads=2, head_dim=20)
-    for window in (None, 9):
-        spec = AttentionSpec(0, 0.3, window)
-        for given in (case.batch([7, 1, 9]), case.packed()):
-            wanted = attention.reference(*given, spec, SINKS)
-            for attend in (cuda.attend, fixed.attend):
-                _same(attend(AttentionCall(*given, spec, SINKS)), wanted)
+def tile_of(splits: int, apart: bool, split: int = 16) -> DecodeTile:
+    return DecodeTile(keys=16, warps=4, stages=2, split=split, splits=splits, apart=apart)
 
 
-def decoding() -> None:
-    case = Case.random([270, 5], heads=4, kv_heads=2, head_dim=20)
-    q, k, v, batch = case.batch([1, 1])
-    for window in (None, 30):
-        spec = AttentionSpec(0, 0.3, window)
-        wanted = attention.reference(q, k, v, batch, spec, SINKS)
-        _same(fixed.attend(AttentionCall(q, k, v, batch, spec, SINKS)), wanted)
-        for splits, apart in ((1, False), (4, False), (4, True), (7, True)):
-            tile = DecodeTile(keys=16, warps=4, stages=2, split=32, splits=splits, apart=apart)
-            _same(decode_cuda.decode(q.flatten(1), 4, 20, batch.pages, spec, tile=tile, sinks=SINKS), wanted)
+@pytest.mark.parametrize("window", [None, 9])
+def test_prompts_and_mixed_steps(window: int | None) -> None:
+    case, spec = Case.random([20, 1, 9], heads=4, kv_heads=2, head_dim=20), AttentionSpec(0, 0.3, window)
+    for given in (case.batch([7, 1, 9]), case.packed()):
+        for attend in (cuda.attend, fixed.attend):
+            near(attend(AttentionCall(*given, spec, OWN_SINKS)), attention.reference(*given, spec, OWN_SINKS))
 
 
-def decoding_from_the_product() -> None:
-    given, pages = step([1, 0, 16], 4, 2, 16, True, torch.float32)
-    for window in (None, 3):
-        spec, alone = AttentionSpec(1, 0.3, window), copied(pages)
-        product, *others, batch, heads = given
-        wanted = decode_attention.reference(product, *others, batch._replace(pages=alone), heads, spec, SINKS)
-        unfinished = decode_cuda.Unfinished(*others[:2], heads.eps, *others[2:])
-        held = pages.lengths > 0
-        for apart in (False, True):
-            tile = DecodeTile(keys=16, warps=4, stages=2, split=16, splits=2, apart=apart)
-            found = decode_cuda.decode(product, 4, 16, copied(pages), spec, unfinished, tile, sinks=SINKS)
-            _same(found[held], wanted[held])
+@pytest.mark.parametrize("window", [None, 30])
+def test_decoding(window: int | None) -> None:
+    q, k, v, batch = Case.random([270, 5], heads=4, kv_heads=2, head_dim=20).batch([1, 1])
+    spec = AttentionSpec(0, 0.3, window)
+    wanted = attention.reference(q, k, v, batch, spec, OWN_SINKS)
+    near(fixed.attend(AttentionCall(q, k, v, batch, spec, OWN_SINKS)), wanted)
+    for splits, apart in ((1, False), (4, False), (4, True), (7, True)):
+        given = q.flatten(1), 4, 20, batch.pages, spec
+        near(decode_cuda.decode(*given, tile=tile_of(splits, apart, 32), sinks=OWN_SINKS), wanted)
 
 
-def pools_in_8_bits(kind: torch.dtype) -> None:
-    given, plain = step([1, 0, 16, 9], 4, 2, 16, True, torch.float32)
-    product, *others, batch, heads = given
-    made = PoolShape(2, plain.page_size, 2, 16, torch.float32, rounded=kind)
-    cached = [torch.randint(-127, 128, pool.shape).to(kind) for pool in (*plain.keys[:2], *plain.values[:2])]
+@pytest.mark.parametrize("window", [None, 3])
+def test_decoding_from_the_product(window: int | None) -> None:
+    (product, *others, batch, heads), pages = decode_step([1, 0, 16], 4, 2, 16, True, torch.float32)
+    spec, alone = AttentionSpec(1, 0.3, window), copied(pages)
+    wanted = decode_attention.reference(product, *others, batch._replace(pages=alone), heads, spec, OWN_SINKS)
+    unfinished = decode_cuda.Unfinished(*others[:2], heads.eps, *others[2:])
+    held = pages.lengths > 0
+    for apart in (False, True):
+        given = product, 4, 16, copied(pages), spec, unfinished, tile_of(2, apart)
+        near(decode_cuda.decode(*given, sinks=OWN_SINKS)[held], wanted[held])
+
+
+FIELDS = ("keys", "values", "key_exponents", "value_exponents")
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("window", [None, 3])
+def test_pools_in_8_bits(kind: torch.dtype, window: int | None) -> None:
+    (product, *others, batch, heads), plain = decode_step([1, 0, 16, 9], 4, 2, 16, True, torch.float32)
+    own = fresh_rows_of(4, PoolShape(2, plain.page_size, 2, 16, torch.float32, rounded=kind))
+    cached = [torch.randint(-127, 128, pool.shape).to(kind) for pool in (*plain.keys, *plain.values)]
     powers = torch.randint(118, 123, (4, len(cached[0]), 2, plain.page_size)).to(torch.uint8)
-    assert made.rounded == kind
-    own = fresh_rows_of(4, made)
 
     def pages() -> PagedKV:
-        keys, values = (tuple(one.clone() for one in cached[at : at + 2]) for at in (0, 2))
-        exponents = (tuple(one.clone() for one in powers[at : at + 2]) for at in (0, 2))
-        held = replace(plain, keys=keys, values=values)
-        return replace(held, **dict(zip(("key_exponents", "value_exponents"), exponents, strict=True)))
+        pools = [tuple(one.clone() for one in of[at : at + 2]) for of in (cached, powers) for at in (0, 2)]
+        return replace(plain, **dict(zip(FIELDS, pools, strict=True)))
 
-    for window in (None, 3):
-        spec, expected, found = AttentionSpec(1, 0.3, window), pages(), pages()
-        wanted = decode_attention.reference(product, *others, batch._replace(pages=expected), heads, spec, SINKS)
-        unfinished = decode_cuda.Unfinished(*others[:2], heads.eps, *others[2:])
-        tile = DecodeTile(keys=16, warps=4, stages=2, split=16, splits=2, apart=kind == torch.int8)
-        result = decode_cuda.decode(product, 4, 16, found, spec, unfinished, tile, sinks=SINKS)
-        held = plain.lengths > 0
-        _same(result[held], wanted[held])
-        # What was written is the same, bit for bit; layer 0 is as it was.
-        for name in ("keys", "values", "key_exponents", "value_exponents"):
+    def assert_written_alike() -> None:
+        for name in FIELDS:
             assert all(map(torch.equal, getattr(found, name), getattr(expected, name))), name
-        q, k, v = torch.randn(4, 4, 16), *torch.randn(2, 4, 2, 16)
-        k[1, 0, 3] = torch.nan
-        both = kv_write.reference(k, v, expected, 1), write_rounded(k, v, found, 1)
-        # Where cuDNN is told that they lie in fresh steps.
-        assert [one.stride(0) for one in both[1]] == [own.keys, own.values]
-        for ours, theirs in zip(*both, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
-        for name in ("keys", "values", "key_exponents", "value_exponents"):
-            assert all(map(torch.equal, getattr(found, name), getattr(expected, name))), name
-        batch = batch._replace(pages=expected)
-        wanted = attention.reference(q, k, v, batch, spec, SINKS)
-        queries = q.flatten(1)
-        for one in (
-            decode_cuda.decode(queries, 4, 16, expected, spec, tile=tile, sinks=SINKS),
-            fixed.attend(AttentionCall(q, k, v, batch, spec, SINKS)),
-        ):
-            torch.testing.assert_close(one[held], wanted[held], **NEAR, equal_nan=True)
-        out = torch.zeros_like(q)
-        cuda.prefill(out, q, k, v, batch.offsets, batch, spec, sinks=SINKS)
-        torch.testing.assert_close(out[held], wanted[held], **NEAR, equal_nan=True)
+
+    spec, expected, found, held = AttentionSpec(1, 0.3, window), pages(), pages(), plain.lengths > 0
+    wanted = decode_attention.reference(product, *others, batch._replace(pages=expected), heads, spec, OWN_SINKS)
+    unfinished = decode_cuda.Unfinished(*others[:2], heads.eps, *others[2:])
+    tile = tile_of(2, kind == torch.int8)
+    near(decode_cuda.decode(product, 4, 16, found, spec, unfinished, tile, sinks=OWN_SINKS)[held], wanted[held])
+    assert_written_alike()  # bit for bit; layer 0 is as it was
+    q, k, v = torch.randn(4, 4, 16), *torch.randn(2, 4, 2, 16)
+    k[1, 0, 3] = torch.nan
+    both = kv_write.reference(k, v, expected, 1), write_rounded(k, v, found, 1)
+    # Where cuDNN is told that they lie in fresh steps.
+    assert [one.stride(0) for one in both[1]] == [own.keys, own.values]
+    for ours, theirs in zip(*both, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    assert_written_alike()
+    batch = batch._replace(pages=expected)
+    wanted, out = attention.reference(q, k, v, batch, spec, OWN_SINKS), torch.zeros_like(q)
+    cuda.prefill(out, q, k, v, batch.offsets, batch, spec, sinks=OWN_SINKS)
+    for one in (
+        decode_cuda.decode(q.flatten(1), 4, 16, expected, spec, tile=tile, sinks=OWN_SINKS),
+        fixed.attend(AttentionCall(q, k, v, batch, spec, OWN_SINKS)),
+        out,
+    ):
+        near(one[held], wanted[held])
 
 
-def gathered_prompts() -> None:
-    for seed in range(6):
-        step_of, page_size = random_step(random.Random(seed), 5, 3000), (16, 64, 256)[seed % 3]
-        pages, given = pages_of(step_of, page_size)
-        virtual = []
-        for rows in (ROWS, ROWS._replace(fresh=True)):
-            of_step = given["offsets"], given["lengths"], given["bounds"], rows
-            wanted = virtual_sequences.reference(*of_step)
-            if not rows.fresh or not any(step_of.cached):
-                assert torch.equal(divide_on_device(*of_step), wanted)
-            virtual.append(as_virtual_sequences(wanted, rows))
-        found = gather_prompt_keys(pages, 0, virtual[0], LONGEST)
-        last = int(virtual[0].prompts[0].max()) * KEY_BLOCK
-        for one, expected in zip(found, reference(pages, 0, virtual[0], LONGEST), strict=True):
-            assert one[:last].equal(expected[:last])
+@pytest.mark.parametrize("seed", range(6))
+def test_gathered_prompts(seed: int) -> None:
+    step_of, page_size = random_step(random.Random(seed), 5, 3000), (16, 64, 256)[seed % 3]
+    pages, given = pages_of(step_of, page_size)
+    virtual = []
+    for rows in (ROWS, ROWS._replace(fresh=True)):
+        of_step = given["offsets"], given["lengths"], given["bounds"], rows
+        wanted = virtual_sequences.reference(*of_step)
+        if not rows.fresh or not any(step_of.cached):
+            assert torch.equal(divide_on_device(*of_step), wanted)
+        virtual.append(as_virtual_sequences(wanted, rows))
+    found = gather_prompt_keys(pages, 0, virtual[0], LONGEST)
+    last = int(virtual[0].prompts[0].max()) * KEY_BLOCK
+    for one, expected in zip(found, reference(pages, 0, virtual[0], LONGEST), strict=True):
+        assert one[:last].equal(expected[:last])
 
 
-if __name__ == "__main__":
-    limits = DeviceLimits("interpreter", capability=(8, 0), shared_bytes=0, processors=0)
-    DeviceLimits.of = staticmethod(lambda device: limits)  # type: ignore[method-assign]
-    prepare_interpreter()
-    torch.manual_seed(0)
-    prompts_and_mixed_steps()
-    decoding()
-    decoding_from_the_product()
-    gathered_prompts()
-    for one in (torch.int8, torch.float8_e4m3fn):
-        pools_in_8_bits(one)
-    print("equal")
+KEPT_SPEC = AttentionSpec(0, 0.3)
+every_rank = pytest.mark.parametrize("kept", [KeptKeys(2, 0), KeptKeys(2, 1), KeptKeys(3, 2), KeptKeys()], ids=str)
+
+
+def with_parts(batch: Any, decodes: int, known: int | None) -> Any:
+    """Of a batch whose first sequences decode, known: None if only the device knows how many."""
+    starts, lengths = batch.offsets[:-1].clone(), batch.pages.lengths.clone()
+    starts[:decodes] = batch.offsets[1 : decodes + 1]
+    lengths[decodes:] = 0
+    parts = BatchParts(lengths, starts, torch.tensor([decodes, len(lengths)], dtype=torch.int32), known)
+    return batch._replace(pages=replace(batch.pages, parts=parts))
+
+
+@every_rank
+def test_kept_keys_of_prompts_and_mixed_steps(kept: KeptKeys) -> None:
+    case = Case.random(KEPT_LENGTHS, heads=4, kv_heads=2, head_dim=20)
+    order = [2, 1, 0, 3, 4]  # the first of a step decode, the others are prompts
+    in_order = Case(*([of_all[at] for at in order] for of_all in (case.q, case.k, case.v)))
+    given = *kept_batch(case, KEPT_NEW, kept), KEPT_SPEC, kept
+    near(kept_cuda.attend(KeptCall(*given)), kept_attention.reference(*given))
+    q, k, v, batch = kept_batch(in_order, [KEPT_NEW[at] for at in order], kept)
+    wanted = kept_attention.reference(q, k, v, batch, KEPT_SPEC, kept)
+    for known in (2, None):
+        near(kept_cuda.attend(KeptCall(q, k, v, with_parts(batch, 2, known), KEPT_SPEC, kept)), wanted)
+
+
+@every_rank
+def test_kept_keys_of_decodes(kept: KeptKeys) -> None:
+    q, k, v, batch = kept_batch(Case.random([270, 5, 1], heads=4, kv_heads=2, head_dim=20), [1, 1, 1], kept)
+    wanted = kept_attention.reference(q, k, v, batch, KEPT_SPEC, kept)
+    near(kept_cuda.attend(KeptCall(q, k, v, batch, KEPT_SPEC, kept)), wanted)
+    for splits, apart in ((1, False), (4, False), (4, True)):
+        out, sums = torch.empty(3, 4, 20), torch.empty(3, 4)
+        given = q.flatten(1), 4, 20, batch.pages, KEPT_SPEC
+        decode_cuda.decode(*given, tile=tile_of(splits, apart, 32), out=out, sums=sums, kept=kept)
+        near((out, sums), wanted)
+
+
+@pytest.mark.parametrize(("ranks", "own", "dim"), [(2, 4, 16), (3, 1, 20)])
+def test_each_rank_gets_what_all_have_packed_for_it(ranks: int, own: int, dim: int) -> None:
+    mixed, sums = torch.randn(ranks, 3, ranks * own, dim), torch.randn(ranks, 3, ranks * own) * 5
+    sums[1:, 0] = -torch.inf  # only the first has seen a key
+    sums[:, 2, 0] = -torch.inf  # and here nobody
+    packed = torch.stack([pack_heads(*one, ranks) for one in zip(mixed, sums, strict=True)])
+    wanted = joined(mixed, sums)
+    assert not wanted[2, 0].any()
+    found = [join_packed(packed[:, rank].contiguous(), dim, torch.float32) for rank in range(ranks)]
+    near(torch.cat(found, 1), wanted)
+
+
+def prompts_with_decodes() -> tuple[Any, ...]:
+    q, k, v, batch = Case.random([70, 5, 66, 101], heads=6, kv_heads=2, head_dim=12).batch([1, 5, 18, 21], layers=2)
+    return (q, k, v, batch), (q, k, v, with_parts(batch, 1, 1)), BLOCKS, SINKS
+
+
+def prompts_of(lengths: list[int], new: list[int], heads: int, kv_heads: int, **changes: Any) -> tuple[Any, ...]:
+    given = Case.random(lengths, heads=heads, kv_heads=kv_heads, head_dim=16).batch(new, layers=2)
+    return given, given, BLOCKS._replace(share=0.4, **changes), None
+
+
+SPARSE_PROMPTS = {
+    "step with decodes": prompts_with_decodes(),
+    "stretches of several pages": prompts_of([1, 150], [1, 40], 2, 1, stride=32, block=32),
+    # A tile of scores ends within a block of queries, which sees keys that the tile's programs have not reached.
+    "tiles of queries across blocks": prompts_of([80], [60], 3, 1),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE_PROMPTS)
+def test_block_sparse_prompts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, alike, choice, sinks = SPARSE_PROMPTS[name]
+    monkeypatch.setattr(prompts_cuda, "pooled_tile", lambda head_dim, dtype: Tile(32, 16, 4, 1))
+    wanted = block_sparse_attention.reference(*given, SPEC, choice, sinks)
+    near(prompts_cuda.attend(SparseCall(*alike, SPEC, choice, sinks)), wanted)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_decodes_over_chosen_pages(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the second sequence no key has a positive score; or in a step with a prompt, of which only the device knows
+    how many decode. Programs score pages more than once."""
+    for name, value in (("_LEAST_PLACES", 8), ("SCORED_PAGES", 2), ("_SCORE_PROGRAMS", 8)):
+        monkeypatch.setattr(decodes_cuda, name, value)
+    case = Case.random([40, 90, 25] if recorded else [40, 100], heads=6, kv_heads=2, head_dim=12)
+    if not recorded:
+        case.q[1].abs_()
+        case.k[1].sub_(6)
+    *vectors, batch = given = with_bounds(case.batch([1, 1, 7] if recorded else [1, 1], layers=2))
+    own = batch._replace(pages=replace(batch.pages, bounds=tuple(one.clone() for one in batch.pages.bounds)))
+    own = with_parts(own, 2, None) if recorded else own
+    wanted = page_sparse_attention.reference(*given, SPEC, PAGES, SINKS)
+    near(decodes_cuda.attend(SparseCall(*vectors, own, SPEC, PAGES, SINKS)), wanted)
+    for ours, theirs in zip(own.pages.bounds, batch.pages.bounds, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)

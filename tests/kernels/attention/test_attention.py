@@ -1,118 +1,49 @@
-"""Attention on CPU: the reference against a loop over single queries, the implementations against the reference."""
+"""Attention on CPU, with sinks and without: every path against float64, the implementations against the reference."""
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
+from strata.kernels.attention import cudnn_prompts
+from strata.kernels.attention import train as attention_train
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.cpu import planned
 from strata.kernels.attention.cpu_plan import PADDING_BYTES, SPAN_MULTIPLE, TILE_BYTES, schedule
-from strata.kernels.attention.spec import AttentionSpec, Sequences
+from strata.kernels.attention.spec import AttentionCall, AttentionSpec, Sequences
 from strata.kernels.state.paged import PagedKV
+from tests.kernels.attention.cases import PAGE, Case, decode_step
 
-PAGE = 16
-
-
-@dataclass(frozen=True)
-class Case:
-    """Sequences with all their keys and values; `batch` makes the step that runs the last `new` tokens of each."""
-
-    q: list[Tensor]
-    k: list[Tensor]
-    v: list[Tensor]
-
-    @classmethod
-    def random(cls, lengths, heads, kv_heads, head_dim, dtype=torch.float32, seed=0):
-        generator = torch.Generator().manual_seed(seed)
-
-        def draw(count):
-            return [torch.randn(n, count, head_dim, generator=generator).to(dtype) for n in lengths]
-
-        return cls(draw(heads), draw(kv_heads), draw(kv_heads))
-
-    def batch(self, new, totals=None, consecutive=False, seed=0, layers=1):
-        """Arguments of `attention` but the spec, with every unused entry of the pools not a number."""
-        totals = [len(q) for q in self.q] if totals is None else totals
-        pages = [-(-total // PAGE) for total in totals]
-        count = sum(pages) + 3
-        order = torch.arange(count)
-        if not consecutive:
-            order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-        pool = torch.full((count, PAGE, *self.k[0].shape[1:]), torch.nan, dtype=self.k[0].dtype)
-        keys, values = [[pool.clone() for _ in range(layers)] for _ in range(2)]
-        tables = torch.full((len(totals), max(pages)), int(order[-1]), dtype=torch.int32)
-        slots, at = [], 0
-        for s, total in enumerate(totals):
-            tables[s, : pages[s]] = order[at : at + pages[s]]
-            own = (tables[s, : pages[s], None] * PAGE + torch.arange(PAGE)).flatten()[:total].long()
-            keys[-1].flatten(0, 1)[own] = self.k[s][:total]
-            values[-1].flatten(0, 1)[own] = self.v[s][:total]
-            slots.append(own[total - new[s] :])
-            at += pages[s]
-        parts = [slice(total - n, total) for n, total in zip(new, totals, strict=True)]
-        q, k, v = (torch.cat([x[p] for x, p in zip(xs, parts, strict=True)]) for xs in (self.q, self.k, self.v))
-        offsets = torch.tensor([0, *new]).cumsum(0).int()
-        lengths = torch.tensor(totals, dtype=torch.int32)
-        kv = PagedKV(tuple(keys), tuple(values), tables, lengths, torch.cat(slots).int())
-        return q, k, v, Sequences(offsets, max(new), kv)
-
-    def packed(self):
-        q, k, v = torch.cat(self.q), torch.cat(self.k), torch.cat(self.v)
-        lengths = [len(x) for x in self.q]
-        return q, k, v, Sequences(torch.tensor([0, *lengths]).cumsum(0).int(), max(lengths))
+LENGTHS, NEW = [40, 1, 17, 33, 80], [1, 1, 17, 20, 80]
+SINKS = torch.tensor([0.5, -40.0, 3.0, 60.0, -1.0, 0.0])
 
 
-def by_query(case: Case, sequence: int, position: int, scale: float, window: int | None) -> Tensor:
-    """One query in float64, [heads, head_dim]."""
-    first = 0 if window is None else max(0, position + 1 - window)
-    q = case.q[sequence][position].double()
-    rows = []
-    for head in range(q.shape[0]):
-        kv_head = head // (q.shape[0] // case.k[0].shape[1])
-        k = case.k[sequence][first : position + 1, kv_head].double()
-        v = case.v[sequence][first : position + 1, kv_head].double()
-        rows.append(torch.softmax(k @ q[head] * scale, 0) @ v)
-    return torch.stack(rows)
-
-
-LENGTHS = [40, 1, 17, 33, 80]
-NEW = [1, 1, 17, 20, 80]
-
-
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
 @pytest.mark.parametrize("window", [None, 1, 9, 200])
-@pytest.mark.parametrize("implementation", ["reference", "tiled", "fixed tiles"])
-def test_every_query_of_a_mixed_batch(implementation, window):
-    case = Case.random(LENGTHS, heads=6, kv_heads=2, head_dim=20)
-    implementations = (i for i in attention.implementations if i.device == "cpu")
-    run = {i.name: attention.of_arguments(i.run) for i in implementations} | {"reference": attention.reference}
-    out = run[implementation](*case.batch(NEW, layers=2), AttentionSpec(1, 0.3, window))
-    wanted = [
-        by_query(case, s, position, 0.3, window)
-        for s, (total, new) in enumerate(zip(LENGTHS, NEW, strict=True))
-        for position in range(total - new, total)
-    ]
-    torch.testing.assert_close(out.double(), torch.stack(wanted), rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize("window", [None, 9])
-@pytest.mark.parametrize("implementation", ["reference", "packed", "fixed tiles"])
-def test_every_query_of_packed_sequences(implementation, window):
-    case = Case.random(LENGTHS, heads=7, kv_heads=1, head_dim=24)
-    implementations = (i for i in attention.implementations if i.device == "cpu")
-    run = {i.name: attention.of_arguments(i.run) for i in implementations} | {"reference": attention.reference}
-    out = run[implementation](*case.packed(), AttentionSpec(0, 0.2, window))
-    wanted = [by_query(case, s, p, 0.2, window) for s, total in enumerate(LENGTHS) for p in range(total)]
-    torch.testing.assert_close(out.double(), torch.stack(wanted), rtol=0, atol=2e-6)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 20), (6, 1, 24)])
+def test_every_query_of_every_path(heads, kv_heads, head_dim, window, sinks):
+    """Of a mixed batch over pages and of packed sequences, against each query in float64."""
+    case = Case.random(LENGTHS, heads, kv_heads, head_dim)
+    run = {i.name: attention.of_arguments(i.run) for i in attention.implementations if i.device == "cpu"}
+    run["reference"] = attention.reference
+    for arguments, layer, new, names in (
+        (case.batch(NEW, layers=2), 1, NEW, ("reference", "tiled", "fixed tiles")),
+        (case.packed(), 0, LENGTHS, ("reference", "packed", "fixed tiles")),
+    ):
+        wanted = case.wanted(new, window, sinks=sinks, scale=0.3)
+        for name in names:
+            out = run[name](*arguments, AttentionSpec(layer, 0.3, window), sinks)
+            torch.testing.assert_close(out.double(), wanted, rtol=0, atol=2e-6, msg=name)
+    masked = attention_train._masked(*case.packed()[:3], case.packed()[3].offsets, 0.3, window, sinks)
+    torch.testing.assert_close(masked.double(), wanted, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("consecutive", [True, False])
+@pytest.mark.parametrize("sinks", [None, torch.randn(8)], ids=["plain", "sinks"])
 @pytest.mark.parametrize(
     ("totals", "new", "window"),
     [
@@ -123,9 +54,10 @@ def test_every_query_of_packed_sequences(implementation, window):
         ([1300, 5, 700], [1100, 1, 700], 100),
     ],
 )
-def test_tiled_equals_reference(dtype, consecutive, totals, new, window):
+def test_tiled_equals_reference(dtype, consecutive, totals, new, window, sinks):
     case = Case.random(totals, heads=8, kv_heads=2, head_dim=32, dtype=dtype)
     arguments = *case.batch(new, consecutive=consecutive), AttentionSpec(0, 32**-0.5, window)
+    arguments = arguments if sinks is None else (*arguments, sinks.to(dtype))
     out = attention.bind("cpu")(*arguments)
     atol = 2e-6 if dtype == torch.float32 else 0.02
     torch.testing.assert_close(out, attention.reference(*arguments), rtol=0, atol=atol)
@@ -157,7 +89,7 @@ def test_padding_rows_are_finite_and_harmless():
     case = Case.random([50, 40], heads=4, kv_heads=2, head_dim=16)
     (q, k, v, batch), spec = case.batch([1, 1]), AttentionSpec(0, 0.25)
     alone, pages = attention.reference(q, k, v, batch, spec), batch.pages
-    padded = dataclasses.replace(
+    padded = replace(
         pages,
         lengths=torch.tensor([50, 40, 0, 0], dtype=torch.int32),
         tables=torch.cat([pages.tables, torch.zeros(2, pages.tables.shape[1], dtype=torch.int32)]),
@@ -170,19 +102,22 @@ def test_padding_rows_are_finite_and_harmless():
         assert out.isfinite().all()
 
 
-def test_gradients_of_packed_sequences():
+@pytest.mark.parametrize("sinks", [(), (SINKS[:4].clamp(-4, 4),)], ids=["plain", "sinks"])
+def test_gradients_of_packed_sequences(sinks):
     case = Case.random([7, 1, 9], heads=4, kv_heads=2, head_dim=4)
     q, k, v, batch = case.packed()
     for window in (None, 5):
         spec, grads = AttentionSpec(0, 0.35, window), []
         for run in (attention.reference, attention.bind("cpu", differentiable=True)):
-            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-            out = run(*leaves, batch, spec)
+            leaves = [x.clone().requires_grad_() for x in (q, k, v, *sinks)]
+            out = run(*leaves[:3], batch, spec, *leaves[3:])
             grads.append(torch.autograd.grad(out.square().sum(), leaves))
         for ours, theirs in zip(*grads, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-        doubles = [x.double().requires_grad_() for x in (q, k, v)]
-        assert torch.autograd.gradcheck(lambda *x, spec=spec: attention.reference(*x, batch, spec), doubles)
+        doubles = [x.double().requires_grad_() for x in (q, k, v, *sinks)]
+        for run in (attention.reference, attention) if window is None else (attention.reference,):
+            check = lambda *x, run=run, spec=spec: run(*x[:3], batch, spec, *x[3:])  # noqa: E731
+            assert torch.autograd.gradcheck(check, doubles)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 32), (4, 2, 64), (7, 1, 24), (3, 3, 80)])
@@ -191,17 +126,20 @@ def test_gradients_of_packed_sequences():
 def test_deterministic_bits_do_not_depend_on_batch_chunks_or_pages(heads, kv_heads, head_dim, dtype, window):
     lengths = [300, 1, 45, 129, 17]
     case = Case.random(lengths, heads, kv_heads, head_dim, dtype)
-    run = attention.bind("cpu", deterministic=True)
-    spec = AttentionSpec(0, head_dim**-0.5, window)
+    bound, spec = attention.bind("cpu", deterministic=True), AttentionSpec(0, head_dim**-0.5, window)
+    sinks = None if window is None else torch.randn(heads).to(dtype)
+
+    def run(*arguments):
+        return bound(*arguments, spec, sinks)
 
     def paged(new, totals, **how):
-        return run(*case.batch(new, totals, **how), spec).split(new)
+        return run(*case.batch(new, totals, **how)).split(new)
 
-    whole = run(*case.packed(), spec).split(lengths)
+    whole = run(*case.packed()).split(lengths)
     for ours, theirs in zip(paged(lengths, lengths), whole, strict=True):
         assert torch.equal(ours, theirs)  # from pages as from the batch itself
     alone = Case(case.q[:1], case.k[:1], case.v[:1])
-    assert torch.equal(run(*alone.packed(), spec), whole[0])
+    assert torch.equal(run(*alone.packed()), whole[0])
     for sizes in ([1] * 20, [7, 100, 21], [128, 1, 127], [299, 1]):  # any chunks, among company of any size
         done = 0
         for size in sizes:
@@ -265,6 +203,10 @@ def test_cost_is_the_hand_count():
     tables = torch.empty(1, 1, dtype=torch.int32, device="meta")
     pages = PagedKV((pool,), (pool,), tables, tables[0], tables[0])
     assert cost(Workload((1,), (10,)), None, pages).read == row + 10 * 2 * key
+    # A number a head, where there are sinks; of decode steps, too.
+    given, workload = (*Case.random([40], 6, 2, 20).batch([1]), AttentionSpec(0, 0.3, 9)), Workload((1,), (40,))
+    own = attention.cost(*given, SINKS, workload=workload) - attention.cost(*given, workload=workload)
+    assert own == Cost(read=6 * 4, weights=6 * 4)
 
 
 def test_meta_has_the_shape_of_the_queries():
@@ -273,3 +215,14 @@ def test_meta_has_the_shape_of_the_queries():
     offsets = torch.empty(2, dtype=torch.int32, device="meta")
     out = attention(q, k, k, Sequences(offsets, 5), AttentionSpec(0, 0.25))
     assert (out.shape, out.dtype, out.device.type) == (q.shape, q.dtype, "meta")
+
+
+def test_libraries_that_know_no_sinks_leave_them_to_others() -> None:
+    q, k, v, batch = Case.random([512, 512], heads=6, kv_heads=2, head_dim=16, dtype=torch.bfloat16).packed()
+    spec = AttentionSpec(0, 0.3)
+    assert attention_train.dense_supports(AttentionCall(q, k, v, batch, spec))
+    assert not attention_train.dense_supports(AttentionCall(q, k, v, batch, spec, SINKS))
+    assert not attention_train.supports(AttentionCall(q, k, v, batch, spec, SINKS))
+    _, pages = decode_step([1, 9], 6, 2, 16, False, torch.bfloat16)
+    assert cudnn_prompts.takes(pages, spec, None)
+    assert not cudnn_prompts.takes(pages, spec, SINKS)

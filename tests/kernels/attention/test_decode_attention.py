@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,39 +15,16 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.decode import decode_attention
 from strata.kernels.attention.decode_tile import DecodeTile, decode_tile
 from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, Sequences
-from strata.kernels.rotary.rope import rope_angles
 from strata.kernels.state.paged import PagedKV
+from tests.kernels.attention.cases import copied, decode_step
+from tests.kernels.linear.assembly import float16_halves, run
 
-PAGE, PAGES, LAYERS = 4, 12, 2
-
-
-def step(
-    lengths: list[int], heads: int, kv_heads: int, head_dim: int, normed: bool, dtype: torch.dtype
-) -> tuple[tuple[object, ...], PagedKV]:
-    """The arguments but for the last, and their pages: full of NaN where no token was written before."""
-    order, at = torch.randperm(PAGES).int(), 0
-    tables = torch.zeros(len(lengths), 4, dtype=torch.int32)
-    shape = (PAGES, PAGE, kv_heads, head_dim)
-    keys, values = (tuple(torch.full(shape, torch.nan, dtype=dtype) for _ in range(LAYERS)) for _ in "kv")
-    slots = []
-    for row, length in enumerate(lengths):
-        count = -(-length // PAGE)
-        tables[row, :count] = order[at : at + count]
-        at += count
-        places = (tables[row, :count, None] * PAGE + torch.arange(PAGE)).flatten()[:length].tolist()
-        slots.append(places[-1] if places else -1)
-        for pool in (keys[1], values[1]):
-            pool.flatten(0, 1)[places[:-1]] = torch.randn(max(0, length - 1), kv_heads, head_dim).to(dtype)
-    lengths_and_slots = (torch.tensor(x, dtype=torch.int32) for x in (lengths, slots))
-    pages = PagedKV(keys, values, tables, *lengths_and_slots)
-    product = torch.randn(len(lengths), (heads + 2 * kv_heads) * head_dim + 5).to(dtype)[:, 5:]
-    weights = [torch.randn(head_dim).to(dtype) if normed else None for _ in "qk"]
-    angles = rope_angles((pages.lengths - 1).clamp(min=0), torch.randn(20, head_dim))
-    offsets = torch.arange(len(lengths) + 1, dtype=torch.int32)
-    return (product, *weights, *angles, Sequences(offsets, 1, pages), HeadsSpec(1, heads, kv_heads, 1e-5)), pages
+PAGE = 4
 
 
-def twin(given: tuple[object, ...], pages: PagedKV, scale: float, window: int | None) -> list[Tensor | None]:
+def twin(
+    given: tuple[Any, ...], pages: PagedKV, scale: float, window: int | None, sinks: Tensor | None = None
+) -> list[Tensor | None]:
     """Sequence after sequence and head after head, in float64 once the new keys are rounded; writes into the pages."""
     product, q_weight, k_weight, cos, sin, _, (_, heads, kv_heads, eps) = given
     dim, results = cos.shape[-1], []
@@ -75,30 +54,30 @@ def twin(given: tuple[object, ...], pages: PagedKV, scale: float, window: int | 
                 torch.stack([pool[1][page, place, head * kv_heads // heads] for page, place in places]).double()
                 for pool in (pages.keys, pages.values)
             )
-            out.append((key @ finished(q[head], q_weight).double() * scale).softmax(0) @ value)
+            scores = key @ finished(q[head], q_weight).double() * scale
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head : head + 1].double()))
+            out.append(scores.softmax(0)[: len(value)] @ value)
         results.append(torch.stack(out))
     return results
-
-
-def copied(pages: PagedKV) -> PagedKV:
-    keys, values = (tuple(pool.clone() for pool in pools) for pools in (pages.keys, pages.values))
-    return PagedKV(keys, values, pages.tables, pages.lengths, pages.slot_mapping)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 6), (3, 3, 16), (7, 1, 8)])
 @pytest.mark.parametrize("way", ["reference", "bound"])
+@pytest.mark.parametrize("with_sinks", [False, True])
 def test_each_sequence_is_what_it_is_alone(
-    way: str, heads: int, kv_heads: int, head_dim: int, normed: bool, window: int | None
+    with_sinks: bool, way: str, heads: int, kv_heads: int, head_dim: int, normed: bool, window: int | None
 ) -> None:
-    given, pages = step([1, 9, 4, 0, 5, 16, 0], heads, kv_heads, head_dim, normed, torch.float32)
+    given, pages = decode_step([1, 9, 4, 0, 5, 16, 0], heads, kv_heads, head_dim, normed, torch.float32)
     alone = copied(pages)
-    run = decode_attention.reference if way == "reference" else decode_attention.bind("cpu")
-    found = run(*given, AttentionSpec(1, 0.3, window))
+    attend = decode_attention.reference if way == "reference" else decode_attention.bind("cpu")
+    sinks = torch.randn(heads) * 10 if with_sinks else None
+    found = attend(*given, AttentionSpec(1, 0.3, window), sinks)
     assert found.shape == (7, heads, head_dim)
     assert found.isfinite().all()
-    for row, expected in enumerate(twin(given, alone, 0.3, window)):
+    for row, expected in enumerate(twin(given, alone, 0.3, window, sinks)):
         if expected is not None:
             torch.testing.assert_close(found[row].double(), expected, rtol=1e-5, atol=1e-5)
     for one, other in zip((*pages.keys, *pages.values), (*alone.keys, *alone.values), strict=True):
@@ -106,7 +85,7 @@ def test_each_sequence_is_what_it_is_alone(
 
 
 def test_in_bf16_new_keys_are_rounded_before_they_are_scored() -> None:
-    given, pages = step([1, 9, 4], 4, 2, 16, True, torch.bfloat16)
+    given, pages = decode_step([1, 9, 4], 4, 2, 16, True, torch.bfloat16)
     alone = copied(pages)
     found = decode_attention(*given, AttentionSpec(1, 0.3))
     assert found.dtype == torch.bfloat16
@@ -140,6 +119,9 @@ def test_cost_is_the_hand_count(normed: bool, window: int | None, seen: int) -> 
         weights=weights,
         cached=seen * token,
     )
+    workload = Workload((1, 1, 1), (5, 1, 30))
+    more = decode_attention.cost(*given, meta(4), workload=workload) - decode_attention.cost(*given, workload=workload)
+    assert more == Cost(read=4 * 2, weights=4 * 2), "a number a head, of sinks"
     result = decode_attention.meta(*given)
     assert result.is_meta
     assert (result.shape, result.dtype) == ((3, 4, 16), torch.bfloat16)
@@ -161,3 +143,24 @@ def test_tiles_divide_every_sequence() -> None:
         DecodeTile(keys=64, warps=4, stages=3, split=96, splits=1)
     with pytest.raises(ValueError, match="joins at most 64 splits"):
         DecodeTile(keys=64, warps=4, stages=3, split=64, splits=65, apart=True)
+
+
+def signed(word: int) -> list[int]:
+    return [byte - 256 if byte > 127 else byte for byte in word.to_bytes(4, "little")]
+
+
+def test_assembly_makes_numbers_of_int8_by_halves_and_by_pairs() -> None:
+    decode_rounded = pytest.importorskip("strata.kernels.attention.decode_rounded")
+
+    def text_of(name: str) -> str:
+        found = getattr(decode_rounded, name)
+        return str(getattr(found, "value", found))
+
+    drawn = random.Random(3)
+    for _ in range(70):
+        first, second = (drawn.getrandbits(32) for _ in "ab")
+        low, high = run(text_of("_INT8_HALVES"), first, 2)
+        assert float16_halves(low) + float16_halves(high) == signed(first)
+        for place in range(4):
+            (pair,) = run(text_of(f"_INT8_{place}"), first, 1, second)
+            assert float16_halves(pair) == [signed(first)[place], signed(second)[place]]

@@ -10,7 +10,7 @@ import torch
 from strata.kernels.attention.prompt_keys import reference
 from strata.kernels.attention.virtual_sequences import KEY_BLOCK, Rows, as_virtual_sequences, virtual_sequences
 from strata.kernels.state.paged import PagedKV
-from tests.kernels.attention.divisions import Step, random_step, tensors
+from tests.kernels.attention.test_query_chunks import Step, random_step, tensors
 
 HEADS, DIM, LONGEST = 2, 8, 12_800
 ROWS = Rows(48, 32, HEADS * DIM, HEADS * DIM)

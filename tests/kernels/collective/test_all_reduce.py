@@ -16,14 +16,14 @@ from strata.kernels.norm.norm import rms_norm
 
 pytest.importorskip("triton")
 
-from .interpreted import CALLS, DTYPES, GROUPS, SENT_COLUMNS, SHAPES, norm_inputs, numbers, sent_inputs
+from .ranks import CALLS, DTYPES, GROUPS, SENT_COLUMNS, SHAPES, norm_inputs, numbers, sent_inputs
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where each rank of each group has left what it got."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "tests.kernels.collective.interpreted", str(folder)]
+    command = [sys.executable, "-m", "tests.kernels.collective.ranks", str(folder)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=200, check=False)
     assert ran.returncode == 0, ran.stderr

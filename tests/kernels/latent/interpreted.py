@@ -1,10 +1,11 @@
-"""The kernels of latent attention in Triton's interpreter, on a CPU; `test_latent_attention` runs this as a process."""
+"""The kernels of latent attention in Triton's interpreter, against the reference: run by `test_interpreted`."""
 
 from __future__ import annotations
 
 import mmap
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -15,7 +16,6 @@ from strata.kernels.latent.forms import Dims, LatentCall
 from strata.kernels.rotary.rope import rope_angles, tail_rope
 from strata.kernels.state.latent_write import latent_write
 
-from ..interpreter import prepare_interpreter
 from .cases import Call, by_ranks, make_call, with_parts
 
 DIMS = Dims(heads=5, nope=10, rope=6, rank=24, value=14)
@@ -46,11 +46,7 @@ def check(call: Call) -> None:
         assert (by_ranks(call, ranks, by_kernels) - exact).abs().max() < 2e-5
 
 
-def check_expanded(call: Call) -> None:
-    assert (expanded_cuda.attend(LatentCall(*call)) - exactly(call)).abs().max() < 2e-5
-
-
-def check_fixed_bits() -> None:
+def test_fixed_bits() -> None:
     """A token's result is the same in a whole prompt, in a chunk of it, and decoded beside others."""
     whole = make_call(DIMS, (19,), (19,))
     q, row, weight, batch, spec = whole
@@ -67,7 +63,7 @@ def check_fixed_bits() -> None:
         assert torch.equal(found, wanted[first:last])
 
 
-def check_what_is_read() -> None:
+def test_what_is_read() -> None:
     """Prompts that begin read the step's rows and no pages, the others pages and no rows of the step."""
     whole = make_call(SMALL, (1, 35, 1, 4), (1, 35, 1, 4))
     exact = exactly(whole)
@@ -86,7 +82,7 @@ def check_what_is_read() -> None:
         assert (expanded_cuda.attend(LatentCall(q, unread, weight, batch, spec)) - exact).abs().max() < 2e-5
 
 
-def check_rows_that_stay() -> None:
+def test_rows_that_stay() -> None:
     """Each form's kernel leaves the rows of the other's prompts as they are."""
     call = make_call(SMALL, (5, 34, 7), (20, 34, 7))
     q, row, weight, batch, spec = call
@@ -103,7 +99,7 @@ def check_rows_that_stay() -> None:
     assert (found - exactly(call))[begun].abs().max() < 2e-5
 
 
-def check_padding() -> None:
+def test_padding() -> None:
     """Rows of a sequence of length 0, to which padding belongs, are zeros beside prompts of every kind."""
     for total in ((1, 40, 7), (9, 50, 7)):
         q, row, weight, batch, spec = make_call(SMALL, (1, 40, 7), total)
@@ -125,7 +121,7 @@ def check_padding() -> None:
             assert (found - exact).abs().max() < 2e-5
 
 
-def check_rows() -> None:
+def test_rows() -> None:
     """Both rotations and the write, against what runs on a CPU."""
     on_cuda = (one for one in latent_write.implementations if one.device == "cuda")
     implementations = {one.name: latent_write.of_arguments(one.run) for one in on_cuda}
@@ -148,7 +144,7 @@ def check_rows() -> None:
             assert torch.allclose(one, other, rtol=0, atol=1e-6, equal_nan=True)
 
 
-def check_far_heads() -> None:
+def test_far_heads() -> None:
     """Heads of a long step are so far apart that 32 bits do not count the elements between them. The memory between
     them is never touched."""
     dims = Dims(heads=3, nope=4, rope=2, rank=16, value=4)
@@ -167,28 +163,33 @@ def check_far_heads() -> None:
     assert torch.equal(out, expected)
 
 
-def main() -> None:
-    prepare_interpreter()
-    check_far_heads()
-    torch.manual_seed(3)
-    torch.set_deterministic_debug_mode("error")  # new memory is filled with what is not a number
-    tiles._SPLIT_ROWS = 32  # so that short sequences are divided
-    check(make_call(DIMS, (1, 1), (1, 77)))
-    check(make_call(MANY, (1,), (37,)))
-    check(make_call(DIMS, (9, 1, 5), (20, 33, 5)))
-    check(with_parts(make_call(MANY, (1, 1, 3), (40, 9, 20)), 2, recorded=False))
-    check(with_parts(make_call(DIMS, (1, 1, 5), (40, 9, 20)), 2, recorded=True))
-    # Longer than a tile of queries, begun before and now, and a prompt of one token.
-    check_expanded(make_call(SMALL, (70, 1, 33), (70, 1, 34)))
-    for recorded in (False, True):
-        check_expanded(with_parts(make_call(SMALL, (1, 67, 1, 8), (9, 67, 1, 8)), 1, recorded=recorded))
-        check_expanded(with_parts(make_call(SMALL, (1, 1, 35, 9), (40, 9, 35, 20)), 2, recorded=recorded))
-    check_what_is_read()
-    check_rows_that_stay()
-    check_padding()
-    check_fixed_bits()
-    check_rows()
+def parted(dims: Dims, new: tuple[int, ...], total: tuple[int, ...], decodes: int, recorded: bool) -> Call:
+    return with_parts(make_call(dims, new, total), decodes, recorded=recorded)
 
 
-if __name__ == "__main__":
-    main()
+STEPS = [
+    make_call(DIMS, (1, 1), (1, 77)),
+    make_call(MANY, (1,), (37,)),
+    make_call(DIMS, (9, 1, 5), (20, 33, 5)),
+    parted(MANY, (1, 1, 3), (40, 9, 20), 2, False),
+    parted(DIMS, (1, 1, 5), (40, 9, 20), 2, True),
+]
+# Longer than a tile of queries, begun before and now, and a prompt of one token.
+EXPANDED = [make_call(SMALL, (70, 1, 33), (70, 1, 34))]
+EXPANDED += [parted(SMALL, (1, 67, 1, 8), (9, 67, 1, 8), 1, recorded) for recorded in (False, True)]
+EXPANDED += [parted(SMALL, (1, 1, 35, 9), (40, 9, 35, 20), 2, recorded) for recorded in (False, True)]
+
+
+@pytest.mark.parametrize("call", STEPS)
+def test_every_kernel(call: Call) -> None:
+    check(call)
+
+
+@pytest.mark.parametrize("call", EXPANDED)
+def test_expanded_prompts(call: Call) -> None:
+    assert (expanded_cuda.attend(LatentCall(*call)) - exactly(call)).abs().max() < 2e-5
+
+
+@pytest.fixture(autouse=True)
+def _short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "_SPLIT_ROWS", 32)  # so that short sequences are divided

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -240,10 +237,3 @@ def test_keys_of_all_heads_end_alike() -> None:
     assert torch.equal(keys[:, 0, 10:], row[:, 24:])
     assert torch.equal(keys[:, 4, 10:], row[:, 24:])
     assert values.shape == (6, 5, 14)
-
-
-def test_the_kernels_agree_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-m", "tests.kernels.latent.interpreted"], env=environment, check=False)
-    assert done.returncode == 0

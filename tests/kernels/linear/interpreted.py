@@ -1,4 +1,4 @@
-"""The Triton kernels of packed weights in Triton's interpreter, against references: run by `test_packed_linear`.
+"""The Triton kernels of packed weights in Triton's interpreter, against references: run by `test_interpreted`.
 
 In float32, of 2:4 sparsity and of one row by int4 in float16: the interpreter computes nothing in bfloat16. It knows no
 assembly; that of one row by int4 is run here by `assembly.run`.
@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,7 +36,6 @@ from strata.kernels.quant.round_rows import round_rows
 from strata.kernels.quant.schemes import SPARSITIES
 from strata.kernels.quant.two_of_four import least_two_of_four
 from strata.kernels.triton_import import tl
-from tests.kernels.interpreter import prepare_interpreter
 from tests.kernels.linear import assembly
 
 GEMV = SkinnyTile("gemv", 32, 64, 4)
@@ -83,7 +83,7 @@ def few(weight: PackedWeight, tile: SkinnyTile, dtype: torch.dtype = torch.float
     close(found, F.silu(scaled[:, : out // 2]) * scaled[:, out // 2 :])
 
 
-def one_row_by_halves() -> None:
+def test_one_row_by_halves() -> None:
     """With and without zeros, groups of columns and rows, scales of rows; columns past the last one; edges of tiles."""
     x = torch.randn(1, 2 * 192)[:, 192:]
     residual, norm_weight, squares = torch.randn(1, 40), torch.randn(40), torch.rand(1, 5)
@@ -102,7 +102,7 @@ def one_row_by_halves() -> None:
             close(found, F.silu(scaled[:, :20]) * scaled[:, 20:])
 
 
-def one_row_in_integers() -> None:
+def test_one_row_in_integers() -> None:
     """Exact where 16 bits hold 32 columns; else within what the kernel says, of numbers of any range; NaN stays NaN."""
     weight = pack(torch.randn(6, 192), Scheme("int4", 1, 64))
     units = torch.tensor([1, 2, 1, 0.5, -0.0, 1]).repeat_interleave(32)
@@ -144,7 +144,7 @@ def _run_assembly(_: Any, text: str, constraints: str, operands: Sequence[Any], 
     return SimpleNamespace(get_result=made.__getitem__)
 
 
-def rounding() -> None:
+def test_rounding() -> None:
     """Integers to the bit; of floats the interpreter itself rounds some otherwise than torch and the hardware."""
     x = torch.randn(3, 300)[:, :150] * torch.tensor([1.0, 1e-30, 0.0])[:, None]
     cases = (("int8", 0, None), ("int8", 128, None), ("e4m3", 0, None), ("e4m3", 64, None))
@@ -165,7 +165,7 @@ def rounding() -> None:
             identical(many_rows._round(x, "int8", 0, static), round_rows.reference(x, "int8", 0, static))
 
 
-def rounding_where_rows_are_made() -> None:
+def test_rounding_where_rows_are_made() -> None:
     """To the bit what the kernels make one after the other."""
     gate, up = torch.randn(5, 2 * 150).split(150, 1)
     weight = torch.randn(150)
@@ -187,7 +187,7 @@ def identical(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
         assert torch.equal(one.float(), other.float())
 
 
-def two_of_four() -> None:
+def test_two_of_four() -> None:
     """Also a matrix of fours with one value or none; tiles of one part of the columns and of two."""
     matrix = torch.randn(40, 2 * WIDTH) / 8
     matrix.masked_fill_(least_two_of_four(matrix.abs()), 0.0)[3, 5:30] = 0
@@ -197,7 +197,7 @@ def two_of_four() -> None:
     few(weight, replace(DOT, width=128, splits=2, rows=2), torch.float16)
 
 
-def products() -> None:
+def test_products() -> None:
     """Several tiles of rows and columns, with edges; x rounded by the reference, see `rounding`."""
     x, bias = torch.randn(65, 256), torch.randn(80)
     small = Tile(64, 64, 4, 2, 128)
@@ -214,7 +214,7 @@ def products() -> None:
         close(found, wanted)
 
 
-def split_products() -> None:
+def test_split_products() -> None:
     """Several tiles of rows and columns, with edges, of one piece and of two or three."""
     x, bias = torch.randn(150, 256), torch.randn(200)
     one, divided = SplitTile(64, 64, 1, 4), SplitTile(64, 64, 2, 4)
@@ -231,21 +231,10 @@ def split_products() -> None:
             close(split_product(values, scales, weight, bias, torch.float32, tile), wanted)
 
 
-if __name__ == "__main__":
-    prepare_interpreter()
-    torch.manual_seed(0)
-    for scheme, tiles in CASES:
-        packed = pack(torch.randn(40, WIDTH) / 8, scheme)
-        for weight in (packed, odd(packed)) if scheme.values == "int4" else (packed,):
-            ordered = dense(weight._replace(order=None))
-            assert torch.equal(dequantize(weight, torch.float32), ordered)
-            for tile in tiles:
-                few(weight, tile)
-    one_row_by_halves()
-    one_row_in_integers()
-    two_of_four()
-    rounding()
-    rounding_where_rows_are_made()
-    products()
-    split_products()
-    print("equal")
+@pytest.mark.parametrize(("scheme", "tiles"), CASES, ids=str)
+def test_few_rows_of_every_kind(scheme: Scheme, tiles: tuple[SkinnyTile, ...]) -> None:
+    packed = pack(torch.randn(40, WIDTH) / 8, scheme)
+    for weight in (packed, odd(packed)) if scheme.values == "int4" else (packed,):
+        assert torch.equal(dequantize(weight, torch.float32), dense(weight._replace(order=None)))
+        for tile in tiles:
+            few(weight, tile)

@@ -1,16 +1,18 @@
-"""The Triton kernels of mixtures in Triton's interpreter, against references: run by `test_interpreted`."""
+"""The Triton kernels of mixtures in Triton's interpreter, against references: run by `test_interpreted`.
+
+In float32: it computes nothing in bfloat16, and knows no assembly."""
 
 from __future__ import annotations
 
 from dataclasses import astuple
 from functools import partial
-from unittest import mock
 
+import pytest
 import torch
+from torch import Tensor
 
 from strata.kernels.activation.clamped_swiglu import Clamp, clamped_swiglu
 from strata.kernels.activation.silu_mul import silu_mul
-from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits
 from strata.kernels.moe import local_order
 from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall
 from strata.kernels.moe.experts import biased_experts, experts
@@ -20,27 +22,31 @@ from strata.kernels.moe.grouped_tiles import GroupedTile
 from strata.kernels.moe.local_order import local_numbers
 from strata.kernels.moe.order import Order
 from strata.kernels.moe.route import SOFTMAX, in_one_launch, route
-from tests.kernels.interpreter import prepare_interpreter
+from strata.kernels.quant.packed import PackedWeight, Scheme, dense, pack, spread
+from strata.kernels.quant.round_rows import round_rows
 
-from .packed_interpreted import packed_products
 from .routes import ROUTES, assert_no_number_leads_astray, assert_routed, assert_ties_go_to_the_lower_number, distinct
 
 
-def routes() -> None:
+def test_routes() -> None:
     for count, per_token, biased, normalized, choice in ROUTES.values():
         bias = torch.randn(count) * 0.3 if biased else None
         how, logits = (per_token, normalized, choice), torch.randn(2, count + 3)[:, 1 : count + 1]
         assert route.bind("cuda").choose(logits, bias, *how).run is in_one_launch
         assert_routed(in_one_launch, logits, bias, *how)
         assert_routed(in_one_launch, logits[:0], bias, *how)
+    assert_routed(in_one_launch, distinct(3, 64, torch.float16, "cpu"), None, 6, True, SOFTMAX)
+    assert_ties_go_to_the_lower_number(in_one_launch, "cpu")
+    for name in ("odd", "V2", "odd groups"):
+        assert_no_number_leads_astray(in_one_launch, "cpu", *ROUTES[name])
 
 
-def orders() -> None:
+def test_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     """As sorted by torch, of few choices and of many."""
     placement, mapping = torch.randint(20, (16, 6), dtype=torch.int32), torch.randint(-1, 2, (50,), dtype=torch.int32)
-    local_order.implementations_for = lambda device: "cuda"  # type: ignore[assignment]
+    monkeypatch.setattr(local_order, "implementations_for", lambda device: "cuda")
     for counts in (False, True):
-        local_order.sorts_by_counting = lambda chosen, counts=counts: counts  # type: ignore[assignment,misc]
+        monkeypatch.setattr(local_order, "sorts_by_counting", lambda chosen, counts=counts: counts)
         for tokens, first, held, *tables in (
             (50, 0, 16),
             (50, 3, 9, None, mapping),
@@ -55,7 +61,8 @@ def orders() -> None:
                 assert torch.equal(mine, other)
 
 
-def products(turned: bool) -> None:
+@pytest.mark.parametrize("turned", [False, True])
+def test_products(turned: bool) -> None:
     """Of experts without rows, with some, and with more than a tile holds; of more experts than a vector of them."""
     for count, tokens, per_token, hidden, out in ((5, 21, 2, 40, 24), (131, 2, 3, 40, 12)):
         chosen = torch.rand(tokens, count - 1).argsort(1)[:, :per_token].contiguous()
@@ -77,7 +84,10 @@ def products(turned: bool) -> None:
             torch.testing.assert_close(plain, given, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-def few_tokens() -> None:
+TILES = ChoiceTile(8, 16, 4), ChoiceTile(8, 16, 4)
+
+
+def test_few_tokens() -> None:
     """Of a token without one of its experts, too; tokens' experts are no power of two."""
     for count, tokens, per_token, hidden, width in ((7, 2, 3, 40, 24), (4, 1, 1, 6, 36)):
         chosen = torch.rand(tokens, count).argsort(1)[:, :per_token].contiguous()
@@ -103,20 +113,100 @@ def few_tokens() -> None:
             close(by_parts(ExpertsCall(x, None, chosen, gate_up, down)), wanted)
 
 
-if __name__ == "__main__":
-    prepare_interpreter()
-    torch.manual_seed(0)
-    orders()
-    routes()
-    # A GPU that launches nothing early, which the interpreter cannot.
-    ampere = DeviceLimits("any", (8, 0), SHARED_BYTES, 108)
-    with mock.patch.object(DeviceLimits, "of", return_value=ampere):
-        for turned in (False, True):
-            products(turned)
-        packed_products()
-        few_tokens()
-    assert_routed(in_one_launch, distinct(3, 64, torch.float16, "cpu"), None, 6, True, SOFTMAX)
-    assert_ties_go_to_the_lower_number(in_one_launch, "cpu")
-    for name in ("odd", "V2", "odd groups"):
-        assert_no_number_leads_astray(in_one_launch, "cpu", *ROUTES[name])
-    print("equal")
+COUNT, TOKENS, PER_TOKEN = 4, 12, 2
+CLAMP = Clamp(1.702, 1.0)
+# Every kind with the steps that take it, of widths that these divide or do not.
+CASES: tuple[tuple[Scheme, int, int], ...] = (
+    (Scheme("e4m3", 1, 0), 80, 32),
+    (Scheme("int8", 0, 0), 64, 32),
+    (Scheme("e4m3", 32, 64), 80, 32),
+    (Scheme("int4", 1, 64), 128, 64),
+    (Scheme("int4", 1, 0), 64, 64),
+    (Scheme("e2m1", 1, 32), 96, 64),
+    (Scheme("e2m1", 1, 16), 64, 64),
+    (Scheme("e2m1", 1, 64), 64, 32),
+)
+
+
+def with_zeros(weight: PackedWeight) -> PackedWeight:
+    return weight._replace(zeros=torch.randint(0, 16, weight.scales.shape, dtype=torch.uint8))
+
+
+def packed_product(weight: PackedWeight, step: int) -> None:
+    """Of experts without rows, with some, and with more than a tile holds; one row is NaN and must not reach others."""
+    chosen = torch.rand(TOKENS, COUNT - 1).argsort(1)[:, :PER_TOKEN].contiguous()
+    order, (_, both, width) = Order.of(chosen, COUNT), weight.shape
+    x, bias, expert = torch.randn(TOKENS, 2 * width)[:, :width], torch.randn(COUNT, both), chosen.flatten()
+    x[0, 1] = torch.nan
+    own, expert = x[order.source // PER_TOKEN], expert[order.source]
+    exact = torch.einsum("rk,rok->ro", own, dense(weight)[expert])
+    tile = GroupedTile(8, 32, step, 2, 2, steps=2 if width > 80 else 1)
+    if width == 80:  # neither fetched nor gated
+        close(grouped_product(own, weight, order.ends, tile=tile), exact)
+    fetched = {"source": order.source, "per_token": PER_TOKEN, "gated": True, "bias": bias, "clamp": CLAMP}
+    gate, up = (exact + bias[expert]).chunk(2, -1)
+    close(grouped_product(x, weight, order.ends, **fetched, tile=tile), clamped_swiglu(gate, up, CLAMP))
+
+
+# Activations likewise, a step of 128 columns; of widths that it divides or does not.
+ROUNDED: tuple[tuple[Scheme, int, bool], ...] = (
+    (Scheme("int8", 1, 0, "row"), 128, True),
+    (Scheme("e4m3", 1, 0, "row"), 144, False),
+    (Scheme("e4m3", 32, 128, "block"), 256, True),
+    (Scheme("int8", 32, 128, "block"), 128, False),
+)
+
+
+def rounded(weight: PackedWeight, turned: bool) -> None:
+    chosen = torch.rand(TOKENS, COUNT - 1).argsort(1)[:, :PER_TOKEN].contiguous()
+    order, (_, both, width) = Order.of(chosen, COUNT), weight.shape
+    bias, expert = torch.randn(COUNT, both), chosen.flatten()[order.source]
+    values, scales = round_rows.reference(torch.randn(TOKENS, width), weight.kind, weight.columns)
+    own = (values.float() * spread(scales, weight.scheme._replace(rows=1), values.shape))[order.source // PER_TOKEN]
+    exact = torch.einsum("rk,rok->ro", own, dense(weight)[expert])
+    tile = GroupedTile(16, 32, 128, 4, 2, turned)
+    if weight.columns == 0:
+        rows = values[order.source // PER_TOKEN], scales[order.source // PER_TOKEN]
+        close(grouped_product(rows[0], weight, order.ends, x_scales=rows[1], dtype=torch.float32, tile=tile), exact)
+    fetched = {"source": order.source, "per_token": PER_TOKEN, "gated": True, "bias": bias, "clamp": CLAMP}
+    gate, up = (exact + bias[expert]).chunk(2, -1)
+    found = grouped_product(values, weight, order.ends, x_scales=scales, dtype=torch.float32, **fetched, tile=tile)
+    close(found, clamped_swiglu(gate, up, CLAMP))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "tokens", "per_token", "hidden", "width"),
+    [(Scheme("e4m3", 1, 0, "row"), 2, 3, 18, 12), (Scheme("int8", 1, 0), 1, 1, 16, 36)],
+)
+def test_few_tokens_of_packed_experts(scheme: Scheme, tokens: int, per_token: int, hidden: int, width: int) -> None:
+    """Of a token without one of its experts and of one that is NaN, too."""
+    count, parts = per_token + 2, (ChoiceTile(8, 16, 4), ChoiceTile(4, 16, 4))
+    chosen = torch.rand(tokens, count).argsort(1)[:, :per_token].contiguous()
+    x, weights = torch.randn(tokens, hidden), torch.rand(tokens, per_token)
+    gate_up, down = (pack(torch.randn(count, *size) / 8, scheme) for size in ((2 * width, hidden), (hidden, width)))
+    given = chosen, *(part._replace(activations="") for part in (gate_up, down))
+    biases = torch.randn(count, 2 * width), torch.randn(count, hidden)
+    x[-1, 0] = torch.nan if tokens > 1 else 0.0
+    wanted = biased_experts.reference(x, weights, *given, *biases, CLAMP)
+    close(by_choices(BiasedExpertsCall(x, weights, chosen, gate_up, down, *biases, CLAMP), parts), wanted)
+    chosen[0, -1] = -1
+    for factors in (weights, *(None,) * (per_token == 1)):
+        wanted = experts.reference(x, factors, *given, tokens * per_token - 1)
+        close(by_choices(ExpertsCall(x, factors, chosen, gate_up, down), parts), wanted)
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    atol = 2e-5 * wanted.nan_to_num().abs().max().item()
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=atol, equal_nan=True)
+
+
+@pytest.mark.parametrize(("scheme", "width", "step"), CASES, ids=str)
+def test_packed_products(scheme: Scheme, width: int, step: int) -> None:
+    packed = pack(torch.randn(COUNT, 48, width) / 8, scheme)
+    for weight in (packed, with_zeros(packed)) if scheme.values == "int4" else (packed,):
+        packed_product(weight, step)
+
+
+@pytest.mark.parametrize(("scheme", "width", "turned"), ROUNDED, ids=str)
+def test_rounded_products(scheme: Scheme, width: int, turned: bool) -> None:
+    rounded(pack(torch.randn(COUNT, 64, width) / 8, scheme), turned)

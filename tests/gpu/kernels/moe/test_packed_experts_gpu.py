@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata.hardware.replay import time_replayed
 from strata.kernels.activation.clamped_swiglu import Clamp
 from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall
 from strata.kernels.moe.experts import CHOICES, CONVERTED, FROZEN, ROUNDED, biased_experts, experts, local_experts
@@ -21,6 +19,7 @@ from strata.kernels.moe.order import Order
 from strata.kernels.quant.packed import PackedWeight, Scheme, dense, pack, spread
 from strata.kernels.quant.round_rows import round_rows
 from strata.kernels.quant.schemes import SCHEMES
+from tests.gpu.tensors import assert_a_chain_waits, assert_near, assert_within, draw
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
@@ -34,10 +33,6 @@ OTHERS = {
 }
 ALL = dict(SCHEMES) | OTHERS
 CLAMP = Clamp(1.702, 7.0)
-
-
-def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(*shape, device="cuda").to(dtype)
 
 
 def draw_weight(count: int, out: int, width: int, scheme: Scheme) -> PackedWeight:
@@ -61,18 +56,23 @@ def uneven(tokens: int, count: int, per_token: int) -> Tensor:
     return logits.topk(per_token).indices
 
 
-def assert_near(result: Tensor, exact: Tensor) -> None:
-    """One rounding to the dtype, beside what sums in float32 lose."""
-    assert result.isfinite().all()
-    rtol = 0.55 * torch.finfo(result.dtype).eps
-    torch.testing.assert_close(result.double(), exact, rtol=rtol, atol=1e-4 * exact.abs().max().item())
-
-
 def tiles(weight: PackedWeight, gated: bool) -> list[GroupedTile]:
     """Those of the rule for any number of rows."""
     count = weight.shape[0]
     found = (choose_tile(each * count, weight, gated=gated) for each in (1, 8, 20, 40, 200))
     return [fitting(tile, weight, gated=gated) for tile in found if tile is not None]
+
+
+def exact_product(rows: Tensor, weight: PackedWeight, order: Order, bias: Tensor) -> Tensor:
+    """Of rows in the order of their experts, in float64."""
+    plain, spans = dense(weight).double(), enumerate(pairwise([0, *order.ends.tolist()]))
+    return torch.cat([rows[start:end] @ plain[one].t() + bias[one].double() for one, (start, end) in spans])
+
+
+def clamped(exact: Tensor) -> Tensor:
+    gate, up = exact.chunk(2, -1)
+    gate, up = gate.clamp(max=CLAMP.limit), up.clamp(-CLAMP.limit, CLAMP.limit)
+    return (up + 1) * gate * torch.sigmoid(CLAMP.alpha * gate)
 
 
 @pytest.mark.parametrize(
@@ -85,21 +85,13 @@ def test_products_in_every_tile(name: str, out: int, width: int) -> None:
     weight = draw_weight(count, 2 * out, width, ALL[name])
     order = Order.of(uneven(tokens, count, per_token), count)
     x, bias = draw(tokens, 2 * width)[:, width:], draw(count, 2 * out)
-    rows, ends, plain = x[order.source // per_token], order.ends.tolist(), dense(weight).double()
-    exact = torch.cat(
-        [
-            rows[start:end].double() @ plain[expert].t() + bias[expert].double()
-            for expert, (start, end) in enumerate(pairwise([0, *ends]))
-        ]
-    )
+    rows = x[order.source // per_token]
+    exact = exact_product(rows.double(), weight, order, bias)
     for tile in tiles(weight, gated=False):
         assert_near(grouped_product(rows, weight, order.ends, bias=bias, tile=tile), exact)
-    gate, up = exact.chunk(2, -1)
-    gate, up = gate.clamp(max=CLAMP.limit), up.clamp(-CLAMP.limit, CLAMP.limit)
-    clamped = (up + 1) * gate * torch.sigmoid(CLAMP.alpha * gate)
     fetched: dict[str, Any] = {"source": order.source, "per_token": per_token, "gated": True, "bias": bias}
     for tile in tiles(weight, gated=True):
-        assert_near(grouped_product(x, weight, order.ends, **fetched, clamp=CLAMP, tile=tile), clamped)
+        assert_near(grouped_product(x, weight, order.ends, **fetched, clamp=CLAMP, tile=tile), clamped(exact))
 
 
 @pytest.mark.parametrize(
@@ -114,31 +106,22 @@ def test_products_in_8_bits_in_every_tile(name: str, out: int, width: int) -> No
     count, per_token, tokens = 6, 2, 200
     weight = draw_weight(count, 2 * out, width, ALL[name])
     order = Order.of(uneven(tokens, count, per_token), count)
-    bias, ends, plain = draw(count, 2 * out), order.ends.tolist(), dense(weight).double()
+    bias, token = draw(count, 2 * out), order.source // per_token
     values, scales = round_rows(draw(tokens, width), weight.kind, weight.columns)
     wide = values.double() * spread(scales, weight.scheme._replace(rows=1), values.shape)
-    token = order.source // per_token
-    exact = torch.cat(
-        [
-            wide[token[start:end]] @ plain[expert].t() + bias[expert].double()
-            for expert, (start, end) in enumerate(pairwise([0, *ends]))
-        ]
-    )
+    exact = exact_product(wide[token], weight, order, bias)
     # Sums of products of 8-bit floats have some 14 bits, within a block.
     bound = {"fp8": 1e-2, "int8": 2e-3}.get(name, 5e-3)
-    gate, up = exact.chunk(2, -1)
-    gate, up = gate.clamp(max=CLAMP.limit), up.clamp(-CLAMP.limit, CLAMP.limit)
-    clamped = (up + 1) * gate * torch.sigmoid(CLAMP.alpha * gate)
     fetched: dict[str, Any] = {"source": order.source, "per_token": per_token, "gated": True, "clamp": CLAMP}
     for each in (4, 20, 40, 200):
         for gated in (False, True):
             tile = choose_tile(each * count, weight, gated=gated, rounded=True)
-            x, own = (values, scales) if gated else (values[token], scales[token])
-            more: dict[str, Any] = {"x_scales": own, "dtype": torch.bfloat16} | (fetched if gated else {})
-            found = grouped_product(x, weight, order.ends, bias=bias, tile=tile, **more)
-            wanted = clamped if gated else exact
-            assert found.isfinite().all()
-            assert (found.double() - wanted).norm() <= bound * wanted.norm(), tile
+            rows = (values, scales) if gated else (values[token], scales[token])
+            more: dict[str, Any] = fetched if gated else {}
+            found = grouped_product(
+                rows[0], weight, order.ends, x_scales=rows[1], dtype=torch.bfloat16, bias=bias, tile=tile, **more
+            )
+            assert_within(found, clamped(exact) if gated else exact, bound)
 
 
 def given(name: str, tokens: int, count: int, per_token: int, hidden: int, width: int) -> list[Any]:
@@ -171,8 +154,7 @@ def assert_right(operation: Any, arguments: list[Any], name: str) -> None:
         exact = operation.reference(arguments[0].float(), *arguments[1:])
     else:
         exact = operation.reference(*in_float64(arguments))
-    assert result.isfinite().all()
-    assert (result.double() - exact).norm() <= BOUNDS[name] * exact.norm()
+    assert_within(result, exact, BOUNDS[name])
     assert torch.equal(chosen.run(*operation.given(*arguments)), result)
 
 
@@ -226,11 +208,11 @@ def test_choices(
     biases = draw(count, 2 * width) / 4, draw(count, hidden) / 4
     found = by_choices(BiasedExpertsCall(*arguments, *biases, CLAMP), parts)
     exact = biased_experts.reference(*in_float64([*arguments, *biases]), CLAMP)
-    assert (found.double() - exact).norm() <= bound * exact.norm()
+    assert_within(found, exact, bound)
     arguments[2][0, -1] = -1
     found = by_choices(ExpertsCall(*arguments), parts)
     exact = experts.reference(*in_float64(arguments), tokens * per_token - 1)
-    assert (found.double() - exact).norm() <= bound * exact.norm()
+    assert_within(found, exact, bound)
 
 
 def test_tokens_with_fewer_experts_and_columns_in_an_order_of_their_own() -> None:
@@ -280,20 +262,5 @@ def test_what_no_kernel_reads_is_served_in_floats() -> None:
 @pytest.mark.parametrize("tokens", [1, 16, 512])
 def test_recorded_layers_give_the_same_bits(name: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # to poison the results would put kernels between the launches
-    layers = [given(name, tokens, 16, 4, 512, 256)[1:] for _ in range(3)]
-    x, run = draw(tokens, 512), experts.bind("cuda", packed=True)
-    eager = x
-    for layer in layers:
-        eager = run(eager, *layer)
-        torch.cuda.synchronize()
-    results: list[Tensor] = []
-
-    def chain(into: list[Tensor]) -> None:
-        last = x
-        for layer in layers:
-            last = run(last, *layer)
-        into.append(last)
-
-    time_replayed([partial(chain, results)], repeats=20)
-    for result in (results[0], results[-1]):
-        assert torch.equal(result, eager)
+    layers = [tuple(given(name, tokens, 16, 4, 512, 256)[1:]) for _ in range(3)]
+    assert_a_chain_waits(experts.bind("cuda", packed=True), draw(tokens, 512), layers)

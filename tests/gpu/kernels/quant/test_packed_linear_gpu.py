@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.split_products import candidates
-from strata.hardware.replay import time_replayed
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.packed.few_rows import chosen_tile, dot_shapes, dot_tiles, packed_tile
@@ -21,10 +17,13 @@ from strata.kernels.linear.silu_mul import linear_silu_mul
 from strata.kernels.linear.skinny import SkinnyProduct, multiply
 from strata.kernels.linear.skinny_tiles import PACKED_IMPLEMENTATION, SkinnyTile
 from strata.kernels.quant.dequantize import dequantize
+from strata.kernels.quant.expand import can_expand, expand_on_device
 from strata.kernels.quant.packed import PackedWeight, Scheme, dense, pack, round_activations
 from strata.kernels.quant.round_rows import round_rows
-from strata.kernels.quant.schemes import SCHEMES
+from strata.kernels.quant.schemes import SCHEMES, SPARSITIES
+from strata.kernels.quant.two_of_four import least_two_of_four
 from strata.kernels.split_counters import split_counters
+from tests.gpu.tensors import assert_a_chain_waits, assert_near, assert_within, draw
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
@@ -39,15 +38,23 @@ OTHERS = {
     "int8 in groups": Scheme("int8", 1, 128),
 }
 ALL = dict(SCHEMES) | OTHERS
+SPARSE = SPARSITIES["2:4"]
 
 
-def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(*shape, device="cuda").to(dtype)
-
-
-def draw_weight(out: int, width: int, scheme: Scheme) -> PackedWeight:
+def draw_weight(out: int, width: int, scheme: Scheme, dtype: torch.dtype = torch.bfloat16) -> PackedWeight:
+    """dtype: of sparse ones."""
+    if scheme == SPARSE:
+        return pack(draw_sparse(out, width, dtype), SPARSE)
     weight = torch.randn(out, width, device="cuda") * torch.randn(out, 1, device="cuda").exp() * width**-0.5
     return pack(weight, scheme)
+
+
+def draw_sparse(out: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Dense; some fours have one value or none."""
+    weight = draw(out, width, dtype=dtype) * width**-0.5
+    weight = weight.masked_fill(least_two_of_four(weight.abs()), 0.0)
+    weight[:, : width // 8].masked_fill_(torch.rand(out, width // 8, device="cuda") < 0.5, 0.0)
+    return weight
 
 
 def odd(weight: PackedWeight, zeros: torch.dtype = torch.uint8) -> PackedWeight:
@@ -60,13 +67,6 @@ def exact_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) ->
     return F.linear(x.double(), dense(weight).double(), None if bias is None else bias.double())
 
 
-def assert_near(result: Tensor, exact: Tensor) -> None:
-    """One rounding to the dtype, beside what sums in float32 lose."""
-    assert result.isfinite().all()
-    rtol = 0.55 * torch.finfo(result.dtype).eps
-    torch.testing.assert_close(result.double(), exact, rtol=rtol, atol=1e-4 * exact.abs().max().item())
-
-
 def limits() -> DeviceLimits:
     return DeviceLimits.of(torch.device("cuda", torch.cuda.current_device()))
 
@@ -74,22 +74,30 @@ def limits() -> DeviceLimits:
 def tiles(rows: int, weight: PackedWeight) -> list[SkinnyTile]:
     """That of the rule, and of each shape that it may choose the one that divides columns among most programs."""
     out, width = weight.shape
-    group = weight.columns if weight.columns < width else 0
+    group = weight.columns if weight.columns < width and weight.scheme != SPARSE else 0
     asked = (rows, out, width, weight.kind, group)
     found = [packed_tile(*asked, limits())]
     found += [tile for shape in dot_shapes(rows) for tile in dot_tiles(shape, *asked)[-1:]]
     return [tile for tile in found if tile is not None]
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    [*((scheme, torch.bfloat16) for scheme in (*ALL.values(), SPARSE)), (SPARSE, torch.float16)],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("out", "width", "several"), [(1008, 2048, (1, 3, 16, 200)), (33, 4096, (2, 30)), (4096, 14336, (1, 64))]
 )
-def test_few_rows_in_every_shape_of_tile(name: str, out: int, width: int, several: tuple[int, ...]) -> None:
-    weight, bias = draw_weight(out, width, ALL[name]), draw(out)
+def test_few_rows_in_every_shape_of_tile(
+    scheme: Scheme, dtype: torch.dtype, out: int, width: int, several: tuple[int, ...]
+) -> None:
+    weight, bias = draw_weight(out, width, scheme, dtype), draw(out, dtype=dtype)
     for rows in several:
-        x = draw(rows, 2 * width)[:, width:]
+        x = draw(rows, 2 * width, dtype=dtype)[:, width:]
         exact = exact_linear(x, weight, bias)
+        if scheme == SPARSE:
+            assert linear.bind("cuda", packed=True).choose(x, weight, bias).name == PACKED_IMPLEMENTATION
         found = tiles(rows, weight)
         assert found
         for tile in found:
@@ -128,16 +136,16 @@ def test_zeros_and_orders_of_columns(name: str, zeros: torch.dtype) -> None:
     whole = odd(draw_weight(272, 1024, ALL["int8_weights"]))
     assert torch.equal(dequantize(whole, torch.float32), dense(whole._replace(order=None)))
     exact = exact_linear(x, whole)
-    assert (linear(x, whole, None).double() - exact).norm() <= 5e-3 * exact.norm()
+    assert_within(linear(x, whole, None), exact, 5e-3)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("scheme", [*ALL.values(), SPARSE], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 16, 50, 256])
-def test_what_products_end_in(name: str, rows: int) -> None:
+def test_what_products_end_in(scheme: Scheme, rows: int) -> None:
     """By the registry: a residual and a norm, a norm's scale, gates."""
     hidden, inner = 1024, 1536
     x, residual, norm_weight = draw(rows, inner), draw(rows, hidden + 24)[:, 8 : hidden + 8], draw(hidden)
-    down, gate_up = draw_weight(hidden, inner, ALL[name]), draw_weight(2 * inner, hidden, ALL[name])
+    down, gate_up = draw_weight(hidden, inner, scheme), draw_weight(2 * inner, hidden, scheme)
     bias = draw(2 * inner)
     total, weighted, squares = linear_add(x, down, None, residual, norm_weight)
     assert (
@@ -152,8 +160,8 @@ def test_what_products_end_in(name: str, rows: int) -> None:
     gated = F.silu(exact[:, :inner]) * exact[:, inner:]
     assert_near(scaled_linear_silu_mul(weighted, squares, EPS, gate_up, bias), gated)
     plain = exact_linear(weighted, gate_up, bias)
-    few = linear_silu_mul.bind("cuda", packed=True).choose(weighted, gate_up, bias).name == PACKED_IMPLEMENTATION
-    if few:
+    chosen = linear_silu_mul.bind("cuda", packed=True).choose(weighted, gate_up, bias).name
+    if scheme == SPARSE or chosen == PACKED_IMPLEMENTATION:
         wanted = F.silu(plain[:, :inner]) * plain[:, inner:]
         assert_near(linear_silu_mul(weighted, gate_up, bias), wanted)
 
@@ -209,8 +217,7 @@ def test_many_rows_in_8_bits(name: str, static: float | None, rows: int, out: in
     rows_read = round_activations(x.cpu(), weight.scheme, static).cuda().double()
     exact = F.linear(rows_read, dense(weight).double(), bias.double())
     result = chosen.run(x, weight, bias)
-    assert result.isfinite().all()
-    assert (result.double() - exact).norm() <= ROUNDED[chosen.name] * exact.norm()
+    assert_within(result, exact, ROUNDED[chosen.name])
     if name == "int8":
         assert_near(result, exact)
     gated = linear_silu_mul(x, weight, bias)
@@ -246,16 +253,16 @@ def test_many_rows_with_the_weight_in_floats(name: str) -> None:
     chosen = linear.bind("cuda", packed=True).choose(x, weight, bias)
     assert chosen.name == "dequantized, cublas"
     exact = exact_linear(x, weight, bias)
-    assert (chosen.run(x, weight, bias).double() - exact).norm() <= 5e-3 * exact.norm()
+    assert_within(chosen.run(x, weight, bias), exact, 5e-3)
 
 
-@pytest.mark.parametrize("name", ["fp8", "int4", "fp8_block"])
-def test_bits_of_rows_in_any_company(name: str) -> None:
-    weight, x = draw_weight(520, 1024, ALL[name]), draw(300, 1024)
+@pytest.mark.parametrize("scheme", [*(ALL[name] for name in ("fp8", "int4", "fp8_block")), SPARSE], ids=str)
+def test_bits_of_rows_in_any_company(scheme: Scheme) -> None:
+    weight, x = draw_weight(520, 1024, scheme), draw(300, 1024)
     bound = linear.bind("cuda", deterministic=True, packed=True)
     together = bound(x, weight, None)
     exact = exact_linear(x, weight)
-    assert (together.double() - exact).norm() <= 5e-3 * exact.norm()
+    assert_within(together, exact, 5e-3)
     for rows in (1, 2, 65, 129):
         assert torch.equal(bound(x[:rows], weight, None), together[:rows])
 
@@ -271,7 +278,7 @@ def test_what_kernels_cannot_read_is_served_in_floats() -> None:
         weight, x = draw_weight(40, width, scheme), draw(5, width, dtype=dtype)
         assert linear.bind("cuda", packed=True).choose(x, weight, None).name == "dequantized, cublas"
         exact = exact_linear(x, weight)
-        assert (linear(x, weight, None).double() - exact).norm() <= 1e-2 * exact.norm()
+        assert_within(linear(x, weight, None), exact, 1e-2)
 
 
 def test_empty_and_leading_dimensions() -> None:
@@ -281,29 +288,63 @@ def test_empty_and_leading_dimensions() -> None:
     assert linear(x[:0], weight, None).shape == (0, 5, 96)
 
 
-@pytest.mark.parametrize("name", ["fp8", "int8", "int4", "fp8_block", "nvfp4"])
-@pytest.mark.parametrize("rows", [1, 16, 64, 512])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("out", "width"), [(1, 8), (33, 264), (1000, 1056), (4096, 14336)])
+def test_expanded_sparse_weights_are_the_dense_ones_to_the_bit(dtype: torch.dtype, out: int, width: int) -> None:
+    plain = draw_sparse(out, width, dtype)
+    weight = pack(plain, SPARSE)
+    assert can_expand(weight)
+    assert torch.equal(expand_on_device(weight), plain)
+    assert torch.equal(dense(weight, dtype), plain)
+
+
+@pytest.mark.parametrize(("rows", "out", "width"), [(257, 1024, 3072), (1000, 272, 1040), (32769, 512, 1024)])
+def test_many_rows_over_the_dense_weight_of_a_sparse_one(rows: int, out: int, width: int) -> None:
+    plain, x, bias = draw_sparse(out, width, torch.bfloat16), draw(rows, width), draw(out)
+    weight = pack(plain, SPARSE)
+    chosen = linear.bind("cuda", packed=True).choose(x, weight, bias)
+    assert chosen.name == "2:4 expanded, cublas"
+    assert torch.equal(chosen.run(x, weight, bias), F.linear(x, plain, bias))
+
+
+def test_sparse_weights_that_kernels_cannot_read_are_served_in_floats() -> None:
+    """Widths that fill no block, another type, leading dimensions, no rows."""
+    for width, dtype in ((104, torch.bfloat16), (1024, torch.float32)):
+        weight = pack(draw_sparse(40, width, dtype), SPARSE)
+        x = draw(3, 5, width, dtype=dtype)
+        exact = exact_linear(x, weight)
+        assert_within(linear(x, weight, None), exact, 1e-2)
+        assert linear(x[:0], weight, None).shape == (0, 5, 40)
+
+
+def test_many_rows_of_a_sparse_weight_in_parts() -> None:
+    hidden, inner, rows = 1024, 1536, 300
+    x, residual, norm_weight = draw(rows, inner), draw(rows, hidden + 24)[:, 8 : hidden + 8], draw(hidden)
+    down, gate_up, bias = draw_weight(hidden, inner, SPARSE), draw_weight(2 * inner, hidden, SPARSE), draw(2 * inner)
+    total, weighted, squares = linear_add(x, down, None, residual, norm_weight)
+    torch.testing.assert_close(total.double(), exact_linear(x, down) + residual.double(), rtol=2e-2, atol=2e-2)
+    scale = torch.rsqrt(squares.double().sum(-1, keepdim=True) / hidden + EPS)
+    exact, plain = exact_linear(weighted, gate_up) * scale + bias.double(), exact_linear(weighted, gate_up, bias)
+    gated, alone = (F.silu(one[:, :inner]) * one[:, inner:] for one in (exact, plain))
+    assert_within(scaled_linear(weighted, squares, EPS, gate_up, bias), exact, 1e-2)
+    assert_within(scaled_linear_silu_mul(weighted, squares, EPS, gate_up, bias), gated, 1e-2)
+    assert_within(linear_silu_mul(weighted, gate_up, bias), alone, 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rows"),
+    [
+        *((ALL[name], rows) for name in ("fp8", "int8", "int4", "fp8_block", "nvfp4") for rows in (1, 16, 64, 512)),
+        *((SPARSE, rows) for rows in (1, 300, 4096)),
+    ],
+    ids=str,
+)
 def test_a_recorded_chain_reads_what_the_launch_before_wrote(
-    name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+    scheme: Scheme, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()  # to poison the results would put kernels between the launches
-    weights = [draw_weight(2048, 2048, ALL[name]) for _ in range(5)]
+    weights = [draw_weight(2048, 2048, scheme) for _ in range(5)]
     x = draw(rows, 2048)
-    run: Callable[..., Tensor] = linear.bind("cuda", packed=True)
     if rows <= 16:  # each waits for the one before it
         assert chosen_tile(x, weights[0]) is not None
-    eager = x
-    for weight in weights:
-        eager = run(eager, weight, None)
-        torch.cuda.synchronize()
-    results: list[Tensor] = []
-
-    def chain(into: list[Tensor]) -> None:
-        last = x
-        for weight in weights:
-            last = run(last, weight, None)
-        into.append(last)
-
-    time_replayed([partial(chain, results)], repeats=20)
-    for result in (results[0], results[-1]):
-        assert torch.equal(result, eager)
+    assert_a_chain_waits(linear.bind("cuda", packed=True), x, [(weight, None) for weight in weights])

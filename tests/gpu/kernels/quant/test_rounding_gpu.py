@@ -1,15 +1,19 @@
-"""Rows that are rounded where they are made, on CUDA: the bits of the operations one after the other."""
+"""Rows that are rounded where they are made, alone and in steps, and rounded parts of sums over ranks, on CUDA."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from strata.graph.walk import operation_counts
 from strata.kernels.activation.rounded_silu_mul import silu_mul_round
 from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.collective.rounded_parts import GROUP, part_bytes, round_parts, sum_parts, widen_parts
+from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.rounded_linear import rounded_linear
 from strata.kernels.norm.norm import add_rms_norm, rms_norm
@@ -19,6 +23,12 @@ from strata.kernels.op import Operation
 from strata.kernels.quant.packed import pack
 from strata.kernels.quant.round_rows import round_rows
 from strata.kernels.quant.schemes import SCHEMES
+from strata.models.config import config_from_dict
+from strata.models.families import build
+from tests.dummies import randomize
+from tests.engine.program.programs import graph_of, replayed, step_program
+from tests.gpu.tensors import draw
+from tests.models.batches import packed, random_sequences
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
@@ -27,10 +37,6 @@ EPS = 1e-5
 WAYS = [
     ("e4m3", 0, None), ("int8", 0, None), ("e4m3", 128, None), ("int8", 128, None), ("e4m3", 0, 0.01), ("int8", 0, 0.02)
 ]  # fmt: skip
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, device="cuda").bfloat16()
 
 
 def run(operation: Operation, *arguments: Any) -> Any:
@@ -95,3 +101,70 @@ def test_products_of_rounded_rows_have_the_bits_of_others(rows: int, scheme: str
         assert chosen.name == linear.bind("cuda", packed=True).choose(x, weight, added).name
         found = chosen.run(*rounded_linear.given(values, scales, weight, added, x.dtype))
         assert torch.equal(found, linear.bind("cuda", packed=True)(x, weight, added))
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 512,
+    "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8", "fp8_block"])
+def test_steps_of_many_rows_have_the_bits_of_others(scheme: str) -> None:
+    model = build(config_from_dict(LLAMA)).requires_grad_(False)
+    randomize(model, 0)
+    model = model.bfloat16().cuda()
+    names = [name for name, one in model.named_parameters() if one.dim() == 2 and "proj" in name]
+    weights = {name: pack(model.get_parameter(name).data.cpu(), SCHEMES[scheme]).to("cuda") for name in names}
+    limits = DeviceLimits.of(torch.device("cuda", torch.cuda.current_device()))
+    graphs = step_program(model, "cuda", deterministic=False, limits=limits, target={"packed": weights})
+    assert graphs.variant("rounded_logits") is not None
+    assert operation_counts(graph_of(graphs, "rounded_logits"))["rounded_linear"] == 4
+    batch = packed(random_sequences(512, (90, 40)))
+    moved = {name: getattr(batch, name).cuda() for name in ("tokens", "positions", "offsets")}
+    batch, rows = replace(batch, **moved), torch.tensor([89, 129], dtype=torch.int32, device="cuda")
+    with torch.inference_mode():
+        wanted, found = graphs.logits(batch, rows), replayed(graphs, 130)(batch, rows)
+    assert wanted.isfinite().all()
+    assert torch.equal(found, wanted)
+
+
+def same(found: Tensor, wanted: Tensor, width: int) -> bool:
+    """But for signs of zeros, and what fills parts up."""
+    behind = -(-width // 16) * 16
+    exponents = slice(behind, behind - (-width // GROUP))
+    assert found.shape[2] == wanted.shape[2] == part_bytes(width)
+    values, others = (one[..., :width].cpu().contiguous().view(torch.float8_e4m3fn).float() for one in (found, wanted))
+    return torch.equal(found[..., exponents].cpu(), wanted[..., exponents]) and torch.equal(values, others)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("ranks", "width", "rows"), [(2, 2048, 1024), (8, 512, 77), (2, 300, 5), (3, 7, 9)])
+def test_kernels_have_the_bits_of_their_references(ranks: int, width: int, rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    parts = [
+        (torch.randn(rows, ranks * width) * torch.randn(rows, ranks * width).exp()).to(dtype) for _ in range(ranks)
+    ]
+    parts[0][1], parts[0][2, 3], parts[1][4, 0] = 0.0, float("inf"), float("nan")
+    sent = [round_parts.reference(part, ranks) for part in parts]
+    for part, wanted in zip(parts, sent, strict=True):
+        # A view whose rows lie further apart, as those of a product with more columns.
+        wide = torch.zeros(rows, ranks * width + 16, dtype=dtype, device="cuda")
+        wide[:, : ranks * width] = part
+        assert same(round_parts.bind("cuda")(part.cuda(), ranks), wanted, width)
+        assert same(round_parts.bind("cuda")(wide[:, : ranks * width], ranks), wanted, width)
+    received = torch.stack([one[0] for one in sent])
+    total = sum_parts.reference(received, width)
+    assert same(sum_parts.bind("cuda")(received.cuda(), width), total, width)
+    every = torch.cat([sum_parts.reference(torch.stack([one[rank] for one in sent]), width) for rank in range(ranks)])
+    wanted, found = widen_parts.reference(every, width, dtype), widen_parts.bind("cuda")(every.cuda(), width, dtype)
+    assert torch.equal(found.cpu().isnan(), wanted.isnan())
+    assert torch.equal(found.cpu().nan_to_num(0.0), wanted.nan_to_num(0.0))
+
+
+def test_own_kernels_run() -> None:
+    x = torch.zeros(4, 512, dtype=torch.bfloat16, device="cuda")
+    sent = round_parts(x, 2)
+    for operation, arguments in ((round_parts, (x, 2)), (sum_parts, (sent, 256)), (widen_parts, (sent, 256, x.dtype))):
+        assert operation.bind("cuda").choose(*arguments).name == "triton"

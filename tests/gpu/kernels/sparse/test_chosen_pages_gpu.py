@@ -15,6 +15,7 @@ from strata.kernels.attention.spec import SparseCall
 from strata.kernels.state.paged import PagedKV
 from tests.gpu.kernels.test_attention_mixed_gpu import PAGE, STEPS, arguments, as_recorded, assert_close, padded
 from tests.gpu.kernels.test_attention_mixed_gpu import exact as exact_over_all
+from tests.gpu.tensors import captured
 from tests.models.checkpoints import FAMILY_CONFIGS, make_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
@@ -152,10 +153,7 @@ def test_one_recording_serves_other_lengths() -> None:
     held = {"keys": (keys,), "values": (values,), "bounds": (bounds,)}
     pages = replace(batch.pages, **held, tables=tables, lengths=lengths, parts=None)
     own = (q, k, v, batch._replace(offsets=offsets, longest=1, pages=pages), spec)
-    decodes_cuda.attend(SparseCall(*own, CHOICE))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = decodes_cuda.attend(SparseCall(*own, CHOICE))
+    graph, found = captured(lambda: decodes_cuda.attend(SparseCall(*own, CHOICE)))
     for given in cases:
         theirs, rows = given[3].pages, len(given[3].pages.lengths)
         for mine, other in ((keys, theirs.keys[0]), (values, theirs.values[0]), (bounds, theirs.bounds[0])):

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from strata.kernels.attention import cuda, fixed
-from strata.kernels.attention.attention import attention
 from strata.kernels.attention.decode_cuda import Unfinished, decode
 from strata.kernels.attention.decode_tile import DecodeTile, decode_tile
 from strata.kernels.attention.spec import AttentionCall, Sequences
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.paged import PagedKV
+from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
 from strata.kernels.state.rounded_rows import round_rows, widen_rows
 from strata.kernels.state.rounded_triton import write_rounded
 from tests.gpu.kernels.test_decode_attention_gpu import Step
@@ -71,16 +71,16 @@ def test_decoding_reads_what_plain_pools_hold(
     q = torch.randn(7, heads * head_dim, device="cuda").bfloat16()
     found, wanted = (decode(q, heads, head_dim, pages, step.spec(), tile=TILE) for pages in (packed, plain))
     held = step.pages.lengths > 0
-    exact = exact_of(q.view(7, heads, head_dim), plain, step)
+    exact = step.exact(q.view(7, heads, head_dim), plain)
     # Weights are float16 here and bfloat16 there.
     assert (found - exact)[held].norm() <= 1.02 * (wanted - exact)[held].norm()
     # From the product on: the new row is rounded, too, so the plain pools get it first.
     unfinished = Unfinished(*step.weights, 1e-6, step.cos, step.sin)
     result = decode(step.product, heads, head_dim, packed, step.spec(), unfinished, TILE)
-    _, plain = rounded_again(packed)
+    plain = widened(packed)
     assert plain.keys[0].isfinite().all()
     assert plain.values[0].isfinite().all()
-    exact = exact_of(step_queries(step), plain, step)
+    exact = step.exact(step_queries(step), plain)
     torch.testing.assert_close(result[held].double(), exact[held], rtol=1.5e-2, atol=1.5e-2)
 
 
@@ -104,7 +104,7 @@ def test_decoding_over_rows_of_any_size(kind: torch.dtype, sequences: int) -> No
     q[5] *= 2.0**-70
     tile = decode_tile(16, 4, 128, torch.bfloat16, sequences, 900, rounded=True)
     found = decode(q.flatten(1), 16, 128, packed, step.spec(), tile=tile).double()
-    exact = exact_of(q, plain, step)
+    exact = step.exact(q, plain)
     of_head = torch.tensor([2], device="cuda").repeat_interleave(4) * 4 + torch.arange(4, device="cuda")
     assert found[3, of_head].isnan().all()
     whole = [0, 1, 2, 4, 5]
@@ -113,33 +113,19 @@ def test_decoding_over_rows_of_any_size(kind: torch.dtype, sequences: int) -> No
     assert ((found - exact)[3, others].norm(dim=-1) <= 1e-2 * exact[3, others].norm(dim=-1)).all()
 
 
-def exact_of(queries: Tensor, pages: PagedKV, step: Step) -> Tensor:
-    """Over plain pages, in float64."""
-    nothing = queries.new_zeros(1, pages.keys[0].shape[2], queries.shape[2]).double()
-    return attention.reference(queries.double(), nothing, nothing, batch_of(step, pages), step.spec())
-
-
-def rounded_again(pages: PagedKV) -> tuple[PagedKV, PagedKV]:
+def widened(pages: PagedKV) -> PagedKV:
     wide = [
         widen_rows(rows[0], powers[0].transpose(1, 2), torch.bfloat16)
         for rows, powers in ((pages.keys, pages.key_exponents), (pages.values, pages.value_exponents))
     ]
-    plain = replace(pages, keys=(wide[0],), values=(wide[1],), key_exponents=(), value_exponents=())
-    return pages, plain
+    return replace(pages, keys=(wide[0],), values=(wide[1],), key_exponents=(), value_exponents=())
 
 
 def step_queries(step: Step) -> Tensor:
     """Of the step's product, normalized and rotated by the reference."""
-    from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
-
     nowhere = replace(step.pages, slot_mapping=torch.full_like(step.pages.slot_mapping, -1))
     q, _, _ = qk_rope_kv_write.reference(*step.finishing(nowhere))
     return q
-
-
-def batch_of(step: Step, pages: PagedKV) -> Sequences:
-    double = replace(pages, keys=(pages.keys[0].double(),), values=(pages.values[0].double(),))
-    return Sequences(step.offsets, 1, double)
 
 
 @pytest.mark.parametrize("kind", KINDS)
