@@ -19,7 +19,7 @@ from strata.kernels.attention.spec import AttentionCall, AttentionSpec
 from strata.kernels.attention.virtual_sequences import (
     KEY_BLOCK,
     as_virtual_sequences,
-    divide_on_device,
+    launched,
     virtual_sequences,
 )
 from strata.kernels.device_limits import DeviceLimits
@@ -133,7 +133,7 @@ def gathered_prompts() -> None:
             of_step = given["offsets"], given["lengths"], given["bounds"], rows
             wanted = virtual_sequences.reference(*of_step)
             if not rows.fresh or not any(step_of.cached):
-                assert torch.equal(divide_on_device(*of_step), wanted)
+                assert torch.equal(launched(*of_step), wanted)
             virtual.append(as_virtual_sequences(wanted, rows))
         found = gather_prompt_keys(pages, 0, virtual[0], LONGEST)
         last = int(virtual[0].prompts[0].max()) * KEY_BLOCK
