@@ -209,7 +209,7 @@ def _at_least(sequences: int) -> int:
     return least
 
 
-def divide_on_device(offsets: Tensor, lengths: Tensor, bounds: Tensor, rows: Rows) -> Tensor:
+def launched(offsets: Tensor, lengths: Tensor, bounds: Tensor, rows: Rows) -> Tensor:
     sequences = len(lengths)
     result = torch.empty((_FIELDS, _WIDTH), dtype=torch.int32, device=offsets.device)
     virtual_sequences_kernel[(1,)](
@@ -225,4 +225,4 @@ def divide_on_device(offsets: Tensor, lengths: Tensor, bounds: Tensor, rows: Row
 
 
 if HAS_TRITON:
-    virtual_sequences.implement("triton", "cuda", invariant=True, kernels=(virtual_sequences_kernel,))(divide_on_device)
+    virtual_sequences.implement("triton", "cuda", invariant=True, kernels=(virtual_sequences_kernel,))(launched)

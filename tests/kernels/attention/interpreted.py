@@ -28,7 +28,7 @@ from strata.kernels.attention.varlen_triton import Tile
 from strata.kernels.attention.virtual_sequences import (
     KEY_BLOCK,
     as_virtual_sequences,
-    divide_on_device,
+    launched,
     virtual_sequences,
 )
 from strata.kernels.collective.joined_heads import join_packed, pack_heads
