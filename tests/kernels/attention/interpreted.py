@@ -137,7 +137,7 @@ def test_gathered_prompts(seed: int) -> None:
         of_step = given["offsets"], given["lengths"], given["bounds"], rows
         wanted = virtual_sequences.reference(*of_step)
         if not rows.fresh or not any(step_of.cached):
-            assert torch.equal(divide_on_device(*of_step), wanted)
+            assert torch.equal(launched(*of_step), wanted)
         virtual.append(as_virtual_sequences(wanted, rows))
     found = gather_prompt_keys(pages, 0, virtual[0], LONGEST)
     last = int(virtual[0].prompts[0].max()) * KEY_BLOCK
