@@ -62,7 +62,7 @@ def measured(model: str, on: str) -> list[Job]:
     from strata.kernels.device_limits import DeviceLimits
 
     known = device(on)
-    limits = DeviceLimits(known.product, known.capability, known.shared_bytes, known.processors)
+    limits = DeviceLimits.listed(known)
     noted: list[tuple[Variant, float]] = []
     began = cpu_seconds()
     asked = EngineConfig.from_options(model, {"load_format": "dummy", "skip_tokenizer_init": True})

@@ -163,7 +163,7 @@ def tiles(weight: PackedWeight, rows: int, gated: bool) -> Iterator[GroupedTile]
     ):
         whole = not group or group % width == 0 or (weight.kind == "e2m1" and width % group == 0)
         if whole and height / 4 <= max(4, each) and each <= 8 * height:
-            yield fitting(GroupedTile(height, columns, width, warps, stages, steps), weight, gated=gated)
+            yield fitting(GroupedTile(height, columns, width, warps, stages, steps=steps), weight, gated=gated)
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ from strata.plan.meta_model import meta_model
 
 # Kernels by a part of their names, in this order.
 PARTS = (
-    ("prompts", ("sdpa", "fmha", "flash", "attention_kernel")),
+    ("prompts", ("sdpa", "fmha", "flash", "attention_kernel", "gather_prompt_keys")),
     ("decodes", ("decode_attention", "join_decodes")),
     ("products", ("nvjet", "gemm", "cutlass", "linear", "xmma", "skinny", "few_rows", "product")),
 )

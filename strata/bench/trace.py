@@ -80,12 +80,12 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (COPY, ("memcpy", "memset", "copy")),
     ("lookup", ("embedding", "index", "gather", "newest_tokens")),
     ("loss", ("softmax_gradient",)),
+    ("experts", ("combine", "grouped_kernel", "local_order", "count_choices", "route_kernel", "choice_")),
     (
         "quantization",
         ("quantize", "largest_kernel", "round_rows", "expand_kernel", "round_parts", "widen_parts"),
     ),
     ("optimizer", ("adamw", "muon")),
-    ("experts", ("combine", "grouped_kernel", "local_order", "count_choices", "route_kernel", "choice_")),
 )
 OTHER = "other"
 

@@ -155,9 +155,12 @@ def test_parts_add_up_to_the_wall_time_and_the_largest_is_named() -> None:
         ("Memset (Device)", "copy"),
         ("void at::native::(anonymous namespace)::indexSelectLargeIndex<c10::BFloat16>", "lookup"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", OTHER),
+        # Own ones with words of several kinds.
+        ("quantized_grouped_kernel", "experts"),
+        ("gather_prompt_keys_kernel", "attention"),
     ],
 )
-def test_library_kernels_have_their_kind(name: str, kind: str) -> None:
+def test_kernels_have_their_kind(name: str, kind: str) -> None:
     assert kind_of(name) == kind
 
 

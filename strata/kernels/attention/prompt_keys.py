@@ -25,7 +25,8 @@ def prompt_keys_bytes(row: int, itemsize: int, max_length: int) -> int:
     return 2 * gathered_keys(max_length, row) * row * itemsize
 
 
-@partial(jit, unspecialized=("most_pages",))
+# What stands in a step's buffer begins at any address.
+@partial(jit, unspecialized=("tables", "lengths", "most_pages"))
 def gather_prompt_keys_kernel(
     keys,
     values,
