@@ -14,7 +14,7 @@ from strata.hardware import measured
 from strata.hardware.figures import Device
 from strata.hardware.prediction import Call
 from strata.hardware.probe.device import device_of, probed_calls
-from strata.hardware.probe.report import kept, newest
+from strata.hardware.probe.report import ProbeReport, kept, newest
 from strata.hardware.specs import device as listed_device
 
 # Whose kernels are looked at for a device that runs none of Strata's own, and whose launches and messages stand in
@@ -40,12 +40,16 @@ class Evidence:
     loan: Loan | None = None
 
 
-def evidence_of(device: Device, environment: Mapping[str, str] = os.environ, imported: Path | None = None) -> Evidence:
+def evidence_of(
+    device: Device,
+    environment: Mapping[str, str] = os.environ,
+    imported: Path | None = None,
+    *,
+    must_read: bool = True,
+) -> Evidence:
     """Of a device of the database, or of a processor with the ceilings that are known of it, which stay where the probe
     found none. imported: the folder of aiconfigurator-core's tables, the installed package's by
-    default.
-
-    Raises ValueError, naming it, for a probe's file that cannot be read.
+    default. must_read: raise ValueError, naming it, for a probe's file that cannot be read; else it is not there.
     """
     calls, sources = measured.read(device.product), []
     if calls:
@@ -53,8 +57,8 @@ def evidence_of(device: Device, environment: Mapping[str, str] = os.environ, imp
     if (loan := Loan.to(device)) is not None:
         calls = loan.calls(measured.read(loan.lender.product))
         sources.append(str(loan))
-    if (path := newest(device.product, environment)) is not None:
-        report = kept(path)
+    path = newest(device.product, environment)
+    if (report := None if path is None else _probe(path, must_read)) is not None:
         probed = device_of(report)
         found_there = {(one.quantity, one.dtype, one.measured) for one in probed.figures}
         others = tuple(one for one in device.figures if (one.quantity, one.dtype, one.measured) not in found_there)
@@ -68,6 +72,15 @@ def evidence_of(device: Device, environment: Mapping[str, str] = os.environ, imp
     if products is not None:
         sources.append("products of aiconfigurator-core, which NVIDIA measured")
     return Evidence(device, calls, products, tuple(sources), loan)
+
+
+def _probe(path: Path, must_read: bool) -> ProbeReport | None:
+    try:
+        return kept(path)
+    except ValueError:
+        if must_read:
+            raise
+        return None
 
 
 def _imported(device: Device, folder: Path | None) -> EfficiencyTable | None:

@@ -12,56 +12,67 @@ from strata.hardware.roofline import Workload
 
 # What the host takes to launch a layer of a step that no CUDA graph holds: 15 to 43 ms for 28 layers beside an H200.
 _LAUNCH_SECONDS = 1e-3
-# Of the fitted steps: tokens of their decodes with those before, and what prompts have behind them.
-_DECODED, _BEHIND = (256, 1024, 4096), (0, 2048, 8192)
+# Of the fitted steps: tokens of their decodes with those before, and what prompts have behind them, fewer of short
+# chunks: where cuDNN attends, these are padded behind many keys.
+_DECODED, _BEHIND, _BEHIND_SHORT = (256, 1024, 4096), (0, 2048, 8192), (0, 1024, 4096)
 _MOST_SEQUENCES, _BESIDE = 128, 32
 _LEAST = 1e-12  # seconds: no coefficient is 0
 _MANY = 1 << 20  # tokens that need every expert
 
 
-def linear(model: StepSeconds, tokens: int, sequences: int, recorded: int = 0, overlapped: int = 0) -> StepTimes:
-    """Of an engine with at most so many tokens and sequences in a step. recorded, overlapped: see `StepTimes`.
+def linear(
+    model: StepSeconds, tokens: int, sequences: int, longest: int, recorded: int = 0, overlapped: int = 0
+) -> StepTimes:
+    """Of an engine with at most so many tokens and sequences in a step, and sequences of at most `longest`. recorded,
+    overlapped: see `StepTimes`.
 
-    Least squares of relative errors with coefficients that are not negative (Lawson and Hanson 1974); which of weights
-    and products a step waits for follows from its floor. Steps of five sizes are priced.
+    Least squares of relative errors, without the coefficients that would be negative. From how many tokens on a step
+    waits for products and not for weights follows from its floor, so these two have one coefficient. Steps of five
+    sizes are priced.
     """
     costs, compute = model.costs, model.predictor.rate()
     hidden = 0.0
     if overlapped and model.link is not None:
         hidden = HIDDEN * costs.token_sent / (model.link.bandwidth * LINK)
-    steps = _steps(tokens, min(sequences, _MOST_SEQUENCES))
+    steps = _steps(tokens, min(sequences, _MOST_SEQUENCES), longest)
     bandwidth = model.device.ceiling("bandwidth").value
     weights = costs.weights + sum(read(_MANY) * layers for read, _, layers in costs.mixtures)
     knee = weights / bandwidth * compute / costs.token_flops
     seconds = np.array([model.on_device(one) + hidden * one.tokens * (0 < overlapped <= one.tokens) for one in steps])
     rows = np.array([_row(one, knee) for one in steps]) / seconds[:, None]
     *found, prompts = (max(float(one), _LEAST) for one in _least_squares(rows))
-    step, wait, product, token, sequence, key, pair = found
+    step, product, token, sequence, key, pair = found
+    wait = product * knee
     launch = _LAUNCH_SECONDS * sum(layers for _, layers in costs.states)
     return StepTimes(
         step, wait, product, token, sequence, key, pair, recorded, launch, overlapped, hidden, prompts=prompts
     )
 
 
-def _steps(tokens: int, sequences: int) -> list[Workload]:
-    """Decodes alone, prompts beside some, and a prompt alone."""
+def _steps(tokens: int, sequences: int, longest: int) -> list[Workload]:
+    """Decodes alone, prompts beside some, and prompts alone; as many prompts as it takes, each no longer than that."""
+
+    def step(decodes: int, keys: int, size: int, behind: int) -> Workload:
+        most = max(2, min(size, longest - min(behind, longest // 2)))
+        prompts = tuple(min(most, size - first) for first in range(0, size, most))
+        before = min(behind, longest - most)
+        new = (1,) * decodes + prompts
+        return Workload(new, (min(keys, longest),) * decodes + tuple(before + prompt for prompt in prompts))
+
     counts = (max(1, sequences // 8), sequences)
-    found = [Workload((1,) * count, (keys,) * count) for count in counts for keys in _DECODED]
-    for size in (max(4, tokens // 8), max(4, tokens)):
+    found = [step(count, keys, 0, 0) for count in counts for keys in _DECODED]
+    for size, behind in ((max(4, tokens // 8), _BEHIND_SHORT), (max(4, tokens), _BEHIND)):
         beside = min(_BESIDE, sequences, size // 2)
-        prompt = size - beside
-        found += [Workload((1,) * beside + (prompt,), (1024,) * beside + (start + prompt,)) for start in _BEHIND]
-    alone = max(2, tokens // 2)
-    return [*found, Workload((alone,), (alone,))]
+        found += [step(beside, 1024, size - beside, keys) for keys in behind]
+    return [*found, step(0, 0, max(2, tokens // 2), 0)]
 
 
 def _row(step: Workload, knee: float) -> list[float]:
     """What each coefficient is multiplied by, in the order of `StepTimes`, `prompts` last."""
     prompts = [(new, total) for new, total in zip(step.new, step.total, strict=True) if new > 1]
     pairs = sum(new * (total - (new - 1) / 2) for new, total in prompts)
-    is_short = step.tokens < knee
-    waits = (1.0, 0.0) if is_short else (0.0, float(step.tokens))
-    return [1.0, *waits, step.tokens, len(step.new), sum(step.total), pairs, float(bool(prompts))]
+    waits = max(knee, step.tokens)
+    return [1.0, waits, step.tokens, len(step.new), sum(step.total), pairs, float(bool(prompts))]
 
 
 def _least_squares(rows: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from strata.cost.attention_times import Attends
-from strata.cost.evidence import attainable, evidence_of
+from strata.cost.evidence import Evidence, attainable, evidence_of
 from strata.cost.nodes import NodeCost
 from strata.cost.predict import StepPredictor
 from strata.cost.step_costs import StepCosts
@@ -99,10 +99,12 @@ class StepSeconds:
     steps can be asked for.
     """
 
-    def __init__(self, model: CostedProgram, device: Device, *, needs_link: bool = True) -> None:
-        """Raises ValueError for a device without a peak for the model's dtype, and for ranks without a known link,
-        whose messages take no time if it is not needed."""
-        found = evidence_of(device)
+    def __init__(
+        self, model: CostedProgram, device: Device, *, needs_link: bool = True, evidence: Evidence | None = None
+    ) -> None:
+        """evidence: None: what this machine has. Raises ValueError for a device without a peak for the model's dtype,
+        and for ranks without a known link, whose messages take no time if it is not needed."""
+        found = evidence or evidence_of(device)
         self.model = model
         self.device = found.device
         self.sources = found.sources

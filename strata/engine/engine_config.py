@@ -18,7 +18,7 @@ from strata.cache.state_pool import StateShape
 from strata.cache.tables import BufferShape
 from strata.engine.compatibility import check_compatible
 from strata.engine.given.options import check_types, own_options
-from strata.engine.program.sizes import recorded_sizes
+from strata.engine.program.sizes import LIBRARY_TOKENS, recorded_sizes
 from strata.engine.ranks.token_division import CONTEXT_AXIS, TokenDivision
 from strata.engine.sampling_params import RANGES, check_integer
 from strata.engine.scheduling.room import SERVER_TTFT_MS
@@ -336,8 +336,10 @@ class EngineSizes:
     @property
     def prompt_keys(self) -> int:
         """Of the prompts of a step, in whole blocks, for which there is room where cuDNN attends to them."""
+        if not self.library or self.max_tokens < LIBRARY_TOKENS:
+            return 0
         longest = table_pages(self.max_length, self.pool.page_size) * self.pool.page_size
-        return gathered_keys(longest, self.pool.kv_heads * self.pool.head_dim) if self.library else 0
+        return gathered_keys(longest, self.pool.kv_heads * self.pool.head_dim)
 
     @cached_property
     def recorded(self) -> tuple[BufferShape, ...]:

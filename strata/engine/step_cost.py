@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from strata.cache.tables import BufferShape
 from strata.comm.mesh import Axis
+from strata.cost.evidence import evidence_of
 from strata.cost.linear import linear
 from strata.cost.step_floor import StepFloor
 from strata.cost.step_model import StepSeconds, dtype_name
@@ -38,8 +39,10 @@ def step_times(model: MetaModel, product: str, recorded: int) -> StepTimes | Non
     undivided = replace(model, program=replace(program, division=None)) if model.splits_tokens else model
     overlapped = program.min_rows("overlapped_logits") if program.sends_by_copies else 0
     try:
-        exact = StepSeconds(undivided, device, needs_link=False)
-        return linear(exact, model.sizes.max_tokens, model.sizes.max_sequences, recorded, overlapped)
+        found = evidence_of(device, must_read=False)
+        exact = StepSeconds(undivided, device, needs_link=False, evidence=found)
+        sizes = model.sizes
+        return linear(exact, sizes.max_tokens, sizes.max_sequences, sizes.max_length, recorded, overlapped)
     except ValueError:  # no peak is recorded for the dtype
         return None
 

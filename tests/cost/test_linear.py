@@ -35,13 +35,23 @@ def predicted(times: StepTimes, step: Step) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "median", "nine_tenths"),
-    [("0.6B", 0.10, 0.20), ("8B", 0.05, 0.10), ("30B-A3B", 0.16, 0.27), ("gpt-oss-20b", 0.05, 0.10)],
+    ("name", "options", "median", "nine_tenths"),
+    [
+        ("0.6B", {}, 0.10, 0.20),
+        ("8B", {}, 0.05, 0.10),
+        ("8B", {"quantization": "fp8"}, 0.05, 0.10),
+        ("8B", {"quantization": "int4"}, 0.05, 0.12),
+        ("30B-A3B", {}, 0.08, 0.20),
+        ("gpt-oss-20b", {}, 0.07, 0.12),
+    ],
 )
-def test_steps_that_were_not_fitted_are_near_the_exact_model(name: str, median: float, nine_tenths: float) -> None:
-    model = meta_model(find_config(name), H200)
+def test_steps_that_were_not_fitted_are_near_the_exact_model(
+    name: str, options: dict[str, str], median: float, nine_tenths: float
+) -> None:
+    model = meta_model(find_config(name), H200, **options)
     exact = StepSeconds(model, H200)
-    times = linear(exact, model.sizes.max_tokens, model.sizes.max_sequences, recorded=8192)
+    sizes = model.sizes
+    times = linear(exact, sizes.max_tokens, sizes.max_sequences, sizes.max_length, recorded=8192)
     errors = []
     for step in (*DECODES, *MIXED, *PROMPTS):
         decodes, keys, prompts = step
@@ -55,9 +65,27 @@ def test_steps_that_were_not_fitted_are_near_the_exact_model(name: str, median: 
 def test_an_engine_of_few_tokens_and_one_sequence_has_times_too() -> None:
     model = meta_model(find_config("0.6B").with_layers((0, 1)), H200)
     exact = StepSeconds(model, H200)
-    times = linear(exact, tokens=16, sequences=1, recorded=16)
+    times = linear(exact, tokens=16, sequences=1, longest=4096, recorded=16)
     for step in ((1, 256, ()), (1, 1024, ((0, 15),))):
         decodes, keys, prompts = step
         new = tuple(count for _, count in prompts)
         took = exact.on_device(Workload((1,) * decodes + new, (keys,) * decodes + new))
+        assert predicted(times, step) == pytest.approx(took, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"max_model_len": 256}, [(64, 200, ((0, 255),) * 15), (0, 0, ((0, 255),) * 16)]),
+        ({"max_num_batched_tokens": 512}, [(32, 1000, ((2048, 480),)), (8, 1000, ((0, 256),))]),
+    ],
+)
+def test_limits_of_an_engine_limit_what_is_fitted(options: dict[str, int], steps: list[Step]) -> None:
+    model = meta_model(find_config("8B"), H200, **options)
+    exact, sizes = StepSeconds(model, H200), model.sizes
+    times = linear(exact, sizes.max_tokens, sizes.max_sequences, sizes.max_length, recorded=8192)
+    for step in steps:
+        decodes, keys, prompts = step
+        new, behind = tuple(count for _, count in prompts), tuple(start + count for start, count in prompts)
+        took = exact.on_device(Workload((1,) * decodes + new, (keys,) * decodes + behind))
         assert predicted(times, step) == pytest.approx(took, rel=0.2)

@@ -25,7 +25,7 @@ LIBRARY_TOKENS = 448
 # Behind so many keys shorter steps are padded to that: the kernel over pages has few programs then, each of which reads
 # all keys. 256 tokens of 8B behind 16,000 are predicted to take 29 ms with it; padded they take 20.
 LIBRARY_KEYS = 6144
-# And from so many on it attends faster over a step's own keys than over pages by enough for recordings of their own.
+# And from so many on a step's own keys, which nothing has to gather, save enough for recordings of their own.
 _FRESH_TOKENS = 2048
 # Where it does, sizes for any number of prompts, which are short then: each is at most a half more than the one before.
 _MANY_PROMPTS_TOKENS = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
@@ -40,10 +40,10 @@ def recorded_sizes(
     division: TokenDivision | None = None,
     exchanged: int | None = None,
 ) -> list[BufferShape]:
-    """All sizes of steps of a model that get a CUDA graph. library: cuDNN can attend for prompts in them, over pages;
-    fresh: over keys that are in none. division: how ranks divide the tokens of some. exchanged: from how many tokens on
-    rows go to the ranks of their experts alone, of which the host has to know; where launches hide behind the device's
-    work such steps are launched."""
+    """All sizes of steps of a model that get a CUDA graph. library: cuDNN can attend for prompts in them, to gathered
+    keys; fresh: to those of the step itself. division: how ranks divide the tokens of some. exchanged: from how many
+    tokens on rows go to the ranks of their experts alone, of which the host has to know; where launches hide behind the
+    device's work such steps are launched."""
     most = min(max_sequences, max_tokens)  # each sequence of a step has a token
     decode = (BufferShape(count, count, count) for count in decode_buckets(most))
     mixed = mixed_buckets(most, min(max_tokens, max_mixed_tokens(parameters, library or fresh)), library, fresh)

@@ -17,6 +17,7 @@ from strata.engine.startup.divided_keys import joining_bytes
 from strata.engine.startup.recurrent_scratch import recurrent_bytes
 from strata.engine.startup.room import options_with_room
 from strata.engine.startup.sparse_attention import choice_bytes
+from strata.graph.passes import passes_of
 from strata.graph.ranks.overlap import SLOTS
 from strata.graph.ranks.row_parts import most_rows
 from strata.hardware.figures import Device
@@ -107,7 +108,8 @@ def planned_memory(
         config,
         sizes.pool,
         device,
-        weight_bytes=sizes.weight_bytes,
+        # Products behind norms stand once more where they take up the norms' weights: no more than all.
+        weight_bytes=sizes.weight_bytes * (2 if "fold_norm_weights" in passes_of(asked.passes) else 1),
         max_tokens=sizes.max_tokens,
         max_sequences=asked.max_sequences,
         max_length=sizes.max_length,
@@ -145,6 +147,8 @@ def _message_bytes(asked: EngineConfig, sizes: EngineSizes, device: torch.device
     found = _MESSAGE_BYTES + overlapped if asked.ranks > 1 and device.type == "cuda" else 0
     if 1 < asked.decode_context_parallel_size < asked.tensor_parallel_size:
         found *= 2  # some of the ranks have a group of their own
+    if asked.all_reduce_group_size > 1:
+        found *= 3  # neighbours have one, and those that are at one place among theirs
     parts = asked.axis_sizes[CONTEXT_AXIS]
     if parts > 1:
         rows = TokenDivision.on(device.type, parts, 0).largest(sizes.max_tokens, asked.max_sequences).tokens
