@@ -49,6 +49,8 @@ def test_the_machines_probe_of_that_device_counts(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(ValueError, match=r"nvidia-h200-x2\.json: "):
         evidence_of(device("h200"), environment, tmp_path)
+    # An engine starts with what comes with Strata then.
+    assert evidence_of(device("h200"), environment, tmp_path, must_read=False).device is device("h200")
 
 
 def test_a_device_without_calls_borrows_those_of_another_and_keeps_what_its_probe_found(tmp_path: Path) -> None:

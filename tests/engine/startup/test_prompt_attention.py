@@ -147,6 +147,39 @@ def test_of_pages_in_8_bits_and_in_16(kind: str, monkeypatch: pytest.MonkeyPatch
         assert nbytes == sequences * tile.splits * 32 * (128 + 1) * 4
 
 
+@pytest.mark.parametrize(
+    ("changed", "more"),
+    [
+        # Keys and values of 131,072 tokens of 8 heads, for steps that are launched and for those that are replayed.
+        ({"max_num_batched_tokens": 512}, 2 * 2 * 131_072 * 8 * 128 * 2),
+        ({"tensor_parallel_size": 4, "all_reduce_group_size": 2}, 2 << 30),  # two groups more for NCCL
+        ({"passes": "+fold_norm_weights"}, None),
+    ],
+    ids=str,
+)
+def test_what_some_options_take_is_set_aside(changed: dict[str, Any], more: int | None, monkeypatch: Any) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    config, memory = config_from_dict(SHAPES["8B"]), DeviceMemory("a GPU", 141 << 30, 141 << 30)
+    place = RankPlace(torch.device("cuda"), DeviceLimits.listed(device("h200")), 0, memory)
+
+    def planned(**options: Any) -> Any:
+        asked = EngineConfig(
+            "nowhere", **{"max_num_seqs": 16, "max_model_len": 16_384, "max_num_batched_tokens": 256, **options}
+        )
+        return rank_memory(asked, config, place, rank_part(asked, config, place))
+
+    def taken(ledger: Any) -> int:
+        return ledger.activations + ledger.graphs + ledger.messages
+
+    if "tensor_parallel_size" in changed:
+        assert taken(planned(**changed)) - taken(planned(tensor_parallel_size=4)) == more
+    elif more is not None:
+        fewer, found = planned(), planned(**changed)
+        assert more <= taken(found) - taken(fewer) < 1.2 * more
+    else:
+        assert planned(**changed).weights == 2 * planned().weights
+
+
 def test_decodes_beside_prompts_have_what_each_kernel_of_theirs_needs() -> None:
     """A step that is recorded knows its decodes on the device alone, and has more splits: 30 of 17 sequences, where 17
     that all decode have 4."""
