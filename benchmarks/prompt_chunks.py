@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu_lines import GpuLines, gpu_arguments
 from strata.bench.measured_step import repeated
 from strata.bench.run import Setup, device_name, engine
-from strata.cost.step_model import StepSeconds
+from strata.cost.step_model import StepModel
 from strata.engine.llm import LLM
 from strata.engine.plan import Chunk, Draw, NewSequence, StepPlan
 from strata.engine.runner import Runner
@@ -114,7 +114,7 @@ def main() -> None:
     device = recognize(device_name(llm))
     config, _ = weights.resolve(asked.model, "dummy")
     model = None if device is None else meta_model(config, device, torch.bfloat16, max_num_seqs=asked.max_num_seqs)
-    told = None if device is None or model is None else StepSeconds(model, device)
+    told = None if device is None or model is None else StepModel(model, device)
     times = llm.engine.shares.times
     lines = GpuLines("benchmarks.prompt_chunks", asked.save, test="prompt_chunks", model=asked.model)
     ended = 0

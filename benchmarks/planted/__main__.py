@@ -30,7 +30,7 @@ from strata.bench.explain.measure import BenchWorkload, measure, measured_steps
 from strata.bench.explain.predicted_steps import ideal_seconds, in_requested_dtype, predicted
 from strata.bench.result import provenance
 from strata.bench.run import Setup, engine
-from strata.cost.step_model import StepSeconds
+from strata.cost.step_model import StepModel
 from strata.engine.llm import LLM
 from strata.hardware.machine import cpu_name
 from strata.models.shapes import SHAPES
@@ -68,8 +68,8 @@ class Run:
 
     measured: Measurement
     explanation: Explanation
-    times: StepSeconds
-    wanted: StepSeconds | None
+    times: StepModel
+    wanted: StepModel | None
     sources: Sequence[str]
 
 

@@ -434,9 +434,9 @@ class PricedStep:
 def price(model: MetaModel, workload: Workload, spec: Device) -> PricedStep:
     """Cost every node of a step that samples one row a sequence."""
     from strata.cost.nodes import total
-    from strata.cost.step_model import StepSeconds
+    from strata.cost.step_model import StepModel
 
-    times, step = StepSeconds(model, spec), model.step(workload)
+    times, step = StepModel(model, spec), model.step(workload)
     whole = floor(total(step.model).least, times.device, times.dtype, times.link)
     captured = dict(model.program.traced)
     return PricedStep(

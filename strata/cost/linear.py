@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from strata.cost.step_model import StepSeconds
+from strata.cost.step_model import StepModel
 from strata.cost.step_times import LINK, StepTimes
 from strata.hardware.links import HIDDEN
 from strata.hardware.roofline import Workload
@@ -21,7 +21,7 @@ _MANY = 1 << 20  # tokens that need every expert
 
 
 def linear(
-    model: StepSeconds, tokens: int, sequences: int, longest: int, recorded: int = 0, overlapped: int = 0
+    model: StepModel, tokens: int, sequences: int, longest: int, recorded: int = 0, overlapped: int = 0
 ) -> StepTimes:
     """Of an engine with at most so many tokens and sequences in a step, and sequences of at most `longest`. recorded,
     overlapped: see `StepTimes`.

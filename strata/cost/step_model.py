@@ -91,7 +91,7 @@ class _Base:
     launches: float
 
 
-class StepSeconds:
+class StepModel:
     """Predicts steps of a model, of one rank of several if the model is a shard.
 
     `predict` prices all nodes of the graph that would run. `seconds` keeps what is outside attention and recurrences,

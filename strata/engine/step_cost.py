@@ -10,7 +10,7 @@ from strata.comm.mesh import Axis
 from strata.cost.evidence import evidence_of
 from strata.cost.linear import linear
 from strata.cost.step_floor import StepFloor
-from strata.cost.step_model import StepSeconds, dtype_name
+from strata.cost.step_model import StepModel, dtype_name
 from strata.cost.step_times import LINK, MESSAGE_SECONDS, DivisionTimes, StepTimes
 from strata.engine.engine_config import EngineConfig
 from strata.engine.program.meta_model import MetaModel
@@ -40,7 +40,7 @@ def step_times(model: MetaModel, product: str, recorded: int) -> StepTimes | Non
     overlapped = program.min_rows("overlapped_logits") if program.sends_by_copies else 0
     try:
         found = evidence_of(device, must_read=False)
-        exact = StepSeconds(undivided, device, needs_link=False, evidence=found)
+        exact = StepModel(undivided, device, needs_link=False, evidence=found)
         sizes = model.sizes
         return linear(exact, sizes.max_tokens, sizes.max_sequences, sizes.max_length, recorded, overlapped)
     except ValueError:  # no peak is recorded for the dtype

@@ -15,7 +15,7 @@ from strata.bench.load.request_sets import EvenLengths
 from strata.bench.run import Setup
 from strata.bench.served.client import random_load
 from strata.bench.workloads import InferenceTest, random_prompts
-from strata.cost.step_model import StepSeconds
+from strata.cost.step_model import StepModel
 from strata.plan.explain.measurement import Measurement
 from strata.plan.explain.split import split_steps
 from strata.plan.explain.waterfalls import of_latency
@@ -31,8 +31,8 @@ def llm() -> LLM:
     return LLM(**OPTIONS, verbose=False)
 
 
-def steps_of(llm: LLM, **options: str) -> StepSeconds:
-    return StepSeconds(meta_model(llm.engine.config, None, torch.float32, **options), DEVICE)
+def steps_of(llm: LLM, **options: str) -> StepModel:
+    return StepModel(meta_model(llm.engine.config, None, torch.float32, **options), DEVICE)
 
 
 @pytest.fixture(scope="module")

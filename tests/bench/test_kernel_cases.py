@@ -25,7 +25,7 @@ from strata.bench.kernels.case import Case
 from strata.bench.kernels.cases import cases
 from strata.bench.kernels.products import Product, products
 from strata.bench.needs_gpu import require_gpu, why_no_processor
-from strata.cost.step_model import StepSeconds
+from strata.cost.step_model import StepModel
 from strata.kernels.linear import cublaslt
 from strata.kernels.op import OPERATIONS
 from strata.kernels.tuned import Choice, Key
@@ -176,9 +176,9 @@ def step(sequences: int, tokens: int) -> MeasuredStep:
     return MeasuredStep(0.0, 1.0, tuple(StepChunk(one, 0, tokens, 1) for one in range(sequences)))
 
 
-def of(quantization: str | None) -> StepSeconds:
+def of(quantization: str | None) -> StepModel:
     config = find_config(folder_or_shape("builtin"))
-    return StepSeconds(meta_model(config, None, torch.bfloat16, quantization=quantization), DEVICE)
+    return StepModel(meta_model(config, None, torch.bfloat16, quantization=quantization), DEVICE)
 
 
 def test_every_product_of_every_step_counts() -> None:

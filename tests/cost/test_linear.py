@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from strata.cost.linear import linear
-from strata.cost.step_model import StepSeconds
+from strata.cost.step_model import StepModel
 from strata.cost.step_times import StepTimes
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
@@ -49,7 +49,7 @@ def test_steps_that_were_not_fitted_are_near_the_exact_model(
     name: str, options: dict[str, str], median: float, nine_tenths: float
 ) -> None:
     model = meta_model(find_config(name), H200, **options)
-    exact = StepSeconds(model, H200)
+    exact = StepModel(model, H200)
     sizes = model.sizes
     times = linear(exact, sizes.max_tokens, sizes.max_sequences, sizes.max_length, recorded=8192)
     errors = []
@@ -64,7 +64,7 @@ def test_steps_that_were_not_fitted_are_near_the_exact_model(
 
 def test_an_engine_of_few_tokens_and_one_sequence_has_times_too() -> None:
     model = meta_model(find_config("0.6B").with_layers((0, 1)), H200)
-    exact = StepSeconds(model, H200)
+    exact = StepModel(model, H200)
     times = linear(exact, tokens=16, sequences=1, longest=4096, recorded=16)
     for step in ((1, 256, ()), (1, 1024, ((0, 15),))):
         decodes, keys, prompts = step
@@ -82,7 +82,7 @@ def test_an_engine_of_few_tokens_and_one_sequence_has_times_too() -> None:
 )
 def test_limits_of_an_engine_limit_what_is_fitted(options: dict[str, int], steps: list[Step]) -> None:
     model = meta_model(find_config("8B"), H200, **options)
-    exact, sizes = StepSeconds(model, H200), model.sizes
+    exact, sizes = StepModel(model, H200), model.sizes
     times = linear(exact, sizes.max_tokens, sizes.max_sequences, sizes.max_length, recorded=8192)
     for step in steps:
         decodes, keys, prompts = step

@@ -17,7 +17,7 @@ import pytest
 
 from strata.bench.predictions.cases import cases
 from strata.bench.predictions.errors import ErrorSummary
-from strata.cost.step_model import StepSeconds
+from strata.cost.step_model import StepModel
 from strata.hardware.probe.report import file_of
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
@@ -32,7 +32,7 @@ BOUNDS = {"0.6B": (0.058, 0.14), "1B": (0.055, 0.14), "8B": (0.028, 0.085)}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, StepSeconds]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, StepModel]:
     """Of each model."""
     folder = tmp_path_factory.mktemp("caches")
     path = file_of(H100.product, 1, {"XDG_CACHE_HOME": str(folder)})
@@ -40,11 +40,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, StepSeconds]:
     shutil.copy(RESULTS / "h100_probe.json", path)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_CACHE_HOME", str(folder))
-        return {model: StepSeconds(meta_model(find_config(model), H100), H100) for model in BOUNDS}
+        return {model: StepModel(meta_model(find_config(model), H100), H100) for model in BOUNDS}
 
 
 @pytest.fixture(scope="module")
-def errors(found: dict[str, StepSeconds]) -> dict[tuple[str, str], list[float]]:
+def errors(found: dict[str, StepModel]) -> dict[tuple[str, str], list[float]]:
     """By model and kind, of cases to which no share of softmax was fitted; divided as they were when they ran, by the
     rule that groups of two query heads still have."""
     known = {case.name: case for case in cases()}
@@ -68,7 +68,7 @@ def errors(found: dict[str, StepSeconds]) -> dict[tuple[str, str], list[float]]:
     return of
 
 
-def test_it_is_said_that_calls_were_borrowed_and_that_the_probe_counts(found: dict[str, StepSeconds]) -> None:
+def test_it_is_said_that_calls_were_borrowed_and_that_the_probe_counts(found: dict[str, StepModel]) -> None:
     for times in found.values():
         borrowed, probe = times.sources
         assert borrowed.startswith("calls and ceilings borrowed from NVIDIA H200")

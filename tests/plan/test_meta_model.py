@@ -11,7 +11,7 @@ from strata.comm.symmetric import imagined
 from strata.cost.nodes import total
 from strata.cost.step_costs import StepCosts
 from strata.cost.step_floor import StepFloor
-from strata.cost.step_model import StepSeconds
+from strata.cost.step_model import StepModel
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.models.config import ModelConfig, config_from_dict
@@ -133,7 +133,7 @@ def test_prompts_of_a_hybrid_cost_what_their_tokens_and_states_do() -> None:
     assert step.flops > alone.flops
     attended = sum(layers * cost(workload).flops for cost, layers in costs.attentions)
     assert step.flops == rest + attended + 2 * sum(one.flops for one in found)
-    times = StepSeconds(model, device("h200"))
+    times = StepModel(model, device("h200"))
     assert times.seconds(workload) == pytest.approx(times.predict(workload).seconds, rel=1e-9)
     assert times.copy_seconds(2 * (state + tail)) == pytest.approx(
         4 * (state + tail) / device("h200").ceiling("bandwidth").value
@@ -158,7 +158,7 @@ def test_parameters_that_attentions_and_recurrences_read_count_once(config: Mode
 def test_a_step_that_ranks_divide_is_recorded_and_takes_little_more_than_its_part() -> None:
     config, h200 = find_config("8B"), device("h200")
     divided = meta_model(config, h200, context=imagined("cp", 2))
-    alone, two = StepSeconds(meta_model(config, h200), h200), StepSeconds(divided, h200)
+    alone, two = StepModel(meta_model(config, h200), h200), StepModel(divided, h200)
     for tokens in (640, 1024, 8192):
         workload = Workload((1,) * 9 + (tokens - 9,), (500,) * 9 + (tokens - 9,))
         step = divided.step(workload)

@@ -18,7 +18,7 @@ import pytest
 from strata.bench.predictions.cases import PredictionCase, cases
 from strata.bench.predictions.errors import ErrorSummary
 from strata.cost import attention_times
-from strata.cost.step_model import StepSeconds
+from strata.cost.step_model import StepModel
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.kernels.attention.decode_tile import DecodeTile, decode_tile
@@ -69,7 +69,7 @@ def held_out(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def errors_of(model: str, lines: list[dict[str, Any]]) -> dict[str, list[float]]:
     """By kind of step."""
     spec = device("h200")
-    predicted_times = StepSeconds(meta_model(find_config(model), spec), spec)
+    predicted_times = StepModel(meta_model(find_config(model), spec), spec)
     known = {case.name: case for case in cases()}
     alike = {name: defaultdict(list) for name in {line["case"] for line in lines}}
     for name, groups in alike.items():

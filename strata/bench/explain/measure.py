@@ -22,7 +22,7 @@ from strata.bench.step_observers import StepMarks, observed, recorded_work
 from strata.bench.trace import OTHER, kind_of, read_trace
 from strata.bench.workloads import InferenceTest
 from strata.cost.nodes import NodeCost
-from strata.cost.step_model import StepSeconds, dtype_name
+from strata.cost.step_model import StepModel, dtype_name
 from strata.engine.program.meta_model import MetaModel
 from strata.graph.walk import operation_counts
 from strata.hardware.nvml import open_nvml
@@ -96,7 +96,7 @@ def measure(
     llm: LLM,
     workload: AnyWorkload,
     options: Mapping[str, Any],
-    times: StepSeconds,
+    times: StepModel,
     *,
     title: str,
     ideal: float | None = None,
@@ -189,7 +189,7 @@ def kernel_kind(node: NodeCost) -> str:
     return next((kind for kind in kinds if kind != OTHER), OTHER)
 
 
-def facts(llm: LLM, options: Mapping[str, Any], times: StepSeconds) -> EngineFacts:
+def facts(llm: LLM, options: Mapping[str, Any], times: StepModel) -> EngineFacts:
     """How an engine is set up. options: that it was asked for."""
     engine = llm.engine
     config, ledger = engine.loop.scheduler.config, engine.ledger

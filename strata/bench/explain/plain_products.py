@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from strata.cost.step_model import StepSeconds
+from strata.cost.step_model import StepModel
 from strata.kernels.linear.linear import linear
 from strata.plan.explain.explanation import StepWork
 from strata.plan.explain.measurement import MeasuredStep, UnpackedProducts
@@ -23,7 +23,7 @@ ProductSeconds = Callable[[int, int, int], float]
 
 
 def unpacked_products(
-    steps: Sequence[MeasuredStep], times: StepSeconds, seconds: ProductSeconds, *, asked: bool
+    steps: Sequence[MeasuredStep], times: StepModel, seconds: ProductSeconds, *, asked: bool
 ) -> UnpackedProducts | None:
     """Of a run on a CPU; None where no product has a packed weight. asked: see `UnpackedProducts`.
 

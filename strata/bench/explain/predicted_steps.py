@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from strata.bench.run import Setup
 from strata.bench.workloads import InferenceTest
-from strata.cost.step_model import StepSeconds, dtype_name
+from strata.cost.step_model import StepModel, dtype_name
 from strata.engine.engine_config import device_of
 from strata.hardware.figures import Device
 from strata.models.config import DTYPES
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from strata.engine.llm import LLM
 
 
-def predicted(llm: LLM, setup: Setup) -> tuple[StepSeconds, Sequence[str]]:
+def predicted(llm: LLM, setup: Setup) -> tuple[StepModel, Sequence[str]]:
     """Steps of an engine's model, and where a processor's ceilings come from. Raises ValueError for a GPU that is not
     in the database, and for ranks that share a processor, of which no link is known."""
     check_ranks(setup)
@@ -37,17 +37,17 @@ def check_ranks(setup: Setup) -> None:
         )
 
 
-def in_requested_dtype(facts: EngineFacts, llm: LLM, setup: Setup, times: StepSeconds) -> StepSeconds | None:
+def in_requested_dtype(facts: EngineFacts, llm: LLM, setup: Setup, times: StepModel) -> StepModel | None:
     """The same in the dtype that was asked for; None where the engine has it."""
     return None if facts.dtype == facts.asked_dtype else _steps(llm, setup, facts.asked_dtype, times.device)
 
 
-def ideal_seconds(test: InferenceTest, times: StepSeconds) -> float:
+def ideal_seconds(test: InferenceTest, times: StepModel) -> float:
     """The least that a test takes where its steps are predicted."""
     return test.floor(times.costs.step, times.device, times.dtype, times.link)
 
 
-def _steps(llm: LLM, setup: Setup, dtype: str, device: Device) -> StepSeconds:
+def _steps(llm: LLM, setup: Setup, dtype: str, device: Device) -> StepModel:
     engine, shard = llm.engine, None
     options: dict[str, Any] = {
         "deterministic": setup.deterministic,
@@ -60,4 +60,4 @@ def _steps(llm: LLM, setup: Setup, dtype: str, device: Device) -> StepSeconds:
             shard = RankShard.of(engine.config, ranks, 0, expert_parallel=setup.enable_expert_parallel)
     kernels = None if engine.device.type == "cpu" else device
     model = meta_model(engine.config, kernels, DTYPES[dtype], shard, folder=setup.checkpoint, **options)
-    return StepSeconds(model, device)
+    return StepModel(model, device)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from strata.bench.explain.measure import BenchWorkload, facts, measured_steps
 from strata.bench.predictions.errors import StepError, step_errors
 from strata.bench.workloads import InferenceTest, random_prompts
-from strata.cost.step_model import StepSeconds
+from strata.cost.step_model import StepModel
 from strata.text.counted import counted
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def cases() -> Iterator[PredictionCase]:
         yield PredictionCase(f"{counted(sequences, 'decode')}, a prompt of {counted(tokens, 'token')}", requests)
 
 
-def fitting(llm: LLM, options: Mapping[str, Any], times: StepSeconds) -> list[PredictionCase]:
+def fitting(llm: LLM, options: Mapping[str, Any], times: StepModel) -> list[PredictionCase]:
     """The cases that an engine's model, slots and memory allow. options: that the engine was asked for."""
     engine = facts(llm, options, times)
     return [
@@ -87,7 +87,7 @@ def fitting(llm: LLM, options: Mapping[str, Any], times: StepSeconds) -> list[Pr
 
 
 def predicted_and_measured(
-    llm: LLM, chosen: Iterable[PredictionCase], times: StepSeconds, repeat: int
+    llm: LLM, chosen: Iterable[PredictionCase], times: StepModel, repeat: int
 ) -> Iterator[list[StepError]]:
     """Of each case, run so often and once more before."""
     for case in chosen:

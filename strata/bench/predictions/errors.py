@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from strata.cost.step_model import StepSeconds
+from strata.cost.step_model import StepModel
 from strata.hardware.prediction import ORIGINS
 from strata.hardware.roofline import Workload
 from strata.plan.explain.measurement import MeasuredStep
@@ -64,7 +64,7 @@ class ErrorSummary:
         return f"median {self.median:.1%}, p90 {self.p90:.1%}, with its sign {self.signed:+.1%}, of {self.count}"
 
 
-def step_errors(case: str, runs: Iterable[Sequence[MeasuredStep]], times: StepSeconds) -> list[StepError]:
+def step_errors(case: str, runs: Iterable[Sequence[MeasuredStep]], times: StepModel) -> list[StepError]:
     """The steps of several runs of a case, those with as many sequences and tokens together, in order.
 
     A decode step lasts until the next begins, if that follows at once; any other for itself, and what is around a step

@@ -28,7 +28,7 @@ _NEEDED = {"copies": ("bandwidth", None), "float32": ("compute", "float32"), "bf
 
 def processor_device() -> tuple[Device, tuple[str, ...]]:
     """This machine's processor with what it reaches, and where that comes from: by the probe that was kept (which
-    `StepSeconds` reads itself), or else, and for what that lacks, a second of measuring now.
+    `StepModel` reads itself), or else, and for what that lacks, a second of measuring now.
 
     Raises ValueError, naming it, for a probe's file that cannot be read.
     """

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from strata.cost.step_model import StepSeconds
+from strata.cost.step_model import StepModel
 from strata.engine.watch.verdict import Remedy
 from strata.plan.explain.explanation import Explanation, Peaks, StepTime, Subject
 from strata.plan.explain.findings import RuleInput, findings
@@ -27,9 +27,9 @@ Prober = Callable[[Mapping[str, Any]], Sequence[MeasuredStep]]
 
 def explain(
     measured: Measurement,
-    times: StepSeconds,
+    times: StepModel,
     *,
-    wanted: StepSeconds | None = None,
+    wanted: StepModel | None = None,
     subject: Subject = "run",
     name_of: NameOf = operation_name,
     prober: Prober | None = None,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from strata.cost.step_model import StepSeconds
+from strata.cost.step_model import StepModel
 from strata.engine.watch.verdict import Cause, Remedy
 from strata.plan.explain.explanation import Explained
 from strata.plan.explain.measurement import Measurement, shared_prefix_tokens
@@ -36,8 +36,8 @@ class RuleInput:
 
     measured: Measurement
     explained: Explained
-    times: StepSeconds
-    wanted: StepSeconds | None
+    times: StepModel
+    wanted: StepModel | None
     what_if: WhatIf
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from strata.cost.nodes import NodeCost
-from strata.cost.step_model import StepNodes, StepSeconds
+from strata.cost.step_model import StepModel, StepNodes
 from strata.engine.watch.verdict import Cause, Layer
 from strata.hardware.roofline import floor
 from strata.plan.explain.explanation import OperationTime, Part, StepWork
@@ -72,7 +72,7 @@ class _Sum:
 
 def split_steps(
     measured: Measurement,
-    times: StepSeconds,
+    times: StepModel,
     name_of: NameOf = operation_name,
     others: Sequence[float] | None = None,
     weights: Sequence[float] | None = None,
@@ -147,7 +147,7 @@ def middle_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
     return steps[away.index(min(away))]
 
 
-def _idle_share(measured: Measurement, nodes: StepNodes, times: StepSeconds, step: MeasuredStep, usual: float) -> float:
+def _idle_share(measured: Measurement, nodes: StepNodes, times: StepModel, step: MeasuredStep, usual: float) -> float:
     """Of steps like this one, in which their device waits for the host."""
     traced = measured.traced.get(step.kind)
     if traced is not None:
@@ -156,7 +156,7 @@ def _idle_share(measured: Measurement, nodes: StepNodes, times: StepSeconds, ste
     return _waits_for_launches(nodes, times, step, usual) if is_launched else 0.0
 
 
-def _waits_for_launches(nodes: StepNodes, times: StepSeconds, step: MeasuredStep, usual: float) -> float:
+def _waits_for_launches(nodes: StepNodes, times: StepModel, step: MeasuredStep, usual: float) -> float:
     """The share of an eager step in which its device waits for the host. usual: seconds of steps like it.
 
     Where launches take longer than the work, they are all that a step is longer than its work: hosts differ, and so
@@ -168,7 +168,7 @@ def _waits_for_launches(nodes: StepNodes, times: StepSeconds, step: MeasuredStep
     return max(0.0, 1 - work / (usual or launches)) if launches > work else 0.0
 
 
-def _lost(step: MeasuredStep, times: StepSeconds) -> float:
+def _lost(step: MeasuredStep, times: StepModel) -> float:
     """Seconds of a step for which other work had the processor. A GPU goes on with what it has, so there it is no more
     than the step took longer than predicted."""
     if step.processor is not None:
@@ -178,7 +178,7 @@ def _lost(step: MeasuredStep, times: StepSeconds) -> float:
     return min(step.delayed, max(0.0, step.seconds - times.seconds(step.workload)))
 
 
-def _padding(nodes: StepNodes, times: StepSeconds, step: MeasuredStep) -> float:
+def _padding(nodes: StepNodes, times: StepModel, step: MeasuredStep) -> float:
     """The share of a recorded step that pads it."""
     if not nodes.recorded or step.eager:
         return 0.0
@@ -191,7 +191,7 @@ def _padding(nodes: StepNodes, times: StepSeconds, step: MeasuredStep) -> float:
 
 def _by_name(
     nodes: StepNodes,
-    times: StepSeconds,
+    times: StepModel,
     step: MeasuredStep,
     name_of: NameOf,
 ) -> dict[str, _Sum]:

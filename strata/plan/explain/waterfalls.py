@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from strata.cost.step_model import StepSeconds
+from strata.cost.step_model import StepModel
 from strata.plan.explain.explanation import Explained, Part
 from strata.plan.explain.measurement import MeasuredStep, Measurement
 from strata.plan.explain.split import TAKEN, NameOf, StepSplit, operation_name, split_steps
@@ -23,7 +23,7 @@ SCHEDULED = "steps that are less full than the work allows"
 _NEAR = 0.01
 
 
-def of_run(measured: Measurement, times: StepSeconds, name_of: NameOf = operation_name) -> Explained:
+def of_run(measured: Measurement, times: StepModel, name_of: NameOf = operation_name) -> Explained:
     """The wall time. Its floor is that of the fullest steps that the work allows, where that is known."""
     split = split_steps(measured, times, name_of)
     least = split.floor if measured.ideal is None else min(measured.ideal, split.floor)
@@ -33,7 +33,7 @@ def of_run(measured: Measurement, times: StepSeconds, name_of: NameOf = operatio
     return _explained(measured.wall, measured.stepping, split, least, [*named, lost, scheduled])
 
 
-def of_tail(measured: Measurement, times: StepSeconds, name_of: NameOf = operation_name) -> Explained:
+def of_tail(measured: Measurement, times: StepModel, name_of: NameOf = operation_name) -> Explained:
     """One wait between two tokens of a request, the mean of those about the 99th percentile.
 
     Raises ValueError if no request got two tokens at known times.
@@ -55,7 +55,7 @@ def of_tail(measured: Measurement, times: StepSeconds, name_of: NameOf = operati
     return _explained(math.fsum(gap for gap, _, _ in chosen) / len(chosen), _weighted(measured, weights), split)
 
 
-def of_latency(measured: Measurement, times: StepSeconds, name_of: NameOf = operation_name) -> Explained:
+def of_latency(measured: Measurement, times: StepModel, name_of: NameOf = operation_name) -> Explained:
     """The mean time of a request from its arrival to its last token. The floor is that of the steps which it was in.
 
     Raises ValueError if no request's times are known.

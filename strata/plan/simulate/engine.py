@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from strata.comm.symmetric import imagined
-from strata.cost.step_model import StepSeconds
+from strata.cost.step_model import StepModel
 from strata.engine.engine_config import EngineConfig
 from strata.engine.ledger import Ledger
 from strata.engine.scheduling.config import SchedulerConfig
@@ -54,7 +54,7 @@ def predicted_engine(asked: EngineConfig, config: ModelConfig, device: Device) -
         axis = imagined(TENSOR_AXIS, asked.tensor_parallel_size)
         shard = replace(shard, axes={**shard.axes, TENSOR_AXIS: axis})
     model = engine_model(asked, config, device, shard)
-    times = StepSeconds(model, device)
+    times = StepModel(model, device)
     target = None
     if asked.tpot_target_ms is not None:
         recorded = model.program.sizes.mixed_tokens

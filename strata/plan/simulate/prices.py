@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from typing import NamedTuple, Protocol
 
 from strata.cache.pages import NONE_SHARED, SharedKeys
-from strata.cost.step_model import StepSeconds
+from strata.cost.step_model import StepModel
 from strata.engine.plan import StepPlan
 from strata.hardware.roofline import Workload
 
@@ -51,7 +51,7 @@ class PredictedPrices:
     copy_seconds: of the fixed states of a sequence, from or to a snapshot.
     """
 
-    def __init__(self, times: StepSeconds, copy_seconds: float = 0.0) -> None:
+    def __init__(self, times: StepModel, copy_seconds: float = 0.0) -> None:
         self._times, self._copy_seconds = times, copy_seconds
         self._lines: dict[tuple[int, int], Line] = {}
         self._points: dict[tuple[int, int], float] = {}

@@ -8,16 +8,16 @@ from typer.testing import CliRunner
 from strata.bench.predictions.cases import cases
 from strata.bench.predictions.errors import ErrorSummary, StepError, step_errors
 from strata.cli.main import app
-from strata.cost.step_model import StepSeconds
+from strata.cost.step_model import StepModel
 from strata.hardware.specs import device
 from strata.plan.explain.measurement import MeasuredStep, StepChunk
 from strata.plan.meta_model import find_config, meta_model
 
 
 @pytest.fixture(scope="module")
-def times() -> StepSeconds:
+def times() -> StepModel:
     spec = device("h200")
-    return StepSeconds(meta_model(find_config("0.6B"), spec), spec)
+    return StepModel(meta_model(find_config("0.6B"), spec), spec)
 
 
 def test_cases_hold_each_kind_of_step_and_sixty_at_least() -> None:
@@ -35,7 +35,7 @@ def test_a_case_is_as_large_as_it_says() -> None:
     assert (mixed.count, mixed.longest) == (4, test.longest)
 
 
-def test_steps_alike_are_one_error_and_what_compiled_is_none(times: StepSeconds) -> None:
+def test_steps_alike_are_one_error_and_what_compiled_is_none(times: StepModel) -> None:
     chunks = [(StepChunk(0, 100 + step, 1, 1), StepChunk(1, 200 + step, 1, 1)) for step in range(5)]
     begins = [0.0, 0.001, 0.002, 0.0035, 0.0045]
     steps = [

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from strata.cost.predict import HOST_SECONDS
-from strata.cost.step_model import StepSeconds
+from strata.cost.step_model import StepModel
 from strata.hardware.roofline import Workload
 from strata.hardware.roofline import floor as roofline_floor
 from strata.models.folder import folder_or_shape
@@ -27,13 +27,13 @@ EVEN = requests(*((100, 24) for _ in range(16)))
 
 
 @pytest.fixture(scope="module")
-def times() -> StepSeconds:
-    return StepSeconds(meta_model(find_config(folder_or_shape("builtin")), None, torch.bfloat16), DEVICE)
+def times() -> StepModel:
+    return StepModel(meta_model(find_config(folder_or_shape("builtin")), None, torch.bfloat16), DEVICE)
 
 
-def launched(times: StepSeconds) -> StepSeconds:
+def launched(times: StepModel) -> StepModel:
     """The same steps as if a host launched them on a GPU."""
-    found = StepSeconds(times.model, times.device)
+    found = StepModel(times.model, times.device)
     found.predictor = replace(found.predictor, launch=HOST_SECONDS)
     return found
 
@@ -51,24 +51,24 @@ def check(found: Explanation, words: str, gain: float) -> None:
     assert 0 < fall.floor <= fall.measured
 
 
-def test_steps_tell_which_share_of_the_pages_they_have(times: StepSeconds) -> None:
+def test_steps_tell_which_share_of_the_pages_they_have(times: StepModel) -> None:
     """Two prompts of 20 tokens have two pages of 16 each; two tokens an output, the first from the prompt's step."""
     found = explain(run(requests((20, 2), (20, 2)), replace(FACTS, kv_tokens=160)), times)
     assert [step.kv for step in found.steps] == pytest.approx([0.4, 0.4])
 
 
-def test_a_slow_host_loop(times: StepSeconds) -> None:
+def test_a_slow_host_loop(times: StepModel) -> None:
     slow = 50e-3  # so much that a slow machine's scheduler is far below it
     check(explain(run(EVEN, between=slow), times), "waits for the host", saved(wall(EVEN, between=slow), wall(EVEN)))
 
 
-def test_a_slow_tokenizer(times: StepSeconds) -> None:
+def test_a_slow_tokenizer(times: StepModel) -> None:
     measured = run(EVEN)
     slow = replace(measured, wall=measured.wall + 0.5, host={"tokenization": 0.5})
     check(explain(slow, times), "prompts become ids", saved(slow.wall, measured.wall))
 
 
-def test_other_work_on_the_processors(times: StepSeconds) -> None:
+def test_other_work_on_the_processors(times: StepModel) -> None:
     def halved(step: MeasuredStep) -> MeasuredStep:
         return replace(step, processor=step.seconds / 2)
 
@@ -77,7 +77,7 @@ def test_other_work_on_the_processors(times: StepSeconds) -> None:
     check(explain(replace(measured, processor=ran), times), "other work takes the processors", 0.5)
 
 
-def test_a_thread_that_waits_a_little_for_others_of_its_step_is_no_contention(times: StepSeconds) -> None:
+def test_a_thread_that_waits_a_little_for_others_of_its_step_is_no_contention(times: StepModel) -> None:
     measured = run(EVEN, change=lambda step: replace(step, processor=0.96 * step.seconds))
     ran = math.fsum(step.processor or 0.0 for step in measured.steps) + BETWEEN * len(measured.steps)
     found = explain(replace(measured, processor=ran), times)
@@ -85,12 +85,12 @@ def test_a_thread_that_waits_a_little_for_others_of_its_step_is_no_contention(ti
     assert found.waterfall.seconds(layer="system", cause="host") > 0.03 * found.waterfall.measured
 
 
-def test_a_batch_cap(times: StepSeconds) -> None:
+def test_a_batch_cap(times: StepModel) -> None:
     facts = replace(FACTS, slots=2)
     check(explain(run(EVEN, facts), times), "fewer sequences run at once", saved(wall(EVEN, facts), wall(EVEN)))
 
 
-def test_a_tiny_pool(times: StepSeconds) -> None:
+def test_a_tiny_pool(times: StepModel) -> None:
     asked = requests(*((100, 200) for _ in range(16)))
     facts = replace(FACTS, kv_tokens=16 * 40)
     measured = run(asked, facts)
@@ -100,18 +100,18 @@ def test_a_tiny_pool(times: StepSeconds) -> None:
     assert found.waterfall.seconds(cause="preemption") > 0
 
 
-def test_no_prefix_cache_where_prompts_begin_alike(times: StepSeconds) -> None:
+def test_no_prefix_cache_where_prompts_begin_alike(times: StepModel) -> None:
     asked = requests(*((480, 8) for _ in range(16)), shared=400)
     facts = replace(FACTS, caches_prefixes=False)
     check(explain(run(asked, facts), times), "beginnings were computed", saved(wall(asked, facts), wall(asked)))
 
 
-def test_one_long_request(times: StepSeconds) -> None:
+def test_one_long_request(times: StepModel) -> None:
     asked = requests(*((100, 24) for _ in range(15)), (100, 400))
     check(explain(run(asked), times), "run on after all others", saved(wall(asked), wall(EVEN)))
 
 
-def test_huge_chunks(times: StepSeconds) -> None:
+def test_huge_chunks(times: StepModel) -> None:
     asked = [
         replace(request, due=0.03 * index) for index, request in enumerate(requests(*((900, 20) for _ in range(24))))
     ]
@@ -121,7 +121,7 @@ def test_huge_chunks(times: StepSeconds) -> None:
     assert found.verdict.remedies[0].option == "--max-num-batched-tokens"
 
 
-def test_more_requests_than_one_engine_answers(times: StepSeconds) -> None:
+def test_more_requests_than_one_engine_answers(times: StepModel) -> None:
     asked = [replace(one, due=2e-3 * n) for n, one in enumerate(requests(*((200, 40) for _ in range(60))))]
     measured = run(asked, replace(FACTS, slots=8))
     found = explain(measured, times, subject="request")
@@ -140,7 +140,7 @@ def test_waits_for_a_request_are_no_time_of_the_host() -> None:
     assert WhatIf(measured, "request").base.latencies == pytest.approx(latencies, rel=0.05)
 
 
-def test_a_wait_begins_where_the_step_before_it_ends(times: StepSeconds) -> None:
+def test_a_wait_begins_where_the_step_before_it_ends(times: StepModel) -> None:
     first, last = 0.1, 0.7
     assert last - (last - first) < first  # rounded
     measured = run(requests((20, 2)))
@@ -155,7 +155,7 @@ def test_a_wait_begins_where_the_step_before_it_ends(times: StepSeconds) -> None
 
 
 @pytest.mark.parametrize(("shape", "cause"), [((1000, 1), "compute"), ((10, 100), "memory"), ((300, 100), "memory")])
-def test_a_run_near_its_floor_says_what_the_floor_is(times: StepSeconds, shape: tuple[int, int], cause: str) -> None:
+def test_a_run_near_its_floor_says_what_the_floor_is(times: StepModel, shape: tuple[int, int], cause: str) -> None:
     near = run(
         requests(shape),
         seconds=lambda work: 1.05 * times.floor(work).seconds,
@@ -169,7 +169,7 @@ def test_a_run_near_its_floor_says_what_the_floor_is(times: StepSeconds, shape: 
 
 @pytest.mark.parametrize(("shape", "bound"), [((900, 1), "compute"), ((900, 8), "compute"), ((900, 100), "memory")])
 def test_what_bounds_an_operation_is_what_sets_most_of_its_floor(
-    times: StepSeconds, shape: tuple[int, int], bound: str
+    times: StepModel, shape: tuple[int, int], bound: str
 ) -> None:
     """One long prompt computes; each token behind it reads the weights. Both are counted as often as they ran."""
     ran = run(requests(shape), seconds=lambda work: 2 * times.seconds(work) + 1e-3)
@@ -189,16 +189,14 @@ def test_what_bounds_an_operation_is_what_sets_most_of_its_floor(
 
 
 @pytest.mark.parametrize(("count", "words"), [(1, []), (2, ["twice the requests at once"])])
-def test_a_workload_of_one_request_has_no_others_to_run_at_once(
-    times: StepSeconds, count: int, words: list[str]
-) -> None:
+def test_a_workload_of_one_request_has_no_others_to_run_at_once(times: StepModel, count: int, words: list[str]) -> None:
     ran = run(requests(*((100, 24) for _ in range(count))), seconds=lambda work: 50 * times.floor(work).seconds + 1e-2)
     assert [one.what for one in explain(ran, times).verdict.remedies] == words
 
 
-def test_a_dtype_that_is_wider_than_asked(times: StepSeconds) -> None:
+def test_a_dtype_that_is_wider_than_asked(times: StepModel) -> None:
     wide_pool = replace(times.model.sizes.pool, dtype=torch.float32)
-    wide = StepSeconds(times.model.of_sizes(pool=wide_pool), DEVICE)
+    wide = StepModel(times.model.of_sizes(pool=wide_pool), DEVICE)
     facts = replace(FACTS, dtype="float32")
     measured = run(EVEN, facts, seconds=lambda workload: wide.seconds(workload))
     after = wall(EVEN, seconds=lambda workload: times.seconds(workload))
@@ -207,7 +205,7 @@ def test_a_dtype_that_is_wider_than_asked(times: StepSeconds) -> None:
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_packed_weights_that_are_unpacked_in_every_call(times: StepSeconds, asked: bool) -> None:
+def test_packed_weights_that_are_unpacked_in_every_call(times: StepModel, asked: bool) -> None:
     """Products take 90 of the 100 ms of a step, and would take 20 of plain weights."""
     shares = dict.fromkeys(("decode", "prompt"), TracedOperations({"linear": 0.09, "attention": 0.01}, 0.1))
     slow = run(EVEN, seconds=lambda workload: 0.1, traced=shares)
@@ -218,14 +216,14 @@ def test_packed_weights_that_are_unpacked_in_every_call(times: StepSeconds, aske
     assert ("checkpoint" in found.verdict.remedies[0].what) != asked
 
 
-def test_plain_products_that_are_as_slow_are_no_remedy(times: StepSeconds) -> None:
+def test_plain_products_that_are_as_slow_are_no_remedy(times: StepModel) -> None:
     shares = dict.fromkeys(("decode", "prompt"), TracedOperations({"linear": 0.09, "attention": 0.01}, 0.1))
     slow = run(EVEN, seconds=lambda workload: 0.1, traced=shares)
     found = explain(replace(slow, unpacked=UnpackedProducts("int4", "linear", 0.1 * len(slow.steps), True)), times)
     assert not any("unpack" in one.what for one in found.verdict.remedies)
 
 
-def test_a_graph_that_is_not_fused(times: StepSeconds) -> None:
+def test_a_graph_that_is_not_fused(times: StepModel) -> None:
     expected = {"linear": 21, "attention": 5}
     facts = replace(FACTS, operations={"linear": 36, "attention": 5}, expected=expected)
     each = 1e-4
@@ -235,7 +233,7 @@ def test_a_graph_that_is_not_fused(times: StepSeconds) -> None:
     check(explain(measured, times), "run one by one", gain)
 
 
-def test_launches_by_the_host(times: StepSeconds) -> None:
+def test_launches_by_the_host(times: StepModel) -> None:
     measured = run(EVEN, change=lambda step: replace(step, busy=step.seconds / 3, eager=True))
     found = explain(measured, times)
     stepping = measured.stepping / measured.wall
@@ -243,12 +241,12 @@ def test_launches_by_the_host(times: StepSeconds) -> None:
     assert found.verdict.layer == "graph"
 
 
-def test_eager_steps_of_a_gpu_wait_for_launches(times: StepSeconds) -> None:
+def test_eager_steps_of_a_gpu_wait_for_launches(times: StepModel) -> None:
     """Where nobody saw when the device worked: what a step exceeds its work by is launches, if those are longer."""
     measured = run(EVEN, seconds=lambda workload: 0.5, change=lambda step: replace(step, eager=True))
     found = explain(measured, launched(times))
     check(found, "launches by the host", measured.stepping / measured.wall)  # the work is next to nothing
-    busy = StepSeconds(
+    busy = StepModel(
         times.model, replace(DEVICE, figures=tuple(replace(one, value=one.value / 1e3) for one in FIGURES))
     )
     measured = run(
@@ -258,7 +256,7 @@ def test_eager_steps_of_a_gpu_wait_for_launches(times: StepSeconds) -> None:
     assert "launches" not in found.verdict.symptom
 
 
-def test_a_host_that_launches_faster_than_predicted_leaves_the_work_whole(times: StepSeconds) -> None:
+def test_a_host_that_launches_faster_than_predicted_leaves_the_work_whole(times: StepModel) -> None:
     decodes = tuple(StepChunk(sequence, 100, 1, 1) for sequence in range(16))
     nodes = times.model.step(MeasuredStep(0.0, 1.0, decodes).workload)
     own = (*nodes.inputs, *nodes.model, *nodes.draw)
@@ -269,7 +267,7 @@ def test_a_host_that_launches_faster_than_predicted_leaves_the_work_whole(times:
     assert math.fsum(one.seconds for one in split.operations) == pytest.approx(work)
 
 
-def test_steps_whose_launches_lost_the_processor(times: StepSeconds) -> None:
+def test_steps_whose_launches_lost_the_processor(times: StepModel) -> None:
     """Of a GPU: the step is longer by what its launch was delayed, but where it had enough to do meanwhile."""
     whole = wall(EVEN, seconds=lambda workload: times.seconds(workload))
     measured = run(
@@ -282,7 +280,7 @@ def test_steps_whose_launches_lost_the_processor(times: StepSeconds) -> None:
     assert "processors" not in explain(hidden, times).verdict.symptom
 
 
-def test_a_launch_that_waits_for_its_compiler_lost_no_processor(times: StepSeconds) -> None:
+def test_a_launch_that_waits_for_its_compiler_lost_no_processor(times: StepModel) -> None:
     measured = run(EVEN, seconds=times.seconds)
     late = replace(measured.steps[-1], end=measured.steps[-1].end + 0.3, delayed=0.25, compiled=1)
     found = explain(replace(measured, wall=measured.wall + 0.3, steps=(*measured.steps[:-1], late)), times)
@@ -291,20 +289,20 @@ def test_a_launch_that_waits_for_its_compiler_lost_no_processor(times: StepSecon
     assert "processors taken by other work" not in parts
 
 
-def test_another_process_on_the_device(times: StepSeconds) -> None:
+def test_another_process_on_the_device(times: StepModel) -> None:
     measured = run(EVEN, seconds=lambda workload: 3 * times.seconds(workload))
     found = explain(replace(measured, device=DeviceState(others=("9.0 GiB in use",))), times)
     alone = wall(EVEN, seconds=lambda workload: times.seconds(workload))
     check(found, "the device is shared", saved(measured.wall, alone))
 
 
-def test_clocks_that_are_held_down(times: StepSeconds) -> None:
+def test_clocks_that_are_held_down(times: StepModel) -> None:
     measured = run(EVEN, seconds=lambda workload: 1.3 * times.seconds(workload))
     found = explain(replace(measured, device=DeviceState(slowed_by=("power limit",))), times)
     assert found.verdict.cause == "power"
 
 
-def test_a_run_without_steps_is_refused(times: StepSeconds) -> None:
+def test_a_run_without_steps_is_refused(times: StepModel) -> None:
     with pytest.raises(ValueError, match="no step"):
         explain(replace(run(EVEN), steps=()), times)
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from strata.comm.symmetric import imagined
-from strata.cost.step_model import StepSeconds
+from strata.cost.step_model import StepModel
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.models.folder import BUILTIN_FOLDER
@@ -46,7 +46,7 @@ def test_few_layers_give_the_time_of_all(machine: Machine, model: str, tensor: i
         experts = replace(config.experts, layers=sparse)
         config = replace(config, num_layers=8, windows=(None,) * 8, experts=experts)
     shard = None if tensor == 1 else RankShard.of(config, tensor, 0, imagined(TENSOR_AXIS, tensor))
-    whole = StepSeconds(meta_model(config, H200, shard=shard, max_num_seqs=1024), H200)
+    whole = StepModel(meta_model(config, H200, shard=shard, max_num_seqs=1024), H200)
     prices = LayerPrices(config, machine, ServingLayout(tensor), torch.bfloat16)
     for workload in STEPS.values():
         assert prices.price(workload).seconds == pytest.approx(whole.predict(workload).seconds, rel=1e-6)

@@ -12,7 +12,7 @@ import pytest
 
 from strata.cache.pages import NONE_SHARED, PageAllocator, SharedKeys
 from strata.cache.prefix import PrefixTree
-from strata.cost.step_model import StepSeconds
+from strata.cost.step_model import StepModel
 from strata.engine.plan import Chunk, Draw, StepPlan
 from strata.engine.request import Request
 from strata.engine.scheduling.config import SchedulerConfig
@@ -117,9 +117,9 @@ def test_plans_tell_of_the_pages_of_their_block_tables() -> None:
 
 
 @pytest.fixture(scope="module")
-def times() -> StepSeconds:
+def times() -> StepModel:
     spec = device("h200")
-    return StepSeconds(meta_model(find_config("0.6B"), spec), spec)
+    return StepModel(meta_model(find_config("0.6B"), spec), spec)
 
 
 def plan(decodes: list[int], *prompts: tuple[int, int]) -> StepPlan:
@@ -129,14 +129,14 @@ def plan(decodes: list[int], *prompts: tuple[int, int]) -> StepPlan:
     return StepPlan((), (), chunks, (), sum(count for _, count in shares))
 
 
-def saved(times: StepSeconds, step: StepPlan, shared: SharedKeys) -> float:
+def saved(times: StepModel, step: StepPlan, shared: SharedKeys) -> float:
     prices = PredictedPrices(times)
     (seconds, size), (less, same) = prices.price(step), prices.price(msgspec.structs.replace(step, shared=shared))
     assert size == same
     return seconds - less
 
 
-def test_repeated_keys_come_from_the_cache(times: StepSeconds) -> None:
+def test_repeated_keys_come_from_the_cache(times: StepModel) -> None:
     decodes, shared = [1200] * 64, SharedKeys(8 * 1024, 56 * 1024)
     assert saved(times, plan(decodes), NONE_SHARED) == 0
     assert saved(times, plan(decodes), shared) == pytest.approx(56 * 1024 * SAVED, rel=1e-6)
@@ -148,7 +148,7 @@ def test_repeated_keys_come_from_the_cache(times: StepSeconds) -> None:
     assert saved(times, plan([], (1024, 100), (1024, 60)), SharedKeys(1024, 1024)) == 0
 
 
-def test_a_step_is_never_faster_than_by_the_keys_that_it_must_read(times: StepSeconds) -> None:
+def test_a_step_is_never_faster_than_by_the_keys_that_it_must_read(times: StepModel) -> None:
     """All keys but those of one sequence are repeated."""
     step = plan([4096] * 256)
     seconds, _ = PredictedPrices(times).price(msgspec.structs.replace(step, shared=SharedKeys(4096, 255 * 4096)))
@@ -157,7 +157,7 @@ def test_a_step_is_never_faster_than_by_the_keys_that_it_must_read(times: StepSe
     assert seconds < 0.7 * PredictedPrices(times).price(step)[0]
 
 
-def test_what_the_cache_does_not_hold_comes_from_memory(times: StepSeconds) -> None:
+def test_what_the_cache_does_not_hold_comes_from_memory(times: StepModel) -> None:
     """60 MiB hold 15,360 keys of a layer with their values."""
     decodes = plan([31_000] * 32)
     fits, twice = (saved(times, decodes, SharedKeys(distinct, 200_000)) for distinct in (15_360, 30_720))
@@ -165,13 +165,13 @@ def test_what_the_cache_does_not_hold_comes_from_memory(times: StepSeconds) -> N
     assert twice == pytest.approx(fits / 2)
 
 
-def test_where_nothing_is_known_of_the_cache_nothing_is_saved(times: StepSeconds) -> None:
+def test_where_nothing_is_known_of_the_cache_nothing_is_saved(times: StepModel) -> None:
     spec = device("h200")
     unknown = replace(spec, figures=tuple(one for one in spec.figures if one.quantity != "l2"))
-    assert StepSeconds(times.model, unknown).saved(1024, 1024) == 0
+    assert StepModel(times.model, unknown).saved(1024, 1024) == 0
 
 
-def test_a_load_with_a_shared_prefix_decodes_faster(times: StepSeconds) -> None:
+def test_a_load_with_a_shared_prefix_decodes_faster(times: StepModel) -> None:
     """32 requests behind one that has computed the prefix; the last ends first, so that 33 decode all the while."""
     source = random.Random(2)
 
