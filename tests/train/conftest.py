@@ -44,14 +44,14 @@ Tune = Callable[..., TrainConfig]
 
 
 @pytest.fixture(scope="session")
-def tokenizer() -> tokenizers.Tokenizer:
+def made_tokenizer() -> tokenizers.Tokenizer:
     return make_tokenizer((document(3, i) for i in range(200)), 600)
 
 
 @pytest.fixture(scope="session")
-def tokenizer_folder(tokenizer: tokenizers.Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokenizer_folder(made_tokenizer: tokenizers.Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(tokenizer, folder, 1024)
+    write_tokenizer(made_tokenizer, folder, 1024)
     return folder
 
 

@@ -167,8 +167,10 @@ def test_the_command(written: Path, tmp_path: Path) -> None:
         assert TokenDataset(tmp_path / f"t{place}").index.kind == "text"
 
 
-def test_encoding_is_what_the_chat_template_writes(tokenizer: tokenizers.Tokenizer, tokenizer_folder: Path) -> None:
-    encoder = Encoder(tokenizer)
+def test_encoding_is_what_the_chat_template_writes(
+    made_tokenizer: tokenizers.Tokenizer, tokenizer_folder: Path
+) -> None:
+    encoder = Encoder(made_tokenizer)
     documents = [document(0, i) for i in range(60)]
     made = encoder.encode(documents)
     with Tokenizer.load(tokenizer_folder) as served:
@@ -196,19 +198,19 @@ def test_encoding_is_what_the_chat_template_writes(tokenizer: tokenizers.Tokeniz
     assert sum(example.call is not None for one in documents for example in one.examples) > 5
 
 
-def test_wanted_is_replies_and_their_ends(tokenizer: tokenizers.Tokenizer) -> None:
+def test_wanted_is_replies_and_their_ends(made_tokenizer: tokenizers.Tokenizer) -> None:
     documents = [document(0, i) for i in range(60)]
-    made = Encoder(tokenizer).encode(documents)
+    made = Encoder(made_tokenizer).encode(documents)
     for one, start, end in zip(documents, made.offsets[:-1], made.offsets[1:], strict=True):
         ids, wanted = made.tokens[start:end], made.loss_mask[start:end]
-        text = tokenizer.decode(ids[wanted].tolist(), skip_special_tokens=False)
+        text = made_tokenizer.decode(ids[wanted].tolist(), skip_special_tokens=False)
         said = [text.replace(BOUNDARY, "") for example in one.examples for text in example.written]
         replies = "".join(text + "<|end|>" for text in said)
         assert text == ("\n" + replies if one.plain else replies)
 
 
-def test_digits_and_reversed_letters_are_single_tokens(tokenizer: tokenizers.Tokenizer) -> None:
-    vocabulary = tokenizer.get_vocab()
+def test_digits_and_reversed_letters_are_single_tokens(made_tokenizer: tokenizers.Tokenizer) -> None:
+    vocabulary = made_tokenizer.get_vocab()
     assert [vocabulary[token] for token in SPECIAL_TOKENS] == list(range(len(SPECIAL_TOKENS)))
     assert not [token for token in vocabulary if sum(character.isdigit() for character in token) and len(token) > 1]
     reversal = next(task for task in SPELLING_TASKS if task.name == "word reversal")
