@@ -106,11 +106,12 @@ def made(folder: Path, **options: Any) -> LLM:
     return llm
 
 
-def ids(llm: LLM) -> list[list[int]]:
-    shared = [(11 * place) % 300 for place in range(37)]
-    prompts = [shared[: 5 + number * 3] + [number] * (number % 5 * 9) for number in range(10)]
+def ids(llm: LLM, vocabulary: int = 300, count: int = 10, tokens: int = 25) -> list[list[int]]:
+    """Of so many requests, some with samples that fork, whose prompts begin alike; asked twice."""
+    shared = [(11 * place) % vocabulary for place in range(37)]
+    prompts = [shared[: 5 + number * 3] + [number] * (number % 5 * 9) for number in range(count)]
     params = [
-        SamplingParams(n=3 if number % 3 == 0 else 1, temperature=0.8, seed=number, max_tokens=25, ignore_eos=True)
+        SamplingParams(n=3 if number % 3 == 0 else 1, temperature=0.8, seed=number, max_tokens=tokens, ignore_eos=True)
         for number in range(len(prompts))
     ]
     found = []

@@ -23,6 +23,7 @@ from strata.graph.ranks.row_parts import most_rows
 from strata.hardware.figures import Device
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention import fixed as attention_fixed
+from strata.kernels.attention.prompt_keys import prompt_keys_bytes
 from strata.kernels.device_limits import DeviceLimits, implementations_for
 from strata.kernels.latent import cuda as latent_cuda
 from strata.models.config import ModelConfig
@@ -120,7 +121,7 @@ def planned_memory(
         scratch=max((_scratch_bytes(asked, config, sizes, *one) for one in rows), default=0)
         + (sizes.packing.largest_in_floats(sizes.pool.dtype) if device.type == "cuda" else 0)
         + (recurrent_bytes(asked, config, sizes.max_tokens, sizes.pool.dtype) if device.type == "cuda" else 0)
-        + 2 * sizes.prompt_keys * sizes.pool.kv_heads * sizes.pool.head_dim * sizes.pool.dtype.itemsize
+        + prompt_keys_bytes(sizes.prompt_keys, sizes.pool.kv_heads * sizes.pool.head_dim, sizes.pool.dtype.itemsize)
         + choice_bytes(asked, config, sizes.max_tokens, sizes.max_length)
         + joining_bytes(asked, config, sizes.max_tokens),
         sharing=asked.ranks,

@@ -21,7 +21,7 @@ from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention.prompt_keys import gather_prompt_keys_kernel, prompt_keys_bytes
 from strata.kernels.attention.spec import AttentionCall, AttentionOperands, AttentionSpec
 from strata.kernels.attention.varlen_triton import attention_kernel
-from strata.kernels.attention.virtual_sequences import VirtualSequences
+from strata.kernels.attention.virtual_sequences import VirtualSequences, gathered_keys
 from strata.kernels.op import CUDNN
 from strata.kernels.state.paged import PagedKV
 
@@ -60,8 +60,9 @@ def scratch(call: AttentionCall) -> int:
     virtual = _virtual(call)
     if virtual is None or virtual.rows.fresh:
         return decodes
-    longest = pages.tables.shape[-1] * pages.page_size
-    return max(decodes, prompt_keys_bytes(call.k.shape[1] * call.k.shape[2], call.q.element_size(), longest))
+    row = call.k.shape[1] * call.k.shape[2]
+    keys = gathered_keys(pages.tables.shape[-1] * pages.page_size, row)
+    return max(decodes, prompt_keys_bytes(keys, row, call.q.element_size()))
 
 
 def may_decode(pages: PagedKV) -> int:

@@ -1,8 +1,9 @@
 """Keys and values of a step's prompts, gathered from pages into rows of their own, which cuDNN attends to.
 
-Over pages of 16 tokens cuDNN attends a quarter slower than over rows side by side; to bring them there takes a fiftieth
-of the attention of 2,048 queries (docs/performance.md). What lies behind a prompt's last token is zero up to a whole
-block of keys: the library multiplies it by zero, and what is not finite would stay so.
+Over pages of 16 tokens cuDNN attends a sixth slower than over rows side by side (8,192 tokens of 8B behind 8,192, one
+H200); to bring them there takes a hundredth of that attention, of 2,048 tokens' a twenty-seventh (docs/performance.md).
+What lies behind a prompt's last token is zero up to a whole block of keys: the library multiplies it by zero, and what
+is not finite would stay so.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ _PROGRAMS, _WARPS, _PIECE = 528, 8, 16
 _MAX_COLUMNS = 1024
 
 
-def prompt_keys_bytes(row: int, itemsize: int, max_length: int) -> int:
-    """What `gather_prompt_keys` returns takes. row: elements of a token's keys in a layer."""
-    return 2 * gathered_keys(max_length, row) * row * itemsize
+def prompt_keys_bytes(keys: int, row: int, itemsize: int) -> int:
+    """What keys and values of so many tokens take, of a layer. row: elements of a token's keys."""
+    return 2 * keys * row * itemsize
 
 
 # What stands in a step's buffer begins at any address.

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from strata import LLM, SamplingParams
+from tests.engine.test_answers import ids
 from tests.models.checkpoints import FAMILY_CONFIGS, load_oracle, make_checkpoint
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
 
@@ -105,24 +106,10 @@ def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("latents"), CONFIG)
 
 
-def ids(llm: LLM) -> list[list[int]]:
-    shared = [(11 * place) % 100 for place in range(37)]
-    prompts = [shared[: 5 + number * 3] + [number] * (number % 5 * 9) for number in range(8)]
-    params = [
-        SamplingParams(n=3 if number % 3 == 0 else 1, temperature=0.8, seed=number, max_tokens=18, ignore_eos=True)
-        for number in range(len(prompts))
-    ]
-    found = []
-    for _ in range(2):  # the second time with cached prefixes
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-        found += [sample.token_ids for output in outputs for sample in output.outputs]
-    return found
-
-
 def test_forks_preemption_and_prefixes_find_their_rows(latents: Path) -> None:
-    wanted = ids(LLM(latents, num_pages=300, **OPTIONS))
+    wanted = ids(LLM(latents, num_pages=300, **OPTIONS), 100, 8, 18)
     tight = LLM(latents, num_pages=14, max_num_batched_tokens=40, **OPTIONS)
-    assert ids(tight) == wanted
+    assert ids(tight, 100, 8, 18) == wanted
     counted = tight.engine.loop.scheduler.statistics
     assert counted.preemptions > 0
     assert counted.prefix_hits > 0
