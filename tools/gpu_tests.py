@@ -1,9 +1,10 @@
 """Runs tests/gpu on all GPUs that are here, or those of CUDA_VISIBLE_DEVICES, with a line as each file is done.
 
 Usage: python tools/gpu_tests.py [NAME ...]: all files, or those whose names contain a NAME. First every GPU takes files
-of its own: those about kernels alone share one, in several workers; the others, whose engines and trainers take much
-of its memory, have it to themselves. Then files with ranks run on all GPUs together, one after the other. Tests that
-need more GPUs than there are get skipped, and are named with the reason. Exit code 1 if anything failed.
+of its own, some at the same time: those about kernels in one job of several workers, engines and trainers in one each.
+Then files marked `alone`, which measure time or free memory, have a GPU to themselves, and files with ranks run on all
+GPUs together, one after the other. Tests that need more GPUs than there are get skipped, and are named with the reason.
+Exit code 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +28,9 @@ FOLDER = Path("tests/gpu")
 # A file that imports nothing else of Strata tests kernels, and takes little memory.
 KERNELS = ("strata.kernels", "strata.graph", "strata.cache", "strata.models", "strata.hardware")
 RANKS = "tests.gpu.ranks"
+ALONE = "pytest.mark.alone"
+# Jobs that share a GPU: mostly they compile and trace, on a core each.
+SLOTS = 3
 # Workers that share a GPU: most of the time they compile, on a core each; their tensors have to fit together.
 MAX_WORKERS = 10
 TIMEOUT = 1800.0
@@ -66,8 +70,8 @@ def imports(file: Path) -> set[str]:
     return found
 
 
-def may_share(file: Path) -> bool:
-    """Whether others may use the GPU beside it: it is about kernels alone, and measures nothing."""
+def about_kernels(file: Path) -> bool:
+    """Whether it is about kernels alone, so that one pytest runs many such files in several workers."""
     found = imports(file)
     own = {name for name in found if name.split(".")[0] == "strata" and name != "strata"}
     return (
@@ -78,14 +82,27 @@ def may_share(file: Path) -> bool:
     )
 
 
-def jobs(files: Sequence[Path], gpus: int, workers: int) -> tuple[list[Job], list[Job]]:
-    """What one GPU takes by itself, the files that share it first, and what takes all of them."""
+@dataclass(frozen=True)
+class Jobs:
+    """sharing: what runs beside others on a GPU. alone: what has one to itself. together: what takes all of them."""
+
+    sharing: list[Job]
+    alone: list[Job]
+    together: list[Job]
+
+    def __len__(self) -> int:
+        return len(self.sharing) + len(self.alone) + len(self.together)
+
+
+def jobs(files: Sequence[Path], gpus: int, workers: int) -> Jobs:
+    """Each file once; those of kernels in a job a GPU, of so many workers."""
     ranks = [file for file in files if RANKS in imports(file)]
-    rest = [file for file in files if file not in ranks]
-    shared = [file for file in rest if may_share(file)]
-    parts = [Job(tuple(shared[start::gpus]), workers) for start in range(min(gpus, len(shared)))]
-    alone = [Job((file,)) for file in rest if file not in shared]
-    return parts + alone, [Job((file,)) for file in ranks]
+    alone = [file for file in files if file not in ranks and ALONE in file.read_text(encoding="utf-8")]
+    sharing = [file for file in files if file not in ranks and file not in alone]
+    kernels = [file for file in sharing if about_kernels(file)]
+    parts = [Job(tuple(kernels[start::gpus]), workers) for start in range(min(gpus, len(kernels)))]
+    engines = [Job((file,)) for file in sharing if file not in kernels]
+    return Jobs(parts + engines, [Job((file,)) for file in alone], [Job((file,)) for file in ranks])
 
 
 def run(job: Job, gpus: Sequence[str]) -> Result:
@@ -170,27 +187,32 @@ class Progress:
 def run_all(files: Sequence[Path], gpus: Sequence[str], workers: int) -> int:
     """Run all files on these GPUs; returns the exit code."""
     began = time.perf_counter()
-    single, together = jobs(files, len(gpus), workers)
-    progress = Progress(len(single) + len(together))
-    waiting: SimpleQueue[Job] = SimpleQueue()
-    for job in single:
-        waiting.put(job)
+    found = jobs(files, len(gpus), workers)
+    progress = Progress(len(found))
 
-    def take(gpu: str) -> None:
-        while True:
-            try:
-                job = waiting.get_nowait()
-            except Empty:
-                return
-            progress.tell(job, [gpu], run(job, [gpu]))
+    def run_on(where: Sequence[Sequence[str]], waiting: Iterable[Job]) -> None:
+        """Each place takes the next job as it is done with one."""
+        queue: SimpleQueue[Job] = SimpleQueue()
+        for job in waiting:
+            queue.put(job)
 
-    threads = [threading.Thread(target=take, args=(gpu,)) for gpu in gpus]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for job in together:
-        progress.tell(job, gpus, run(job, gpus))
+        def take(place: Sequence[str]) -> None:
+            while True:
+                try:
+                    job = queue.get_nowait()
+                except Empty:
+                    return
+                progress.tell(job, place, run(job, place))
+
+        threads = [threading.Thread(target=take, args=(place,)) for place in where]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    run_on([[gpu] for gpu in gpus] * SLOTS, found.sharing)
+    run_on([[gpu] for gpu in gpus], found.alone)
+    run_on([gpus], found.together)
     progress.end(time.perf_counter() - began)
     return 1 if progress.failed else 0
 

@@ -17,6 +17,7 @@ from strata.comm.join_heads import joined
 from strata.kernels.collective.joined_heads import join_packed, pack_heads
 from strata.kernels.device_limits import DeviceLimits
 from tests.engine.program.programs import graph_of, step_program
+from tests.gpu.ranks import require_gpus
 from tests.graph.lockstep import run_in_lockstep
 from tests.largest import largest
 from tests.models.batches import HandPaged
@@ -24,8 +25,6 @@ from tests.parallel.models import SIZES, random_model
 from tests.parallel.shards import divisible_config, shard_of
 from tests.parallel.shards import joined as of_all_ids
 from tests.parallel.test_divided_keys import KeptPaged, steps_of
-
-from .ranks import require_gpus
 
 pytestmark = pytest.mark.gpu
 

@@ -7,14 +7,13 @@ import time
 from typing import Any
 
 import pytest
-import torch
 
 from strata.bench.run import Setup, call, started
 from strata.bench.workloads import InferenceTest, random_prompts
 from strata.engine.llm import LLM
 from strata.models.folder import BUILTIN_FOLDER
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 SLEEP = 0.01
 # Both prompts in one step, then a token of each a step.

@@ -14,7 +14,7 @@ from strata.hardware.specs import recognize
 from strata.models.shapes import SHAPES
 from strata.plan.meta_model import find_config, meta_model
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 LAYERS = 4
 

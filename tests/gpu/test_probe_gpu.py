@@ -11,7 +11,7 @@ from strata.hardware.probe.run import probe
 from strata.hardware.replay import copies_beyond_l2, time_replayed
 from strata.hardware.specs import recognize
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 
 @pytest.mark.parametrize(("megabytes", "least"), [(4, 0.2), (64, 0.5), (256, 0.5)])

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 
 from strata.bench.load.request_sets import EvenLengths
 from strata.bench.run import Setup
 from strata.bench.served.measure import ServedTest, served_gaps
 from strata.models.folder import BUILTIN_FOLDER
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 
 def test_a_served_load_is_timed_and_traced() -> None:

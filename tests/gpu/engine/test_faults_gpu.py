@@ -15,6 +15,8 @@ from strata.engine.faults import EngineFault
 from tests.engine.test_faults import NAN_TOKEN, PREFIX, assert_failed, break_embedding, poison, run
 from tests.gpu.tensors import no_waiting
 
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
+
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 EACH_WAY = {
     "greedy": GREEDY,
@@ -129,3 +131,34 @@ def test_out_of_memory_in_a_step(large: LLM, little_memory: None) -> None:
 def test_out_of_memory_at_start(folder: Path, little_memory: None) -> None:
     with pytest.raises(EngineFault, match=r"out of memory on NVIDIA .* while .*max_num_seqs"):
         engine(folder, num_pages=40_000)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_memory_stays_within_the_ledger_beside_what_others_use(deterministic: bool) -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    others = torch.empty(free // 4, dtype=torch.uint8, device="cuda")
+    used = total - torch.cuda.mem_get_info()[0]
+    share = used / total + 0.25
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    llm = LLM(
+        "0.6B",
+        load_format="dummy",
+        max_model_len=40960,
+        gpu_memory_utilization=share,
+        skip_tokenizer_init=True,
+        deterministic=deterministic,
+    )
+    assert llm.engine.ledger.budget <= 0.26 * total
+    asked = [{"prompt_token_ids": [i % 1000] * 1500} for i in range(300)]
+    params = [
+        SamplingParams(max_tokens=8, ignore_eos=True, repetition_penalty=1.2, logprobs=5 if i % 2 else None)
+        for i in range(len(asked))
+    ]
+    llm.generate(asked, params, use_tqdm=False)
+    assert torch.cuda.max_memory_allocated() - before <= llm.engine.ledger.budget
+    # What PyTorch keeps in pieces that nothing fits is in no estimate.
+    assert total - torch.cuda.mem_get_info()[0] <= share * total + (1 << 30)
+    del others

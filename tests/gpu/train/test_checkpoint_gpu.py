@@ -12,7 +12,7 @@ from strata.comm.launch import World
 from strata.train.checkpoints.checkpointer import Checkpointer
 from strata.train.checkpoints.state import StateShard
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 ELEMENTS = 100_000_001  # 400 MB: two chunks of the buffer, and an odd end
 BUSY_CYCLES = 1_000_000_000  # about half a second
