@@ -28,7 +28,7 @@ def test_log_probabilities_are_those_of_the_graph(tmp_path: Path) -> None:
             max_model_len=256,
             max_num_seqs=4,
             max_num_batched_tokens=64,
-            gpu_memory_utilization=0.3,
+            num_pages=100,
             executor=executor,
             seed=0,
         )

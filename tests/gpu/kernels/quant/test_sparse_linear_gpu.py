@@ -21,7 +21,8 @@ def test_an_engine_says_what_it_says_with_the_zeros(tmp_path: Path) -> None:
     prune(BUILTIN_FOLDER, tmp_path / "pruned", Pruning.of("2:4", 0.5, "magnitude"), [], torch.device("cpu"))
     said = []
     for sparsity in (None, "2:4"):
-        llm = LLM(tmp_path / "pruned", sparsity=sparsity, dtype="bfloat16", max_num_seqs=4, verbose=False)
+        options = {"dtype": "bfloat16", "max_num_seqs": 4, "num_pages": 100, "verbose": False}
+        llm = LLM(tmp_path / "pruned", sparsity=sparsity, **options)
         prompt = llm.get_tokenizer().encode("What is 47 + 38? " * 12)
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=0)
         (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
