@@ -15,17 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strata.kernels.compiling.cache_key import OrderlessKernel
+
 try:
     import triton
     from triton import knobs
     from triton.backends.nvidia.driver import CudaLauncher
     from triton.compiler import CompiledKernel
-    from triton.runtime.jit import JITFunction
 
     # The launcher's own arguments, which come before the kernel's, are those of this version.
     HOLDS = triton.__version__.startswith("3.6.")
 except ImportError:
-    JITFunction, HOLDS = object, False
+    HOLDS = False
 
 # What torch.cuda's functions of these names call. Builds without CUDA lack them, and launch nothing.
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
@@ -76,7 +77,7 @@ class _Binary:
     constants: tuple[None, ...]
 
 
-class HeldKernel(JITFunction):  # type: ignore[misc]
+class HeldKernel(OrderlessKernel):
     """A kernel of Triton's whose variants are launched by themselves from the second time on.
 
     Only where all that varies at run time comes by position, all constants and options by name, which are the same if

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from strata.kernels.compiling.cache_key import OrderlessKernel
 from strata.kernels.held_launch import HOLDS, HeldKernel
 
 try:
@@ -37,9 +38,11 @@ def jit(kernel: Callable[..., Any], *, unspecialized: tuple[str, ...] = ()) -> A
     """
     if not HAS_TRITON:
         return kernel
-    if HOLDS and not triton.knobs.runtime.interpret:
+    if triton.knobs.runtime.interpret:
+        return triton.jit(kernel, do_not_specialize=unspecialized)
+    if HOLDS:
         return HeldKernel(kernel, unspecialized)
-    return triton.jit(kernel, do_not_specialize=unspecialized)
+    return OrderlessKernel(kernel, do_not_specialize=unspecialized)
 
 
 __all__ = ["HAS_TRITON", "constant", "gdc_launch_dependents", "gdc_wait", "jit", "libdevice", "tl", "triton"]
