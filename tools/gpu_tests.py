@@ -3,7 +3,7 @@
 Usage: python tools/gpu_tests.py [NAME ...]: all files, or those whose names contain a NAME. First every GPU takes files
 of its own, some at the same time: those about kernels in one job of several workers, engines and trainers in one each.
 Then files marked `alone`, which measure time or free memory, have a GPU to themselves, and files with ranks run on all
-GPUs together, one after the other. Tests that need more GPUs than there are get skipped, and are named with the reason.
+GPUs together, two at a time. Tests that need more GPUs than there are get skipped, and are named with the reason.
 Exit code 1 if anything failed.
 """
 
@@ -30,7 +30,7 @@ KERNELS = ("strata.kernels", "strata.graph", "strata.cache", "strata.models", "s
 RANKS = "tests.gpu.ranks"
 ALONE = "pytest.mark.alone"
 # Jobs that share a GPU: mostly they compile and trace, on a core each.
-SLOTS = 3
+SLOTS = 4
 # Workers that share a GPU: most of the time they compile, on a core each; their tensors have to fit together.
 MAX_WORKERS = 10
 TIMEOUT = 1800.0
@@ -100,9 +100,20 @@ def jobs(files: Sequence[Path], gpus: int, workers: int) -> Jobs:
     alone = [file for file in files if file not in ranks and ALONE in file.read_text(encoding="utf-8")]
     sharing = [file for file in files if file not in ranks and file not in alone]
     kernels = [file for file in sharing if about_kernels(file)]
-    parts = [Job(tuple(kernels[start::gpus]), workers) for start in range(min(gpus, len(kernels)))]
+    parts: list[list[Path]] = [[] for _ in range(min(gpus, len(kernels)))]
+    # The longest files first, each where there is the least so far: as much to test for every GPU.
+    for file in sorted(kernels, key=_size, reverse=True):
+        min(parts, key=lambda part: sum(map(_size, part))).append(file)
     engines = [Job((file,)) for file in sharing if file not in kernels]
-    return Jobs(parts + engines, [Job((file,)) for file in alone], [Job((file,)) for file in ranks])
+    return Jobs(
+        [Job(tuple(part), workers) for part in parts] + engines,
+        [Job((file,)) for file in alone],
+        [Job((file,)) for file in ranks],
+    )
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size
 
 
 def run(job: Job, gpus: Sequence[str]) -> Result:
@@ -212,7 +223,7 @@ def run_all(files: Sequence[Path], gpus: Sequence[str], workers: int) -> int:
 
     run_on([[gpu] for gpu in gpus] * SLOTS, found.sharing)
     run_on([[gpu] for gpu in gpus], found.alone)
-    run_on([gpus], found.together)
+    run_on([gpus] * 2, found.together)
     progress.end(time.perf_counter() - began)
     return 1 if progress.failed else 0
 
