@@ -4,34 +4,28 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torch import Tensor
-
 from strata.models.config import ModelConfig
 from strata.models.experts import ExpertNames, SparseCausalLM
 from strata.models.layers import Attention, RMSNorm
 
 
 class Glm4MoeAttention(Attention):
-    """Biases on queries, keys and values alone; norms of heads where `use_qk_norm` asks for them."""
+    """Biases on queries, keys and values alone."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__(config, layer, qkv_bias=config.attention_bias, output_bias=False)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.head_norms else None
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.head_norms else None
+    output_bias = False
 
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = super().heads(x)
-        if self.q_norm is None or self.k_norm is None:
-            return q, k, v
-        return self.q_norm(q), self.k_norm(k), v
+
+class NormedGlm4MoeAttention(Glm4MoeAttention):
+    head_norm = RMSNorm
 
 
 class Glm4Moe(SparseCausalLM):
-    """A part of each head is rotated. Layers that predict further tokens follow the last one in checkpoints."""
+    """A part of each head is rotated, and heads are normalized where `use_qk_norm` asks for it. Layers that predict
+    further tokens follow the last one in checkpoints."""
 
     expert_names = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
     has_layers_behind: ClassVar[bool] = True
 
     @staticmethod
     def attention(config: ModelConfig, layer: int) -> Attention:
-        return Glm4MoeAttention(config, layer)
+        return (NormedGlm4MoeAttention if config.head_norms else Glm4MoeAttention)(config, layer)
