@@ -104,7 +104,7 @@ class RankShard:
                 f"choose 1 to {whole.num_layers}"
             )
         layers = layer_spans(model, stages, 0)[stage]
-        config = divided if stages == 1 else stage_config(divided, *layers)
+        config = divided if stages == 1 else divided.with_layers(range(*layers))
         slots = None
         if config.experts is not None and config.experts.held is not None:
             total = config.experts.count + (redundant or 0)
@@ -186,11 +186,6 @@ class RankShard:
             part, parts = part // (parts // self.whole.num_kv_heads), self.whole.num_kv_heads
         own = rows // parts
         return part * own, (part + 1) * own
-
-
-def stage_config(config: ModelConfig, first: int, end: int) -> ModelConfig:
-    """The config of the layers [first, end), from which the KV pool of their stage follows."""
-    return config.with_layers(range(first, end))
 
 
 def rank_config(

@@ -136,7 +136,7 @@ def test_the_published_fields_are_read() -> None:
     config = config_from_dict(SHAPES["V2-Lite"] | BESIDES)
     assert config == config_from_dict(SHAPES["V2-Lite"])
     assert isinstance(config.rope, YarnRope)
-    assert config.rope.attention_factor == 1.0
+    assert config.rope.attention_scaling == 1.0
     # 0.1 * 0.707 * ln(40) + 1, squared.
     assert config.attention_scale == pytest.approx(192**-0.5 * 1.2608038**2, rel=1e-6)
     assert config.longest == 163840

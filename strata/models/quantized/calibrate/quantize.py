@@ -14,7 +14,7 @@ from strata.files.json_object import read_existing_object
 from strata.kernels.quant.packed import PackedWeight, join
 from strata.models.batch import Batch
 from strata.models.checkpoint import shorten
-from strata.models.experts import SparseCausalLM
+from strata.models.experts import has_joined_experts
 from strata.models.joined import join_parameters
 from strata.models.quantized.calibrate.compressed_tensors import quantization_config, stored_tensors
 from strata.models.quantized.calibrate.layer import LayerRounding
@@ -115,14 +115,10 @@ def _ignored(stream: LayerStream, rounding: Rounding) -> list[str]:
         chosen = {one.name for one in products(model, number) if not is_skipped(one, rounding.skip)}
         left = {name: view for name, _, view in layer_views(model, number) if name not in chosen}
         matrices = {name: view for name, view in left.items() if view.dim() == 2 and name.endswith(".weight")}
-        if _in_one(stream):  # a module without a name for each expert
+        if has_joined_experts(model):  # a module without a name for each expert
             names = [re.sub(r"\.experts\..*", ".experts.weight", name) for name in matrices]
         else:
             names = list(join_parameters(model, matrices))
         found |= dict.fromkeys(name.removesuffix(".weight") for name in names)
     behind = [name for name, one in stream.behind.items() if len(one.shape) == 2 and name.endswith(".weight")]
     return [*found, _HEAD, *(name.removesuffix(".weight") for name in behind)]
-
-
-def _in_one(stream: LayerStream) -> bool:
-    return isinstance(stream.model, SparseCausalLM) and stream.model.expert_names.joined

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from strata.models.batch import Batch
 from strata.models.checkpoint import StoredTensor
-from strata.models.experts import SparseCausalLM, stored_views
-from strata.models.joined import join_parameters
-from strata.models.quantized.calibrate.matrices import layer_prefix, layer_views
+from strata.models.experts import stored_views
+from strata.models.joined import join_parameters, stored_values
+from strata.models.quantized.calibrate.matrices import layer_prefix
 from strata.models.quantized.calibrate.stream import LayerStream, batches_of
 from strata.models.quantized.calibrate.unfinished import UnfinishedFolder
 from strata.models.save import copy_companions, write_json
@@ -72,14 +72,10 @@ def rewrite(
 
 def layer_tensors(stream: LayerStream, number: int, without: Collection[str] = ()) -> dict[str, Tensor]:
     """An opened layer as the checkpoint has it, but for the tensors `without`."""
-    model = stream.model
-    if isinstance(model, SparseCausalLM) and model.expert_names.joined:
-        layer = model.model.layers[number]
-        values = {layer_prefix(number) + own: parameter.detach() for own, parameter in layer.named_parameters()}
-    else:
-        values = {name: view for name, _, view in layer_views(model, number)}
-    plain = {name: value.to(stored_dtype(stream, name)) for name, value in values.items() if name not in without}
-    return join_parameters(model, plain)
+    layer, prefix = stream.model.model.layers[number], layer_prefix(number)
+    values = stored_values(stream.model, ((prefix + own, one.detach()) for own, one in layer.named_parameters()))
+    plain = {name: value.to(stored_dtype(stream, name)) for name, value in values if name not in without}
+    return join_parameters(stream.model, plain)
 
 
 def stored_dtype(stream: LayerStream, name: str) -> torch.dtype:
