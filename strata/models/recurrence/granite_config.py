@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from strata.files.fields import Fields
-from strata.models.expert_config import ExpertsConfig, read_balance_weight
+from strata.models.expert_config import ExpertsConfig, mixtral_fields, read_balance_weight
 from strata.models.recurrence.state_space_config import StateSpaceConfig, read_limits, read_width, write_limits
 
 if TYPE_CHECKING:
@@ -83,12 +83,7 @@ def read_granite_experts(fields: Fields, num_layers: int, shared_size: int) -> E
 
 def granite_experts_fields(experts: ExpertsConfig) -> dict[str, Any]:
     """What `read_granite_experts` reads of a model with some."""
-    return {
-        "num_local_experts": experts.count,
-        "num_experts_per_tok": experts.per_token,
-        "intermediate_size": experts.intermediate_size,
-        "router_aux_loss_coef": experts.balance_weight,
-    }
+    return mixtral_fields(experts) | {"intermediate_size": experts.intermediate_size}
 
 
 def granite_hybrid_fields(config: ModelConfig) -> dict[str, Any]:

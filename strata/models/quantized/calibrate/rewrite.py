@@ -20,7 +20,7 @@ from strata.models.joined import join_parameters, stored_values
 from strata.models.quantized.calibrate.matrices import layer_prefix
 from strata.models.quantized.calibrate.stream import LayerStream, batches_of
 from strata.models.quantized.calibrate.unfinished import UnfinishedFolder
-from strata.models.save import copy_companions, write_json
+from strata.models.save import copy_companions, runs, write_json
 
 # Of a layer's number, the text and what enters the layer, which is opened: changes it in place so that it makes what
 # the new one will; returns its tensors as they are stored, and notes for users.
@@ -134,17 +134,7 @@ def _others(stream: LayerStream, name: str) -> dict[str, Tensor]:
 
 
 def _pieces(tensors: Mapping[str, StoredTensor]) -> list[list[StoredTensor]]:
-    """In their order, each of as many as `_SHARD_BYTES` hold, or of one that is larger."""
-    pieces: list[list[StoredTensor]] = []
-    filled = 0
-    for one in tensors.values():
-        size = math.prod(one.shape) * one.dtype.itemsize
-        if not pieces or filled + size > _SHARD_BYTES:
-            pieces.append([])
-            filled = 0
-        pieces[-1].append(one)
-        filled += size
-    return pieces
+    return runs(tensors.values(), lambda one: math.prod(one.shape) * one.dtype.itemsize, _SHARD_BYTES)
 
 
 def _as_stored(stored: StoredTensor) -> Tensor:
