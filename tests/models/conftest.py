@@ -16,8 +16,10 @@ from strata.models.weights import load
 
 from .checkpoints import FAMILY_CONFIGS, Config, load_oracle, make_checkpoint
 from .deepseek_checkpoints import THIRD_CONFIGS
+from .sparse_models import SPARSE_CONFIGS
 
 logging.disable_progress_bar()
+CONFIGS = dict(FAMILY_CONFIGS + THIRD_CONFIGS) | SPARSE_CONFIGS
 
 
 @dataclass(frozen=True)
@@ -33,21 +35,21 @@ class Checkpoint:
 
 @pytest.fixture(scope="session")
 def open_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
-    configs, opened = dict(FAMILY_CONFIGS + THIRD_CONFIGS), {}
+    opened: dict[str, Checkpoint] = {}
 
     def open_one(name: str) -> Checkpoint:
         if name not in opened:
-            folder = make_checkpoint(tmp_path_factory.mktemp(name), configs[name])
+            folder = make_checkpoint(tmp_path_factory.mktemp(name), CONFIGS[name])
             model, config = load(folder)
-            opened[name] = Checkpoint(folder, configs[name], load_oracle(folder), model, config)
+            opened[name] = Checkpoint(folder, CONFIGS[name], load_oracle(folder), model, config)
         return opened[name]
 
     return open_one
 
 
-@pytest.fixture(params=[name for name, _ in FAMILY_CONFIGS + THIRD_CONFIGS])
+@pytest.fixture(params=CONFIGS)
 def checkpoint(request: pytest.FixtureRequest, open_checkpoint: Callable[[str], Checkpoint]) -> Checkpoint:
-    """Each of `FAMILY_CONFIGS` and `THIRD_CONFIGS` in turn. Shared by the tests: do not write to it."""
+    """Each of `CONFIGS` in turn. Shared by the tests: do not write to it."""
     return open_checkpoint(request.param)
 
 

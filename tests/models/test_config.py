@@ -19,6 +19,7 @@ from strata.models.rotary import rope_table
 from strata.models.shapes import SHAPES
 
 from .checkpoints import FAMILY_CONFIGS, Config
+from .sparse_models import SPARSE_CONFIGS
 
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
@@ -38,6 +39,7 @@ MODEL_TYPES = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Qwen3NextForCausalLM": "qwen3_next",
 }
+CONFIGS = dict(FAMILY_CONFIGS) | SPARSE_CONFIGS
 # What transformers has no usable default for: of V3 it says 128 KV heads, whatever the number of heads.
 NEEDED: Config = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
@@ -87,6 +89,14 @@ def assert_agrees(values: Config) -> None:
     window = getattr(theirs, "sliding_window", None)
     types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * ours.num_layers
     assert ours.windows == tuple(window if kind == "sliding_attention" else None for kind in types)
+    if ours.experts is not None:
+        counts = (getattr(theirs, key, None) for key in ("num_local_experts", "n_routed_experts", "num_experts"))
+        assert ours.experts.count == next(filter(None, counts))
+        assert ours.experts.per_token == theirs.num_experts_per_tok
+        assert ours.experts.intermediate_size == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+        assert ours.experts.normalized == getattr(theirs, "norm_topk_prob", True)
+        if hasattr(theirs, "router_aux_loss_coef"):
+            assert ours.experts.balance_weight == theirs.router_aux_loss_coef
 
 
 @pytest.mark.parametrize("architecture", MODEL_TYPES)
@@ -99,12 +109,12 @@ def test_null_means_as_many_kv_heads_as_heads(architecture: str) -> None:
     assert_agrees(least(architecture, num_key_value_heads=None, num_attention_heads=16))
 
 
-@pytest.mark.parametrize("values", [values for _, values in FAMILY_CONFIGS], ids=[name for name, _ in FAMILY_CONFIGS])
+@pytest.mark.parametrize("values", CONFIGS.values(), ids=CONFIGS)
 def test_fields_mean_what_they_mean_in_transformers(values: Config) -> None:
     assert_agrees(values)
 
 
-@pytest.mark.parametrize("values", [values for _, values in FAMILY_CONFIGS], ids=[name for name, _ in FAMILY_CONFIGS])
+@pytest.mark.parametrize("values", CONFIGS.values(), ids=CONFIGS)
 def test_both_forms_and_our_own_read_alike(values: Config) -> None:
     config = config_from_dict(values)
     assert config_from_dict(json.loads(json.dumps(config.to_dict()))) == config

