@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from strata.files.json_object import read_existing_object
 from strata.kernels.quant.packed import PackedWeight, join
 from strata.models.batch import Batch
 from strata.models.checkpoint import shorten
@@ -19,10 +18,9 @@ from strata.models.joined import join_parameters
 from strata.models.quantized.calibrate.compressed_tensors import quantization_config, stored_tensors
 from strata.models.quantized.calibrate.layer import LayerRounding
 from strata.models.quantized.calibrate.matrices import homes, is_skipped, layer_views, products
-from strata.models.quantized.calibrate.rewrite import layer_tensors, rewrite
+from strata.models.quantized.calibrate.rewrite import layer_tensors, open_floats, rewrite
 from strata.models.quantized.calibrate.settings import Rounding
 from strata.models.quantized.calibrate.stream import LayerStream
-from strata.models.quantized.checkpoint import tells_of_packed
 
 _HEAD = "lm_head"
 
@@ -44,12 +42,8 @@ def quantize(
     model that is packed already, a group that does not divide, patterns of `skip` that fit nothing, `out` that exists,
     or a method without its text.
     """
-    values = read_existing_object(folder / "config.json")
-    if tells_of_packed(folder, values):
-        raise ValueError(f"{folder} is quantized already (quantization_config); give the model in floats")
-    if rounding.needs_text and not any(len(sequence) for sequence in sequences):
-        raise ValueError(f"method = {rounding.method!r} needs calibration text, and there is none")
-    stream = LayerStream(folder, device)
+    refusal = "already (quantization_config); give the model in floats"
+    stream, values = open_floats(folder, device, rounding.method, rounding.needs_text, sequences, refusal)
     given, rounding = rounding, _checked(stream, rounding)
 
     def change(number: int, batches: Sequence[Batch], hidden: Sequence[Tensor]) -> tuple[dict[str, Tensor], list[str]]:

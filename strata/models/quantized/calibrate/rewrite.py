@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from strata.files.json_object import read_existing_object
 from strata.models.batch import Batch
 from strata.models.checkpoint import StoredTensor
 from strata.models.experts import stored_views
@@ -20,6 +21,7 @@ from strata.models.joined import join_parameters, stored_values
 from strata.models.quantized.calibrate.matrices import layer_prefix
 from strata.models.quantized.calibrate.stream import LayerStream, batches_of
 from strata.models.quantized.calibrate.unfinished import UnfinishedFolder
+from strata.models.quantized.checkpoint import tells_of_packed
 from strata.models.save import copy_companions, runs, write_json
 
 # Of a layer's number, the text and what enters the layer, which is opened: changes it in place so that it makes what
@@ -27,6 +29,19 @@ from strata.models.save import copy_companions, runs, write_json
 Change = Callable[[int, Sequence[Batch], Sequence[Tensor]], tuple[dict[str, Tensor], list[str]]]
 # Of shards of layers that predict further tokens, which are copied.
 _SHARD_BYTES = 2**30
+
+
+def open_floats(
+    folder: Path, device: torch.device, method: str, needs_text: bool, sequences: Sequence[Sequence[int]], refusal: str
+) -> tuple[LayerStream, dict[str, Any]]:
+    """The model of a folder, which must be in floats, and the contents of its config.json. Raises ValueError with
+    `refusal` for a packed one, and for a method without its text."""
+    values = read_existing_object(folder / "config.json")
+    if tells_of_packed(folder, values):
+        raise ValueError(f"{folder} is quantized {refusal}")
+    if needs_text and not any(len(sequence) for sequence in sequences):
+        raise ValueError(f"method = {method!r} needs calibration text, and there is none")
+    return LayerStream(folder, device), values
 
 
 def rewrite(
