@@ -37,7 +37,7 @@ class ModelConfig:
     window_rope: of the layers with a window; None: they have the one of all.
     partial_rotary: which part of a head positions rotate, its first dimensions.
     rotated: for each layer whether positions rotate its queries and keys; empty: all do.
-    head_norms: whether queries and keys are normalized, in a family where the config says so.
+    head_norms: whether queries and keys are normalized; None: as the family does it anyway.
     query_scalar: attention scores are divided by its root; None: head_dim.
     logit_softcap: what keeps logits within bounds; None: nothing does.
     tied: whether the head is the embedding matrix.
@@ -64,7 +64,7 @@ class ModelConfig:
     rotated: tuple[bool, ...] = ()
     window_rope: RopeConfig | None = None
     partial_rotary: float = 1.0
-    head_norms: bool = False
+    head_norms: bool | None = None
     query_scalar: int | None = None
     logit_softcap: float | None = None
     latent: LatentConfig | None = None
@@ -237,7 +237,7 @@ def config_from_dict(values: dict[str, Any], where: str = "config.json") -> Mode
         rope=ropes.rope,
         window_rope=ropes.window,
         partial_rotary=ropes.partial,
-        head_norms=family.has_head_norms_field and fields.flag("use_qk_norm", False),
+        head_norms=fields.flag("use_qk_norm", False) if family.has_head_norms_field else None,
         query_scalar=family.query_scalar and fields.count("query_pre_attn_scalar", family.query_scalar),
         logit_softcap=fields.optional(fields.number, "final_logit_softcapping") if family.softcaps else None,
         latent=latent,

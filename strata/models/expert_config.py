@@ -106,7 +106,7 @@ class _BehindDense(NamedTuple):
     """Experts behind a few dense layers: another name of the field that counts them, and what absent fields mean."""
 
     also: str
-    count: int
+    experts: int
     per_token: int | None
     width: int
     shared: int
@@ -129,7 +129,7 @@ def _read_behind_dense(
 ) -> ExpertsConfig:
     """choice: groups and scale follow here."""
     key = absent.also if fields.has(absent.also) else "n_routed_experts"
-    count, per_token = _read_counts(fields, key, absent.count, absent.per_token)
+    count, per_token = _read_counts(fields, key, absent.experts, absent.per_token)
     smallest = 2 if choice.group_score == "top2" else 1  # a group that is scored by its best two has two
     groups, kept = _read_groups(fields, key, count, per_token, absent, smallest)
     dense = fields.count("first_k_dense_replace", absent.dense, least=0)

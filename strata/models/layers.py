@@ -8,7 +8,7 @@ Parameters are created uninitialized: fill them with `strata.models.weights.load
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar, Protocol
 
 import torch
@@ -108,12 +108,14 @@ class Attention(nn.Module):
     `config.rotated` leaves unrotated learn of positions from the causal order alone (Yang et al. 2025, RNoPE).
 
     qkv_bias, output_bias: whether projections have biases; None: as `config.attention_bias` says. head_norm: of queries
-    and of keys, over head_dim, shared by the heads; None: there is none.
+    and of keys, over head_dim, shared by the heads, unless `config.head_norms` is false; None: there is none.
     """
 
     qkv_bias: ClassVar[bool | None] = None
     output_bias: ClassVar[bool | None] = None
     head_norm: ClassVar[type[RMSNorm] | None] = None
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -129,7 +131,7 @@ class Attention(nn.Module):
         self.v_proj = Linear(config.hidden_size, keys, bias=qkv_bias)
         self.o_proj = Linear(queries, config.hidden_size, bias=output_bias)
         self.q_norm = self.k_norm = None
-        if self.head_norm is not None:
+        if self.head_norm is not None and config.head_norms is not False:
             self.q_norm, self.k_norm = (self.head_norm(config.head_dim, config.norm_eps) for _ in range(2))
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,6 +165,12 @@ class LayerAttention(Protocol):
     spec: AttentionSpec
 
     def __call__(self, x: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor: ...
+
+
+class MakesAttention(Protocol):
+    """A class of attention, or what chooses one by the layer."""
+
+    def __call__(self, config: ModelConfig, layer: int) -> LayerAttention: ...
 
 
 class Layer(nn.Module):
@@ -267,7 +275,7 @@ class CausalLM(nn.Module):
     there in checkpoints of the family; the first that a name has counts.
     """
 
-    attention: ClassVar[Callable[[ModelConfig, int], LayerAttention]] = Attention
+    attention: ClassVar[MakesAttention] = Attention
     decoder_layer: ClassVar[type[DecoderLayer]] = DecoderLayer
     norm: ClassVar[type[RMSNorm]] = RMSNorm
     joined: ClassVar[Mapping[str, tuple[str, ...]]] = {}

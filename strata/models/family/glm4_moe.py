@@ -4,28 +4,20 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from strata.models.config import ModelConfig
 from strata.models.experts import ExpertNames, SparseCausalLM
 from strata.models.layers import Attention, RMSNorm
 
 
 class Glm4MoeAttention(Attention):
-    """Biases on queries, keys and values alone."""
+    """Biases on queries, keys and values alone; norms of heads where `use_qk_norm` asks for them."""
 
     output_bias = False
-
-
-class NormedGlm4MoeAttention(Glm4MoeAttention):
     head_norm = RMSNorm
 
 
 class Glm4Moe(SparseCausalLM):
-    """A part of each head is rotated, and heads are normalized where `use_qk_norm` asks for it. Layers that predict
-    further tokens follow the last one in checkpoints."""
+    """A part of each head is rotated. Layers that predict further tokens follow the last one in checkpoints."""
 
+    attention = Glm4MoeAttention
     expert_names = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
     has_layers_behind: ClassVar[bool] = True
-
-    @staticmethod
-    def attention(config: ModelConfig, layer: int) -> Attention:
-        return (NormedGlm4MoeAttention if config.head_norms else Glm4MoeAttention)(config, layer)

@@ -15,6 +15,9 @@ from strata.models.layers import Attention, CausalLM, DecoderLayer, LayerAttenti
 class Olmo2Attention(Attention):
     """Attention with an RMSNorm over all heads together, of queries and of keys, before they are rotated."""
 
+    q_norm: RMSNorm
+    k_norm: RMSNorm
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__(config, layer)
         self.q_norm = WideRMSNorm(config.num_heads * config.head_dim, config.norm_eps)

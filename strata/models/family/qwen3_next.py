@@ -76,6 +76,8 @@ class GatedAttention(Attention):
     """
 
     head_norm = OffsetRMSNorm
+    q_norm: OffsetRMSNorm
+    k_norm: OffsetRMSNorm
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__(config, layer)
