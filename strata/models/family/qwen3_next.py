@@ -134,6 +134,7 @@ class Qwen3NextLayer(Layer):
 class Qwen3Next(SparseCausalLM):
     """Checkpoints hold layers besides that predict further tokens, which are not read."""
 
+    attention = GatedAttention
     norm = OffsetRMSNorm
     expert_names = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
     passed_over: ClassVar[tuple[str, ...]] = ("mtp.",)
