@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from .deepseek_checkpoints import DEEPSEEK_CONFIGS
@@ -112,3 +113,8 @@ def make_checkpoint(folder: Path, config: Config, seed: int = 0) -> Path:
 def load_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The checkpoint as transformers loads it, with the plainest attention."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+
+
+def oracle_logits(oracle: PreTrainedModel, sequences: list[list[int]]) -> Tensor:
+    """[tokens, vocab], each sequence on its own."""
+    return torch.cat([oracle(torch.tensor([sequence]), use_cache=False).logits[0] for sequence in sequences])

@@ -16,6 +16,7 @@ from strata.models.weights import load
 
 from .checkpoints import FAMILY_CONFIGS, Config, load_oracle, make_checkpoint
 from .deepseek_checkpoints import THIRD_CONFIGS
+from .recurrent_checkpoints import RECURRENT_CONFIGS
 from .sparse_models import SPARSE_CONFIGS
 
 logging.disable_progress_bar()
@@ -35,13 +36,13 @@ class Checkpoint:
 
 @pytest.fixture(scope="session")
 def open_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
-    opened: dict[str, Checkpoint] = {}
+    configs, opened = CONFIGS | RECURRENT_CONFIGS, {}
 
     def open_one(name: str) -> Checkpoint:
         if name not in opened:
-            folder = make_checkpoint(tmp_path_factory.mktemp(name), CONFIGS[name])
+            folder = make_checkpoint(tmp_path_factory.mktemp(name), configs[name])
             model, config = load(folder)
-            opened[name] = Checkpoint(folder, CONFIGS[name], load_oracle(folder), model, config)
+            opened[name] = Checkpoint(folder, configs[name], load_oracle(folder), model, config)
         return opened[name]
 
     return open_one

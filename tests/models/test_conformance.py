@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from transformers import PreTrainedModel
 
 from strata.models.families import build
 from strata.models.initialize import initialize
@@ -17,16 +16,11 @@ from strata.models.save import save
 from strata.models.weights import load
 
 from .batches import HandPaged, packed, random_sequences
-from .checkpoints import FAMILY_CONFIGS, load_oracle, make_checkpoint
+from .checkpoints import FAMILY_CONFIGS, load_oracle, make_checkpoint, oracle_logits
 from .conftest import Checkpoint
 
 LENGTHS = (1, 23, 40)
 TOLERANCE = 2e-5
-
-
-def oracle_logits(oracle: PreTrainedModel, sequences: list[list[int]]) -> Tensor:
-    """[tokens, vocab], each sequence on its own."""
-    return torch.cat([oracle(torch.tensor([sequence])).logits[0] for sequence in sequences])
 
 
 def worst(ours: Tensor, theirs: Tensor) -> float:

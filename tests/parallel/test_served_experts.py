@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +11,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, fx
 
-from strata.comm.launch import World
-from strata.comm.mesh import Mesh
 from strata.cost.nodes import node_costs
 from strata.cost.step_costs import step_costs
 from strata.graph.bind import bind
@@ -34,69 +31,28 @@ from strata.parallel.expert_balance.placement import turns as expert_turns
 from strata.parallel.serving_shard import RankShard, rank_config
 from tests.engine.program.programs import step_program
 from tests.graph.lockstep import run_in_lockstep
-from tests.largest import largest
 from tests.models.batches import HandPaged, random_sequences
 
 from .models import random_model
-from .ranks import run_ranks
 from .shards import (
+    MIXTURES,
+    config_for,
     divisible_config,
-    error_of_part,
     follow,
     joined,
     largest_error,
     model_of,
-    programs_of,
     prompts_and_decodes,
     shard_of,
     together,
 )
 
-MIXTURES = ("mixtral", "qwen3-moe")
 CLOSE = 1e-5
-
-
-def config_for(name: str, **changes: Any) -> ModelConfig:
-    """Of six experts, which four ranks divide unevenly; as wide as no ranks divide them."""
-    counts = {"num_local_experts": 6} if name == "mixtral" else {"num_experts": 6, "moe_intermediate_size": 11}
-    return divisible_config(name, **(counts | changes))
 
 
 def logits_of(graphs: Sequence[fx.GraphModule], configs: Sequence[ModelConfig]) -> list[list[Tensor]]:
     caches = [HandPaged(config, 3, 16) for config in configs]
     return follow(caches, prompts_and_decodes(61), together(graphs))
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", MIXTURES)
-def test_ranks_with_different_experts_have_the_logits_of_one(name: str, size: int, deterministic: bool) -> None:
-    config = config_for(name)
-    model = model_of(config)
-    (wanted,) = logits_of([step_program(model, "cpu", deterministic).logits], [config])
-    parts, programs = programs_of(model, config, size, deterministic, expert_parallel=True)
-    counts = operation_counts(programs[0].logits)
-    layers = sum(config.experts.layers) if config.experts is not None else 0
-    assert (counts["experts"], counts["local_experts"]) == (0, layers)
-    found = logits_of([one.logits for one in programs], [part.config for part in parts])
-    assert largest_error(joined(found, config.vocab_size), wanted) < CLOSE
-
-
-def over_gloo(world: World, folder: Path) -> float:
-    axis = Mesh.of(world, {"tp": world.size}).axis("tp")
-    errors = []
-    for name in MIXTURES:
-        config = config_for(name)
-        model = model_of(config)
-        part, own = shard_of(model, config, world.size, world.rank, axis, expert_parallel=True)
-        (wanted,) = logits_of([step_program(model, "cpu").logits], [config])
-        (found,) = logits_of([step_program(own, "cpu", shard=part).logits], [part.config])
-        errors.append(error_of_part(part, found, wanted))
-    return largest(errors)
-
-
-def test_ranks_over_gloo_have_the_logits_of_one(tmp_path: Path) -> None:
-    assert largest(run_ranks(over_gloo, 2, tmp_path)) < CLOSE
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
