@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from strata.graph.capture import capture
 from strata.models.families import build
 from strata.models.initialize import initialize
 from strata.models.joined import join_parameters
@@ -16,8 +17,9 @@ from strata.models.save import save
 from strata.models.weights import load
 
 from .batches import HandPaged, packed, random_sequences
-from .checkpoints import FAMILY_CONFIGS, load_oracle, make_checkpoint, oracle_logits
+from .checkpoints import FAMILY_CONFIGS, Config, load_oracle, make_checkpoint, oracle_logits
 from .conftest import Checkpoint
+from .recurrent_checkpoints import RECURRENT_CONFIGS
 
 LENGTHS = (1, 23, 40)
 TOLERANCE = 2e-5
@@ -135,16 +137,28 @@ def test_transformers_loads_what_strata_saved(checkpoint: Checkpoint, tmp_path: 
     assert config.to_dict() == {**checkpoint.config.to_dict(), "torch_dtype": "float32"}
 
 
-@pytest.mark.parametrize("name", ["llama-llama3", "qwen3-tied"])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama-llama3", {}),
+        ("qwen3-tied", {}),
+        ("mamba2", {}),  # sums of layers stay float32
+        # Every token goes to both experts: one that goes to another weighs more than all that is rounded.
+        ("qwen3-next", {"moe_intermediate_size": 16, "num_experts": 2}),
+    ],
+)
 @torch.no_grad()
-def test_bfloat16_is_as_near_to_float32_as_transformers(tmp_path: Path, name: str) -> None:
+def test_bfloat16_is_as_near_to_float32_as_transformers(tmp_path: Path, name: str, changes: Config) -> None:
     """In bfloat16 the rotary table stays float32, so the error must not exceed that of transformers."""
-    folder = make_checkpoint(tmp_path, dict(FAMILY_CONFIGS)[name])
-    sequences = random_sequences(dict(FAMILY_CONFIGS)[name]["vocab_size"], (40, 90), seed=5)
+    values = (dict(FAMILY_CONFIGS) | RECURRENT_CONFIGS)[name] | changes
+    folder = make_checkpoint(tmp_path, values)
+    sequences = random_sequences(values["vocab_size"], (40, 90), seed=5)
     exact = oracle_logits(load_oracle(folder), sequences)
     model, _ = load(folder, dtype="bfloat16")
-    assert model.model.rotary.table.dtype == torch.float32
-    ours = model.head(model(packed(sequences))).float() - exact
+    hidden = model(packed(sequences))
+    assert all(one.dtype == torch.float32 for key, one in model.named_buffers() if "rotary" in key)
+    assert torch.equal(capture(model)(packed(sequences)), hidden)
+    ours = model.head(hidden).float() - exact
     theirs = oracle_logits(load_oracle(folder, torch.bfloat16), sequences).float() - exact
     assert ours.square().mean().sqrt() < 1.2 * theirs.square().mean().sqrt()
 
