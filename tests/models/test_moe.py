@@ -12,7 +12,6 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from strata import LLM, SamplingParams
 from strata.models.balance import Balance, balancing_loss, balancing_slopes, fractions, routers
-from strata.models.config import config_from_dict
 from strata.models.experts import SparseMLP
 from strata.models.layers import MLP, CausalLM
 from strata.models.weights import load
@@ -25,24 +24,6 @@ from .sparse_models import SPARSE_CONFIGS, pair
 def test_layers_with_experts_are_those_that_config_json_names() -> None:
     model, _ = pair("qwen3-moe-dense-layers-biases")
     assert [type(layer.mlp) for layer in model.model.layers] == [MLP, MLP, MLP, SparseMLP]
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("mixtral", {"num_local_experts": 0}, "num_local_experts = 0 is not supported"),
-        ("mixtral", {"num_experts_per_tok": 6}, "num_experts_per_tok = 6 is not supported; accepted is at most"),
-        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1 is not supported"),
-        ("mixtral", {"norm_topk_prob": False}, "norm_topk_prob = False is not supported"),
-        ("qwen3-moe", {"mlp_only_layers": [2]}, "a list of layers from 0 to 1"),
-        ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step = 0 is not supported"),
-        ("qwen3-moe", {"moe_intermediate_size": "wide"}, "moe_intermediate_size = 'wide' is not supported"),
-        ("qwen3-moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size = "),
-    ],
-)
-def test_what_cannot_be_honoured_is_refused(name: str, change: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        config_from_dict(SPARSE_CONFIGS[name] | change)
 
 
 def oracle_logits(folder: Path, sequence: list[int]) -> Tensor:
@@ -91,21 +72,6 @@ def test_the_bias_of_a_router_stays_float32_and_further_layers_are_left_alone(tm
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ValueError, match=f"lacks tensors .* {name}"):
         load(folder)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"n_group": 5}, "n_group = 5 is not supported; accepted is a divisor of n_routed_experts = 12"),
-        ({"topk_group": 5}, "topk_group = 5 is not supported; accepted is at most n_group = 4"),
-        ({"num_experts_per_tok": 7}, "topk_group = 2 is not supported; .* with 7 experts or more"),
-        ({"routed_scaling_factor": 0}, "routed_scaling_factor = 0 is not supported"),
-        ({"scoring_func": "softmax"}, "unknown field scoring_func"),
-    ],
-)
-def test_groups_that_cannot_be(change: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        config_from_dict(dict(FAMILY_CONFIGS)["glm4-moe-groups"] | change)
 
 
 WEIGHT = 0.3

@@ -156,46 +156,6 @@ def test_the_shape_of_a_published_granite() -> None:
     assert by_hand == pytest.approx(6.94e9, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("name", "fields", "words"),
-    [
-        ("mamba2", {"num_heads": 5}, "num_heads = 5"),
-        ("mamba2", {"n_groups": 4}, "n_groups = 4"),
-        ("mamba2", {"conv_kernel": 5}, "conv_kernel = 5"),
-        ("mamba2", {"time_step_limit": [0.5]}, "time_step_limit"),
-        ("mamba2", {"time_step_limit": [0.5, 0.1]}, "time_step_limit"),
-        ("mamba2", {"hidden_act": "gelu"}, "hidden_act"),
-        ("mamba2", {"rope_theta": 1e6}, "rope_theta"),
-        ("mamba2", {"rms_norm": False}, "rms_norm"),
-        ("granite-hybrid", {"num_local_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok = 5"),
-        ("granite-hybrid", {"layer_types": ["mamba", "window", "mamba"]}, "layer_types"),
-        ("granite-hybrid", {"layer_types": ["mamba"]}, "a list of 3 of"),
-        ("granite-hybrid", {"mamba_n_heads": 5}, "mamba_n_heads = 5"),
-        ("granite-hybrid", {"mamba_d_head": 16}, "mamba_d_head = 16"),
-        ("granite-hybrid", {"mamba_n_groups": 4}, "mamba_n_groups = 4"),
-        ("granite-hybrid", {"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi'"),
-        (
-            "qwen3-next",
-            {"linear_num_key_heads": 3},
-            "linear_num_key_heads = 3 .* divisor of linear_num_value_heads = 4",
-        ),
-        ("qwen3-next", {"linear_conv_kernel_dim": 5}, "linear_conv_kernel_dim = 5"),
-        ("qwen3-next", {"layer_types": ["linear_attention", "sliding_attention"]}, "layer_types"),
-        ("qwen3-next", {"layer_types": ["linear_attention"]}, "a list of 2 of"),
-        ("qwen3-next", {"full_attention_interval": 0}, "full_attention_interval = 0"),
-        ("qwen3-next", {"use_sliding_window": True}, "use_sliding_window = True"),
-        ("qwen3-next", {"sliding_window": 4096}, "sliding_window = 4096"),
-        ("qwen3-next", {"num_experts": 0}, "num_experts = 0"),
-        ("qwen3-next", {"num_experts_per_tok": 7}, "num_experts_per_tok = 7"),
-        ("qwen3-next", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-        ("qwen3-next", {"linear_key_head_dims": 8}, "is linear_key_head_dim meant"),
-    ],
-)
-def test_what_is_not_there_is_named(name: str, fields: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        config_from_dict(RECURRENT_CONFIGS[name] | fields)
-
-
 def test_adapters_need_projections_that_are_there() -> None:
     with pytest.raises(ValueError, match="Mamba2 has none of q_proj"):
         add_lora(build(config_from_dict(RECURRENT_CONFIGS["mamba2"])), LoraConfig(rank=2, alpha=4.0), seed=0)

@@ -108,6 +108,7 @@ def test_latents_are_laid_out_as_other_models_with_experts() -> None:
     for name in ("tp", "cp"):
         with pytest.raises(ValueError, match=f"{name} = 2 would divide the latent attention of Deepseek"):
             Layout(**{name: 2}).check(config, 2)
+    Layout(pp=2).check(config, 2)
     with pytest.raises(ValueError, match="splits backward passes, in which DeepseekV2ForCausalLM uses a weight twice"):
         Layout(pp=2, micro_batches=2, schedule="zero-bubble").check(config, 2)
 

@@ -28,7 +28,7 @@ from strata.models.save import save
 from strata.models.weights import load
 from strata.parallel.expert_balance.placement import PERIOD
 from strata.parallel.expert_balance.placement import turns as expert_turns
-from strata.parallel.serving_shard import RankShard, rank_config
+from strata.parallel.serving_shard import RankShard
 from tests.engine.program.programs import step_program
 from tests.graph.lockstep import run_in_lockstep
 from tests.models.batches import HandPaged, random_sequences
@@ -37,7 +37,6 @@ from .models import random_model
 from .shards import (
     MIXTURES,
     config_for,
-    divisible_config,
     follow,
     joined,
     largest_error,
@@ -105,12 +104,6 @@ def test_copies_take_turns_and_the_logits_stay(size: int, redundant: int) -> Non
         assert largest_error(joined(found, 61), wanted) < CLOSE
 
 
-@pytest.mark.parametrize("redundant", [1, 8])
-def test_redundant_experts_that_do_not_fit(redundant: int) -> None:
-    with pytest.raises(ValueError, match=rf"num_redundant_experts={redundant} with 6 experts on 2 ranks.* 0, 2, 4, 6"):
-        rank_config(config_for("mixtral"), 2, 0, expert_parallel=True, redundant=redundant)
-
-
 def on_meta(tokens: int, rows: int) -> tuple[Batch, Tensor]:
     def integers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device="meta")
@@ -145,18 +138,6 @@ def test_a_rank_costs_its_share_of_the_experts(size: int) -> None:
     for tokens in (1, 5, 100):
         ((read, _, _),), mine = whole.mixtures, [costs.mixtures for costs in of_ranks]
         assert sum(own(tokens) for ((own, _, _),) in mine) == pytest.approx(read(tokens), abs=size)
-
-
-def test_what_experts_cannot_be_divided_so() -> None:
-    with pytest.raises(ValueError, match="enable_expert_parallel=True needs a mixture of experts"):
-        rank_config(divisible_config("llama"), 2, 0, expert_parallel=True)
-    few = config_for("mixtral", num_local_experts=3)
-    with pytest.raises(ValueError, match=r"=4 is more than the 3 experts, of which .*; this model takes 1, 2"):
-        rank_config(few, 4, 0, expert_parallel=True)
-    # Without, their width has to be divided.
-    with pytest.raises(ValueError, match="does not divide the experts' intermediate_size = 11"):
-        rank_config(config_for("qwen3-moe"), 2, 0)
-    assert rank_config(config_for("qwen3-moe"), 2, 1, expert_parallel=True).experts.held == (3, 4, 5)  # type: ignore[union-attr]
 
 
 def test_a_bound_graph_runs_a_part_in_place_of_the_whole() -> None:
@@ -235,13 +216,3 @@ def test_what_a_rank_computes_and_sends() -> None:
     assert [of_rows for _, of_rows, _ in mixtures] == [False, True]
     for read, _, _ in mixtures:
         assert read(4) == pytest.approx(wanted(8) / 2, abs=1)
-
-
-def test_what_cannot_be_served_with_own_tokens() -> None:
-    with pytest.raises(ValueError, match=r"enable_dp_attention=True needs a mixture .* data_parallel_size instead"):
-        rank_config(divisible_config("llama"), 2, 0, expert_parallel=True, own_tokens=True)
-    with pytest.raises(ValueError, match=r"enable_dp_attention=True .* needs enable_expert_parallel=True"):
-        rank_config(config_for("mixtral"), 2, 0, own_tokens=True)
-    few = config_for("mixtral", num_local_experts=3)
-    with pytest.raises(ValueError, match=r"=4 is more than the 3 experts, of which .*; this model takes 1, 2, 3"):
-        rank_config(few, 4, 0, expert_parallel=True, own_tokens=True)
