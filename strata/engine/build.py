@@ -217,9 +217,9 @@ def _step_shares(executor: Executor, device: torch.device) -> StepShares:
 
 
 def _default_params(defaults: GenerationDefaults) -> SamplingParams:
-    given = defaults.sampling
+    given = {**defaults.sampling}
     if "max_tokens" not in given:
-        given["max_tokens"] = max(SamplingParams.max_tokens or 0, defaults.min_new_tokens or 0)
+        given["max_tokens"] = max(SamplingParams.max_tokens or 0, given.get("min_tokens", 0))
     try:
         return SamplingParams(**given)
     except ValueError as error:

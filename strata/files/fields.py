@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
 
 _REQUIRED: Any = object()
+Value = TypeVar("Value")
 
 
 class Fields:
@@ -54,6 +55,18 @@ class Fields:
         if not isinstance(value, bool):
             raise self.wrong(key, value, "true or false")
         return value
+
+    def ids(self, key: str, default: int | None = None) -> tuple[int, ...]:
+        """A token id, a list of them, or null. Some checkpoints write -1 for "none"."""
+        value = self.take(key, default)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(isinstance(one, bool) or not isinstance(one, int) for one in ids):
+            raise self.wrong(key, value, "a token id, a list of token ids, or null")
+        return tuple(one for one in ids if one >= 0)
+
+    def optional(self, read: Callable[..., Value], key: str, **bounds: Any) -> Value | None:
+        """What `read`, a method of this, makes of a field; None if it is absent or null."""
+        return read(key, **bounds) if self.has(key) else self.take(key, None)
 
     def choice(self, key: str, accepted: Collection[Any], default: Any = _REQUIRED) -> Any:
         """One of the accepted values."""

@@ -65,3 +65,8 @@ def _incomplete(name: str, where: Path, lacks: str) -> str:
         f"{name!r} is in the Hugging Face cache, but not whole: {where} has {lacks}; run `hf download {name}`, which "
         "goes on where a download was cut off, and this again"
     )
+
+
+def why_no_folder(folder: Path, asked_as: str = "model folder") -> str:
+    """For a path that is no folder: whether something else stands there."""
+    return f"{asked_as} {str(folder)!r} " + ("is a file" if folder.exists() else "does not exist")

@@ -33,9 +33,5 @@ def lock(stream: IO[Any], refusal: str) -> None:
 
     Raises ValueError(refusal) if another process holds it. A file system without locks refuses nobody.
     """
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(refusal) from None
-    except OSError:
-        pass
+    if not wait_for(stream, 0):
+        raise ValueError(refusal)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import math
-import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from strata.files.weight_index import INDEX, SINGLE, read_index
 
@@ -25,8 +22,6 @@ _PACKED_DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
-# The format's own limit, so that a corrupt length does not make us read gigabytes.
-_LONGEST_HEADER = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,7 @@ class ExpertPlace:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a checkpoint. `start` is the byte where it begins, counted from the end of the header.
+    """One tensor of a checkpoint. `place` is its number in the order of the file's bytes.
 
     first_row, expert: of what stands here as a tensor of `shape` and is a part of the one in the file.
     """
@@ -54,7 +49,7 @@ class StoredTensor:
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int
+    place: int
     first_row: int = 0
     expert: ExpertPlace | None = None
 
@@ -81,82 +76,30 @@ def read_checkpoint(folder: Path, packed: bool = False) -> dict[str, StoredTenso
 
 
 def read_header(file: Path, packed: bool = False) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file: a length (8 bytes, little-endian), a JSON header, then the data."""
-    text, data_bytes = _read_header_text(file)
+    """The tensors of one safetensors file."""
+    if not file.is_file():
+        raise ValueError(f"{file} does not exist, though the checkpoint needs it")
+    dtypes = _DTYPES | (_PACKED_DTYPES if packed else {})
+    tensors = {}
     try:
-        header = json.loads(text, object_pairs_hook=_without_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise _corrupt(file, f"its header is not JSON: {error}") from None
-    if not isinstance(header, dict):
-        raise _corrupt(file, "its header is not a JSON object")
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _corrupt(file, "its metadata is not an object of strings")
-    return _read_entries(file, header, data_bytes, _DTYPES | (_PACKED_DTYPES if packed else {}))
-
-
-def _read_header_text(file: Path) -> tuple[bytes, int]:
-    """The JSON header, and how many bytes follow it."""
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            prefix = stream.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            text = stream.read(length) if 2 <= length <= min(_LONGEST_HEADER, size - 8) else b""
-    except FileNotFoundError:
-        raise ValueError(f"{file} does not exist, though the checkpoint needs it") from None
+        with safe_open(file, framework="numpy") as reader:  # torch would ask the system for memory of the file's size
+            for place, name in enumerate(reader.offset_keys()):
+                stored = reader.get_slice(name)
+                dtype = _dtype_of(file, name, stored.get_dtype(), dtypes)
+                tensors[name] = StoredTensor(name, file, dtype, tuple(stored.get_shape()), place)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is truncated or corrupt: {error}; download or copy it again") from None
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error}") from None
-    if not text:
-        raise _corrupt(file, f"its header claims {length} bytes, the file has {size}")
-    return text, size - 8 - length
-
-
-def _read_entries(
-    file: Path, header: dict[str, Any], data_bytes: int, dtypes: dict[str, torch.dtype]
-) -> dict[str, StoredTensor]:
-    """The header's entries, which must tile the data without gap or overlap."""
-    tensors, spans = {}, []
-    for name, entry in header.items():
-        tensors[name], end = _read_entry(file, name, entry, dtypes)
-        spans.append((tensors[name].start, end, name))
-    covered = 0
-    for start, end, name in sorted(spans):
-        if start != covered:
-            raise _corrupt(file, f"the data of {name} begins at byte {start}, where byte {covered} was expected")
-        covered = end
-    if covered != data_bytes:
-        raise _corrupt(file, f"its header describes {covered} bytes of data, the file holds {data_bytes}")
     return tensors
 
 
-def _read_entry(file: Path, name: str, entry: Any, dtypes: dict[str, torch.dtype]) -> tuple[StoredTensor, int]:
-    """A tensor and the byte where it ends."""
-    try:
-        kind, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-    except (TypeError, KeyError, ValueError):
-        raise _corrupt(file, f"the header's entry of {name} lacks dtype, shape or data_offsets") from None
-    if any(type(value) is not int or value < 0 for value in (*shape, start, end)):
-        raise _corrupt(file, f"the header's entry of {name} has a size or offset that is not a count")
+def _dtype_of(file: Path, name: str, kind: str, dtypes: dict[str, torch.dtype]) -> torch.dtype:
     known = dtypes | ({"U8": torch.uint8} if name.endswith(_PACKED) else {})
-    if kind not in list(known):
+    if kind not in known:
         reason = "" if len(dtypes) > len(_DTYPES) else " (config.json tells of no quantized weights)"
         raise ValueError(f"{file}: {name} has dtype {kind}; supported are {', '.join(dtypes)}{reason}")
-    tensor = StoredTensor(name, file, known[kind], shape, start)
-    if end - start != math.prod(shape) * tensor.dtype.itemsize:
-        raise _corrupt(file, f"{name} of shape {list(shape)} and dtype {kind} does not take {end - start} bytes")
-    return tensor, end
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name occurs twice in the header")
-    return found
-
-
-def _corrupt(file: Path, reason: str) -> ValueError:
-    return ValueError(f"{file} is truncated or corrupt: {reason}; download or copy it again")
+    return known[kind]
 
 
 def shorten(names: list[str]) -> str:

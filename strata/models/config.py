@@ -37,7 +37,7 @@ class ModelConfig:
     window_rope: of the layers with a window; None: they have the one of all.
     partial_rotary: which part of a head positions rotate, its first dimensions.
     rotated: for each layer whether positions rotate its queries and keys; empty: all do.
-    head_norms: whether queries and keys are normalized, in a family where the config says so.
+    head_norms: whether queries and keys are normalized; None: as the family does it anyway.
     query_scalar: attention scores are divided by its root; None: head_dim.
     logit_softcap: what keeps logits within bounds; None: nothing does.
     tied: whether the head is the embedding matrix.
@@ -64,7 +64,7 @@ class ModelConfig:
     rotated: tuple[bool, ...] = ()
     window_rope: RopeConfig | None = None
     partial_rotary: float = 1.0
-    head_norms: bool = False
+    head_norms: bool | None = None
     query_scalar: int | None = None
     logit_softcap: float | None = None
     latent: LatentConfig | None = None
@@ -237,9 +237,9 @@ def config_from_dict(values: dict[str, Any], where: str = "config.json") -> Mode
         rope=ropes.rope,
         window_rope=ropes.window,
         partial_rotary=ropes.partial,
-        head_norms=family.has_head_norms_field and fields.flag("use_qk_norm", False),
-        query_scalar=_read_query_scalar(fields, family),
-        logit_softcap=_read_softcap(fields, family),
+        head_norms=fields.flag("use_qk_norm", False) if family.has_head_norms_field else None,
+        query_scalar=family.query_scalar and fields.count("query_pre_attn_scalar", family.query_scalar),
+        logit_softcap=fields.optional(fields.number, "final_logit_softcapping") if family.softcaps else None,
         latent=latent,
         windows=windows,
         rotated=rotated,
@@ -248,7 +248,7 @@ def config_from_dict(values: dict[str, Any], where: str = "config.json") -> Mode
         tied=fields.flag("tie_word_embeddings", family.tied),
         dtype=_read_dtype(fields),
         bos_id=_read_id(fields, "bos_token_id", family.bos_id),
-        eos_ids=_read_ids(fields, "eos_token_id", family.eos_id),
+        eos_ids=fields.ids("eos_token_id", family.eos_id),
         pad_id=_read_id(fields, "pad_token_id", family.pad_id),
         experts=None if family.experts is None else family.experts[0](fields, num_layers, intermediate_size),
         recurrence=recurrence,
@@ -303,20 +303,6 @@ def _read_heads(fields: Fields, family: FamilyConfig, hidden_size: int) -> tuple
     return num_heads, num_kv_heads, head_dim
 
 
-def _read_query_scalar(fields: Fields, family: FamilyConfig) -> int | None:
-    return None if family.query_scalar is None else fields.count("query_pre_attn_scalar", family.query_scalar)
-
-
-def _read_softcap(fields: Fields, family: FamilyConfig) -> float | None:
-    if not family.softcaps:
-        return None
-    key = "final_logit_softcapping"
-    if not fields.has(key):
-        fields.take(key, None)
-        return None
-    return fields.number(key)
-
-
 def _read_packing(fields: Fields, family: FamilyConfig) -> None:
     """What is packed, and how, is told by the checkpoint's tensors; here methods that are not read are refused."""
     values = fields.take("quantization_config", None)
@@ -339,16 +325,7 @@ def _read_dtype(fields: Fields) -> torch.dtype | None:
 
 
 def _read_id(fields: Fields, key: str, default: int | None) -> int | None:
-    ids = _read_ids(fields, key, default)
+    ids = fields.ids(key, default)
     if len(ids) > 1:
         raise fields.wrong(key, list(ids), "a token id or null")
     return ids[0] if ids else None
-
-
-def _read_ids(fields: Fields, key: str, default: int | None) -> tuple[int, ...]:
-    value = fields.take(key, default)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(one, bool) or not isinstance(one, int) for one in ids):
-        raise fields.wrong(key, value, "a token id, a list of token ids, or null")
-    # Some checkpoints write -1 for "none".
-    return tuple(one for one in ids if one >= 0)

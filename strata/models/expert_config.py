@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from strata.files.fields import Fields
 from strata.kernels.activation.clamped_swiglu import Clamp
@@ -78,91 +78,84 @@ def _read_qwen3(fields: Fields, num_layers: int, absent: tuple[int, int, int, bo
 
 def read_glm4_moe(fields: Fields, num_layers: int, intermediate_size: int) -> ExpertsConfig:
     """GLM-4 MoE: experts in all layers but the first `first_k_dense_replace`, scored by sigmoids within groups."""
-    key = "num_local_experts" if fields.has("num_local_experts") else "n_routed_experts"
-    count, per_token = _read_counts(fields, key, 128, 8)
-    groups, kept = _read_groups(fields, key, count, per_token, 1, 1, smallest=2)
-    _read_layers_behind(fields)
-    dense = fields.count("first_k_dense_replace", 1, least=0)
-    width = fields.count("moe_intermediate_size", 1408)
-    return ExpertsConfig(
-        count,
-        per_token,
-        width,
-        fields.flag("norm_topk_prob", True),
-        tuple(layer >= dense for layer in range(num_layers)),
-        read_balance_weight(fields),
-        Choice("sigmoid", groups, kept, "top2", fields.number("routed_scaling_factor", 1.0)),
-        biased=True,
-        wide_scores=True,
-        shared_size=width * fields.count("n_shared_experts", 1),
-    )
+    absent = _BehindDense("num_local_experts", 128, 8, width=1408, shared=1, dense=1)
+    return _read_sigmoids(fields, num_layers, absent, read_balance_weight(fields))
+
+
+def read_deepseek_v3(fields: Fields, num_layers: int, intermediate_size: int) -> ExpertsConfig:
+    """DeepSeek-V3: as GLM-4 MoE, with other numbers for absent fields."""
+    _take_deepseek_bookkeeping(fields)
+    absent = _BehindDense("num_local_experts", 256, 8, width=2048, shared=1, dense=3, groups=8, kept=4, scale=2.5)
+    return _read_sigmoids(fields, num_layers, absent, 0.0)
 
 
 def read_deepseek_v2(fields: Fields, num_layers: int, intermediate_size: int) -> ExpertsConfig:
     """DeepSeek-V2: experts scored by a softmax, whose weights are never normalized; chosen from all, or from the best
     groups, as `topk_method` says."""
-    key = "num_experts" if fields.has("num_experts") else "n_routed_experts"
-    count, per_token = _read_counts(fields, key, 64, None)
+    absent = _BehindDense("num_experts", 64, None, width=1407, shared=2, dense=0)
     method = fields.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy")
     fields.only("norm_topk_prob", False, "this family multiplies the weights of experts by routed_scaling_factor alone")
+    _take_deepseek_bookkeeping(fields)
     if method == "greedy":
         for name in ("n_group", "topk_group"):
             fields.count(name, 1)
-        groups = kept = 1
-    else:
-        groups, kept = _read_groups(fields, key, count, per_token, 1, 1, smallest=1)
-    choice = Choice("softmax", groups, kept, "max", fields.number("routed_scaling_factor", 1.0))
-    _take_deepseek_bookkeeping(fields)
-    dense = fields.count("first_k_dense_replace", 0, least=0)
-    width = fields.count("moe_intermediate_size", 1407)
+    return _read_behind_dense(fields, num_layers, absent, 0.0, Choice("softmax", group_score="max"), normalized=False)
+
+
+class _BehindDense(NamedTuple):
+    """Experts behind a few dense layers: another name of the field that counts them, and what absent fields mean."""
+
+    also: str
+    experts: int
+    per_token: int | None
+    width: int
+    shared: int
+    dense: int
+    groups: int = 1
+    kept: int = 1
+    scale: float = 1.0
+
+
+def _read_sigmoids(fields: Fields, num_layers: int, absent: _BehindDense, balance: float) -> ExpertsConfig:
+    for key in ("num_nextn_predict_layers", "num_mtp_layers"):  # layers that predict further tokens, which are not read
+        fields.count(key, 1, least=0)
+    normalized = fields.flag("norm_topk_prob", True)
+    choice = Choice("sigmoid", group_score="top2")
+    return replace(_read_behind_dense(fields, num_layers, absent, balance, choice, normalized), biased=True)
+
+
+def _read_behind_dense(
+    fields: Fields, num_layers: int, absent: _BehindDense, balance: float, choice: Choice, normalized: bool
+) -> ExpertsConfig:
+    """choice: groups and scale follow here."""
+    key = absent.also if fields.has(absent.also) else "n_routed_experts"
+    count, per_token = _read_counts(fields, key, absent.experts, absent.per_token)
+    smallest = 2 if choice.group_score == "top2" else 1  # a group that is scored by its best two has two
+    groups, kept = _read_groups(fields, key, count, per_token, absent, smallest)
+    dense = fields.count("first_k_dense_replace", absent.dense, least=0)
+    width = fields.count("moe_intermediate_size", absent.width)
+    scale = fields.number("routed_scaling_factor", absent.scale)
     return ExpertsConfig(
         count,
         per_token,
         width,
-        False,
+        normalized,
         tuple(layer >= dense for layer in range(num_layers)),
-        0.0,
-        choice,
+        balance,
+        choice._replace(groups=groups, kept=kept, scale=scale),
         wide_scores=True,
-        shared_size=width * fields.count("n_shared_experts", 2),
-    )
-
-
-def read_deepseek_v3(fields: Fields, num_layers: int, intermediate_size: int) -> ExpertsConfig:
-    """DeepSeek-V3: as GLM-4 MoE, with other numbers for absent fields."""
-    key = "num_local_experts" if fields.has("num_local_experts") else "n_routed_experts"
-    count, per_token = _read_counts(fields, key, 256, 8)
-    groups, kept = _read_groups(fields, key, count, per_token, 8, 4, smallest=2)
-    _take_deepseek_bookkeeping(fields)
-    _read_layers_behind(fields)
-    dense = fields.count("first_k_dense_replace", 3, least=0)
-    width = fields.count("moe_intermediate_size", 2048)
-    return ExpertsConfig(
-        count,
-        per_token,
-        width,
-        fields.flag("norm_topk_prob", True),
-        tuple(layer >= dense for layer in range(num_layers)),
-        0.0,
-        Choice("sigmoid", groups, kept, "top2", fields.number("routed_scaling_factor", 2.5)),
-        biased=True,
-        wide_scores=True,
-        shared_size=width * fields.count("n_shared_experts", 1),
+        shared_size=width * fields.count("n_shared_experts", absent.shared),
     )
 
 
 def deepseek_v2_fields(experts: ExpertsConfig) -> dict[str, Any]:
     """What `read_deepseek_v2` reads."""
     method = "greedy" if experts.choice.groups == 1 else "group_limited_greedy"
-    return _deepseek_fields(experts) | {"topk_method": method}
+    return deepseek_v3_fields(experts) | {"topk_method": method}
 
 
 def deepseek_v3_fields(experts: ExpertsConfig) -> dict[str, Any]:
     """What `read_deepseek_v3` reads."""
-    return _deepseek_fields(experts)
-
-
-def _deepseek_fields(experts: ExpertsConfig) -> dict[str, Any]:
     values = glm4_moe_fields(experts)
     del values["router_aux_loss_coef"]
     return values
@@ -174,18 +167,12 @@ def _take_deepseek_bookkeeping(fields: Fields) -> None:
         fields.take(key, None)
 
 
-def _read_layers_behind(fields: Fields) -> None:
-    """Layers that predict further tokens, which are not read."""
-    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
-        fields.count(key, 1, least=0)
-
-
 def _read_groups(
-    fields: Fields, key: str, count: int, per_token: int, groups: int, kept: int, smallest: int
+    fields: Fields, key: str, count: int, per_token: int, absent: _BehindDense, smallest: int
 ) -> tuple[int, int]:
     """How many groups experts stand in and how many are chosen from; smallest: experts of a group, if there are
     several."""
-    groups, kept = fields.count("n_group", groups), fields.count("topk_group", kept)
+    groups, kept = fields.count("n_group", absent.groups), fields.count("topk_group", absent.kept)
     if count % groups or (groups > 1 and count // groups < smallest):
         raise fields.wrong("n_group", groups, f"a divisor of {key} = {count} that leaves groups of at least {smallest}")
     if kept > groups or kept * (count // groups) < per_token:
@@ -195,9 +182,7 @@ def _read_groups(
 
 def glm4_moe_fields(experts: ExpertsConfig) -> dict[str, Any]:
     """What `read_glm4_moe` reads."""
-    return {
-        "n_routed_experts": experts.count,
-        "num_experts_per_tok": experts.per_token,
+    return _common_fields(experts, "n_routed_experts") | {
         "moe_intermediate_size": experts.intermediate_size,
         "n_shared_experts": experts.shared_size // experts.intermediate_size,
         "norm_topk_prob": experts.normalized,
@@ -205,7 +190,6 @@ def glm4_moe_fields(experts: ExpertsConfig) -> dict[str, Any]:
         "n_group": experts.choice.groups,
         "topk_group": experts.choice.kept,
         "routed_scaling_factor": experts.choice.scale,
-        "router_aux_loss_coef": experts.balance_weight,
     }
 
 
@@ -230,22 +214,24 @@ def gpt_oss_fields(experts: ExpertsConfig) -> dict[str, Any]:
 
 def mixtral_fields(experts: ExpertsConfig) -> dict[str, Any]:
     """What `read_mixtral` reads."""
-    return {
-        "num_local_experts": experts.count,
-        "num_experts_per_tok": experts.per_token,
-        "router_aux_loss_coef": experts.balance_weight,
-    }
+    return _common_fields(experts, "num_local_experts")
 
 
 def qwen3_moe_fields(experts: ExpertsConfig) -> dict[str, Any]:
     """What `read_qwen3_moe` reads."""
-    return {
-        "num_experts": experts.count,
-        "num_experts_per_tok": experts.per_token,
+    return _common_fields(experts, "num_experts") | {
         "moe_intermediate_size": experts.intermediate_size,
         "norm_topk_prob": experts.normalized,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [layer for layer, sparse in enumerate(experts.layers) if not sparse],
+    }
+
+
+def _common_fields(experts: ExpertsConfig, key: str) -> dict[str, Any]:
+    """key: the field for the number of experts."""
+    return {
+        key: experts.count,
+        "num_experts_per_tok": experts.per_token,
         "router_aux_loss_coef": experts.balance_weight,
     }
 
@@ -257,9 +243,8 @@ def qwen3_next_fields(experts: ExpertsConfig) -> dict[str, Any]:
 
 def _read_counts(fields: Fields, key: str, default: int, default_per_token: int | None) -> tuple[int, int]:
     """default_per_token: None: it has to be there."""
-    count = fields.count(key, default)
-    name = "num_experts_per_tok"
-    per_token = fields.count(name) if default_per_token is None else fields.count(name, default_per_token)
+    count, absent = fields.count(key, default), {} if default_per_token is None else {"default": default_per_token}
+    per_token = fields.count("num_experts_per_tok", **absent)
     if per_token > count:
         raise fields.wrong("num_experts_per_tok", per_token, f"at most {key} = {count}")
     return count, per_token

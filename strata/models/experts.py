@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,7 @@ from strata.models.layers import MLP, CausalLM
 
 # What checkpoints call the biases of routers that no gradient moves.
 CORRECTION = "e_score_correction_bias"
+_OF_EXPERTS = re.compile(r"experts\.(gate_up|down)_proj(_bias)?")
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,11 @@ class SparseCausalLM(CausalLM):
         return SparseMLP(config.hidden_size, experts, shared)
 
 
+def has_joined_experts(model: nn.Module) -> bool:
+    """Whether the family's checkpoints hold the matrices of all experts in one tensor, in an order of their own."""
+    return isinstance(model, SparseCausalLM) and model.expert_names.joined
+
+
 def stored_parameters(model: nn.Module) -> dict[str, Tensor]:
     """The parameters by their names in a checkpoint; of experts that lie in one parameter, a view of each matrix."""
     found: dict[str, Tensor] = {}
@@ -204,21 +211,12 @@ def stored_name(model: nn.Module, name: str) -> str:
 
 def _stored(name: str, parameter: Tensor, names: ExpertNames, held: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
     layer, _, rest = name.partition(".mlp.")
-    if rest == "experts.down_proj":
-        for number, down in zip(held, parameter, strict=True):
-            yield f"{layer}.{names.block}.experts.{number}.{names.down}.weight", down
-    elif rest == "experts.gate_up_proj":
-        for number, both in zip(held, parameter, strict=True):
-            for own, matrix in zip((names.gate, names.up), both.chunk(2), strict=True):
-                yield f"{layer}.{names.block}.experts.{number}.{own}.weight", matrix
-    elif rest == "experts.down_proj_bias":
-        for number, bias in zip(held, parameter, strict=True):
-            yield f"{layer}.{names.block}.experts.{number}.{names.down}.bias", bias
-    elif rest == "experts.gate_up_proj_bias":
-        for number, both in zip(held, parameter, strict=True):
-            for own, bias in zip((names.gate, names.up), both.chunk(2), strict=True):
-                yield f"{layer}.{names.block}.experts.{number}.{own}.bias", bias
-    elif rest == "gate.weight":
-        yield f"{layer}.{names.block}.{rest}", parameter
-    else:
-        yield name, parameter
+    of_experts = _OF_EXPERTS.fullmatch(rest)
+    if of_experts is None:
+        yield f"{layer}.{names.block}.{rest}" if rest == "gate.weight" else name, parameter
+        return
+    parts = (names.gate, names.up) if of_experts[1] == "gate_up" else (names.down,)
+    kind = "bias" if of_experts[2] else "weight"
+    for number, both in zip(held, parameter, strict=True):
+        for own, matrix in zip(parts, both.chunk(len(parts)), strict=True):
+            yield f"{layer}.{names.block}.experts.{number}.{own}.{kind}", matrix

@@ -8,31 +8,27 @@ from strata.models.family.gemma3 import Gemma3
 from strata.models.family.glm4_moe import Glm4Moe
 from strata.models.family.gpt_oss import GptOss
 from strata.models.family.granite_hybrid import GraniteHybrid
-from strata.models.family.llama import Llama
 from strata.models.family.mamba2 import Mamba2
-from strata.models.family.mistral import Mistral
 from strata.models.family.mixtral import Mixtral
 from strata.models.family.olmo2 import Olmo2
-from strata.models.family.olmo3 import Olmo3
 from strata.models.family.phi3 import Phi3
 from strata.models.family.qwen2 import Qwen2
 from strata.models.family.qwen3 import Qwen3
 from strata.models.family.qwen3_moe import Qwen3MoE
 from strata.models.family.qwen3_next import Qwen3Next
-from strata.models.family.smollm3 import SmolLM3
 from strata.models.layers import CausalLM
 
 FAMILIES: dict[str, type[CausalLM]] = {
-    "LlamaForCausalLM": Llama,
-    "MistralForCausalLM": Mistral,
+    "LlamaForCausalLM": CausalLM,
+    "MistralForCausalLM": CausalLM,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
     "MixtralForCausalLM": Mixtral,
     "Qwen3MoeForCausalLM": Qwen3MoE,
-    "SmolLM3ForCausalLM": SmolLM3,
+    "SmolLM3ForCausalLM": CausalLM,
     "Olmo2ForCausalLM": Olmo2,
     "Phi3ForCausalLM": Phi3,
-    "Olmo3ForCausalLM": Olmo3,
+    "Olmo3ForCausalLM": Olmo2,
     "Gemma3ForCausalLM": Gemma3,
     "Glm4MoeForCausalLM": Glm4Moe,
     "Mamba2ForCausalLM": Mamba2,

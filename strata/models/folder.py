@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from strata.files.folders import why_no_folder
-from strata.files.hub_cache import check_weights, find_snapshot, is_hub_name
+from strata.files.hub_cache import check_weights, find_snapshot, is_hub_name, why_no_folder
 from strata.models.shapes import SHAPES
 
 BUILTIN = "builtin"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,44 +21,19 @@ from strata.models.generation_fields import (
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """The sampling defaults of a model; None where generation_config.json says nothing.
+    """The sampling defaults of a model.
 
+    sampling: what the file says, as arguments of `SamplingParams`.
     eos_ids: when not None they replace those of config.json, as in transformers.
     bad_words: id sequences that no output completes (bad_words_ids, suppress_tokens).
     where: the file. unused: a line for each field that might matter and is not used.
     """
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    max_new_tokens: int | None = None
-    min_new_tokens: int | None = None
-    stop_strings: tuple[str, ...] | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     eos_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     where: str = "generation_config.json"
     unused: tuple[str, ...] = ()
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """What the file says, as arguments of `SamplingParams`."""
-        given = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "max_tokens": self.max_new_tokens,
-            "min_tokens": self.min_new_tokens,
-            "stop": self.stop_strings,
-        }
-        return {name: value for name, value in given.items() if value is not None}
 
 
 def read_generation_config(folder: str | Path) -> GenerationDefaults:
@@ -76,20 +52,23 @@ def read_generation_config(folder: str | Path) -> GenerationDefaults:
         values = {name: value for name, value in read_object(path).items() if name in IN_CONFIG}
     fields = Fields(values, str(path))
     sampled = fields.choice("do_sample", (True, False, None), None) is not False
-    temperature, top_p = _number(fields, "temperature"), _share(fields, "top_p", positive=True)
-    top_k, min_p = _count(fields, "top_k", least=-1), _share(fields, "min_p")
+    sampling = {
+        "temperature": fields.optional(fields.number, "temperature", positive=False),
+        "top_p": _share(fields, "top_p", positive=True),
+        "top_k": fields.optional(fields.count, "top_k", least=-1),
+        "min_p": _share(fields, "min_p"),
+    }
+    given = (sampling if sampled else {"temperature": 0.0}) | {
+        "repetition_penalty": fields.optional(fields.number, "repetition_penalty"),
+        "presence_penalty": _signed(fields, "presence_penalty"),
+        "frequency_penalty": _signed(fields, "frequency_penalty"),
+        "max_tokens": fields.optional(fields.count, "max_new_tokens"),
+        "min_tokens": fields.optional(fields.count, "min_new_tokens", least=0),
+        "stop": _read_stops(fields),
+    }
     defaults = GenerationDefaults(
-        temperature=temperature if sampled else 0.0,
-        top_p=top_p if sampled else None,
-        top_k=top_k if sampled else None,
-        min_p=min_p if sampled else None,
-        repetition_penalty=_number(fields, "repetition_penalty", positive=True),
-        presence_penalty=_signed(fields, "presence_penalty"),
-        frequency_penalty=_signed(fields, "frequency_penalty"),
-        max_new_tokens=_count(fields, "max_new_tokens"),
-        min_new_tokens=_count(fields, "min_new_tokens", least=0),
-        stop_strings=_read_stops(fields),
-        eos_ids=_read_eos(fields),
+        sampling={name: value for name, value in given.items() if value is not None},
+        eos_ids=fields.optional(fields.ids, "eos_token_id"),
         bad_words=(*_read_bad_words(fields), *((id,) for id in _ids(fields, "suppress_tokens"))),
         where=str(path),
         unused=tuple(_unused(values, str(path))),
@@ -98,16 +77,8 @@ def read_generation_config(folder: str | Path) -> GenerationDefaults:
     return defaults
 
 
-def _count(fields: Fields, key: str, *, least: int = 1) -> int | None:
-    return fields.count(key, least=least) if fields.has(key) else None
-
-
-def _number(fields: Fields, key: str, *, positive: bool = False) -> float | None:
-    return fields.number(key, positive=positive) if fields.has(key) else None
-
-
 def _share(fields: Fields, key: str, *, positive: bool = False) -> float | None:
-    value = _number(fields, key, positive=positive)
+    value: float | None = fields.optional(fields.number, key, positive=positive)
     if value is not None and value > 1:
         raise fields.wrong(key, value, f"a number in {'(' if positive else '['}0, 1]")
     return value
@@ -128,17 +99,6 @@ def _read_stops(fields: Fields) -> tuple[str, ...] | None:
     if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
         raise fields.wrong("stop_strings", value, "a string or a list of strings, none of them empty")
     return tuple(stops)
-
-
-def _read_eos(fields: Fields) -> tuple[int, ...] | None:
-    value = fields.take("eos_token_id", None)
-    if value is None:
-        return None
-    ids = value if isinstance(value, list) else [value]
-    if any(isinstance(id, bool) or not isinstance(id, int) for id in ids):
-        raise fields.wrong("eos_token_id", value, "a token id or a list of token ids")
-    # Some checkpoints write -1 for "none".
-    return tuple(id for id in ids if id >= 0)
 
 
 def _read_bad_words(fields: Fields) -> list[tuple[int, ...]]:

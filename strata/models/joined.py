@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from strata.kernels.quant.mxfp4 import GROUP, dequantize
 from strata.models.checkpoint import ExpertPlace, StoredTensor
-from strata.models.experts import SparseCausalLM, stored_views
+from strata.models.experts import SparseCausalLM, has_joined_experts, stored_views
 from strata.models.layers import CausalLM
 
 _LAYER = re.compile(r"model\.layers\.\d+\.")
@@ -57,12 +57,12 @@ def checkpoint_values(model: nn.Module, values: Iterable[tuple[str, Tensor]]) ->
     Of values that are made one after another, those of one layer are held at a time.
     """
     for _, of_layer in itertools.groupby(values, key=_layer):
-        yield from join_parameters(model, dict(_views(model, of_layer))).items()
+        yield from join_parameters(model, dict(stored_values(model, of_layer))).items()
 
 
-def _views(model: nn.Module, values: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def stored_values(model: nn.Module, values: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """The values, those of experts apart unless the family's checkpoints have them together."""
-    if isinstance(model, SparseCausalLM) and model.expert_names.joined:
+    if has_joined_experts(model):
         yield from values
         return
     for name, value in values:
@@ -77,7 +77,7 @@ def _layer(named: tuple[str, Tensor]) -> str | None:
 
 def join_parameters(model: nn.Module, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
     """What there is of each of a whole model's parameters, by name, as its checkpoints have it."""
-    if isinstance(model, SparseCausalLM) and model.expert_names.joined:
+    if has_joined_experts(model):
         return {name: joined_experts(name, one) for name, one in parameters.items()}
     homes = {part: (name, parts) for name, parts in joined_names(model, parameters) for part in parts}
     found: dict[str, Tensor] = {}
@@ -108,8 +108,9 @@ def split_experts(
     `gate_up_proj_blocks` [experts, outputs, inputs / 32, 16] and `gate_up_proj_scales` in mxfp4. Raises ValueError that
     names a tensor that is absent, or of another shape than the experts have together.
     """
-    if not (isinstance(model, SparseCausalLM) and model.expert_names.joined):
+    if not has_joined_experts(model):
         return tensors
+    assert isinstance(model, SparseCausalLM)
     tensors, count = dict(tensors), model.expert_count
     for layer in {name.partition(".experts.")[0] for name in parameters if ".experts." in name}:
         block = f"{layer}.experts"

@@ -74,12 +74,16 @@ class RMSNorm(nn.Module):
 class WideRMSNorm(RMSNorm):
     """`RMSNorm` that multiplies by `offset + weight`, in float32 until the end."""
 
-    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
-        super().__init__(size, eps)
-        self.offset = offset
+    offset: ClassVar[float] = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         return wide_rms_norm(x, self.weight, self.eps, self.offset)
+
+
+class OffsetRMSNorm(WideRMSNorm):
+    """`WideRMSNorm` that multiplies by `1 + weight`."""
+
+    offset: ClassVar[float] = 1.0
 
 
 class MLP(nn.Module):
@@ -100,29 +104,47 @@ class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023) with rotary positions: [tokens, hidden] to the same.
 
     A query sees the keys of its own sequence up to its own position, the last `config.windows[layer]` of them when
-    the layer has a window. The batch says whether keys come from this batch alone or from the pages.
+    the layer has a window. The batch says whether keys come from this batch alone or from the pages. Layers that
+    `config.rotated` leaves unrotated learn of positions from the causal order alone (Yang et al. 2025, RNoPE).
+
+    qkv_bias, output_bias: whether projections have biases; None: as `config.attention_bias` says. head_norm: of queries
+    and of keys, over head_dim, shared by the heads, unless `config.head_norms` is false; None: there is none.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, *, qkv_bias: bool, output_bias: bool) -> None:
+    qkv_bias: ClassVar[bool | None] = None
+    output_bias: ClassVar[bool | None] = None
+    head_norm: ClassVar[type[RMSNorm] | None] = None
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
+        qkv_bias = config.attention_bias if self.qkv_bias is None else self.qkv_bias
+        output_bias = config.attention_bias if self.output_bias is None else self.output_bias
         self.head_dim = config.head_dim
         self.is_partial = config.rotary_dim < config.head_dim
+        self.is_rotated = not config.rotated or config.rotated[layer]
         self.spec = AttentionSpec(layer, config.attention_scale, config.windows[layer])
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = Linear(config.hidden_size, queries, bias=qkv_bias)
         self.k_proj = Linear(config.hidden_size, keys, bias=qkv_bias)
         self.v_proj = Linear(config.hidden_size, keys, bias=qkv_bias)
         self.o_proj = Linear(queries, config.hidden_size, bias=output_bias)
+        self.q_norm = self.k_norm = None
+        if self.head_norm is not None and config.head_norms is not False:
+            self.q_norm, self.k_norm = (self.head_norm(config.head_dim, config.norm_eps) for _ in range(2))
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim], not yet rotated."""
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        return q, k, v
+        return (q, k, v) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k), v)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Queries or keys [tokens, heads, head_dim], rotated by the angles of their positions (`rope_angles`)."""
+        if not self.is_rotated:
+            return x
         return partial_rope(x, cos, sin) if self.is_partial else rope(x, cos, sin)
 
     def forward(self, x: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor:
@@ -145,6 +167,12 @@ class LayerAttention(Protocol):
     def __call__(self, x: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor: ...
 
 
+class MakesAttention(Protocol):
+    """A class of attention, or what chooses one by the layer."""
+
+    def __call__(self, config: ModelConfig, layer: int) -> LayerAttention: ...
+
+
 class Layer(nn.Module):
     """What `Decoder.forward` calls one after another: hidden states, batch and angles to hidden states."""
 
@@ -157,11 +185,12 @@ class Layer(nn.Module):
 class DecoderLayer(Layer):
     """Pre-norm residual block: attention, then the MLP."""
 
-    def __init__(self, config: ModelConfig, attention: LayerAttention) -> None:
+    def __init__(self, config: ModelConfig, attention: LayerAttention, norm: type[RMSNorm]) -> None:
+        """norm: what normalizes hidden states."""
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.input_layernorm = norm(config.hidden_size, config.norm_eps)
         self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.post_attention_layernorm = norm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
     @property
@@ -234,11 +263,11 @@ class Decoder(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """A decoder and its head. A family says what its attention is, or its layers without one, and what else is not as
-    usual: last norm, scale of the embeddings.
+    """A decoder and its head: Llama (Touvron et al. 2023) as it is, and what other families change.
 
     forward: Batch to hidden states [tokens, hidden] after the last norm.
     head: hidden states [rows, hidden] to logits [rows, vocab]; apart, so that only wanted rows are projected.
+    attention: of one layer, by its number. decoder_layer: a layer around its attention. norm: of hidden states.
     joined: by their names in a layer, the matrices that checkpoints of the family hold one above the other in one, and
     what these parts are called (`strata.models.joined`). has_layers_behind: whether checkpoints may hold layers after
     the last, which predict further tokens and are not read. passed_over: how names of other tensors begin that
@@ -246,6 +275,9 @@ class CausalLM(nn.Module):
     there in checkpoints of the family; the first that a name has counts.
     """
 
+    attention: ClassVar[MakesAttention] = Attention
+    decoder_layer: ClassVar[type[DecoderLayer]] = DecoderLayer
+    norm: ClassVar[type[RMSNorm]] = RMSNorm
     joined: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     has_layers_behind: ClassVar[bool] = False
     passed_over: ClassVar[tuple[str, ...]] = ()
@@ -264,22 +296,12 @@ class CausalLM(nn.Module):
     @classmethod
     def layer(cls, config: ModelConfig, layer: int) -> Layer:
         """One layer, by its number."""
-        return cls.decoder_layer(config, cls.attention(config, layer))
+        return cls.decoder_layer(config, cls.attention(config, layer), cls.norm)
 
-    @staticmethod
-    def attention(config: ModelConfig, layer: int) -> LayerAttention:
-        """The attention of one layer, in families that do not say otherwise what a layer is."""
-        raise NotImplementedError
-
-    @staticmethod
-    def decoder_layer(config: ModelConfig, attention: LayerAttention) -> DecoderLayer:
-        """A layer around its attention."""
-        return DecoderLayer(config, attention)
-
-    @staticmethod
-    def last_norm(config: ModelConfig) -> RMSNorm:
+    @classmethod
+    def last_norm(cls, config: ModelConfig) -> RMSNorm:
         """What hidden states pass through before the head."""
-        return RMSNorm(config.hidden_size, config.norm_eps)
+        return cls.norm(config.hidden_size, config.norm_eps)
 
     @staticmethod
     def embedding_scale(config: ModelConfig) -> float | None:

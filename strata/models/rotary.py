@@ -27,7 +27,7 @@ class RopeConfig:
     grows: ClassVar[bool] = False
 
     @property
-    def attention_factor(self) -> float:
+    def attention_scaling(self) -> float:
         """What cosines and sines are multiplied by."""
         return 1.0
 
@@ -50,7 +50,8 @@ class RopeConfig:
     def to_dict(self) -> dict[str, Any]:
         """The parameters under the checkpoint's names, without theta."""
         values = {key: value for key, value in dataclasses.asdict(self).items() if key != "theta" and value is not None}
-        return {"rope_type": self.rope_type, **values}
+        lists = {key: list(value) for key, value in values.items() if isinstance(value, tuple)}
+        return {"rope_type": self.rope_type, **values, **lists}
 
 
 @dataclass(frozen=True)
@@ -120,13 +121,13 @@ class YarnRope(RopeConfig):
     truncate: bool = True
     mscale: float | None = None
     mscale_all_dim: float | None = None
-    fixed_attention_factor: float | None = None
+    attention_factor: float | None = None
     rope_type: ClassVar[str] = "yarn"
 
     @property
-    def attention_factor(self) -> float:
-        if self.fixed_attention_factor is not None:
-            return self.fixed_attention_factor
+    def attention_scaling(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
         if self.mscale and self.mscale_all_dim:
             return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
         return self._temperature(1.0)
@@ -160,12 +161,6 @@ class YarnRope(RopeConfig):
         turns = self.original_max_position_embeddings / (rotations * 2 * math.pi)
         return head_dim * math.log(turns) / (2 * math.log(self.theta))
 
-    def to_dict(self) -> dict[str, Any]:
-        values = super().to_dict()
-        if "fixed_attention_factor" in values:
-            values["attention_factor"] = values.pop("fixed_attention_factor")
-        return values
-
 
 @dataclass(frozen=True)
 class LongRope(RopeConfig):
@@ -181,13 +176,13 @@ class LongRope(RopeConfig):
     original_max_position_embeddings: int
     # How many times the original length sequences may have, and what cosines and sines are multiplied by.
     factor: float
-    fixed_attention_factor: float | None = None
+    attention_factor: float | None = None
     rope_type: ClassVar[str] = "longrope"
 
     @property
-    def attention_factor(self) -> float:
-        if self.fixed_attention_factor is not None:
-            return self.fixed_attention_factor
+    def attention_scaling(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
         if self.factor <= 1:
             return 1.0
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
@@ -196,12 +191,6 @@ class LongRope(RopeConfig):
         is_long = max_length > self.original_max_position_embeddings
         factors = torch.tensor(self.long_factor if is_long else self.short_factor, dtype=torch.float32, device="cpu")
         return 1.0 / (factors * powers(self.theta, head_dim))
-
-    def to_dict(self) -> dict[str, Any]:
-        values = super().to_dict() | {"short_factor": list(self.short_factor), "long_factor": list(self.long_factor)}
-        if "fixed_attention_factor" in values:
-            values["attention_factor"] = values.pop("fixed_attention_factor")
-        return values
 
 
 def powers(base: float, head_dim: int) -> Tensor:
@@ -233,15 +222,18 @@ def _read_yarn(fields: Fields, theta: float, trained_length: int) -> RopeConfig:
         beta_fast=fields.number("beta_fast", 32.0),
         beta_slow=fields.number("beta_slow", 1.0),
         truncate=fields.flag("truncate", True),
-        mscale=_optional(fields, "mscale") or None,
-        mscale_all_dim=_optional(fields, "mscale_all_dim") or None,
-        fixed_attention_factor=_optional(fields, "attention_factor"),
+        mscale=fields.optional(fields.number, "mscale", positive=False) or None,
+        mscale_all_dim=fields.optional(fields.number, "mscale_all_dim", positive=False) or None,
+        attention_factor=fields.optional(fields.number, "attention_factor", positive=False),
     )
 
 
 def _read_long(fields: Fields, theta: float, trained_length: int) -> RopeConfig:
     original = fields.count("original_max_position_embeddings", trained_length)
-    factor, attention_factor = fields.number("factor", trained_length / original), _optional(fields, "attention_factor")
+    factor, attention_factor = (
+        fields.number("factor", trained_length / original),
+        fields.optional(fields.number, "attention_factor", positive=False),
+    )
     if attention_factor is None and original == 1:
         raise fields.wrong("original_max_position_embeddings", original, "at least 2 without attention_factor")
     short, long = _read_factors(fields, "short_factor"), _read_factors(fields, "long_factor")
@@ -254,12 +246,6 @@ def _read_factors(fields: Fields, key: str) -> tuple[float, ...]:
     if not numeric:
         raise fields.wrong(key, values, "a list of numbers greater than 0")
     return tuple(float(one) for one in values)
-
-
-def _optional(fields: Fields, key: str) -> float | None:
-    if not fields.has(key):
-        return fields.take(key, None)  # type: ignore[no-any-return]
-    return fields.number(key, positive=False)
 
 
 _READERS: dict[str, Callable[[Fields, float, int], RopeConfig]] = {
@@ -295,7 +281,7 @@ def rope_table(rope: RopeConfig, head_dim: int, trained_length: int, max_length:
     """[max_length, head_dim] float32 on the CPU: cosines, then sines, of every position, attention factor included."""
     frequencies = rope.inverse_frequencies(head_dim, trained_length, max_length)
     angles = torch.arange(max_length, dtype=torch.float32, device="cpu")[:, None] * frequencies
-    return torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_scaling
 
 
 class Rotary(nn.Module):

@@ -9,9 +9,9 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -30,6 +30,8 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+
+Item = TypeVar("Item")
 
 
 class HasFolder(Protocol):
@@ -77,7 +79,7 @@ def _write_weights(
     parameters: dict[str, Tensor], values: Iterator[tuple[str, Tensor]], folder: Path, max_shard_bytes: int
 ) -> None:
     """parameters: what the values are to be, of which only names, sizes and dtypes are looked at."""
-    shards = _split(parameters, max_shard_bytes)
+    shards = [dict(run) for run in runs(parameters.items(), lambda named: named[1].nbytes, max_shard_bytes)]
     if len(shards) == 1:
         write_shard(_take(shards[0], values), folder / SINGLE)
         _require_no_more(values)
@@ -88,22 +90,21 @@ def _write_weights(
         write_shard(_take(shard, values), folder / file)
         homes |= dict.fromkeys(shard, file)
     _require_no_more(values)
-    size = sum(parameter.numel() * parameter.itemsize for parameter in parameters.values())
+    size = sum(parameter.nbytes for parameter in parameters.values())
     write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": homes})
 
 
-def _split(parameters: dict[str, Tensor], max_shard_bytes: int) -> list[dict[str, Tensor]]:
-    """The parameters in order, in groups of at most `max_shard_bytes` (a larger parameter stands alone)."""
-    shards: list[dict[str, Tensor]] = [{}]
+def runs(items: Iterable[Item], size: Callable[[Item], int], most: int) -> list[list[Item]]:
+    """The items in order, in runs whose sizes add up to `most` at most; a larger item stands alone."""
+    found: list[list[Item]] = []
     filled = 0
-    for name, parameter in parameters.items():
-        size = parameter.numel() * parameter.itemsize
-        if shards[-1] and filled + size > max_shard_bytes:
-            shards.append({})
+    for item in items:
+        if not found or filled + size(item) > most:
+            found.append([])
             filled = 0
-        shards[-1][name] = parameter
-        filled += size
-    return shards
+        found[-1].append(item)
+        filled += size(item)
+    return found
 
 
 def _take(shard: dict[str, Tensor], values: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:

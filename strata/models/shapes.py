@@ -1,15 +1,16 @@
-"""Well-known shapes by name, as their config.json has them: for benchmarks on random weights, without a download."""
+"""Well-known shapes by name, what config.json says of them beside the defaults of their families: for benchmarks on
+random weights, without a download."""
 
 from __future__ import annotations
 
 from typing import Any
 
-_BOTH = {"hidden_act": "silu", "torch_dtype": "bfloat16"}
+_NARROW = {"torch_dtype": "bfloat16"}
 
 
 def _llama_3(rope_factor: float) -> dict[str, Any]:
     """What the shapes of Llama 3 share."""
-    return _BOTH | {
+    return _NARROW | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": 128256,
@@ -25,17 +26,15 @@ def _llama_3(rope_factor: float) -> dict[str, Any]:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         },
-        "tie_word_embeddings": False,
         "bos_token_id": 128000,
         "eos_token_id": 128001,
     }
 
 
-_QWEN_3 = _BOTH | {
+_QWEN_3 = _NARROW | {
     "vocab_size": 151936,
     "head_dim": 128,
     "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0,
     "bos_token_id": 151643,
     "eos_token_id": 151645,
@@ -70,7 +69,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     # DeepSeek-V2-Lite
-    "V2-Lite": _BOTH
+    "V2-Lite": _NARROW
     | {
         "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",
@@ -80,41 +79,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 1408,
         "num_hidden_layers": 27,
         "num_attention_heads": 16,
-        "num_key_value_heads": 16,
         "q_lora_rank": None,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_routed_experts": 64,
-        "n_shared_experts": 2,
         "num_experts_per_tok": 6,
         "first_k_dense_replace": 1,
-        "topk_method": "greedy",
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": False,
-        "scoring_func": "softmax",
-        "moe_layer_freq": 1,
-        "routed_scaling_factor": 1.0,
         "max_position_embeddings": 163840,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
         "rope_scaling": {
             "type": "yarn",
             "factor": 40.0,
             "original_max_position_embeddings": 4096,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
             "mscale": 0.707,
             "mscale_all_dim": 0.707,
         },
-        "tie_word_embeddings": False,
         "bos_token_id": 100000,
         "eos_token_id": 100001,
     },
     # gpt-oss-20b; windows in every other layer and YaRN by 32 are its family's defaults
-    "gpt-oss-20b": _BOTH
+    "gpt-oss-20b": _NARROW
     | {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
@@ -122,16 +102,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 2880,
         "intermediate_size": 2880,
         "num_local_experts": 32,
-        "num_experts_per_tok": 4,
         "num_hidden_layers": 24,
         "num_attention_heads": 64,
-        "num_key_value_heads": 8,
         "router_aux_loss_coef": 0.9,
         "pad_token_id": 199999,
         "eos_token_id": 200002,
     },
     # granite-4.0-h-tiny: every tenth layer attends, without positions
-    "granite-4.0-h-tiny": _BOTH
+    "granite-4.0-h-tiny": _NARROW
     | {
         "architectures": ["GraniteMoeHybridForCausalLM"],
         "model_type": "granitemoehybrid",
@@ -148,11 +126,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "mamba_n_heads": 48,
         "mamba_d_head": 64,
         "mamba_d_state": 128,
-        "mamba_n_groups": 1,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-        "mamba_conv_bias": True,
-        "mamba_proj_bias": False,
         "position_embedding_type": "nope",
         "embedding_multiplier": 12.0,
         "residual_multiplier": 0.22,
@@ -172,14 +145,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_moe",
         "hidden_size": 2048,
         "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
         "norm_topk_prob": True,
         "num_hidden_layers": 48,
         "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": False,
     },
     # Qwen3-Next-80B-A3B
     "80B-A3B": _QWEN_3
@@ -188,24 +156,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_next",
         "hidden_size": 2048,
         "intermediate_size": 5120,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-        "norm_topk_prob": True,
         "num_hidden_layers": 48,
-        "full_attention_interval": 4,
         "num_attention_heads": 16,
-        "num_key_value_heads": 2,
         "head_dim": 256,
-        "partial_rotary_factor": 0.25,
-        "linear_num_key_heads": 16,
-        "linear_key_head_dim": 128,
-        "linear_num_value_heads": 32,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
         "max_position_embeddings": 262144,
         "rope_theta": 10000000.0,
-        "tie_word_embeddings": False,
     },
 }

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from strata.files.folders import why_no_folder
+from strata.files.hub_cache import why_no_folder
 from strata.kernels.quant.packed import TWO_OF_FOUR, PackedWeight, Scheme, dense
 from strata.kernels.quant.two_of_four import least_two_of_four
 from strata.models.checkpoint import StoredTensor, read_checkpoint, shorten

@@ -21,6 +21,7 @@ from strata.comm.collectives import Pending, start_shift
 from strata.comm.mesh import Axis
 from strata.comm.to_device import to_device
 from strata.kernels.attention.partial import Part, partial_attention, partial_attention_gradients
+from strata.parallel.ring_products import arriving_chunks
 from strata.parallel.zigzag import Zigzag, ZigzagChunk
 
 Rows = slice | Tensor
@@ -121,11 +122,7 @@ def circulate(k: Tensor, v: Tensor, rows: int, axis: Axis) -> Iterator[tuple[int
     pair = torch.stack((k, v))
     if k.shape[0] < rows:
         pair = F.pad(pair, (0, 0, 0, 0, 0, rows - k.shape[0]))
-    for step in range(axis.size):
-        following = start_shift(pair, axis) if step + 1 < axis.size else None
-        yield (axis.index - step) % axis.size, pair
-        if following is not None:
-            pair = following.wait()
+    return arriving_chunks(pair, axis)
 
 
 class RingGradients:

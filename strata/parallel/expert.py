@@ -24,8 +24,6 @@ class DispatchedExperts(nn.Module):
     def __init__(self, whole: Experts, axis: Axis) -> None:
         super().__init__()
         self.axis, self.count = axis, whole.down_proj.shape[0]
-        if self.count % axis.size:
-            raise ValueError(f"ep = {axis.size} does not divide the {self.count} experts; choose ep among its divisors")
         for name, parameter in whole.named_parameters():
             part = parameter.detach().chunk(axis.size)[axis.index].clone(memory_format=torch.contiguous_format)
             self.register_parameter(name, nn.Parameter(part, parameter.requires_grad))
@@ -55,7 +53,7 @@ def shard_experts(model: nn.Module, axis: Axis) -> None:
     """Make `model`, in place, hold this rank's part of the experts of every layer, under the same parameter names.
 
     axis: "ep" of the mesh. Ranks call the model with different tokens. An expert's gradient is complete over the axis;
-    those of all other parameters are each rank's own part. Raises ValueError if the axis does not divide the experts.
+    those of all other parameters are each rank's own part. The axis divides the experts (`Layout.check`).
     """
     if axis.group is None:
         return

@@ -16,7 +16,7 @@ from strata.models.config import ModelConfig
 from strata.models.experts import SparseCausalLM
 from strata.models.families import FAMILIES, build
 from strata.parallel.context import Method, check_heads
-from strata.parallel.families import TABLES, placements
+from strata.parallel.families import placements, sharding_table
 from strata.parallel.schedules import make_schedule
 
 _FLAGS = {"true": True, "false": False}
@@ -240,7 +240,7 @@ def _parameters(config: ModelConfig) -> tuple[int, int]:
     """How many the model has outside its experts, and in them."""
     with torch.device("meta"):
         sizes = {name: parameter.numel() for name, parameter in build(config).named_parameters()}
-    placed = placements(sizes, TABLES[config.architecture])
+    placed = placements(sizes, sharding_table(config.architecture))
     experts = sum(size for name, size in sizes.items() if placed[name] is Placement.EXPERT)
     return sum(sizes.values()) - experts, experts
 

@@ -15,7 +15,7 @@ from strata.parallel.buckets import BUCKET_ELEMENTS
 from strata.parallel.context import parallelize_attention
 from strata.parallel.data_parallel import Gradients, all_ranks, gradient_axes
 from strata.parallel.expert import shard_experts
-from strata.parallel.families import TABLES
+from strata.parallel.families import sharding_table
 from strata.parallel.layout import Layout
 from strata.parallel.quantized_sums import QuantizedSums
 from strata.parallel.stages import ModelStages
@@ -58,7 +58,7 @@ def parallelize(
     sharding = shard_model(
         model,
         mesh.axis("tp"),
-        TABLES[config.architecture],
+        sharding_table(config.architecture),
         sequence_parallel=layout.sequence_parallel,
         overlap=layout.overlap,
     )

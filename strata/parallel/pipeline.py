@@ -19,7 +19,7 @@ from strata.parallel.loss import Head, Loss, MicroBatch, shares
 from strata.parallel.schedules import Action, PipelineSchedule, StagePass, forward_alone
 from strata.parallel.split_backward import WeightGradients, backward_of_inputs
 from strata.parallel.stages import ModelStages
-from strata.parallel.timeline import Exchange, check, programs
+from strata.parallel.timeline import Exchange, programs
 
 
 class Pipeline:
@@ -29,7 +29,7 @@ class Pipeline:
         self, model: ModelStages, schedule: PipelineSchedule, mesh: Mesh, *, sequence_parallel: bool = False
     ) -> None:
         """model: of this rank, already divided along "tp" if that axis has several ranks; then `sequence_parallel` says
-        how. Raises ValueError if the schedule does not fit the axis or the model, or is none (see `check`).
+        how. Raises ValueError if the schedule does not fit the axis or the model.
         """
         self.model, self.schedule = model, schedule
         self.axis, self.tensor_axis = mesh.axis("pp"), mesh.axis("tp")
@@ -43,8 +43,6 @@ class Pipeline:
             raise ValueError(
                 f"this rank holds the stages {model.own} of {model.stages}, but the schedule gives it {own}"
             )
-        _check_fsdp(model, schedule)
-        check(schedule)
         self.program = programs(schedule)[self.axis.index]
         self.forward_program = programs(forward_alone(schedule))[self.axis.index]
         # NCCL wants all ranks of a group in its first call; transfers are between two.
@@ -67,24 +65,6 @@ class Pipeline:
             else:
                 step.run(event)
         return step.finish()
-
-
-def _check_fsdp(model: ModelStages, schedule: PipelineSchedule) -> None:
-    """Raise ValueError for what does not go with weights that are only gathered while a layer computes."""
-    from torch.distributed.tensor import DTensor  # takes a second, and most runs have no pipeline
-
-    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        return
-    if any(action.kind is StagePass.INPUTS for actions in schedule.actions for action in actions):
-        raise ValueError(
-            "a schedule that splits backward passes does not go with zero = 3, which reduces gradients when a pass "
-            "has left a layer; use schedule 1f1b or interleaved, or zero of at most 2"
-        )
-    if model.is_tied and schedule.rank_of_stage[0] != schedule.rank_of_stage[-1]:
-        raise ValueError(
-            "a tied embedding that the first and the last rank of a pipeline share does not go with zero = 3; "
-            "use zero of at most 2, or an untied model"
-        )
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def scattered_product(x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
     return _ScatteredProduct.apply(x, weight, axis)
 
 
-def _arriving_chunks(x: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
+def arriving_chunks(x: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
     """The chunks of all ranks with their number, this rank's first; the next is under way while one is used."""
     for step in range(axis.size):
         following = start_shift(x, axis) if step + 1 < axis.size else None
@@ -65,7 +65,7 @@ class _ProductsOfGathered(torch.autograd.Function):
         ctx.axis = axis
         ctx.save_for_backward(x, *weights)
         made = tuple(x.new_empty(axis.size * x.shape[0], weight.shape[0]) for weight in weights)
-        for number, chunk in _arriving_chunks(x, axis):
+        for number, chunk in arriving_chunks(x, axis):
             for product, weight in zip(made, weights, strict=True):
                 torch.mm(chunk, weight.t(), out=_chunk(product, number, axis))
         return made
@@ -102,7 +102,7 @@ class _ScatteredProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         of_x = torch.empty_like(x)
         whole = grads[0].new_empty(x.shape[0], weight.shape[0])
-        for number, chunk in _arriving_chunks(grads[0].contiguous(), axis):
+        for number, chunk in arriving_chunks(grads[0].contiguous(), axis):
             torch.mm(chunk, weight, out=_chunk(of_x, number, axis))
             _chunk(whole, number, axis).copy_(chunk)
         return of_x, whole.t() @ x if ctx.needs_input_grad[1] else None, None

@@ -23,7 +23,7 @@ from strata.models.config import ModelConfig
 from strata.models.families import build
 from strata.models.layers import CausalLM
 from strata.models.part import Boxes, keep_layers
-from strata.parallel.families import TABLES, placements, span
+from strata.parallel.families import placements, sharding_table, span
 from strata.parallel.stacked_rows import divided as divided_recurrence
 from strata.parallel.stacked_rows import fault, own_ranges, shares_groups, stacks
 from strata.parallel.stages import Span, layer_spans
@@ -92,7 +92,7 @@ class RankShard:
         divided = rank_config(whole, size, index, redundant=redundant, **options)
         with torch.device("meta"):
             model = build(divided)
-        placed = placements([name for name, _ in model.named_parameters()], TABLES[whole.architecture])
+        placed = placements([name for name, _ in model.named_parameters()], sharding_table(whole.architecture))
         if own_tokens:
             placed = {name: one if one is Placement.EXPERT else Placement.PER_TOKEN for name, one in placed.items()}
         elif not shares_groups(whole.recurrence, size):
@@ -104,7 +104,7 @@ class RankShard:
                 f"choose 1 to {whole.num_layers}"
             )
         layers = layer_spans(model, stages, 0)[stage]
-        config = divided if stages == 1 else stage_config(divided, *layers)
+        config = divided if stages == 1 else divided.with_layers(range(*layers))
         slots = None
         if config.experts is not None and config.experts.held is not None:
             total = config.experts.count + (redundant or 0)
@@ -186,11 +186,6 @@ class RankShard:
             part, parts = part // (parts // self.whole.num_kv_heads), self.whole.num_kv_heads
         own = rows // parts
         return part * own, (part + 1) * own
-
-
-def stage_config(config: ModelConfig, first: int, end: int) -> ModelConfig:
-    """The config of the layers [first, end), from which the KV pool of their stage follows."""
-    return config.with_layers(range(first, end))
 
 
 def rank_config(

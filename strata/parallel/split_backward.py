@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
 
 import torch
 from torch import Tensor
@@ -127,17 +128,10 @@ def _weights_at(node: Node, below: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 
 def _inputs_first(start: Node) -> list[Node]:
     """All nodes that the gradient reaches from `start`, each after those that it leads to."""
-    order: list[Node] = []
-    seen = {start}
-    stack = [(start, iter(start.next_functions))]
-    while stack:
-        node, rest = stack[-1]
-        for next_node, _ in rest:
-            if next_node is not None and next_node not in seen:
-                seen.add(next_node)
-                stack.append((next_node, iter(next_node.next_functions)))
-                break
-        else:
-            order.append(node)
-            stack.pop()
-    return order
+    below: dict[Node, list[Node]] = {}
+    left = [start]
+    while left:
+        node = left.pop()
+        below[node] = [next_node for next_node, _ in node.next_functions if next_node is not None]
+        left += [one for one in below[node] if one not in below]
+    return [*TopologicalSorter(below).static_order()]

@@ -94,7 +94,7 @@ def shard_model(
     """Make `model`, in place, the shard of this rank along `axis`.
 
     model: a `CausalLM`, whole, or a part of one whose parameters keep their full names (a pipeline stage). table: of
-    its family, from `strata.parallel.families.TABLES`. The layout must have been checked (`Layout.check`).
+    its family, from `strata.parallel.families.sharding_table`. The layout must have been checked (`Layout.check`).
 
     Every rank calls the model with the same batch. Hidden states between the layers are alike on all ranks; with
     `sequence_parallel` a rank holds a part of the tokens, which are padded with rows of zeros to a multiple of the

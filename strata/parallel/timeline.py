@@ -1,4 +1,4 @@
-"""A pipeline schedule in time: its length and bubble, the activations it holds, its faults, and where transfers go."""
+"""A pipeline schedule in time: its length and bubble, the activations it holds, and where transfers go."""
 
 from __future__ import annotations
 
@@ -85,30 +85,6 @@ def peak_saved(schedule: PipelineSchedule) -> tuple[float, ...]:
         most = max(accumulate(changes[action.kind] for action in actions))
         peaks.append(most / len(schedule.stages_of(rank)))
     return tuple(peaks)
-
-
-def check(schedule: PipelineSchedule) -> None:
-    """Raise ValueError unless every stage runs each micro-batch once, in the right order, and nothing waits forever."""
-    for rank, actions in enumerate(schedule.actions):
-        kinds: dict[tuple[int, int], list[StagePass]] = {}
-        for action in actions:
-            if schedule.rank_of_stage[action.stage] != rank:
-                raise ValueError(
-                    f"{action} stands on rank {rank}, but belongs on {schedule.rank_of_stage[action.stage]}"
-                )
-            kinds.setdefault((action.stage, action.micro_batch), []).append(action.kind)
-        for stage in schedule.stages_of(rank):
-            for m in range(schedule.micro_batches):
-                found = kinds.pop((stage, m), [])
-                if found not in (
-                    [StagePass.FORWARD, StagePass.BACKWARD],
-                    [StagePass.FORWARD, StagePass.INPUTS, StagePass.WEIGHTS],
-                ):
-                    shown = ", ".join(kind.value for kind in found) or "nothing"
-                    raise ValueError(f"micro-batch {m} of stage {stage} has {shown}; accepted are F, BW and F, B, W")
-        if kinds:
-            raise ValueError(f"rank {rank} runs micro-batches that do not exist: {sorted(kinds)}")
-    simulate(schedule)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from strata.files.folders import why_no_folder
+from strata.files.hub_cache import why_no_folder
 from strata.files.json_object import read_object
 from strata.text.chat_template import Rendering, TemplateRenderer
 from strata.text.messages import Message

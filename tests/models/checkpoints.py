@@ -7,31 +7,20 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from .deepseek_checkpoints import DEEPSEEK_CONFIGS
 from .gpt_oss_checkpoints import GPT_OSS_CONFIGS
-from .later_checkpoints import LATER_CONFIGS, Config, sizes
+from .later_checkpoints import LATER_CONFIGS, Config, family, sizes
 
-
-def _llama(**own: Any) -> Config:
-    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"} | own
-
-
-def _mistral(**own: Any) -> Config:
-    return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_act": "silu"} | own
-
-
-def _qwen2(**own: Any) -> Config:
-    return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu"} | own
-
-
-def _qwen3(**own: Any) -> Config:
-    return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu"} | own
+_llama, _mistral, _qwen2, _qwen3 = (
+    partial(family, name, name.lower()) for name in ("Llama", "Mistral", "Qwen2", "Qwen3")
+)
 
 
 # Families in which every layer has the same operations in the same order.
@@ -124,3 +113,8 @@ def make_checkpoint(folder: Path, config: Config, seed: int = 0) -> Path:
 def load_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The checkpoint as transformers loads it, with the plainest attention."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+
+
+def oracle_logits(oracle: PreTrainedModel, sequences: list[list[int]]) -> Tensor:
+    """[tokens, vocab], each sequence on its own."""
+    return torch.cat([oracle(torch.tensor([sequence]), use_cache=False).logits[0] for sequence in sequences])

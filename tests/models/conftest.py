@@ -16,8 +16,11 @@ from strata.models.weights import load
 
 from .checkpoints import FAMILY_CONFIGS, Config, load_oracle, make_checkpoint
 from .deepseek_checkpoints import THIRD_CONFIGS
+from .recurrent_checkpoints import RECURRENT_CONFIGS
+from .sparse_models import SPARSE_CONFIGS
 
 logging.disable_progress_bar()
+CONFIGS = dict(FAMILY_CONFIGS + THIRD_CONFIGS) | SPARSE_CONFIGS
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Checkpoint:
 
 @pytest.fixture(scope="session")
 def open_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
-    configs, opened = dict(FAMILY_CONFIGS + THIRD_CONFIGS), {}
+    configs, opened = CONFIGS | RECURRENT_CONFIGS, {}
 
     def open_one(name: str) -> Checkpoint:
         if name not in opened:
@@ -45,9 +48,9 @@ def open_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
     return open_one
 
 
-@pytest.fixture(params=[name for name, _ in FAMILY_CONFIGS + THIRD_CONFIGS])
+@pytest.fixture(params=CONFIGS)
 def checkpoint(request: pytest.FixtureRequest, open_checkpoint: Callable[[str], Checkpoint]) -> Checkpoint:
-    """Each of `FAMILY_CONFIGS` and `THIRD_CONFIGS` in turn. Shared by the tests: do not write to it."""
+    """Each of `CONFIGS` in turn. Shared by the tests: do not write to it."""
     return open_checkpoint(request.param)
 
 

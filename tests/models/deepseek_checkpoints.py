@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from .later_checkpoints import Config, sizes
+from .later_checkpoints import IDS, Config, family, sizes
 
 
 def _deepseek(version: int, **own: Any) -> Config:
-    ids = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": None}
-    named = {"architectures": [f"DeepseekV{version}ForCausalLM"], "model_type": f"deepseek_v{version}"}
-    return named | {"hidden_act": "silu"} | ids | own
+    return family(f"DeepseekV{version}", f"deepseek_v{version}", **IDS | own)
 
 
 def _latent(query: int | None, rank: int, nope: int, rope: int, value: int) -> Config:
-    return {
-        "q_lora_rank": query,
-        "kv_lora_rank": rank,
-        "qk_nope_head_dim": nope,
-        "qk_rope_head_dim": rope,
-        "v_head_dim": value,
-    }
+    sizes = {"kv_lora_rank": rank, "qk_nope_head_dim": nope, "qk_rope_head_dim": rope, "v_head_dim": value}
+    return {"q_lora_rank": query} | sizes
 
 
 # fmt: off

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
-from .later_checkpoints import Config, sizes
+from .later_checkpoints import IDS, Config, family, sizes
 
-
-def _gpt_oss(**own: Any) -> Config:
-    ids = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": None}
-    return {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_act": "silu"} | ids | own
-
-
+_gpt_oss = partial(family, "GptOss", "gpt_oss", **IDS)
 # fmt: off
 GPT_OSS_CONFIGS: list[tuple[str, Config]] = [
     ("gpt-oss-yarn", _gpt_oss(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 Config = dict[str, Any]
@@ -18,33 +19,16 @@ def sizes(vocab: int, hidden: int, intermediate: int, layers: int, heads: int, k
     }
 
 
-def _smollm3(**own: Any) -> Config:
-    return {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "hidden_act": "silu"} | own
+def family(name: str, model_type: str, **own: Any) -> Config:
+    return {"architectures": [f"{name}ForCausalLM"], "model_type": model_type} | own
 
 
-def _olmo2(**own: Any) -> Config:
-    ids = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": None}
-    return {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "hidden_act": "silu"} | ids | own
-
-
-def _phi3(**own: Any) -> Config:
-    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
-    return {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "hidden_act": "silu"} | ids | own
-
-
-def _olmo3(**own: Any) -> Config:
-    return _olmo2(**own) | {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"}
-
-
-def _gemma3(**own: Any) -> Config:
-    ids = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": None}
-    named = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
-    return named | {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 16} | ids | own
-
-
-def _glm4_moe(**own: Any) -> Config:
-    ids = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": None}
-    return {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_act": "silu"} | ids | own
+IDS = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": None}
+_smollm3 = partial(family, "SmolLM3", "smollm3")
+_olmo2, _olmo3 = (partial(family, name, name.lower(), **IDS) for name in ("Olmo2", "Olmo3"))
+_phi3 = partial(family, "Phi3", "phi3", **IDS | {"bos_token_id": 1})
+_gemma3 = partial(family, "Gemma3", "gemma3_text", head_dim=16, bos_token_id=2, eos_token_id=1, pad_token_id=None)
+_glm4_moe = partial(family, "Glm4Moe", "glm4_moe", **IDS)
 
 
 # fmt: off

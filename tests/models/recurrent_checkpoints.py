@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,20 @@ from strata.models.families import FAMILIES
 from strata.models.state import FixedState
 
 from .batches import HandPaged
+from .later_checkpoints import Config, family
 
-Config = dict[str, Any]
+
+def _of(name: str, model_type: str, vocab: int, hidden: int, layers: int, **own: Any) -> Config:
+    return family(name, model_type, vocab_size=vocab, hidden_size=hidden, num_hidden_layers=layers, **own)
 
 
-def _mamba2(vocab: int, hidden: int, layers: int, **own: Any) -> Config:
-    sizes = {"vocab_size": vocab, "hidden_size": hidden, "num_hidden_layers": layers}
-    return {"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2"} | sizes | own
+def _granite(vocab: int, hidden: int, types: list[str], **own: Any) -> Config:
+    own = {"intermediate_size": 7, "num_local_experts": 0, "num_experts_per_tok": 0, "layer_types": types} | own
+    return _of("GraniteMoeHybrid", "granitemoehybrid", vocab, hidden, len(types), **own)
+
+
+_mamba2 = partial(_of, "Mamba2", "mamba2")
+_qwen3_next = partial(_of, "Qwen3Next", "qwen3_next", num_experts_per_tok=2, max_position_embeddings=4096)
 
 
 # fmt: off
@@ -35,18 +43,6 @@ RECURRENT_CONFIGS: dict[str, Config] = {
     "mamba2-wide-heads": _mamba2(
         61, 28, 3, num_heads=2, head_dim=28, n_groups=2, state_size=5, conv_kernel=3, time_step_limit=[0.0, 2.5],
     ),
-}
-# fmt: on
-
-
-def _granite(vocab: int, hidden: int, types: list[str], **own: Any) -> Config:
-    sizes = {"vocab_size": vocab, "hidden_size": hidden, "num_hidden_layers": len(types), "layer_types": types}
-    named = {"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid"}
-    return named | {"intermediate_size": 7, "num_local_experts": 0, "num_experts_per_tok": 0} | sizes | own
-
-
-# fmt: off
-RECURRENT_CONFIGS |= {
     "granite-hybrid": _granite(
         97, 24, ["mamba", "attention", "mamba"], shared_intermediate_size=41, num_attention_heads=4,
         num_key_value_heads=2, mamba_n_heads=6, mamba_d_state=10, mamba_n_groups=2, mamba_chunk_size=64,
@@ -68,18 +64,6 @@ RECURRENT_CONFIGS |= {
         53, 16, ["mamba"], shared_intermediate_size=24, num_attention_heads=4, mamba_n_heads=2, mamba_d_state=8,
         mamba_conv_bias=False, logits_scaling=8.0, max_position_embeddings=2048,
     ),
-}
-# fmt: on
-
-
-def _qwen3_next(vocab: int, hidden: int, layers: int, **own: Any) -> Config:
-    sizes = {"vocab_size": vocab, "hidden_size": hidden, "num_hidden_layers": layers}
-    named = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
-    return named | {"num_experts_per_tok": 2, "max_position_embeddings": 4096} | sizes | own
-
-
-# fmt: off
-RECURRENT_CONFIGS |= {
     "qwen3-next": _qwen3_next(
         97, 24, 2, full_attention_interval=2, intermediate_size=31, num_attention_heads=4, num_key_value_heads=2,
         head_dim=16, linear_num_key_heads=2, linear_key_head_dim=10, linear_num_value_heads=4, linear_value_head_dim=8,

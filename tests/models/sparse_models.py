@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -11,25 +9,11 @@ from strata.models.config import config_from_dict
 from strata.models.families import build
 from strata.models.layers import CausalLM
 
-Config = dict[str, Any]
+from .later_checkpoints import Config, family, sizes
 
-_SIZES: Config = {
-    "vocab_size": 83,
-    "hidden_size": 40,
-    "intermediate_size": 28,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "max_position_embeddings": 128,
-    "hidden_act": "silu",
-}
-_MIXTRAL: Config = _SIZES | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
-_QWEN: Config = _SIZES | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 20,
-}
+_SIZES = sizes(83, 40, 28, 2, 6, 2) | {"head_dim": 12, "max_position_embeddings": 128}
+_MIXTRAL = family("Mixtral", "mixtral", **_SIZES)
+_QWEN = family("Qwen3Moe", "qwen3_moe", **_SIZES, moe_intermediate_size=20)
 
 SPARSE_CONFIGS: dict[str, Config] = {
     "mixtral": _MIXTRAL | {"num_local_experts": 5, "num_experts_per_tok": 2, "rope_theta": 5000.0},

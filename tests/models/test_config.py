@@ -19,6 +19,8 @@ from strata.models.rotary import rope_table
 from strata.models.shapes import SHAPES
 
 from .checkpoints import FAMILY_CONFIGS, Config
+from .recurrent_checkpoints import RECURRENT_CONFIGS
+from .sparse_models import SPARSE_CONFIGS
 
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
@@ -38,6 +40,7 @@ MODEL_TYPES = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Qwen3NextForCausalLM": "qwen3_next",
 }
+CONFIGS = dict(FAMILY_CONFIGS) | SPARSE_CONFIGS
 # What transformers has no usable default for: of V3 it says 128 KV heads, whatever the number of heads.
 NEEDED: Config = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
@@ -87,6 +90,14 @@ def assert_agrees(values: Config) -> None:
     window = getattr(theirs, "sliding_window", None)
     types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * ours.num_layers
     assert ours.windows == tuple(window if kind == "sliding_attention" else None for kind in types)
+    if ours.experts is not None:
+        counts = (getattr(theirs, key, None) for key in ("num_local_experts", "n_routed_experts", "num_experts"))
+        assert ours.experts.count == next(filter(None, counts))
+        assert ours.experts.per_token == theirs.num_experts_per_tok
+        assert ours.experts.intermediate_size == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+        assert ours.experts.normalized == getattr(theirs, "norm_topk_prob", True)
+        if hasattr(theirs, "router_aux_loss_coef"):
+            assert ours.experts.balance_weight == theirs.router_aux_loss_coef
 
 
 @pytest.mark.parametrize("architecture", MODEL_TYPES)
@@ -99,12 +110,12 @@ def test_null_means_as_many_kv_heads_as_heads(architecture: str) -> None:
     assert_agrees(least(architecture, num_key_value_heads=None, num_attention_heads=16))
 
 
-@pytest.mark.parametrize("values", [values for _, values in FAMILY_CONFIGS], ids=[name for name, _ in FAMILY_CONFIGS])
+@pytest.mark.parametrize("values", CONFIGS.values(), ids=CONFIGS)
 def test_fields_mean_what_they_mean_in_transformers(values: Config) -> None:
     assert_agrees(values)
 
 
-@pytest.mark.parametrize("values", [values for _, values in FAMILY_CONFIGS], ids=[name for name, _ in FAMILY_CONFIGS])
+@pytest.mark.parametrize("values", CONFIGS.values(), ids=CONFIGS)
 def test_both_forms_and_our_own_read_alike(values: Config) -> None:
     config = config_from_dict(values)
     assert config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
@@ -310,6 +321,79 @@ def test_missing_fields_are_named(key: str) -> None:
 def test_bad_values_of_a_family_are_named(architecture: str, own: Config, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_from_dict(least(architecture, **own))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts = 0 is not supported"),
+        ("mixtral", {"num_experts_per_tok": 6}, "num_experts_per_tok = 6 is not supported; accepted is at most"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1 is not supported"),
+        ("mixtral", {"norm_topk_prob": False}, "norm_topk_prob = False is not supported"),
+        ("qwen3-moe", {"mlp_only_layers": [2]}, "a list of layers from 0 to 1"),
+        ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step = 0 is not supported"),
+        ("qwen3-moe", {"moe_intermediate_size": "wide"}, "moe_intermediate_size = 'wide' is not supported"),
+        ("qwen3-moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size = "),
+        (
+            "glm4-moe-groups",
+            {"n_group": 5},
+            "n_group = 5 .* accepted is a divisor of n_routed_experts = 12",
+        ),
+        ("glm4-moe-groups", {"topk_group": 5}, "topk_group = 5 is not supported; accepted is at most n_group = 4"),
+        ("glm4-moe-groups", {"num_experts_per_tok": 7}, "topk_group = 2 is not supported; .* with 7 experts or more"),
+        ("glm4-moe-groups", {"routed_scaling_factor": 0}, "routed_scaling_factor = 0 is not supported"),
+        ("glm4-moe-groups", {"scoring_func": "softmax"}, "unknown field scoring_func"),
+        ("deepseek-v2-lite-yarn", {"num_key_value_heads": 1}, "num_key_value_heads = 1 .* each of the num_att"),
+        ("deepseek-v2-lite-yarn", {"qk_rope_head_dim": 5}, "qk_rope_head_dim = 5 .* an even number"),
+        ("deepseek-v2-lite-yarn", {"head_dim": 16}, "head_dim = 16 .* accepted is 6"),
+        ("deepseek-v2-lite-yarn", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc' .* one of 'greedy'"),
+        ("deepseek-v2-lite-yarn", {"moe_layer_freq": 2}, "moe_layer_freq = 2"),
+        ("deepseek-v2-lite-yarn", {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
+        ("deepseek-v2-lite-yarn", {"rope_interleave": False}, "unknown field rope_interleave"),
+        ("deepseek-v2-groups-biases-wide-values", {"n_group": 5}, "n_group = 5 .* a divisor of n_routed_experts = 12"),
+        ("deepseek-v3-groups-yarn", {"topk_group": 5}, "topk_group = 5 .* at most n_group = 4"),
+        ("deepseek-v3-groups-yarn", {"quantization_config": {"quant_method": "hqq"}}, "quantization_config.*hqq"),
+        ("deepseek-v3-groups-yarn", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'default' or"),
+        ("mamba2", {"num_heads": 5}, "num_heads = 5"),
+        ("mamba2", {"n_groups": 4}, "n_groups = 4"),
+        ("mamba2", {"conv_kernel": 5}, "conv_kernel = 5"),
+        ("mamba2", {"time_step_limit": [0.5]}, "time_step_limit"),
+        ("mamba2", {"time_step_limit": [0.5, 0.1]}, "time_step_limit"),
+        ("mamba2", {"hidden_act": "gelu"}, "hidden_act"),
+        ("mamba2", {"rope_theta": 1e6}, "rope_theta"),
+        ("mamba2", {"rms_norm": False}, "rms_norm"),
+        ("granite-hybrid", {"num_local_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok = 5"),
+        ("granite-hybrid", {"layer_types": ["mamba", "window", "mamba"]}, "layer_types"),
+        ("granite-hybrid", {"layer_types": ["mamba"]}, "a list of 3 of"),
+        ("granite-hybrid", {"mamba_n_heads": 5}, "mamba_n_heads = 5"),
+        ("granite-hybrid", {"mamba_d_head": 16}, "mamba_d_head = 16"),
+        ("granite-hybrid", {"mamba_n_groups": 4}, "mamba_n_groups = 4"),
+        ("granite-hybrid", {"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi'"),
+        (
+            "qwen3-next",
+            {"linear_num_key_heads": 3},
+            "linear_num_key_heads = 3 .* divisor of linear_num_value_heads = 4",
+        ),
+        ("qwen3-next", {"linear_conv_kernel_dim": 5}, "linear_conv_kernel_dim = 5"),
+        ("qwen3-next", {"layer_types": ["linear_attention", "sliding_attention"]}, "layer_types"),
+        ("qwen3-next", {"layer_types": ["linear_attention"]}, "a list of 2 of"),
+        ("qwen3-next", {"full_attention_interval": 0}, "full_attention_interval = 0"),
+        ("qwen3-next", {"use_sliding_window": True}, "use_sliding_window = True"),
+        ("qwen3-next", {"sliding_window": 4096}, "sliding_window = 4096"),
+        ("qwen3-next", {"num_experts": 0}, "num_experts = 0"),
+        ("qwen3-next", {"num_experts_per_tok": 7}, "num_experts_per_tok = 7"),
+        ("qwen3-next", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ("qwen3-next", {"linear_key_head_dims": 8}, "is linear_key_head_dim meant"),
+        ("gpt-oss-yarn", {"quantization_config": {"quant_method": "bitsandbytes"}}, "'mxfp4', 'awq'"),
+        ("gpt-oss-yarn", {"quantization_config": {"quant_method": "mxfp4", "bits": 2}}, "bits"),
+        ("gpt-oss-yarn", {"experts_per_token": 3}, "experts_per_token"),
+        ("gpt-oss-yarn", {"sliding_window": None}, "sliding_window"),
+        ("gpt-oss-yarn", {"num_experts_per_tok": 6, "experts_per_token": 6}, "num_experts_per_tok"),
+    ],
+)
+def test_what_a_family_does_not_do_is_refused(name: str, changes: Config, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        config_from_dict((CONFIGS | RECURRENT_CONFIGS)[name] | changes)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"architectures": ', "\x00\xff"])

@@ -13,6 +13,7 @@ from strata.models.folder import BUILTIN, BUILTIN_FOLDER, folder_or_shape, model
 from strata.models.weights import resolve
 from strata.text.tokenizer import Tokenizer
 
+from .later_checkpoints import sizes
 from .test_config import Config, assert_agrees, least
 
 _LONG = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [4.0] * 48}
@@ -22,16 +23,8 @@ _PHI_4 = {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "a
 _MOE = {"num_experts": 160, "moe_intermediate_size": 2560, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
-def _sizes(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, length: int) -> Config:
-    return {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": length,
-    }
+def _sizes(*counts: int) -> Config:
+    return sizes(*counts[:-1]) | {"max_position_embeddings": counts[-1]}
 
 
 # Sizes and fields of configs on the hub, and those of their fields that say what is done anyway.

@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from strata.cache.state_pool import StateShape
 from strata.cost.nodes import node_costs
@@ -26,12 +25,11 @@ from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
 from strata.kernels.state.fixed import FixedStates
 from strata.models.batch import Batch
-from strata.models.config import ModelConfig, config_from_dict
+from strata.models.config import config_from_dict
 from strata.models.experts import stored_views
 from strata.models.families import FAMILIES, build
 from strata.models.initialize import initialize
 from strata.models.joined import join_parameters
-from strata.models.layers import CausalLM
 from strata.models.recurrence.gated_delta_config import GatedDeltaConfig
 from strata.models.recurrence.state_space_config import StateSpaceConfig
 from strata.models.save import save
@@ -43,34 +41,21 @@ from strata.train.adapters.lora import LoraConfig, add_lora
 from strata.train.predict.flops import document_flops
 
 from .batches import packed, random_sequences
-from .checkpoints import load_oracle, make_checkpoint
+from .checkpoints import load_oracle, make_checkpoint, oracle_logits
+from .conftest import Checkpoint
 from .recurrent_checkpoints import RECURRENT_CONFIGS, HandStates
 
 LONG = 2000
 TOLERANCE = 1e-4
 
 
-@dataclass(frozen=True)
-class Opened:
-    folder: Path
-    oracle: PreTrainedModel
-    model: CausalLM
-    config: ModelConfig
-
-
-@pytest.fixture(scope="module", params=RECURRENT_CONFIGS)
-def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
-    folder = make_checkpoint(tmp_path_factory.mktemp("recurrent") / request.param, RECURRENT_CONFIGS[request.param])
-    model, config = load(folder)
-    return Opened(folder, load_oracle(folder), model, config)
-
-
-def oracle_logits(oracle: PreTrainedModel, sequences: list[list[int]]) -> Tensor:
-    return torch.cat([oracle(torch.tensor([sequence]), use_cache=False).logits[0] for sequence in sequences])
+@pytest.fixture(params=RECURRENT_CONFIGS)
+def opened(request: pytest.FixtureRequest, open_checkpoint: Callable[[str], Checkpoint]) -> Checkpoint:
+    return open_checkpoint(request.param)
 
 
 @torch.no_grad()
-def test_logits_equal_transformers_over_two_thousand_tokens(opened: Opened) -> None:
+def test_logits_equal_transformers_over_two_thousand_tokens(opened: Checkpoint) -> None:
     sequences = random_sequences(opened.config.vocab_size, (1, LONG, 23))
     logits, wanted = opened.model.head(opened.model(packed(sequences))), oracle_logits(opened.oracle, sequences)
     assert wanted.std() > 0.05
@@ -78,7 +63,7 @@ def test_logits_equal_transformers_over_two_thousand_tokens(opened: Opened) -> N
 
 
 @torch.no_grad()
-def test_pieces_over_states_equal_whole_sequences(opened: Opened) -> None:
+def test_pieces_over_states_equal_whole_sequences(opened: Checkpoint) -> None:
     first, second = random_sequences(opened.config.vocab_size, (131, 17), seed=1)
     whole = opened.model(packed([first, second]))
     graph = bind(gather_after_attention(capture(opened.model)), "cpu", deterministic=True)
@@ -109,7 +94,7 @@ def in_files(name: str) -> str:
     return name
 
 
-def test_gradients_equal_transformers(opened: Opened) -> None:
+def test_gradients_equal_transformers(opened: Checkpoint) -> None:
     sequences = random_sequences(opened.config.vocab_size, (5, 70), seed=2)
     weights = torch.randn(75, opened.config.vocab_size, generator=torch.Generator().manual_seed(3))
     ours = dict(opened.model.named_parameters())
@@ -128,7 +113,7 @@ def test_gradients_equal_transformers(opened: Opened) -> None:
 
 
 @torch.no_grad()
-def test_transformers_loads_what_strata_saved(opened: Opened, tmp_path: Path) -> None:
+def test_transformers_loads_what_strata_saved(opened: Checkpoint, tmp_path: Path) -> None:
     save(opened.model, opened.config, tmp_path / "saved", max_shard_bytes=20_000)
     saved, (again, config) = load_oracle(tmp_path / "saved"), load(tmp_path / "saved")
     for one, other in ((saved, opened.oracle), (again, opened.model)):
@@ -169,60 +154,6 @@ def test_the_shape_of_a_published_granite() -> None:
         oracle = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES["granite-4.0-h-tiny"]))
     assert by_hand == sum(p.numel() for p in model.parameters()) == oracle.num_parameters()
     assert by_hand == pytest.approx(6.94e9, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("name", "fields", "words"),
-    [
-        ("mamba2", {"num_heads": 5}, "num_heads = 5"),
-        ("mamba2", {"n_groups": 4}, "n_groups = 4"),
-        ("mamba2", {"conv_kernel": 5}, "conv_kernel = 5"),
-        ("mamba2", {"time_step_limit": [0.5]}, "time_step_limit"),
-        ("mamba2", {"time_step_limit": [0.5, 0.1]}, "time_step_limit"),
-        ("mamba2", {"hidden_act": "gelu"}, "hidden_act"),
-        ("mamba2", {"rope_theta": 1e6}, "rope_theta"),
-        ("mamba2", {"rms_norm": False}, "rms_norm"),
-        ("granite-hybrid", {"num_local_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok = 5"),
-        ("granite-hybrid", {"layer_types": ["mamba", "window", "mamba"]}, "layer_types"),
-        ("granite-hybrid", {"layer_types": ["mamba"]}, "a list of 3 of"),
-        ("granite-hybrid", {"mamba_n_heads": 5}, "mamba_n_heads = 5"),
-        ("granite-hybrid", {"mamba_d_head": 16}, "mamba_d_head = 16"),
-        ("granite-hybrid", {"mamba_n_groups": 4}, "mamba_n_groups = 4"),
-        ("granite-hybrid", {"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi'"),
-        (
-            "qwen3-next",
-            {"linear_num_key_heads": 3},
-            "linear_num_key_heads = 3 .* divisor of linear_num_value_heads = 4",
-        ),
-        ("qwen3-next", {"linear_conv_kernel_dim": 5}, "linear_conv_kernel_dim = 5"),
-        ("qwen3-next", {"layer_types": ["linear_attention", "sliding_attention"]}, "layer_types"),
-        ("qwen3-next", {"layer_types": ["linear_attention"]}, "a list of 2 of"),
-        ("qwen3-next", {"full_attention_interval": 0}, "full_attention_interval = 0"),
-        ("qwen3-next", {"use_sliding_window": True}, "use_sliding_window = True"),
-        ("qwen3-next", {"sliding_window": 4096}, "sliding_window = 4096"),
-        ("qwen3-next", {"num_experts": 0}, "num_experts = 0"),
-        ("qwen3-next", {"num_experts_per_tok": 7}, "num_experts_per_tok = 7"),
-        ("qwen3-next", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-        ("qwen3-next", {"linear_key_head_dims": 8}, "is linear_key_head_dim meant"),
-    ],
-)
-def test_what_is_not_there_is_named(name: str, fields: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        config_from_dict(RECURRENT_CONFIGS[name] | fields)
-
-
-@torch.no_grad()
-def test_sixteen_bits_keep_wide_residuals(tmp_path: Path) -> None:
-    """Sums of layers are float32, so the error must not exceed that of transformers, which keeps them so, too."""
-    folder = make_checkpoint(tmp_path / "narrow", RECURRENT_CONFIGS["mamba2"])
-    sequences = random_sequences(97, (40, 90), seed=5)
-    exact = oracle_logits(load_oracle(folder), sequences)
-    model, _ = load(folder, dtype="bfloat16")
-    ours = model.head(model(packed(sequences))).float() - exact
-    theirs = oracle_logits(load_oracle(folder, torch.bfloat16), sequences).float() - exact
-    assert ours.square().mean().sqrt() < 1.2 * theirs.square().mean().sqrt()
-    graph, rows = gather_after_attention(capture(model)), torch.arange(130, dtype=torch.int32)
-    assert torch.equal(graph(packed(sequences), rows), model(packed(sequences)))
 
 
 def test_adapters_need_projections_that_are_there() -> None:
@@ -276,7 +207,7 @@ def test_graphs_cost_what_layers_do() -> None:
     assert flops.attention == 0
 
 
-def test_steps_are_priced_with_the_states_that_they_move(opened: Opened) -> None:
+def test_steps_are_priced_with_the_states_that_they_move(opened: Checkpoint) -> None:
     """Three sequences, of which one begins and two read theirs; keys are counted where layers attend."""
     model = meta_model(opened.config, device("h200"))
     workload = Workload((1, 1, 9), (5, 8, 9))
@@ -289,7 +220,7 @@ def test_steps_are_priced_with_the_states_that_they_move(opened: Opened) -> None
     assert model.step_costs.step(workload, 3).cached - keys.cached == (3 + 2) * states.row_bytes
 
 
-def test_training_says_what_its_ranks_cannot_do(opened: Opened) -> None:
+def test_training_says_what_its_ranks_cannot_do(opened: Checkpoint) -> None:
     for name in ("tp", "cp", "pp"):
         with pytest.raises(ValueError, match=f"{name} = 2 would divide the recurrent layers"):
             Layout(**{name: 2}).check(opened.config, 2)
@@ -350,18 +281,6 @@ def test_layers_follow_from_the_interval_or_their_types() -> None:
     part = config.with_layers([1, 2])
     assert isinstance(part.recurrence, GatedDeltaConfig)
     assert part.recurrence == dataclasses.replace(config.recurrence, layers=(True, False))
-
-
-@torch.no_grad()
-def test_sixteen_bits_lose_no_more_than_in_transformers(tmp_path: Path) -> None:
-    # Every token goes to both experts: one that goes to another weighs more than all that is rounded.
-    folder = make_checkpoint(tmp_path / "narrow", VALUES | {"moe_intermediate_size": 16, "num_experts": 2})
-    sequences = random_sequences(97, (40, 90), seed=5)
-    exact = oracle_logits(load_oracle(folder), sequences)
-    model, _ = load(folder, dtype="bfloat16")
-    ours = model.head(model(packed(sequences))).float() - exact
-    theirs = oracle_logits(load_oracle(folder, torch.bfloat16), sequences).float() - exact
-    assert ours.square().mean().sqrt() < 1.2 * theirs.square().mean().sqrt()
 
 
 def test_training_begins_with_decays_of_all_sizes() -> None:

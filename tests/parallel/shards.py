@@ -29,6 +29,7 @@ FAMILIES = (*CONFIGS, *BIASED_CONFIGS)
 # Whose norms stand before the branches, so that they take up the additions and messages behind the branches, one each.
 PRE_NORM = tuple(name for name in FAMILIES if not name.startswith(("olmo", "gemma", "glm4", "deepseek", "gpt")))
 RANKS = (2, 4, 8)
+MIXTURES = ("mixtral", "qwen3-moe")
 
 
 def divisible_config(name: str, **changes: Any) -> ModelConfig:
@@ -39,6 +40,12 @@ def divisible_config(name: str, **changes: Any) -> ModelConfig:
     if name.startswith("deepseek"):
         changes["num_key_value_heads"] = None  # every head has keys and values of its own
     return config_of(name, **(sizes | changes))
+
+
+def config_for(name: str, **changes: Any) -> ModelConfig:
+    """Of six experts, which four ranks divide unevenly; as wide as no ranks divide them."""
+    counts = {"num_local_experts": 6} if name == "mixtral" else {"num_experts": 6, "moe_intermediate_size": 11}
+    return divisible_config(name, **(counts | changes))
 
 
 def shard_of(

@@ -152,34 +152,6 @@ def test_every_token_has_one_rank_and_every_seen_pair_one_block(lengths: tuple[i
             assert pairs == wanted
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("lengths", [(37, 1, 9), (2,), (3, 5), (64, 128)])
-def test_turns_of_the_ring_see_what_the_blocks_do(lengths: tuple[int, ...], ranks: int) -> None:
-    division = Zigzag(lengths, ranks)
-    for rank in range(ranks):
-        ring_steps = RingSteps(division, rank, torch.device("cpu"))
-        for source in range(ranks):
-            wanted = set()
-            for block in division.blocks(rank, source, sum(lengths)):
-                for place, query in enumerate(range(block.queries.start, block.queries.stop)):
-                    for other, key in enumerate(range(block.keys.start, block.keys.stop)):
-                        if block.offset + place >= other:
-                            wanted.add((query, key))
-            found = set()
-            if (ring_step := ring_steps[source]) is not None:
-                queries, keys = (
-                    torch.arange(division.tokens[which])[rows].tolist()
-                    for rows, which in ((ring_step.queries, rank), (ring_step.keys, source))
-                )
-                for own, others in ring_step.part.sequences():
-                    assert 0 < own.stop - own.start <= ring_step.part.most_queries
-                    assert 0 < others.stop - others.start <= ring_step.part.most_keys
-                    for number, query in enumerate(queries[own]):
-                        seen = keys[others][: number + 1] if ring_step.part.causal else keys[others]
-                        found |= {(query, key) for key in seen}
-            assert found == wanted
-
-
 def test_rows_side_by_side_are_not_gathered() -> None:
     """Of one document: all rows, the late half of the queries, the early half of the keys."""
     ring_steps = RingSteps(Zigzag((64,), 4), 1, torch.device("cpu"))

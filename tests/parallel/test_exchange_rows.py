@@ -20,8 +20,8 @@ from tests.engine.program.programs import graph_of, launched, replayed, step_pro
 from tests.graph.lockstep import run_in_lockstep
 from tests.models.batches import HandPaged, random_sequences
 
-from .shards import largest_error, model_of, shard_of
-from .test_served_experts import CLOSE, MIXTURES, config_for
+from .shards import MIXTURES, config_for, largest_error, model_of, shard_of
+from .test_served_experts import CLOSE
 
 
 @pytest.fixture(autouse=True)

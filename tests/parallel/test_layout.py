@@ -9,9 +9,9 @@ import torch
 
 from strata.comm.placement import Placement
 from strata.models.config import ModelConfig, config_from_dict
-from strata.models.families import FAMILIES, build
+from strata.models.families import build
 from strata.models.shapes import SHAPES
-from strata.parallel.families import TABLES, Rule, placements, span
+from strata.parallel.families import Rule, placements, sharding_table, span
 from strata.parallel.layout import Layout, auto_layout
 from tests.models.checkpoints import FAMILY_CONFIGS
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS
@@ -108,6 +108,7 @@ def test_latents_are_laid_out_as_other_models_with_experts() -> None:
     for name in ("tp", "cp"):
         with pytest.raises(ValueError, match=f"{name} = 2 would divide the latent attention of Deepseek"):
             Layout(**{name: 2}).check(config, 2)
+    Layout(pp=2).check(config, 2)
     with pytest.raises(ValueError, match="splits backward passes, in which DeepseekV2ForCausalLM uses a weight twice"):
         Layout(pp=2, micro_batches=2, schedule="zero-bubble").check(config, 2)
 
@@ -153,7 +154,7 @@ def test_every_parameter_of_every_family_has_one_rule(values: dict[str, object])
     config = config_from_dict(dict(values))
     with torch.device("meta"):
         model = build(config)
-    placed = placements((name for name, _ in model.named_parameters()), TABLES[config.architecture])
+    placed = placements((name for name, _ in model.named_parameters()), sharding_table(config.architecture))
     for name, parameter in model.named_parameters():
         divided = placed[name].divided_dim
         assert divided is None or divided < parameter.dim(), name
@@ -166,13 +167,9 @@ def test_every_parameter_of_every_family_has_one_rule(values: dict[str, object])
         assert "bias" in name or is_of_heads or is_whole == (parameter.dim() == 1 or of_all_heads), name
 
 
-def test_families_and_tables_are_the_same() -> None:
-    assert TABLES.keys() == FAMILIES.keys()
-
-
 def test_a_parameter_without_a_rule_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no rule of the sharding table for parameter 'model.extra.weight'"):
-        placements(["model.extra.weight"], TABLES["LlamaForCausalLM"])
+        placements(["model.extra.weight"], sharding_table("LlamaForCausalLM"))
     twice = [Rule(".*", Placement.ROW), Rule("lm_head.*", Placement.VOCABULARY)]
     with pytest.raises(ValueError, match=r"2 rules of the sharding table for parameter 'lm_head.weight'"):
         placements(["lm_head.weight"], twice)

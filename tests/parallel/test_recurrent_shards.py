@@ -18,7 +18,7 @@ from strata.models.families import FAMILIES
 from strata.models.save import save
 from strata.models.state import FixedState
 from strata.models.weights import load
-from strata.parallel.serving_shard import RankShard, rank_config
+from strata.parallel.serving_shard import RankShard
 from tests.engine.program.programs import replayed, step_program
 from tests.models.recurrent_checkpoints import RECURRENT_CONFIGS, HandStates
 from tests.parallel.models import random_model
@@ -91,21 +91,3 @@ def test_a_part_is_read_out_of_stacked_rows(name: str, tmp_path: Path) -> None:
         at = "model.layers.1.block_sparse_moe.input_linear.weight"
         mine = torch.cat([half.chunk(2, 1)[index] for half in stored[at].chunk(2, 1)], 1)
         assert torch.equal(own[at], mine)
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "size", "message"),
-    [
-        ("granite-hybrid", {}, 4, "does not divide the 6 recurrent heads; this model takes 1, 2"),
-        ("granite-hybrid", {"mamba_n_heads": 12}, 4, "does not divide the 2 groups of state spaces"),
-        ("qwen3-next", {}, 4, "does not divide the 2 key heads of recurrent layers; this model takes 1, 2"),
-    ],
-)
-def test_what_cannot_be_divided(name: str, changes: dict[str, Any], size: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        rank_config(recurrent_config(name, **changes), size, 0)
-
-
-def test_tokens_of_their_own_are_refused() -> None:
-    with pytest.raises(ValueError, match="enable_dp_attention=True is not there for recurrent layers"):
-        rank_config(recurrent_config("qwen3-next"), 2, 0, expert_parallel=True, own_tokens=True)

@@ -20,7 +20,7 @@ from strata.parallel.schedules import (
     zero_bubble_h1,
     zero_bubble_v,
 )
-from strata.parallel.timeline import Durations, Exchange, check, peak_saved, programs, simulate
+from strata.parallel.timeline import Durations, Exchange, peak_saved, programs, simulate
 
 F, B, W, BW = StagePass.FORWARD, StagePass.INPUTS, StagePass.WEIGHTS, StagePass.BACKWARD
 
@@ -105,7 +105,6 @@ def run_in_lockstep(schedule: PipelineSchedule) -> None:
 @settings(max_examples=120, deadline=None)
 @given(schedules())
 def test_every_pass_runs_once_in_order_and_nothing_waits_forever(schedule: PipelineSchedule) -> None:
-    check(schedule)
     for rank, actions in enumerate(schedule.actions):
         for stage in schedule.stages_of(rank):
             for m in range(schedule.micro_batches):
@@ -194,17 +193,10 @@ def test_numbers_that_do_not_fit_are_refused(name: str, ranks: int, micro_batche
         make_schedule(name, ranks, micro_batches)
 
 
-def test_faults_are_named() -> None:
+def test_ranks_that_wait_for_each_other_are_named() -> None:
+    """Each order is right by itself, but one rank waits for the gradient and the other for the hidden states."""
     good = one_f_one_b(2, 2)
     first, second = good.actions
-    for actions, message in (
-        ((first[:-1], second), "micro-batch 1 of stage 0 has F; accepted are F, BW and F, B, W"),
-        (((*first, first[-1]), second), "micro-batch 1 of stage 0 has F, BW, BW"),
-        (((first[2], *first[:2], *first[3:]), second), "micro-batch 0 of stage 0 has BW, F"),
-        ((second, first), "F0 of stage 1 stands on rank 0, but belongs on 1"),
-        (((*first, Action(F, 0, 2)), second), r"micro-batches that do not exist: \[\(0, 2\)\]"),
-        # Each order is right by itself, but one rank waits for the gradient and the other for the hidden states.
-        (((first[0], first[2], first[1], first[3]), (second[2], *second[:2], second[3])), "comes to a halt: rank 0 at"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            check(replace(good, actions=actions))
+    actions = (first[0], first[2], first[1], first[3]), (second[2], *second[:2], second[3])
+    with pytest.raises(ValueError, match="comes to a halt: rank 0 at"):
+        simulate(replace(good, actions=actions))

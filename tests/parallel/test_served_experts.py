@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +11,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, fx
 
-from strata.comm.launch import World
-from strata.comm.mesh import Mesh
 from strata.cost.nodes import node_costs
 from strata.cost.step_costs import step_costs
 from strata.graph.bind import bind
@@ -31,72 +28,30 @@ from strata.models.save import save
 from strata.models.weights import load
 from strata.parallel.expert_balance.placement import PERIOD
 from strata.parallel.expert_balance.placement import turns as expert_turns
-from strata.parallel.serving_shard import RankShard, rank_config
+from strata.parallel.serving_shard import RankShard
 from tests.engine.program.programs import step_program
 from tests.graph.lockstep import run_in_lockstep
-from tests.largest import largest
 from tests.models.batches import HandPaged, random_sequences
 
 from .models import random_model
-from .ranks import run_ranks
 from .shards import (
-    divisible_config,
-    error_of_part,
+    MIXTURES,
+    config_for,
     follow,
     joined,
     largest_error,
     model_of,
-    programs_of,
     prompts_and_decodes,
     shard_of,
     together,
 )
 
-MIXTURES = ("mixtral", "qwen3-moe")
 CLOSE = 1e-5
-
-
-def config_for(name: str, **changes: Any) -> ModelConfig:
-    """Of six experts, which four ranks divide unevenly; as wide as no ranks divide them."""
-    counts = {"num_local_experts": 6} if name == "mixtral" else {"num_experts": 6, "moe_intermediate_size": 11}
-    return divisible_config(name, **(counts | changes))
 
 
 def logits_of(graphs: Sequence[fx.GraphModule], configs: Sequence[ModelConfig]) -> list[list[Tensor]]:
     caches = [HandPaged(config, 3, 16) for config in configs]
     return follow(caches, prompts_and_decodes(61), together(graphs))
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", MIXTURES)
-def test_ranks_with_different_experts_have_the_logits_of_one(name: str, size: int, deterministic: bool) -> None:
-    config = config_for(name)
-    model = model_of(config)
-    (wanted,) = logits_of([step_program(model, "cpu", deterministic).logits], [config])
-    parts, programs = programs_of(model, config, size, deterministic, expert_parallel=True)
-    counts = operation_counts(programs[0].logits)
-    layers = sum(config.experts.layers) if config.experts is not None else 0
-    assert (counts["experts"], counts["local_experts"]) == (0, layers)
-    found = logits_of([one.logits for one in programs], [part.config for part in parts])
-    assert largest_error(joined(found, config.vocab_size), wanted) < CLOSE
-
-
-def over_gloo(world: World, folder: Path) -> float:
-    axis = Mesh.of(world, {"tp": world.size}).axis("tp")
-    errors = []
-    for name in MIXTURES:
-        config = config_for(name)
-        model = model_of(config)
-        part, own = shard_of(model, config, world.size, world.rank, axis, expert_parallel=True)
-        (wanted,) = logits_of([step_program(model, "cpu").logits], [config])
-        (found,) = logits_of([step_program(own, "cpu", shard=part).logits], [part.config])
-        errors.append(error_of_part(part, found, wanted))
-    return largest(errors)
-
-
-def test_ranks_over_gloo_have_the_logits_of_one(tmp_path: Path) -> None:
-    assert largest(run_ranks(over_gloo, 2, tmp_path)) < CLOSE
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
@@ -149,12 +104,6 @@ def test_copies_take_turns_and_the_logits_stay(size: int, redundant: int) -> Non
         assert largest_error(joined(found, 61), wanted) < CLOSE
 
 
-@pytest.mark.parametrize("redundant", [1, 8])
-def test_redundant_experts_that_do_not_fit(redundant: int) -> None:
-    with pytest.raises(ValueError, match=rf"num_redundant_experts={redundant} with 6 experts on 2 ranks.* 0, 2, 4, 6"):
-        rank_config(config_for("mixtral"), 2, 0, expert_parallel=True, redundant=redundant)
-
-
 def on_meta(tokens: int, rows: int) -> tuple[Batch, Tensor]:
     def integers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device="meta")
@@ -189,18 +138,6 @@ def test_a_rank_costs_its_share_of_the_experts(size: int) -> None:
     for tokens in (1, 5, 100):
         ((read, _, _),), mine = whole.mixtures, [costs.mixtures for costs in of_ranks]
         assert sum(own(tokens) for ((own, _, _),) in mine) == pytest.approx(read(tokens), abs=size)
-
-
-def test_what_experts_cannot_be_divided_so() -> None:
-    with pytest.raises(ValueError, match="enable_expert_parallel=True needs a mixture of experts"):
-        rank_config(divisible_config("llama"), 2, 0, expert_parallel=True)
-    few = config_for("mixtral", num_local_experts=3)
-    with pytest.raises(ValueError, match=r"=4 is more than the 3 experts, of which .*; this model takes 1, 2"):
-        rank_config(few, 4, 0, expert_parallel=True)
-    # Without, their width has to be divided.
-    with pytest.raises(ValueError, match="does not divide the experts' intermediate_size = 11"):
-        rank_config(config_for("qwen3-moe"), 2, 0)
-    assert rank_config(config_for("qwen3-moe"), 2, 1, expert_parallel=True).experts.held == (3, 4, 5)  # type: ignore[union-attr]
 
 
 def test_a_bound_graph_runs_a_part_in_place_of_the_whole() -> None:
@@ -279,13 +216,3 @@ def test_what_a_rank_computes_and_sends() -> None:
     assert [of_rows for _, of_rows, _ in mixtures] == [False, True]
     for read, _, _ in mixtures:
         assert read(4) == pytest.approx(wanted(8) / 2, abs=1)
-
-
-def test_what_cannot_be_served_with_own_tokens() -> None:
-    with pytest.raises(ValueError, match=r"enable_dp_attention=True needs a mixture .* data_parallel_size instead"):
-        rank_config(divisible_config("llama"), 2, 0, expert_parallel=True, own_tokens=True)
-    with pytest.raises(ValueError, match=r"enable_dp_attention=True .* needs enable_expert_parallel=True"):
-        rank_config(config_for("mixtral"), 2, 0, own_tokens=True)
-    few = config_for("mixtral", num_local_experts=3)
-    with pytest.raises(ValueError, match=r"=4 is more than the 3 experts, of which .*; this model takes 1, 2, 3"):
-        rank_config(few, 4, 0, expert_parallel=True, own_tokens=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,11 +24,10 @@ from strata.models.layers import CausalLM
 from strata.models.save import save
 from strata.models.weights import load
 from strata.parallel.serving_shard import RankShard
-from tests.graph.lockstep import run_in_lockstep
-from tests.models.batches import HandPaged, random_sequences
+from tests.models.batches import HandPaged
 from tests.parallel.models import random_model
 from tests.parallel.ranks import run_ranks
-from tests.parallel.shards import FAMILIES, divisible_config, model_of, shard_of
+from tests.parallel.shards import FAMILIES, divisible_config, model_of, prompts_and_decodes, shard_of, together
 
 
 def config_of(name: str) -> ModelConfig:
@@ -56,17 +54,11 @@ def stage_graph(part: RankShard, own: CausalLM) -> fx.GraphModule:
 
 
 def chunks_of(vocabulary: int) -> list[dict[int, Sequence[int]]]:
-    """Two prompts, one of them in two chunks, then decodes."""
-    first, second, third = random_sequences(vocabulary, (9, 6, 4))
-    return [{0: first, 1: second[:2]}, {1: second[2:], 2: third, 0: [5]}, {0: [7], 2: [60], 1: [0]}, {1: [31]}]
+    return [chunks for chunks, _ in prompts_and_decodes(vocabulary)]
 
 
 def caches_of(parts: Sequence[RankShard]) -> list[HandPaged]:
     return [HandPaged(part.config, 3, 16) for part in parts]
-
-
-def run(graphs: Sequence[fx.GraphModule], arguments: Sequence[tuple[Any, ...]]) -> list[Tensor]:
-    return [graphs[0](*arguments[0])] if len(graphs) == 1 else run_in_lockstep(graphs, arguments)
 
 
 @pytest.mark.parametrize(("size", "stages"), [(1, 2), (2, 3)])
@@ -77,7 +69,7 @@ def test_stages_have_the_logits_of_the_whole_model(name: str, size: int, stages:
     shards, models = zip(*(shard_of(model, config, size, index) for index in range(size)), strict=True)
     graphs = [whole_graph(own, part) for part, own in zip(shards, models, strict=True)]
     caches = caches_of(shards)
-    wanted = [run(graphs, [(cache.next_batch(one),) for cache in caches]) for one in chunks_of(config.vocab_size)]
+    wanted = [together(graphs)([(cache.next_batch(one),) for cache in caches]) for one in chunks_of(config.vocab_size)]
 
     places = [
         [RankShard.of(config, size, index, stages=stages, stage=at) for index in range(size)] for at in range(stages)
@@ -90,7 +82,7 @@ def test_stages_have_the_logits_of_the_whole_model(name: str, size: int, stages:
         handed: list[tuple[Tensor, ...]] = [() for _ in range(size)]
         for graphs, caches in zip(of_stages, pools, strict=True):
             arguments = [(cache.next_batch(one), *given) for cache, given in zip(caches, handed, strict=True)]
-            handed = [(found,) for found in run(graphs, arguments)]
+            handed = [(found,) for found in together(graphs)(arguments)]
         assert all(torch.equal(found, logits) for (found,), logits in zip(handed, expected, strict=True))
 
 

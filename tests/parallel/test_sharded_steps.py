@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,10 @@ from tests.models.batches import HandPaged
 from tests.parallel.ranks import run_ranks
 from tests.parallel.shards import (
     FAMILIES,
+    MIXTURES,
     PRE_NORM,
     RANKS,
+    config_for,
     divisible_config,
     error_of_part,
     follow,
@@ -74,14 +77,22 @@ def logits_of(
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "deterministic"), [*((*one, False) for one in SIZES), *((name, 2, True) for name in FAMILIES)]
+    ("name", "size", "deterministic", "experts"),
+    [
+        *((*one, False, False) for one in SIZES),
+        *((name, 2, True, False) for name in FAMILIES),
+        *product(MIXTURES, (2, 4), (False, True), (True,)),
+    ],
 )
-def test_steps_of_all_ranks_have_the_logits_of_one(name: str, size: int, deterministic: bool) -> None:
-    """Prompts, chunks and decodes by the graphs that an engine on a CPU runs."""
-    config = divisible_config(name, **kv_heads_of(size))
+def test_steps_of_all_ranks_have_the_logits_of_one(name: str, size: int, deterministic: bool, experts: bool) -> None:
+    """Prompts, chunks and decodes by the graphs that an engine on a CPU runs. experts: ranks have different ones."""
+    config = config_for(name) if experts else divisible_config(name, **kv_heads_of(size))
     model, vocabulary = model_of(config), config.vocab_size
     (wanted,) = logits_of(vocabulary, [step_program(model, "cpu", deterministic).logits], [config])
-    parts, programs = programs_of(model, config, size, deterministic)
+    parts, programs = programs_of(model, config, size, deterministic, expert_parallel=experts)
+    if experts and config.experts is not None:
+        counts = operation_counts(programs[0].logits)
+        assert (counts["experts"], counts["local_experts"]) == (0, sum(config.experts.layers))
     found = logits_of(vocabulary, [one.logits for one in programs], [part.config for part in parts])
     assert largest_error(joined(found, vocabulary), wanted) < CLOSE
 
@@ -209,11 +220,11 @@ def over_gloo(world: World, folder: Path) -> float:
     """The largest relative error of this rank's logits over all families."""
     axis = Mesh.of(world, {"tp": world.size}).axis("tp")
     errors: list[float] = []
-    for name in FAMILIES:
-        config = divisible_config(name, **kv_heads_of(world.size))
+    cases = [(divisible_config(name, **kv_heads_of(world.size)), False) for name in FAMILIES]
+    for config, experts in (*cases, *((config_for(name), True) for name in MIXTURES)):
         model = model_of(config)
         (wanted,) = logits_of(config.vocab_size, [step_program(model, "cpu").logits], [config])
-        part, own = shard_of(model, config, world.size, world.rank, axis)
+        part, own = shard_of(model, config, world.size, world.rank, axis, expert_parallel=experts)
         for deterministic in (False, True):
             mine = step_program(own, "cpu", deterministic, shard=part).logits
             (found,) = logits_of(config.vocab_size, [mine], [part.config])

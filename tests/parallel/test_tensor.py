@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from strata.comm.launch import World
 from strata.comm.mesh import Mesh
 from strata.kernels.loss import loss
-from strata.parallel.families import TABLES
+from strata.parallel.families import sharding_table
 from strata.parallel.loss import vocabulary_cross_entropy
 from strata.parallel.tensor import TensorSharding, shard_model
 from tests.largest import largest, name_of_largest
@@ -60,7 +60,7 @@ def equal_to_one_process(world: World, folder: Path) -> dict[str, Any]:
         whole, model = random_model(config), random_model(config)
         wanted_hidden, wanted_loss = whole(batch), loss_of(whole, batch, targets)
         wanted_loss.backward()
-        sharding = shard_model(model, axis, TABLES[config.architecture], **options)
+        sharding = shard_model(model, axis, sharding_table(config.architecture), **options)
         hidden = model(batch)
         with LogitsSeen(config.vocab_size) as logits:
             losses = vocabulary_cross_entropy(hidden, head_weight(model), targets, axis, config.vocab_size)
@@ -105,7 +105,7 @@ def compiled_layers(world: World, folder: Path) -> dict[str, Any]:
     models = random_model(config), random_model(config)
     models[1].model.layers[0].compile(backend="aot_eager", fullgraph=True)
     for model in models:
-        shard_model(model, axis, TABLES[config.architecture], sequence_parallel=True)
+        shard_model(model, axis, sharding_table(config.architecture), sequence_parallel=True)
         losses = vocabulary_cross_entropy(model(batch), head_weight(model), targets, axis, config.vocab_size)
         losses.sum().backward()
     eager, traced = map(gradients_of, models)
@@ -122,7 +122,7 @@ def test_one_rank_is_left_as_it_is() -> None:
     axis = Mesh.of(World(0, 0, 1, torch.device("cpu"), None), {}).axis("tp")
     batch, targets = random_batch(config, LENGTHS)
     whole, model = random_model(config), random_model(config)
-    sharding = shard_model(model, axis, TABLES[config.architecture], sequence_parallel=True)
+    sharding = shard_model(model, axis, sharding_table(config.architecture), sequence_parallel=True)
     wanted = loss_of(whole, batch, targets)
     losses = vocabulary_cross_entropy(model(batch), head_weight(model), targets, axis, config.vocab_size)
     wanted.backward()

@@ -61,11 +61,8 @@ class LatentAttention(nn.Module):
 class DeepseekV2(SparseCausalLM):
     """Experts by a softmax, of the best groups alone in the larger models."""
 
+    attention = LatentAttention
     expert_names = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
-
-    @staticmethod
-    def attention(config: ModelConfig, layer: int) -> LatentAttention:
-        return LatentAttention(config, layer)
 
 
 class DeepseekV3(DeepseekV2):

@@ -13,14 +13,14 @@ from strata.models.batch import Batch
 from strata.models.config import ModelConfig
 from strata.models.expert_config import ExpertsConfig
 from strata.models.experts import BiasedExperts, ExpertNames, ExpertRouter, SparseCausalLM
-from strata.models.layers import Attention, DecoderLayer, LayerAttention, RMSNorm, WideRMSNorm
+from strata.models.layers import Attention, WideRMSNorm
 
 
 class GptOssAttention(Attention):
     """sinks [heads]: of each head a score that takes part in every softmax and has no value."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__(config, layer, qkv_bias=config.attention_bias, output_bias=config.attention_bias)
+        super().__init__(config, layer)
         self.sinks = nn.Parameter(torch.empty(config.num_heads))
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
@@ -40,31 +40,12 @@ class GptOssMLP(nn.Module):
         return self.experts(x, weights, chosen)
 
 
-class GptOssLayer(DecoderLayer):
-    """Norms that round once."""
-
-    def __init__(self, config: ModelConfig, attention: LayerAttention) -> None:
-        super().__init__(config, attention)
-        self.input_layernorm = WideRMSNorm(config.hidden_size, config.norm_eps)
-        self.post_attention_layernorm = WideRMSNorm(config.hidden_size, config.norm_eps)
-
-
 class GptOss(SparseCausalLM):
-    """Checkpoints hold the matrices of all experts in one tensor, as floats or packed in mxfp4."""
+    """Norms round once. Checkpoints hold the matrices of all experts in one tensor, as floats or packed in mxfp4."""
 
+    attention = GptOssAttention
+    norm = WideRMSNorm
     expert_names = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj", joined=True)
-
-    @staticmethod
-    def attention(config: ModelConfig, layer: int) -> Attention:
-        return GptOssAttention(config, layer)
-
-    @staticmethod
-    def decoder_layer(config: ModelConfig, attention: LayerAttention) -> DecoderLayer:
-        return GptOssLayer(config, attention)
-
-    @staticmethod
-    def last_norm(config: ModelConfig) -> RMSNorm:
-        return WideRMSNorm(config.hidden_size, config.norm_eps)
 
     @staticmethod
     def sparse_mlp(config: ModelConfig, experts: ExpertsConfig) -> nn.Module:

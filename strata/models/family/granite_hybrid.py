@@ -15,8 +15,7 @@ from strata.models.batch import Batch
 from strata.models.config import ModelConfig
 from strata.models.experts import SparseMLP
 from strata.models.family.mamba2 import StateSpace, kept_by
-from strata.models.family.smollm3 import SmolLM3
-from strata.models.layers import MLP, CausalLM, Layer, RMSNorm
+from strata.models.layers import MLP, Attention, CausalLM, Layer, RMSNorm
 from strata.models.recurrence.state_space_config import StateSpaceConfig
 from strata.models.state import LayerState, PagedRows
 
@@ -35,7 +34,7 @@ class GraniteLayer(Layer):
         if space.layers[layer]:
             self.mamba = StateSpace(config.hidden_size, space, config.norm_eps, layer)
         else:
-            self.self_attn = SmolLM3.attention(config, layer)
+            self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         experts = config.experts
         self.mlp = MLP(config) if experts is None else SparseMLP(config.hidden_size, experts, MLP(config))

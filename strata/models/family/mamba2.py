@@ -122,6 +122,7 @@ class Mamba2Layer(Layer):
 
 
 class Mamba2(CausalLM):
+    norm = NarrowingNorm
     renamed: ClassVar[Mapping[str, str]] = {
         "model.embed_tokens.": "backbone.embeddings.",
         "model.norm.": "backbone.norm_f.",
@@ -131,10 +132,6 @@ class Mamba2(CausalLM):
     @classmethod
     def layer(cls, config: ModelConfig, layer: int) -> Layer:
         return Mamba2Layer(config, layer)
-
-    @staticmethod
-    def last_norm(config: ModelConfig) -> RMSNorm:
-        return NarrowingNorm(config.hidden_size, config.norm_eps)
 
     @staticmethod
     def states(config: ModelConfig) -> tuple[LayerState, ...]:

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from strata.models.config import ModelConfig
 from strata.models.experts import ExpertNames, SparseCausalLM
-from strata.models.layers import Attention
 
 
 class Mixtral(SparseCausalLM):
     """No biases; one sliding window for all layers, or none."""
 
     expert_names = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
-
-    @staticmethod
-    def attention(config: ModelConfig, layer: int) -> Attention:
-        return Attention(config, layer, qkv_bias=False, output_bias=False)

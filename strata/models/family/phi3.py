@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from strata.models.config import ModelConfig
-from strata.models.layers import Attention, CausalLM
+from strata.models.layers import CausalLM
 
 
 class Phi3(CausalLM):
@@ -16,7 +15,3 @@ class Phi3(CausalLM):
         "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
         "mlp.gate_up_proj": ("gate_proj", "up_proj"),
     }
-
-    @staticmethod
-    def attention(config: ModelConfig, layer: int) -> Attention:
-        return Attention(config, layer, qkv_bias=False, output_bias=False)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from strata.models.config import ModelConfig
 from strata.models.layers import Attention, CausalLM
+
+
+class Qwen2Attention(Attention):
+    qkv_bias = True
+    output_bias = False
 
 
 class Qwen2(CausalLM):
     """Layers may alternate between full and sliding attention (`config.windows`)."""
 
-    @staticmethod
-    def attention(config: ModelConfig, layer: int) -> Attention:
-        return Attention(config, layer, qkv_bias=True, output_bias=False)
+    attention = Qwen2Attention

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from strata.models.config import ModelConfig
 from strata.models.experts import ExpertNames, SparseCausalLM
 from strata.models.family.qwen3 import Qwen3Attention
-from strata.models.layers import Attention
 
 
 class Qwen3MoE(SparseCausalLM):
     """The attention of Qwen3; one sliding window for all layers, or none."""
 
+    attention = Qwen3Attention
     expert_names = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
-
-    @staticmethod
-    def attention(config: ModelConfig, layer: int) -> Attention:
-        return Qwen3Attention(config, layer)

@@ -20,7 +20,7 @@ from strata.models.config import ModelConfig
 from strata.models.expert_config import ExpertsConfig
 from strata.models.experts import ExpertNames, SparseCausalLM, SparseMLP
 from strata.models.family.mamba2 import GatedRMSNorm, ShortConvolution
-from strata.models.layers import MLP, Attention, Layer, Linear, RMSNorm, WideRMSNorm
+from strata.models.layers import MLP, Attention, Layer, Linear, OffsetRMSNorm
 from strata.models.recurrence.gated_delta_config import GatedDeltaConfig
 from strata.models.state import FixedState, LayerState, attention_rows
 
@@ -75,12 +75,13 @@ class GatedAttention(Attention):
     Rows of q_proj stand by heads: each one's query, then its gate.
     """
 
+    head_norm = OffsetRMSNorm
+    q_norm: OffsetRMSNorm
+    k_norm: OffsetRMSNorm
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
-        bias = config.attention_bias
-        super().__init__(config, layer, qkv_bias=bias, output_bias=bias)
-        self.q_proj = Linear(config.hidden_size, 2 * config.num_heads * config.head_dim, bias=bias)
-        self.q_norm = WideRMSNorm(config.head_dim, config.norm_eps, 1.0)
-        self.k_norm = WideRMSNorm(config.head_dim, config.norm_eps, 1.0)
+        super().__init__(config, layer)
+        self.q_proj = Linear(config.hidden_size, 2 * config.num_heads * config.head_dim, bias=config.attention_bias)
 
     def forward(self, x: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor:
         both = self.q_proj(x).unflatten(-1, (-1, 2 * self.head_dim))
@@ -111,13 +112,13 @@ class Qwen3NextLayer(Layer):
         super().__init__()
         delta = config.recurrence
         assert isinstance(delta, GatedDeltaConfig)
-        self.input_layernorm = WideRMSNorm(config.hidden_size, config.norm_eps, 1.0)
+        self.input_layernorm = OffsetRMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = self.linear_attn = None
         if delta.layers[layer]:
             self.linear_attn = GatedDeltaNet(config.hidden_size, delta, config.norm_eps, layer)
         else:
             self.self_attn = GatedAttention(config, layer)
-        self.post_attention_layernorm = WideRMSNorm(config.hidden_size, config.norm_eps, 1.0)
+        self.post_attention_layernorm = OffsetRMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor:
@@ -133,6 +134,8 @@ class Qwen3NextLayer(Layer):
 class Qwen3Next(SparseCausalLM):
     """Checkpoints hold layers besides that predict further tokens, which are not read."""
 
+    attention = GatedAttention
+    norm = OffsetRMSNorm
     expert_names = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
     passed_over: ClassVar[tuple[str, ...]] = ("mtp.",)
 
@@ -143,10 +146,6 @@ class Qwen3Next(SparseCausalLM):
     @staticmethod
     def sparse_mlp(config: ModelConfig, experts: ExpertsConfig) -> nn.Module:
         return GatedSharedMLP(config, experts)
-
-    @staticmethod
-    def last_norm(config: ModelConfig) -> RMSNorm:
-        return WideRMSNorm(config.hidden_size, config.norm_eps, 1.0)
 
     @staticmethod
     def states(config: ModelConfig) -> tuple[LayerState, ...]:

@@ -9,17 +9,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from strata.files.json_object import read_existing_object
 from strata.kernels.quant.two_of_four import FOUR, least_two_of_four
 from strata.models.batch import Batch
 from strata.models.checkpoint import shorten
 from strata.models.pruned.settings import MAGNITUDE, SPARSEGPT, TWO_OF_FOUR, WANDA, Pruning
-from strata.models.quantized.calibrate.gptq import inverse_factor
+from strata.models.quantized.calibrate.gptq import inverse_factor, without_dead_columns
 from strata.models.quantized.calibrate.inputs import LayerInputs
 from strata.models.quantized.calibrate.matrices import Matrix, layer_views, products
-from strata.models.quantized.calibrate.rewrite import layer_tensors, rewrite, stored_dtype
+from strata.models.quantized.calibrate.rewrite import layer_tensors, open_floats, rewrite, stored_dtype
 from strata.models.quantized.calibrate.stream import LayerStream
-from strata.models.quantized.checkpoint import tells_of_packed
 
 # Columns among which weights are chosen at a time, without 2:4; and whose errors reach the others together.
 _BLOCK = 128
@@ -40,12 +38,8 @@ def prune(
     kind of input of a layer. Raises ValueError, before weights are read, for a packed model, a width that four do not
     divide, `out` that exists, or a method without its text.
     """
-    values = read_existing_object(folder / "config.json")
-    if tells_of_packed(folder, values):
-        raise ValueError(f"{folder} is quantized (quantization_config); prune the model in floats, then quantize it")
-    if pruning.needs_text and not any(len(sequence) for sequence in sequences):
-        raise ValueError(f"method = {pruning.method!r} needs calibration text, and there is none")
-    stream = LayerStream(folder, device)
+    refusal = "(quantization_config); prune the model in floats, then quantize it"
+    stream, values = open_floats(folder, device, pruning.method, pruning.needs_text, sequences, refusal)
     _check(stream, pruning)
 
     def change(number: int, batches: Sequence[Batch], hidden: Sequence[Tensor]) -> tuple[dict[str, Tensor], list[str]]:
@@ -103,10 +97,7 @@ def sparsegpt(weight: Tensor, pruning: Pruning, gram: Tensor, rows: int) -> Tens
     left of H at column j), of each block of 128 columns, or two of each four. Columns that are multiplied by 0 alone
     become 0, as in the authors' code. Raises ValueError where H cannot be inverted though it is damped.
     """
-    work, hessian = weight.clone(), gram * (2.0 / max(1, rows))
-    dead = hessian.diagonal() == 0
-    hessian.diagonal()[dead] = 1.0
-    work[:, dead] = 0.0
+    work, hessian = without_dead_columns(weight, gram, rows)
     factor = inverse_factor(hessian)
     width = work.shape[1]
     for first in range(0, width, _BLOCK):

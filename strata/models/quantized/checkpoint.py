@@ -61,7 +61,7 @@ class Checkpoint:
 
     def read_all(self, wanted: Iterable[str]) -> Iterator[tuple[str, TensorSource]]:
         """Stored parameters, to be read as they come: file by file and in the order of the file."""
-        order = sorted(wanted, key=lambda name: (self.sources[name].file, self.sources[name].start))
+        order = sorted(wanted, key=lambda name: (self.sources[name].file, self.sources[name].place))
         for file, of_file in itertools.groupby(order, key=lambda name: self.sources[name].file):
             if file == self.folder:
                 yield from ((name, _Packed(self.sources[name], self.format)) for name in of_file)

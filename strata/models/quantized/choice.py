@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from strata.kernels.quant.packed import PackedWeight, Scheme
-from strata.models.experts import ExpertRouter, Experts, SparseCausalLM, stored_views
+from strata.models.experts import ExpertRouter, Experts, has_joined_experts, stored_views
 from strata.models.layers import CausalLM
 from strata.models.quantized.checkpoint import Checkpoint
 
@@ -75,5 +75,4 @@ def _is_of_router(model: CausalLM, name: str) -> bool:
 
 
 def _in_one_tensor(model: CausalLM, name: str) -> bool:
-    joined = isinstance(model, SparseCausalLM) and model.expert_names.joined
-    return joined or next(stored_views(model, name, model.get_parameter(name)))[1].dim() > 2
+    return has_joined_experts(model) or next(stored_views(model, name, model.get_parameter(name)))[1].dim() > 2

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from strata.files.fields import Fields
-from strata.models.expert_config import ExpertsConfig, read_balance_weight
-from strata.models.recurrence.state_space_config import StateSpaceConfig, read_limits, read_width, write_limits
+from strata.models.expert_config import ExpertsConfig, mixtral_fields, read_balance_weight
+from strata.models.recurrence.state_space_config import SpaceKeys, StateSpaceConfig, read_space, space_fields
 
 if TYPE_CHECKING:
     from strata.models.config import ModelConfig
 
 # As transformers 5 calls layers, and as checkpoints do.
 _KINDS = {"linear_attention": True, "mamba": True, "full_attention": False, "attention": False}
+_MAMBA = SpaceKeys(
+    "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_proj_bias", "mamba_conv_bias"
+)
 
 
 @dataclass(frozen=True)
@@ -49,23 +52,9 @@ def read_granite_hybrid(fields: Fields, hidden_size: int, num_layers: int) -> St
         raise fields.wrong("mamba_n_heads", heads, f"a divisor of mamba_expand * hidden_size = {inner}")
     if (given := fields.take("mamba_d_head", "auto")) not in ("auto", None, inner // heads):
         raise fields.wrong("mamba_d_head", given, f"{inner // heads} or 'auto' with {heads} heads")
-    groups = fields.count("mamba_n_groups", 1)
-    if heads % groups:
-        raise fields.wrong("mamba_n_groups", groups, f"a divisor of mamba_n_heads = {heads}")
-    least, most = read_limits(fields)
-    return StateSpaceConfig(
-        layers=tuple(_KINDS[kind] for kind in types),
-        heads=heads,
-        head_dim=inner // heads,
-        state_size=fields.count("mamba_d_state", 256),
-        groups=groups,
-        width=read_width(fields, "mamba_d_conv"),
-        bias=fields.flag("mamba_proj_bias", False),
-        conv_bias=fields.flag("mamba_conv_bias", True),
-        least_step=least,
-        most_step=most,
-        has_mlps=True,
-    )
+    layers = tuple(_KINDS[kind] for kind in types)
+    space = read_space(fields, _MAMBA, layers, heads, inner // heads, groups=1, state_size=256)
+    return replace(space, has_mlps=True)
 
 
 def read_granite_experts(fields: Fields, num_layers: int, shared_size: int) -> ExpertsConfig | None:
@@ -83,12 +72,7 @@ def read_granite_experts(fields: Fields, num_layers: int, shared_size: int) -> E
 
 def granite_experts_fields(experts: ExpertsConfig) -> dict[str, Any]:
     """What `read_granite_experts` reads of a model with some."""
-    return {
-        "num_local_experts": experts.count,
-        "num_experts_per_tok": experts.per_token,
-        "intermediate_size": experts.intermediate_size,
-        "router_aux_loss_coef": experts.balance_weight,
-    }
+    return mixtral_fields(experts) | {"intermediate_size": experts.intermediate_size}
 
 
 def granite_hybrid_fields(config: ModelConfig) -> dict[str, Any]:
@@ -99,17 +83,11 @@ def granite_hybrid_fields(config: ModelConfig) -> dict[str, Any]:
     return {
         "layer_types": ["linear_attention" if recurrent else "full_attention" for recurrent in space.layers],
         **({"num_local_experts": 0} if config.experts is None else {}),
-        "mamba_n_heads": space.heads,
         "mamba_expand": space.inner_size // config.hidden_size,
         "mamba_d_head": space.head_dim,
-        "mamba_n_groups": space.groups,
-        "mamba_d_state": space.state_size,
-        "mamba_d_conv": space.width,
-        "mamba_proj_bias": space.bias,
-        "mamba_conv_bias": space.conv_bias,
+        **space_fields(space, _MAMBA),
         "embedding_multiplier": by.embedding,
         "residual_multiplier": by.residual,
         "attention_multiplier": by.attention,
         "logits_scaling": 1.0 / by.head,
-        **write_limits(space),
     }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from strata.files.fields import Fields
 from strata.kernels.recurrent.short_convolution import WIDTHS
@@ -58,31 +58,59 @@ _WITHOUT_EFFECT = (
 )
 
 
+class SpaceKeys(NamedTuple):
+    """What a family calls the fields of its state spaces."""
+
+    heads: str
+    groups: str
+    state_size: str
+    width: str
+    bias: str
+    conv_bias: str
+
+
+MAMBA2 = SpaceKeys("num_heads", "n_groups", "state_size", "conv_kernel", "use_bias", "use_conv_bias")
+
+
 def read_mamba2(fields: Fields, hidden_size: int, num_layers: int) -> StateSpaceConfig:
     """The fields of transformers' Mamba2Config, whose gate always comes before the norm."""
     expand, heads, head_dim = fields.count("expand", 2), fields.count("num_heads", 128), fields.count("head_dim", 64)
     if heads * head_dim != expand * hidden_size:
         expected = f"expand * hidden_size / head_dim = {expand} * {hidden_size} / {head_dim}"
         raise fields.wrong("num_heads", heads, expected)
-    groups = fields.count("n_groups", 8)
-    if heads % groups:
-        raise fields.wrong("n_groups", groups, f"a divisor of num_heads = {heads}")
-    least, most = read_limits(fields)
     for key in _WITHOUT_EFFECT:
         fields.take(key, None)
     fields.only("intermediate_size", heads * head_dim, "it follows from expand")
+    space = read_space(fields, MAMBA2, (True,) * num_layers, heads, head_dim, groups=8, state_size=128)
+    return replace(space, wide_residual=fields.flag("residual_in_fp32", True))
+
+
+def read_space(
+    fields: Fields,
+    keys: SpaceKeys,
+    layers: tuple[bool, ...],
+    heads: int,
+    head_dim: int,
+    *,
+    groups: int,
+    state_size: int,
+) -> StateSpaceConfig:
+    """groups, state_size: where their fields are absent."""
+    groups = fields.count(keys.groups, groups)
+    if heads % groups:
+        raise fields.wrong(keys.groups, groups, f"a divisor of {keys.heads} = {heads}")
+    least, most = _read_limits(fields)
     return StateSpaceConfig(
-        layers=(True,) * num_layers,
+        layers=layers,
         heads=heads,
         head_dim=head_dim,
-        state_size=fields.count("state_size", 128),
+        state_size=fields.count(keys.state_size, state_size),
         groups=groups,
-        width=read_width(fields, "conv_kernel"),
-        bias=fields.flag("use_bias", False),
-        conv_bias=fields.flag("use_conv_bias", True),
+        width=read_width(fields, keys.width),
+        bias=fields.flag(keys.bias, False),
+        conv_bias=fields.flag(keys.conv_bias, True),
         least_step=least,
         most_step=most,
-        wide_residual=fields.flag("residual_in_fp32", True),
     )
 
 
@@ -93,7 +121,7 @@ def read_width(fields: Fields, key: str) -> int:
     return width
 
 
-def read_limits(fields: Fields) -> tuple[float, float]:
+def _read_limits(fields: Fields) -> tuple[float, float]:
     """Infinity is the number of that name, or transformers 5's object that names it."""
     given = fields.take("time_step_limit", None)
     if given is None:
@@ -110,23 +138,18 @@ def mamba2_fields(config: ModelConfig) -> dict[str, Any]:
     """What `read_mamba2` reads."""
     space = config.recurrence
     assert isinstance(space, StateSpaceConfig)
-    return {
+    return space_fields(space, MAMBA2) | {
         "expand": space.inner_size // config.hidden_size,
-        "num_heads": space.heads,
         "head_dim": space.head_dim,
-        "n_groups": space.groups,
-        "state_size": space.state_size,
-        "conv_kernel": space.width,
-        "use_bias": space.bias,
-        "use_conv_bias": space.conv_bias,
         "residual_in_fp32": space.wide_residual,
-        **write_limits(space),
     }
 
 
-def write_limits(config: StateSpaceConfig) -> dict[str, Any]:
-    """The field that `read_limits` reads; nothing without limits."""
-    if (config.least_step, config.most_step) == (0.0, math.inf):
-        return {}
-    most = {"__float__": "Infinity"} if config.most_step == math.inf else config.most_step
-    return {"time_step_limit": [config.least_step, most]}
+def space_fields(space: StateSpaceConfig, keys: SpaceKeys) -> dict[str, Any]:
+    """What `read_space` reads; `time_step_limit` where there are limits."""
+    values = space.heads, space.groups, space.state_size, space.width, space.bias, space.conv_bias
+    found: dict[str, Any] = dict(zip(keys, values, strict=True))
+    if (space.least_step, space.most_step) != (0.0, math.inf):
+        most = {"__float__": "Infinity"} if space.most_step == math.inf else space.most_step
+        found["time_step_limit"] = [space.least_step, most]
+    return found

@@ -6,16 +6,15 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from strata.comm.network import Network
-from strata.comm.placement import Placement
 from strata.hardware.figures import Device
 from strata.kernels.loss.loss import CHUNK_ELEMENTS
 from strata.kernels.loss.loss_grad import CHUNK_BYTES
 from strata.models.config import ModelConfig
+from strata.models.families import FAMILIES
 from strata.models.family_config import RecurrenceConfig
 from strata.models.recurrence.gated_delta_config import GatedDeltaConfig
 from strata.models.recurrence.state_space_config import StateSpaceConfig
 from strata.parallel.buckets import BUCKET_ELEMENTS
-from strata.parallel.families import TABLES
 from strata.parallel.layout import Layout
 from strata.parallel.schedules import make_schedule
 from strata.parallel.timeline import peak_saved
@@ -280,7 +279,7 @@ def layer_bytes(shape: TrainShape, layer: int, recompute: str) -> int:
         return tokens * attention + mlp_bytes(shape, layer, recompute)
     # Read by norms and by attention; its result by the product, or by gates, and what these make of it.
     kept = 2 * hidden // between + product + queries + gates
-    if any(rule.placement is Placement.PER_HEAD for rule in TABLES[config.architecture]):
+    if getattr(FAMILIES[config.architecture].attention, "head_norm", None) is not None:
         kept += queries + keys  # before they are normalized
     # What sequence parallelism gathers is kept whole, unless it is gathered once more to overlap.
     read = hidden // (parts if shape.layout.overlap else 1)

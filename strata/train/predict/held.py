@@ -14,7 +14,7 @@ from strata.comm.placement import Placement
 from strata.models.config import ModelConfig
 from strata.models.families import build
 from strata.models.layers import CausalLM
-from strata.parallel.families import TABLES, placements
+from strata.parallel.families import placements, sharding_table
 from strata.parallel.stages import layer_spans
 
 
@@ -102,7 +102,7 @@ def _unlike(config: ModelConfig, layers: tuple[int, ...]) -> tuple[tuple[int, in
 def _elements(config: ModelConfig, model: nn.Module, tp: int, ep: int) -> Iterator[tuple[str, int]]:
     """Of each parameter, the most that a rank of tp and ep holds."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    placed = placements(shapes, TABLES[config.architecture])
+    placed = placements(shapes, sharding_table(config.architecture))
     for name, shape in shapes.items():
         dim, parts = placed[name].divided_dim, tp
         if placed[name] is Placement.EXPERT:

@@ -21,7 +21,7 @@ from strata.models.layers import CausalLM
 from strata.models.quantized.checkpoint import Checkpoint
 from strata.models.quantized.choice import hold_packed
 from strata.parallel.data_parallel import gradient_axes
-from strata.parallel.families import TABLES
+from strata.parallel.families import sharding_table
 from strata.parallel.layout import Layout
 from strata.parallel.parallelize import Adapt, Parallel, parallelize
 from strata.parallel.pipeline import Pipeline
@@ -216,7 +216,7 @@ class _Setting:
 def _through_graph(model: CausalLM, setting: _Setting, precision: str, recompute: str) -> tuple[Parallel, Passes]:
     mesh, vocab_size = setting.mesh, setting.config.vocab_size
     if mesh.world.size == 1:
-        sharding = shard_model(model, mesh.axis("tp"), TABLES[setting.config.architecture])
+        sharding = shard_model(model, mesh.axis("tp"), sharding_table(setting.config.architecture))
         alone = OneDeviceGradients(model, mesh.world.device, setting.compute_dtype)
         setting.balancing.attach(model)
         graph = TrainingGraph(model, precision, recompute)

@@ -81,7 +81,7 @@ def family(kinds: str) -> type[CausalLM]:
         def attention(config: ModelConfig, layer: int) -> Attention:
             if kinds[layer] == "r":
                 return Recurrence(config, layer)  # type: ignore[return-value]
-            return Attention(config, layer, qkv_bias=False, output_bias=False)
+            return Attention(config, layer)
 
         @staticmethod
         def states(config: ModelConfig) -> tuple[LayerState, ...]:

@@ -249,7 +249,7 @@ def test_what_a_folder_says_of_generation_goes_along_without_a_tokenizer(model: 
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [2, 7], "temperature": 0.6}')
     out = write(tmp_path / "model", tmp_path / "out", "fp8", "rtn")
     found = read_generation_config(out)
-    assert (found.temperature, found.eos_ids) == (0.6, (2, 7))
+    assert (found.sampling, found.eos_ids) == ({"temperature": 0.6}, (2, 7))
 
 
 def test_folders_and_tokens_that_do_not_fit_are_refused(model: Path, tmp_path: Path) -> None:

@@ -1,5 +1,4 @@
-"""Pruned checkpoints and the algorithms that choose: what is in them, that others read them, what interruptions
-change."""
+"""Pruned checkpoints and the algorithms that choose: what is in them, and that others read them."""
 
 from __future__ import annotations
 
@@ -69,26 +68,6 @@ def test_transformers_reads_it_and_computes_the_same(halved: Path) -> None:
         torch.testing.assert_close(theirs(torch.tensor([TEXT[0]])).logits[0], found, rtol=1e-4, atol=1e-4)
 
 
-def test_stopped_in_the_middle_it_goes_on_to_the_same_bytes(model: Path, halved: Path, tmp_path: Path) -> None:
-    out, pruning = tmp_path / "out", Pruning.of("2:4", 0.5, "sparsegpt")
-
-    def stop(done: int, of: int) -> None:
-        if done == 1:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prune(model, out, pruning, TEXT, CPU, stop)
-    assert not out.exists()
-    with pytest.raises(ValueError, match="with other method"):
-        prune(model, out, Pruning.of("2:4", 0.5, "wanda"), TEXT, CPU)
-    seen: list[int] = []
-    prune(model, out, pruning, TEXT, CPU, lambda done, of: seen.append(done))
-    assert seen[0] == 1
-    names = sorted(path.name for path in halved.iterdir())
-    assert names == sorted(path.name for path in out.iterdir())
-    assert all((halved / name).read_bytes() == (out / name).read_bytes() for name in names)
-
-
 def test_the_report_counts_what_is_stored(model: Path, halved: Path) -> None:
     *kinds, everything = zeros_of(halved)
     assert [one.kind for one in kinds] == ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -117,8 +96,6 @@ def test_small_inputs_of_second_products_are_counted(model: Path) -> None:
         count_activations(model, [], CPU)
     with pytest.raises(ValueError, match="has token 61, and the model 61 tokens"):
         count_activations(model, [[3], [61]], CPU)
-    with pytest.raises(ValueError, match="a sample of 65 tokens, and the model takes 64: cut"):
-        count_activations(model, [[3], [2] * 65], CPU)
 
 
 @pytest.mark.parametrize(

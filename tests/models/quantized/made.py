@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -257,61 +258,44 @@ _TRANSFORMERS: dict[str, Any] = {
     "true_sequential": True,
 }
 
+_static = partial(Layout, activations="row", values="e4m3", static=True)
+_static_int = partial(Layout, activations="row", values="int8", static=True)
+_rows, _rows_int = (partial(Layout, activations="row", values=one) for one in ("e4m3", "int8"))
+_blocks = partial(Layout, activations="block", values="e4m3")
+
 LAYOUTS: dict[str, Layout] = {
-    "fp8": Layout(
-        {"quant_method": "fp8", "activation_scheme": "static"},
-        one_scale("e4m3", static="input_scale"),
-        "row",
-        "e4m3",
-        True,
-    ),
-    "fp8-block": Layout(
+    "fp8": _static({"quant_method": "fp8", "activation_scheme": "static"}, one_scale("e4m3", static="input_scale")),
+    "fp8-block": _blocks(
         {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [16, 8]},
         fp8_block(16, 8),
-        "block",
-        "e4m3",
     ),
-    "fp8-block-e8m0": Layout(
+    "fp8-block-e8m0": _blocks(
         {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [16, 8], "modules_to_not_convert": ["x"]},
         fp8_block(16, 8, dtype=torch.float8_e8m0fnu),
-        "block",
-        "e4m3",
     ),
-    "float-tensor": Layout(
+    "float-tensor": _static(
         compressed("float-quantized", numbers("float", 8, "tensor"), numbers("float", 8, "tensor", dynamic=False)),
         one_scale("e4m3", shape=(1,), static="input_scale"),
-        "row",
-        "e4m3",
-        True,
     ),
-    "float-channel": Layout(
+    "float-channel": _rows(
         compressed("float-quantized", numbers("float", 8, "channel"), numbers("float", 8, "token", **TOKEN)),
         one_scale("e4m3", shape=(-1, 1)),
-        "row",
-        "e4m3",
     ),
-    "float-block": Layout(
+    "float-block": _blocks(
         compressed(
             "float-quantized",
             numbers("float", 8, "block", **BLOCK),
             numbers("float", 8, "group", group_size=8, **TOKEN),
         ),
         fp8_block(16, 8, "weight_scale", torch.bfloat16),
-        "block",
-        "e4m3",
     ),
-    "int-tensor": Layout(
+    "int-tensor": _static_int(
         compressed("int-quantized", numbers("int", 8, "channel"), numbers("int", 8, "tensor", dynamic=False)),
         one_scale("int8", shape=(-1, 1), static="input_scale"),
-        "row",
-        "int8",
-        True,
     ),
-    "int": Layout(
+    "int": _rows_int(
         compressed("int-quantized", numbers("int", 8, "channel"), numbers("int", 8, "token", **TOKEN)),
         one_scale("int8", shape=(-1, 1)),
-        "row",
-        "int8",
     ),
     "pack-4": Layout(compressed("pack-quantized", numbers("int", 4, "group", group_size=32)), pack_quantized(4, 32)),
     "pack-4-asymmetric": Layout(
@@ -365,12 +349,9 @@ LAYOUTS: dict[str, Layout] = {
     "gptq-8-asymmetric": Layout(
         _GPTQ | {"bits": 8, "sym": False, "format": "gptq_v2"}, gptq(8, 32, 0, symmetric=False), values="int8"
     ),
-    "modelopt-fp8": Layout(
+    "modelopt-fp8": _static(
         {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]},
         one_scale("e4m3", static="input_scale"),
-        "row",
-        "e4m3",
-        True,
     ),
     "modelopt-nvfp4": Layout(
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"], "producer": {"name": "modelopt"}},

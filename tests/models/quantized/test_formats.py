@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from strata.graph.bind import bind
@@ -18,34 +17,18 @@ from strata.graph.fuse import fuse
 from strata.graph.merge import merge
 from strata.graph.quantize import quantize, weights_of_products
 from strata.kernels.quant.packed import Scheme, dense, round_activations
-from strata.models.checkpoint import read_checkpoint
 from strata.models.config import config_from_dict
 from strata.models.families import build
 from strata.models.layers import CausalLM, Linear
 from strata.models.quantized.formats.compressed_rules import Group, Numbers, Rules
-from strata.models.quantized.formats.read import PackedFormat, read_format, read_packed_experts
-from strata.models.sources import match_tensors
-from strata.models.weights import load
+from strata.models.quantized.formats.read import PackedFormat, read_format
 from tests.dummies import randomize
 from tests.models.batches import packed, random_sequences
-from tests.models.checkpoints import make_checkpoint
+from tests.models.calibrate.models import LLAMA as THREE_LAYERS
 
 from .made import INPUT_SCALE, LAYOUTS, Layout, make, read, rounded_statically
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 61,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
+LLAMA = THREE_LAYERS | {"num_hidden_layers": 1}
 # Rows that blocks and words do not divide, where the layout lets them be.
 OWNERS = {"a.proj": (72, 64), "b.experts.3.down_proj": (40, 96)}
 
@@ -153,39 +136,6 @@ def plain_llama(model: CausalLM, expected: dict[str, Tensor], layout: Layout, sc
                 owner.register_forward_pre_hook(lambda _, x: (rounded_statically(x[0], layout.values),))
             else:
                 owner.register_forward_pre_hook(lambda _, x: (round_activations(x[0], scheme),))
-
-
-def test_experts_of_gpt_oss_stay_packed(tmp_path: Path) -> None:
-    """They equal the floats that loading reads; biases are not theirs."""
-    config = {key: LLAMA[key] for key in ("vocab_size", "num_hidden_layers", "num_attention_heads", "hidden_size")}
-    config |= {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 16, "intermediate_size": 32}
-    config |= {"num_key_value_heads": 2, "num_local_experts": 3, "num_experts_per_tok": 2}
-    make_checkpoint(tmp_path, config)
-    tensors = load_file(tmp_path / "model.safetensors")
-    generator = torch.Generator().manual_seed(0)
-    experts = "model.layers.0.mlp.experts"
-    for name, groups in (("gate_up_proj", 2), ("down_proj", 1)):
-        rows = tensors.pop(f"{experts}.{name}").shape[2]
-        shape = 3, rows, groups
-        tensors[f"{experts}.{name}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=generator).byte()
-        tensors[f"{experts}.{name}_scales"] = torch.randint(118, 124, shape, generator=generator).byte()
-    method = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    assert read(tmp_path, method, tensors) is None
-    format = read_packed_experts(read_checkpoint(tmp_path, packed=True), tmp_path)
-    assert format.claimed == {name for name in tensors if name.endswith(("_blocks", "_scales"))}
-    model = build(config_from_dict(config | {"quantization_config": method}))
-    sources = match_tensors(model, read_checkpoint(tmp_path), tmp_path)
-    assert format.matrices == {name for name in sources if ".experts." in name and name.endswith(".weight")}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
-    parameters = dict(load(tmp_path)[0].named_parameters())
-    gate_up, down = (next(p for n, p in parameters.items() if part in n and p.dim() == 3) for part in ("gate", "down"))
-    for number in range(3):
-        own = [format.read(f"{experts}.{number}.{part}_proj.weight", *box) for part, box in BOXES.items()]
-        assert torch.equal(torch.cat([dense(own[0]), dense(own[1])]), gate_up[number])
-        assert torch.equal(dense(own[2]), down[number, 7:41])
-
-
-BOXES = {"gate": ((0, 32), (0, 64)), "up": ((0, 32), (0, 64)), "down": ((7, 41), (0, 32))}
 
 
 Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]

@@ -101,8 +101,7 @@ def loaded(folder: Path) -> tuple[CausalLM, dict[str, PackedWeight]]:
         empty = build(config)
     schemes = Packing.of(None, empty, folder=folder).schemes
     store = WeightStore.load(folder, schemes, dtype="float32")
-    model, weights = store.model, store.packed
-    return model, weights
+    return store.model, store.packed
 
 
 def logits_of(folder: Path, sequences: list[list[int]], **changes: Any) -> Tensor:
@@ -110,10 +109,6 @@ def logits_of(folder: Path, sequences: list[list[int]], **changes: Any) -> Tenso
     weights = {name: weight._replace(**changes) for name, weight in weights.items()}
     graph = bind(fuse(merge(quantize(capture(model), weights))), "cpu")
     return model.head(graph(packed_batch(sequences)))
-
-
-def twin_logits(twin: nn.Module, sequences: list[list[int]]) -> Tensor:
-    return torch.cat([twin(torch.tensor([ids])).logits[0] for ids in sequences])
 
 
 def made_twin(seed: int) -> LlamaForCausalLM:
@@ -124,38 +119,28 @@ def made_twin(seed: int) -> LlamaForCausalLM:
     return twin
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @torch.no_grad()
-def test_logits_are_those_of_a_twin_that_rounds_so(tmp_path: Path) -> None:
+def test_logits_are_those_of_a_twin_that_rounds_so(apart: bool, tmp_path: Path) -> None:
     """Transformers' Llama in float32 whose products read what the checkpoint says. A value on the edge between two of
     e4m3 may fall to the other side, so the mean is held; a scale for each row, which such files do not ask for, is
-    another model."""
-    twin = made_twin(0)
+    another model. apart: products of the same rows have scales of their own in the file, of which the largest counts.
+    """
+    twin = made_twin(int(apart))
     sequences = random_sequences(CONFIG["vocab_size"], (33, 20, 9))
     scales = calibrated(twin, sequences)
-    write(tmp_path, twin, scales, CONFIG)
-    rounds(twin, scales)
-    wanted = twin_logits(twin, sequences)
-    error = (logits_of(tmp_path, sequences) - wanted).abs().mean()
-    by_rows = (logits_of(tmp_path, sequences, input_scale=None) - wanted).abs().mean()
-    assert error < 0.02 * by_rows, (error, by_rows)
-
-
-@torch.no_grad()
-def test_products_of_the_same_rows_have_the_largest_of_their_scales(tmp_path: Path) -> None:
-    twin = made_twin(1)
-    sequences = random_sequences(CONFIG["vocab_size"], (33, 9))
-    scales = calibrated(twin, sequences)
-    for number, name in enumerate(scales):
-        scales[name] = scales[name] * (0.3 + 0.1 * (number % 7))
+    if apart:
+        scales = {name: scale * (0.3 + 0.1 * (number % 7)) for number, (name, scale) in enumerate(scales.items())}
     write(tmp_path, twin, scales, CONFIG)
     for name in scales:
         owner, _, last = name.rpartition(".")
         group = next((group for group in TOGETHER if last in group), (last,))
         scales[name] = torch.stack([scales[f"{owner}.{one}"] for one in group]).max()
     rounds(twin, scales)
-    wanted = twin_logits(twin, sequences)
+    wanted = torch.cat([twin(torch.tensor([ids])).logits[0] for ids in sequences])
+    error = (logits_of(tmp_path, sequences) - wanted).abs().mean()
     by_rows = (logits_of(tmp_path, sequences, input_scale=None) - wanted).abs().mean()
-    assert (logits_of(tmp_path, sequences) - wanted).abs().mean() < 0.02 * by_rows
+    assert error < 0.02 * by_rows, (error, by_rows)
 
 
 @torch.no_grad()
@@ -339,43 +324,43 @@ def test_what_a_scheme_cannot_pack_is_named_before_anything_is_read() -> None:
         Packing.of("fp7", model)
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "fp8_block", "nvfp4"])
+# Gates, channels and steps of a state space's heads, in ranges that blocks of 128 rows do not divide.
+_STACKED = {"hidden_size": 96, "shared_intermediate_size": 128, "head_dim": 32}
+_STACKED |= {"mamba_n_heads": 12, "mamba_d_head": 16, "mamba_d_state": 20}
+# Experts of Granite in one tensor are packed each by itself, gate and up too, whose rows blocks do not divide.
+_EXPERTS = {"hidden_size": 32, "intermediate_size": 72, "num_local_experts": 6, "mamba_n_heads": 8, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "scheme"),
+    [
+        *(("granite-hybrid", _STACKED, one) for one in ("fp8", "fp8_block", "nvfp4")),
+        *(("granite-hybrid-experts", _EXPERTS, one) for one in ("fp8_block", "nvfp4")),
+    ],
+)
 @torch.no_grad()
-def test_parts_of_stacked_rows_have_the_scales_of_the_whole(scheme: str, tmp_path: Path) -> None:
-    """Gates, channels and steps of a state space's heads, in ranges that blocks of 128 rows do not divide."""
-    sizes = {"hidden_size": 96, "mamba_n_heads": 12, "mamba_d_head": 16, "mamba_d_state": 20, "head_dim": 32}
-    config = config_from_dict(RECURRENT_CONFIGS["granite-hybrid"] | sizes | {"shared_intermediate_size": 128})
+def test_parts_of_recurrent_models_have_the_scales_of_the_whole(
+    name: str, sizes: dict[str, Any], scheme: str, tmp_path: Path
+) -> None:
+    config = config_from_dict(RECURRENT_CONFIGS[name] | sizes)
     save(random_model(config, torch.float32), config, tmp_path)
     twin, config = load(tmp_path)
     with torch.device("meta"):
         schemes = Packing.of(scheme, build(config)).schemes
+    experts = {one for one in schemes if ".experts." in one}
     assert "model.layers.0.mamba.in_proj.weight" in schemes
-    for name in schemes:
-        twin.get_parameter(name).copy_(by_matrix(twin.get_parameter(name), 1, scheme))
+    assert {one.rpartition(".")[2] for one in experts} == ({"gate_up_proj", "down_proj"} if config.experts else set())
+
+    def packed_apart(model: CausalLM, one: str) -> Tensor:
+        return by_matrix(model.get_parameter(one), 2 if one in experts and "gate_up" in one else 1, scheme)
+
+    for one in schemes:
+        twin.get_parameter(one).copy_(packed_apart(twin, one))
+    check(tmp_path, scheme, twin, None)
     for rank in (0, 1):
         check(tmp_path, scheme, *shard_of(twin, config, 2, rank)[::-1])
-
-
-@pytest.mark.parametrize("scheme", ["fp8_block", "nvfp4"])
-@torch.no_grad()
-def test_experts_in_one_tensor_are_packed_each_by_itself(scheme: str, tmp_path: Path) -> None:
-    """Of Granite: gate and up too, whose rows blocks do not divide; of ranks by width and by expert."""
-    sizes = {"hidden_size": 32, "intermediate_size": 72, "num_local_experts": 6, "mamba_n_heads": 8, "head_dim": 8}
-    config = config_from_dict(RECURRENT_CONFIGS["granite-hybrid-experts"] | sizes)
-    save(random_model(config, torch.float32), config, tmp_path)
-    twin, config = load(tmp_path)
-    with torch.device("meta"):
-        schemes = Packing.of(scheme, build(config)).schemes
-    experts = {name for name in schemes if ".experts." in name}
-    assert {name.rpartition(".")[2] for name in experts} == {"gate_up_proj", "down_proj"}
-    for name in schemes:
-        value = twin.get_parameter(name)
-        value.copy_(by_matrix(value, 2 if name in experts and "gate_up" in name else 1, scheme))
-    check(tmp_path, scheme, twin, None)
-    check(tmp_path, scheme, *shard_of(twin, config, 2, 1)[::-1])
-    check(tmp_path, scheme, *shard_of(twin, config, 2, 1, expert_parallel=True)[::-1])
+    if config.experts is not None:
+        check(tmp_path, scheme, *shard_of(twin, config, 2, 1, expert_parallel=True)[::-1])
     dummy, _ = load(tmp_path, load_format="dummy", seed=3)
     packed = WeightStore.load(tmp_path, schemes, load_format="dummy", seed=3).packed
-    for name in experts:
-        value = by_matrix(dummy.get_parameter(name), 2 if "gate_up" in name else 1, scheme)
-        assert torch.equal(dense(packed[name]), value)
+    assert all(torch.equal(dense(packed[one]), packed_apart(dummy, one)) for one in experts)

@@ -21,10 +21,7 @@ def gptq(weight: Tensor, scheme: Scheme, scales: Tensor, gram: Tensor, rows: int
     their order is not stored ("static" groups of llm-compressor). Columns that are multiplied by 0 alone become 0, as
     in the authors' code. Raises ValueError where H cannot be inverted though it is damped.
     """
-    work, hessian = weight.clone(), gram * (2.0 / max(1, rows))
-    dead = hessian.diagonal() == 0
-    hessian.diagonal()[dead] = 1.0
-    work[:, dead] = 0.0
+    work, hessian = without_dead_columns(weight, gram, rows)
     order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
     factor = inverse_factor(hessian[order][:, order])
     work = work[:, order]
@@ -45,6 +42,16 @@ def gptq(weight: Tensor, scheme: Scheme, scales: Tensor, gram: Tensor, rows: int
         work[:, end:] -= errors @ factor[first:end, end:]
     unordered = torch.empty_like(values).index_copy_(1, order, values)
     return PackedWeight.of(scheme, pack_values(unordered, scheme.values), scales)
+
+
+def without_dead_columns(weight: Tensor, gram: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """A copy of a weight whose columns that are multiplied by 0 alone are 0, and H, 2 / rows of `gram`, with a 1 on the
+    diagonal there."""
+    work, hessian = weight.clone(), gram * (2.0 / max(1, rows))
+    dead = hessian.diagonal() == 0
+    hessian.diagonal()[dead] = 1.0
+    work[:, dead] = 0.0
+    return work, hessian
 
 
 def inverse_factor(hessian: Tensor) -> Tensor:

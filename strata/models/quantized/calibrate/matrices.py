@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor
 
-from strata.models.experts import BiasedExperts, Experts, SparseCausalLM, stored_views
+from strata.models.experts import BiasedExperts, Experts, has_joined_experts, stored_views
 from strata.models.family.deepseek import LatentAttention
 from strata.models.joined import joined_names
 from strata.models.layers import CausalLM, Linear
@@ -49,7 +49,7 @@ def products(model: CausalLM, number: int) -> list[Matrix]:
     attention; and experts that checkpoints hold all in one tensor, for which compressed-tensors has no form.
     """
     modules = dict(model.model.layers[number].named_modules())
-    one_tensor = isinstance(model, SparseCausalLM) and model.expert_names.joined
+    one_tensor = has_joined_experts(model)
     found: list[Matrix] = []
     counts: dict[str, int] = {}
     for name, own, view in layer_views(model, number):

@@ -10,19 +10,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from strata.files.json_object import read_existing_object
 from strata.kernels.quant.packed import PackedWeight, join
 from strata.models.batch import Batch
 from strata.models.checkpoint import shorten
-from strata.models.experts import SparseCausalLM
+from strata.models.experts import has_joined_experts
 from strata.models.joined import join_parameters
 from strata.models.quantized.calibrate.compressed_tensors import quantization_config, stored_tensors
 from strata.models.quantized.calibrate.layer import LayerRounding
 from strata.models.quantized.calibrate.matrices import homes, is_skipped, layer_views, products
-from strata.models.quantized.calibrate.rewrite import layer_tensors, rewrite
+from strata.models.quantized.calibrate.rewrite import layer_tensors, open_floats, rewrite
 from strata.models.quantized.calibrate.settings import Rounding
 from strata.models.quantized.calibrate.stream import LayerStream
-from strata.models.quantized.checkpoint import tells_of_packed
 
 _HEAD = "lm_head"
 
@@ -44,12 +42,8 @@ def quantize(
     model that is packed already, a group that does not divide, patterns of `skip` that fit nothing, `out` that exists,
     or a method without its text.
     """
-    values = read_existing_object(folder / "config.json")
-    if tells_of_packed(folder, values):
-        raise ValueError(f"{folder} is quantized already (quantization_config); give the model in floats")
-    if rounding.needs_text and not any(len(sequence) for sequence in sequences):
-        raise ValueError(f"method = {rounding.method!r} needs calibration text, and there is none")
-    stream = LayerStream(folder, device)
+    refusal = "already (quantization_config); give the model in floats"
+    stream, values = open_floats(folder, device, rounding.method, rounding.needs_text, sequences, refusal)
     given, rounding = rounding, _checked(stream, rounding)
 
     def change(number: int, batches: Sequence[Batch], hidden: Sequence[Tensor]) -> tuple[dict[str, Tensor], list[str]]:
@@ -115,14 +109,10 @@ def _ignored(stream: LayerStream, rounding: Rounding) -> list[str]:
         chosen = {one.name for one in products(model, number) if not is_skipped(one, rounding.skip)}
         left = {name: view for name, _, view in layer_views(model, number) if name not in chosen}
         matrices = {name: view for name, view in left.items() if view.dim() == 2 and name.endswith(".weight")}
-        if _in_one(stream):  # a module without a name for each expert
+        if has_joined_experts(model):  # a module without a name for each expert
             names = [re.sub(r"\.experts\..*", ".experts.weight", name) for name in matrices]
         else:
             names = list(join_parameters(model, matrices))
         found |= dict.fromkeys(name.removesuffix(".weight") for name in names)
     behind = [name for name, one in stream.behind.items() if len(one.shape) == 2 and name.endswith(".weight")]
     return [*found, _HEAD, *(name.removesuffix(".weight") for name in behind)]
-
-
-def _in_one(stream: LayerStream) -> bool:
-    return isinstance(stream.model, SparseCausalLM) and stream.model.expert_names.joined

@@ -13,20 +13,35 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from strata.files.json_object import read_existing_object
 from strata.models.batch import Batch
 from strata.models.checkpoint import StoredTensor
-from strata.models.experts import SparseCausalLM, stored_views
-from strata.models.joined import join_parameters
-from strata.models.quantized.calibrate.matrices import layer_prefix, layer_views
+from strata.models.experts import stored_views
+from strata.models.joined import join_parameters, stored_values
+from strata.models.quantized.calibrate.matrices import layer_prefix
 from strata.models.quantized.calibrate.stream import LayerStream, batches_of
 from strata.models.quantized.calibrate.unfinished import UnfinishedFolder
-from strata.models.save import copy_companions, write_json
+from strata.models.quantized.checkpoint import tells_of_packed
+from strata.models.save import copy_companions, runs, write_json
 
 # Of a layer's number, the text and what enters the layer, which is opened: changes it in place so that it makes what
 # the new one will; returns its tensors as they are stored, and notes for users.
 Change = Callable[[int, Sequence[Batch], Sequence[Tensor]], tuple[dict[str, Tensor], list[str]]]
 # Of shards of layers that predict further tokens, which are copied.
 _SHARD_BYTES = 2**30
+
+
+def open_floats(
+    folder: Path, device: torch.device, method: str, needs_text: bool, sequences: Sequence[Sequence[int]], refusal: str
+) -> tuple[LayerStream, dict[str, Any]]:
+    """The model of a folder, which must be in floats, and the contents of its config.json. Raises ValueError with
+    `refusal` for a packed one, and for a method without its text."""
+    values = read_existing_object(folder / "config.json")
+    if tells_of_packed(folder, values):
+        raise ValueError(f"{folder} is quantized {refusal}")
+    if needs_text and not any(len(sequence) for sequence in sequences):
+        raise ValueError(f"method = {method!r} needs calibration text, and there is none")
+    return LayerStream(folder, device), values
 
 
 def rewrite(
@@ -72,14 +87,10 @@ def rewrite(
 
 def layer_tensors(stream: LayerStream, number: int, without: Collection[str] = ()) -> dict[str, Tensor]:
     """An opened layer as the checkpoint has it, but for the tensors `without`."""
-    model = stream.model
-    if isinstance(model, SparseCausalLM) and model.expert_names.joined:
-        layer = model.model.layers[number]
-        values = {layer_prefix(number) + own: parameter.detach() for own, parameter in layer.named_parameters()}
-    else:
-        values = {name: view for name, _, view in layer_views(model, number)}
-    plain = {name: value.to(stored_dtype(stream, name)) for name, value in values.items() if name not in without}
-    return join_parameters(model, plain)
+    layer, prefix = stream.model.model.layers[number], layer_prefix(number)
+    values = stored_values(stream.model, ((prefix + own, one.detach()) for own, one in layer.named_parameters()))
+    plain = {name: value.to(stored_dtype(stream, name)) for name, value in values if name not in without}
+    return join_parameters(stream.model, plain)
 
 
 def stored_dtype(stream: LayerStream, name: str) -> torch.dtype:
@@ -138,17 +149,7 @@ def _others(stream: LayerStream, name: str) -> dict[str, Tensor]:
 
 
 def _pieces(tensors: Mapping[str, StoredTensor]) -> list[list[StoredTensor]]:
-    """In their order, each of as many as `_SHARD_BYTES` hold, or of one that is larger."""
-    pieces: list[list[StoredTensor]] = []
-    filled = 0
-    for one in tensors.values():
-        size = math.prod(one.shape) * one.dtype.itemsize
-        if not pieces or filled + size > _SHARD_BYTES:
-            pieces.append([])
-            filled = 0
-        pieces[-1].append(one)
-        filled += size
-    return pieces
+    return runs(tensors.values(), lambda one: math.prod(one.shape) * one.dtype.itemsize, _SHARD_BYTES)
 
 
 def _as_stored(stored: StoredTensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from strata.models.families import build
 from strata.models.layers import CausalLM, Layer, layer_angles
 from strata.models.quantized.calibrate.matrices import layer_prefix
 from strata.models.quantized.checkpoint import Checkpoint
+from strata.models.save import runs
 from strata.models.sources import is_passed_over
 from strata.models.weights import allocate, resolve
 
@@ -102,21 +104,11 @@ class LayerStream:
 
 def batches_of(sequences: Sequence[Sequence[int]]) -> list[Batch]:
     """Sequences of token ids, each whole, in batches of about `_BATCH_TOKENS` tokens on the CPU."""
-    groups: list[list[Sequence[int]]] = [[]]
-    filled = 0
-    for sequence in sequences:
-        if groups[-1] and filled + len(sequence) > _BATCH_TOKENS:
-            groups.append([])
-            filled = 0
-        groups[-1].append(sequence)
-        filled += len(sequence)
-    return [_batch(group) for group in groups]
+    return [_batch(run) for run in runs(sequences, len, _BATCH_TOKENS)]
 
 
 def _batch(sequences: Sequence[Sequence[int]]) -> Batch:
-    offsets = [0]
-    for sequence in sequences:
-        offsets.append(offsets[-1] + len(sequence))
+    offsets = [0, *accumulate(map(len, sequences))]
     tokens = [token for sequence in sequences for token in sequence]
     positions = [position for sequence in sequences for position in range(len(sequence))]
     return Batch(_int32(tokens), _int32(positions), _int32(offsets), max(map(len, sequences)))

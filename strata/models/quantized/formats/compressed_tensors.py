@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from strata.files.fields import Fields
 from strata.kernels.quant.packed import MX_GROUP, NV_GROUP, PackedWeight, Scheme
@@ -18,14 +17,9 @@ from strata.models.quantized.formats.compressed_rules import Group, Numbers, Rul
 from strata.models.quantized.formats.matrices import (
     PackedMatrix,
     ScaledMatrix,
-    bytes_of,
+    WordMatrix,
     check_fills_bytes,
-    copied,
-    nibbles_of,
-    order_of,
-    reordered,
     scheme_of_words,
-    signed,
 )
 from strata.models.quantized.formats.settings import take_cache
 from strata.models.quantized.formats.stored import FLOATS, ONE, StoredTensors
@@ -198,51 +192,19 @@ def _read_words(stored: StoredTensors, owner: str, numbers: Numbers, rounding: s
     if columns and f"{owner}.weight_g_idx" in stored:
         order = stored.take(f"{owner}.weight_g_idx", (torch.int32, torch.int64), (width,))
     scheme = scheme_of_words(bits, columns, rounding)
-    return _WordMatrix(stored, scheme, values, scales, size, zeros, order, (out, width))
+    return _SizedMatrix(stored, bits, scheme, (out, width), values, scales, zeros, order, size)
 
 
 @dataclass(frozen=True)
-class _WordMatrix:
-    stored: StoredTensors
-    scheme: Scheme
-    values: StoredTensor
-    scales: StoredTensor
+class _SizedMatrix(WordMatrix):
+    """size: what the file says of its shape."""
+
     size: StoredTensor
-    zeros: StoredTensor | None
-    groups: StoredTensor | None
-    shape: tuple[int, int]
-
-    @property
-    def _bits(self) -> int:
-        return 4 if self.scheme.values == "int4" else 8
-
-    @property
-    def step(self) -> int:
-        return 32 // self._bits  # rows whose zeros share a word
 
     def rows(self, first: int, end: int) -> PackedWeight:
-        _, width = self.shape
-        bits, own = self._bits, slice(first, end)
         if tuple(self.stored.read(self.size).tolist()) != self.shape:
             raise ValueError(f"{self.size.file}: {self.size.name} is not {list(self.shape)}, as {self.values.name} is")
-        packed = bytes_of(self.stored.read(self.values, own))[:, : width * bits // 8].contiguous()
-        values = packed if bits == 4 else signed(packed)
-        order = None
-        if self.groups is not None:
-            order = order_of(self.stored.read(self.groups), self.scheme.columns, self.groups.name)
-        if order is not None:
-            values = reordered(values, bits, order)
-        scales = self.stored.read_scales(self.scales, own)
-        return PackedWeight.of(self.scheme, values, scales, zeros=self._zeros(first, end), order=order)
-
-    def _zeros(self, first: int, end: int) -> Tensor | None:
-        """[rows, groups], which lie in words along the rows; counted as the values are."""
-        if self.zeros is None:
-            return None
-        words = self.stored.read(self.zeros, slice(first // self.step, -(-end // self.step)))
-        fields = bytes_of(words.t())
-        zeros = (nibbles_of(fields) if self._bits == 4 else signed(fields))[:, : end - first]
-        return copied(zeros.t())
+        return super().rows(first, end)
 
 
 _LAYOUTS: dict[str, _Read] = {

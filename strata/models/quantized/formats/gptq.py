@@ -16,18 +16,7 @@ import torch
 from torch import Tensor
 
 from strata.files.fields import Fields
-from strata.kernels.quant.packed import PackedWeight, Scheme
-from strata.models.checkpoint import StoredTensor
-from strata.models.quantized.formats.matrices import (
-    PackedMatrix,
-    bytes_of,
-    check_fills_bytes,
-    copied,
-    nibbles_of,
-    order_of,
-    scheme_of_words,
-    signed,
-)
+from strata.models.quantized.formats.matrices import PackedMatrix, WordMatrix, check_fills_bytes, scheme_of_words
 from strata.models.quantized.formats.settings import HOW_MADE, take_group, take_object
 from strata.models.quantized.formats.stored import FLOATS, StoredTensors
 
@@ -123,63 +112,27 @@ def _matrix(stored: StoredTensors, owner: str, settings: _Settings) -> PackedMat
     order = None
     if f"{owner}.g_idx" in stored or (settings.ordered and group):
         order = stored.take(f"{owner}.g_idx", (torch.int32, torch.int64), (width,))
-    return _GptqMatrix(stored, scheme_of_words(bits, group), settings, values, zeros, scales, order)
+    scheme = scheme_of_words(bits, group)
+    return _GptqMatrix(stored, bits, scheme, (out, width), values, scales, zeros, order, settings)
 
 
 @dataclass(frozen=True)
-class _GptqMatrix:
-    stored: StoredTensors
-    scheme: Scheme
+class _GptqMatrix(WordMatrix):
     settings: _Settings
-    values: StoredTensor
-    zeros: StoredTensor
-    scales: StoredTensor
-    groups: StoredTensor | None
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        words, out = self.values.shape
-        return out, words * 32 // self.settings.bits
-
-    @property
-    def step(self) -> int:
-        return 32 // self.settings.bits  # rows whose zeros share a word
-
-    def rows(self, first: int, end: int) -> PackedWeight:
-        bits, every, own = self.settings.bits, slice(None), slice(first, end)
-        words = self.stored.read(self.values, every, own)
-        scales = copied(self.stored.read_scales(self.scales, every, own).t())
-        order = None
-        if self.groups is not None:
-            order = order_of(self.stored.read(self.groups), self.scheme.columns or self.shape[1], self.groups.name)
-        packed = bytes_of(words.t()) if order is None else _reordered(words, bits, order)
-        values = packed if bits == 4 else signed(packed)
-        return PackedWeight.of(self.scheme, values, scales, zeros=self._zeros(first, end), order=order)
+    turned = True
 
     def _zeros(self, first: int, end: int) -> Tensor | None:
-        """[rows, groups], counted as the values are; None: the middle."""
-        settings = self.settings
-        words = self.stored.read(self.zeros, slice(None), slice(first // self.step, -(-end // self.step)))
-        if settings.less_one and not settings.symmetric:
-            # Of whole words, as they were taken off: a zero of 0 borrowed from its neighbour.
-            words = words + _ONES[settings.bits]
-        fields = bytes_of(words)
-        zeros = copied((nibbles_of(fields) if settings.bits == 4 else fields)[:, : end - first].t())
-        middle = 1 << (settings.bits - 1)
+        settings, middle = self.settings, 1 << (self.bits - 1)
+        assert self.zeros is not None
         if not settings.symmetric:
-            return zeros if settings.bits == 4 else signed(zeros)
+            # Of whole words, as they were taken off: a zero of 0 borrowed from its neighbour.
+            less = _ONES[self.bits] if settings.less_one else 0
+            return self._signed(self._zero_codes(self.zeros, first, end, less))
+        zeros = self._zero_codes(self.zeros, first, end)
         if not any(bool((zeros == one).all()) for one in (middle - 1, middle)):
             raise ValueError(
                 f"{self.zeros.file}: {self.zeros.name} holds zeros other than {middle} (in v1 {middle - 1}), "
                 f"though quantization_config says sym = true"
             )
         return None
-
-
-def _reordered(words: Tensor, bits: int, order: Tensor) -> Tensor:
-    """int32 [width * bits / 32, out] -> uint8 [out, width * bits / 8], the columns in this order."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)[:, None]
-    codes = (words[:, None] >> shifts & (1 << bits) - 1).to(torch.uint8).flatten(0, 1)
-    # Rows of codes are copied as they stand, which is faster than columns are after they are turned.
-    ordered = codes[order] if bits == 8 else codes[order[::2]] | codes[order[1::2]] << 4
-    return copied(ordered.t())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -102,6 +103,66 @@ class ScaledMatrix:
         return (1 / scale if divides else scale).expand(count, 1).contiguous()
 
 
+@dataclass(frozen=True)
+class WordMatrix:
+    """Integers of 4 or 8 bits in int32 words along the columns, the first in the lowest bits; zeros in words along the
+    rows.
+
+    values [out, words], scales [out, groups], zeros [words, groups] or None; turned: all three the other way round.
+    groups: the group of each column; None: they stand in turn.
+    """
+
+    stored: StoredTensors
+    bits: int
+    scheme: Scheme
+    shape: tuple[int, int]
+    values: StoredTensor
+    scales: StoredTensor
+    zeros: StoredTensor | None
+    groups: StoredTensor | None
+
+    turned: ClassVar[bool] = False
+
+    @property
+    def step(self) -> int:
+        return 32 // self.bits  # rows whose zeros share a word
+
+    def rows(self, first: int, end: int) -> PackedWeight:
+        bits, width, own = self.bits, self.shape[1], slice(first, end)
+        words, order = self._rows_of(self.stored.read, self.values, own), None
+        if self.groups is not None:
+            order = order_of(self.stored.read(self.groups), self.scheme.columns or width, self.groups.name)
+        packed = bytes_of(words)[:, : width * bits // 8] if order is None else _reordered(words.t(), bits, order)
+        scales = copied(self._rows_of(self.stored.read_scales, self.scales, own))
+        values = self._signed(packed.contiguous())
+        return PackedWeight.of(self.scheme, values, scales, zeros=self._zeros(first, end), order=order)
+
+    def _rows_of(self, read: Callable[..., Tensor], stored: StoredTensor, rows: slice) -> Tensor:
+        return read(stored, slice(None), rows).t() if self.turned else read(stored, rows)
+
+    def _signed(self, codes: Tensor) -> Tensor:
+        return codes if self.bits == 4 else signed(codes)
+
+    def _zeros(self, first: int, end: int) -> Tensor | None:
+        """[rows, groups], counted as the values are; None: the middle."""
+        return None if self.zeros is None else self._signed(self._zero_codes(self.zeros, first, end))
+
+    def _zero_codes(self, zeros: StoredTensor, first: int, end: int, more: int = 0) -> Tensor:
+        """uint8. more: what is added to their words."""
+        rows = slice(first // self.step, -(-end // self.step))
+        fields = bytes_of(self._rows_of(self.stored.read, zeros, rows).t() + more)
+        return copied((nibbles_of(fields) if self.bits == 4 else fields)[:, : end - first].t())
+
+
+def _reordered(words: Tensor, bits: int, order: Tensor) -> Tensor:
+    """int32 [width * bits / 32, out] -> uint8 [out, width * bits / 8], the columns in this order."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)[:, None]
+    codes = (words[:, None] >> shifts & (1 << bits) - 1).to(torch.uint8).flatten(0, 1)
+    # Rows of codes are copied as they stand, which is faster than columns are after they are turned.
+    ordered = codes[order] if bits == 8 else codes[order[::2]] | codes[order[1::2]] << 4
+    return copied(ordered.t())
+
+
 def copied(tensor: Tensor) -> Tensor:
     """With memory and strides of its own, which `contiguous` does not give where a dimension is 1."""
     return tensor.clone(memory_format=torch.contiguous_format)
@@ -117,13 +178,6 @@ def nibbles_of(packed: Tensor) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
-def join_nibbles(nibbles: Tensor) -> Tensor:
-    """The other way round."""
-    pairs = nibbles.unflatten(-1, (-1, 2))
-    packed: Tensor = pairs[..., 0] | (pairs[..., 1] << 4)
-    return packed
-
-
 def signed(packed: Tensor) -> Tensor:
     """Bytes that hold a number and 128 more -> int8."""
     return (packed ^ 128).view(torch.int8)
@@ -132,13 +186,6 @@ def signed(packed: Tensor) -> Tensor:
 def scheme_of_words(bits: int, group: int, activations: str = "") -> Scheme:
     """Of integers in words, with a scale for each `group` columns of a row; 0: of all."""
     return Scheme("int4" if bits == 4 else "int8", 1, group, activations)
-
-
-def reordered(values: Tensor, bits: int, order: Tensor) -> Tensor:
-    """The columns of packed values in this order."""
-    if bits == 8:
-        return values[:, order]
-    return join_nibbles(nibbles_of(values)[:, order])
 
 
 def order_of(groups: Tensor, size: int, name: str) -> Tensor | None:

@@ -18,7 +18,6 @@ from strata.models.quantized.formats.fp8 import read_fp8
 from strata.models.quantized.formats.gptq import read_gptq
 from strata.models.quantized.formats.matrices import PackedMatrix, read_box
 from strata.models.quantized.formats.modelopt import read_modelopt
-from strata.models.quantized.formats.mxfp4 import read_mxfp4
 from strata.models.quantized.formats.stored import InputScale, StoredTensors
 from strata.models.quantized.method import take_method
 
@@ -72,7 +71,7 @@ class PackedFormat:
 
 def read_format(config: dict[str, Any], tensors: Mapping[str, StoredTensor], folder: Path) -> PackedFormat | None:
     """The packed weights of a checkpoint; None if its config tells of none, or of experts in mxfp4, which are read as
-    floats (see `read_packed_experts`).
+    floats (`strata.models.joined`).
 
     config: the contents of config.json. tensors: as `read_checkpoint(folder, packed=True)` gives them. Everything that
     headers and config can tell is checked here. Raises ValueError that names the key or tensor that is not supported,
@@ -92,19 +91,10 @@ def read_format(config: dict[str, Any], tensors: Mapping[str, StoredTensor], fol
     if method == _MXFP4:
         return None
     stored = StoredTensors(tensors, folder)
-    return _format(method, _METHODS[method](fields, stored), stored)
-
-
-def read_packed_experts(tensors: Mapping[str, StoredTensor], folder: Path) -> PackedFormat:
-    """The experts of a checkpoint of gpt-oss as they are packed; as `read_format`."""
-    stored = StoredTensors(tensors, folder)
-    return _format(_MXFP4, read_mxfp4(stored), stored)
-
-
-def _format(method: str, matrices: dict[str, PackedMatrix], stored: StoredTensors) -> PackedFormat:
+    matrices = _METHODS[method](fields, stored)
     claimed = stored.finish()
     if not matrices:
-        raise ValueError(f"{stored.folder} holds no packed weights, though its quantization_config says {method!r}")
+        raise ValueError(f"{folder} holds no packed weights, though its quantization_config says {method!r}")
     counts = Counter(matrix.scheme for matrix in matrices.values())
     schemes = ", ".join(f"{_words(scheme)} ({count})" for scheme, count in counts.most_common())
     return PackedFormat(f"{method}: {schemes}", claimed, matrices, stored.input_scales)
