@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from strata.bench import workloads
-from strata.bench.result import Result, make_result, report
+from strata.bench.result import Result, make_result
 from strata.bench.run import Setup, call, device_name, floor_on, started
 from strata.bench.workloads import InferenceTest
-from strata.cli import options
 from strata.cli.bench.comm import comm
 from strata.cli.bench.faults import faults
 from strata.cli.bench.gaps import gaps
 from strata.cli.bench.kernels import kernels
-from strata.cli.bench.options import AsJson, LoadFormat, Model, Save
+from strata.cli.bench.options import Repeat, Report, setup_options
 from strata.cli.bench.parallel import parallel
 from strata.cli.bench.predictions import predictions
 from strata.cli.bench.serve import serve
 from strata.cli.bench.train import train
+from strata.cli.groups import grouped
 from strata.cli.help import Command
 
 if TYPE_CHECKING:
@@ -42,101 +42,39 @@ bench = typer.Typer(
 )
 
 
-bench.command(cls=Command)(comm)
-bench.command(cls=Command)(faults)
-bench.command(cls=Command)(gaps)
-bench.command(cls=Command)(kernels)
-bench.command(cls=Command)(parallel)
-bench.command(cls=Command)(predictions)
-bench.command(cls=Command)(serve)
-bench.command(cls=Command)(train)
-
-Repeat = Annotated[int, typer.Option(min=1, help="Repetitions; the median counts.")]
+for _one in (comm, faults, gaps, kernels, parallel, predictions, serve, train):
+    bench.command(cls=Command)(_one)
+_SETUP = setup_options(
+    "model load_format quantization sparsity passes dtype device deterministic tensor_parallel_size "
+    "pipeline_parallel_size enable_expert_parallel executor message_dtype"
+)
 
 
 @bench.command(cls=Command)
+@grouped
 def throughput(
     batch: Annotated[int | None, typer.Option(min=1, help="T3: so many equal requests; T1 if left out.")] = None,
-    model: Model = "0.6B",
-    load_format: LoadFormat = None,
-    quantization: options.Quantization = None,
-    sparsity: options.Sparsity = None,
-    passes: options.Passes = "all",
-    dtype: options.Dtype = "bfloat16",
-    device: options.Device = "auto",
-    deterministic: options.Deterministic = False,
-    tensor_parallel_size: options.TensorParallelSize = 1,
-    pipeline_parallel_size: options.PipelineParallelSize = 1,
-    enable_expert_parallel: options.EnableExpertParallel = False,
-    executor: options.Executor = "graph",
-    message_dtype: options.MessageDtype = "auto",
+    *,
+    setup: Annotated[Setup, _SETUP],
     repeat: Repeat = 3,
-    as_json: AsJson = False,
-    save: Save = None,
+    to: Report,
 ) -> None:
     """T1: output tokens per second of 256 uneven requests; with --batch N, T3: of N requests of prompt 512, output 256.
 
     Example: strata bench throughput --model 8B --batch 32 --save results.jsonl
     """
-    test = workloads.offline() if batch is None else workloads.fixed_batch(batch)
-    setup = Setup(
-        model,
-        load_format,
-        dtype,
-        device,
-        deterministic,
-        tensor_parallel_size,
-        enable_expert_parallel,
-        pipeline_parallel_size,
-        quantization,
-        sparsity,
-        passes,
-        executor,
-        message_dtype,
-    )
-    result = run(test, setup, repeat)
-    report(result.values(), result.text(), as_json=as_json, save=save)
+    result = run(workloads.offline() if batch is None else workloads.fixed_batch(batch), setup, repeat)
+    to.report(result.values(), result.text())
 
 
 def _command(name: str, measure: Callable[[Setup, int], Result], help: str) -> None:
     """Make a test a command: it gets what engine it is of, and how often to repeat it."""
 
     @bench.command(name, cls=Command, help=help)
-    def command(
-        model: Model = "0.6B",
-        load_format: LoadFormat = None,
-        quantization: options.Quantization = None,
-        sparsity: options.Sparsity = None,
-        passes: options.Passes = "all",
-        dtype: options.Dtype = "bfloat16",
-        device: options.Device = "auto",
-        deterministic: options.Deterministic = False,
-        tensor_parallel_size: options.TensorParallelSize = 1,
-        pipeline_parallel_size: options.PipelineParallelSize = 1,
-        enable_expert_parallel: options.EnableExpertParallel = False,
-        executor: options.Executor = "graph",
-        message_dtype: options.MessageDtype = "auto",
-        repeat: Repeat = 3,
-        as_json: AsJson = False,
-        save: Save = None,
-    ) -> None:
-        setup = Setup(
-            model,
-            load_format,
-            dtype,
-            device,
-            deterministic,
-            tensor_parallel_size,
-            enable_expert_parallel,
-            pipeline_parallel_size,
-            quantization,
-            sparsity,
-            passes,
-            executor,
-            message_dtype,
-        )
+    @grouped
+    def command(*, setup: Annotated[Setup, _SETUP], repeat: Repeat = 3, to: Report) -> None:
         result = measure(setup, repeat)
-        report(result.values(), result.text(), as_json=as_json, save=save)
+        to.report(result.values(), result.text())
 
 
 def run(test: workloads.InferenceTest, setup: Setup, repeat: int) -> Result:

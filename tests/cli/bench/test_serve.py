@@ -16,9 +16,10 @@ from strata.bench.load import server
 from strata.bench.load.answer import AnswerFault
 from strata.bench.load.connection import HttpClient
 from strata.bench.load.measures import figures
-from strata.bench.load.report import LoadResult, report_console
+from strata.bench.load.report import LoadResult
 from strata.bench.load.request_sets import Ask, encode
 from strata.bench.load.send import RequestOutcome, run, send_all
+from strata.bench.result import report_console
 from strata.cli.main import app
 from tests.cli.fake_server import FAILURES, FakeServer
 
