@@ -12,7 +12,7 @@ Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Group:
+class OptionGroup:
     """The options of a class, each an attribute: `name: Annotated[type, typer.Option(...)] = default`.
 
     names: those that are taken, between spaces, in the order of `--help`; all, if empty. make: gets the values of the
@@ -32,11 +32,13 @@ class Group:
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as Typer reads it: in place of each parameter that is annotated with a `Group`, its options."""
+    """The command as Typer reads it: in place of each parameter that is annotated with a `OptionGroup`, its options."""
     shown: list[inspect.Parameter] = []
-    groups: dict[str, tuple[Group, list[inspect.Parameter]]] = {}
+    groups: dict[str, tuple[OptionGroup, list[inspect.Parameter]]] = {}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
-        group = next((one for one in getattr(parameter.annotation, "__metadata__", ()) if isinstance(one, Group)), None)
+        group = next(
+            (one for one in getattr(parameter.annotation, "__metadata__", ()) if isinstance(one, OptionGroup)), None
+        )
         if group is None:
             shown.append(parameter)
         else:

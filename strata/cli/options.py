@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from strata.cli.groups import Group, Values
+from strata.cli.groups import OptionGroup, Values
 from strata.engine.scheduling.room import SERVER_TPOT_MS, SERVER_TTFT_MS
 from strata.models.shapes import SHAPES
 
@@ -147,9 +147,9 @@ class EngineOptions:
     )
 
 
-def engine(names: str, **defaults: Any) -> Group:
+def engine(names: str, **defaults: Any) -> OptionGroup:
     """These options of the engine, by name; defaults: where they are not those of all commands."""
-    return Group(EngineOptions, names, defaults=defaults)
+    return OptionGroup(EngineOptions, names, defaults=defaults)
 
 
 class SamplingOptions:
@@ -162,7 +162,7 @@ class SamplingOptions:
     seed: Annotated[int | None, sampling_option(help="The same seed draws the same tokens.")] = None
 
 
-Sampling = Annotated[Values, Group(SamplingOptions)]
+Sampling = Annotated[Values, OptionGroup(SamplingOptions)]
 
 
 def is_passed(context: typer.Context, name: str) -> bool:

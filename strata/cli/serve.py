@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from strata.cli import options
-from strata.cli.groups import Group, Values, grouped
+from strata.cli.groups import OptionGroup, Values, grouped
 from strata.cli.help import Command
 from strata.cli.serve_options import Reasoning, ServedModelName, ToolCalls, chat_option, served_names, tool_format
 from strata.files.json_object import why_no_text
@@ -119,7 +119,7 @@ def serve(
     ] = None,
     served_model_name: ServedModelName = None,
     *,
-    http: Annotated[Values, Group(HttpOptions)],
+    http: Annotated[Values, OptionGroup(HttpOptions)],
     chat_template: Annotated[
         Path | None, chat_option(help="File with a template to use instead of the model's.")
     ] = None,
@@ -136,7 +136,7 @@ def serve(
             "ttft_target_ms seed deterministic kv_cache_dtype decode_pages sparse_prefill sparse_prefill_min_keys"
         ),
     ],
-    logs: Annotated[Values, Group(LogOptions)],
+    logs: Annotated[Values, OptionGroup(LogOptions)],
 ) -> None:
     """Serve OpenAI's API, until Ctrl-C or SIGTERM.
 

@@ -15,7 +15,7 @@ from strata.bench.result import report_console, writable
 from strata.cli import options
 from strata.cli.bench.load_options import LoadOptions
 from strata.cli.bench.options import ReportOptions
-from strata.cli.groups import Group, Values, grouped
+from strata.cli.groups import OptionGroup, Values, grouped
 from strata.hardware.specs import DEVICES
 from strata.models.folder import folder_shape_or_file
 
@@ -29,7 +29,7 @@ _FAILURE = re.compile(r"(\d+)@(\d+(?:\.\d+)?)(?::(\d+(?:\.\d+)?))?", re.ASCII)
 
 
 @dataclass(frozen=True)
-class _LoadOptions(LoadOptions):
+class SimulatedLoadOptions(LoadOptions):
     dataset: Annotated[
         str,
         typer.Option(
@@ -46,7 +46,7 @@ class _LoadOptions(LoadOptions):
     seed: Annotated[int, typer.Option(help="The same seed gives the same lengths and arrivals.")] = 0
 
 
-class _EngineOptions(options.EngineOptions):
+class _FleetOptions(options.EngineOptions):
     data_parallel_size: Annotated[
         int, options.engine_option(min=1, help="Engines that requests are divided among.")
     ] = 1
@@ -66,7 +66,7 @@ def simulate(
     context: typer.Context,
     model: options.ModelOrSizes,
     *,
-    load: Annotated[_LoadOptions, Group(_LoadOptions, make=_LoadOptions)],
+    load: Annotated[SimulatedLoadOptions, OptionGroup(SimulatedLoadOptions, make=SimulatedLoadOptions)],
     fail: Annotated[
         list[str] | None,
         typer.Option(help="ENGINE@SECONDS:DOWN: it ends then and serves again after DOWN (19) seconds; repeatable."),
@@ -75,14 +75,14 @@ def simulate(
     device: options.HardwareBefore = None,
     engine: Annotated[
         Values,
-        Group(
-            _EngineOptions,
+        OptionGroup(
+            _FleetOptions,
             "data_parallel_size tensor_parallel_size message_dtype enable_expert_parallel quantization kv_cache_dtype "
             "max_model_len max_num_seqs max_num_batched_tokens gpu_memory_utilization num_pages enable_prefix_caching "
             "tpot_target_ms step_target_ms ttft_target_ms",
         ),
     ],
-    to: Annotated[_ReportOptions, Group(_ReportOptions, make=_ReportOptions)],
+    to: Annotated[_ReportOptions, OptionGroup(_ReportOptions, make=_ReportOptions)],
     plot: Annotated[
         Path | None, typer.Option(help="Draw what waits, runs and is held over time (the last load) as SVG or PNG.")
     ] = None,

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import strata.kernels
+from benchmarks.kernels import algorithms, attention_cases
+from benchmarks.kernels.algorithms import calls_by_table, tune_algorithms
+from benchmarks.kernels.case import Case
+from benchmarks.kernels.cases import cases
+from benchmarks.kernels.products import Product, products
 from strata.bench.explain.plain_products import product_here, unpacked_products
-from strata.bench.kernels import algorithms, attention_cases
-from strata.bench.kernels.algorithms import calls_by_table, tune_algorithms
-from strata.bench.kernels.case import Case
-from strata.bench.kernels.cases import cases
-from strata.bench.kernels.products import Product, products
 from strata.bench.needs_gpu import require_gpu, why_no_processor
 from strata.cost.step_model import StepModel
 from strata.kernels.linear import cublaslt

@@ -177,6 +177,21 @@ def test_the_listing_comes_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_what_measures_strata_itself_is_of_its_repository(tmp_path: Path, is_alone: bool) -> None:
+    package = Path(strata.__file__).parent
+    root = tmp_path if is_alone else package.parent
+    if is_alone:
+        (tmp_path / "strata").symlink_to(package)
+    command = [sys.executable, "-m", "strata", "bench", "--help"]
+    said = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True, check=True
+    )
+    assert "throughput" in said.stdout
+    names = ("faults", "kernels", "parallel", "predictions")
+    assert [f"│ {name} " in said.stdout for name in names] == [not is_alone] * 4
+
+
 BRIEFLY, AT_ONCE = {"GOMP_SPINCOUNT": "10000"}, {"OMP_WAIT_POLICY": "PASSIVE"}
 
 

@@ -13,7 +13,7 @@ from rich.console import RenderableType
 from strata.bench.result import report, writable
 from strata.bench.run import Setup
 from strata.cli import options
-from strata.cli.groups import Group
+from strata.cli.groups import OptionGroup
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line instead of text.")]
 Repeat = Annotated[int, typer.Option(min=1, help="Repetitions; the median counts.")]
@@ -35,9 +35,9 @@ class SetupOptions(options.EngineOptions):
     dtype = "bfloat16"
 
 
-def setup_options(names: str, **defaults: Any) -> Group:
+def setup_options(names: str, **defaults: Any) -> OptionGroup:
     """A `Setup` by these options; defaults: where they are not those of all tests."""
-    return Group(SetupOptions, names, Setup, defaults)
+    return OptionGroup(SetupOptions, names, Setup, defaults)
 
 
 @dataclass(frozen=True)
@@ -54,4 +54,4 @@ class ReportOptions:
         report(values, shown, as_json=self.as_json, save=self.save)
 
 
-Report = Annotated[ReportOptions, Group(ReportOptions, make=ReportOptions)]
+Report = Annotated[ReportOptions, OptionGroup(ReportOptions, make=ReportOptions)]

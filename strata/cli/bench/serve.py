@@ -20,7 +20,7 @@ from strata.bench.load.sweep import AGENTS, LoadConfig, measure
 from strata.bench.result import report_console, writable
 from strata.cli.bench.load_options import LoadOptions
 from strata.cli.bench.options import Report, ReportOptions
-from strata.cli.groups import Group, grouped
+from strata.cli.groups import OptionGroup, grouped
 
 
 def _picture(file: Path | None) -> Path | None:
@@ -78,7 +78,7 @@ class ServedLoadOptions(LoadOptions):
         return self.config(chat=self.endpoint == "chat", timeout=self.timeout, sessions=shape)
 
 
-_LOAD = Group(
+_LOAD = OptionGroup(
     ServedLoadOptions,
     "endpoint dataset num_prompts input_len output_len length_spread longest prefix_len prefix_groups sessions turns "
     "turn_input turn_output pause context_len request_rate burstiness max_concurrency replay goodput timeout seed",

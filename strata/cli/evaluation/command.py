@@ -9,13 +9,13 @@ from typing import Annotated
 import typer
 
 from strata.cli import options
-from strata.cli.groups import Group, Values, grouped
+from strata.cli.groups import OptionGroup, Values, grouped
 from strata.models.folder import model_folder
 
 _SPARSE = ("sparse_prefill", "sparse_prefill_min_keys", "sparse_prefill_block")
 
 
-class _EngineOptions(options.EngineOptions):
+class _PairOptions(options.EngineOptions):
     """Of both models."""
 
     against_quantization: Annotated[
@@ -48,8 +48,8 @@ def evaluate(
     *,
     engine: Annotated[
         Values,
-        Group(
-            _EngineOptions,
+        OptionGroup(
+            _PairOptions,
             "quantization against_quantization kv_cache_dtype against_kv_cache_dtype sparse_prefill "
             "sparse_prefill_min_keys sparse_prefill_block dtype device max_model_len gpu_memory_utilization "
             "deterministic",

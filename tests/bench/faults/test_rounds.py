@@ -16,13 +16,13 @@ from typing import Any, cast
 import pytest
 from typer.testing import CliRunner
 
-from strata.bench.faults import rounds
-from strata.bench.faults.processes import Process, descendants, engine_of, is_there
-from strata.bench.faults.rounds import FaultRound, hit
-from strata.bench.faults.server import served
+from benchmarks.faults import rounds
+from benchmarks.faults.processes import Process, descendants, engine_of, is_there
+from benchmarks.faults.rounds import FaultRound, hit
+from benchmarks.faults.server import served
+from benchmarks.faults.steady_load import Endings, SteadyLoad
 from strata.bench.load.connection import HttpClient
 from strata.bench.load.request_sets import Ask, encode
-from strata.bench.load.send import Endings, SteadyLoad
 from strata.cli.main import app
 from strata.hardware.gpu_memory import GpuMemory
 from tests.cli.fake_server import FakeServer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strata.bench.parallel.plan import (
+from benchmarks.parallel.plan import (
     MODELS,
     TESTS,
     BenchMachine,

@@ -11,9 +11,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from strata.cli.bench import kernels as bench_kernels
+from benchmarks.kernels import command as bench_kernels
+from benchmarks.kernels.command import HEADINGS, KernelRow, sizes_of
 from strata.cli.bench.inference import bench
-from strata.cli.bench.kernels import HEADINGS, KernelRow, sizes_of
 from strata.graph.capture import operation_of
 from strata.hardware.specs import device
 from strata.kernels import tuned
@@ -23,10 +23,10 @@ from strata.plan.meta_model import find_config, meta_model
 
 pytest.importorskip("triton")
 
-from strata.bench.kernels import algorithms, tuning
-from strata.bench.kernels.products import Product, arguments, products
-from strata.bench.kernels.published import PUBLISHED, Published
-from strata.bench.kernels.tuning import BUCKETS, Finding
+from benchmarks.kernels import algorithms, tuning
+from benchmarks.kernels.products import Product, arguments, products
+from benchmarks.kernels.published import PUBLISHED, Published
+from benchmarks.kernels.tuning import BUCKETS, Finding
 
 
 @pytest.mark.parametrize("model", ["8B", "0.6B"])

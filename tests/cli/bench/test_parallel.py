@@ -15,11 +15,11 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from benchmarks.parallel import measure as measuring
+from benchmarks.parallel.measure import run_limited
+from benchmarks.parallel.plan import BenchMachine
+from benchmarks.parallel.record import read
 from strata.bench.comm.measure import CommResult
-from strata.bench.parallel import measure as measuring
-from strata.bench.parallel.measure import run_limited
-from strata.bench.parallel.plan import BenchMachine
-from strata.bench.parallel.record import read
 from strata.cli.bench.comm import comm, parse_sizes
 from strata.cli.main import app
 from tests.serve.running import is_alive
@@ -120,7 +120,7 @@ def test_one_that_is_told_to_end_ends_what_it_measures(tmp_path: Path, number: s
     noted = tmp_path / "child"
     child = f"import os, time, pathlib; pathlib.Path({str(noted)!r}).write_text(str(os.getpid())); time.sleep(60)"
     start = f"import signal, sys; signal.signal({int(number)}, signal.SIG_DFL); "  # nohup has SIGHUP ignored
-    start += "from strata.bench.parallel.measure import run_limited; "
+    start += "from benchmarks.parallel.measure import run_limited; "
     started = subprocess.Popen([sys.executable, "-c", f"{start}run_limited([sys.executable, '-c', {child!r}], 60)"])
     try:
         deadline = time.monotonic() + 180
@@ -162,7 +162,7 @@ def test_what_needs_a_gpu_is_not_tried_on_a_processor_that_nobody_asked_for(
     asked: list[Any] = []
     monkeypatch.setattr(measuring, "run_limited", lambda command, _: asked.append(command) or "exit code 1: no")
     machine = BenchMachine("cpu", 2, 1 << 40)
-    monkeypatch.setattr("strata.bench.parallel.plan.this_machine", lambda *_: machine)
+    monkeypatch.setattr("benchmarks.parallel.plan.this_machine", lambda *_: machine)
     CliRunner().invoke(app, [*words, "--device", "cpu", "--tests", "T2", "--ranks", "1"])
     assert [command[6] for command in asked] == ["8B", "70B"]
 

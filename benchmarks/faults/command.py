@@ -41,7 +41,7 @@ def faults(
 
     Example: strata bench faults --model 8B --tensor-parallel-size 2 --save faults.jsonl
     """
-    from strata.bench.faults.rounds import FaultRound, FaultTest, run_rounds
+    from benchmarks.faults.rounds import FaultRound, FaultTest, run_rounds
     from strata.models.folder import BUILTIN_FOLDER
     from strata.models.shapes import SHAPES
 

@@ -40,10 +40,10 @@ def parallel(
 
     Example: strata bench parallel --ranks 8 --models 8B,70B
     """
-    from strata.bench.parallel.measure import measure
-    from strata.bench.parallel.plan import LeftOut, planned, require_tests, this_machine
-    from strata.bench.parallel.record import append, measured, read
-    from strata.bench.parallel.table import messages_table, tests_table, words
+    from benchmarks.parallel.measure import measure
+    from benchmarks.parallel.plan import LeftOut, planned, require_tests, this_machine
+    from benchmarks.parallel.record import append, measured, read
+    from benchmarks.parallel.table import messages_table, tests_table, words
     from strata.bench.result import report_console
     from strata.models.config import DTYPES
 

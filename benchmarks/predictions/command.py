@@ -10,11 +10,11 @@ import typer
 from strata.bench.result import provenance, short_dtype
 from strata.bench.run import Setup, device_name, engine
 from strata.cli.bench.options import Report, SetupOptions
-from strata.cli.groups import Group, Values, grouped
+from strata.cli.groups import OptionGroup, Values, grouped
 from strata.text.counted import counted
 
 if TYPE_CHECKING:
-    from strata.bench.predictions.errors import StepError
+    from benchmarks.predictions.errors import StepError
 
 _MAX_LENGTH = 20_000
 _UNKNOWN = "no calls were measured on this device, so predictions are analytic: what its peaks allow, and no host time"
@@ -24,7 +24,7 @@ _UNKNOWN = "no calls were measured on this device, so predictions are analytic: 
 def predictions(
     models: Annotated[str, typer.Option(help="Shapes or models, several between commas.")] = "0.6B,8B,1B,30B-A3B",
     *,
-    engines: Annotated[Values, Group(SetupOptions, "load_format dtype device")],
+    engines: Annotated[Values, OptionGroup(SetupOptions, "load_format dtype device")],
     repeat: Annotated[int, typer.Option(min=1, help="How often each case is measured.")] = 3,
     to: Report,
 ) -> None:
@@ -35,9 +35,9 @@ def predictions(
 
     Example: strata bench predictions --models 0.6B,8B --save predictions.jsonl
     """
+    from benchmarks.predictions.cases import fitting, predicted_and_measured
+    from benchmarks.predictions.errors import ErrorSummary
     from strata.bench.explain.predicted_steps import predicted
-    from strata.bench.predictions.cases import fitting, predicted_and_measured
-    from strata.bench.predictions.errors import ErrorSummary
     from strata.plan.meta_model import find_config
 
     everything: list[StepError] = []
