@@ -135,11 +135,7 @@ def test_tests_are_found_by_name() -> None:
 
 def test_ideal_schedule_runs_every_token_once() -> None:
     steps = list(workloads.ideal_steps((5, 2, 7), (3, 1, 2)))
-    assert steps == [
-        Workload((5, 2, 7), (5, 2, 7)),
-        Workload((1, 1), (6, 8)),
-        Workload((1,), (7,)),
-    ]
+    assert steps == [Workload((5, 2, 7), (5, 2, 7)), Workload((1, 1), (6, 8)), Workload((1,), (7,))]
 
 
 def test_workloads_load_no_torch() -> None:

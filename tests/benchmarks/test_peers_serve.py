@@ -111,11 +111,7 @@ def test_both_servers_pack_weights_alike(engines: MakeEngines, compare: Compare)
     ],
 )
 def test_a_server_that_fails_is_told_and_stopped(
-    engines: MakeEngines,
-    compare: Compare,
-    tmp_path: Path,
-    failure: str,
-    message: str,
+    engines: MakeEngines, compare: Compare, tmp_path: Path, failure: str, message: str
 ) -> None:
     made = engines(vllm=failure)
     patience = "4" if failure == "never ready" else "60"
@@ -222,17 +218,10 @@ def test_each_kind_has_a_server_that_takes_its_lengths(engines: MakeEngines, com
 
 @pytest.mark.parametrize(
     ("failure", "message"),
-    [
-        ("second load", "was not measured:\nError: too long"),
-        ("second load hangs", "did not end within 5 s"),
-    ],
+    [("second load", "was not measured:\nError: too long"), ("second load hangs", "did not end within 5 s")],
 )
 def test_a_load_that_fails_loses_none_of_the_others(
-    engines: MakeEngines,
-    compare: Compare,
-    tmp_path: Path,
-    failure: str,
-    message: str,
+    engines: MakeEngines, compare: Compare, tmp_path: Path, failure: str, message: str
 ) -> None:
     options = ["--turns", "1", "--loads", "rates", "--engines", "strata", "--load-timeout", "5", "--run", "first"]
     names = [load.name for load in loads("0.6B") if load.kind == "rates"]

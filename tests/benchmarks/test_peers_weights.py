@@ -187,10 +187,7 @@ def test_stratas_own_llm_runs_a_test_on_it(
 
 
 def test_both_get_the_folder_in_turns(
-    engines: Callable[..., FakeEngines],
-    folders: Callable[[str], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    engines: Callable[..., FakeEngines], folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, folder, saved = engines(), folders("30B-A3B"), tmp_path / "results.jsonl"
     before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}

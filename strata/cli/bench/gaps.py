@@ -14,7 +14,6 @@ from strata.bench.run import Setup, call, device_name, floor_on, started
 from strata.bench.trace import GapSplit, TraceTime
 from strata.cli.bench.options import Report, ReportOptions, setup_options
 from strata.cli.groups import grouped
-from strata.text.counted import counted
 
 
 @grouped
@@ -120,12 +119,7 @@ class GapReport:
             f"idle: {self.trace.idle_share:.1%} of the trace by its own clock, "
             f"{1 - self.split.busy / self.split.wall:.1%} of the call without the profiler"
         )
-        total = sum(kind.seconds for kind in self.trace.kinds.values())
-        yield f"{counted(self.trace.steps, 'step')} of {self.trace.kernels_per_step:.0f} kernels and copies (median)"
-        for name, kind in self.trace.kinds.items():
-            yield f"  {name:22}{kind.seconds:10.3f} s {kind.seconds / total:7.1%}  {kind.kernels:,} of them"
-        if self.trace.message_line is not None:
-            yield self.trace.message_line
+        yield from self.trace.lines()
 
     @staticmethod
     def _row(name: str, *parts: tuple[float, float]) -> str:

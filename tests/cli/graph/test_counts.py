@@ -124,10 +124,7 @@ def test_a_folder_is_its_config(config: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["nowhere"],
-            "model folder 'nowhere' does not exist; give a model folder, org/model",
-        ),
+        (["nowhere"], "model folder 'nowhere' does not exist; give a model folder, org/model"),
         (["30B-A3B", "--enable-dp-attention"], "--enable-dp-attention is of experts that --tensor-parallel-size ranks"),
         (["8B", "--passes", "fuse"], "there is no pass 'fuse'; accepted are all, exact, none"),
         (["8B", "--hardware", "abacus"], "device 'abacus' is unknown; give one of h200, .* rtx5090, or cpu, the proc"),
