@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from strata.bench import workloads
 from strata.bench.run import Setup, call, started
@@ -21,7 +20,6 @@ from strata.bench.trace import (
     merged,
     read_trace,
 )
-from strata.cli.bench.inference import bench
 from strata.engine.plan import StepPlan
 
 COPY, GEMV, NORM, FETCH = "Memcpy HtoD (Pinned -> Device)", "gemv_kernel", "rms_norm_kernel", "Memcpy DtoH"
@@ -191,15 +189,6 @@ def test_own_kernels_have_their_kind() -> None:
         assert kind == wanted, f"{case.kernel.fn.__name__} of {file}.py"
         assert kind != OTHER, f"strata/bench/trace.py names no kind for {case.kernel.fn.__name__} of {file}.py"
     assert set(KIND_OF_FILE.values()) <= {kind for kind, _ in KINDS}
-
-
-def test_without_a_gpu_it_says_so() -> None:
-    result = CliRunner().invoke(bench, ["gaps", "T1", "--device", "cpu"])
-    assert isinstance(result.exception, ValueError)
-    assert "CUDA" in str(result.exception)
-    result = CliRunner().invoke(bench, ["gaps", "T3-b0"])
-    assert isinstance(result.exception, ValueError)
-    assert "T3-bN" in str(result.exception)
 
 
 def test_an_observer_sees_each_step_begin_and_end() -> None:

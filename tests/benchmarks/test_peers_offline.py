@@ -182,13 +182,13 @@ def test_a_python_without_the_engine_is_told(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--models", "9B"], "'9B' is no shape: give some of 8B, 70B, 1B"),
-        (["--tests", "T1,T9"], "test 'T9' is unknown"),
-        (["--vllm-python", "/nowhere/python"], "/nowhere/python cannot be run"),
-        (["--save", "/nowhere/results.jsonl"], "/nowhere/results.jsonl cannot be written"),
-        (["--turns", "0"], "argument --turns: give a whole number from 1 on, not 0"),
-        (["--repeat", "two"], "argument --repeat: give a whole number from 1 on, not two"),
-        (["--turn-timeout", "nan"], "argument --turn-timeout: give seconds over 0, not nan"),
+        ("--models 9B", "'9B' is no shape: give some of 8B, 70B, 1B"),
+        ("--tests T1,T9", "test 'T9' is unknown"),
+        ("--vllm-python /nowhere/python", "/nowhere/python cannot be run"),
+        ("--save /nowhere/results.jsonl", "/nowhere/results.jsonl cannot be written"),
+        ("--turns 0", "argument --turns: give a whole number from 1 on, not 0"),
+        ("--repeat two", "argument --repeat: give a whole number from 1 on, not two"),
+        ("--turn-timeout nan", "argument --turn-timeout: give seconds over 0, not nan"),
     ],
 )
 def test_bad_options_are_refused_before_anything_runs(
@@ -196,12 +196,12 @@ def test_bad_options_are_refused_before_anything_runs(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    options: list[str],
+    options: str,
     message: str,
 ) -> None:
     made = engines()
     with pytest.raises(SystemExit):
-        in_turns(monkeypatch, *made.options, "--save", str(tmp_path / "results.jsonl"), *options)
+        in_turns(monkeypatch, *made.options, "--save", str(tmp_path / "results.jsonl"), *options.split())
     assert re.search(re.escape(message), capsys.readouterr().err)
     assert made.calls() == []
 

@@ -145,21 +145,6 @@ def test_the_built_in_model_can_be_measured_by_its_name() -> None:
     assert setup.llm_options()["load_format"] == "auto"
 
 
-@pytest.mark.parametrize(
-    "command", [["generate", "hi", "--model"], ["chat", "--model"], ["bench", "latency", "--model"], ["graph"]]
-)
-def test_a_wrong_folder_is_named_by_every_command(command: list[str]) -> None:
-    result = CliRunner().invoke(app, [*command, "/nowhere/model"])
-    assert isinstance(result.exception, ValueError)
-    assert "model folder '/nowhere/model' does not exist; give a model folder" in str(result.exception)
-    assert "'builtin'" in str(result.exception)
-
-
-def test_an_unknown_shape_is_named_before_a_missing_gpu() -> None:
-    result = CliRunner().invoke(app, ["bench", "train", "--shape", "foo"])
-    assert "'foo' does not exist" in str(result.exception)
-
-
 def test_the_start_up_ends_with_its_process(capfd: pytest.CaptureFixture[str]) -> None:
     options = ["--model", "builtin", "--device", "cpu", "--dtype", "fp3", "--repeat", "1"]
     result = CliRunner().invoke(app, ["bench", "startup", *options])

@@ -208,28 +208,28 @@ def test_values_are_replaced_however_they_are_written(train: Train, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--run.steps"], "--run.steps has no value; write --run.steps VALUE"),
-        (["--run.steps", "--resume"], "--run.steps has no value; write --run.steps VALUE"),
-        (["--steps", "3"], "'--steps' is unknown; a value of the file is replaced by --SECTION.KEY VALUE"),
-        (["run.steps", "3"], "'run.steps' is unknown"),
-        (["--run.stepz", "3"], "run: unknown key 'stepz'"),
-        (["--walk.steps", "3"], "unknown key 'walk'"),
-        (["--run.steps", "x"], "run: steps must be of type int, got 'x'"),
-        (["--run.seed", "-x"], "run: seed must be of type int, got '-x'"),
-        (["--profile", "a-b"], "--profile a-b must be a step or a first and a last one, such as 10-12"),
-        (["--profile", "5-3"], "--profile 5-3 has none of the steps of this run, 1-6"),
-        (["--profile", "90-92"], "--profile 90-92 has none of the steps of this run, 1-6"),
-        (["--model.num_hidden_layerz", "3"], "is num_hidden_layers meant?"),
+        ("--run.steps", "--run.steps has no value; write --run.steps VALUE"),
+        ("--run.steps --resume", "--run.steps has no value; write --run.steps VALUE"),
+        ("--steps 3", "'--steps' is unknown; a value of the file is replaced by --SECTION.KEY VALUE"),
+        ("run.steps 3", "'run.steps' is unknown"),
+        ("--run.stepz 3", "run: unknown key 'stepz'"),
+        ("--walk.steps 3", "unknown key 'walk'"),
+        ("--run.steps x", "run: steps must be of type int, got 'x'"),
+        ("--run.seed -x", "run: seed must be of type int, got '-x'"),
+        ("--profile a-b", "--profile a-b must be a step or a first and a last one, such as 10-12"),
+        ("--profile 5-3", "--profile 5-3 has none of the steps of this run, 1-6"),
+        ("--profile 90-92", "--profile 90-92 has none of the steps of this run, 1-6"),
+        ("--model.num_hidden_layerz 3", "is num_hidden_layers meant?"),
         (
-            ["--start.tokenizer", "nowhere"],
+            "--start.tokenizer nowhere",
             "start.tokenizer 'nowhere' does not exist; give a model folder, org/model of the Hugging Face cache, or",
         ),
-        (["--estimate", "--hardware", "h900"], "h900"),
-        (["--data.tokens_per_pack", "10"], "raise data.tokens_per_pack"),
+        ("--estimate --hardware h900", "h900"),
+        ("--data.tokens_per_pack 10", "raise data.tokens_per_pack"),
     ],
 )
-def test_wrong_arguments_are_told_in_a_line(train: Train, tmp_path: Path, arguments: list[str], message: str) -> None:
-    result = train(*arguments)
+def test_wrong_arguments_are_told_in_a_line(train: Train, tmp_path: Path, arguments: str, message: str) -> None:
+    result = train(*arguments.split())
     assert result.exit_code == 1
     assert isinstance(result.exception, ValueError)
     assert message in str(result.exception)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 from torch import fx
 
+from strata.bench.graph_calls import TimedNodes, replaced
 from strata.graph.capture import operation_of
 from strata.kernels.torch_functions import TORCH_FUNCTIONS
 from strata.plan.explain.explanation import StepWork
@@ -49,26 +50,6 @@ class NodeTimes:
             whole[step.kind] += step.seconds if step.processor is None else step.processor
         return {kind: TracedOperations(dict(self._seconds[kind]), whole[kind]) for kind in whole if self._seconds[kind]}
 
-    @contextmanager
-    def of(self, program: StepProgram) -> Iterator[None]:
+    def of(self, program: StepProgram) -> AbstractContextManager[None]:
         """Inside, the graphs of steps tell this how long their nodes take."""
-        timed = program.graphs().values()
-        for module in timed:
-            module.forward = _Timed(module, self).run
-        try:
-            yield
-        finally:
-            for module in timed:
-                del module.forward  # the class's own is behind it
-
-
-class _Timed(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, times: NodeTimes) -> None:
-        super().__init__(module)
-        self._times = times
-
-    def run_node(self, n: fx.Node) -> Any:
-        began = time.thread_time()
-        result = super().run_node(n)
-        self._times.note(n, time.thread_time() - began)
-        return result
+        return replaced(program.graphs(), lambda _, graph: TimedNodes(graph, time.thread_time, self.note).run)

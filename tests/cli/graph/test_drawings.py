@@ -71,15 +71,6 @@ def test_what_a_kernel_stands_for_with_experts_and_norms_of_heads() -> None:
     assert found == sorted(found)  # in the order of execution, so that edges lead downwards
 
 
-def test_drawings_that_cannot_be(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"give a name that ends in \.svg"):
-        run("8B", "--draw", tmp_path / "8b.png")
-    with pytest.raises(ValueError, match=r"there is no folder .*; make it first"):
-        run("8B", "--draw", tmp_path / "none" / "8b.svg")
-    with pytest.raises(ValueError, match="of one rank; leave out the other ranks"):
-        run("8B", "--draw", tmp_path / "8b.svg", "--tensor-parallel-size", 2)
-
-
 @pytest.fixture
 def _measures_on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of known ceilings, which are not measured then."""
@@ -215,8 +206,3 @@ def test_occupancy_is_told_of_every_launch_that_the_graph_declares() -> None:
     assert len(attention) == 28
     assert {one["blocks"] % (32 * 8) for one in attention} == {0}
     assert all(0 < one["occupancy"]["warps"] <= 1 for one in shown["occupancy"])
-
-
-def test_occupancy_is_of_one_gpu() -> None:
-    with pytest.raises(ValueError, match="--occupancy compiles a GPU's kernels, of one rank"):
-        run("0.6B", "--occupancy", "--tensor-parallel-size", 2)
