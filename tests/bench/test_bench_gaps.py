@@ -16,6 +16,7 @@ from strata.bench.trace import (
     DeviceInterval,
     GapSplit,
     busy_of_steps,
+    covered,
     kind_of,
     merged,
     read_trace,
@@ -98,6 +99,7 @@ def test_each_step_is_busy_for_its_own_time() -> None:
     assert busy_of_steps(at_once, MARKS) == pytest.approx([54e-9, 65e-9])
     assert read_trace(at_once, MARKS).kernels_per_step == (4 + 6) / 2
     assert merged([(5, 9), (0, 3), (2, 4), (9, 10), (6, 7)]) == [(0, 4), (5, 10)]
+    assert (covered([]), covered([(5, 9), (0, 3), (2, 4), (6, 7)])) == (0, 8)
 
 
 def test_order_of_the_records_does_not_matter() -> None:

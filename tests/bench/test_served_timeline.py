@@ -272,6 +272,17 @@ class FakeProfile:
         return [event(*record) for record in self.records]
 
 
+@pytest.fixture
+def profile(monkeypatch: pytest.MonkeyPatch) -> FakeProfile:
+    """Of a device in the place of CUDA's."""
+    device = FakeDevice()
+    profile = FakeProfile(device)
+    monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: profile.run("spin_kernel", 1e-6))
+    monkeypatch.setattr(step_logs, "profile", lambda activities: profile)
+    return profile
+
+
 def plan(*chunks: tuple[int, int, int]) -> StepPlan:
     """Of (sequence, start, tokens)."""
     made = tuple(Chunk(sequence, 0, start, count, (Draw(sequence, 0),), 0, ()) for sequence, start, count in chunks)
@@ -297,12 +308,8 @@ def test_times_of_a_device_whose_clock_is_another(monkeypatch: pytest.MonkeyPatc
     assert [tuple(chunk) for chunk in steps[3].chunks] == [(3, 0, 7, 1), (5, 3, 1, 1)]
 
 
-def test_as_many_steps_are_traced_as_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = FakeDevice()
-    profile = FakeProfile(device)
-    monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: profile.run("spin_kernel", 1e-6))
-    monkeypatch.setattr(step_logs, "profile", lambda activities: profile)
+def test_as_many_steps_are_traced_as_were_asked_for(profile: FakeProfile) -> None:
+    device = profile.device
     traced = TracedSteps(device.clock, after=0.05, most=4)
     done_after = None
     for number in range(80):
@@ -327,12 +334,8 @@ def test_as_many_steps_are_traced_as_were_asked_for(monkeypatch: pytest.MonkeyPa
     assert traced.poll()
 
 
-def test_a_load_that_ends_first_leaves_a_shorter_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = FakeDevice()
-    profile = FakeProfile(device)
-    monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: profile.run("spin_kernel", 1e-6))
-    monkeypatch.setattr(step_logs, "profile", lambda activities: profile)
+def test_a_load_that_ends_first_leaves_a_shorter_trace(profile: FakeProfile) -> None:
+    device = profile.device
     traced = TracedSteps(device.clock, after=0.0, most=4)
     for number in range(3):
         assert not traced.poll()

@@ -156,15 +156,9 @@ def test_a_signal_stops_the_server(engines: MakeEngines, tmp_path: Path, number:
 def test_what_cannot_be_measured_is_refused(
     engines: MakeEngines, compare: Compare, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for options in (
-        ["--models", "1B"],
-        ["--loads", "none"],
-        ["--start-timeout", "nan"],
-        ["--loads", "long"],
-        ["--engines", "strata,x"],
-    ):
+    for options in ("--models 1B", "--loads none", "--start-timeout nan", "--loads long", "--engines strata,x"):
         with pytest.raises(SystemExit):
-            compare(engines(), *options)
+            compare(engines(), *options.split())
     shown = capsys.readouterr().err
     assert "there are no loads for 1B" in shown
     assert "0.6B has no loads of kind long: ask for --models 8B" in shown

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,23 +20,10 @@ ROOT = Path(__file__).parents[2]
 def test_interrupted_it_ends_with_all_its_processes(tmp_path: Path) -> None:
     """The signal goes to all processes of the group, as from a terminal."""
     (tmp_path / "a.txt").write_text("Some words of a text that goes on and on.\n" * 250_000)
-    command = [
-        sys.executable,
-        "-m",
-        "strata.cli.main",
-        "data",
-        "a.txt",
-        "--out",
-        "out",
-        "--longest",
-        "64",
-        "--workers",
-        "2",
-    ]
+    words = "-m strata.cli.main data a.txt --out out --longest 64 --workers 2"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    started = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    settings: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    started = subprocess.Popen([sys.executable, *words.split()], cwd=tmp_path, env=environment, **settings)
     try:
         while not (tmp_path / "out/plan.json").exists() and started.poll() is None:
             time.sleep(0.01)

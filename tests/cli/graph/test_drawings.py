@@ -40,16 +40,8 @@ def test_a_drawing_has_a_box_an_operation_before_and_after_the_passes(tmp_path: 
     assert sum(one.find(f"{SVG}title") is not None for one in root.iter(f"{SVG}rect")) == sum(strips) + 16 + 5
     texts = [one.text for one in root.iter(f"{SVG}text")]
     own = ("q_proj & k_proj & v_proj", "rope + kv_write + attention", "o_proj + post_attention_layernorm + add")
-    assert [texts.count(one) for one in (*own, "q_proj", "silu_mul", "rope", "33.6 MB", "KV")] == [
-        1,
-        1,
-        1,
-        1,
-        1,
-        2,
-        3,
-        2,
-    ]
+    counted = [texts.count(one) for one in (*own, "q_proj", "silu_mul", "rope", "33.6 MB", "KV")]
+    assert counted == [1, 1, 1, 1, 1, 2, 3, 2]
     # Matrices of seven, two norms, and the KV pages; then four products and the KV pages: all of 16 bits.
     assert texts.count("bf16") == 7 + 2 + 1 + 4 + 1
     assert "prefers-color-scheme: dark" in drawn.read_text()
