@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from benchmarks import optimizer_step, train_plain
-from strata.bench.training import speed as train_speed
-from strata.bench.training import workload as train_workload
-from strata.bench.training.speed import SEED, TrainingTest, measure, work_of
-from strata.bench.training.workload import TrainingWork, learning_rate, synthetic_batch, synthetic_tokens
+from benchmarks.training import speed as train_speed
+from benchmarks.training import workload as train_workload
+from benchmarks.training.speed import SEED, TrainingTest, measure, work_of
+from benchmarks.training.workload import TrainingWork, learning_rate, synthetic_batch, synthetic_tokens
 from strata.hardware.specs import device
 from strata.models.config import config_from_dict
 from strata.models.families import build

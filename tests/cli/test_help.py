@@ -177,8 +177,8 @@ def test_what_measures_strata_itself_is_of_its_repository(tmp_path: Path, is_alo
         command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True, check=True
     )
     assert "throughput" in said.stdout
-    names = ("faults", "kernels", "parallel", "predictions")
-    assert [f"│ {name} " in said.stdout for name in names] == [not is_alone] * 4
+    names = ("faults", "kernels", "parallel", "predictions", "train")
+    assert [f"│ {name} " in said.stdout for name in names] == [not is_alone] * 5
 
 
 BRIEFLY, AT_ONCE = {"GOMP_SPINCOUNT": "10000"}, {"OMP_WAIT_POLICY": "PASSIVE"}

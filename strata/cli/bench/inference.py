@@ -33,7 +33,7 @@ _PLACES = {
     "parallel": "benchmarks.parallel.command:parallel",
     "predictions": "benchmarks.predictions.command:predictions",
     "serve": "strata.cli.bench.serve:serve",
-    "train": "strata.cli.bench.train:train",
+    "train": "benchmarks.training.command:train",
     "throughput": "strata.cli.bench.inference:throughput",
     "latency": "strata.cli.bench.inference:latency",
     "prefill": "strata.cli.bench.inference:prefill",

@@ -56,7 +56,7 @@ def train(
 
     strata bench train --shape 8B --batch 1 --ranks 8 --layout shard=8,zero=2,micro_batches=2 --recompute operations
     """
-    from strata.bench.training.speed import TrainingTest, measure
+    from benchmarks.training.speed import TrainingTest, measure
     from strata.train.launch import ended_at_once, launch
 
     source = folder_shape_or_file(shape)
