@@ -102,15 +102,6 @@ def test_each_step_is_busy_for_its_own_time() -> None:
     assert (covered([]), covered([(5, 9), (0, 3), (2, 4), (6, 7)])) == (0, 8)
 
 
-def test_order_of_the_records_does_not_matter() -> None:
-    assert read_trace(WORK[::-1], MARKS[::-1]) == read_trace(WORK, MARKS)
-
-
-def test_work_of_the_next_step_on_another_stream_leaves_no_gap_between_steps() -> None:
-    prefetched = DeviceInterval(COPY, 150, 195)
-    assert read_trace([*WORK, prefetched], MARKS).host == 0
-
-
 def test_an_empty_trace_is_an_error() -> None:
     with pytest.raises(ValueError, match="no kernel"):
         read_trace([], MARKS)

@@ -44,23 +44,6 @@ STEPS = [
 FIRST, SECOND = ServedRequest(1, 10, (38, 50, 55)), ServedRequest(2, 20, (50, 54))
 
 
-def test_first_token_is_divided_into_queueing_steps_and_delivery() -> None:
-    first, second = (one.ttft for one in split_requests(STEPS, [FIRST, SECOND]))
-    assert tuple(first.values()) == (2, 2, 20, 1, 3)
-    assert tuple(second.values()) == (6, 10, 12, 0, 2)
-    assert (sum(first.values()), sum(second.values())) == (38 - 10, 50 - 20)
-
-
-def test_later_tokens_are_divided_by_what_ran_beside_them() -> None:
-    first, second = (one.tpot for one in split_requests(STEPS, [FIRST, SECOND]))
-    assert first is not None
-    assert second is not None
-    assert tuple(first.values()) == (3 / 2, 12 / 2, 3 / 2, (2 - 3) / 2)
-    assert tuple(second.values()) == (3, 0, 2, 1 - 2)
-    (alone,) = split_requests(STEPS, [ServedRequest(1, 10, (38,))])
-    assert alone.tpot is None
-
-
 def test_tokens_that_no_step_drew_are_an_error() -> None:
     with pytest.raises(ValueError, match="sequence 7 was delivered 1 tokens that no step drew"):
         split_requests(STEPS, [ServedRequest(7, 0, (1,))])

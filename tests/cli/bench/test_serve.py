@@ -60,13 +60,8 @@ def test_every_failure_is_counted_and_every_request_accounted_for(failure: str) 
 
         outcomes = run(main())
     kind, message, lost = kinds[failure]
-    assert [None if one.fault is None else (one.fault.kind, one.fault.lost) for one in outcomes] == [
-        None,
-        (kind, lost),
-        None,
-        (kind, lost),
-        None,
-    ]
+    faults = [None if one.fault is None else (one.fault.kind, one.fault.lost) for one in outcomes]
+    assert faults == [None, (kind, lost), None, (kind, lost), None]
     assert message in outcomes[1].fault.message  # type: ignore[union-attr]
     found = figures(outcomes, {})
     assert (found.requests, found.completed, found.faults, found.lost) == (5, 3, {kind: 2}, 2 * lost)
@@ -262,23 +257,27 @@ def test_the_picture_has_a_point_a_rate_and_the_bounds(tmp_path: Path) -> None:
     assert "objective" in picture
 
 
-def test_a_picture_without_finite_rates_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    for options in ((), ("--request-rate", "inf,inf")):
-        with pytest.raises(ValueError, match="give it finite rates"):
-            bench(NOBODY, *options, "--plot", str(tmp_path / "load.svg"))
-
-
-def test_a_picture_that_cannot_be_drawn_is_refused_before_the_measurement(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"load\.docx: give a name that ends in \.svg or \.png"):
-        bench(NOBODY, "--request-rate", "1", "--plot", str(tmp_path / "load.docx"))
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--plot load.svg", "give it finite rates"),
+        ("--plot load.svg --request-rate inf,inf", "give it finite rates"),
+        ("--plot load.docx --request-rate 1", r"load\.docx: give a name that ends in \.svg or \.png"),
+        ("--plot load.svg --request-rate 500 without matplotlib", "pip install matplotlib"),
+    ],
+)
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_measurement(
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, _, lacking = words.partition(" without ")
+    if lacking:
+        monkeypatch.setitem(sys.modules, lacking, None)
+    else:
+        pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        bench(NOBODY, *given.split())
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_picture_needs_matplotlib_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match="pip install matplotlib"):
-        bench(NOBODY, "--request-rate", "500", "--plot", str(tmp_path / "load.svg"))
 
 
 def test_what_failed_is_told_in_the_servers_words(capsys: pytest.CaptureFixture[str]) -> None:
