@@ -17,7 +17,7 @@ from benchmarks.peers import engines as setup
 from benchmarks.peers import offline, offline_in_turns, table
 from strata.bench import workloads
 from strata.models.shapes import SHAPES
-from tests.benchmarks.conftest import FakeEngines, runs
+from tests.benchmarks.conftest import MakeEngines, runs
 
 TINY = SHAPES["0.6B"] | {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -107,9 +107,7 @@ def in_turns(monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
     offline_in_turns.main()
 
 
-def test_turns_alternate_in_one_run(
-    engines: Callable[..., FakeEngines], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_turns_alternate_in_one_run(engines: MakeEngines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, saved = engines(), tmp_path / "results.jsonl"
     options = ["--models", "0.6B", "--turns", "3", "--tests", "T1,T3-b8", "--repeat", "2", "--save", str(saved)]
     in_turns(monkeypatch, *made.options, *options)
@@ -137,7 +135,7 @@ def test_turns_alternate_in_one_run(
     ],
 )
 def test_a_process_that_does_not_measure_all_ends_the_comparison(
-    failure: str, message: str, engines: Callable[..., FakeEngines], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    failure: str, message: str, engines: MakeEngines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, saved = engines(vllm=failure), tmp_path / "results.jsonl"
     older = {"engine": "vllm", "turn": 0, "run": "an older one", "test": "T1"}
@@ -173,7 +171,7 @@ def test_a_python_without_the_engine_is_told(
     ],
 )
 def test_bad_options_are_refused_before_anything_runs(
-    engines: Callable[..., FakeEngines],
+    engines: MakeEngines,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

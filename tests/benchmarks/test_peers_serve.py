@@ -20,11 +20,10 @@ from benchmarks.peers.loads import LONG_KINDS, RATES, Load, loads
 from benchmarks.peers.table import row_name
 from strata.cli.main import app
 from strata.models.shapes import SHAPES
-from tests.benchmarks.conftest import FakeEngines, wait_for
+from tests.benchmarks.conftest import FakeEngines, MakeEngines, wait_for
 from tests.benchmarks.test_peers_offline import TINY
 from tests.cli.fake_server import FakeServer
 
-MakeEngines = Callable[..., FakeEngines]
 Compare = Callable[..., list[dict[str, Any]]]
 
 

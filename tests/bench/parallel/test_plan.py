@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.parallel.plan import (
-    MODELS,
-    TESTS,
-    BenchMachine,
-    LeftOut,
-    RanksMeasurement,
-    numbers_of_ranks,
-    planned,
-)
+from benchmarks.parallel.plan import MODELS, TESTS, BenchMachine, LeftOut, RanksMeasurement, numbers_of_ranks, planned
 
 GIB = 1 << 30
 EIGHT = BenchMachine("cuda", 8, 140 * GIB)
