@@ -91,16 +91,6 @@ def test_stratas_own_llm_takes_all_of_it(tmp_path: Path, monkeypatch: pytest.Mon
     assert line["command"].startswith("python -m benchmarks.peers.offline --engine strata")
 
 
-def test_one_turn_is_of_one_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--engine", "strata", "--model", "0.6B,8B", "--save", str(tmp_path / "results.jsonl")]
-    monkeypatch.setattr(sys, "argv", ["offline.py", *options])
-    with pytest.raises(SystemExit):
-        offline.main()
-    assert "argument --model: invalid choice: '0.6B,8B'" in capsys.readouterr().err
-
-
 def in_turns(monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
     monkeypatch.setattr(offline_in_turns, "end_on_signals", lambda: None)
     monkeypatch.setattr(sys, "argv", ["offline_in_turns.py", *options])
@@ -147,15 +137,22 @@ def test_a_process_that_does_not_measure_all_ends_the_comparison(
     assert not runs(made.calls()[-1]["pid"])
 
 
-def test_a_python_without_the_engine_is_told(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--engine vllm", "--engine vllm: "),  # which this Python does not have
+        ("--engine strata --model 0.6B,8B", "argument --model: invalid choice: '0.6B,8B'"),  # a turn is of one
+    ],
+)
+def test_a_turn_that_cannot_be(
+    options: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["offline", "--engine", "vllm", "--save", str(tmp_path / "results.jsonl")])
+    monkeypatch.setattr(sys, "argv", ["offline", *options.split(), "--save", str(tmp_path / "results.jsonl")])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit) as ended:
         offline.main()
     assert ended.value.code == 2
-    assert "--engine vllm: " in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

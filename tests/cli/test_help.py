@@ -7,10 +7,10 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from typer.main import get_command
@@ -19,7 +19,9 @@ from typer.testing import CliRunner
 import strata
 from strata.cli import main
 from strata.cli.main import app, set_waiting
+from strata.cli.options import EngineOptions
 from strata.cli.probe import probe
+from strata.engine.engine_config import EngineConfig
 from strata.hardware.probe import report, run
 from strata.hardware.probe.ceiling import Ceiling
 from strata.hardware.probe.cpu import CpuSizes, probe_items
@@ -124,6 +126,13 @@ def test_what_help_says(commands: str, said: str) -> None:
         text = re.sub(r"[│\s]+", " ", help_of(tuple(command.split())))
         assert said in text
         assert not (said == "--hardware" and re.search(r"--device\b", text)), "it is asked for by one name"
+
+
+def test_options_of_the_engine_are_fields_of_its_config_with_the_same_defaults() -> None:
+    defaults = {field.name: field.default for field in fields(EngineConfig)}
+    of_commands = {"tokenizer", "data_parallel_size", "step_target_ms"}
+    for name in get_type_hints(EngineOptions).keys() - of_commands:
+        assert getattr(EngineOptions, name) == defaults[name] or name == "tpot_target_ms", name  # that is a server's
 
 
 def test_a_step_takes_no_less_than_no_time() -> None:

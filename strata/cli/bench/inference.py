@@ -46,7 +46,7 @@ def _places_here() -> dict[str, str]:
     root = Path(strata.__file__).parents[1]
     if not (root / "benchmarks" / "kernels").is_dir():
         return {name: place for name, place in _PLACES.items() if place.startswith("strata.")}
-    if str(root) not in sys.path:
+    if str(root) not in sys.path:  # of processes, too, that are spawned to compile and find it by its name
         sys.path.append(str(root))
     return _PLACES
 
