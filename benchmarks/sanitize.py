@@ -24,9 +24,9 @@ from torch import Tensor
 from triton import JITFunction
 
 import strata.kernels
+from benchmarks.kernels.cases import EPS, angles, full_pages, randn
+from benchmarks.kernels.products import Product
 from benchmarks.sanitize_packed import packed_calls
-from strata.bench.kernels.cases import EPS, angles, full_pages, randn
-from strata.bench.kernels.products import Product
 from strata.cache.pool import KVPool, PoolShape
 from strata.kernels.activation import silu_mul_grad  # noqa: F401  registers what is run
 from strata.kernels.activation.clamped_swiglu import Clamp

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from strata.bench.kernels.cases import EPS, randn
+from benchmarks.kernels.cases import EPS, randn
 from strata.kernels.activation.rounded_silu_mul import silu_mul_round
 from strata.kernels.linear.packed.many_rows import rounded_call
 from strata.kernels.linear.packed.split_product import SplitTile, split_product

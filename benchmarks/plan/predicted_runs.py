@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from strata.bench.predictions.errors import ErrorSummary
+from benchmarks.predictions.errors import ErrorSummary
 from strata.bench.workloads import MAX_MODEL_LEN, named
 
 TESTS = ("T1", "T2", "T3-b8", "T3-b32", "T3-b128", "T4")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from strata.bench.graph_calls import TimedNodes, replaced
 from strata.cache.groups import pools
 from strata.cache.state_pool import StatePool
 from strata.cache.tables import BufferShape
@@ -148,7 +148,18 @@ def measure_step(asked: EngineConfig, workload: Workload, recorded: BufferShape 
         None if sizes.states is None else StatePool(sizes.states, asked.max_sequences + 1, device),
     )
     plan = _plan(workload, each, config.vocab_size, sum(group.window is not None for group in sizes.groups))
-    with torch.inference_mode(), _noting(program) as given:
+    given: dict[str, tuple[Any, ...]] = {}  # to each graph, when it was called last
+
+    def noted(name: str, graph: fx.GraphModule) -> Callable[..., Any]:
+        run = graph.forward
+
+        def call(*args: Any) -> Any:
+            given[name] = args
+            return run(*args)
+
+        return call
+
+    with torch.inference_mode(), replaced(program.graphs(), noted):
         steps = None
         if recorded is not None:
             steps = runner.record([replace(recorded, groups=len(sizes.groups))], all_of_them=True)
@@ -178,28 +189,6 @@ def _plan(workload: Workload, each: int, vocabulary: int, windows: int) -> StepP
         chunks.append(Chunk(slot, slot, total - count, count, (Draw(slot, slot),), 0, pages))
         entries += [WindowEntries(group, slot, 0, pages) for group in range(windows)]
     return StepPlan((), tuple(new), tuple(chunks), (), workload.tokens, windows=tuple(entries))
-
-
-@contextmanager
-def _noting(program: StepProgram) -> Iterator[dict[str, tuple[Any, ...]]]:
-    """Inside, the arguments of each graph that was called last, by its name."""
-    given: dict[str, tuple[Any, ...]] = {}
-    noted = program.graphs()
-    for name, one in noted.items():
-        one.forward = _noted(name, one.forward, given)
-    try:
-        yield given
-    finally:
-        for one in noted.values():
-            one.__dict__.pop("forward", None)
-
-
-def _noted(name: str, run: Callable[..., Any], given: dict[str, tuple[Any, ...]]) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
-        given[name] = args
-        return run(*args)
-
-    return call
 
 
 class _Noting(fx.Interpreter):
@@ -247,25 +236,14 @@ def _call(ran: _Ran) -> Callable[[], Any]:
 
 def _on_cpu(graph: fx.GraphModule, kinds: list[list[_Ran]], arguments: tuple[Any, ...]) -> Iterator[tuple[str, float]]:
     """The best of runs of the whole graph, node by node, so that each finds in the cache what it does in a step."""
-    runs = []
+    best: dict[str, float] = {}
+
+    def note(node: fx.Node, seconds: float) -> None:
+        best[node.name] = min(seconds, best.get(node.name, seconds))
+
     for _ in _often_enough():
-        timing = _Timing(graph)
-        timing.run(*arguments)
-        runs.append(timing.seconds)
-    names = [one.node.name for kind in kinds for one in kind]
-    yield from ((name, min(run[name] for run in runs)) for name in names)
-
-
-class _Timing(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.seconds: dict[str, float] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        began = time.perf_counter()
-        result = super().run_node(n)
-        self.seconds[n.name] = time.perf_counter() - began
-        return result
+        TimedNodes(graph, time.perf_counter, note).run(*arguments)
+    yield from ((one.node.name, best[one.node.name]) for kind in kinds for one in kind)
 
 
 def _often_enough() -> Iterator[None]:

@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from rich.console import Console, RenderableType
 
 # What a command that fails begins its last message with.
 ERROR = "strata: error: "
 PAGE_ENDINGS = (".html", ".htm")
+# Columns enough for any table.
+_WIDE = 200
 DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -106,16 +109,26 @@ def short_dtype(name: str) -> str:
     return DTYPE_NAMES.get(name, name)
 
 
-def report(values: Mapping[str, Any], text: str, *, as_json: bool, save: Path | None) -> None:
-    """Print a result, and append it as a line of JSON if `save` names a file."""
+def report(values: Mapping[str, Any], shown: RenderableType, *, as_json: bool, save: Path | None) -> None:
+    """Print a result, as text or in tables, and append it as a line of JSON if `save` names a file."""
     line = json.dumps(values)
     if as_json:
-        print(line)
+        print(line, flush=True)
+    elif isinstance(shown, str):
+        typer.echo(shown)
     else:
-        typer.echo(text)
+        report_console().print(shown, "")
     if save is not None:
         with save.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+
+def report_console() -> Console:
+    """A terminal is as wide as it is; a file or a pipe takes tables whole."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDE
+    return console
 
 
 def writable(file: Path | None) -> Path | None:

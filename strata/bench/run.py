@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +32,10 @@ class Setup:
     """The engine that a test runs on, as the command line asks for it."""
 
     model: str
-    load_format: str | None
-    dtype: str
-    device: str
-    deterministic: bool
+    load_format: str | None = None
+    dtype: str = "bfloat16"
+    device: str = "auto"
+    deterministic: bool = False
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
     pipeline_parallel_size: int = 1
@@ -52,7 +52,8 @@ class Setup:
         return folder_or_shape(self.model)
 
     @property
-    def _loads(self) -> str:
+    def loads(self) -> str:
+        """How its weights come: --load-format, as `strata serve` takes it."""
         from strata.models.shapes import SHAPES
 
         return self.load_format or ("dummy" if self.model in SHAPES else "auto")
@@ -60,7 +61,7 @@ class Setup:
     @property
     def checkpoint(self) -> Path | None:
         """The folder whose weights are read, which may be packed; None if they are made up."""
-        return Path(self.source) if self._loads == "auto" else None
+        return Path(self.source) if self.loads == "auto" else None
 
     def llm_options(self) -> dict[str, Any]:
         """The keyword arguments of LLM: no prefix cache, so that every repetition does all the work. Raises ValueError
@@ -71,26 +72,8 @@ class Setup:
         config = find_config(self.source)
         require_gpu(self.model, config, self.device)
         length = min(workloads.MAX_MODEL_LEN, config.longest)
-        return {
-            "model": self.source,
-            "load_format": self._loads,
-            "quantization": self.quantization,
-            "sparsity": self.sparsity,
-            "passes": self.passes,
-            "kv_cache_dtype": self.kv_cache_dtype,
-            "dtype": self.dtype,
-            "device": self.device,
-            "max_model_len": length,
-            "enable_prefix_caching": False,
-            "skip_tokenizer_init": True,
-            "deterministic": self.deterministic,
-            "tensor_parallel_size": self.tensor_parallel_size,
-            "pipeline_parallel_size": self.pipeline_parallel_size,
-            "enable_expert_parallel": self.enable_expert_parallel,
-            "seed": 0,
-            "executor": self.executor,
-            "message_dtype": self.message_dtype,
-        }
+        always = {"enable_prefix_caching": False, "skip_tokenizer_init": True, "seed": 0}
+        return asdict(self) | {"model": self.source, "load_format": self.loads, "max_model_len": length} | always
 
     def test_name(self, name: str) -> str:
         """Deterministic mode, each number of ranks, each way to pack weights, each choice of passes, each executor and

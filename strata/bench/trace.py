@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
+from strata.text.counted import counted
+
 N = TypeVar("N", int, float)
 
 # What a kernel does, by the first kind of which its name, in small letters, holds a word. Strata's own kernels, those
@@ -153,14 +155,16 @@ class TraceTime:
     kinds: dict[str, KindTime]
     exposed: float = 0.0
 
-    @property
-    def message_line(self) -> str | None:
-        """How much of the messages between ranks other work hides, in words; None if there are none."""
-        if MESSAGE not in self.kinds:
-            return None
-        messages = self.kinds[MESSAGE].seconds
-        hidden = max(0.0, 1 - self.exposed / messages)
-        return f"messages between ranks: {messages:.3f} s, exposed {self.exposed:.3f} s ({hidden:.0%} hidden)"
+    def lines(self) -> Iterator[str]:
+        """Steps, kinds of kernels, and how much of the messages between ranks other work hides, in words."""
+        yield f"{counted(self.steps, 'step')} of {self.kernels_per_step:.0f} kernels and copies (median)"
+        total = sum(kind.seconds for kind in self.kinds.values())
+        for name, kind in self.kinds.items():
+            yield f"  {name:22}{kind.seconds:10.3f} s {kind.seconds / total:7.1%}  {kind.kernels:,} of them"
+        if MESSAGE in self.kinds:
+            messages = self.kinds[MESSAGE].seconds
+            hidden = max(0.0, 1 - self.exposed / messages)
+            yield f"messages between ranks: {messages:.3f} s, exposed {self.exposed:.3f} s ({hidden:.0%} hidden)"
 
     @property
     def idle_share(self) -> float:

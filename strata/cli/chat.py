@@ -11,6 +11,7 @@ from rich.console import Console
 
 from strata.cli import options
 from strata.cli.generate import passed_options, sampling_params
+from strata.cli.groups import Values, grouped
 from strata.engine.sampling_params import SamplingParams
 from strata.models.folder import model_folder
 
@@ -30,26 +31,19 @@ _QUOTES = '"""'
 _FIRST, _NEXT = "you> ", "...  "
 
 
+@grouped
 def chat(
     model: options.Model = None,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
-    max_tokens: options.MaxTokens = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    seed: options.Seed = None,
-    quantization: options.Quantization = None,
-    sparsity: options.Sparsity = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    tensor_parallel_size: options.TensorParallelSize = 1,
-    message_dtype: options.MessageDtype = "auto",
-    pipeline_parallel_size: options.PipelineParallelSize = 1,
-    prefill_context_parallel_size: options.PrefillContextParallelSize = 1,
-    decode_context_parallel_size: options.DecodeContextParallelSize = 1,
-    max_model_len: options.MaxModelLen = None,
-    deterministic: options.Deterministic = False,
-    kv_cache_dtype: options.KvCacheDtype = "auto",
+    *,
+    sampling: options.Sampling,
+    engine: Annotated[
+        Values,
+        options.engine(
+            "quantization sparsity dtype device tensor_parallel_size message_dtype pipeline_parallel_size "
+            "prefill_context_parallel_size decode_context_parallel_size max_model_len deterministic kv_cache_dtype"
+        ),
+    ],
 ) -> None:
     """Talk with a model; it keeps the conversation. /help tells what can be typed, /exit or Ctrl-D ends it.
 
@@ -57,26 +51,11 @@ def chat(
     """
     from strata.engine.llm import LLM
 
-    asked = passed_options(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    asked = passed_options(sampling)
     folder = model_folder(model)
     console, waiting = Console(highlight=False), Console(stderr=True)
     with waiting.status("starting the model"):
-        llm = LLM(
-            folder,
-            verbose=False,
-            quantization=quantization,
-            sparsity=sparsity,
-            dtype=dtype,
-            device=device,
-            tensor_parallel_size=tensor_parallel_size,
-            message_dtype=message_dtype,
-            pipeline_parallel_size=pipeline_parallel_size,
-            prefill_context_parallel_size=prefill_context_parallel_size,
-            decode_context_parallel_size=decode_context_parallel_size,
-            max_model_len=max_model_len,
-            deterministic=deterministic,
-            kv_cache_dtype=kv_cache_dtype,
-        )
+        llm = LLM(folder, verbose=False, **engine)
     params = sampling_params(llm, asked)
     llm.chat_prompt(
         [{"role": "user", "content": "?"}]

@@ -15,14 +15,15 @@ from urllib.parse import quote
 import msgspec
 import typer
 
+from strata.bench.run import Setup
 from strata.cli import options
-from strata.cli.bench.options import AsJson, LoadFormat, Model
+from strata.cli.bench.options import AsJson, setup_options
 from strata.cli.explain_output import Html, TraceFile, show
+from strata.cli.groups import Values, grouped
 from strata.engine.watch.request_ledger import Part, RequestLedger
 
 if TYPE_CHECKING:
     from strata.bench.explain.measure import AnyWorkload, BenchWorkload, ServedWorkload
-    from strata.bench.run import Setup
     from strata.plan.explain.explanation import Explanation, Subject
     from strata.plan.explain.measurement import MeasuredStep
 
@@ -31,25 +32,24 @@ _OF_TRAINING = frozenset({"run", "html", "trace", "as_json"})
 _OF_REQUESTS = frozenset({"request", "url", "html", "trace", "as_json"})
 
 
+@grouped
 def explain(
     context: typer.Context,
     test: Annotated[str, typer.Argument(help="T1, T2, T3-bN (N requests), T4, or T5, a served load.")] = "T3-b8",
-    model: Model = "builtin",
-    load_format: LoadFormat = None,
-    dtype: options.Dtype = "bfloat16",
-    device: options.Device = "auto",
-    deterministic: options.Deterministic = False,
-    tensor_parallel_size: options.TensorParallelSize = 1,
-    quantization: options.Quantization = None,
-    kv_cache_dtype: options.KvCacheDtype = "auto",
-    max_num_seqs: options.MaxNumSeqs = None,
-    max_num_batched_tokens: Annotated[int | None, options.engine_option(min=1, help="Most tokens of a step.")] = None,
-    num_pages: Annotated[
-        int | None, options.engine_option(min=1, help="KV pages; what memory allows if left out.")
-    ] = None,
-    enable_prefix_caching: Annotated[
-        bool, options.engine_option(help="Reuse the pages of prompts that begin alike.")
-    ] = False,
+    *,
+    setup: Annotated[
+        Setup,
+        setup_options(
+            "model load_format dtype device deterministic tensor_parallel_size quantization kv_cache_dtype",
+            model="builtin",
+        ),
+    ],
+    changes: Annotated[
+        Values,
+        options.engine(
+            "max_num_seqs max_num_batched_tokens num_pages enable_prefix_caching", enable_prefix_caching=False
+        ),
+    ],
     prompt: Annotated[
         int | None, typer.Option(min=1, max=10**6, help="T3, T5: tokens of each prompt, 512 if left out.")
     ] = None,
@@ -88,15 +88,12 @@ def explain(
         _check_alone(context, "run", "a training run", _OF_TRAINING)
         show(_training(run), as_json=as_json, html=html, trace=trace)
         return
-    from strata.bench.run import Setup
     from strata.engine.engine_config import device_of
 
-    if profile and device_of(device).type == "cpu":
+    if profile and device_of(setup.device).type == "cpu":
         raise ValueError(
             "--profile is of CUDA, and this runs on a CPU, where operations are timed as it is: leave it out"
         )
-    engine = model, load_format, dtype, device, deterministic, tensor_parallel_size
-    setup = Setup(*engine, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
     workload: AnyWorkload
     if test == "T5":
         workload = _served(setup, request_rate, num_prompts, prompt, output)
@@ -105,12 +102,6 @@ def explain(
     else:
         workload = _workload(setup, test, prompt, output)
     subject: Subject = "tail" if tail else "request" if test == "T5" else "run"
-    changes = {
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "num_pages": num_pages,
-        "enable_prefix_caching": enable_prefix_caching,
-    }
     found = explained(setup, workload, changes, subject=subject, probe=probe, profile=profile)
     show(found, as_json=as_json, html=html, trace=trace)
 

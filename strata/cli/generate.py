@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from strata.cli import options
+from strata.cli.groups import Values, grouped
 from strata.engine.sampling_params import SamplingParams
 from strata.models.folder import model_folder
 from strata.text.counted import counted
@@ -17,32 +18,22 @@ if TYPE_CHECKING:
     from strata.engine.llm import LLM
 
 
+@grouped
 def generate(
     prompts: Annotated[list[str], typer.Argument(help="What to answer; each prompt is a request of its own.")],
     model: options.Model = None,
     raw: Annotated[bool, typer.Option(help="Continue the text itself, without the model's chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt.")] = False,
-    max_tokens: options.MaxTokens = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    seed: options.Seed = None,
-    quantization: options.Quantization = None,
-    sparsity: options.Sparsity = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    tensor_parallel_size: options.TensorParallelSize = 1,
-    message_dtype: options.MessageDtype = "auto",
-    pipeline_parallel_size: options.PipelineParallelSize = 1,
-    prefill_context_parallel_size: options.PrefillContextParallelSize = 1,
-    decode_context_parallel_size: options.DecodeContextParallelSize = 1,
-    max_model_len: options.MaxModelLen = None,
-    load_format: options.LoadFormat = "auto",
-    deterministic: options.Deterministic = False,
-    kv_cache_dtype: options.KvCacheDtype = "auto",
-    decode_pages: options.DecodePages = None,
-    sparse_prefill: options.SparsePrefill = None,
-    sparse_prefill_min_keys: options.SparsePrefillMinKeys = 16384,
+    *,
+    sampling: options.Sampling,
+    engine: Annotated[
+        Values,
+        options.engine(
+            "quantization sparsity dtype device tensor_parallel_size message_dtype pipeline_parallel_size "
+            "prefill_context_parallel_size decode_context_parallel_size max_model_len load_format deterministic "
+            "kv_cache_dtype decode_pages sparse_prefill sparse_prefill_min_keys"
+        ),
+    ],
 ) -> None:
     """Answer prompts, all at once, and say how fast.
 
@@ -52,26 +43,8 @@ def generate(
     """
     from strata.engine.llm import LLM
 
-    asked = passed_options(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-    llm = LLM(
-        model_folder(model),
-        quantization=quantization,
-        sparsity=sparsity,
-        dtype=dtype,
-        device=device,
-        tensor_parallel_size=tensor_parallel_size,
-        message_dtype=message_dtype,
-        pipeline_parallel_size=pipeline_parallel_size,
-        prefill_context_parallel_size=prefill_context_parallel_size,
-        decode_context_parallel_size=decode_context_parallel_size,
-        max_model_len=max_model_len,
-        load_format=load_format,
-        deterministic=deterministic,
-        kv_cache_dtype=kv_cache_dtype,
-        decode_pages=decode_pages,
-        sparse_prefill=sparse_prefill,
-        sparse_prefill_min_keys=sparse_prefill_min_keys,
-    )
+    asked = passed_options(sampling)
+    llm = LLM(model_folder(model), **engine)
     params = sampling_params(llm, asked)
     chats = llm.get_tokenizer().has_chat_template and not raw
     encoded: list[Any] = [llm.chat_prompt([{"role": "user", "content": text}]) if chats else text for text in prompts]
@@ -81,17 +54,8 @@ def generate(
     for prompt, output in zip(prompts, outputs, strict=True):
         completion = output.outputs[0]
         if as_json:
-            print(
-                json.dumps(
-                    {
-                        "prompt": prompt,
-                        "text": completion.text,
-                        "finish_reason": completion.finish_reason,
-                        "error": output.error,
-                    },
-                    ensure_ascii=False,
-                )
-            )
+            line = {"prompt": prompt, "text": completion.text, "finish_reason": completion.finish_reason}
+            print(json.dumps(line | {"error": output.error}, ensure_ascii=False))
         else:
             print(f"> {prompt}\n{completion.text.strip()}\n")
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
@@ -103,7 +67,7 @@ def generate(
         raise typer.Exit(1)
 
 
-def passed_options(**options: Any) -> dict[str, Any]:
+def passed_options(options: Values) -> dict[str, Any]:
     """The sampling options that are not None. Raises ValueError for a bad one, before a model is loaded for it."""
     values = {name: value for name, value in options.items() if value is not None}
     SamplingParams(**values)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from strata.cli import options
+from strata.cli.groups import Values, grouped
 from strata.hardware.figures import Device, Figure
 from strata.hardware.links import Link
 from strata.hardware.prediction import ORIGINS, Prediction
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 _MAX_TOKENS, _MAX_SEQUENCES = 10**8, 10**5
 
 
+@grouped
 def graph(
     model: options.ModelOrSizes,
     tokens: Annotated[int, typer.Option(min=1, max=_MAX_TOKENS, help="New tokens of each sequence in this step.")] = 1,
@@ -50,16 +52,16 @@ def graph(
         typer.Option(help="Device whose kernels and floors are shown, h200 if left out; cpu: the processor here."),
     ] = None,
     device: options.HardwareBefore = None,
-    tensor_parallel_size: options.TensorParallelSize = 1,
-    message_dtype: options.MessageDtype = "auto",
-    pipeline_parallel_size: options.PipelineParallelSize = 1,
+    *,
+    engine: Annotated[
+        Values,
+        options.engine(
+            "tensor_parallel_size message_dtype pipeline_parallel_size prefill_context_parallel_size "
+            "decode_context_parallel_size enable_expert_parallel enable_dp_attention"
+        ),
+    ],
+    packing: Annotated[Values, options.engine("quantization sparsity")],
     stage: Annotated[int, typer.Option(min=0, help="Which of the stages is shown, from 0.")] = 0,
-    prefill_context_parallel_size: options.PrefillContextParallelSize = 1,
-    decode_context_parallel_size: options.DecodeContextParallelSize = 1,
-    enable_expert_parallel: options.EnableExpertParallel = False,
-    enable_dp_attention: options.EnableDpAttention = False,
-    quantization: options.Quantization = None,
-    sparsity: options.Sparsity = None,
     passes: Annotated[
         str,
         typer.Option(
@@ -95,8 +97,7 @@ def graph(
     """
     import torch
 
-    from strata.bench.load.report import report_console
-    from strata.bench.result import ending_in
+    from strata.bench.result import ending_in, report_console
     from strata.comm.symmetric import imagined
     from strata.engine.engine_config import EngineConfig
     from strata.engine.ranks.token_division import CONTEXT_AXIS
@@ -117,30 +118,21 @@ def graph(
     here = device_here(hardware) if measure or hardware == PROCESSOR else None
     others = f", or {PROCESSOR}, the processor of this machine"
     spec, config = cuda_device(hardware or "h200", others) if here is None else here.device, find_config(source)
-    size, stages, shard = tensor_parallel_size, pipeline_parallel_size, None
-    parts = prefill_context_parallel_size
+    size, stages, parts = (engine[f"{one}_parallel_size"] for one in ("tensor", "pipeline", "prefill_context"))
     ranks, along = size * stages * parts, imagined(CONTEXT_AXIS, parts) if parts > 1 else None
-    if enable_dp_attention and size == 1:
+    expert_parallel, own_tokens = engine["enable_expert_parallel"], engine["enable_dp_attention"]
+    if own_tokens and size == 1:
         raise ValueError(
             "--enable-dp-attention is of experts that --tensor-parallel-size ranks divide; make that 2 or more"
         )
     if stage >= stages:
         raise ValueError(f"--stage {stage} of --pipeline-parallel-size {stages}: stages count from 0 to {stages - 1}")
-    divided = EngineConfig(
-        model,
-        tensor_parallel_size=size,
-        message_dtype=message_dtype,
-        pipeline_parallel_size=stages,
-        prefill_context_parallel_size=parts,
-        decode_context_parallel_size=decode_context_parallel_size,
-        enable_dp_attention=enable_dp_attention,
-        enable_expert_parallel=enable_expert_parallel or enable_dp_attention,
-    )
-    check_states(divided, config)
+    check_states(EngineConfig(model, **engine | {"enable_expert_parallel": expert_parallel or own_tokens}), config)
+    shard = None
     if size * stages > 1:
         axis = imagined(TENSOR_AXIS, size) if size > 1 else None
-        own: dict[str, Any] = {"expert_parallel": enable_expert_parallel, "own_tokens": enable_dp_attention}
-        own["key_ranks"] = decode_context_parallel_size
+        own: dict[str, Any] = {"expert_parallel": expert_parallel, "own_tokens": own_tokens}
+        own["key_ranks"] = engine["decode_context_parallel_size"]
         shard = RankShard.of(config, size, 0, axis, stages=stages, stage=stage, **own)
     if here is not None and ranks > 1:
         shown = (
@@ -152,28 +144,29 @@ def graph(
     beside = (prompt,) * bool(prompt)
     workload = Workload((tokens,) * sequences + beside, (tokens + context,) * sequences + beside)
     folder = Path(source) if Path(source).is_dir() else None
-    by: dict[str, Any] = {"quantization": quantization, "sparsity": sparsity, "folder": folder, "passes": passes}
+    by: dict[str, Any] = {**packing, "folder": folder, "passes": passes}
     if here is not None and here.is_processor:
         meta = meta_model(config, None, config.dtype or torch.float32, **by)
     else:
-        meta = meta_model(config, spec, shard=shard, context=along, message_dtype=message_dtype, **by)
+        meta = meta_model(config, spec, shard=shard, context=along, message_dtype=engine["message_dtype"], **by)
     priced = price(meta, workload, spec)
     if here is not None:
         priced = dataclasses.replace(priced, sources=(*priced.sources, *here.sources))
     if here is not None and measure:
         from strata.bench.measured_step import engine_for, measure_step
 
-        asked = engine_for(source, meta, "cpu" if here.is_processor else "cuda", quantization, sparsity, passes)
+        asked = engine_for(source, meta, "cpu" if here.is_processor else "cuda", passes=passes, **packing)
         held = sum(node.cost.weights for node in priced.step.timed) / 2**30
         many = f"{held:.1f} GiB of weights and {counted(len(priced.step.timed), 'operation')}, one after another"
         typer.echo(f"measuring on {spec.product}: {many}", err=True)  # of a large model on a processor for minutes
         measured = measure_step(asked, workload, meta.choose(workload).size, priced.step.graph)
         priced = dataclasses.replace(priced, measured=measured)
     step = {"model": model, "tokens": tokens, "context": context, "sequences": sequences, "prompt": prompt}
-    step |= {"quantization": quantization, "sparsity": sparsity, "ranks": ranks, "stages": stages, "stage": stage}
+    step |= {**packing, "ranks": ranks, "stages": stages, "stage": stage}
     title = f"{model}: {sequences} x {counted(tokens, 'new token')}, {context} cached each"
     title += f"; a new prompt of {prompt}" * bool(prompt) + f"; one rank of {ranks}" * (ranks > 1)
-    title += f"; weights packed as {quantization or sparsity}" * (quantization is not None or sparsity is not None)
+    if (packed := packing["quantization"] or packing["sparsity"]) is not None:
+        title += f"; weights packed as {packed}"
     step["passes"] = passes
     title += f"; passes {passes}" * (passes != "all")
     if occupancy:
@@ -353,7 +346,7 @@ class PricedStep:
         return Drawing(where, before, after, correspondence(captured, self.step.model), notes).svg()
 
     def draw(self, title: str) -> None:
-        from strata.bench.load.report import report_console
+        from strata.bench.result import report_console
         from strata.cost.draw import counts_table, duration, quantity, table
 
         console, totals, rows = report_console(), self.totals(), self.rows

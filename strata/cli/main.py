@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from importlib import import_module
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
-from typer.main import get_command
 
 import strata
 from strata.cli.ending import ending
-from strata.cli.help import Command
+from strata.cli.lazy import LazyCommands, lazy_group
 
-_MODULES = {
+_PLACES = {
     "serve": "strata.cli.serve:command",
     "run-batch": "strata.cli.run_batch:run",
     "generate": "strata.cli.generate:generate",
@@ -59,34 +56,12 @@ def _trains(arguments: list[str]) -> bool:
     return command == ["train"] or (command == ["explain"] and explains_a_run)
 
 
-class _LazyCommands(Mapping[str, Any]):
-    """Imports a sub-command when it is asked for: a server has no use for what trains, and torch takes its time."""
-
-    def __getitem__(self, name: str) -> Any:
-        module, member = _MODULES[name].split(":")
-        found = getattr(import_module(module), member)
-        if not isinstance(found, typer.Typer):
-            function, found = found, typer.Typer(add_completion=False, rich_markup_mode="rich")
-            found.command(cls=Command)(function)
-        command = get_command(found)
-        command.name = name
-        return command
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_MODULES)
-
-    def __len__(self) -> int:
-        return len(_MODULES)
-
-
-class _Commands(TyperGroup):
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.commands: Any = _LazyCommands()
-
-
 app = typer.Typer(
-    name="strata", cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich"
+    name="strata",
+    cls=lazy_group(_PLACES),
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
 )
 
 
@@ -107,7 +82,7 @@ def start(
 
 def options_of(arguments: Sequence[str]) -> list[str]:
     """Of the command that they name, as its function takes them."""
-    commands: Mapping[str, Any] = _LazyCommands()
+    commands: Mapping[str, Any] = LazyCommands(_PLACES)
     parameters: Sequence[Any] = ()
     for word in arguments:
         if word not in commands:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from strata.cli import options
+from strata.cli.groups import Values, grouped
 from strata.hardware.figures import GIGA
 from strata.hardware.specs import device_to_plan
 from strata.models.folder import folder_shape_or_file
@@ -24,9 +25,11 @@ _MOST_TOKENS = 10**7
 _PRECISION, _LACKS = "weights, KV", "lacks"
 
 
+@grouped
 def plan(
     context: typer.Context,
     model: options.ModelOrSizes,
+    *,
     hardware: options.Hardware = "h200",
     gpus: Annotated[int, typer.Option(min=1, max=100_000, help="How many of them there are.")] = 1,
     input_len: Annotated[int | None, typer.Option(min=1, max=_MOST_TOKENS, help="Tokens of a prompt.")] = None,
@@ -38,8 +41,7 @@ def plan(
     ttft: Annotated[float | None, typer.Option(help="Most milliseconds to the first token, on average.")] = None,
     tpot: Annotated[float | None, typer.Option(help="Most milliseconds of each token after it.")] = None,
     price: Annotated[float | None, typer.Option(min=0, max=1e9, help="Of one device an hour, in any currency.")] = None,
-    quantization: options.Quantization = None,
-    kv_cache_dtype: options.KvCacheDtype = "auto",
+    precisions: Annotated[Values, options.engine("quantization kv_cache_dtype")],
     gpus_per_host: Annotated[int, typer.Option(min=1, help="Devices that a fast link joins.")] = 8,
     network: Annotated[
         float, typer.Option(min=0.001, max=1e6, help="GB/s of a device to other hosts, each way.")
@@ -67,7 +69,7 @@ def plan(
     """
     if train != (batch_tokens is not None):
         raise ValueError("a plan of a training run takes --train and --batch-tokens, one of serving neither")
-    in_bits = {"quantization": quantization, "kv-cache-dtype": None if kv_cache_dtype == "auto" else kv_cache_dtype}
+    in_bits = {name.replace("_", "-"): value for name, value in precisions.items() if value != "auto"}
     if batch_tokens is not None:
         serving = {"input-len": input_len, "output-len": output_len, "trace": trace, "ttft": ttft, "tpot": tpot}
         serving |= {"cached": cached or None, "svg": svg, "html": html}
@@ -104,7 +106,7 @@ def plan(
         raise ValueError(f"--svg {svg}: answers of one token have no tokens a second of a user to draw; leave it out")
     objectives = Objectives(*(None if value is None else value / 1e3 for value in (ttft, tpot)))
     file = folder_shape_or_file(model)
-    asked, way, spec = Precision(quantization, kv_cache_dtype), network * GIGA, device_to_plan(hardware)
+    asked, way, spec = Precision(**precisions), network * GIGA, device_to_plan(hardware)
     found = serving_plan(model, file, spec, gpus, traffic, objectives, gpus_per_host, way, price, asked)
     if svg is not None:
         svg.write_text(frontier_svg(found), encoding="utf-8")
@@ -165,7 +167,7 @@ def draw_plan(found: ServingPlan) -> None:
     """Print a plan as tables and lines."""
     from rich.table import Table
 
-    from strata.bench.load.report import report_console
+    from strata.bench.result import report_console
     from strata.plan.search.choice import ServingChoice
 
     console = report_console()

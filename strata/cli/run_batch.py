@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from strata.cli import options
+from strata.cli.groups import Values, grouped
 from strata.cli.serve_options import Reasoning, ServedModelName, ToolCalls, served_names, tool_format
 from strata.models.folder import display_name, model_folder
 from strata.serve.batch_file import BatchResults, read_requests
@@ -28,6 +29,7 @@ from strata.text.counted import counted
 _NO_BOUND = 10**9
 
 
+@grouped
 def run(
     requests: Annotated[Path, typer.Argument(help="A request a line, as OpenAI's batch files have them.")],
     results: Annotated[Path, typer.Argument(help="Where results go, a line each; what is there already is kept.")],
@@ -35,26 +37,16 @@ def run(
     served_model_name: ServedModelName = None,
     tool_call_parser: ToolCalls = None,
     reasoning: Reasoning = False,
-    quantization: options.Quantization = None,
-    sparsity: options.Sparsity = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    tensor_parallel_size: options.TensorParallelSize = 1,
-    message_dtype: options.MessageDtype = "auto",
-    pipeline_parallel_size: options.PipelineParallelSize = 1,
-    prefill_context_parallel_size: options.PrefillContextParallelSize = 1,
-    decode_context_parallel_size: options.DecodeContextParallelSize = 1,
-    enable_expert_parallel: options.EnableExpertParallel = False,
-    enable_dp_attention: options.EnableDpAttention = False,
-    load_format: options.LoadFormat = "auto",
-    max_model_len: options.MaxModelLen = None,
-    max_num_seqs: options.MaxNumSeqs = None,
-    gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
-    deterministic: options.Deterministic = False,
-    kv_cache_dtype: options.KvCacheDtype = "auto",
-    decode_pages: options.DecodePages = None,
-    sparse_prefill: options.SparsePrefill = None,
-    sparse_prefill_min_keys: options.SparsePrefillMinKeys = 16384,
+    *,
+    engine: Annotated[
+        Values,
+        options.engine(
+            "quantization sparsity dtype device tensor_parallel_size message_dtype pipeline_parallel_size "
+            "prefill_context_parallel_size decode_context_parallel_size enable_expert_parallel enable_dp_attention "
+            "load_format max_model_len max_num_seqs gpu_memory_utilization deterministic kv_cache_dtype decode_pages "
+            "sparse_prefill sparse_prefill_min_keys"
+        ),
+    ],
 ) -> None:
     """Answer a file of requests, without a server; exit code 0 if all succeeded.
 
@@ -73,35 +65,12 @@ def run(
         request_timeout=float(_NO_BOUND),
         priority_keys=(ANONYMOUS.name,),
     )
-    engine = {
-        "model": folder,
-        "quantization": quantization,
-        "sparsity": sparsity,
-        "dtype": dtype,
-        "device": device,
-        "tensor_parallel_size": tensor_parallel_size,
-        "message_dtype": message_dtype,
-        "pipeline_parallel_size": pipeline_parallel_size,
-        "prefill_context_parallel_size": prefill_context_parallel_size,
-        "decode_context_parallel_size": decode_context_parallel_size,
-        "enable_expert_parallel": enable_expert_parallel,
-        "enable_dp_attention": enable_dp_attention,
-        "load_format": load_format,
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
-        "gpu_memory_utilization": gpu_memory_utilization,
-        "deterministic": deterministic,
-        "kv_cache_dtype": kv_cache_dtype,
-        "decode_pages": decode_pages,
-        "sparse_prefill": sparse_prefill,
-        "sparse_prefill_min_keys": sparse_prefill_min_keys,
-    }
     if results.exists() and requests.exists() and results.samefile(requests):
         raise ValueError(f"{results} holds the requests: name another file for the results")
     with BatchResults(results, read_requests(requests)) as written:
         if written.first_fault is not None:
             typer.echo(f"{requests}, {written.first_fault.message} (its result is an error)", err=True)
-        stopped = _answer(requests, written, settings, engine)
+        stopped = _answer(requests, written, settings, {"model": folder, **engine})
     if stopped is not None:
         done = f"{written.succeeded + written.failed} of {counted(written.total, 'request')}"
         there = f"{done} have their result in {results}"

@@ -12,9 +12,9 @@ from typing import Annotated
 import typer
 
 from strata.cli import options
+from strata.cli.groups import OptionGroup, Values, grouped
 from strata.cli.help import Command
 from strata.cli.serve_options import Reasoning, ServedModelName, ToolCalls, chat_option, served_names, tool_format
-from strata.engine.scheduling.room import SERVER_TPOT_MS, SERVER_TTFT_MS
 from strata.files.json_object import why_no_text
 from strata.models.folder import display_name, folder_or_shape, located, model_folder
 from strata.models.shapes import SHAPES
@@ -40,7 +40,75 @@ def _refuse_key(value: str | None) -> None:
         )
 
 
+class HttpOptions:
+    """Of the HTTP side, with the names and the meaning that `ServeSettings` gives them; of its bounds, too."""
+
+    host: Annotated[str, _http_option(help="Where to listen; what is no loopback address needs an API key.")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[int, _http_option(min=0, max=65535, help="0 takes a free one.")] = 8000
+    metrics_port: Annotated[
+        int | None,
+        _http_option(min=0, max=65535, help="Serve /metrics alone there too, on the same host and without a key."),
+    ] = None
+    api_key_file: Annotated[
+        Path | None,
+        _http_option(help="A key a line, as key or name:key; read again at SIGHUP. More come from STRATA_API_KEY(S)."),
+    ] = None
+    api_key: Annotated[
+        str | None, typer.Option(hidden=True, allow_from_autoenv=False, callback=_refuse_key, expose_value=False)
+    ] = None
+    allowed_hosts: Annotated[
+        list[str] | None, _http_option(help="Another name (Host) that a server on loopback goes by.")
+    ] = None
+    allowed_origins: Annotated[list[str] | None, _http_option(help="A site whose pages may use the server (CORS).")] = (
+        None
+    )
+    api_workers: Annotated[int, _http_option(min=1, help="Processes that serve HTTP.")] = 1
+    max_queue: Annotated[int, _limit_option(min=0, help="Sequences that may wait; more get 503.")] = 512
+    request_timeout: Annotated[float, _limit_option(min=0.001, help="Seconds that a request may take.")] = 600.0
+    engine_timeout: Annotated[
+        float,
+        _limit_option(
+            min=0,
+            help="Seconds in which the engine must say something while it has requests, or is killed; 0 for no end.",
+        ),
+    ] = 300.0
+    requests_per_minute: Annotated[int | None, _limit_option(min=1, help="Of each key; more get 429.")] = None
+    tokens_per_minute: Annotated[int | None, _limit_option(min=1, help="Of each key, prompts included.")] = None
+    concurrency: Annotated[int | None, _limit_option(min=1, help="Sequences of each key at once.")] = None
+    priority_keys: Annotated[
+        list[str] | None,
+        _limit_option(
+            help="Name of a key whose requests may come before others' (anonymous: all, where there are no keys)."
+        ),
+    ] = None
+    admin_keys: Annotated[
+        list[str] | None,
+        _limit_option(help="Name of a key that may drain replicas (anonymous: all, where there are no keys)."),
+    ] = None
+    shutdown_timeout: Annotated[
+        float, _limit_option(min=0, help="Seconds that requests get to finish after SIGTERM.")
+    ] = 30.0
+    restart_engine: Annotated[
+        bool | None,
+        _limit_option(
+            "--restart-engine/--no-restart-engine",
+            help="Start another engine when it dies, instead of ending; left out, with several ranks or engines.",
+        ),
+    ] = None
+
+
+class LogOptions:
+    """Of what is written down."""
+
+    log_json: Annotated[bool, _log_option(help="Log JSON objects.")] = False
+    log_prompts: Annotated[bool, _log_option(help="Log prompts, too.")] = False
+    otlp_traces_endpoint: Annotated[str | None, _log_option(help="Send OpenTelemetry traces there.")] = None
+
+
 @command.command(cls=Command, context_settings={"auto_envvar_prefix": "STRATA"})
+@grouped
 def serve(
     model: Annotated[
         str | None,
@@ -50,114 +118,25 @@ def serve(
         ),
     ] = None,
     served_model_name: ServedModelName = None,
-    host: Annotated[
-        str, _http_option(help="Where to listen; what is no loopback address needs an API key.")
-    ] = "127.0.0.1",
-    port: Annotated[int, _http_option(min=0, max=65535, help="0 takes a free one.")] = 8000,
-    metrics_port: Annotated[
-        int | None,
-        _http_option(min=0, max=65535, help="Serve /metrics alone there too, on the same host and without a key."),
-    ] = None,
-    api_key_file: Annotated[
-        Path | None,
-        _http_option(help="A key a line, as key or name:key; read again at SIGHUP. More come from STRATA_API_KEY(S)."),
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(hidden=True, allow_from_autoenv=False, callback=_refuse_key, expose_value=False)
-    ] = None,
-    allowed_hosts: Annotated[
-        list[str] | None, _http_option(help="Another name (Host) that a server on loopback goes by.")
-    ] = None,
-    allowed_origins: Annotated[
-        list[str] | None, _http_option(help="A site whose pages may use the server (CORS).")
-    ] = None,
-    api_workers: Annotated[int, _http_option(min=1, help="Processes that serve HTTP.")] = 1,
-    max_queue: Annotated[int, _limit_option(min=0, help="Sequences that may wait; more get 503.")] = 512,
-    request_timeout: Annotated[float, _limit_option(min=0.001, help="Seconds that a request may take.")] = 600.0,
-    engine_timeout: Annotated[
-        float,
-        _limit_option(
-            min=0,
-            help="Seconds in which the engine must say something while it has requests, or is killed; 0 for no end.",
-        ),
-    ] = 300.0,
-    requests_per_minute: Annotated[int | None, _limit_option(min=1, help="Of each key; more get 429.")] = None,
-    tokens_per_minute: Annotated[int | None, _limit_option(min=1, help="Of each key, prompts included.")] = None,
-    concurrency: Annotated[int | None, _limit_option(min=1, help="Sequences of each key at once.")] = None,
-    priority_keys: Annotated[
-        list[str] | None,
-        _limit_option(
-            help="Name of a key whose requests may come before others' (anonymous: all, where there are no keys)."
-        ),
-    ] = None,
-    admin_keys: Annotated[
-        list[str] | None,
-        _limit_option(help="Name of a key that may drain replicas (anonymous: all, where there are no keys)."),
-    ] = None,
-    shutdown_timeout: Annotated[
-        float, _limit_option(min=0, help="Seconds that requests get to finish after SIGTERM.")
-    ] = 30.0,
-    restart_engine: Annotated[
-        bool | None,
-        _limit_option(
-            "--restart-engine/--no-restart-engine",
-            help="Start another engine when it dies, instead of ending; left out, with several ranks or engines.",
-        ),
-    ] = None,
+    *,
+    http: Annotated[Values, OptionGroup(HttpOptions)],
     chat_template: Annotated[
         Path | None, chat_option(help="File with a template to use instead of the model's.")
     ] = None,
     tool_call_parser: ToolCalls = None,
     reasoning: Reasoning = False,
-    tokenizer: Annotated[
-        str | None, options.engine_option(help="Folder of the tokenizer; the model's own if left out.")
-    ] = None,
-    quantization: options.Quantization = None,
-    sparsity: options.Sparsity = None,
-    passes: options.Passes = "all",
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    tensor_parallel_size: options.TensorParallelSize = 1,
-    pipeline_parallel_size: options.PipelineParallelSize = 1,
-    prefill_context_parallel_size: options.PrefillContextParallelSize = 1,
-    decode_context_parallel_size: options.DecodeContextParallelSize = 1,
-    data_parallel_size: Annotated[
-        int, options.engine_option(min=1, help="Engines that requests are divided among, each with GPUs of its own.")
-    ] = 1,
-    overlap_tokens: options.OverlapTokens = None,
-    message_dtype: options.MessageDtype = "auto",
-    all_reduce_group_size: options.AllReduceGroupSize = 1,
-    enable_expert_parallel: options.EnableExpertParallel = False,
-    enable_dp_attention: options.EnableDpAttention = False,
-    enable_eplb: options.EnableEplb = False,
-    num_redundant_experts: options.NumRedundantExperts = 0,
-    eplb_step_interval: options.EplbStepInterval = 3000,
-    load_format: options.LoadFormat = "auto",
-    max_model_len: options.MaxModelLen = None,
-    max_num_seqs: options.MaxNumSeqs = None,
-    max_num_batched_tokens: Annotated[int | None, options.engine_option(min=1, help="Most tokens of a step.")] = None,
-    gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
-    num_pages: Annotated[
-        int | None, options.engine_option(min=1, help="KV pages; what memory allows if left out.")
-    ] = None,
-    page_size: Annotated[int, options.engine_option(min=1, help="Tokens of a KV page.")] = 16,
-    enable_prefix_caching: Annotated[
-        bool, options.engine_option(help="Reuse the pages of prompts that begin alike.")
-    ] = True,
-    tpot_target_ms: options.TpotTargetMs = SERVER_TPOT_MS,
-    step_target_ms: options.TpotTargetMsBefore = None,
-    ttft_target_ms: options.TtftTargetMs = SERVER_TTFT_MS,
-    seed: Annotated[
-        int | None, options.engine_option(help="Of requests that bring none; left out, every start draws anew.")
-    ] = None,
-    deterministic: options.Deterministic = False,
-    kv_cache_dtype: options.KvCacheDtype = "auto",
-    decode_pages: options.DecodePages = None,
-    sparse_prefill: options.SparsePrefill = None,
-    sparse_prefill_min_keys: options.SparsePrefillMinKeys = 16384,
-    log_json: Annotated[bool, _log_option(help="Log JSON objects.")] = False,
-    log_prompts: Annotated[bool, _log_option(help="Log prompts, too.")] = False,
-    otlp_traces_endpoint: Annotated[str | None, _log_option(help="Send OpenTelemetry traces there.")] = None,
+    engine: Annotated[
+        Values,
+        options.engine(
+            "tokenizer quantization sparsity passes dtype device tensor_parallel_size pipeline_parallel_size "
+            "prefill_context_parallel_size decode_context_parallel_size data_parallel_size overlap_tokens "
+            "message_dtype all_reduce_group_size enable_expert_parallel enable_dp_attention enable_eplb "
+            "num_redundant_experts eplb_step_interval load_format max_model_len max_num_seqs max_num_batched_tokens "
+            "gpu_memory_utilization num_pages page_size enable_prefix_caching tpot_target_ms step_target_ms "
+            "ttft_target_ms seed deterministic kv_cache_dtype decode_pages sparse_prefill sparse_prefill_min_keys"
+        ),
+    ],
+    logs: Annotated[Values, OptionGroup(LogOptions)],
 ) -> None:
     """Serve OpenAI's API, until Ctrl-C or SIGTERM.
 
@@ -165,9 +144,10 @@ def serve(
 
     Example: strata serve path/to/Llama-3.1-8B-Instruct --max-model-len 16384
     """
-    folder = folder_or_shape(model) if load_format == "dummy" else str(model_folder(model))
-    source = KeySource(api_key_file, os.environ)
-    keys = source.read()
+    tokenizer, engines = engine.pop("tokenizer"), engine.pop("data_parallel_size")
+    folder = folder_or_shape(model) if engine["load_format"] == "dummy" else str(model_folder(model))
+    source, restarts = KeySource(http.pop("api_key_file"), os.environ), http.pop("restart_engine")
+    keys, host = source.read(), http["host"]
     if not keys and not is_loopback(host):
         raise ValueError(
             f"--host {host} lets others in, and there is no API key: set STRATA_API_KEY or --api-key-file, "
@@ -175,73 +155,27 @@ def serve(
         )
     tokenizer_folder = _tokenizer(located(tokenizer) if tokenizer else folder)
     template = None if chat_template is None else _read_template(chat_template)
+    traces = _endpoint(logs.pop("otlp_traces_endpoint"))
+    http["allowed_hosts"] = tuple(http["allowed_hosts"] or ())
+    http["allowed_origins"] = tuple(_origin(one) for one in http["allowed_origins"] or ())
+    for name in ("priority_keys", "admin_keys"):
+        http[name] = _named_keys(f"--{name.replace('_', '-')}", http[name] or [], keys)
     settings = ServeSettings(
         model=folder,
         served_model_names=served_names(served_model_name, display_name(model, folder)),
-        host=host,
-        port=port,
-        metrics_port=metrics_port,
-        allowed_hosts=tuple(allowed_hosts or ()),
-        allowed_origins=tuple(_origin(one) for one in allowed_origins or ()),
         chat_template=template,
         tool_format=tool_format(tool_call_parser, tokenizer_folder, template),
         reasoning=reasoning,
-        max_queue=max_queue,
-        request_timeout=request_timeout,
-        engine_timeout=engine_timeout,
-        requests_per_minute=requests_per_minute,
-        tokens_per_minute=tokens_per_minute,
-        concurrency=concurrency,
-        priority_keys=_named_keys("--priority-keys", priority_keys or [], keys),
-        admin_keys=_named_keys("--admin-keys", admin_keys or [], keys),
-        shutdown_timeout=shutdown_timeout,
-        api_workers=api_workers,
-        data_parallel_size=data_parallel_size,
-        log_json=log_json,
-        log_prompts=log_prompts,
+        data_parallel_size=engines,
+        **http,
+        **logs,
     )
-    engine = {
-        "model": folder,
-        "quantization": quantization,
-        "sparsity": sparsity,
-        "passes": passes,
-        "dtype": dtype,
-        "device": device,
-        "tensor_parallel_size": tensor_parallel_size,
-        "pipeline_parallel_size": pipeline_parallel_size,
-        "prefill_context_parallel_size": prefill_context_parallel_size,
-        "decode_context_parallel_size": decode_context_parallel_size,
-        "overlap_tokens": overlap_tokens,
-        "message_dtype": message_dtype,
-        "all_reduce_group_size": all_reduce_group_size,
-        "enable_expert_parallel": enable_expert_parallel,
-        "enable_dp_attention": enable_dp_attention,
-        "enable_eplb": enable_eplb,
-        "num_redundant_experts": num_redundant_experts,
-        "eplb_step_interval": eplb_step_interval,
-        "max_model_len": max_model_len,
-        "load_format": load_format,
-        "skip_tokenizer_init": tokenizer is not None,
-        "enable_prefix_caching": enable_prefix_caching,
-        "gpu_memory_utilization": gpu_memory_utilization,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "seed": seed,
-        "deterministic": deterministic,
-        "kv_cache_dtype": kv_cache_dtype,
-        "decode_pages": decode_pages,
-        "sparse_prefill": sparse_prefill,
-        "sparse_prefill_min_keys": sparse_prefill_min_keys,
-        "page_size": page_size,
-        "num_pages": num_pages,
-        "tpot_target_ms": tpot_target_ms or None,
-        "ttft_target_ms": ttft_target_ms,
-    }
-    traces = None if otlp_traces_endpoint is None else _endpoint(otlp_traces_endpoint)
-    sizes = tensor_parallel_size, pipeline_parallel_size, prefill_context_parallel_size, data_parallel_size
-    several = max(sizes) > 1
-    restarts = several if restart_engine is None else restart_engine
-    sys.exit(launch(ApiJob(settings, keys, tokenizer_folder, restarts, traces), engine, source))
+    if restarts is None:
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
+        restarts = max(engines, *(engine[name] for name in sizes)) > 1
+    engine |= {"tpot_target_ms": engine["tpot_target_ms"] or None, "skip_tokenizer_init": tokenizer is not None}
+    job = ApiJob(settings, keys, tokenizer_folder, restarts, traces)
+    sys.exit(launch(job, {"model": folder, **engine}, source))
 
 
 def _named_keys(option: str, given: list[str], keys: list[KeyHash]) -> tuple[str, ...]:
@@ -266,8 +200,8 @@ def _origin(text: str) -> str:
     return text.lower()
 
 
-def _endpoint(url: str) -> str:
-    if not url.lower().startswith(("http://", "https://")):
+def _endpoint(url: str | None) -> str | None:
+    if url is not None and not url.lower().startswith(("http://", "https://")):
         raise ValueError(f"--otlp-traces-endpoint {url}: give a URL, like http://localhost:4318/v1/traces")
     return url
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from strata.cli import options
+from strata.cli.groups import Values, grouped
 from strata.hardware.specs import DEVICES
 from strata.models.folder import folder_or_shape
 from strata.models.shapes import SHAPES
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from strata.kernels.device_limits import DeviceLimits
 
 
+@grouped
 def warm(
     model: Annotated[
         str, typer.Argument(help=f"Checkpoint folder, org/model, builtin, or a shape: {options.SHAPE_NAMES}.")
@@ -23,20 +25,15 @@ def warm(
         str, typer.Option(help="Whose kernels: auto, cuda:N, or a name (h200), which need not be here.")
     ] = "auto",
     device: options.HardwareBefore = None,
-    quantization: options.Quantization = None,
-    sparsity: options.Sparsity = None,
-    dtype: options.Dtype = "auto",
-    max_model_len: options.MaxModelLen = None,
-    max_num_seqs: options.MaxNumSeqs = None,
-    max_num_batched_tokens: Annotated[int | None, options.engine_option(min=1, help="Most tokens of one step.")] = None,
-    deterministic: options.Deterministic = False,
-    tensor_parallel_size: options.TensorParallelSize = 1,
-    message_dtype: options.MessageDtype = "auto",
-    pipeline_parallel_size: options.PipelineParallelSize = 1,
-    prefill_context_parallel_size: options.PrefillContextParallelSize = 1,
-    decode_context_parallel_size: options.DecodeContextParallelSize = 1,
-    enable_expert_parallel: options.EnableExpertParallel = False,
-    enable_dp_attention: options.EnableDpAttention = False,
+    *,
+    engine: Annotated[
+        Values,
+        options.engine(
+            "quantization sparsity dtype max_model_len max_num_seqs max_num_batched_tokens deterministic "
+            "tensor_parallel_size message_dtype pipeline_parallel_size prefill_context_parallel_size "
+            "decode_context_parallel_size enable_expert_parallel enable_dp_attention"
+        ),
+    ],
 ) -> None:
     """Compile all kernels that serving a model takes, before anybody waits for them.
 
@@ -55,24 +52,7 @@ def warm(
 
     require_writable()
     found = folder_or_shape(model)
-    asked = EngineConfig(
-        found,
-        quantization=quantization,
-        sparsity=sparsity,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        load_format="dummy" if found in SHAPES else "auto",
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        deterministic=deterministic,
-        tensor_parallel_size=tensor_parallel_size,
-        message_dtype=message_dtype,
-        pipeline_parallel_size=pipeline_parallel_size,
-        prefill_context_parallel_size=prefill_context_parallel_size,
-        decode_context_parallel_size=decode_context_parallel_size,
-        enable_expert_parallel=enable_expert_parallel,
-        enable_dp_attention=enable_dp_attention,
-    )
+    asked = EngineConfig(found, load_format="dummy" if found in SHAPES else "auto", **engine)
     asked = with_sequences(asked, weights.resolve(asked.model, asked.load_format)[0], listed_place(limits))
     with compiling(asked, limits) as process:
         last = shown(process.progress(), lambda line: typer.echo(line, err=True), show=True)

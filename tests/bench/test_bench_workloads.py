@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import statistics
 import subprocess
 import sys
@@ -33,31 +32,13 @@ from strata.models.quantized.calibrate.settings import Rounding
 from strata.plan.meta_model import find_config, meta_model
 from tests.cli.fake_server import FakeServer
 
-FLOORS = {
-    ("8B", "T1"): 13_654,
-    ("8B", "T2"): 3.52,
-    ("8B", "T3-b8"): 2_035,
-    ("8B", "T3-b32"): 6_101,
-    ("8B", "T3-b128"): 12_188,
-    ("8B", "T4"): 55_188,
-    ("0.6B", "T1"): 36_274,
-    ("0.6B", "T2"): 0.29,
-    ("0.6B", "T3-b8"): 18_482,
-    ("0.6B", "T3-b32"): 35_587,
-    ("0.6B", "T3-b128"): 46_299,
-    ("0.6B", "T4"): 716_951,
-}
+NAMES = ("T1", "T2", "T3-b8", "T3-b32", "T3-b128", "T4")
+FLOORS = {("8B", name): value for name, value in zip(NAMES, (13_654, 3.52, 2_035, 6_101, 12_188, 55_188), strict=True)}
+SMALLER = (36_274, 0.29, 18_482, 35_587, 46_299, 716_951)
+FLOORS |= {("0.6B", name): value for name, value in zip(NAMES, SMALLER, strict=True)}
 # Weights of a layer's output projection and MLP.
 BEHIND_ATTENTION = {"8B": 4096 * 4096 + 3 * 4096 * 14336, "0.6B": 2048 * 1024 + 3 * 1024 * 3072}
-TESTS = {
-    test.name: test
-    for test in (
-        workloads.offline(),
-        workloads.single(),
-        *(workloads.fixed_batch(requests) for requests in (8, 32, 128)),
-        workloads.prefill(),
-    )
-}
+TESTS = {name: workloads.named(name) for name in NAMES}
 
 
 @pytest.mark.parametrize(("model", "name"), FLOORS)
@@ -127,7 +108,9 @@ def test_figures_follow_from_seconds() -> None:
 
 
 def test_tests_are_found_by_name() -> None:
-    assert {name: workloads.named(name) for name in TESTS} == TESTS
+    made = [workloads.offline(), workloads.single(), *map(workloads.fixed_batch, (8, 32, 128)), workloads.prefill()]
+    assert list(TESTS.values()) == made
+    assert [test.name for test in made] == list(NAMES)
     for unknown in ("T5", "T3", "T3-b", "T3-b0", "32"):
         with pytest.raises(ValueError, match="T3-bN"):
             workloads.named(unknown)
@@ -135,11 +118,7 @@ def test_tests_are_found_by_name() -> None:
 
 def test_ideal_schedule_runs_every_token_once() -> None:
     steps = list(workloads.ideal_steps((5, 2, 7), (3, 1, 2)))
-    assert steps == [
-        Workload((5, 2, 7), (5, 2, 7)),
-        Workload((1, 1), (6, 8)),
-        Workload((1,), (7,)),
-    ]
+    assert steps == [Workload((5, 2, 7), (5, 2, 7)), Workload((1, 1), (6, 8)), Workload((1,), (7,))]
 
 
 def test_workloads_load_no_torch() -> None:
@@ -197,19 +176,7 @@ SMALL = ["--sessions", "3", "--turns", "5", "--turn-input", "4-9", "--turn-outpu
 
 def agents(url: str, *options: str) -> list[dict[str, Any]]:
     """The results that the command prints."""
-    command = [
-        "bench",
-        "serve",
-        "--url",
-        url,
-        "--dataset",
-        "agents",
-        "--context-len",
-        "900",
-        "--json",
-        *SMALL,
-        *options,
-    ]
+    command = [*f"bench serve --url {url} --dataset agents --context-len 900 --json".split(), *SMALL, *options]
     done = CliRunner().invoke(app, command, catch_exceptions=False)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -306,39 +273,3 @@ def test_first_and_late_turns_by_hand() -> None:
     assert found.late_turns_ttft_ms.p50 == pytest.approx(400)  # behind the third of four
     single = figures([turn(0, 0.1)], {})
     assert single.first_turns_ttft_ms is single.late_turns_ttft_ms is None
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ["--num-prompts", "5"],
-            "--num-prompts is of --dataset random, shared-prefix, lognormal, a file: leave it out",
-        ),
-        (["--request-rate", "5"], "--request-rate is of --dataset random"),
-        (["--endpoint", "chat"], "--endpoint is of --dataset random"),
-        (["--max-concurrency", "2"], "--max-concurrency is of --dataset random"),
-        (
-            ["--turn-input", "9-4"],
-            "--turn-input takes the least and the most, whole numbers from 1 on, like 2-5; got '9-4'",
-        ),
-        (["--turn-output", "0-4"], "--turn-output takes the least and the most"),
-        (["--pause", "x"], "--pause takes the least and the most, seconds from 0 on, like 2-5; got 'x'"),
-        (["--pause", "0-inf"], "--pause takes the least and the most, seconds"),
-        (["--context-len", "13"], "one turn has up to 14 tokens, more than a context of 13: raise --context-len"),
-        (["--context-len", "1001"], "contexts of up to 1001 tokens, fake takes 1000: lower --context-len"),
-    ],
-)
-def test_bad_options_are_one_clear_line(options: list[str], message: str) -> None:
-    with FakeServer() as fake, pytest.raises(ValueError, match=re.escape(message)):
-        agents(fake.url, *options)
-
-
-def test_a_simulation_says_that_it_has_no_answers() -> None:
-    with pytest.raises(ValueError, match="which only a server gives"):
-        CliRunner().invoke(app, ["simulate", "0.6B", "--dataset", "agents"], catch_exceptions=False)
-
-
-def test_options_of_sessions_are_refused_with_other_datasets() -> None:
-    with pytest.raises(ValueError, match="--turns is of --dataset agents: leave it out with --dataset random"):
-        CliRunner().invoke(app, ["bench", "serve", "--turns", "3"], catch_exceptions=False)

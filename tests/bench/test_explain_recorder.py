@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from strata import LLM
-from strata.bench.explain.measure import BenchWorkload, ServedWorkload, measure, measured_steps
-from strata.bench.explain.node_times import NodeTimes
+from strata.bench.explain.measure import BenchWorkload, NodeTimes, ServedWorkload, measure, measured_steps
 from strata.bench.explain.predicted_steps import predicted
 from strata.bench.load.request_sets import EvenLengths
 from strata.bench.run import Setup

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import strata.kernels
+from benchmarks.kernels import algorithms, attention_cases
+from benchmarks.kernels.algorithms import calls_by_table, tune_algorithms
+from benchmarks.kernels.case import Case
+from benchmarks.kernels.cases import cases
+from benchmarks.kernels.products import Product, products
 from strata.bench.explain.plain_products import product_here, unpacked_products
-from strata.bench.kernels import algorithms, attention_cases
-from strata.bench.kernels.algorithms import calls_by_table, tune_algorithms
-from strata.bench.kernels.case import Case
-from strata.bench.kernels.cases import cases
-from strata.bench.kernels.products import Product, products
 from strata.bench.needs_gpu import require_gpu, why_no_processor
 from strata.cost.step_model import StepModel
 from strata.kernels.linear import cublaslt
@@ -41,41 +41,20 @@ pytest.importorskip("triton")
 
 
 TRAINING = {
-    "linear_cross_entropy",
-    "cross_entropy_gradients",
-    "summed_cross_entropy",
-    "adamw",
-    "muon_momentum",
-    "muon_update",
-    "quantize",
-    "scaled_product",
-    "linear_fp8",
-    "linear_silu_mul_fp8",
-    "balance_routing",
-    "partial_attention",
+    "linear_cross_entropy", "cross_entropy_gradients", "summed_cross_entropy", "adamw", "muon_momentum", "muon_update",
+    "quantize", "scaled_product", "linear_fp8", "linear_silu_mul_fp8", "balance_routing", "partial_attention",
     "partial_attention_gradients",
-}
+}  # fmt: skip
 # No shape of the benchmark has experts; the ids and the tables that a step reads are a few kilobytes.
 APART = {"route", "experts", "combine", "newest_tokens", "gather_tables", "virtual_sequences"}
 # What ranks alone run. What they choose an id from, and what they count, is kilobytes.
 APART |= {
-    "best_of_parts",
-    "count_choices",
-    "local_experts",
-    "sliced_linear",
-    "vocabulary_embedding",
-    "finish_all_reduce",
+    "best_of_parts", "count_choices", "local_experts", "sliced_linear", "vocabulary_embedding", "finish_all_reduce",
     "finish_add_rms_norm",
-}
+}  # fmt: skip
 # What products by packed weights do on their way (`benchmarks.packed_products`).
-APART |= {
-    "round_rows",
-    "rms_norm_round",
-    "wide_rms_norm_round",
-    "add_rms_norm_round",
-    "silu_mul_round",
-    "rounded_linear",
-}
+APART |= {"round_rows", "rms_norm_round", "wide_rms_norm_round", "add_rms_norm_round", "silu_mul_round"}
+APART |= {"rounded_linear"}
 # Only where it is asked for (`benchmarks.sparsity.attention`).
 APART |= {"block_sparse_attention", "page_sparse_attention"}
 
@@ -86,15 +65,9 @@ def all_cases(config: ModelConfig) -> list[Case]:
 
 def tiny(shape: str) -> ModelConfig:
     smaller = {
-        "hidden_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 40,
-        "vocab_size": 300,
-        "max_position_embeddings": 128,
-    }
+        "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "intermediate_size": 40, "vocab_size": 300, "max_position_embeddings": 128,
+    }  # fmt: skip
     return config_from_dict(SHAPES[shape] | smaller, shape)
 
 
@@ -207,9 +180,6 @@ def test_a_product_is_measured_as_it_runs_here(deterministic: bool) -> None:
     assert 0 < seconds(1, 16, 16) < seconds(64, 1024, 512)
 
 
-pytest.importorskip("triton")
-
-
 OUT, WIDTH, VERSION = 24, 40, 130100
 PRODUCT = Product("tiny", "o", "linear", OUT, WIDTH)
 
@@ -266,38 +236,37 @@ def tuned(table: dict[Key, Choice], known: dict[Key, Choice], rows: Sequence[int
 TIMES = {None: 10.0, proposal(1): 10.0, proposal(2): 8.0, proposal(3): 9.0, proposal(7): 7.0}
 
 
-def test_the_fastest_is_kept_with_its_version(monkeypatch: pytest.MonkeyPatch, library: ColumnLibrary) -> None:
+FAST, SLOW, OTHER = Choice("skinny", {}, 8.1, 10.0), Choice("skinny", {}, 9.0, 10.0), Choice("cublas", {}, 8.1, 8.1)
+KNOWN, STALE = measured(proposal(7)), measured(proposal(7), version=VERSION - 1)
+SECOND = Choice("cublaslt", {"version": VERSION, "algorithm": proposal(2).hex()}, 8.0, 10.0)
+SEVENTH = Choice("cublaslt", {"version": VERSION, "algorithm": proposal(7).hex()}, 7.0, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("table", "known", "rows", "found"),
+    [
+        pytest.param({}, {}, (96,), {96: SECOND}, id="the fastest is kept with its version"),
+        pytest.param({}, {key(128): KNOWN}, (96,), {96: SEVENTH}, id="what was known is a candidate"),
+        pytest.param({}, {key(128): STALE}, (96,), {96: SECOND}, id="in its version"),
+        pytest.param({key(96): FAST, key(128): SLOW}, {}, (96, 128), {128: SECOND}, id="what is slower goes"),
+        # Fewer rows take a tile no longer; an entry for them would hide it otherwise.
+        pytest.param({key(96): FAST}, {}, (80,), {80: FAST}, id="a tile of more rows stays where it is as fast"),
+        pytest.param({key(96): SLOW}, {}, (80,), {80: SECOND}, id="and goes where it is slower"),
+        pytest.param({key(96): OTHER}, {}, (80,), {80: SECOND}, id="the library may choose worse for fewer"),
+    ],
+)
+def test_what_is_found_beside_the_table(
+    table: dict[Key, Choice], known: dict[Key, Choice], rows: tuple[int, ...], found: dict[int, Choice],
+    monkeypatch: pytest.MonkeyPatch, library: ColumnLibrary,
+) -> None:  # fmt: skip
     timed = clock(monkeypatch, library, TIMES)
-    assert tuned({}, {}) == {96: Choice("cublaslt", {"version": VERSION, "algorithm": proposal(2).hex()}, 8.0, 10.0)}
-    assert timed == {None, *map(proposal, (1, 2, 3))}
-
-
-def test_what_was_known_is_a_candidate_in_its_version(monkeypatch: pytest.MonkeyPatch, library: ColumnLibrary) -> None:
-    clock(monkeypatch, library, TIMES)
-    known = {key(128): measured(proposal(7))}
-    assert tuned({}, known)[96].parameters["algorithm"] == proposal(7).hex()
-    stale = {key(128): measured(proposal(7), version=VERSION - 1)}
-    assert tuned({}, stale)[96].parameters["algorithm"] == proposal(2).hex()
+    assert tuned(table, known, rows) == found
+    assert timed >= {None, *map(proposal, (1, 2, 3))}
 
 
 def test_less_than_two_percent_is_no_gain(monkeypatch: pytest.MonkeyPatch, library: ColumnLibrary) -> None:
     clock(monkeypatch, library, TIMES | {proposal(2): 9.9, proposal(3): 9.85})
     assert tuned({}, {}) == {96: Choice("cublas", {}, 10.0, 10.0)}
-
-
-def test_what_the_table_has_stays_unless_it_is_slower(monkeypatch: pytest.MonkeyPatch, library: ColumnLibrary) -> None:
-    clock(monkeypatch, library, TIMES)
-    tile = Choice("skinny", {}, 8.1, 10.0)
-    assert tuned({key(96): tile, key(128): Choice("skinny", {}, 9.0, 10.0)}, {}, (96, 128)).keys() == {128}
-
-
-def test_a_tile_of_more_rows_stays_where_it_is_as_fast(monkeypatch: pytest.MonkeyPatch, library: ColumnLibrary) -> None:
-    """Fewer rows take it no longer; an entry for them would hide it otherwise."""
-    clock(monkeypatch, library, TIMES)
-    fast, slow, other = Choice("skinny", {}, 8.1, 10.0), Choice("skinny", {}, 9.0, 10.0), Choice("cublas", {}, 8.1, 8.1)
-    assert tuned({key(96): fast}, {}, (80,)) == {80: fast}
-    assert tuned({key(96): slow}, {}, (80,))[80].implementation == "cublaslt"
-    assert tuned({key(96): other}, {}, (80,))[80].implementation == "cublaslt", "the library may choose worse for fewer"
 
 
 def test_a_weight_that_no_algorithm_would_serve_is_not_measured(
@@ -306,7 +275,7 @@ def test_a_weight_that_no_algorithm_would_serve_is_not_measured(
     """A small one, one of odd sizes, or any on another device: an entry would stand in the way of a tile."""
     timed = clock(monkeypatch, library, TIMES)
     monkeypatch.setattr(cublaslt, "supports", lambda x, weight: weight.shape != (OUT, WIDTH))
-    assert tuned({key(96): Choice("skinny", {}, 9.0, 10.0)}, {}) == {}
+    assert tuned({key(96): SLOW}, {}) == {}
     assert not timed
 
 

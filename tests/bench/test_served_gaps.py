@@ -218,21 +218,6 @@ def test_it_is_a_line_of_json(found: list[ServedGaps]) -> None:
     assert (values[0]["test"], values[0]["requests"], values[0]["seed"]) == ("T5", 5, 0)
 
 
-def refused(*options: str) -> str:
-    result = CliRunner().invoke(app, ["bench", "gaps", *options])
-    assert isinstance(result.exception, ValueError)
-    return str(result.exception)
-
-
-def test_what_cannot_be_measured_is_refused() -> None:
-    assert "requests a second (55) or inf, got '50%'" in refused("T5", "--request-rate", "50%")
-    assert "got '-3'" in refused("T5", "--request-rate", "4,-3")
-    assert "got ''" in refused("T5", "--request-rate", "", "--model", "nowhere")
-    for option in ("--request-rate", "--num-prompts", "--seed"):
-        assert "are of T5" in refused("T1", option, "3")
-    assert "T5, a served load" in refused("T9")
-
-
 def test_a_model_of_short_sequences_is_refused(folder: Path) -> None:
     setup = Setup(str(folder), None, "float32", "cpu", False)
     with pytest.raises(ValueError, match=r"have 640 tokens with their answers, and .* takes"):

@@ -44,23 +44,6 @@ STEPS = [
 FIRST, SECOND = ServedRequest(1, 10, (38, 50, 55)), ServedRequest(2, 20, (50, 54))
 
 
-def test_first_token_is_divided_into_queueing_steps_and_delivery() -> None:
-    first, second = (one.ttft for one in split_requests(STEPS, [FIRST, SECOND]))
-    assert tuple(first.values()) == (2, 2, 20, 1, 3)
-    assert tuple(second.values()) == (6, 10, 12, 0, 2)
-    assert (sum(first.values()), sum(second.values())) == (38 - 10, 50 - 20)
-
-
-def test_later_tokens_are_divided_by_what_ran_beside_them() -> None:
-    first, second = (one.tpot for one in split_requests(STEPS, [FIRST, SECOND]))
-    assert first is not None
-    assert second is not None
-    assert tuple(first.values()) == (3 / 2, 12 / 2, 3 / 2, (2 - 3) / 2)
-    assert tuple(second.values()) == (3, 0, 2, 1 - 2)
-    (alone,) = split_requests(STEPS, [ServedRequest(1, 10, (38,))])
-    assert alone.tpot is None
-
-
 def test_tokens_that_no_step_drew_are_an_error() -> None:
     with pytest.raises(ValueError, match="sequence 7 was delivered 1 tokens that no step drew"):
         split_requests(STEPS, [ServedRequest(7, 0, (1,))])
@@ -272,6 +255,17 @@ class FakeProfile:
         return [event(*record) for record in self.records]
 
 
+@pytest.fixture
+def profile(monkeypatch: pytest.MonkeyPatch) -> FakeProfile:
+    """Of a device in the place of CUDA's."""
+    device = FakeDevice()
+    profile = FakeProfile(device)
+    monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: profile.run("spin_kernel", 1e-6))
+    monkeypatch.setattr(step_logs, "profile", lambda activities: profile)
+    return profile
+
+
 def plan(*chunks: tuple[int, int, int]) -> StepPlan:
     """Of (sequence, start, tokens)."""
     made = tuple(Chunk(sequence, 0, start, count, (Draw(sequence, 0),), 0, ()) for sequence, start, count in chunks)
@@ -297,12 +291,8 @@ def test_times_of_a_device_whose_clock_is_another(monkeypatch: pytest.MonkeyPatc
     assert [tuple(chunk) for chunk in steps[3].chunks] == [(3, 0, 7, 1), (5, 3, 1, 1)]
 
 
-def test_as_many_steps_are_traced_as_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = FakeDevice()
-    profile = FakeProfile(device)
-    monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: profile.run("spin_kernel", 1e-6))
-    monkeypatch.setattr(step_logs, "profile", lambda activities: profile)
+def test_as_many_steps_are_traced_as_were_asked_for(profile: FakeProfile) -> None:
+    device = profile.device
     traced = TracedSteps(device.clock, after=0.05, most=4)
     done_after = None
     for number in range(80):
@@ -327,12 +317,8 @@ def test_as_many_steps_are_traced_as_were_asked_for(monkeypatch: pytest.MonkeyPa
     assert traced.poll()
 
 
-def test_a_load_that_ends_first_leaves_a_shorter_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = FakeDevice()
-    profile = FakeProfile(device)
-    monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: profile.run("spin_kernel", 1e-6))
-    monkeypatch.setattr(step_logs, "profile", lambda activities: profile)
+def test_a_load_that_ends_first_leaves_a_shorter_trace(profile: FakeProfile) -> None:
+    device = profile.device
     traced = TracedSteps(device.clock, after=0.0, most=4)
     for number in range(3):
         assert not traced.poll()

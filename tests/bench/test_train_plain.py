@@ -15,11 +15,10 @@ import pytest
 import torch
 
 from benchmarks import optimizer_step, train_plain
-from strata.bench.trace import covered
-from strata.bench.training import speed as train_speed
-from strata.bench.training import workload as train_workload
-from strata.bench.training.speed import SEED, TrainingTest, measure, work_of
-from strata.bench.training.workload import TrainingWork, learning_rate, synthetic_batch, synthetic_tokens
+from benchmarks.training import speed as train_speed
+from benchmarks.training import workload as train_workload
+from benchmarks.training.speed import SEED, TrainingTest, measure, work_of
+from benchmarks.training.workload import TrainingWork, learning_rate, synthetic_batch, synthetic_tokens
 from strata.hardware.specs import device
 from strata.models.config import config_from_dict
 from strata.models.families import build
@@ -30,14 +29,9 @@ from strata.plan.meta_model import find_config
 
 SMALL = train_plain.Shape(vocabulary=600, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=16, inner=48)
 FIELDS: dict[str, Any] = SHAPES["1B"] | {
-    "vocab_size": 600,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 48,
-}
+    "vocab_size": 600, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "intermediate_size": 48,
+}  # fmt: skip
 # Names of a parameter there and here.
 NAMES = {
     "embedding": "model.embed_tokens",
@@ -76,9 +70,9 @@ def test_initial_weights_and_rates_are_one() -> None:
     for name, parameter in train_plain.make_model(SMALL, 64, "cpu").named_parameters():
         assert torch.equal(ours.pop(named(name)), parameter), name
     assert not ours
-    assert [train_plain.rate_of(step) for step in range(30)] == pytest.approx(
-        [learning_rate(step) for step in range(30)]
-    )
+    rates = [learning_rate(step) for step in range(30)]
+    assert (rates[0], rates[19]) == (pytest.approx(1e-5 / 20), pytest.approx(1e-5))
+    assert [train_plain.rate_of(step) for step in range(30)] == pytest.approx(rates)
 
 
 def kept(call: Callable[..., Any], results: list[Any]) -> Callable[..., Any]:
@@ -129,16 +123,10 @@ def test_losses_that_cannot_be_read_are_named_before_the_run(tmp_path: Path) -> 
 
 
 TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 600,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 600, "hidden_size": 16, "intermediate_size": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 
 
 def test_two_ranks_report_once(tmp_path: Path) -> None:
@@ -186,11 +174,6 @@ def test_work_of_a_rank() -> None:
     assert work_of(test, find_config("8B"), Layout(pp=4, micro_batches=8)).tokens == 8 * 16384 // 4
 
 
-def test_covered_time_counts_overlaps_once() -> None:
-    assert covered([]) == 0
-    assert covered([(5, 9), (0, 3), (2, 4), (6, 7)]) == 8
-
-
 def test_tokens_are_those_of_the_plain_script() -> None:
     for step in (0, 7):
         tokens, targets = synthetic_tokens(step, 2, 300, 128256)
@@ -217,11 +200,6 @@ def test_nine_tokens_in_ten_follow_from_the_one_before() -> None:
     pairs = torch.stack([tokens, targets]).unique(dim=1, return_counts=True)[1]
     likely = pairs.sort(descending=True).values[: train_workload.CYCLE].sum() / len(tokens)
     assert likely == pytest.approx(0.9, abs=0.01)
-
-
-def test_rates_are_those_of_the_plain_script() -> None:
-    assert learning_rate(0) == pytest.approx(1e-5 / 20)
-    assert learning_rate(19) == learning_rate(500) == pytest.approx(1e-5)
 
 
 def test_flops_and_floor_by_hand() -> None:

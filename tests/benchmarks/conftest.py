@@ -42,6 +42,9 @@ class FakeEngines:
         return [pid for pid in started if runs(pid)]
 
 
+MakeEngines = Callable[..., FakeEngines]
+
+
 def runs(pid: int) -> bool:
     """Whether a process is there and has not ended (one that nobody has collected has)."""
     try:
@@ -60,7 +63,7 @@ def wait_for(true: Callable[[], Any], seconds: float = 180.0) -> None:
 
 
 @pytest.fixture
-def engines(tmp_path: Path) -> Callable[..., FakeEngines]:
+def engines(tmp_path: Path) -> MakeEngines:
     """Makes both engines; failures: how one's server fails, by its name."""
 
     def make(**failures: str) -> FakeEngines:

@@ -8,7 +8,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -20,6 +19,8 @@ from typing import Any
 import pytest
 
 from benchmarks.plan.predicted_runs import by_kind, errors, figures, offline_runs, served_options, served_runs
+from tests.benchmarks.conftest import runs as lives
+from tests.benchmarks.conftest import wait_for
 
 runs = import_module("benchmarks.figures.__main__")
 
@@ -44,11 +45,8 @@ def test_all_run_in_order_and_a_failure_stops_none(tmp_path: Path, capsys: pytes
         run("third", write.format(3, 3), results="figures.jsonl"),
     ]
     assert runs.perform_all(chosen, tmp_path, 60, ABOUT) == 1
-    assert [(line["name"], line["fault"]) for line in lines(tmp_path)] == [
-        ("first", ""),
-        ("second", "exit code 3"),
-        ("third", ""),
-    ]
+    faults = {line["name"]: line["fault"] for line in lines(tmp_path)}
+    assert list(faults.items()) == [("first", ""), ("second", "exit code 3"), ("third", "")]
     assert all(line["commit"] == "a" for line in lines(tmp_path))
     assert (tmp_path / "figures.jsonl").read_text() == "1\n3\n"
     assert [(tmp_path / f"logs/{name}.txt").read_text() for name in ("first", "third")] == ["said 1\n", "said 3\n"]
@@ -73,10 +71,7 @@ def test_a_run_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> 
     assert runs.perform_all([run("long", parent, seconds=2.0)], tmp_path, 60, ABOUT) == 1
     assert lines(tmp_path)[0]["fault"] == "not done after 4 s"
     child = int((tmp_path / "logs/long.txt").read_text().split()[1])
-    until = time.monotonic() + 60  # what was killed goes when it gets its turn
-    while _lives(child) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not _lives(child)
+    wait_for(lambda: not lives(child))  # what was killed goes when it gets its turn
 
 
 def test_an_interrupt_ends_what_is_under_way(tmp_path: Path) -> None:
@@ -91,27 +86,15 @@ def test_an_interrupt_ends_what_is_under_way(tmp_path: Path) -> None:
     told = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.DEVNULL)
     logs = [tmp_path / f"logs/{name}.txt" for name in "ab"]
     try:
-        until = time.monotonic() + 180
-        while not all(log.exists() and log.read_text().strip() for log in logs) and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_for(lambda: all(log.exists() and log.read_text().strip() for log in logs))
         children = [int(log.read_text()) for log in logs]
         told.send_signal(signal.SIGINT)
         assert told.wait(timeout=60) != 0
     finally:
         told.kill()
         told.wait()
-    until = time.monotonic() + 60
-    while any(map(_lives, children)) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not any(map(_lives, children))
+    wait_for(lambda: not any(map(lives, children)))
     assert not (tmp_path / "logs/c.txt").exists()
-
-
-def _lives(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def test_what_the_limit_has_no_room_for_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

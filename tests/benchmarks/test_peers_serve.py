@@ -20,11 +20,10 @@ from benchmarks.peers.loads import LONG_KINDS, RATES, Load, loads
 from benchmarks.peers.table import row_name
 from strata.cli.main import app
 from strata.models.shapes import SHAPES
-from tests.benchmarks.conftest import FakeEngines, wait_for
+from tests.benchmarks.conftest import FakeEngines, MakeEngines, wait_for
 from tests.benchmarks.test_peers_offline import TINY
 from tests.cli.fake_server import FakeServer
 
-MakeEngines = Callable[..., FakeEngines]
 Compare = Callable[..., list[dict[str, Any]]]
 
 
@@ -81,12 +80,8 @@ def test_both_servers_have_the_same_options_but_those_of_logs_and_defaults(
     port = strata.index("--port") + 1
     strata[port] = vllm[port] = "any"
     assert vllm[: len(strata)] == strata
-    assert vllm[len(strata) :] == [
-        "--generation-config",
-        "vllm",
-        "--no-enable-log-requests",
-        "--disable-uvicorn-access-log",
-    ]
+    own = "--generation-config vllm --no-enable-log-requests --disable-uvicorn-access-log"
+    assert vllm[len(strata) :] == own.split()
     given = CliRunner().invoke(app, [*strata[:1], "nowhere", *strata[2:port], "0", *strata[port + 1 :]])
     assert "nowhere" in str(given.exception)  # all options are known: only the folder is not there
 
@@ -111,11 +106,7 @@ def test_both_servers_pack_weights_alike(engines: MakeEngines, compare: Compare)
     ],
 )
 def test_a_server_that_fails_is_told_and_stopped(
-    engines: MakeEngines,
-    compare: Compare,
-    tmp_path: Path,
-    failure: str,
-    message: str,
+    engines: MakeEngines, compare: Compare, tmp_path: Path, failure: str, message: str
 ) -> None:
     made = engines(vllm=failure)
     patience = "4" if failure == "never ready" else "60"
@@ -160,15 +151,9 @@ def test_a_signal_stops_the_server(engines: MakeEngines, tmp_path: Path, number:
 def test_what_cannot_be_measured_is_refused(
     engines: MakeEngines, compare: Compare, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for options in (
-        ["--models", "1B"],
-        ["--loads", "none"],
-        ["--start-timeout", "nan"],
-        ["--loads", "long"],
-        ["--engines", "strata,x"],
-    ):
+    for options in ("--models 1B", "--loads none", "--start-timeout nan", "--loads long", "--engines strata,x"):
         with pytest.raises(SystemExit):
-            compare(engines(), *options)
+            compare(engines(), *options.split())
     shown = capsys.readouterr().err
     assert "there are no loads for 1B" in shown
     assert "0.6B has no loads of kind long: ask for --models 8B" in shown
@@ -222,17 +207,10 @@ def test_each_kind_has_a_server_that_takes_its_lengths(engines: MakeEngines, com
 
 @pytest.mark.parametrize(
     ("failure", "message"),
-    [
-        ("second load", "was not measured:\nError: too long"),
-        ("second load hangs", "did not end within 5 s"),
-    ],
+    [("second load", "was not measured:\nError: too long"), ("second load hangs", "did not end within 5 s")],
 )
 def test_a_load_that_fails_loses_none_of_the_others(
-    engines: MakeEngines,
-    compare: Compare,
-    tmp_path: Path,
-    failure: str,
-    message: str,
+    engines: MakeEngines, compare: Compare, tmp_path: Path, failure: str, message: str
 ) -> None:
     options = ["--turns", "1", "--loads", "rates", "--engines", "strata", "--load-timeout", "5", "--run", "first"]
     names = [load.name for load in loads("0.6B") if load.kind == "rates"]

@@ -22,7 +22,7 @@ from benchmarks.peers import offline, offline_in_turns, serve_in_turns, weights
 from benchmarks.peers.table import row_name
 from strata import LLM, SamplingParams
 from strata.models.shapes import SHAPES
-from tests.benchmarks.conftest import FakeEngines
+from tests.benchmarks.conftest import MakeEngines
 from tests.benchmarks.test_peers_offline import RecordingEngine
 from tests.models.checkpoints import FAMILY_CONFIGS
 
@@ -37,11 +37,12 @@ TINY = {
     "glm4-moe": dict(FAMILY_CONFIGS)["glm4-moe-groups"],
     "gpt-oss-20b": dict(FAMILY_CONFIGS)["gpt-oss-yarn"],
 }
+Folders = Callable[[str], Path]
 MIXTURES = ("V2-Lite", "30B-A3B")
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """The folder of a tiny shape, written once. Do not write to it."""
     made: dict[str, Path] = {}
 
@@ -73,7 +74,7 @@ def opened(folder: Path) -> PreTrainedModel:
 
 @pytest.mark.parametrize("shape", TINY)
 @torch.no_grad()
-def test_transformers_and_strata_compute_the_same(shape: str, folders: Callable[[str], Path]) -> None:
+def test_transformers_and_strata_compute_the_same(shape: str, folders: Folders) -> None:
     folder = folders(shape)
     theirs = opened(folder)
     llm = LLM(folder, device="cpu", dtype="float32", num_pages=40, max_num_batched_tokens=16, skip_tokenizer_init=True)
@@ -90,7 +91,7 @@ def test_transformers_and_strata_compute_the_same(shape: str, folders: Callable[
 
 
 @pytest.mark.parametrize("shape", MIXTURES)
-def test_a_folder_is_as_published_ones_are(shape: str, folders: Callable[[str], Path]) -> None:
+def test_a_folder_is_as_published_ones_are(shape: str, folders: Folders) -> None:
     folder = folders(shape)
     assert json.loads((folder / "config.json").read_text()) == TINY[shape]
     assert Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size() == TINY[shape]["vocab_size"]
@@ -109,7 +110,7 @@ def test_a_folder_is_as_published_ones_are(shape: str, folders: Callable[[str], 
             assert abs(value.float().mean().item()) < 0.005, name
 
 
-def test_matrices_differ_and_a_seed_says_which(folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_matrices_differ_and_a_seed_says_which(folders: Folders, tmp_path: Path) -> None:
     first = load_file(folders("30B-A3B") / "model.safetensors")
     weights.write(tmp_path / "again", "30B-A3B", torch.device("cpu"))
     again = load_file(tmp_path / "again" / "model.safetensors")
@@ -118,7 +119,7 @@ def test_matrices_differ_and_a_seed_says_which(folders: Callable[[str], Path], t
     assert len({tuple(matrix.flatten()[:8].tolist()) for matrix in matrices}) == len(matrices)
 
 
-def test_biases_of_routers_are_zeros_in_float32(folders: Callable[[str], Path]) -> None:
+def test_biases_of_routers_are_zeros_in_float32(folders: Folders) -> None:
     tensors = load_file(folders("glm4-moe") / "model.safetensors")
     biases = [value for name, value in tensors.items() if name.endswith("e_score_correction_bias")]
     assert biases
@@ -162,15 +163,13 @@ def test_a_disk_without_room_is_refused_before_anything_is_made(
     assert not folder.parent.exists()
 
 
-def test_an_engine_loads_the_folder(folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_loads_the_folder(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, folder = RecordingEngine(), folders("V2-Lite")
     list(offline.results(engine, "V2-Lite", [], repeat=1, more={}, weights=folder))
     assert (engine.options["model"], engine.options["load_format"]) == (str(folder), "auto")
 
 
-def test_stratas_own_llm_runs_a_test_on_it(
-    folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stratas_own_llm_runs_a_test_on_it(folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = offline.workloads.InferenceTest("T2", ((1, 2, 3),), (4,), unit="ms")
     monkeypatch.setattr(offline.workloads, "single", lambda: few)
     monkeypatch.setattr(offline.workloads, "MAX_MODEL_LEN", 256)
@@ -187,10 +186,7 @@ def test_stratas_own_llm_runs_a_test_on_it(
 
 
 def test_both_get_the_folder_in_turns(
-    engines: Callable[..., FakeEngines],
-    folders: Callable[[str], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    engines: MakeEngines, folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, folder, saved = engines(), folders("30B-A3B"), tmp_path / "results.jsonl"
     before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
@@ -214,8 +210,8 @@ def test_both_get_the_folder_in_turns(
 @pytest.mark.parametrize("script", [offline, offline_in_turns, serve_in_turns])
 def test_a_folder_of_something_else_is_refused(
     script: Any,
-    engines: Callable[..., FakeEngines],
-    folders: Callable[[str], Path],
+    engines: MakeEngines,
+    folders: Folders,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -101,18 +101,3 @@ def test_a_config_is_explained_by_a_few_steps_that_leave_nothing(
     assert {"products", "attention", "optimizer"} <= {one["name"] for one in found["operations"]}
     assert any("traced steps" in source for source in found["sources"])
     assert sorted(tmp_path.iterdir()) == before
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--run", "nowhere"], "--run nowhere is not there: give the folder of a run, or the TOML file of one"),
-        (["T1", "--run", "nowhere"], "a test says nothing"),
-        (["--run", "nowhere", "--model", "8B"], "--model says nothing"),
-        (["--run", "."], "holds no run.json"),
-    ],
-)
-def test_what_cannot_be_explained_is_said(arguments: list[str], message: str) -> None:
-    result = RUNNER.invoke(app, ["explain", *arguments])
-    assert isinstance(result.exception, ValueError)
-    assert message in str(result.exception)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,7 +40,7 @@ def test_generate_json_gives_one_object_a_prompt() -> None:
 
 
 def test_a_request_that_fails_is_told_and_the_others_are_answered(broken: Path) -> None:
-    options = ["--model", str(broken), "--device", "cpu", "--max-tokens", "4", "--temperature", "0"]
+    options = f"--model {broken} --device cpu --max-tokens 4 --temperature 0".split()
     result = RUNNER.invoke(app, ["generate", "fox", "z", "--raw", "--json", *options])
     assert result.exit_code == 1
     sound, lost = (json.loads(line) for line in result.stdout.splitlines())
@@ -50,13 +49,9 @@ def test_a_request_that_fails_is_told_and_the_others_are_answered(broken: Path) 
     assert (lost["text"], lost["finish_reason"]) == ("", "error")
     assert "NaN" in lost["error"]
     assert f"strata: error: 'z': {lost['error']}" in result.stderr
-
-
-def test_chat_goes_on_after_a_reply_that_failed(broken: Path) -> None:
-    options = ["--model", str(broken), "--device", "cpu", "--max-tokens", "4", "--temperature", "0"]
-    result = RUNNER.invoke(app, ["chat", *options], input="z\nfox\n\n")
-    assert result.exit_code == 0
-    assert result.output.count("the logits hold NaN") == 1
+    chat = RUNNER.invoke(app, ["chat", *options], input="z\nfox\n\n")  # which goes on behind a reply that failed
+    assert chat.exit_code == 0
+    assert chat.output.count("the logits hold NaN") == 1
 
 
 def test_a_fault_of_the_engine_is_a_message_and_exit_code_1(
@@ -91,15 +86,6 @@ def test_chat_without_a_template_is_refused(folder: Path, tmp_path: Path) -> Non
     result = RUNNER.invoke(app, ["chat", "--model", str(bare), "--device", "cpu"], input="hello\n")
     assert isinstance(result.exception, ValueError)
     assert "chat template" in str(result.exception)
-
-
-@pytest.mark.parametrize(
-    "command", ["generate", "chat", "graph", "train", "bench", "bench throughput", "bench startup"]
-)
-def test_help_has_an_example(command: str) -> None:
-    result = RUNNER.invoke(app, [*command.split(), "--help"])
-    assert result.exit_code == 0
-    assert re.search(f"Example.*: strata {command} ", " ".join(result.output.split()))
 
 
 @pytest.mark.parametrize("command", [["generate", "hi"], ["chat"]])
@@ -176,26 +162,24 @@ def talk(monkeypatch: pytest.MonkeyPatch) -> Any:
     return typed
 
 
-def texts(conversation: Conversation) -> list[str]:
-    return [message["content"] for message in conversation]
-
-
-def test_an_empty_line_is_not_the_end(talk: Any) -> None:
-    shown, asked = talk("one", "", "   ", "two")
-    assert "ONE" in shown
-    assert [texts(one) for one in asked] == [["one"], ["one", "ONE", "two"]]
-
-
-@pytest.mark.parametrize("command", ["/exit", "/quit", "/EXIT"])
-def test_what_follows_the_exit_is_not_asked(talk: Any, command: str) -> None:
-    _, asked = talk("one", command, "two")
-    assert [texts(one) for one in asked] == [["one"]]
-
-
-@pytest.mark.parametrize("command", ["/clear", "/new"])
-def test_a_new_conversation_begins_with_nothing(talk: Any, command: str) -> None:
-    _, asked = talk("one", command, "two")
-    assert [texts(one) for one in asked] == [["one"], ["two"]]
+@pytest.mark.parametrize(
+    ("lines", "asked", "shown"),
+    [
+        (["one", "", "   ", "two"], [["one"], ["one", "ONE", "two"]], "ONE"),  # an empty line is not the end
+        *((["one", end, "two"], [["one"]], "") for end in ("/exit", "/quit", "/EXIT")),
+        *((["one", anew, "two"], [["one"], ["two"]], "") for anew in ("/clear", "/new")),
+        (["/hlep", "/etc/hosts: what?"], [["/etc/hosts: what?"]], "there is no /hlep; /help"),
+        (["first \\", "second\\", "", "next"], [["first \nsecond"], ["first \nsecond", "FIRST \nSECOND", "next"]], ""),
+        (['"""', "def f():", "    return 1", "", '"""'], [["def f():\n    return 1"]], ""),
+        (['"""one', 'two"""'], [["one\ntwo"]], ""),
+        (['"""all of it"""'], [["all of it"]], ""),
+        (["fail", "two"], [["fail"], ["two"]], "too long for [this] model (/clear begins a new conversation)"),
+    ],
+)
+def test_what_a_conversation_is_made_of(talk: Any, lines: list[str], asked: list[list[str]], shown: str) -> None:
+    said, found = talk(*lines)
+    assert [[message["content"] for message in one] for one in found] == asked
+    assert shown in " ".join(said.split())
 
 
 def test_help_tells_of_every_command_and_of_several_lines(talk: Any) -> None:
@@ -203,32 +187,6 @@ def test_help_tells_of_every_command_and_of_several_lines(talk: Any) -> None:
     assert asked == []
     for word in ("/help", "/clear", "/new", "/exit", "/quit", "Ctrl-D", "\\", '"""'):
         assert word in shown
-
-
-def test_a_command_that_is_none_is_not_asked(talk: Any) -> None:
-    shown, asked = talk("/hlep", "/etc/hosts: what is it?")
-    assert "there is no /hlep; /help" in shown
-    assert [texts(one) for one in asked] == [["/etc/hosts: what is it?"]]
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        (["first \\", "second\\", "", "next"], "first \nsecond\n"),
-        (['"""', "def f():", "    return 1", "", '"""'], "def f():\n    return 1"),
-        (['"""one', 'two"""'], "one\ntwo"),
-        (['"""all of it"""'], "all of it"),
-    ],
-)
-def test_a_message_of_several_lines(talk: Any, lines: list[str], message: str) -> None:
-    _, asked = talk(*lines)
-    assert asked[0][-1]["content"] == message.strip()
-
-
-def test_a_message_that_failed_is_forgotten(talk: Any) -> None:
-    shown, asked = talk("fail", "two")
-    assert "the prompt is too long for [this] model (/clear begins a new conversation)" in " ".join(shown.split())
-    assert texts(asked[-1]) == ["two"]
 
 
 def test_nothing_is_printed_before_the_first_question(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

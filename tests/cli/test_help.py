@@ -7,10 +7,10 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from typer.main import get_command
@@ -19,7 +19,9 @@ from typer.testing import CliRunner
 import strata
 from strata.cli import main
 from strata.cli.main import app, set_waiting
+from strata.cli.options import EngineOptions
 from strata.cli.probe import probe
+from strata.engine.engine_config import EngineConfig
 from strata.hardware.probe import report, run
 from strata.hardware.probe.ceiling import Ceiling
 from strata.hardware.probe.cpu import CpuSizes, probe_items
@@ -64,64 +66,73 @@ def test_version() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"),
-    [(["srve"], "serve"), (["run_batch"], "run-batch"), (["benchmark"], "bench"), (["bench", "thruput"], "throughput")],
+    ("typed", "said"),
+    [
+        ("srve", "Did you mean 'serve'?"),
+        ("run_batch", "Did you mean 'run-batch'?"),
+        ("benchmark", "Did you mean 'bench'?"),
+        ("bench thruput", "Did you mean 'throughput'?"),
+        ("xyzzy", "No such command 'xyzzy'."),
+    ],
 )
-def test_a_near_miss_is_answered_with_the_command_that_was_meant(typed: list[str], meant: str) -> None:
-    result = RUNNER.invoke(app, typed)
+def test_a_near_miss_is_answered_with_the_command_that_was_meant(typed: str, said: str) -> None:
+    result = RUNNER.invoke(app, typed.split())
     assert result.exit_code == 2
-    assert f"Did you mean '{meant}'?" in result.stderr
+    assert said in result.stderr
+    assert ("Did you mean" in result.stderr) == ("Did you mean" in said)
 
 
-def test_what_is_near_nothing_gets_no_suggestion() -> None:
-    result = RUNNER.invoke(app, ["xyzzy"])
-    assert result.exit_code == 2
-    assert "No such command 'xyzzy'." in result.stderr
-
-
-@pytest.mark.parametrize("command", commands(), ids=" ".join)
-def test_names_of_options_are_whole_on_a_narrow_terminal(command: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("command", [*commands(), ("data", "files"), ("data", "exercises")], ids=" ".join)
+def test_names_of_options_are_whole_on_a_narrow_terminal_and_there_is_an_example(command: tuple[str, ...]) -> None:
     text = help_of(command)
     cut = [one.opts[0] for one in options(command) if not re.search(rf"{one.opts[0]}\b(?!…)", text)]
     assert cut == []
     assert "…" not in text
+    assert "--install-completion" not in text, "only strata itself sets up the shell"
+    assert re.search(f"Examples?(, [^:]*)?: strata {command[0]} ", re.sub(r"[│\s]+", " ", text))
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "chat", "run-batch", "bench throughput", "bench gaps"])
-def test_options_of_the_engine_stand_together(command: str) -> None:
+@pytest.mark.parametrize(
+    ("title", "command", "names"),
+    [
+        *(
+            ("Engine", command, "dtype device deterministic")
+            for command in ("serve", "generate", "chat", "run-batch", "bench throughput", "bench gaps")
+        ),
+        *(("Sampling", command, "temperature top-p top-k seed max-tokens") for command in ("generate", "chat")),
+    ],
+)
+def test_options_of_one_thing_stand_together(title: str, command: str, names: str) -> None:
     found = panels(help_of(tuple(command.split()), columns=200))
-    for option in ("--dtype", "--device", "--deterministic"):
-        assert [title for title, rows in found.items() if re.search(rf"{option}\b", rows)] == ["Engine"]
+    for name in names.split():
+        assert [one for one, rows in found.items() if re.search(rf"--{name}\b", rows)] == [title]
 
 
-@pytest.mark.parametrize("command", ["generate", "chat"])
-def test_options_of_sampling_stand_together(command: str) -> None:
-    found = panels(help_of((command,)))
-    for option in ("--temperature", "--top-p", "--top-k", "--seed", "--max-tokens"):
-        assert [title for title, rows in found.items() if re.search(rf"{option}\b", rows)] == ["Sampling"]
+@pytest.mark.parametrize(
+    ("commands", "said"),
+    [
+        ("", "--install-completion"),
+        ("serve", "--no-enable-prefix-caching"),  # how a flag that is on is turned off
+        ("serve, warm, graph, generate, chat, run-batch, bench latency", "org/model"),
+        ("graph, serve, bench latency", "all, exact, none, names"),  # see tests/graph/test_passes.py
+        ("graph, serve, bench latency", "-name"),
+        ("graph, serve, bench latency", "+name"),
+        ("graph, warm, simulate, plan, train", "--hardware"),
+        ("plan, graph, simulate, warm", ", ".join(SHAPES)),
+    ],
+)
+def test_what_help_says(commands: str, said: str) -> None:
+    for command in commands.split(", "):
+        text = re.sub(r"[│\s]+", " ", help_of(tuple(command.split())))
+        assert said in text
+        assert not (said == "--hardware" and re.search(r"--device\b", text)), "it is asked for by one name"
 
 
-def test_a_flag_that_is_on_says_how_to_turn_it_off() -> None:
-    assert "--no-enable-prefix-caching" in help_of(("serve",))
-
-
-def test_only_strata_itself_sets_up_the_shell() -> None:
-    assert "--install-completion" in help_of(())
-    assert [command for command in commands() if "--install-completion" in help_of(command)] == []
-
-
-@pytest.mark.parametrize("command", ["serve", "warm", "graph", "generate", "chat", "run-batch", "bench latency"])
-def test_a_model_may_be_a_download_of_the_hub(command: str) -> None:
-    assert "org/model" in help_of(tuple(command.split()))
-
-
-@pytest.mark.parametrize("command", [("graph",), ("serve",), ("bench", "latency")])
-def test_the_forms_of_passes_are_those_that_are_taken(command: tuple[str, ...]) -> None:
-    """See tests/graph/test_passes.py."""
-    (option,) = (one for one in options(command) if one.opts[0] == "--passes")
-    assert "all, exact, none, names" in option.help
-    assert "-name" in option.help
-    assert "+name" in option.help
+def test_options_of_the_engine_are_fields_of_its_config_with_the_same_defaults() -> None:
+    defaults = {field.name: field.default for field in fields(EngineConfig)}
+    of_commands = {"tokenizer", "data_parallel_size", "step_target_ms"}
+    for name in get_type_hints(EngineOptions).keys() - of_commands:
+        assert getattr(EngineOptions, name) == defaults[name] or name == "tpot_target_ms", name  # that is a server's
 
 
 def test_a_step_takes_no_less_than_no_time() -> None:
@@ -152,19 +163,6 @@ def test_an_old_name_in_the_environment_is_not_passed_over(monkeypatch: pytest.M
     assert "--tpot-target-ms 5" in str(RUNNER.invoke(app, ["serve"]).exception)
 
 
-@pytest.mark.parametrize("command", ["graph", "warm", "simulate", "plan", "train"])
-def test_a_device_of_the_database_is_asked_for_by_one_name(command: str) -> None:
-    text = help_of((command,))
-    assert "--hardware" in text
-    assert not re.search(r"--device\b", text)
-
-
-@pytest.mark.parametrize("command", ["plan", "graph", "simulate", "warm"])
-def test_all_shapes_are_named(command: str) -> None:
-    text = re.sub(r"[│\s]+", " ", help_of((command,)))
-    assert ", ".join(SHAPES) in text
-
-
 def test_the_listing_comes_without_torch() -> None:
     """Which takes two seconds to load, and whoever asks what there is runs nothing."""
     code = (
@@ -175,6 +173,21 @@ def test_the_listing_comes_without_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_what_measures_strata_itself_is_of_its_repository(tmp_path: Path, is_alone: bool) -> None:
+    package = Path(strata.__file__).parent
+    root = tmp_path if is_alone else package.parent
+    if is_alone:
+        (tmp_path / "strata").symlink_to(package)
+    command = [sys.executable, "-m", "strata", "bench", "--help"]
+    said = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True, check=True
+    )
+    assert "throughput" in said.stdout
+    names = ("faults", "kernels", "parallel", "predictions", "train")
+    assert [f"│ {name} " in said.stdout for name in names] == [not is_alone] * 5
 
 
 BRIEFLY, AT_ONCE = {"GOMP_SPINCOUNT": "10000"}, {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -221,11 +234,6 @@ def test_commands_leave_it(arguments: list[str], monkeypatch: pytest.MonkeyPatch
         monkeypatch.delenv(name, raising=False)
     assert CliRunner().invoke(main.app, arguments).exit_code != 0
     assert not os.environ.keys() & (AT_ONCE | BRIEFLY)
-
-
-def test_torch_is_not_loaded_before() -> None:
-    code = "import sys, strata.cli.main; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 SMALL = CpuSizes(copied=1 << 20, squares=(32,), rows=(1,), width=64, attended=32, call=0.01, held=0.05)

@@ -69,21 +69,6 @@ def test_calibration_text_is_read_in_samples(tmp_path: Path) -> None:
             file_samples(blank, tokenizer, 3, 32)
 
 
-def test_what_cannot_be_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
-    for asked, said in (
-        (["--scheme", "int5"], "accepted are 'fp8'"),
-        (["--scheme", "int4", "--group", "128"], "give another --group, or leave them out with --skip"),
-        (["--scheme", "fp8_block"], "down_proj.weight; leave them out with --skip"),
-        (["--calibration", str(tmp_path / "absent.txt")], "does not exist"),
-        (["--device", "gpu"], "'gpu' is unknown; use auto, cpu, cuda"),
-        (["--device", "cuda:64"], "'cuda:64' is not there"),
-    ):
-        result = CliRunner().invoke(app, ["quantize", "builtin", "--out", str(tmp_path / "out"), *asked])
-        assert isinstance(result.exception, ValueError)
-        assert said in str(result.exception)
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("shards", [0, 2])
 def test_an_interruption_says_what_is_kept(shards: int, tmp_path: Path) -> None:
     out, add, written = tmp_path / "fp8", UnfinishedFolder.add, []
@@ -120,17 +105,3 @@ def test_activations_are_counted_without_an_output() -> None:
     assert result.exit_code == 0, result.output
     assert "inputs of down projections, 40 tokens" in result.output
     assert "counted, not used" in result.output
-
-
-def test_what_cannot_be_is_one_line_and_leaves_nothing_prune(tmp_path: Path) -> None:
-    out = ["--out", str(tmp_path / "out")]
-    for asked, said in (
-        ([], "--out is missing"),
-        ([*out, "--pattern", "1:4"], "accepted are '2:4'"),
-        ([*out, "--count-activations"], "leave out one of them"),
-        ([*out, "--share", "0.4"], "2:4 makes half"),
-    ):
-        result = CliRunner().invoke(app, ["prune", "builtin", *asked])
-        assert isinstance(result.exception, ValueError)
-        assert said in str(result.exception)
-    assert not list(tmp_path.iterdir())

@@ -126,9 +126,8 @@ def test_a_run_by_epochs_that_validation_has_ended(train: Train, tmp_path: Path)
 def test_a_run_goes_on_where_it_was(train: Train, tmp_path: Path) -> None:
     assert train("--run.steps", "3", "--schedule.decay", "0").exit_code == 0
     again = train("--run.steps", "3", "--schedule.decay", "0")
-    assert "holds a run (step-00000003); go on with --resume, or choose another folder with --run.out" in str(
-        again.exception
-    )
+    said = "holds a run (step-00000003); go on with --resume, or choose another folder with --run.out"
+    assert said in str(again.exception)
     assert train("--run.steps", "5", "--schedule.decay", "0", "--resume").exit_code == 0
     assert [line["step"] for line in log(tmp_path / "run")] == [1, 2, 3, 4, 5]
     shorter = train("--run.steps", "3", "--schedule.decay", "0", "--resume")
@@ -170,10 +169,8 @@ def test_a_model_that_could_not_be_written_is_written_by_a_resumed_run(
         disk.setattr("strata.models.save.save_file", full)
         failed = train(*arguments)
     assert failed.exit_code == 1
-    assert re.search(
-        r"/model: No space left on device; the steps up to 6 are in a checkpoint: make room, and --resume",
-        str(failed.exception),
-    )
+    said = r"/model: No space left on device; the steps up to 6 are in a checkpoint: make room, and --resume"
+    assert re.search(said, str(failed.exception))
     assert not (tmp_path / "run/model").exists()
     again = train(*arguments, "--resume")
     assert again.exit_code == 0, again.output
@@ -182,22 +179,9 @@ def test_a_model_that_could_not_be_written_is_written_by_a_resumed_run(
 
 def test_values_are_replaced_however_they_are_written(train: Train, tmp_path: Path) -> None:
     other = tmp_path / "elsewhere"
-    result = train(
-        f"--run.out={other}",
-        "--run.steps=2",
-        "--schedule.warmup",
-        "1",
-        "--schedule.decay",
-        "1",
-        "--run.log-every",  # as other options are written
-        "1",
-        "--optimizer.name",
-        "muon",
-        "--model.vocab_size",
-        "640",
-        "--model.attention_bias",
-        "true",
-    )
+    # As other options are written, too: --run.log-every.
+    words = "--run.steps=2 --schedule.warmup 1 --schedule.decay 1 --run.log-every 1 --optimizer.name muon"
+    result = train(f"--run.out={other}", *f"{words} --model.vocab_size 640 --model.attention_bias true".split())
     assert result.exit_code == 0, result.output
     assert [line["step"] for line in log(other)] == [1, 2]
     assert not (tmp_path / "run").exists()
@@ -208,28 +192,28 @@ def test_values_are_replaced_however_they_are_written(train: Train, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--run.steps"], "--run.steps has no value; write --run.steps VALUE"),
-        (["--run.steps", "--resume"], "--run.steps has no value; write --run.steps VALUE"),
-        (["--steps", "3"], "'--steps' is unknown; a value of the file is replaced by --SECTION.KEY VALUE"),
-        (["run.steps", "3"], "'run.steps' is unknown"),
-        (["--run.stepz", "3"], "run: unknown key 'stepz'"),
-        (["--walk.steps", "3"], "unknown key 'walk'"),
-        (["--run.steps", "x"], "run: steps must be of type int, got 'x'"),
-        (["--run.seed", "-x"], "run: seed must be of type int, got '-x'"),
-        (["--profile", "a-b"], "--profile a-b must be a step or a first and a last one, such as 10-12"),
-        (["--profile", "5-3"], "--profile 5-3 has none of the steps of this run, 1-6"),
-        (["--profile", "90-92"], "--profile 90-92 has none of the steps of this run, 1-6"),
-        (["--model.num_hidden_layerz", "3"], "is num_hidden_layers meant?"),
+        ("--run.steps", "--run.steps has no value; write --run.steps VALUE"),
+        ("--run.steps --resume", "--run.steps has no value; write --run.steps VALUE"),
+        ("--steps 3", "'--steps' is unknown; a value of the file is replaced by --SECTION.KEY VALUE"),
+        ("run.steps 3", "'run.steps' is unknown"),
+        ("--run.stepz 3", "run: unknown key 'stepz'"),
+        ("--walk.steps 3", "unknown key 'walk'"),
+        ("--run.steps x", "run: steps must be of type int, got 'x'"),
+        ("--run.seed -x", "run: seed must be of type int, got '-x'"),
+        ("--profile a-b", "--profile a-b must be a step or a first and a last one, such as 10-12"),
+        ("--profile 5-3", "--profile 5-3 has none of the steps of this run, 1-6"),
+        ("--profile 90-92", "--profile 90-92 has none of the steps of this run, 1-6"),
+        ("--model.num_hidden_layerz 3", "is num_hidden_layers meant?"),
         (
-            ["--start.tokenizer", "nowhere"],
-            "start.tokenizer 'nowhere' does not exist; give a model folder, org/model of the Hugging Face cache, or",
+            "--start.tokenizer nowhere",
+            "start.tokenizer 'nowhere' does not exist; give a model folder, org/model of the",
         ),
-        (["--estimate", "--hardware", "h900"], "h900"),
-        (["--data.tokens_per_pack", "10"], "raise data.tokens_per_pack"),
+        ("--estimate --hardware h900", "h900"),
+        ("--data.tokens_per_pack 10", "raise data.tokens_per_pack"),
     ],
 )
-def test_wrong_arguments_are_told_in_a_line(train: Train, tmp_path: Path, arguments: list[str], message: str) -> None:
-    result = train(*arguments)
+def test_wrong_arguments_are_told_in_a_line(train: Train, tmp_path: Path, arguments: str, message: str) -> None:
+    result = train(*arguments.split())
     assert result.exit_code == 1
     assert isinstance(result.exception, ValueError)
     assert message in str(result.exception)
@@ -253,13 +237,10 @@ def test_an_estimate_trains_nothing(train: Train, tmp_path: Path) -> None:
     assert title.startswith("one rank (one rank: nothing to divide), 1 x 600 tokens a replica, bf16, NVIDIA H200")
     assert [way[:2] for way in ways] == ["* ", "  ", "  ", "  "]
     assert [way[2:].split(":")[0] for way in ways] == [f"recompute {name}" for name in RECOMPUTE]
-    for way in ways:
-        assert re.search(
-            r"\d GiB \(state .*\); likely \d+\.\d ms .*, [\d,]+ tokens/s, MFU \d+\.\d%; at least \d+\.\d ms", way
-        )
-    many = train("--estimate", "--hardware", "h200", "--ranks", "8", "--data.packs_per_step", "8").output.splitlines()[
-        0
-    ]
+    figures = r"\d GiB \(state .*\); likely \d+\.\d ms .*, [\d,]+ tokens/s, MFU \d+\.\d%; at least \d+\.\d ms"
+    assert all(re.search(figures, way) for way in ways)
+    eight = ["--estimate", "--hardware", "h200", "--ranks", "8", "--data.packs_per_step", "8"]
+    many = train(*eight).output
     assert many.startswith("shard 8 (ZeRO-1 with shard 8: ")
     muon = train("--estimate", "--hardware", "h200", "--optimizer.name", "muon").output.splitlines()
     assert muon[:-1] == [title, *ways]
@@ -293,15 +274,8 @@ def test_fine_tuning_from_files_to_a_model(tmp_path: Path) -> None:
     ]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     tokenize([tmp_path / "chats.jsonl"], BUILTIN_FOLDER, tmp_path / "data")
-    values = {
-        "run.steps": "2",
-        "run.out": str(tmp_path / "run"),
-        "run.device": "cpu",
-        "schedule.warmup": "1",
-        "schedule.decay": "1",
-        "data.sources": f'[{{ folder = "{tmp_path}/data" }}]',
-    }
-    arguments = [part for name, value in values.items() for part in (f"--{name}", value)]
+    words = f"--run.steps 2 --run.out {tmp_path}/run --run.device cpu --schedule.warmup 1 --schedule.decay 1".split()
+    arguments = [*words, "--data.sources", f'[{{ folder = "{tmp_path}/data" }}]']
     result = CliRunner().invoke(app, ["train", str(EXAMPLES / "sft.toml"), *arguments])
     assert result.exit_code == 0, result.output
     assert str(tmp_path / "run/model") in result.output.replace("\n", "")

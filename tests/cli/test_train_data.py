@@ -8,62 +8,22 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from strata.cli.main import app
 from strata.cli.train import Pace, TerminalScreen
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("command", [["data"], ["data", "files"], ["data", "exercises"]])
-def test_help_has_an_example(command: list[str]) -> None:
-    done = CliRunner().invoke(app, [*command, "--help"])
-    assert "Example: strata data " in " ".join(done.output.split())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["missing.txt"], "data file missing.txt does not exist"),
-        (["pyproject.toml"], "the ending '.toml' is unknown"),
-        (["README.md", "--longest", "1"], "longest = 1 must be at least 2"),
-        (["exercises", "--documents", "9", "--vocab-size", "9"], "vocab_size = 9 must lie in"),
-    ],
-)
-def test_what_cannot_begin_is_a_message_without_a_bar(
-    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    done = CliRunner().invoke(app, ["data", *arguments, "--out", str(tmp_path / "out")])
-    assert done.exit_code != 0
-    assert done.output == ""
-    assert message in str(done.exception)
-    assert not (tmp_path / "out").exists()
-
-
 def test_interrupted_it_ends_with_all_its_processes(tmp_path: Path) -> None:
     """The signal goes to all processes of the group, as from a terminal."""
     (tmp_path / "a.txt").write_text("Some words of a text that goes on and on.\n" * 250_000)
-    command = [
-        sys.executable,
-        "-m",
-        "strata.cli.main",
-        "data",
-        "a.txt",
-        "--out",
-        "out",
-        "--longest",
-        "64",
-        "--workers",
-        "2",
-    ]
+    words = "-m strata.cli.main data a.txt --out out --longest 64 --workers 2"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    started = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    settings: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    started = subprocess.Popen([sys.executable, *words.split()], cwd=tmp_path, env=environment, **settings)
     try:
         while not (tmp_path / "out/plan.json").exists() and started.poll() is None:
             time.sleep(0.01)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from strata.bench.predictions.cases import PredictionCase
+from benchmarks.predictions.cases import PredictionCase
 from strata.cost.attention_times import Attends, AttentionTimes, GroupTimes
 from strata.cost.packed_times import TIMES, PackedTimes
 from strata.hardware.roofline import Cost, Workload

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from strata.bench.predictions.cases import cases
-from strata.bench.predictions.errors import ErrorSummary
+from benchmarks.predictions.cases import cases
+from benchmarks.predictions.errors import ErrorSummary
 from strata.cost.step_model import StepModel
 from strata.hardware.probe.report import file_of
 from strata.hardware.roofline import Workload

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from strata.bench.predictions.cases import PredictionCase, cases
-from strata.bench.predictions.errors import ErrorSummary
+from benchmarks.predictions.cases import PredictionCase, cases
+from benchmarks.predictions.errors import ErrorSummary
 from strata.cost import attention_times
 from strata.cost.step_model import StepModel
 from strata.hardware.roofline import Workload

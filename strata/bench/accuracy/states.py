@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from strata.bench.accuracy.passages import Passage
+from strata.bench.graph_calls import replaced
 from strata.bench.step_observers import observed
 from strata.engine.llm import LLM
 from strata.engine.plan import StepPlan
@@ -43,11 +43,9 @@ def predict(llm: LLM, passages: Sequence[Passage]) -> Predictions:
     assert head is not None  # of one rank
     watched = _PromptStates({passage.ids: passage.first for passage in passages})
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-    with ExitStack() as beside:
-        beside.enter_context(observed(engine.loop, watched))
-        for graph in (engine.program.hidden, *(variant.hidden for variant in engine.program.variants)):
-            if graph is not None:
-                beside.enter_context(watched.of(graph))
+    graphs = [engine.program.hidden, *(variant.hidden for variant in engine.program.variants)]
+    named = {str(number): graph for number, graph in enumerate(graphs) if graph is not None}
+    with observed(engine.loop, watched), replaced(named, watched.kept):
         llm.generate([{"prompt_token_ids": list(passage.ids)} for passage in passages], params)
     return Predictions(tuple(watched.states(passage.ids) for passage in passages), head, engine.device)
 
@@ -71,21 +69,16 @@ class _PromptStates:
     def states(self, prompt: tuple[int, ...]) -> Tensor:
         return self._states[prompt]
 
-    @contextmanager
-    def of(self, hidden: fx.GraphModule) -> Iterator[None]:
-        """Inside, what the graph returns is kept."""
+    def kept(self, _: str, hidden: fx.GraphModule) -> Callable[[Any], Any]:
+        """A call of the graph, of which what it returns is kept."""
         forward = hidden.forward
 
-        def kept(batch: Any) -> Any:
+        def call(batch: Any) -> Any:
             found = forward(batch)
             self._keep(found)
             return found
 
-        hidden.forward = kept
-        try:
-            yield
-        finally:
-            del hidden.forward  # the class's own is behind it
+        return call
 
     def _keep(self, hidden: Tensor) -> None:
         """hidden: [tokens, hidden] of a step, its chunks one after another."""

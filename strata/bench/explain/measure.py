@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
+from torch import fx
 from torch.profiler import ProfilerActivity, profile
 
-from strata.bench.explain.node_times import NodeTimes
 from strata.bench.explain.plain_products import product_here, unpacked_products
 from strata.bench.explain.recorder import HostSpans, StepRecorder
+from strata.bench.graph_calls import TimedNodes, replaced
 from strata.bench.run import device_name
 from strata.bench.served.client import Load, ServedEngine
 from strata.bench.step_observers import StepMarks, observed, recorded_work
@@ -24,9 +25,11 @@ from strata.bench.workloads import InferenceTest
 from strata.cost.nodes import NodeCost
 from strata.cost.step_model import StepModel, dtype_name
 from strata.engine.program.meta_model import MetaModel
+from strata.graph.capture import operation_of
 from strata.graph.walk import operation_counts
 from strata.hardware.nvml import open_nvml
 from strata.hardware.telemetry import Summary, TelemetrySampler
+from strata.kernels.torch_functions import TORCH_FUNCTIONS
 from strata.plan.explain.explanation import StepWork
 from strata.plan.explain.measurement import (
     DeviceState,
@@ -34,11 +37,14 @@ from strata.plan.explain.measurement import (
     MeasuredRequest,
     MeasuredStep,
     Measurement,
+    StepChunk,
     TracedOperations,
 )
 
 if TYPE_CHECKING:
     from strata.engine.llm import LLM
+    from strata.engine.plan import StepPlan
+    from strata.engine.program.program import StepProgram
 
 # Of a workload's short form: so many tokens of each output, and requests.
 _SHORT_OUTPUT, _SHORT_REQUESTS = 12, 64
@@ -164,6 +170,40 @@ def measured_steps(llm: LLM, workload: AnyWorkload) -> tuple[MeasuredStep, ...]:
     with observed(llm.engine.loop, recorder):
         ran = _run(llm, workload)
     return recorder.steps(ran.start)
+
+
+class NodeTimes:
+    """An observer that knows how long the operations of each kind of step took on a CPU, where graphs run node by node:
+    without what lies between them, which takes longer so."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[StepWork, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._kind: StepWork = "decode"
+
+    def begin(self, plan: StepPlan) -> None:
+        chunks = tuple(StepChunk(one.sequence, one.start, one.count, len(one.draws)) for one in plan.chunks)
+        self._kind = MeasuredStep(0.0, 0.0, chunks).kind
+
+    def end(self) -> None:
+        pass
+
+    def note(self, node: fx.Node, seconds: float) -> None:
+        """What looks at memory alone is none of a step's operations."""
+        operation = operation_of(node) or TORCH_FUNCTIONS.get(node.target)
+        if operation is not None:
+            self._seconds[self._kind][operation.name] += seconds
+
+    def traced(self, steps: Iterable[MeasuredStep]) -> dict[StepWork, TracedOperations]:
+        """steps: the same work without clocks around nodes. A served load may have kinds of steps in one of its runs
+        that it lacks in another: of these nothing is known."""
+        whole: dict[StepWork, float] = defaultdict(float)
+        for step in steps:
+            whole[step.kind] += step.seconds if step.processor is None else step.processor
+        return {kind: TracedOperations(dict(self._seconds[kind]), whole[kind]) for kind in whole if self._seconds[kind]}
+
+    def of(self, program: StepProgram) -> AbstractContextManager[None]:
+        """Inside, the graphs of steps tell this how long their nodes take."""
+        return replaced(program.graphs(), lambda _, graph: TimedNodes(graph, time.thread_time, self.note).run)
 
 
 def _traced(llm: LLM, short: AnyWorkload) -> Mapping[StepWork, TracedOperations]:

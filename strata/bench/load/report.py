@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
@@ -19,8 +19,6 @@ LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2e_ms": "E
 # Of sessions alone.
 TURN_LATENCIES = {"first_turns_ttft_ms": "TTFT of first turns", "late_turns_ttft_ms": "TTFT of late turns"}
 
-# Columns enough for any table here.
-WIDE = 200
 # Sent more than this late (milliseconds, p99), the load was not the one that was asked for.
 MAX_LAG = 10.0
 
@@ -98,14 +96,6 @@ class LoadResult:
             yield f"goodput {number(good.requests_per_second)} requests/s ({good.share:.1%} of requests): {bounds}"
         if figures.send_lag_ms is not None and self.max_concurrency is None and figures.send_lag_ms.p99 > MAX_LAG:
             yield f"sent up to {figures.send_lag_ms.p99:.0f} ms late (p99): the load generator is the bottleneck"
-
-
-def report_console() -> Console:
-    """A terminal is as wide as it is; a file or a pipe takes tables whole."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = WIDE
-    return console
 
 
 def sweep_table(results: Sequence[LoadResult]) -> Table:

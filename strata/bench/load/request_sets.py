@@ -8,7 +8,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from strata.bench.load.send import LoadRequest
 from strata.files import request_rows
@@ -27,27 +26,6 @@ class Ask:
     prompt: list[int] | str | Messages
     output_tokens: int
     due: float | None = None
-
-
-class RequestSet(Protocol):
-    """A data set. `asks` gives so many requests, the same for the same seed."""
-
-    def asks(self, count: int, seed: int) -> list[Ask]: ...
-
-
-class Lengths(Protocol):
-    """Tokens of prompts and outputs. most: of a prompt and its output together. words: as a result names them."""
-
-    @property
-    def output(self) -> int: ...
-
-    @property
-    def max_tokens(self) -> int: ...
-
-    @property
-    def words(self) -> str: ...
-
-    def sample(self, rng: random.Random) -> tuple[int, int]: ...
 
 
 @dataclass(frozen=True)
@@ -103,6 +81,10 @@ class LognormalLengths:
     def _one(self, mean: int, rng: random.Random) -> int:
         drawn = round(rng.lognormvariate(math.log(mean) - SIGMA**2 / 2, SIGMA))
         return min(max(1, drawn), self.longest)
+
+
+# Of both `max_tokens` are the most of a prompt and its output together, `words` as a result names them.
+Lengths = EvenLengths | LognormalLengths
 
 
 @dataclass(frozen=True)
@@ -165,6 +147,10 @@ class FileSet:
             return rng.choices(self.ids, k=length)
         blocks = (random.Random(name).choices(self.ids, k=HASHED_TOKENS) for name in row.hash_ids)
         return [id for block in blocks for id in block][:length]
+
+
+# Each gives so many `asks`, the same for the same seed.
+RequestSet = RandomSet | SharedPrefixSet | FileSet
 
 
 def read_rows(path: Path, timed: bool) -> tuple[RequestRow, ...]:

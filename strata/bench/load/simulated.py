@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Group
 
-from strata.bench.load.arrivals import Rate, arrival_times, load_seeds, saturation_rate
+from strata.bench.load.arrivals import arrival_times, load_seeds, saturation_rate
 from strata.bench.load.measures import Distribution, Figures, Goodput
 from strata.bench.load.report import LoadResult
 from strata.bench.load.request_sets import Ask, EvenLengths, FileSet, RandomSet, SharedPrefixSet, read_rows
@@ -127,19 +127,9 @@ def simulate_loads(served: SimulatedServer, config: LoadConfig) -> Iterator[Simu
         saturation = saturation_rate([fleet.outcomes.last[one] for one in fleet.outcomes.completed()], concurrency)
         yield replace(result, saturation=saturation)
     for rate in config.rates:
-        yield _offered(load, rate, saturation, next(seeds), config.max_concurrency)
-
-
-def _offered(
-    load: Callable[[int, float | None, float | None, int | None], tuple[Fleet, SimulatedResult]],
-    rate: Rate,
-    saturation: float | None,
-    seed: int,
-    concurrency: int | None,
-) -> SimulatedResult:
-    """As `Sweep.offer`: a rate that is a share of saturation is an open loop."""
-    share = saturation if rate.of_saturation else None
-    return load(seed, rate.per_second(saturation), share, None if rate.of_saturation else concurrency)[1]
+        # As `Sweep.offer`: a rate that is a share of saturation is an open loop.
+        share, bound = (saturation, None) if rate.of_saturation else (None, config.max_concurrency)
+        yield load(next(seeds), rate.per_second(saturation), share, bound)[1]
 
 
 def _requests(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -81,8 +81,15 @@ async def measure(
 ) -> list[LoadResult]:
     """The result of each load, which `show` gets as it comes. Raises ValueError if the server cannot be measured."""
     served = await server.find_model(client, model)
-    if config.sessions is not None:
-        return [await _measure_sessions(client, served, config, config.sessions, show)]
+    if (shape := config.sessions) is not None:
+        if served.max_model_len is not None and shape.context > served.max_model_len:
+            raise ValueError(
+                f"sessions have contexts of up to {shape.context} tokens, {served.name} takes {served.max_model_len}: "
+                "lower --context-len"
+            )
+        sweep = Sweep(client, served.name, config, None, show)
+        await sweep.converse(shape, await server.text_ids(client, served.name))
+        return sweep.results
     sweep = Sweep(client, served.name, config, await _request_set(client, served, config), show)
     await sweep.try_one()
     if config.rates is None:
@@ -98,7 +105,10 @@ class Sweep:
     seed, so that none finds its prompts in the server's prefix cache (those of a file are what they are).
     """
 
-    def __init__(self, client: HttpClient, model: str, config: LoadConfig, asked: RequestSet, show: Show) -> None:
+    def __init__(
+        self, client: HttpClient, model: str, config: LoadConfig, asked: RequestSet | None, show: Show
+    ) -> None:
+        """asked: None for sessions, whose turns are drawn by themselves."""
         self.results: list[LoadResult] = []
         self._started = datetime.now(UTC).isoformat(timespec="seconds")
         self._client = client
@@ -139,7 +149,20 @@ class Sweep:
         outcomes = await self._send(asks, due, concurrency, f"{per_second:.3g} requests/s")
         self._add(outcomes, per_second, saturation if rate.of_saturation else None, concurrency)
 
+    async def converse(self, shape: SessionShape, ids: Sequence[int]) -> None:
+        """All turns of all sessions, of these ids, behind one request with a prompt of its own."""
+        tried = replace(shape, sessions=1, turns=1).draw(ids, next(self._seeds))[0][0]
+        await server.try_one(self._client, turn_request(self._model, (), tried, 1))
+        sessions = shape.draw(ids, next(self._seeds))
+        with _progress("turns", shape.sessions * shape.turns) as advance:
+            timeout = self._config.timeout
+            outcomes = await send_sessions(
+                self._client, self._model, sessions, shape.context, timeout=timeout, on_end=advance
+            )
+        self._add(outcomes, None, None, shape.sessions)
+
     async def _asks(self, count: int, seed: int) -> list[Ask]:
+        assert self._asked is not None
         asks = self._asked.asks(count, seed)
         return await server.as_chats(self._client, self._model, asks) if self._config.chat else asks
 
@@ -173,39 +196,6 @@ class Sweep:
         )
         self.results.append(result)
         self._show(result)
-
-
-async def _measure_sessions(
-    client: HttpClient, served: server.ServedModel, config: LoadConfig, shape: SessionShape, show: Show
-) -> LoadResult:
-    """All turns of all sessions, behind one request with a prompt of its own."""
-    if served.max_model_len is not None and shape.context > served.max_model_len:
-        raise ValueError(
-            f"sessions have contexts of up to {shape.context} tokens, {served.name} takes {served.max_model_len}: "
-            "lower --context-len"
-        )
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    ids, seeds = await server.text_ids(client, served.name), load_seeds(config.seed)
-    tried = replace(shape, sessions=1, turns=1).draw(ids, next(seeds))[0][0]
-    await server.try_one(client, turn_request(served.name, (), tried, 1))
-    sessions = shape.draw(ids, next(seeds))
-    with _progress("turns", shape.sessions * shape.turns) as advance:
-        outcomes = await send_sessions(
-            client, served.name, sessions, shape.context, timeout=config.timeout, on_end=advance
-        )
-    result = LoadResult(
-        started=started,
-        model=served.name,
-        data=in_words(config),
-        request_rate=None,
-        saturation=None,
-        burstiness=config.burstiness,
-        max_concurrency=shape.sessions,
-        seed=config.seed,
-        figures=figures(outcomes, config.objectives),
-    )
-    show(result)
-    return result
 
 
 @contextmanager

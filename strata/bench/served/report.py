@@ -69,7 +69,9 @@ class ServedGaps:
         if self.tpot is not None:
             yield from _latency_lines("TPOT", self.tpot)
         if self.trace is not None:
-            yield from _trace_lines(self.trace)
+            first, *others = self.trace.lines()
+            yield f"trace of {first}"
+            yield from others
 
     def _row(self, name: str, seconds: float) -> str:
         return f"{name:28}{seconds:10.3f} s {seconds / self.wall:7.1%}"
@@ -93,12 +95,3 @@ def _latency_lines(name: str, latency: LatencySplit) -> Iterator[str]:
     sums = (math.fsum(part[group] for part in latency.parts.values()) for group in _GROUPS)
     yield f"{'  together':28}" + "".join(f"{total:14.3f}" for total in sums)
     yield f"  p50 {latency.p50:.3f}, p99 {latency.p99:.3f}"
-
-
-def _trace_lines(trace: TraceTime) -> Iterator[str]:
-    yield f"trace of {counted(trace.steps, 'step')} of {trace.kernels_per_step:.0f} kernels and copies (median)"
-    total = sum(kind.seconds for kind in trace.kinds.values())
-    for name, kind in trace.kinds.items():
-        yield f"  {name:22}{kind.seconds:10.3f} s {kind.seconds / total:7.1%}  {kind.kernels:,} of them"
-    if trace.message_line is not None:
-        yield trace.message_line

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator
 from itertools import accumulate, pairwise
-from typing import Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -21,23 +20,6 @@ Clock = Callable[[], float]
 TRACED_STEPS = 200
 # Readings of the two clocks, of which the closest counts.
 _READINGS = 20
-
-
-class StepLog(Protocol):
-    """An observer that knows afterwards which steps ran and when."""
-
-    def begin(self, plan: StepPlan) -> None: ...
-
-    def end(self) -> None: ...
-
-    def steps(self) -> list[ServedStep]:
-        """All steps so far, by the host's clock, in their order."""
-        ...
-
-
-def step_log(device: torch.device, clock: Clock) -> StepLog:
-    """clock: of the host, in seconds."""
-    return DeviceStepLog(clock) if device.type == "cuda" else HostStepLog(clock)
 
 
 class _Plans:
@@ -130,6 +112,14 @@ class DeviceStepLog:
             readings.append((after - before, event, (before + after) / 2))
         _, event, at = min(readings, key=lambda reading: reading[0])
         return event, at
+
+
+StepLog = HostStepLog | DeviceStepLog
+
+
+def step_log(device: torch.device, clock: Clock) -> StepLog:
+    """An observer that knows afterwards which steps ran and when. clock: of the host, in seconds."""
+    return DeviceStepLog(clock) if device.type == "cuda" else HostStepLog(clock)
 
 
 class TracedSteps:

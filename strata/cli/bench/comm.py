@@ -12,13 +12,16 @@ import typer
 
 from strata.bench.result import provenance
 from strata.cli import options
-from strata.cli.bench.options import AsJson, Save
+from strata.cli.bench.options import Repeat, Report
+from strata.cli.groups import Values, grouped
 
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _SIZES = "1KiB, 8KiB, 64KiB, 512KiB, 4MiB, 32MiB"
 
 
+@grouped
 def comm(
+    *,
     operations: Annotated[
         str, typer.Option(help="all, or some of all_reduce, all_gather, reduce_scatter, all_to_all between commas.")
     ] = "all",
@@ -27,10 +30,9 @@ def comm(
     ] = _SIZES,
     ranks: Annotated[int | None, typer.Option(min=2, help="How many; all GPUs, or 2 processes on a CPU.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu (gloo) or cuda (NCCL and own kernels).")] = "auto",
-    dtype: options.Dtype = "bfloat16",
-    repeat: Annotated[int, typer.Option(min=1, help="Repetitions; the median counts.")] = 9,
-    as_json: AsJson = False,
-    save: Save = None,
+    engine: Annotated[Values, options.engine("dtype", dtype="bfloat16")],
+    repeat: Repeat = 9,
+    to: Report,
 ) -> None:
     """Time collectives by size and algorithm: in CUDA graphs on GPUs, whole calls over gloo on a CPU.
 
@@ -44,6 +46,7 @@ def comm(
     from strata.models.config import DTYPES
     from strata.train.launch import launch
 
+    dtype = engine["dtype"]
     asked = list(COLLECTIVES) if operations == "all" else operations.split(",")
     if unknown := [name for name in asked if name not in COLLECTIVES]:
         raise ValueError(f"--operations {unknown[0]!r} is unknown; known are {', '.join(COLLECTIVES)}")
@@ -59,8 +62,8 @@ def comm(
     job = {
         "asked": asdict(MeasureRequest(asked, parse_sizes(sizes), dtype, repeat)),
         "device": chosen,
-        "as_json": as_json,
-        "save": None if save is None else str(save),
+        "as_json": to.as_json,
+        "save": None if to.save is None else str(to.save),
         "provenance": provenance(),
     }
     code = launch([sys.executable, "-m", "strata.bench.comm.rank", json.dumps(job)], count)

@@ -4,36 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from strata.bench import workloads
-from strata.bench.result import HostGap, provenance, report, short_dtype
+from strata.bench.result import HostGap, provenance, short_dtype
 from strata.bench.run import Setup, call, device_name, floor_on, started
 from strata.bench.trace import GapSplit, TraceTime
-from strata.cli import options
-from strata.cli.bench.options import AsJson, LoadFormat, Model, Save
-from strata.text.counted import counted
+from strata.cli.bench.options import Report, ReportOptions, setup_options
+from strata.cli.groups import grouped
 
 
+@grouped
 def gaps(
     test: Annotated[str, typer.Argument(help="T1, T2, T3-bN (N requests), T4, or T5, a served load.")],
-    model: Model = "0.6B",
-    load_format: LoadFormat = None,
-    dtype: options.Dtype = "bfloat16",
-    device: options.Device = "auto",
-    deterministic: options.Deterministic = False,
-    tensor_parallel_size: options.TensorParallelSize = 1,
-    enable_expert_parallel: options.EnableExpertParallel = False,
+    *,
+    setup: Annotated[
+        Setup,
+        setup_options("model load_format dtype device deterministic tensor_parallel_size enable_expert_parallel"),
+    ],
     request_rate: Annotated[
         str | None, typer.Option(help="T5: requests a second, several between commas; 55 if left out.")
     ] = None,
     num_prompts: Annotated[int | None, typer.Option(min=1, help="T5: requests of each load; 500 if left out.")] = None,
     seed: Annotated[int | None, typer.Option(help="T5: of prompts and arrivals, as in bench serve; 0.")] = None,
-    as_json: AsJson = False,
-    save: Save = None,
+    to: Report,
 ) -> None:
     """Split the time of a test into floor, kernels over it, launch gaps and host gaps; of T5, latencies as well.
 
@@ -41,23 +37,16 @@ def gaps(
 
     Example: strata bench gaps T5 --model 8B --request-rate 10,20 --save gaps.jsonl
     """
-    setup = Setup(model, load_format, dtype, device, deterministic, tensor_parallel_size, enable_expert_parallel)
     if test == "T5":
-        _served(setup, request_rate, num_prompts, seed, as_json=as_json, save=save)
+        _served(setup, request_rate, num_prompts, seed, to)
         return
     if any(given is not None for given in (request_rate, num_prompts, seed)):
         raise ValueError(f"--request-rate, --num-prompts and --seed are of T5, a served load; {test} comes at once")
-    _offline(test, setup, as_json=as_json, save=save)
+    _offline(test, setup, to)
 
 
 def _served(
-    setup: Setup,
-    request_rate: str | None,
-    num_prompts: int | None,
-    seed: int | None,
-    *,
-    as_json: bool,
-    save: Path | None,
+    setup: Setup, request_rate: str | None, num_prompts: int | None, seed: int | None, to: ReportOptions
 ) -> None:
     from strata.bench.load.arrivals import parse_rates
     from strata.bench.served.measure import RATE, REQUESTS, ServedTest, served_gaps
@@ -70,10 +59,10 @@ def _served(
         )
     test = ServedTest([rate.value for rate in rates], num_prompts or REQUESTS, seed or 0)
     for found in served_gaps(setup, test):
-        report(found.values(), found.text(), as_json=as_json, save=save)
+        to.report(found.values(), found.text())
 
 
-def _offline(test: str, setup: Setup, *, as_json: bool, save: Path | None) -> None:
+def _offline(test: str, setup: Setup, to: ReportOptions) -> None:
     import torch
 
     tested = workloads.named(test, or_served=True)
@@ -90,7 +79,7 @@ def _offline(test: str, setup: Setup, *, as_json: bool, save: Path | None) -> No
     launch = sum(times.steps) - traced.busy
     split = GapSplit(times.wall, floor, traced.busy, launch, times.host, traced.exposed)
     found = GapReport(setup.test_name(test), setup.model, short_dtype(setup.dtype), split, times.host_gap, traced, name)
-    report(found.values(), found.text(), as_json=as_json, save=save)
+    to.report(found.values(), found.text())
 
 
 @dataclass(frozen=True)
@@ -130,12 +119,7 @@ class GapReport:
             f"idle: {self.trace.idle_share:.1%} of the trace by its own clock, "
             f"{1 - self.split.busy / self.split.wall:.1%} of the call without the profiler"
         )
-        total = sum(kind.seconds for kind in self.trace.kinds.values())
-        yield f"{counted(self.trace.steps, 'step')} of {self.trace.kernels_per_step:.0f} kernels and copies (median)"
-        for name, kind in self.trace.kinds.items():
-            yield f"  {name:22}{kind.seconds:10.3f} s {kind.seconds / total:7.1%}  {kind.kernels:,} of them"
-        if self.trace.message_line is not None:
-            yield self.trace.message_line
+        yield from self.trace.lines()
 
     @staticmethod
     def _row(name: str, *parts: tuple[float, float]) -> str:

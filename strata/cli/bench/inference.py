@@ -8,138 +8,117 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import strata
 from strata.bench import workloads
-from strata.bench.result import Result, make_result, report
+from strata.bench.result import make_result
 from strata.bench.run import Setup, call, device_name, floor_on, started
 from strata.bench.workloads import InferenceTest
-from strata.cli import options
-from strata.cli.bench.comm import comm
-from strata.cli.bench.faults import faults
-from strata.cli.bench.gaps import gaps
-from strata.cli.bench.kernels import kernels
-from strata.cli.bench.options import AsJson, LoadFormat, Model, Save
-from strata.cli.bench.parallel import parallel
-from strata.cli.bench.predictions import predictions
-from strata.cli.bench.serve import serve
-from strata.cli.bench.train import train
-from strata.cli.help import Command
+from strata.cli.bench.options import Repeat, Report, ReportOptions, setup_options
+from strata.cli.groups import grouped
+from strata.cli.lazy import lazy_group
 
 if TYPE_CHECKING:
     from strata.engine.llm import LLM
 
-bench = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    help="""Measure inference, training and operations: T0 to T8 of benchmarks/README.md.
+_PLACES = {
+    "comm": "strata.cli.bench.comm:comm",
+    "faults": "benchmarks.faults.command:faults",
+    "gaps": "strata.cli.bench.gaps:gaps",
+    "kernels": "benchmarks.kernels.command:kernels",
+    "parallel": "benchmarks.parallel.command:parallel",
+    "predictions": "benchmarks.predictions.command:predictions",
+    "serve": "strata.cli.bench.serve:serve",
+    "train": "benchmarks.training.command:train",
+    "throughput": "strata.cli.bench.inference:throughput",
+    "latency": "strata.cli.bench.inference:latency",
+    "prefill": "strata.cli.bench.inference:prefill",
+    "startup": "strata.cli.bench.inference:startup",
+}
+
+
+def _places_here() -> dict[str, str]:
+    """Without those that measure Strata itself where the package is installed alone: they are in its repository."""
+    root = Path(strata.__file__).parents[1]
+    if not (root / "benchmarks" / "kernels").is_dir():
+        return {name: place for name, place in _PLACES.items() if place.startswith("strata.")}
+    if str(root) not in sys.path:  # of processes, too, that are spawned to compile and find it by its name
+        sys.path.append(str(root))
+    return _PLACES
+
+
+bench = typer.Typer(cls=lazy_group(_places_here()), add_completion=False, no_args_is_help=True)
+
+
+@bench.callback()
+def start() -> None:
+    """Measure inference, training and operations: T0 to T8 of benchmarks/README.md.
 
     Example: strata bench throughput --model 8B
-    """,
-)
+    """
 
 
-bench.command(cls=Command)(comm)
-bench.command(cls=Command)(faults)
-bench.command(cls=Command)(gaps)
-bench.command(cls=Command)(kernels)
-bench.command(cls=Command)(parallel)
-bench.command(cls=Command)(predictions)
-bench.command(cls=Command)(serve)
-bench.command(cls=Command)(train)
-
-Repeat = Annotated[int, typer.Option(min=1, help="Repetitions; the median counts.")]
+Tested = Annotated[
+    Setup,
+    setup_options(
+        "model load_format quantization sparsity passes dtype device deterministic tensor_parallel_size "
+        "pipeline_parallel_size enable_expert_parallel executor message_dtype"
+    ),
+]
 
 
-@bench.command(cls=Command)
+@grouped
 def throughput(
     batch: Annotated[int | None, typer.Option(min=1, help="T3: so many equal requests; T1 if left out.")] = None,
-    model: Model = "0.6B",
-    load_format: LoadFormat = None,
-    quantization: options.Quantization = None,
-    sparsity: options.Sparsity = None,
-    passes: options.Passes = "all",
-    dtype: options.Dtype = "bfloat16",
-    device: options.Device = "auto",
-    deterministic: options.Deterministic = False,
-    tensor_parallel_size: options.TensorParallelSize = 1,
-    pipeline_parallel_size: options.PipelineParallelSize = 1,
-    enable_expert_parallel: options.EnableExpertParallel = False,
-    executor: options.Executor = "graph",
-    message_dtype: options.MessageDtype = "auto",
+    *,
+    setup: Tested,
     repeat: Repeat = 3,
-    as_json: AsJson = False,
-    save: Save = None,
+    to: Report,
 ) -> None:
     """T1: output tokens per second of 256 uneven requests; with --batch N, T3: of N requests of prompt 512, output 256.
 
     Example: strata bench throughput --model 8B --batch 32 --save results.jsonl
     """
-    test = workloads.offline() if batch is None else workloads.fixed_batch(batch)
-    setup = Setup(
-        model,
-        load_format,
-        dtype,
-        device,
-        deterministic,
-        tensor_parallel_size,
-        enable_expert_parallel,
-        pipeline_parallel_size,
-        quantization,
-        sparsity,
-        passes,
-        executor,
-        message_dtype,
-    )
-    result = run(test, setup, repeat)
-    report(result.values(), result.text(), as_json=as_json, save=save)
+    _run(workloads.offline() if batch is None else workloads.fixed_batch(batch), setup, repeat, to)
 
 
-def _command(name: str, measure: Callable[[Setup, int], Result], help: str) -> None:
-    """Make a test a command: it gets what engine it is of, and how often to repeat it."""
+@grouped
+def latency(*, setup: Tested, repeat: Repeat = 3, to: Report) -> None:
+    """T2: milliseconds per output token of one greedy request, prompt 128, output 512.
 
-    @bench.command(name, cls=Command, help=help)
-    def command(
-        model: Model = "0.6B",
-        load_format: LoadFormat = None,
-        quantization: options.Quantization = None,
-        sparsity: options.Sparsity = None,
-        passes: options.Passes = "all",
-        dtype: options.Dtype = "bfloat16",
-        device: options.Device = "auto",
-        deterministic: options.Deterministic = False,
-        tensor_parallel_size: options.TensorParallelSize = 1,
-        pipeline_parallel_size: options.PipelineParallelSize = 1,
-        enable_expert_parallel: options.EnableExpertParallel = False,
-        executor: options.Executor = "graph",
-        message_dtype: options.MessageDtype = "auto",
-        repeat: Repeat = 3,
-        as_json: AsJson = False,
-        save: Save = None,
-    ) -> None:
-        setup = Setup(
-            model,
-            load_format,
-            dtype,
-            device,
-            deterministic,
-            tensor_parallel_size,
-            enable_expert_parallel,
-            pipeline_parallel_size,
-            quantization,
-            sparsity,
-            passes,
-            executor,
-            message_dtype,
-        )
-        result = measure(setup, repeat)
-        report(result.values(), result.text(), as_json=as_json, save=save)
+    Example: strata bench latency --model 8B
+    """
+    _run(workloads.single(), setup, repeat, to)
 
 
-def run(test: workloads.InferenceTest, setup: Setup, repeat: int) -> Result:
+@grouped
+def prefill(*, setup: Tested, repeat: Repeat = 3, to: Report) -> None:
+    """T4: prompt tokens per second of 16 prompts of 2048 tokens.
+
+    Example: strata bench prefill --model 8B --json
+    """
+    _run(workloads.prefill(), setup, repeat, to)
+
+
+@grouped
+def startup(*, setup: Tested, repeat: Repeat = 3, to: Report) -> None:
+    """T0: seconds from the start of a process to its first token, each repetition a new process.
+
+    Example: strata bench startup --model 0.6B
+    """
+    seconds, name = [], ""
+    for _ in range(repeat):
+        taken, name = first_token(setup.llm_options())
+        seconds.append(taken)
+    result = make_result(setup.test_name("T0"), setup.model, setup.dtype, seconds, "s", name)
+    to.report(result.values(), result.text())
+
+
+def _run(test: InferenceTest, setup: Setup, repeat: int, to: ReportOptions) -> None:
     """Start an engine, warm it up, and time `repeat` calls of the whole test; on CUDA, one more measures host gaps, and
     everywhere one more what the verdict needs."""
     llm = started(setup, test)
@@ -154,42 +133,8 @@ def run(test: workloads.InferenceTest, setup: Setup, repeat: int) -> Result:
     floor = None if seconds is None else test.value(seconds)
     tested = setup.test_name(test.name)
     result = make_result(tested, setup.model, setup.dtype, values, test.unit, name, floor, host_gap)
-    return dataclasses.replace(result, verdict=_verdict_line(llm, test, setup))
-
-
-def start_up(setup: Setup, repeat: int) -> Result:
-    """Time `repeat` new processes from their start to their first token."""
-    seconds, name = [], ""
-    for _ in range(repeat):
-        taken, name = first_token(setup.llm_options())
-        seconds.append(taken)
-    return make_result(setup.test_name("T0"), setup.model, setup.dtype, seconds, "s", name)
-
-
-_command(
-    "latency",
-    lambda setup, repeat: run(workloads.single(), setup, repeat),
-    """T2: milliseconds per output token of one greedy request, prompt 128, output 512.
-
-    Example: strata bench latency --model 8B
-    """,
-)
-_command(
-    "prefill",
-    lambda setup, repeat: run(workloads.prefill(), setup, repeat),
-    """T4: prompt tokens per second of 16 prompts of 2048 tokens.
-
-    Example: strata bench prefill --model 8B --json
-    """,
-)
-_command(
-    "startup",
-    start_up,
-    """T0: seconds from the start of a process to its first token, each repetition a new process.
-
-    Example: strata bench startup --model 0.6B
-    """,
-)
+    result = dataclasses.replace(result, verdict=_verdict_line(llm, test, setup))
+    to.report(result.values(), result.text())
 
 
 def first_token(llm_options: dict[str, Any]) -> tuple[float, str]:

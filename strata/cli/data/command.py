@@ -9,11 +9,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 from rich.text import Text
 from typer.core import TyperGroup
 
+from strata.cli.progress import progress
 from strata.models.folder import existing_folder
 from strata.text.counted import counted
 from strata.train.data.preview import ShownDocument, ShownRow
@@ -151,19 +150,8 @@ def exercises(
 def _show(out: Path, write: Callable[[Callable[[int, int], None]], ShardIndex]) -> None:
     """Write, with a bar of what is done; then what there is."""
     console = Console(stderr=True, highlight=False)
-    columns: list[Any] = [TextColumn("written"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn()]
-    bar = Bar(*columns, console=console)
-    task = bar.add_task("", total=None)
-
-    def report(done: int, of: int) -> None:
-        bar.start()  # not before: what cannot begin at all is a message without a bar
-        bar.update(task, completed=done, total=of)
-
-    try:
+    with progress(console, "written") as report:
         index = write(report)
-    finally:
-        if bar.live.is_started:
-            bar.stop()
     documents, tokens, left_out = (
         sum(getattr(shard, name) for shard in index.shards) for name in ("documents", "tokens", "left_out")
     )

@@ -9,9 +9,22 @@ from typing import Annotated
 import typer
 
 from strata.cli import options
+from strata.cli.groups import OptionGroup, Values, grouped
 from strata.models.folder import model_folder
 
+_SPARSE = ("sparse_prefill", "sparse_prefill_min_keys", "sparse_prefill_block")
 
+
+class _PairOptions(options.EngineOptions):
+    """Of both models."""
+
+    against_quantization: Annotated[
+        str | None, options.engine_option(help="The same of the other model; not, if left out.")
+    ] = None
+    against_kv_cache_dtype: Annotated[str, options.engine_option(help="The same of the other model.")] = "auto"
+
+
+@grouped
 def evaluate(
     model: Annotated[str, typer.Argument(help="Checkpoint folder, org/model of the Hugging Face cache, or builtin.")],
     against: Annotated[
@@ -32,22 +45,16 @@ def evaluate(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
-    quantization: options.Quantization = None,
-    against_quantization: Annotated[
-        str | None, options.engine_option(help="The same of the other model; not, if left out.")
-    ] = None,
-    kv_cache_dtype: options.KvCacheDtype = "auto",
-    against_kv_cache_dtype: Annotated[str, options.engine_option(help="The same of the other model.")] = "auto",
-    sparse_prefill: options.SparsePrefill = None,
-    sparse_prefill_min_keys: options.SparsePrefillMinKeys = 16384,
-    sparse_prefill_block: Annotated[
-        int, options.engine_option(min=16, help="Keys that are kept or left out together; small for short texts.")
-    ] = 128,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    max_model_len: options.MaxModelLen = None,
-    gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
-    deterministic: options.Deterministic = False,
+    *,
+    engine: Annotated[
+        Values,
+        OptionGroup(
+            _PairOptions,
+            "quantization against_quantization kv_cache_dtype against_kv_cache_dtype sparse_prefill "
+            "sparse_prefill_min_keys sparse_prefill_block dtype device max_model_len gpu_memory_utilization "
+            "deterministic",
+        ),
+    ],
 ) -> None:
     """Evaluate a model by the engine that serves it: perplexity, tasks, and how far it is from another model.
 
@@ -61,31 +68,23 @@ def evaluate(
     from strata.cli.evaluation.table import show
 
     folder, other = model_folder(model), None if against is None else model_folder(against)
-    engine = {
-        "dtype": dtype,
-        "device": device,
-        "max_model_len": max_model_len,
-        "gpu_memory_utilization": gpu_memory_utilization,
-        "deterministic": deterministic,
-    }
-    sparse = {"sparse_prefill": sparse_prefill, "sparse_prefill_min_keys": sparse_prefill_min_keys}
-    sparse["sparse_prefill_block"] = sparse_prefill_block
-    own = engine | {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype} | sparse
-    others = engine | {"quantization": against_quantization, "kv_cache_dtype": against_kv_cache_dtype}
-    if other is None and (against_quantization is not None or against_kv_cache_dtype != "auto"):
+    precisions = ("quantization", "kv_cache_dtype")
+    theirs = {name: engine.pop(f"against_{name}") for name in precisions}
+    if other is None and theirs != {"quantization": None, "kv_cache_dtype": "auto"}:
         raise ValueError("options of the other model need one: give --against")
+    ours, sparse = ({name: engine[name] for name in names} for names in (precisions, _SPARSE))
+    others = {name: value for name, value in engine.items() if name not in sparse} | theirs
     asked = EvaluationRequest(
-        folder, other, text, passages, passage_tokens, task_examples, own, others, verbose=not as_json
+        folder, other, text, passages, passage_tokens, task_examples, engine, others, verbose=not as_json
     )
     found = evaluate(asked)
     if as_json:
         named = {"model": model, "against": against, "text": None if text is None else str(text)}
-        named |= {"quantization": quantization, "against_quantization": against_quantization}
-        named |= {"kv_cache_dtype": kv_cache_dtype, "against_kv_cache_dtype": against_kv_cache_dtype}
-        print(json.dumps(named | sparse | found.to_dict()))
+        named |= ours | {f"against_{name}": value for name, value in theirs.items()} | sparse
+        print(json.dumps(named | found.to_dict()))
     else:
-        shown = _named(model, quantization, kv_cache_dtype, sparse_prefill)
-        compared = None if against is None else _named(against, against_quantization, against_kv_cache_dtype)
+        shown = _named(model, **ours, sparse_prefill=sparse["sparse_prefill"])
+        compared = None if against is None else _named(against, **theirs)
         show(found, shown, compared, "held-out exercises" if text is None else str(text))
 
 

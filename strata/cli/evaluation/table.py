@@ -10,7 +10,7 @@ from rich.table import Table
 
 from strata.bench.accuracy.evaluation import Evaluation
 from strata.bench.accuracy.intervals import IntervalEstimate, wilson
-from strata.bench.load.report import report_console
+from strata.bench.result import report_console
 from strata.text.counted import counted
 
 

@@ -1,16 +1,14 @@
-"""What commands that go through a model layer by layer share: calibration text and a bar of progress."""
+"""What commands that go through a model layer by layer share: calibration text, and an end that is interrupted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 
 Calibration = Annotated[
     Path | None, typer.Option(help="Text, JSONL or Parquet of texts or chats; else the built-in exercises.")
@@ -54,21 +52,3 @@ def going_on(out: Path, console: Console) -> Iterator[None]:
         else:
             console.print("interrupted before the first shard: nothing is kept")
         raise
-
-
-@contextmanager
-def progress(console: Console, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """Called with how many are done, of how many, the bar shows it; not before, as what cannot begin has none."""
-    columns: list[Any] = [TextColumn(unit), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn()]
-    bar = Bar(*columns, console=console)
-    task = bar.add_task("", total=None)
-
-    def report(done: int, of: int) -> None:
-        bar.start()
-        bar.update(task, completed=done, total=of)
-
-    try:
-        yield report
-    finally:
-        if bar.live.is_started:
-            bar.stop()

@@ -15,10 +15,10 @@ from strata.cli.precision.calibration import (
     Length,
     Samples,
     going_on,
-    progress,
     resolve_device,
     sequences_of,
 )
+from strata.cli.progress import progress
 from strata.models.folder import model_folder
 from strata.text.counted import counted
 

@@ -16,13 +16,13 @@ from typing import Any, cast
 import pytest
 from typer.testing import CliRunner
 
-from strata.bench.faults import rounds
-from strata.bench.faults.processes import Process, descendants, engine_of, is_there
-from strata.bench.faults.rounds import FaultRound, hit
-from strata.bench.faults.server import served
+from benchmarks.faults import rounds
+from benchmarks.faults.processes import Process, descendants, engine_of, is_there
+from benchmarks.faults.rounds import FaultRound, hit
+from benchmarks.faults.server import served
+from benchmarks.faults.steady_load import Endings, SteadyLoad
 from strata.bench.load.connection import HttpClient
 from strata.bench.load.request_sets import Ask, encode
-from strata.bench.load.send import Endings, SteadyLoad
 from strata.cli.main import app
 from strata.hardware.gpu_memory import GpuMemory
 from tests.cli.fake_server import FakeServer
@@ -37,10 +37,8 @@ def test_two_ranks_of_a_server_are_killed_and_nothing_is_lost(tmp_path: Path) ->
     done = CliRunner().invoke(app, ["bench", "faults", *options, "--save", str(saved)])
     assert done.exit_code == 0, done.output
     *found, summary = (json.loads(line) for line in saved.read_text().splitlines())
-    assert [(one["test"], one["rank"], one["signal"]) for one in found] == [
-        ("fault", 0, "SIGKILL"),
-        ("fault", 1, "SIGKILL"),
-    ]
+    hits = [(one["test"], one["rank"], one["signal"]) for one in found]
+    assert hits == [("fault", 0, "SIGKILL"), ("fault", 1, "SIGKILL")]
     for one in found:
         assert 0 < one["noticed"] < one["ready"]
         assert one["failed"] > 0  # those under way, and those that came meanwhile

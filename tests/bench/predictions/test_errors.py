@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from strata.bench.predictions.cases import cases
-from strata.bench.predictions.errors import ErrorSummary, StepError, step_errors
+from benchmarks.predictions.cases import cases
+from benchmarks.predictions.errors import ErrorSummary, StepError, step_errors
 from strata.cli.main import app
 from strata.cost.step_model import StepModel
 from strata.hardware.specs import device
@@ -60,7 +60,7 @@ def test_errors_are_shares_of_what_was_measured() -> None:
 
 
 def test_a_name_that_is_no_model_is_told_before_any_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strata.cli.bench.predictions.engine", lambda options: pytest.fail("an engine was started"))
+    monkeypatch.setattr("benchmarks.predictions.command.engine", lambda options: pytest.fail("an engine was started"))
     result = CliRunner().invoke(app, ["bench", "predictions", "--models", "builtin,nowhere", "--device", "cpu"])
     assert isinstance(result.exception, ValueError)
     assert "nowhere" in str(result.exception)

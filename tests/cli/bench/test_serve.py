@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,23 @@ from strata.bench.load import server
 from strata.bench.load.answer import AnswerFault
 from strata.bench.load.connection import HttpClient
 from strata.bench.load.measures import figures
-from strata.bench.load.report import LoadResult, report_console
+from strata.bench.load.report import LoadResult
 from strata.bench.load.request_sets import Ask, encode
 from strata.bench.load.send import RequestOutcome, run, send_all
+from strata.bench.result import report_console
 from strata.cli.main import app
 from tests.cli.fake_server import FAILURES, FakeServer
 
 NOBODY = "http://127.0.0.1:9"  # where nothing listens: what is refused must be refused before it is asked
-SMALL = ["--num-prompts", "6", "--input-len", "5", "--output-len", "4"]
+SMALL = "--num-prompts 6 --input-len 5 --output-len 4"
+AGENTS = "--dataset agents --context-len 900 --turn-input 4-9 --turn-output 2-5"
 
 
 def bench(url: str, *options: str) -> list[dict[str, Any]]:
     """The results that the command prints. Raises what the command raises."""
-    done = CliRunner().invoke(app, ["bench", "serve", "--url", url, "--json", *SMALL, *options], catch_exceptions=False)
+    done = CliRunner().invoke(
+        app, ["bench", "serve", "--url", url, "--json", *SMALL.split(), *options], catch_exceptions=False
+    )
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -55,13 +60,8 @@ def test_every_failure_is_counted_and_every_request_accounted_for(failure: str) 
 
         outcomes = run(main())
     kind, message, lost = kinds[failure]
-    assert [None if one.fault is None else (one.fault.kind, one.fault.lost) for one in outcomes] == [
-        None,
-        (kind, lost),
-        None,
-        (kind, lost),
-        None,
-    ]
+    faults = [None if one.fault is None else (one.fault.kind, one.fault.lost) for one in outcomes]
+    assert faults == [None, (kind, lost), None, (kind, lost), None]
     assert message in outcomes[1].fault.message  # type: ignore[union-attr]
     found = figures(outcomes, {})
     assert (found.requests, found.completed, found.faults, found.lost) == (5, 3, {kind: 2}, 2 * lost)
@@ -162,14 +162,14 @@ def test_chats_are_made_of_the_text_of_random_ids() -> None:
 def test_a_lost_request_is_an_exit_code_and_a_refused_one_is_not() -> None:
     def exit_code(failure: str) -> int:
         with FakeServer(failures={3: failure}) as fake:
-            return CliRunner().invoke(app, ["bench", "serve", "--url", fake.url, *SMALL]).exit_code
+            return CliRunner().invoke(app, ["bench", "serve", "--url", fake.url, *SMALL.split()]).exit_code
 
     assert (exit_code("cut"), exit_code("429")) == (1, 0)
 
 
 def test_the_tables_say_what_failed_and_how_good_it_was() -> None:
     with FakeServer(failures={3: "429", 4: "cut"}) as fake:
-        command = ["bench", "serve", "--url", fake.url, *SMALL, "--goodput", "ttft:60000", "--request-rate", "200,inf"]
+        command = f"bench serve --url {fake.url} {SMALL} --goodput ttft:60000 --request-rate 200,inf".split()
         shown = CliRunner().invoke(app, command, env={"COLUMNS": "80"}).stdout
     assert re.search(r"4 of 6 requests completed in (0\.0*[1-9]\d*|[1-9]\S*) s", shown)  # of a short load, too
     assert "failed: 1 HTTP 429, 1 cut (1 lost)" in shown
@@ -182,31 +182,45 @@ def test_the_tables_say_what_failed_and_how_good_it_was() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model", "gpt"], "has no model 'gpt': --model is one of fake, other"),
-        (["--request-rate", "5%,x%"], "--request-rate takes"),
-        (["--goodput", "ttft=5"], "--goodput takes"),
-        (["--burstiness", "0", "--request-rate", "5"], "--burstiness must be above 0"),
-        (["--input-len", "999"], "up to 1003 tokens with their answers, fake takes 1000: lower --input-len"),
-        (["--dataset", "nowhere.jsonl"], "--dataset is random, shared-prefix, lognormal, agents or a JSON-lines file"),
-        (["--dataset", "lognormal"], "up to 4096 tokens with their answers, fake takes 1000: lower --longest"),
-        (["--dataset", "lognormal", "--length-spread", "0.5"], "--length-spread is of --dataset random, shared"),
-        (["--burstiness", "1e9", "--request-rate", "5"], "at most 1,000,000, or inf for even gaps; got 1e+09"),
-        (["--dataset", "lognormal", "--longest", "2"], "is the mean of lengths that --longest 2 cuts"),
-        (["--prefix-len", "100"], "--prefix-len is of --dataset shared-prefix: leave it out with --dataset random"),
-        (["--dataset", "lognormal", "--prefix-groups", "2"], "--prefix-groups is of --dataset shared-prefix"),
-        (["--longest", "90"], "--longest is of --dataset lognormal: leave it out with --dataset random"),
-        (["--dataset", "README.md", "--input-len", "9"], "--input-len is of --dataset random, shared-prefix, log"),
-        (["--dataset", "/dev/null", "--input-len", "9"], "--input-len is of --dataset random, shared-prefix, log"),
-        (["--burstiness", "2"], "--burstiness is of requests that come at a rate: give a --request-rate"),
-        (["--burstiness", "2", "--request-rate", "Infinity"], "--burstiness is of requests that come at a rate"),
-        (["--replay"], "--replay sends a file's requests"),
-        (["--request-rate", "50%"], "raise --num-prompts or lower --max-concurrency"),
-        (["--url", "127.0.0.1:8000"], "--url must be like http://127.0.0.1:8000"),
+        ("--model gpt", "has no model 'gpt': --model is one of fake, other"),
+        ("--request-rate 5%,x%", "--request-rate takes"),
+        ("--goodput ttft=5", "--goodput takes"),
+        ("--burstiness 0 --request-rate 5", "--burstiness must be above 0"),
+        ("--input-len 999", "up to 1003 tokens with their answers, fake takes 1000: lower --input-len"),
+        ("--dataset nowhere.jsonl", "--dataset is random, shared-prefix, lognormal, agents or a JSON-lines file"),
+        ("--dataset lognormal", "up to 4096 tokens with their answers, fake takes 1000: lower --longest"),
+        ("--dataset lognormal --length-spread 0.5", "--length-spread is of --dataset random, shared"),
+        ("--burstiness 1e9 --request-rate 5", "at most 1,000,000, or inf for even gaps; got 1e+09"),
+        ("--dataset lognormal --longest 2", "is the mean of lengths that --longest 2 cuts"),
+        ("--prefix-len 100", "--prefix-len is of --dataset shared-prefix: leave it out with --dataset random"),
+        ("--dataset lognormal --prefix-groups 2", "--prefix-groups is of --dataset shared-prefix"),
+        ("--longest 90", "--longest is of --dataset lognormal: leave it out with --dataset random"),
+        ("--dataset README.md --input-len 9", "--input-len is of --dataset random, shared-prefix, log"),
+        ("--dataset /dev/null --input-len 9", "--input-len is of --dataset random, shared-prefix, log"),
+        ("--burstiness 2", "--burstiness is of requests that come at a rate: give a --request-rate"),
+        ("--burstiness 2 --request-rate Infinity", "--burstiness is of requests that come at a rate"),
+        ("--replay", "--replay sends a file's requests"),
+        ("--request-rate 50%", "raise --num-prompts or lower --max-concurrency"),
+        ("--url 127.0.0.1:8000", "--url must be like http://127.0.0.1:8000"),
+        ("agents --num-prompts 5", "--num-prompts is of --dataset random, shared-prefix, lognormal, a file: leave it"),
+        ("agents --request-rate 5", "--request-rate is of --dataset random"),
+        ("agents --endpoint chat", "--endpoint is of --dataset random"),
+        ("agents --max-concurrency 2", "--max-concurrency is of --dataset random"),
+        (
+            "agents --turn-input 9-4",
+            "--turn-input takes the least and the most, whole numbers from 1 on, like 2-5; got '9-4'",
+        ),
+        ("agents --turn-output 0-4", "--turn-output takes the least and the most"),
+        ("agents --pause x", "--pause takes the least and the most, seconds from 0 on, like 2-5; got 'x'"),
+        ("agents --pause 0-inf", "--pause takes the least and the most, seconds"),
+        ("agents --context-len 13", "one turn has up to 14 tokens, more than a context of 13: raise --context-len"),
+        ("agents --context-len 1001", "contexts of up to 1001 tokens, fake takes 1000: lower --context-len"),
     ],
 )
-def test_bad_options_are_one_clear_line(options: list[str], message: str) -> None:
+def test_bad_options_are_one_clear_line(options: str, message: str) -> None:
+    given = shlex.split(options.replace("agents", AGENTS) if "agents" in options else f"{SMALL} {options}")
     with FakeServer() as fake, pytest.raises(ValueError, match=re.escape(message)):
-        bench(fake.url, *options)
+        CliRunner().invoke(app, ["bench", "serve", "--url", fake.url, *given], catch_exceptions=False)
 
 
 def test_a_server_that_is_not_there_is_named() -> None:
@@ -243,23 +257,27 @@ def test_the_picture_has_a_point_a_rate_and_the_bounds(tmp_path: Path) -> None:
     assert "objective" in picture
 
 
-def test_a_picture_without_finite_rates_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    for options in ((), ("--request-rate", "inf,inf")):
-        with pytest.raises(ValueError, match="give it finite rates"):
-            bench(NOBODY, *options, "--plot", str(tmp_path / "load.svg"))
-
-
-def test_a_picture_that_cannot_be_drawn_is_refused_before_the_measurement(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"load\.docx: give a name that ends in \.svg or \.png"):
-        bench(NOBODY, "--request-rate", "1", "--plot", str(tmp_path / "load.docx"))
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--plot load.svg", "give it finite rates"),
+        ("--plot load.svg --request-rate inf,inf", "give it finite rates"),
+        ("--plot load.docx --request-rate 1", r"load\.docx: give a name that ends in \.svg or \.png"),
+        ("--plot load.svg --request-rate 500 without matplotlib", "pip install matplotlib"),
+    ],
+)
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_measurement(
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, _, lacking = words.partition(" without ")
+    if lacking:
+        monkeypatch.setitem(sys.modules, lacking, None)
+    else:
+        pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        bench(NOBODY, *given.split())
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_picture_needs_matplotlib_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match="pip install matplotlib"):
-        bench(NOBODY, "--request-rate", "500", "--plot", str(tmp_path / "load.svg"))
 
 
 def test_what_failed_is_told_in_the_servers_words(capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,32 +121,6 @@ def test_a_folder_is_its_config(config: Path) -> None:
     assert run(config.parent, "--json")["parameters"] == 405_853_388_800
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["nowhere"],
-            "model folder 'nowhere' does not exist; give a model folder, org/model",
-        ),
-        (["30B-A3B", "--enable-dp-attention"], "--enable-dp-attention is of experts that --tensor-parallel-size ranks"),
-        (["8B", "--passes", "fuse"], "there is no pass 'fuse'; accepted are all, exact, none"),
-        (["8B", "--hardware", "abacus"], "device 'abacus' is unknown; give one of h200, .* rtx5090, or cpu, the proc"),
-        (
-            ["8B", "--hardware", "gaudi3"],
-            "'gaudi3' is Intel Gaudi 3, which runs no CUDA kernels; give one of h200, .* cpu",
-        ),
-        (
-            ["8B", "--hardware", "cpu", "--tensor-parallel-size", "2"],
-            "cpu shows a step of one process; leave out the oth",
-        ),
-    ],
-)
-def test_bad_input_is_one_clear_line(arguments: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as error:
-        run(*arguments)
-    assert "\n" not in str(error.value)
-
-
 def test_passes_are_listed_and_chosen() -> None:
     assert "fuse_rounding" in run("0.6B", "--passes", "list")
     shown = run("0.6B", "--passes", "-fuse_products,-fuse_decode_attention")
@@ -267,31 +241,6 @@ def test_a_rank_of_two_that_divide_keys() -> None:
     by_operation = [{row["operation"]: row["cost"] for row in one["operations"]} for one in (whole, part)]
     assert by_operation[1]["kept_attention"]["cached"] == 48 * 3 * 501 * 2 * 128 * 2
     assert 2 * by_operation[1]["kept_attention"]["cached"] == by_operation[0]["decode_attention"]["cached"]
-    with pytest.raises(ValueError, match="2 with tensor_parallel_size=4: no ranks have the same of 4 KV heads"):
-        run("30B-A3B", "--tensor-parallel-size", 4, "--decode-context-parallel-size", 2)
-    with pytest.raises(ValueError, match="which has layers with windows: leave it out"):
-        run("gpt-oss-20b", "--tensor-parallel-size", 8, "--decode-context-parallel-size", 2)
-    apart = "--enable-expert-parallel", "--enable-dp-attention", "--decode-context-parallel-size", 2
-    with pytest.raises(ValueError, match="and enable_dp_attention=True are not there together"):
-        run("30B-A3B", "--tensor-parallel-size", 8, *apart)
-
-
-def test_ranks_that_cannot_share_a_model_or_have_no_link() -> None:
-    with pytest.raises(ValueError, match="--stage 2 of --pipeline-parallel-size 2: stages count from 0 to 1"):
-        run("8B", "--pipeline-parallel-size", 2, "--stage", 2)
-    with pytest.raises(ValueError, match="pipeline_parallel_size=33: each stage needs a layer, and this model has 32"):
-        run("8B", "--pipeline-parallel-size", 33)
-    with pytest.raises(ValueError, match="heads"):
-        run("8B", "--tensor-parallel-size", 3)
-    with pytest.raises(ValueError, match="no link is recorded for l40s"):
-        run("8B", "--tensor-parallel-size", 2, "--hardware", "l40s")
-    with pytest.raises(ValueError, match="and pipeline_parallel_size=2 divides them"):
-        run("8B", "--prefill-context-parallel-size", 2, "--pipeline-parallel-size", 2)
-    with pytest.raises(ValueError, match="make that 2 or more"):
-        run("30B-A3B", "--enable-dp-attention")
-    for option in ("--prefill-context-parallel-size", "--pipeline-parallel-size"):
-        with pytest.raises(ValueError, match="layers keep a state of fixed size: leave it out"):
-            run("80B-A3B", option, 2)
 
 
 def test_ranks_with_sequences_of_their_own() -> None:

@@ -40,16 +40,8 @@ def test_a_drawing_has_a_box_an_operation_before_and_after_the_passes(tmp_path: 
     assert sum(one.find(f"{SVG}title") is not None for one in root.iter(f"{SVG}rect")) == sum(strips) + 16 + 5
     texts = [one.text for one in root.iter(f"{SVG}text")]
     own = ("q_proj & k_proj & v_proj", "rope + kv_write + attention", "o_proj + post_attention_layernorm + add")
-    assert [texts.count(one) for one in (*own, "q_proj", "silu_mul", "rope", "33.6 MB", "KV")] == [
-        1,
-        1,
-        1,
-        1,
-        1,
-        2,
-        3,
-        2,
-    ]
+    counted = [texts.count(one) for one in (*own, "q_proj", "silu_mul", "rope", "33.6 MB", "KV")]
+    assert counted == [1, 1, 1, 1, 1, 2, 3, 2]
     # Matrices of seven, two norms, and the KV pages; then four products and the KV pages: all of 16 bits.
     assert texts.count("bf16") == 7 + 2 + 1 + 4 + 1
     assert "prefers-color-scheme: dark" in drawn.read_text()
@@ -69,15 +61,6 @@ def test_what_a_kernel_stands_for_with_experts_and_norms_of_heads() -> None:
     assert layer["post_attention_layernorm:rms_norm"].endswith("layers.1.post_attention_layernorm+add")
     assert layer["gate:linear"].endswith("layers.1.mlp.gate")
     assert found == sorted(found)  # in the order of execution, so that edges lead downwards
-
-
-def test_drawings_that_cannot_be(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"give a name that ends in \.svg"):
-        run("8B", "--draw", tmp_path / "8b.png")
-    with pytest.raises(ValueError, match=r"there is no folder .*; make it first"):
-        run("8B", "--draw", tmp_path / "none" / "8b.svg")
-    with pytest.raises(ValueError, match="of one rank; leave out the other ranks"):
-        run("8B", "--draw", tmp_path / "8b.svg", "--tensor-parallel-size", 2)
 
 
 @pytest.fixture
@@ -215,8 +198,3 @@ def test_occupancy_is_told_of_every_launch_that_the_graph_declares() -> None:
     assert len(attention) == 28
     assert {one["blocks"] % (32 * 8) for one in attention} == {0}
     assert all(0 < one["occupancy"]["warps"] <= 1 for one in shown["occupancy"])
-
-
-def test_occupancy_is_of_one_gpu() -> None:
-    with pytest.raises(ValueError, match="--occupancy compiles a GPU's kernels, of one rank"):
-        run("0.6B", "--occupancy", "--tensor-parallel-size", 2)

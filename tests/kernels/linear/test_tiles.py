@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.kernels.products import Product, products
+from benchmarks.kernels.published import PUBLISHED
 from benchmarks.split_products import SHAPES, written
 from benchmarks.split_products import candidates as split_tiles_of
 from benchmarks.split_products import table as split_table
-from strata.bench.kernels.products import Product, products
-from strata.bench.kernels.published import PUBLISHED
 from strata.kernels import tuned
 from strata.kernels.choose import MEASURED, thresholds_of
 from strata.kernels.device_limits import SHARED_BYTES, DeviceLimits

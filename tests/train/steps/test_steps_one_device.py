@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from strata.bench.training.workload import synthetic_batch
+from benchmarks.training.workload import synthetic_batch
 from strata.comm.launch import World
 from strata.models.layers import CausalLM
 from strata.parallel.layout import Layout

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strata.bench.kernels.case import BF16_BYTES, EPS, FP32_BYTES, Case, Scalable, angles, case_of, randn
-from strata.bench.kernels.family_cases import family_cases
-from strata.bench.kernels.message_cases import message_cases
-from strata.bench.kernels.recurrent_cases import recurrent_cases
+from benchmarks.kernels.case import BF16_BYTES, EPS, FP32_BYTES, Case, Scalable, angles, case_of, randn
+from benchmarks.kernels.family_cases import family_cases
+from benchmarks.kernels.message_cases import message_cases
+from benchmarks.kernels.recurrent_cases import recurrent_cases
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.attention.spec import HeadsSpec
 from strata.kernels.linear.embedding import embedding

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from strata.bench.kernels.case import EPS, Case, angles, randn
-from strata.bench.kernels.cases import full_pages
+from benchmarks.kernels.case import EPS, Case, angles, randn
+from benchmarks.kernels.cases import full_pages
 from strata.hardware.roofline import Workload
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.spec import AttentionSpec, Sequences

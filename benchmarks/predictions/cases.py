@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.predictions.errors import StepError, step_errors
 from strata.bench.explain.measure import BenchWorkload, facts, measured_steps
-from strata.bench.predictions.errors import StepError, step_errors
 from strata.bench.workloads import InferenceTest, random_prompts
 from strata.cost.step_model import StepModel
 from strata.text.counted import counted

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from strata.bench.kernels.case import BF16_BYTES, Case, Scalable, case_of, randn
+from benchmarks.kernels.case import BF16_BYTES, Case, Scalable, case_of, randn
 from strata.kernels.collective.rounded_parts import part_bytes, round_parts, sum_parts, widen_parts
 from strata.models.config import ModelConfig
 

@@ -17,10 +17,10 @@ from strata.hardware.roofline import Cost, Workload, floor
 from strata.hardware.specs import recognize
 
 if TYPE_CHECKING:
-    from strata.bench.kernels.case import Case
-    from strata.bench.kernels.products import Product
-    from strata.bench.kernels.published import Sizes
-    from strata.bench.kernels.tuning import Finding
+    from benchmarks.kernels.case import Case
+    from benchmarks.kernels.products import Product
+    from benchmarks.kernels.published import Sizes
+    from benchmarks.kernels.tuning import Finding
     from strata.kernels.compiling.launched import LaunchedKernel
     from strata.kernels.tuned import Table
 
@@ -99,9 +99,9 @@ def kernels(
             "with an NVIDIA GPU, or see a step's kernels and floors with `strata graph MODEL --hardware h200`"
         )
 
-    from strata.bench.kernels.attention_cases import attention_cases
-    from strata.bench.kernels.cases import cases
-    from strata.bench.kernels.products import products
+    from benchmarks.kernels.attention_cases import attention_cases
+    from benchmarks.kernels.cases import cases
+    from benchmarks.kernels.products import products
     from strata.kernels import tuned
     from strata.models.config import ModelConfig
 
@@ -136,7 +136,7 @@ def sizes_of(models: str) -> dict[str, Sizes]:
 
     Raises ValueError, naming what is known, for one that is not.
     """
-    from strata.bench.kernels.published import PUBLISHED, Published
+    from benchmarks.kernels.published import PUBLISHED, Published
     from strata.plan.meta_model import find_config
 
     found: dict[str, Sizes] = {}
@@ -161,8 +161,8 @@ def sizes_of(models: str) -> dict[str, Sizes]:
 
 
 def _tune(weights: Sequence[Product], device: str, path: Path) -> None:
-    from strata.bench.kernels.algorithms import tune_algorithms
-    from strata.bench.kernels.tuning import tune
+    from benchmarks.kernels.algorithms import tune_algorithms
+    from benchmarks.kernels.tuning import tune
     from strata.kernels import tuned
 
     known: tuned.Table = tuned.read_file(path) if path.is_file() else {}
@@ -215,9 +215,9 @@ def _product_row(product: Product, weights: Sequence[Any], rows: int, table: Tab
     import torch
     import torch.nn.functional as F
 
-    from strata.bench.kernels.algorithms import calls_by_table
-    from strata.bench.kernels.products import DTYPE, arguments
-    from strata.bench.kernels.tuning import LIBRARY
+    from benchmarks.kernels.algorithms import calls_by_table
+    from benchmarks.kernels.products import DTYPE, arguments
+    from benchmarks.kernels.tuning import LIBRARY
     from strata.hardware.replay import time_replayed
     from strata.kernels.device_limits import DeviceLimits
     from strata.kernels.linear.skinny import multiply

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.bench.kernels.case import EPS, Case, randn
+from benchmarks.kernels.case import EPS, Case, randn
 from strata.hardware.roofline import Workload
 from strata.kernels.recurrent.calls import StateSpaceSpec
 from strata.kernels.recurrent.deinterleave import deinterleave

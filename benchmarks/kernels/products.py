@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.bench.kernels.published import Published, Sizes
+from benchmarks.kernels.published import Published, Sizes
 from strata.hardware.replay import copies_beyond_l2
 from strata.kernels.linear.prenorm import linear_add, scaled_linear_silu_mul
 from strata.kernels.linear.silu_mul import linear_silu_mul

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.runtime.errors import TritonError
 
-from strata.bench.kernels.products import DTYPE, Product, arguments
+from benchmarks.kernels.products import DTYPE, Product, arguments
 from strata.hardware.replay import time_replayed
 from strata.kernels.linear.silu_mul import linear_silu_mul, one_after_the_other
 from strata.kernels.linear.skinny import SkinnyProduct, launch, multiply

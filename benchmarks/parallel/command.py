@@ -9,10 +9,13 @@ import typer
 
 from strata.bench.result import provenance, writable
 from strata.cli import options
+from strata.cli.groups import Values, grouped
 from strata.text.counted import counted
 
 
+@grouped
 def parallel(
+    *,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Most ranks: 1, 2, 4, ... up to these. All GPUs, or 2 processes on a CPU.")
     ] = None,
@@ -22,7 +25,7 @@ def parallel(
     tests: Annotated[
         str, typer.Option(help="Between commas: T0 (start), T1, T2, T3-bN, T4, and comm (messages alone).")
     ] = "comm,T2,T1,T4,T0",
-    dtype: options.Dtype = "bfloat16",
+    engine: Annotated[Values, options.engine("dtype", dtype="bfloat16")],
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     repeat: Annotated[int, typer.Option(min=1, help="Repetitions of each test but T0; the median counts.")] = 3,
     limit: Annotated[float, typer.Option(min=1, help="Seconds after which one measurement is given up.")] = 900.0,
@@ -37,13 +40,14 @@ def parallel(
 
     Example: strata bench parallel --ranks 8 --models 8B,70B
     """
-    from strata.bench.load.report import report_console
-    from strata.bench.parallel.measure import measure
-    from strata.bench.parallel.plan import LeftOut, planned, require_tests, this_machine
-    from strata.bench.parallel.record import append, measured, read
-    from strata.bench.parallel.table import messages_table, tests_table, words
+    from benchmarks.parallel.measure import measure
+    from benchmarks.parallel.plan import LeftOut, planned, require_tests, this_machine
+    from benchmarks.parallel.record import append, measured, read
+    from benchmarks.parallel.table import messages_table, tests_table, words
+    from strata.bench.result import report_console
     from strata.models.config import DTYPES
 
+    dtype = engine["dtype"]
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype!r} is unknown; known are {', '.join(DTYPES)}")
     asked = tests.split(",")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from strata.bench.parallel.plan import RanksMeasurement
+from benchmarks.parallel.plan import RanksMeasurement
 
 
 @dataclass(frozen=True)

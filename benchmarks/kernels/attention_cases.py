@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from strata.bench.kernels.case import EPS, Case, angles, randn
-from strata.bench.kernels.cases import PAGE_SIZE, full_pages, head_weights
-from strata.bench.kernels.divided_cases import divided_cases
-from strata.bench.kernels.latent_cases import latent_cases
+from benchmarks.kernels.case import EPS, Case, angles, randn
+from benchmarks.kernels.cases import PAGE_SIZE, full_pages, head_weights
+from benchmarks.kernels.divided_cases import divided_cases
+from benchmarks.kernels.latent_cases import latent_cases
 from strata.hardware.roofline import Workload
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.batch_parts import BatchParts

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.bench.kernels.case import Case, case_of, randn
-from strata.bench.kernels.cases import ROWS, full_pages
-from strata.bench.kernels.latent_cases import latent_dims
+from benchmarks.kernels.case import Case, case_of, randn
+from benchmarks.kernels.cases import ROWS, full_pages
+from benchmarks.kernels.latent_cases import latent_dims
 from strata.hardware.roofline import Workload
 from strata.kernels.attention.divided.gathered import gathered_attention, kept_rows
 from strata.kernels.attention.divided.kept import kept_attention

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO
 
-from strata.bench.faults.processes import descendants, is_there
+from benchmarks.faults.processes import descendants, is_there
 
 # In which the server must have begun, and must have ended after SIGTERM.
 START_SECONDS = 300.0

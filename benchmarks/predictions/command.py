@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import gc
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from strata.bench.result import provenance, short_dtype
 from strata.bench.run import Setup, device_name, engine
-from strata.cli import options
-from strata.cli.bench.options import AsJson, LoadFormat, Save
+from strata.cli.bench.options import Report, SetupOptions
+from strata.cli.groups import OptionGroup, Values, grouped
 from strata.text.counted import counted
 
 if TYPE_CHECKING:
-    from strata.bench.predictions.errors import StepError
+    from benchmarks.predictions.errors import StepError
 
 _MAX_LENGTH = 20_000
 _UNKNOWN = "no calls were measured on this device, so predictions are analytic: what its peaks allow, and no host time"
 
 
+@grouped
 def predictions(
     models: Annotated[str, typer.Option(help="Shapes or models, several between commas.")] = "0.6B,8B,1B,30B-A3B",
-    load_format: LoadFormat = None,
-    dtype: options.Dtype = "bfloat16",
-    device: options.Device = "auto",
+    *,
+    engines: Annotated[Values, OptionGroup(SetupOptions, "load_format dtype device")],
     repeat: Annotated[int, typer.Option(min=1, help="How often each case is measured.")] = 3,
-    as_json: AsJson = False,
-    save: Save = None,
+    to: Report,
 ) -> None:
     """Measure steps of decodes, prompts and both, and say how far the cost model's predictions are from them.
 
@@ -37,13 +35,13 @@ def predictions(
 
     Example: strata bench predictions --models 0.6B,8B --save predictions.jsonl
     """
+    from benchmarks.predictions.cases import fitting, predicted_and_measured
+    from benchmarks.predictions.errors import ErrorSummary
     from strata.bench.explain.predicted_steps import predicted
-    from strata.bench.predictions.cases import fitting, predicted_and_measured
-    from strata.bench.predictions.errors import ErrorSummary
     from strata.plan.meta_model import find_config
 
     everything: list[StepError] = []
-    setups = [Setup(model, load_format, dtype, device, deterministic=False) for model in models.split(",")]
+    setups = [Setup(model, **engines) for model in models.split(",")]
     lengths = [find_config(setup.source).longest for setup in setups]  # a name that is none is told before any runs
     for setup, longest in zip(setups, lengths, strict=True):
         given = setup.llm_options() | {"max_model_len": min(_MAX_LENGTH, longest)}
@@ -51,22 +49,19 @@ def predictions(
         times, sources = predicted(llm, setup)
         cases = fitting(llm, given, times)
         known = "" if times.predictor.knows_calls else f"; {_UNKNOWN}"
-        typer.echo(f"{setup.model:8} {counted(len(cases), 'case')}, each run {repeat + 1} times{known}", err=as_json)
-        if not as_json:
+        typer.echo(f"{setup.model:8} {counted(len(cases), 'case')}, each run {repeat + 1} times{known}", err=to.as_json)
+        if not to.as_json:
             for source in (*sources, *times.sources):
                 typer.echo(f"{setup.model:8} predicted from {source}")
         for errors in predicted_and_measured(llm, cases, times, repeat):
             everything += errors
             for one in errors:
-                line = {"test": "predictions", "model": setup.model, "dtype": short_dtype(dtype)} | one.values()
+                line = {"test": "predictions", "model": setup.model, "dtype": short_dtype(setup.dtype)} | one.values()
                 line |= {"device": device_name(llm)} | provenance()
-                if save is not None:
-                    with save.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(line) + "\n")
-                typer.echo(json.dumps(line) if as_json else _text(setup.model, one))
+                to.report(line, _text(setup.model, one))
         del llm
         gc.collect()  # a GPU's memory holds one engine
-    if as_json:
+    if to.as_json:
         return
     for kind in ("decode", "prompt", "mixed", None):
         of_kind = [one.error for one in everything if kind in (None, one.kind)]

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strata.bench.kernels.products import DTYPE, Product
-from strata.bench.kernels.tuning import LIBRARY, MIN_GAIN, Finding, is_right
+from benchmarks.kernels.products import DTYPE, Product
+from benchmarks.kernels.tuning import LIBRARY, MIN_GAIN, Finding, is_right
 from strata.hardware.replay import time_replayed
 from strata.kernels.linear import cublaslt
 from strata.kernels.linear.measured_algorithms import IMPLEMENTATION, MOST_ROWS, MeasuredAlgorithm, algorithms_of

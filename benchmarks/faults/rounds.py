@@ -10,11 +10,12 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from strata.bench.faults.processes import EngineProcesses, Process, engine_of, is_there
-from strata.bench.faults.server import served
+from benchmarks.faults.processes import EngineProcesses, Process, engine_of, is_there
+from benchmarks.faults.server import served
+from benchmarks.faults.steady_load import SteadyLoad
 from strata.bench.load.connection import ConnectionCut, HttpClient
 from strata.bench.load.request_sets import EvenLengths, RandomSet, encode
-from strata.bench.load.send import SteadyLoad, run
+from strata.bench.load.send import run
 from strata.bench.load.server import find_model, text_ids
 from strata.hardware.gpu_memory import GpuMemories
 from strata.text.counted import counted

@@ -9,14 +9,17 @@ from typing import Annotated
 
 import typer
 
-from strata.bench.result import report, writable
+from strata.bench.result import writable
 from strata.cli import options
-from strata.cli.bench.options import AsJson, Save
+from strata.cli.bench.options import Repeat, Report
 from strata.cli.ending import explanation
+from strata.cli.groups import grouped
 from strata.models.folder import folder_shape_or_file
 
 
+@grouped
 def train(
+    *,
     shape: Annotated[
         str,
         typer.Option(
@@ -26,7 +29,7 @@ def train(
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a pack.")] = 2,
     sequence: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 8192,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a repetition.")] = 10,
-    repeat: Annotated[int, typer.Option(min=1, help="Repetitions; the median counts.")] = 3,
+    repeat: Repeat = 3,
     precision: Annotated[str, typer.Option(help="Of the layers' products: bf16, fp8-tensor, fp8-row.")] = "bf16",
     recompute: Annotated[
         str, typer.Option(help="What the backward pass computes again: none, operations, mlp, layers.")
@@ -45,8 +48,7 @@ def train(
     kernels: Annotated[
         bool, typer.Option(help="Trace one more step: milliseconds of each kernel, and of exposed messages, in --json.")
     ] = False,
-    as_json: AsJson = False,
-    save: Save = None,
+    to: Report,
 ) -> None:
     """T6 and T7: tokens per second of training on each GPU with float32 masters; MFU and memory beside.
 
@@ -54,7 +56,7 @@ def train(
 
     strata bench train --shape 8B --batch 1 --ranks 8 --layout shard=8,zero=2,micro_batches=2 --recompute operations
     """
-    from strata.bench.training.speed import TrainingTest, measure
+    from benchmarks.training.speed import TrainingTest, measure
     from strata.train.launch import ended_at_once, launch
 
     source = folder_shape_or_file(shape)
@@ -66,5 +68,4 @@ def train(
     with ended_at_once(explanation):
         found = measure(test, device, steps=steps, repeat=repeat, losses=losses, kernels=kernels)
     if found is not None:
-        values, text = found
-        report(values, text, as_json=as_json, save=save)
+        to.report(*found)

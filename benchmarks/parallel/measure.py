@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from strata.bench.parallel.plan import RanksMeasurement
-from strata.bench.parallel.record import Record
+from benchmarks.parallel.plan import RanksMeasurement
+from benchmarks.parallel.record import Record
 from strata.bench.result import ERROR
 
 # Of what a failed process has said, in a line.

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from strata.bench.parallel.plan import RanksMeasurement
-from strata.bench.parallel.record import Record
+from benchmarks.parallel.plan import RanksMeasurement
+from benchmarks.parallel.record import Record
 from strata.bench.result import number
 
 _PER_SECOND = "tok/s"

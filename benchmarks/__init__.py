@@ -1,0 +1,1 @@
+"""Measures Strata, and beside it other engines; none of it is in the package."""
