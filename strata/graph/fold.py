@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from strata.graph.capture import must_stay, operation_of
+from strata.graph.capture import operation_of
 from strata.graph.match import Call, Hole, find
 from strata.graph.passes import ALL_PASSES
+from strata.graph.rewrite import finished, insert_before, replace
 from strata.kernels.linear.linear import linear
 from strata.kernels.norm.norm import rms_norm
 
@@ -41,8 +42,7 @@ def fold(graph: fx.GraphModule, passes: Collection[str] = ALL_PASSES) -> list[Fo
         if run.__name__ in passes:
             found += run(graph)
     if found:
-        graph.graph.eliminate_dead_code(is_impure_node=must_stay)
-        graph.recompile()
+        finished(graph)
     return found
 
 
@@ -153,11 +153,7 @@ def _fold(
     for beside, result in zip((weight, bias or weight), results, strict=False):
         fetched.append(_fetch(graph, node, beside, result, weight.meta["parameters"]))
         fetched[-1].meta["folded"] = names
-    with graph.graph.inserting_before(node):
-        made = graph.graph.create_node(call.op, call.target, (x, *fetched, *call.args[1 + len(fetched) :]))
-    made.meta = dict(call.meta)
-    node.replace_all_uses_with(made)
-    graph.graph.erase_node(node)
+    replace(node, insert_before(node, call.target, x, *fetched, *call.args[1 + len(fetched) :], of=call))
     yield Folded(names, make)
 
 

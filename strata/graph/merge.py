@@ -15,6 +15,7 @@ from operator import attrgetter, getitem
 import torch
 from torch import Tensor, fx
 
+from strata.graph.rewrite import insert_after, insert_before, part_of, replace
 from strata.kernels.fused import storage_of
 from strata.kernels.linear.linear import linear
 from strata.kernels.quant.packed import PackedWeight, shared_input_scale
@@ -144,19 +145,16 @@ def _merge_group(graph: fx.GraphModule, group: Sequence[fx.Node]) -> None:
     sizes = [_fetched(graph, _parts(node)[0]).shape[0] for node in group]
     parent, _, _ = group[0].meta["module"].rpartition(".")
     parts = [node.meta["module"].rpartition(".")[2] for node in group]
-    meta = {"module": ".".join(filter(None, (parent, "&".join(parts)))), "layer": group[0].meta["layer"]}
+    meta = part_of(group[0], ".".join(filter(None, (parent, "&".join(parts)))))
     with graph.graph.inserting_before(group[0]):
         weight = _merged_weight(graph, [weight for _, weight, _ in inputs], meta)
         biases = [bias for _, _, bias in inputs if bias is not None]
         bias = _merged(graph, biases, meta) if biases else None
-        product = graph.graph.call_function(linear, (inputs[0][0], weight, bias))
-        pieces = graph.graph.call_method("split_with_sizes", (product, sizes, -1))
-        product.meta, pieces.meta = dict(meta), dict(meta)
-        separate = [graph.graph.call_function(getitem, (pieces, index)) for index in range(len(group))]
-    for node, piece in zip(group, separate, strict=True):
-        piece.meta = dict(node.meta)
-        node.replace_all_uses_with(piece)
-        graph.graph.erase_node(node)
+    product = insert_before(group[0], linear, inputs[0][0], weight, bias, module=meta["module"])
+    place = insert_after(product, "split_with_sizes", product, sizes, -1)
+    pieces = place
+    for index, node in enumerate(group):
+        place = replace(node, insert_after(place, getitem, pieces, index, of=node))
 
 
 def _merged_weight(

@@ -11,8 +11,7 @@ from torch import Tensor, fx, nn
 
 from strata.graph.bind import bind
 from strata.graph.capture import capture
-from strata.graph.fuse import fuse, fuse_gated_products
-from strata.graph.fuse_attention import fuse_decode_attention
+from strata.graph.fuse import fuse, fuse_decode_attention, fuse_gated_products
 from strata.graph.fuse_products import fuse_products
 from strata.graph.merge import merge
 from strata.graph.walk import operation_counts
