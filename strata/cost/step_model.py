@@ -15,10 +15,9 @@ from strata.cost.nodes import NodeCost
 from strata.cost.predict import StepPredictor
 from strata.cost.step_costs import StepCosts
 from strata.hardware.figures import Device
-from strata.hardware.links import LINKS, Link, link_of
+from strata.hardware.links import Link, known_link, link_of
 from strata.hardware.prediction import Prediction
 from strata.hardware.roofline import Cost, Floor, Workload, floor
-from strata.kernels import tuned
 from strata.kernels.device_limits import DeviceLimits
 
 # One token behind so many others that windows are full.
@@ -54,7 +53,7 @@ class CostedProgram(Protocol):
     """What the steps of a program run, and what their nodes cost (see `strata.engine.program.meta_model.MetaModel`).
 
     dtype: of the model. limits: of the device; None of a processor. ranks: that divide matrices. splits_tokens: ranks
-    divide those of steps.
+    divide those of steps. is_stage: others have its other layers.
     """
 
     @property
@@ -65,6 +64,8 @@ class CostedProgram(Protocol):
     def ranks(self) -> int: ...
     @property
     def splits_tokens(self) -> bool: ...
+    @property
+    def is_stage(self) -> bool: ...
     @property
     def step_costs(self) -> StepCosts: ...
     def choose(self, workload: Workload) -> Any: ...
@@ -100,34 +101,36 @@ class StepModel:
     """
 
     def __init__(
-        self, model: CostedProgram, device: Device, *, needs_link: bool = True, evidence: Evidence | None = None
+        self,
+        model: CostedProgram,
+        device: Device,
+        *,
+        needs_link: bool = True,
+        evidence: Evidence | None = None,
+        link: Link | None = None,
     ) -> None:
-        """evidence: None: what this machine has. Raises ValueError for a device without a peak for the model's dtype,
-        and for ranks without a known link, whose messages take no time if it is not needed."""
+        """evidence: None: what this machine has. link: between the ranks; None: the device's. Raises ValueError for a
+        device without a peak for the model's dtype, and for ranks without a known link, whose messages take no time if
+        it is not needed."""
         found = evidence or evidence_of(device)
         self.model = model
         self.device = found.device
         self.sources = found.sources
         self.dtype = dtype_name(model.dtype)
-        alone = model.ranks == 1 and not model.splits_tokens
-        has_link = needs_link or self.device.key in LINKS or self.device.known("link") is not None
-        self.link: Link | None = None if alone or not has_link else link_of(self.device)
-        table = tuned.read(self.device.product)
-        is_known = found.calls or table or model.limits is None
-        predictor = StepPredictor.of(
-            self.device if is_known else attainable(self.device),
-            self.dtype,
-            table,
-            found.calls,
-            self.link,
-            ranks=model.ranks,
-            products=found.products,
-            loan=found.loan,
-        )
+        divides = model.ranks > 1 or model.splits_tokens
+        self.link = link
+        if link is None and (divides or model.is_stage):
+            self.link = link_of(self.device) if needs_link and divides else known_link(self.device)
+        if not found.calls and model.limits is not None:
+            found = replace(found, device=attainable(self.device))
+        predictor = StepPredictor.of(found, self.dtype, self.link, model.ranks)
         # What launches beside a GPU was measured there; a processor runs what it would launch.
         self.predictor = predictor if model.limits is not None else replace(predictor, launch=0.0)
-        self.costs = model.step_costs
         self._bases: dict[_Kind, _Base] = {}
+
+    @property
+    def costs(self) -> StepCosts:
+        return self.model.step_costs
 
     def predict(self, workload: Workload) -> Prediction:
         """A step that samples a row of each sequence, those of one token first."""

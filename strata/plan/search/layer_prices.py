@@ -14,7 +14,7 @@ import torch
 
 from strata.comm.symmetric import imagined
 from strata.cost.nodes import NodeCost
-from strata.cost.step_model import StepNodes
+from strata.cost.step_model import StepModel, StepNodes
 from strata.engine.program.meta_model import MetaModel
 from strata.engine.ranks.token_division import CONTEXT_AXIS
 from strata.hardware.prediction import ORIGINS, Prediction
@@ -94,13 +94,15 @@ class LayerPrices:
         Raises ValueError if the ranks of the layout cannot share the model, or their link is not known."""
         self.machine, self._dtype, self._precision = machine, dtype, precision
         self._whole = layout if layout.stages == 1 else replace(layout, stages=1)
-        self.predictor = machine.predictor_of(self._whole.ranks)
-        self._bandwidth = self.predictor.device.ceiling("bandwidth").value
         kinds = config.layer_kinds
         base = representatives(kinds)
         self._alike: dict[tuple[int, torch.dtype | None], MetaModel] = {}
         held = Counter(kinds[layer] for layer in base)
         self._parts: list[tuple[MetaModel, dict[_Kind, int]]] = [(self._model(config, base), {})]
+        ranks = self._whole.ranks
+        evidence, link = machine.evidence_of(ranks), machine.link(ranks)
+        self.predictor = StepModel(self._parts[0][0], machine.listed, evidence=evidence, link=link).predictor
+        self._bandwidth = self.predictor.device.ceiling("bandwidth").value
         self._missing = {kind: count - held[kind] for kind, count in Counter(kinds).items() if count > held[kind]}
         for kind in self._missing:
             layer = kinds.index(kind)

@@ -251,7 +251,7 @@ class Search:
     def _is_linked(self, layout: ServingLayout) -> bool:
         """Whether the link between the ranks is known."""
         try:
-            self.question.machine.predictor_of(layout.ranks)
+            self.question.machine.link(layout.ranks)
         except ValueError:
             return False
         return True
