@@ -46,6 +46,10 @@ class Ceiling:
     count: int = 1
     algorithm: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.quantity not in UNITS:
+            raise ValueError(f"the quantity {self.quantity!r} is unknown; known are {', '.join(UNITS)}")
+
     @property
     def unit(self) -> str:
         return UNITS[self.quantity]
