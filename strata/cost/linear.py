@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from strata.cost.step_costs import StepCosts
 from strata.cost.step_model import StepModel
 from strata.cost.step_times import LINK, StepTimes
 from strata.hardware.figures import Device
 from strata.hardware.links import HIDDEN, Link
+from strata.hardware.prediction import nonnegative_fit
 from strata.hardware.roofline import Cost, Floor, Workload
 
 # What the host takes to launch a layer of a step that no CUDA graph holds: 15 to 43 ms for 28 layers beside an H200.
@@ -49,7 +49,7 @@ def linear(
     seconds = np.array([model.on_device(one) + hidden * one.tokens * (0 < overlapped <= one.tokens) for one in steps])
     few = knee * experts / weights  # as knee, of experts alone
     rows = np.array([_row(one, knee - few * unused**one.tokens) for one in steps]) / seconds[:, None]
-    *found, prompts = (max(float(one), _LEAST) for one in _least_squares(rows))
+    *found, prompts = (max(float(one), _LEAST) for one in nonnegative_fit(rows))
     step, product, token, sequence, key, pair = found
     wait = product * knee
     launch = _LAUNCH_SECONDS * sum(layers for _, layers in costs.states)
@@ -108,14 +108,3 @@ def _row(step: Workload, knee: float) -> list[float]:
     pairs = sum(new * (total - (new - 1) / 2) for new, total in prompts)
     waits = max(knee, step.tokens)
     return [1.0, waits, step.tokens, len(step.new), sum(step.total), pairs, float(bool(prompts))]
-
-
-def _least_squares(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The coefficients, none negative, with which each row comes nearest to 1."""
-    used, found = list(range(rows.shape[1])), np.zeros(rows.shape[1])
-    while True:
-        each = np.linalg.lstsq(rows[:, used], np.ones(len(rows)), rcond=None)[0]
-        if (each >= 0).all():
-            found[used] = each
-            return found
-        used.pop(int(np.argmin(each * rows[:, used].max(axis=0))))
