@@ -15,7 +15,7 @@ from operator import attrgetter, getitem
 import torch
 from torch import Tensor, fx
 
-from strata.graph.rewrite import insert_after, insert_before, part_of, replace
+from strata.graph.rewrite import insert_after, insert_before, meta_of, replace
 from strata.kernels.fused import storage_of
 from strata.kernels.linear.linear import linear
 from strata.kernels.quant.packed import PackedWeight, shared_input_scale
@@ -145,7 +145,7 @@ def _merge_group(graph: fx.GraphModule, group: Sequence[fx.Node]) -> None:
     sizes = [_fetched(graph, _parts(node)[0]).shape[0] for node in group]
     parent, _, _ = group[0].meta["module"].rpartition(".")
     parts = [node.meta["module"].rpartition(".")[2] for node in group]
-    meta = part_of(group[0], ".".join(filter(None, (parent, "&".join(parts)))))
+    meta = meta_of(group[0], ".".join(filter(None, (parent, "&".join(parts)))))
     with graph.graph.inserting_before(group[0]):
         weight = _merged_weight(graph, [weight for _, weight, _ in inputs], meta)
         biases = [bias for _, _, bias in inputs if bias is not None]

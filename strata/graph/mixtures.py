@@ -8,7 +8,7 @@ from torch import Tensor, fx
 from strata.comm.experts.rows import dispatch_rows
 from strata.comm.operations import Along
 from strata.graph.capture import operation_of
-from strata.graph.rewrite import insert_after, insert_before, part_of
+from strata.graph.rewrite import insert_after, insert_before, meta_of
 from strata.kernels.moe.count import count_choices
 from strata.kernels.moe.experts import experts, local_experts
 from strata.kernels.op import Operation
@@ -34,7 +34,7 @@ def count_experts(graph: fx.GraphModule, totals: Tensor) -> fx.GraphModule:
     places = _slot_mapping(graph)
     with graph.graph.inserting_before(places):
         held = graph.graph.get_attr(name)
-    held.meta = part_of(places) | {"parameters": ()}
+    held.meta = meta_of(places) | {"parameters": ()}
     for node in mixtures:
         known = node.args[_SLOT_MAPPING] if len(node.args) > _SLOT_MAPPING else places
         counted = insert_before(node, count_choices, node.args[_CHOSEN], known, held, node.meta["layer"])

@@ -9,7 +9,7 @@ from torch import fx
 from strata.graph.capture import must_stay
 
 
-def part_of(node: fx.Node, module: str | None = None) -> dict[str, Any]:
+def meta_of(node: fx.Node, module: str | None = None) -> dict[str, Any]:
     """What a node carries that does some of another's work; under the name of `module`, if that is another."""
     return {"module": node.meta["module"] if module is None else module, "layer": node.meta["layer"]}
 
@@ -24,11 +24,11 @@ def insert_before(
     place: fx.Node, target: Any, *arguments: Any, of: fx.Node | None = None, module: str | None = None
 ) -> fx.Node:
     """`target(*arguments)` in front of a node: a function, an operation or a method by its name. It is a part of `of`,
-    or of that node (see `part_of`)."""
+    or of that node (see `meta_of`)."""
     with place.graph.inserting_before(place):
         make = place.graph.call_method if isinstance(target, str) else place.graph.call_function
         made = make(target, arguments)
-    made.meta = part_of(place if of is None else of, module)
+    made.meta = meta_of(place if of is None else of, module)
     return made
 
 

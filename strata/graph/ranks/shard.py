@@ -12,7 +12,7 @@ from strata.comm.experts.rows import combine_rows, dispatch_rows
 from strata.comm.operations import Along, all_reduce
 from strata.comm.placement import ExpertSlots, Placement
 from strata.graph.capture import operation_of
-from strata.graph.rewrite import follow, insert_after, insert_before, part_of
+from strata.graph.rewrite import follow, insert_after, insert_before, meta_of
 from strata.kernels.linear.embedding import embedding, vocabulary_embedding
 from strata.kernels.moe.experts import biased_experts, local_experts
 from strata.kernels.norm.divided_norm import divided_rms_norm, mean_square
@@ -145,7 +145,7 @@ def _table(graph: fx.GraphModule, node: fx.Node, turns: Tensor) -> fx.Node:
     graph.register_buffer(name, turns[layer], persistent=False)
     with node.graph.inserting_before(node):
         table = node.graph.get_attr(name)
-    table.meta = part_of(node) | {"parameters": ()}
+    table.meta = meta_of(node) | {"parameters": ()}
     return table
 
 
