@@ -83,15 +83,6 @@ class _Kind(NamedTuple):
     sequences: int = 0
 
 
-@dataclass(frozen=True)
-class _Base:
-    """What a kind of step takes outside attention and recurrences, in seconds. launches: by the host, 0 if it is
-    recorded."""
-
-    nodes: float
-    launches: float
-
-
 class StepModel:
     """Predicts steps of a model, of one rank of several if the model is a shard.
 
@@ -126,7 +117,8 @@ class StepModel:
         predictor = StepPredictor.of(found, self.dtype, self.link, model.ranks)
         # What launches beside a GPU was measured there; a processor runs what it would launch.
         self.predictor = predictor if model.limits is not None else replace(predictor, launch=0.0)
-        self._bases: dict[_Kind, _Base] = {}
+        # What a kind of step takes outside attention and recurrences, in seconds: its nodes, and the host's launches.
+        self._bases: dict[_Kind, tuple[float, float]] = {}
 
     @property
     def costs(self) -> StepCosts:
@@ -153,12 +145,12 @@ class StepModel:
         choice = self.model.choose(workload)
         attention, size = self._attention(workload, choice), choice.size
         if size is not None:
-            base = self._base(_Kind(size, 1 in workload.new), workload)
-            return base.nodes + attention, base.launches
-        (low, below), (high, above) = ((tokens, self._eager(workload, tokens)) for tokens in self._grid(workload))
+            nodes, launches = self._base(_Kind(size, 1 in workload.new), workload)
+            return nodes + attention, launches
+        low, high = self._grid(workload)
+        (below, launches), (above, _) = (self._eager(workload, tokens) for tokens in (low, high))
         share = 0.0 if high == low else (workload.tokens - low) / (high - low)
-        nodes = below.nodes + share * (above.nodes - below.nodes)
-        return nodes + attention, below.launches
+        return below + share * (above - below) + attention, launches
 
     def saved(self, distinct: int, repeated: int) -> float:
         """Seconds that the decodes of a step take less because they share keys: of those that several read, `distinct`
@@ -223,19 +215,18 @@ class StepModel:
             return tokens, tokens
         return low, high
 
-    def _eager(self, workload: Workload, tokens: int) -> _Base:
+    def _eager(self, workload: Workload, tokens: int) -> tuple[float, float]:
         resized = _resized(workload, tokens)
         return self._base(_Kind(None, 1 in resized.new, tokens, len(resized.new)), resized)
 
-    def _base(self, kind: _Kind, workload: Workload) -> _Base:
+    def _base(self, kind: _Kind, workload: Workload) -> tuple[float, float]:
         """Of all steps of the kind that `workload` is one of."""
-        found = self._bases.get(kind)
-        if found is None:
+        if kind not in self._bases:
             step = self.model.step(workload)
             whole = self.predictor.step(step.timed, workload, recorded=True).seconds
             launches = 0.0 if step.recorded else self.predictor.launches(len(step.timed))
-            found = self._bases[kind] = _Base(whole - self.attention(workload), launches)
-        return found
+            self._bases[kind] = whole - self.attention(workload), launches
+        return self._bases[kind]
 
 
 def _resized(workload: Workload, tokens: int) -> Workload:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from operator import attrgetter, getitem
+from operator import getitem
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import fx
 
 from strata.graph.fuse import fuse_gating
 from strata.graph.match import Call, Hole, Match, find
-from strata.graph.rewrite import finished, insert_before, joined, replace
+from strata.graph.rewrite import finished, insert_before, joined, replace, value_of
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.prenorm import linear_add, scaled_linear, scaled_linear_silu_mul
 from strata.kernels.linear.silu_mul import linear_silu_mul
@@ -41,7 +41,7 @@ _NORM = Call(add_rms_norm, (Hole("x"), Hole("residual"), Hole("weight"), Hole("e
 def _fuse_norms(graph: fx.GraphModule) -> None:
     for found in find(graph, _NORM):
         weight, readers = found["weight"], _readers(found["norm"])
-        if not readers or weight.op != "get_attr" or attrgetter(weight.target)(graph).dtype == torch.float16:
+        if not readers or weight.op != "get_attr" or value_of(graph, weight).dtype == torch.float16:
             continue
         for product, residual in ((found["x"], found["residual"]), (found["residual"], found["x"])):
             if product.target is linear and len(product.users) == 1 and product is not residual:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import attrgetter, getitem
+from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from strata.graph.rewrite import finished, insert_before, joined, replace
+from strata.graph.rewrite import finished, insert_before, joined, replace, value_of
 from strata.kernels.activation.rounded_silu_mul import silu_mul_round
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.linear.linear import linear
@@ -105,7 +105,7 @@ def _readers(
 def _held(graph: fx.GraphModule, weight: PackedWeight) -> PackedWeight:
     """The weight that the nodes of one fetch."""
     fetched = {name: one for name, one in weight._asdict().items() if isinstance(one, fx.Node)}
-    return weight.with_tensors({name: attrgetter(str(one.target))(graph) for name, one in fetched.items()})
+    return weight.with_tensors({name: value_of(graph, one) for name, one in fetched.items()})
 
 
 def _fuse(node: fx.Node, fusion: _Fusion, rounding: _Rounding, readers: list[fx.Node], dtype: torch.dtype) -> None:

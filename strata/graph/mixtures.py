@@ -8,7 +8,7 @@ from torch import Tensor, fx
 from strata.comm.experts.rows import dispatch_rows
 from strata.comm.operations import Along
 from strata.graph.capture import operation_of
-from strata.graph.rewrite import insert_after, insert_before, meta_of
+from strata.graph.rewrite import fetch, insert_after, insert_before
 from strata.kernels.moe.count import count_choices
 from strata.kernels.moe.experts import experts, local_experts
 from strata.kernels.op import Operation
@@ -29,12 +29,8 @@ def count_experts(graph: fx.GraphModule, totals: Tensor) -> fx.GraphModule:
     mixtures = _mixtures(graph, experts, local_experts)
     if not mixtures:
         return graph
-    name = "expert_totals"
-    graph.register_buffer(name, totals, persistent=False)
     places = _slot_mapping(graph)
-    with graph.graph.inserting_before(places):
-        held = graph.graph.get_attr(name)
-    held.meta = meta_of(places) | {"parameters": ()}
+    held = fetch(graph, places, "expert_totals", totals, places, ())
     for node in mixtures:
         known = node.args[_SLOT_MAPPING] if len(node.args) > _SLOT_MAPPING else places
         counted = insert_before(node, count_choices, node.args[_CHOSEN], known, held, node.meta["layer"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from strata.graph.capture import must_stay
 
@@ -35,6 +37,25 @@ def insert_before(
 def insert_after(place: fx.Node, target: Any, *arguments: Any, of: fx.Node | None = None) -> fx.Node:
     """The same behind a node."""
     return insert_before(place.next, target, *arguments, of=place if of is None else of)
+
+
+def value_of(graph: fx.GraphModule, node: fx.Node) -> Tensor:
+    """What a node fetches."""
+    value: Tensor = attrgetter(str(node.target))(graph)
+    return value
+
+
+def fetch(
+    graph: fx.GraphModule, place: fx.Node, path: str, value: Tensor, like: fx.Node, names: Sequence[str]
+) -> fx.Node:
+    """What fetches, in front of `place`, a value that becomes a buffer at a path. It is a part of `like`, and stands
+    for the parameters of these names."""
+    owner, _, last = path.rpartition(".")
+    graph.get_submodule(owner).register_buffer(last, value, persistent=False)
+    with graph.graph.inserting_before(place):
+        node = graph.graph.get_attr(path)
+    node.meta = meta_of(like) | {"parameters": tuple(names)}
+    return node
 
 
 def follow(node: fx.Node, target: Any, *arguments: Any) -> fx.Node:

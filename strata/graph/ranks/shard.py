@@ -12,7 +12,7 @@ from strata.comm.experts.rows import combine_rows, dispatch_rows
 from strata.comm.operations import Along, all_reduce
 from strata.comm.placement import ExpertSlots, Placement
 from strata.graph.capture import operation_of
-from strata.graph.rewrite import follow, insert_after, insert_before, meta_of
+from strata.graph.rewrite import fetch, follow, insert_after, insert_before
 from strata.kernels.linear.embedding import embedding, vocabulary_embedding
 from strata.kernels.moe.experts import biased_experts, local_experts
 from strata.kernels.norm.divided_norm import divided_rms_norm, mean_square
@@ -98,8 +98,11 @@ def _shard_node(
         follow(node, all_reduce, ranks.along)
     elif Placement.EXPERT in read:
         if ranks.slots is not None:
-            turns = () if ranks.turns is None else (_table(graph, node, ranks.turns),)
-            node.target, node.args = local_experts, (*node.args, *ranks.slots, *turns)
+            node.target, node.args = local_experts, (*node.args, *ranks.slots)
+            if ranks.turns is not None:
+                layer = node.meta["layer"]
+                table = fetch(graph, node, f"expert_turns_{layer}", ranks.turns[layer], node, ())
+                node.args = (*node.args, table)
         if ranks.own_tokens:
             _dispatch(node, ranks.along)
             follow(node, combine_rows, ranks.along)
@@ -136,17 +139,6 @@ def _leads_to(node: fx.Node, later: fx.Node) -> bool:
         if not reached.isdisjoint(node.all_input_nodes):
             reached.add(node)
     return later in reached
-
-
-def _table(graph: fx.GraphModule, node: fx.Node, turns: Tensor) -> fx.Node:
-    """Fetches the placement of a mixture's layer."""
-    layer = node.meta["layer"]
-    name = f"expert_turns_{layer}"
-    graph.register_buffer(name, turns[layer], persistent=False)
-    with node.graph.inserting_before(node):
-        table = node.graph.get_attr(name)
-    table.meta = meta_of(node) | {"parameters": ()}
-    return table
 
 
 def _require(is_known: bool, node: fx.Node, parameter: fx.Node) -> None:

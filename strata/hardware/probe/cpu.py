@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from strata.hardware.probe.ceiling import Ceiling, ProbeItem
 from strata.hardware.probe.products import operands, product
-from strata.hardware.probe.sustained import HeldProduct, hold
+from strata.hardware.probe.sustained import hold
 from strata.hardware.telemetry import Summary
 
 _LEAST_CALLS = 3
@@ -81,8 +81,7 @@ def _held(sizes: CpuSizes, summaries: dict[str, Summary]) -> Iterator[Ceiling]:
     size, device = sizes.squares[-1], torch.device("cpu")
     x, weight = operands("float32", size, size, size, device)
     call = partial(product("float32", device), x, weight)
-    held = HeldProduct(call, lambda: None, 1, "float32", size, torch.get_num_threads())
-    return hold(held, sizes.held, None, summaries)
+    return hold(call, size, sizes.held, summaries, dtype="float32", count=torch.get_num_threads())
 
 
 def _seconds(call: Callable[[], object], least: float) -> float:

@@ -20,7 +20,7 @@ from strata.hardware.probe.cpu import CpuSizes, probe_items
 from strata.hardware.probe.device import device_of, probed_calls
 from strata.hardware.probe.products import operands, precision, product
 from strata.hardware.probe.report import Gpu, ProbeReport, file_of, keep, kept
-from strata.hardware.probe.sustained import HeldProduct, hold
+from strata.hardware.probe.sustained import hold
 from strata.hardware.specs import device
 from strata.hardware.telemetry import Summary
 
@@ -244,7 +244,7 @@ def test_a_product_that_slows_down_is_slower_when_it_is_held(monkeypatch: pytest
     monkeypatch.setattr(sustained.time, "perf_counter", lambda: now)
     monkeypatch.setattr(sustained.time, "sleep", lambda seconds: None)
     summaries: dict[str, Summary] = {}
-    burst, held = hold(HeldProduct(call, lambda: None, 4, "float32", 100), 5, None, summaries)
+    burst, held = hold(call, 100, 5, summaries, dtype="float32", batch=4)
     assert (burst.quantity, burst.value) == ("product, burst", pytest.approx(2e6 / 0.001))
     assert (held.quantity, held.value) == ("product, sustained", pytest.approx(2e6 / 0.002))
     assert summaries == dict.fromkeys(("product, burst", "product, sustained"), Summary(None, None, None, ()))
