@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from strata.cost.efficiency import UtilizationColumn
 from strata.hardware.figures import TERA, Device
@@ -42,7 +43,7 @@ class TrainingRates:
             for of in (("compute", "bfloat16"), ("bandwidth", None))
         )
         columns = ("wide", "narrow", "attention", "attention_backward")
-        faster = {name: _times(getattr(self, name), compute) for name in columns}
+        faster: dict[str, Any] = {name: _times(getattr(self, name), compute) for name in columns}
         return replace(self, **faster, traffic=self.traffic * memory)
 
 

@@ -90,9 +90,9 @@ class TokenDivision:
 
         of(-own.total(self.least, own.chunk(0, self.least)))
         division = replace(division, message=of(division.message), token=of(division.token))
-        alike = {"recorded": of_one(own.recorded), "overlapped": of_one(own.overlapped), "division": division}
+        alike: dict[str, Any] = {"recorded": of_one(own.recorded), "overlapped": of_one(own.overlapped), "division": division}
         times = [one.name for one in fields(own) if one.name not in alike]
-        return replace(self, times=replace(own, **alike, **{name: of(getattr(own, name)) for name in times}))
+        return replace(self, times=replace(own, **alike | {name: of(getattr(own, name)) for name in times}))
 
     @property
     def least(self) -> int:
