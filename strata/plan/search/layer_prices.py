@@ -168,7 +168,9 @@ class LayerPrices:
             memory += (cost.weights + cost.cached) / self._bandwidth
             if self.predictor.link is not None:
                 communication += self.predictor.link.least_seconds(cost.messages, cost.sent)
-        return StepPrice(*origins.values(), around, launches, messages, compute, memory, communication)
+        measured, interpolated, analytic = (origins[origin] for origin in ORIGINS)
+        device = measured, interpolated, analytic, around
+        return StepPrice(*device, launches, messages, compute, memory, communication)
 
     def _model(self, config: ModelConfig, layers: list[int]) -> MetaModel:
         layout, own = self._whole, config.with_layers(layers)
