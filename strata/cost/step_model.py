@@ -44,9 +44,14 @@ class StepNodes:
     timed: list[NodeCost]
 
     @property
+    def nodes(self) -> list[NodeCost]:
+        """All, as they run."""
+        return [*self.inputs, *self.model, *self.draw]
+
+    @property
     def kernels(self) -> list[str]:
         """The kernels of the step in order: those of Strata by name, a library's by the library."""
-        return [kernel for node in (*self.inputs, *self.model, *self.draw) for kernel in node.kernels]
+        return [kernel for node in self.nodes for kernel in node.kernels]
 
 
 class CostedProgram(Protocol):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,9 +90,11 @@ class TokenDivision:
 
         of(-own.total(self.least, own.chunk(0, self.least)))
         division = replace(division, message=of(division.message), token=of(division.token))
-        alike: dict[str, Any] = {"recorded": of_one(own.recorded), "overlapped": of_one(own.overlapped), "division": division}
-        times = [one.name for one in fields(own) if one.name not in alike]
-        return replace(self, times=replace(own, **alike | {name: of(getattr(own, name)) for name in times}))
+        recorded, overlapped = of_one(own.recorded), of_one(own.overlapped)
+        own = replace(own, recorded=recorded, overlapped=overlapped, division=division)
+        seconds = [one.name for one in fields(own) if one.name not in ("recorded", "overlapped", "division")]
+        found: dict[str, Any] = {name: of(getattr(own, name)) for name in seconds}
+        return replace(self, times=replace(own, **found))
 
     @property
     def least(self) -> int:
