@@ -18,21 +18,6 @@ _UNITS = {
 }  # fmt: skip
 DIRECTIONS = {"bandwidth": "read + written", "link": "each", "host": "each"}
 NO_RATES: Mapping[str, float] = MappingProxyType({})
-# A quantity and the unit of its values.
-QUANTITIES = {
-    "compute": "FLOP/s",
-    "bandwidth": "B/s",
-    "memory": "B",
-    "l2": "B",
-    "l3": "B",
-    "link": "B/s",
-    "host": "B/s",
-    "power": "W",
-    "launch": "s",
-    "kernel": "s",
-    "sustained": "FLOP/s",
-    "step": "s",
-}
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,6 @@ class Prediction:
         """One after the other; as sure as the less sure of the two."""
         return Prediction(self.seconds + other.seconds, max(self.origin, other.origin, key=ORIGINS.index))
 
-    def __mul__(self, count: int) -> Prediction:
-        """So many times, one after the other."""
-        return Prediction(self.seconds * count, self.origin)
-
     @staticmethod
     def total(predictions: Iterable[Prediction]) -> Prediction:
         """All of them, one after the other; nothing takes no time, which needs no measurement."""
