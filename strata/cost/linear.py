@@ -34,8 +34,8 @@ def linear(
     sequences of at most `longest`. recorded, overlapped: see `StepTimes`.
 
     Least squares of relative errors, without the coefficients that would be negative. From how many tokens on a step
-    waits for products and not for weights follows from its floor, so these two have one coefficient. Steps of five
-    sizes are priced.
+    waits for products and not for weights follows from its floor, so these two have one coefficient. Steps of six sizes
+    are priced.
     """
     costs, compute = model.costs, model.predictor.rate()
     hidden = 0.0
@@ -47,13 +47,13 @@ def linear(
     weights, unused = costs.weights + experts, 1 - alone / experts if experts else 0.0
     knee = weights / bandwidth * compute / costs.token_flops
     seconds = np.array([model.on_device(one) + hidden * one.tokens * (0 < overlapped <= one.tokens) for one in steps])
-    few = knee * experts / weights  # as knee, of experts alone
-    rows = np.array([_row(one, knee - few * unused**one.tokens) for one in steps]) / seconds[:, None]
+    knee_of_experts = knee * experts / weights
+    rows = np.array([_row(one, knee - knee_of_experts * unused**one.tokens) for one in steps]) / seconds[:, None]
     *found, prompts = (max(float(one), _LEAST) for one in nonnegative_fit(rows))
     step, product, token, sequence, key, pair = found
     wait = product * knee
     launch = _LAUNCH_SECONDS * sum(layers for _, layers in costs.states)
-    given = recorded, launch, overlapped, hidden, None, prompts, product * few, unused
+    given = recorded, launch, overlapped, hidden, None, prompts, product * knee_of_experts, unused
     return StepTimes(step, wait, product, token, sequence, key, pair, *given)
 
 
@@ -93,7 +93,7 @@ def _steps(tokens: int, sequences: int, longest: int) -> list[Workload]:
         new = (1,) * decodes + prompts
         return Workload(new, (min(keys, longest),) * decodes + tuple(before + prompt for prompt in prompts))
 
-    counts = (2, max(1, sequences // 8), sequences)
+    counts = (min(2, sequences), max(1, sequences // 8), sequences)
     found = [step(count, keys, 0, 0) for count in counts for keys in _DECODED]
     for size, behind in ((max(4, tokens // 8), _BEHIND_SHORT), (max(4, tokens), _BEHIND)):
         beside = min(_BESIDE, sequences, size // 2)

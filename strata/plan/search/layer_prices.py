@@ -41,15 +41,15 @@ class StepPrice(NamedTuple):
     replayed. messages: part of the device's. compute, memory, communication: the bounds of the roofline, of all layers.
     """
 
-    measured: float = 0.0
-    interpolated: float = 0.0
-    analytic: float = 0.0
-    around: float = 0.0
-    launches: float = 0.0
-    messages: float = 0.0
-    compute: float = 0.0
-    memory: float = 0.0
-    communication: float = 0.0
+    measured: float
+    interpolated: float
+    analytic: float
+    around: float
+    launches: float
+    messages: float
+    compute: float
+    memory: float
+    communication: float
 
     @property
     def seconds(self) -> float:
