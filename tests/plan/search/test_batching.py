@@ -1,4 +1,4 @@
-"""Loads on engines with continuous batching, against counts by hand and against what they must not do; means of traces."""
+"""Loads on engines with continuous batching, against counts by hand and what they must not do; means of traces."""
 
 from __future__ import annotations
 
