@@ -44,8 +44,7 @@ def imported_efficiencies(device: Device, folder: Path | None = None) -> Efficie
     measured = [one for file in sorted(root.glob("*/gemm/*/*/gemm_perf.parquet")) for one in _products(file, device)]
     if not measured:
         raise ValueError(f"{root} has no products of {device.product}")
-    table = EfficiencyTable.of(device, measured)
-    return table.without_cached()
+    return EfficiencyTable.of(device, measured, most=1.0)
 
 
 def _products(file: Path, device: Device) -> Iterator[Call]:

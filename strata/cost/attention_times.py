@@ -1,7 +1,7 @@
 """How long attention over pages takes, from the programs that its kernels are divided into.
 
 The constants were fitted to whole steps of Qwen3-0.6B, half of the cases of `benchmarks/results/h200_predictions.jsonl`
-(the other half is held out in `tests/plan/test_step_predictions.py`), and to single calls of 8, 32, 128 and 256 decodes
+(the other half is held out in `tests/plan/test_predictions.py`), and to single calls of 8, 32, 128 and 256 decodes
 (`h200_kernels.jsonl`); those of one and of 64 took up to a third less there than in steps. `behind` is the median of
 decode steps of 0.6B (one sequence) and 8B (one and two) over 700 and 2,900 tokens; `softmax` was fitted to heads of 64,
 prompts of 1B on an H100 in the same half of the cases (`h100_predictions.jsonl`). `repeated` is twice `bandwidth`: no

@@ -117,14 +117,6 @@ class UtilizationColumn:
 
 
 @dataclass(frozen=True)
-class _Nearby:
-    """Of the nearest measured shapes: the utilization, and the seconds beyond their floor."""
-
-    utilization: float
-    excess: float
-
-
-@dataclass(frozen=True)
 class EfficiencyTable:
     """Utilization of a device's roofline, as its maker promises it (as it was measured where nothing is promised), by
     kind (one of KINDS), dtype and shape.
@@ -134,17 +126,20 @@ class EfficiencyTable:
     columns: Mapping[tuple[str, str], Mapping[Shape, UtilizationColumn]]
 
     @staticmethod
-    def of(device: Device, measured: Iterable[Call]) -> EfficiencyTable:
+    def of(device: Device, measured: Iterable[Call], most: float = math.inf) -> EfficiencyTable:
         """From (kind, dtype, shape, seconds); of a shape that comes twice the quickest counts. What is of no kind that
-        has a cost here, or of a dtype whose peak is not known, is left out.
+        has a cost here, or of a dtype whose peak is not known, is left out; so are calls of a greater utilization than
+        `most`.
         """
         found: dict[tuple[str, str], dict[Shape, dict[int, float]]] = {}
         for kind, dtype, shape, seconds in measured:
             if kind not in KINDS or device.known("compute", dtype) is None or dtype not in _BYTES:
                 continue
             rest, size = _split(kind, shape)
-            column = found.setdefault((kind, dtype), {}).setdefault(rest, {})
             utilization = promised_floor(device, kind, dtype, shape) / seconds
+            if utilization > most:
+                continue
+            column = found.setdefault((kind, dtype), {}).setdefault(rest, {})
             column[size] = max(utilization, column.get(size, 0.0))
         return EfficiencyTable(
             device,
@@ -153,15 +148,6 @@ class EfficiencyTable:
                 for key, columns in found.items()
             },
         )
-
-    def without_cached(self) -> EfficiencyTable:
-        """Without calls that were quicker than the roofline: their operands came from a cache, and not from memory."""
-        columns: dict[tuple[str, str], dict[Shape, UtilizationColumn]] = {}
-        for key, of_kind in self.columns.items():
-            for rest, column in of_kind.items():
-                if points := tuple(point for point in column.points if point[1] <= 1):
-                    columns.setdefault(key, {})[rest] = UtilizationColumn(points)
-        return EfficiencyTable(self.device, columns)
 
     def predict(self, kind: str, dtype: str, shape: Shape) -> Prediction:
         """The time of one call.
@@ -189,15 +175,16 @@ class EfficiencyTable:
             return Prediction(seconds, "interpolated")
         usable = {other: column for other, column in columns.items() if column.encloses(size)}
         inside = _encloses(list(usable), rest)
-        near = self._nearby(usable or columns, kind, dtype, rest, size)
+        utilization, excess = self._nearby(usable or columns, kind, dtype, rest, size)
         if inside:
-            return Prediction(floor / near.utilization, "interpolated")
-        return Prediction(max(floor / near.utilization, floor + near.excess), "analytic")
+            return Prediction(floor / utilization, "interpolated")
+        return Prediction(max(floor / utilization, floor + excess), "analytic")
 
     def _nearby(
         self, columns: Mapping[Shape, UtilizationColumn], kind: str, dtype: str, rest: Shape, size: int
-    ) -> _Nearby:
-        """The mean of the nearest, by the inverse of their distance in logarithms. More of them tell less: 483 weights
+    ) -> tuple[float, float]:
+        """Of the nearest measured shapes the utilization, and the seconds beyond their floor: means by the inverse of
+        their distance in logarithms. More of them tell less: 483 weights
         of an H200, each left out, are predicted within 2.8 % (median) by two, 3.6 % by four, 24 % by all."""
         if rest in columns:  # a size beyond what was measured of this very kind
             nearest = [(1.0, rest)]
@@ -210,7 +197,7 @@ class EfficiencyTable:
             least = promised_floor(self.device, kind, dtype, _joined(kind, other, columns[other].nearest(size)))
             utilization += reached / distance / whole
             excess += least * (1 / reached - 1) / distance / whole
-        return _Nearby(utilization, excess)
+        return utilization, excess
 
     def _measured(self, column: UtilizationColumn, kind: str, dtype: str, rest: Shape, size: int) -> float:
         return promised_floor(self.device, kind, dtype, _joined(kind, rest, size)) / column.utilization(size)

@@ -16,6 +16,7 @@ from strata.hardware.prediction import Call
 from strata.hardware.probe.device import device_of, probed_calls
 from strata.hardware.probe.report import ProbeReport, kept, newest
 from strata.hardware.specs import device as listed_device
+from strata.kernels import tuned
 
 # Whose kernels are looked at for a device that runs none of Strata's own, and whose launches and messages stand in
 # where a device's were not measured.
@@ -28,15 +29,16 @@ PRODUCT = "linear"  # the operation whose calls are products alone
 
 @dataclass(frozen=True)
 class Evidence:
-    """device: with the ceilings that this machine's probe found. calls: by operation. products: that others measured,
-    where nothing was measured here. sources: where all of it comes from, in words. loan: by which calls, and ceilings
-    that no probe found, are another device's, if none were measured of this one.
+    """device: with the ceilings that this machine's probe found. calls: by operation, those of tuned kernels among
+    them. products: that others measured, where nothing was measured here. sources: where all of it comes from, in
+    words. loan: by which calls, and ceilings that no probe found, are another device's, if none were measured of this
+    one.
     """
 
     device: Device
     calls: Mapping[str, list[Call]]
-    products: EfficiencyTable | None
-    sources: tuple[str, ...]
+    products: EfficiencyTable | None = None
+    sources: tuple[str, ...] = ()
     loan: Loan | None = None
 
 
@@ -54,8 +56,10 @@ def evidence_of(
     calls, sources = measured.read(device.product), []
     if calls:
         sources.append("calls measured on another machine with this device, which come with Strata")
+    tuned_calls = calls_of(tuned.read(device.product))
     if (loan := Loan.to(device)) is not None:
         calls = loan.calls(measured.read(loan.lender.product))
+        tuned_calls = loan.calls(calls_of(tuned.read(loan.lender.product)))
         sources.append(str(loan))
     path = newest(device.product, environment)
     if (report := None if path is None else _probe(path, must_read)) is not None:
@@ -63,15 +67,29 @@ def evidence_of(
         found_there = {(one.quantity, one.dtype, one.measured) for one in probed.figures}
         others = tuple(one for one in device.figures if (one.quantity, one.dtype, one.measured) not in found_there)
         device = replace(probed, figures=probed.figures + others)
-        for operation, found in probed_calls(report).items():
-            calls.setdefault(operation, []).extend(found)
+        _add(calls, probed_calls(report))
         sources.append(f"this machine's probe of {report.date}, {path}")
     if loan is not None:
         device = replace(loan, borrower=device).device()
+    _add(calls, tuned_calls)
     products = None if PRODUCT in calls else _imported(device, imported or data_folder())
     if products is not None:
         sources.append("products of aiconfigurator-core, which NVIDIA measured")
     return Evidence(device, calls, products, tuple(sources), loan)
+
+
+def calls_of(table: tuned.Table) -> dict[str, list[Call]]:
+    """The products of a table of tuned kernels, by operation."""
+    found: dict[str, list[Call]] = {}
+    for key, choice in table.items():
+        call = "product", key.dtype, (key.rows, key.out, key.width), choice.seconds
+        found.setdefault(key.operation, []).append(call)
+    return found
+
+
+def _add(calls: dict[str, list[Call]], more: Mapping[str, list[Call]]) -> None:
+    for operation, found in more.items():
+        calls.setdefault(operation, []).extend(found)
 
 
 def _probe(path: Path, must_read: bool) -> ProbeReport | None:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from torch import fx
+from torch import Tensor, fx
 
 from strata.cost.attention_times import Attends
 from strata.graph.capture import operation_of
-from strata.graph.reads import Read, Reads
 from strata.graph.walk import placed_arguments, walk
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.op import ATEN, OPERATIONS, Operation
 from strata.kernels.quant.packed import PackedWeight, Scheme, multiplied_in
+from strata.kernels.state.paged import PagedKV
+
+
+class Read(NamedTuple):
+    """source: the node that made a "result"; empty for others. precision: a dtype, or the kind of a packed weight's
+    values. nbytes: of all weights in that precision; 0 for others."""
+
+    kind: Literal["result", "weight", "cache"]
+    source: str
+    precision: str
+    nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,6 +80,41 @@ class NodeCost:
         """Whether it multiplies by the experts of a mixture."""
         operation = OPERATIONS.get(self.operation)
         return operation is not None and operation.mixture
+
+
+class Reads:
+    """Follows the values of a graph, whose nodes are told in order, through views to the nodes that made them."""
+
+    def __init__(self) -> None:
+        self._makers: dict[fx.Node, tuple[str, ...]] = {}
+
+    def look(self, node: fx.Node, args: tuple[Any, ...], *, works: bool) -> tuple[Read, ...]:
+        """What a node reads, each once. args: its arguments' values. works: it does; others only view memory."""
+        found: dict[Read, int] = {}
+        for one, value in zip(node.args, args, strict=True):
+            for read in self._of(one, value):
+                key = read._replace(nbytes=0)
+                found[key] = found.get(key, 0) + read.nbytes
+        makers = (node.name,) if works else tuple(read.source for read in found if read.kind == "result")
+        self._makers[node] = makers
+        return tuple(read._replace(nbytes=nbytes) for read, nbytes in found.items())
+
+    def _of(self, argument: Any, value: Any) -> Iterator[Read]:
+        pages = value if isinstance(value, PagedKV) else getattr(value, "pages", None)
+        if isinstance(value, PackedWeight):
+            yield Read("weight", "", value.kind, value.nbytes)
+        elif isinstance(argument, fx.Node):
+            first = value[0] if isinstance(value, tuple) and value and isinstance(value[0], Tensor) else value
+            precision = str(first.dtype).removeprefix("torch.") if isinstance(first, Tensor) else ""
+            if argument.meta.get("parameters"):
+                yield Read("weight", "", precision, value.nbytes)
+            for maker in self._makers.get(argument, ()):
+                yield Read("result", maker, precision)
+            if isinstance(pages, PagedKV) and pages.keys:
+                yield Read("cache", "", str(pages.keys[0].dtype).removeprefix("torch."))
+        elif isinstance(argument, (tuple, list)):
+            for one, inner in zip(argument, value, strict=True):
+                yield from self._of(one, inner)
 
 
 def node_costs(

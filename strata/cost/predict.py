@@ -13,14 +13,13 @@ from strata.cost import packed_times
 from strata.cost.all_reduce_times import AllReduceTimes
 from strata.cost.attention_times import TIMES, Attends, AttentionTimes
 from strata.cost.efficiency import KINDS, EfficiencyTable
-from strata.cost.loan import Loan
+from strata.cost.evidence import Evidence
 from strata.cost.nodes import NodeCost
 from strata.cost.packed_times import PackedTimes
 from strata.hardware.figures import Device
 from strata.hardware.links import HIDDEN, Link
-from strata.hardware.prediction import ORIGINS, Call, FittedTimes, Prediction
+from strata.hardware.prediction import ORIGINS, FittedTimes, Prediction
 from strata.hardware.roofline import Cost, Workload, floor
-from strata.kernels import tuned
 from strata.kernels.quant.packed import Scheme, multiplied_in
 
 # What stands for a product of which nothing was measured: the same product without what is fused with it.
@@ -83,36 +82,19 @@ class StepPredictor:
     launch: float = HOST_SECONDS
 
     @staticmethod
-    def of(
-        device: Device,
-        dtype: str,
-        table: tuned.Table,
-        calls: Mapping[str, Iterable[Call]] | None = None,
-        link: Link | None = None,
-        ranks: int = 1,
-        products: EfficiencyTable | None = None,
-        loan: Loan | None = None,
-    ) -> StepPredictor:
-        """By the products in a device's table of tuned kernels, and other calls by their operation; without any all is
-        analytic. products: what stands in for products where there are none of either. loan: by which the calls were
-        borrowed; then products, attention and packed weights take the lender's times, too, and nothing is surer than
-        interpolated.
-        """
-        measured: dict[str, list[Call]] = {operation: list(found) for operation, found in (calls or {}).items()}
-        tuned_calls = _products(table)
-        if loan is not None:
-            tuned_calls = loan.calls(_products(tuned.read(loan.lender.product)))
-        for operation, found in tuned_calls.items():
-            measured.setdefault(operation, []).extend(found)
-        tables = {operation: EfficiencyTable.of(device, found) for operation, found in measured.items()}
-        if products is not None:
-            tables.setdefault(_PLAIN, products)
+    def of(found: Evidence, dtype: str, link: Link | None = None, ranks: int = 1) -> StepPredictor:
+        """By the calls that were measured of a device; without any all is analytic. Of calls that were borrowed
+        attention and packed weights take the lender's times, too, and nothing is surer than interpolated."""
+        device, calls, loan = found.device, found.calls, found.loan
+        tables = {operation: EfficiencyTable.of(device, each) for operation, each in calls.items()}
+        if found.products is not None:
+            tables.setdefault(_PLAIN, found.products)
         prompts = FittedTimes.of(
             (KINDS[kind].cost(dtype, shape).flops, seconds)
-            for kind, of_dtype, shape, seconds in measured.get(_PROMPTS, ())
+            for kind, of_dtype, shape, seconds in calls.get(_PROMPTS, ())
             if of_dtype == dtype and kind in ("attention", "prompt")
         )
-        sums = None if link is None else AllReduceTimes.of(measured.get("all_reduce", ()), link.latency)
+        sums = None if link is None else AllReduceTimes.of(calls.get("all_reduce", ()), link.latency)
         product = device.product if loan is None else loan.lender.product
         by_attention, by_weights, surest = TIMES.get(product), packed_times.TIMES.get(product), ORIGINS[0]
         if loan is not None:
@@ -309,15 +291,6 @@ class StepPredictor:
         """Of what was measured of the device; nothing where it was not."""
         known = self.device.known(quantity)
         return 0.0 if known is None else known.value
-
-
-def _products(table: tuned.Table) -> dict[str, list[Call]]:
-    """The calls of a table of tuned kernels, by operation."""
-    found: dict[str, list[Call]] = {}
-    for key, choice in table.items():
-        call = "product", key.dtype, (key.rows, key.out, key.width), choice.seconds
-        found.setdefault(key.operation, []).append(call)
-    return found
 
 
 def _end(nodes: Iterable[NodeCost], seconds: Iterable[float]) -> float:

@@ -53,16 +53,21 @@ class StepCosts:
 
     def step(self, workload: Workload, rows: int) -> Cost:
         """A step that runs `workload` and projects `rows` hidden states onto the vocabulary."""
-        tokens = workload.tokens
-        flops, cached = self.token_flops * tokens + self.row_flops * rows, 0
+        found = self.beside_states(workload.tokens, rows)
+        flops = cached = 0
         for state_cost, layers in self.states:
             cost = state_cost(workload)
             flops += layers * cost.flops
             cached += layers * cost.cached
+        return (found + Cost(flops, cached=cached)).least
+
+    def beside_states(self, tokens: int, rows: int) -> Cost:
+        """The same of so many tokens, without what reads what sequences keep."""
         weights = self.weights + self.token_weights * tokens
         weights += sum(layers * read(rows if of_rows else tokens) for read, of_rows, layers in self.mixtures)
         sent = self.token_sent * tokens + self.row_sent * rows
-        return Cost(flops=flops, weights=weights, cached=cached, messages=self.messages, sent=sent).least
+        flops = self.token_flops * tokens + self.row_flops * rows
+        return Cost(flops, weights=weights, messages=self.messages, sent=sent)
 
 
 # The second tells one window of attention from another.

@@ -15,10 +15,9 @@ from strata.cost.nodes import NodeCost
 from strata.cost.predict import StepPredictor
 from strata.cost.step_costs import StepCosts
 from strata.hardware.figures import Device
-from strata.hardware.links import LINKS, Link, link_of
+from strata.hardware.links import Link, known_link, link_of
 from strata.hardware.prediction import Prediction
 from strata.hardware.roofline import Cost, Floor, Workload, floor
-from strata.kernels import tuned
 from strata.kernels.device_limits import DeviceLimits
 
 # One token behind so many others that windows are full.
@@ -45,16 +44,21 @@ class StepNodes:
     timed: list[NodeCost]
 
     @property
+    def nodes(self) -> list[NodeCost]:
+        """All, as they run."""
+        return [*self.inputs, *self.model, *self.draw]
+
+    @property
     def kernels(self) -> list[str]:
         """The kernels of the step in order: those of Strata by name, a library's by the library."""
-        return [kernel for node in (*self.inputs, *self.model, *self.draw) for kernel in node.kernels]
+        return [kernel for node in self.nodes for kernel in node.kernels]
 
 
 class CostedProgram(Protocol):
     """What the steps of a program run, and what their nodes cost (see `strata.engine.program.meta_model.MetaModel`).
 
     dtype: of the model. limits: of the device; None of a processor. ranks: that divide matrices. splits_tokens: ranks
-    divide those of steps.
+    divide those of steps. is_stage: others have its other layers.
     """
 
     @property
@@ -65,6 +69,8 @@ class CostedProgram(Protocol):
     def ranks(self) -> int: ...
     @property
     def splits_tokens(self) -> bool: ...
+    @property
+    def is_stage(self) -> bool: ...
     @property
     def step_costs(self) -> StepCosts: ...
     def choose(self, workload: Workload) -> Any: ...
@@ -82,15 +88,6 @@ class _Kind(NamedTuple):
     sequences: int = 0
 
 
-@dataclass(frozen=True)
-class _Base:
-    """What a kind of step takes outside attention and recurrences, in seconds. launches: by the host, 0 if it is
-    recorded."""
-
-    nodes: float
-    launches: float
-
-
 class StepModel:
     """Predicts steps of a model, of one rank of several if the model is a shard.
 
@@ -100,34 +97,37 @@ class StepModel:
     """
 
     def __init__(
-        self, model: CostedProgram, device: Device, *, needs_link: bool = True, evidence: Evidence | None = None
+        self,
+        model: CostedProgram,
+        device: Device,
+        *,
+        needs_link: bool = True,
+        evidence: Evidence | None = None,
+        link: Link | None = None,
     ) -> None:
-        """evidence: None: what this machine has. Raises ValueError for a device without a peak for the model's dtype,
-        and for ranks without a known link, whose messages take no time if it is not needed."""
+        """evidence: None: what this machine has. link: between the ranks; None: the device's. Raises ValueError for a
+        device without a peak for the model's dtype, and for ranks without a known link, whose messages take no time if
+        it is not needed."""
         found = evidence or evidence_of(device)
         self.model = model
         self.device = found.device
         self.sources = found.sources
         self.dtype = dtype_name(model.dtype)
-        alone = model.ranks == 1 and not model.splits_tokens
-        has_link = needs_link or self.device.key in LINKS or self.device.known("link") is not None
-        self.link: Link | None = None if alone or not has_link else link_of(self.device)
-        table = tuned.read(self.device.product)
-        is_known = found.calls or table or model.limits is None
-        predictor = StepPredictor.of(
-            self.device if is_known else attainable(self.device),
-            self.dtype,
-            table,
-            found.calls,
-            self.link,
-            ranks=model.ranks,
-            products=found.products,
-            loan=found.loan,
-        )
+        divides = model.ranks > 1 or model.splits_tokens
+        self.link = link
+        if link is None and (divides or model.is_stage):
+            self.link = link_of(self.device) if needs_link and divides else known_link(self.device)
+        if not found.calls and model.limits is not None:
+            found = replace(found, device=attainable(self.device))
+        predictor = StepPredictor.of(found, self.dtype, self.link, model.ranks)
         # What launches beside a GPU was measured there; a processor runs what it would launch.
         self.predictor = predictor if model.limits is not None else replace(predictor, launch=0.0)
-        self.costs = model.step_costs
-        self._bases: dict[_Kind, _Base] = {}
+        # What a kind of step takes outside attention and recurrences, in seconds: its nodes, and the host's launches.
+        self._bases: dict[_Kind, tuple[float, float]] = {}
+
+    @property
+    def costs(self) -> StepCosts:
+        return self.model.step_costs
 
     def predict(self, workload: Workload) -> Prediction:
         """A step that samples a row of each sequence, those of one token first."""
@@ -150,12 +150,12 @@ class StepModel:
         choice = self.model.choose(workload)
         attention, size = self._attention(workload, choice), choice.size
         if size is not None:
-            base = self._base(_Kind(size, 1 in workload.new), workload)
-            return base.nodes + attention, base.launches
-        (low, below), (high, above) = ((tokens, self._eager(workload, tokens)) for tokens in self._grid(workload))
+            nodes, launches = self._base(_Kind(size, 1 in workload.new), workload)
+            return nodes + attention, launches
+        low, high = self._grid(workload)
+        (below, launches), (above, _) = (self._eager(workload, tokens) for tokens in (low, high))
         share = 0.0 if high == low else (workload.tokens - low) / (high - low)
-        nodes = below.nodes + share * (above.nodes - below.nodes)
-        return nodes + attention, below.launches
+        return below + share * (above - below) + attention, launches
 
     def saved(self, distinct: int, repeated: int) -> float:
         """Seconds that the decodes of a step take less because they share keys: of those that several read, `distinct`
@@ -220,19 +220,18 @@ class StepModel:
             return tokens, tokens
         return low, high
 
-    def _eager(self, workload: Workload, tokens: int) -> _Base:
+    def _eager(self, workload: Workload, tokens: int) -> tuple[float, float]:
         resized = _resized(workload, tokens)
         return self._base(_Kind(None, 1 in resized.new, tokens, len(resized.new)), resized)
 
-    def _base(self, kind: _Kind, workload: Workload) -> _Base:
+    def _base(self, kind: _Kind, workload: Workload) -> tuple[float, float]:
         """Of all steps of the kind that `workload` is one of."""
-        found = self._bases.get(kind)
-        if found is None:
+        if kind not in self._bases:
             step = self.model.step(workload)
             whole = self.predictor.step(step.timed, workload, recorded=True).seconds
             launches = 0.0 if step.recorded else self.predictor.launches(len(step.timed))
-            found = self._bases[kind] = _Base(whole - self.attention(workload), launches)
-        return found
+            self._bases[kind] = whole - self.attention(workload), launches
+        return self._bases[kind]
 
 
 def _resized(workload: Workload, tokens: int) -> Workload:

@@ -4,7 +4,7 @@ linear form of `strata.cost.step_model`, without torch."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # What a message between ranks takes longer than its way over the link, because its kernel begins and meets the others;
 # and what large ones reach of the link's bandwidth: 3.5 us for 64 KiB in a CUDA graph, 245 us for 64 MiB by NCCL
@@ -47,16 +47,17 @@ class DivisionTimes:
 
     def _part(self, whole: StepTimes) -> StepTimes:
         """Of a rank's part of the step, by the tokens of the whole. Nothing is sent beside products there."""
-        return StepTimes(
+        shares = {name: getattr(whole, name) / self.ranks for name in ("product", "sequence", "key", "pair")}
+        return replace(
+            whole,
+            **shares,
             step=whole.step + whole.prompts + self.message,
-            weights=whole.weights,
-            product=whole.product / self.ranks,
             token=whole.token / self.ranks + self._sent,
-            sequence=whole.sequence / self.ranks,
-            key=whole.key / self.ranks,
-            pair=whole.pair / self.ranks,
             recorded=self.recorded,
-            launch=whole.launch,
+            overlapped=0,
+            hidden=0.0,
+            division=None,
+            prompts=0.0,
         )
 
 
@@ -64,7 +65,8 @@ class DivisionTimes:
 class StepTimes:
     """What a step of a model takes on a device, in seconds. Times of a step:
 
-        step + max(weights, product * tokens) + token * tokens + sequence * sequences + key * keys + pair * pairs
+        step + max(read, product * tokens) + token * tokens + sequence * sequences + key * keys + pair * pairs
+        read = weights - experts * unused ** tokens
 
     and `prompts`, if it has any; less `hidden` * tokens if there are `overlapped` or more and that is not 0; or
     `launch`, if that is longer and there are more than `recorded` tokens.
@@ -72,7 +74,8 @@ class StepTimes:
     keys: tokens of the sequences once the step has run, whose keys and values it reads. pairs: of queries and keys, of
     prompts alone, since decoding takes the time to read the keys. All of these seven are positive.
 
-    step: whatever runs, messages between ranks too, of whatever size. weights: to read them once. product: of one token
+    step: whatever runs, messages between ranks too, of whatever size. weights: to read them once. experts: of these, in
+    mixtures of which a token leaves the share `unused` alone. product: of one token
     with all weights. token: its activations' ways through memory, its part of messages, and attention in layers with a
     window. sequence: its sampled row, and the keys of a window.
     recorded: tokens of the largest step with prompts that is replayed. launch: of larger ones, by the host, beside the
@@ -93,6 +96,8 @@ class StepTimes:
     hidden: float = 0.0
     division: DivisionTimes | None = None
     prompts: float = 0.0
+    experts: float = 0.0
+    unused: float = 0.0
 
     def decodes(self, sequences: int, keys: int) -> float:
         """Seconds of sequences with a token each, beside weights and products."""
@@ -119,7 +124,8 @@ class StepTimes:
 
     def undivided(self, tokens: int, others: float) -> float:
         """The same of a step all of which each rank runs, as of all that have decodes alone."""
-        on_device = self.step + max(self.weights, self.product * tokens) + others
+        read = self.weights - self.experts * self.unused**tokens
+        on_device = self.step + max(read, self.product * tokens) + others
         if self._is_overlapped(tokens):
             on_device -= self.hidden * tokens
         return on_device if tokens <= self.recorded else max(on_device, self.launch)

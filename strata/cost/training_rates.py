@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from strata.cost.efficiency import UtilizationColumn
 from strata.hardware.figures import TERA, Device
@@ -37,27 +38,13 @@ class TrainingRates:
 
     def scaled(self, one: Device, other: Device) -> TrainingRates:
         """The same shares of what makers promise, on another device."""
-        ratios = [
-            device_of.ceiling(quantity, dtype, measured=False).value
-            for quantity, dtype in (("compute", "bfloat16"), ("bandwidth", None))
-            for device_of in (other, one)
-        ]
-        compute, memory = ratios[0] / ratios[1], ratios[2] / ratios[3]
-        return TrainingRates(
-            _times(self.wide, compute),
-            _times(self.narrow, compute),
-            _times(self.attention, compute),
-            _times(self.attention_backward, compute),
-            self.traffic * memory,
-            self.gap,
-            self.copied,
-            self.modules,
-            self.beside,
-            self.slowed,
-            self.streamed,
-            self.source,
-            self.date,
+        compute, memory = (
+            other.ceiling(*of, measured=False).value / one.ceiling(*of, measured=False).value
+            for of in (("compute", "bfloat16"), ("bandwidth", None))
         )
+        columns = ("wide", "narrow", "attention", "attention_backward")
+        faster: dict[str, Any] = {name: _times(getattr(self, name), compute) for name in columns}
+        return replace(self, **faster, traffic=self.traffic * memory)
 
 
 def _times(column: UtilizationColumn, factor: float) -> UtilizationColumn:

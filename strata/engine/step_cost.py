@@ -8,8 +8,7 @@ from dataclasses import replace
 from strata.cache.tables import BufferShape
 from strata.comm.mesh import Axis
 from strata.cost.evidence import evidence_of
-from strata.cost.linear import linear
-from strata.cost.step_floor import StepFloor
+from strata.cost.linear import linear, linear_floor
 from strata.cost.step_model import StepModel, dtype_name
 from strata.cost.step_times import LINK, MESSAGE_SECONDS, DivisionTimes, StepTimes
 from strata.engine.engine_config import EngineConfig
@@ -19,7 +18,7 @@ from strata.engine.ranks.token_division import TokenDivision
 from strata.engine.scheduling.room import StepTarget
 from strata.engine.watch.step_shares import StepShares
 from strata.hardware.figures import Device
-from strata.hardware.links import Link, link_of
+from strata.hardware.links import known_link
 from strata.hardware.probe.device import device_of
 from strata.hardware.probe.report import kept, newest
 from strata.hardware.specs import recognize
@@ -68,8 +67,8 @@ def step_shares(model: MetaModel, product: str, times: StepTimes | None) -> Step
         return StepShares(times)
     costs = model.step_costs
     try:
-        link = _link(device) if costs.messages else None
-        return StepShares(times, StepFloor.of(costs, device, dtype_name(model.dtype), link))
+        link = known_link(device) if costs.messages else None
+        return StepShares(times, linear_floor(costs, device, dtype_name(model.dtype), link))
     except ValueError:  # no peak is recorded for the dtype
         return StepShares(times)
 
@@ -85,14 +84,6 @@ def known_here(product: str) -> Device | None:
     return recognize(product)
 
 
-def _link(device: Device) -> Link | None:
-    """Between several of a device; None where none is known."""
-    try:
-        return link_of(device)
-    except ValueError:
-        return None
-
-
 def token_division(model: MetaModel, context: Axis, kind: str, product: str | None) -> TokenDivision:
     """How the ranks along `context` divide the tokens of steps, and which. kind: of the device, "cuda" or "cpu";
     product: what runs the own kernels, None: nothing does."""
@@ -101,7 +92,7 @@ def token_division(model: MetaModel, context: Axis, kind: str, product: str | No
         return division
     shape, sizes = model.sizes.pool, model.sizes
     found, known = step_times(model, product, sizes.recorded_tokens), recognize(product)
-    link = _link(known) if known is not None else None
+    link = known_link(known) if known is not None else None
     if found is None or link is None:
         return division
     token = shape.page_bytes // shape.page_size // shape.layers

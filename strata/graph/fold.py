@@ -9,16 +9,16 @@ up: that element lies within `(2 u + k 2^-24) (|W| |x| + |b|)` of the exact one,
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from strata.graph.capture import must_stay, operation_of
+from strata.graph.capture import operation_of
 from strata.graph.match import Call, Hole, find
 from strata.graph.passes import ALL_PASSES
+from strata.graph.rewrite import fetch, finished, insert_before, replace, value_of
 from strata.kernels.linear.linear import linear
 from strata.kernels.norm.norm import rms_norm
 
@@ -41,8 +41,7 @@ def fold(graph: fx.GraphModule, passes: Collection[str] = ALL_PASSES) -> list[Fo
         if run.__name__ in passes:
             found += run(graph)
     if found:
-        graph.graph.eliminate_dead_code(is_impure_node=must_stay)
-        graph.recompile()
+        finished(graph)
     return found
 
 
@@ -53,7 +52,7 @@ def fold_linears(graph: fx.GraphModule) -> Iterator[Folded]:
         if inner.target is not linear or len(inner.users) > 1 or not (_plain(inner) and _plain(outer)):
             continue
         (x, *first), (_, *second) = inner.args, outer.args
-        a, b = (_value(graph, weights[0]) for weights in (first, second))
+        a, b = (value_of(graph, weights[0]) for weights in (first, second))
         if b.shape[0] * a.shape[1] > a.numel() + b.numel():
             continue
         yield from _fold(graph, outer, x, [*first, None][:2], [*second, None][:2], _product)
@@ -97,7 +96,7 @@ def fold_norm_weights(graph: fx.GraphModule) -> Iterator[Folded]:
         for reader in readers:
             sources = [reader.args[1], None, weight]
             yield from _fold(graph, reader, norm, sources[:2], sources[2:], lambda b, _, scale: (b * scale, None))
-        value = _value(graph, weight)
+        value = value_of(graph, weight)
         one = ones.setdefault((value.shape, value.dtype, value.device), torch.ones_like(value))
         norm.update_arg(1, _fetch(graph, norm, weight, one, weight.meta["parameters"]))
 
@@ -110,11 +109,6 @@ def _multiplies(node: fx.Node, x: fx.Node) -> bool:
 def _plain(node: fx.Node) -> bool:
     """Whether the weight of a product or convolution is fetched, and not packed; with its bias."""
     return all(isinstance(one, fx.Node) and one.op == "get_attr" for one in node.args[1:3] if one is not None)
-
-
-def _value(graph: fx.GraphModule, node: fx.Node) -> Tensor:
-    value: Tensor = attrgetter(str(node.target))(graph)
-    return value
 
 
 def _fold(
@@ -132,7 +126,7 @@ def _fold(
     """
     call = call or node
     sources = [*own, *others]
-    values = [None if one is None else _value(graph, one) for one in sources]
+    values = [None if one is None else value_of(graph, one) for one in sources]
     like = values[0]
     assert like is not None
 
@@ -153,11 +147,7 @@ def _fold(
     for beside, result in zip((weight, bias or weight), results, strict=False):
         fetched.append(_fetch(graph, node, beside, result, weight.meta["parameters"]))
         fetched[-1].meta["folded"] = names
-    with graph.graph.inserting_before(node):
-        made = graph.graph.create_node(call.op, call.target, (x, *fetched, *call.args[1 + len(fetched) :]))
-    made.meta = dict(call.meta)
-    node.replace_all_uses_with(made)
-    graph.graph.erase_node(node)
+    replace(node, insert_before(node, call.target, x, *fetched, *call.args[1 + len(fetched) :], of=call))
     yield Folded(names, make)
 
 
@@ -173,8 +163,4 @@ def _fetch(graph: fx.GraphModule, before: fx.Node, like: fx.Node, value: Tensor,
     holder, name = graph.get_submodule(owner), f"{last}_folded"
     while hasattr(holder, name):
         name += "_"
-    holder.register_buffer(name, value, persistent=False)
-    with graph.graph.inserting_before(before):
-        node = graph.graph.get_attr(".".join(filter(None, (owner, name))))
-    node.meta = dict(like.meta) | {"parameters": tuple(names)}
-    return node
+    return fetch(graph, before, ".".join(filter(None, (owner, name))), value, like, names)

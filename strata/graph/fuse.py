@@ -12,10 +12,13 @@ from typing import Any
 
 from torch import fx
 
-from strata.graph.capture import must_stay
+from strata.graph.capture import operation_of
 from strata.graph.match import Call, Hole, Match, find, match
 from strata.graph.passes import ALL_PASSES
+from strata.graph.rewrite import finished, insert_after, insert_before, joined, replace
 from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.attention.attention import attention
+from strata.kernels.attention.decode import decode_attention
 from strata.kernels.attention.spec import HeadsSpec
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.silu_mul import linear_silu_mul
@@ -38,9 +41,7 @@ def fuse(graph: fx.GraphModule, passes: Collection[str] = ALL_PASSES) -> fx.Grap
     for run in (fuse_residual_norms, fuse_query_key_writes):
         if run.__name__ in passes:
             run(graph)
-    graph.graph.eliminate_dead_code(is_impure_node=must_stay)
-    graph.recompile()
-    return graph
+    return finished(graph)
 
 
 _SUM = Call(operator.add, (Hole("x"), Hole("residual")), "sum")
@@ -55,10 +56,8 @@ def fuse_residual_norms(graph: fx.GraphModule) -> None:
         if weight.op != "get_attr" or not all(isinstance(x, fx.Node) and x.op != "get_attr" for x in inputs):
             continue  # the weight may be fetched as early as the sum is made; a scalar or a bias is no residual
         total.prepend(weight)
-        with graph.graph.inserting_before(total):
-            fused = graph.graph.call_function(add_rms_norm, (*inputs, weight, found["eps"]))
-        fused.meta = {"module": f"{norm.meta['module']}+add", "layer": norm.meta["layer"]}
-        _replace(fused, [total, norm])
+        given = (*inputs, weight, found["eps"])
+        _replace(insert_before(total, add_rms_norm, *given, of=norm, module=joined(norm, "add")), [total, norm])
 
 
 def fuse_gated_products(graph: fx.GraphModule) -> fx.GraphModule:
@@ -67,9 +66,7 @@ def fuse_gated_products(graph: fx.GraphModule) -> fx.GraphModule:
     Apart from `fuse`, because it pays for many tokens only.
     """
     fuse_gating(graph, linear, linear_silu_mul, ("x", "weight", "bias"))
-    graph.graph.eliminate_dead_code(is_impure_node=must_stay)
-    graph.recompile()
-    return graph
+    return finished(graph)
 
 
 def fuse_gating(graph: fx.GraphModule, product: Operation, gated: Operation, given: tuple[str, ...]) -> None:
@@ -84,11 +81,8 @@ def fuse_gating(graph: fx.GraphModule, product: Operation, gated: Operation, giv
         sizes, old = found["sizes"], found["gated"]
         if len(found["halves"].users) != 2 or len(sizes) != 2 or sizes[0] != sizes[1]:
             continue
-        with graph.graph.inserting_before(old):
-            fused = graph.graph.call_function(gated, tuple(found[name] for name in given))
-        fused.meta = {"module": f"{found['product'].meta['module']}+silu_mul", "layer": old.meta["layer"]}
-        old.replace_all_uses_with(fused)
-        graph.graph.erase_node(old)
+        name = joined(found["product"], "silu_mul")
+        replace(old, insert_before(old, gated, *(found[name] for name in given), module=name))
 
 
 def _heads(part: int) -> Call:
@@ -114,7 +108,7 @@ def fuse_query_key_writes(graph: fx.GraphModule) -> None:
             q = queries.get(written["product"])
             found = match(query, q, written) if q is not None else None
             if found is not None and _is_whole(found) and all(found["kv_write"] < user for user in found["q"].users):
-                _fuse_query_key_write(graph.graph, found)
+                _fuse_query_key_write(found)
 
 
 def _is_whole(found: Match) -> bool:
@@ -123,28 +117,16 @@ def _is_whole(found: Match) -> bool:
     return len(sizes) == 3 and sizes[1] == sizes[2] and all(size % head_dim == 0 for size in sizes)
 
 
-def _fuse_query_key_write(graph: fx.Graph, found: Match) -> None:
+def _fuse_query_key_write(found: Match) -> None:
     write, sizes, head_dim = found["kv_write"], found["sizes"], found["head_dim"]
     norms = [found[name] for name in ("q_norm", "k_norm") if name in found]
-    with graph.inserting_before(write):
-        fused = graph.call_function(
-            qk_rope_kv_write,
-            (
-                found["product"],
-                found.get("q_weight"),
-                found.get("k_weight"),
-                found["cos"],
-                found["sin"],
-                found["pages"],
-                HeadsSpec(found["layer"], sizes[0] // head_dim, sizes[1] // head_dim, found.get("eps", 0.0)),
-            ),
-        )
+    given = [found.get(name) for name in ("product", "q_weight", "k_weight", "cos", "sin", "pages")]
+    heads = HeadsSpec(found["layer"], sizes[0] // head_dim, sizes[1] // head_dim, found.get("eps", 0.0))
     parts = "+".join([*(norm.meta["module"].rpartition(".")[2] for norm in norms), "rope", "kv_write"])
     path = ".".join(filter(None, (write.meta["module"], parts)))
-    fused.meta = {"module": path, "layer": write.meta["layer"]}
     k, v = (_item(write, index) for index in range(2))
-    _replace(fused, [found["q"], k, v])
-    graph.erase_node(write)
+    _replace(insert_before(write, qk_rope_kv_write, *given, heads, module=path), [found["q"], k, v])
+    write.graph.erase_node(write)
 
 
 def _item(node: fx.Node, index: int) -> fx.Node | None:
@@ -157,8 +139,40 @@ def _replace(fused: fx.Node, originals: list[Any]) -> None:
     for index, original in enumerate(originals):
         if original is None:
             continue
-        with fused.graph.inserting_after(place):
-            place = fused.graph.call_function(getitem, (fused, index))
-        place.meta = dict(original.meta)
-        original.replace_all_uses_with(place)
-        original.graph.erase_node(original)
+        place = replace(original, insert_after(place, getitem, fused, index, of=original))
+
+
+_GIVEN = ("product", "q_weight", "k_weight", "cos", "sin")
+_PAGES = Call(getattr, (Hole("batch"), "pages"), "pages")
+_WRITTEN = Call(qk_rope_kv_write, (*(Hole(name) for name in _GIVEN), _PAGES, Hole("heads")), "written")
+_RESULTS = tuple(Call(getitem, (_WRITTEN, index), name, read_once=True) for index, name in enumerate("qkv"))
+_ATTENTION, _WITH_SINKS = (
+    Call(attention, (*_RESULTS, Hole("batch"), Hole("spec"), *sinks), "attention") for sinks in ((), (Hole("sinks"),))
+)
+_TAKEN = (*_GIVEN, "batch", "heads", "spec", "sinks")
+
+
+def fuse_decode_attention(graph: fx.GraphModule) -> fx.GraphModule:
+    """`qk_rope_kv_write` and the `attention` to its results become `decode_attention`, in place; returns `graph`.
+
+    For a graph of decode steps that `fuse` has gone over and that is not bound yet. It then serves only batches in
+    which every sequence has one new token, in pages.
+    """
+    for found in (*find(graph, _ATTENTION), *find(graph, _WITH_SINKS)):
+        same_layer = found["heads"].layer == found["spec"].layer
+        if same_layer and len(found["written"].users) == len(_RESULTS) and not _pages_read_between(found):
+            old, written, given = (
+                found["attention"],
+                found["written"],
+                (found[name] for name in _TAKEN if name in found),
+            )
+            replace(old, insert_before(old, decode_attention, *given, of=written, module=joined(written, "attention")))
+            for node in (*(found[name] for name in "qkv"), written):
+                graph.graph.erase_node(node)
+    return finished(graph)
+
+
+def _pages_read_between(found: Match) -> bool:
+    """Whether something has to find the new keys in the pages before attention: they will be written only by then."""
+    users = {*found["pages"].users, *(user for user in found["batch"].users if operation_of(user) is not None)}
+    return any(found["written"] < user < found["attention"] for user in users)

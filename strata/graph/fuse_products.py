@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from operator import attrgetter, getitem
+from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx
 
-from strata.graph.capture import must_stay
 from strata.graph.fuse import fuse_gating
 from strata.graph.match import Call, Hole, Match, find
+from strata.graph.rewrite import finished, insert_before, joined, replace, value_of
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.prenorm import linear_add, scaled_linear, scaled_linear_silu_mul
 from strata.kernels.linear.silu_mul import linear_silu_mul
@@ -32,9 +32,7 @@ def fuse_products(graph: fx.GraphModule) -> fx.GraphModule:
     _fuse_norms(graph)
     fuse_gating(graph, scaled_linear, scaled_linear_silu_mul, ("weighted", "squares", "eps", "weight", "bias"))
     fuse_gating(graph, linear, linear_silu_mul, ("x", "weight", "bias"))
-    graph.graph.eliminate_dead_code(is_impure_node=must_stay)
-    graph.recompile()
-    return graph
+    return finished(graph)
 
 
 _NORM = Call(add_rms_norm, (Hole("x"), Hole("residual"), Hole("weight"), Hole("eps")), "norm")
@@ -43,11 +41,11 @@ _NORM = Call(add_rms_norm, (Hole("x"), Hole("residual"), Hole("weight"), Hole("e
 def _fuse_norms(graph: fx.GraphModule) -> None:
     for found in find(graph, _NORM):
         weight, readers = found["weight"], _readers(found["norm"])
-        if not readers or weight.op != "get_attr" or attrgetter(weight.target)(graph).dtype == torch.float16:
+        if not readers or weight.op != "get_attr" or value_of(graph, weight).dtype == torch.float16:
             continue
         for product, residual in ((found["x"], found["residual"]), (found["residual"], found["x"])):
             if product.target is linear and len(product.users) == 1 and product is not residual:
-                _fuse_norm(graph.graph, found, product, residual, readers)
+                _fuse_norm(found, product, residual, readers)
                 break
 
 
@@ -60,34 +58,22 @@ def _readers(norm: fx.Node) -> list[fx.Node]:
     return []
 
 
-def _fuse_norm(graph: fx.Graph, found: Match, product: fx.Node, residual: fx.Node, readers: list[fx.Node]) -> None:
+def _fuse_norm(found: Match, product: fx.Node, residual: fx.Node, readers: list[fx.Node]) -> None:
     norm = found["norm"]
-    with graph.inserting_before(norm):
-        fused = graph.call_function(linear_add, (*_arguments(product), residual, found["weight"]))
-        total, weighted, squares = (graph.call_function(getitem, (fused, index)) for index in range(3))
-    name = norm.meta["module"].rpartition(".")[2]
-    fused.meta = {"module": f"{product.meta['module']}+{name}", "layer": product.meta["layer"]}
-    for result in (total, weighted, squares):
-        result.meta = dict(fused.meta)
+    given = (*_arguments(product), residual, found["weight"])
+    fused = insert_before(norm, linear_add, *given, of=product, module=joined(product, norm))
+    total, weighted, squares = (insert_before(norm, getitem, fused, index, of=fused) for index in range(3))
     for reader in readers:
         _, weight, bias = _arguments(reader)
-        with graph.inserting_before(reader):
-            scaled = graph.call_function(scaled_linear, (weighted, squares, found["eps"], weight, bias))
-        _replace(reader, scaled, reader.meta["module"])
+        replace(reader, insert_before(reader, scaled_linear, weighted, squares, found["eps"], weight, bias))
     for item in list(norm.users):
         if item.args[1] == 0:
             item.replace_all_uses_with(total)
-        graph.erase_node(item)
-    graph.erase_node(norm)
-    graph.erase_node(product)
+        item.graph.erase_node(item)
+    for node in (norm, product):
+        node.graph.erase_node(node)
 
 
 def _arguments(product: fx.Node) -> tuple[Any, ...]:
     """x, weight and bias, which need not be given."""
     return (*product.args, None)[:3]
-
-
-def _replace(old: fx.Node, new: fx.Node, module: str) -> None:
-    new.meta = {"module": module, "layer": old.meta["layer"]}
-    old.replace_all_uses_with(new)
-    old.graph.erase_node(old)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import attrgetter, getitem
+from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from strata.graph.capture import must_stay
+from strata.graph.rewrite import finished, insert_before, joined, replace, value_of
 from strata.kernels.activation.rounded_silu_mul import silu_mul_round
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.linear.linear import linear
@@ -63,10 +63,8 @@ def fuse_rounding(
             continue
         rounding, readers = _readers(graph, node, fusion, multiplies)
         if rounding is not None and (fusion.keeps or len(readers) == len(node.users)):
-            _fuse(graph.graph, node, fusion, rounding, readers, dtype)
-    graph.graph.eliminate_dead_code(is_impure_node=must_stay)
-    graph.recompile()
-    return graph
+            _fuse(node, fusion, rounding, readers, dtype)
+    return finished(graph)
 
 
 def _behind_rows(graph: fx.GraphModule) -> set[fx.Node]:
@@ -107,47 +105,29 @@ def _readers(
 def _held(graph: fx.GraphModule, weight: PackedWeight) -> PackedWeight:
     """The weight that the nodes of one fetch."""
     fetched = {name: one for name, one in weight._asdict().items() if isinstance(one, fx.Node)}
-    return weight.with_tensors({name: attrgetter(str(one.target))(graph) for name, one in fetched.items()})
+    return weight.with_tensors({name: value_of(graph, one) for name, one in fetched.items()})
 
 
-def _fuse(
-    graph: fx.Graph, node: fx.Node, fusion: _Fusion, rounding: _Rounding, readers: list[fx.Node], dtype: torch.dtype
-) -> None:
+def _fuse(node: fx.Node, fusion: _Fusion, rounding: _Rounding, readers: list[fx.Node], dtype: torch.dtype) -> None:
     rows = _rows_of(node, fusion)
     keeps = any(user not in readers for one in rows for user in one.users)
     kind, columns, static = rounding
     arguments: tuple[Any, ...] = (*node.args, kind, columns, *((keeps,) if fusion.keeps else ()))
     if static is not None:
         arguments += (static,)
-    with graph.inserting_before(node):
-        fused = graph.call_function(fusion.rounded, arguments)
-        parts = [graph.call_function(getitem, (fused, place)) for place in range(fusion.results + 2 + keeps)]
-    *others, values, scales = parts[: fusion.results + 2]
-    name = node.meta["module"] if node.target is not silu_mul else ".".join((node.meta["module"], "silu_mul"))
-    fused.meta = {"module": f"{name}+round", "layer": node.meta["layer"]}
-    for part in parts:
-        part.meta = dict(fused.meta)
+    name = joined(node, "round") if node.target is not silu_mul else f"{node.meta['module']}.silu_mul+round"
+    fused = insert_before(node, fusion.rounded, *arguments, module=name)
+    count = fusion.results + 2
+    *others, values, scales = (insert_before(node, getitem, fused, place, of=fused) for place in range(count))
+    kept = insert_before(node, getitem, fused, count, of=fused) if keeps else None
     for reader in readers:
         _, weight, bias = (*reader.args, None)[:3]
-        with graph.inserting_before(reader):
-            product = graph.call_function(rounded_linear, (values, scales, weight, bias, dtype))
-        product.meta = dict(reader.meta)
-        reader.replace_all_uses_with(product)
-        graph.erase_node(reader)
-    _replace(graph, node, fusion, others, parts[-1] if keeps else None)
-
-
-def _replace(graph: fx.Graph, node: fx.Node, fusion: _Fusion, others: list[fx.Node], kept: fx.Node | None) -> None:
-    """What still reads a node reads what the fused one returns."""
-    if fusion.row is None:
-        if kept is not None:
-            node.replace_all_uses_with(kept)
-        graph.erase_node(node)
-        return
-    for item in list(node.users):
-        if item.args[1] != fusion.row:
-            item.replace_all_uses_with(others[0])
-        elif kept is not None:
-            item.replace_all_uses_with(kept)
-        graph.erase_node(item)
-    graph.erase_node(node)
+        replace(reader, insert_before(reader, rounded_linear, values, scales, weight, bias, dtype))
+    # What still reads the node reads what the fused one returns.
+    for item in [node] if fusion.row is None else list(node.users):
+        read = kept if fusion.row in (None, item.args[1]) else others[0]
+        if read is not None:
+            item.replace_all_uses_with(read)
+        item.graph.erase_node(item)
+    if fusion.row is not None:
+        node.graph.erase_node(node)

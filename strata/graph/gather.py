@@ -11,6 +11,7 @@ from torch import fx
 
 from strata.comm.experts.rows import dispatch_rows
 from strata.graph.capture import operation_of, reads_state
+from strata.graph.rewrite import insert_before
 
 # What is no operation, and treats each token alone as the model layers call it.
 ROWWISE: set[Any] = {operator.add, getitem, "flatten", "unflatten", "split_with_sizes", "to"}
@@ -44,24 +45,19 @@ def gather_after_attention(graph: fx.GraphModule) -> fx.GraphModule:
         if source.op == "get_attr":
             continue
         users = [user for user in source.users if user in after]
-        with graph.graph.inserting_before(min(users)):
-            kept = _chosen(graph.graph, source, rows)
+        kept = _chosen(min(users), source, rows)
         for user in users:
             user.replace_input_with(source, kept)
     graph.recompile()
     return graph
 
 
-def _chosen(graph: fx.Graph, source: fx.Node, rows: fx.Node) -> fx.Node:
-    """The rows of a value; of what all ranks have sent, those that each chooses among its own."""
+def _chosen(place: fx.Node, source: fx.Node, rows: fx.Node) -> fx.Node:
+    """The rows of a value, in front of `place`; of what all ranks have sent, those that each chooses among its own."""
     sent = operation_of(source) is dispatch_rows
     own = source.all_input_nodes[0] if sent else source
-    kept = graph.call_function(torch.index_select, (own, 0, rows))
-    kept.meta = dict(own.meta)
-    if sent:
-        kept = graph.call_function(dispatch_rows, (kept, *source.args[1:]))
-        kept.meta = dict(source.meta)
-    return kept
+    kept = insert_before(place, torch.index_select, own, 0, rows, of=own)
+    return insert_before(place, dispatch_rows, kept, *source.args[1:], of=source) if sent else kept
 
 
 def _downstream(start: fx.Node) -> dict[fx.Node, None]:

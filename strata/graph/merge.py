@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise, starmap
-from operator import attrgetter, getitem
+from operator import getitem
 
 import torch
 from torch import Tensor, fx
 
+from strata.graph.rewrite import insert_after, insert_before, meta_of, replace, value_of
 from strata.kernels.fused import storage_of
 from strata.kernels.linear.linear import linear
 from strata.kernels.quant.packed import PackedWeight, shared_input_scale
@@ -67,18 +68,13 @@ def _with_rows(weight: PackedWeight) -> dict[str, fx.Node]:
     return {name: one for name, one in weight._asdict().items() if isinstance(one, fx.Node) and name != "order"}
 
 
-def _fetched(graph: fx.GraphModule, node: fx.Node) -> Tensor:
-    tensor: Tensor = attrgetter(str(node.target))(graph)
-    return tensor
-
-
 def _kind(graph: fx.GraphModule, weight: fx.Node | PackedWeight) -> tuple[object, ...]:
     """What weights have in common that can be merged."""
     if isinstance(weight, fx.Node):
-        tensor = _fetched(graph, weight)
+        tensor = value_of(graph, weight)
         return tensor.shape[1], tensor.dtype, tensor.device
-    tensors = {name: _fetched(graph, one) for name, one in _with_rows(weight).items()}
-    order = _fetched(graph, weight.order) if isinstance(weight.order, fx.Node) else None
+    tensors = {name: value_of(graph, one) for name, one in _with_rows(weight).items()}
+    order = value_of(graph, weight.order) if isinstance(weight.order, fx.Node) else None
     columns = None if order is None or order.is_meta else tuple(order.tolist())
     static = weight.input_scale is not None
     return (
@@ -98,7 +94,7 @@ def _mergeable(graph: fx.GraphModule, node: fx.Node, aliased: set[str]) -> bool:
         and len(used.meta["parameters"]) <= 1
         and len(used.users) == 1
         and used.target not in aliased
-        and _fetched(graph, used).is_contiguous()
+        and value_of(graph, used).is_contiguous()
         and (isinstance(weight, PackedWeight) or len(used.meta["parameters"]) == 1)
         for used in _parts(node)
     )
@@ -108,7 +104,7 @@ def _has_whole_blocks(graph: fx.GraphModule, weight: PackedWeight) -> bool:
     """Whether no block of rows with one scale is cut off at the end, so that other rows can follow."""
     values = weight.values
     assert isinstance(values, fx.Node)
-    return weight.rows > 0 and _fetched(graph, values).shape[0] % weight.rows == 0
+    return weight.rows > 0 and value_of(graph, values).shape[0] % weight.rows == 0
 
 
 def _aliased(graph: fx.GraphModule) -> set[str]:
@@ -121,7 +117,7 @@ def _aliased(graph: fx.GraphModule) -> set[str]:
 
 def _where_they_lie(graph: fx.GraphModule, group: Sequence[fx.Node]) -> list[list[fx.Node]]:
     """A group as it can be merged: whole, or, if parameters of it lie in one storage, those that lie side by side."""
-    tensors = [[_fetched(graph, one) for one in _parts(node)] for node in group]
+    tensors = [[value_of(graph, one) for one in _parts(node)] for node in group]
     if len({storage_of(weight) for weight, *_ in tensors}) == len(group):
         return [list(group)]
     runs = [[group[0]]]
@@ -141,22 +137,19 @@ def _follows(before: Tensor, after: Tensor) -> bool:
 
 def _merge_group(graph: fx.GraphModule, group: Sequence[fx.Node]) -> None:
     inputs = [_arguments(node) for node in group]
-    sizes = [_fetched(graph, _parts(node)[0]).shape[0] for node in group]
+    sizes = [value_of(graph, _parts(node)[0]).shape[0] for node in group]
     parent, _, _ = group[0].meta["module"].rpartition(".")
     parts = [node.meta["module"].rpartition(".")[2] for node in group]
-    meta = {"module": ".".join(filter(None, (parent, "&".join(parts)))), "layer": group[0].meta["layer"]}
+    meta = meta_of(group[0], ".".join(filter(None, (parent, "&".join(parts)))))
     with graph.graph.inserting_before(group[0]):
         weight = _merged_weight(graph, [weight for _, weight, _ in inputs], meta)
         biases = [bias for _, _, bias in inputs if bias is not None]
         bias = _merged(graph, biases, meta) if biases else None
-        product = graph.graph.call_function(linear, (inputs[0][0], weight, bias))
-        pieces = graph.graph.call_method("split_with_sizes", (product, sizes, -1))
-        product.meta, pieces.meta = dict(meta), dict(meta)
-        separate = [graph.graph.call_function(getitem, (pieces, index)) for index in range(len(group))]
-    for node, piece in zip(group, separate, strict=True):
-        piece.meta = dict(node.meta)
-        node.replace_all_uses_with(piece)
-        graph.graph.erase_node(node)
+    product = insert_before(group[0], linear, inputs[0][0], weight, bias, module=meta["module"])
+    place = insert_after(product, "split_with_sizes", product, sizes, -1)
+    pieces = place
+    for index, node in enumerate(group):
+        place = replace(node, insert_after(place, getitem, pieces, index, of=node))
 
 
 def _merged_weight(
@@ -175,7 +168,7 @@ def _merged_weight(
 def _merged(graph: fx.GraphModule, nodes: Sequence[fx.Node], meta: dict[str, object]) -> fx.Node:
     """A node that fetches the rows of all `nodes` as one tensor, kept in a buffer beside the parameters."""
     names = [str(node.target) for node in nodes]
-    whole = _join([_fetched(graph, node) for node in nodes])
+    whole = _join([value_of(graph, node) for node in nodes])
     paths = [name.split(".") for name in names]
     holder = graph.get_submodule(".".join(paths[0][:-2]))
     name = "_".join(path[-2] for path in paths) + "_" + paths[0][-1]

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from strata.graph.capture import operation_of
+from strata.graph.rewrite import fetch
 from strata.kernels.quant.packed import PackedWeight
 
 
@@ -65,13 +66,8 @@ def _replace(graph: fx.GraphModule, node: fx.Node, weight: PackedWeight) -> None
 
 def _fetch(graph: fx.GraphModule, node: fx.Node, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Nodes that fetch the tensors of a weight, which become buffers beside the parameter; the values bear its name."""
-    owner, _, last = str(node.target).rpartition(".")
-    holder = graph.get_submodule(owner)
-    fetched = {}
-    for name, tensor in tensors.items():
-        holder.register_buffer(f"{last}_{name}", tensor, persistent=False)
-        with graph.graph.inserting_before(node):
-            one = graph.graph.get_attr(f"{node.target}_{name}")
-        one.meta = dict(node.meta) | {"parameters": node.meta["parameters"] if name == "values" else ()}
-        fetched[name] = one
-    return fetched
+    names = node.meta["parameters"]
+    return {
+        name: fetch(graph, node, f"{node.target}_{name}", tensor, node, names if name == "values" else ())
+        for name, tensor in tensors.items()
+    }

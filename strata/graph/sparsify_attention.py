@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from strata.graph.capture import operation_of
+from strata.graph.rewrite import insert_before, replace
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.attention.sparse.decodes import page_sparse_attention
@@ -36,11 +37,6 @@ def _replace(
     for node in list(graph.graph.nodes):
         if operation_of(node) is not attention or node.args[4].window is not None or node.meta["layer"] < first:
             continue
-        given, sinks = node.args[:5], node.args[5:]
-        with graph.graph.inserting_before(node):
-            sparse = graph.graph.call_function(operation, (*given, choice, *sinks))
-        sparse.meta = dict(node.meta)
-        node.replace_all_uses_with(sparse)
-        graph.graph.erase_node(node)
+        replace(node, insert_before(node, operation, *node.args[:5], choice, *node.args[5:]))
     graph.recompile()
     return graph

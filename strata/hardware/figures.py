@@ -2,30 +2,22 @@
 
 Units are SI: FLOP/s (operations per second for integers), bytes per second, bytes, watts. Datasheets quote tensor cores
 with 2:4 sparsity and links in both directions together; here links are in each direction, and sparse figures say so.
-What no source says is not recorded: nothing here is guessed. The tables themselves are in `strata.hardware.devices`.
+What no source says is not recorded: nothing here is guessed. The table itself is `devices.toml`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 TERA, GIGA, MIB = 1e12, 1e9, 1 << 20
-# A quantity and the unit of its values.
-QUANTITIES = {
-    "compute": "FLOP/s",
-    "bandwidth": "B/s",
-    "memory": "B",
-    "l2": "B",
-    "l3": "B",
-    "link": "B/s",
-    "host": "B/s",
-    "power": "W",
-    "launch": "s",
-    "kernel": "s",
-    "sustained": "FLOP/s",
-    "step": "s",
-}
+# Of what makers promise; of links they count both directions.
+_UNITS = {
+    "memory": GIGA, "bandwidth": TERA, "l2": MIB, "l3": MIB, "link": GIGA / 2, "host": GIGA / 2, "power": 1,
+}  # fmt: skip
+DIRECTIONS = {"bandwidth": "read + written", "link": "each", "host": "each"}
+NO_RATES: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -129,40 +121,28 @@ class Device:
 
 
 def promised(
-    source: Source,
-    *,
-    memory: float | None = None,
-    bandwidth: float | None = None,
-    dense: dict[str, float] | None = None,
-    sparse: Iterable[str] = (),
-    l2: float | None = None,
-    l3: float | None = None,
-    link: float | None = None,
-    host: float | None = None,
-    power: float | None = None,
-) -> tuple[Figure, ...]:
+    source: Source, *, dense: Mapping[str, float] = NO_RATES, sparse: Iterable[str] = (), **others: float
+) -> list[Figure]:
     """What a source says of a device, in the units of makers: GB, TB/s, tera-operations per second, MiB of caches, GB/s
     of a link in both directions together, watts.
 
-    dense: by dtype, without sparsity. sparse: the dtypes for which 2:4 sparsity doubles them.
+    dense: by dtype, without sparsity. sparse: the dtypes for which 2:4 sparsity doubles them. others: by quantity.
     """
 
-    def figure(quantity: str, value: float, dtype: str | None = None, direction: str | None = None) -> Figure:
-        return Figure(quantity, value, source.name, source.date, dtype, direction=direction, url=source.url)
+    def figure(quantity: str, value: float, dtype: str | None = None) -> Figure:
+        return Figure(
+            quantity, value, source.name, source.date, dtype, direction=DIRECTIONS.get(quantity), url=source.url
+        )
 
-    found = []
-    for quantity, value, unit, direction in (
-        ("memory", memory, GIGA, None),
-        ("bandwidth", bandwidth, TERA, "read + written"),
-        ("l2", l2, MIB, None),
-        ("l3", l3, MIB, None),
-        ("link", link, GIGA / 2, "each"),
-        ("host", host, GIGA / 2, "each"),
-        ("power", power, 1, None),
-    ):
-        if value is not None:
-            found.append(figure(quantity, value * unit, direction=direction))
-    found += [figure("compute", value * TERA, dtype) for dtype, value in (dense or {}).items()]
+    found = [figure(quantity, value * _UNITS[quantity]) for quantity, value in others.items()]
+    rates = [figure("compute", value * TERA, dtype) for dtype, value in dense.items()]
     doubled = set(sparse)
-    found += [replace(one, value=2 * one.value, sparse=True) for one in found if one.dtype in doubled]
-    return tuple(found)
+    return found + rates + [replace(one, value=2 * one.value, sparse=True) for one in rates if one.dtype in doubled]
+
+
+def reached(source: str, date: str, **values: float | Mapping[str, float]) -> Iterator[Figure]:
+    """What was measured on a device, in SI units: by quantity, or by quantity and dtype."""
+    for quantity, value in values.items():
+        for dtype, one in value.items() if isinstance(value, Mapping) else [(None, value)]:
+            direction = DIRECTIONS.get(quantity)
+            yield Figure(quantity, one, source, date, dtype, direction=direction, measured=True)

@@ -57,12 +57,31 @@ LINKS = {
 }
 
 
-def link_of(device: Device) -> Link:
+# A message from host to host; NCCL counts 2.7 to 9.6 us for InfiniBand (src/graph/tuning.cc, 2026).
+_NETWORK_LATENCY = 5e-6
+
+
+def network_link(bandwidth: float) -> Link:
+    """Between hosts. bandwidth: bytes/s each way of a device."""
+    source = "the network as given, and a message's way by NCCL's own table"
+    return Link(0.0, _NETWORK_LATENCY, bandwidth, source, "2026")
+
+
+def link_of(device: Device, *, by_host: bool = False) -> Link:
     """The link between several of a device: the measured one, else the maker's bandwidth, which takes no time to start.
 
-    Raises ValueError, naming it, for a device without a link.
+    by_host: without a link, they send through the processor's memory. Raises ValueError, naming it, for a device
+    without a link.
     """
     if device.key in LINKS:
         return LINKS[device.key]
-    promised = device.ceiling("link")
+    promised = device.ceiling("host" if by_host and device.known("link") is None else "link")
     return Link(0.0, 0.0, promised.value, promised.source, promised.date)
+
+
+def known_link(device: Device) -> Link | None:
+    """The same; None for a device without a link."""
+    try:
+        return link_of(device)
+    except ValueError:
+        return None

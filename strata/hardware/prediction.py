@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 # Something measured: kind, dtype, shape, seconds (see `strata.cost.efficiency.KINDS`).
 Call = tuple[str, str, tuple[int, ...], float]
 # From the surest to the least sure.
@@ -23,10 +26,6 @@ class Prediction:
     def __add__(self, other: Prediction) -> Prediction:
         """One after the other; as sure as the less sure of the two."""
         return Prediction(self.seconds + other.seconds, max(self.origin, other.origin, key=ORIGINS.index))
-
-    def __mul__(self, count: int) -> Prediction:
-        """So many times, one after the other."""
-        return Prediction(self.seconds * count, self.origin)
 
     @staticmethod
     def total(predictions: Iterable[Prediction]) -> Prediction:
@@ -55,18 +54,11 @@ class FittedTimes:
         A start below zero would make small calls take no time: then it is zero, and the rate is fitted alone.
         """
         calls = list(measured)
-        if len({work for work, _ in calls}) < 2:
-            return None
-        # What is fitted to 1 for each call: start / seconds + each * work / seconds.
-        starts, works = [1 / seconds for _, seconds in calls], [work / seconds for work, seconds in calls]
-        squared, crossed, whole = _dot(starts, starts), _dot(starts, works), _dot(works, works)
-        determinant = squared * whole - crossed**2
-        start = (sum(starts) * whole - sum(works) * crossed) / determinant
-        each = (sum(works) * squared - sum(starts) * crossed) / determinant
-        if start < 0:
-            start, each = 0.0, sum(works) / whole
         sizes = [work for work, _ in calls]
-        return FittedTimes(start, each, min(sizes), max(sizes))
+        if len(set(sizes)) < 2:
+            return None
+        start, each = nonnegative_fit([[1 / seconds, work / seconds] for work, seconds in calls])
+        return FittedTimes(float(start), float(each), min(sizes), max(sizes))
 
     def predict(self, work: float) -> Prediction:
         """Interpolated within what was measured, analytic beyond it."""
@@ -76,5 +68,16 @@ class FittedTimes:
         return "interpolated" if self.least <= work <= self.most else "analytic"
 
 
-def _dot(one: list[float], other: list[float]) -> float:
-    return sum(a * b for a, b in zip(one, other, strict=True))
+def nonnegative_fit(rows: ArrayLike, wanted: ArrayLike = 1.0) -> NDArray[np.float64]:
+    """The coefficients of the columns, none of them negative, with which each row comes nearest to what is wanted of
+    it: least squares without the columns whose coefficients would be negative, the most negative left out first."""
+    matrix = np.asarray(rows, dtype=np.float64)
+    targets, scale = np.broadcast_to(wanted, len(matrix)), np.maximum(np.abs(matrix).max(axis=0), 1e-300)
+    used, found = list(range(matrix.shape[1])), np.zeros(matrix.shape[1])
+    while used:
+        each = np.linalg.lstsq(matrix[:, used] / scale[used], targets, rcond=None)[0]
+        if (each >= 0).all():
+            found[used] = each / scale[used]
+            break
+        used.pop(int(each.argmin()))
+    return found

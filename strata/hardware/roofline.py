@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import add, sub
 
 from strata.hardware.figures import Device
 from strata.hardware.links import Link
@@ -35,23 +36,17 @@ class Cost:
     @property
     def least(self) -> Cost:
         """What is left in a step whose activations stay on the chip: weights, cached keys and values, messages."""
-        read = self.weights + self.cached
-        return Cost(self.flops, read, 0, self.weights, self.cached, self.messages, self.sent)
+        return replace(self, read=self.weights + self.cached, written=0)
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.flops + other.flops,
-            self.read + other.read,
-            self.written + other.written,
-            self.weights + other.weights,
-            self.cached + other.cached,
-            self.messages + other.messages,
-            self.sent + other.sent,
-        )
+        return Cost(*map(add, self._counts, other._counts))
 
     def __sub__(self, other: Cost) -> Cost:
-        negated = (-other.flops, -other.read, -other.written, -other.weights, -other.cached)
-        return self + Cost(*negated, -other.messages, -other.sent)
+        return Cost(*map(sub, self._counts, other._counts))
+
+    @property
+    def _counts(self) -> tuple[int, ...]:
+        return self.flops, self.read, self.written, self.weights, self.cached, self.messages, self.sent
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-from strata.hardware.devices.accelerators import ACCELERATORS
-from strata.hardware.devices.amd import AMD
-from strata.hardware.devices.nvidia import NVIDIA
-from strata.hardware.devices.processors import PROCESSORS
-from strata.hardware.figures import Device
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-DEVICES: dict[str, Device] = {one.key: one for one in (*NVIDIA, *AMD, *ACCELERATORS, *PROCESSORS)}
+from strata.hardware.figures import Cuda, Device, Figure, Source, promised, reached
+
+
+def _listed(table: dict[str, Any]) -> Iterator[Device]:
+    """The devices of `devices.toml`."""
+    sources = {name: Source(**one) for name, one in table["sources"].items()}
+    for one in table["devices"]:
+        figures: list[Figure] = []
+        for said in one["promised"]:
+            figures += promised(sources[said.pop("source")], **said)
+        for found in one.get("measured", ()):
+            figures += reached(**found)
+        yield Device(one["key"], one["product"], tuple(figures), _cuda(**one["cuda"]) if "cuda" in one else None)
+
+
+def _cuda(capability: list[int], shared_kib: int, processors: int, **held: int) -> Cuda:
+    return Cuda((capability[0], capability[1]), shared_kib * 1024, processors, **held)
+
+
+DEVICES: dict[str, Device] = {
+    one.key: one for one in _listed(tomllib.loads(Path(__file__).with_name("devices.toml").read_text(encoding="utf-8")))
+}
 
 
 def device(key: str) -> Device:
@@ -49,7 +69,7 @@ def check_planned(known: Device, dtype: str | None = None) -> None:
     elif known.known("compute", dtype) is None:
         missing.insert(0, f"peak in {dtype} (but in {peaks})")
     here = ""
-    if known in PROCESSORS:
+    if not peaks:
         here = "; strata explain and strata graph --hardware cpu look at this machine's processor, which they measure"
     raise ValueError(
         f"nothing is planned for {known.key}, of which no {' and no '.join(missing)} is recorded: choose one of "

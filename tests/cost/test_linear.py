@@ -10,6 +10,7 @@ from strata.cost.step_model import StepModel
 from strata.cost.step_times import StepTimes
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
+from strata.parallel.serving_shard import RankShard
 from strata.plan.meta_model import find_config, meta_model
 
 H200 = device("h200")
@@ -24,6 +25,7 @@ MIXED: list[Step] = [
     for size in (512, 2048)
     for start in (0, 1024, 4096)
 ]
+FEW: list[Step] = [(count, keys, ()) for count in (1, 2, 4, 8) for keys in (300, 3000)]
 PROMPTS: list[Step] = [(64, 800, ((0, 448),) * count) for count in (1, 2, 4)]
 
 
@@ -60,6 +62,34 @@ def test_steps_that_were_not_fitted_are_near_the_exact_model(
         errors.append(abs(predicted(times, step) / took - 1))
     assert np.quantile(errors, 0.5) < median
     assert np.quantile(errors, 0.9) < nine_tenths
+
+
+@pytest.mark.parametrize(("name", "most"), [("8B", 0.15), ("30B-A3B", 0.25), ("gpt-oss-20b", 0.15)])
+def test_few_decodes_of_mixtures_read_few_experts(name: str, most: float) -> None:
+    model = meta_model(find_config(name), H200)
+    exact, sizes = StepModel(model, H200), model.sizes
+    times = linear(exact, sizes.max_tokens, sizes.max_sequences, sizes.max_length, recorded=8192)
+    for step in FEW:
+        took = exact.on_device(Workload((1,) * step[0], (step[1],) * step[0]))
+        assert predicted(times, step) == pytest.approx(took, rel=most)
+
+
+def test_a_stage_sends_its_hidden_states_to_the_next() -> None:
+    config = find_config("8B")
+    first, last = (
+        StepModel(meta_model(config, H200, shard=RankShard.of(config, 1, 0, stages=2, stage=stage)), H200)
+        for stage in range(2)
+    )
+    step = Workload((2048,), (2048,))
+    sent = 2048 * 4096 * 2  # of so many tokens elements of two bytes
+    assert first.link is not None
+    assert first.floor(step).communication == pytest.approx(first.link.least_seconds(1, sent))
+    assert last.floor(step).communication == 0
+    (message,) = (node for node in first.model.step(step).timed if node.operation == "send_next")
+    assert first.predictor.node(message, step).seconds > sent / first.link.bandwidth / 2
+    times = linear(first, 8192, 256, 4096)
+    took = first.on_device(step)
+    assert predicted(times, (0, 0, ((0, 2048),))) == pytest.approx(took, rel=0.05)
 
 
 def test_an_engine_of_few_tokens_and_one_sequence_has_times_too() -> None:

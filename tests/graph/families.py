@@ -11,8 +11,7 @@ from torch import fx
 
 from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose
-from strata.graph.fuse import fuse, fuse_gated_products
-from strata.graph.fuse_attention import fuse_decode_attention
+from strata.graph.fuse import fuse, fuse_decode_attention, fuse_gated_products
 from strata.graph.fuse_products import fuse_products
 from strata.graph.merge import merge
 from strata.graph.walk import meta_indices, meta_pages

@@ -16,8 +16,7 @@ from torch import Tensor, fx
 from strata.cost.nodes import node_costs, total
 from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head
-from strata.graph.fuse import fuse
-from strata.graph.fuse_attention import fuse_decode_attention
+from strata.graph.fuse import fuse, fuse_decode_attention
 from strata.graph.fuse_products import fuse_products
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge

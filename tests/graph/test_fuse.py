@@ -11,8 +11,7 @@ from torch import Tensor, fx, nn
 
 from strata.graph.bind import bind
 from strata.graph.capture import capture
-from strata.graph.fuse import fuse, fuse_gated_products
-from strata.graph.fuse_attention import fuse_decode_attention
+from strata.graph.fuse import fuse, fuse_decode_attention, fuse_gated_products
 from strata.graph.fuse_products import fuse_products
 from strata.graph.merge import merge
 from strata.graph.walk import operation_counts
@@ -73,43 +72,13 @@ def written(batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q.narrow(1, 0, 2) + k + v
 
 
-def plain(self, batch, q, k, v, angles, others):
-    return written(batch, rope(q, *angles), rope(k, *angles), v)
+def normed(self: Projections, x: Tensor, eps: float = 1e-5) -> Tensor:
+    return rms_norm(x, self.norm, eps)
 
 
 def queries_rotated_last(self, batch, q, k, v, angles, others):
     k, v = kv_write(rope(k, *angles), v, batch.pages, 0)
     return rope(q, *angles).narrow(1, 0, 2) + k + v
-
-
-def normed(self, batch, q, k, v, angles, others):
-    q, k = rope(rms_norm(q, self.norm, 1e-5), *angles), rope(rms_norm(k, self.norm, 1e-5), *angles)
-    return written(batch, q, k, v)
-
-
-def only_keys_normed(self, batch, q, k, v, angles, others):
-    q, k = rope(q, *angles), rope(rms_norm(k, self.norm, 1e-5), *angles)
-    return written(batch, q, k, v)
-
-
-def different_eps(self, batch, q, k, v, angles, others):
-    q, k = rope(rms_norm(q, self.norm, 1e-5), *angles), rope(rms_norm(k, self.norm, 1e-4), *angles)
-    return written(batch, q, k, v)
-
-
-def different_angles(self, batch, q, k, v, angles, others):
-    q, k = rope(q, *angles), rope(k, *others)
-    return written(batch, q, k, v)
-
-
-def values_first(self, batch, q, k, v, angles, others):
-    q, v = rope(q, *angles), rope(v, *angles)
-    return written(batch, q, v, k)
-
-
-def keys_read_twice(self, batch, q, k, v, angles, others):
-    q, k = rope(q, *angles), rope(k, *angles)
-    return written(batch, q, k, v) + k
 
 
 def queries_read_before(self, batch, q, k, v, angles, others):
@@ -118,16 +87,42 @@ def queries_read_before(self, batch, q, k, v, angles, others):
     return written(batch, q, k, v) + early
 
 
-@pytest.mark.parametrize("attend", [plain, queries_rotated_last, normed])
-def test_writes_of_rotated_keys_are_fused(attend: Callable[..., Tensor]) -> None:
-    check(Projections(attend), fused=1)
+def keys_read_twice(self, batch, q, k, v, angles, others):
+    k = rope(k, *angles)
+    return written(batch, rope(q, *angles), k, v) + k
+
+
+def plain(self, batch, q, k, v, angles, others):
+    return written(batch, rope(q, *angles), rope(k, *angles), v)
 
 
 @pytest.mark.parametrize(
-    "attend", [only_keys_normed, different_eps, different_angles, values_first, keys_read_twice, queries_read_before]
+    ("attend", "fused"),
+    [
+        (plain, 1),
+        (queries_rotated_last, 1),
+        (lambda self, batch, q, k, v, *of: plain(self, batch, normed(self, q), normed(self, k), v, *of), 1),
+        (lambda self, batch, q, k, v, *of: plain(self, batch, q, normed(self, k), v, *of), 0),
+        (lambda self, batch, q, k, v, *of: plain(self, batch, normed(self, q), normed(self, k, 1e-4), v, *of), 0),
+        (lambda self, batch, q, k, v, mine, other: written(batch, rope(q, *mine), rope(k, *other), v), 0),
+        (lambda self, batch, q, k, v, mine, other: written(batch, rope(q, *mine), rope(v, *mine), k), 0),
+        (keys_read_twice, 0),
+        (queries_read_before, 0),
+    ],
+    ids=[
+        "plain",
+        "queries last",
+        "normed",
+        "keys normed",
+        "two eps",
+        "two angles",
+        "values first",
+        "read twice",
+        "early",
+    ],
 )
-def test_other_writes_stay(attend: Callable[..., Tensor]) -> None:
-    check(Projections(attend), fused=0)
+def test_only_writes_of_rotated_keys_are_fused(attend: Callable[..., Tensor], fused: int) -> None:
+    check(Projections(attend), fused=fused)
 
 
 def test_unequal_keys_and_values_stay() -> None:
@@ -297,18 +292,6 @@ def product_first(self, x):
     return linear(y, self.second, None) + summed
 
 
-def two_products(self, x):
-    return linear(normed_sum(self, linear(x, self.first), linear(x, self.second))[1], self.first)
-
-
-@pytest.mark.parametrize(
-    ("compute", "left", "readers"),
-    [(one_reader, 0, 1), (two_readers_and_the_sum, 0, 2), (product_first, 0, 1), (two_products, 1, 1)],
-)
-def test_norms_of_sums_with_a_product_are_fused(compute: Callable[..., Tensor], left: int, readers: int) -> None:
-    check_products(compute, linear_add=1, scaled_linear=readers, linear=left, add_rms_norm=0)
-
-
 def normed_read_elsewhere(self, x):
     _, y = normed_sum(self, x, linear(x, self.first))
     return linear(y, self.second) + y
@@ -319,25 +302,29 @@ def product_read_elsewhere(self, x):
     return linear(normed_sum(self, x, product)[1], self.second) + product
 
 
-def no_product(self, x):
-    return linear(normed_sum(self, x, x + x)[1], self.second)
-
-
-def nothing_reads_the_norm(self, x):
-    return normed_sum(self, x, linear(x, self.first))[0]
-
-
-def normed_is_a_weight(self, x):
-    _, y = normed_sum(self, x, linear(x, self.first))
-    return linear(x, y)
+FUSED, LEFT = {"linear_add": 1, "add_rms_norm": 0}, {"linear_add": 0, "add_rms_norm": 1, "scaled_linear": 0}
 
 
 @pytest.mark.parametrize(
-    "compute",
-    [normed_read_elsewhere, product_read_elsewhere, no_product, nothing_reads_the_norm, normed_is_a_weight],
+    ("compute", "counts"),
+    [
+        (one_reader, FUSED | {"scaled_linear": 1, "linear": 0}),
+        (two_readers_and_the_sum, FUSED | {"scaled_linear": 2, "linear": 0}),
+        (product_first, FUSED | {"scaled_linear": 1, "linear": 0}),
+        (
+            lambda self, x: linear(normed_sum(self, linear(x, self.first), linear(x, self.second))[1], self.first),
+            FUSED | {"scaled_linear": 1, "linear": 1},
+        ),
+        (normed_read_elsewhere, LEFT),
+        (product_read_elsewhere, LEFT),
+        (lambda self, x: linear(normed_sum(self, x, x + x)[1], self.second), LEFT),
+        (lambda self, x: normed_sum(self, x, linear(x, self.first))[0], LEFT),
+        (lambda self, x: linear(x, normed_sum(self, x, linear(x, self.first))[1]), LEFT),
+    ],
+    ids=["one", "and the sum", "first", "two products", "norm read", "product read", "no product", "no norm", "weight"],
 )
-def test_other_norms_stay(compute: Callable[..., Tensor]) -> None:
-    check_products(compute, linear_add=0, scaled_linear=0, add_rms_norm=1)
+def test_norms_of_sums_with_a_product_are_fused(compute: Callable[..., Tensor], counts: dict[str, int]) -> None:
+    check_products(compute, **counts)
 
 
 def test_float16_keeps_its_norms() -> None:
@@ -350,33 +337,26 @@ def halves(self: Products, x: Tensor, sizes: list[int]) -> list[Tensor]:
     return linear(y, self.gates).split_with_sizes(sizes, -1)
 
 
-def gated_halves(self, x):
-    parts = halves(self, x, [INNER, INNER])
-    return silu_mul(parts[0], parts[1])
-
-
-def gate_and_up_exchanged(self, x):
-    parts = halves(self, x, [INNER, INNER])
-    return silu_mul(parts[1], parts[0])
-
-
-def gate_read_elsewhere(self, x):
-    parts = halves(self, x, [INNER, INNER])
-    gate = parts[0]
-    return silu_mul(gate, parts[1]) + gate
-
-
-def two_of_three_parts(self, x):
-    parts = halves(self, x, [4, 4, 8])
-    return silu_mul(parts[0], parts[1])
-
-
 @pytest.mark.parametrize(
-    ("compute", "fused"),
-    [(gated_halves, 1), (gate_and_up_exchanged, 0), (gate_read_elsewhere, 0), (two_of_three_parts, 0)],
+    ("gate", "fused"),
+    [
+        (lambda parts: silu_mul(parts[0], parts[1]), 1),
+        (lambda parts: silu_mul(parts[1], parts[0]), 0),
+        (lambda parts: silu_mul(gate := parts[0], parts[1]) + gate, 0),
+    ],
+    ids=["halves", "exchanged", "read elsewhere"],
 )
-def test_only_whole_halves_are_gated(compute: Callable[..., Tensor], fused: int) -> None:
-    check_products(compute, scaled_linear_silu_mul=fused, silu_mul=1 - fused, scaled_linear=1 - fused)
+def test_only_whole_halves_are_gated(gate: Callable[[list[Tensor]], Tensor], fused: int) -> None:
+    counts = {"scaled_linear_silu_mul": fused, "silu_mul": 1 - fused, "scaled_linear": 1 - fused}
+    check_products(lambda self, x: gate(halves(self, x, [INNER, INNER])), **counts)
+
+
+def test_two_of_three_parts_are_not_gated() -> None:
+    def compute(self: Products, x: Tensor) -> Tensor:
+        parts = halves(self, x, [4, 4, 8])
+        return silu_mul(parts[0], parts[1])
+
+    check_products(compute, scaled_linear_silu_mul=0, silu_mul=1, scaled_linear=1)
 
 
 def test_there_is_no_deterministic_implementation() -> None:

@@ -17,8 +17,7 @@ from strata.graph.compose import compose
 from strata.graph.fuse import fuse
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
-from strata.graph.ranks.fuse_messages import fuse_messages
-from strata.graph.ranks.fuse_sent_products import fuse_sent_products
+from strata.graph.ranks.fuse_messages import fuse_messages, fuse_sent_products
 from strata.graph.walk import operation_counts
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.norm.norm import add_rms_norm

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head, operation_of
 from strata.graph.compose import compose
-from strata.graph.count_experts import count_experts
 from strata.graph.fuse import fuse
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
+from strata.graph.mixtures import count_experts
 from strata.kernels.attention.attention import attention
 from strata.models.batch import Batch
 from strata.models.config import ModelConfig

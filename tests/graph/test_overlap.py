@@ -23,8 +23,7 @@ from strata.graph.fuse_products import fuse_products
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
 from strata.graph.product_times import measured_seconds, products_of
-from strata.graph.ranks.fuse_messages import fuse_messages
-from strata.graph.ranks.fuse_sent_products import fuse_sent_products
+from strata.graph.ranks.fuse_messages import fuse_messages, fuse_sent_products
 from strata.graph.ranks.overlap import overlap
 from strata.graph.ranks.overlap_rule import Product, Stretch, last_stretch, overlapping_tokens, seconds
 from strata.graph.ranks.row_parts import AT_HALF, PARTS, RowDivision, most_rows, row_part

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from strata.cost.attention_times import TIMES as ATTENTION_TIMES
+from strata.cost.evidence import Evidence, calls_of
 from strata.cost.loan import Loan
 from strata.cost.nodes import NodeCost
 from strata.cost.packed_times import TIMES
 from strata.cost.predict import HOST_SECONDS, StepPredictor
 from strata.hardware.figures import Device, Figure, Source, promised
 from strata.hardware.links import HIDDEN, Link
-from strata.hardware.prediction import Prediction
+from strata.hardware.prediction import Call, Prediction
 from strata.hardware.roofline import Cost, Workload
 from strata.hardware.specs import device
 from strata.kernels import tuned
@@ -45,8 +46,18 @@ def node(operation: str, rows: int = 0, kernels: int = 1, **cost: int) -> NodeCo
     return NodeCost(operation, operation, 0, "", found, shape, {}, "", ("a kernel",) * kernels, weight)
 
 
-def predictor(**more: Any) -> StepPredictor:
-    return StepPredictor.of(DEVICE, "bfloat16", TABLE, **more)
+def predictor(
+    calls: dict[str, list[Call]] | None = None,
+    link: Link | None = None,
+    ranks: int = 1,
+    table: Table = TABLE,
+    **of: Any,
+) -> StepPredictor:
+    """By calls, and those of a table of tuned kernels. of: of the evidence, the device among it."""
+    known = calls_of(table)
+    for operation, found in (calls or {}).items():
+        known.setdefault(operation, []).extend(found)
+    return StepPredictor.of(Evidence(**{"device": DEVICE, "calls": known} | of), "bfloat16", link, ranks)
 
 
 def test_products_take_what_their_operation_took() -> None:
@@ -61,8 +72,8 @@ def test_products_take_what_their_operation_took() -> None:
 
 def test_nothing_that_was_borrowed_is_measured() -> None:
     loan = Loan(device("h200"), device("h100"))
-    calls = loan.calls({"rms_norm": [("traffic", "bfloat16", (48_000_000,), 20e-6)]})
-    found = StepPredictor.of(loan.device(), "bfloat16", {}, calls, loan=loan)
+    lent = {"rms_norm": [("traffic", "bfloat16", (48_000_000,), 20e-6)], **calls_of(tuned.read("NVIDIA H200"))}
+    found = predictor(loan.calls(lent), table={}, device=loan.device(), loan=loan)
     norm = found.node(node("rms_norm", read=48_000_000), DECODES)
     assert norm == Prediction(pytest.approx(1.15e-6 + (20e-6 - 1.15e-6) * 4.8 / 3.35), "interpolated")
     # The lender's tuned products and constants, by the borrower's memory.
@@ -72,7 +83,7 @@ def test_nothing_that_was_borrowed_is_measured() -> None:
         if key.operation == "linear" and key.rows == 1
     )
     product = replace(node("linear", 1), weight=(key.out, key.width))
-    own = StepPredictor.of(device("h200"), "bfloat16", tuned.read("NVIDIA H200")).node(product, DECODES)
+    own = predictor(table=tuned.read("NVIDIA H200"), device=device("h200")).node(product, DECODES)
     assert own == Prediction(pytest.approx(choice.seconds), "measured")
     borrowed = found.node(product, DECODES)
     assert borrowed.origin == "interpolated"
@@ -124,9 +135,9 @@ def test_large_products_take_no_less_than_the_device_holds() -> None:
     held = replace(DEVICE, figures=(*DEVICE.figures, Figure("sustained", 50e12, "", "", "bfloat16", measured=True)))
     large: Table = {Key("linear", "bfloat16", 4096, 1024, 8192): Choice("cublas", {}, 1e-3, 1e-3)}
     rows = 2 * 8192 * 4096 * 1024
-    burst = StepPredictor.of(DEVICE, "bfloat16", large).node(node("linear", 8192), DECODES)
+    burst = predictor(table=large).node(node("linear", 8192), DECODES)
     assert burst == Prediction(pytest.approx(1e-3), "measured")
-    longer = StepPredictor.of(held, "bfloat16", large).node(node("linear", 8192), DECODES)
+    longer = predictor(table=large, device=held).node(node("linear", 8192), DECODES)
     assert longer == Prediction(pytest.approx(rows / 50e12), "interpolated")
 
 
@@ -221,13 +232,13 @@ def test_a_step_is_the_sum_or_waits_for_the_host() -> None:
 
 def test_whether_any_call_was_measured() -> None:
     assert predictor().knows_calls
-    assert not StepPredictor.of(DEVICE, "bfloat16", {}).knows_calls
-    assert StepPredictor.of(device("h200"), "bfloat16", {}).knows_calls, "attention"
+    assert not predictor(table={}).knows_calls
+    assert predictor(table={}, device=device("h200")).knows_calls, "attention"
 
 
 def test_what_is_around_a_step_comes_on_top() -> None:
     around = replace(DEVICE, figures=(*DEVICE.figures, Figure("step", 15e-6, "", "", measured=True)))
-    found = StepPredictor.of(around, "bfloat16", TABLE).step([node("linear", 4)], DECODES, recorded=True)
+    found = predictor(device=around).step([node("linear", 4)], DECODES, recorded=True)
     assert found == Prediction(pytest.approx(27e-6), "measured")
 
 

@@ -152,7 +152,6 @@ def test_predictions_add_up_and_are_as_sure_as_the_least_sure() -> None:
     assert measured + between == Prediction(2.0, "interpolated")
     assert Prediction.total([measured, guessed, between]) == Prediction(3.0, "analytic")
     assert Prediction.total([]) == Prediction(0.0, "measured")
-    assert between * 3 == Prediction(3.0, "interpolated")
 
 
 def test_attention_is_interpolated_over_tokens() -> None:

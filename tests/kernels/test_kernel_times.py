@@ -17,7 +17,7 @@ from strata.cost.packed_times import TIMES, PackedTimes
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.quant.packed import Scheme
 from strata.kernels.quant.schemes import SCHEMES
-from tests.plan.test_step_predictions import steps
+from tests.plan.test_predictions import steps
 
 # Sixteen heads over eight of keys, each of 128: 4,096 bytes of keys and values a token.
 ATTENDS = Attends(16, 8, 128, torch.bfloat16, 2, 40_000, None)

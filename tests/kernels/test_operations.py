@@ -15,7 +15,7 @@ import strata.comm.experts.rows
 import strata.comm.operations
 import strata.comm.reduced_norm
 import strata.models.families  # noqa: F401  (every operation of a model)
-from strata.graph import fuse_attention, fuse_products, fuse_rounding  # noqa: F401  (and of its passes)
+from strata.graph import fuse, fuse_products, fuse_rounding  # noqa: F401  (and of its passes)
 from strata.graph.ranks import divide_keys  # noqa: F401
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.clamped_swiglu import Clamp

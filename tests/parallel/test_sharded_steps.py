@@ -17,13 +17,11 @@ from strata.comm.under_way import finish_all_reduce, start_all_reduce
 from strata.graph.bind import bind
 from strata.graph.capture import capture, capture_head, operation_of
 from strata.graph.compose import compose
-from strata.graph.fuse import fuse, fuse_gated_products
-from strata.graph.fuse_attention import fuse_decode_attention
+from strata.graph.fuse import fuse, fuse_decode_attention, fuse_gated_products
 from strata.graph.fuse_products import fuse_products
 from strata.graph.gather import gather_after_attention
 from strata.graph.merge import merge
-from strata.graph.ranks.fuse_messages import fuse_messages
-from strata.graph.ranks.fuse_sent_products import fuse_sent_products
+from strata.graph.ranks.fuse_messages import fuse_messages, fuse_sent_products
 from strata.graph.ranks.overlap import SLOTS
 from strata.graph.ranks.shard import shard
 from strata.graph.walk import operation_counts

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from strata.comm.symmetric import imagined
+from strata.cost.linear import linear_floor
 from strata.cost.nodes import total
 from strata.cost.step_costs import StepCosts
-from strata.cost.step_floor import StepFloor
 from strata.cost.step_model import StepModel
 from strata.hardware.roofline import Workload
 from strata.hardware.specs import device
@@ -103,7 +103,7 @@ def test_decodes_read_and_write_their_fixed_states_however_long_they_are() -> No
         step = model.step(Workload((1,) * 5, (length,) * 5))
         assert sum(node.cost.cached for node in step.model) == 5 * 2 * row
     one, more = (
-        StepFloor.of(model.step_costs, device("h200"), "bfloat16").of_step(count, count, keys, keys)
+        linear_floor(model.step_costs, device("h200"), "bfloat16")(count, count, keys, keys)
         for count, keys in ((1, 9), (8, 9000))
     )
     bandwidth = device("h200").ceiling("bandwidth").value

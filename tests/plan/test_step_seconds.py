@@ -11,15 +11,8 @@ from strata.cost.predict import HOST_SECONDS
 from strata.cost.step_model import StepModel
 from strata.hardware.figures import Device, Figure
 from strata.hardware.roofline import Workload
-from strata.hardware.specs import device
 from strata.models.folder import folder_or_shape
 from strata.plan.meta_model import find_config, meta_model
-
-
-@pytest.fixture(scope="module")
-def times() -> StepModel:
-    spec = device("h200")
-    return StepModel(meta_model(find_config("0.6B"), spec), spec)
 
 
 def workload(decodes: int, *prompts: tuple[int, int]) -> Workload:

@@ -7,29 +7,50 @@ from dataclasses import dataclass
 
 from strata.cost.draw import duration, quantity, share
 from strata.cost.nodes import NodeCost
-from strata.graph.reads import Read
 from strata.hardware.figures import Device
 from strata.hardware.links import Link
-from strata.hardware.roofline import floor
+from strata.hardware.roofline import Floor, floor
 
 
 @dataclass(frozen=True)
 class Box:
-    """One node. label: of the modules whose work it does, & between merged and + between fused ones. by: what runs it,
-    and the kernels of that. seconds: its floor; bound: what sets the floor. took: seconds that were measured; None:
-    nobody looked."""
+    """One node. least: its floor. took: seconds that were measured; None: nobody looked."""
 
-    name: str
-    operation: str
-    label: str
-    by: tuple[str, ...]
-    layer: int | None
-    reads: tuple[Read, ...]
-    figures: str
-    weights: int
-    seconds: float
-    bound: str
+    node: NodeCost
+    least: Floor
     took: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Of the floor."""
+        return self.least.seconds
+
+    @property
+    def bound(self) -> str:
+        """What sets the floor."""
+        return self.least.bound if self.least.seconds else ""
+
+    @property
+    def label(self) -> str:
+        """Of the modules whose work it does, & between merged and + between fused ones; a node without a part of the
+        model of its own goes by its operation."""
+        part = self.node.module.rpartition(".")[2]
+        label = part if self.node.parameters or "+" in part else self.node.operation
+        return label.replace("&", " & ").replace("+", " + ")
+
+    @property
+    def by(self) -> tuple[str, ...]:
+        """What runs it, and the kernels of that."""
+        return (self.node.implementation, *self.node.kernels) if self.node.implementation else ()
+
+    @property
+    def figures(self) -> str:
+        work, moved = quantity(self.node.cost.flops), quantity(self.node.cost.bytes)
+        figures = f"{work}FLOP · {moved}B · floor {duration(self.seconds)}"
+        if self.took is None:
+            return figures
+        near = share(self.seconds, self.took)
+        return figures + f" · took {duration(self.took)}" + f" ({near})" * bool(near)
 
 
 def boxes(
@@ -40,35 +61,4 @@ def boxes(
     measured: Mapping[str, float] | None = None,
 ) -> list[Box]:
     """In the order of the nodes. measured: seconds of each, by its name."""
-    found = []
-    for node in nodes:
-        least = floor(node.cost, device, dtype, link)
-        work, moved = quantity(node.cost.flops), quantity(node.cost.bytes)
-        figures = f"{work}FLOP · {moved}B · floor {duration(least.seconds)}"
-        took = None if measured is None else measured.get(node.name)
-        if took is not None:
-            near = share(least.seconds, took)
-            figures += f" · took {duration(took)}" + f" ({near})" * bool(near)
-        found.append(
-            Box(
-                node.name,
-                node.operation,
-                _label(node),
-                (node.implementation, *node.kernels) if node.implementation else (),
-                node.layer,
-                node.reads,
-                figures,
-                node.cost.weights,
-                least.seconds,
-                least.bound if least.seconds else "",
-                took,
-            )
-        )
-    return found
-
-
-def _label(node: NodeCost) -> str:
-    """A node without a part of the model of its own goes by its operation."""
-    part = node.module.rpartition(".")[2]
-    label = part if node.parameters or "+" in part else node.operation
-    return label.replace("&", " & ").replace("+", " + ")
+    return [Box(node, floor(node.cost, device, dtype, link), (measured or {}).get(node.name)) for node in nodes]

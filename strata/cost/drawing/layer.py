@@ -60,11 +60,11 @@ def draw_layer(page: Svg, column: Column, boxes: Sequence[Box], places: Sequence
             ends[lane : lane + 1] = [last]
             _pass_by(page, column, begin, [(places[at][0] + 7, precision) for at, precision in beside], lane)
     for box, (top, height) in zip(boxes, places, strict=True):
-        given = [read for read in box.reads if read.kind != "result"]
+        given = [read for read in box.node.reads if read.kind != "result"]
         for number, read in enumerate(given):
             # Of experts less is read than there is; where there are weights of two precisions, all of them are.
             mixed = sum(one.kind == "weight" for one in given) > 1
-            name = "KV" if read.kind == "cache" else f"{quantity(read.nbytes if mixed else box.weights)}B"
+            name = "KV" if read.kind == "cache" else f"{quantity(read.nbytes if mixed else box.node.cost.weights)}B"
             _from_the_left(page, column, name, read.precision, top + height / 2 + 26 * (number - (len(given) - 1) / 2))
         _draw_box(page, column, box, top, height)
 
@@ -72,12 +72,12 @@ def draw_layer(page: Svg, column: Column, boxes: Sequence[Box], places: Sequence
 def _results(boxes: Sequence[Box]) -> dict[tuple[int, str], list[tuple[int, str]]]:
     """By the place and name of what made it, -1 for all above the layer: who reads a result, in which precision. From
     above come only the hidden states; all else, such as angles, is for every layer."""
-    places = {box.name: at for at, box in enumerate(boxes)}
-    entering = {read.source for read in boxes[0].reads}
+    places = {box.node.name: at for at, box in enumerate(boxes)}
+    entering = {read.source for read in boxes[0].node.reads}
     found: dict[tuple[int, str], list[tuple[int, str]]] = {}
     for at, box in enumerate(boxes):
-        for read in box.reads:
-            is_hidden = read.source in entering or "add" in box.operation  # the residual, which some boxes add
+        for read in box.node.reads:
+            is_hidden = read.source in entering or "add" in box.node.operation  # the residual, which some boxes add
             source = places.get(read.source, -1 if is_hidden else None)
             if read.kind == "result" and source is not None:
                 found.setdefault((source, read.source), []).append((at, read.precision))
@@ -133,5 +133,5 @@ def _wrapped(label: str, width: float) -> list[str]:
 
 def told(box: Box) -> str:
     """All that is known of a box, for where the pointer rests."""
-    where = "" if box.layer is None else f"layer {box.layer}: "
+    where = "" if box.node.layer is None else f"layer {box.node.layer}: "
     return "\n".join((where + box.label, *([" ".join(box.by)] * bool(box.by)), box.figures))

@@ -47,7 +47,7 @@ class Drawing:
             page.text(x + 20, y, names[bound], "small")
             x += 36 + 6.6 * len(names[bound])
         x += 12
-        carried = {edge(read.precision) for box in (*self.captured, *self.run) for read in box.reads}
+        carried = {edge(read.precision) for box in (*self.captured, *self.run) for read in box.node.reads}
         for precision, label in _PRECISIONS:
             if edge(precision) in carried:
                 page.path(f"M{x} {y - 4}h26", edge(precision), edge(precision))
@@ -74,25 +74,25 @@ class Drawing:
             for box, seconds in zip(boxes, widths, strict=True):
                 width = seconds * room
                 page.rect(x, y + 27, max(width - 0.3, 0.15), _STRIP, f"{bound_class(box.bound)} solid", told(box))
-                if box.layer is not None and box.layer != last:
+                if box.node.layer is not None and box.node.layer != last:
                     page.path(f"M{x:.2f} {y + 27 + _STRIP}v5", "axis")
-                    if box.layer % 4 == 0:
-                        page.text(x, y + _STRIP + 43, str(box.layer), "small", "middle")
-                    last = box.layer
+                    if box.node.layer % 4 == 0:
+                        page.text(x, y + _STRIP + 43, str(box.node.layer), "small", "middle")
+                    last = box.node.layer
                 x += width
             y += _STRIP + 48
         return y - 4
 
     def _layer(self, page: Svg, y: float) -> float:
-        layers = sorted({box.layer for box in self.run if box.layer is not None})
+        layers = sorted({box.node.layer for box in self.run if box.node.layer is not None})
         layer = layers[len(layers) // 2]
-        run = [index for index, box in enumerate(self.run) if box.layer == layer]
+        run = [index for index, box in enumerate(self.run) if box.node.layer == layer]
         before = {index: [self.captured[at] for at, own in enumerate(self.stands_for) if own == index] for index in run}
         page.text(_MARGIN, y, f"Layer {layer} of 0 to {layers[-1]}: captured, and what runs in its place", "head2")
         after = [self.run[index] for index in run]
         captured = [box for index in run for box in before[index]]
         for name, boxes, x in (("captured", captured, 104), ("runs", after, 580)):
-            moved = sum(box.weights for box in boxes)
+            moved = sum(box.node.cost.weights for box in boxes)
             seconds = duration(sum(box.seconds for box in boxes))
             text = f"{name}: {len(boxes)} operations, {seconds} at least, weights {quantity(moved)}B"
             took = [box.took for box in boxes if box.took is not None]

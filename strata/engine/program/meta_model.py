@@ -66,6 +66,11 @@ class MetaModel:
         """Whether ranks divide the tokens of steps."""
         return self.program.division is not None
 
+    @property
+    def is_stage(self) -> bool:
+        """Whether it has some of the layers, and others the rest."""
+        return self.shard is not None and self.shard.stages > 1
+
     def of_sizes(self, **changed: Any) -> MetaModel:
         """The same graphs in an engine of other sizes, by the names of `EngineSizes`."""
         sizes = replace(self.sizes, **changed)

@@ -19,13 +19,12 @@ from strata.engine.ranks.vocabulary_part import VocabularyPart
 from strata.graph.bind import NO_AXES, bind
 from strata.graph.capture import capture, capture_head
 from strata.graph.compose import compose, copied
-from strata.graph.count_experts import count_experts
 from strata.graph.fold import Folded, fold
 from strata.graph.fuse import fuse, fuse_gated_products
 from strata.graph.fuse_rounding import fuse_rounding
 from strata.graph.gather import gather_after_attention
-from strata.graph.leave_out_padding import leave_out_padding
 from strata.graph.merge import merge
+from strata.graph.mixtures import count_experts, leave_out_padding
 from strata.graph.passes import passes_of
 from strata.graph.quantize import quantize
 from strata.graph.ranks.divide_keys import KeyDivision, divide_keys

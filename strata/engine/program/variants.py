@@ -17,14 +17,13 @@ from strata.engine.program.source import StepSource
 from strata.engine.ranks.key_gathers import KeyGathers
 from strata.engine.ranks.token_division import CONTEXT_AXIS
 from strata.graph.compose import copied
-from strata.graph.fuse import fuse_gated_products
-from strata.graph.fuse_attention import fuse_decode_attention
+from strata.graph.fuse import fuse_decode_attention, fuse_gated_products
 from strata.graph.fuse_products import fuse_products
 from strata.graph.product_times import measured_seconds, products_of
 from strata.graph.ranks.divide_keys import gather_keys
 from strata.graph.ranks.divide_tokens import divide_tokens
 from strata.graph.ranks.exchange_rows import exchange_rows
-from strata.graph.ranks.fuse_sent_products import fuse_sent_products
+from strata.graph.ranks.fuse_messages import fuse_sent_products
 from strata.graph.ranks.hierarchical_sums import ACROSS_AXIS
 from strata.graph.ranks.narrow_messages import NARROW_TOKENS, narrow_messages
 from strata.graph.ranks.overlap import overlap

@@ -37,6 +37,7 @@ _UNEVEN = 1.5
 
 # Ranks tell each other whole numbers of this; the time of a pair of a query and a key is about 1e-9 s.
 _TOLD_SECONDS = 1e-18
+_MOST_TOLD = (1 << 63) - 1
 
 Int32Array = NDArray[np.int32]
 
@@ -69,21 +70,31 @@ class TokenDivision:
         return TokenDivision(ranks, index, _PIECE_ON_CUDA if device == "cuda" else _PIECE_ON_CPU, times)
 
     def agreed(self, least: Callable[[int], int]) -> TokenDivision:
-        """With the least of the times that ranks expect, which may have different experts: all have to divide the same
-        steps. least: tells the others a number, and what is the least that any has told; see `Rank`."""
+        """With the times of one rank: ranks may have different experts, and all have to divide the same steps. It is
+        the one that expects the shortest step that is divided to take the longest, as the others wait for it. least:
+        tells the others a number, and what is the least that any has told; see `Rank`."""
         if self.times is None:
             return self
+        own, division, leads = self.times, self.times.division, True
+        assert division is not None
+
+        def of_one(number: int) -> int:
+            """What the ranks tell that have told as the one did so far: the others' numbers do not count."""
+            nonlocal leads
+            found = least(number if leads else _MOST_TOLD)
+            leads = leads and found == number
+            return found
 
         def of(seconds: float) -> float:
-            return least(round(seconds / _TOLD_SECONDS)) * _TOLD_SECONDS
+            return of_one(round(seconds / _TOLD_SECONDS)) * _TOLD_SECONDS
 
-        own, division, alike = self.times, self.times.division, ("recorded", "overlapped", "division")
-        assert division is not None
-        times = [one.name for one in fields(own) if one.name not in alike]
-        seconds: dict[str, Any] = {name: of(getattr(own, name)) for name in times}
+        of(-own.total(self.least, own.chunk(0, self.least)))
         division = replace(division, message=of(division.message), token=of(division.token))
-        recorded, overlapped = least(own.recorded), least(own.overlapped)
-        return replace(self, times=replace(own, recorded=recorded, overlapped=overlapped, division=division, **seconds))
+        recorded, overlapped = of_one(own.recorded), of_one(own.overlapped)
+        own = replace(own, recorded=recorded, overlapped=overlapped, division=division)
+        seconds = [one.name for one in fields(own) if one.name not in ("recorded", "overlapped", "division")]
+        found: dict[str, Any] = {name: of(getattr(own, name)) for name in seconds}
+        return replace(self, times=replace(own, **found))
 
     @property
     def least(self) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from strata.cost.step_floor import StepFloor
 from strata.cost.step_times import StepTimes
 from strata.engine.plan import RankPlans, StepPlan
 from strata.hardware.roofline import Floor
@@ -25,10 +25,11 @@ NOTHING_KNOWN = StepLook()
 
 @dataclass(frozen=True)
 class StepShares:
-    """times: how long steps take; without them, shares go by tokens. floors: the least that they could take."""
+    """times: how long steps take; without them, shares go by tokens. floors: the least that they could take, as
+    `strata.cost.linear.linear_floor` tells it."""
 
     times: StepTimes | None = None
-    floors: StepFloor | None = None
+    floors: Callable[[int, int, int, float], Floor] | None = None
 
     def look(self, plan: StepPlan) -> StepLook:
         """At one step; at that of ranks with sequences of their own as their longest."""
@@ -50,7 +51,7 @@ class StepShares:
         if self.floors is not None:
             pairs = keys + sum([chunk.count * (chunk.start + (chunk.count + 1) / 2) for chunk in prompts])
             read = max(0, keys + prompt_keys - plan.shared.repeated)
-            floor = self.floors.of_step(tokens, len(chunks), read, pairs)
+            floor = self.floors(tokens, len(chunks), read, pairs)
         share = (tokens - decodes) / tokens if tokens else 0.0
         if self.times is not None:
             alone = self.times.decodes(decodes, keys)

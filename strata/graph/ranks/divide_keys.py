@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from operator import getitem
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -13,6 +13,7 @@ from strata.comm.join_heads import join_heads
 from strata.comm.operations import Along, all_gather
 from strata.comm.token_messages import gather_tokens
 from strata.graph.capture import operation_of, reads_state
+from strata.graph.rewrite import insert_before, replace
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.divided.gathered import gathered_attention, kept_rows
 from strata.kernels.attention.divided.kept import kept_attention
@@ -61,21 +62,19 @@ def _divide(graph: fx.GraphModule, node: fx.Node, by: KeyDivision) -> None:
     q, *others, spec = node.args[:5]
     if spec.window is not None or any(sinks is not None for sinks in node.args[5:]):  # type: ignore[union-attr]
         raise ValueError("attention with windows or sinks cannot be divided among ranks by tokens")
-    call = _calls_before(node)
-    queries = call(all_gather, q, by.along, 1)
-    found = call(kept_attention, queries, *others, spec, by.kept)
-    _replace(node, call(join_heads, *_joined(call, found, by)))
+    queries = insert_before(node, all_gather, q, by.along, 1)
+    found = insert_before(node, kept_attention, queries, *others, spec, by.kept)
+    replace(node, _joined(node, found, by))
 
 
 def _divide_latent(graph: fx.GraphModule, node: fx.Node, by: KeyDivision) -> None:
     q, row, weight, batch, spec = node.args
     assert isinstance(weight, fx.Node)
     rank = graph.get_parameter(str(weight.target)).shape[1]
-    call = _calls_before(node)
+    call = partial(insert_before, node)
     queries = call(all_gather, call(absorb_queries, q, weight, by.value), by.along, 1)
     found = call(kept_latent_attention, queries, row, batch, spec, by.kept, rank)
-    own = call(join_heads, *_joined(call, found, by))
-    _replace(node, call(expand_values, own, weight, by.value))
+    replace(node, call(expand_values, _joined(node, found, by), weight, by.value))
 
 
 def gather_keys(graph: fx.GraphModule, by: KeyDivision) -> fx.GraphModule:
@@ -89,32 +88,15 @@ def gather_keys(graph: fx.GraphModule, by: KeyDivision) -> fx.GraphModule:
         q, k, v, batch, spec, *sinks = node.args
         if any(sink is not None for sink in sinks):
             raise ValueError("attention with sinks cannot be divided among ranks by tokens")
-        call = _calls_before(node)
-        rows = call(kept_rows, k, batch, spec, by.kept, 1 if is_latent else 2)
-        gathered = call(gather_tokens, rows, by.along)
+        rows = insert_before(node, kept_rows, k, batch, spec, by.kept, 1 if is_latent else 2)
+        gathered = insert_before(node, gather_tokens, rows, by.along)
         attend = gathered_latent_attention if is_latent else gathered_attention
-        _replace(node, call(attend, q, k, v, batch, spec, gathered, by.kept))
+        replace(node, insert_before(node, attend, q, k, v, batch, spec, gathered, by.kept))
     graph.recompile()
     return graph
 
 
-def _joined(call: Callable[..., fx.Node], found: fx.Node, by: KeyDivision) -> tuple[Any, ...]:
-    """The arguments of `join_heads`."""
-    return call(getitem, found, 0), by.along, call(getitem, found, 1), by.dtype
-
-
-def _calls_before(node: fx.Node) -> Callable[..., fx.Node]:
-    """Puts calls in front of a node, as a part of what it is."""
-
-    def call(target: Any, *arguments: Any) -> fx.Node:
-        with node.graph.inserting_before(node):
-            made = node.graph.call_function(target, arguments)
-        made.meta = {"module": node.meta["module"], "layer": node.meta["layer"]}
-        return made
-
-    return call
-
-
-def _replace(node: fx.Node, by: fx.Node) -> None:
-    node.replace_all_uses_with(by)
-    node.graph.erase_node(node)
+def _joined(node: fx.Node, found: fx.Node, by: KeyDivision) -> fx.Node:
+    """This rank's heads of what all ranks have found in their keys."""
+    values, weights = (insert_before(node, getitem, found, index) for index in range(2))
+    return insert_before(node, join_heads, values, by.along, weights, by.dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from operator import getitem
-from typing import Any
 
 import torch
 from torch import fx
@@ -12,6 +11,7 @@ from strata.comm.operations import Along
 from strata.comm.token_messages import gather_keys_values, gather_tokens
 from strata.graph.capture import operation_of, reads_state
 from strata.graph.gather import ROWWISE
+from strata.graph.rewrite import insert_after
 from strata.kernels.attention.spec import HeadsSpec
 from strata.kernels.state.groups import of_group
 from strata.kernels.state.kv_write import kv_write
@@ -43,8 +43,8 @@ def divide_tokens(graph: fx.GraphModule, along: Along) -> fx.GraphModule:
         chosen = graph.graph.placeholder("chosen")
     for kept in list(rows.users):
         readers = list(kept.users)
-        gathered = _after(kept, kept, gather_tokens, kept, along)
-        found = _after(gathered, kept, torch.index_select, gathered, 0, chosen)
+        gathered = insert_after(kept, gather_tokens, kept, along)
+        found = insert_after(gathered, torch.index_select, gathered, 0, chosen)
         for reader in readers:
             reader.replace_input_with(kept, found)
     for node in nodes:
@@ -73,19 +73,19 @@ def _write_behind(node: fx.Node, along: Along) -> None:
     product, q_weight, k_weight, cos, sin, pages, heads = node.args
     assert isinstance(heads, HeadsSpec)
     node.args = (product, q_weight, k_weight, cos, sin, None, heads)
-    k, v = (_after(node, node, getitem, node, index) for index in (1, 2))
+    k, v = (insert_after(node, getitem, node, index) for index in (1, 2))
     # The later of both, of which each was put directly behind the node.
-    keys, values, last = _gathered(k, v, node, k, along)
-    _after(last, node, kv_write, keys, values, pages, heads.layer)
+    keys, values = _gathered(k, v, node, k, along)
+    insert_after(values, kv_write, keys, values, pages, heads.layer, of=node)
 
 
 def _write_rows_behind(node: fx.Node, along: Along) -> None:
     """The same for rows that are key and value at once: both pools are one, which a `kv_write` writes so."""
     *front, pages, layer, paired = node.args
     node.args = (*front, None, layer, paired)
-    rows = _after(node, node, gather_tokens, node, along)
-    heads = _after(rows, node, "unflatten", rows, -1, (1, -1))
-    _after(heads, node, kv_write, heads, heads, pages, layer)
+    rows = insert_after(node, gather_tokens, node, along)
+    heads = insert_after(rows, "unflatten", rows, -1, (1, -1))
+    insert_after(heads, kv_write, heads, heads, pages, layer)
 
 
 def _write_gathered(node: fx.Node, along: Along) -> None:
@@ -96,22 +96,11 @@ def _write_gathered(node: fx.Node, along: Along) -> None:
         assert reader.target is getitem
         reader.replace_all_uses_with((k, v)[reader.args[1]])  # type: ignore[index]
         node.graph.erase_node(reader)
-    keys, values, _ = _gathered(k, v, node, node.prev, along)
-    node.args = (keys, values, pages, layer)
+    node.args = (*_gathered(k, v, node, node.prev, along), pages, layer)
 
 
-def _gathered(k: fx.Node, v: fx.Node, of: fx.Node, place: fx.Node, along: Along) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Keys and values of all ranks, behind `place`, and the last node that makes them."""
-    both = _after(place, of, gather_keys_values, k, along, v)
-    keys = _after(both, of, getitem, both, 0)
-    values = _after(keys, of, getitem, both, 1)
-    return keys, values, values
-
-
-def _after(place: fx.Node, of: fx.Node, target: Any, *arguments: Any) -> fx.Node:
-    """`target(*arguments)` behind `place`, which counts as part of what `of` is."""
-    with place.graph.inserting_after(place):
-        make = place.graph.call_method if isinstance(target, str) else place.graph.call_function
-        made = make(target, arguments)
-    made.meta = {"module": of.meta["module"], "layer": of.meta["layer"]}
-    return made
+def _gathered(k: fx.Node, v: fx.Node, of: fx.Node, place: fx.Node, along: Along) -> tuple[fx.Node, fx.Node]:
+    """Keys and values of all ranks, behind `place`, the values last."""
+    both = insert_after(place, gather_keys_values, k, along, v, of=of)
+    keys = insert_after(both, getitem, both, 0)
+    return keys, insert_after(keys, getitem, both, 1)

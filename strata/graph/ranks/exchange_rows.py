@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -11,6 +12,7 @@ from strata.comm.experts.rows import dispatch_rows
 from strata.comm.experts.sent_rows import Arrived, return_rows, send_rows
 from strata.comm.operations import Along
 from strata.graph.capture import operation_of
+from strata.graph.rewrite import insert_before
 from strata.kernels.moe.combine import combine
 from strata.kernels.moe.count import count_choices
 from strata.kernels.moe.experts import experts, local_experts
@@ -52,17 +54,16 @@ def _exchange(mixture: fx.Node, along: Along, index: int, *, counted: bool) -> N
     gathered.replace_all_uses_with(own)  # its router's too
     if operation_of(chosen) is count_choices:
         counts, chosen = chosen, _argument(chosen)
-        counts.update_arg(0, _before(counts, mixture, dispatch_rows, chosen, along))
+        counts.update_arg(0, insert_before(counts, dispatch_rows, chosen, along, of=mixture))
     elif counted:
-        _before(mixture, mixture, dispatch_rows, chosen, along)
-    given = own, along, weights, chosen, index, slots, placement, _argument(everyone)
-    arrived = _before(mixture, mixture, send_rows, *given)
-    field = {name: _before(mixture, mixture, getattr, arrived, name) for name in Arrived._fields}
+        insert_before(mixture, dispatch_rows, chosen, along)
+    call = partial(insert_before, mixture)
+    arrived = call(send_rows, own, along, weights, chosen, index, slots, placement, _argument(everyone))
+    field = {name: call(getattr, arrived, name) for name in Arrived._fields}
     rows, scales, numbers, products = itemgetter("rows", "weights", "numbers", "products")(field)
-    made = _before(mixture, mixture, experts, rows, scales, numbers, gate_up, down, products)
-    back = _before(mixture, mixture, return_rows, made, along, field["sent"], field["received"])
-    total = _before(mixture, mixture, combine, back, field["source"], field["inverse"], None)
-    combined.replace_all_uses_with(total)
+    made = call(experts, rows, scales, numbers, gate_up, down, products)
+    back = call(return_rows, made, along, field["sent"], field["received"])
+    combined.replace_all_uses_with(call(combine, back, field["source"], field["inverse"], None))
     for node in (combined, mixture, gathered):
         mixture.graph.erase_node(node)
 
@@ -72,11 +73,3 @@ def _argument(node: Any) -> fx.Node:
     first = node.args[0]
     assert isinstance(first, fx.Node)
     return first
-
-
-def _before(place: fx.Node, of: fx.Node, target: Any, *arguments: Any) -> fx.Node:
-    """`target(*arguments)` in front of `place`, which counts as part of what `of` is."""
-    with place.graph.inserting_before(place):
-        made = place.graph.call_function(target, arguments)
-    made.meta = {"module": of.meta["module"], "layer": of.meta["layer"]}
-    return made

@@ -7,6 +7,7 @@ from torch import fx
 from strata.comm.operations import Along, all_gather, all_reduce, reduce_scatter
 from strata.graph.capture import operation_of
 from strata.graph.ranks.narrow_messages import is_made_of_weights
+from strata.graph.rewrite import chain
 
 INSIDE_AXIS, ACROSS_AXIS = "tp_inside", "tp_across"  # of neighbours, and of those with one place in their groups
 
@@ -23,12 +24,6 @@ def hierarchical_sums(graph: fx.GraphModule, inside: int, ranks: int) -> fx.Grap
     within, between = Along(INSIDE_AXIS, inside), Along(ACROSS_AXIS, ranks // inside)
     for node in list(graph.graph.nodes):
         if operation_of(node) is all_reduce and node.args[1].size == ranks and is_made_of_weights(node.args[0]):
-            last = node.args[0]
-            for operation, *given in ((reduce_scatter, within, -1), (all_reduce, between), (all_gather, within, -1)):
-                with node.graph.inserting_before(node):
-                    last = node.graph.call_function(operation, (last, *given))
-                last.meta = {"module": node.meta["module"], "layer": node.meta["layer"]}
-            node.replace_all_uses_with(last)
-            node.graph.erase_node(node)
+            chain(node, (reduce_scatter, within, -1), (all_reduce, between), (all_gather, within, -1))
     graph.recompile()
     return graph

@@ -10,6 +10,7 @@ from torch import fx
 from strata.comm.operations import Along, all_reduce, all_to_all, reduce_scatter
 from strata.comm.token_messages import gather_tokens
 from strata.graph.capture import operation_of
+from strata.graph.rewrite import chain
 from strata.kernels.collective.rounded_parts import round_parts, sum_parts, widen_parts
 
 # In steps of so many tokens or more. The three kernels and two messages of a sum take about as long as the one message
@@ -43,7 +44,9 @@ def narrow_messages(graph: fx.GraphModule, along: Along, width: int, dtype: torc
     many = nodes[: min(map(nodes.index, kept), default=len(nodes))]
     for node in many:
         if operation_of(node) is all_reduce and node.args[1] == along and is_made_of_weights(node.args[0]):
-            _narrow(node, along, width // along.size, dtype)
+            part = width // along.size
+            there = (round_parts, along.size), (all_to_all, along), (sum_parts, part)
+            chain(node, *there, (gather_tokens, along), (widen_parts, part, dtype))
     graph.recompile()
     return graph
 
@@ -62,20 +65,3 @@ def is_made_of_weights(summed: Any) -> bool:
     if made is reduce_scatter:
         return is_made_of_weights(summed.args[0])
     return made is not None and (made.product or made.mixture)
-
-
-def _narrow(node: fx.Node, along: Along, width: int, dtype: torch.dtype) -> None:
-    last = node.args[0]
-    assert isinstance(last, fx.Node)
-    for operation, *given in (
-        (round_parts, along.size),
-        (all_to_all, along),
-        (sum_parts, width),
-        (gather_tokens, along),
-        (widen_parts, width, dtype),
-    ):
-        with node.graph.inserting_before(node):
-            last = node.graph.call_function(operation, (last, *given))
-        last.meta = {"module": node.meta["module"], "layer": node.meta["layer"]}
-    node.replace_all_uses_with(last)
-    node.graph.erase_node(node)

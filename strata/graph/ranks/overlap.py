@@ -16,9 +16,10 @@ from torch import fx
 
 from strata.comm.operations import all_reduce
 from strata.comm.under_way import finish_all_reduce, start_all_reduce
-from strata.graph.capture import must_stay, operation_of, reads_state
+from strata.graph.capture import operation_of, reads_state
 from strata.graph.gather import ROWWISE
 from strata.graph.ranks.row_parts import AT_HALF, PARTS, RowDivision, row_part
+from strata.graph.rewrite import finished, insert_after, insert_before
 from strata.kernels.moe.count import count_choices
 
 # Of messages: those of a part take turns, see `_slot`.
@@ -50,9 +51,7 @@ def overlap(graph: fx.GraphModule, division: RowDivision = AT_HALF) -> fx.GraphM
                 early = stretch[: stretch.index(divided[-1])]
                 parts.divide(divided, _followers(early, set(divided)))
         parts.put_together()
-    graph.graph.eliminate_dead_code(is_impure_node=must_stay)
-    graph.recompile()
-    return graph
+    return finished(graph)
 
 
 def divisible(nodes: list[fx.Node]) -> list[fx.Node]:
@@ -147,9 +146,7 @@ class _Parts:
         for node, parts in self._parts.items():
             users = [user for user in node.users if user not in self._parts]
             if users:
-                with self._graph.inserting_before(min(users)):
-                    joined = self._graph.call_function(torch.cat, (parts,))
-                joined.meta = _place_of(node)
+                joined = insert_before(min(users), torch.cat, parts, of=node)
                 for user in users:
                     user.replace_input_with(node, joined)
         for node in reversed(self._parts):
@@ -184,9 +181,7 @@ class _Parts:
 
     def _call(self, target: Any, arguments: tuple[Any, ...], place: fx.Node) -> fx.Node:
         """A call behind all that has been added, in the place of a node."""
-        with self._graph.inserting_after(self._last):
-            self._last = self._graph.call_function(target, arguments)
-        self._last.meta = _place_of(place)
+        self._last = insert_after(self._last, target, *arguments, of=place)
         return self._last
 
 
@@ -194,7 +189,3 @@ def _slot(part: int, message: int) -> int:
     """Of a part's messages each is begun when the one before it has been finished, so two slots in turns are enough,
     and another one for the first, which follows the last of the step before."""
     return part + PARTS * (0 if message == 0 else 1 + message % 2)
-
-
-def _place_of(node: fx.Node) -> dict[str, Any]:
-    return {"module": node.meta["module"], "layer": node.meta["layer"]}

@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from operator import attrgetter
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from strata.comm.cost import all_reduce_cost
 from strata.graph.capture import operation_of, reads_state
 from strata.graph.ranks.overlap import divisible, steps, travels
 from strata.graph.ranks.row_parts import AT_HALF, PARTS, TILE_COLUMNS, TILE_ROWS, RowDivision
+from strata.graph.rewrite import value_of
 from strata.hardware.figures import Device
 from strata.hardware.links import Link, link_of
 from strata.kernels.quant.packed import PackedWeight
@@ -110,11 +110,10 @@ def _product(graph: fx.GraphModule, node: fx.Node) -> Product:
     if isinstance(source, PackedWeight):
         values = source.values
         assert isinstance(values, fx.Node)
-        out, width = source.with_tensors({"values": attrgetter(str(values.target))(graph)}).shape
+        out, width = source.with_tensors({"values": value_of(graph, values)}).shape
         return Product(out, width, graph.get_parameter(values.meta["parameters"][0]).dtype)
     assert isinstance(source, fx.Node)
-    weight = attrgetter(str(source.target))(graph)
-    assert isinstance(weight, Tensor)
+    weight = value_of(graph, source)
     return Product(weight.shape[0], weight.shape[1], weight.dtype)
 
 

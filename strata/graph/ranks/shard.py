@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, fx
 
@@ -12,6 +12,7 @@ from strata.comm.experts.rows import combine_rows, dispatch_rows
 from strata.comm.operations import Along, all_reduce
 from strata.comm.placement import ExpertSlots, Placement
 from strata.graph.capture import operation_of
+from strata.graph.rewrite import fetch, follow, insert_after, insert_before
 from strata.kernels.linear.embedding import embedding, vocabulary_embedding
 from strata.kernels.moe.experts import biased_experts, local_experts
 from strata.kernels.norm.divided_norm import divided_rms_norm, mean_square
@@ -94,26 +95,28 @@ def _shard_node(
     elif Placement.EXPERT in read and operation is biased_experts:
         _require(ranks.slots is None, node, read[Placement.EXPERT])
         node.args = (*node.args, ranks.rank == 0)  # the bias of the last products is added once
-        _follow(node, all_reduce, ranks.along)
+        follow(node, all_reduce, ranks.along)
     elif Placement.EXPERT in read:
         if ranks.slots is not None:
-            turns = () if ranks.turns is None else (_table(graph, node, ranks.turns),)
-            node.target, node.args = local_experts, (*node.args, *ranks.slots, *turns)
+            node.target, node.args = local_experts, (*node.args, *ranks.slots)
+            if ranks.turns is not None:
+                layer = node.meta["layer"]
+                table = fetch(graph, node, f"expert_turns_{layer}", ranks.turns[layer], node, ())
+                node.args = (*node.args, table)
         if ranks.own_tokens:
             _dispatch(node, ranks.along)
-            _follow(node, combine_rows, ranks.along)
+            follow(node, combine_rows, ranks.along)
         else:
-            _follow(node, all_reduce, ranks.along)
+            follow(node, all_reduce, ranks.along)
     elif Placement.DIVIDED_NORM in read:
         _require(operation in (wide_rms_norm, gated_rms_norm), node, read[Placement.DIVIDED_NORM])
-        make = _norm_of_all_ranks if operation is wide_rms_norm else _gated_norm_of_all_ranks
-        make(graph.graph, node, ranks.along)
+        (_norm_of_all_ranks if operation is wide_rms_norm else _gated_norm_of_all_ranks)(node, ranks.along)
     elif Placement.VOCABULARY in read:
         table = read[Placement.VOCABULARY]
         if operation is embedding:
             rows = graph.get_parameter(str(table.target)).shape[0]
             node.target, node.args = vocabulary_embedding, (*node.args, ranks.rank * rows)
-            _follow(node, all_reduce, ranks.along)
+            follow(node, all_reduce, ranks.along)
             return
         _require(operation.product and node.args[1] is table, node, table)
 
@@ -123,9 +126,7 @@ def _dispatch(mixture: fx.Node, along: Along) -> None:
     own = mixture.args[0]
     assert isinstance(own, fx.Node)
     readers = [node for node in own.users if node is mixture or _leads_to(node, mixture)]
-    with mixture.graph.inserting_after(own):
-        rows = mixture.graph.call_function(dispatch_rows, (own, along))
-    rows.meta = {"module": mixture.meta["module"], "layer": mixture.meta["layer"]}
+    rows = insert_after(own, dispatch_rows, own, along, of=mixture)
     for node in readers:
         node.replace_input_with(own, rows)
 
@@ -140,17 +141,6 @@ def _leads_to(node: fx.Node, later: fx.Node) -> bool:
     return later in reached
 
 
-def _table(graph: fx.GraphModule, node: fx.Node, turns: Tensor) -> fx.Node:
-    """Fetches the placement of a mixture's layer."""
-    layer = node.meta["layer"]
-    name = f"expert_turns_{layer}"
-    graph.register_buffer(name, turns[layer], persistent=False)
-    with node.graph.inserting_before(node):
-        table = node.graph.get_attr(name)
-    table.meta = {"module": node.meta["module"], "layer": layer, "parameters": ()}
-    return table
-
-
 def _require(is_known: bool, node: fx.Node, parameter: fx.Node) -> None:
     if not is_known:
         operation = operation_of(node)
@@ -161,45 +151,25 @@ def _require(is_known: bool, node: fx.Node, parameter: fx.Node) -> None:
         )
 
 
-def _norm_of_all_ranks(graph: fx.Graph, node: fx.Node, along: Along) -> None:
+def _norm_of_all_ranks(node: fx.Node, along: Along) -> None:
     """The scale of a row from the columns of all ranks."""
     x, weight, eps, offset = node.args
-    total = _summed(graph, node, along, mean_square, x)
+    total = insert_before(node, all_reduce, insert_before(node, mean_square, x), along)
     node.target, node.args = divided_rms_norm, (x, total, along.size, weight, eps, offset)
 
 
-def _gated_norm_of_all_ranks(graph: fx.Graph, node: fx.Node, along: Along) -> None:
+def _gated_norm_of_all_ranks(node: fx.Node, along: Along) -> None:
     """The same of what a gate has let through, in a model whose groups of columns are one."""
     x, gate, weight, eps, _, gate_first = node.args
     assert gate_first
-    total = _summed(graph, node, along, gated_mean_square, x, gate)
+    total = insert_before(node, all_reduce, insert_before(node, gated_mean_square, x, gate), along)
     node.target, node.args = divided_gated_rms_norm, (x, gate, total, along.size, weight, eps)
-
-
-def _summed(graph: fx.Graph, node: fx.Node, along: Along, squares_of: Operation, *columns: Any) -> fx.Node:
-    with graph.inserting_before(node):
-        squares = graph.call_function(squares_of, columns)
-        total = graph.call_function(all_reduce, (squares, along))
-    for made in (squares, total):
-        made.meta = {"module": node.meta["module"], "layer": node.meta["layer"]}
-    return total
 
 
 def _sum_product(node: fx.Node, ranks: _Ranks) -> None:
     """The product of each rank, all-reduced, and then the bias."""
     x, weight, *bias = node.args
     node.args = (x, weight, None)
-    total = _follow(node, all_reduce, ranks.along)
+    total = follow(node, all_reduce, ranks.along)
     if bias and bias[0] is not None:
-        _follow(total, operator.add, bias[0])
-
-
-def _follow(node: fx.Node, target: Any, *arguments: Any) -> fx.Node:
-    """`target(node, *arguments)`, which all readers of `node` read from now on."""
-    with node.graph.inserting_after(node):
-        make = node.graph.call_method if isinstance(target, str) else node.graph.call_function
-        after = make(target, ())
-    node.replace_all_uses_with(after)
-    after.args = (node, *arguments)
-    after.meta = {"module": node.meta["module"], "layer": node.meta["layer"]}
-    return after
+        follow(total, operator.add, bias[0])

@@ -12,6 +12,7 @@ from torch import fx
 from strata.comm.operations import pairwise_all_reduce
 from strata.comm.placement import Placement
 from strata.graph.capture import operation_of
+from strata.graph.rewrite import follow
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.sliced import MOST_SLICES, sliced_linear
 
@@ -47,9 +48,9 @@ def _slice(graph: fx.GraphModule, node: fx.Node, ranks: int) -> None:
         if ranks > 2:  # of two, any sum is pairwise, and there are faster ones
             last.target = pairwise_all_reduce
         if parameter.dtype.itemsize < torch.float32.itemsize:
-            last = _follow(last, "to", parameter.dtype)
+            last = follow(last, "to", parameter.dtype)
     if bias is not None:
-        _follow(last, operator.add, bias)
+        follow(last, operator.add, bias)
 
 
 def _sum_of(node: fx.Node) -> fx.Node:
@@ -59,13 +60,3 @@ def _sum_of(node: fx.Node) -> fx.Node:
     assert operation is not None
     assert operation.collective
     return reader
-
-
-def _follow(node: fx.Node, target: object, argument: object) -> fx.Node:
-    with node.graph.inserting_after(node):
-        make = node.graph.call_method if isinstance(target, str) else node.graph.call_function
-        after = make(target, ())  # type: ignore[arg-type]
-    node.replace_all_uses_with(after)
-    after.args = (node, argument)  # type: ignore[assignment]
-    after.meta = {"module": node.meta["module"], "layer": node.meta["layer"]}
-    return after

@@ -10,6 +10,7 @@ from torch import fx, nn
 from strata.comm.operations import Along, receive_previous, send_next
 from strata.graph.capture import capture, capture_head, must_stay, operation_of
 from strata.graph.deferred import DeferredGraph
+from strata.graph.rewrite import insert_after, insert_before, replace
 from strata.kernels.attention.spec import AttentionSpec
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.latent_write import latent_write
@@ -79,21 +80,13 @@ def exchange(graph: fx.GraphModule, along: Along, index: int, width: int, dtype:
     """
     batch, *hidden = [node for node in graph.graph.nodes if node.op == "placeholder"]
     for given in hidden:
-        with graph.graph.inserting_after(given):
-            positions = graph.graph.call_function(getattr, (batch, "positions"))
-        with graph.graph.inserting_after(positions):
-            received = graph.graph.call_function(receive_previous, (positions, along, width, dtype))
-        positions.meta, received.meta = dict(given.meta), dict(given.meta)
-        given.replace_all_uses_with(received)
-        graph.graph.erase_node(given)
+        positions = insert_after(given, getattr, batch, "positions")
+        replace(given, insert_after(positions, receive_previous, positions, along, width, dtype))
     if index + 1 < along.size:
         output = next(node for node in graph.graph.nodes if node.op == "output")
         made = output.args[0]
         assert isinstance(made, fx.Node)
-        with graph.graph.inserting_before(output):
-            sent = graph.graph.call_function(send_next, (made, along))
-        sent.meta = {"module": made.meta["module"], "layer": made.meta["layer"]}
-        output.args = (sent,)
+        output.args = (insert_before(output, send_next, made, along, of=made),)
     graph.recompile()
     return graph
 

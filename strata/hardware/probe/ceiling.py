@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 # What a ceiling of each quantity is a rate or a time of.
@@ -46,6 +46,10 @@ class Ceiling:
     count: int = 1
     algorithm: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.quantity not in UNITS:
+            raise ValueError(f"the quantity {self.quantity!r} is unknown; known are {', '.join(UNITS)}")
+
     @property
     def unit(self) -> str:
         return UNITS[self.quantity]
@@ -73,20 +77,10 @@ class Measured:
                 self.missing[part.name] = "the time was over"
                 continue
             try:
-                for one in _until(part.measure(), end):
+                for one in part.measure():
                     self.ceilings.append(one)
-            except _TimeIsOverError:
-                self.missing[part.name] = "the time was over before all of it was measured"
+                    if time.perf_counter() >= end:
+                        self.missing[part.name] = "the time was over before all of it was measured"
+                        break
             except Exception as error:  # the other parts are still worth having
                 self.missing[part.name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-
-
-class _TimeIsOverError(Exception):
-    pass
-
-
-def _until(found: Iterable[Ceiling], end: float) -> Iterator[Ceiling]:
-    for one in found:
-        yield one
-        if time.perf_counter() >= end:
-            raise _TimeIsOverError

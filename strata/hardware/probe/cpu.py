@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from strata.hardware.probe.ceiling import Ceiling, ProbeItem
 from strata.hardware.probe.products import operands, product
-from strata.hardware.probe.sustained import HeldProduct, hold
+from strata.hardware.probe.sustained import hold
 from strata.hardware.telemetry import Summary
 
 _LEAST_CALLS = 3
@@ -49,7 +49,7 @@ def probe_items(summaries: dict[str, Summary], sizes: CpuSizes | None = None) ->
 
 def _memory(sizes: CpuSizes) -> Iterator[Ceiling]:
     source, target = torch.ones(2, sizes.copied // 4)
-    for threads in _thread_counts():
+    for threads in sorted({torch.get_num_threads(), 1}, reverse=True):
         with _threads(threads):
             seconds = _seconds(partial(target.copy_, source), sizes.call)
             yield Ceiling("copy", 2 * source.nbytes / seconds, seconds, shape=(source.nbytes,), count=threads)
@@ -58,18 +58,14 @@ def _memory(sizes: CpuSizes) -> Iterator[Ceiling]:
 
 
 def _products(sizes: CpuSizes, dtype: str) -> Iterator[Ceiling]:
-    device = torch.device("cpu")
-    shapes = [(size, size, size) for size in sizes.squares]
-    shapes += [(rows, sizes.width, sizes.width) for rows in sizes.rows]
-    for shape in shapes:
-        x, weight = operands(dtype, *shape, device)
-        seconds = _seconds(partial(product(dtype, device), x, weight), sizes.call)
-        yield Ceiling("product", 2 * _volume(shape) / seconds, seconds, dtype, shape, torch.get_num_threads())
-    with _threads(1):
-        shape = (sizes.squares[0],) * 3
-        x, weight = operands(dtype, *shape, device)
-        seconds = _seconds(partial(product(dtype, device), x, weight), sizes.call)
-        yield Ceiling("product", 2 * _volume(shape) / seconds, seconds, dtype, shape, 1)
+    device, threads = torch.device("cpu"), torch.get_num_threads()
+    shapes = [(size, size, size, threads) for size in sizes.squares]
+    shapes += [(rows, sizes.width, sizes.width, threads) for rows in sizes.rows]
+    for rows, out, width, count in (*shapes, (*shapes[0][:3], 1)):
+        x, weight = operands(dtype, rows, out, width, device)
+        with _threads(count):
+            seconds = _seconds(partial(product(dtype, device), x, weight), sizes.call)
+        yield Ceiling("product", 2 * rows * out * width / seconds, seconds, dtype, (rows, out, width), count)
 
 
 def _attention(sizes: CpuSizes) -> Iterator[Ceiling]:
@@ -85,8 +81,7 @@ def _held(sizes: CpuSizes, summaries: dict[str, Summary]) -> Iterator[Ceiling]:
     size, device = sizes.squares[-1], torch.device("cpu")
     x, weight = operands("float32", size, size, size, device)
     call = partial(product("float32", device), x, weight)
-    held = HeldProduct(call, lambda: None, 1, "float32", size, torch.get_num_threads())
-    return hold(held, sizes.held, None, summaries)
+    return hold(call, size, sizes.held, summaries, dtype="float32", count=torch.get_num_threads())
 
 
 def _seconds(call: Callable[[], object], least: float) -> float:
@@ -100,10 +95,6 @@ def _seconds(call: Callable[[], object], least: float) -> float:
     return statistics.median(found)
 
 
-def _thread_counts() -> list[int]:
-    return sorted({torch.get_num_threads(), 1}, reverse=True)
-
-
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
@@ -112,8 +103,3 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _volume(shape: tuple[int, ...]) -> int:
-    rows, out, width = shape
-    return rows * out * width

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from strata.hardware.nvml import NvmlDevice
 from strata.hardware.probe.ceiling import Ceiling, ProbeItem
 from strata.hardware.probe.products import operands, precision, product
-from strata.hardware.probe.sustained import HeldProduct, hold
+from strata.hardware.probe.sustained import hold
 from strata.hardware.replay import copies_beyond_l2, time_replayed
 from strata.hardware.telemetry import Summary
 
@@ -155,5 +155,5 @@ def _held(
 ) -> Iterator[Ceiling]:
     dtype, size = _SUSTAINED
     call = partial(product(dtype, device), *operands(dtype, size, size, size, device))
-    held = HeldProduct(call, partial(torch.cuda.synchronize, device), 8, dtype, size)
-    return hold(held, seconds, telemetry, summaries)
+    wait = partial(torch.cuda.synchronize, device)
+    return hold(call, size, seconds, summaries, dtype=dtype, wait=wait, batch=8, telemetry=telemetry)

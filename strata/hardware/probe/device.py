@@ -5,21 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from strata.hardware.figures import Device, Figure
+from strata.hardware.figures import Device, Figure, reached
 from strata.hardware.prediction import Call
 from strata.hardware.probe.ceiling import Ceiling
 from strata.hardware.probe.report import ProbeReport
 from strata.hardware.specs import recognize
 
-# Of which quantity of a device a ceiling is a figure, and its direction.
+# Of which quantity of a device a ceiling is a figure.
 _FIGURES = {
-    "copy": ("bandwidth", "read + written"),
-    "product": ("compute", None),
-    "product, sustained": ("sustained", None),
-    "host to device": ("host", "each"),
-    "device to host": ("host", "each"),
-    "launch": ("launch", None),
-    "kernel in a graph": ("kernel", None),
+    "copy": "bandwidth",
+    "product": "compute",
+    "product, sustained": "sustained",
+    "host to device": "host",
+    "device to host": "host",
+    "launch": "launch",
+    "kernel in a graph": "kernel",
 }
 # Of which operation a ceiling is a call.
 _OPERATIONS = {"product": "linear", "attention": "attention"}
@@ -51,16 +51,15 @@ def probed_calls(report: ProbeReport) -> dict[str, list[Call]]:
 
 
 def _figures(report: ProbeReport) -> Iterator[Figure]:
-    best: dict[tuple[str, str | None, str | None], float] = {}
+    best: dict[tuple[str, str | None], float] = {}
     for one in report.ceilings:
         if one.quantity in _FIGURES:
-            quantity, direction = _FIGURES[one.quantity]
-            key = (quantity, one.dtype, direction)
+            key = _FIGURES[one.quantity], one.dtype
             better = min if one.unit == "s" else max
             best[key] = better(one.value, best.get(key, one.value))
     source = f"strata probe, torch {report.versions.get('torch')}"
-    for (quantity, dtype, direction), value in best.items():
-        yield Figure(quantity, value, source, report.date, dtype, direction=direction, measured=True)
+    for (quantity, dtype), value in best.items():
+        yield from reached(source, report.date, **{quantity: value if dtype is None else {dtype: value}})
 
 
 def _of_one_device(report: ProbeReport) -> list[Ceiling]:

@@ -10,8 +10,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from strata.hardware.machine import Processor
-from strata.hardware.probe.ceiling import UNITS, Ceiling
+from strata.hardware.probe.ceiling import Ceiling
 from strata.hardware.telemetry import Summary
 
 _FORMAT = 1
@@ -55,29 +57,8 @@ class ProbeReport:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it; every ceiling with its unit."""
-        values = asdict(self) | {"format": _FORMAT}
-        values["ceilings"] = [asdict(one) | {"unit": one.unit} for one in self.ceilings]
-        return values
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> ProbeReport:
-        """Raises ValueError for what no probe of this version wrote."""
-        if values.get("format") != _FORMAT:
-            raise ValueError(f"format {values.get('format')!r} is not {_FORMAT}; run `strata probe` again")
-        try:
-            return ProbeReport(
-                values["product"],
-                values["date"],
-                values["seconds"],
-                Processor(**values["processor"]),
-                tuple(Gpu(**{key: _tuples(value) for key, value in one.items()}) for one in values["gpus"]),
-                tuple(_ceiling(one) for one in values["ceilings"]),
-                {key: Summary(**_slowed(one)) for key, one in values["summaries"].items()},
-                dict(values["missing"]),
-                dict(values["versions"]),
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"a field is missing or unknown ({error}); run `strata probe` again") from None
+        ceilings = [asdict(one) | {"unit": one.unit} for one in self.ceilings]
+        return asdict(self) | {"format": _FORMAT, "ceilings": ceilings}
 
 
 def file_of(product: str, count: int, environment: Mapping[str, str] = os.environ) -> Path:
@@ -121,28 +102,11 @@ def lost(report: ProbeReport, path: Path) -> list[str]:
 def kept(path: Path) -> ProbeReport:
     """What `keep` wrote. Raises ValueError, naming the file, if it is none of this version's."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict):
-            raise ValueError("it holds no JSON object; run `strata probe` again")
-        return ProbeReport.from_dict(values)
+        values = msgspec.json.decode(path.read_bytes())
+        if not isinstance(values, dict) or values.get("format") != _FORMAT:
+            raise ValueError(f"it is no JSON object of format {_FORMAT}")
+        return msgspec.convert(values, ProbeReport)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; `strata probe` writes it") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not JSON ({error}); run `strata probe` again") from None
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
-def _ceiling(values: dict[str, Any]) -> Ceiling:
-    given = {key: _tuples(value) for key, value in values.items() if key != "unit"}
-    if values["quantity"] not in UNITS:
-        raise KeyError(values["quantity"])
-    return Ceiling(**given)
-
-
-def _slowed(values: dict[str, Any]) -> dict[str, Any]:
-    return values | {"slowed_by": tuple(values["slowed_by"])}
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+        raise ValueError(f"{path}: {error}; run `strata probe` again") from None

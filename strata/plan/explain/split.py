@@ -162,9 +162,8 @@ def _waits_for_launches(nodes: StepNodes, times: StepModel, step: MeasuredStep, 
     Where launches take longer than the work, they are all that a step is longer than its work: hosts differ, and so
     does what a launch takes.
     """
-    own = [*nodes.inputs, *nodes.model, *nodes.draw]
-    launches = times.predictor.launches(len(own))
-    work = math.fsum(times.predictor.node(node, step.workload).seconds for node in own)
+    launches = times.predictor.launches(len(nodes.nodes))
+    work = math.fsum(times.predictor.node(node, step.workload).seconds for node in nodes.nodes)
     return max(0.0, 1 - work / (usual or launches)) if launches > work else 0.0
 
 
@@ -182,22 +181,17 @@ def _padding(nodes: StepNodes, times: StepModel, step: MeasuredStep) -> float:
     """The share of a recorded step that pads it."""
     if not nodes.recorded or step.eager:
         return 0.0
-    own = [*nodes.inputs, *nodes.model, *nodes.draw]
     real, padded = (
-        math.fsum(times.predictor.node(node, step.workload).seconds for node in each) for each in (own, nodes.timed)
+        math.fsum(times.predictor.node(node, step.workload).seconds for node in each)
+        for each in (nodes.nodes, nodes.timed)
     )
     return max(0.0, 1 - real / padded)
 
 
-def _by_name(
-    nodes: StepNodes,
-    times: StepModel,
-    step: MeasuredStep,
-    name_of: NameOf,
-) -> dict[str, _Sum]:
+def _by_name(nodes: StepNodes, times: StepModel, step: MeasuredStep, name_of: NameOf) -> dict[str, _Sum]:
     """Of one step: predicted seconds, floor and work of the nodes of each name."""
     found: dict[str, _Sum] = defaultdict(_Sum)
-    for node in (*nodes.inputs, *nodes.model, *nodes.draw):
+    for node in nodes.nodes:
         least = floor(node.cost, times.device, times.dtype, times.link)
         seconds, cost = times.predictor.node(node, step.workload).seconds, node.cost
         found[name_of(node)].add(seconds, cost.flops, cost.bytes, cost.sent, {least.bound: least.seconds})

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
+from strata.hardware.prediction import nonnegative_fit
 from strata.hardware.roofline import Workload
 from strata.plan.explain.measurement import MeasuredStep
 
@@ -35,12 +34,10 @@ class StepFit:
             raise ValueError("no step was measured: nothing can be said of others")
         rows, targets = [], []
         for group in alike.values():
-            ordered = sorted(group, key=lambda one: one[1])
-            features, seconds = ordered[len(ordered) // 2]
-            weight = math.sqrt(len(group)) / seconds
-            rows.append([weight * value for value in features])
-            targets.append(weight * seconds)
-        return StepFit(_nonnegative(rows, targets))
+            features, seconds = sorted(group, key=lambda one: one[1])[len(group) // 2]
+            targets.append(math.sqrt(len(group)))
+            rows.append([targets[-1] / seconds * value for value in features])
+        return StepFit(tuple(map(float, nonnegative_fit(rows, targets))))
 
     def seconds(self, workload: Workload) -> float:
         return math.fsum(w * value for w, value in zip(self.weights, _features(workload), strict=True))
@@ -55,18 +52,3 @@ def _features(workload: Workload) -> tuple[float, ...]:
             prompts += 1
             pairs += new * (total - new) + new * (new + 1) // 2
     return float(not prompts), float(prompts > 0), float(workload.tokens), float(keys), float(pairs)
-
-
-def _nonnegative(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> tuple[float, ...]:
-    """Least squares without negative weights: a feature whose weight would be negative is left out."""
-    matrix, wanted = np.array(rows), np.array(targets)
-    scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
-    left = list(range(matrix.shape[1]))
-    weights = np.zeros(matrix.shape[1])
-    while left:
-        found = np.linalg.lstsq(matrix[:, left] / scale[left], wanted, rcond=None)[0]
-        if (found >= 0).all():
-            weights[left] = found / scale[left]
-            break
-        left.pop(int(found.argmin()))
-    return tuple(float(value) for value in weights)

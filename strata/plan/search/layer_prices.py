@@ -6,15 +6,16 @@ The graphs of 80 layers take seconds to make and 0.3 s a step to price; two of t
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from strata.comm.symmetric import imagined
 from strata.cost.nodes import NodeCost
-from strata.cost.step_model import StepNodes
+from strata.cost.step_model import StepModel, StepNodes
 from strata.engine.program.meta_model import MetaModel
 from strata.engine.ranks.token_division import CONTEXT_AXIS
 from strata.hardware.prediction import ORIGINS, Prediction
@@ -35,17 +36,20 @@ MOST_SEQUENCES = 1024
 _Kind = tuple[Any, ...]
 
 
-@dataclass(frozen=True)
-class StepPrice:
+class StepPrice(NamedTuple):
     """A step, in seconds: on the device by the origin of its prediction, and until the host has launched it, 0 if it is
-    replayed. messages: part of the device's. bounds: of the roofline, of all layers.
+    replayed. messages: part of the device's. compute, memory, communication: the bounds of the roofline, of all layers.
     """
 
-    origins: dict[str, float]
+    measured: float
+    interpolated: float
+    analytic: float
     around: float
     launches: float
     messages: float
-    bounds: Floor
+    compute: float
+    memory: float
+    communication: float
 
     @property
     def seconds(self) -> float:
@@ -53,29 +57,21 @@ class StepPrice:
 
     @property
     def on_device(self) -> float:
-        return sum(self.origins.values()) + self.around
+        return self.measured + self.interpolated + self.analytic + self.around
 
-    def __add__(self, other: StepPrice) -> StepPrice:
-        return self._with(other, 1.0)
+    @property
+    def origins(self) -> dict[str, float]:
+        return dict(zip(ORIGINS, self, strict=False))
 
-    def times(self, count: int) -> StepPrice:
-        """So many of such steps, one after another; a negative number is taken away."""
-        nothing = StepPrice(dict.fromkeys(ORIGINS, 0.0), 0.0, 0.0, 0.0, Floor(0.0, 0.0))
-        return nothing._with(self, float(count))
+    @property
+    def bounds(self) -> Floor:
+        return Floor(self.compute, self.memory, self.communication)
 
-    def _with(self, other: StepPrice, count: float) -> StepPrice:
-        bounds, more = self.bounds, other.bounds
-        return StepPrice(
-            {origin: value + count * other.origins[origin] for origin, value in self.origins.items()},
-            self.around + count * other.around,
-            self.launches + count * other.launches,
-            self.messages + count * other.messages,
-            Floor(
-                bounds.compute + count * more.compute,
-                bounds.memory + count * more.memory,
-                bounds.communication + count * more.communication,
-            ),
-        )
+    @staticmethod
+    def total(counted: Iterable[tuple[float, StepPrice]]) -> StepPrice:
+        """So many of each, one after another; a negative number is taken away."""
+        scaled = ([count * value for value in price] for count, price in counted)
+        return StepPrice(*map(sum, zip(*scaled, strict=True)))
 
 
 class LayerPrices:
@@ -94,13 +90,15 @@ class LayerPrices:
         Raises ValueError if the ranks of the layout cannot share the model, or their link is not known."""
         self.machine, self._dtype, self._precision = machine, dtype, precision
         self._whole = layout if layout.stages == 1 else replace(layout, stages=1)
-        self.predictor = machine.predictor_of(self._whole.ranks)
-        self._bandwidth = self.predictor.device.ceiling("bandwidth").value
         kinds = config.layer_kinds
         base = representatives(kinds)
         self._alike: dict[tuple[int, torch.dtype | None], MetaModel] = {}
         held = Counter(kinds[layer] for layer in base)
         self._parts: list[tuple[MetaModel, dict[_Kind, int]]] = [(self._model(config, base), {})]
+        ranks = self._whole.ranks
+        evidence, link = machine.evidence_of(ranks), machine.link(ranks)
+        self.predictor = StepModel(self._parts[0][0], machine.listed, evidence=evidence, link=link).predictor
+        self._bandwidth = self.predictor.device.ceiling("bandwidth").value
         self._missing = {kind: count - held[kind] for kind, count in Counter(kinds).items() if count > held[kind]}
         for kind in self._missing:
             layer = kinds.index(kind)
@@ -125,12 +123,8 @@ class LayerPrices:
 
     def prices(self, workload: Workload, precisions: list[Precision]) -> list[StepPrice]:
         """The same step in several precisions."""
-        found: list[StepPrice] | None = None
-        for model, count in self.costs:
-            own = [price.times(count) for price in self._of(model, workload, precisions)]
-            found = own if found is None else [one + more for one, more in zip(found, own, strict=True)]
-        assert found is not None
-        return found
+        each = [[(count, price) for price in self._of(model, workload, precisions)] for model, count in self.costs]
+        return [StepPrice.total(counted) for counted in zip(*each, strict=True)]
 
     def _of(self, model: MetaModel, workload: Workload, precisions: list[Precision]) -> list[StepPrice]:
         found: dict[Precision, StepPrice] = {}
@@ -174,7 +168,9 @@ class LayerPrices:
             memory += (cost.weights + cost.cached) / self._bandwidth
             if self.predictor.link is not None:
                 communication += self.predictor.link.least_seconds(cost.messages, cost.sent)
-        return StepPrice(origins, around, launches, messages, Floor(compute, memory, communication))
+        measured, interpolated, analytic = (origins[origin] for origin in ORIGINS)
+        device = measured, interpolated, analytic, around
+        return StepPrice(*device, launches, messages, compute, memory, communication)
 
     def _model(self, config: ModelConfig, layers: list[int]) -> MetaModel:
         layout, own = self._whole, config.with_layers(layers)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 import torch
 
@@ -84,13 +84,13 @@ class Search:
         self._check_floors(fitting)
         seen = [choice for layout, precision in fitting for choice in self.choices(layout, precision)]
         meeting = [choice for choice in seen if self.meets(choice)]
-        asked, others = self.question.precision, best_of_precisions(one for one in meeting if not one.blocked)
-        looked_at = (self._by_own_graphs(one) for one in others if one.settings.precision != asked)
-        packed = best_of_precisions(chain.from_iterable(looked_at))
-        as_asked = [choice for choice in meeting if choice.settings.precision == asked]
-        runs = best_of_each(choice for choice in as_asked if not choice.blocked)
-        blocked = best_of_blocked(choice for choice in as_asked if choice.blocked)
-        running = [choice for choice in seen if not choice.blocked and choice.settings.precision == asked]
+        asked, others = self.question.precision, best_of_each((one for one in meeting if not one.blocked), _precision)
+        looked_at = (self._by_own_graphs(one) for one in others if _precision(one) != asked)
+        packed = best_of_each(chain.from_iterable(looked_at), _precision)
+        as_asked = [choice for choice in meeting if _precision(choice) == asked]
+        runs = best_of_each((choice for choice in as_asked if not choice.blocked), attrgetter("settings.layout"))
+        blocked = best_of_each((choice for choice in as_asked if choice.blocked), attrgetter("blocked"))
+        running = [choice for choice in seen if not choice.blocked and _precision(choice) == asked]
         if not as_asked or (running and not runs):
             raise ValueError(too_slow(self.question, running or seen, blocked, packed))
         best = runs[0] if runs else min(blocked, key=lambda one: (len(one.blocked), rank(one)))
@@ -251,7 +251,7 @@ class Search:
     def _is_linked(self, layout: ServingLayout) -> bool:
         """Whether the link between the ranks is known."""
         try:
-            self.question.machine.predictor_of(layout.ranks)
+            self.question.machine.link(layout.ranks)
         except ValueError:
             return False
         return True
@@ -297,33 +297,16 @@ def _batching(settings: Settings) -> Batching:
     return Batching(settings.budget, settings.target / 1e3 or None, layout.stages, ranks)
 
 
-def best_of_each(choices: Iterable[ServingChoice]) -> list[ServingChoice]:
-    """Of each layout and precision the one with the most tokens a second; the best first."""
-    found: dict[tuple[ServingLayout, Precision], ServingChoice] = {}
-    for choice in choices:
-        key = choice.settings.layout, choice.settings.precision
-        if key not in found or rank(choice) < rank(found[key]):
-            found[key] = choice
-    return sorted(found.values(), key=rank)
+def best_of_each(choices: Iterable[ServingChoice], kind: Callable[[ServingChoice], Hashable]) -> list[ServingChoice]:
+    """Of each kind the one with the most tokens a second; the best first."""
+    found: dict[Hashable, ServingChoice] = {}
+    for choice in sorted(choices, key=rank):
+        found.setdefault(kind(choice), choice)
+    return list(found.values())
 
 
-def best_of_precisions(choices: Iterable[ServingChoice]) -> list[ServingChoice]:
-    """Of each precision the one with the most tokens a second; the best first."""
-    found: dict[Precision, ServingChoice] = {}
-    for choice in choices:
-        precision = choice.settings.precision
-        if precision not in found or rank(choice) < rank(found[precision]):
-            found[precision] = choice
-    return sorted(found.values(), key=rank)
-
-
-def best_of_blocked(choices: Iterable[ServingChoice]) -> list[ServingChoice]:
-    """Of each list of what Strata lacks the one with the most tokens a second; the best first."""
-    found: dict[tuple[str, ...], ServingChoice] = {}
-    for choice in choices:
-        if choice.blocked not in found or rank(choice) < rank(found[choice.blocked]):
-            found[choice.blocked] = choice
-    return sorted(found.values(), key=rank)
+def _precision(choice: ServingChoice) -> Precision:
+    return choice.settings.precision
 
 
 def rank(choice: ServingChoice) -> tuple[int, float, int]:

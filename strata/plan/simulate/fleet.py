@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import pairwise
@@ -78,7 +78,8 @@ class Fleet:
         self._router = Router([room] * config.replicas)
         self._routes: dict[int, Route] = {}
         self._due = [math.inf] * config.replicas  # as which the next round of each is in the queue
-        self._events: list[tuple[float, int, int, int]] = []  # time, order, kind, engine or request
+        # Time, order, what happens then, and to which engine, request or failure.
+        self._events: list[tuple[float, int, Callable[[int], None], int]] = []
         self._order = itertools.count()
         self._now = 0.0
         self._under_way = 0
@@ -93,7 +94,7 @@ class Fleet:
     def run(self) -> None:
         """Until nothing is under way. Raises ValueError for a request that fits into no engine."""
         for number, failure in enumerate(self._config.failures):
-            self._later(failure.at, _FAIL, number)
+            self._later(failure.at, self._fail, number)
         with collector_off():  # nothing here refers to itself, and there is much to walk
             self._play_all()
 
@@ -108,40 +109,34 @@ class Fleet:
                 begun = max(sent + self._host.request, self._parsed)
                 arrives = begun + self._host.parsed(len(requests[following].prompt))
             if self._events and self._events[0][0] <= arrives:
-                self._play(*heappop(self._events))
+                time, _, happens, number = heappop(self._events)
+                self._pass_to(time)
+                happens(number)
             elif arrives < math.inf:
                 self.outcomes.sent[following] = sent
                 self._parsed, arrived, arrives = arrives, following, math.inf
                 following += 1
                 self._under_way += 1
                 if most < math.inf:  # others may be sent before it arrives
-                    self._later(self._parsed, _ARRIVE, arrived)
+                    self._later(self._parsed, self._arrive, arrived)
                 else:
                     self._pass_to(self._parsed)
                     self._arrive(arrived)
             else:
                 return
 
-    def _play(self, time: float, _: int, kind: int, number: int) -> None:
-        self._pass_to(time)
-        if kind == _ROUND:
-            if self._due[number] == time:
-                self._due[number] = math.inf  # so that another round at the same time is queued
-                self._replicas[number].proceed()
-                self._follow(number)
-        elif kind == _ARRIVE:
-            self._arrive(number)
-        elif kind == _NOTICED:
-            self._arrive(number, self._routes.pop(number))
-        elif kind == _BEGUN:
-            if number in self._routes:  # not if its engine has failed meanwhile
-                self._router.begun(self._routes[number])
-        elif kind == _ENDED:
-            self._end(number)
-        elif kind == _FAIL:
-            self._fail(self._config.failures[number])
-        elif kind == _RECOVER:
-            self._router.recover(number)
+    def _round(self, engine: int) -> None:
+        if self._due[engine] == self._now:
+            self._due[engine] = math.inf  # so that another round at the same time is queued
+            self._replicas[engine].proceed()
+            self._follow(engine)
+
+    def _begin(self, number: int) -> None:
+        if number in self._routes:  # not if its engine has failed meanwhile
+            self._router.begun(self._routes[number])
+
+    def _come_back(self, number: int) -> None:
+        self._arrive(number, self._routes.pop(number))
 
     def _arrive(self, number: int, before: Route | None = None) -> None:
         """A request has come, or comes back from an engine that has failed."""
@@ -165,10 +160,10 @@ class Fleet:
         if outcomes.first[number] != outcomes.first[number]:
             outcomes.first[number] = heard
             if not is_last:
-                self._later(heard, _BEGUN, number)
+                self._later(heard, self._begin, number)
         if is_last:
             outcomes.last[number] = heard
-            self._later(heard, _ENDED, number)
+            self._later(heard, self._end, number)
 
     def _end(self, number: int) -> None:
         self._router.ended(self._routes.pop(number))
@@ -184,22 +179,23 @@ class Fleet:
             self._left.append(self._now)
         self._under_way -= 1
 
-    def _fail(self, failure: Failure) -> None:
+    def _fail(self, number: int) -> None:
         """Requests that nobody has had text of go to another engine, once the server has noticed; the others fail."""
+        failure = self._config.failures[number]
         engine, lost = failure.replica, self._replicas[failure.replica]
         self._router.lose(engine)
         jobs = list(lost.abandon(self._now))
         self._replicas[engine] = self._engine(engine)
         self._due[engine] = math.inf
         self._follow(engine)
-        self._later(self._now + failure.down, _RECOVER, engine)
+        self._later(self._now + failure.down, self._router.recover, engine)
         for job in jobs:
             if job.first <= self._now:
                 del self._routes[job.number]
                 self._give_up(job.number, "the engine has ended while the answer was under way")
             else:  # text of the step that was under way has not come
                 self.outcomes.first[job.number] = math.nan
-                self._later(self._now + NOTICED_SECONDS, _NOTICED, job.number)
+                self._later(self._now + NOTICED_SECONDS, self._come_back, job.number)
 
     def _engine(self, number: int) -> Replica:
         shape, intervals = self._config.shape, self.outcomes.intervals
@@ -215,14 +211,11 @@ class Fleet:
         if one.wake != self._due[engine]:
             self._due[engine] = one.wake
             if one.wake < math.inf:
-                self._later(one.wake, _ROUND, engine)
+                self._later(one.wake, self._round, engine)
 
     def _pass_to(self, time: float) -> None:
         self._now = time
         self.timeline.pass_to(time)
 
-    def _later(self, time: float, kind: int, number: int) -> None:
-        heappush(self._events, (time, next(self._order), kind, number))
-
-
-_ROUND, _ARRIVE, _NOTICED, _BEGUN, _ENDED, _FAIL, _RECOVER = range(7)
+    def _later(self, time: float, happens: Callable[[int], None], number: int) -> None:
+        heappush(self._events, (time, next(self._order), happens, number))

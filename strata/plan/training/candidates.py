@@ -20,11 +20,14 @@ _MOST_SEQUENCES_OF_MICRO_BATCH = 2
 
 def candidates(task: TrainingTask) -> Iterator[TrainShape]:
     """Steps of the task, each with its layout, pack and micro-batches."""
-    for tp in _tensor_sizes(task):
-        for pp in _stage_sizes(task, tp):
-            for cp in _context_sizes(task, tp * pp):
+    for tp in _divisors(task.gpus):
+        # Those that divide the heads, in one host: matrices that are divided wait for messages in every layer.
+        if tp > task.per_host or task.config.num_heads % tp or task.config.num_kv_heads % tp:
+            continue
+        for pp in (one for one in _divisors(task.gpus // tp) if one <= task.config.num_layers // 2):
+            for cp in _divisors(task.gpus // (tp * pp)):
                 ways = task.gpus // (tp * pp * cp)
-                if task.sequences % ways:
+                if task.sequences % ways or (cp > 1 and task.sequence // cp < _LEAST_TOKENS_OF_CONTEXT):
                     continue
                 for layout in _layouts(task, tp, pp, cp, ways):
                     yield from _packed(task, layout, ways)
@@ -54,12 +57,17 @@ def _packed(task: TrainingTask, layout: Layout, ways: int) -> Iterator[TrainShap
 
 def _layouts(task: TrainingTask, tp: int, pp: int, cp: int, ways: int) -> Iterator[Layout]:
     # Without sequence parallelism messages take as long, and more is kept.
-    tensors: list[dict[str, Any]] = [{}] if tp == 1 else [_sequence(False), _sequence(True)]
+    overlaps = (False, True)
+    tensors: list[dict[str, Any]] = (
+        [{"sequence_parallel": True, "overlap": one} for one in overlaps] if tp > 1 else [{}]
+    )
     contexts = ["ring"] if cp == 1 else ["ring", "ulysses"]
     for shard in _divisors(ways):
         if not _worth(task, shard * cp * tp):
             continue
-        for ep in _expert_sizes(task, shard * cp):
+        for ep in _divisors(shard * cp):
+            if task.config.num_experts % ep or (ep > 1 and not task.config.num_experts):
+                continue
             for zero in (0,) if shard * cp == 1 else (1, 2, 3) if shard > 1 else (0, 1, 2, 3):
                 for tensor in tensors:
                     for context in contexts:
@@ -67,10 +75,6 @@ def _layouts(task: TrainingTask, tp: int, pp: int, cp: int, ways: int) -> Iterat
                         layout = Layout(**sizes, zero=zero, context=context, **tensor)  # type: ignore[arg-type]
                         if pp > 1 or _fits(task, layout):
                             yield layout
-
-
-def _sequence(overlap: bool) -> dict[str, Any]:
-    return {"sequence_parallel": True, "overlap": overlap}
 
 
 def _worth(task: TrainingTask, ranks: int) -> bool:
@@ -84,31 +88,6 @@ def _fits(task: TrainingTask, layout: Layout) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _tensor_sizes(task: TrainingTask) -> Iterator[int]:
-    """Those that divide the heads, in one host: matrices that are divided wait for messages in every layer."""
-    for tp in _divisors(task.gpus):
-        if tp <= task.per_host and not (task.config.num_heads % tp or task.config.num_kv_heads % tp):
-            yield tp
-
-
-def _stage_sizes(task: TrainingTask, tp: int) -> Iterator[int]:
-    for pp in _divisors(task.gpus // tp):
-        if pp <= task.config.num_layers // 2:
-            yield pp
-
-
-def _context_sizes(task: TrainingTask, ranks: int) -> Iterator[int]:
-    for cp in _divisors(task.gpus // ranks):
-        if cp == 1 or task.sequence // cp >= _LEAST_TOKENS_OF_CONTEXT:
-            yield cp
-
-
-def _expert_sizes(task: TrainingTask, ranks: int) -> Iterator[int]:
-    for ep in _divisors(ranks):
-        if task.config.num_experts % ep == 0 and (ep == 1 or task.config.num_experts):
-            yield ep
 
 
 def _divisors(number: int) -> list[int]:

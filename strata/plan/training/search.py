@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,9 +60,9 @@ def search(task: TrainingTask) -> TrainingSearchResult:
     misfit: _Candidate | None = None
     least: tuple[int, TrainShape] | None = None
     quickest, searched = math.inf, 0
-    work = _Work(task)
+    work = _shared_work(task)
     for searched, shape in enumerate(candidates(task), 1):
-        bound = work.seconds(shape)
+        bound = work(shape)
         if bound > _SPREAD * quickest:
             continue
         smallest = memory(shape, shape.recomputes[-1]).total
@@ -91,19 +92,14 @@ def _estimate(task: TrainingTask, one: _Candidate) -> Estimate:
     return estimate(one.shape, task.device, one.recompute, task.reach())
 
 
-class _Work:
-    """Products and attention of a task's step, shared out equally: less than any layout takes."""
-
-    def __init__(self, task: TrainingTask) -> None:
-        self._task = task
-        self._one = TrainShape(task.config, task.sequence, task.sequence, 1, task.precision)
-        time = predicted_time(self._one, "none", task.device)
-        self._seconds = (time.products + time.attention) * task.sequences / task.gpus
-
-    def seconds(self, shape: TrainShape) -> float:
-        """At the rates of the layout of a step."""
-        alone, divided = (measured_rates(one, self._task.device, _NO_NETWORK).wide for one in (self._one, shape))
-        return self._seconds * alone / divided
+def _shared_work(task: TrainingTask) -> Callable[[TrainShape], float]:
+    """Seconds of products and attention of a task's step, shared out equally, at the rates of the layout of a step:
+    less than any layout takes."""
+    one = TrainShape(task.config, task.sequence, task.sequence, 1, task.precision)
+    time = predicted_time(one, "none", task.device)
+    seconds = (time.products + time.attention) * task.sequences / task.gpus
+    alone = measured_rates(one, task.device, _NO_NETWORK).wide
+    return lambda shape: seconds * alone / measured_rates(shape, task.device, _NO_NETWORK).wide
 
 
 def _unlike(fitting: list[_Candidate], count: int) -> list[_Candidate]:

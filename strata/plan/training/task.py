@@ -6,13 +6,10 @@ from dataclasses import dataclass
 
 from strata.comm.network import Network
 from strata.hardware.figures import Device
-from strata.hardware.links import LINKS, Link, link_of
+from strata.hardware.links import link_of, network_link
 from strata.models.config import ModelConfig
 from strata.train.config import PRECISIONS
 from strata.train.trainable import check_trainable
-
-# A message from machine to machine: NCCL's own table says 2.7 to 9.6 us for InfiniBand (src/graph/tuning.cc, 2026).
-_NETWORK_LATENCY = 5e-6
 
 
 @dataclass(frozen=True)
@@ -71,9 +68,5 @@ class TrainingTask:
         """What joins the devices; None of one. Raises ValueError if nothing is known of their link."""
         if self.gpus == 1:
             return None
-        between = Link(0.0, _NETWORK_LATENCY, self.network, "the network as given", "")
-        inside = self.device.known("link")
-        if inside is None and self.device.key not in LINKS and self.per_host > 1:
-            host = self.device.ceiling("host")  # through the processor's memory
-            return Network(Link(0.0, 0.0, host.value, host.source, host.date), self.per_host, between)
-        return Network(link_of(self.device), self.per_host, between)
+        inside = link_of(self.device, by_host=self.per_host > 1)
+        return Network(inside, self.per_host, network_link(self.network))

@@ -222,6 +222,9 @@ def _error_bytes(shape: TrainShape, held: RankParameters) -> int:
         values += sent if divided.size > 1 else 0
         part = sent // divided.size
         values += part + part // replicas.size if replicas.size > 1 else 0
+    if shape.layout.sequence_parallel:  # each rank of tp saw a part of the tokens of its experts
+        part = held.experts // axes.routed.size
+        values += part + part // axes.tensor.size if axes.tensor.size > 1 else 0
     return 2 * values
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -145,25 +147,34 @@ def test_a_chunk_that_is_not_cut_makes_the_step_of_its_rank_as_long() -> None:
     assert pays(without, [40])
 
 
-def test_ranks_that_expect_different_times_divide_the_same_steps() -> None:
+def test_ranks_that_expect_different_times_divide_steps_by_those_of_the_slowest() -> None:
     times = StepTimes(1e-3, 4e-3, 20e-6, 3e-8, 2e-7, 1e-9, 1e-9, recorded=1024, launch=30e-3)
-    mine = TokenDivision(2, 0, 128, replace(times, division=DivisionTimes(2, 1024, 1e-3, 0.1e-6, 4096)))
-    expected = replace(times, weights=5e-3, pair=7e-10, division=DivisionTimes(2, 1024, 2e-3, 0.1e-6, 4096))
-    other = TokenDivision(2, 1, 128, expected)
-    told: list[list[int]] = [[], []]
-    for division, numbers in zip((mine, other), told, strict=True):
-        division.agreed(lambda number, numbers=numbers: numbers.append(number) or number)  # type: ignore[misc]
-    agreed = []
-    for division in (mine, other):
-        numbers = iter(map(min, *told))
-        agreed.append(division.agreed(lambda _, numbers=numbers: next(numbers)))  # type: ignore[misc]
-    assert agreed[0].times == agreed[1].times
-    found = agreed[0].times
-    assert found is not None
-    assert found.division is not None
-    assert (found.weights, found.pair, found.division.message) == pytest.approx((4e-3, 7e-10, 1e-3))
-    assert (found.recorded, found.division.ranks, found.division.recorded) == (1024, 2, 4096)
-    assert [one.index for one in agreed] == [0, 1]
+    quick = replace(times, division=DivisionTimes(2, 1024, 1e-3, 0.1e-6, 4096))
+    slow = replace(times, step=2e-3, pair=7e-10, division=DivisionTimes(2, 1024, 2e-3, 0.1e-6, 4096))
+    alike = replace(slow, unused=0.5)  # which expects the same of all steps
+    ranks = [TokenDivision(2, index, 128, one) for index, one in enumerate((quick, slow, alike))]
+    told, barrier = [0] * len(ranks), threading.Barrier(len(ranks))
+
+    def agreed(rank: int) -> TokenDivision:
+        def least(number: int) -> int:
+            told[rank] = number
+            barrier.wait(10)
+            found = min(told)
+            barrier.wait(10)
+            return found
+
+        return ranks[rank].agreed(least)
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        found = list(pool.map(agreed, range(len(ranks))))
+    assert [one.index for one in found] == [0, 1, 2]
+    assert found[0].times == found[1].times == found[2].times
+    got = found[0].times
+    assert got is not None
+    division = got.division
+    assert division is not None
+    assert (got.step, got.pair, division.message) == pytest.approx((2e-3, 7e-10, 2e-3))
+    assert (got.recorded, division.ranks, division.recorded) == (1024, 2, 4096)
 
 
 def test_decodes_are_not_divided() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from strata.cache.pages import SharedKeys
+from strata.cost.linear import linear_floor
 from strata.cost.step_costs import StepCosts
-from strata.cost.step_floor import StepFloor
 from strata.cost.step_times import DivisionTimes, StepTimes
 from strata.engine.loop import StepTiming
 from strata.engine.plan import Chunk, Draw, StepPlan
@@ -62,7 +62,7 @@ def test_the_floor_of_a_step_is_that_of_the_roofline(
     new = (1,) * len(decodes) + tuple(count for _, count in prompts)
     total = tuple(start + 1 for start in decodes) + tuple(start + count for start, count in prompts)
     wanted = floor(costs.step(Workload(new, total), len(new)), H200, "bfloat16")
-    shares = StepShares(times, StepFloor.of(costs, H200, "bfloat16"))
+    shares = StepShares(times, linear_floor(costs, H200, "bfloat16"))
     look = shares.look(plan(decodes, prompts))
     assert look.floor is not None
     assert look.floor.compute == pytest.approx(wanted.compute, rel=1e-6)
@@ -73,7 +73,7 @@ def test_the_floor_of_a_step_is_that_of_the_roofline(
 
 def test_keys_that_sequences_share_are_read_once_at_least(costs: StepCosts) -> None:
     """0.6B: 28 layers of 8 heads of 128 keys and as many values, in 2 bytes."""
-    shares = StepShares(None, StepFloor.of(costs, H200, "bfloat16"))
+    shares = StepShares(None, linear_floor(costs, H200, "bfloat16"))
     alone = plan([2000] * 64, [(1024, 64)])
     shared = msgspec.structs.replace(alone, shared=SharedKeys(1024, 64 * 1024))
     own, less = shares.look(alone).floor, shares.look(shared).floor

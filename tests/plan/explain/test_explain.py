@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,14 @@ from strata.hardware.roofline import floor as roofline_floor
 from strata.models.folder import folder_or_shape
 from strata.plan.explain.explain import explain
 from strata.plan.explain.explanation import Explanation
-from strata.plan.explain.measurement import DeviceState, MeasuredStep, StepChunk, TracedOperations, UnpackedProducts
+from strata.plan.explain.measurement import (
+    DeviceState,
+    MeasuredRequest,
+    MeasuredStep,
+    StepChunk,
+    TracedOperations,
+    UnpackedProducts,
+)
 from strata.plan.explain.split import split_steps
 from strata.plan.explain.step_fit import StepFit
 from strata.plan.explain.waterfalls import of_tail
@@ -57,9 +65,32 @@ def test_steps_tell_which_share_of_the_pages_they_have(times: StepModel) -> None
     assert [step.kv for step in found.steps] == pytest.approx([0.4, 0.4])
 
 
-def test_a_slow_host_loop(times: StepModel) -> None:
-    slow = 50e-3  # so much that a slow machine's scheduler is far below it
-    check(explain(run(EVEN, between=slow), times), "waits for the host", saved(wall(EVEN, between=slow), wall(EVEN)))
+SLOW = 50e-3  # of a host between steps, so much that a slow machine's scheduler is far below it
+LONG = requests(*((100, 24) for _ in range(15)), (100, 400))
+SHARED = requests(*((480, 8) for _ in range(16)), shared=400)
+
+
+@pytest.mark.parametrize(
+    ("asked", "facts", "between", "words", "mended"),
+    [
+        (EVEN, {}, SLOW, "waits for the host", EVEN),
+        (EVEN, {"slots": 2}, BETWEEN, "fewer sequences run at once", EVEN),
+        (SHARED, {"caches_prefixes": False}, BETWEEN, "beginnings were computed", SHARED),
+        (LONG, {}, BETWEEN, "run on after all others", EVEN),
+    ],
+    ids=["host loop", "batch cap", "no prefix cache", "one long request"],
+)
+def test_what_was_planted_is_named(
+    asked: tuple[MeasuredRequest, ...],
+    facts: dict[str, Any],
+    between: float,
+    words: str,
+    mended: tuple[MeasuredRequest, ...],
+    times: StepModel,
+) -> None:
+    of = replace(FACTS, **facts)
+    found = explain(run(asked, of, between=between), times)
+    check(found, words, saved(wall(asked, of, between=between), wall(mended)))
 
 
 def test_a_slow_tokenizer(times: StepModel) -> None:
@@ -85,11 +116,6 @@ def test_a_thread_that_waits_a_little_for_others_of_its_step_is_no_contention(ti
     assert found.waterfall.seconds(layer="system", cause="host") > 0.03 * found.waterfall.measured
 
 
-def test_a_batch_cap(times: StepModel) -> None:
-    facts = replace(FACTS, slots=2)
-    check(explain(run(EVEN, facts), times), "fewer sequences run at once", saved(wall(EVEN, facts), wall(EVEN)))
-
-
 def test_a_tiny_pool(times: StepModel) -> None:
     asked = requests(*((100, 200) for _ in range(16)))
     facts = replace(FACTS, kv_tokens=16 * 40)
@@ -98,17 +124,6 @@ def test_a_tiny_pool(times: StepModel) -> None:
     found = explain(measured, times)
     check(found, "KV capacity", saved(wall(asked, facts), wall(asked)))
     assert found.waterfall.seconds(cause="preemption") > 0
-
-
-def test_no_prefix_cache_where_prompts_begin_alike(times: StepModel) -> None:
-    asked = requests(*((480, 8) for _ in range(16)), shared=400)
-    facts = replace(FACTS, caches_prefixes=False)
-    check(explain(run(asked, facts), times), "beginnings were computed", saved(wall(asked, facts), wall(asked)))
-
-
-def test_one_long_request(times: StepModel) -> None:
-    asked = requests(*((100, 24) for _ in range(15)), (100, 400))
-    check(explain(run(asked), times), "run on after all others", saved(wall(asked), wall(EVEN)))
 
 
 def test_huge_chunks(times: StepModel) -> None:

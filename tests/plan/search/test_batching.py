@@ -1,4 +1,4 @@
-"""Loads on engines with continuous batching, against counts by hand and against what they must not do."""
+"""Loads on engines with continuous batching, against counts by hand and what they must not do; means of traces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from strata.hardware.specs import device
 from strata.plan.meta_model import find_config
 from strata.plan.search.batching import SERVER_SECONDS, Batching, LoadPoint, at_concurrency, at_rate, wait_for_place
 from strata.plan.search.layer_prices import LayerPrices
@@ -17,7 +16,7 @@ from strata.plan.search.layout import ServingLayout
 from strata.plan.search.machine import Machine
 from strata.plan.search.precision import Precision
 from strata.plan.search.step_table import Anchors, StepTable
-from strata.plan.search.traffic import Traffic
+from strata.plan.search.traffic import Traffic, read_traffic
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "h200_peers.jsonl"
 TRAFFIC = Traffic.of(500, 101)
@@ -131,12 +130,13 @@ def test_prompts_alone_that_are_under_way_are_those_that_come_in_the_time_of_one
     ("ranks", "scheme", "count", "tpot", "ttft"),
     [(1, None, 3, 0.06, 0.2), (2, None, 3, 0.12, 0.25), (1, "fp8", 6, 0.1, 0.22)],
 )
-def test_served_loads_of_8b_on_h200(ranks: int, scheme: str | None, count: int, tpot: float, ttft: float) -> None:
+def test_served_loads_of_8b_on_h200(
+    machine: Machine, ranks: int, scheme: str | None, count: int, tpot: float, ttft: float
+) -> None:
     """Mean latencies of the loads at rates that were measured, of which none made the steps' table. Over two ranks and
     in fp8 all are predicted too short."""
-    machine, config = Machine.of(device("h200"), "bfloat16", per_host=8, network=50e9), find_config("8B")
+    config, precision = find_config("8B"), Precision(scheme)
     traffic, layout = Traffic.of(512, 128), ServingLayout(tensor=ranks)
-    precision = Precision(scheme)
     anchors = Anchors(LayerPrices(config, machine, layout, torch.bfloat16, precision), traffic, [precision])
     table = StepTable(anchors, config, layout, precision)
     measured = [json.loads(line) for line in RESULTS.read_text().splitlines()]
@@ -154,3 +154,22 @@ def test_served_loads_of_8b_on_h200(ranks: int, scheme: str | None, count: int, 
         assert point is not None
         assert point.tpot * 1e3 == pytest.approx(load["tpot_ms"]["mean"], rel=tpot)
         assert point.ttft * 1e3 == pytest.approx(load["ttft_ms"]["mean"], rel=ttft)
+
+
+def test_means_of_a_trace(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [(0, 100, 10), (500, 300, 30), (2000, 200, 20)]
+    line = '{"timestamp": %d, "input_length": %d, "output_length": %d, "hash_ids": [1]}\n'
+    trace.write_text("".join(line % row for row in rows))
+    found = read_traffic(trace, cached=50)
+    assert (found.prompt, found.output, found.longest) == (200, 20, 330)
+    assert found.rate == pytest.approx(1.0)  # two more after the first, in two seconds
+    assert found.computed == 150
+    # Each token of an answer looks back on its prompt and, on average, half of the answer.
+    assert found.context == pytest.approx((10 * 105 + 30 * 315 + 20 * 210) / 60)
+
+
+def test_a_trace_of_like_requests_is_their_lengths(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"input_length": 64, "output_length": 32}\n' * 5)
+    assert read_traffic(trace) == Traffic.of(64, 32)

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from strata.hardware.specs import device
 from strata.plan.meta_model import find_config
 from strata.plan.search.layout import ServingLayout
 from strata.plan.search.machine import Machine
@@ -17,11 +16,6 @@ from strata.plan.search.traffic import Objectives, Traffic
 
 PROMPT = 777
 TRAFFIC = Traffic.of(PROMPT, 200)
-
-
-@pytest.fixture(scope="module")
-def machine() -> Machine:
-    return Machine.of(device("h200"), "bfloat16", per_host=8, network=50e9)
 
 
 def asked(machine: Machine, model: str, devices: int, objectives: Objectives, layers: int = 4) -> Search:

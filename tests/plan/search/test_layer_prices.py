@@ -33,11 +33,6 @@ STEPS = {
 }
 
 
-@pytest.fixture(scope="module")
-def machine() -> Machine:
-    return Machine.of(H200, "bfloat16", per_host=8, network=50e9)
-
-
 @pytest.mark.parametrize(("model", "tensor"), [("0.6B", 1), ("0.6B", 4), ("30B-A3B", 2)])
 def test_few_layers_give_the_time_of_all(machine: Machine, model: str, tensor: int) -> None:
     config = find_config(model)

@@ -42,11 +42,6 @@ TRAFFIC = Traffic.of(1000, 200)
 CONTEXT = 1 << 29  # what a process holds of a device before anything is allocated
 
 
-@pytest.fixture(scope="module")
-def machine() -> Machine:
-    return Machine.of(device("h200"), "bfloat16", per_host=8, network=50e9)
-
-
 @pytest.fixture
 def few_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_table, "_ALONE", (1, 16, 64, 248))

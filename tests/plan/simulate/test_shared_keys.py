@@ -18,7 +18,6 @@ from strata.engine.request import Request
 from strata.engine.scheduling.config import SchedulerConfig
 from strata.engine.scheduling.scheduler import Scheduler
 from strata.hardware.specs import device
-from strata.plan.meta_model import find_config, meta_model
 from strata.plan.simulate.fleet import Fleet, FleetConfig
 from strata.plan.simulate.host import SERVER
 from strata.plan.simulate.prices import PredictedPrices
@@ -114,12 +113,6 @@ def test_plans_tell_of_the_pages_of_their_block_tables() -> None:
         engine.complete(plan, [1] * len(plan.draws))
     assert seen[True] > 50
     assert seen[False] > 20
-
-
-@pytest.fixture(scope="module")
-def times() -> StepModel:
-    spec = device("h200")
-    return StepModel(meta_model(find_config("0.6B"), spec), spec)
 
 
 def plan(decodes: list[int], *prompts: tuple[int, int]) -> StepPlan:

@@ -180,6 +180,14 @@ def test_gradients_in_8_bits_by_hand() -> None:
     replicas = {"dp": 2, "shard": 4, "zero": 3}
     there, back = WEIGHTS * 2064 / 2048 * 3 / 4, 2 * 4 * WEIGHTS / 4 / 2
     assert messages(shape(**replicas, message_dtype="fp8"))["gradients"].cost.bytes == pytest.approx(there + back)
+    # Ranks of tp hold the same experts, whose gradients they add up too where each saw a part of the tokens.
+    experts = 48 * 128 * 3 * 2048 * 768
+    apart, together = (
+        memory(TrainShape(MIXTURE, 4096, 4096, layout=Layout(**given, message_dtype="fp8")), "layers").state
+        - memory(TrainShape(MIXTURE, 4096, 4096, layout=Layout(**given)), "layers").state
+        for given in ({"dp": 2, "tp": 2}, {"dp": 2, "tp": 2, "sequence_parallel": True})
+    )
+    assert together - apart == 2 * experts * 3 // 2
 
 
 def test_fsdp_gathers_twice_in_every_pass() -> None:

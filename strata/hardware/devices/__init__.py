@@ -1,1 +1,0 @@
-"""What each maker's devices promise, and what was measured on them; a figure that no source says is left out."""
