@@ -15,7 +15,7 @@ from strata.cost.step_times import StepTimes
 # 300 (docs/engine.md has what others come to).
 SERVER_TPOT_MS, SERVER_TTFT_MS = 20.0, 300.0
 # Where decodes alone take a large part of a target, a step may take so many times as long as they do alone. With 2, 8B
-# cuts prompts of 512 behind 6,000 in two beside 37 long decodes: TTFT of 55 ms on an H200 for 40, TPOT of 12.6 for 11.6.
+# cuts prompts of 512 behind 6,000 in two beside 37 long decodes: TTFT of 55 ms on an H200 for 40, TPOT 12.6 for 11.6.
 MAX_SLOWDOWN = 2.5
 # Prompt tokens that a step takes in any case, so that the first prompt gets on at any length. Fewer would hardly be
 # faster: with so few rows, products take the time to read the weights.
