@@ -77,10 +77,10 @@ def _by_kernels(mixed: Tensor, axis: Axis, sums: Tensor, dtype: torch.dtype) -> 
     return join_packed(received, mixed.shape[2], dtype)
 
 
-join_heads.implement("gloo", "cpu", invariant=True)(join_heads.reference)
+join_heads.by_definition("cpu", name="gloo", invariant=True)
 if HAS_TRITON:
     _kernels = pack_heads_kernel, NCCL, join_heads_kernel
     join_heads.implement("triton", "cuda", invariant=True, supports=_supports, kernels=_kernels, scratch=_scratch)(
         _by_kernels
     )
-join_heads.implement("nccl", "cuda", invariant=True, kernels=(ATEN, NCCL, ATEN))(join_heads.reference)
+join_heads.by_definition("cuda", name="nccl", invariant=True, kernels=(ATEN, NCCL, ATEN))

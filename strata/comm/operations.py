@@ -100,8 +100,8 @@ if HAS_TRITON:  # both have the bits of the reference
     )
 all_reduce.implement("gloo", "cpu", differentiable=True)(_all_reduce_by_library)
 all_reduce.implement("nccl", "cuda", differentiable=True, kernels=(ATEN, NCCL))(_all_reduce_by_library)
-all_reduce.implement("in rank order", "cpu", invariant=True)(all_reduce.reference)
-all_reduce.implement("in rank order", "cuda", invariant=True, kernels=(NCCL, ATEN))(all_reduce.reference)
+all_reduce.by_definition("cpu", name="in rank order", invariant=True)
+all_reduce.by_definition("cuda", name="in rank order", invariant=True, kernels=(NCCL, ATEN))
 
 
 def _gathered(x: Tensor, along: Along | Axis, dim: int) -> Tensor:
@@ -141,8 +141,8 @@ if HAS_TRITON:
         "one shot", "cuda", invariant=True, supports=fits_one_shot_gather, kernels=(gather_rows_kernel,)
     )
     _one_shot_gather(one_shot_gather)
-all_gather.implement("gloo", "cpu", invariant=True, differentiable=True)(all_gather.reference)
-all_gather.implement("nccl", "cuda", invariant=True, differentiable=True, kernels=(ATEN, NCCL))(all_gather.reference)
+all_gather.by_definition("cpu", name="gloo", invariant=True, differentiable=True)
+all_gather.by_definition("cuda", name="nccl", invariant=True, differentiable=True, kernels=(ATEN, NCCL))
 
 
 def _own_part(x: Tensor, along: Along | Axis, dim: int) -> Tensor:
@@ -178,8 +178,8 @@ def _scattered_by_library(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 reduce_scatter.implement("gloo", "cpu", differentiable=True)(_scattered_by_library)
 reduce_scatter.implement("nccl", "cuda", differentiable=True, kernels=(ATEN, NCCL))(_scattered_by_library)
-reduce_scatter.implement("in rank order", "cpu", invariant=True)(reduce_scatter.reference)
-reduce_scatter.implement("in rank order", "cuda", invariant=True, kernels=(NCCL, ATEN))(reduce_scatter.reference)
+reduce_scatter.by_definition("cpu", name="in rank order", invariant=True)
+reduce_scatter.by_definition("cuda", name="in rank order", invariant=True, kernels=(NCCL, ATEN))
 
 
 def _exchange_cost(x: Tensor, along: Along | Axis, *, workload: Workload) -> Cost:
@@ -198,8 +198,8 @@ def all_to_all(x: Tensor, along: Along | Axis) -> Tensor:
     return x if along.size == 1 else collectives.all_to_all(x, live(along))
 
 
-all_to_all.implement("gloo", "cpu", invariant=True, differentiable=True)(all_to_all.reference)
-all_to_all.implement("nccl", "cuda", invariant=True, differentiable=True, kernels=(NCCL,))(all_to_all.reference)
+all_to_all.by_definition("cpu", name="gloo", invariant=True, differentiable=True)
+all_to_all.by_definition("cuda", name="nccl", invariant=True, differentiable=True, kernels=(NCCL,))
 
 
 def _pairwise_cost(x: Tensor, along: Along | Axis, *, workload: Workload) -> Cost:
@@ -223,8 +223,8 @@ def pairwise_all_reduce(x: Tensor, along: Along | Axis) -> Tensor:
     return result
 
 
-pairwise_all_reduce.implement("gathered", "cpu", invariant=True)(pairwise_all_reduce.reference)
-pairwise_all_reduce.implement("gathered", "cuda", invariant=True, kernels=(NCCL, ATEN))(pairwise_all_reduce.reference)
+pairwise_all_reduce.by_definition("cpu", name="gathered", invariant=True)
+pairwise_all_reduce.by_definition("cuda", name="gathered", invariant=True, kernels=(NCCL, ATEN))
 
 
 def _send_cost(x: Tensor, along: Along | Axis, *, workload: Workload) -> Cost:
@@ -267,7 +267,7 @@ def receive_previous(rows: Tensor, along: Along | Axis, width: int, dtype: torch
     return arrived
 
 
-send_next.implement("gloo", "cpu", invariant=True)(send_next.reference)
-send_next.implement("nccl", "cuda", invariant=True, kernels=(NCCL,))(send_next.reference)
-receive_previous.implement("gloo", "cpu", invariant=True)(receive_previous.reference)
-receive_previous.implement("nccl", "cuda", invariant=True, kernels=(NCCL,))(receive_previous.reference)
+send_next.by_definition("cpu", name="gloo", invariant=True)
+send_next.by_definition("cuda", name="nccl", invariant=True, kernels=(NCCL,))
+receive_previous.by_definition("cpu", name="gloo", invariant=True)
+receive_previous.by_definition("cuda", name="nccl", invariant=True, kernels=(NCCL,))

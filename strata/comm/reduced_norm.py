@@ -86,10 +86,9 @@ def _product_scratch(x: Tensor, axis: Axis, weight: Tensor, residual: Tensor, *_
     return _linear.scratch(x, weight) + residual.nbytes
 
 
-if HAS_TRITON:
-    linear_all_reduce_add_rms_norm.implement(
-        "one shot", "cuda", supports=fits_sent_product, kernels=sent_product_kernels
-    )(sent_product_norm)
+linear_all_reduce_add_rms_norm.in_triton(
+    sent_product_norm, "one shot", supports=fits_sent_product, kernels=sent_product_kernels
+)
 linear_all_reduce_add_rms_norm.implement("apart", "cuda", kernels=_product_kernels_apart, scratch=_product_scratch)(
     _product_apart
 )

@@ -61,6 +61,6 @@ def gather_keys_values(k: Tensor, along: Along | Axis, v: Tensor) -> tuple[Tenso
 
 
 for _gather in (gather_tokens, gather_keys_values):
-    _gather.implement("gloo", "cpu", invariant=True)(_gather.reference)
-gather_tokens.implement("nccl", "cuda", invariant=True, kernels=(NCCL,))(gather_tokens.reference)
-gather_keys_values.implement("nccl", "cuda", invariant=True, kernels=(ATEN, NCCL))(gather_keys_values.reference)
+    _gather.by_definition("cpu", name="gloo", invariant=True)
+gather_tokens.by_definition("cuda", name="nccl", invariant=True, kernels=(NCCL,))
+gather_keys_values.by_definition("cuda", name="nccl", invariant=True, kernels=(ATEN, NCCL))

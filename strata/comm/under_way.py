@@ -15,7 +15,6 @@ from strata.comm.peer_copies import PendingSum
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.norm.norm import add_rms_norm, alike, fits, launch_norm, rms_norm_kernel
 from strata.kernels.op import ATEN, NCCL, operation
-from strata.kernels.triton_import import HAS_TRITON
 
 
 def _start_cost(x: Tensor, along: Along | Axis, slot: int, *, workload: Workload) -> Cost:
@@ -68,7 +67,7 @@ def finish_all_reduce(pending: Pending | PendingSum) -> Tensor:
 
 
 for _kind in ("cpu", "cuda"):
-    finish_all_reduce.implement("wait", _kind, kernels=())(finish_all_reduce.reference)
+    finish_all_reduce.by_definition(_kind, name="wait", kernels=())
 
 
 def _norm_cost(pending: Pending, residual: Tensor, weight: Tensor, eps: float, *, workload: Workload) -> Cost:
@@ -112,9 +111,6 @@ def _kernels_apart(pending: Pending, residual: Tensor, weight: Tensor, eps: floa
     return add_rms_norm.bind("cuda").launches(residual, residual, weight, eps)
 
 
-if HAS_TRITON:
-    finish_add_rms_norm.implement("received", "cuda", supports=_was_copied, kernels=(rms_norm_kernel,))(
-        _norm_of_received
-    )
+finish_add_rms_norm.in_triton(_norm_of_received, "received", supports=_was_copied, kernels=(rms_norm_kernel,))
 finish_add_rms_norm.implement("apart", "cpu")(_norm_apart("cpu"))
 finish_add_rms_norm.implement("apart", "cuda", kernels=_kernels_apart)(_norm_apart("cuda"))

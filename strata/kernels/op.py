@@ -145,26 +145,23 @@ class Operation:
             sent=cost.sent,
         )
 
-    def implement(
-        self,
-        name: str,
-        device: str,
-        *,
-        invariant: bool = False,
-        differentiable: bool = False,
-        supports: Callable[..., bool] | None = None,
-        kernels: Kernels = (ATEN,),
-        packed: bool = False,
-        scratch: Callable[..., int] | None = None,
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Register the decorated function; among those that fit, the one registered first is preferred."""
+    def implement(self, name: str, *devices: str, **what: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Register the decorated function for kinds of devices; among those that fit, the one registered first is
+        preferred. what: see `Implementation`."""
 
         def register(run: Callable[..., Any]) -> Callable[..., Any]:
-            made = Implementation(name, run, device, invariant, differentiable, supports, kernels, packed, scratch)
-            self.implementations.append(made)
+            self.implementations += [Implementation(name, run, device, **what) for device in devices]
             return run
 
         return register
+
+    def by_definition(self, *devices: str, name: str = "torch", **what: Any) -> None:
+        """Register the reference as an implementation."""
+        self.by_definition(*devices, name=name, **what)
+
+    def in_triton(self, run: Callable[..., Any], name: str = "triton", **what: Any) -> None:
+        """Register what launches kernels of Triton on CUDA, where that is installed."""
+        self.in_triton(run, name, **what)
 
     def bind(
         self, device: str, *, deterministic: bool = False, differentiable: bool = False, packed: bool = False
@@ -283,38 +280,19 @@ def like_first(first: Any, *others: Any) -> Tensor:
 
 
 def operation(
-    cost: Callable[..., Cost],
-    *,
-    operands: Callable[..., Any] | None = None,
-    meta: Callable[..., Any] = like_first,
-    mutates: tuple[str, ...] = (),
-    rowwise: bool = False,
-    product: bool = False,
-    gated: bool = False,
-    packable: tuple[int, ...] = (),
-    reads_state: bool = False,
-    collective: bool = False,
-    backward: Callable[..., Cost] | None = None,
-    dense: bool = False,
-    mixture: bool = False,
-    recurrent: bool = False,
+    cost: Callable[..., Cost], *, meta: Callable[..., Any] = like_first, **traits: Any
 ) -> Callable[[Callable[..., Any]], Operation]:
     """Make the decorated reference an operation of the same name and list it in `OPERATIONS`.
 
     `meta(call)` returns empty tensors of the result's shape and dtype on the meta device; `cost(call, workload)` counts
     the work (see `strata.hardware.roofline`), `workload` telling what the lengths in tensors cannot tell there. Without
-    `operands`, they and the reference take the arguments in the place of `call`. The traits, and `backward`, are those
-    of `Operation`.
+    `operands`, they and the reference take the arguments in the place of `call`. traits: see `Operation`.
     """
 
     def define(reference: Callable[..., Any]) -> Operation:
         if reference.__name__ in OPERATIONS:
             raise ValueError(f"operation {reference.__name__!r} is defined twice")
-        name = reference.__name__
-        made = Operation(
-            name, reference, cost, meta, mutates, rowwise, product, gated, packable, reads_state, collective, backward,
-            dense, mixture, recurrent, operands=operands,
-        )  # fmt: skip
+        made = Operation(reference.__name__, reference, cost, meta, **traits)
         made.__doc__ = reference.__doc__
         OPERATIONS[made.name] = made
         return made

@@ -20,7 +20,6 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.collective.all_reduce import block_tile, gather_rows_kernel, one_shot_kernel
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import ATEN, NCCL, operation
-from strata.kernels.triton_import import HAS_TRITON
 
 _WORD = 4
 
@@ -92,16 +91,11 @@ def _combined_by_library(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else collectives.reduce_scatter(x, live(axis), 0)
 
 
-if HAS_TRITON:
-    dispatch_rows.implement("one shot", "cuda", invariant=True, supports=_fits_gather, kernels=(gather_rows_kernel,))(
-        gather_rows
-    )
-    combine_rows.implement("one shot", "cuda", invariant=True, supports=_fits_scatter, kernels=(one_shot_kernel,))(
-        scatter_sums
-    )
-dispatch_rows.implement("gloo", "cpu", invariant=True)(dispatch_rows.reference)
-dispatch_rows.implement("nccl", "cuda", invariant=True, kernels=(NCCL,))(dispatch_rows.reference)
+dispatch_rows.in_triton(gather_rows, "one shot", invariant=True, supports=_fits_gather, kernels=(gather_rows_kernel,))
+combine_rows.in_triton(scatter_sums, "one shot", invariant=True, supports=_fits_scatter, kernels=(one_shot_kernel,))
+dispatch_rows.by_definition("cpu", name="gloo", invariant=True)
+dispatch_rows.by_definition("cuda", name="nccl", invariant=True, kernels=(NCCL,))
 combine_rows.implement("gloo", "cpu")(_combined_by_library)
 combine_rows.implement("nccl", "cuda", kernels=(NCCL,))(_combined_by_library)
-combine_rows.implement("in rank order", "cpu", invariant=True)(combine_rows.reference)
-combine_rows.implement("in rank order", "cuda", invariant=True, kernels=(NCCL, ATEN))(combine_rows.reference)
+combine_rows.by_definition("cpu", name="in rank order", invariant=True)
+combine_rows.by_definition("cuda", name="in rank order", invariant=True, kernels=(NCCL, ATEN))

@@ -206,10 +206,10 @@ def _send_kernels(x: Tensor, along: Along | Axis, weights: Tensor, chosen: Tenso
     return ATEN, NCCL, *order_kernels(goes), ATEN, NCCL, ATEN, NCCL, ATEN, NCCL, ATEN
 
 
-send_rows.implement("gloo", "cpu")(send_rows.reference)
-send_rows.implement("nccl", "cuda", kernels=_send_kernels)(send_rows.reference)
-return_rows.implement("gloo", "cpu")(return_rows.reference)
-return_rows.implement("nccl", "cuda", kernels=(NCCL,))(return_rows.reference)
+send_rows.by_definition("cpu", name="gloo")
+send_rows.by_definition("cuda", name="nccl", kernels=_send_kernels)
+return_rows.by_definition("cpu", name="gloo")
+return_rows.by_definition("cuda", name="nccl", kernels=(NCCL,))
 
 
 def exchange_tokens(width: int, dtype: torch.dtype, ranks: int, slots: int, per_token: int) -> int | None:

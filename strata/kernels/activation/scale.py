@@ -45,8 +45,8 @@ def _whole_tanh(x: Tensor, cap: float) -> Tensor:
 
 
 for _device in ("cpu", "cuda"):
-    scale.implement("torch", _device, invariant=True, differentiable=True)(scale.reference)
-    times.implement("torch", _device, invariant=True, differentiable=True)(times.reference)
-softcap.implement("torch", "cpu", differentiable=True)(softcap.reference)
+    scale.by_definition(_device, invariant=True, differentiable=True)
+    times.by_definition(_device, invariant=True, differentiable=True)
+softcap.by_definition("cpu", differentiable=True)
 softcap.implement("blocks", "cpu", invariant=True)(_whole_tanh)
-softcap.implement("torch", "cuda", invariant=True, differentiable=True)(softcap.reference)
+softcap.by_definition("cuda", invariant=True, differentiable=True)

@@ -15,7 +15,6 @@ from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, PackedBatch
 from strata.kernels.fused import Run, fused
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.qk_rope_kv_write import HeadsCall, qk_rope_kv_write
-from strata.kernels.triton_import import HAS_TRITON
 
 
 class DecodeCall(NamedTuple):
@@ -116,12 +115,10 @@ def _composed_kernels(call: DecodeCall) -> tuple[str, ...]:
 
 
 decode_attention.implement("composed", "cpu")(_composed("cpu"))
-if HAS_TRITON:
-    decode_attention.implement(
-        "triton",
-        "cuda",
-        supports=_fits,
-        kernels=_of_decodes(decode_attention_cuda.kernels),
-        scratch=_of_decodes(decode_attention_cuda.scratch),
-    )(_triton)
+decode_attention.in_triton(
+    _triton,
+    supports=_fits,
+    kernels=_of_decodes(decode_attention_cuda.kernels),
+    scratch=_of_decodes(decode_attention_cuda.scratch),
+)
 decode_attention.implement("composed", "cuda", kernels=_composed_kernels)(_composed("cuda"))

@@ -13,7 +13,6 @@ from strata.kernels.linear.packed.many_rows import implement_many_rows
 from strata.kernels.linear.skinny import SkinnyProduct, implement_few_rows
 from strata.kernels.op import CUBLAS, operation
 from strata.kernels.quant.packed import PackedWeight, dense, packed_product, round_activations
-from strata.kernels.triton_import import HAS_TRITON
 
 
 def _cost(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None, *, workload: Workload) -> Cost:
@@ -68,10 +67,7 @@ linear.implement("cublas", "cuda", differentiable=True, kernels=(CUBLAS,))(F.lin
 linear.implement(cublaslt.IMPLEMENTATION, "cuda", invariant=True, supports=cublaslt.supports, kernels=(CUBLAS,))(
     cublaslt.cublaslt_linear
 )
-if HAS_TRITON:
-    linear.implement("triton", "cuda", invariant=True, supports=fixed.fits, kernels=(fixed.linear_kernel,))(
-        fixed.triton_linear
-    )
+linear.in_triton(fixed.triton_linear, invariant=True, supports=fixed.fits, kernels=(fixed.linear_kernel,))
 implement_many_rows(linear)
 
 

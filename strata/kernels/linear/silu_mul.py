@@ -144,7 +144,6 @@ def _in_parts(packed: bool) -> Callable[..., Tensor]:
 
 
 implement_few_rows(linear_silu_mul, _product)
-if HAS_TRITON:
-    linear_silu_mul.implement("triton", "cuda", supports=_fits, kernels=(linear_silu_mul_kernel,))(_triton)
+linear_silu_mul.in_triton(_triton, supports=_fits, kernels=(linear_silu_mul_kernel,))
 one_after_the_other = _in_parts(packed=False)
 _in_parts(packed=True)

@@ -16,7 +16,6 @@ from strata.kernels.linear.fixed import Tile, buffered_linear, fits, launch_line
 from strata.kernels.linear.linear import linear
 from strata.kernels.op import operation
 from strata.kernels.pairwise import pairwise_sum
-from strata.kernels.triton_import import HAS_TRITON
 
 MOST_SLICES = 8
 
@@ -92,5 +91,4 @@ def _fits(x: Tensor, weight: Tensor, slices: int, wide: bool) -> bool:
     return fits(x, weight) and slices in (1, 2, 4, MOST_SLICES) and weight.shape[1] % slices == 0
 
 
-if HAS_TRITON:
-    sliced_linear.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(linear_kernel,))(_triton)
+sliced_linear.in_triton(_triton, invariant=True, supports=_fits, kernels=(linear_kernel,))

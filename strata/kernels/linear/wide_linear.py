@@ -9,7 +9,6 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.linear import fixed
 from strata.kernels.op import ATEN, CUBLAS, operation
-from strata.kernels.triton_import import HAS_TRITON
 
 
 def _cost(x: Tensor, weight: Tensor, *, workload: Workload) -> Cost:
@@ -51,14 +50,11 @@ def _cublas(x: Tensor, weight: Tensor) -> Tensor:
     return rows.view(*x.shape[:-1], -1)
 
 
-wide_linear.implement("converted", "cuda", differentiable=True, kernels=(ATEN, ATEN, CUBLAS))(wide_linear.reference)
+wide_linear.by_definition("cuda", name="converted", differentiable=True, kernels=(ATEN, ATEN, CUBLAS))
 
 
 def _triton(x: Tensor, weight: Tensor) -> Tensor:
     return fixed.triton_linear(x.to(torch.float32), weight.to(torch.float32))
 
 
-if HAS_TRITON:
-    wide_linear.implement(
-        "triton", "cuda", invariant=True, supports=fixed.fits, kernels=(ATEN, ATEN, fixed.linear_kernel)
-    )(_triton)
+wide_linear.in_triton(_triton, invariant=True, supports=fixed.fits, kernels=(ATEN, ATEN, fixed.linear_kernel))

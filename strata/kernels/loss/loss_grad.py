@@ -21,7 +21,7 @@ from strata.kernels.linear.into import put_product
 from strata.kernels.loss.loss import IGNORED, linear_cross_entropy
 from strata.kernels.op import operation
 from strata.kernels.plain_tensor import all_plain
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import jit, tl
 
 
 def _cost(
@@ -161,8 +161,7 @@ def _row_chunks(tokens: int, most: int) -> Iterator[slice]:
         yield slice(start, min(start + rows, tokens))
 
 
-if HAS_TRITON:
-    cross_entropy_gradients.implement("triton", "cuda", supports=_supports)(_triton)
+cross_entropy_gradients.in_triton(_triton, supports=_supports)
 
 
 def _summed_cost(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, *, workload: Workload) -> Cost:
@@ -217,10 +216,9 @@ def _both_wanted(hidden: Tensor, weight: Tensor, *others: Tensor) -> bool:
     return wanted and all_plain(hidden, weight) and implementations_for(hidden.device) == hidden.device.type
 
 
-if HAS_TRITON:
-    summed_cross_entropy.implement("gradients at once", "cuda", differentiable=True, supports=_both_wanted)(
-        _LossWithGradients.apply
-    )
+summed_cross_entropy.in_triton(
+    _LossWithGradients.apply, "gradients at once", differentiable=True, supports=_both_wanted
+)
 summed_cross_entropy.implement("chunks", "cuda", differentiable=True)(_summed_chunks)
 
 

@@ -15,7 +15,7 @@ from strata.kernels.device_limits import stands_in
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
 from strata.kernels.plain_tensor import all_plain
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import jit, tl
 
 
 def _cost(rows: Tensor, source: Tensor, inverse: Tensor, weights: Tensor | None, *, workload: Workload) -> Cost:
@@ -192,6 +192,5 @@ def _weighted_fits(rows: Tensor, source: Tensor, inverse: Tensor, weights: Tenso
     return weights is not None and _fits(rows, source, inverse, weights)
 
 
-if HAS_TRITON:
-    combine.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(combine_kernel,))(_triton)
-    combine.implement("triton with gradients", "cuda", differentiable=True, supports=_weighted_fits)(_Combine.apply)
+combine.in_triton(_triton, invariant=True, supports=_fits, kernels=(combine_kernel,))
+combine.in_triton(_Combine.apply, "triton with gradients", differentiable=True, supports=_weighted_fits)

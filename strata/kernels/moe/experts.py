@@ -276,7 +276,7 @@ def _implement(operation: Operation, *, is_part: bool) -> None:
     def frozen(call: AnyExpertsCall[PackedWeight]) -> Tensor:
         return frozen_call(operation.bind(call.x.device.type, differentiable=not is_part), *call)
 
-    operation.implement("an expert at a time", "cpu", differentiable=not is_part)(operation.definition)
+    operation.by_definition("cpu", name="an expert at a time", differentiable=not is_part)
     operation.implement("fixed tiles", "cpu", invariant=True, supports=_in_place)(_fixed)
     operation.implement("fixed tiles, unpacked", "cpu", invariant=True, supports=_in_place, packed=True)(_fixed)
     library: dict[str, Any] = {"kernels": _library_kernels, "scratch": _library_scratch}
@@ -284,9 +284,8 @@ def _implement(operation: Operation, *, is_part: bool) -> None:
     tiles: dict[str, Any] = {"supports": partial(_takes, reads), "scratch": _tiles_scratch}
     if HAS_TRITON and is_part:
         operation.implement("grouped", "cuda", supports=_is_long, **library)(by_library)
-    elif HAS_TRITON:
-        operation.implement("triton choices", "cuda", **choices)(by_choices)
-        operation.implement(CHOICES, "cuda", packed=True, **choices)(by_choices)
+    operation.in_triton(by_choices, "triton choices", **choices)
+    operation.in_triton(by_choices, CHOICES, packed=True, **choices)
     if HAS_TRITON:
         operation.implement("triton tiles", "cuda", kernels=_kernels(grouped_kernel), **tiles)(by_tiles)
         kernels = _kernels(round_rows_kernel, grouped_kernel)

@@ -16,7 +16,6 @@ from strata.kernels.activation.blocks import in_whole_vectors
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.moe.route_triton import MOST_EXPERTS, MOST_PER_TOKEN, TAKEN, route_kernel
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON
 
 _INDEX_BYTES = 8
 
@@ -150,10 +149,9 @@ def in_one_launch(
     return weights, chosen
 
 
-route.implement("torch", "cpu", differentiable=True)(route.reference)
-if HAS_TRITON:
-    route.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(route_kernel,))(in_one_launch)
-route.implement("torch", "cuda", invariant=True, differentiable=True)(route.reference)
+route.by_definition("cpu", differentiable=True)
+route.in_triton(in_one_launch, invariant=True, supports=_fits, kernels=(route_kernel,))
+route.by_definition("cuda", invariant=True, differentiable=True)
 
 
 @route.implement("whole vectors", "cpu", invariant=True)

@@ -14,7 +14,7 @@ from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
 from strata.kernels.quant.round_rows import empty_rounded, rounding_constants, store_rounded
 from strata.kernels.torch_functions import add
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import jit, tl
 
 
 def _cost(x: Tensor, weight: Tensor, eps: float, *, workload: Workload) -> Cost:
@@ -229,6 +229,5 @@ def _sum_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tupl
     return launch_norm(x, weight, eps, residual)
 
 
-if HAS_TRITON:
-    for _norm, _run, _supports in ((rms_norm, _triton, fits), (add_rms_norm, _sum_triton, _sum_fits)):
-        _norm.implement("triton", "cuda", invariant=True, supports=_supports, kernels=(rms_norm_kernel,))(_run)
+for _norm, _run, _supports in ((rms_norm, _triton, fits), (add_rms_norm, _sum_triton, _sum_fits)):
+    _norm.in_triton(_run, invariant=True, supports=_supports, kernels=(rms_norm_kernel,))

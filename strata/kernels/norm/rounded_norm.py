@@ -16,7 +16,6 @@ from strata.kernels.fused import Run, fused
 from strata.kernels.norm.norm import add_rms_norm, alike, launch_norm, rms_norm, rms_norm_kernel, row_tile
 from strata.kernels.norm.wide_norm import wide_rms_norm
 from strata.kernels.quant.round_rows import MOST_COLUMNS, can_round, round_rows
-from strata.kernels.triton_import import HAS_TRITON
 
 Rounded = tuple[Tensor, ...]
 
@@ -75,10 +74,9 @@ def _wide_fits(x: Tensor, weight: Tensor, eps: float, offset: float, *rounding: 
     return _fits(x, weight, eps, *rounding)
 
 
-if HAS_TRITON:
-    for _operation, _run, _supports in (
-        (rms_norm_round, _triton, _fits),
-        (add_rms_norm_round, _sum_triton, _sum_fits),
-        (wide_rms_norm_round, _wide_triton, _wide_fits),
-    ):
-        _operation.implement("triton", "cuda", invariant=True, supports=_supports, kernels=(rms_norm_kernel,))(_run)
+for _operation, _run, _supports in (
+    (rms_norm_round, _triton, _fits),
+    (add_rms_norm_round, _sum_triton, _sum_fits),
+    (wide_rms_norm_round, _wide_triton, _wide_fits),
+):
+    _operation.in_triton(_run, invariant=True, supports=_supports, kernels=(rms_norm_kernel,))

@@ -8,7 +8,6 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.norm.norm import fits, launch_norm, rms_norm_kernel
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON
 
 
 def _cost(x: Tensor, weight: Tensor, eps: float, offset: float, *, workload: Workload) -> Cost:
@@ -29,13 +28,12 @@ def wide_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tenso
 
 
 # A row is reduced in an order that depends on its width only.
-wide_rms_norm.implement("torch", "cpu", invariant=True, differentiable=True)(wide_rms_norm.reference)
+wide_rms_norm.by_definition("cpu", invariant=True, differentiable=True)
 
 
 def _triton(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     return launch_norm(x, weight, eps, offset=offset)[0]
 
 
-if HAS_TRITON:
-    wide_rms_norm.implement("triton", "cuda", invariant=True, supports=fits, kernels=(rms_norm_kernel,))(_triton)
-wide_rms_norm.implement("torch", "cuda", differentiable=True)(wide_rms_norm.reference)
+wide_rms_norm.in_triton(_triton, invariant=True, supports=fits, kernels=(rms_norm_kernel,))
+wide_rms_norm.by_definition("cuda", differentiable=True)

@@ -11,7 +11,7 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import jit, tl
 
 
 class Constants(NamedTuple):
@@ -157,8 +157,7 @@ def _fused(
     return weight
 
 
-if HAS_TRITON:
-    adamw.implement("triton", "cuda", supports=_fits)(_triton)
+adamw.in_triton(_triton, supports=_fits)
 
 
 def compile_cases() -> list[CompileCase]:

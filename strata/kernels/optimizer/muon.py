@@ -9,7 +9,7 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import jit, tl
 
 
 def _momentum_cost(
@@ -114,9 +114,8 @@ def _update_fits(weight: Tensor, master: Tensor, direction: Tensor, *others: obj
     return master.dtype == torch.float32 and all(one.is_contiguous() for one in (weight, master, direction))
 
 
-if HAS_TRITON:
-    muon_momentum.implement("triton", "cuda", supports=_momentum_fits)(_momentum_triton)
-    muon_update.implement("triton", "cuda", supports=_update_fits)(_update_triton)
+muon_momentum.in_triton(_momentum_triton, supports=_momentum_fits)
+muon_update.in_triton(_update_triton, supports=_update_fits)
 
 
 def compile_cases() -> list[CompileCase]:

@@ -64,8 +64,8 @@ def _gated(x: Tensor, gate: Tensor) -> Tensor:
     return wide * opened
 
 
-gated_mean_square.implement("blocks", "cpu", invariant=True)(gated_mean_square.reference)
+gated_mean_square.by_definition("cpu", name="blocks", invariant=True)
 # On a GPU the order in which torch adds up a row depends on how many there are.
-gated_mean_square.implement("torch", "cuda")(gated_mean_square.reference)
-divided_gated_rms_norm.implement("blocks", "cpu", invariant=True)(divided_gated_rms_norm.reference)
-divided_gated_rms_norm.implement("torch", "cuda", invariant=True)(divided_gated_rms_norm.reference)
+gated_mean_square.by_definition("cuda")
+divided_gated_rms_norm.by_definition("cpu", name="blocks", invariant=True)
+divided_gated_rms_norm.by_definition("cuda", invariant=True)

@@ -29,7 +29,6 @@ from strata.kernels.recurrent.sequences import (
     spans,
     state_cost,
 )
-from strata.kernels.triton_import import HAS_TRITON
 
 
 def _cost(call: GatedDeltaCall, *, workload: Workload) -> Cost:
@@ -166,25 +165,24 @@ def _recurrence(call: GatedDeltaCall) -> Tensor:
 
 gated_delta.implement("chunks", "cpu", differentiable=True)(_chunks)
 gated_delta.implement("recurrence", "cpu", invariant=True)(_recurrence)
-if HAS_TRITON:
-    gated_delta.implement(
-        "triton parallel chunks",
-        "cuda",
-        supports=delta_chunks_cuda.supports,
-        kernels=delta_chunks_cuda.KERNELS,
-        scratch=delta_chunks_cuda.scratch,
-    )(delta_chunks_cuda.launch)
-    gated_delta.implement(
-        "triton chunks",
-        "cuda",
-        supports=gated_delta_triton.takes_chunks,
-        kernels=(gated_delta_triton.gated_delta_chunks_kernel,),
-    )(partial(gated_delta_triton.launch, chunks=True))
-    gated_delta.implement(
-        "triton recurrence",
-        "cuda",
-        invariant=True,
-        supports=gated_delta_triton.supports,
-        kernels=(gated_delta_triton.gated_delta_kernel,),
-    )(partial(gated_delta_triton.launch, chunks=False))
+gated_delta.in_triton(
+    delta_chunks_cuda.launch,
+    "triton parallel chunks",
+    supports=delta_chunks_cuda.supports,
+    kernels=delta_chunks_cuda.KERNELS,
+    scratch=delta_chunks_cuda.scratch,
+)
+gated_delta.in_triton(
+    partial(gated_delta_triton.launch, chunks=True),
+    "triton chunks",
+    supports=gated_delta_triton.takes_chunks,
+    kernels=(gated_delta_triton.gated_delta_chunks_kernel,),
+)
+gated_delta.in_triton(
+    partial(gated_delta_triton.launch, chunks=False),
+    "triton recurrence",
+    invariant=True,
+    supports=gated_delta_triton.supports,
+    kernels=(gated_delta_triton.gated_delta_kernel,),
+)
 gated_delta.implement("chunks", "cuda", differentiable=True)(_chunks)

@@ -12,7 +12,7 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.blocks import in_whole_vectors
 from strata.kernels.grid_sizes import next_power_of_2
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import jit, tl
 
 
 def _cost(
@@ -43,7 +43,7 @@ def _normed(
     return weighted if gate_first else (weighted * opening).to(dtype)
 
 
-gated_rms_norm.implement("torch", "cpu", differentiable=True)(gated_rms_norm.reference)
+gated_rms_norm.by_definition("cpu", differentiable=True)
 
 
 @gated_rms_norm.implement("blocks", "cpu", invariant=True)
@@ -117,8 +117,5 @@ def _fits(x: Tensor, gate: Tensor, weight: Tensor, eps: float, size: int, gate_f
     return plain and side_by_side and size <= 16384 and x.dtype != torch.float64
 
 
-if HAS_TRITON:
-    gated_rms_norm.implement("triton", "cuda", invariant=True, supports=_fits, kernels=(gated_rms_norm_kernel,))(
-        _triton
-    )
-gated_rms_norm.implement("torch", "cuda", differentiable=True)(gated_rms_norm.reference)
+gated_rms_norm.in_triton(_triton, invariant=True, supports=_fits, kernels=(gated_rms_norm_kernel,))
+gated_rms_norm.by_definition("cuda", differentiable=True)

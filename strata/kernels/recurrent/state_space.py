@@ -27,7 +27,6 @@ from strata.kernels.recurrent.sequences import (
     spans,
     state_cost,
 )
-from strata.kernels.triton_import import HAS_TRITON
 
 
 def _cost(call: StateSpaceCall, *, workload: Workload) -> Cost:
@@ -144,18 +143,17 @@ def _recurrence(call: StateSpaceCall) -> Tensor:
 
 state_space.implement("chunks", "cpu", differentiable=True)(_chunks)
 state_space.implement("recurrence", "cpu", invariant=True)(_recurrence)
-if HAS_TRITON:
-    state_space.implement(
-        "triton chunks",
-        "cuda",
-        supports=state_space_triton.takes_chunks,
-        kernels=(state_space_triton.state_space_chunks_kernel,),
-    )(partial(state_space_triton.launch, chunks=True))
-    state_space.implement(
-        "triton recurrence",
-        "cuda",
-        invariant=True,
-        supports=state_space_triton.supports,
-        kernels=(state_space_triton.state_space_kernel,),
-    )(partial(state_space_triton.launch, chunks=False))
+state_space.in_triton(
+    partial(state_space_triton.launch, chunks=True),
+    "triton chunks",
+    supports=state_space_triton.takes_chunks,
+    kernels=(state_space_triton.state_space_chunks_kernel,),
+)
+state_space.in_triton(
+    partial(state_space_triton.launch, chunks=False),
+    "triton recurrence",
+    invariant=True,
+    supports=state_space_triton.supports,
+    kernels=(state_space_triton.state_space_kernel,),
+)
 state_space.implement("chunks", "cuda", differentiable=True)(_chunks)

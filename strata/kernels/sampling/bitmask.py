@@ -11,7 +11,7 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import jit, tl
 
 # Ids of one word of a mask.
 WORD = 32
@@ -38,7 +38,7 @@ def apply_bitmask(logits: Tensor, masks: Tensor, which: Tensor, first: int | Non
     return logits.masked_fill_(ruled_out, -torch.inf)
 
 
-apply_bitmask.implement("torch", "cpu", invariant=True)(apply_bitmask.reference)
+apply_bitmask.by_definition("cpu", invariant=True)
 
 
 _BLOCK = 4096
@@ -68,8 +68,7 @@ def _triton(logits: Tensor, masks: Tensor, which: Tensor, first: int | None = No
     return logits
 
 
-if HAS_TRITON:
-    apply_bitmask.implement("triton", "cuda", invariant=True, kernels=(apply_bitmask_kernel,))(_triton)
+apply_bitmask.in_triton(_triton, invariant=True, kernels=(apply_bitmask_kernel,))
 
 
 def compile_cases() -> list[CompileCase]:

@@ -14,7 +14,6 @@ from strata.kernels.op import operation
 from strata.kernels.sampling.filters_triton import filter_bounds_kernel, search_bounds
 from strata.kernels.sampling.integer_probabilities import integer_probabilities
 from strata.kernels.sampling.sampling import scaled
-from strata.kernels.triton_import import HAS_TRITON
 
 
 def _bounds_cost(
@@ -77,5 +76,4 @@ def _bounds_cpu(
     return lowest, last
 
 
-if HAS_TRITON:
-    filter_bounds.implement("triton", "cuda", invariant=True, kernels=(filter_bounds_kernel,))(search_bounds)
+filter_bounds.in_triton(search_bounds, invariant=True, kernels=(filter_bounds_kernel,))

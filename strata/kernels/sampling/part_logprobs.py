@@ -16,7 +16,7 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.op import operation
 from strata.kernels.sampling.score_keys import NO_KEY, key_ids, key_scores, score_keys
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import jit, tl
 
 _BLOCK = 4096
 
@@ -45,7 +45,7 @@ def exponential_sums(logits: Tensor) -> Tensor:
 
 
 # ATen adds each row up by itself on CPU.
-exponential_sums.implement("torch", "cpu", invariant=True)(exponential_sums.reference)
+exponential_sums.by_definition("cpu", invariant=True)
 
 
 # The rows of an odd vocabulary begin at any address, and a slice of rows does too.
@@ -77,8 +77,7 @@ def _triton(logits: Tensor) -> Tensor:
     return result
 
 
-if HAS_TRITON:
-    exponential_sums.implement("triton", "cuda", invariant=True, kernels=(exponential_sums_kernel,))(_triton)
+exponential_sums.in_triton(_triton, invariant=True, kernels=(exponential_sums_kernel,))
 
 
 def logprobs_in_part(logits: Tensor, ids: Tensor, top: int, first: int) -> Tensor:

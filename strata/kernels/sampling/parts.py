@@ -78,7 +78,7 @@ def best_of_parts(keys: Tensor) -> Tensor:
     return torch.where(key_scores(best).isfinite(), key_ids(best), NO_ID)
 
 
-best_of_parts.implement("torch", "cpu", invariant=True)(best_of_parts.reference)
+best_of_parts.by_definition("cpu", invariant=True)
 
 
 @jit
@@ -135,11 +135,8 @@ def _choice_triton(keys: Tensor) -> Tensor:
     return result
 
 
-if HAS_TRITON:
-    best_in_part.implement("triton", "cuda", invariant=True, kernels=(gumbel_blocks_kernel, gumbel_part_kernel))(
-        _best_triton
-    )
-    best_of_parts.implement("triton", "cuda", invariant=True, kernels=(best_of_parts_kernel,))(_choice_triton)
+best_in_part.in_triton(_best_triton, invariant=True, kernels=(gumbel_blocks_kernel, gumbel_part_kernel))
+best_of_parts.in_triton(_choice_triton, invariant=True, kernels=(best_of_parts_kernel,))
 
 
 def compile_cases() -> list[CompileCase]:

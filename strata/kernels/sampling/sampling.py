@@ -276,10 +276,7 @@ def _gumbel_triton(
     return result
 
 
-if HAS_TRITON:
-    gumbel_sample.implement("triton", "cuda", invariant=True, kernels=(gumbel_blocks_kernel, gumbel_reduce_kernel))(
-        _gumbel_triton
-    )
+gumbel_sample.in_triton(_gumbel_triton, invariant=True, kernels=(gumbel_blocks_kernel, gumbel_reduce_kernel))
 
 
 def _token_cost(logits: Tensor, ids: Tensor, *, workload: Workload) -> Cost:
@@ -297,7 +294,7 @@ def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 # ATen computes each row of a softmax over the last dimension by itself on CPU.
-token_logprobs.implement("torch", "cpu", invariant=True)(token_logprobs.reference)
+token_logprobs.by_definition("cpu", invariant=True)
 
 
 # The rows of an odd vocabulary begin at any address, and a slice of rows does too.
@@ -336,8 +333,7 @@ def _token_triton(logits: Tensor, ids: Tensor) -> Tensor:
     return result
 
 
-if HAS_TRITON:
-    token_logprobs.implement("triton", "cuda", invariant=True, kernels=(token_logprobs_kernel,))(_token_triton)
+token_logprobs.in_triton(_token_triton, invariant=True, kernels=(token_logprobs_kernel,))
 
 
 def logprobs(logits: Tensor, ids: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

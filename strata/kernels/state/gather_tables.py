@@ -11,7 +11,7 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import jit, tl
 
 
 def _cost(
@@ -51,7 +51,7 @@ def gather_tables(
     return tables.index_select(0, rows)
 
 
-gather_tables.implement("torch", "cpu", invariant=True)(gather_tables.reference)
+gather_tables.by_definition("cpu", invariant=True)
 
 _BLOCK = 1024
 
@@ -92,8 +92,7 @@ def _triton(
     return result
 
 
-if HAS_TRITON:
-    gather_tables.implement("triton", "cuda", invariant=True, kernels=(gather_tables_kernel,))(_triton)
+gather_tables.in_triton(_triton, invariant=True, kernels=(gather_tables_kernel,))
 
 
 def _ids_cost(tokens: Tensor, sources: Tensor, newest: Tensor, *, workload: Workload) -> Cost:
@@ -109,7 +108,7 @@ def newest_tokens(tokens: Tensor, sources: Tensor, newest: Tensor) -> Tensor:
     return torch.where(sources >= 0, newest[sources.clamp(min=0)].clamp(min=0), tokens)
 
 
-newest_tokens.implement("torch", "cpu", invariant=True)(newest_tokens.reference)
+newest_tokens.by_definition("cpu", invariant=True)
 
 _IDS = 256
 
@@ -133,5 +132,4 @@ def _newest_triton(tokens: Tensor, sources: Tensor, newest: Tensor) -> Tensor:
     return result
 
 
-if HAS_TRITON:
-    newest_tokens.implement("triton", "cuda", invariant=True, kernels=(newest_tokens_kernel,))(_newest_triton)
+newest_tokens.in_triton(_newest_triton, invariant=True, kernels=(newest_tokens_kernel,))

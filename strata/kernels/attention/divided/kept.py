@@ -14,7 +14,6 @@ from strata.kernels.attention.divided import kept_cpu, kept_cuda
 from strata.kernels.attention.spec import KeptCall
 from strata.kernels.op import operation
 from strata.kernels.state.kept_keys import KeptKeys
-from strata.kernels.triton_import import HAS_TRITON
 
 
 def pairs_and_keys(workload: Workload, kept: KeptKeys) -> tuple[int, int]:
@@ -81,7 +80,6 @@ def kept_attention(call: KeptCall) -> tuple[Tensor, Tensor]:
 
 
 kept_attention.implement("by sequence", "cpu", invariant=True, supports=kept_cpu.supports)(kept_cpu.attend)
-if HAS_TRITON:
-    kept_attention.implement(
-        "triton", "cuda", supports=kept_cuda.supports, kernels=kept_cuda.kernels, scratch=kept_cuda.scratch
-    )(kept_cuda.attend)
+kept_attention.in_triton(
+    kept_cuda.attend, supports=kept_cuda.supports, kernels=kept_cuda.kernels, scratch=kept_cuda.scratch
+)

@@ -15,7 +15,6 @@ from strata.kernels.attention.sparse.by_sequence import by_sequence, over_chosen
 from strata.kernels.attention.sparse.page_choice import PageChoice, chosen_pages, page_scores, write_bounds
 from strata.kernels.attention.spec import SparseCall
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON
 
 
 def _cost(call: SparseCall[PageChoice], *, workload: Workload) -> Cost:
@@ -69,7 +68,4 @@ def _decode(call: SparseCall[PageChoice], total: int) -> Tensor | None:
 
 
 page_sparse_attention.implement("pages", "cpu")(partial(_attend, whole=attention.bind("cpu")))
-if HAS_TRITON:
-    page_sparse_attention.implement("triton", "cuda", supports=decodes_cuda.supports, kernels=decodes_cuda.kernels)(
-        decodes_cuda.attend
-    )
+page_sparse_attention.in_triton(decodes_cuda.attend, supports=decodes_cuda.supports, kernels=decodes_cuda.kernels)

@@ -14,7 +14,6 @@ from strata.kernels.attention.sparse.block_choice import BlockChoice, kept_block
 from strata.kernels.attention.sparse.by_sequence import by_sequence, over_chosen
 from strata.kernels.attention.spec import SparseCall
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON
 
 
 def _cost(call: SparseCall[BlockChoice], *, workload: Workload) -> Cost:
@@ -57,7 +56,4 @@ def _prompt(call: SparseCall[BlockChoice], total: int) -> Tensor | None:
 
 
 block_sparse_attention.implement("blocks", "cpu")(partial(by_sequence, whole=attention.bind("cpu"), sparse=_prompt))
-if HAS_TRITON:
-    block_sparse_attention.implement("triton", "cuda", supports=prompts_cuda.supports, kernels=prompts_cuda.kernels)(
-        prompts_cuda.attend
-    )
+block_sparse_attention.in_triton(prompts_cuda.attend, supports=prompts_cuda.supports, kernels=prompts_cuda.kernels)
