@@ -7,7 +7,6 @@ What they are is said once, by a function of `run` and the arguments that calls 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -48,7 +47,7 @@ def fused(
 
         reference.__name__, reference.__doc__ = composition.__name__, composition.__doc__
         defined = operation(cost, meta=meta, operands=operands, **traits)(reference)
-        defined.parts = partial(composition, lambda part, *args: part(*args))
+        defined.parts = composition
         return defined
 
     return define

@@ -24,6 +24,7 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.choose import first_fitting
 from strata.kernels.device_limits import implementations_for
 from strata.kernels.quant.packed import PackedWeight
+from strata.kernels.triton_import import HAS_TRITON
 
 # Instead of the names of a library's kernels, which are for it to choose; one may stand for several in a row.
 ATEN, CUBLAS, CUDNN, NCCL = "(ATen)", "(cuBLAS)", "(cuDNN)", "(NCCL)"
@@ -75,7 +76,8 @@ class Operation:
         depends on how long the sequences are. recurrent: what they keep is a state whose size does not.
     collective: all ranks of an axis run it together; its second argument is the axis.
     backward: the cost of its gradients, where that does not follow from its own by the rule of `backward_cost`.
-    parts: of a fused operation, those that it replaces, one after another, each as it runs best.
+    parts: of a fused operation, a function of `run` and the operands that calls `run(operation, *arguments)` for each
+        of those that it replaces, one after another.
     operands: the NamedTuple of its arguments, which `definition`, `parts` and implementations take; None: they take the
         arguments. definition: the reference; `reference`, `cost`, `meta` and `backward` take the arguments themselves.
     """
@@ -157,11 +159,33 @@ class Operation:
 
     def by_definition(self, *devices: str, name: str = "torch", **what: Any) -> None:
         """Register the reference as an implementation."""
-        self.by_definition(*devices, name=name, **what)
+        self.implement(name, *devices, **what)(self.definition)
+
+    def in_parts(self, name: str, device: str, **what: Any) -> Callable[..., Any]:
+        """Register a fused operation's parts, one after another, and return what runs them; what they launch follows
+        from theirs."""
+        composition = self.parts
+        assert composition is not None
+
+        def run_part(part: Operation, *args: Any) -> Any:
+            return part.bind(device, packed=has_packed(args))(*args)
+
+        def kernels(*given: Any) -> tuple[str, ...]:
+            found: list[str] = []
+
+            def note(part: Operation, *args: Any) -> Any:
+                found.extend(part.bind(device, packed=has_packed(args)).launches(*args))
+                return part.meta(*args)
+
+            composition(note, *given)
+            return tuple(found)
+
+        return self.implement(name, device, kernels=kernels, **what)(partial(composition, run_part))
 
     def in_triton(self, run: Callable[..., Any], name: str = "triton", **what: Any) -> None:
         """Register what launches kernels of Triton on CUDA, where that is installed."""
-        self.in_triton(run, name, **what)
+        if HAS_TRITON:
+            self.implement(name, "cuda", **what)(run)
 
     def bind(
         self, device: str, *, deterministic: bool = False, differentiable: bool = False, packed: bool = False
@@ -193,7 +217,8 @@ class Operation:
             return
         if differentiable and self.parts is not None:
             # The parts may have gradients of their own where the whole has none; the reference's keep floats.
-            yield Implementation("parts", self.parts, device, differentiable=True)
+            parts = partial(self.parts, lambda part, *args: part(*args))
+            yield Implementation("parts", parts, device, differentiable=True)
         else:
             yield Implementation("reference", self.definition, device, differentiable=True)
 

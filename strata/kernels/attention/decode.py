@@ -97,28 +97,11 @@ def _fits(call: DecodeCall) -> bool:
     )
 
 
-def _composed(device: str) -> Callable[..., Tensor]:
-    """The two operations one after the other, each by what suits it on the device."""
-    finish, attend = qk_rope_kv_write.bind(device), attention.bind(device)
-
-    def run(call: DecodeCall) -> Tensor:
-        result: Tensor = attend(*finish(*call.unwritten), call.batch, call.spec, call.sinks)
-        return result
-
-    return run
-
-
-def _composed_kernels(call: DecodeCall) -> tuple[str, ...]:
-    finish, attend = qk_rope_kv_write.bind("cuda"), attention.bind("cuda")
-    attended = *qk_rope_kv_write.meta(*call.unwritten), call.batch, call.spec, call.sinks
-    return finish.launches(*call.unwritten) + attend.launches(*attended)
-
-
-decode_attention.implement("composed", "cpu")(_composed("cpu"))
 decode_attention.in_triton(
     _triton,
     supports=_fits,
     kernels=_of_decodes(decode_attention_cuda.kernels),
     scratch=_of_decodes(decode_attention_cuda.scratch),
 )
-decode_attention.implement("composed", "cuda", kernels=_composed_kernels)(_composed("cuda"))
+for _device in ("cpu", "cuda"):
+    decode_attention.in_parts("composed", _device)
