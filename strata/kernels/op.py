@@ -180,7 +180,8 @@ class Operation:
             composition(note, *given)
             return tuple(found)
 
-        return self.implement(name, device, kernels=kernels, **what)(partial(composition, run_part))
+        told: dict[str, Any] = {"kernels": kernels} if device == "cuda" else {}
+        return self.implement(name, device, **told, **what)(partial(composition, run_part))
 
     def in_triton(self, run: Callable[..., Any], name: str = "triton", **what: Any) -> None:
         """Register what launches kernels of Triton on CUDA, where that is installed."""

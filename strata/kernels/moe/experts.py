@@ -39,7 +39,6 @@ from strata.kernels.moe.order import Order
 from strata.kernels.op import ATEN, Operation, has_packed, operation
 from strata.kernels.quant.packed import PackedWeight
 from strata.kernels.quant.round_rows import round_rows, round_rows_kernel
-from strata.kernels.triton_import import HAS_TRITON
 
 # Of packed weights; what the last does, `frozen_call` tells.
 CHOICES, ROUNDED, CONVERTED, FROZEN = "packed, choices", "packed, rounded", "packed, tiles", "of frozen weights"
@@ -282,17 +281,16 @@ def _implement(operation: Operation, *, is_part: bool) -> None:
     library: dict[str, Any] = {"kernels": _library_kernels, "scratch": _library_scratch}
     choices: dict[str, Any] = {"supports": choices_take, "kernels": CHOICE_KERNELS, "scratch": _choices_scratch}
     tiles: dict[str, Any] = {"supports": partial(_takes, reads), "scratch": _tiles_scratch}
-    if HAS_TRITON and is_part:
-        operation.implement("grouped", "cuda", supports=_is_long, **library)(by_library)
-    operation.in_triton(by_choices, "triton choices", **choices)
-    operation.in_triton(by_choices, CHOICES, packed=True, **choices)
-    if HAS_TRITON:
-        operation.implement("triton tiles", "cuda", kernels=_kernels(grouped_kernel), **tiles)(by_tiles)
-        kernels = _kernels(round_rows_kernel, grouped_kernel)
-        rounded: dict[str, Any] = {"supports": _rounded_take, "kernels": kernels, "scratch": _rounded_scratch}
-        operation.implement(ROUNDED, "cuda", packed=True, **rounded)(partial(by_tiles, rounded=True))
-        kernels = _kernels(quantized_grouped_kernel)
-        operation.implement(CONVERTED, "cuda", packed=True, kernels=kernels, **tiles)(by_tiles)
+    if is_part:
+        operation.in_triton(by_library, "grouped", supports=_is_long, **library)
+    else:
+        operation.in_triton(by_choices, "triton choices", **choices)
+        operation.in_triton(by_choices, CHOICES, packed=True, **choices)
+    operation.in_triton(by_tiles, "triton tiles", kernels=_kernels(grouped_kernel), **tiles)
+    kernels = _kernels(round_rows_kernel, grouped_kernel)
+    rounded: dict[str, Any] = {"supports": _rounded_take, "kernels": kernels, "scratch": _rounded_scratch}
+    operation.in_triton(partial(by_tiles, rounded=True), ROUNDED, packed=True, **rounded)
+    operation.in_triton(by_tiles, CONVERTED, packed=True, kernels=_kernels(quantized_grouped_kernel), **tiles)
     if not is_part:
         operation.implement("grouped", "cuda", differentiable=True, supports=_library_takes, **library)(by_library)
         operation.implement(FROZEN, "cpu", differentiable=True, packed=True)(frozen)
