@@ -10,11 +10,11 @@ from torch import Tensor
 from strata.comm import collectives, peer_copies
 from strata.comm.collectives import Pending
 from strata.comm.mesh import Axis
-from strata.comm.operations import Along, all_reduce, live
+from strata.comm.operations import Along, all_reduce, by_library, live
 from strata.comm.peer_copies import PendingSum
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.norm.norm import add_rms_norm, alike, fits, launch_norm, rms_norm_kernel
-from strata.kernels.op import ATEN, NCCL, operation
+from strata.kernels.op import operation
 
 
 def _start_cost(x: Tensor, along: Along | Axis, slot: int, *, workload: Workload) -> Cost:
@@ -47,9 +47,8 @@ def _start_by_copies(x: Tensor, axis: Axis, slot: int) -> PendingSum:
     return axis.copies.start(x, slot)
 
 
-start_all_reduce.implement("gloo", "cpu")(_start_by_library)
-start_all_reduce.implement("copy engine", "cuda", supports=peer_copies.fits, kernels=(ATEN,))(_start_by_copies)
-start_all_reduce.implement("nccl", "cuda", kernels=(NCCL,))(_start_by_library)
+start_all_reduce.implement("copy engine", "cuda", supports=peer_copies.fits)(_start_by_copies)
+by_library(start_all_reduce, _start_by_library)
 
 
 def _finish_cost(pending: Pending, *, workload: Workload) -> Cost:
@@ -66,8 +65,7 @@ def finish_all_reduce(pending: Pending | PendingSum) -> Tensor:
     return pending.wait()
 
 
-for _kind in ("cpu", "cuda"):
-    finish_all_reduce.by_definition(_kind, name="wait", kernels=())
+finish_all_reduce.by_definition("cpu", "cuda", name="wait", kernels=())
 
 
 def _norm_cost(pending: Pending, residual: Tensor, weight: Tensor, eps: float, *, workload: Workload) -> Cost:

@@ -17,7 +17,7 @@ from torch import Tensor
 from strata.comm import collectives
 from strata.comm.experts.rows import combine_rows, dispatch_rows
 from strata.comm.mesh import Axis
-from strata.comm.operations import Along, live
+from strata.comm.operations import Along, by_library, live
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.moe.by_expert import take_rows
 from strata.kernels.moe.local_order import local_numbers, local_order, order_kernels
@@ -206,10 +206,8 @@ def _send_kernels(x: Tensor, along: Along | Axis, weights: Tensor, chosen: Tenso
     return ATEN, NCCL, *order_kernels(goes), ATEN, NCCL, ATEN, NCCL, ATEN, NCCL, ATEN
 
 
-send_rows.by_definition("cpu", name="gloo")
-send_rows.by_definition("cuda", name="nccl", kernels=_send_kernels)
-return_rows.by_definition("cpu", name="gloo")
-return_rows.by_definition("cuda", name="nccl", kernels=(NCCL,))
+by_library(send_rows, kernels=_send_kernels)
+by_library(return_rows)
 
 
 def exchange_tokens(width: int, dtype: torch.dtype, ranks: int, slots: int, per_token: int) -> int | None:

@@ -44,9 +44,8 @@ def _whole_tanh(x: Tensor, cap: float) -> Tensor:
     return in_whole_vectors(x / cap, torch.tanh_).mul_(cap)
 
 
-for _device in ("cpu", "cuda"):
-    scale.by_definition(_device, invariant=True, differentiable=True)
-    times.by_definition(_device, invariant=True, differentiable=True)
+scale.by_definition("cpu", "cuda", invariant=True, differentiable=True)
+times.by_definition("cpu", "cuda", invariant=True, differentiable=True)
 softcap.by_definition("cpu", differentiable=True)
 softcap.implement("blocks", "cpu", invariant=True)(_whole_tanh)
 softcap.by_definition("cuda", invariant=True, differentiable=True)

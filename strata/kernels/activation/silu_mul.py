@@ -13,7 +13,7 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.blocks import in_whole_vectors
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import Operation, operation
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import jit, tl
 
 
 def _cost(gate: Tensor, up: Tensor, *, workload: Workload) -> Cost:
@@ -78,9 +78,7 @@ def implement_by_rows(operation: Operation, kernel: Any) -> None:
     def supports(gate: Tensor, up: Tensor) -> bool:
         return gate.dtype != torch.float64
 
-    if HAS_TRITON:
-        run = partial(by_rows, kernel)
-        operation.implement("triton", "cuda", invariant=True, supports=supports, kernels=(kernel,))(run)
+    operation.in_triton(partial(by_rows, kernel), invariant=True, supports=supports, kernels=(kernel,))
 
 
 implement_by_rows(silu_mul, silu_mul_kernel)

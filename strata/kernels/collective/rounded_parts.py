@@ -226,5 +226,4 @@ for _operation, _kernel, _run in (
     (widen_parts, widen_parts_kernel, _widen),
 ):
     _operation.in_triton(_run, invariant=True, supports=_fits, kernels=(_kernel,))
-    for _device in ("cpu", "cuda"):
-        _operation.by_definition(_device, invariant=True)
+    _operation.by_definition("cpu", "cuda", invariant=True)

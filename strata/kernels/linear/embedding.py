@@ -106,5 +106,4 @@ def _gather(tokens: Tensor, weight: Tensor) -> Tensor:
 
 for _operation, _by_torch in ((embedding, _gather), (vocabulary_embedding, vocabulary_embedding.reference)):
     _operation.in_triton(_triton, invariant=True, supports=_fits, kernels=(embedding_kernel,))
-    for _device in ("cpu", "cuda"):
-        _operation.implement("gather", _device, invariant=True)(_by_torch)
+    _operation.implement("gather", "cpu", "cuda", invariant=True)(_by_torch)

@@ -86,8 +86,7 @@ def logit_gradients(
     return of_hidden, None if of_weight is None else of_weight.to(weight.dtype)
 
 
-for _device in ("cpu", "cuda"):
-    linear_cross_entropy.implement("chunks", _device, differentiable=True)(_LinearCrossEntropy.apply)
+linear_cross_entropy.implement("chunks", "cpu", "cuda", differentiable=True)(_LinearCrossEntropy.apply)
 
 
 def row_chunks(tokens: int, vocab: int) -> Iterator[slice]:

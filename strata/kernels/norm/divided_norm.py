@@ -50,5 +50,4 @@ def divided_rms_norm(x: Tensor, total: Tensor, ranks: int, weight: Tensor, eps: 
 mean_square.by_definition("cpu", invariant=True, differentiable=True)
 # On a GPU the order in which torch adds up a row depends on how many there are.
 mean_square.by_definition("cuda", differentiable=True)
-for _device in ("cpu", "cuda"):
-    divided_rms_norm.by_definition(_device, invariant=True, differentiable=True)
+divided_rms_norm.by_definition("cpu", "cuda", invariant=True, differentiable=True)

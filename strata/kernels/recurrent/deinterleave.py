@@ -82,6 +82,5 @@ def _fits(x: Tensor, parts: tuple[int, ...]) -> bool:
     return 1 <= len(parts) <= 4 and max(parts) <= 4096 and x.stride(2) == 1
 
 
-deinterleave.by_definition("cpu", invariant=True, differentiable=True)
 deinterleave.in_triton(_triton, invariant=True, supports=_fits, kernels=(deinterleave_kernel,))
-deinterleave.by_definition("cuda", invariant=True, differentiable=True)
+deinterleave.by_definition("cpu", "cuda", invariant=True, differentiable=True)

@@ -155,5 +155,4 @@ def _fits(call: LatentWriteCall) -> bool:
 
 
 latent_write.in_triton(_triton, invariant=True, supports=_fits, kernels=(latent_write_kernel,))
-for _device in ("cpu", "cuda"):
-    latent_write.by_definition(_device, differentiable=True, supports=_without_pages)
+latent_write.by_definition("cpu", "cuda", differentiable=True, supports=_without_pages)

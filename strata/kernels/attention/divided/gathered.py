@@ -48,8 +48,7 @@ def kept_rows(k: Tensor, batch: PackedBatch, spec: AttentionSpec, kept: KeptKeys
     return torch.stack([pool.index_select(0, used) for pool in pools], 1)
 
 
-kept_rows.by_definition("cpu", invariant=True)
-kept_rows.by_definition("cuda", invariant=True)
+kept_rows.by_definition("cpu", "cuda", invariant=True)
 
 
 def whole_pages(batch: PackedBatch, gathered: Tensor, kept: KeptKeys) -> Sequences:
