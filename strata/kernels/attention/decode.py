@@ -11,7 +11,7 @@ from torch import Tensor
 from strata.hardware.roofline import Cost
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention.attention import attention
-from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, PackedBatch
+from strata.kernels.attention.spec import AttentionSpec, HeadsSpec, PackedBatch, pages_of
 from strata.kernels.fused import Run, fused
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.qk_rope_kv_write import HeadsCall, qk_rope_kv_write
@@ -37,8 +37,7 @@ class DecodeCall(NamedTuple):
 
     @property
     def pages(self) -> PagedKV:
-        assert self.batch.pages is not None
-        return self.batch.pages
+        return pages_of(self.batch)
 
     @property
     def unwritten(self) -> HeadsCall:
@@ -65,9 +64,10 @@ def decode_attention(run: Run, call: DecodeCall) -> Tensor:
 
 def _triton(call: DecodeCall) -> Tensor:
     product, q_weight, k_weight, cos, sin, batch, heads, spec, sinks = call
-    assert batch.pages is not None
     unfinished = decode_attention_cuda.Unfinished(q_weight, k_weight, heads.eps, cos, sin)
-    return decode_attention_cuda.decode(product, heads.heads, cos.shape[-1], batch.pages, spec, unfinished, sinks=sinks)
+    return decode_attention_cuda.decode(
+        product, heads.heads, cos.shape[-1], pages_of(batch), spec, unfinished, sinks=sinks
+    )
 
 
 def _of_decodes(count: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,8 +82,7 @@ def _of_decodes(count: Callable[..., Any]) -> Callable[..., Any]:
 
 def _fits(call: DecodeCall) -> bool:
     product, _, _, cos, sin, batch, heads, spec = call[:8]
-    pages = batch.pages
-    assert pages is not None
+    pages = pages_of(batch)
     head_dim, pools = cos.shape[-1], (pages.keys[spec.layer], pages.values[spec.layer])
     return (
         product.dtype in (torch.bfloat16, torch.float16)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from strata.kernels.attention.spec import AttentionSpec, PackedBatch
+from strata.kernels.attention.spec import AttentionSpec, PackedBatch, pages_of
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.latent.forms import Dims, KeptLatentCall, LatentCall, by_head
 from strata.kernels.latent.head_product import head_product, head_product_kernel
@@ -38,8 +38,7 @@ class LatentStep(NamedTuple):
 
     @staticmethod
     def of(q: Tensor, batch: PackedBatch) -> LatentStep:
-        pages = batch.pages
-        assert pages is not None
+        pages = pages_of(batch)
         sequences, parts = pages.tables.shape[0], pages.parts
         if batch.longest == 1 and q.shape[0] == sequences:
             return LatentStep(sequences, pages.lengths, None)
@@ -156,8 +155,7 @@ def absorbed(
     continued: bool = False,
 ) -> None:
     """`decode` and `prompts` of a step's sequences, whichever it has."""
-    pages = batch.pages
-    assert pages is not None
+    pages = pages_of(batch)
     decode(out, latent, q, pages, split.lengths[: split.decodes], spec, dims, sums, kept)
     if split.starts is not None and not (continued and split.begin):
         where = split.starts, split.bounds

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.attention.divided import kept_cpu, kept_cuda
-from strata.kernels.attention.spec import KeptCall
+from strata.kernels.attention.spec import KeptCall, pages_of
 from strata.kernels.op import operation
 from strata.kernels.state.kept_keys import KeptKeys
 
@@ -26,8 +26,7 @@ def pairs_and_keys(workload: Workload, kept: KeptKeys) -> tuple[int, int]:
 
 
 def _cost(call: KeptCall, *, workload: Workload) -> Cost:
-    q, pages = call.q, call.batch.pages
-    assert pages is not None
+    q, pages = call.q, pages_of(call.batch)
     pairs, keys = pairs_and_keys(workload, call.kept)
     heads, dim = q.shape[1:]
     pool = pages.keys[call.spec.layer]
@@ -53,8 +52,7 @@ def kept_attention(call: KeptCall) -> tuple[Tensor, Tensor]:
     Rows of a sequence with length 0 are unspecified.
     """
     q, k, _, batch, spec, kept = call
-    pages = batch.pages
-    assert pages is not None
+    pages = pages_of(batch)
     out, sums = (torch.empty_like(one, device=q.device) for one in _meta(call))
     out.zero_()
     sums.fill_(-torch.inf)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from strata.kernels.attention.cpu_plan import QUERY_ROWS
-from strata.kernels.attention.spec import KeptCall
+from strata.kernels.attention.spec import KeptCall, pages_of
 
 
 def supports(call: KeptCall) -> bool:
@@ -19,8 +19,7 @@ def supports(call: KeptCall) -> bool:
 def attend(call: KeptCall) -> tuple[Tensor, Tensor]:
     """One sequence after another; of a prompt so many queries at once that the mask stays small."""
     q, _, _, batch, spec, kept = call
-    pages = batch.pages
-    assert pages is not None
+    pages = pages_of(batch)
     out = torch.zeros(q.shape, dtype=torch.float32)
     sums = torch.full(q.shape[:2], -torch.inf)
     lengths = pages.lengths.tolist()

@@ -14,7 +14,7 @@ from torch import Tensor
 from strata.kernels.attention import cuda as attention_cuda
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention.mixed import may_decode
-from strata.kernels.attention.spec import KeptCall
+from strata.kernels.attention.spec import KeptCall, pages_of
 from strata.kernels.attention.varlen_triton import attention_kernel
 
 
@@ -26,8 +26,7 @@ def supports(call: KeptCall) -> bool:
 
 def _decodes(call: KeptCall) -> int:
     """How many sequences, the first of the batch, get the programs of a decode."""
-    pages = call.batch.pages
-    assert pages is not None
+    pages = pages_of(call.batch)
     if attention_cuda.all_decode(call):
         return call.q.shape[0]
     return 0 if pages.parts is None else may_decode(pages)
@@ -46,8 +45,7 @@ def scratch(call: KeptCall) -> int:
 def attend(call: KeptCall) -> tuple[Tensor, Tensor]:
     """Decodes in splits of their keys, prompts in tiles of their queries."""
     q, k, v, batch, spec, kept = call
-    pages = batch.pages
-    assert pages is not None
+    pages = pages_of(batch)
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     count = _decodes(call)

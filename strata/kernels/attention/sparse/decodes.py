@@ -13,7 +13,7 @@ from strata.kernels.attention.attention import attention
 from strata.kernels.attention.sparse import decodes_cuda
 from strata.kernels.attention.sparse.by_sequence import by_sequence, over_chosen
 from strata.kernels.attention.sparse.page_choice import PageChoice, chosen_pages, page_scores, write_bounds
-from strata.kernels.attention.spec import SparseCall
+from strata.kernels.attention.spec import SparseCall, pages_of
 from strata.kernels.op import operation
 
 
@@ -52,8 +52,7 @@ def _attend(call: SparseCall[PageChoice], whole: Callable[..., Tensor]) -> Tenso
 
 def _decode(call: SparseCall[PageChoice], total: int) -> Tensor | None:
     """One token of one sequence, over the pages that each KV head has chosen."""
-    q, k, pages, count = call.q, call.k, call.batch.pages, call.choice.pages
-    assert pages is not None
+    q, k, pages, count = call.q, call.k, pages_of(call.batch), call.choice.pages
     size, group = pages.page_size, q.shape[1] // k.shape[1]
     if len(q) != 1 or total <= count * size:
         return None

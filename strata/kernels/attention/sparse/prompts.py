@@ -12,7 +12,7 @@ from strata.kernels.attention.attention import attention
 from strata.kernels.attention.sparse import prompts_cuda
 from strata.kernels.attention.sparse.block_choice import BlockChoice, kept_blocks, pooled_scores
 from strata.kernels.attention.sparse.by_sequence import by_sequence, over_chosen
-from strata.kernels.attention.spec import SparseCall
+from strata.kernels.attention.spec import SparseCall, pages_of
 from strata.kernels.op import operation
 
 
@@ -34,8 +34,7 @@ def block_sparse_attention(call: SparseCall[BlockChoice]) -> Tensor:
 
 def _prompt(call: SparseCall[BlockChoice], total: int) -> Tensor | None:
     """The queries of one sequence, over what is left of it: to each block of them it is a shorter sequence."""
-    q, k, pages, spec, choice = call.q, call.k, call.batch.pages, call.spec, call.choice
-    assert pages is not None
+    q, k, pages, spec, choice = call.q, call.k, pages_of(call.batch), call.spec, call.choice
     new, block, per_block, group = len(q), choice.block, choice.block // pages.page_size, q.shape[1] // k.shape[1]
     if new == 1 or total < max(new, choice.least_keys):
         return None

@@ -21,7 +21,7 @@ from strata.kernels.attention.sparse.choice_triton import (
     pooled_scores_kernel,
     pooled_tile,
 )
-from strata.kernels.attention.spec import AttentionSpec, PackedBatch, SparseCall
+from strata.kernels.attention.spec import AttentionSpec, PackedBatch, SparseCall, pages_of
 from strata.kernels.attention.varlen_triton import LOG2_E, attention_kernel, head_pad
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.state.paged import PagedKV
@@ -42,9 +42,8 @@ def supports(call: SparseCall[BlockChoice]) -> bool:
 
 
 def kernels(call: SparseCall[BlockChoice]) -> tuple[Any, ...]:
-    assert call.batch.pages is not None
     prompts = (pooled_scores_kernel, kept_blocks_kernel, attention_kernel)
-    return (*attention_cuda.decode_kernels(call.whole, _decodes(call.batch.pages)), *prompts)
+    return (*attention_cuda.decode_kernels(call.whole, _decodes(pages_of(call.batch))), *prompts)
 
 
 def _decodes(pages: PagedKV) -> int:
@@ -60,8 +59,7 @@ def scratch_bytes(tokens: int, most_keys: int, heads: int, kv_heads: int, choice
 
 def attend(call: SparseCall[BlockChoice]) -> Tensor:
     q, k, v, batch, spec, choice, sinks = call
-    pages = batch.pages
-    assert pages is not None
+    pages = pages_of(batch)
     parts, count, starts = pages.parts, _decodes(pages), batch.offsets
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if parts is not None and parts.decodes is not None:
@@ -83,8 +81,7 @@ def choose(
     """Which blocks of keys each block of queries keeps: kept [kv_heads, blocks of queries, blocks], counts [kv_heads,
     blocks of queries] int32, as `kept_blocks_kernel` says. starts: [sequences] int32, from which row on each sequence's
     queries are run."""
-    pages = batch.pages
-    assert pages is not None
+    pages = pages_of(batch)
     (tokens, heads, head_dim), sequences = q.shape, batch.offsets.shape[0] - 1
     group, block, stride = heads // kv_heads, choice.block, choice.stride
     blocks = ceil_div(pages.tables.shape[1] * pages.page_size, block)
