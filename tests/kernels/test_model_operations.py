@@ -21,7 +21,6 @@ from strata.kernels.activation.scale import scale
 from strata.kernels.activation.sigmoid_gate import sigmoid_gate
 from strata.kernels.activation.silu_mul import silu_mul
 from strata.kernels.attention.spec import HeadsSpec
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.linear.embedding import embedding, vocabulary_embedding
 from strata.kernels.linear.linear import linear
 from strata.kernels.moe.experts import biased_experts, by_library
@@ -33,7 +32,7 @@ from strata.kernels.rotary.rope import partial_rope, rope, rope_angles
 from strata.kernels.state.kv_write import kv_write
 from strata.kernels.state.paged import PagedKV
 from strata.kernels.state.qk_rope_kv_write import qk_rope_kv_write
-from tests.kernels.compiled_for import compile_for
+from tests.kernels.compiled_for import CompileCase, compile_for
 from tests.kernels.launches.norm import ROWS, norm
 from tests.kernels.launches.noted import empty
 from tests.kernels.launches.state import finished_heads

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.device_limits import implementations_for
 from strata.kernels.gradient_target import Memory
 from strata.kernels.linear.into import put_product
@@ -220,9 +219,3 @@ summed_cross_entropy.in_triton(
     _LossWithGradients.apply, "gradients at once", differentiable=True, supports=_both_wanted
 )
 summed_cross_entropy.implement("chunks", "cuda", differentiable=True)(_summed_chunks)
-
-
-def compile_cases() -> list[CompileCase]:
-    types = {"*bf16:16": "logits", "*i64:16": "targets", "*fp32:16": "scale losses", "i32:16": "vocab stride"}
-    constants = {"IGNORED": IGNORED, "BLOCK": _BLOCK}
-    return [CompileCase("gradient of softmax", softmax_gradient_kernel, by_type(types), constants, _WARPS, 2)]

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.op import operation
 from strata.kernels.triton_import import jit, tl
@@ -69,13 +68,3 @@ def _triton(logits: Tensor, masks: Tensor, which: Tensor, first: int | None = No
 
 
 apply_bitmask.in_triton(_triton, invariant=True, kernels=(apply_bitmask_kernel,))
-
-
-def compile_cases() -> list[CompileCase]:
-    signature = {"logits": "*bf16:16", "masks": "*i32", "which": "*i32"}
-    signature |= dict.fromkeys(("vocab", "words", "row_stride"), "i32")
-    of_part = CompileCase(
-        "apply bitmask from an id on", apply_bitmask_kernel, signature | {"first_id": "i32"}, {"BLOCK": _BLOCK}, 4, 2
-    )
-    constants = {"first_id": None, "BLOCK": _BLOCK}
-    return [CompileCase("apply bitmask", apply_bitmask_kernel, signature, constants, 4, 2), of_part]

@@ -12,7 +12,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.sampling.integer_probabilities import LOG2_E, POWER, ZERO_BELOW
 from strata.kernels.triton_import import jit, tl
 
@@ -353,15 +352,3 @@ def search_bounds(
             enable_fp_fusion=False,
         )
     return lowest, last
-
-
-def compile_cases() -> list[CompileCase]:
-    numbers = {"top_k": "*i32", "vocab": "i32", "row_stride": "i32", "last": "*i32:16"}
-    numbers |= dict.fromkeys(("temperatures", "top_p", "min_p"), "*fp32")
-    numbers |= dict.fromkeys(("aside", "lowest"), "*fp32:16")
-    return [
-        CompileCase(
-            f"filter bounds {kind}", filter_bounds_kernel, {"logits": f"*{kind}"} | numbers, _CONSTANTS, _WARPS, 2
-        )
-        for kind in ("bf16", "fp32")
-    ]

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.op import operation
 from strata.kernels.sampling.score_keys import NO_KEY, key_ids, key_scores, score_keys
 from strata.kernels.triton_import import jit, tl
@@ -127,8 +126,3 @@ def logprobs_of_parts(found: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, T
 def count_above(logits: Tensor, chosen: Tensor) -> Tensor:
     """How many logits of a part are above the chosen: logits [rows, part], chosen [rows] -> [rows, 1] int32."""
     return (logits > chosen[:, None]).sum(-1, keepdim=True, dtype=torch.int32)
-
-
-def compile_cases() -> list[CompileCase]:
-    signature = by_type({"*fp32": "logits", "*fp32:16": "result", "i32": "part row_stride"})
-    return [CompileCase("exponential sums", exponential_sums_kernel, signature, {"BLOCK": _BLOCK}, 8, 2)]

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
 from strata.kernels.sampling.filters_triton import score_order
 from strata.kernels.sampling.sampling import (
-    GUMBEL_CONSTANTS,
     NO_ID,
     best_of_blocks,
     gumbel_blocks_kernel,
@@ -137,16 +135,3 @@ def _choice_triton(keys: Tensor) -> Tensor:
 
 best_in_part.in_triton(_best_triton, invariant=True, kernels=(gumbel_blocks_kernel, gumbel_part_kernel))
 best_of_parts.in_triton(_choice_triton, invariant=True, kernels=(best_of_parts_kernel,))
-
-
-def compile_cases() -> list[CompileCase]:
-    inputs = {"*bf16:16": "logits", "*fp32": "temperatures", "*i64": "seeds", "*i32": "steps"}
-    blocks = by_type({**inputs, "*fp32:16": "best", "*i32:16": "best_id", "i32": "vocab row_stride first_id"})
-    part = by_type({"*fp32:16": "best", "*i32:16": "best_id", "*i64:16": "keys", "i32": "blocks"})
-    choice = by_type({"*i64:16": "keys", "*i32:16": "result", "i32": "rows parts"})
-    constants = {"lowest": None, "last": None, "FILTERED": False} | GUMBEL_CONSTANTS
-    return [
-        CompileCase("gumbel blocks of a part", gumbel_blocks_kernel, blocks, constants, 4, 2),
-        CompileCase("gumbel part", gumbel_part_kernel, part, {"BLOCKS": 32}, 1, 2),
-        CompileCase("best of parts", best_of_parts_kernel, choice, {"ROWS": _CHOICE_ROWS, "PARTS": 8}, 1, 2),
-    ]

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.compile_case import CompileCase, by_type
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
 from strata.kernels.triton_import import HAS_TRITON, jit, libdevice, tl
@@ -347,19 +346,3 @@ def logprobs(logits: Tensor, ids: Tensor, top: int) -> tuple[Tensor, Tensor, Ten
     found = token_logprobs(logits, torch.cat((chosen, top_ids), 1))
     ranks = (logits > logits.gather(1, chosen)).sum(-1, dtype=torch.int32) + 1
     return found[:, 0], ranks, top_ids.int(), found[:, 1:]
-
-
-def compile_cases() -> list[CompileCase]:
-    inputs = {"*bf16:16": "logits", "*fp32": "temperatures", "*i64": "seeds", "*i32": "steps"}
-    blocks = by_type({**inputs, "*fp32:16": "lowest best", "*i32:16": "last best_id", "i32": "vocab row_stride"})
-    reduce = by_type({"*fp32:16": "best", "*i32:16": "best_id result", "i32": "blocks"})
-    token = {"*fp32": "logits", "*i64": "ids", "*fp32:16": "result", "i32": "vocab row_stride id_count"}
-    return [
-        CompileCase(
-            "gumbel blocks", gumbel_blocks_kernel, blocks, {"first_id": None, "FILTERED": True} | GUMBEL_CONSTANTS, 4, 2
-        ),
-        CompileCase("gumbel reduce", gumbel_reduce_kernel, reduce, {"BLOCKS": 128}, 1, 2),
-        CompileCase(
-            "token logprobs", token_logprobs_kernel, by_type(token), {"BLOCK": _TOKEN_BLOCK, "IDS": _TOKEN_IDS}, 8, 2
-        ),
-    ]

@@ -17,9 +17,9 @@ from strata.kernels.attention.sparse.page_choice import PageChoice
 from strata.kernels.attention.spec import AttentionCall, AttentionSpec, Sequences, SparseCall
 from strata.kernels.attention.varlen_triton import attention_kernel
 from strata.kernels.attention.virtual_sequences import Rows, as_virtual_sequences, virtual_sequences
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.state.kept_keys import ALL_KEYS, KeptKeys
 from strata.kernels.state.paged import PagedKV
+from tests.kernels.compiled_for import CompileCase
 
 from .noted import BF16, EPS, FP16, FP32, empty, ints, noted
 

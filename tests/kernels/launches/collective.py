@@ -23,7 +23,7 @@ from strata.kernels.collective.flagged import flagged_norm_kernel
 from strata.kernels.collective.joined_heads import join_packed, pack_heads
 from strata.kernels.collective.rounded_parts import round_parts, sum_parts, widen_parts
 from strata.kernels.collective.sent_products import one_shot_received_norm_kernel
-from strata.kernels.compile_case import CompileCase
+from tests.kernels.compiled_for import CompileCase
 
 from .noted import BF16, EPS, FP16, FP32, empty, noted
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from strata.kernels.activation.clamped_swiglu import Clamp
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.moe import combine, count
 from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall
 from strata.kernels.moe.few_tokens import by_choices, choice_gate_kernel, choice_sum_kernel
@@ -21,6 +20,7 @@ from strata.kernels.moe.route import SOFTMAX, Choice, in_one_launch
 from strata.kernels.moe.route_triton import route_kernel
 from strata.kernels.quant.packed import PackedWeight, pack
 from strata.kernels.quant.schemes import SCHEMES
+from tests.kernels.compiled_for import CompileCase
 
 from .noted import BF16, FP16, FP32, empty, ints, noted
 

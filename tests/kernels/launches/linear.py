@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from strata.kernels.compile_case import CompileCase
 from strata.kernels.linear import fixed, silu_mul, sliced
 from strata.kernels.linear.packed.rounded_kernel import rounded_product_kernel
 from strata.kernels.linear.packed.split_product import SplitTile, split_product, split_product_kernel
@@ -18,6 +17,7 @@ from strata.kernels.linear.skinny import Inboxes, SkinnyProduct, launch
 from strata.kernels.linear.skinny_kernels import dot_kernel, gemv_kernel
 from strata.kernels.linear.skinny_tiles import SkinnyTile
 from strata.kernels.quant.packed import PackedWeight, Scheme, pack
+from tests.kernels.compiled_for import CompileCase
 
 from .noted import BF16, EPS, FP32, empty, ints, noted
 
