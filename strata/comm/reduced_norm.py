@@ -39,7 +39,7 @@ for _run, _name, _supports, _kernel in (
 all_reduce_add_rms_norm.in_parts("apart", "cuda")
 
 
-@fused(rowwise=True, collective=True, dense=True)
+@fused(rowwise=True, collective=True, dense=True, tuned_as=linear.name)
 def linear_all_reduce_add_rms_norm(
     run: Run, x: Tensor, along: Along | Axis, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:

@@ -71,6 +71,12 @@ class NodeCost:
         operation = OPERATIONS.get(self.operation)
         return operation is not None and operation.mixture
 
+    @property
+    def is_attention(self) -> bool:
+        """Whether it multiplies queries with all keys that they see."""
+        operation = OPERATIONS.get(self.operation)
+        return operation is not None and operation.attends
+
 
 def node_costs(
     graph: fx.GraphModule,

@@ -73,7 +73,10 @@ class Operation:
     mixture: each token is multiplied by experts of its own, whose weights are those of all, [experts, out, width].
     packable: the places of arguments that are weights and may be packed ones.
     reads_state: a token's result follows from what its sequence has kept (the keys and values before it), so the work
-        depends on how long the sequences are. recurrent: what they keep is a state whose size does not.
+        depends on how long the sequences are. recurrent: what they keep is a state whose size does not. attends: each
+        query is multiplied with all keys of its sequence that it sees.
+    fusible: products of few rows take it up, a norm or a gating beside them. tuned_as: the operation whose tuned
+        kernels its product runs, "" its own.
     collective: all ranks of an axis run it together; its second argument is the axis.
     backward: the cost of its gradients, where that does not follow from its own by the rule of `backward_cost`.
     parts: of a fused operation, a function of `run` and the operands that calls `run(operation, *arguments)` for each
@@ -97,6 +100,9 @@ class Operation:
     dense: bool = False
     mixture: bool = False
     recurrent: bool = False
+    attends: bool = False
+    fusible: bool = False
+    tuned_as: str = ""
     parts: Callable[..., Any] | None = None
     operands: Callable[..., Any] | None = None
     reference: Callable[..., Any] = field(init=False)

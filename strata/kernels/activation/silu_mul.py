@@ -21,7 +21,7 @@ def _cost(gate: Tensor, up: Tensor, *, workload: Workload) -> Cost:
     return Cost(flops=5 * gate.numel(), read=gate.nbytes + up.nbytes, written=gate.nbytes)
 
 
-@operation(_cost, rowwise=True)
+@operation(_cost, rowwise=True, fusible=True)
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`: gate and up [..., width] of one dtype -> [..., width].
 

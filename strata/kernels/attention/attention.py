@@ -52,7 +52,7 @@ def _backward_cost(call: AttentionCall, *, workload: Workload) -> Cost:
     return Cost(2 * cost.flops, read, cost.read, cost.weights, cached=cost.cached)
 
 
-@operation(_cost, operands=AttentionCall, reads_state=True, backward=_backward_cost)
+@operation(_cost, operands=AttentionCall, reads_state=True, attends=True, backward=_backward_cost)
 def attention(call: AttentionCall) -> Tensor:
     """Each query over the keys of its own sequence at its own position and before.
 

@@ -51,7 +51,7 @@ def _saved(call: DecodeCall) -> Cost:
     return Cost(read=call.product.shape[0] * call.heads.kv_heads * call.cos.shape[-1] * values.element_size())
 
 
-@fused(operands=DecodeCall, mutates=("batch",), reads_state=True, saved=_saved)
+@fused(operands=DecodeCall, mutates=("batch",), reads_state=True, attends=True, saved=_saved)
 def decode_attention(run: Run, call: DecodeCall) -> Tensor:
     """Queries, keys and values of one token a sequence are finished and written; each query sees its own sequence.
 

@@ -43,7 +43,7 @@ def _meta(call: LatentCall) -> Tensor:
     return call.q.new_empty((call.q.shape[0], call.dims.heads, call.dims.value), device="meta")
 
 
-@operation(_cost, operands=LatentCall, meta=_meta, reads_state=True)
+@operation(_cost, operands=LatentCall, meta=_meta, reads_state=True, attends=True)
 def latent_attention(call: LatentCall) -> Tensor:
     """Each query over the rows of its own sequence at its own position and before.
 

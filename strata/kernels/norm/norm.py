@@ -22,7 +22,7 @@ def _cost(x: Tensor, weight: Tensor, eps: float, *, workload: Workload) -> Cost:
     return Cost(flops=4 * x.numel(), read=x.nbytes + weight.nbytes, written=x.nbytes, weights=weight.nbytes)
 
 
-@operation(_cost, rowwise=True)
+@operation(_cost, rowwise=True, fusible=True)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension.
 
@@ -49,7 +49,7 @@ def _sum_backward_cost(x: Tensor, residual: Tensor, weight: Tensor, eps: float, 
     return found + Cost(flops=x.numel(), read=x.nbytes)
 
 
-@fused(rowwise=True, backward=_sum_backward_cost)
+@fused(rowwise=True, fusible=True, backward=_sum_backward_cost)
 def add_rms_norm(run: Run, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`x + residual`, and `rms_norm` of that sum.
 
