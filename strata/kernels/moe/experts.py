@@ -125,12 +125,12 @@ def _sums(call: AnyExpertsCall[Any], rows: Tensor, order: Order) -> Tensor:
 
 
 def _takes(reader: Callable[[Tensor, Any], bool], call: AnyExpertsCall[Any]) -> bool:
-    """Whether kernels read the operands of a call. reader: whether they read rows and a weight."""
-    x, weights, chosen, gate_up, down = call[:5]
+    """Whether kernels read the operands of a call. reader: whether they read rows and a weight. What a rank computes of
+    a sum is added up by the kernel alone, other sums by `combine`, which has a way for any weights."""
+    x, _, chosen, gate_up, down = call[:5]
     biases = call[5:7] if isinstance(call, BiasedExpertsCall) else ()
-    summed = weights is None or (weights.dtype == torch.float32 and weights.is_contiguous())
     return (
-        summed
+        (_kernel_adds(call) or not isinstance(call, LocalExpertsCall))
         and chosen.is_contiguous()
         and all(bias.is_contiguous() for bias in biases)
         and reader(x, gate_up)
@@ -138,9 +138,16 @@ def _takes(reader: Callable[[Tensor, Any], bool], call: AnyExpertsCall[Any]) -> 
     )
 
 
+def _kernel_adds(call: AnyExpertsCall[Any]) -> bool:
+    """Whether a kernel adds up what a token's experts made of it, by such weights."""
+    weights = call.weights
+    return weights is None or (weights.dtype == torch.float32 and weights.is_contiguous())
+
+
 def choices_take(call: AnyExpertsCall[Any]) -> bool:
     """Whether there are so few tokens that each reads its experts' weights by itself."""
-    return 0 < len(call.chosen) <= thresholds(call.x.device).choice_tokens and _takes(streams, call)
+    few = 0 < len(call.chosen) <= thresholds(call.x.device).choice_tokens
+    return few and _kernel_adds(call) and _takes(streams, call)
 
 
 def _rounded_take(call: AnyExpertsCall[PackedWeight]) -> bool:
@@ -219,14 +226,15 @@ def _kernels(*each: Any) -> Callable[[AnyExpertsCall[Any]], tuple[Any, ...]]:
 
     def of(call: AnyExpertsCall[Any]) -> tuple[Any, ...]:
         first, last = ((*[ATEN] * (getattr(one, "order", None) is not None), *each) for one in call[3:5])
-        return *order_kernels(call.chosen), *first, *((ATEN,) if library_is_faster(call) else last), combine_kernel
+        products = *first, *((ATEN,) if library_is_faster(call) else last)
+        return *order_kernels(call.chosen), *products, combine_kernel if _kernel_adds(call) else ATEN
 
     return of
 
 
 def _library_kernels(call: AnyExpertsCall[Tensor]) -> tuple[Any, ...]:
     activation = (silu_mul_kernel, ATEN) if clamp_of(call) is None else ()
-    return *order_kernels(call.chosen), ATEN, *activation, combine_kernel
+    return *order_kernels(call.chosen), ATEN, *activation, combine_kernel if _kernel_adds(call) else ATEN
 
 
 def _tiles_scratch(call: AnyExpertsCall[Any]) -> int:
