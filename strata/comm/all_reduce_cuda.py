@@ -9,6 +9,7 @@ from torch import Tensor
 
 from strata.comm.mesh import Axis
 from strata.comm.symmetric import InboxLayout, SymmetricMemory
+from strata.kernels.choose import thresholds
 from strata.kernels.collective.all_reduce import (
     PACKETS,
     PROGRAMS,
@@ -24,19 +25,8 @@ from strata.kernels.collective.flagged import FLAGGED_PROGRAMS, fits_room, flagg
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.grid_sizes import ceil_div
 
-# The largest message whose norm is made from packets: on two H200, 32 rows of 8 KiB took 4.7 us so and 5.2 us with
-# flags, 64 rows 6.2 and 6.0, 128 rows 9.3 and 7.8.
-PACKETS_NORM_BYTES = 1 << 18
-# The largest message whose norm is made in one shot with flags, by the number of ranks. On two H200, 4 MiB took 19.9 us
-# so and 24.6 in two shots with the norm behind them; to three other ranks the same link carries three times as much
-# (not measured).
-FLAGGED_BYTES = {2: 4 << 20, 4: 1 << 20}
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WORD = 4
-# The largest message in one shot, by the number of ranks: beyond it, that two shots send less outweighs that they wait
-# twice. On two H200, 512 KiB took 6.1 us in one and 8.9 in two, 1 MiB 10.8 in both, 2 MiB 17.2 and 13.8; by NCCL 10.1,
-# 13.9 and 27.0. For more ranks by the bandwidth of their link and 3 us, not measured.
-ONE_SHOT_BYTES = {2: 1 << 20, 4: 1 << 18, 8: 1 << 16}
 
 
 def memory_of(axis: Any) -> SymmetricMemory | None:
@@ -45,8 +35,9 @@ def memory_of(axis: Any) -> SymmetricMemory | None:
 
 
 def fits_one_shot(x: Tensor, axis: Any) -> bool:
+    """Beyond it, that two shots send less outweighs that they wait twice."""
     memory = memory_of(axis)
-    return memory is not None and _has_words(x) and x.nbytes <= ONE_SHOT_BYTES[memory.ranks]
+    return memory is not None and _has_words(x) and x.nbytes <= thresholds(x.device).one_shot_bytes[memory.ranks]
 
 
 def fits_two_shot(x: Tensor, axis: Any) -> bool:
@@ -55,7 +46,9 @@ def fits_two_shot(x: Tensor, axis: Any) -> bool:
 
 def fits_one_shot_norm(x: Tensor, axis: Any, residual: Tensor, weight: Tensor, eps: float) -> bool:
     """A program sends one row, and there are no more rows than programs."""
-    return _has_rows(x, axis, residual, weight) and x.shape[0] <= PROGRAMS and x.nbytes <= PACKETS_NORM_BYTES
+    if not _has_rows(x, axis, residual, weight) or x.shape[0] > PROGRAMS:
+        return False
+    return x.nbytes <= thresholds(x.device).one_shot_norm_bytes
 
 
 def fits_flagged_norm(x: Tensor, axis: Any, residual: Tensor, weight: Tensor, eps: float) -> bool:
@@ -63,7 +56,7 @@ def fits_flagged_norm(x: Tensor, axis: Any, residual: Tensor, weight: Tensor, ep
     memory = memory_of(axis)
     return (
         memory is not None
-        and x.nbytes <= FLAGGED_BYTES.get(memory.ranks, 0)
+        and x.nbytes <= thresholds(x.device).flagged_bytes.get(memory.ranks, 0)
         and _has_rows(x, axis, residual, weight)
         and fits_room(x.shape[0], x.shape[1] * x.itemsize // _WORD)
     )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from strata.comm.all_reduce_cuda import beside_the_kernel_ahead, fits_one_shot_norm, needed_memory
 from strata.comm.mesh import Axis
+from strata.kernels.choose import thresholds
 from strata.kernels.collective.all_reduce import row_tile
 from strata.kernels.collective.sent_products import one_shot_received_norm_kernel
 from strata.kernels.linear.linear import linear
@@ -15,15 +16,12 @@ from strata.kernels.linear.skinny import Inboxes, SkinnyProduct, kernels_of, mul
 from strata.kernels.linear.skinny_tiles import SkinnyTile
 from strata.kernels.linear.tile_rule import chosen_tile
 
-# Of more rows the store and the load that are saved are little beside the message (not measured), and tiles divide the
-# width.
-SENT_ROWS = 8
 _WORD = 4
 
 
 def fits_sent_product(x: Tensor, axis: Any, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> bool:
     """Each program has whole sums to send, and a program of the receiver takes a row at once."""
-    if x.dim() != 2 or x.shape[0] > SENT_ROWS or residual.dtype != x.dtype:
+    if x.dim() != 2 or x.shape[0] > thresholds(x.device).sent_rows or residual.dtype != x.dtype:
         return False
     tile = _tile(x, weight)
     return (

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strata.kernels.choose import MEASURED, thresholds, thresholds_of
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.recurrent import gated_delta_triton
 from strata.kernels.recurrent.calls import GatedDeltaCall
@@ -25,11 +26,6 @@ from strata.kernels.recurrent.gated_delta_triton import LENGTH_EPS
 from strata.kernels.recurrent.sequences import states_and_slots
 
 KERNELS = (gated_delta_solve_kernel, gated_delta_states_kernel, gated_delta_results_kernel)
-# Chunks of 16, one after another and from which nothing is handed on, are for prompts with fewer tokens than this, and
-# for those with less than so many tokens for each sequence of the step: of each there is a tile at least, with a state
-# that is written and read once more. On an H200 one prompt of 64 takes 22 us for 30, of 32 tokens 23 for 18, and one of
-# 512 beside 255 decodes 867 for 1,389.
-_SHORTEST, _PER_SEQUENCE = 64, 2
 
 
 @dataclass(frozen=True)
@@ -73,10 +69,13 @@ class _Sizes:
 
 
 def supports(call: GatedDeltaCall) -> bool:
-    """A long sequence in bfloat16, and not many others beside it."""
+    """A long sequence in bfloat16, and not many others beside it: of each sequence there is a tile at least, with a
+    state that is written and read once more, where chunks of 16, one after another, hand nothing on."""
     q, k, v, batch = call.q, call.k, call.v, call.batch
+    known = thresholds(q.device)
+    each = known.parallel_chunk_tokens_each * (batch.offsets.shape[0] - 1)
     return (
-        batch.longest >= max(_SHORTEST, _PER_SEQUENCE * (batch.offsets.shape[0] - 1))
+        batch.longest >= max(known.parallel_chunk_tokens, each)
         and q.dtype == k.dtype == v.dtype == torch.bfloat16
         and max(k.shape[2], v.shape[2]) <= 128
         and gated_delta_triton.supports(call)
@@ -91,9 +90,11 @@ def scratch(call: GatedDeltaCall) -> int:
 
 def scratch_bytes(tokens: int, sequences: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> int:
     """The most that `scratch` is in a step of so many tokens and sequences at most."""
-    if tokens < _SHORTEST or dtype != torch.bfloat16:
+    known = thresholds_of(MEASURED)
+    if tokens < known.parallel_chunk_tokens or dtype != torch.bfloat16:
         return 0
-    return _Sizes.of(tokens, min(sequences, tokens // _PER_SEQUENCE), heads, key_dim, value_dim).nbytes(dtype)
+    sequences = min(sequences, tokens // known.parallel_chunk_tokens_each)
+    return _Sizes.of(tokens, sequences, heads, key_dim, value_dim).nbytes(dtype)
 
 
 def launch(call: GatedDeltaCall, tiles: DeltaTiles = TILES) -> Tensor:
