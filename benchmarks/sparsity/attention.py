@@ -30,7 +30,7 @@ from strata.kernels.attention import cuda as attention_cuda
 from strata.kernels.attention import decode_cuda as decode_attention_cuda
 from strata.kernels.attention import mixed as attention_mixed
 from strata.kernels.attention.batch_parts import BatchParts
-from strata.kernels.attention.cudnn_plan import why_no_plan
+from strata.kernels.attention.cudnn_prompts import why_no_plan
 from strata.kernels.attention.sparse import decodes_cuda, prompts_cuda
 from strata.kernels.attention.sparse.block_choice import BlockChoice
 from strata.kernels.attention.sparse.page_choice import PageChoice

@@ -1,7 +1,13 @@
-"""All-reduce of small messages on CUDA through an axis's symmetric memory, alone or with the norm that follows."""
+"""All-reduce of small messages on CUDA through an axis's symmetric memory, alone or with the norm that follows.
+
+All-gather of small messages on CUDA, in one launch through an axis's symmetric memory.
+
+A product of few rows, its sum over ranks and the norm of that on CUDA, in two launches: one sends, one receives.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -16,14 +22,20 @@ from strata.kernels.collective.all_reduce import (
     TWO_SHOT_TILE,
     TWO_SHOT_WORDS,
     block_tile,
+    gather_rows_kernel,
     one_shot_kernel,
     one_shot_norm_kernel,
     row_tile,
     two_shot_kernel,
 )
 from strata.kernels.collective.flagged import FLAGGED_PROGRAMS, fits_room, flagged_norm_kernel
+from strata.kernels.collective.sent_products import one_shot_received_norm_kernel
 from strata.kernels.device_limits import DeviceLimits
 from strata.kernels.grid_sizes import ceil_div
+from strata.kernels.linear.linear import linear
+from strata.kernels.linear.skinny import Inboxes, SkinnyProduct, kernels_of, multiply
+from strata.kernels.linear.skinny_tiles import SkinnyTile
+from strata.kernels.linear.tile_rule import chosen_tile
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WORD = 4
@@ -158,3 +170,84 @@ def needed_memory(axis: Axis) -> SymmetricMemory:
     if memory is None:
         raise ValueError(f"the axis {axis.name} has no symmetric memory; give it some by with_symmetric_memory")
     return memory
+
+
+# The largest message of a rank: the keys of draws and the like, which wait for the others and move nothing to speak of.
+GATHERED_BYTES = 1 << 16
+
+
+def fits_one_shot_gather(x: Tensor, axis: Any, dim: int) -> bool:
+    """What a rank has of each row travels as it is, whatever its dtype, in words of 4 bytes."""
+    return (
+        memory_of(axis) is not None
+        and x.is_contiguous()
+        and x.data_ptr() % 16 == 0
+        and 0 < x.nbytes <= GATHERED_BYTES
+        and _part_bytes(x, dim) % _WORD == 0
+    )
+
+
+def one_shot_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """The tensors of all ranks one after another along any dimension, the first too."""
+    words, shape = x.nbytes // _WORD, list(x.shape)
+    shape[dim] *= axis.size
+    result, tile = x.new_empty(shape), block_tile(words)
+    sizes = words, _part_bytes(x, dim) // _WORD
+    exchange(gather_rows_kernel, ceil_div(words, tile[0]), axis, (x, result), sizes, tile)
+    return result
+
+
+def _part_bytes(x: Tensor, dim: int) -> int:
+    """What stands together in the result: the dimension and all behind it."""
+    return math.prod(x.shape[dim % x.dim() :]) * x.itemsize
+
+
+def fits_sent_product(x: Tensor, axis: Any, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> bool:
+    """Each program has whole sums to send, and a program of the receiver takes a row at once."""
+    if x.dim() != 2 or x.shape[0] > thresholds(x.device).sent_rows or residual.dtype != x.dtype:
+        return False
+    tile = _tile(x, weight)
+    return (
+        tile is not None
+        and tile.splits == 1
+        and fits_one_shot_norm(linear.meta(x, weight), axis, residual, norm_weight, eps)
+    )
+
+
+def sent_product_norm(
+    x: Tensor, axis: Axis, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    memory, tile = needed_memory(axis), _tile(x, weight)
+    assert tile is not None
+    rows, width = residual.shape
+    words = width * x.itemsize // _WORD
+    # Neither may lie where the product still reads x while the first rows are received.
+    total, result = x.new_empty(residual.shape), x.new_empty(residual.shape)
+    beside = beside_the_kernel_ahead(x, memory, *row_tile(words))
+    inboxes = Inboxes(memory.peers, memory.counters, axis.index, starts_receiver=beside["EARLY"])
+    multiply(SkinnyProduct(x, weight, inboxes=inboxes), tile)
+    one_shot_received_norm_kernel[(rows,)](
+        residual,
+        norm_weight,
+        total,
+        result,
+        memory.inbox,
+        memory.counters,
+        residual.stride(0) * residual.itemsize // _WORD,
+        words,
+        width,
+        eps,
+        **beside,
+    )
+    return total, result
+
+
+def sent_product_kernels(x: Tensor, axis: Any, weight: Tensor, *_: Any) -> tuple[Any, ...]:
+    tile = _tile(x, weight)
+    assert tile is not None
+    return (*kernels_of(tile, weight), one_shot_received_norm_kernel)
+
+
+def _tile(x: Tensor, weight: Tensor) -> SkinnyTile | None:
+    """That of the product alone, so that its bits are the same."""
+    return chosen_tile(linear.name, x, weight)

@@ -1,13 +1,17 @@
 """Collectives along an axis: those with gradients, for the forward pass, and those without, which can be awaited.
 
 Along an axis of one rank each is the identity. All ranks of the axis call the same ones in the same order.
-"""
 
+Small values from every rank to every rank, as JSON: nothing that is received is ever executed.
+
+Transfers from one rank of an axis to another, several in one message to the communication library.
+"""
 # The apply of an autograd function is untyped in torch.
 # mypy: disable-error-code="no-any-return, no-untyped-call"
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -284,3 +288,69 @@ class _Shift(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return start_shift(grads[0], ctx.axis, -ctx.by).wait(), None, None
+
+
+def all_gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
+    """The values of all ranks along the axis, in their order. Waits for them.
+
+    value: what JSON can hold. device: of the run (`World.device`). Every rank calls this.
+    """
+    return [json.loads(text) for text in all_gather_bytes(json.dumps(value).encode(), axis, device)]
+
+
+def all_gather_bytes(own: bytes, axis: Axis, device: torch.device) -> list[bytes]:
+    """The same of bytes, one or more on each rank."""
+    if axis.group is None:
+        return [own]
+    row = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
+    sizes = start_all_gather(torch.tensor([len(own)], device=device), axis).wait().tolist()
+    padded = row.new_zeros(max(sizes))
+    padded[: len(own)] = row
+    rows = start_all_gather(padded[None], axis).wait().cpu()
+    return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """tensor: what is sent, contiguous, or where it arrives. source, target: places along the axis, one of them own."""
+
+    tensor: Tensor
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class PendingTransfers:
+    """Transfers under way. None of their tensors may be touched before `wait`."""
+
+    transfers: tuple[Transfer, ...]  # keeps what is sent
+    works: tuple[dist.Work, ...]
+    axis: Axis
+    calls: tuple[CollectiveCall, ...]
+
+    def wait(self) -> None:
+        """Until all have ended. On a GPU the stream waits, not the host."""
+        observer = self.axis.observer
+        if observer is not None:
+            observer.waits(self.calls[0])
+        for number, work in enumerate(self.works):
+            if observer is not None and len(self.works) == len(self.calls):  # NCCL has one work for all
+                observer.waits(self.calls[number])
+            work.wait()
+        if observer is not None:
+            observer.waits(None)
+
+
+def start_transfers(transfers: Sequence[Transfer], axis: Axis) -> PendingTransfers:
+    """Begin them all. The two ranks of a transfer start those between them in one order."""
+    operations = []
+    calls = []
+    for one in transfers:
+        sends = one.source == axis.index
+        peer = axis.ranks[one.target if sends else one.source]
+        operations.append(dist.P2POp(dist.isend if sends else dist.irecv, one.tensor, peer, axis.group))
+        if axis.observer is not None:
+            ranks = axis.ranks[one.source], axis.ranks[one.target]
+            calls.append(axis.observer.started("transfer", axis.name, ranks, one.tensor.nbytes))
+    works = dist.batch_isend_irecv(operations)
+    return PendingTransfers(tuple(transfers), tuple(works), axis, tuple(calls))

@@ -14,8 +14,15 @@ import torch
 from torch import Tensor
 
 from strata.comm import collectives
-from strata.comm.all_gather_cuda import fits_one_shot_gather, one_shot_gather
-from strata.comm.all_reduce_cuda import fits_one_shot, fits_two_shot, one_shot, two_shot
+from strata.comm.all_reduce_cuda import (
+    fits_one_shot,
+    fits_one_shot_gather,
+    fits_two_shot,
+    one_shot,
+    one_shot_gather,
+    two_shot,
+)
+from strata.comm.collectives import Transfer, start_transfers
 from strata.comm.cost import (
     CollectiveCost,
     all_gather_cost,
@@ -25,7 +32,6 @@ from strata.comm.cost import (
     shift_cost,
 )
 from strata.comm.mesh import Axis
-from strata.comm.transfers import Transfer, start_transfers
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.collective.all_reduce import gather_rows_kernel, one_shot_kernel, two_shot_kernel
 from strata.kernels.op import ATEN, NCCL, Kernels, Operation, operation

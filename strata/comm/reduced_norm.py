@@ -7,10 +7,17 @@ from typing import Any
 
 from torch import Tensor
 
-from strata.comm.all_reduce_cuda import fits_flagged_norm, fits_one_shot_norm, flagged_norm, one_shot_norm
+from strata.comm.all_reduce_cuda import (
+    fits_flagged_norm,
+    fits_one_shot_norm,
+    fits_sent_product,
+    flagged_norm,
+    one_shot_norm,
+    sent_product_kernels,
+    sent_product_norm,
+)
 from strata.comm.mesh import Axis
 from strata.comm.operations import Along, all_reduce
-from strata.comm.sent_product_cuda import fits_sent_product, sent_product_kernels, sent_product_norm
 from strata.kernels.collective.all_reduce import one_shot_norm_kernel
 from strata.kernels.collective.flagged import flagged_norm_kernel
 from strata.kernels.fused import Run, fused
@@ -36,7 +43,7 @@ for _run, _name, _supports, _kernel in (
     (flagged_norm, "one shot, flags", fits_flagged_norm, flagged_norm_kernel),
 ):
     all_reduce_add_rms_norm.in_triton(_run, _name, supports=_supports, kernels=(_kernel,))
-all_reduce_add_rms_norm.in_parts("apart", "cuda")
+all_reduce_add_rms_norm.unfused("apart", "cuda")
 
 
 @fused(rowwise=True, collective=True, dense=True, tuned_as=linear.name)
@@ -59,4 +66,4 @@ def _product_scratch(x: Tensor, axis: Axis, weight: Tensor, residual: Tensor, *_
 linear_all_reduce_add_rms_norm.in_triton(
     sent_product_norm, "one shot", supports=fits_sent_product, kernels=sent_product_kernels
 )
-linear_all_reduce_add_rms_norm.in_parts("apart", "cuda", scratch=_product_scratch)
+linear_all_reduce_add_rms_norm.unfused("apart", "cuda", scratch=_product_scratch)

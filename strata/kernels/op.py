@@ -167,7 +167,7 @@ class Operation:
         """Register the reference as an implementation."""
         self.implement(name, *devices, **what)(self.definition)
 
-    def in_parts(self, name: str, device: str, **what: Any) -> Callable[..., Any]:
+    def unfused(self, name: str, device: str, **what: Any) -> Callable[..., Any]:
         """Register a fused operation's parts, one after another, and return what runs them; what they launch follows
         from theirs."""
         composition = self.parts

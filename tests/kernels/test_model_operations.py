@@ -16,17 +16,14 @@ from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as rotat
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from strata.kernels.activation.clamped_swiglu import Clamp
-from strata.kernels.activation.gelu_mul import gelu_mul
 from strata.kernels.activation.scale import scale
 from strata.kernels.activation.sigmoid_gate import sigmoid_gate
-from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.activation.silu_mul import gelu_mul, silu_mul
 from strata.kernels.attention.spec import HeadsSpec
 from strata.kernels.linear.embedding import embedding, vocabulary_embedding
 from strata.kernels.linear.linear import linear
 from strata.kernels.moe.experts import biased_experts, by_library
-from strata.kernels.norm.divided_norm import divided_rms_norm, mean_square
-from strata.kernels.norm.norm import add_rms_norm, rms_norm, row_tile
-from strata.kernels.norm.wide_norm import wide_rms_norm
+from strata.kernels.norm.norm import add_rms_norm, divided_rms_norm, mean_square, rms_norm, row_tile, wide_rms_norm
 from strata.kernels.recurrent.deinterleave import deinterleave
 from strata.kernels.rotary.rope import partial_rope, rope, rope_angles
 from strata.kernels.state.kv_write import kv_write

@@ -20,10 +20,8 @@ from strata.graph.ranks import divide_keys  # noqa: F401
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.clamped_swiglu import Clamp
 from strata.kernels.attention.spec import HeadsSpec
-from strata.kernels.linear import fp8, sliced  # noqa: F401
 from strata.kernels.moe import count, experts  # noqa: F401
 from strata.kernels.moe.route import SOFTMAX, Choice
-from strata.kernels.norm import divided_norm  # noqa: F401
 from strata.kernels.op import OPERATIONS
 from strata.kernels.quant.packed import pack
 from strata.kernels.quant.schemes import SCHEMES

@@ -21,8 +21,13 @@ from strata.kernels.linear.embedding import embedding
 from strata.kernels.linear.fp8 import linear_fp8, linear_fp8_into
 from strata.kernels.linear.into import linear_into, linear_silu_mul_into
 from strata.kernels.loss import loss as loss_file
-from strata.kernels.loss.loss import linear_cross_entropy
-from strata.kernels.loss.loss_grad import _LossWithGradients, _row_chunks, cross_entropy_gradients, summed_cross_entropy
+from strata.kernels.loss.loss import (
+    _LossWithGradients,
+    _row_chunks,
+    cross_entropy_gradients,
+    linear_cross_entropy,
+    summed_cross_entropy,
+)
 from strata.kernels.optimizer.adamw import Constants, adamw
 
 WORK = Workload((7,), (7,))

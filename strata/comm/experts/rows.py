@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from strata.comm import collectives
-from strata.comm.all_gather_cuda import one_shot_gather
-from strata.comm.all_reduce_cuda import exchange, fits_one_shot, memory_of
+from strata.comm.all_reduce_cuda import exchange, fits_one_shot, memory_of, one_shot_gather
 from strata.comm.cost import all_gather_cost
 from strata.comm.mesh import Axis
 from strata.comm.operations import Along, by_library, in_rank_order, live, reduce_scatter

@@ -19,9 +19,8 @@ from strata.comm.experts.rows import combine_rows, dispatch_rows
 from strata.comm.mesh import Axis
 from strata.comm.operations import Along, by_library, live
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.moe.by_expert import take_rows
-from strata.kernels.moe.local_order import local_numbers, local_order, order_kernels
-from strata.kernels.moe.order import Order
+from strata.kernels.moe.combine import take_rows
+from strata.kernels.moe.local_order import Order, local_numbers, local_order, order_kernels
 from strata.kernels.op import ATEN, NCCL, operation
 
 # Of messages of one mixture, there and back: what they take longer at 64 MiB, a quarter of a millisecond between H200

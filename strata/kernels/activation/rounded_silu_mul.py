@@ -87,4 +87,4 @@ def _gated_bytes(gate: Tensor, up: Tensor, *rounding: Any) -> int:
 
 silu_mul_round.in_triton(_triton, invariant=True, supports=_fits, kernels=(rounded_silu_mul_kernel,))
 if HAS_TRITON:  # of rows that are too long for a program
-    silu_mul_round.in_parts("silu_mul, round_rows", "cuda", invariant=True, scratch=_gated_bytes)
+    silu_mul_round.unfused("silu_mul, round_rows", "cuda", invariant=True, scratch=_gated_bytes)

@@ -103,4 +103,4 @@ decode_attention.in_triton(
     scratch=_of_decodes(decode_attention_cuda.scratch),
 )
 for _device in ("cpu", "cuda"):
-    decode_attention.in_parts("composed", _device)
+    decode_attention.unfused("composed", _device)

@@ -127,5 +127,5 @@ def _scratch(*given: Any) -> int:
 implement_few_rows(linear_silu_mul, _product)
 linear_silu_mul.in_triton(_triton, supports=_fits, kernels=(linear_silu_mul_kernel,))
 one_after_the_other, _ = (
-    linear_silu_mul.in_parts("linear, silu_mul", "cuda", packed=packed, scratch=_scratch) for packed in (False, True)
+    linear_silu_mul.unfused("linear, silu_mul", "cuda", packed=packed, scratch=_scratch) for packed in (False, True)
 )

@@ -20,7 +20,6 @@ from strata.kernels.choose import thresholds
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.packed.few_rows import ordered
 from strata.kernels.linear.packed.frozen import frozen_call
-from strata.kernels.moe.by_expert import by_expert, give_back, take_rows
 from strata.kernels.moe.calls import (
     AnyExpertsCall,
     BiasedExpertsCall,
@@ -29,13 +28,11 @@ from strata.kernels.moe.calls import (
     biases_of,
     clamp_of,
 )
-from strata.kernels.moe.combine import combine_kernel, weighted_sums
+from strata.kernels.moe.combine import by_expert, combine_kernel, give_back, take_rows, weighted_sums
 from strata.kernels.moe.few_tokens import CHOICE_KERNELS, by_choices, streams
-from strata.kernels.moe.grouped import grouped_product
+from strata.kernels.moe.grouped import grouped_product, reads, reads_quantized
 from strata.kernels.moe.grouped_kernels import grouped_kernel, quantized_grouped_kernel
-from strata.kernels.moe.grouped_tiles import reads, reads_quantized
-from strata.kernels.moe.local_order import local_order, order_kernels
-from strata.kernels.moe.order import Order
+from strata.kernels.moe.local_order import Order, local_order, order_kernels
 from strata.kernels.op import ATEN, Operation, has_packed, operation
 from strata.kernels.quant.packed import PackedWeight
 from strata.kernels.quant.round_rows import round_rows, round_rows_kernel

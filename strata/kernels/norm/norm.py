@@ -1,4 +1,9 @@
-"""Root-mean-square layer normalization (Zhang and Sennrich 2019), of a tensor or of the sum of two."""
+"""Root-mean-square layer normalization (Zhang and Sennrich 2019), of a tensor or of the sum of two.
+
+RMS norm whose weights multiply in float32, before the result is rounded: OLMo 2 and 3, Gemma (there as 1 + w).
+
+An RMS norm of rows that several ranks divide: each squares its own columns, the sum over the ranks scales them.
+"""
 
 from __future__ import annotations
 
@@ -231,3 +236,77 @@ def _sum_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tupl
 
 for _norm, _run, _supports in ((rms_norm, _triton, fits), (add_rms_norm, _sum_triton, _sum_fits)):
     _norm.in_triton(_run, invariant=True, supports=_supports, kernels=(rms_norm_kernel,))
+
+
+def _wide_norm_cost(x: Tensor, weight: Tensor, eps: float, offset: float, *, workload: Workload) -> Cost:
+    # Square, add, scale and weight for every element.
+    return Cost(flops=4 * x.numel(), read=x.nbytes + weight.nbytes, written=x.nbytes, weights=weight.nbytes)
+
+
+@operation(_wide_norm_cost, rowwise=True)
+def wide_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * (offset + weight)` over the last dimension (Zhang and Sennrich 2019).
+
+    x [..., width], weight [width] of the same dtype -> [..., width]. All of it is computed in float32 (float64 for
+    float64 input) and rounded once, as in transformers' Olmo2RMSNorm (offset 0) and Gemma3RMSNorm (offset 1).
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * (weight.to(wide.dtype) + offset)).to(x.dtype)
+
+
+# A row is reduced in an order that depends on its width only.
+wide_rms_norm.by_definition("cpu", invariant=True, differentiable=True)
+
+
+def _wide_norm_triton(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    return launch_norm(x, weight, eps, offset=offset)[0]
+
+
+wide_rms_norm.in_triton(_wide_norm_triton, invariant=True, supports=fits, kernels=(rms_norm_kernel,))
+wide_rms_norm.by_definition("cuda", differentiable=True)
+
+
+# A row of 16 bytes is a word of the kernels that carry messages.
+_COPIES = 4
+
+
+def _square_cost(x: Tensor, *, workload: Workload) -> Cost:
+    return Cost(flops=2 * x.numel(), read=x.nbytes, written=x.numel() // x.shape[-1] * _COPIES * 4)
+
+
+def _square_meta(x: Tensor) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty((*x.shape[:-1], _COPIES), dtype=wide, device="meta")
+
+
+@operation(_square_cost, meta=_square_meta, rowwise=True)
+def mean_square(x: Tensor) -> Tensor:
+    """The mean of the squares of each row, four times: x [..., width] -> [..., 4] float32 (float64 for float64)."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return wide.square().mean(-1, keepdim=True).expand(*x.shape[:-1], _COPIES)
+
+
+def _norm_cost(
+    x: Tensor, total: Tensor, ranks: int, weight: Tensor, eps: float, offset: float, *, workload: Workload
+) -> Cost:
+    read = x.nbytes + total.nbytes + weight.nbytes
+    return Cost(flops=2 * x.numel(), read=read, written=x.nbytes, weights=weight.nbytes)
+
+
+@operation(_norm_cost, rowwise=True)
+def divided_rms_norm(x: Tensor, total: Tensor, ranks: int, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """`wide_rms_norm` of this rank's columns of rows that `ranks` ranks divide evenly.
+
+    x [..., own width]; total [..., 4] float32, the sum over the ranks of `mean_square` of their columns; weight
+    [own width], of these columns -> like x. Columns that several ranks hold count once for each, which leaves the mean
+    as it is where all are held equally often.
+    """
+    scale = torch.rsqrt(total[..., :1] / ranks + eps)
+    return (x.to(total.dtype) * scale * (weight.to(total.dtype) + offset)).to(x.dtype)
+
+
+mean_square.by_definition("cpu", invariant=True, differentiable=True)
+# On a GPU the order in which torch adds up a row depends on how many there are.
+mean_square.by_definition("cuda", differentiable=True)
+divided_rms_norm.by_definition("cpu", "cuda", invariant=True, differentiable=True)

@@ -13,8 +13,15 @@ import torch
 from torch import Tensor
 
 from strata.kernels.fused import Run, fused
-from strata.kernels.norm.norm import add_rms_norm, alike, launch_norm, rms_norm, rms_norm_kernel, row_tile
-from strata.kernels.norm.wide_norm import wide_rms_norm
+from strata.kernels.norm.norm import (
+    add_rms_norm,
+    alike,
+    launch_norm,
+    rms_norm,
+    rms_norm_kernel,
+    row_tile,
+    wide_rms_norm,
+)
 from strata.kernels.quant.round_rows import MOST_COLUMNS, can_round, round_rows
 
 Rounded = tuple[Tensor, ...]

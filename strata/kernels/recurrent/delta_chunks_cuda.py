@@ -15,7 +15,6 @@ from torch import Tensor
 from strata.kernels.choose import MEASURED, thresholds, thresholds_of
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.recurrent import gated_delta_triton
-from strata.kernels.recurrent.calls import GatedDeltaCall
 from strata.kernels.recurrent.delta_chunks_triton import (
     CHUNK,
     gated_delta_results_kernel,
@@ -23,7 +22,7 @@ from strata.kernels.recurrent.delta_chunks_triton import (
     gated_delta_states_kernel,
 )
 from strata.kernels.recurrent.gated_delta_triton import LENGTH_EPS
-from strata.kernels.recurrent.sequences import states_and_slots
+from strata.kernels.recurrent.sequences import GatedDeltaCall, states_and_slots
 
 KERNELS = (gated_delta_solve_kernel, gated_delta_states_kernel, gated_delta_results_kernel)
 

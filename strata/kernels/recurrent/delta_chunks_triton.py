@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from strata.kernels.attention.query_tiles import sequence_of_tile
+from strata.kernels.attention.softmax_triton import sequence_of_tile
 from strata.kernels.recurrent.gated_delta_triton import decay_of
 from strata.kernels.triton_import import jit, tl
 

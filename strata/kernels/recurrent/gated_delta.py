@@ -17,10 +17,10 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.blocks import in_whole_vectors
 from strata.kernels.op import operation
 from strata.kernels.recurrent import delta_chunks_cuda, gated_delta_triton
-from strata.kernels.recurrent.calls import GatedDeltaCall
 from strata.kernels.recurrent.gated_delta_triton import LENGTH_EPS
 from strata.kernels.recurrent.sequences import (
     STATE,
+    GatedDeltaCall,
     chunk_places,
     chunk_rows,
     first_states,

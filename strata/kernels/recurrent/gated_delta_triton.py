@@ -14,8 +14,7 @@ from torch import Tensor
 
 from strata.kernels.choose import thresholds
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
-from strata.kernels.recurrent.calls import GatedDeltaCall
-from strata.kernels.recurrent.sequences import STATE, states_and_slots
+from strata.kernels.recurrent.sequences import STATE, GatedDeltaCall, states_and_slots
 from strata.kernels.triton_import import jit, tl
 
 # Added to the squares of a query or key before the root, as in flash-linear-attention and transformers.

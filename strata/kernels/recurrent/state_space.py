@@ -16,9 +16,10 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.blocks import in_whole_vectors
 from strata.kernels.op import operation
 from strata.kernels.recurrent import state_space_triton
-from strata.kernels.recurrent.calls import StateSpaceCall, StateSpaceSpec
 from strata.kernels.recurrent.sequences import (
     STATE,
+    StateSpaceCall,
+    StateSpaceSpec,
     chunk_places,
     chunk_rows,
     first_states,

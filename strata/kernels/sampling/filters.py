@@ -11,8 +11,7 @@ from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.op import operation
-from strata.kernels.sampling.filters_triton import filter_bounds_kernel, search_bounds
-from strata.kernels.sampling.integer_probabilities import integer_probabilities
+from strata.kernels.sampling.filters_triton import filter_bounds_kernel, integer_probabilities, search_bounds
 from strata.kernels.sampling.sampling import scaled
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from strata.comm import all_reduce_cuda as launches
 from strata.comm import sent_product_cuda
-from strata.comm.all_gather_cuda import one_shot_gather
+from strata.comm.all_reduce_cuda import one_shot_gather
 from strata.comm.experts import rows
 from strata.comm.mesh import Axis
 from strata.comm.symmetric import InboxLayout, SymmetricMemory

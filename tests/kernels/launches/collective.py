@@ -8,10 +8,15 @@ from typing import Any
 
 import torch
 
-from strata.comm.all_gather_cuda import one_shot_gather
-from strata.comm.all_reduce_cuda import flagged_norm, one_shot, one_shot_norm, two_shot
+from strata.comm.all_reduce_cuda import (
+    flagged_norm,
+    one_shot,
+    one_shot_gather,
+    one_shot_norm,
+    sent_product_norm,
+    two_shot,
+)
 from strata.comm.experts.rows import scatter_sums
-from strata.comm.sent_product_cuda import sent_product_norm
 from strata.comm.symmetric import imagined
 from strata.kernels.collective.all_reduce import (
     gather_rows_kernel,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from strata.kernels.linear import fixed, silu_mul, sliced
+from strata.kernels.linear import fixed, linear, silu_mul
 from strata.kernels.linear.packed.rounded_kernel import rounded_product_kernel
 from strata.kernels.linear.packed.split_product import SplitTile, split_product, split_product_kernel
 from strata.kernels.linear.rounded_linear import RoundedCall, by_tiles
@@ -44,7 +44,7 @@ def fixed_tiles() -> Iterator[CompileCase]:
     tiles = [(tile, BF16) for tile in (fixed._NARROW, fixed._SHORT, fixed._SMALL, fixed._MIDDLE, fixed._LARGE)]
     for slices, some in (
         (1, [*tiles, (fixed._SINGLE, FP32)]),
-        (sliced.MOST_SLICES, [(sliced._FEW, BF16), (sliced._MANY, BF16), (sliced._SINGLE, FP32)]),
+        (linear.MOST_SLICES, [(linear._FEW, BF16), (linear._MANY, BF16), (linear._SINGLE, FP32)]),
     ):
         for tile, dtype in some:
             x, weight = (empty(rows, WIDTH, dtype=dtype) for rows in (1000, OUT))

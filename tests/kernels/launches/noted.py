@@ -34,8 +34,7 @@ def noted(
     bytes that a kernel may spill."""
     from triton.backends.compiler import GPUTarget
 
-    from strata.kernels.compiling.noting import noting
-    from strata.kernels.compiling.variant import Variant
+    from strata.kernels.compiling.noting import Variant, noting
 
     variants: list[Variant] = []
     with noting(GPUTarget("cuda", 90, 32), variants.append), meta_means(H200), torch.inference_mode():

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from strata.kernels.sampling.bitmask import apply_bitmask
 from strata.kernels.sampling.filters import filter_bounds
-from strata.kernels.sampling.part_logprobs import exponential_sums
-from strata.kernels.sampling.parts import best_in_part, best_of_parts
+from strata.kernels.sampling.parts import best_in_part, best_of_parts, exponential_sums
 from strata.kernels.sampling.sampling import gumbel_sample, token_logprobs
 from tests.kernels.compiled_for import CompileCase
 

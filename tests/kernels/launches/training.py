@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from strata.kernels.loss.loss_grad import cross_entropy_gradients
+from strata.kernels.loss.loss import cross_entropy_gradients
 from strata.kernels.optimizer.adamw import Constants, adamw, adamw_kernel
 from strata.kernels.optimizer.muon import muon_momentum, muon_momentum_kernel, muon_update, muon_update_kernel
 from tests.kernels.compiled_for import CompileCase

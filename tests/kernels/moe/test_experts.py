@@ -14,13 +14,12 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkR
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.linear.wide_linear import wide_linear
+from strata.kernels.linear.linear import wide_linear
 from strata.kernels.moe import experts as moe_experts
-from strata.kernels.moe.by_expert import give_back, take_rows
-from strata.kernels.moe.combine import combine, summed
+from strata.kernels.moe.combine import combine, give_back, summed, take_rows
 from strata.kernels.moe.count import count_choices
 from strata.kernels.moe.experts import by_library, experts
-from strata.kernels.moe.order import Order
+from strata.kernels.moe.local_order import Order
 from strata.kernels.moe.route import Choice, route
 from strata.kernels.state.kept_keys import ELSEWHERE
 

@@ -16,9 +16,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.op import Operation
-from strata.kernels.recurrent.calls import StateSpaceSpec
 from strata.kernels.recurrent.gated_delta import gated_delta
 from strata.kernels.recurrent.gated_norm import gated_rms_norm
+from strata.kernels.recurrent.sequences import StateSpaceSpec
 from strata.kernels.recurrent.short_convolution import short_convolution
 from strata.kernels.recurrent.state_space import state_space
 from strata.kernels.state.fixed import FixedStates
