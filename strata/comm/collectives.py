@@ -12,8 +12,9 @@ Transfers from one rank of an axis to another, several in one message to the com
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -32,17 +33,19 @@ _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """The sum over the ranks. Backward: the identity, for a result that all ranks go on with alike."""
-    return x if axis.group is None else _AllReduce.apply(x, axis)
+    return x if axis.group is None else _Differentiable.apply(x, partial(_summed, axis=axis), _same)
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
     """The identity, for a tensor that all ranks hold alike and use differently. Backward: the sum over the ranks."""
-    return x if axis.group is None else _CopyTo.apply(x, axis)
+    return x if axis.group is None else _Differentiable.apply(x, _same, partial(_summed, axis=axis))
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """The tensors of all ranks, of one shape, one after another along `dim`. Backward: `reduce_scatter`."""
-    return x if axis.group is None else _AllGather.apply(x, axis, dim)
+    if axis.group is None:
+        return x
+    return _Differentiable.apply(x, partial(_gathered, axis=axis, dim=dim), partial(_scattered, axis=axis, dim=dim))
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -50,7 +53,9 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
     Raises ValueError if the size of `dim` is no multiple of the number of ranks.
     """
-    return x if axis.group is None else _ReduceScatter.apply(x, axis, dim)
+    if axis.group is None:
+        return x
+    return _Differentiable.apply(x, partial(_scattered, axis=axis, dim=dim), partial(_gathered, axis=axis, dim=dim))
 
 
 def all_to_all(
@@ -60,12 +65,17 @@ def all_to_all(
 
     sent, received: how many rows (of dimension 0) go to and come from each rank; None for equal parts.
     """
-    return x if axis.group is None else _AllToAll.apply(x, axis, sent, received)
+    if axis.group is None:
+        return x
+    there, back = ({"sent": one, "received": other} for one, other in ((sent, received), (received, sent)))
+    return _Differentiable.apply(x, partial(_exchanged, axis=axis, **there), partial(_exchanged, axis=axis, **back))
 
 
 def shift(x: Tensor, axis: Axis, by: int = 1) -> Tensor:
     """The tensor of the rank `by` places before, around the ring; all of one shape. Backward: shift by -`by`."""
-    return x if axis.group is None else _Shift.apply(x, axis, by)
+    if axis.group is None:
+        return x
+    return _Differentiable.apply(x, partial(_shifted, axis=axis, by=by), partial(_shifted, axis=axis, by=-by))
 
 
 @dataclass(frozen=True)
@@ -221,73 +231,29 @@ def _exchanged(x: Tensor, axis: Axis, sent: Sequence[int] | None, received: Sequ
     return out
 
 
+def _shifted(x: Tensor, axis: Axis, by: int) -> Tensor:
+    return start_shift(x, axis, by).wait()
+
+
 def _list(counts: Sequence[int] | None) -> list[int] | None:
     return None if counts is None else list(counts)
 
 
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        return _summed(x, axis)
+class _Differentiable(torch.autograd.Function):
+    """What `run` makes of a tensor; `back` makes the tensor's gradient of that of the result."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
-class _CopyTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _summed(grads[0], ctx.axis), None
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _gathered(x, axis, dim)
+    def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return run(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _scattered(grads[0], ctx.axis, ctx.dim), None, None
+        return ctx.back(grads[0]), None, None
 
 
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _scattered(x, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _gathered(grads[0], ctx.axis, ctx.dim), None, None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, sent: Sequence[int] | None, received: Sequence[int] | None) -> Tensor:
-        ctx.axis, ctx.sent, ctx.received = axis, sent, received
-        return _exchanged(x, axis, sent, received)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(grads[0], ctx.axis, ctx.received, ctx.sent), None, None, None
-
-
-class _Shift(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, by: int) -> Tensor:
-        ctx.axis, ctx.by = axis, by
-        return start_shift(x, axis, by).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return start_shift(grads[0], ctx.axis, -ctx.by).wait(), None, None
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
 
 
 def all_gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:

@@ -74,20 +74,13 @@ def local_numbers(
 
 
 @jit
-def number_here(
-    chosen,
-    placement,
-    slot_mapping,
-    choice,
-    there,
-    first,
-    held,
-    per_token,
-    period,
-    PLACED: tl.constexpr,
-    PADDED: tl.constexpr,
-):
-    """Of choices their experts' numbers among those held; `held` where another rank computes, or there is none."""
+def number_here(tables, sizes, choice, there, PLACED: tl.constexpr, PADDED: tl.constexpr):
+    """Of choices their experts' numbers among those held; `held` where another rank computes, or there is none.
+
+    tables: chosen, placement and slot mapping. sizes: the first slot of this rank, held, per_token, period.
+    """
+    chosen, placement, slot_mapping = tables
+    first, held, per_token, period = sizes
     if PADDED:
         there = there & (tl.load(slot_mapping + choice // per_token, mask=there, other=-1) >= 0)
     slot = tl.load(chosen + choice, mask=there, other=0)
@@ -125,16 +118,15 @@ def local_order_kernel(
     expert = choice - blocks * BLOCK
     places = block < blocks
     there = places & (choice < choices)
-    number = number_here(chosen, placement, slot_mapping, choice, there, first, held, per_token, period, PLACED, PADDED)
+    tables, sizes = (chosen, placement, slot_mapping), (first, held, per_token, period)
+    number = number_here(tables, sizes, choice, there, PLACED, PADDED)
     # Sorted by expert, then as they stand: one number tells which of two comes first.
     rank = tl.where(places, number * choices + choice, (expert + 1) * choices)
     before = tl.zeros((BLOCK, WIDTH), dtype=tl.int32)
     for start in range(0, choices, WIDTH):
         other = start + tl.arange(0, WIDTH)
         is_one = other < choices
-        numbers = number_here(
-            chosen, placement, slot_mapping, other, is_one, first, held, per_token, period, PLACED, PADDED
-        )
+        numbers = number_here(tables, sizes, other, is_one, PLACED, PADDED)
         before += (numbers * choices + other)[None, :] < rank[:, None]
     place = tl.sum(before, axis=1)
     if places:
@@ -165,7 +157,8 @@ def local_order_counts_kernel(
     block = tl.program_id(0)
     choice = block * BLOCK + tl.arange(0, BLOCK)
     there = choice < choices
-    number = number_here(chosen, placement, slot_mapping, choice, there, first, held, per_token, period, PLACED, PADDED)
+    tables, sizes = (chosen, placement, slot_mapping), (first, held, per_token, period)
+    number = number_here(tables, sizes, choice, there, PLACED, PADDED)
     # What lies beyond the last choice is counted in a bin that nobody reads.
     found = tl.histogram(tl.where(there, number, BINS - 1), BINS)
     bin = tl.arange(0, BINS)
@@ -215,7 +208,8 @@ def local_order_places_kernel(
     expert = choice - blocks * BLOCK
     places = block < blocks
     there = places & (choice < choices)
-    number = number_here(chosen, placement, slot_mapping, choice, there, first, held, per_token, period, PLACED, PADDED)
+    tables, sizes = (chosen, placement, slot_mapping), (first, held, per_token, period)
+    number = number_here(tables, sizes, choice, there, PLACED, PADDED)
     below = tl.where(places, number, expert + 1)
     before = tl.zeros((BLOCK, WIDTH), dtype=tl.int32)
     for start in range(0, held, WIDTH):
@@ -226,9 +220,7 @@ def local_order_places_kernel(
         for start in range(0, BLOCK, WIDTH):
             other = block * BLOCK + start + tl.arange(0, WIDTH)
             is_one = other < choices
-            numbers = number_here(
-                chosen, placement, slot_mapping, other, is_one, first, held, per_token, period, PLACED, PADDED
-            )
+            numbers = number_here(tables, sizes, other, is_one, PLACED, PADDED)
             before += (numbers[None, :] == number[:, None]) & (other[None, :] < choice[:, None])
     place = tl.sum(before, axis=1)
     if places:
