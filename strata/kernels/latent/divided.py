@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.attention.divided import kept_cpu
+from strata.kernels.attention.divided import kept
 from strata.kernels.attention.divided.gathered import over_gathered
 from strata.kernels.attention.divided.kept import kept_attention, pairs_and_keys
 from strata.kernels.attention.spec import KeptCall, Sequences
@@ -112,11 +112,11 @@ def kept_latent_attention(call: KeptLatentCall) -> tuple[Tensor, Tensor]:
 
 
 def _cpu_supports(call: KeptLatentCall) -> bool:
-    return call.batch.pages is not None and kept_cpu.supports(_as_keys(call))
+    return call.batch.pages is not None and kept.supports_on_cpu(_as_keys(call))
 
 
 def _on_cpu(call: KeptLatentCall) -> tuple[Tensor, Tensor]:
-    mixed, sums = kept_cpu.attend(_as_keys(call))
+    mixed, sums = kept.attend_on_cpu(_as_keys(call))
     return mixed[..., : call.rank], sums
 
 

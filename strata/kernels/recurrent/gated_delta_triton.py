@@ -15,7 +15,7 @@ from torch import Tensor
 from strata.kernels.choose import thresholds
 from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.recurrent.sequences import STATE, GatedDeltaCall, states_and_slots
-from strata.kernels.recurrent.state_space_triton import kept_state, tile_of
+from strata.kernels.recurrent.state_space_triton import first_state, tile_of
 from strata.kernels.triton_import import jit, tl
 
 # Added to the squares of a query or key before the root, as in flash-linear-attention and transformers.
@@ -82,7 +82,7 @@ def gated_delta_kernel(
         held, inside = column < value_dim, place < key_dim
         both = inside[:, None] & held[None, :]
         sizes = (heads, key_dim, value_dim)
-        kept, state = kept_state(states, slots, positions, sequence, head, start, place, column, both, sizes, keeps)
+        kept, state = first_state(states, slots, positions, sequence, head, start, place, column, both, sizes, keeps)
         rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
         bias = tl.load(dt_bias + head).to(tl.float32)
         group = head // shared * key_dim
@@ -144,7 +144,7 @@ def gated_delta_chunks_kernel(
         held, inside = column < value_dim, place < key_dim
         both = inside[:, None] & held[None, :]
         sizes = (heads, key_dim, value_dim)
-        kept, state = kept_state(states, slots, positions, sequence, head, start, place, column, both, sizes, keeps)
+        kept, state = first_state(states, slots, positions, sequence, head, start, place, column, both, sizes, keeps)
         rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
         bias = tl.load(dt_bias + head).to(tl.float32)
         group = head // shared * key_dim

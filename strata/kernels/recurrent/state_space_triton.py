@@ -20,7 +20,7 @@ from strata.kernels.triton_import import jit, tl
 
 
 @jit
-def kept_state(states, slots, positions, sequence, head, start, row, column, both, sizes, keeps):
+def first_state(states, slots, positions, sequence, head, start, row, column, both, sizes, keeps):
     """Where a part of a head's state [rows, columns] is kept, and what it begins with: zeros if nothing is kept. both:
     which of row and column there are; sizes: of heads, rows and columns."""
     heads, rows, columns = sizes
@@ -84,7 +84,7 @@ def state_space_kernel(
         held, inside = column < head_dim, place < state_size
         both = held[:, None] & inside[None, :]
         sizes = (heads, head_dim, state_size)
-        kept, state = kept_state(states, slots, positions, sequence, head, start, column, place, both, sizes, keeps)
+        kept, state = first_state(states, slots, positions, sequence, head, start, column, place, both, sizes, keeps)
         rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
         bias = tl.load(dt_bias + head).to(tl.float32)
         factor = tl.load(skip + head).to(tl.float32)
@@ -142,7 +142,7 @@ def state_space_chunks_kernel(
         held, inside = column < head_dim, place < state_size
         both = held[:, None] & inside[None, :]
         sizes = (heads, head_dim, state_size)
-        kept, state = kept_state(states, slots, positions, sequence, head, start, column, place, both, sizes, keeps)
+        kept, state = first_state(states, slots, positions, sequence, head, start, column, place, both, sizes, keeps)
         rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
         bias = tl.load(dt_bias + head).to(tl.float32)
         factor = tl.load(skip + head).to(tl.float32)
