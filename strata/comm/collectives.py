@@ -67,8 +67,8 @@ def all_to_all(
     """
     if axis.group is None:
         return x
-    there, back = ({"sent": one, "received": other} for one, other in ((sent, received), (received, sent)))
-    return _Differentiable.apply(x, partial(_exchanged, axis=axis, **there), partial(_exchanged, axis=axis, **back))
+    there = partial(_exchanged, axis=axis, sent=sent, received=received)
+    return _Differentiable.apply(x, there, partial(_exchanged, axis=axis, sent=received, received=sent))
 
 
 def shift(x: Tensor, axis: Axis, by: int = 1) -> Tensor:

@@ -75,9 +75,9 @@ def _directions(q: Tensor, k: Tensor, heads: int, precision: torch.dtype) -> tup
 
 
 # Of gates, as torch has them, and with bits that do not depend on an element's place.
-_FUNCTIONS = F.softplus, torch.exp, torch.sigmoid
-_IN_BLOCKS = tuple(map(in_blocks, _FUNCTIONS))
 Function = Callable[[Tensor], Tensor]
+_FUNCTIONS: tuple[Function, Function, Function] = F.softplus, torch.exp, torch.sigmoid
+_IN_BLOCKS = tuple(map(in_blocks, _FUNCTIONS))
 
 
 def _gates(

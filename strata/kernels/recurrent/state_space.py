@@ -57,9 +57,9 @@ def state_space(call: StateSpaceCall) -> Tensor:
 
 
 # Of time steps and decays, as torch has them, and with bits that do not depend on an element's place.
-_FUNCTIONS = F.softplus, torch.exp
-_IN_BLOCKS = tuple(map(in_blocks, _FUNCTIONS))
 Function = Callable[[Tensor], Tensor]
+_FUNCTIONS: tuple[Function, Function] = F.softplus, torch.exp
+_IN_BLOCKS = tuple(map(in_blocks, _FUNCTIONS))
 
 
 def _steps(call: StateSpaceCall, precision: torch.dtype, softplus: Function, exp: Function) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from strata.kernels.attention.attention import attention
 from strata.kernels.attention.batch_parts import BatchParts
 from strata.kernels.attention.decode import decode_attention
 from strata.kernels.attention.decode_tile import DecodeTile
+from strata.kernels.attention.divided.kept import attend as attend_kept
 from strata.kernels.attention.divided.kept import kept_attention
 from strata.kernels.attention.prompt_keys import gather_prompt_keys, reference
 from strata.kernels.attention.sparse import decodes, prompts
@@ -163,18 +164,18 @@ def test_kept_keys_of_prompts_and_mixed_steps(kept: KeptKeys) -> None:
     order = [2, 1, 0, 3, 4]  # the first of a step decode, the others are prompts
     in_order = Case(*([of_all[at] for at in order] for of_all in (case.q, case.k, case.v)))
     given = *kept_batch(case, KEPT_NEW, kept), KEPT_SPEC, kept
-    near(kept.attend(KeptCall(*given)), kept_attention.reference(*given))
+    near(attend_kept(KeptCall(*given)), kept_attention.reference(*given))
     q, k, v, batch = kept_batch(in_order, [KEPT_NEW[at] for at in order], kept)
     wanted = kept_attention.reference(q, k, v, batch, KEPT_SPEC, kept)
     for known in (2, None):
-        near(kept.attend(KeptCall(q, k, v, with_parts(batch, 2, known), KEPT_SPEC, kept)), wanted)
+        near(attend_kept(KeptCall(q, k, v, with_parts(batch, 2, known), KEPT_SPEC, kept)), wanted)
 
 
 @every_rank
 def test_kept_keys_of_decodes(kept: KeptKeys) -> None:
     q, k, v, batch = kept_batch(Case.random([270, 5, 1], heads=4, kv_heads=2, head_dim=20), [1, 1, 1], kept)
     wanted = kept_attention.reference(q, k, v, batch, KEPT_SPEC, kept)
-    near(kept.attend(KeptCall(q, k, v, batch, KEPT_SPEC, kept)), wanted)
+    near(attend_kept(KeptCall(q, k, v, batch, KEPT_SPEC, kept)), wanted)
     for splits, apart in ((1, False), (4, False), (4, True)):
         out, sums = torch.empty(3, 4, 20), torch.empty(3, 4)
         given = q.flatten(1), 4, 20, batch.pages, KEPT_SPEC
