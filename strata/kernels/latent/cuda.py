@@ -173,12 +173,17 @@ def scratch(call: LatentCall) -> int:
 
 def attend(call: LatentCall) -> Tensor:
     """Decodes, which are the first sequences of a batch, have their rows divided; a tile has queries of the others."""
-    q, _, weight, batch, spec = call
-    keys, values = by_head(weight, call.dims)
+    mixed, values = in_latents(call.q, call, LatentStep.of(call.q, call.batch))
+    return torch.bmm(mixed.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
+
+
+def in_latents(q: Tensor, call: LatentCall, split: LatentStep, *, continued: bool = False) -> tuple[Tensor, Tensor]:
+    """What the first queries of a call find in the space of the latents, by `absorbed`, and what makes values of it."""
+    keys, values = by_head(call.weight, call.dims)
     latent = torch.bmm(q[..., : call.dims.nope].transpose(0, 1), keys).transpose(0, 1)
-    out = torch.empty_strided(latent.shape, latent.stride(), dtype=q.dtype, device=q.device)
-    absorbed(out, latent, q, batch, spec, call.dims, LatentStep.of(q, batch))
-    return torch.bmm(out.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
+    mixed = torch.empty_strided(latent.shape, latent.stride(), dtype=q.dtype, device=q.device)
+    absorbed(mixed, latent, q, call.batch, call.spec, call.dims, split, continued=continued)
+    return mixed, values
 
 
 def attend_fixed(call: LatentCall) -> Tensor:
