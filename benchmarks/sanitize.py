@@ -29,9 +29,8 @@ from strata.bench.kernels.cases import EPS, angles, full_pages, randn
 from strata.bench.kernels.products import Product
 from strata.cache.pool import KVPool, PoolShape
 from strata.kernels.activation import silu_mul_grad  # noqa: F401  registers what is run
-from strata.kernels.activation.clamped_swiglu import Clamp
 from strata.kernels.activation.sigmoid_gate import sigmoid_gate
-from strata.kernels.activation.silu_mul import gelu_mul, silu_mul
+from strata.kernels.activation.silu_mul import Clamp, gelu_mul, silu_mul
 from strata.kernels.attention import mixed as attention_mixed
 from strata.kernels.attention.attention import attention
 from strata.kernels.attention.batch_parts import BatchParts
@@ -71,8 +70,7 @@ from strata.kernels.recurrent.short_convolution import short_convolution
 from strata.kernels.recurrent.state_space import state_space
 from strata.kernels.rotary import rope_grad  # noqa: F401  registers what is run
 from strata.kernels.rotary.rope import partial_rope, rope, rope_angles, tail_rope
-from strata.kernels.sampling.bitmask import WORD, apply_bitmask
-from strata.kernels.sampling.filters import filter_bounds
+from strata.kernels.sampling.filters import WORD, apply_bitmask, filter_bounds
 from strata.kernels.sampling.parts import best_in_part, best_of_parts, exponential_sums
 from strata.kernels.sampling.sampling import gumbel_sample, token_logprobs
 from strata.kernels.state.fixed import FixedStates

@@ -15,10 +15,9 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as rotate_a_part
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-from strata.kernels.activation.clamped_swiglu import Clamp
 from strata.kernels.activation.scale import scale
 from strata.kernels.activation.sigmoid_gate import sigmoid_gate
-from strata.kernels.activation.silu_mul import gelu_mul, silu_mul
+from strata.kernels.activation.silu_mul import Clamp, gelu_mul, silu_mul
 from strata.kernels.attention.spec import HeadsSpec
 from strata.kernels.linear.embedding import embedding, vocabulary_embedding
 from strata.kernels.linear.linear import linear

@@ -18,7 +18,7 @@ import strata.models.families  # noqa: F401  (every operation of a model)
 from strata.graph import fuse_attention, fuse_products, fuse_rounding  # noqa: F401  (and of its passes)
 from strata.graph.ranks import divide_keys  # noqa: F401
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.activation.clamped_swiglu import Clamp
+from strata.kernels.activation.silu_mul import Clamp
 from strata.kernels.attention.spec import HeadsSpec
 from strata.kernels.moe import count, experts  # noqa: F401
 from strata.kernels.moe.route import SOFTMAX, Choice

@@ -1,12 +1,15 @@
 """The gated activation of SwiGLU layers (Shazeer 2020): `silu(gate) * up`.
 
 The gated activation of GEGLU layers (Shazeer 2020): `gelu(gate) * up`, gelu by its tanh approximation.
+
+The gated activation of gpt-oss (OpenAI 2025): a SwiGLU (Shazeer 2020) of bounded inputs, times up + 1.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -125,3 +128,40 @@ def gelu_mul_kernel(gate, up, result, gate_stride, up_stride, width, BLOCK: tl.c
 
 
 implement_by_rows(gelu_mul, gelu_mul_kernel)
+
+
+class Clamp(NamedTuple):
+    """alpha: what the gate is multiplied by inside the sigmoid. limit: the most of a gate, and of |up|."""
+
+    alpha: float
+    limit: float
+
+
+def _clamped_swiglu_cost(gate: Tensor, up: Tensor, clamp: Clamp, *, workload: Workload) -> Cost:
+    # Three bounds, a product and four operations of a sigmoid, its product with the gate, the sum and the last product.
+    return Cost(flops=11 * gate.numel(), read=gate.nbytes + up.nbytes, written=gate.nbytes)
+
+
+@operation(_clamped_swiglu_cost, rowwise=True)
+def clamped_swiglu(gate: Tensor, up: Tensor, clamp: Clamp) -> Tensor:
+    """`g * sigmoid(alpha * g) * (u + 1)` with g = min(gate, limit) and u = up within -limit and limit.
+
+    gate, up: [..., width] of one dtype -> [..., width], computed in float32 (float64 for float64) and rounded once.
+    """
+    return _gated(gate, up, clamp, torch.sigmoid)
+
+
+def _gated(gate: Tensor, up: Tensor, clamp: Clamp, sigmoid: Callable[[Tensor], Tensor]) -> Tensor:
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    bounded = gate.to(wide).clamp(max=clamp.limit)
+    factor = up.to(wide).clamp(-clamp.limit, clamp.limit) + 1
+    return (bounded * sigmoid(clamp.alpha * bounded) * factor).to(gate.dtype)
+
+
+def _clamped_swiglu_blocks(gate: Tensor, up: Tensor, clamp: Clamp) -> Tensor:
+    return _gated(gate, up, clamp, lambda x: in_whole_vectors(x, torch.sigmoid_))
+
+
+clamped_swiglu.by_definition("cpu", differentiable=True)
+clamped_swiglu.implement("blocks", "cpu", invariant=True)(_clamped_swiglu_blocks)
+clamped_swiglu.by_definition("cuda", invariant=True, differentiable=True)

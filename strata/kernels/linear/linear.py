@@ -168,19 +168,19 @@ def _fits(x: Tensor, weight: Tensor, slices: int, wide: bool) -> bool:
 sliced_linear.in_triton(_triton, invariant=True, supports=_fits, kernels=(linear_kernel,))
 
 
-def _wide_linear_cost(x: Tensor, weight: Tensor, *, workload: Workload) -> Cost:
+def _wide_cost(x: Tensor, weight: Tensor, *, workload: Workload) -> Cost:
     out, width = weight.shape
     rows = x.numel() // width
     written = rows * out * torch.promote_types(x.dtype, torch.float32).itemsize
     return Cost(flops=2 * rows * width * out, read=x.nbytes + weight.nbytes, written=written, weights=weight.nbytes)
 
 
-def _wide_linear_meta(x: Tensor, weight: Tensor) -> Tensor:
+def _wide_meta(x: Tensor, weight: Tensor) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=wide, device="meta")
 
 
-@operation(_wide_linear_cost, meta=_wide_linear_meta, rowwise=True, dense=True)
+@operation(_wide_cost, meta=_wide_meta, rowwise=True, dense=True)
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
     """`x @ weight^T` of the values in float32 (float64 for float64): x [..., width], weight [out, width] -> [..., out].
 
@@ -210,10 +210,8 @@ def _cublas(x: Tensor, weight: Tensor) -> Tensor:
 wide_linear.by_definition("cuda", name="converted", differentiable=True, kernels=(ATEN, ATEN, CUBLAS))
 
 
-def _wide_linear_triton(x: Tensor, weight: Tensor) -> Tensor:
+def _wide_triton(x: Tensor, weight: Tensor) -> Tensor:
     return fixed.triton_linear(x.to(torch.float32), weight.to(torch.float32))
 
 
-wide_linear.in_triton(
-    _wide_linear_triton, invariant=True, supports=fixed.fits, kernels=(ATEN, ATEN, fixed.linear_kernel)
-)
+wide_linear.in_triton(_wide_triton, invariant=True, supports=fixed.fits, kernels=(ATEN, ATEN, fixed.linear_kernel))

@@ -111,7 +111,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _loss_grad_cost(
+def _gradients_cost(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -130,7 +130,7 @@ def _loss_grad_cost(
     return Cost(flops, read, written, forward.weights)
 
 
-def _loss_grad_meta(
+def _gradients_meta(
     hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, logits_bytes: int, into: Memory | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     loss = hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32), device="meta")
@@ -138,7 +138,7 @@ def _loss_grad_meta(
     return loss, hidden.new_empty(hidden.shape, device="meta"), of_weight
 
 
-@operation(_loss_grad_cost, meta=_loss_grad_meta)
+@operation(_gradients_cost, meta=_gradients_meta)
 def cross_entropy_gradients(
     hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, logits_bytes: int, into: Memory | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:

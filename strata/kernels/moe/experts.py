@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.activation.clamped_swiglu import clamped_swiglu
-from strata.kernels.activation.silu_mul import silu_mul, silu_mul_kernel
+from strata.kernels.activation.silu_mul import clamped_swiglu, silu_mul, silu_mul_kernel
 from strata.kernels.choose import thresholds
 from strata.kernels.linear.linear import linear
 from strata.kernels.linear.packed.few_rows import ordered

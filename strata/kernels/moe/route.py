@@ -47,7 +47,7 @@ def _first_of_largest(keys, place, BEYOND: tl.constexpr):
 
 
 @jit
-def _route_triton_within_groups(
+def _keys_within_groups(
     key,
     GROUPS: tl.constexpr,
     KEPT: tl.constexpr,
@@ -110,7 +110,7 @@ def route_kernel(
         wanted += tl.load(bias + expert, mask=exists, other=0.0)
     key = tl.where(exists, _key(wanted), TAKEN)
     if GROUPS > 1:
-        key = _route_triton_within_groups(key, GROUPS, KEPT, TOP2, PADDED, WIDTH, TAKEN)
+        key = _keys_within_groups(key, GROUPS, KEPT, TOP2, PADDED, WIDTH, TAKEN)
     bits = score.to(tl.int32, bitcast=True)
     slot = tl.arange(0, SLOTS)
     numbers = tl.zeros((SLOTS,), tl.int32)

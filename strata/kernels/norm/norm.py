@@ -3,11 +3,18 @@
 RMS norm whose weights multiply in float32, before the result is rounded: OLMo 2 and 3, Gemma (there as 1 + w).
 
 An RMS norm of rows that several ranks divide: each squares its own columns, the sum over the ranks scales them.
+
+RMS norms whose rows are rounded to 8 bits where they are made, for products by weights in 8 bits.
+
+Each takes the arguments of a norm and behind them those of the rounding: kind and columns as `round_rows` takes them,
+keeps (whether the rows are returned as they are, too) and, maybe, the static scale. The norm is rounded to x.dtype
+before it is rounded to 8 bits, so results have the bits of the two operations one after the other.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +24,14 @@ from strata.hardware.roofline import Cost, Workload
 from strata.kernels.fused import Run, fused
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
-from strata.kernels.quant.round_rows import empty_rounded, rounding_constants, store_rounded
+from strata.kernels.quant.round_rows import (
+    MOST_COLUMNS,
+    can_round,
+    empty_rounded,
+    round_rows,
+    rounding_constants,
+    store_rounded,
+)
 from strata.kernels.torch_functions import add
 from strata.kernels.triton_import import jit, tl
 
@@ -238,12 +252,12 @@ for _norm, _run, _supports in ((rms_norm, _triton, fits), (add_rms_norm, _sum_tr
     _norm.in_triton(_run, invariant=True, supports=_supports, kernels=(rms_norm_kernel,))
 
 
-def _wide_norm_cost(x: Tensor, weight: Tensor, eps: float, offset: float, *, workload: Workload) -> Cost:
+def _wide_cost(x: Tensor, weight: Tensor, eps: float, offset: float, *, workload: Workload) -> Cost:
     # Square, add, scale and weight for every element.
     return Cost(flops=4 * x.numel(), read=x.nbytes + weight.nbytes, written=x.nbytes, weights=weight.nbytes)
 
 
-@operation(_wide_norm_cost, rowwise=True)
+@operation(_wide_cost, rowwise=True)
 def wide_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * (offset + weight)` over the last dimension (Zhang and Sennrich 2019).
 
@@ -259,11 +273,11 @@ def wide_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tenso
 wide_rms_norm.by_definition("cpu", invariant=True, differentiable=True)
 
 
-def _wide_norm_triton(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+def _wide_triton(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     return launch_norm(x, weight, eps, offset=offset)[0]
 
 
-wide_rms_norm.in_triton(_wide_norm_triton, invariant=True, supports=fits, kernels=(rms_norm_kernel,))
+wide_rms_norm.in_triton(_wide_triton, invariant=True, supports=fits, kernels=(rms_norm_kernel,))
 wide_rms_norm.by_definition("cuda", differentiable=True)
 
 
@@ -310,3 +324,68 @@ mean_square.by_definition("cpu", invariant=True, differentiable=True)
 # On a GPU the order in which torch adds up a row depends on how many there are.
 mean_square.by_definition("cuda", differentiable=True)
 divided_rms_norm.by_definition("cpu", "cuda", invariant=True, differentiable=True)
+
+
+Rounded = tuple[Tensor, ...]
+
+
+@fused(rowwise=True)
+def rms_norm_round(run: Run, x: Tensor, weight: Tensor, eps: float, *rounding: Any) -> Rounded:
+    """`rms_norm` of x [rows, width] and `round_rows` of that -> values, scales and, if it keeps them, the rows."""
+    return _rounded(run, run(rms_norm, x, weight, eps), *rounding)
+
+
+@fused(rowwise=True)
+def add_rms_norm_round(run: Run, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *rounding: Any) -> Rounded:
+    """`x + residual`, and of that sum what `rms_norm_round` returns: x, residual [rows, width] of one dtype."""
+    total, normed = run(add_rms_norm, x, residual, weight, eps)
+    return total, *_rounded(run, normed, *rounding)
+
+
+@fused(rowwise=True)
+def wide_rms_norm_round(run: Run, x: Tensor, weight: Tensor, eps: float, offset: float, *rounding: Any) -> Rounded:
+    """Of `wide_rms_norm` what `rms_norm_round` returns: x [rows, width]."""
+    return _rounded(run, run(wide_rms_norm, x, weight, eps, offset), *rounding)
+
+
+def _rounded(run: Run, normed: Tensor, kind: str, columns: int, keeps: bool, static: float | None = None) -> Rounded:
+    values, scales = run(round_rows, normed, kind, columns, static)
+    return (values, scales, normed) if keeps else (values, scales)
+
+
+def _given(kind: str, columns: int, keeps: bool, static: float | None = None) -> dict[str, Any]:
+    return {"rounding": (kind, columns, static), "keeps": keeps}
+
+
+def _round_triton(x: Tensor, weight: Tensor, eps: float, *rounding: Any) -> Rounded:
+    return launch_norm(x, weight, eps, **_given(*rounding))
+
+
+def _sum_round_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *rounding: Any) -> Rounded:
+    return launch_norm(x, weight, eps, residual, **_given(*rounding))
+
+
+def _wide_round_triton(x: Tensor, weight: Tensor, eps: float, offset: float, *rounding: Any) -> Rounded:
+    return launch_norm(x, weight, eps, offset=offset, **_given(*rounding))
+
+
+def _round_fits(x: Tensor, weight: Tensor, eps: float, kind: str, columns: int, *_: Any) -> bool:
+    """A tile holds a whole row, and whole groups of it."""
+    whole = columns <= row_tile(x.shape[-1])[0]["WIDTH"] and x.shape[-1] <= MOST_COLUMNS
+    return x.dim() == 2 and x.dtype != torch.float64 and whole and can_round(x, kind, columns)
+
+
+def _sum_round_fits(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *rounding: Any) -> bool:
+    return alike(x, residual) and _round_fits(x, weight, eps, *rounding)
+
+
+def _wide_round_fits(x: Tensor, weight: Tensor, eps: float, offset: float, *rounding: Any) -> bool:
+    return _round_fits(x, weight, eps, *rounding)
+
+
+for _operation, _run, _supports in (
+    (rms_norm_round, _round_triton, _round_fits),
+    (add_rms_norm_round, _sum_round_triton, _sum_round_fits),
+    (wide_rms_norm_round, _wide_round_triton, _wide_round_fits),
+):
+    _operation.in_triton(_run, invariant=True, supports=_supports, kernels=(rms_norm_kernel,))

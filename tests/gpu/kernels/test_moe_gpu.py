@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata.kernels.activation.clamped_swiglu import Clamp
+from strata.kernels.activation.silu_mul import Clamp
 from strata.kernels.choose import MEASURED, thresholds_of
 from strata.kernels.linear.linear import wide_linear
 from strata.kernels.moe.calls import ExpertsCall, LocalExpertsCall

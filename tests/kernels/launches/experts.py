@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strata.kernels.activation.clamped_swiglu import Clamp
+from strata.kernels.activation.silu_mul import Clamp
 from strata.kernels.moe import combine, count
 from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall
 from strata.kernels.moe.few_tokens import by_choices, choice_gate_kernel, choice_sum_kernel

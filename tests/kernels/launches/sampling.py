@@ -8,8 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from strata.kernels.sampling.bitmask import apply_bitmask
-from strata.kernels.sampling.filters import filter_bounds
+from strata.kernels.sampling.filters import apply_bitmask, filter_bounds
 from strata.kernels.sampling.parts import best_in_part, best_of_parts, exponential_sums
 from strata.kernels.sampling.sampling import gumbel_sample, token_logprobs
 from tests.kernels.compiled_for import CompileCase

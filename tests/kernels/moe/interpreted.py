@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata.kernels.activation.clamped_swiglu import Clamp, clamped_swiglu
-from strata.kernels.activation.silu_mul import silu_mul
+from strata.kernels.activation.silu_mul import Clamp, clamped_swiglu, silu_mul
 from strata.kernels.moe import local_order
 from strata.kernels.moe.calls import BiasedExpertsCall, ExpertsCall
 from strata.kernels.moe.experts import biased_experts, experts

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from strata.hardware.roofline import Cost, Workload
-from strata.kernels.sampling.bitmask import apply_bitmask
+from strata.kernels.sampling.filters import apply_bitmask
 from strata.kernels.sampling.parts import (
     NO_KEY,
     best_in_part,
