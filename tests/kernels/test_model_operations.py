@@ -52,13 +52,16 @@ def pages_of(slots: list[int], heads: int = 3, head_dim: int = 10, layers: int =
 
 @pytest.mark.parametrize("way", EVERY_WAY)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "width"), [(1, 256), (37, 255), (300, 64), (5, 4096)])
-def test_rms_norm_has_the_bits_of_transformers(rows: int, width: int, dtype: torch.dtype, way: dict) -> None:
-    x, _ = merged(rows, width, 3, dtype=dtype)
+@pytest.mark.parametrize(("rows", "width"), [(1, 256), (37, 255), (300, 64), (5, 4096), (0, 8)])
+def test_norms_have_the_bits_of_transformers(rows: int, width: int, dtype: torch.dtype, way: dict) -> None:
+    x, residual, _ = merged(rows, width, width, 3, dtype=dtype)
     norm = LlamaRMSNorm(width, eps=1e-5).to(dtype)
     norm.weight.data = torch.randn(width).to(dtype)
     with torch.no_grad():
         assert torch.equal(rms_norm.bind("cpu", **way)(x, norm.weight, 1e-5), norm(x))
+        total, normed = add_rms_norm.bind("cpu", **way)(x, residual, norm.weight, 1e-5)
+        assert torch.equal(total, x + residual)
+        assert torch.equal(normed, norm(x + residual))
 
 
 @pytest.mark.parametrize("way", EVERY_WAY)
@@ -298,19 +301,6 @@ def poisoned_pools(kv_heads: int, head_dim: int, dtype: torch.dtype, slots: list
     keys, values = (tuple(torch.full((4, 8, kv_heads, head_dim), torch.nan, dtype=dtype) for _ in "ab") for _ in "kv")
     index = torch.zeros(1, 4, dtype=torch.int32)
     return PagedKV(keys, values, index, index[0], torch.tensor(slots, dtype=torch.int32))
-
-
-@pytest.mark.parametrize("way", EVERY_WAY)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "width"), [(1, 256), (37, 255), (300, 64), (0, 8)])
-def test_add_rms_norm_has_the_bits_of_transformers(rows: int, width: int, dtype: torch.dtype, way: dict) -> None:
-    x, residual, _ = torch.randn(rows, 2 * width + 3).to(dtype).split((width, width, 3), -1)
-    norm = LlamaRMSNorm(width, eps=1e-5).to(dtype)
-    norm.weight.data = torch.randn(width).to(dtype)
-    with torch.no_grad():
-        total, normed = add_rms_norm.bind("cpu", **way)(x, residual, norm.weight, 1e-5)
-        assert torch.equal(total, x + residual)
-        assert torch.equal(normed, norm(x + residual))
 
 
 @pytest.mark.parametrize("way", [{}, {"deterministic": True}])
