@@ -311,6 +311,16 @@ def like_first(first: Any, *others: Any) -> Tensor:
     return like.new_empty(like.shape, device="meta")
 
 
+def elementwise(flops: int) -> Callable[..., Cost]:
+    """The cost of an operation with so many FLOPs an element of its first argument, like which its result is."""
+
+    def cost(first: Tensor, *others: Any, workload: Workload) -> Cost:
+        read = sum(one.nbytes for one in (first, *others) if isinstance(one, Tensor))
+        return Cost(flops * first.numel(), read, first.nbytes)
+
+    return cost
+
+
 def operation(
     cost: Callable[..., Cost], *, meta: Callable[..., Any] = like_first, **traits: Any
 ) -> Callable[[Callable[..., Any]], Operation]:

@@ -15,19 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strata.hardware.roofline import Cost, Workload
 from strata.kernels.activation.blocks import in_whole_vectors
 from strata.kernels.grid_sizes import ceil_div
-from strata.kernels.op import Operation, operation
+from strata.kernels.op import Operation, elementwise, operation
 from strata.kernels.triton_import import jit, tl
 
 
-def _cost(gate: Tensor, up: Tensor, *, workload: Workload) -> Cost:
-    # silu(g) = g / (1 + exp(-g)) is a negation, an exponential, an addition and a division; then the product.
-    return Cost(flops=5 * gate.numel(), read=gate.nbytes + up.nbytes, written=gate.nbytes)
-
-
-@operation(_cost, rowwise=True, fusible=True)
+# silu(g) = g / (1 + exp(-g)) is a negation, an exponential, an addition and a division; then the product.
+@operation(elementwise(5), rowwise=True, fusible=True)
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`: gate and up [..., width] of one dtype -> [..., width].
 
@@ -90,12 +85,8 @@ def implement_by_rows(operation: Operation, kernel: Any) -> None:
 implement_by_rows(silu_mul, silu_mul_kernel)
 
 
-def _gelu_mul_cost(gate: Tensor, up: Tensor, *, workload: Workload) -> Cost:
-    # x * sigmoid(2 y) with y = a * (x + b * x^3): three products and a sum, and what a silu takes; then the product.
-    return Cost(flops=9 * gate.numel(), read=gate.nbytes + up.nbytes, written=gate.nbytes)
-
-
-@operation(_gelu_mul_cost, rowwise=True)
+# x * sigmoid(2 y) with y = a * (x + b * x^3): three products and a sum, and what a silu takes; then the product.
+@operation(elementwise(9), rowwise=True)
 def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """`gelu(gate) * up`: gate and up [..., width] of one dtype -> [..., width].
 
@@ -137,12 +128,8 @@ class Clamp(NamedTuple):
     limit: float
 
 
-def _clamped_swiglu_cost(gate: Tensor, up: Tensor, clamp: Clamp, *, workload: Workload) -> Cost:
-    # Three bounds, a product and four operations of a sigmoid, its product with the gate, the sum and the last product.
-    return Cost(flops=11 * gate.numel(), read=gate.nbytes + up.nbytes, written=gate.nbytes)
-
-
-@operation(_clamped_swiglu_cost, rowwise=True)
+# Three bounds, a product and four operations of a sigmoid, its product with the gate, the sum and the last product.
+@operation(elementwise(11), rowwise=True)
 def clamped_swiglu(gate: Tensor, up: Tensor, clamp: Clamp) -> Tensor:
     """`g * sigmoid(alpha * g) * (u + 1)` with g = min(gate, limit) and u = up within -limit and limit.
 

@@ -24,10 +24,7 @@ from strata.kernels.linear.packed.split_product import (
 from strata.kernels.op import CUBLAS, operation
 from strata.kernels.quant.fp8 import library_product
 from strata.kernels.quant.packed import PackedWeight, Scheme, product_of, spread, wide_scales
-from strata.kernels.triton_import import HAS_TRITON
-
-if HAS_TRITON:
-    from triton.tools.tensor_descriptor import TensorDescriptor
+from strata.kernels.triton_import import HAS_TRITON, TensorDescriptor
 
 
 class RoundedCall(NamedTuple):

@@ -21,10 +21,7 @@ from strata.kernels.linear.linear import linear
 from strata.kernels.linear.skinny import SkinnyProduct, implement_few_rows
 from strata.kernels.op import has_packed
 from strata.kernels.quant.packed import PackedWeight
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
-
-if HAS_TRITON:
-    from triton.tools.tensor_descriptor import TensorDescriptor
+from strata.kernels.triton_import import TensorDescriptor, jit, tl
 
 
 @fused(rowwise=True, product=True, gated=True, packable=(1,))

@@ -248,8 +248,8 @@ def _sum_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tupl
     return launch_norm(x, weight, eps, residual)
 
 
-for _norm, _run, _supports in ((rms_norm, _triton, fits), (add_rms_norm, _sum_triton, _sum_fits)):
-    _norm.in_triton(_run, invariant=True, supports=_supports, kernels=(rms_norm_kernel,))
+rms_norm.in_triton(_triton, invariant=True, supports=fits, kernels=(rms_norm_kernel,))
+add_rms_norm.in_triton(_sum_triton, invariant=True, supports=_sum_fits, kernels=(rms_norm_kernel,))
 
 
 def _wide_cost(x: Tensor, weight: Tensor, eps: float, offset: float, *, workload: Workload) -> Cost:
@@ -383,9 +383,6 @@ def _wide_round_fits(x: Tensor, weight: Tensor, eps: float, offset: float, *roun
     return _round_fits(x, weight, eps, *rounding)
 
 
-for _operation, _run, _supports in (
-    (rms_norm_round, _round_triton, _round_fits),
-    (add_rms_norm_round, _sum_round_triton, _sum_round_fits),
-    (wide_rms_norm_round, _wide_round_triton, _wide_round_fits),
-):
-    _operation.in_triton(_run, invariant=True, supports=_supports, kernels=(rms_norm_kernel,))
+rms_norm_round.in_triton(_round_triton, invariant=True, supports=_round_fits, kernels=(rms_norm_kernel,))
+add_rms_norm_round.in_triton(_sum_round_triton, invariant=True, supports=_sum_round_fits, kernels=(rms_norm_kernel,))
+wide_rms_norm_round.in_triton(_wide_round_triton, invariant=True, supports=_wide_round_fits, kernels=(rms_norm_kernel,))

@@ -33,7 +33,7 @@ from strata.kernels.sampling.sampling import (
     gumbel_noise,
     scaled,
 )
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
+from strata.kernels.triton_import import constant, jit, tl
 
 # Less than the key of any score.
 NO_KEY = -(2**63)
@@ -142,8 +142,7 @@ def best_of_parts_kernel(keys, result, rows, parts, ROWS: tl.constexpr, PARTS: t
 
 
 # Of -inf and inf, as `score_order` says.
-LEAST = tl.constexpr((0xFF800000 ^ 0x7FFFFFFF) - 2**32) if HAS_TRITON else None
-MOST = tl.constexpr(0x7F800000) if HAS_TRITON else None
+LEAST, MOST = constant((0xFF800000 ^ 0x7FFFFFFF) - 2**32), constant(0x7F800000)
 _CHOICE_ROWS = 32
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from strata.hardware.roofline import Cost, Workload
 from strata.kernels.grid_sizes import ceil_div, next_power_of_2
 from strata.kernels.op import operation
-from strata.kernels.triton_import import HAS_TRITON, jit, libdevice, tl
+from strata.kernels.triton_import import constant, jit, libdevice, tl
 
 # What is drawn from a row that is no distribution.
 NO_ID = -1
@@ -134,7 +134,7 @@ _MURMUR_2 = -0x3D4D51CB
 _UNIT = (1 - 2.0**-24) * 2.0**-31  # keeps the largest uniform number below 1
 
 
-_LN2 = tl.constexpr(log(2)) if HAS_TRITON else None
+_LN2 = constant(log(2))
 _GUMBEL_BLOCK = 2048
 GUMBEL_CONSTANTS: dict[str, object] = {"UNIT": _UNIT, "BLOCK": _GUMBEL_BLOCK}
 _TOKEN_BLOCK = 4096

@@ -18,10 +18,7 @@ from strata.kernels.grid_sizes import ceil_div
 from strata.kernels.quant.dequantize import wide_scale
 from strata.kernels.quant.packed import PackedWeight
 from strata.kernels.split_counters import split_counters
-from strata.kernels.triton_import import HAS_TRITON, jit, tl
-
-if HAS_TRITON:
-    from triton.tools.tensor_descriptor import TensorDescriptor
+from strata.kernels.triton_import import TensorDescriptor, jit, tl
 
 
 @dataclass(frozen=True)
