@@ -2,9 +2,9 @@
 
 Along an axis of one rank each is the identity. All ranks of the axis call the same ones in the same order.
 
-Small values from every rank to every rank, as JSON: nothing that is received is ever executed.
+`all_gather_json`: small values from every rank to every rank: nothing that is received is ever executed.
 
-Transfers from one rank of an axis to another, several in one message to the communication library.
+`start_transfers`: from one rank of an axis to another, several in one message to the communication library.
 """
 # The apply of an autograd function is untyped in torch.
 # mypy: disable-error-code="no-any-return, no-untyped-call"

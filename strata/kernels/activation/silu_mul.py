@@ -1,8 +1,5 @@
-"""The gated activation of SwiGLU layers (Shazeer 2020): `silu(gate) * up`.
-
-The gated activation of GEGLU layers (Shazeer 2020): `gelu(gate) * up`, gelu by its tanh approximation.
-
-The gated activation of gpt-oss (OpenAI 2025): a SwiGLU (Shazeer 2020) of bounded inputs, times up + 1.
+"""Gated activations: of SwiGLU layers (Shazeer 2020) `silu(gate) * up`; of GEGLU layers (Shazeer 2020) `gelu(gate) *
+up`, gelu by its tanh approximation; of gpt-oss (OpenAI 2025) a SwiGLU (Shazeer 2020) of bounded inputs, times up + 1.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Of batch-invariant attention the keys of a sequence are divided into segments at fixed positions, each with a softmax of
 its own, which are joined one by one, from the first on.
 
-Which queries a tile has, in kernels whose grids have tiles of all sequences one after the other.
+`queries_of_tile`: which queries a tile has, in kernels whose grids have tiles of all sequences one after the other.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Notes which variants a run launches instead of launching them, with tensors on the meta device. Needs no GPU.
 
-A variant of a kernel, as text that another process can compile: Triton's own description of a specialization.
+`Variant`: one of a kernel, as text that another process can compile: Triton's own description of a specialization.
 """
 
 from __future__ import annotations

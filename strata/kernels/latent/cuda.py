@@ -1,7 +1,7 @@
 """Latent attention over pages on CUDA with absorbed queries: grids follow from shapes alone, so that a step can
 be recorded in a CUDA graph, and which sequences are prompts only the device knows there.
 
-How the kernels of latent attention divide their work. Decodes of up to 16 heads were measured on an H200
+`LatentTile`: how the kernels divide their work. Decodes of up to 16 heads were measured on an H200
 (`python -m benchmarks.latent.decodes --tiles`), all else was chosen by what registers and shared memory of a Hopper
 hold.
 """

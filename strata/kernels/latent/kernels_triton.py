@@ -4,7 +4,7 @@ A row is loaded once for all heads of a tile. The softmax is computed in one pas
 decode the rows of a sequence are divided among programs (Flash-Decoding, Dao et al. 2023), and a second kernel joins
 what they found.
 
-A product for each head, in tiles of one shape: a row of the result has the same bits in any company.
+`head_product`: a product for each head, in tiles of one shape: a row of the result has the same bits in any company.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The dense layer: `x @ weight^T + bias`.
 
-The dense layer as a sum over slices of its width in an order that does not depend on how many ranks hold them.
+`sliced_linear`: as a sum over slices of its width in an order that does not depend on how many ranks hold them.
 
 Ranks that divide the width of a product add their parts up. Which bits come out depends on the order of the sum, and a
 product that one rank computes whole has another order than two halves. Here the width is cut into equal slices that are
 added pairwise (`strata.kernels.pairwise`). Ranks with 4, 2 or 1 of eight slices have whole branches of that tree, so
 that their sums, added pairwise too, have its bits. They are float32 until the last sum.
 
-The dense layer in float32 whatever its inputs are: scores of experts, which 16 bits would make equal.
+`wide_linear`: in float32 whatever its inputs are: scores of experts, which 16 bits would make equal.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How the weight of a product with few rows is divided among programs, and which division serves which call.
 
-The tiles worth measuring for a product with few rows: how `strata bench kernels --tune` finds the fastest.
+`candidates`: the tiles worth measuring: how `strata bench kernels --tune` finds the fastest.
 """
 
 from __future__ import annotations

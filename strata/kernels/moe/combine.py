@@ -1,6 +1,7 @@
 """What a token's experts made of it becomes one row: a weighted sum over rows that lie apart, and its gradients.
 
-Experts one after another, as references and CPUs have them, and rows in the order of their experts and back.
+`by_expert`: experts one after another, as references and CPUs have them, and rows in the order of their experts and
+back.
 """
 # The apply of an autograd function is untyped in torch.
 # mypy: disable-error-code="no-any-return, no-untyped-call"

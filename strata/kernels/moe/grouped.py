@@ -4,7 +4,7 @@ It fetches the rows itself, adds biases and gates. With few rows an expert the w
 few rows keep them coming; with many the library's grouped product is faster (`strata.kernels.moe.experts`). Of packed
 weights, too, only packed bytes are read: values become floats in registers, or the rows are in 8 bits already.
 
-What a program of a grouped product makes at a time, and which weights the kernels read.
+`choose_tile`, `reads`: what a program makes at a time, and which weights the kernels read.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Few choices are sorted in one launch, each counting those before it; many by a counting sort in three, in which equal
 ones stay as they stand.
 
-Rows of a mixture's tokens, sorted by the expert that they go to.
+`Order`: rows of a mixture's tokens, sorted by the expert that they go to.
 """
 
 from __future__ import annotations

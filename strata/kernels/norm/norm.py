@@ -1,14 +1,14 @@
 """Root-mean-square layer normalization (Zhang and Sennrich 2019), of a tensor or of the sum of two.
 
-RMS norm whose weights multiply in float32, before the result is rounded: OLMo 2 and 3, Gemma (there as 1 + w).
+`wide_rms_norm`: one whose weights multiply in float32, before the result is rounded: OLMo 2 and 3, Gemma (there as 1 +
+w).
 
-An RMS norm of rows that several ranks divide: each squares its own columns, the sum over the ranks scales them.
+`divided_rms_norm`: of rows that several ranks divide: each squares its own columns, the sum over the ranks scales them.
 
-RMS norms whose rows are rounded to 8 bits where they are made, for products by weights in 8 bits.
-
-Each takes the arguments of a norm and behind them those of the rounding: kind and columns as `round_rows` takes them,
-keeps (whether the rows are returned as they are, too) and, maybe, the static scale. The norm is rounded to x.dtype
-before it is rounded to 8 bits, so results have the bits of the two operations one after the other.
+`..._norm_round`: whose rows are rounded to 8 bits where they are made, for products by weights in 8 bits. Each takes
+the arguments of a norm and behind them those of the rounding: kind and columns as `round_rows` takes them, keeps
+(whether the rows are returned as they are, too) and, maybe, the static scale. The norm is rounded to x.dtype before it
+is rounded to 8 bits, so results have the bits of the two operations one after the other.
 """
 
 from __future__ import annotations

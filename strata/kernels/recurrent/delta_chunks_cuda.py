@@ -3,7 +3,7 @@
 Grids follow from shapes alone, so that a step can be recorded in a CUDA graph: a step of so many tokens and sequences
 has `tokens // 64 + sequences` tiles at most, and a program finds the chunk that it is given, if any.
 
-The gated delta rule over prompts in Triton: three kernels, of which only the walk from chunk to chunk is serial.
+Of the three kernels only the walk from chunk to chunk is serial.
 
 In a chunk of 64 tokens, with `d` the sum of the logarithms of decays up to a token, `K` and `V` its keys (of length 1)
 and values, `L[i, j] = K[i] . K[j] exp(d[i] - d[j])` below the diagonal, `B` the strengths on it and `S` the state

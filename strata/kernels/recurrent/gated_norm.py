@@ -1,6 +1,7 @@
 """RMS norm of a recurrence's result and its gate: Mamba-2 gates first, gated delta networks gate afterwards.
 
-A gated RMS norm of rows that several ranks divide: each squares its own columns, the sum over ranks scales them.
+`divided_gated_rms_norm`: of rows that several ranks divide: each squares its own columns, the sum over ranks scales
+them.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 All three keep the likeliest ids of a row, so what they keep is told by the lowest logit that stays and, where several
 ids have it, the last of those. Sampling reads the bound; the logits themselves are not written.
 
-Rules ids out of logits: a bit an id, for the rows that have a mask. The host computes the masks (grammars).
+`apply_bitmask` rules ids out of logits: a bit an id, for the rows that have a mask. The host computes the masks
+(grammars).
 """
 
 from __future__ import annotations

@@ -3,15 +3,14 @@
 A rank holds the logits of ids [first, first + part). What the ranks tell each other of a row is one key
 (`score_keys`), so a draw is the best key of each part, one all-gather, and the largest key.
 
-Scores and their ids as whole numbers in the order of likelihood, so that the best of parts is the largest number.
+`score_keys`: scores and their ids as whole numbers in the order of likelihood, so that the best of parts is the largest
+number.
 
 A key holds the score in its upper half, as the integer that has the order of float32, and in its lower half all ones
 less the id: of two equal scores the lower id has the larger key.
 
-Log-probabilities of logits that ranks divide: each tells of its own part what the whole row's follow from.
-
-A rank holds the logits of ids [first, first + part). The ranks speak twice: of `logprobs_in_part`, and once the chosen
-logits are known of `count_above`, which adds up to the ranks of the chosen ids.
+Log-probabilities, too: each rank tells of its own part what the whole row's follow from. The ranks speak twice: of
+`logprobs_in_part`, and once the chosen logits are known of `count_above`, which adds up to the ranks of the chosen ids.
 """
 
 from __future__ import annotations
